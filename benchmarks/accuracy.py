@@ -60,7 +60,7 @@ class Score(NamedTuple):
 
 def read_rows(path: Path = ROWS) -> list[Row]:
     """Every measurement with its answer."""
-    from trainer.planning.cases.answer import answer_case
+    from shardwise.trainer.planning.cases.answer import answer_case
 
     rows = (json.loads(line) for line in path.read_text().splitlines())
     return [Row(row["id"], row["case"]["stack"], row["case"], row["truth"], answer_case(row["case"])) for row in rows]
@@ -148,7 +148,7 @@ def score_order(rows: Sequence[Row]) -> Score:
 
 def constants_behind(rows: Sequence[Row]) -> tuple[str, ...]:
     """The constants of the speed model that a predicted speed of the rows rests on: changing one changes the speed."""
-    from trainer.planning.speed import constants as speed_constants
+    from shardwise.trainer.planning.speed import constants as speed_constants
 
     cases = [row.case for row in rows if "tokens_per_s_per_gpu" in row.truth and "error" not in row.answer]
     names = [name for name in vars(speed_constants) if name.isupper()]
@@ -158,7 +158,7 @@ def constants_behind(rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _speeds(cases: Sequence[dict[str, Any]]) -> list[float]:
-    from trainer.planning.cases.answer import answer_case
+    from shardwise.trainer.planning.cases.answer import answer_case
 
     return [answer_case(case)["speed"]["tokens_per_s_per_gpu"] for case in cases]
 
@@ -177,12 +177,12 @@ def _speeds_with(name: str, cases: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def _is_speed_module(module: object) -> bool:
-    return getattr(module, "__name__", "").startswith("trainer.planning.speed.")
+    return getattr(module, "__name__", "").startswith("shardwise.trainer.planning.speed.")
 
 
 def score_constants(rows: Sequence[Row]) -> list[Score]:
     """A model with a constant for every few rows would predict them and nothing else."""
-    from trainer.planning.speed import constants as speed_constants
+    from shardwise.trainer.planning.speed import constants as speed_constants
 
     num_all = sum(name.isupper() for name in vars(speed_constants))
     behind = constants_behind(rows)

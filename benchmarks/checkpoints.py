@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from trainer.runtime.checkpoint.save import Save
+    from shardwise.trainer.runtime.checkpoint.save import Save
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 15  # disks of rented machines take twice as long in some of them
@@ -123,10 +123,10 @@ def _measure() -> None:
 
 
 def _save(folder: Path, model: "nn.Module", optimizer: "Optimizer") -> "Save":
-    from trainer.runtime.checkpoint.manifest import CheckpointFacts
-    from trainer.runtime.checkpoint.ranks import Ranks
-    from trainer.runtime.checkpoint.save import Save
-    from trainer.spec.strategy import Optimizer, Precision, Sharding
+    from shardwise.trainer.runtime.checkpoint.manifest import CheckpointFacts
+    from shardwise.trainer.runtime.checkpoint.ranks import Ranks
+    from shardwise.trainer.runtime.checkpoint.save import Save
+    from shardwise.trainer.spec.strategy import Optimizer, Precision, Sharding
 
     facts = CheckpointFacts(
         run_name="bench", step=1, tokens_seen=1, seed=0, sequences_per_step=1, tokens_per_step=1,
@@ -139,8 +139,8 @@ def _save(folder: Path, model: "nn.Module", optimizer: "Optimizer") -> "Save":
 
 
 def _load(folder: Path, model: "nn.Module", optimizer: "Optimizer") -> None:
-    from trainer.runtime.checkpoint.load import begin_resumption
-    from trainer.spec.strategy import Sharding
+    from shardwise.trainer.runtime.checkpoint.load import begin_resumption
+    from shardwise.trainer.spec.strategy import Sharding
 
     resumption = begin_resumption(folder, check=lambda checkpoint: None, on_skip=print)
     assert resumption is not None
@@ -148,7 +148,7 @@ def _load(folder: Path, model: "nn.Module", optimizer: "Optimizer") -> None:
 
 
 def _stall(stalls: list[float], folder: Path, model: "nn.Module", optimizer: "Optimizer", *, counts: bool) -> None:
-    from trainer.runtime.checkpoint.save import BackgroundSave
+    from shardwise.trainer.runtime.checkpoint.save import BackgroundSave
 
     shutil.rmtree(folder, ignore_errors=True)
     with _timed(stalls, counts=counts):

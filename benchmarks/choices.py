@@ -18,12 +18,12 @@ for folder in (ROOT / "benchmarks", ROOT):
 
 from written_page import markdown_table, run_page  # noqa: E402  (the path comes first)
 
-from launch.plan.gather import plan_inputs, profile_data, read_inputs  # noqa: E402
-from trainer.planning.candidates import run_hours  # noqa: E402
-from trainer.planning.planner import context_of  # noqa: E402
-from trainer.spec.errors import InputError, NothingFitsError  # noqa: E402
-from trainer.spec.plan import Plan  # noqa: E402
-from trainer.spec.units import format_bytes, format_seconds  # noqa: E402
+from shardwise.launch.plan.gather import plan_inputs, profile_data, read_inputs  # noqa: E402
+from shardwise.trainer.planning.candidates import run_hours  # noqa: E402
+from shardwise.trainer.planning.planner import context_of  # noqa: E402
+from shardwise.trainer.spec.errors import InputError, NothingFitsError  # noqa: E402
+from shardwise.trainer.spec.plan import Plan  # noqa: E402
+from shardwise.trainer.spec.units import format_bytes, format_seconds  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "choices.md"
 NOBODY = {"HOME": "/nonexistent"}  # no personal settings, no earlier runs

@@ -113,7 +113,7 @@ def _plan(checkout: Path, folder: Path) -> Path:
         "data.eval=none", "train.seq_len=64", "train.tokens_per_step=128", "train.steps=1", "pin.micro_batch=1",
         "pin.sharding=none", f"extensions={folder / 'marks.py'}",
     ]  # fmt: skip
-    argv = [sys.executable, "-P", "-m", "launch.cli", "train", str(folder / "job.yaml"), *settings]
+    argv = [sys.executable, "-P", "-m", "shardwise.launch.cli", "train", str(folder / "job.yaml"), *settings]
     environment = _environment(checkout)
     run = subprocess.run(
         [*argv, "--run-dir", str(folder / "run")], cwd=checkout, env=environment, capture_output=True, text=True
@@ -128,7 +128,7 @@ def _plan(checkout: Path, folder: Path) -> Path:
 def _marks(checkout: Path, plan: Path) -> tuple[float, float]:
     """Processor seconds of a rank when its imports were done, and when its first step had ended."""
     marks = plan.with_name("marks.txt")
-    argv = [sys.executable, "-P", "-m", "trainer", str(plan), "--log-dir", str(plan.parent / "logs-again")]
+    argv = [sys.executable, "-P", "-m", "shardwise.trainer", str(plan), "--log-dir", str(plan.parent / "logs-again")]
     environment = _environment(checkout) | {_FILE_VARIABLE: str(marks)}
     subprocess.run(argv, cwd=checkout, env=environment, check=True, stdout=subprocess.DEVNULL)
     imported, ended = map(float, marks.read_text().split())

@@ -36,10 +36,10 @@ from on_gpu.peaks import ROWS_NAME, Peak, write_peaks  # noqa: E402
 from on_gpu.programme import Step, StepLog, matching, run_steps  # noqa: E402
 from written_page import markdown_table, with_tables  # noqa: E402
 
-from launch.attempt.supervisor import StopRequest  # noqa: E402
-from launch.terminal import Console  # noqa: E402
-from trainer.spec.errors import ExitCode  # noqa: E402
-from trainer.spec.units import format_bytes  # noqa: E402
+from shardwise.launch.attempt.supervisor import StopRequest  # noqa: E402
+from shardwise.launch.terminal import Console  # noqa: E402
+from shardwise.trainer.spec.errors import ExitCode  # noqa: E402
+from shardwise.trainer.spec.units import format_bytes  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 RESULTS, CALIBRATION = ROOT / "benchmarks" / "results", ROOT / "tests" / "calibration"

@@ -58,16 +58,16 @@ def _pieces(folder: Path) -> Sequence[tuple[str, Callable[[], object]]]:
     from gpu_factory import GpuCase, gpu_plan, write_full_rows
     from planning_factory import machine
 
-    from launch.engine.command import prepare_attempt
-    from trainer.runtime.data.batches import padding_share, step_micro_batches
-    from trainer.runtime.loop.metrics import PHASES, DoneStep, MetricsFile, StepObserver
-    from trainer.runtime.loop.session import build_session
-    from trainer.runtime.loop.step import StepResult
-    from trainer.runtime.run.clock import CardWatch, Clock
-    from trainer.runtime.run.report_writer import STATUS_INTERVAL_S, ReportWriter, run_paths
-    from trainer.runtime.run.state import RunState
-    from trainer.spec import codec
-    from trainer.spec.strategy import Optimizer, Precision
+    from shardwise.launch.engine.command import prepare_attempt
+    from shardwise.trainer.runtime.data.batches import padding_share, step_micro_batches
+    from shardwise.trainer.runtime.loop.metrics import PHASES, DoneStep, MetricsFile, StepObserver
+    from shardwise.trainer.runtime.loop.session import build_session
+    from shardwise.trainer.runtime.loop.step import StepResult
+    from shardwise.trainer.runtime.run.clock import CardWatch, Clock
+    from shardwise.trainer.runtime.run.report_writer import STATUS_INTERVAL_S, ReportWriter, run_paths
+    from shardwise.trainer.runtime.run.state import RunState
+    from shardwise.trainer.spec import codec
+    from shardwise.trainer.spec.strategy import Optimizer, Precision
 
     write_full_rows(folder / "rows")
     settings = {"precision": Precision.FP32, "optimizer": Optimizer.ADAMW_FUSED, "micro_batch": 2}

@@ -55,7 +55,7 @@ def time_in_turn(commands: dict[str, list[str]], *, rounds: int = ROUNDS) -> dic
 
 def bench_startup() -> list[dict[str, object]]:
     """Commands that answer questions, cold, beside what they must not cost."""
-    shardwise = [sys.executable, "-P", "-m", "launch.cli"]
+    shardwise = [sys.executable, "-P", "-m", "shardwise.launch.cli"]
     commands = {
         "python -c pass": [sys.executable, "-c", "pass"],
         "python -c 'import torch'": [sys.executable, "-c", "import torch"],
@@ -115,7 +115,7 @@ def _estimate(num_cases: int) -> dict[str, object]:
 _ESTIMATE = """
 import re, sys
 from pathlib import Path
-from launch.cli import main
+from shardwise.launch.cli import main
 assert main(["estimate", sys.argv[1]]) == 0
 print(re.search("VmHWM:(.*)kB", Path("/proc/self/status").read_text())[1], file=sys.stderr)
 """

@@ -86,7 +86,9 @@ def write_pages(runs: Sequence[Path], folder: Path) -> None:
 
 def shardwise(*words: str) -> None:
     """Runs a command of the working tree."""
-    subprocess.run([sys.executable, "-m", "launch.cli", *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "shardwise.launch.cli", *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL
+    )
 
 
 def write_shot(browser: Browser, shot: Shot, folder: Path) -> None:

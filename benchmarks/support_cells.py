@@ -3,13 +3,13 @@
 from functools import cache
 from typing import NamedTuple
 
-from trainer.planning.device import Device, device_of
-from trainer.planning.rules.combination import Combination
-from trainer.planning.tables.gpu_names import hardware_from_spec
-from trainer.spec.hardware import Host
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.strategy import (
+from shardwise.trainer.planning.device import Device, device_of
+from shardwise.trainer.planning.rules.combination import Combination
+from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
+from shardwise.trainer.spec.hardware import Host
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.strategy import (
     Checkpointing,
     Fp8Recipe,
     LossHead,
@@ -20,7 +20,7 @@ from trainer.spec.strategy import (
     Sharding,
     Strategy,
 )
-from trainer.spec.units import GIB
+from shardwise.trainer.spec.units import GIB
 
 _HOST = Host(cpu_name=None, num_cores=8, ram_bytes=1024 * GIB, ram_available_bytes=1024 * GIB)
 _LLAMA = {

@@ -27,12 +27,12 @@ from support_cells import Cell, device_named  # noqa: E402
 from support_proofs import GPU_PROOFS, PROOFS  # noqa: E402
 from written_page import markdown_table, run_page  # noqa: E402
 
-from trainer.planning.rules.combination import Incompatibility, Reach, first_broken  # noqa: E402
-from trainer.planning.rules.incompatible_rows import LAYOUTS, ROWS  # noqa: E402
-from trainer.planning.rules.incompatible_settings import RECIPE_CAPABILITY, SETTINGS  # noqa: E402
-from trainer.planning.rules.rule import RULES  # noqa: E402
-from trainer.spec.pip_lines import extra_words  # noqa: E402
-from trainer.spec.strategy import (  # noqa: E402
+from shardwise.trainer.planning.rules.combination import Incompatibility, Reach, first_broken  # noqa: E402
+from shardwise.trainer.planning.rules.incompatible_rows import LAYOUTS, ROWS  # noqa: E402
+from shardwise.trainer.planning.rules.incompatible_settings import RECIPE_CAPABILITY, SETTINGS  # noqa: E402
+from shardwise.trainer.planning.rules.rule import RULES  # noqa: E402
+from shardwise.trainer.spec.pip_lines import extra_words  # noqa: E402
+from shardwise.trainer.spec.strategy import (  # noqa: E402
     Checkpointing,
     Fp8Recipe,
     LossHead,

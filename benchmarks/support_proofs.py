@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from support_cells import Cell
 
-from trainer.spec.strategy import Fp8Recipe, LossHead, Method, Offload, Precision, Sharding
+from shardwise.trainer.spec.strategy import Fp8Recipe, LossHead, Method, Offload, Precision, Sharding
 
 
 class Proof(NamedTuple):

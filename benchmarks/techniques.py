@@ -28,11 +28,11 @@ from msgspec.structs import replace  # noqa: E402
 from planning_factory import machine  # noqa: E402
 from written_page import markdown_table, with_tables  # noqa: E402
 
-from launch.engine.command import prepare_attempt  # noqa: E402
-from trainer.runtime.run.report_writer import ReportWriter, run_paths  # noqa: E402
-from trainer.spec import codec  # noqa: E402
-from trainer.spec.job.sections import GaloreJob, LoraJob  # noqa: E402
-from trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision  # noqa: E402
+from shardwise.launch.engine.command import prepare_attempt  # noqa: E402
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths  # noqa: E402
+from shardwise.trainer.spec import codec  # noqa: E402
+from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob  # noqa: E402
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "techniques.md"
 MIB = 2**20
@@ -100,8 +100,8 @@ def measure(case: GpuCase, folder: Path) -> Measured:
     """Trains it in this process."""
     from accelerate.state import AcceleratorState, GradientState
 
-    from trainer.runtime.loop.course import train
-    from trainer.runtime.run.state import RunState
+    from shardwise.trainer.runtime.loop.course import train
+    from shardwise.trainer.runtime.run.state import RunState
 
     settings = {
         "precision": Precision.FP32,
@@ -168,7 +168,7 @@ def main() -> int:
                 print(table_of(rows).splitlines()[-1], flush=True)
     table = table_of(rows)
     if options.write:
-        from trainer.runtime.run.report_writer import installed_versions
+        from shardwise.trainer.runtime.run.report_writer import installed_versions
 
         found = {"versions": installed_versions(), "model": MODEL, "rows": [row._asdict() for row in rows]}
         path = ROOT / "benchmarks" / "results" / f"techniques-{datetime.now(UTC):%Y-%m-%d}.json"

@@ -35,10 +35,10 @@ assert len(rows) == {num_chats}, len(rows)
 _PREPARE = """
 import sys
 from pathlib import Path
-from launch.inputs.data_files import list_files
-from launch.inputs.prepare_data import prepare_data
-from trainer.spec.data.request import PrepareRequest
-from trainer.spec import codec
+from shardwise.launch.inputs.data_files import list_files
+from shardwise.launch.inputs.prepare_data import prepare_data
+from shardwise.trainer.spec.data.request import PrepareRequest
+from shardwise.trainer.spec import codec
 
 request = list_files(codec.read(Path(sys.argv[1]), PrepareRequest))
 profile = prepare_data(request, on_progress=lambda _: None)
@@ -105,7 +105,7 @@ def _write_chats(path: Path) -> None:
 def _make_tokenizer(folder: Path, chats: Path) -> Path:
     from tokenizers import AddedToken
 
-    from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+    from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 
     trained = train_tokenizer(chats.read_text().splitlines()[:2000], vocab_size=4096)
     trained.tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
@@ -114,10 +114,10 @@ def _make_tokenizer(folder: Path, chats: Path) -> Path:
 
 
 def _write_request(path: Path, chats: Path, tokenizer: Path, cache: Path) -> Path:
-    from launch.plan.gather import make_request
-    from trainer.spec import codec
-    from trainer.spec.job.reading import read_job
-    from trainer.spec.model.readers import read_model_shape
+    from shardwise.launch.plan.gather import make_request
+    from shardwise.trainer.spec import codec
+    from shardwise.trainer.spec.job.reading import read_job
+    from shardwise.trainer.spec.model.readers import read_model_shape
 
     job = read_job(
         {

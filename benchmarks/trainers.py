@@ -108,7 +108,15 @@ class _Run:
         self._turn, self._ended = (os.open(path, os.O_RDWR) for path in (turn, ended))  # which waits for nobody
         if trainer == "shardwise":
             (out / "job.yaml").write_text("{}\n")
-            words = [sys.executable, "-P", "-m", "launch.cli", "train", str(out / "job.yaml"), *_job(folder, out)]
+            words = [
+                sys.executable,
+                "-P",
+                "-m",
+                "shardwise.launch.cli",
+                "train",
+                str(out / "job.yaml"),
+                *_job(folder, out),
+            ]
             words += ["--run-dir", str(out / "run")]
         else:
             words = [sys.executable, __file__, trainer, cache, str(out)]
@@ -157,8 +165,8 @@ def _job(folder: Path, out: Path) -> list[str]:
 
 def _prepared(folder: Path) -> str:
     """The folder of the rows that all are given."""
-    from launch.inputs.prepare_data import prepare_data
-    from launch.plan.gather import read_inputs
+    from shardwise.launch.inputs.prepare_data import prepare_data
+    from shardwise.launch.plan.gather import read_inputs
 
     (folder / "model.json").write_text(json.dumps(MODEL))
     words = [word for word in _job(folder, folder) if not word.startswith("extensions")]
@@ -170,7 +178,7 @@ def _prepared(folder: Path) -> str:
 
 def _batches(cache: str) -> list[list[list[int]]]:
     """The rows of every step, as lists of ids; full rows only, so that no trainer pads."""
-    from trainer.runtime.data.token_rows import TokenRows
+    from shardwise.trainer.runtime.data.token_rows import TokenRows
 
     rows = TokenRows.open(Path(cache), "train")
     full = [number for number in range(len(rows)) if rows.length(number) == SEQ_LEN][: NUM_STEPS * ROWS]

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import msgspec
 
-from launch.commands.train import train as run_training
-from launch.options import TrainOptions
-from launch.plan.gather import plan_inputs, profile_data, read_inputs
-from launch.terminal import Console
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.plan import MemoryEstimate, Plan, SpeedEstimate
-from trainer.spec.report import Report
-from trainer.spec.units import parse_bytes
+from shardwise.launch.commands.train import train as run_training
+from shardwise.launch.options import TrainOptions
+from shardwise.launch.plan.gather import plan_inputs, profile_data, read_inputs
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.plan import MemoryEstimate, Plan, SpeedEstimate
+from shardwise.trainer.spec.report import Report
+from shardwise.trainer.spec.units import parse_bytes
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):

@@ -74,12 +74,12 @@ announce() {
 check_cards() { # before gigabytes are downloaded: has this torch code for any card that is here?
     if command -v nvidia-smi >/dev/null 2>&1 && [ -n "${CUDA_VISIBLE_DEVICES-all}" ]; then
         nvidia-smi --query-gpu=compute_cap,name --format=csv,noheader 2>/dev/null |
-            PYTHONPATH=. "$bin/python" -m launch.probe.before_download "$1" || exit 4
+            PYTHONPATH=. "$bin/python" -m shardwise.launch.probe.before_download "$1" || exit 4
     fi
 }
 
 compile() { # once and for all: with PYTHONDONTWRITEBYTECODE, usual in containers, every command would do it anew
-    "$bin/python" -m compileall -q launch slurm trainer || :
+    "$bin/python" -m compileall -q shardwise launch slurm trainer || :
 }
 
 install() {
@@ -114,7 +114,7 @@ install_dev() {
 }
 
 check_gpu() { # a GPU that the installed torch cannot use is a fault to mend, not a reason to train on the CPU
-    "$bin/python" -P -m launch.probe.torch_fit || exit 4
+    "$bin/python" -P -m shardwise.launch.probe.torch_fit || exit 4
 }
 
 uninstall() {
@@ -160,7 +160,7 @@ case $target in
         ;;
     bench) install_dev; shift; exec "$bin/python" benchmarks/run.py "$@" ;;
     bench-gpu) install_dev; shift; exec "$bin/python" benchmarks/gpu.py "$@" ;;
-    golden) install_dev; shift; exec "$bin/python" -m trainer.simulation --golden tests/golden/dry_run.jsonl --all "$@" ;;
+    golden) install_dev; shift; exec "$bin/python" -m shardwise.trainer.simulation --golden tests/golden/dry_run.jsonl --all "$@" ;;
     uninstall) uninstall ;;
     *) say "bootstrap: unknown target '$target'"; usage >&2; exit 2 ;;
 esac

@@ -9,10 +9,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from launch.options import parse_words
-from launch.terminal import Console, write_error
-from trainer.spec.errors import ExitCode, ShardwiseError
-from trainer.spec.secrets import redacted_output
+from shardwise.launch.options import parse_words
+from shardwise.launch.terminal import Console, write_error
+from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
+from shardwise.trainer.spec.secrets import redacted_output
 
 # Objects made before the collector looks for cycles. Python's 700 cost a start ten milliseconds and find next to none.
 GC_THRESHOLD = 100_000

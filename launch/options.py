@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from trainer.spec.errors import InputError
+from shardwise.trainer.spec.errors import InputError
 
 LADDER_STEPS = 6
 PROFILE_STEPS = 8
@@ -48,7 +48,7 @@ def _gpu_list(text: str) -> tuple[int, ...]:
 
 
 def _size(text: str) -> int:
-    from trainer.spec.units import MIB, parse_bytes
+    from shardwise.trainer.spec.units import MIB, parse_bytes
 
     try:
         size = parse_bytes(text)
@@ -423,82 +423,94 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "init": Command(InitOptions, "launch.commands.housekeeping:run_init", "write a commented job file"),
-    "probe": Command(ProbeOptions, "launch.commands.housekeeping:run_probe", "show what this machine offers"),
+    "init": Command(InitOptions, "shardwise.launch.commands.housekeeping:run_init", "write a commented job file"),
+    "probe": Command(ProbeOptions, "shardwise.launch.commands.housekeeping:run_probe", "show what this machine offers"),
     "plan": Command(
-        PlanOptions, "launch.commands.plan:run_plan", "choose a strategy and explain it; nothing is started"
+        PlanOptions, "shardwise.launch.commands.plan:run_plan", "choose a strategy and explain it; nothing is started"
     ),
     "data": Command(
-        DataOptions, "launch.commands.data:run_data", "prepare the data, show the first example as the model sees it"
+        DataOptions,
+        "shardwise.launch.commands.data:run_data",
+        "prepare the data, show the first example as the model sees it",
     ),
     "estimate": Command(
-        EstimateOptions, "launch.commands.estimate:run_estimate", "memory and speed of cases that pin everything"
+        EstimateOptions,
+        "shardwise.launch.commands.estimate:run_estimate",
+        "memory and speed of cases that pin everything",
     ),
-    "train": Command(TrainOptions, "launch.commands.train:run_train", "plan, train, evaluate, export, report"),
+    "train": Command(
+        TrainOptions, "shardwise.launch.commands.train:run_train", "plan, train, evaluate, export, report"
+    ),
     "submit": Command(
         SubmitOptions,
-        "launch.commands.cluster:run_submit",
+        "shardwise.launch.commands.cluster:run_submit",
         "plan for a Slurm partition, write train.sbatch, submit it",
         has_notes=True,
     ),
     "fetch": Command(
         FetchOptions,
-        "launch.commands.cluster:run_fetch",
+        "shardwise.launch.commands.cluster:run_fetch",
         "download everything that a job needs from a network: weights, data, tokens",
     ),
     "status": Command(
-        StatusOptions, "launch.commands.follow:run_status", "state of runs: queue, step, loss, speed, time left"
+        StatusOptions,
+        "shardwise.launch.commands.follow:run_status",
+        "state of runs: queue, step, loss, speed, time left",
     ),
     "logs": Command(
-        LogsOptions, "launch.commands.follow:run_logs", "last lines that a run logged, and with -f the lines to come"
+        LogsOptions,
+        "shardwise.launch.commands.follow:run_logs",
+        "last lines that a run logged, and with -f the lines to come",
     ),
-    "watch": Command(WatchOptions, "launch.commands.watch:run_watch", "the live view of a run, from another shell"),
+    "watch": Command(
+        WatchOptions, "shardwise.launch.commands.watch:run_watch", "the live view of a run, from another shell"
+    ),
     "ladder": Command(
         LadderOptions,
-        "launch.commands.measure:run_ladder",
+        "shardwise.launch.commands.measure:run_ladder",
         "savings of each technique here, switched on one after the other",
         has_notes=True,
     ),
     "profile": Command(
         ProfileOptions,
-        "launch.commands.measure:run_profile",
+        "shardwise.launch.commands.measure:run_profile",
         "memory and time of the parts of a step, and duration of the job",
         has_notes=True,
     ),
     "cancel": Command(
         CancelOptions,
-        "launch.commands.follow:run_cancel",
+        "shardwise.launch.commands.follow:run_cancel",
         "have a run save a checkpoint and end, with all of its jobs",
     ),
     "doctor": Command(
         DoctorOptions,
-        "launch.doctor.command:run_doctor",
+        "shardwise.launch.doctor.command:run_doctor",
         "problems here that would make training fail or slow, with remedies",
     ),
     "cache": Command(
         CacheOptions,
-        "launch.commands.cache:run_cache",
+        "shardwise.launch.commands.cache:run_cache",
         "list what is stored outside of runs, and free what can be made again",
     ),
-    "report": Command(ReportOptions, "launch.commands.report:run_report", "predicted beside measured"),
+    "report": Command(ReportOptions, "shardwise.launch.commands.report:run_report", "predicted beside measured"),
     "export": Command(
         ExportOptions,
-        "launch.commands.convert:run_export",
+        "shardwise.launch.commands.convert:run_export",
         "write a folder that other libraries load, from a run",
     ),
     "import": Command(
         ImportOptions,
-        "launch.commands.convert:run_import",
+        "shardwise.launch.commands.convert:run_import",
         "make a foreign checkpoint a folder to train from",
     ),
-    "chat": Command(ChatOptions, "launch.commands.convert:run_chat", "chat with the model of a run"),
+    "chat": Command(ChatOptions, "shardwise.launch.commands.convert:run_chat", "chat with the model of a run"),
     "workspace": Command(
         WorkspaceOptions,
-        "launch.track.workspace:run_workspace",
+        "shardwise.launch.track.workspace:run_workspace",
         "save charts of memory and throughput in a wandb project",
     ),
     "schema": Command(
-        SchemaOptions, "launch.commands.housekeeping:run_schema", "print the JSON Schema of the job file"
+        SchemaOptions, "shardwise.launch.commands.housekeeping:run_schema", "print the JSON Schema of the job file"
     ),
 }
 
@@ -551,6 +563,6 @@ def build_parser(names: Iterable[str] = tuple(COMMANDS)) -> argparse.ArgumentPar
 
 
 def _version() -> str:
-    from launch.probe.installed import installed_version
+    from shardwise.launch.probe.installed import installed_version
 
     return installed_version("shardwise") or "unknown"

@@ -23,9 +23,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, TypeVar
 
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError, NothingFitsError, ShardwiseError
-from trainer.spec.value import Value
+from shardwise.trainer import FOLDER
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, NothingFitsError, ShardwiseError
+from shardwise.trainer.spec.value import Value
 
 V = TypeVar("V", bound=Value)
 QUIET = MappingProxyType(
@@ -37,7 +38,6 @@ QUIET = MappingProxyType(
     }
 )
 REQUEST_NAME, ANSWER_NAME, ERROR_NAME = "request.json", "answer.json", "answer.error"
-_PACKAGES = Path(__file__).resolve().parents[1]
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _ERRORS: dict[int, type[ShardwiseError]] = {
     each.exit_code: each for each in (InputError, NothingFitsError, EnvironmentFaultError)
@@ -146,7 +146,7 @@ def run_together(
 def python_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` for a Python that need not have our packages installed: they are found first."""
     inherited = environment.get("PYTHONPATH")
-    packages = f"{_PACKAGES}{os.pathsep}{inherited}" if inherited else str(_PACKAGES)
+    packages = f"{FOLDER.parent}{os.pathsep}{inherited}" if inherited else str(FOLDER.parent)
     return {**environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": packages, "PYTHONWARNINGS": "ignore"}
 
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from slurm.cluster import Association, JobLimits, Partition, parse_tres
-from slurm.quantities import parse_duration
-from trainer.spec.value import Value
+from shardwise.slurm.cluster import Association, JobLimits, Partition, parse_tres
+from shardwise.slurm.quantities import parse_duration
+from shardwise.trainer.spec.value import Value
 
 ASSOCIATION_FIELDS = (
     "defaultaccount",

@@ -9,8 +9,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import Hardware
 
 
 class Allocation(NamedTuple):

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from itertools import pairwise
 
-from slurm.quantities import known, parse_amount, parse_duration, parse_memory
-from trainer.spec.units import MIB
-from trainer.spec.value import Value
+from shardwise.slurm.quantities import known, parse_amount, parse_duration, parse_memory
+from shardwise.trainer.spec.units import MIB
+from shardwise.trainer.spec.value import Value
 
 
 class PartitionState(StrEnum):

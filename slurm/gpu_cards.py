@@ -9,8 +9,8 @@ catalogue is not guessed.
 import re
 from collections.abc import Iterable, Sequence
 
-from slurm.cluster import Gres
-from trainer.planning.tables.gpu_names import (
+from shardwise.slurm.cluster import Gres
+from shardwise.trainer.planning.tables.gpu_names import (
     card_name,
     hardware_from_spec,
     mig_profile,
@@ -19,10 +19,10 @@ from trainer.planning.tables.gpu_names import (
     rows_of_model,
     rows_of_name,
 )
-from trainer.planning.tables.gpu_specs import MIG_MARK, GpuSpec, gpu_spec
-from trainer.spec.hardware import Gpu, Host
-from trainer.spec.units import GIB
-from trainer.spec.value import Value
+from shardwise.trainer.planning.tables.gpu_specs import MIG_MARK, GpuSpec, gpu_spec
+from shardwise.trainer.spec.hardware import Gpu, Host
+from shardwise.trainer.spec.units import GIB
+from shardwise.trainer.spec.value import Value
 
 # The usable part of a MIG slice's name: 4.75 GiB of 1g.5gb, 19.6 of 3g.20gb (MIG user guide, tables of profiles).
 _MIG_USABLE_SHARE = 0.95

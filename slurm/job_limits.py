@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from slurm.cluster import JobLimits
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import SlurmJob
-from trainer.spec.units import format_bytes
-from trainer.spec.value import Value
+from shardwise.slurm.cluster import JobLimits
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import SlurmJob
+from shardwise.trainer.spec.units import format_bytes
+from shardwise.trainer.spec.value import Value
 
 
 class NodeShare(Value, frozen=True, kw_only=True):

@@ -26,9 +26,9 @@ import shlex
 from collections.abc import Sequence
 from enum import StrEnum
 
-from trainer.spec.errors import InputError
-from trainer.spec.messages.submission import CHAIN_FILE, JOBS_FILE
-from trainer.spec.value import Value
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.messages.submission import CHAIN_FILE, JOBS_FILE
+from shardwise.trainer.spec.value import Value
 
 _APPTAINER_IMAGES = ("oras://", "library://", "shub://")
 

@@ -11,12 +11,12 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 
-from slurm.cluster import parse_records
-from slurm.quantities import known, parse_duration
-from slurm.queries import run_slurm
-from trainer.spec.errors import EnvironmentFaultError, ExitCode
-from trainer.spec.units import format_seconds
-from trainer.spec.value import Value
+from shardwise.slurm.cluster import parse_records
+from shardwise.slurm.quantities import known, parse_duration
+from shardwise.slurm.queries import run_slurm
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
+from shardwise.trainer.spec.units import format_seconds
+from shardwise.trainer.spec.value import Value
 
 # %o, the script's path, may hold anything but a line break, so it comes last.
 QUEUE_FORMAT = "%i|%T|%S|%L|%D|%P|%V|%N|%r|%o"

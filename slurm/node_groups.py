@@ -8,12 +8,12 @@ rank waits for the slowest.
 import re
 from collections.abc import Iterable, Sequence
 
-from slurm.cluster import Gres, Node, Partition
-from slurm.gpu_cards import CardChoice, card_of
-from trainer.planning.tables.gpu_names import card_name
-from trainer.spec.errors import InputError
-from trainer.spec.units import format_bytes
-from trainer.spec.value import Value
+from shardwise.slurm.cluster import Gres, Node, Partition
+from shardwise.slurm.gpu_cards import CardChoice, card_of
+from shardwise.trainer.planning.tables.gpu_names import card_name
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.units import format_bytes
+from shardwise.trainer.spec.value import Value
 
 _SAME_RAM = 0.9  # of the largest of a group
 

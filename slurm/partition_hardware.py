@@ -10,18 +10,18 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from slurm.access import Access
-from slurm.cluster import JobLimits, Partition, PartitionState, Preemption
-from slurm.gpu_cards import gpus_of_row
-from slurm.job_limits import NodeShare, allowed_nodes, bounds_of, share_of_node, share_within, time_limit_of
-from slurm.node_groups import Choice, NodeGroup
-from slurm.quantities import format_duration
-from trainer.planning.tables.gpu_names import card_name
-from trainer.planning.tables.gpu_specs import gpu_spec
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.hardware import Gpu, Hardware, Host, Link, MeasuredRates
-from trainer.spec.units import format_bytes
-from trainer.spec.value import Value
+from shardwise.slurm.access import Access
+from shardwise.slurm.cluster import JobLimits, Partition, PartitionState, Preemption
+from shardwise.slurm.gpu_cards import gpus_of_row
+from shardwise.slurm.job_limits import NodeShare, allowed_nodes, bounds_of, share_of_node, share_within, time_limit_of
+from shardwise.slurm.node_groups import Choice, NodeGroup
+from shardwise.slurm.quantities import format_duration
+from shardwise.trainer.planning.tables.gpu_names import card_name
+from shardwise.trainer.planning.tables.gpu_specs import gpu_spec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.hardware import Gpu, Hardware, Host, Link, MeasuredRates
+from shardwise.trainer.spec.units import format_bytes
+from shardwise.trainer.spec.value import Value
 
 WHOLE_NODES = NodeShare()
 

@@ -7,7 +7,7 @@ TRES have a suffix K, M, G, T or P for powers of 1024 (man slurm.conf); memory w
 import math
 import re
 
-from trainer.spec.units import MIB, format_seconds
+from shardwise.trainer.spec.units import MIB, format_seconds
 
 _UNKNOWN = ("", "N/A", "NONE", "None", "(null)", "Unknown", "None assigned", "n/a")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}

@@ -8,9 +8,9 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from slurm.access import ASSOCIATION_FIELDS, QOS_FIELDS, parse_associations, parse_qos_limits
-from slurm.cluster import Association, JobLimits, Node, Partition, parse_config, parse_nodes, parse_partitions
-from trainer.spec.errors import EnvironmentFaultError
+from shardwise.slurm.access import ASSOCIATION_FIELDS, QOS_FIELDS, parse_associations, parse_qos_limits
+from shardwise.slurm.cluster import Association, JobLimits, Node, Partition, parse_config, parse_nodes, parse_partitions
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 TIMEOUT_S = 20.0
 ACCOUNTING_TIMEOUT_S = 5.0  # for facts that a plan does not need

@@ -11,12 +11,12 @@ import shlex
 import unicodedata
 from collections.abc import Sequence
 
-from slurm.job_script import Container, script_body
-from slurm.quantities import format_duration
-from trainer.spec.errors import InputError
-from trainer.spec.messages.submission import SCRIPT_NAME
-from trainer.spec.units import MIB
-from trainer.spec.value import Value
+from shardwise.slurm.job_script import Container, script_body
+from shardwise.slurm.quantities import format_duration
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.messages.submission import SCRIPT_NAME
+from shardwise.trainer.spec.units import MIB
+from shardwise.trainer.spec.value import Value
 
 MIN_WARNING_S = 120
 EARLY_S = 60  # the resolution of Slurm's clock (man sbatch, --signal)

@@ -6,10 +6,10 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from slurm.partition_hardware import PartitionHardware
-from slurm.quantities import format_duration
-from slurm.sbatch import BatchJob, sbatch_options
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.slurm.partition_hardware import PartitionHardware
+from shardwise.slurm.quantities import format_duration
+from shardwise.slurm.sbatch import BatchJob, sbatch_options
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
 LIMIT_S = 120.0  # a busy controller replies late, and a job must not be submitted twice
 _KEPT_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")

@@ -11,12 +11,12 @@ import pytest
 import yaml
 from engine_plan_factory import engine_plan
 
-from launch.engine.accelerate_config import accelerate_config
-from launch.engine.deepspeed_config import HOLE, deepspeed_config
-from trainer.planning.tables.catalogue import ENGINE_CONFIGS
-from trainer.spec.hardware import DeviceKind, Hardware, Host
-from trainer.spec.plan import Buckets, Plan
-from trainer.spec.strategy import Offload, Precision, Sharding
+from shardwise.launch.engine.accelerate_config import accelerate_config
+from shardwise.launch.engine.deepspeed_config import HOLE, deepspeed_config
+from shardwise.trainer.planning.tables.catalogue import ENGINE_CONFIGS
+from shardwise.trainer.spec.hardware import DeviceKind, Hardware, Host
+from shardwise.trainer.spec.plan import Buckets, Plan
+from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
 
 ROOT = Path(__file__).parent.parent
 DEEPSPEED_ROWS = [row for row, path in ENGINE_CONFIGS.items() if path.startswith("ds_configs/")]

@@ -17,13 +17,13 @@ import pytest
 from covering_factory import covering, points
 from gpu_factory import GPU_CASES
 
-from launch.job.yaml_text import read_yaml
-from launch.options import build_parser
-from trainer.planning.tables.catalogue import ENGINE_CONFIGS
-from trainer.runtime.loop.metrics import StepMetrics
-from trainer.spec.errors import ExitCode
-from trainer.spec.job.reading import read_job
-from trainer.spec.strategy import Sharding
+from shardwise.launch.job.yaml_text import read_yaml
+from shardwise.launch.options import build_parser
+from shardwise.trainer.planning.tables.catalogue import ENGINE_CONFIGS
+from shardwise.trainer.runtime.loop.metrics import StepMetrics
+from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.job.reading import read_job
+from shardwise.trainer.spec.strategy import Sharding
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()

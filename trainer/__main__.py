@@ -1,6 +1,6 @@
 """Entry point of each rank, started by `accelerate launch`: plan.json in, metrics and a report out.
 
-    python -m trainer RUN/attempts/N/plan.json [--log-dir DIR]
+    python -m shardwise.trainer RUN/attempts/N/plan.json [--log-dir DIR]
 
 The rank registers itself and takes stop requests before anything heavy is imported. It ends with exit code 0 after any
 orderly end (out of memory is one): `accelerate launch` does not pass codes on, the ending stands in report.json.
@@ -17,16 +17,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Never, Self
 
-from trainer.runtime.run import process
-from trainer.runtime.run.report_writer import ReportWriter, RunPaths, installed_versions, run_paths, start_of_launch
-from trainer.spec import codec
-from trainer.spec.errors import ExitCode, ShardwiseError
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Report, Sample, predicted_figures
-from trainer.spec.secrets import redacted_output
+from shardwise.trainer.runtime.run import process
+from shardwise.trainer.runtime.run.report_writer import (
+    ReportWriter,
+    RunPaths,
+    installed_versions,
+    run_paths,
+    start_of_launch,
+)
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Report, Sample, predicted_figures
+from shardwise.trainer.spec.secrets import redacted_output
 
 if TYPE_CHECKING:
-    from trainer.runtime.run.state import RunState
+    from shardwise.trainer.runtime.run.state import RunState
 
 
 def main() -> None:
@@ -49,7 +55,7 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m trainer", description="One rank of a run.")
+    parser = argparse.ArgumentParser(prog="python -m shardwise.trainer", description="One rank of a run.")
     parser.add_argument("plan", type=Path, help="plan.json of an attempt")
     parser.add_argument("--log-dir", type=Path, default=None, help="where rank-R.log goes; without it, to stdout")
     return parser.parse_args()
@@ -58,11 +64,11 @@ def _parse() -> argparse.Namespace:
 def _run(plan_path: Path, paths: RunPaths, writer: ReportWriter, stop: process.StopFlag) -> None:
     writer.write_status("importing the libraries")
     plan = codec.read(plan_path, Plan)
-    from trainer.runtime.run.state import RunState
+    from shardwise.trainer.runtime.run.state import RunState
 
     with _RankEnd(plan, RunState(), writer) as end:
         with process.importing_libraries():
-            from trainer.runtime.loop.course import (
+            from shardwise.trainer.runtime.loop.course import (
                 train,  # a library that cannot be imported is an end with a report, too
             )
 
@@ -91,13 +97,13 @@ class _RankEnd:
             self._write_report(ExitCode.DONE if self.ending is Ending.FINISHED else ExitCode.REQUEUE, error=None)
             _close_process_group()
             _exit_at_once(0)
-        from trainer.runtime.profile.memory_profile import held_when_out_of_memory, is_out_of_memory, lift_cap
+        from shardwise.trainer.runtime.profile.memory_profile import held_when_out_of_memory, is_out_of_memory, lift_cap
 
         data_limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
         lift_cap()
         traceback.print_exception(kind, error, trace)
         if is_out_of_memory(error):
-            from trainer.runtime.profile.memory_profile import write_memory_state
+            from shardwise.trainer.runtime.profile.memory_profile import write_memory_state
 
             self.ending = Ending.OUT_OF_MEMORY
             folder, rank = self._writer.attempt_dir, self._writer.rank
@@ -138,7 +144,7 @@ _NO_EXPANDING = "export PYTORCH_ALLOC_CONF=expandable_segments:False"
 def _report(
     plan: Plan, state: "RunState", ending: Ending, *, error: str | None, exit_code: ExitCode, duration_s: float
 ) -> Report:
-    from trainer.runtime.run.state import measured_figures
+    from shardwise.trainer.runtime.run.state import measured_figures
 
     sample = None
     if state.prompt is not None:

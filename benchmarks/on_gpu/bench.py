@@ -16,29 +16,29 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from launch.attempt.supervisor import StopKind, StopRequest
-from launch.inputs.prepare_data import prepare_data
-from launch.job import folders
-from launch.plan.gather import PlanInputs, plan_inputs, read_inputs, read_machine, recorded_versions
-from launch.run.ladder import plan_regardless, without_limits
-from launch.run.trials import ShortRun, run_short, short_plan
-from launch.show.report.runs import Step as StepLine
-from launch.show.report.runs import last_of_each, read_steps
-from launch.terminal import Console
 from on_gpu.case import Case, CaseResult, Outcome, RowKind
 from on_gpu.models import model_config, model_folder
-from trainer.planning.device import device_of
-from trainer.planning.memory import estimate_memory
-from trainer.planning.search.settings import smallest_buckets
-from trainer.planning.setting import Setting
-from trainer.planning.tables.catalogue import ENGINE_CONFIGS
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.errors import ShardwiseError
-from trainer.spec.hardware import Hardware
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.report import Figures, predicted_figures
-from trainer.spec.strategy import Sharding
+from shardwise.launch.attempt.supervisor import StopKind, StopRequest
+from shardwise.launch.inputs.prepare_data import prepare_data
+from shardwise.launch.job import folders
+from shardwise.launch.plan.gather import PlanInputs, plan_inputs, read_inputs, read_machine, recorded_versions
+from shardwise.launch.run.ladder import plan_regardless, without_limits
+from shardwise.launch.run.trials import ShortRun, run_short, short_plan
+from shardwise.launch.show.report.runs import Step as StepLine
+from shardwise.launch.show.report.runs import last_of_each, read_steps
+from shardwise.launch.terminal import Console
+from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.planning.memory import estimate_memory
+from shardwise.trainer.planning.search.settings import smallest_buckets
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.tables.catalogue import ENGINE_CONFIGS
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.errors import ShardwiseError
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.report import Figures, predicted_figures
+from shardwise.trainer.spec.strategy import Sharding
 
 LEAST_ROWS = 32
 TINY_SEQ_LEN, LEAST_SEQ_LEN = 64, 16  # a rehearsal cuts 4,096 tokens to 64, and shorter rows in proportion

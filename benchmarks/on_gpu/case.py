@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from trainer.spec.report import Figures
-from trainer.spec.value import Value
+from shardwise.trainer.spec.report import Figures
+from shardwise.trainer.spec.value import Value
 
 Row = dict[str, Any]  # what one line of the log holds: plain values of JSON
 

@@ -9,14 +9,14 @@ from functools import partial
 
 import msgspec
 
-from launch.plan.fp8 import time_fp8
 from on_gpu.bench import Bench
 from on_gpu.case import Case, Outcome, Row, result_of
 from on_gpu.models import model_config
 from on_gpu.programme import Step, case_step
 from on_gpu.tables import bytes_cell, markdown_table, number, percent, ratio
-from trainer.spec.messages.measurement import Fp8GainRequest
-from trainer.spec.strategy import Fp8Recipe
+from shardwise.launch.plan.fp8 import time_fp8
+from shardwise.trainer.spec.messages.measurement import Fp8GainRequest
+from shardwise.trainer.spec.strategy import Fp8Recipe
 
 PART = "fp8"
 MODEL, MICRO_BATCH, SEQ_LEN = "llama-3.2-3b", 2, 4096  # fp32 weights and states of 36 GiB: fits a card of 80

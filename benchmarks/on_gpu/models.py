@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch.inputs.model_files import read_preset
+from shardwise.launch.inputs.model_files import read_preset
 
 SMALL = "llama-160m"
 _PATH = (Path(__file__).resolve().parents[1], Path(__file__).resolve().parents[2])  # benchmarks/ and the repository

@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from launch.plan.gather import PlanInputs, read_inputs
-from launch.run.ladder import plan_regardless, without_limits
 from on_gpu.case import Outcome
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.hardware import Hardware
-from trainer.spec.job.sections import DataFormat
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.plan import Plan
-from trainer.spec.report import MemoryFigures
-from trainer.spec.value import Value
+from shardwise.launch.plan.gather import PlanInputs, read_inputs
+from shardwise.launch.run.ladder import plan_regardless, without_limits
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.job.sections import DataFormat
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import MemoryFigures
+from shardwise.trainer.spec.value import Value
 
 ROWS_NAME = "rows.jsonl"  # stands for the rows, which were random
 

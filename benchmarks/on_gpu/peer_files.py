@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from trainer.spec.value import Value
+from shardwise.trainer.spec.value import Value
 
 SEED, LORA_RANK, LORA_ALPHA = 0, 16, 32
 BETAS = (0.9, 0.95)  # those of shardwise

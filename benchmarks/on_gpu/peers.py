@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from launch.rundir.process_record import descendants, record_of
 from on_gpu.bench import Bench
 from on_gpu.case import Case, Outcome, Row
 from on_gpu.peer_files import SEED, Contest, PeerJob, accelerate_script, pinned_job, planned_job, trl_script
 from on_gpu.programme import Step
 from on_gpu.tables import bytes_cell, markdown_table, number, ratio
-from trainer.spec.errors import InputError
+from shardwise.launch.rundir.process_record import descendants, record_of
+from shardwise.trainer.spec.errors import InputError
 
 PART = "peers"
 SCRIPTS, ROOT = Path(__file__).parent / "peer_scripts", Path(__file__).resolve().parents[2]
@@ -140,7 +140,7 @@ def _ordered_rows(bench: Bench, case: Case, own_rows: Path, *, num_steps: int) -
 
 def _order(bench: Bench, case: Case, own_rows: Path, *, num_steps: int) -> Iterator[int]:
     """Numbers of the lines of `own_rows`; InputError if the prepared rows are not these lines."""
-    from trainer.runtime.data.token_rows import TokenRows
+    from shardwise.trainer.runtime.data.token_rows import TokenRows
 
     settings = {"data.train": str(own_rows), "train.seed": str(SEED)}
     _, profile = bench.inputs_of(replace(case, settings=settings, num_steps=num_steps))
@@ -191,7 +191,7 @@ def argv_of(trainer: Trainer, file: Path) -> list[str]:
         "def on_step(step, metrics):\n"
         '    clock.end_of_step(step, loss=metrics["loss"], peak_bytes=metrics.get("memory_peak_bytes"))\n'
     )
-    words = [sys.executable, "-m", "launch.cli", "train", str(file), f"extensions={hook}"]
+    words = [sys.executable, "-m", "shardwise.launch.cli", "train", str(file), f"extensions={hook}"]
     return [*words, "--run-dir", str(file.parent / "run")]
 
 

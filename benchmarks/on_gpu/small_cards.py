@@ -10,7 +10,7 @@ from on_gpu.bench import Bench
 from on_gpu.case import Case, Outcome, Row, result_of
 from on_gpu.programme import Step, case_step
 from on_gpu.tables import bytes_cell, markdown_table, number, percent
-from trainer.spec.units import GIB
+from shardwise.trainer.spec.units import GIB
 
 PART = "small cards"
 _INEXACT = "[offload_cpu, bf16_weights, optimizer_8bit]"

@@ -2,7 +2,7 @@
 
 from written_page import markdown_table
 
-from trainer.spec.units import format_bytes
+from shardwise.trainer.spec.units import format_bytes
 
 __all__ = ["bytes_cell", "markdown_table", "number", "percent", "ratio"]
 NOTHING = "-"

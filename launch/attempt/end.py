@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from trainer.spec import codec
-from trainer.spec.errors import ExitCode, InputError
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Fault, Figures, Report, predicted_figures
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import ExitCode, InputError
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Fault, Figures, Report, predicted_figures
 
 _ORDERLY = (Ending.FINISHED, Ending.STOPPED, Ending.PREEMPTED)
 # Errors of torch for a rendezvous that failed: a port that was taken meanwhile, a peer that was late.

@@ -15,17 +15,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.attempt.retries import earlier_history
-from launch.attempt.supervisor import StopKind, StopRequest
-from launch.attempt.watchdog import Watchdog
-from launch.terminal import Console
-from trainer.spec import codec
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import Job
-from trainer.spec.plan import Plan
-from trainer.spec.report import AttemptRecord, Ending, Report
-from trainer.spec.units import format_seconds
-from trainer.spec.value import Value
+from shardwise.launch.attempt.retries import earlier_history
+from shardwise.launch.attempt.supervisor import StopKind, StopRequest
+from shardwise.launch.attempt.watchdog import Watchdog
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import AttemptRecord, Ending, Report
+from shardwise.trainer.spec.units import format_seconds
+from shardwise.trainer.spec.value import Value
 
 MAX_MARGIN_S = 45.0
 SPENT_FILE = "spent.json"

@@ -26,10 +26,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from launch.attempt.end import launcher_log, rank_reports
-from launch.attempt.watchdog import Stack, read_stack
-from launch.probe.host import read_oom_kills
-from launch.rundir.process_record import (
+from shardwise.launch.attempt.end import launcher_log, rank_reports
+from shardwise.launch.attempt.watchdog import Stack, read_stack
+from shardwise.launch.probe.host import read_oom_kills
+from shardwise.launch.rundir.process_record import (
     ProcessRecord,
     descendants,
     launcher_record,
@@ -37,10 +37,10 @@ from launch.rundir.process_record import (
     record_of,
     write_record,
 )
-from trainer.spec.codec import write_bytes
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.report import Ending
-from trainer.spec.secrets import names_secret, redact
+from shardwise.trainer.spec.codec import write_bytes
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.secrets import names_secret, redact
 
 DUMP_S = 2.0  # for the ranks to write their stacks
 KILL_GRACE_S = 10.0

@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from trainer.planning.page.content import Page, Quote, Section, Sentence, Table
-from trainer.planning.page.text_layout import page_text
-from trainer.planning.planner import context_of
-from trainer.planning.search.fallbacks import fallbacks
-from trainer.spec import codec
-from trainer.spec.errors import ShardwiseError
-from trainer.spec.hardware import DeviceKind, Gpu
-from trainer.spec.messages.rank_files import MemoryState
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.report import Report
-from trainer.spec.secrets import redact
-from trainer.spec.units import format_bytes
+from shardwise.trainer.planning.page.content import Page, Quote, Section, Sentence, Table
+from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.search.fallbacks import fallbacks
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import ShardwiseError
+from shardwise.trainer.spec.hardware import DeviceKind, Gpu
+from shardwise.trainer.spec.messages.rank_files import MemoryState
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.report import Report
+from shardwise.trainer.spec.secrets import redact
+from shardwise.trainer.spec.units import format_bytes
 
 FILE = "out-of-memory.txt"
 _WIDTH = 100
@@ -97,7 +97,7 @@ def _cards(plan: Plan) -> tuple[Gpu, ...]:
     """The cards as the driver reports them after the ranks have ended."""
     if plan.device_kind is not DeviceKind.CUDA:
         return ()
-    from launch.probe.gpus import read_gpus
+    from shardwise.launch.probe.gpus import read_gpus
 
     return read_gpus(timeout_s=_SMI_TIMEOUT_S).gpus
 

@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.attempt.end import AttemptEnd
-from launch.rundir.files import tail_rows
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.messages.rank_files import heartbeat_path, read_heartbeat
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.report import AttemptRecord, Ending, Fault, Report
-from trainer.spec.units import format_bytes
+from shardwise.launch.attempt.end import AttemptEnd
+from shardwise.launch.rundir.files import tail_rows
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.messages.rank_files import heartbeat_path, read_heartbeat
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault, Report
+from shardwise.trainer.spec.units import format_bytes
 
 MAX_RESTARTS = 5  # without a newer checkpoint
 MAX_SAME_STEP = 3  # attempts that end at one step

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
-from launch.attempt.end import AttemptEnd, Observed, attempt_end
-from launch.attempt.local_ranks import Ranks
-from launch.attempt.watchdog import Silence, Watchdog, with_stacks
+from shardwise.launch.attempt.end import AttemptEnd, Observed, attempt_end
+from shardwise.launch.attempt.local_ranks import Ranks
+from shardwise.launch.attempt.watchdog import Silence, Watchdog, with_stacks
 
 POLL_S = 0.1
 END_GRACE_S = 15.0  # torchrun has reported by then which rank failed first

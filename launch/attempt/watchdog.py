@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from launch.rundir.process_record import read_state
-from trainer.spec.messages.rank_files import (
+from shardwise.launch.rundir.process_record import read_state
+from shardwise.trainer.spec.messages.rank_files import (
     END_PHASES,
     HOOK_PHASE,
     SAVING_PHASE,
@@ -27,8 +27,8 @@ from trainer.spec.messages.rank_files import (
     Heartbeat,
     read_heartbeat,
 )
-from trainer.spec.plan import Plan
-from trainer.spec.units import format_seconds
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.units import format_seconds
 
 _LOOK_EVERY_S = 0.5
 _MAX_INTERVAL_S = 5.0  # between two looks; for any longer this process was stopped, and so were the ranks

@@ -29,20 +29,20 @@ from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
 
-from launch.engine.operators import extensions_dir, find_stale_locks
-from launch.inputs.hub import hub_cache
-from launch.job import folders
-from launch.job.layers import read_personal_folders
-from launch.options import CacheOptions
-from launch.plan.gather import recorded_versions
-from launch.probe.disks import mount_of
-from launch.probe.host import parse_mountinfo, read_host, read_text
-from launch.rundir.process_record import read_records, read_state
-from launch.terminal import Console
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
-from trainer.spec.units import format_bytes
-from trainer.spec.value import Value
+from shardwise.launch.engine.operators import extensions_dir, find_stale_locks
+from shardwise.launch.inputs.hub import hub_cache
+from shardwise.launch.job import folders
+from shardwise.launch.job.layers import read_personal_folders
+from shardwise.launch.options import CacheOptions
+from shardwise.launch.plan.gather import recorded_versions
+from shardwise.launch.probe.disks import mount_of
+from shardwise.launch.probe.host import parse_mountinfo, read_host, read_text
+from shardwise.launch.rundir.process_record import read_records, read_state
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.units import format_bytes
+from shardwise.trainer.spec.value import Value
 
 DEFAULT_DAYS = 30
 DAY_S = 86400.0

@@ -20,19 +20,27 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from launch.inputs.data_files import source_bytes
-from launch.inputs.dataset_hub import dataset_files
-from launch.inputs.hub import hub_cache
-from launch.inputs.model_files import read_model_config
-from launch.inputs.prepare_data import find_prepared, prepare_data
-from launch.inputs.trusted_code import has_kernel, load_kernel
-from launch.job import folders
-from launch.job.layers import read_job_layers, render_resolved, sweep_points
-from launch.options import FetchOptions, SubmitOptions
-from launch.plan.gather import PlanInputs, read_inputs, with_weights
-from launch.probe.installed import installed_version
-from launch.run.fetch_needs import Need, check_room, check_room_of, data_need, data_sources, missing_for, model_need
-from launch.run.submission import (
+from shardwise.launch.inputs.data_files import source_bytes
+from shardwise.launch.inputs.dataset_hub import dataset_files
+from shardwise.launch.inputs.hub import hub_cache
+from shardwise.launch.inputs.model_files import read_model_config
+from shardwise.launch.inputs.prepare_data import find_prepared, prepare_data
+from shardwise.launch.inputs.trusted_code import has_kernel, load_kernel
+from shardwise.launch.job import folders
+from shardwise.launch.job.layers import read_job_layers, render_resolved, sweep_points
+from shardwise.launch.options import FetchOptions, SubmitOptions
+from shardwise.launch.plan.gather import PlanInputs, read_inputs, with_weights
+from shardwise.launch.probe.installed import installed_version
+from shardwise.launch.run.fetch_needs import (
+    Need,
+    check_room,
+    check_room_of,
+    data_need,
+    data_sources,
+    missing_for,
+    model_need,
+)
+from shardwise.launch.run.submission import (
     Point,
     Target,
     batch_job,
@@ -42,16 +50,16 @@ from launch.run.submission import (
     time_limit_s,
     time_words,
 )
-from launch.rundir import paths as run_dirs
-from launch.terminal import Console
-from slurm.sbatch import BatchJob, render_script
-from slurm.submit import check_script, submit_script
-from trainer.planning.explain.choice import machine_words
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
-from trainer.spec.job.sections import Job
-from trainer.spec.messages.submission import CHAIN_FILE, FILE_NAME, SCRIPT_NAME, Submission
-from trainer.spec.units import format_bytes, format_count
+from shardwise.launch.rundir import paths as run_dirs
+from shardwise.launch.terminal import Console
+from shardwise.slurm.sbatch import BatchJob, render_script
+from shardwise.slurm.submit import check_script, submit_script
+from shardwise.trainer.planning.explain.choice import machine_words
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.messages.submission import CHAIN_FILE, FILE_NAME, SCRIPT_NAME, Submission
+from shardwise.trainer.spec.units import format_bytes, format_count
 
 NUM_PREPARED_FILES = 50
 

@@ -13,15 +13,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from launch.inputs.hub import check_target, upload
-from launch.inputs.model_files import ModelFiles, download_model, find_config, read_model_config
-from launch.options import ChatOptions, ExportOptions, ImportOptions
-from launch.rundir.paths import committed_checkpoints
-from launch.terminal import Console
-from launch.worker import ask
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
-from trainer.spec.job.sections import Job, ModelJob
-from trainer.spec.messages.worker_requests import (
+from shardwise.launch.inputs.hub import check_target, upload
+from shardwise.launch.inputs.model_files import ModelFiles, download_model, find_config, read_model_config
+from shardwise.launch.options import ChatOptions, ExportOptions, ImportOptions
+from shardwise.launch.rundir.paths import committed_checkpoints
+from shardwise.launch.terminal import Console
+from shardwise.launch.worker import ask
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.job.sections import Job, ModelJob
+from shardwise.trainer.spec.messages.worker_requests import (
     ExportFormat,
     ExportRequest,
     Imported,
@@ -30,7 +30,7 @@ from trainer.spec.messages.worker_requests import (
     Lines,
     WeightType,
 )
-from trainer.spec.units import format_bytes
+from shardwise.trainer.spec.units import format_bytes
 
 _ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",  # a user's trainer.py in the working directory must not shadow ours
@@ -89,14 +89,14 @@ def _export(options: ExportOptions) -> tuple[str, ...]:
         hides_paths=options.push is not None,
     )
     hint = "an export needs memory for the weights, and for one layer in fp32"
-    return ask("trainer.runtime.export.run", request, Lines, subject="the export", memory_hint=hint).lines
+    return ask("shardwise.trainer.runtime.export.run", request, Lines, subject="the export", memory_hint=hint).lines
 
 
 def run_import(options: ImportOptions, console: Console) -> ExitCode:
     """Writes the folder and reports its sources and what was left out."""
     notes = Console(sys.stderr) if options.as_json else console
     imported = ask(
-        "trainer.runtime.importing.run",
+        "shardwise.trainer.runtime.importing.run",
         _request(options),
         Imported,
         subject="the import",
@@ -170,7 +170,7 @@ def run_chat(options: ChatOptions, _console: Console) -> ExitCode:
     before = signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which the subprocess would inherit
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "trainer.runtime.chat.run", str(options.run_dir), *words],
+            [sys.executable, "-P", "-m", "shardwise.trainer.runtime.chat.run", str(options.run_dir), *words],
             env=os.environ | _ENVIRONMENT,
         )
         exit_code = process.wait()

@@ -7,17 +7,17 @@ tokens marked.
 import shutil
 from collections.abc import Iterator
 
-from launch.inputs.prepare_data import prepare_data
-from launch.options import DataOptions
-from launch.plan.gather import read_inputs
-from launch.terminal import Console
-from launch.worker import ask
-from trainer.spec.data.profile import DataProfile, LengthHistogram
-from trainer.spec.data.shapes import SHAPES, objective_of
-from trainer.spec.errors import ExitCode
-from trainer.spec.job.sections import Job, LossOn
-from trainer.spec.messages.worker_requests import ExampleRequest, Lines
-from trainer.spec.units import format_count
+from shardwise.launch.inputs.prepare_data import prepare_data
+from shardwise.launch.options import DataOptions
+from shardwise.launch.plan.gather import read_inputs
+from shardwise.launch.terminal import Console
+from shardwise.launch.worker import ask
+from shardwise.trainer.spec.data.profile import DataProfile, LengthHistogram
+from shardwise.trainer.spec.data.shapes import SHAPES, objective_of
+from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.job.sections import Job, LossOn
+from shardwise.trainer.spec.messages.worker_requests import ExampleRequest, Lines
+from shardwise.trainer.spec.units import format_count
 
 _BAR = 40  # columns of the longest
 
@@ -84,5 +84,5 @@ def _first_example(profile: DataProfile, console: Console) -> str:
     assert profile.cache_dir is not None
     width = min(120, shutil.get_terminal_size((100, 24)).columns)
     request = ExampleRequest(cache_dir=profile.cache_dir, width=width, colour=console.is_terminal)
-    shown = ask("trainer.runtime.tools.show_data", request, Lines, subject="writing out the first example")
+    shown = ask("shardwise.trainer.runtime.tools.show_data", request, Lines, subject="writing out the first example")
     return "\n".join(shown.lines)

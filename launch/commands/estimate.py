@@ -14,13 +14,13 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from launch.inputs.model_files import preset_names, read_model_config
-from launch.options import EstimateOptions
-from launch.terminal import Console
-from trainer.planning.cases.answer import answer_case
-from trainer.spec.errors import ExitCode, InputError
-from trainer.spec.job.sections import Job, ModelJob
-from trainer.spec.units import MIB, format_bytes
+from shardwise.launch.inputs.model_files import preset_names, read_model_config
+from shardwise.launch.options import EstimateOptions
+from shardwise.launch.terminal import Console
+from shardwise.trainer.planning.cases.answer import answer_case
+from shardwise.trainer.spec.errors import ExitCode, InputError
+from shardwise.trainer.spec.job.sections import Job, ModelJob
+from shardwise.trainer.spec.units import MIB, format_bytes
 
 STDIN = Path("-")
 MAX_LINE_BYTES = 4 * MIB  # a case takes a few hundred bytes; one without an end must not fill the memory

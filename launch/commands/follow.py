@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from launch.options import CancelOptions, LogsOptions, StatusOptions
-from launch.rundir.cancel_flag import write_cancel_flag
-from launch.rundir.files import (
+from shardwise.launch.options import CancelOptions, LogsOptions, StatusOptions
+from shardwise.launch.rundir.cancel_flag import write_cancel_flag
+from shardwise.launch.rundir.files import (
     NUM_SIDE_LINES,
     LogFollower,
     RunFiles,
@@ -29,13 +29,13 @@ from launch.rundir.files import (
     side_logs,
     tail_lines,
 )
-from launch.rundir.find import RUNS, find_runs, one_run, run_dirs_of, runs_below
-from launch.rundir.lock import LockOwner, local_owner, recorded_owner
-from launch.rundir.state import Queue, RunState, RunStatus, judge, read_liveness, status_of
-from launch.show.status_text import render_status, render_table, submitted_s
-from launch.terminal import Console
-from slurm.jobs import QueuedJob, cancel, cancel_waiting, signal_batch_script
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.launch.rundir.find import RUNS, find_runs, one_run, run_dirs_of, runs_below
+from shardwise.launch.rundir.lock import LockOwner, local_owner, recorded_owner
+from shardwise.launch.rundir.state import Queue, RunState, RunStatus, judge, read_liveness, status_of
+from shardwise.launch.show.status_text import render_status, render_table, submitted_s
+from shardwise.launch.terminal import Console
+from shardwise.slurm.jobs import QueuedJob, cancel, cancel_waiting, signal_batch_script
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 
 _LAST_LINE_BYTES = 4096
 _LONGEST_LINE = 200
@@ -106,14 +106,14 @@ def _status(files: RunFiles, queue: Queue, environment: Mapping[str, str], *, re
 
 
 def _sync(statuses: Sequence[RunStatus], console: Console, environment: Mapping[str, str]) -> ExitCode:
-    from launch.track.offline import sync_runs  # for --sync alone
+    from shardwise.launch.track.offline import sync_runs  # for --sync alone
 
     return sync_runs([(Path(status.run_dir), status.state) for status in statuses], console, environment)
 
 
 def _offer_sync(run_dir: Path, console: Console) -> None:
     if (run_dir / "wandb.json").is_file():
-        from launch.track.offline import unsynced_folders
+        from shardwise.launch.track.offline import unsynced_folders
 
         folders = unsynced_folders(run_dir)
         if folders:

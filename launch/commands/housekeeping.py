@@ -1,13 +1,13 @@
 """`shardwise init`, `probe` and `schema`: a first job file, this machine, and the schema of the job file."""
 
-from launch.options import InitOptions, ProbeOptions, SchemaOptions
-from launch.terminal import Console
-from trainer.spec.errors import ExitCode, InputError
+from shardwise.launch.options import InitOptions, ProbeOptions, SchemaOptions
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.errors import ExitCode, InputError
 
 
 def run_init(options: InitOptions, console: Console) -> ExitCode:
     """Writes a commented job file; raises InputError if there is one already."""
-    from launch.inputs.first_job import job_template
+    from shardwise.launch.inputs.first_job import job_template
 
     text = job_template(model=options.model, data=options.data)
     try:
@@ -23,8 +23,8 @@ def run_init(options: InitOptions, console: Console) -> ExitCode:
 
 def run_probe(options: ProbeOptions, console: Console) -> ExitCode:
     """Prints the machine's hardware, and writes it for `--hardware FILE`."""
-    from launch.probe.machine import describe_hardware, read_hardware
-    from trainer.spec import codec
+    from shardwise.launch.probe.machine import describe_hardware, read_hardware
+    from shardwise.trainer.spec import codec
 
     hardware = read_hardware(gpus=options.gpus, measure=options.measure)
     if options.output is not None:
@@ -40,7 +40,7 @@ def run_schema(_options: SchemaOptions, console: Console) -> ExitCode:
     """Prints the JSON Schema of the job file."""
     import json
 
-    from trainer.spec.job.fields import job_json_schema
+    from shardwise.trainer.spec.job.fields import job_json_schema
 
     console.line(json.dumps(job_json_schema(), indent=2))
     return ExitCode.DONE

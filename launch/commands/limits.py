@@ -3,24 +3,24 @@
 import json
 from collections.abc import Mapping
 
-from launch.commands.plan import machines
-from launch.inputs.model_files import preset_names, read_preset
-from launch.options import PlanOptions
-from launch.plan.gather import PlanInputs, profile_data, read_calibration_of
-from launch.show.page_file import write_page
-from launch.terminal import Console
-from trainer.planning.context import PlanningContext
-from trainer.planning.explain.choice import machine_words
-from trainer.planning.explain.limits import Question, limits_json, limits_section
-from trainer.planning.page.content import Page, Section
-from trainer.planning.page.html import pages_html
-from trainer.planning.page.text_layout import page_text
-from trainer.planning.planner import open_contexts
-from trainer.planning.search.limits_search import Rung, largest_batches, largest_models, longest_sequences
-from trainer.spec.errors import ExitCode
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.strategy import Method
-from trainer.spec.units import format_count
+from shardwise.launch.commands.plan import machines
+from shardwise.launch.inputs.model_files import preset_names, read_preset
+from shardwise.launch.options import PlanOptions
+from shardwise.launch.plan.gather import PlanInputs, profile_data, read_calibration_of
+from shardwise.launch.show.page_file import write_page
+from shardwise.launch.terminal import Console
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.explain.choice import machine_words
+from shardwise.trainer.planning.explain.limits import Question, limits_json, limits_section
+from shardwise.trainer.planning.page.content import Page, Section
+from shardwise.trainer.planning.page.html import pages_html
+from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.planning.planner import open_contexts
+from shardwise.trainer.planning.search.limits_search import Rung, largest_batches, largest_models, longest_sequences
+from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.strategy import Method
+from shardwise.trainer.spec.units import format_count
 
 
 def run_limits(options: PlanOptions, console: Console) -> ExitCode:

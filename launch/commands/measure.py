@@ -17,13 +17,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from launch.attempt.supervisor import StopRequest
-from launch.inputs.prepare_data import prepare_data
-from launch.options import LadderOptions, ProfileOptions
-from launch.plan.gather import PlanInputs, plan_inputs, read_inputs, with_weights
-from launch.probe.torch_fit import check_torch
-from launch.run.attempts import stop_code
-from launch.run.ladder import (
+from shardwise.launch.attempt.supervisor import StopRequest
+from shardwise.launch.inputs.prepare_data import prepare_data
+from shardwise.launch.options import LadderOptions, ProfileOptions
+from shardwise.launch.plan.gather import PlanInputs, plan_inputs, read_inputs, with_weights
+from shardwise.launch.probe.torch_fit import check_torch
+from shardwise.launch.run.attempts import stop_code
+from shardwise.launch.run.ladder import (
     Climb,
     Outcome,
     RungResult,
@@ -34,21 +34,21 @@ from launch.run.ladder import (
     ladder_rows,
     parse_rungs,
 )
-from launch.run.trials import check_trials_can_run, run_short, scratch_folder, short_plan
-from launch.rundir import paths as run_dirs
-from launch.rundir.lock import locked
-from launch.show.profile_text import profile_json, profile_page
-from launch.terminal import Console
-from trainer.planning.explain.choice import machine_words
-from trainer.planning.page.content import Page
-from trainer.planning.page.text_layout import page_text
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
-from trainer.spec.job.kinds import Every
-from trainer.spec.messages.profile import FIGURES_FILE, PROFILE_FOLDER, ProfileFigures, ProfileRequest
-from trainer.spec.plan import Plan
-from trainer.spec.report import Report
-from trainer.spec.units import format_count
+from shardwise.launch.run.trials import check_trials_can_run, run_short, scratch_folder, short_plan
+from shardwise.launch.rundir import paths as run_dirs
+from shardwise.launch.rundir.lock import locked
+from shardwise.launch.show.profile_text import profile_json, profile_page
+from shardwise.launch.terminal import Console
+from shardwise.trainer.planning.explain.choice import machine_words
+from shardwise.trainer.planning.page.content import Page
+from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.job.kinds import Every
+from shardwise.trainer.spec.messages.profile import FIGURES_FILE, PROFILE_FOLDER, ProfileFigures, ProfileRequest
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Report
+from shardwise.trainer.spec.units import format_count
 
 # As a rank counts them: two that allocate and warm up, one whose memory is measured, and the three that are timed.
 LEAST_LADDER_STEPS = 3
@@ -106,7 +106,7 @@ def _show_results(
     if options.csv is not None:
         written.append(_write(options.csv, ladder_csv(rows).encode()))
     if options.html is not None:
-        from trainer.planning.page.html import pages_html
+        from shardwise.trainer.planning.page.html import pages_html
 
         written.append(_write(options.html, pages_html([page], title=page.title).encode()))
     for path in written:

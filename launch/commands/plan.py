@@ -4,17 +4,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch.options import PlanOptions
-from launch.plan.asked_nodes import AskedNodes
-from launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs
-from launch.show.page_file import write_page
-from launch.terminal import Console
-from trainer.planning.explain.plan_page import compare_plans, comparison_page, explain_plan, plan_page
-from trainer.planning.page.content import Section
-from trainer.planning.planner import take_candidate
-from trainer.spec import codec
-from trainer.spec.errors import ExitCode, InputError, NothingFitsError
-from trainer.spec.plan import Plan
+from shardwise.launch.options import PlanOptions
+from shardwise.launch.plan.asked_nodes import AskedNodes
+from shardwise.launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs
+from shardwise.launch.show.page_file import write_page
+from shardwise.launch.terminal import Console
+from shardwise.trainer.planning.explain.plan_page import compare_plans, comparison_page, explain_plan, plan_page
+from shardwise.trainer.planning.page.content import Section
+from shardwise.trainer.planning.planner import take_candidate
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import ExitCode, InputError, NothingFitsError
+from shardwise.trainer.spec.plan import Plan
 
 Answer = tuple[str, Plan | NothingFitsError]
 
@@ -25,14 +25,14 @@ def run_plan(options: PlanOptions, console: Console) -> ExitCode:
     A question on the machine's limits is answered instead, by `plan_limits`.
     """
     if options.longest_seq or options.largest_batch or options.largest_model:
-        from launch.commands.limits import run_limits
+        from shardwise.launch.commands.limits import run_limits
 
         return run_limits(options, console)
     asked = machines(options)
     answers = [_answer(spec, inputs, options) for spec, inputs in asked]
     dry_runs: dict[str, list[str]] = {}
     if options.simulate:
-        from launch.plan.simulated import simulated_answers
+        from shardwise.launch.plan.simulated import simulated_answers
 
         answers, dry_runs = simulated_answers(answers, Console(sys.stderr))  # progress beside the answer, not in it
     plans = [(spec, answer) for spec, answer in answers if isinstance(answer, Plan)]
@@ -93,10 +93,10 @@ def _plan(inputs: PlanInputs, options: PlanOptions) -> Plan:
         plan = plan_inputs(inputs, profile_data(inputs))
         if inputs.model_code is None or options.simulate:
             return plan
-        from launch.plan.simulated import after_dry_run
+        from shardwise.launch.plan.simulated import after_dry_run
 
         return after_dry_run(plan, Console(sys.stderr))
-    from launch.run.trials import tried_plan
+    from shardwise.launch.run.trials import tried_plan
 
     return tried_plan(inputs, options.trial, console=Console(sys.stderr))  # progress beside the answer, not in it
 
@@ -107,14 +107,14 @@ def _partition_sections(
     """Of each machine that is nodes of a partition, how many of them are worth it."""
     if all(inputs.partition is None for inputs in asked.values()):
         return {}
-    from launch.run.submission import node_counts_section
+    from shardwise.launch.run.submission import node_counts_section
 
     sections = {spec: node_counts_section(asked[spec], plan) for spec, plan in plans}
     return {spec: (section,) for spec, section in sections.items() if section is not None}
 
 
 def _write_html(path: Path, answers: Sequence[Answer], *, top: int, more: Mapping[str, tuple[Section, ...]]) -> None:
-    from trainer.planning.page.html import pages_html
+    from shardwise.trainer.planning.page.html import pages_html
 
     pages = [
         plan_page(answer, top=top, more=more.get(spec, ())) for spec, answer in answers if isinstance(answer, Plan)

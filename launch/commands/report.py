@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from launch.options import ReportOptions
-from launch.show.report.runs import RecordedRun, recorded_runs
-from launch.terminal import Console
-from trainer.spec.errors import ExitCode, InputError
+from shardwise.launch.options import ReportOptions
+from shardwise.launch.show.report.runs import RecordedRun, recorded_runs
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.errors import ExitCode, InputError
 
 
 def run_report(options: ReportOptions, console: Console) -> ExitCode:
@@ -36,20 +36,20 @@ def report_json(run: RecordedRun) -> dict[str, Any]:
 
 def _text(runs: Sequence[RecordedRun]) -> str:
     if len(runs) == 1:
-        from launch.show.report.text import render_run
+        from shardwise.launch.show.report.text import render_run
 
         return render_run(runs[0])
-    from launch.show.report.comparison import comparison_page
-    from trainer.planning.page.text_layout import page_text
+    from shardwise.launch.show.report.comparison import comparison_page
+    from shardwise.trainer.planning.page.text_layout import page_text
 
     return page_text(comparison_page(runs), width=100)
 
 
 def _write_page(path: Path, runs: Sequence[RecordedRun]) -> None:
-    from launch.show.page_file import write_page
-    from launch.show.report.comparison import comparison_page
-    from launch.show.report.page import run_page
-    from trainer.planning.page.html import pages_html
+    from shardwise.launch.show.page_file import write_page
+    from shardwise.launch.show.report.comparison import comparison_page
+    from shardwise.launch.show.report.page import run_page
+    from shardwise.trainer.planning.page.html import pages_html
 
     page = run_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
     write_page(path, pages_html([page], title=page.title))

@@ -12,31 +12,31 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.attempt.limits import Deadline, refuse_spent
-from launch.attempt.retries import refuse_endless_restarts
-from launch.attempt.supervisor import StoppedEarlyError, StopRequest
-from launch.engine.command import prepare_attempt
-from launch.engine.operators import build_needed
-from launch.inputs.staging import with_stages
-from launch.inputs.trusted_code import fetch_flash_kernel, keep_extension, keep_model_code
-from launch.job import folders
-from launch.job.layers import ResolvedJob, render_resolved
-from launch.nodes.machines import Machines, machines_of, membership, serve
-from launch.options import TrainOptions
-from launch.plan.calibration_store import append_calibration, record_of_run
-from launch.plan.disk_check import check_disk
-from launch.run.attempts import RunOutcome, run_attempts, stop_code
-from launch.run.start import Prepared, check_trial, finished_report, plan_to_resume, prepare, refuse_other_run
-from launch.rundir import paths as run_dirs
-from launch.rundir.cancel_flag import must_end_at_start
-from launch.rundir.lock import locked
-from launch.show.report.runs import read_recorded
-from launch.show.report.text import render_report
-from launch.terminal import Console
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Report
+from shardwise.launch.attempt.limits import Deadline, refuse_spent
+from shardwise.launch.attempt.retries import refuse_endless_restarts
+from shardwise.launch.attempt.supervisor import StoppedEarlyError, StopRequest
+from shardwise.launch.engine.command import prepare_attempt
+from shardwise.launch.engine.operators import build_needed
+from shardwise.launch.inputs.staging import with_stages
+from shardwise.launch.inputs.trusted_code import fetch_flash_kernel, keep_extension, keep_model_code
+from shardwise.launch.job import folders
+from shardwise.launch.job.layers import ResolvedJob, render_resolved
+from shardwise.launch.nodes.machines import Machines, machines_of, membership, serve
+from shardwise.launch.options import TrainOptions
+from shardwise.launch.plan.calibration_store import append_calibration, record_of_run
+from shardwise.launch.plan.disk_check import check_disk
+from shardwise.launch.run.attempts import RunOutcome, run_attempts, stop_code
+from shardwise.launch.run.start import Prepared, check_trial, finished_report, plan_to_resume, prepare, refuse_other_run
+from shardwise.launch.rundir import paths as run_dirs
+from shardwise.launch.rundir.cancel_flag import must_end_at_start
+from shardwise.launch.rundir.lock import locked
+from shardwise.launch.show.report.runs import read_recorded
+from shardwise.launch.show.report.text import render_report
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Report
 
 
 def run_train(options: TrainOptions, console: Console) -> ExitCode:
@@ -156,7 +156,9 @@ def _stop_before_launch(plan: Plan, run_dir: Path, console: Console, *, resume: 
     attempt_dir = prepare_attempt(plan, plan.chosen, run_dir=run_dir, resume=resume)
     console.line(f"prepared, nothing started: {run_dir}")
     console.line("by hand:")
-    console.line(f"  accelerate launch --config_file {attempt_dir}/accelerate.yaml -m trainer {attempt_dir}/plan.json")
+    console.line(
+        f"  accelerate launch --config_file {attempt_dir}/accelerate.yaml -m shardwise.trainer {attempt_dir}/plan.json"
+    )
     return RunOutcome(ExitCode.DONE, None)
 
 

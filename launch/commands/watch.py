@@ -11,15 +11,15 @@ from pathlib import Path
 
 import msgspec
 
-from launch.options import WatchOptions
-from launch.rundir.files import is_run_dir
-from launch.rundir.find import find_runs, one_run
-from launch.rundir.state import RunState
-from launch.show.live.screen import ViewOutput
-from launch.show.status_text import NUM_INCIDENTS, shown_path
-from launch.show.watch_run import ASK_S, SETTLE_S, Look, WatchedRun
-from launch.terminal import Console
-from trainer.spec.errors import EnvironmentFaultError, ExitCode
+from shardwise.launch.options import WatchOptions
+from shardwise.launch.rundir.files import is_run_dir
+from shardwise.launch.rundir.find import find_runs, one_run
+from shardwise.launch.rundir.state import RunState
+from shardwise.launch.show.live.screen import ViewOutput
+from shardwise.launch.show.status_text import NUM_INCIDENTS, shown_path
+from shardwise.launch.show.watch_run import ASK_S, SETTLE_S, Look, WatchedRun
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 
 LOOK_S = 1.0
 _MOST_MISSED = 30  # looks in a row at a directory that cannot be read

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from launch.doctor.finding import (
+from shardwise.launch.doctor.finding import (
     Diagnosis,
     Finding,
     Machine,
@@ -29,9 +29,16 @@ from launch.doctor.finding import (
     render_diagnosis,
     warning,
 )
-from launch.doctor.network import check_hostname, check_hub, check_interfaces, check_proxies, check_slurm, check_wandb
-from launch.doctor.python import check_libraries, check_python, check_shadows, check_variables
-from launch.doctor.system import (
+from shardwise.launch.doctor.network import (
+    check_hostname,
+    check_hub,
+    check_interfaces,
+    check_proxies,
+    check_slurm,
+    check_wandb,
+)
+from shardwise.launch.doctor.python import check_libraries, check_python, check_shadows, check_variables
+from shardwise.launch.doctor.system import (
     check_folders,
     check_home,
     check_hub_cache,
@@ -47,7 +54,7 @@ from launch.doctor.system import (
     check_wsl,
     read_memory,
 )
-from launch.doctor.torch import (
+from shardwise.launch.doctor.torch import (
     check_build_locks,
     check_collective,
     check_compiled,
@@ -59,25 +66,25 @@ from launch.doctor.torch import (
     check_toolkit,
     check_torch,
 )
-from launch.engine.operators import check_toolchain, needed_operators
-from launch.job import folders
-from launch.job.layers import ResolvedJob, read_job_layers, read_personal_folders
-from launch.options import DoctorOptions
-from launch.plan.asked_nodes import AskedNodes
-from launch.plan.disk_check import check_disk, needed_disk_bytes
-from launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs
-from launch.probe.program import Beside
-from launch.run.fetch_needs import check_room_of, data_need, data_sources, model_need
-from launch.rundir.paths import output_base
-from launch.terminal import Console
-from launch.track.start import check_trackers
-from trainer.spec import codec
-from trainer.spec.errors import ExitCode, ShardwiseError
-from trainer.spec.plan import Plan
-from trainer.spec.secrets import redact
-from trainer.spec.strategy import Offload
-from trainer.spec.units import format_bytes
-from trainer.spec.value import Value
+from shardwise.launch.engine.operators import check_toolchain, needed_operators
+from shardwise.launch.job import folders
+from shardwise.launch.job.layers import ResolvedJob, read_job_layers, read_personal_folders
+from shardwise.launch.options import DoctorOptions
+from shardwise.launch.plan.asked_nodes import AskedNodes
+from shardwise.launch.plan.disk_check import check_disk, needed_disk_bytes
+from shardwise.launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs
+from shardwise.launch.probe.program import Beside
+from shardwise.launch.run.fetch_needs import check_room_of, data_need, data_sources, model_need
+from shardwise.launch.rundir.paths import output_base
+from shardwise.launch.terminal import Console
+from shardwise.launch.track.start import check_trackers
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.secrets import redact
+from shardwise.trainer.spec.strategy import Offload
+from shardwise.trainer.spec.units import format_bytes
+from shardwise.trainer.spec.value import Value
 
 
 class RequestedJob(NamedTuple):

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from launch.inputs.hub import hub_cache
-from launch.job import folders
-from launch.probe.machine import read_hardware
-from launch.probe.torch_fit import TorchAnswer, ask_torch
-from trainer.spec.errors import EnvironmentFaultError, ExitCode
-from trainer.spec.hardware import Hardware
-from trainer.spec.units import format_seconds
-from trainer.spec.value import Value
+from shardwise.launch.inputs.hub import hub_cache
+from shardwise.launch.job import folders
+from shardwise.launch.probe.machine import read_hardware
+from shardwise.launch.probe.torch_fit import TorchAnswer, ask_torch
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.units import format_seconds
+from shardwise.trainer.spec.value import Value
 
 
 class Level(StrEnum):

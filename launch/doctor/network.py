@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.doctor.finding import SERVER_TIMEOUT_S, Finding, Level, Machine, explained, fault, fine, warning
-from launch.probe.host import read_text
-from launch.probe.installed import installed_version
-from launch.probe.program import ask
-from slurm.allocation import is_login_node
-from slurm.queries import run_slurm
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.secrets import redact
+from shardwise.launch.doctor.finding import SERVER_TIMEOUT_S, Finding, Level, Machine, explained, fault, fine, warning
+from shardwise.launch.probe.host import read_text
+from shardwise.launch.probe.installed import installed_version
+from shardwise.launch.probe.program import ask
+from shardwise.slurm.allocation import is_login_node
+from shardwise.slurm.queries import run_slurm
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.secrets import redact
 
 SLOW_NAME_S = 2.0
 SKEW_S = 300.0

@@ -11,18 +11,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.doctor.finding import Finding, Machine, fault, fine, warning
-from launch.doctor.system import obstacle_in
-from launch.probe.gpu_selection import name_gpus
-from launch.probe.gpus import read_gpus
-from launch.probe.installed import installed_version, unfit_version
-from trainer.spec.pip_lines import pip_line
+from shardwise.launch.doctor.finding import Finding, Machine, fault, fine, warning
+from shardwise.launch.doctor.system import obstacle_in
+from shardwise.launch.probe.gpu_selection import name_gpus
+from shardwise.launch.probe.gpus import read_gpus
+from shardwise.launch.probe.installed import installed_version, unfit_version
+from shardwise.trainer import FOLDER
+from shardwise.trainer.spec.pip_lines import pip_line
 
 OLDEST, NEWEST = (3, 11), (3, 13)
-_PACKAGES = Path(__file__).resolve().parents[2]
 # What our processes import by name: of ours, of libraries.
 _IMPORTED = (
-    "trainer", "launch", "slurm", "torch", "accelerate", "transformers", "deepspeed", "peft", "datasets", "tokenizers",
+    "shardwise", "torch", "accelerate", "transformers", "deepspeed", "peft", "datasets", "tokenizers",
     "safetensors", "yaml", "msgspec", "numpy", "rich", "wandb", "ninja", "pyarrow", "jinja2", "huggingface_hub",
 )  # fmt: skip
 _SLOW_VARIABLES = {
@@ -83,10 +83,10 @@ def _wrong_library(name: str, python: str) -> Finding | None:
 def check_shadows(machine: Machine) -> Iterator[Finding]:
     """Files that are imported in place of ours or of a library."""
     listed = machine.environment.get("PYTHONPATH", "").split(os.pathsep)
-    paths = [Path(entry) for entry in listed if entry and Path(entry).resolve() != _PACKAGES]
+    paths = [Path(entry) for entry in listed if entry and Path(entry).resolve() != FOLDER.parent]
     found = [finding for path in paths for finding in _on_module_path(path)]
     working = machine.place.working
-    if working.resolve() not in (_PACKAGES, *(path.resolve() for path in paths)):
+    if working.resolve() not in (FOLDER.parent, *(path.resolve() for path in paths)):
         found += [_beside(file) for file in shadowing(working)]
     yield from found
     if not found:

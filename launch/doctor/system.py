@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.doctor.finding import Finding, Machine, Place, fault, fine, warning
-from launch.job import folders
-from launch.probe.disks import mount_of, read_room
-from launch.probe.host import (
+from shardwise.launch.doctor.finding import Finding, Machine, Place, fault, fine, warning
+from shardwise.launch.job import folders
+from shardwise.launch.probe.disks import mount_of, read_room
+from shardwise.launch.probe.host import (
     Mount,
     is_wsl,
     locks_without_limit,
@@ -23,9 +23,9 @@ from launch.probe.host import (
     read_cgroup_limits,
     read_text,
 )
-from launch.probe.measure import measure_folder
-from trainer.spec.units import GIB, MIB, format_bytes, format_seconds
-from trainer.spec.value import Value
+from shardwise.launch.probe.measure import measure_folder
+from shardwise.trainer.spec.units import GIB, MIB, format_bytes, format_seconds
+from shardwise.trainer.spec.value import Value
 
 LEAST_FILES, USUAL_FILES, FILES_OF_MANY_GPUS = 256, 1024, 4096
 LEAST_PROCESSES, USUAL_PROCESSES = 256, 2048

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from launch.doctor.finding import Finding, Level, Machine, Place, explained, fault, fault_of, fine, warning
-from launch.engine.operators import (
+from shardwise.launch.doctor.finding import Finding, Level, Machine, Place, explained, fault, fault_of, fine, warning
+from shardwise.launch.engine.operators import (
     ASYNC_IO,
     CPU_ADAM,
     INSTALL_CUDA,
@@ -23,17 +23,17 @@ from launch.engine.operators import (
     find_stale_locks,
     read_toolkit,
 )
-from launch.probe.gpu_selection import held_bytes, name_holders
-from launch.probe.gpus import find_nvidia_smi
-from launch.probe.installed import installed_version
-from launch.probe.measure import measure_gather
-from launch.probe.program import Answer, ask
-from launch.probe.torch_fit import BUILT_FOR_CUDA, find_fault
-from launch.worker import python_environment
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.hardware import Gpu, Hardware
-from trainer.spec.pip_lines import pip_line
-from trainer.spec.units import format_bytes
+from shardwise.launch.probe.gpu_selection import held_bytes, name_holders
+from shardwise.launch.probe.gpus import find_nvidia_smi
+from shardwise.launch.probe.installed import installed_version
+from shardwise.launch.probe.measure import measure_gather
+from shardwise.launch.probe.program import Answer, ask
+from shardwise.launch.probe.torch_fit import BUILT_FOR_CUDA, find_fault
+from shardwise.launch.worker import python_environment
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.hardware import Gpu, Hardware
+from shardwise.trainer.spec.pip_lines import pip_line
+from shardwise.trainer.spec.units import format_bytes
 
 IMPORT_TIMEOUT_S = 20.0
 GATHER_TIMEOUT_S = 15.0

@@ -2,7 +2,7 @@
 
 The ranks build their engine from plan.json; this file starts them and gives Accelerate the same values, so that
 
-    accelerate launch --config_file RUN/attempts/1/accelerate.yaml -m trainer RUN/attempts/1/plan.json
+    accelerate launch --config_file RUN/attempts/1/accelerate.yaml -m shardwise.trainer RUN/attempts/1/plan.json
 
 works by hand. FSDP strategies fill the "per job" lines of their base file under fsdp_configs/. DeepSpeed strategies
 point at the filled `ds_config.json` beside this file, without `mixed_precision`, which Accelerate refuses beside it.
@@ -16,12 +16,12 @@ from typing import Any
 
 import yaml
 
-from launch.engine.deepspeed_config import read_base
-from launch.probe.gpu_selection import rank_gpu_names
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Precision
+from shardwise.launch.engine.deepspeed_config import read_base
+from shardwise.launch.probe.gpu_selection import rank_gpu_names
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Precision
 
 FREE_PORT = 0  # Accelerate selects a free one, on a single machine
 DEFAULT_PORT = 29500  # torch's own; every machine of a run must know it beforehand

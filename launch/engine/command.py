@@ -21,15 +21,16 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from launch.engine.accelerate_config import accelerate_config, accelerate_file
-from launch.engine.deepspeed_config import deepspeed_config
-from launch.engine.offload import nvme_folder
-from launch.probe.gpu_selection import cuda_variables
-from launch.rundir import paths as run_dirs
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Candidate, Plan
+from shardwise.launch.engine.accelerate_config import accelerate_config, accelerate_file
+from shardwise.launch.engine.deepspeed_config import deepspeed_config
+from shardwise.launch.engine.offload import nvme_folder
+from shardwise.launch.probe.gpu_selection import cuda_variables
+from shardwise.launch.rundir import paths as run_dirs
+from shardwise.trainer import FOLDER
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Candidate, Plan
 
 # Read as settings by Accelerate, DeepSpeed, torch.distributed or their MPI discovery.
 _STALE_PREFIXES = (
@@ -49,7 +50,6 @@ _STALE_NAMES = frozenset({
     "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR", "FORK_LAUNCHED", "MPI_LOCALNRANKS", "MPI_LOCALRANKID",
 })  # fmt: skip
 
-_PACKAGES = Path(__file__).resolve().parents[2]
 _PROGRAMS = Path(sys.executable).parent  # not resolved: the link in a virtual environment counts
 
 
@@ -57,7 +57,7 @@ def launch_command(attempt_dir: Path, *, log_dir: Path | None, python: str, node
     """The argv that starts every rank of this machine from the files of the attempt; `python` has the libraries."""
     folder = attempt_dir.absolute()
     argv = [python, "-m", "accelerate.commands.launch", "--config_file", str(accelerate_file(folder, node_rank))]
-    argv += ["-m", "trainer", str(folder / "plan.json")]
+    argv += ["-m", "shardwise.trainer", str(folder / "plan.json")]
     return argv if log_dir is None else [*argv, "--log-dir", str(log_dir.absolute())]
 
 
@@ -67,7 +67,7 @@ def launch_environment(base: Mapping[str, str], plan: Plan, *, extensions_dir: P
     ranks_here = max(1, plan.chosen.num_ranks // plan.num_machines)
     ours = {
         "PYTHONSAFEPATH": "1",
-        "PYTHONPATH": _first(_PACKAGES, inherited.get("PYTHONPATH", "")),
+        "PYTHONPATH": _first(FOLDER.parent, inherited.get("PYTHONPATH", "")),
         "PATH": _first(_PROGRAMS, inherited.get("PATH", os.defpath)),
         "OMP_NUM_THREADS": str(max(1, cores // ranks_here)),
         "TOKENIZERS_PARALLELISM": "false",  # the ranks fork; a tokenizer's threads would not survive it

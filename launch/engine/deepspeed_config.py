@@ -14,19 +14,15 @@ Bucket sizes are elements, not bytes. Which keys DeepSpeed 0.19.8 reads is in do
 import copy
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from launch.engine.offload import offload_buffers
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.plan import Buckets, Plan
-from trainer.spec.strategy import Offload, Precision
+from shardwise.launch.engine.offload import offload_buffers
+from shardwise.trainer import FOLDER
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.plan import Buckets, Plan
+from shardwise.trainer.spec.strategy import Offload, Precision
 
 HOLE = "auto"
-
-# Beside this package, in a checkout and in a wheel alike. Not looked up by name: both folders are namespace packages,
-# and a folder of the same name in the working directory would become part of them.
-_CONFIG_ROOT = Path(__file__).resolve().parents[2]
 
 
 def deepspeed_config(plan: Plan, *, nvme_path: str | None = None) -> dict[str, Any]:
@@ -42,7 +38,7 @@ def deepspeed_config(plan: Plan, *, nvme_path: str | None = None) -> dict[str, A
 
 def read_base(base_config: str) -> str:
     """The text of a file under ds_configs/ or fsdp_configs/, by its name in the catalogue."""
-    path = _CONFIG_ROOT / base_config
+    path = FOLDER / base_config
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

@@ -42,14 +42,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from launch.probe.host import memlock_limit
-from trainer.planning.memory.states import NVME_WINDOW_BYTES
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Offload
-from trainer.spec.units import MIB, format_bytes
-from trainer.spec.value import Value
+from shardwise.launch.probe.host import memlock_limit
+from shardwise.trainer.planning.memory.states import NVME_WINDOW_BYTES
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Offload
+from shardwise.trainer.spec.units import MIB, format_bytes
+from shardwise.trainer.spec.value import Value
 
 OPTIMIZER_BUFFERS = 4  # of a sub-group under Adam: master weights, gradient, two moments
 SMALLEST_SWAPPED_BYTES = MIB  # DeepSpeed's MIN_AIO_BYTES, and the block size of our files

@@ -29,14 +29,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from launch.probe.installed import installed_ns
-from launch.probe.program import ask
-from launch.worker import python_environment, run
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.units import format_seconds
-from trainer.spec.value import Value
+from shardwise.launch.probe.installed import installed_ns
+from shardwise.launch.probe.program import ask
+from shardwise.launch.worker import python_environment, run
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.units import format_seconds
+from shardwise.trainer.spec.value import Value
 
 CPU_ADAM, ASYNC_IO = "cpu_adam", "async_io"
 PROGRESS_EVERY_S = 10.0
@@ -250,7 +250,7 @@ def _build(
 
     with log.open("wb") as output:
         exit_code = run(
-            "trainer.runtime.run.operators",
+            "shardwise.trainer.runtime.run.operators",
             name,
             output=output,
             errors=output,

@@ -31,14 +31,14 @@ from typing import IO, NamedTuple
 
 import msgspec
 
-from launch.inputs.dataset_hub import dataset_files, is_dataset_id, list_dataset, read_readme
-from launch.inputs.dataset_splits import SETTINGS_FILES, Part, files_of_part, saved_files
-from launch.inputs.hub import hub_cache
-from trainer.spec.data.request import ROW_SUFFIXES, PrepareRequest, SourceFile, compression, content_suffix
-from trainer.spec.data.shapes import column_names, fitting_shapes, shape_of_row
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.job.sections import DataFormat
-from trainer.spec.job.sources import DataSource
+from shardwise.launch.inputs.dataset_hub import dataset_files, is_dataset_id, list_dataset, read_readme
+from shardwise.launch.inputs.dataset_splits import SETTINGS_FILES, Part, files_of_part, saved_files
+from shardwise.launch.inputs.hub import hub_cache
+from shardwise.trainer.spec.data.request import ROW_SUFFIXES, PrepareRequest, SourceFile, compression, content_suffix
+from shardwise.trainer.spec.data.shapes import column_names, fitting_shapes, shape_of_row
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.job.sections import DataFormat
+from shardwise.trainer.spec.job.sources import DataSource
 
 PYTHON_STDLIB = "python-stdlib"
 STDLIB_MAX_BYTES = 8_000_000

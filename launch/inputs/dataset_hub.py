@@ -16,12 +16,12 @@ from glob import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.inputs.dataset_splits import SETTINGS_FILES, Part, files_of_part
-from launch.inputs.hub import ANSWER_TIMEOUT_S, HUB_ID, cached_commit, hub_errors_explained, repository_folder
-from trainer.spec import codec
-from trainer.spec.data.request import ROW_SUFFIXES, content_suffix
-from trainer.spec.errors import InputError
-from trainer.spec.value import Value
+from shardwise.launch.inputs.dataset_splits import SETTINGS_FILES, Part, files_of_part
+from shardwise.launch.inputs.hub import ANSWER_TIMEOUT_S, HUB_ID, cached_commit, hub_errors_explained, repository_folder
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.data.request import ROW_SUFFIXES, content_suffix
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.value import Value
 
 README = "README.md"
 TEXT_SUFFIXES = frozenset({".txt", ".text", ".md"})

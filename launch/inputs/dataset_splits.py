@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from launch.job.yaml_text import read_yaml
-from trainer.spec.data.request import ROW_SUFFIXES, content_suffix
-from trainer.spec.errors import InputError
+from shardwise.launch.job.yaml_text import read_yaml
+from shardwise.trainer.spec.data.request import ROW_SUFFIXES, content_suffix
+from shardwise.trainer.spec.errors import InputError
 
 SETTINGS_FILES = frozenset({
     "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json",

@@ -4,9 +4,9 @@ import re
 import sys
 from pathlib import PurePath
 
-from launch.inputs.model_files import preset_names, read_preset
-from launch.job.yaml_text import write_scalar
-from trainer.spec.model.readers import read_model_shape
+from shardwise.launch.inputs.model_files import preset_names, read_preset
+from shardwise.launch.job.yaml_text import write_scalar
+from shardwise.trainer.spec.model.readers import read_model_shape
 
 
 def job_template(*, model: str, data: str) -> str:

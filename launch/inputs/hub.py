@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _SMALL_FILES = (

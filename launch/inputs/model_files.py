@@ -22,17 +22,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-import trainer
-from launch.inputs.hub import HUB_ID, download_snapshot, find_snapshot, hub_cache
-from launch.inputs.weight_files import TensorShapes, check_weights, has_weights
-from trainer.spec import codec
-from trainer.spec.data.shapes import TEMPLATE_TOKENS
-from trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
-from trainer.spec.job.sections import Job, ModelJob
-from trainer.spec.messages.worker_requests import GrowRequest, Lines
-from trainer.spec.model.readers import text_part
-from trainer.spec.plan import Plan
-from trainer.spec.value import Value
+from shardwise.launch.inputs.hub import HUB_ID, download_snapshot, find_snapshot, hub_cache
+from shardwise.launch.inputs.weight_files import TensorShapes, check_weights, has_weights
+from shardwise.trainer import FOLDER
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.data.shapes import TEMPLATE_TOKENS
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
+from shardwise.trainer.spec.job.sections import Job, ModelJob
+from shardwise.trainer.spec.messages.worker_requests import GrowRequest, Lines
+from shardwise.trainer.spec.model.readers import text_part
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.value import Value
 
 ROWS_MULTIPLE = 64  # of an extended embedding: matrix units need it, and it costs next to nothing
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -327,7 +327,7 @@ def _refuse_unless_hub_id(name: str, *, setting: str) -> None:
 
 
 def _presets() -> Path:
-    return Path(trainer.__file__).parent / "presets"
+    return FOLDER / "trainer" / "presets"
 
 
 def with_new_rows(files: ModelFiles, *, cache: Path, on_progress: Callable[[str], None]) -> ModelFiles:
@@ -391,7 +391,12 @@ def _key(folder: Path, num_rows: int) -> str:
 
 
 def _extend_embeddings(folder: Path, num_rows: int, out: Path) -> None:
-    from launch.worker import ask  # a plan that computes needs none of it
+    from shardwise.launch.worker import ask  # a plan that computes needs none of it
 
     request = GrowRequest(folder=str(folder), num_rows=num_rows, out=str(out))
-    ask("trainer.runtime.tools.grow_vocabulary", request, Lines, subject="model.name: enlarging its embeddings")
+    ask(
+        "shardwise.trainer.runtime.tools.grow_vocabulary",
+        request,
+        Lines,
+        subject="model.name: enlarging its embeddings",
+    )

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import msgspec
 
-from launch.inputs.data_files import list_files
-from trainer.spec import codec
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.data.request import LISTING_NAME, PrepareRequest, SourceFile
-from trainer.spec.errors import InputError
-from trainer.spec.value import Value
+from shardwise.launch.inputs.data_files import list_files
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.data.request import LISTING_NAME, PrepareRequest, SourceFile
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.value import Value
 
 GRACE_S = 5.0
 RACY_NS = 2 * 10**9  # a file changed twice within this time may have one mtime
@@ -47,11 +47,11 @@ def prepare_data(
     listed = list_files(request)
     profile = find_prepared(listed)
     if profile is None:
-        from launch.worker import ask  # not loaded by a plan of prepared data
+        from shardwise.launch.worker import ask  # not loaded by a plan of prepared data
 
         started_ns = time.time_ns()
         profile = ask(
-            "trainer.runtime.data.prepare",
+            "shardwise.trainer.runtime.data.prepare",
             listed,
             DataProfile,
             subject="the data preparation",

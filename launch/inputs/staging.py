@@ -18,10 +18,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.job.sections import Stage
-from trainer.spec.plan import Plan
-from trainer.spec.units import format_bytes, format_seconds
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.job.sections import Stage
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.units import format_bytes, format_seconds
 
 _SPARE = 1.02  # a file system keeps a little for itself
 

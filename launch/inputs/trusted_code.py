@@ -22,13 +22,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from launch.inputs.hub import HUB_ID, download_code, hub_cache, is_offline, is_snapshot
-from launch.inputs.model_files import ModelFiles
-from trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
-from trainer.spec.job.sections import Job
-from trainer.spec.messages.extension import ARGUMENTS, Extension, Hook
-from trainer.spec.model.shape import ModelCode
-from trainer.spec.plan import Plan
+from shardwise.launch.inputs.hub import HUB_ID, download_code, hub_cache, is_offline, is_snapshot
+from shardwise.launch.inputs.model_files import ModelFiles
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.messages.extension import ARGUMENTS, Extension, Hook
+from shardwise.trainer.spec.model.shape import ModelCode
+from shardwise.trainer.spec.plan import Plan
 
 SETTING = "model.trust_remote_code"
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
@@ -203,12 +203,12 @@ def _load(kernel: str, python: str, settings: dict[str, str], should_stop: Calla
     from subprocess import DEVNULL  # here, as the others: a plan needs none of them
     from tempfile import TemporaryFile
 
-    from launch.worker import run
+    from shardwise.launch.worker import run
 
     environment = os.environ | {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"} | settings
     with TemporaryFile() as errors:
         code = run(
-            "trainer.runtime.attention.flash_kernel",
+            "shardwise.trainer.runtime.attention.flash_kernel",
             kernel,
             output=DEVNULL,
             errors=errors,

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.spec.errors import InputError
-from trainer.spec.units import format_bytes
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.units import format_bytes
 
 _LARGEST_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 _DTYPE_BITS = {

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.job.yaml_text import name_of_file, read_yaml, read_yaml_file, write_scalar
-from trainer.spec.errors import InputError, InputProblemsError, close_matches
-from trainer.spec.job.fields import BY_PATH, job_tree
-from trainer.spec.job.kinds import shown
-from trainer.spec.job.reading import Layer, read_layers
-from trainer.spec.job.sections import Job
-from trainer.spec.messages.submission import FILE_NAME as SUBMISSION_NAME
-from trainer.spec.value import Value
+from shardwise.launch.job.yaml_text import name_of_file, read_yaml, read_yaml_file, write_scalar
+from shardwise.trainer.spec.errors import InputError, InputProblemsError, close_matches
+from shardwise.trainer.spec.job.fields import BY_PATH, job_tree
+from shardwise.trainer.spec.job.kinds import shown
+from shardwise.trainer.spec.job.reading import Layer, read_layers
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.messages.submission import FILE_NAME as SUBMISSION_NAME
+from shardwise.trainer.spec.value import Value
 
 PERSONAL_SETTINGS = ("price_per_gpu_hour", "log.wandb", "log.notify", "slurm")
 FOLDERS = ("cache", "huggingface", "scratch")

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from trainer.spec.errors import InputError
-from trainer.spec.units import MIB
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.units import MIB
 
 LARGEST_FILE_BYTES = MIB
 _STR = "tag:yaml.org,2002:str"

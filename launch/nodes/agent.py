@@ -1,6 +1,6 @@
 """The agent of one machine in a run on several: starts the launcher there, forwards stop requests, ends the ranks.
 
-    python -m launch.nodes.agent RUN_DIR --node-rank N --head HOST[:PORT]      (Slurm: the rank is SLURM_NODEID)
+    python -m shardwise.launch.nodes.agent RUN_DIR --node-rank N --head HOST[:PORT]   (Slurm: the rank is SLURM_NODEID)
 
 It follows the supervisor's messages (`launch.nodes.channel`). When the connection ends, it ends the ranks. Each machine
 checks its own folders, compiles operators for its own CPU, and uses its own NVMe folder, cores and network interface.
@@ -20,15 +20,15 @@ from typing import NamedTuple
 import msgspec
 import yaml
 
-from launch.attempt.local_ranks import LocalRanks
-from launch.attempt.supervisor import StopKind, StopRequest
-from launch.engine.accelerate_config import accelerate_config, accelerate_file
-from launch.engine.command import launch_command, launch_environment
-from launch.engine.offload import check_nvme, held_folder, nvme_folder
-from launch.engine.operators import build_needed, remove_stale_locks
-from launch.inputs.staging import copy_staged
-from launch.inputs.trusted_code import fetch_flash_kernel
-from launch.nodes.channel import (
+from shardwise.launch.attempt.local_ranks import LocalRanks
+from shardwise.launch.attempt.supervisor import StopKind, StopRequest
+from shardwise.launch.engine.accelerate_config import accelerate_config, accelerate_file
+from shardwise.launch.engine.command import launch_command, launch_environment
+from shardwise.launch.engine.offload import check_nvme, held_folder, nvme_folder
+from shardwise.launch.engine.operators import build_needed, remove_stale_locks
+from shardwise.launch.inputs.staging import copy_staged
+from shardwise.launch.inputs.trusted_code import fetch_flash_kernel
+from shardwise.launch.nodes.channel import (
     Bye,
     Channel,
     Command,
@@ -43,13 +43,13 @@ from launch.nodes.channel import (
     StopRequested,
     nodes_path,
 )
-from launch.probe.host import interface_of, read_host
-from launch.terminal import Console
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
-from trainer.spec.hardware import DeviceKind, Hardware
-from trainer.spec.plan import Plan
-from trainer.spec.secrets import redacted_output
+from shardwise.launch.probe.host import interface_of, read_host
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from shardwise.trainer.spec.hardware import DeviceKind, Hardware
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.secrets import redacted_output
 
 POLL_S = 0.1
 CONNECT_S = 90.0  # a file of another machine: NFS refreshes a folder after a minute at most
@@ -311,7 +311,7 @@ def _hosts(head: Head, content: NodesFile) -> list[str]:
 
 def main() -> int:
     """The agent that Slurm starts on each node."""
-    parser = argparse.ArgumentParser(prog="python -m launch.nodes.agent", description="One machine of a run.")
+    parser = argparse.ArgumentParser(prog="python -m shardwise.launch.nodes.agent", description="One machine of a run.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--head", type=parse_head, required=True)
     parser.add_argument("--node-rank", type=int, default=int(os.environ.get("SLURM_NODEID", "0")))

@@ -25,11 +25,11 @@ from typing import Self
 
 import msgspec
 
-from launch.attempt.watchdog import Stack
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, ExitCode
-from trainer.spec.hardware import Hardware
-from trainer.spec.value import Value
+from shardwise.launch.attempt.watchdog import Stack
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.value import Value
 
 NODES_NAME = ".nodes.json"
 MAX_LINE_BYTES = 4 << 20  # a probe of a large node is some hundred KiB

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.hardware import Gpu, Hardware, Host
-from trainer.spec.units import format_bytes
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.hardware import Gpu, Hardware, Host
+from shardwise.trainer.spec.units import format_bytes
 
 _GPU_AMOUNTS = ("memory_bytes", "usable_bytes", "free_bytes")
 _HOST_AMOUNTS = (

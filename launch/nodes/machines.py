@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.attempt.supervisor import StopRequest
-from launch.nodes.agent import Head, parse_head, run_agent
-from launch.nodes.channel import NodeServer
-from launch.nodes.hardware import combined_hardware, parse_labelled_probes
-from launch.nodes.ranks import Cluster, Step, agent_argv, agent_environment
-from slurm.allocation import Allocation, find_allocation, srun_argv
-from slurm.jobs import read_seconds_left
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
-from trainer.spec.hardware import Hardware
+from shardwise.launch.attempt.supervisor import StopRequest
+from shardwise.launch.nodes.agent import Head, parse_head, run_agent
+from shardwise.launch.nodes.channel import NodeServer
+from shardwise.launch.nodes.hardware import combined_hardware, parse_labelled_probes
+from shardwise.launch.nodes.ranks import Cluster, Step, agent_argv, agent_environment
+from shardwise.slurm.allocation import Allocation, find_allocation, srun_argv
+from shardwise.slurm.jobs import read_seconds_left
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.hardware import Hardware
 
 PROBE_S = 300.0  # srun may wait for a node to wake
 CONNECT_ALL_S = 3600.0  # for people to start the command on every machine
@@ -96,7 +96,7 @@ class Machines:
         if self.num_nodes == 1:
             return None
         if self._server is not None:
-            from launch.probe.machine import read_hardware
+            from shardwise.launch.probe.machine import read_hardware
 
             mine = read_hardware()
             others = sorted(self._server.nodes.items())
@@ -164,7 +164,7 @@ def serve(
     place: Membership, stop: StopRequest, *, on_line: Callable[[str], None], limit_s: float = CONNECT_ALL_S
 ) -> ExitCode:
     """Runs this machine's ranks for the supervisor of rank 0; the exit code of the run."""
-    from launch.probe.machine import read_hardware
+    from shardwise.launch.probe.machine import read_hardware
 
     _refuse_unknown_host(place.head.host)
     head = Head(place.head.host, place.head.port or DEFAULT_PORT)
@@ -183,7 +183,7 @@ def serve(
 def _probe_nodes(allocation: Allocation, environment: Mapping[str, str]) -> list[Hardware]:
     """The probes of every node of a job, in Slurm's order."""
     nodes = f"the {allocation.num_nodes} nodes of job {allocation.job_id}"
-    argv = srun_argv(allocation, [sys.executable, "-m", "launch.cli", "probe", "--json"], labels=True)
+    argv = srun_argv(allocation, [sys.executable, "-m", "shardwise.launch.cli", "probe", "--json"], labels=True)
     try:
         done = subprocess.run(
             argv,

@@ -16,13 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.attempt.end import rank_reports
-from launch.attempt.local_ranks import DUMP_S
-from launch.attempt.supervisor import StopRequest
-from launch.attempt.watchdog import Stack
-from launch.nodes.channel import Command, Ended, NodeServer, Order, Stacks, Start, StopRequested, head_address
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
-from trainer.spec.report import Ending
+from shardwise.launch.attempt.end import rank_reports
+from shardwise.launch.attempt.local_ranks import DUMP_S
+from shardwise.launch.attempt.supervisor import StopRequest
+from shardwise.launch.attempt.watchdog import Stack
+from shardwise.launch.nodes.channel import Command, Ended, NodeServer, Order, Stacks, Start, StopRequested, head_address
+from shardwise.trainer import FOLDER
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from shardwise.trainer.spec.report import Ending
 
 START_S = 300.0  # for every agent of a step to start and connect: srun may wait for a node to wake
 FILES_S = 65.0  # for a file of another machine to appear: NFS refreshes a folder after a minute at most
@@ -215,12 +216,12 @@ def free_port() -> int:
 
 def agent_argv(run_dir: Path, head: str, *, node_rank: int | None = None) -> list[str]:
     """The command that starts an agent; without a rank it uses Slurm's number of the node."""
-    argv = [sys.executable, "-m", "launch.nodes.agent", str(run_dir.absolute()), "--head", head]
+    argv = [sys.executable, "-m", "shardwise.launch.nodes.agent", str(run_dir.absolute()), "--head", head]
     return argv if node_rank is None else [*argv, "--node-rank", str(node_rank)]
 
 
 def agent_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` with this installation first on the import path, in any working directory."""
-    packages = str(Path(__file__).resolve().parents[2])
+    packages = str(FOLDER.parent)
     rest = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return {**environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join([packages, *rest])}

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
-from trainer.spec.job.sections import Job, SlurmJob
+from shardwise.trainer.spec.job.sections import Job, SlurmJob
 
 if TYPE_CHECKING:  # read where a partition is asked for
-    from slurm.partition_hardware import PartitionHardware
+    from shardwise.slurm.partition_hardware import PartitionHardware
 
 
 class AskedNodes(NamedTuple):
@@ -29,8 +29,8 @@ def read_asked_nodes(
     name = asked.partition or job.slurm.partition
     if not any(asked) and (name is None or spec is not None or not _is_login_node(environment)):
         return None
-    from launch.plan.partition_hardware import read_partition_hardware
-    from slurm.job_limits import share_of_job
+    from shardwise.launch.plan.partition_hardware import read_partition_hardware
+    from shardwise.slurm.job_limits import share_of_job
 
     found = read_partition_hardware(
         name,
@@ -70,12 +70,12 @@ def sbatch_option(extra: Sequence[str], long: str, short: str) -> str | None:
 
 
 def _is_login_node(environment: Mapping[str, str]) -> bool:
-    from launch.probe.host import read_host
+    from shardwise.launch.probe.host import read_host
 
     slurm = read_host(environment=environment).slurm
     if slurm is None or not slurm.has_sbatch or slurm.job_id is not None:
         return False  # and no GPU is asked
-    from launch.probe.machine import read_hardware
-    from slurm.allocation import is_login_node
+    from shardwise.launch.probe.machine import read_hardware
+    from shardwise.slurm.allocation import is_login_node
 
     return is_login_node(read_hardware(environment=environment))

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.planning.calibrate import NO_CORRECTIONS, rates_source
-from trainer.planning.candidates import candidate_of, setting_of
-from trainer.planning.planner import context_of
-from trainer.planning.run.rows import longest_row_decides
-from trainer.spec.calibration import Calibration, CalibrationRecord, RecordSource
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.hardware import Hardware
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.report import Report
+from shardwise.trainer.planning.calibrate import NO_CORRECTIONS, rates_source
+from shardwise.trainer.planning.candidates import candidate_of, setting_of
+from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.run.rows import longest_row_decides
+from shardwise.trainer.spec.calibration import Calibration, CalibrationRecord, RecordSource
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.report import Report
 
 FILE_NAME = "calibration.jsonl"
 MAX_RECORDS = 100  # of one device; they stand in every plan.json

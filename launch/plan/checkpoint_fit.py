@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from launch.rundir.paths import committed_checkpoints
-from trainer.spec.optimizers import have_same_state
-from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Method, Optimizer, Precision
+from shardwise.launch.rundir.paths import committed_checkpoints
+from shardwise.trainer.spec.optimizers import have_same_state
+from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.strategy import Method, Optimizer, Precision
 
 
 class SavedFacts(msgspec.Struct, frozen=True, kw_only=True):

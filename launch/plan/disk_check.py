@@ -7,9 +7,9 @@ and logs are small beside them. State offloaded to NVMe is checked against its o
 
 from pathlib import Path
 
-from launch.engine.offload import check_nvme
-from launch.probe.disks import check_room
-from trainer.spec.plan import Plan
+from shardwise.launch.engine.offload import check_nvme
+from shardwise.launch.probe.disks import check_room
+from shardwise.trainer.spec.plan import Plan
 
 EXPORT_BYTES_PER_PARAMETER = 4
 

@@ -7,19 +7,19 @@ device.
 import sys
 from typing import Any
 
-from launch.worker import ask
-from trainer.planning.memory.parts import grouped
-from trainer.planning.run.rows import document_tokens
-from trainer.planning.simulated import named_events
-from trainer.spec.data.shapes import objective_of, rows_per_example
-from trainer.spec.messages.simulation import Simulation, SimulationRequest
-from trainer.spec.model.shape import DescriptionRequest, ModelShape
-from trainer.spec.plan import Candidate, MemoryEstimate, Plan
-from trainer.spec.strategy import Attention
-from trainer.spec.units import format_bytes
+from shardwise.launch.worker import ask
+from shardwise.trainer.planning.memory.parts import grouped
+from shardwise.trainer.planning.run.rows import document_tokens
+from shardwise.trainer.planning.simulated import named_events
+from shardwise.trainer.spec.data.shapes import objective_of, rows_per_example
+from shardwise.trainer.spec.messages.simulation import Simulation, SimulationRequest
+from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
+from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan
+from shardwise.trainer.spec.strategy import Attention
+from shardwise.trainer.spec.units import format_bytes
 
 DEFAULT_TIMEOUT_S = 900.0
-_MODULE, _SUBJECT = "trainer.simulation", "the dry run"
+_MODULE, _SUBJECT = "shardwise.trainer.simulation", "the dry run"
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # nothing is computed
     "CUDA_VISIBLE_DEVICES": "",  # and no device is touched

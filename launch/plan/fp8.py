@@ -16,20 +16,20 @@ from pathlib import Path
 
 import msgspec
 
-from launch.probe.measure import measuring_environment
-from launch.terminal import Console
-from launch.worker import ask
-from trainer.planning.device import device_of
-from trainer.planning.setting import fp8_recipe_of
-from trainer.spec import codec
-from trainer.spec.errors import InputError, ShardwiseError
-from trainer.spec.hardware import Gpu, Hardware
-from trainer.spec.job.sections import Job
-from trainer.spec.messages.measurement import Fp8GainKey, Fp8GainRequest, KeptFp8Gain
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.plan import Fp8Gain, Plan
-from trainer.spec.strategy import Fp8Recipe, Precision
-from trainer.spec.units import format_seconds
+from shardwise.launch.probe.measure import measuring_environment
+from shardwise.launch.terminal import Console
+from shardwise.launch.worker import ask
+from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.planning.setting import fp8_recipe_of
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import InputError, ShardwiseError
+from shardwise.trainer.spec.hardware import Gpu, Hardware
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.messages.measurement import Fp8GainKey, Fp8GainRequest, KeptFp8Gain
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.plan import Fp8Gain, Plan
+from shardwise.trainer.spec.strategy import Fp8Recipe, Precision
+from shardwise.trainer.spec.units import format_seconds
 
 FOLDER = "fp8"
 LIBRARIES = ("torch", "transformer-engine", "torchao")
@@ -95,7 +95,7 @@ def _path(cache: Path, key: Fp8GainKey) -> Path:
 
 
 TIMEOUT_S = 120.0  # importing torch and the library from a cold disk takes most of it; the timing itself some seconds
-MODULE = "trainer.runtime.tools.fp8_gain"
+MODULE = "shardwise.trainer.runtime.tools.fp8_gain"
 _WHAT = "timing FP8 on the model's own matrix shapes"
 
 

@@ -11,34 +11,34 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
-from launch.inputs.data_files import list_files, shape_of_first_row, source_bytes
-from launch.inputs.model_files import ModelFiles, download_model, read_model_config
-from launch.inputs.prepare_data import find_prepared
-from launch.inputs.trusted_code import offered_code, read_extension, read_model_code
-from launch.job import folders
-from launch.job.layers import ResolvedJob, read_job_layers
-from launch.plan.asked_nodes import AskedNodes, read_asked_nodes
-from launch.plan.calibration_store import read_calibration
-from launch.probe.gpu_selection import select_gpus
-from launch.probe.installed import installed_version
-from trainer.planning.planner import make_plan
-from trainer.planning.run.rows import estimate_data
-from trainer.planning.tables.gpu_names import hardware_from_spec
-from trainer.spec.calibration import Calibration
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.data.request import PrepareRequest
-from trainer.spec.data.shapes import Encoding, assumed_shape, encoding_of
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import Hardware, Host
-from trainer.spec.job.sections import Allowance, DataFormat, Job
-from trainer.spec.messages.extension import Extension, Hook
-from trainer.spec.model.readers import read_model_shape, supported_model_types, text_part
-from trainer.spec.model.shape import DescriptionRequest, ModelCode, ModelShape
-from trainer.spec.plan import Fp8Gain, Plan, TrialResult
-from trainer.spec.strategy import Precision
+from shardwise.launch.inputs.data_files import list_files, shape_of_first_row, source_bytes
+from shardwise.launch.inputs.model_files import ModelFiles, download_model, read_model_config
+from shardwise.launch.inputs.prepare_data import find_prepared
+from shardwise.launch.inputs.trusted_code import offered_code, read_extension, read_model_code
+from shardwise.launch.job import folders
+from shardwise.launch.job.layers import ResolvedJob, read_job_layers
+from shardwise.launch.plan.asked_nodes import AskedNodes, read_asked_nodes
+from shardwise.launch.plan.calibration_store import read_calibration
+from shardwise.launch.probe.gpu_selection import select_gpus
+from shardwise.launch.probe.installed import installed_version
+from shardwise.trainer.planning.planner import make_plan
+from shardwise.trainer.planning.run.rows import estimate_data
+from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
+from shardwise.trainer.spec.calibration import Calibration
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.data.request import PrepareRequest
+from shardwise.trainer.spec.data.shapes import Encoding, assumed_shape, encoding_of
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import Hardware, Host
+from shardwise.trainer.spec.job.sections import Allowance, DataFormat, Job
+from shardwise.trainer.spec.messages.extension import Extension, Hook
+from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types, text_part
+from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelCode, ModelShape
+from shardwise.trainer.spec.plan import Fp8Gain, Plan, TrialResult
+from shardwise.trainer.spec.strategy import Precision
 
 if TYPE_CHECKING:  # read where a partition is asked for
-    from slurm.partition_hardware import PartitionHardware
+    from shardwise.slurm.partition_hardware import PartitionHardware
 
 RECORDED_LIBRARIES = (
     "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes", "galore-torch", "lion-pytorch",
@@ -109,7 +109,7 @@ def _read_shape(job: Job, model: ModelFiles, code: ModelCode | None, *, describe
     is_known = text_part(model.config).get("model_type") in supported_model_types()
     offered = offered_code(job, model.config)
     if code is not None or (not is_known and (describes_models or offered is not None)):
-        from launch.plan.dry_run import described_shape
+        from shardwise.launch.plan.dry_run import described_shape
 
         return described_shape(
             DescriptionRequest(
@@ -213,12 +213,12 @@ def read_machine(
 
     `gpus` are indices in each node of any of them.
     """
-    from trainer.spec import codec
+    from shardwise.trainer.spec import codec
 
     if partition is not None:
         hardware = partition
     elif spec is None:
-        from launch.probe.machine import read_hardware
+        from shardwise.launch.probe.machine import read_hardware
 
         return read_hardware(gpus=gpus, vram_cap_bytes=vram_cap_bytes)
     elif spec.endswith(".json"):
@@ -230,7 +230,7 @@ def read_machine(
 
 
 def _read_local_host() -> Host:
-    from launch.probe.host import read_host
+    from shardwise.launch.probe.host import read_host
 
     return read_host()
 
@@ -306,7 +306,7 @@ def _fp8_gain_of(inputs: PlanInputs, versions: dict[str, str]) -> tuple[Fp8Gain 
     may_take_it = Allowance.FP8 in job.allow if job.pin.precision is None else job.pin.precision is Precision.FP8
     if inputs.fp8_gain is not None or not may_take_it or not hardware.gpus:
         return inputs.fp8_gain, None
-    from launch.plan.fp8 import fp8_key, read_fp8_gain
+    from shardwise.launch.plan.fp8 import fp8_key, read_fp8_gain
 
     return read_fp8_gain(inputs.cache, fp8_key(job, shape=inputs.shape, hardware=hardware, versions=versions))
 

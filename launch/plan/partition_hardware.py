@@ -7,17 +7,17 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from launch.probe.machine import read_libraries
-from slurm.access import Access, access_to
-from slurm.cluster import JobLimits, Partition
-from slurm.job_limits import NodeShare, in_order
-from slurm.node_groups import choose_group
-from slurm.partition_hardware import WHOLE_NODES, PartitionHardware, hardware_of
-from slurm.queries import read_associations, read_config, read_nodes, read_partitions, read_qos_limits
-from trainer.planning.tables.gpu_names import hardware_from_spec
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
-from trainer.spec.hardware import Hardware, Host
+from shardwise.launch.probe.machine import read_libraries
+from shardwise.slurm.access import Access, access_to
+from shardwise.slurm.cluster import JobLimits, Partition
+from shardwise.slurm.job_limits import NodeShare, in_order
+from shardwise.slurm.node_groups import choose_group
+from shardwise.slurm.partition_hardware import WHOLE_NODES, PartitionHardware, hardware_of
+from shardwise.slurm.queries import read_associations, read_config, read_nodes, read_partitions, read_qos_limits
+from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
+from shardwise.trainer.spec.hardware import Hardware, Host
 
 __all__ = ["PartitionHardware", "read_partition_hardware"]
 

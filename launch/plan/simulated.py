@@ -9,20 +9,20 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from launch.plan.dry_run import describe_simulation, simulate, simulation_request
-from launch.terminal import Console
-from trainer.planning.planner import context_of
-from trainer.planning.simulated import (
+from shardwise.launch.plan.dry_run import describe_simulation, simulate, simulation_request
+from shardwise.launch.terminal import Console
+from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.simulated import (
     Simulated,
     longest_row,
     obstacle_to_dry_run,
     plan_of_simulated,
     simulated_memory,
 )
-from trainer.spec.errors import InputError, NothingFitsError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.units import format_bytes
+from shardwise.trainer.spec.errors import InputError, NothingFitsError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.units import format_bytes
 
 Answer = tuple[str, Plan | NothingFitsError]
 MAX_DRY_RUNS = 6

@@ -1,6 +1,7 @@
 """Check, before gigabytes of torch are downloaded, that it has code for a GPU here. Standard library only.
 
-    nvidia-smi --query-gpu=compute_cap,name --format=csv,noheader | python -m launch.probe.before_download VERSION
+    nvidia-smi --query-gpu=compute_cap,name --format=csv,noheader |
+        python -m shardwise.launch.probe.before_download VERSION
 
 VERSION is the torch that pip would install. Exit code 4: it could use none of the cards; the lines name one that can.
 """
@@ -8,8 +9,8 @@ VERSION is the torch that pip would install. Exit code 4: it could use none of t
 import re
 import sys
 
-from trainer.spec.errors import ExitCode
-from trainer.spec.torch_wheel import CUDA_12_INDEX, OLDEST_CAPABILITY, lacks_code
+from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.torch_wheel import CUDA_12_INDEX, OLDEST_CAPABILITY, lacks_code
 
 
 def obstacle(cards: str, torch_version: str) -> tuple[str, ...]:

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.probe.host import Mount, parse_mountinfo, read_text
-from launch.probe.program import ask
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.units import KIB, format_bytes
-from trainer.spec.value import Value
+from shardwise.launch.probe.host import Mount, parse_mountinfo, read_text
+from shardwise.launch.probe.program import ask
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.units import KIB, format_bytes
+from shardwise.trainer.spec.value import Value
 
 TIMEOUT_S = 5.0
 _SCALE_FOLDER = "/usr/lpp/mmfs/bin"  # of mmlsquota, which is seldom on PATH

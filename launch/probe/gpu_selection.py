@@ -8,12 +8,12 @@ and the ranks get the same variables.
 
 from collections.abc import Mapping, Sequence
 
-from trainer.planning.tables.gpu_rating import spec_of
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind, Gpu, Hardware, Holder
-from trainer.spec.plan import Plan
-from trainer.spec.torch_wheel import lacks_code
-from trainer.spec.units import format_bytes
+from shardwise.trainer.planning.tables.gpu_rating import spec_of
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Hardware, Holder
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.torch_wheel import lacks_code
+from shardwise.trainer.spec.units import format_bytes
 
 # Above a desktop's share of a large card, below what any training process takes of one.
 BUSY_SHARE = 0.25

@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from launch.probe.gpu_selection import held_bytes
-from launch.probe.host import parse_meminfo, read_text
-from launch.probe.nvidia_smi import (
+from shardwise.launch.probe.gpu_selection import held_bytes
+from shardwise.launch.probe.host import parse_meminfo, read_text
+from shardwise.launch.probe.nvidia_smi import (
     COMPUTE_APP_FIELDS,
     GPU_FIELDS,
     Failure,
@@ -40,10 +40,10 @@ from launch.probe.nvidia_smi import (
     parse_topology,
     unknown_field,
 )
-from launch.probe.program import REAPING_S, Answer, Beside, ask
-from trainer.spec.hardware import Gpu, Link
-from trainer.spec.units import MIB
-from trainer.spec.value import Value
+from shardwise.launch.probe.program import REAPING_S, Answer, Beside, ask
+from shardwise.trainer.spec.hardware import Gpu, Link
+from shardwise.trainer.spec.units import MIB
+from shardwise.trainer.spec.value import Value
 
 TIMEOUT_S = 10.0
 _CSV = "--format=csv,noheader,nounits"

@@ -22,9 +22,9 @@ import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from trainer.spec.hardware import Disk, Host, NetworkInterface, SlurmEnvironment
-from trainer.spec.units import KIB, MIB
-from trainer.spec.value import Value
+from shardwise.trainer.spec.hardware import Disk, Host, NetworkInterface, SlurmEnvironment
+from shardwise.trainer.spec.units import KIB, MIB
+from shardwise.trainer.spec.value import Value
 
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 _SLURM_CONFIGURATIONS = ("etc/slurm/slurm.conf", "etc/slurm-llnl/slurm.conf", "run/slurm/conf/slurm.conf")

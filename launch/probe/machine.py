@@ -13,16 +13,16 @@ from pathlib import Path
 
 import msgspec
 
-from launch.probe.gpu_selection import free_memory_note, name_holders, select_gpus, visible_gpus
-from launch.probe.gpus import TIMEOUT_S, GpuFindings, amd_notes, read_gpus
-from launch.probe.host import read_host
-from launch.probe.installed import installed_version, unfit_version
-from trainer.planning.tables.gpu_rating import rated_spec
-from trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, NetworkInterface, PeerCopy
-from trainer.spec.strategy import Precision
-from trainer.spec.units import format_bytes
+from shardwise.launch.probe.gpu_selection import free_memory_note, name_holders, select_gpus, visible_gpus
+from shardwise.launch.probe.gpus import TIMEOUT_S, GpuFindings, amd_notes, read_gpus
+from shardwise.launch.probe.host import read_host
+from shardwise.launch.probe.installed import installed_version, unfit_version
+from shardwise.trainer.planning.tables.gpu_rating import rated_spec
+from shardwise.trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, NetworkInterface, PeerCopy
+from shardwise.trainer.spec.strategy import Precision
+from shardwise.trainer.spec.units import format_bytes
 
 _HIDES_ALL = ("", "-1", "NoDevFiles")
 LIBRARIES = (
@@ -126,7 +126,7 @@ def _mixed_order_note(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[str, 
 def _with_measurements(hardware: Hardware) -> Hardware:
     import tempfile  # here, as what follows: an ordinary probe starts faster without them
 
-    from launch.probe.measure import judged_links, measure_disks, measure_rates
+    from shardwise.launch.probe.measure import judged_links, measure_disks, measure_rates
 
     folders = [Path(tempfile.gettempdir()), Path.cwd(), Path.home()]
     disks, disk_notes = measure_disks(hardware.host.disks, folders)

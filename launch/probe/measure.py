@@ -27,19 +27,19 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from launch.probe.gpu_selection import visible_devices
-from launch.worker import run_together
-from trainer.spec import codec
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Link, LinkKind, MeasuredRates, PeerCopy
-from trainer.spec.messages.measurement import GatherResult, Measurement
-from trainer.spec.units import GIB, MIB
-from trainer.spec.value import Value
+from shardwise.launch.probe.gpu_selection import visible_devices
+from shardwise.launch.worker import run_together
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Link, LinkKind, MeasuredRates, PeerCopy
+from shardwise.trainer.spec.messages.measurement import GatherResult, Measurement
+from shardwise.trainer.spec.units import GIB, MIB
+from shardwise.trainer.spec.value import Value
 
 TIMEOUT_S = 120.0  # importing torch from a cold disk takes most of it; the measurement itself some fifteen seconds
-MODULE = "trainer.runtime.tools.measure"
-PEERS_MODULE = "trainer.runtime.tools.measure_peers"
-GATHER_MODULE = "trainer.runtime.tools.measure_gather"
+MODULE = "shardwise.trainer.runtime.tools.measure"
+PEERS_MODULE = "shardwise.trainer.runtime.tools.measure_peers"
+GATHER_MODULE = "shardwise.trainer.runtime.tools.measure_gather"
 PEERS_TIMEOUT_S = 90.0  # torch, a context on every card, and at most half a second for each pair
 GATHER_TIMEOUT_S = 90.0  # the same, and NCCL's own start
 WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1"}

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from statistics import median
 
-from trainer.planning.tables.gpu_names import match_gpu_name
-from trainer.spec.hardware import Gpu, Holder, Link, LinkKind
-from trainer.spec.units import MIB
-from trainer.spec.value import Value
+from shardwise.trainer.planning.tables.gpu_names import match_gpu_name
+from shardwise.trainer.spec.hardware import Gpu, Holder, Link, LinkKind
+from shardwise.trainer.spec.units import MIB
+from shardwise.trainer.spec.value import Value
 
 GPU_FIELDS = (
     "index",

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from trainer.spec.value import Value
+from shardwise.trainer.spec.value import Value
 
 T = TypeVar("T")
 REAPING_S = 1.0

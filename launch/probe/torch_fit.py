@@ -3,7 +3,7 @@
 `trainer.runtime.tools.torch_check` allocates and computes on every card of the run, in the environment of the ranks.
 Only a failure is explained: by the build, the card, the memory that others use, the driver. Whatever works is accepted,
 CUDA's forward compatibility on an older driver included. If only expandable segments fail, as on a vGPU, the run does
-without them. `make install` runs `python -m launch.probe.torch_fit`.
+without them. `make install` runs `python -m shardwise.launch.probe.torch_fit`.
 
 Minimum drivers are NVIDIA's, from the compatibility table of the CUDA Toolkit release notes.
 """
@@ -17,16 +17,16 @@ from itertools import zip_longest
 import msgspec
 from msgspec.structs import replace
 
-from launch.probe.gpu_selection import ALLOCATOR_VARIABLES, cuda_variables, name_gpus
-from launch.probe.machine import read_hardware
-from launch.probe.program import ask
-from launch.worker import python_environment
-from trainer.spec.errors import EnvironmentFaultError, ExitCode
-from trainer.spec.hardware import Gpu, Hardware
-from trainer.spec.messages.measurement import DeviceTrial, TorchFacts
-from trainer.spec.pip_lines import pip_line
-from trainer.spec.torch_wheel import CUDA_12_INDEX, VERSION
-from trainer.spec.value import Value
+from shardwise.launch.probe.gpu_selection import ALLOCATOR_VARIABLES, cuda_variables, name_gpus
+from shardwise.launch.probe.machine import read_hardware
+from shardwise.launch.probe.program import ask
+from shardwise.launch.worker import python_environment
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
+from shardwise.trainer.spec.hardware import Gpu, Hardware
+from shardwise.trainer.spec.messages.measurement import DeviceTrial, TorchFacts
+from shardwise.trainer.spec.pip_lines import pip_line
+from shardwise.trainer.spec.torch_wheel import CUDA_12_INDEX, VERSION
+from shardwise.trainer.spec.value import Value
 
 TIMEOUT_S = 120.0
 MINIMUM_DRIVER = {12: "525.60.13", 13: "580.65.06"}
@@ -91,7 +91,7 @@ def ask_torch(
 
 
 def _run_check(environment: Mapping[str, str], python: str, timeout_s: float) -> TorchAnswer:
-    argv = [python, "-P", "-m", "trainer.runtime.tools.torch_check"]
+    argv = [python, "-P", "-m", "shardwise.trainer.runtime.tools.torch_check"]
     answer = ask(argv, environment=python_environment(environment), timeout_s=timeout_s)
     if answer.obstacle is not None:
         return TorchAnswer(problem=answer.obstacle)

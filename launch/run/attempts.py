@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from launch.attempt.end import AttemptEnd
-from launch.attempt.limits import Deadline, LimitWatch
-from launch.attempt.local_ranks import LocalRanks, Ranks
-from launch.attempt.retries import (
+from shardwise.launch.attempt.end import AttemptEnd
+from shardwise.launch.attempt.limits import Deadline, LimitWatch
+from shardwise.launch.attempt.local_ranks import LocalRanks, Ranks
+from shardwise.launch.attempt.retries import (
     MAX_SAME_STEP,
     Begin,
     Decision,
@@ -30,24 +30,24 @@ from launch.attempt.retries import (
     incident_of,
     num_at_step,
 )
-from launch.attempt.supervisor import StopKind, StopRequest, watch_attempt
-from launch.attempt.watchdog import Watchdog, WatchLimits
-from launch.engine.command import launch_command, launch_environment, prepare_attempt
-from launch.engine.offload import check_nvme, held_folder, nvme_folder
-from launch.engine.operators import build_operators, needed_operators, remove_stale_locks
-from launch.inputs.staging import copy_staged
-from launch.nodes.ranks import Cluster, ClusterRanks
-from launch.plan.checkpoint_fit import newest_facts, obstacle_to_resume
-from launch.rundir import paths as run_dirs
-from launch.rundir.cancel_flag import is_cancelled
-from launch.show.progress import Progress
-from launch.terminal import Console
-from launch.track.start import TrackerProcess, running_trackers
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.report import AttemptRecord, Ending, Fault, Report
+from shardwise.launch.attempt.supervisor import StopKind, StopRequest, watch_attempt
+from shardwise.launch.attempt.watchdog import Watchdog, WatchLimits
+from shardwise.launch.engine.command import launch_command, launch_environment, prepare_attempt
+from shardwise.launch.engine.offload import check_nvme, held_folder, nvme_folder
+from shardwise.launch.engine.operators import build_operators, needed_operators, remove_stale_locks
+from shardwise.launch.inputs.staging import copy_staged
+from shardwise.launch.nodes.ranks import Cluster, ClusterRanks
+from shardwise.launch.plan.checkpoint_fit import newest_facts, obstacle_to_resume
+from shardwise.launch.rundir import paths as run_dirs
+from shardwise.launch.rundir.cancel_flag import is_cancelled
+from shardwise.launch.show.progress import Progress
+from shardwise.launch.terminal import Console
+from shardwise.launch.track.start import TrackerProcess, running_trackers
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault, Report
 
 
 class RunOutcome(NamedTuple):
@@ -135,7 +135,7 @@ def _oom_note(plan: Plan, attempt_dir: Path, end: AttemptEnd, decision: Decision
     """Path of the report on an attempt that ran out of memory, as the end of a line; empty if there is none."""
     if end.fault is None or not end.fault.is_memory:
         return ""
-    from launch.attempt.oom_report import write_oom_report
+    from shardwise.launch.attempt.oom_report import write_oom_report
 
     following = None if decision.candidate is None else (plan.chosen, *plan.fallbacks)[decision.candidate]
     path = write_oom_report(attempt_dir, plan, end.report, next_candidate=following, decision=decision.reason)

@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.inputs.data_files import is_of_hub
-from launch.inputs.dataset_hub import list_dataset
-from launch.inputs.dataset_splits import Part
-from launch.inputs.hub import hub_cache, list_snapshot, repository_folder
-from launch.inputs.model_files import ModelFiles
-from launch.inputs.trusted_code import has_kernel
-from launch.plan.gather import PlanInputs
-from launch.probe import disks
-from trainer.spec.job.sections import Job
-from trainer.spec.job.sources import DataSource
-from trainer.spec.units import format_bytes
+from shardwise.launch.inputs.data_files import is_of_hub
+from shardwise.launch.inputs.dataset_hub import list_dataset
+from shardwise.launch.inputs.dataset_splits import Part
+from shardwise.launch.inputs.hub import hub_cache, list_snapshot, repository_folder
+from shardwise.launch.inputs.model_files import ModelFiles
+from shardwise.launch.inputs.trusted_code import has_kernel
+from shardwise.launch.plan.gather import PlanInputs
+from shardwise.launch.probe import disks
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.job.sources import DataSource
+from shardwise.trainer.spec.units import format_bytes
 
 INODES_A_FILE = 3  # of the hub's cache: the content, its name, a lock
 

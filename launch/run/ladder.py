@@ -21,21 +21,21 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from launch.attempt.supervisor import StopRequest
-from launch.job import folders
-from launch.job.layers import COMMAND_LINE, read_job_layers
-from launch.plan.gather import PlanInputs, plan_inputs
-from launch.run.trials import ShortRun, run_short, scratch_folder, short_plan
-from launch.terminal import Console
-from trainer.planning.device import device_of
-from trainer.planning.page.content import Page, PairedBars, Section, Sentence, Table, Unit
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.errors import InputError, NothingFitsError, close_matches
-from trainer.spec.hardware import DeviceKind, Hardware
-from trainer.spec.job.sections import Job, Limits
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.report import Figures, Report
-from trainer.spec.strategy import (
+from shardwise.launch.attempt.supervisor import StopRequest
+from shardwise.launch.job import folders
+from shardwise.launch.job.layers import COMMAND_LINE, read_job_layers
+from shardwise.launch.plan.gather import PlanInputs, plan_inputs
+from shardwise.launch.run.trials import ShortRun, run_short, scratch_folder, short_plan
+from shardwise.launch.terminal import Console
+from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.planning.page.content import Page, PairedBars, Section, Sentence, Table, Unit
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.errors import InputError, NothingFitsError, close_matches
+from shardwise.trainer.spec.hardware import DeviceKind, Hardware
+from shardwise.trainer.spec.job.sections import Job, Limits
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.report import Figures, Report
+from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
     LossHead,
@@ -45,8 +45,8 @@ from trainer.spec.strategy import (
     Precision,
     Sharding,
 )
-from trainer.spec.units import format_bytes, format_seconds
-from trainer.spec.value import Value
+from shardwise.trainer.spec.units import format_bytes, format_seconds
+from shardwise.trainer.spec.value import Value
 
 METHOD = "train.method"
 GROUND = {

@@ -11,16 +11,16 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from launch.inputs.model_files import kept_plan_with_new_rows, refuse_frozen_rows, with_new_rows
-from launch.inputs.prepare_data import prepare_data, refuse_other_stream
-from launch.job import folders
-from launch.job.layers import ResolvedJob
-from launch.nodes.hardware import describe_difference
-from launch.nodes.machines import Machines
-from launch.options import TrainOptions
-from launch.plan.checkpoint_fit import newest_facts, obstacle_to_resume
-from launch.plan.fp8 import fp8_gain_for
-from launch.plan.gather import (
+from shardwise.launch.inputs.model_files import kept_plan_with_new_rows, refuse_frozen_rows, with_new_rows
+from shardwise.launch.inputs.prepare_data import prepare_data, refuse_other_stream
+from shardwise.launch.job import folders
+from shardwise.launch.job.layers import ResolvedJob
+from shardwise.launch.nodes.hardware import describe_difference
+from shardwise.launch.nodes.machines import Machines
+from shardwise.launch.options import TrainOptions
+from shardwise.launch.plan.checkpoint_fit import newest_facts, obstacle_to_resume
+from shardwise.launch.plan.fp8 import fp8_gain_for
+from shardwise.launch.plan.gather import (
     make_request,
     plan_inputs,
     prepared_tokenizer,
@@ -28,22 +28,22 @@ from launch.plan.gather import (
     read_inputs,
     with_weights,
 )
-from launch.plan.simulated import after_dry_run
-from launch.probe.machine import read_hardware
-from launch.probe.torch_fit import check_torch
-from launch.run.trials import plan_after_trials
-from launch.rundir import paths as run_dirs
-from launch.terminal import Console
-from launch.track.start import check_trackers
-from slurm.allocation import is_login_node, submit_line
-from trainer.planning.explain.plan_page import explain_plan
-from trainer.planning.planner import take_candidate
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.hardware import Hardware
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Report
+from shardwise.launch.plan.simulated import after_dry_run
+from shardwise.launch.probe.machine import read_hardware
+from shardwise.launch.probe.torch_fit import check_torch
+from shardwise.launch.run.trials import plan_after_trials
+from shardwise.launch.rundir import paths as run_dirs
+from shardwise.launch.terminal import Console
+from shardwise.launch.track.start import check_trackers
+from shardwise.slurm.allocation import is_login_node, submit_line
+from shardwise.trainer.planning.explain.plan_page import explain_plan
+from shardwise.trainer.planning.planner import take_candidate
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Report
 
 
 class Prepared(NamedTuple):

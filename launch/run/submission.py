@@ -12,33 +12,40 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from launch.inputs.hub import hub_cache
-from launch.inputs.trusted_code import kernel_of
-from launch.job import folders
-from launch.job.layers import ResolvedJob, read_job_layers
-from launch.plan.asked_nodes import charge_of, sbatch_option
-from launch.plan.disk_check import needed_disk_bytes
-from launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs, read_machine, recorded_versions
-from launch.plan.partition_hardware import read_partition_hardware
-from launch.probe import disks
-from launch.run.fetch_needs import missing_for
-from launch.rundir.paths import output_base
-from launch.track.start import check_trackers
-from slurm.job_limits import share_of_job
-from slurm.job_script import Container, container_of
-from slurm.partition_hardware import PartitionHardware
-from slurm.quantities import describe_num_jobs, format_duration, num_jobs, parse_duration
-from slurm.sbatch import BatchJob, warning_s
-from slurm.submit import knows_pyxis
-from trainer.planning import node_counts
-from trainer.planning.explain.choice import machine_words
-from trainer.planning.node_counts import NodeCount, counts_to_try, planned
-from trainer.planning.page.content import Section
-from trainer.spec.errors import EnvironmentFaultError, InputError, NothingFitsError
-from trainer.spec.hardware import Hardware
-from trainer.spec.job.sections import NodeNetwork, SlurmJob
-from trainer.spec.plan import Plan
-from trainer.spec.units import format_seconds
+from shardwise.launch.inputs.hub import hub_cache
+from shardwise.launch.inputs.trusted_code import kernel_of
+from shardwise.launch.job import folders
+from shardwise.launch.job.layers import ResolvedJob, read_job_layers
+from shardwise.launch.plan.asked_nodes import charge_of, sbatch_option
+from shardwise.launch.plan.disk_check import needed_disk_bytes
+from shardwise.launch.plan.gather import (
+    PlanInputs,
+    plan_inputs,
+    profile_data,
+    read_inputs,
+    read_machine,
+    recorded_versions,
+)
+from shardwise.launch.plan.partition_hardware import read_partition_hardware
+from shardwise.launch.probe import disks
+from shardwise.launch.run.fetch_needs import missing_for
+from shardwise.launch.rundir.paths import output_base
+from shardwise.launch.track.start import check_trackers
+from shardwise.slurm.job_limits import share_of_job
+from shardwise.slurm.job_script import Container, container_of
+from shardwise.slurm.partition_hardware import PartitionHardware
+from shardwise.slurm.quantities import describe_num_jobs, format_duration, num_jobs, parse_duration
+from shardwise.slurm.sbatch import BatchJob, warning_s
+from shardwise.slurm.submit import knows_pyxis
+from shardwise.trainer.planning import node_counts
+from shardwise.trainer.planning.explain.choice import machine_words
+from shardwise.trainer.planning.node_counts import NodeCount, counts_to_try, planned
+from shardwise.trainer.planning.page.content import Section
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, NothingFitsError
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.job.sections import NodeNetwork, SlurmJob
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.units import format_seconds
 
 SAVE_BYTES_PER_S = 500 * 10**6  # of a shared file system on a busy day
 TIME_MARGIN = 1.3  # predictions are wrong, and a queue is long

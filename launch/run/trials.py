@@ -18,24 +18,24 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from launch.attempt.supervisor import StopRequest
-from launch.engine.operators import build_needed
-from launch.inputs.prepare_data import prepare_data
-from launch.inputs.trusted_code import fetch_flash_kernel
-from launch.job import folders
-from launch.plan.calibration_store import append_calibration, record_of_run
-from launch.plan.gather import PlanInputs, plan_inputs, with_weights
-from launch.probe.torch_fit import check_torch
-from launch.run.attempts import run_attempts, stop_code
-from launch.terminal import Console
-from slurm.allocation import is_login_node
-from trainer.spec.calibration import RecordSource
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
-from trainer.spec.hardware import Hardware
-from trainer.spec.plan import Candidate, Plan, TrialResult
-from trainer.spec.report import Ending, Report
-from trainer.spec.units import format_bytes, format_seconds
+from shardwise.launch.attempt.supervisor import StopRequest
+from shardwise.launch.engine.operators import build_needed
+from shardwise.launch.inputs.prepare_data import prepare_data
+from shardwise.launch.inputs.trusted_code import fetch_flash_kernel
+from shardwise.launch.job import folders
+from shardwise.launch.plan.calibration_store import append_calibration, record_of_run
+from shardwise.launch.plan.gather import PlanInputs, plan_inputs, with_weights
+from shardwise.launch.probe.torch_fit import check_torch
+from shardwise.launch.run.attempts import run_attempts, stop_code
+from shardwise.launch.terminal import Console
+from shardwise.slurm.allocation import is_login_node
+from shardwise.trainer.spec.calibration import RecordSource
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.plan import Candidate, Plan, TrialResult
+from shardwise.trainer.spec.report import Ending, Report
+from shardwise.trainer.spec.units import format_bytes, format_seconds
 
 # As a rank counts them: two that allocate and warm up, one whose memory is measured, and the three that are timed.
 TRIAL_STEPS = 6

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from trainer.spec.codec import write_bytes
-from trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.codec import write_bytes
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 CANCEL_FLAG = "cancelled"
 

@@ -18,15 +18,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from launch.rundir.cancel_flag import read_cancel_flag
-from launch.rundir.paths import committed_checkpoints, next_attempt
-from trainer.spec import codec
-from trainer.spec.errors import InputError
-from trainer.spec.messages.rank_files import heartbeat_path
-from trainer.spec.messages.submission import CHAIN_FILE, FILE_NAME, JOBS_FILE, JobStart, Submission, parse_job_starts
-from trainer.spec.plan import Plan
-from trainer.spec.report import Report
-from trainer.spec.value import Value
+from shardwise.launch.rundir.cancel_flag import read_cancel_flag
+from shardwise.launch.rundir.paths import committed_checkpoints, next_attempt
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.messages.rank_files import heartbeat_path
+from shardwise.trainer.spec.messages.submission import (
+    CHAIN_FILE,
+    FILE_NAME,
+    JOBS_FILE,
+    JobStart,
+    Submission,
+    parse_job_starts,
+)
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Report
+from shardwise.trainer.spec.value import Value
 
 TAIL_BYTES = 64 * 1024  # of metrics.jsonl: a hundred steps
 NUM_SIDE_LINES = 5  # shown of a launcher's log

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.rundir.files import RunFiles, is_run_dir, point_of, read_run
-from slurm.jobs import JOB_ID, QueuedJob, has_slurm, read_job
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.messages.submission import FILE_NAME, SCRIPT_NAME
+from shardwise.launch.rundir.files import RunFiles, is_run_dir, point_of, read_run
+from shardwise.slurm.jobs import JOB_ID, QueuedJob, has_slurm, read_job
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.messages.submission import FILE_NAME, SCRIPT_NAME
 
 RUNS = Path("runs")
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 LOCK = ".lock"
 

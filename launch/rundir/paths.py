@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from launch.rundir.lock import LOCK
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.launch.rundir.lock import LOCK
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
 _STAMP = "%Y%m%d-%H%M%S"
 _NOT_USE = (LOCK, ".nodes.json")  # of a run that is about to begin

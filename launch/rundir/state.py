@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
-from launch.rundir.files import RunFiles
-from launch.rundir.find import belongs_to
-from launch.rundir.lock import LockOwner, local_owner, recorded_owner
-from slurm.jobs import EndedJob, QueuedJob, describe_ended, has_slurm, read_job, read_queue
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.report import Ending
-from trainer.spec.units import format_seconds
-from trainer.spec.value import Value
+from shardwise.launch.rundir.files import RunFiles
+from shardwise.launch.rundir.find import belongs_to
+from shardwise.launch.rundir.lock import LockOwner, local_owner, recorded_owner
+from shardwise.slurm.jobs import EndedJob, QueuedJob, describe_ended, has_slurm, read_job, read_queue
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.units import format_seconds
+from shardwise.trainer.spec.value import Value
 
 _ROWS_FOR_RATE = 50
 

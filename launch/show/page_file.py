@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
 
 def write_page(path: Path, html: str) -> None:

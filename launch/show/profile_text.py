@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from trainer.planning.memory.parts import grouped
-from trainer.planning.page.content import Page, Section, Sentence, Table
-from trainer.spec.messages.profile import PROFILE_FOLDER, KeptBytes, ProfileFigures
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.report import Report
-from trainer.spec.units import format_bytes, format_count, format_seconds
+from shardwise.trainer.planning.memory.parts import grouped
+from shardwise.trainer.planning.page.content import Page, Section, Sentence, Table
+from shardwise.trainer.spec.messages.profile import PROFILE_FOLDER, KeptBytes, ProfileFigures
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.report import Report
+from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
 
 class Forecast(NamedTuple):

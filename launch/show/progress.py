@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from launch.show.live.screen import ViewOutput
-from launch.show.live.view import LiveView, MetricsTail, StepLog, read_phase, view_of
-from launch.terminal import Console
-from trainer.spec.plan import Plan
+from shardwise.launch.show.live.screen import ViewOutput
+from shardwise.launch.show.live.view import LiveView, MetricsTail, StepLog, read_phase, view_of
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.plan import Plan
 
 _TRAINING = "training"
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from launch.rundir.state import RunState, RunStatus
-from slurm.jobs import describe_ended, describe_queued
-from trainer.spec.units import format_bytes, format_count, format_seconds
+from shardwise.launch.rundir.state import RunState, RunStatus
+from shardwise.slurm.jobs import describe_ended, describe_queued
+from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
 NUM_INCIDENTS = 5
 SILENT_S = 120.0  # a shared file system may show a write a minute late

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.rundir.files import RunFiles, read_run
-from launch.rundir.lock import recorded_owner
-from launch.rundir.state import Judged, Queue, RunState, judge, read_liveness
-from launch.show.live.view import LiveView, MetricsTail, StepLog, view_of
-from trainer.spec.report import Ending
-from trainer.spec.units import format_seconds
+from shardwise.launch.rundir.files import RunFiles, read_run
+from shardwise.launch.rundir.lock import recorded_owner
+from shardwise.launch.rundir.state import Judged, Queue, RunState, judge, read_liveness
+from shardwise.launch.show.live.view import LiveView, MetricsTail, StepLog, view_of
+from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.units import format_seconds
 
 ASK_S = 15.0  # between two questions to Slurm: it serves everybody
 SETTLE_S = 3.0  # an end has to stay one: between two attempts a report tells of the one before

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.track.tracker import End, Incident, Line, Run
-from trainer.spec import codec
-from trainer.spec.job.kinds import HintError, check_url, is_url, variable_of
-from trainer.spec.secrets import redact
+from shardwise.launch.track.tracker import End, Incident, Line, Run
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.job.kinds import HintError, check_url, is_url, variable_of
+from shardwise.trainer.spec.secrets import redact
 
 POST_TIMEOUT_S = 10.0
 COMMAND_TIMEOUT_S = 30.0

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import msgspec
 
-from launch.rundir.state import RunState
-from launch.terminal import Console
-from launch.track.start import login_problem
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
-from trainer.spec.value import Value
+from shardwise.launch.rundir.state import RunState
+from shardwise.launch.terminal import Console
+from shardwise.launch.track.start import login_problem
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.value import Value
 
 FILE_NAME = "wandb.json"
 _SYNCED = ".wandb.synced"  # suffix of the file that `wandb sync` writes beside a log that it has sent

@@ -1,4 +1,4 @@
-"""`python -m launch.track.process RUN_DIR`: feeds every tracker of one run from its files, until the run ends.
+"""Feeds every tracker of one run from its files until the run ends: `python -m shardwise.launch.track.process RUN_DIR`.
 
 The first line on standard input is a `TrackerOrder`, the second an `EndNotice`; end of file without the second means
 that the supervisor died. Each tracker has a thread and a `RunReader` of its own: one that raises is switched off with a
@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launch.track.notify import NotifyTracker
-from launch.track.tracker import (
+from shardwise.launch.track.notify import NotifyTracker
+from shardwise.launch.track.tracker import (
     STEP,
     End,
     EndNotice,
@@ -36,14 +36,14 @@ from launch.track.tracker import (
     predicted_series,
     show,
 )
-from trainer.spec import codec
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import WandbMode
-from trainer.spec.messages.rank_files import STEP_PHASES, Heartbeat, read_heartbeat
-from trainer.spec.plan import Plan
-from trainer.spec.report import Report
-from trainer.spec.secrets import redacted_output
-from trainer.spec.units import format_seconds
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import WandbMode
+from shardwise.trainer.spec.messages.rank_files import STEP_PHASES, Heartbeat, read_heartbeat
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Report
+from shardwise.trainer.spec.secrets import redacted_output
+from shardwise.trainer.spec.units import format_seconds
 
 POLL_S = 0.5
 _INCIDENTS_EVERY_S = 5.0
@@ -306,13 +306,13 @@ def _join(feeds: Sequence[Feed]) -> int:
 
 
 def _make_wandb() -> Tracker:
-    from launch.track.wandb import WandbTracker  # loads wandb
+    from shardwise.launch.track.wandb import WandbTracker  # loads wandb
 
     return WandbTracker()
 
 
 def _make_tensorboard() -> Tracker:
-    from launch.track.tensorboard import TensorboardTracker  # loads tensorboard and numpy
+    from shardwise.launch.track.tensorboard import TensorboardTracker  # loads tensorboard and numpy
 
     return TensorboardTracker()
 

@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from launch.probe.installed import installed_version
-from launch.rundir import paths as run_dirs
-from launch.rundir.files import point_of
-from launch.terminal import Console
-from launch.track.notify import NotifyError, url_in
-from launch.track.tracker import SHOWN, EndNotice, TrackerOrder
-from trainer.spec.errors import InputError, InputProblemsError
-from trainer.spec.job.kinds import is_url, variable_of
-from trainer.spec.job.sections import Job, NodeNetwork, WandbMode
-from trainer.spec.pip_lines import extra_line, pip_line
-from trainer.spec.plan import Plan
-from trainer.spec.secrets import redact
+from shardwise.launch.probe.installed import installed_version
+from shardwise.launch.rundir import paths as run_dirs
+from shardwise.launch.rundir.files import point_of
+from shardwise.launch.terminal import Console
+from shardwise.launch.track.notify import NotifyError, url_in
+from shardwise.launch.track.tracker import SHOWN, EndNotice, TrackerOrder
+from shardwise.trainer.spec.errors import InputError, InputProblemsError
+from shardwise.trainer.spec.job.kinds import is_url, variable_of
+from shardwise.trainer.spec.job.sections import Job, NodeNetwork, WandbMode
+from shardwise.trainer.spec.pip_lines import extra_line, pip_line
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.secrets import redact
 
 if TYPE_CHECKING:
-    from launch.attempt.supervisor import StopRequest  # `submit` checks trackers and supervises nothing
+    from shardwise.launch.attempt.supervisor import StopRequest  # `submit` checks trackers and supervises nothing
 
 END_S = 60.0  # for the data that is still to be sent
 REQUEUE_END_S = 10.0  # a scheduler gives a job half a minute to stop; the next job sends the rest
@@ -83,7 +83,7 @@ def login_problem(environment: Mapping[str, str]) -> str | None:
     """
     try:
         answer = subprocess.run(
-            [sys.executable, "-P", "-m", "launch.track.wandb", "login"],
+            [sys.executable, "-P", "-m", "shardwise.launch.track.wandb", "login"],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -183,7 +183,7 @@ class TrackerProcess:
             with self._log.open("ab") as output:
                 self._offset = output.tell()
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "launch.track.process", str(self._run_dir)],
+                    [sys.executable, "-P", "-m", "shardwise.launch.track.process", str(self._run_dir)],
                     env=dict(self._environment),
                     stdin=subprocess.PIPE,
                     stdout=output,
@@ -196,7 +196,7 @@ class TrackerProcess:
         _write(self._process, order)
 
     def _wait(self, process: subprocess.Popen[bytes], stop: "StopRequest") -> None:
-        from launch.attempt.supervisor import StopKind
+        from shardwise.launch.attempt.supervisor import StopKind
 
         began_s, interrupts, is_shown = time.monotonic(), stop.num_interrupts, False
         limit_s = _URGENT_END_S if stop.is_urgent else REQUEUE_END_S if stop.kind is StopKind.REQUEUE else END_S

@@ -15,8 +15,8 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from launch.track.tracker import STEP, End, Incident, Line, Run
-from trainer.spec import codec
+from shardwise.launch.track.tracker import STEP, End, Incident, Line, Run
+from shardwise.trainer.spec import codec
 
 FOLDER = "tensorboard"
 _COUNT_FILE = "lines.json"

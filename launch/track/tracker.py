@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from trainer.spec.job.sections import WandbMode
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.report import Report
-from trainer.spec.value import Value
+from shardwise.trainer.spec.job.sections import WandbMode
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.report import Report
+from shardwise.trainer.spec.value import Value
 
 SHOWN = "tracker: "  # prefix of the log lines that the supervisor shows on the console
 STEP = "step"  # the x axis of every series

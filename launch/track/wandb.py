@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import wandb
 
-from launch.track.offline import (
+from shardwise.launch.track.offline import (
     WandbRun,
     new_identity,
     offline_folders,
@@ -30,14 +30,14 @@ from launch.track.offline import (
     read_wandb_run,
     write_wandb_run,
 )
-from launch.track.tracker import STEP, End, Incident, Line, Run, Summaries, predicted_series, show, summary_of
-from trainer.spec import codec
-from trainer.spec.errors import InputError
-from trainer.spec.job.fields import job_tree
-from trainer.spec.job.sections import WandbMode
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Report
-from trainer.spec.secrets import REDACTED, redact, redacted_output
+from shardwise.launch.track.tracker import STEP, End, Incident, Line, Run, Summaries, predicted_series, show, summary_of
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.fields import job_tree
+from shardwise.trainer.spec.job.sections import WandbMode
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Report
+from shardwise.trainer.spec.secrets import REDACTED, redact, redacted_output
 
 _ALERT_WAIT_S = 600  # between two alerts with one title
 _INIT_TIMEOUT_S = 30  # then the run is written offline; WANDB_INIT_TIMEOUT overrides it

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from launch.options import WorkspaceOptions
-from launch.terminal import Console
-from launch.track.start import login_problem
-from launch.track.tracker import PREDICTED, STEP, series_name
-from trainer.spec.errors import EnvironmentFaultError, ExitCode
-from trainer.spec.job.sections import LogJob
+from shardwise.launch.options import WorkspaceOptions
+from shardwise.launch.terminal import Console
+from shardwise.launch.track.start import login_problem
+from shardwise.launch.track.tracker import PREDICTED, STEP, series_name
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
+from shardwise.trainer.spec.job.sections import LogJob
 
 NAME = "shardwise: memory and throughput"
 IDENTITY = "shardwisememory"  # of the view in every project
@@ -119,7 +119,7 @@ def _save(options: WorkspaceOptions, environment: Mapping[str, str]) -> dict[str
     }
     try:
         finished = subprocess.run(
-            [sys.executable, "-P", "-m", "launch.track.wandb", "save-view"],
+            [sys.executable, "-P", "-m", "shardwise.launch.track.wandb", "save-view"],
             input=json.dumps(request),
             env=dict(environment),
             capture_output=True,

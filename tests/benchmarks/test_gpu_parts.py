@@ -19,9 +19,9 @@ from on_gpu.peaks import ROWS_NAME, plan_stated
 from on_gpu.peer_files import PeerJob, accelerate_script, pinned_job, trl_script
 from planning_factory import machine
 
-from trainer.spec.plan import Plan
-from trainer.spec.report import Figures, MemoryFigures, SpeedFigures
-from trainer.spec.units import GIB
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Figures, MemoryFigures, SpeedFigures
+from shardwise.trainer.spec.units import GIB
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIBRARIES = (

@@ -13,8 +13,8 @@ import pytest
 from on_gpu.case import Outcome, Row
 from on_gpu.programme import Progress, Step, StepLog, matching, run_steps
 
-from launch.attempt.supervisor import StopKind, StopRequest
-from launch.terminal import Console
+from shardwise.launch.attempt.supervisor import StopKind, StopRequest
+from shardwise.launch.terminal import Console
 
 VERSIONS = {"shardwise": "1", "torch": "2"}
 WORK = Path("/home/me/work")

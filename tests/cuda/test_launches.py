@@ -14,7 +14,7 @@ from cuda_launches import Launch
 from cuda_stand_in import RTX_4060, T4, Machine, needs_no_cuda
 from workplace_factory import LIMIT_S
 
-from trainer.spec.report import Ending
+from shardwise.trainer.spec.report import Ending
 
 pytestmark = needs_no_cuda
 ONE, TWO, OLD = Machine(cards=(RTX_4060,)), Machine(cards=(RTX_4060,) * 2), Machine(cards=(T4,))

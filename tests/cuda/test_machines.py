@@ -17,13 +17,13 @@ from fresh_checkout import Checkout, make_checkout
 from gpu_machines import GPU_MACHINES, H100, lay_out_gpus
 from workplace_factory import make_workplace
 
-from launch.probe.machine import read_hardware
-from trainer.spec import codec
-from trainer.spec.errors import ExitCode
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Report
-from trainer.spec.strategy import Precision
+from shardwise.launch.probe.machine import read_hardware
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Report
+from shardwise.trainer.spec.strategy import Precision
 
 pytestmark = needs_no_cuda
 NO_COMPILER = {"CXX": "no-such-c++", "CC": "no-such-cc"}

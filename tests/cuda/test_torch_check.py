@@ -9,7 +9,7 @@ import pytest
 from cuda_stand_in import machine_environment, needs_no_cuda
 from gpu_machines import GPU_MACHINES, machine_with
 
-from trainer.spec.messages.measurement import TorchFacts
+from shardwise.trainer.spec.messages.measurement import TorchFacts
 
 pytestmark = needs_no_cuda
 EXPANDABLE = "expandable_segments:True"
@@ -18,7 +18,7 @@ EXPANDABLE = "expandable_segments:True"
 def trial(name: str, folder, setting: str = EXPANDABLE) -> TorchFacts:
     environment = {**os.environ, **machine_environment(GPU_MACHINES[name], folder), "PYTORCH_ALLOC_CONF": setting}
     answer = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer.runtime.tools.torch_check"],
+        [sys.executable, "-P", "-m", "shardwise.trainer.runtime.tools.torch_check"],
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     return msgspec.json.decode(answer.stdout.splitlines()[-1], type=TorchFacts)

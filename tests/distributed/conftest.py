@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.runtime.data.batches import step_micro_batches
-from trainer.runtime.data.token_rows import TokenRows
-from trainer.spec.lr_schedule import learning_rate
-from trainer.spec.plan import Plan
+from shardwise.trainer.runtime.data.batches import step_micro_batches
+from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.spec.lr_schedule import learning_rate
+from shardwise.trainer.spec.plan import Plan
 
 WORKER = Path(__file__).parent / "engine_worker.py"
 TIMEOUT_S = 1200  # a group may run a hundred attempts

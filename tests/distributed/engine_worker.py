@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
-from trainer.runtime.run.report_writer import ReportWriter, run_paths
-from trainer.spec import codec
-from trainer.spec.plan import Plan
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.plan import Plan
 
 
 def main(
@@ -26,8 +26,8 @@ def main(
     import torch.distributed as dist
     from accelerate.state import AcceleratorState, GradientState
 
-    from trainer.runtime.loop.course import train
-    from trainer.runtime.run.state import RunState
+    from shardwise.trainer.runtime.loop.course import train
+    from shardwise.trainer.runtime.run.state import RunState
 
     rank = int(os.environ.get("RANK", "0"))
     environment = dict(os.environ)

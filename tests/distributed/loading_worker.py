@@ -27,18 +27,18 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.runtime.engines.accelerator import build_accelerator, read_ds_config
-from trainer.runtime.loop.session import build_session
-from trainer.runtime.models.build import build_model, build_skeleton, is_deepspeed, plain_model
-from trainer.runtime.models.sharded_loading import load_into_fsdp, load_into_zero3, loads_sharded
-from trainer.runtime.optimizers import unwrapped
-from trainer.runtime.profile.memory_profile import anonymous_bytes
-from trainer.runtime.run.report_writer import ReportWriter, run_paths
-from trainer.runtime.run.state import RunState
-from trainer.runtime.run.types import compute_type
-from trainer.spec import codec
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Sharding
+from shardwise.trainer.runtime.engines.accelerator import build_accelerator, read_ds_config
+from shardwise.trainer.runtime.loop.session import build_session
+from shardwise.trainer.runtime.models.build import build_model, build_skeleton, is_deepspeed, plain_model
+from shardwise.trainer.runtime.models.sharded_loading import load_into_fsdp, load_into_zero3, loads_sharded
+from shardwise.trainer.runtime.optimizers import unwrapped
+from shardwise.trainer.runtime.profile.memory_profile import anonymous_bytes
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
+from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.runtime.run.types import compute_type
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Sharding
 
 INTERVAL_S = 0.002
 

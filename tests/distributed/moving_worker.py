@@ -17,12 +17,12 @@ import msgspec
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 
-from trainer.runtime.loop.course import train
-from trainer.runtime.run.report_writer import ReportWriter, RunPaths, run_paths
-from trainer.runtime.run.state import RunState
-from trainer.spec import codec
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending
+from shardwise.trainer.runtime.loop.course import train
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, RunPaths, run_paths
+from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending
 
 
 def main(arguments: list[str]) -> None:

@@ -19,11 +19,11 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from trainer.runtime.loop.course import train
-from trainer.runtime.run.report_writer import ReportWriter, run_paths
-from trainer.runtime.run.state import RunState
-from trainer.spec import codec
-from trainer.spec.plan import Plan
+from shardwise.trainer.runtime.loop.course import train
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
+from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.plan import Plan
 
 
 class Seen:

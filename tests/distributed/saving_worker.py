@@ -20,14 +20,14 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from msgspec.structs import replace
 
-from trainer.runtime.checkpoint import Save, find_checkpoint, import_state
-from trainer.runtime.loop.course import train
-from trainer.runtime.loop.session import build_session, facts_of
-from trainer.runtime.profile.memory_profile import anonymous_bytes
-from trainer.runtime.run.report_writer import ReportWriter, run_paths
-from trainer.runtime.run.state import RunState
-from trainer.spec import codec
-from trainer.spec.plan import Plan
+from shardwise.trainer.runtime.checkpoint import Save, find_checkpoint, import_state
+from shardwise.trainer.runtime.loop.course import train
+from shardwise.trainer.runtime.loop.session import build_session, facts_of
+from shardwise.trainer.runtime.profile.memory_profile import anonymous_bytes
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
+from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.plan import Plan
 
 INTERVAL_S = 0.002
 

@@ -25,17 +25,17 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import save_file
 from torch import nn
 
-from trainer.runtime.checkpoint import state_digest
-from trainer.runtime.data.batches import MicroBatch, step_micro_batches
-from trainer.runtime.export.weights import gathered_weights
-from trainer.runtime.loop.session import Session, build_session
-from trainer.runtime.loop.step import StepResult, Terms, TokenLoss, run_step
-from trainer.runtime.run.clock import Clock
-from trainer.runtime.run.report_writer import ReportWriter, run_paths
-from trainer.runtime.run.state import RunState, SpikeRecord, find_fault
-from trainer.spec import codec
-from trainer.spec.lr_schedule import learning_rate
-from trainer.spec.plan import Plan
+from shardwise.trainer.runtime.checkpoint import state_digest
+from shardwise.trainer.runtime.data.batches import MicroBatch, step_micro_batches
+from shardwise.trainer.runtime.export.weights import gathered_weights
+from shardwise.trainer.runtime.loop.session import Session, build_session
+from shardwise.trainer.runtime.loop.step import StepResult, Terms, TokenLoss, run_step
+from shardwise.trainer.runtime.run.clock import Clock
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
+from shardwise.trainer.runtime.run.state import RunState, SpikeRecord, find_fault
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.lr_schedule import learning_rate
+from shardwise.trainer.spec.plan import Plan
 
 NUM_STEPS = 7
 BAD_GRADIENT, BAD_LOSS, REFUSED = 3, 4, 5

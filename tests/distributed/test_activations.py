@@ -13,9 +13,9 @@ import torch
 from engine_plan_factory import TINY_LLAMA
 from rank_factory import rank_plan, write_attempt
 
-from trainer.spec import codec
-from trainer.spec.report import Engaged
-from trainer.spec.strategy import Checkpointing, LossHead, Sharding
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.report import Engaged
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Sharding
 
 NUM_BLOCKS = 4
 NUM_STEPS = 2

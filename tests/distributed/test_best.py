@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from rank_factory import rank_plan, write_attempt
 from safetensors.torch import load_file
 
-from trainer.runtime.checkpoint import read_weights
-from trainer.runtime.checkpoint.folders import open_checkpoint
-from trainer.spec.job.sections import CheckpointJob, EvalJob
-from trainer.spec.strategy import Precision, Sharding
+from shardwise.trainer.runtime.checkpoint import read_weights
+from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
+from shardwise.trainer.spec.job.sections import CheckpointJob, EvalJob
+from shardwise.trainer.spec.strategy import Precision, Sharding
 
 PATIENCE = 2
 CASES = (

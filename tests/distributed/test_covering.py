@@ -19,9 +19,9 @@ from covering_factory import Point, core, points
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 from point_runs import NUM_STEPS, is_clipped, losses, name_of, reference_of, run_points, tolerance
 
-from trainer.spec import codec
-from trainer.spec.report import Engaged
-from trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision, Sharding
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.report import Engaged
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision, Sharding
 
 LISTED = Path(__file__).with_name("covering_points.txt")
 PROGRAM = "import covering_factory as c; print('\\n'.join(point.name for point in c.covering(list(c.points()))))"

@@ -17,12 +17,12 @@ from pair_factory import pair_plan, write_pairs
 from rank_factory import SEED, write_attempt
 from safetensors.numpy import load_file
 
-from trainer.runtime.data.batches import step_micro_batches
-from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
-from trainer.runtime.models.build import build_model
-from trainer.spec.job.sections import LoraJob, LrSchedule
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import LossHead, Method, Sharding
+from shardwise.trainer.runtime.data.batches import step_micro_batches
+from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.spec.job.sections import LoraJob, LrSchedule
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import LossHead, Method, Sharding
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks
 

@@ -13,9 +13,9 @@ import torch
 from rank_factory import NUM_STEPS, rank_plan, write_attempt
 from safetensors.torch import load_file
 
-from trainer.spec import codec
-from trainer.spec.report import Engaged
-from trainer.spec.strategy import Checkpointing, LossHead, Offload, Sharding
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.report import Engaged
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Offload, Sharding
 
 TOLERANCE = 1e-5
 NUM_ELEMENTS = 106_816  # parameters of the tiny Llama

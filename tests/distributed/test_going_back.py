@@ -17,14 +17,14 @@ from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 from rank_factory import rank_plan, write_attempt
 from spoilt_rows import spoil, train_plainly
 
-from launch.engine.offload import check_nvme
-from trainer.runtime.checkpoint.folders import open_checkpoint
-from trainer.runtime.run.state import STEPS_UNTIL_ROLL_BACK, PassedOver
-from trainer.spec.job.sections import Limits, NvmeLimit
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import LossHead, Offload, Precision, Sharding
-from trainer.spec.units import MIB
+from shardwise.launch.engine.offload import check_nvme
+from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
+from shardwise.trainer.runtime.run.state import STEPS_UNTIL_ROLL_BACK, PassedOver
+from shardwise.trainer.spec.job.sections import Limits, NvmeLimit
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import LossHead, Offload, Precision, Sharding
+from shardwise.trainer.spec.units import MIB
 
 NUM_STEPS, SAVE_EVERY = 10, 3
 BAD_STEPS = range(5, 5 + STEPS_UNTIL_ROLL_BACK)

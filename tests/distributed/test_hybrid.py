@@ -17,15 +17,15 @@ from rank_factory import NUM_STEPS, SEQ_LEN, rank_plan, write_attempt
 from safetensors.torch import load_file
 from spoilt_rows import spoil, train_plainly
 
-from trainer.planning.memory import estimate_memory
-from trainer.runtime.checkpoint import read_weights
-from trainer.runtime.checkpoint.folders import open_checkpoint
-from trainer.runtime.run.state import STEPS_UNTIL_ROLL_BACK, PassedOver
-from trainer.spec import codec
-from trainer.spec.job.sections import CheckpointJob, EvalJob
-from trainer.spec.plan import Plan
-from trainer.spec.report import Engaged
-from trainer.spec.strategy import Checkpointing, LossHead, Optimizer, Precision, Sharding
+from shardwise.trainer.planning.memory import estimate_memory
+from shardwise.trainer.runtime.checkpoint import read_weights
+from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
+from shardwise.trainer.runtime.run.state import STEPS_UNTIL_ROLL_BACK, PassedOver
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.job.sections import CheckpointJob, EvalJob
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Engaged
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Optimizer, Precision, Sharding
 
 NUM_RANKS, NUM_COPIES, NUM_SHARDS = 4, 2, 2
 TOLERANCE = 1e-5

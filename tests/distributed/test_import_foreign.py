@@ -8,9 +8,9 @@ from export_factory import write_base
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from launch.inputs.model_files import find_config
-from trainer.runtime.importing.run import import_checkpoint
-from trainer.spec.messages.worker_requests import ImportKind, ImportRequest
+from shardwise.launch.inputs.model_files import find_config
+from shardwise.trainer.runtime.importing.run import import_checkpoint
+from shardwise.trainer.spec.messages.worker_requests import ImportKind, ImportRequest
 
 WORKER = Path(__file__).parent / "foreign_worker.py"
 IDS = torch.arange(24).reshape(1, 24) % 251  # as in the worker

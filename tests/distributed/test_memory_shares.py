@@ -18,10 +18,10 @@ from estimate_factory import config, cpu, setting, shape_of
 from msgspec.structs import replace
 from rank_factory import SEQ_LEN, rank_plan, write_attempt
 
-from trainer.planning.memory import estimate_memory
-from trainer.planning.search.settings import smallest_buckets
-from trainer.spec.plan import Buckets, Plan
-from trainer.spec.strategy import LossHead, Optimizer, Precision, Sharding
+from shardwise.trainer.planning.memory import estimate_memory
+from shardwise.trainer.planning.search.settings import smallest_buckets
+from shardwise.trainer.spec.plan import Buckets, Plan
+from shardwise.trainer.spec.strategy import LossHead, Optimizer, Precision, Sharding
 
 FIELDS = config(4096, 192, 512, 4, 6, 2, is_tied=True, head_dim=32)
 SHAPE = shape_of(FIELDS)

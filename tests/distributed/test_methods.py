@@ -18,15 +18,15 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.runtime.data.batches import step_micro_batches
-from trainer.runtime.data.token_rows import TokenRows
-from trainer.runtime.models.methods import seed_adapters
-from trainer.spec import codec
-from trainer.spec.job.sections import LoraJob, LrSchedule
-from trainer.spec.lr_schedule import learning_rate
-from trainer.spec.plan import Plan
-from trainer.spec.report import Engaged
-from trainer.spec.strategy import Checkpointing, Method, Precision, Sharding
+from shardwise.trainer.runtime.data.batches import step_micro_batches
+from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.runtime.models.methods import seed_adapters
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.job.sections import LoraJob, LrSchedule
+from shardwise.trainer.spec.lr_schedule import learning_rate
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Engaged
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision, Sharding
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks
 

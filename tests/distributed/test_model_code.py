@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from rank_factory import rank_plan, write_attempt
 from registered_code import transformers_as_it_was
 
-from trainer.simulation.describe import describe
-from trainer.spec.model.shape import DescriptionRequest
-from trainer.spec.strategy import Checkpointing, Sharding
+from shardwise.trainer.simulation.describe import describe
+from shardwise.trainer.spec.model.shape import DescriptionRequest
+from shardwise.trainer.spec.strategy import Checkpointing, Sharding
 
 WORKER = Path(__file__).with_name("loading_worker.py")
 SHARDINGS = (Sharding.FSDP, Sharding.ZERO3)

@@ -19,9 +19,9 @@ import torch
 from moving_factory import NUM_STEPS, STEP, Attempt, Move, Place, Yard, greatest
 from safetensors.torch import load_file, save_file
 
-from trainer.runtime.checkpoint import checkpoint_digest
-from trainer.runtime.checkpoint.folders import open_checkpoint, verified
-from trainer.spec.strategy import Offload, Sharding
+from shardwise.trainer.runtime.checkpoint import checkpoint_digest
+from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint, verified
+from shardwise.trainer.spec.strategy import Offload, Sharding
 
 pytestmark = pytest.mark.timeout(1800)  # the first test makes all moves
 TOLERANCE = 1e-5

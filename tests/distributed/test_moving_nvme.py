@@ -13,9 +13,9 @@ import pytest
 from moving_factory import STEP, Move, Place, Yard
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 
-from trainer.runtime.checkpoint import checkpoint_digest
-from trainer.runtime.checkpoint.folders import open_checkpoint
-from trainer.spec.strategy import Offload, Sharding
+from shardwise.trainer.runtime.checkpoint import checkpoint_digest
+from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
+from shardwise.trainer.spec.strategy import Offload, Sharding
 
 SINGLE = Place(Sharding.NONE, 1)
 NVME, NVME_ALL = Place(Sharding.ZERO3, 2, Offload.NVME_OPTIMIZER), Place(Sharding.ZERO3, 2, Offload.NVME_ALL)
@@ -58,7 +58,7 @@ def test_after_a_resume_state_is_in_files_again(place, rank, moved):
 
 READ = """
 import torch
-from trainer.runtime.run.operators import use_built_operators
+from shardwise.trainer.runtime.run.operators import use_built_operators
 use_built_operators()
 from deepspeed.ops.op_builder import AsyncIOBuilder
 

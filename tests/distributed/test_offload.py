@@ -16,14 +16,14 @@ from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 from rank_factory import NUM_STEPS, rank_plan, write_attempt
 from safetensors.torch import load_file
 
-from launch.engine.offload import check_nvme, offload_buffers
-from trainer.spec import codec
-from trainer.spec.job.sections import Limits, NvmeLimit
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.plan import Buckets, Plan
-from trainer.spec.report import Engaged
-from trainer.spec.strategy import Offload, Precision, Sharding
-from trainer.spec.units import MIB, format_bytes
+from shardwise.launch.engine.offload import check_nvme, offload_buffers
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.job.sections import Limits, NvmeLimit
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.plan import Buckets, Plan
+from shardwise.trainer.spec.report import Engaged
+from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
+from shardwise.trainer.spec.units import MIB, format_bytes
 
 MODEL = {**TINY_LLAMA, "vocab_size": 8192}
 TABLE_ELEMENTS = 8192 * 64
@@ -226,7 +226,7 @@ def test_ranks_stop_where_deepspeed_does_something_else(wrong_run):
 READS_TWICE = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
-from trainer.runtime.engines import accelerator
+from shardwise.trainer.runtime.engines import accelerator
 accelerator.read_each_weight_once = lambda: None
 import engine_worker
 engine_worker.main(sys.argv[1:])

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from rank_factory import NUM_STEPS, rank_plan, write_attempt
 
-from trainer.spec import codec
-from trainer.spec.report import Engaged
-from trainer.spec.strategy import Optimizer, Sharding
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.report import Engaged
+from shardwise.trainer.spec.strategy import Optimizer, Sharding
 
 ZERO = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 CUT_ANYWHERE = 1e-5  # element by element

@@ -14,12 +14,12 @@ from rank_factory import LR, SEED, rank_plan, write_attempt, write_packed_rows
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.runtime.data.token_rows import TokenRows
-from trainer.spec import codec
-from trainer.spec.lr_schedule import learning_rate
-from trainer.spec.plan import Plan
-from trainer.spec.report import Engaged
-from trainer.spec.strategy import Attention, Checkpointing, LossHead, Sharding
+from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.lr_schedule import learning_rate
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Engaged
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Sharding
 
 NUM_STEPS = 4
 TOLERANCE = 1e-5

@@ -17,10 +17,10 @@ from fp16_units import HAS_FP16_UNITS, NO_FP16_UNITS
 from rank_factory import NUM_STEPS, rank_plan, write_attempt
 from safetensors.torch import load_file
 
-from trainer.runtime.precision.mixed_precision import INIT_SCALE
-from trainer.spec import codec
-from trainer.spec.report import Engaged
-from trainer.spec.strategy import Checkpointing, Fp8Recipe, Optimizer, Precision, Sharding
+from shardwise.trainer.runtime.precision.mixed_precision import INIT_SCALE
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.report import Engaged
+from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, Optimizer, Precision, Sharding
 
 WORKER = Path(__file__).with_name("precision_worker.py")
 FAKE_TE = Path(__file__).parents[1] / "factories" / "fake_te"

@@ -11,7 +11,7 @@ from covering_factory import Point, points
 from outcome_file import DIFFERENCES, Difference
 from point_runs import NUM_STEPS, is_clipped, losses, name_of, reference_of, run_points, tolerance
 
-from trainer.spec.strategy import LossHead, Precision
+from shardwise.trainer.spec.strategy import LossHead, Precision
 
 pytestmark = pytest.mark.long
 BATCH, NUM_BATCHES = 40, 23  # points of one process group

@@ -7,11 +7,11 @@ import pytest
 from msgspec.structs import replace
 from rank_factory import rank_plan, write_attempt
 
-from trainer.runtime.checkpoint import read_weights
-from trainer.runtime.checkpoint.folders import open_checkpoint
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.strategy import Offload, Sharding
-from trainer.spec.units import MIB
+from shardwise.trainer.runtime.checkpoint import read_weights
+from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.strategy import Offload, Sharding
+from shardwise.trainer.spec.units import MIB
 
 WORKER = Path(__file__).with_name("saving_worker.py")
 LARGE = {

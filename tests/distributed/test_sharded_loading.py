@@ -15,12 +15,12 @@ from msgspec.structs import replace
 from rank_factory import rank_plan, write_attempt
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.planning.memory.recipe import dims_of, recipe_of
-from trainer.planning.memory.states import loading_bytes
-from trainer.spec.job.sections import LoraJob
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Method, Offload, Precision, Sharding
+from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
+from shardwise.trainer.planning.memory.states import loading_bytes
+from shardwise.trainer.spec.job.sections import LoraJob
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Method, Offload, Precision, Sharding
 
 WORKER = Path(__file__).with_name("loading_worker.py")
 MIXED, BF16 = Precision.BF16_MIXED, Precision.BF16

@@ -20,13 +20,13 @@ from rank_factory import rank_plan, write_attempt
 from safetensors.torch import load_file
 from spoilt_rows import train_plainly
 
-from launch.engine.offload import check_nvme
-from trainer.runtime.precision.mixed_precision import INIT_SCALE
-from trainer.spec.job.sections import Limits, NvmeLimit
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Offload, Precision, Sharding
-from trainer.spec.units import MIB
+from shardwise.launch.engine.offload import check_nvme
+from shardwise.trainer.runtime.precision.mixed_precision import INIT_SCALE
+from shardwise.trainer.spec.job.sections import Limits, NvmeLimit
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
+from shardwise.trainer.spec.units import MIB
 
 WORKER = Path(__file__).with_name("spike_worker.py")
 NUM_STEPS, SKIPPED = 7, (3, 4, 5)

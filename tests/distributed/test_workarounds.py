@@ -105,7 +105,7 @@ def test_w55_deepspeed_drops_the_type_of_weights_where_there_is_no_fp16():
 
 
 def test_weights_on_nvme_have_the_type_of_the_engine_where_there_is_no_fp16():
-    ours = "from trainer.runtime.engines.nvme_reads import swap_weights_in_their_type as ours\nours()\nours()"
+    ours = "from shardwise.trainer.runtime.engines.nvme_reads import swap_weights_in_their_type as ours\nours()\nours()"
     assert "type: torch.float32" in run_python(TYPE_OF_WEIGHTS.format(before=ours), DS_ACCELERATOR="cpu")
 
 
@@ -144,7 +144,7 @@ print("imported:", "deepspeed" in sys.modules)
 def test_w9_transformers_ignores_the_rules_in_tokenizer_json_beside_some_model_types(tmp_path):
     from transformers import AutoTokenizer
 
-    from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+    from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 
     trained = train_tokenizer(iter(["2023 2023 2023 2023"]), vocab_size=300)
     write_trained_tokenizer(trained, tmp_path / "tokenizer")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from workplace_factory import TINY_CONFIG, Workplace
 
-from launch.cli import main
+from shardwise.launch.cli import main
 
 H100 = "8xH100-SXM5-80GB"
 Damage = Callable[[Workplace], object]

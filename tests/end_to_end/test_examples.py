@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from launch.cli import main
+from shardwise.launch.cli import main
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = sorted(REPOSITORY.glob("examples/*.yaml"))

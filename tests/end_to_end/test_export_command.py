@@ -14,13 +14,13 @@ from hub_server import Hub, login, serving
 from safetensors.torch import load_file
 from workplace_factory import LIMIT_S
 
-from trainer.runtime.checkpoint import find_checkpoint, import_weights
-from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
-from trainer.runtime.export.check import SAME, logits_of, prompt_ids, relative_difference
-from trainer.runtime.export.run import plan_on, read_plan
-from trainer.runtime.models.build import build_model
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.strategy import Method
+from shardwise.trainer.runtime.checkpoint import find_checkpoint, import_weights
+from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+from shardwise.trainer.runtime.export.check import SAME, logits_of, prompt_ids, relative_difference
+from shardwise.trainer.runtime.export.run import plan_on, read_plan
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.strategy import Method
 
 TOKEN = "hf_secretsecretsecret"  # of the server in this file
 PLAIN = """
@@ -51,7 +51,7 @@ def run_dir(tmp_path_factory) -> Path:
 def export(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     return subprocess.run(
-        [sys.executable, "-P", "-m", "launch.cli", "export", *map(str, words)],
+        [sys.executable, "-P", "-m", "shardwise.launch.cli", "export", *map(str, words)],
         capture_output=True, text=True, check=False, timeout=LIMIT_S, env=clean | environment,
     )  # fmt: skip
 

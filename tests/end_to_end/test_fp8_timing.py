@@ -8,10 +8,10 @@ from gpu_machines import RTX_4090, lay_out_gpus, machine_with
 from planning_factory import fp8_gain_of
 from workplace_factory import Workplace
 
-from launch.plan.fp8 import keep_fp8_gain, key_of
-from trainer.spec import codec
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Precision
+from shardwise.launch.plan.fp8 import keep_fp8_gain, key_of
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Precision
 
 pytestmark = pytest.mark.cold  # another torch stands in the place of the installed one
 LINE = "timing FP8 on the model's own matrix shapes"

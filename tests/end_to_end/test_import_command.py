@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from workplace_factory import SENTENCES, TINY_CONFIG, Workplace, read_metrics
 
-from launch.inputs.model_files import find_config
-from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+from shardwise.launch.inputs.model_files import find_config
+from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 
 
 @pytest.fixture(scope="module")

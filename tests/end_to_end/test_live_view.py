@@ -18,8 +18,8 @@ import pytest
 from small_terminal import SmallTerminal
 from workplace_factory import LIMIT_S, Workplace
 
-from trainer.spec import codec
-from trainer.spec.report import Ending, Report
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.report import Ending, Report
 
 COLUMNS = 120
 

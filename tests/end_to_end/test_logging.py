@@ -12,10 +12,10 @@ from wandb_log import LoggedRun
 from wandb_stand_in import write_stand_in
 from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics
 
-from launch.track.offline import offline_logs, read_wandb_run
-from launch.track.tracker import measured_series, predicted_series
-from trainer.spec import codec
-from trainer.spec.plan import Plan
+from shardwise.launch.track.offline import offline_logs, read_wandb_run
+from shardwise.launch.track.tracker import measured_series, predicted_series
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.plan import Plan
 
 pytestmark = pytest.mark.cold  # wandb and TensorBoard beside a run that starts as it does for a user
 KEY = "canary" + "0123456789" * 4

@@ -12,8 +12,8 @@ import pytest
 from slurm_cluster import SlurmCluster
 from workplace_factory import Workplace, make_workplace, read_metrics
 
-from trainer.spec import codec
-from trainer.spec.report import Ending, Report
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.report import Ending, Report
 
 STEPS = 40
 LIMIT_S = 500  # a machine may be busy; one that hangs is ended by the limit of the test

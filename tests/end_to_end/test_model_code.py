@@ -10,10 +10,10 @@ from custom_model import MARKER, write_custom_model
 from hub_server import COMMIT, Hub, serving
 from workplace_factory import Workplace
 
-from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
-from trainer.spec import codec
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Report
+from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Report
 
 RUNS = {"configuration_tiny.py", "modeling_tiny.py", "tiny_layers.py"}
 

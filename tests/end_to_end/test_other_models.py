@@ -5,8 +5,8 @@ import json
 import pytest
 from workplace_factory import Workplace
 
-from trainer.spec import codec
-from trainer.spec.report import Ending, Report
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.report import Ending, Report
 
 COMMON = {
     "vocab_size": 320,

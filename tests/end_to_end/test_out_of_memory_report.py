@@ -7,12 +7,12 @@ from msgspec.structs import replace
 from rank_factory import rank_plan, write_rows
 from workplace_factory import Workplace
 
-from launch.run.trials import short_plan
-from trainer.spec import codec
-from trainer.spec.errors import ExitCode
-from trainer.spec.messages.rank_files import MemoryState, memory_state_path
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import LossHead, Sharding
+from shardwise.launch.run.trials import short_plan
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.messages.rank_files import MemoryState, memory_state_path
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import LossHead, Sharding
 
 
 def capped_plan(place: Workplace) -> Plan:

@@ -12,14 +12,14 @@ from fault_factory import Fault, losses_of, run_plan, with_faults
 from rank_factory import rank_plan, write_rows
 from workplace_factory import LIMIT_S, Workplace
 
-from launch.attempt.supervisor import StopRequest
-from launch.rundir.process_record import descendants, read_records
-from trainer.spec import codec
-from trainer.spec.errors import ExitCode
-from trainer.spec.messages.rank_files import read_heartbeat
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Report
-from trainer.spec.strategy import LossHead, Sharding
+from shardwise.launch.attempt.supervisor import StopRequest
+from shardwise.launch.rundir.process_record import descendants, read_records
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.messages.rank_files import read_heartbeat
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Report
+from shardwise.trainer.spec.strategy import LossHead, Sharding
 
 
 @pytest.fixture(scope="module")

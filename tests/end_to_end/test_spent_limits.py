@@ -2,8 +2,8 @@
 
 from workplace_factory import Workplace, read_metrics
 
-from trainer.spec import codec
-from trainer.spec.report import Ending, Report
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.report import Ending, Report
 
 SLOW = """\
 import pathlib

@@ -11,7 +11,7 @@ HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "datasets", "tokeni
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = """
 import sys
-from launch.cli import main
+from shardwise.launch.cli import main
 code = main(sys.argv[2:])
 loaded = sorted(set(sys.argv[1].split(",")) & {name.partition(".")[0] for name in sys.modules})
 sys.stderr.write(f"code {code} loaded {loaded}")

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics
 
-from launch.rundir.cancel_flag import is_cancelled, write_cancel_flag
-from launch.rundir.process_record import ProcessRecord, descendants, read_records, record_of
-from trainer.spec import codec
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Fault, Report
+from shardwise.launch.rundir.cancel_flag import is_cancelled, write_cancel_flag
+from shardwise.launch.rundir.process_record import ProcessRecord, descendants, read_records, record_of
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Fault, Report
 
 STEPS = 60
 LONG = {"train": {"steps": STEPS}, "checkpoint": {"every": "1000 steps"}, "eval": {"every": "1000 steps"}}

@@ -8,8 +8,8 @@ import pytest
 from hub_server import COMMIT, Hub, serving
 from workplace_factory import SENTENCES, Workplace, read_metrics
 
-from trainer.spec import codec
-from trainer.spec.report import Ending, Report
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.report import Ending, Report
 
 NUM_FILES = 4
 

@@ -9,9 +9,9 @@ import yaml
 from slurm_cluster import SlurmCluster
 from workplace_factory import Workplace
 
-from trainer.spec import codec
-from trainer.spec.hardware import Hardware
-from trainer.spec.messages.submission import Submission
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.messages.submission import Submission
 
 HELD = "slurm.extra=[--hold]"
 

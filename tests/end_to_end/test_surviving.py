@@ -14,12 +14,12 @@ from rank_factory import rank_plan, write_rows
 from small_disk import mounted_disk
 from workplace_factory import LIMIT_S
 
-from trainer.planning.tables.catalogue import ENGINE_CONFIGS
-from trainer.spec import codec, report
-from trainer.spec.errors import ExitCode
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending
-from trainer.spec.strategy import LossHead, Offload, Optimizer, Sharding
+from shardwise.trainer.planning.tables.catalogue import ENGINE_CONFIGS
+from shardwise.trainer.spec import codec, report
+from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.strategy import LossHead, Offload, Optimizer, Sharding
 
 NUM_STEPS = 14
 
@@ -125,8 +125,8 @@ group, plan, run_dir, factories = map(Path, sys.argv[1:])
 (group / "cgroup.procs").write_text(str(os.getpid()))
 sys.path.append(str(factories))
 from fault_factory import run_plan
-from trainer.spec import codec
-from trainer.spec.plan import Plan
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.plan import Plan
 sys.exit(int(run_plan(codec.read(plan, Plan), run_dir)[0].exit_code))
 """
 

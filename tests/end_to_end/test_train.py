@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from workplace_factory import LIMIT_S, read_metrics
 
-from trainer.spec import codec
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Report
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Report
 
 FILES = (
     "job.yaml", "hardware.json", "plan.json", "metrics.jsonl", "report.json",
@@ -139,7 +139,8 @@ def test_by_hand_the_same_command_gives_the_same_losses_and_overwrites_nothing(t
     attempt = run_dir / "attempts" / "1"
     launcher = Path(sys.executable).with_name("accelerate")
     answer = subprocess.run(
-        [launcher, "launch", "--config_file", attempt / "accelerate.yaml", "-m", "trainer", attempt / "plan.json"],
+        [launcher, "launch", "--config_file", attempt / "accelerate.yaml",
+         "-m", "shardwise.trainer", attempt / "plan.json"],
         cwd=place.folder, env=place.environment, capture_output=True, text=True, check=False, timeout=LIMIT_S,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr

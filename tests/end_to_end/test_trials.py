@@ -10,14 +10,14 @@ import pytest
 from msgspec.structs import replace
 from workplace_factory import LIMIT_S, Workplace
 
-from launch.run.trials import Trial, run_trials
-from launch.rundir.process_record import descendants
-from launch.terminal import Console
-from trainer.spec import codec
-from trainer.spec.calibration import CalibrationRecord, RecordSource
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Report
-from trainer.spec.strategy import Attention
+from shardwise.launch.run.trials import Trial, run_trials
+from shardwise.launch.rundir.process_record import descendants
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.calibration import CalibrationRecord, RecordSource
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Report
+from shardwise.trainer.spec.strategy import Attention
 
 
 def records(place: Workplace) -> list[CalibrationRecord]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.spec import codec
-from trainer.spec.report import Ending, Report
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.report import Ending, Report
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 JOBS = REPOSITORY / "examples" / "walkthrough"
@@ -26,7 +26,7 @@ class Place:
 
     def run(self, *words):
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "launch.cli", *words],
+            [sys.executable, "-P", "-m", "shardwise.launch.cli", *words],
             cwd=self.folder,
             env=os.environ | {"PYTHONPATH": str(REPOSITORY), "XDG_STATE_HOME": str(self.folder / "state")},
             capture_output=True,

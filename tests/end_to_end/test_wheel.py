@@ -1,4 +1,4 @@
-"""A wheel installed elsewhere trains, also from a folder whose files have the names of our packages."""
+"""A wheel installed elsewhere trains, also beside files and packages that have the names of our folders."""
 
 import os
 import shutil
@@ -6,6 +6,7 @@ import site
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,17 @@ from workplace_factory import LIMIT_S, make_workplace
 
 pytestmark = pytest.mark.cold  # pip in an environment of its own
 REPOSITORY = Path(__file__).parents[2]
+FOLDERS = ("trainer", "launch", "slurm", "ds_configs", "fsdp_configs", "examples")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, REPOSITORY], check=True, timeout=LIMIT_S
-    )
+    return _wheel_of(REPOSITORY, tmp_path_factory.mktemp("wheel"))
+
+
+def _wheel_of(source: Path, folder: Path) -> Path:
+    argv: list[str | Path] = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, source]
+    subprocess.run(argv, check=True, timeout=LIMIT_S)
     (built,) = folder.glob("shardwise-*.whl")
     return built
 
@@ -31,25 +35,43 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment") / "venv"
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True, timeout=LIMIT_S)
+    # Another project whose wheel installs a top-level `trainer`.
+    argv: list[str | Path] = [python, "-m", "pip", "install", "-q", "--no-deps", wheel, "coqui-tts-trainer"]
+    subprocess.run(argv, check=True, timeout=LIMIT_S)
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
     return folder / "bin" / "shardwise"
 
 
-def test_the_wheel_holds_what_runs_and_nothing_else(wheel: Path):
-    import zipfile
+def test_the_wheel_has_one_top_level_name_and_every_file_that_git_has(wheel: Path):
+    listed = subprocess.run(
+        ["git", "ls-files", *FOLDERS], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.split()
+    expected = {"shardwise/__init__.py", *(f"shardwise/{name}" for name in listed)}
+    assert {name for name in _names(wheel) if ".dist-info/" not in name} == expected
 
-    tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert {name for name in tops if not name.endswith(".dist-info")} == {
-        "trainer", "launch", "slurm", "ds_configs", "fsdp_configs", "examples", "shardwise.py",
-    }  # fmt: skip
+
+def test_a_wheel_built_from_the_source_distribution_holds_the_same_files(wheel: Path, tmp_path: Path):
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", "hatchling"], check=True, timeout=LIMIT_S)
+    argv: list[str | Path] = [python, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path / "sdist"]
+    subprocess.run(argv, cwd=REPOSITORY, check=True, capture_output=True, timeout=LIMIT_S)
+    (archive,) = (tmp_path / "sdist").iterdir()
+    assert _names(_wheel_of(archive, tmp_path / "wheel")) == _names(wheel)
 
 
-def test_an_installed_shardwise_trains_beside_files_of_the_same_names(installed: Path, tmp_path: Path):
+def _names(wheel: Path) -> set[str]:
+    return {name for name in zipfile.ZipFile(wheel).namelist() if "__pycache__" not in name}
+
+
+def test_an_installed_shardwise_trains_beside_files_and_packages_of_the_names_of_its_folders(
+    installed: Path, tmp_path: Path
+):
     place = make_workplace(tmp_path / "elsewhere")
     shutil.copy(REPOSITORY / "examples" / "quickstart.yaml", place.folder / "quickstart.yaml")
-    for name in ("trainer.py", "launch.py", "slurm.py", "torch.py"):
+    (place.folder / "launch").mkdir()
+    for name in ("trainer.py", "launch/__init__.py", "slurm.py", "torch.py"):
         (place.folder / name).write_text("raise SystemExit('the wrong module was imported')\n")
     small = ("train.steps=3", "train.seq_len=32", "train.tokens_per_step=256", "data.train=text")
     answer = subprocess.run(
@@ -58,8 +80,15 @@ def test_an_installed_shardwise_trains_beside_files_of_the_same_names(installed:
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "step 3 of 3" in answer.stdout
-    where = subprocess.run(
-        [installed.with_name("python"), "-P", "-c", "import trainer; print(trainer.__file__)"],
+    program = (
+        "import shardwise; print(shardwise.__file__)\n"
+        "from importlib.metadata import files\n"
+        "for file in files('coqui-tts-trainer'): file.hash and print(file, file.locate().is_file(), file.size)"
+    )
+    place_of_ours, *of_theirs = subprocess.run(
+        [installed.with_name("python"), "-P", "-c", program],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert str(REPOSITORY) not in where.stdout
+    ).stdout.splitlines()  # fmt: skip
+    assert str(REPOSITORY) not in place_of_ours
+    assert any(line.startswith("trainer/trainer.py True") for line in of_theirs)
+    assert not [line for line in of_theirs if " True " not in line]

@@ -9,11 +9,11 @@ from typing import Any
 from accelerate.state import AcceleratorState, GradientState
 from rank_factory import write_attempt
 
-from trainer.runtime.loop.course import train
-from trainer.runtime.run.report_writer import ReportWriter, run_paths
-from trainer.runtime.run.state import RunState
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending
+from shardwise.trainer.runtime.loop.course import train
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
+from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending
 
 
 def reset_accelerate() -> None:

@@ -11,9 +11,9 @@ from rank_factory import rank_plan
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer.runtime.models.build import Installed, build_trainable
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.strategy import Attention, Checkpointing, LossHead
+from shardwise.trainer.runtime.models.build import Installed, build_trainable
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead
 
 NUM_BLOCKS = 4
 BATCH, SEQ_LEN = 4, 48

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from trainer.spec.calibration import Calibration, CalibrationRecord, RatesSource
-from trainer.spec.strategy import Method, Offload, Precision, Sharding
+from shardwise.trainer.spec.calibration import Calibration, CalibrationRecord, RatesSource
+from shardwise.trainer.spec.strategy import Method, Offload, Precision, Sharding
 
 GB = 10**9
 

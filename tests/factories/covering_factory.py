@@ -14,10 +14,19 @@ from typing import NamedTuple
 from msgspec.structs import replace
 from planning_factory import context_for, job_of
 
-from trainer.planning.rules.rule import may_run
-from trainer.planning.tables.catalogue import CATALOGUE
-from trainer.spec.job.sections import Allowance, NvmeLimit
-from trainer.spec.strategy import Checkpointing, LossHead, Method, Offload, Optimizer, Precision, Sharding, Strategy
+from shardwise.trainer.planning.rules.rule import may_run
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.job.sections import Allowance, NvmeLimit
+from shardwise.trainer.spec.strategy import (
+    Checkpointing,
+    LossHead,
+    Method,
+    Offload,
+    Optimizer,
+    Precision,
+    Sharding,
+    Strategy,
+)
 
 PRECISIONS = (Precision.FP32, Precision.BF16_MIXED, Precision.BF16, Precision.FP16_MIXED)
 LOSSES = (LossHead.EAGER, LossHead.CHUNKED, LossHead.FUSED)

@@ -8,8 +8,8 @@ from cuda_stand_in import Machine, machine_environment
 from operator_cache import folder_with_operators
 from workplace_factory import TINY_CONFIG, Workplace, make_workplace, read_metrics
 
-from trainer.spec import codec
-from trainer.spec.report import Report
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.report import Report
 
 WIDE_CONFIG = {**TINY_CONFIG, "intermediate_size": 3200}  # bitsandbytes pages the state of 100,000 elements or more
 

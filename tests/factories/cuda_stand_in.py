@@ -20,7 +20,7 @@ import pytest
 import torch
 from warm_python import REAL_PYTHON
 
-from launch.job import folders
+from shardwise.launch.job import folders
 
 _FAKE = Path(__file__).with_name("fake_cuda")
 sys.path.append(str(_FAKE))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 from safetensors.numpy import save_file
 
-from trainer.spec.model.shape import ModelCode
+from shardwise.trainer.spec.model.shape import ModelCode
 
 MARKER = "SHARDWISE_TEST_MARKER"
 CONFIG: dict[str, Any] = {

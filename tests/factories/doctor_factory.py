@@ -9,10 +9,10 @@ from gpu_machines import machine_with
 from msgspec.structs import replace
 from warm_python import SWITCH
 
-from launch.doctor.command import CHECKS, run_checks
-from launch.doctor.finding import Diagnosis, Level, Place, diagnosis_of, place_of, read_machine
-from launch.probe.torch_fit import TorchAnswer
-from trainer.spec.messages.measurement import DeviceTrial, TorchFacts
+from shardwise.launch.doctor.command import CHECKS, run_checks
+from shardwise.launch.doctor.finding import Diagnosis, Level, Place, diagnosis_of, place_of, read_machine
+from shardwise.launch.probe.torch_fit import TorchAnswer
+from shardwise.trainer.spec.messages.measurement import DeviceTrial, TorchFacts
 
 MEMINFO = "MemTotal:       65536000 kB\nMemAvailable:   60000000 kB\nSwapTotal:             0 kB\n"
 H100 = (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.simulation.golden import read_golden
-from trainer.spec.messages.simulation import GoldenAnswer, GoldenRow, SimulationRequest
+from shardwise.trainer.simulation.golden import read_golden
+from shardwise.trainer.spec.messages.simulation import GoldenAnswer, GoldenRow, SimulationRequest
 
 
 def run_dry(folder: Path, requests: Mapping[str, SimulationRequest]) -> dict[str, GoldenAnswer]:
@@ -16,7 +16,7 @@ def run_dry(folder: Path, requests: Mapping[str, SimulationRequest]) -> dict[str
     path = folder / "rows.jsonl"
     rows = [GoldenRow(name=name, request=request) for name, request in requests.items()]
     path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-    command = [sys.executable, "-m", "trainer.simulation", "--golden", str(path)]
+    command = [sys.executable, "-m", "shardwise.trainer.simulation", "--golden", str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return {row.name: row.answer for row in read_golden(path) if row.answer is not None}

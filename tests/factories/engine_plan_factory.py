@@ -4,14 +4,14 @@ from typing import Any
 
 from report_factory import make_candidate
 
-from trainer.planning.tables.catalogue import ENGINE_CONFIGS
-from trainer.spec.calibration import Calibration
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.hardware import DeviceKind, Gpu, Hardware, Host
-from trainer.spec.job.sections import Job
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.plan import Candidate, Plan, Schedule
-from trainer.spec.strategy import Offload, Optimizer, Precision, Sharding, Strategy
+from shardwise.trainer.planning.tables.catalogue import ENGINE_CONFIGS
+from shardwise.trainer.spec.calibration import Calibration
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Hardware, Host
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.plan import Candidate, Plan, Schedule
+from shardwise.trainer.spec.strategy import Offload, Optimizer, Precision, Sharding, Strategy
 
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama",

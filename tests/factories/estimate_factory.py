@@ -5,14 +5,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from launch.probe.host import read_host
-from trainer.planning.device import Device, device_of
-from trainer.planning.setting import Setting
-from trainer.planning.tables.gpu_names import hardware_from_spec
-from trainer.spec.hardware import DeviceKind, Host
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.strategy import (
+from shardwise.launch.probe.host import read_host
+from shardwise.trainer.planning.device import Device, device_of
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
+from shardwise.trainer.spec.hardware import DeviceKind, Host
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
     LossHead,
@@ -23,7 +23,7 @@ from trainer.spec.strategy import (
     Sharding,
     Strategy,
 )
-from trainer.spec.units import GIB
+from shardwise.trainer.spec.units import GIB
 
 UNKNOWN_HOST = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
 CPU_HOST = Host(cpu_name="a CPU", num_cores=4, ram_bytes=64 * GIB, ram_available_bytes=60 * GIB)

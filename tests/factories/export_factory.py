@@ -11,17 +11,17 @@ from msgspec.structs import replace
 from rank_factory import SEQ_LEN, rank_plan, write_attempt
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.runtime.checkpoint import Ranks, Save
-from trainer.runtime.export.run import plan_on
-from trainer.runtime.loop.session import facts_of
-from trainer.runtime.models.build import build_model
-from trainer.runtime.run.state import RunState
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.job.sections import LoraJob, ModelJob
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.plan import Plan
-from trainer.spec.report import Evaluation
-from trainer.spec.strategy import Method, Precision, Sharding
+from shardwise.trainer.runtime.checkpoint import Ranks, Save
+from shardwise.trainer.runtime.export.run import plan_on
+from shardwise.trainer.runtime.loop.session import facts_of
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.job.sections import LoraJob, ModelJob
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Evaluation
+from shardwise.trainer.spec.strategy import Method, Precision, Sharding
 
 TINY_GPT2: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": SEQ_LEN,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpu_machines import Machine, uuid_of
 
-from launch.probe.torch_fit import runs_on
+from shardwise.launch.probe.torch_fit import runs_on
 
 NO_CODE = "CUDA error: no kernel image is available for execution on the device"
 
@@ -80,7 +80,7 @@ cuda = SimpleNamespace(
     memory_snapshot=lambda: [{{"is_expandable": IS_EXPANDABLE}}],
 )
 
-if "trainer.runtime.tools.torch_check" in sys.orig_argv:
+if "shardwise.trainer.runtime.tools.torch_check" in sys.orig_argv:
     with Path(RUNS).open("a") as runs:
         runs.write(f"{{os.environ.get('CUDA_VISIBLE_DEVICES')}} {{SETTING}}\\n")
 else:

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from launch.attempt.supervisor import StopRequest
-from launch.attempt.watchdog import WatchLimits
-from launch.inputs.trusted_code import read_extension
-from launch.run.attempts import RunOutcome, run_attempts
-from launch.terminal import Console
-from trainer.spec.plan import Candidate, Plan
+from shardwise.launch.attempt.supervisor import StopRequest
+from shardwise.launch.attempt.watchdog import WatchLimits
+from shardwise.launch.inputs.trusted_code import read_extension
+from shardwise.launch.run.attempts import RunOutcome, run_attempts
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.plan import Candidate, Plan
 
 # Steps of a few milliseconds, on a machine that may be busy with something else.
 LIMITS = WatchLimits(phase_s=120.0, least_step_s=8.0)

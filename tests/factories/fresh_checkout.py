@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-_LINKED = ("launch", "slurm", "trainer", "examples", "requirements.lock", "pyproject.toml")
+_LINKED = (
+    "shardwise", "launch", "slurm", "trainer", "ds_configs", "fsdp_configs", "examples",
+    "requirements.lock", "pyproject.toml",
+)  # fmt: skip
 _REPOSITORY = Path(__file__).parents[2]
 
 # The Python that the script finds, and the one of the environment that it makes.
@@ -28,7 +31,8 @@ _PIP = """echo "$*" >> {asked}
 case "${{PIP_EXTRA_INDEX_URL:-}}" in */cu126) build=+cu126 ;; *) build= ;; esac
 case "$*" in
     *--report*) echo '{{"install": [{{"metadata": {{"name": "torch", "version": "2.13.0'"$build"'"}}}}]}}' ;;
-    *"-e ."*) printf '#!/bin/sh\\nexec "%s" -P -m launch.cli "$@"\\n' "$PWD/.venv/bin/python" > .venv/bin/shardwise
+    *"-e ."*) printf '#!/bin/sh\\nexec "%s" -P -m shardwise.launch.cli "$@"\\n' "$PWD/.venv/bin/python" \\
+                  > .venv/bin/shardwise
               chmod +x .venv/bin/shardwise ;;
 esac
 """

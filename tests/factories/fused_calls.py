@@ -14,15 +14,15 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from trainer.runtime.attention.kernels import choose_attention_kernels
-from trainer.runtime.attention.packed import packed_sdpa
-from trainer.runtime.data.batches import MicroBatch
-from trainer.runtime.loop.step import forward
-from trainer.runtime.models.build import make_trainable, model_from_config
-from trainer.simulation.build import materialise
-from trainer.simulation.fake_device import FakeDeviceMode, as_if_available, enable_fake_cuda
-from trainer.simulation.kernels import Kernels
-from trainer.spec.strategy import Attention, Checkpointing, LossHead
+from shardwise.trainer.runtime.attention.kernels import choose_attention_kernels
+from shardwise.trainer.runtime.attention.packed import packed_sdpa
+from shardwise.trainer.runtime.data.batches import MicroBatch
+from shardwise.trainer.runtime.loop.step import forward
+from shardwise.trainer.runtime.models.build import make_trainable, model_from_config
+from shardwise.trainer.simulation.build import materialise
+from shardwise.trainer.simulation.fake_device import FakeDeviceMode, as_if_available, enable_fake_cuda
+from shardwise.trainer.simulation.kernels import Kernels
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead
 
 HEADS, KV_HEADS, WIDTH, HEAD_DIM = 8, 2, 64, 64
 BOUNDS = (0, 40, WIDTH, 2 * WIDTH)

@@ -21,19 +21,19 @@ import numpy as np
 from engine_plan_factory import engine_plan
 from operator_cache import folder_with_operators
 
-from launch.engine.command import launch_command, launch_environment, prepare_attempt
-from trainer.planning.device import device_of
-from trainer.planning.memory import estimate_memory
-from trainer.planning.run.rows import row_recipe
-from trainer.planning.search.settings import smallest_buckets
-from trainer.planning.setting import Setting
-from trainer.spec import codec
-from trainer.spec.hardware import Hardware
-from trainer.spec.job.sections import GaloreJob, Job, Limits, LoraJob, TrainJob
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.report import Report
-from trainer.spec.strategy import (
+from shardwise.launch.engine.command import launch_command, launch_environment, prepare_attempt
+from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.planning.memory import estimate_memory
+from shardwise.trainer.planning.run.rows import row_recipe
+from shardwise.trainer.planning.search.settings import smallest_buckets
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.job.sections import GaloreJob, Job, Limits, LoraJob, TrainJob
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.report import Report
+from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
     Fp8Recipe,

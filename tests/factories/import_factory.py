@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM
 
-from trainer.runtime.export.check import logits_of, prompt_ids
-from trainer.runtime.importing.run import import_checkpoint
-from trainer.spec.errors import InputError
-from trainer.spec.messages.worker_requests import Imported, ImportRequest
+from shardwise.trainer.runtime.export.check import logits_of, prompt_ids
+from shardwise.trainer.runtime.importing.run import import_checkpoint
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.messages.worker_requests import Imported, ImportRequest
 
 IDS = prompt_ids(256)
 STATES = "mp_rank_00_model_states.pt"

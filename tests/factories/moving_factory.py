@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import msgspec
 from rank_factory import rank_plan, write_attempt
 
-from trainer.runtime.checkpoint import CheckpointFolder
-from trainer.runtime.checkpoint.folders import open_checkpoint
-from trainer.spec.job.sections import GaloreJob, Limits, LoraJob, NvmeLimit
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Method, Offload, Optimizer, Precision, Sharding
-from trainer.spec.units import MIB
+from shardwise.trainer.runtime.checkpoint import CheckpointFolder
+from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
+from shardwise.trainer.spec.job.sections import GaloreJob, Limits, LoraJob, NvmeLimit
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Method, Offload, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.units import MIB
 
 WORKER = Path(__file__).parents[1] / "distributed" / "moving_worker.py"
 STEP, NUM_STEPS = 3, 6

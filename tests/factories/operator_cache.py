@@ -6,11 +6,11 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from launch.engine.operators import build_operators, extensions_dir
-from launch.job import folders
-from launch.plan.gather import recorded_versions
-from launch.probe.host import read_host
-from launch.terminal import Console
+from shardwise.launch.engine.operators import build_operators, extensions_dir
+from shardwise.launch.job import folders
+from shardwise.launch.plan.gather import recorded_versions
+from shardwise.launch.probe.host import read_host
+from shardwise.launch.terminal import Console
 
 
 @cache

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from launch.probe.host import read_host
-from trainer.spec.units import GIB
+from shardwise.launch.probe.host import read_host
+from shardwise.trainer.spec.units import GIB
 
 DIFFERENCES = "differences"
 PACKAGES = ("shardwise", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes", "datasets")

@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 from rank_factory import rank_plan
 
-from trainer.runtime.data.token_rows import TokenLayout
-from trainer.spec import codec
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.job.sections import DataFormat, EvalJob, Objective
-from trainer.spec.plan import Plan
+from shardwise.trainer.runtime.data.token_rows import TokenLayout
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.job.sections import DataFormat, EvalJob, Objective
+from shardwise.trainer.spec.plan import Plan
 
 PAIR_SEQ_LEN = 24
 NUM_PAIRS, NUM_EVAL_PAIRS = 40, 10

@@ -4,22 +4,22 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from trainer.planning.context import PlanningContext
-from trainer.planning.device import device_of
-from trainer.planning.planner import make_plan, with_fp8_gain
-from trainer.planning.run.schedule import make_schedule
-from trainer.planning.tables.gpu_names import hardware_from_spec
-from trainer.spec.calibration import Calibration
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.hardware import Hardware, Host
-from trainer.spec.job.sections import Allowance, DataJob, Job, Limits, ModelJob, Pin, TrainJob
-from trainer.spec.job.sources import DataSource
-from trainer.spec.messages.extension import Extension
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.plan import Fp8Gain, Plan, ShapeTimes, TrialResult
-from trainer.spec.strategy import Fp8Recipe, Method
-from trainer.spec.units import GIB
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.planning.planner import make_plan, with_fp8_gain
+from shardwise.trainer.planning.run.schedule import make_schedule
+from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
+from shardwise.trainer.spec.calibration import Calibration
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.hardware import Hardware, Host
+from shardwise.trainer.spec.job.sections import Allowance, DataJob, Job, Limits, ModelJob, Pin, TrainJob
+from shardwise.trainer.spec.job.sources import DataSource
+from shardwise.trainer.spec.messages.extension import Extension
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.plan import Fp8Gain, Plan, ShapeTimes, TrialResult
+from shardwise.trainer.spec.strategy import Fp8Recipe, Method
+from shardwise.trainer.spec.units import GIB
 
 LLAMA_3_8B: dict[str, Any] = {
     "model_type": "llama",

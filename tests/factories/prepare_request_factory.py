@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from launch.inputs.data_files import list_files
-from trainer.runtime.data.token_rows import TokenLayout, TokenRows
-from trainer.spec.data.request import PrepareRequest
-from trainer.spec.job.sections import BadRows, DataFormat
-from trainer.spec.job.sources import DataSource
+from shardwise.launch.inputs.data_files import list_files
+from shardwise.trainer.runtime.data.token_rows import TokenLayout, TokenRows
+from shardwise.trainer.spec.data.request import PrepareRequest
+from shardwise.trainer.spec.job.sections import BadRows, DataFormat
+from shardwise.trainer.spec.job.sources import DataSource
 
 REQUEST = PrepareRequest(
     sources=(),

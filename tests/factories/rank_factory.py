@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 from engine_plan_factory import TINY_LLAMA, engine_plan
 
-from launch.engine.deepspeed_config import deepspeed_config
-from trainer.runtime.data.row_writer import RowShape, RowWriter
-from trainer.runtime.data.token_rows import TokenRows
-from trainer.spec import codec
-from trainer.spec.job.sections import Job, Limits, TrainJob
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Offload, Sharding
+from shardwise.launch.engine.deepspeed_config import deepspeed_config
+from shardwise.trainer.runtime.data.row_writer import RowShape, RowWriter
+from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.job.sections import Job, Limits, TrainJob
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Offload, Sharding
 
 SEQ_LEN = 48
 NUM_EVAL_ROWS = 24

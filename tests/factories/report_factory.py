@@ -2,9 +2,18 @@
 
 import msgspec
 
-from trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate
-from trainer.spec.report import Ending, Engaged, Evaluation, Figures, MemoryFigures, Report, Sample, SpeedFigures
-from trainer.spec.strategy import (
+from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate
+from shardwise.trainer.spec.report import (
+    Ending,
+    Engaged,
+    Evaluation,
+    Figures,
+    MemoryFigures,
+    Report,
+    Sample,
+    SpeedFigures,
+)
+from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
     LossHead,

@@ -10,12 +10,12 @@ from planning_factory import plan_of
 from report_factory import make_report
 from run_factory import attempt_record
 
-from trainer.planning.memory.parts import grouped
-from trainer.spec import codec
-from trainer.spec.hardware import Hardware, Host
-from trainer.spec.messages.submission import FILE_NAME, Submission
-from trainer.spec.plan import Plan
-from trainer.spec.report import Figures, MemoryPoint, Report, predicted_figures
+from shardwise.trainer.planning.memory.parts import grouped
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.hardware import Hardware, Host
+from shardwise.trainer.spec.messages.submission import FILE_NAME, Submission
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Figures, MemoryPoint, Report, predicted_figures
 
 NUM_STEPS = 40
 

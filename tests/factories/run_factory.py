@@ -10,14 +10,14 @@ from engine_plan_factory import engine_plan
 from msgspec.structs import replace
 from report_factory import make_report
 
-from launch.rundir.lock import LOCK
-from trainer.spec import codec
-from trainer.spec.hardware import Hardware, Host
-from trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
-from trainer.spec.messages.submission import FILE_NAME, JOBS_FILE, SCRIPT_NAME, Submission
-from trainer.spec.plan import Plan
-from trainer.spec.report import AttemptRecord, Ending, Report
-from trainer.spec.strategy import Sharding
+from shardwise.launch.rundir.lock import LOCK
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.hardware import Hardware, Host
+from shardwise.trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
+from shardwise.trainer.spec.messages.submission import FILE_NAME, JOBS_FILE, SCRIPT_NAME, Submission
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import AttemptRecord, Ending, Report
+from shardwise.trainer.spec.strategy import Sharding
 
 
 def run_plan(num_steps: int = 100) -> Plan:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slurm.sbatch import BatchJob, render_script
-from trainer.spec.messages.submission import JOBS_FILE, SCRIPT_NAME, JobStart, parse_job_starts
+from shardwise.slurm.sbatch import BatchJob, render_script
+from shardwise.trainer.spec.messages.submission import JOBS_FILE, SCRIPT_NAME, JobStart, parse_job_starts
 
 STAND_IN = """\
 #!/usr/bin/env python3

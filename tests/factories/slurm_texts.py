@@ -5,7 +5,7 @@ from pathlib import Path
 
 from captured_machine import CAPTURED
 
-from slurm.cluster import Node, Partition, parse_nodes, parse_partitions
+from shardwise.slurm.cluster import Node, Partition, parse_nodes, parse_partitions
 
 CLUSTERS = tuple(sorted(folder.name.removeprefix("slurm_") for folder in CAPTURED.glob("slurm_*")))
 

@@ -12,11 +12,11 @@ from rank_factory import LR, SEED, train_rows
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.runtime.data.batches import step_micro_batches
-from trainer.runtime.data.token_rows import IGNORED_LABEL
-from trainer.spec.lr_schedule import learning_rate
-from trainer.spec.messages.extension import Extension, Hook
-from trainer.spec.plan import Plan
+from shardwise.trainer.runtime.data.batches import step_micro_batches
+from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL
+from shardwise.trainer.spec.lr_schedule import learning_rate
+from shardwise.trainer.spec.messages.extension import Extension, Hook
+from shardwise.trainer.spec.plan import Plan
 
 NAN, HUGE = math.nan, 1000.0
 EXTENSION = """

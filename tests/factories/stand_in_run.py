@@ -10,11 +10,11 @@ from pathlib import Path
 
 from run_factory import metrics_row, write_attempt, write_report
 
-from launch.attempt.supervisor import StopRequest
-from launch.rundir.cancel_flag import is_cancelled, must_end_at_start
-from launch.rundir.lock import locked
-from launch.rundir.paths import next_attempt
-from trainer.spec.report import Ending
+from shardwise.launch.attempt.supervisor import StopRequest
+from shardwise.launch.rundir.cancel_flag import is_cancelled, must_end_at_start
+from shardwise.launch.rundir.lock import locked
+from shardwise.launch.rundir.paths import next_attempt
+from shardwise.trainer.spec.report import Ending
 
 STEP_S = 0.05
 

@@ -10,16 +10,16 @@ from engine_plan_factory import TINY_LLAMA
 from prepare_request_factory import listed_request
 from rank_factory import rank_plan
 
-from trainer.runtime.data.prepare import prepare
-from trainer.runtime.data.sources.rows import RowReading
-from trainer.runtime.data.stream.rows import Place
-from trainer.runtime.data.stream.windows import FileFetcher, StreamReader
-from trainer.runtime.run.report_writer import RunPaths
-from trainer.spec import codec
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.data.request import LISTING_NAME, PrepareRequest
-from trainer.spec.job.sections import DataFormat
-from trainer.spec.plan import Plan
+from shardwise.trainer.runtime.data.prepare import prepare
+from shardwise.trainer.runtime.data.sources.rows import RowReading
+from shardwise.trainer.runtime.data.stream.rows import Place
+from shardwise.trainer.runtime.data.stream.windows import FileFetcher, StreamReader
+from shardwise.trainer.runtime.run.report_writer import RunPaths
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.data.request import LISTING_NAME, PrepareRequest
+from shardwise.trainer.spec.job.sections import DataFormat
+from shardwise.trainer.spec.plan import Plan
 
 WINDOW_BYTES = 2000
 

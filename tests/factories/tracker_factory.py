@@ -11,13 +11,13 @@ from typing import Any
 from msgspec.structs import replace
 from run_factory import metrics_row, run_plan
 
-from launch.attempt.supervisor import StopRequest
-from launch.terminal import Console
-from launch.track.start import TrackerProcess
-from launch.track.tracker import EndNotice, TrackerOrder
-from trainer.spec import codec
-from trainer.spec.job.sections import LogJob, WandbMode
-from trainer.spec.plan import Plan
+from shardwise.launch.attempt.supervisor import StopRequest
+from shardwise.launch.terminal import Console
+from shardwise.launch.track.start import TrackerProcess
+from shardwise.launch.track.tracker import EndNotice, TrackerOrder
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.job.sections import LogJob, WandbMode
+from shardwise.trainer.spec.plan import Plan
 
 
 def logged_plan(**log: Any) -> Plan:

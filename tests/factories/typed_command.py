@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from launch.cli import main
+from shardwise.launch.cli import main
 
 PLACES = ("SHARDWISE_CACHE", "SHARDWISE_SITE_CONFIG", "XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # protobuf makes it at run time
 
-from launch.track.offline import read_records
+from shardwise.launch.track.offline import read_records
 
 
 class LoggedRun:

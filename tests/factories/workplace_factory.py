@@ -51,7 +51,7 @@ class Workplace(NamedTuple):
         self.job.write_text(yaml.safe_dump(job))
 
     def command(self, *words: str | Path) -> list[str]:
-        return [sys.executable, "-P", "-m", "launch.cli", *map(str, words)]
+        return [sys.executable, "-P", "-m", "shardwise.launch.cli", *map(str, words)]
 
     def run(self, *words: str | Path, check: bool = True, timeout: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         answer = subprocess.run(

@@ -7,10 +7,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trainer.runtime.loss.head import install_loss_head
-from trainer.runtime.memory.activation_offload import ActivationOffload, offload_activations
-from trainer.runtime.memory.recomputation import apply_checkpointing
-from trainer.spec.strategy import Checkpointing, LossHead
+from shardwise.trainer.runtime.loss.head import install_loss_head
+from shardwise.trainer.runtime.memory.activation_offload import ActivationOffload, offload_activations
+from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead
 
 pytestmark = pytest.mark.gpu
 NUM_BLOCKS, ROWS, WIDTH = 8, 8, 1024

@@ -5,9 +5,9 @@ import torch
 from torch.nn.attention import SDPBackend
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from trainer.runtime.attention.kernels import choose_attention_kernels, kernel_for, takes_grouped_heads
-from trainer.runtime.tools.measure import attention_backend
-from trainer.spec.model.attention_kernel import AttentionKernel
+from shardwise.trainer.runtime.attention.kernels import choose_attention_kernels, kernel_for, takes_grouped_heads
+from shardwise.trainer.runtime.tools.measure import attention_backend
+from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
 
 pytestmark = pytest.mark.gpu
 HEADS, KV_HEADS, WIDTH = 8, 2, 320  # rows of 64 more than a multiple of 128

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.probe.host import is_wsl
+from shardwise.launch.probe.host import is_wsl
 
 pytestmark = pytest.mark.gpu
 

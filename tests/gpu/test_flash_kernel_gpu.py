@@ -1,7 +1,8 @@
 """FlashAttention 2 from the hub on a GPU: it computes what PyTorch's attention does, and keeps documents apart.
 
 It runs with whichever commit of a flash-attn2 kernel is in the hub's cache, on a machine that fetched one with
-`python -m trainer.runtime.attention.flash_kernel OWNER/flash-attn2@COMMIT`; with HF_HUB_OFFLINE=1 it needs no network.
+`python -m shardwise.trainer.runtime.attention.flash_kernel OWNER/flash-attn2@COMMIT`. With HF_HUB_OFFLINE=1 it needs no
+network.
 """
 
 import os
@@ -14,9 +15,9 @@ from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.import_utils import is_kernels_available
 
-from trainer.runtime.attention.choice import attention_facts, attention_of
-from trainer.runtime.attention.flash_kernel import load_flash_kernel
-from trainer.runtime.attention.packed import packed_inputs
+from shardwise.trainer.runtime.attention.choice import attention_facts, attention_of
+from shardwise.trainer.runtime.attention.flash_kernel import load_flash_kernel
+from shardwise.trainer.runtime.attention.packed import packed_inputs
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (40, 7, 81)

@@ -7,9 +7,9 @@ import torch
 from engine_plan_factory import TINY_LLAMA
 from planning_factory import LLAMA_3_8B
 
-from launch.plan.fp8 import time_fp8
-from launch.probe.machine import read_hardware
-from trainer.spec.messages.measurement import Fp8GainRequest
+from shardwise.launch.plan.fp8 import time_fp8
+from shardwise.launch.probe.machine import read_hardware
+from shardwise.trainer.spec.messages.measurement import Fp8GainRequest
 
 pytestmark = pytest.mark.gpu
 

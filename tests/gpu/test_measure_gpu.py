@@ -5,8 +5,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from trainer.runtime.tools.measure import attention_flops_per_s, fp8_flops_per_s, host_copy_bytes_per_s, measure
-from trainer.runtime.tools.measure_peers import peer_copies
+from shardwise.trainer.runtime.tools.measure import (
+    attention_flops_per_s,
+    fp8_flops_per_s,
+    host_copy_bytes_per_s,
+    measure,
+)
+from shardwise.trainer.runtime.tools.measure_peers import peer_copies
 
 pytestmark = pytest.mark.gpu
 BUDGET_S = 0.2

@@ -7,7 +7,7 @@ from gpu_factory import GpuCase, GpuRun, gpu_plan, run_on_gpu, write_full_rows
 from msgspec.structs import replace
 from workplace_factory import read_metrics
 
-from launch.probe.machine import read_hardware
+from shardwise.launch.probe.machine import read_hardware
 
 pytestmark = pytest.mark.gpu
 

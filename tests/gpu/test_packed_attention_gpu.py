@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trainer.runtime.attention.packed import VARLEN, document_kernels, isolate_documents, packed_inputs
-from trainer.runtime.loss.head import install_loss_head
-from trainer.spec.strategy import LossHead
+from shardwise.trainer.runtime.attention.packed import VARLEN, document_kernels, isolate_documents, packed_inputs
+from shardwise.trainer.runtime.loss.head import install_loss_head
+from shardwise.trainer.spec.strategy import LossHead
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (40, 7, 81)

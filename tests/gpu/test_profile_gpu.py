@@ -9,9 +9,9 @@ import pytest
 from gpu_factory import GpuCase, gpu_plan, run_on_gpu, write_full_rows
 from msgspec.structs import replace
 
-from launch.probe.machine import read_hardware
-from trainer.spec import codec
-from trainer.spec.messages.profile import FIGURES_FILE, PROFILE_FOLDER, ProfileFigures, ProfileRequest
+from shardwise.launch.probe.machine import read_hardware
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.messages.profile import FIGURES_FILE, PROFILE_FOLDER, ProfileFigures, ProfileRequest
 
 pytestmark = pytest.mark.gpu
 

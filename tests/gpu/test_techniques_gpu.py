@@ -26,10 +26,10 @@ from gpu_factory import (
 )
 from msgspec.structs import replace
 
-from launch.probe.machine import read_hardware
-from trainer.runtime.attention.choice import attention_name
-from trainer.spec.report import Ending
-from trainer.spec.strategy import Attention, LossHead, Precision, Sharding
+from shardwise.launch.probe.machine import read_hardware
+from shardwise.trainer.runtime.attention.choice import attention_name
+from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.strategy import Attention, LossHead, Precision, Sharding
 
 pytestmark = pytest.mark.gpu
 ENGINES = {

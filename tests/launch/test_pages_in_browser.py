@@ -14,14 +14,14 @@ from planning_factory import plan_of
 from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import attempt_record
 
-from launch.show.report.comparison import comparison_page
-from launch.show.report.page import run_page
-from launch.show.report.runs import read_recorded, recorded_runs
-from trainer.planning.explain.plan_page import comparison_page as machines_page
-from trainer.planning.explain.plan_page import plan_page
-from trainer.planning.page.content import Page
-from trainer.planning.page.html import pages_html
-from trainer.spec.report import Ending, Fault
+from shardwise.launch.show.report.comparison import comparison_page
+from shardwise.launch.show.report.page import run_page
+from shardwise.launch.show.report.runs import read_recorded, recorded_runs
+from shardwise.trainer.planning.explain.plan_page import comparison_page as machines_page
+from shardwise.trainer.planning.explain.plan_page import plan_page
+from shardwise.trainer.planning.page.content import Page
+from shardwise.trainer.planning.page.html import pages_html
+from shardwise.trainer.spec.report import Ending, Fault
 
 LONG = "an-incident-with-a-very-long-word-" * 12
 WHITE, NEAR_BLACK = "rgb(255, 255, 255)", "rgb(13, 17, 23)"

@@ -11,13 +11,13 @@ from slurm_cluster import SlurmCluster
 from slurm_texts import install_slurm
 from typed_command import Answer, Run, in_empty_home, typed, write_rows
 
-from launch.plan.asked_nodes import sbatch_option
-from launch.plan.partition_hardware import read_partition_hardware
-from trainer.spec import codec
-from trainer.spec.errors import ExitCode
-from trainer.spec.hardware import Hardware
-from trainer.spec.plan import Plan
-from trainer.spec.units import MIB
+from shardwise.launch.plan.asked_nodes import sbatch_option
+from shardwise.launch.plan.partition_hardware import read_partition_hardware
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.units import MIB
 
 JOB = """\
 model: {{name: llama-3.2-1b}}
@@ -155,9 +155,10 @@ def test_other_plans_load_nothing_of_it(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(JOB.format(data=write_rows(tmp_path), more=""))
     script = (
-        "import sys; from launch.cli import main; "
+        "import sys; from shardwise.launch.cli import main; "
         f"code = main(['plan', {str(job)!r}, '--hardware', '1xRTX-4090']); "
-        "loaded = sorted({'torch', 'slurm.partition_hardware', 'slurm.queries', 'subprocess'} & set(sys.modules)); "
+        "heavy = {'torch', 'shardwise.slurm.partition_hardware', 'shardwise.slurm.queries', 'subprocess'}; "
+        "loaded = sorted(heavy & set(sys.modules)); "
         "sys.exit(code or ', '.join(loaded) or 0)"
     )
     done = subprocess.run(

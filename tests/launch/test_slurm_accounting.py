@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from slurm_texts import install_slurm
 
-from launch.cli import main
-from launch.plan.partition_hardware import read_partition_hardware
-from trainer.spec.errors import ExitCode
+from shardwise.launch.cli import main
+from shardwise.launch.plan.partition_hardware import read_partition_hardware
+from shardwise.trainer.spec.errors import ExitCode
 
 JOB = """\
 model: {{name: llama-3.2-1b}}

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from hanging_programs import pids_in, wait_until_gone
 
-from launch.worker import WorkerTimeoutError, ask, run_together
-from trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
-from trainer.spec.messages.worker_requests import Lines
+from shardwise.launch.worker import WorkerTimeoutError, ask, run_together
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
+from shardwise.trainer.spec.messages.worker_requests import Lines
 
 
 @pytest.fixture

@@ -8,17 +8,17 @@ from msgspec.structs import replace
 from planning_factory import context_for, data_of, job_of, machine
 from rank_factory import rank_plan
 
-from trainer.planning.context import PlanningContext
-from trainer.planning.planner import make_plan
-from trainer.planning.search.input_checks import check_pins
-from trainer.planning.search.settings import attention, first_setting
-from trainer.planning.tables.catalogue import CATALOGUE
-from trainer.spec.calibration import Calibration
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import Hardware
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Attention, Checkpointing, LossHead, Precision
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.planner import make_plan
+from shardwise.trainer.planning.search.input_checks import check_pins
+from shardwise.trainer.planning.search.settings import attention, first_setting
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.calibration import Calibration
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Precision
 
 CONFIGS = {**TINY, "falcon rw": VARIANTS["falcon rw"]}
 MACHINES = {
@@ -91,8 +91,8 @@ def test_a_model_without_torchs_attention_takes_its_own_and_says_why(model, word
 
 @pytest.mark.parametrize("model", CONFIGS)
 def test_the_model_is_built_with_the_attention_of_its_plan(model):
-    from trainer.runtime.attention.choice import attention_name, attention_of
-    from trainer.runtime.models.build import build_model
+    from shardwise.trainer.runtime.attention.choice import attention_name, attention_of
+    from shardwise.trainer.runtime.models.build import build_model
 
     chosen = plan_for(model).chosen
     plan = rank_plan(Path("nowhere"), model_config=CONFIGS[model], attention=chosen.attention, loss=chosen.loss)

@@ -8,7 +8,7 @@ from calibration_factory import calibration_of, record_of
 from msgspec.structs import replace
 from planning_factory import job_of, machine, plan_of, shape_of
 
-from trainer.planning.calibrate import (
+from shardwise.trainer.planning.calibrate import (
     NO_CORRECTION,
     Correction,
     Corrections,
@@ -17,10 +17,10 @@ from trainer.planning.calibrate import (
     corrections_of,
     factor_of,
 )
-from trainer.spec.calibration import CalibrationRecord, RatesSource
-from trainer.spec.hardware import Hardware, MeasuredRates
-from trainer.spec.plan import Candidate, MemoryEstimate, TrialResult
-from trainer.spec.strategy import Method, Offload, Precision, Sharding, Strategy
+from shardwise.trainer.spec.calibration import CalibrationRecord, RatesSource
+from shardwise.trainer.spec.hardware import Hardware, MeasuredRates
+from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, TrialResult
+from shardwise.trainer.spec.strategy import Method, Offload, Precision, Sharding, Strategy
 
 H100S = "8xH100-SXM5-80GB"
 

@@ -6,13 +6,13 @@ import pytest
 from estimate_factory import CPU_HOST, UNKNOWN_HOST
 from msgspec.structs import replace
 
-from trainer.planning.device import device_of
-from trainer.planning.tables.gpu_names import hardware_from_spec
-from trainer.planning.tables.gpu_specs import GPU_SPECS
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Link, LinkKind, MeasuredRates
-from trainer.spec.strategy import Precision
-from trainer.spec.units import GIB
+from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
+from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Link, LinkKind, MeasuredRates
+from shardwise.trainer.spec.strategy import Precision
+from shardwise.trainer.spec.units import GIB
 
 
 def machine(spec: str, **changes: Any) -> Hardware:

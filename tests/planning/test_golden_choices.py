@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from planning_factory import data_of, job_of, machine, plan_of
 
-from launch.plan.gather import plan_inputs, profile_data, read_inputs
-from trainer.planning.candidates import run_hours
-from trainer.planning.planner import context_of
-from trainer.planning.search.choice import handicap
-from trainer.planning.search.settings import SAME_SPEED
-from trainer.spec.errors import NothingFitsError
-from trainer.spec.job.sections import Allowance
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Checkpointing, Method, Offload, Sharding
-from trainer.spec.units import GIB
+from shardwise.launch.plan.gather import plan_inputs, profile_data, read_inputs
+from shardwise.trainer.planning.candidates import run_hours
+from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.search.choice import handicap
+from shardwise.trainer.planning.search.settings import SAME_SPEED
+from shardwise.trainer.spec.errors import NothingFitsError
+from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Offload, Sharding
+from shardwise.trainer.spec.units import GIB
 
 REPOSITORY = Path(__file__).parents[2]
 NOBODY = {"HOME": "/nonexistent"}

@@ -20,19 +20,19 @@ from estimate_factory import (
 )
 from msgspec.structs import replace
 
-from trainer.planning.memory import estimate_memory
-from trainer.planning.memory.activations import block_activations
-from trainer.planning.memory.loss_head import head_memory
-from trainer.planning.memory.parts import grouped
-from trainer.planning.memory.recipe import attention_kernel, dims_of, recipe_of
-from trainer.planning.memory.sharding import default_buckets, sharding_memory
-from trainer.planning.memory.states import States, model_states
-from trainer.planning.setting import Setting
-from trainer.spec.job.sections import GaloreJob, LoraJob
-from trainer.spec.model.attention_kernel import AttentionKernel
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.plan import MemoryEstimate
-from trainer.spec.strategy import (
+from shardwise.trainer.planning.memory import estimate_memory
+from shardwise.trainer.planning.memory.activations import block_activations
+from shardwise.trainer.planning.memory.loss_head import head_memory
+from shardwise.trainer.planning.memory.parts import grouped
+from shardwise.trainer.planning.memory.recipe import attention_kernel, dims_of, recipe_of
+from shardwise.trainer.planning.memory.sharding import default_buckets, sharding_memory
+from shardwise.trainer.planning.memory.states import States, model_states
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
+from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.plan import MemoryEstimate
+from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
     LossHead,
@@ -43,7 +43,7 @@ from trainer.spec.strategy import (
     Quant,
     Sharding,
 )
-from trainer.spec.units import GIB
+from shardwise.trainer.spec.units import GIB
 
 P = 8_030_261_248  # parameters of Llama-3.1-8B
 LINEAR = 6_979_321_856  # of those in the linear layers of its blocks

@@ -15,15 +15,15 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.planning.memory import estimate_memory
-from trainer.planning.memory.parts import grouped
-from trainer.runtime.loss.head import install_loss_head
-from trainer.runtime.memory.recomputation import apply_checkpointing
-from trainer.runtime.optimizers import build_optimizer
-from trainer.runtime.profile.memory_profile import MemoryProfile
-from trainer.runtime.run.types import weight_type
-from trainer.spec.report import MemoryFigures
-from trainer.spec.strategy import Attention, Checkpointing, LossHead, Optimizer, Precision, Sharding
+from shardwise.trainer.planning.memory import estimate_memory
+from shardwise.trainer.planning.memory.parts import grouped
+from shardwise.trainer.runtime.loss.head import install_loss_head
+from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing
+from shardwise.trainer.runtime.optimizers import build_optimizer
+from shardwise.trainer.runtime.profile.memory_profile import MemoryProfile
+from shardwise.trainer.runtime.run.types import weight_type
+from shardwise.trainer.spec.report import MemoryFigures
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Optimizer, Precision, Sharding
 
 FP32, MIXED, BF16 = Precision.FP32, Precision.BF16_MIXED, Precision.BF16
 FULL, EAGER, CHUNKED = Checkpointing.FULL, LossHead.EAGER, LossHead.CHUNKED

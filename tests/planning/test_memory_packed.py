@@ -9,15 +9,15 @@ from estimate_factory import LLAMA_8B, config, cpu, gpu, setting, shape_of
 from msgspec.structs import replace
 from rank_factory import rank_plan
 
-from trainer.planning.memory import estimate_memory
-from trainer.planning.run.rows import document_tokens
-from trainer.planning.setting import RecipeChoices
-from trainer.planning.speed.step import estimate_speed
-from trainer.runtime.models.build import build_model
-from trainer.runtime.optimizers import build_optimizer
-from trainer.runtime.profile.memory_profile import MemoryProfile
-from trainer.spec.data.profile import DataProfile, LengthHistogram
-from trainer.spec.strategy import Attention, Checkpointing, LossHead, Optimizer, Precision
+from shardwise.trainer.planning.memory import estimate_memory
+from shardwise.trainer.planning.run.rows import document_tokens
+from shardwise.trainer.planning.setting import RecipeChoices
+from shardwise.trainer.planning.speed.step import estimate_speed
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.runtime.optimizers import build_optimizer
+from shardwise.trainer.runtime.profile.memory_profile import MemoryProfile
+from shardwise.trainer.spec.data.profile import DataProfile, LengthHistogram
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Optimizer, Precision
 
 VOCAB, HIDDEN, FFN, LAYERS, HEADS = 1024, 128, 352, 2, 4
 SEQ_LEN, MICRO_BATCH, DOCUMENT = 256, 2, 64

@@ -1,7 +1,6 @@
 """What holds for every setting, whatever the numbers are."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from estimate_factory import LLAMA_1B, LLAMA_2_7B, LLAMA_8B, QWEN_HALF_B, TINY, cpu, gpu, setting
@@ -9,19 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-import trainer
-from trainer.planning.device import Device
-from trainer.planning.memory import estimate_memory, held_bytes, least_bytes, needed_bytes, step_memory
-from trainer.planning.memory.activations import block_activations
-from trainer.planning.memory.events import resident_bytes, step_events
-from trainer.planning.memory.optimizer_state import LEAST_8BIT_ELEMENTS
-from trainer.planning.memory.recipe import dims_of, recipe_of
-from trainer.planning.memory.stacks import STACKS
-from trainer.planning.memory.states import States, model_states
-from trainer.planning.setting import RecipeChoices, Setting
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.strategy import (
+from shardwise.trainer import FOLDER
+from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.memory import estimate_memory, held_bytes, least_bytes, needed_bytes, step_memory
+from shardwise.trainer.planning.memory.activations import block_activations
+from shardwise.trainer.planning.memory.events import resident_bytes, step_events
+from shardwise.trainer.planning.memory.optimizer_state import LEAST_8BIT_ELEMENTS
+from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
+from shardwise.trainer.planning.memory.stacks import STACKS
+from shardwise.trainer.planning.memory.states import States, model_states
+from shardwise.trainer.planning.setting import RecipeChoices, Setting
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
     LossHead,
@@ -32,7 +31,7 @@ from trainer.spec.strategy import (
     Sharding,
 )
 
-PRESET_FILES = (Path(trainer.__file__).parent / "presets").glob("*.json")
+PRESET_FILES = (FOLDER / "trainer" / "presets").glob("*.json")
 PRESETS = [read_model_shape(json.loads(path.read_text())) for path in sorted(PRESET_FILES)]
 SHAPES = st.sampled_from([TINY, QWEN_HALF_B, LLAMA_1B, LLAMA_2_7B, LLAMA_8B, *PRESETS])
 DEVICES = st.sampled_from([gpu("8xA100-SXM4-80GB"), gpu("8xH200"), gpu("2xT4"), gpu("1xRTX-4090"), cpu(2)])

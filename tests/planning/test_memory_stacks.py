@@ -14,15 +14,15 @@ import pytest
 from estimate_factory import LLAMA_8B, MISTRAL_7B, gpu, setting
 from msgspec.structs import replace
 
-from trainer.planning.cases.answer import read_case
-from trainer.planning.memory import estimate_memory
-from trainer.planning.memory.overheads import OVERHEADS, Line
-from trainer.planning.memory.recipe import dims_of, recipe_of
-from trainer.planning.memory.stacks import STACKS, stack_of
-from trainer.planning.setting import OUR_STACK, RecipeChoices
-from trainer.spec.plan import MemoryEstimate
-from trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision, Sharding
-from trainer.spec.units import GIB
+from shardwise.trainer.planning.cases.answer import read_case
+from shardwise.trainer.planning.memory import estimate_memory
+from shardwise.trainer.planning.memory.overheads import OVERHEADS, Line
+from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
+from shardwise.trainer.planning.memory.stacks import STACKS, stack_of
+from shardwise.trainer.planning.setting import OUR_STACK, RecipeChoices
+from shardwise.trainer.spec.plan import MemoryEstimate
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.units import GIB
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "measured_public.jsonl"
 FULL = Checkpointing.FULL

@@ -14,14 +14,14 @@ from estimate_factory import config, setting, shape_of, this_cpu
 from msgspec.structs import replace
 from rank_factory import rank_plan
 
-from trainer.planning.memory import estimate_memory
-from trainer.runtime.models.build import build_trainable
-from trainer.runtime.optimizers import build_optimizer, set_learning_rate, unwrapped, updates_in_backward
-from trainer.runtime.precision.mixed_precision import install_precision
-from trainer.runtime.profile.memory_profile import MemoryProfile
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.job.sections import GaloreJob, LoraJob
-from trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision
+from shardwise.trainer.planning.memory import estimate_memory
+from shardwise.trainer.runtime.models.build import build_trainable
+from shardwise.trainer.runtime.optimizers import build_optimizer, set_learning_rate, unwrapped, updates_in_backward
+from shardwise.trainer.runtime.precision.mixed_precision import install_precision
+from shardwise.trainer.runtime.profile.memory_profile import MemoryProfile
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision
 
 FIELDS = config(2048, 128, 352, 4, 4, 2, is_tied=True, head_dim=32)
 LORA, GALORE = LoraJob(rank=8), GaloreJob(rank=16)

@@ -3,7 +3,7 @@
 import pytest
 from planning_factory import plan_of
 
-from trainer.planning.node_counts import (
+from shardwise.trainer.planning.node_counts import (
     MOST_COUNTS,
     NodeCount,
     counts_to_try,
@@ -11,9 +11,9 @@ from trainer.planning.node_counts import (
     planned,
     speedups,
 )
-from trainer.planning.page.content import Page, Table
-from trainer.planning.page.text_layout import page_text
-from trainer.planning.search.budget import RunTotals
+from shardwise.trainer.planning.page.content import Page, Table
+from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.planning.search.budget import RunTotals
 
 
 def count_of(num_nodes, tokens_per_s=None, *, method="full", reason=""):

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from planning_factory import CONFIGS, context_for, data_of, job_of, machine, plan_of
 
-from trainer.planning.candidates import candidate_of, run_hours, setting_of
-from trainer.planning.planner import context_of, take_candidate
-from trainer.planning.search.budget import excess
-from trainer.planning.search.choice import PAGED_HANDICAP, handicap
-from trainer.planning.search.fallbacks import fallbacks
-from trainer.planning.search.remedies import memory_remedy, nothing_fits
-from trainer.planning.search.settings import (
+from shardwise.trainer.planning.candidates import candidate_of, run_hours, setting_of
+from shardwise.trainer.planning.planner import context_of, take_candidate
+from shardwise.trainer.planning.search.budget import excess
+from shardwise.trainer.planning.search.choice import PAGED_HANDICAP, handicap
+from shardwise.trainer.planning.search.fallbacks import fallbacks
+from shardwise.trainer.planning.search.remedies import memory_remedy, nothing_fits
+from shardwise.trainer.planning.search.settings import (
     EAGER_HANDICAP,
     SAME_SPEED,
     best_candidate,
@@ -26,13 +26,13 @@ from trainer.planning.search.settings import (
     least_need,
     micro_batches,
 )
-from trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
-from trainer.spec import codec
-from trainer.spec.errors import InputError, NothingFitsError
-from trainer.spec.hardware import DeviceKind, Disk
-from trainer.spec.job.sections import Allowance, Limits, NvmeLimit
-from trainer.spec.plan import Plan, TrialResult
-from trainer.spec.strategy import (
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import InputError, NothingFitsError
+from shardwise.trainer.spec.hardware import DeviceKind, Disk
+from shardwise.trainer.spec.job.sections import Allowance, Limits, NvmeLimit
+from shardwise.trainer.spec.plan import Plan, TrialResult
+from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
     LossHead,
@@ -42,7 +42,7 @@ from trainer.spec.strategy import (
     Precision,
     Sharding,
 )
-from trainer.spec.units import GIB
+from shardwise.trainer.spec.units import GIB
 
 MACHINES = [
     ("tiny", "1xCPU"),

@@ -7,17 +7,17 @@ from estimate_factory import LLAMA_8B, gpu, setting
 from msgspec.structs import replace
 from planning_factory import data_of, job_of, plan_of
 
-from trainer.planning.explain.plan_page import explain_plan
-from trainer.planning.memory import estimate_memory
-from trainer.planning.run.rows import estimate_data
-from trainer.planning.setting import RecipeChoices
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.data.shapes import assumed_shape
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import DataFormat, DataJob, Objective
-from trainer.spec.messages.extension import Extension, Hook
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import LossHead, Method
+from shardwise.trainer.planning.explain.plan_page import explain_plan
+from shardwise.trainer.planning.memory import estimate_memory
+from shardwise.trainer.planning.run.rows import estimate_data
+from shardwise.trainer.planning.setting import RecipeChoices
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.data.shapes import assumed_shape
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import DataFormat, DataJob, Objective
+from shardwise.trainer.spec.messages.extension import Extension, Hook
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import LossHead, Method
 
 
 def pairs(**facts: Any) -> DataProfile:

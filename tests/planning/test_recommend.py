@@ -7,13 +7,13 @@ from msgspec.structs import replace
 from planning_factory import data_of, plan_of
 from report_factory import make_report
 
-from trainer.planning.recommend import LEAST_GAIN, MOST_SAID, Observed, recommendations, unused_bytes
-from trainer.spec.hardware import MeasuredRates
-from trainer.spec.job.sections import DataFormat
-from trainer.spec.plan import Plan
-from trainer.spec.report import AttemptRecord, Ending, Fault, Report, predicted_figures
-from trainer.spec.strategy import Checkpointing, Offload
-from trainer.spec.units import GIB
+from shardwise.trainer.planning.recommend import LEAST_GAIN, MOST_SAID, Observed, recommendations, unused_bytes
+from shardwise.trainer.spec.hardware import MeasuredRates
+from shardwise.trainer.spec.job.sections import DataFormat
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault, Report, predicted_figures
+from shardwise.trainer.spec.strategy import Checkpointing, Offload
+from shardwise.trainer.spec.units import GIB
 
 CARDS = "4xA100-SXM4-80GB"
 

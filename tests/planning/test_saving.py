@@ -4,12 +4,12 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import job_of, machine, plan_of
 
-from trainer.planning.explain.plan_page import explain_plan
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.messages.saving import SavingChoice, saving_choice
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Method, Optimizer
-from trainer.spec.units import GIB
+from shardwise.trainer.planning.explain.plan_page import explain_plan
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.messages.saving import SavingChoice, saving_choice
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Method, Optimizer
+from shardwise.trainer.spec.units import GIB
 
 LLAMA_1B = 1_235_814_400
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from planning_factory import plan_of
 
-from trainer.planning.planner import context_of
-from trainer.planning.reasons.opt_in import leaves
-from trainer.spec.job.sections import Allowance
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Precision
+from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.reasons.opt_in import leaves
+from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Precision
 
 FP32 = {"precision": Precision.FP32}
 

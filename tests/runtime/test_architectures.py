@@ -7,11 +7,11 @@ import torch
 from architecture_factory import TINY, VARIANTS
 from rank_factory import rank_plan
 
-from trainer.runtime.loss.head import IGNORED, install_loss_head, shift
-from trainer.runtime.models.build import build_trainable
-from trainer.spec.errors import InputError
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.strategy import Attention, Checkpointing, LossHead
+from shardwise.trainer.runtime.loss.head import IGNORED, install_loss_head, shift
+from shardwise.trainer.runtime.models.build import build_trainable
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead
 
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _OTHERS = (

@@ -16,13 +16,13 @@ from flash_stand_in import load_stand_in
 from prepare_request_factory import listed_request
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trainer.runtime.attention.packed import FLASH, document_bounds
-from trainer.runtime.data.batches import MicroBatch, step_micro_batches
-from trainer.runtime.data.prepare import prepare
-from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
-from trainer.runtime.loop.step import forward
-from trainer.runtime.loss.head import Answer, install_loss_head
-from trainer.spec.strategy import LossHead
+from shardwise.trainer.runtime.attention.packed import FLASH, document_bounds
+from shardwise.trainer.runtime.data.batches import MicroBatch, step_micro_batches
+from shardwise.trainer.runtime.data.prepare import prepare
+from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
+from shardwise.trainer.runtime.loop.step import forward
+from shardwise.trainer.runtime.loss.head import Answer, install_loss_head
+from shardwise.trainer.spec.strategy import LossHead
 
 SEQ_LEN, NUM_ROWS = 48, 4  # longer than the windows of the models, which are 16
 CPU = torch.device("cpu")

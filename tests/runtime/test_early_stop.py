@@ -10,12 +10,12 @@ from msgspec.structs import replace
 from rank_factory import rank_plan, write_rows
 from safetensors.torch import load_file
 
-from trainer.runtime.loop.evaluation import evaluations_without_gain
-from trainer.runtime.models.build import build_model
-from trainer.runtime.run.state import RunState
-from trainer.spec.job.sections import CheckpointJob, EvalJob
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Evaluation
+from shardwise.trainer.runtime.loop.evaluation import evaluations_without_gain
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec.job.sections import CheckpointJob, EvalJob
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Evaluation
 
 PATIENCE = 3
 NAN = float("nan")

@@ -11,14 +11,14 @@ from attempt_runs import reset_accelerate
 from rank_factory import SEED, rank_plan, write_rows
 from transformers import PreTrainedModel
 
-from trainer.runtime.data.batches import step_micro_batches
-from trainer.runtime.data.token_rows import TokenRows
-from trainer.runtime.engines.accelerator import build_accelerator
-from trainer.runtime.loop.evaluation import evaluate
-from trainer.runtime.loop.step import StepResult, run_step
-from trainer.runtime.models.build import build_trainable
-from trainer.runtime.optimizers import build_optimizer
-from trainer.runtime.precision.mixed_precision import (
+from shardwise.trainer.runtime.data.batches import step_micro_batches
+from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.runtime.engines.accelerator import build_accelerator
+from shardwise.trainer.runtime.loop.evaluation import evaluate
+from shardwise.trainer.runtime.loop.step import StepResult, run_step
+from shardwise.trainer.runtime.models.build import build_trainable
+from shardwise.trainer.runtime.optimizers import build_optimizer
+from shardwise.trainer.runtime.precision.mixed_precision import (
     INIT_SCALE,
     AmpScaler,
     EngineScaler,
@@ -27,11 +27,11 @@ from trainer.runtime.precision.mixed_precision import (
     loss_scaler,
     precision_facts,
 )
-from trainer.runtime.run.clock import Clock
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Checkpointing, Optimizer, Precision
+from shardwise.trainer.runtime.run.clock import Clock
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Checkpointing, Optimizer, Precision
 
 
 @pytest.fixture(scope="module")

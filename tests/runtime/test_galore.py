@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from optimizer_factory import random_gradients, tiny_llama, train_steps
 from torch import nn
 
-from trainer.runtime.optimizers import (
+from shardwise.trainer.runtime.optimizers import (
     BETAS,
     build_optimizer,
     expected_class_name,
@@ -20,11 +20,11 @@ from trainer.runtime.optimizers import (
     optimizer_facts,
     updates_in_backward,
 )
-from trainer.runtime.optimizers.galore import PROJECTIONS
-from trainer.runtime.optimizers.groups import block_matrices
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import GaloreJob
-from trainer.spec.strategy import Optimizer
+from shardwise.trainer.runtime.optimizers.galore import PROJECTIONS
+from shardwise.trainer.runtime.optimizers.groups import block_matrices
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import GaloreJob
+from shardwise.trainer.spec.strategy import Optimizer
 
 GALORE = GaloreJob(rank=8, update_gap=2, scale=0.5)
 

@@ -17,9 +17,9 @@ CONFIG = {
 WATCH = """
 import json, sys, threading
 from pathlib import Path
-from trainer.runtime.importing.run import import_checkpoint
-from trainer.runtime.profile.memory_profile import anonymous_bytes
-from trainer.spec.messages.worker_requests import ImportRequest, WeightType
+from shardwise.trainer.runtime.importing.run import import_checkpoint
+from shardwise.trainer.runtime.profile.memory_profile import anonymous_bytes
+from shardwise.trainer.spec.messages.worker_requests import ImportRequest, WeightType
 
 def peak(folder, dtype):
     before, peaks, is_done = anonymous_bytes(), [], threading.Event()

@@ -32,11 +32,11 @@ from import_factory import (
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from trainer.runtime.importing.run import main
-from trainer.runtime.importing.tensors import load_metadata, load_pickled
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.messages.worker_requests import ImportKind, ImportRequest
+from shardwise.trainer.runtime.importing.run import main
+from shardwise.trainer.runtime.importing.tensors import load_metadata, load_pickled
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.messages.worker_requests import ImportKind, ImportRequest
 
 
 class Bomb:
@@ -168,7 +168,7 @@ def test_classes_that_stand_in_deepspeeds_files_are_not_imported(tmp_path):
         archive.writestr("file/byteorder", "little")
         archive.writestr("file/version", "3\n")
     read = load_pickled(tmp_path / "file.pt")
-    assert type(read).__module__ == "trainer.runtime.importing.tensors" and read.state == {"scale": 3}
+    assert type(read).__module__ == "shardwise.trainer.runtime.importing.tensors" and read.state == {"scale": 3}
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_an_archive_that_grows_when_it_is_read_or_holds_code_is_refused(settings
 
 
 def test_a_pickle_of_more_than_its_bound_is_not_read(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.runtime.importing.tensors.PICKLE_BYTES", 100)
+    monkeypatch.setattr("shardwise.trainer.runtime.importing.tensors.PICKLE_BYTES", 100)
     assert_refused(saved_by_torch(base, tmp_path / "in"), tmp_path / "out", r"pytorch_model\.bin: .* \S+ KiB.* 100 B\b")
 
 
@@ -227,7 +227,7 @@ def test_a_file_of_more_than_its_bound_is_not_read(name, bound, base, tmp_path, 
         places = dict.fromkeys(load_file(base / "model.safetensors"), "pytorch_model-1.bin")
         (folder / name).write_text(json.dumps({"weight_map": places}))
         (folder / "pytorch_model.bin").rename(folder / "pytorch_model-1.bin")
-    monkeypatch.setattr(f"trainer.runtime.{bound}", 100)
+    monkeypatch.setattr(f"shardwise.trainer.runtime.{bound}", 100)
     assert_refused(folder, tmp_path / "out", rf"{re.escape(name)}: .*\b100 B\b")
 
 

@@ -9,7 +9,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from optimizer_factory import NUM_LARGE, NUM_SMALL, random_gradients, tiny_llama, train_steps
 from torch import nn
 
-from trainer.runtime.optimizers import (
+from shardwise.trainer.runtime.optimizers import (
     BETAS,
     build_optimizer,
     expected_class_name,
@@ -19,9 +19,9 @@ from trainer.runtime.optimizers import (
     set_learning_rate,
     unwrapped,
 )
-from trainer.runtime.optimizers.groups import block_matrices
-from trainer.runtime.optimizers.rules import UPDATE_RULES
-from trainer.spec.strategy import Optimizer
+from shardwise.trainer.runtime.optimizers.groups import block_matrices
+from shardwise.trainer.runtime.optimizers.rules import UPDATE_RULES
+from shardwise.trainer.spec.strategy import Optimizer
 
 # DeepSpeed's is compiled: tests/distributed steps it.
 STEPPED = [pytest.param(kind, id=kind) for kind in Optimizer if kind is not Optimizer.DEEPSPEED_CPU_ADAM]
@@ -63,15 +63,15 @@ def test_matrices_decay_and_everything_else_does_not():
         (Optimizer.PAGED_ADAMW_8BIT, "bitsandbytes.optim.adamw.PagedAdamW8bit", {"betas": (0.9, 0.95)}),
         (Optimizer.LION, "lion_pytorch.lion_pytorch.Lion", {"betas": (0.95, 0.98)}),
         (Optimizer.LION_8BIT, "bitsandbytes.optim.lion.Lion8bit", {"betas": (0.95, 0.98)}),
-        (Optimizer.LAMB_8BIT, "trainer.runtime.optimizers.lamb_8bit.Lamb8bit", {"betas": (0.9, 0.95)}),
+        (Optimizer.LAMB_8BIT, "shardwise.trainer.runtime.optimizers.lamb_8bit.Lamb8bit", {"betas": (0.9, 0.95)}),
         (
             Optimizer.ADAFACTOR,
             "transformers.optimization.Adafactor",
             {"scale_parameter": True, "relative_step": False, "beta1": None, "clip_threshold": 1.0},
         ),
-        (Optimizer.MUON, "trainer.runtime.optimizers.muon.MuonAndAdamW", {}),
-        (Optimizer.LOMO, "trainer.runtime.optimizers.lomo.Lomo", {}),
-        (Optimizer.ADALOMO, "trainer.runtime.optimizers.lomo.AdaLomo", {"clip_threshold": 1.0}),
+        (Optimizer.MUON, "shardwise.trainer.runtime.optimizers.muon.MuonAndAdamW", {}),
+        (Optimizer.LOMO, "shardwise.trainer.runtime.optimizers.lomo.Lomo", {}),
+        (Optimizer.ADALOMO, "shardwise.trainer.runtime.optimizers.lomo.AdaLomo", {"clip_threshold": 1.0}),
     ],
 )
 def test_each_name_is_its_implementation(optimizer, kind, settings):

@@ -9,8 +9,8 @@ from report_factory import make_candidate
 from torch import nn
 from transformers.optimization import Adafactor
 
-from trainer.runtime.memory.recomputation import apply_checkpointing
-from trainer.runtime.optimizers import (
+from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing
+from shardwise.trainer.runtime.optimizers import (
     build_optimizer,
     check_in_backward,
     optimizer_facts,
@@ -18,8 +18,8 @@ from trainer.runtime.optimizers import (
     set_learning_rate,
     updates_in_backward,
 )
-from trainer.spec.errors import InputError
-from trainer.spec.strategy import Checkpointing, Method, Offload, Optimizer, Precision, Sharding, Strategy
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Offload, Optimizer, Precision, Sharding, Strategy
 
 ANY_TIME = [
     pytest.param(kind, id=kind)

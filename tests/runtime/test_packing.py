@@ -10,14 +10,14 @@ from flash_stand_in import load_stand_in
 from hub_kernel_factory import KERNEL
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_flash_attention_utils
 
-from trainer.planning.memory import estimate_memory
-from trainer.runtime.attention.packed import FLASH
-from trainer.runtime.loss.head import IGNORED, install_loss_head
-from trainer.runtime.memory.recomputation import apply_checkpointing
-from trainer.runtime.optimizers import build_optimizer
-from trainer.runtime.profile.memory_profile import MemoryProfile
-from trainer.spec.report import MemoryFigures
-from trainer.spec.strategy import Checkpointing, LossHead, Optimizer, Precision
+from shardwise.trainer.planning.memory import estimate_memory
+from shardwise.trainer.runtime.attention.packed import FLASH
+from shardwise.trainer.runtime.loss.head import IGNORED, install_loss_head
+from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing
+from shardwise.trainer.runtime.optimizers import build_optimizer
+from shardwise.trainer.runtime.profile.memory_profile import MemoryProfile
+from shardwise.trainer.spec.report import MemoryFigures
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Optimizer, Precision
 
 WIDTH = 48
 LENGTHS = ((20, 1, 27), (3, 30, 15))

@@ -14,11 +14,11 @@ import msgspec
 import pytest
 from rank_factory import NUM_EVAL_ROWS, rank_plan, write_attempt, write_rows
 
-from trainer.spec import codec
-from trainer.spec.errors import ExitCode
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Report
-from trainer.spec.strategy import LossHead, Sharding
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Report
+from shardwise.trainer.spec.strategy import LossHead, Sharding
 
 TIMEOUT_S = 300
 POLL_S = 0.02
@@ -34,7 +34,7 @@ def start(plan_path: Path, *arguments: str) -> "subprocess.Popen[bytes]":
     """A rank in the background; what it prints goes to output.txt beside plan.json."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment |= {"OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, "-m", "trainer", str(plan_path), *arguments]
+    argv = [sys.executable, "-m", "shardwise.trainer", str(plan_path), *arguments]
     with plan_path.with_name("output.txt").open("wb") as output:
         return subprocess.Popen(argv, env=environment, stdout=output, stderr=output)
 
@@ -193,7 +193,7 @@ def test_a_rank_of_another_world_size_than_planned_refuses_to_train(tmp_path, ca
 
 def test_a_rank_ends_when_its_parent_is_killed(tmp_path, cache_dir):
     plan_path = write_attempt(tmp_path, plan_with(cache_dir, num_steps=ENDLESS, eval_every_steps=None))
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-m', 'trainer', {str(plan_path)!r}])"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-m', 'shardwise.trainer', {str(plan_path)!r}])"
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for_step(tmp_path, 1, launcher)
     pid = json.loads((plan_path.parent / "pids" / "rank-0.json").read_text())["pid"]

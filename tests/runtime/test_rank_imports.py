@@ -15,24 +15,25 @@ import pytest
 from msgspec.structs import replace
 from rank_factory import rank_plan, write_attempt, write_rows
 
-from trainer.spec.messages.extension import Extension, Hook
+from shardwise.trainer.spec.messages.extension import Extension, Hook
 
 PYTHON = Path(sys.prefix, "bin", "python")
 TIMEOUT_S = 300  # only a rank that hangs needs it
 NOT_IMPORTED = (
     # engines, methods, optimizers and kernels that another plan names
     "deepspeed", "peft", "bitsandbytes", "trl", "galore_torch", "torchao", "transformer_engine", "liger_kernel",
-    "kernels", "flash_attn", "trainer.runtime.optimizers.lamb_8bit",
+    "kernels", "flash_attn", "shardwise.trainer.runtime.optimizers.lamb_8bit",
     # data is read from prepared rows
-    "datasets", "pyarrow", "pandas", "trainer.runtime.data.prepare",
+    "datasets", "pyarrow", "pandas", "shardwise.trainer.runtime.data.prepare",
     # the export and what checks it
-    "onnx", "onnxruntime", "onnxscript", "trainer.runtime.export.run", "trainer.runtime.export.onnx",
+    "onnx", "onnxruntime", "onnxscript",
+    "shardwise.trainer.runtime.export.run", "shardwise.trainer.runtime.export.onnx",
     # metrics leave through another process
     "wandb", "tensorboard", "torch.utils.tensorboard",
     # what no training of text needs
     "scipy", "sklearn", "matplotlib", "torchvision", "torchaudio", "librosa",
     # starting and planning
-    "launch", "slurm", "trainer.planning", "trainer.simulation", "torch.distributed.run",
+    "launch", "slurm", "shardwise.trainer.planning", "shardwise.trainer.simulation", "torch.distributed.run",
 )  # fmt: skip
 AT_FIRST_STEP = """
 import gc
@@ -56,7 +57,7 @@ def first_step(tmp_path_factory) -> dict[str, object]:
     (folder / "mine.py").write_text(body)
     extension = Extension(path=str(folder / "mine.py"), sha256=sha256(body.encode()).hexdigest(), hooks=(Hook.ON_STEP,))
     plan = replace(rank_plan(write_rows(folder / "rows"), num_steps=2), extension=extension)
-    argv = [str(PYTHON), "-m", "trainer", str(write_attempt(folder / "run", plan))]
+    argv = [str(PYTHON), "-m", "shardwise.trainer", str(write_attempt(folder / "run", plan))]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     rank = subprocess.run(
         argv, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=TIMEOUT_S, check=False

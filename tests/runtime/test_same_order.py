@@ -14,12 +14,12 @@ from conversations import assistant, user
 from msgspec.structs import replace
 from prepare_request_factory import listed_request
 
-from trainer.runtime.data.batches import MicroBatch, step_micro_batches
-from trainer.runtime.data.chat import rendering
-from trainer.runtime.data.prepare import prepare
-from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.data.request import PrepareRequest
+from shardwise.trainer.runtime.data.batches import MicroBatch, step_micro_batches
+from shardwise.trainer.runtime.data.chat import rendering
+from shardwise.trainer.runtime.data.prepare import prepare
+from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.data.request import PrepareRequest
 
 NUM_ROWS = 420
 BATCH_UNITS = 64  # examples in a batch: several for each worker
@@ -99,7 +99,7 @@ def by_one(requests, tmp_path_factory) -> dict[str, Prepared]:
 @pytest.mark.parametrize(("name", "num_workers"), [("packed", 2), ("grouped", 3), ("pairs", 3), ("weighted", 2)])
 def test_any_number_of_workers_writes_the_same_bytes(name, num_workers, requests, by_one, tmp_path, monkeypatch):
     monkeypatch.setattr(rendering, "LEAST_EXAMPLES", 1)
-    monkeypatch.setattr("trainer.runtime.data.prepare.BATCH_UNITS", BATCH_UNITS)
+    monkeypatch.setattr("shardwise.trainer.runtime.data.prepare.BATCH_UNITS", BATCH_UNITS)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_workers)))  # a machine of so many cores
     found, expected = prepared(requests[name], tmp_path), by_one[name]
     assert found.profile.fingerprint == expected.profile.fingerprint

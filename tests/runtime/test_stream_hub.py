@@ -13,12 +13,12 @@ FILES = {"data/a.jsonl": b'{"text": "one"}\n', "data/b.jsonl": b'{"text": ""}\n'
 PROGRAM = """
 import json, sys, time
 from pathlib import Path
-from trainer.runtime.data.sources.rows import RowReading
-from trainer.runtime.data.stream.windows import FileFetcher
-from trainer.runtime.data.stream.windows import StreamReader
-from trainer.spec.data.request import SourceFile
-from trainer.spec.errors import ShardwiseError
-from trainer.spec.job.sections import DataFormat
+from shardwise.trainer.runtime.data.sources.rows import RowReading
+from shardwise.trainer.runtime.data.stream.windows import FileFetcher
+from shardwise.trainer.runtime.data.stream.windows import StreamReader
+from shardwise.trainer.spec.data.request import SourceFile
+from shardwise.trainer.spec.errors import ShardwiseError
+from shardwise.trainer.spec.job.sections import DataFormat
 
 time.sleep = lambda seconds: None  # the library and we wait for minutes between questions
 folder, names, sizes = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])

@@ -13,8 +13,8 @@ import pytest
 from rank_factory import write_attempt
 from stream_factory import prepared_stream, stream_plan, write_files
 
-from trainer.spec import codec
-from trainer.spec.report import Ending, Report
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.report import Ending, Report
 
 LAST_STEP = 14  # by then the stream has begun again
 ENDLESS = 100_000  # steps: more than a rank can run before it is stopped
@@ -32,7 +32,7 @@ def start(plan_path: Path) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     with plan_path.with_name("output.txt").open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "trainer", str(plan_path)],
+            [sys.executable, "-m", "shardwise.trainer", str(plan_path)],
             env=environment | {"OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=output,

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from trainer.runtime.loop import step
-from trainer.simulation import dry_run, kernels
-from trainer.simulation.fake_device import replaced
-from trainer.spec.errors import ShardwiseError
-from trainer.spec.messages.simulation import SimulationRequest
+from shardwise.trainer.runtime.loop import step
+from shardwise.trainer.simulation import dry_run, kernels
+from shardwise.trainer.simulation.fake_device import replaced
+from shardwise.trainer.spec.errors import ShardwiseError
+from shardwise.trainer.spec.messages.simulation import SimulationRequest
 
 REQUEST = SimulationRequest(
     model_config={

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from trainer.simulation.allocator import min_capacity_bytes, replay
-from trainer.simulation.tracker import TraceEvent
-from trainer.spec.units import MIB
+from shardwise.trainer.simulation.allocator import min_capacity_bytes, replay
+from shardwise.trainer.simulation.tracker import TraceEvent
+from shardwise.trainer.spec.units import MIB
 
 
 def trace(*events: tuple[str, float]) -> list[TraceEvent]:

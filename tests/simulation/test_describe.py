@@ -5,11 +5,11 @@ from collections import Counter
 import pytest
 from architecture_factory import TINY, VARIANTS
 
-from trainer.simulation.describe import describe
-from trainer.spec.errors import InputError
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.model.shape import DescriptionRequest, Linear, ModelShape
-from trainer.spec.strategy import Attention
+from shardwise.trainer.simulation.describe import describe
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.model.shape import DescriptionRequest, Linear, ModelShape
+from shardwise.trainer.spec.strategy import Attention
 
 _SIZES = {
     "vocab_size": 200,

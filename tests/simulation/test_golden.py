@@ -6,9 +6,9 @@ import pytest
 from dry_run_factory import run_dry
 from msgspec.structs import replace
 
-from trainer.simulation.golden import read_golden
-from trainer.spec.messages.simulation import GoldenAnswer, GoldenRow
-from trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision, Sharding
+from shardwise.trainer.simulation.golden import read_golden
+from shardwise.trainer.spec.messages.simulation import GoldenAnswer, GoldenRow
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision, Sharding
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dry_run.jsonl"
 ROWS = read_golden(GOLDEN)

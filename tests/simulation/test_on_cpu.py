@@ -7,15 +7,15 @@ import torch
 from estimate_factory import config
 from transformers import PreTrainedModel
 
-from trainer.runtime.models.build import make_trainable, model_from_config
-from trainer.runtime.optimizers import build_optimizer
-from trainer.runtime.profile.memory_profile import MemoryProfile
-from trainer.runtime.run.types import weight_type
-from trainer.simulation.dry_run import simulate
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.messages.simulation import SimulationRequest
-from trainer.spec.report import MemoryFigures
-from trainer.spec.strategy import Attention, Checkpointing, LossHead, Optimizer, Precision
+from shardwise.trainer.runtime.models.build import make_trainable, model_from_config
+from shardwise.trainer.runtime.optimizers import build_optimizer
+from shardwise.trainer.runtime.profile.memory_profile import MemoryProfile
+from shardwise.trainer.runtime.run.types import weight_type
+from shardwise.trainer.simulation.dry_run import simulate
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.messages.simulation import SimulationRequest
+from shardwise.trainer.spec.report import MemoryFigures
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Optimizer, Precision
 
 VOCAB = 4096
 TOLERANCE = 0.0005

@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 from slurm_texts import partition_of, slurm_text
 
-from slurm.access import access_to, parse_associations, parse_qos_limits
-from slurm.cluster import Partition
+from shardwise.slurm.access import access_to, parse_associations, parse_qos_limits
+from shardwise.slurm.cluster import Partition
 
 TEAM = partition_of("fake_nodes", "team")
 OPEN = partition_of("fake_nodes", "cpu")

@@ -4,15 +4,15 @@ import shlex
 
 import pytest
 
-from slurm.allocation import (
+from shardwise.slurm.allocation import (
     Allocation,
     find_allocation,
     is_login_node,
     srun_argv,
     submit_line,
 )
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import Gpu, Hardware, Host, SlurmEnvironment
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import Gpu, Hardware, Host, SlurmEnvironment
 
 
 def machine(slurm: SlurmEnvironment | None, *, has_gpu: bool = False) -> Hardware:

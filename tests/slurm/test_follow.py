@@ -12,12 +12,12 @@ from slurm_cluster import SlurmCluster
 from slurm_jobs import batch_job, read_starts, write_run
 from stand_in_run import program
 
-from launch.commands.follow import run_cancel, run_logs, run_status
-from launch.options import CancelOptions, LogsOptions, StatusOptions
-from launch.terminal import Console
-from slurm.jobs import cancel_waiting, read_job, read_queue
-from slurm.submit import submit_script
-from trainer.spec.messages.submission import CHAIN_FILE, SCRIPT_NAME
+from shardwise.launch.commands.follow import run_cancel, run_logs, run_status
+from shardwise.launch.options import CancelOptions, LogsOptions, StatusOptions
+from shardwise.launch.terminal import Console
+from shardwise.slurm.jobs import cancel_waiting, read_job, read_queue
+from shardwise.slurm.submit import submit_script
+from shardwise.trainer.spec.messages.submission import CHAIN_FILE, SCRIPT_NAME
 
 
 class Runs:

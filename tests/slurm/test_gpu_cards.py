@@ -3,11 +3,11 @@
 import pytest
 from slurm_texts import CLUSTERS, nodes_of, slurm_text
 
-from slurm.cluster import parse_gres
-from slurm.gpu_cards import card_of, gpus_of_row
-from trainer.planning.tables.gpu_names import card_name, rows_of_model
-from trainer.planning.tables.gpu_specs import GPU_SPECS
-from trainer.spec.units import GIB
+from shardwise.slurm.cluster import parse_gres
+from shardwise.slurm.gpu_cards import card_of, gpus_of_row
+from shardwise.trainer.planning.tables.gpu_names import card_name, rows_of_model
+from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
+from shardwise.trainer.spec.units import GIB
 
 TOLD = [
     # GRES, features, the card, whether others would fit as well

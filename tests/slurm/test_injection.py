@@ -6,8 +6,8 @@ import pytest
 from slurm_cluster import SlurmCluster
 from slurm_jobs import batch_job, read_events, read_output, write_run
 
-from slurm.sbatch import render_script
-from slurm.submit import submit_script
+from shardwise.slurm.sbatch import render_script
+from shardwise.slurm.submit import submit_script
 
 MARKER = "was-run"
 HOSTILE = [

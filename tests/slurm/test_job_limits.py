@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from slurm.cluster import JobLimits
-from slurm.job_limits import NodeShare, allowed_nodes, bounds_of, in_order, share_within, time_limit_of
-from trainer.spec.units import GIB
+from shardwise.slurm.cluster import JobLimits
+from shardwise.slurm.job_limits import NodeShare, allowed_nodes, bounds_of, in_order, share_within, time_limit_of
+from shardwise.trainer.spec.units import GIB
 
 PARTITION = JobLimits(source="QOS partgpu", per_user={"gres/gpu": 12})
 LONG = JobLimits(source="QOS long", max_time_s=7200, per_job={"gres/gpu": 16, "node": 2}, per_user={"gres/gpu": 8})

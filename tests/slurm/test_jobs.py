@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from slurm_cluster import SlurmCluster
 
-from slurm.jobs import (
+from shardwise.slurm.jobs import (
     EndedJob,
     QueuedJob,
     describe_ended,

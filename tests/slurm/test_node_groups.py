@@ -4,10 +4,10 @@ import pytest
 from msgspec.structs import replace
 from slurm_texts import nodes_of, partition_of
 
-from slurm.cluster import Gres, Node, Partition
-from slurm.node_groups import choose_group, group_nodes, satisfies
-from trainer.spec.errors import InputError
-from trainer.spec.units import GIB
+from shardwise.slurm.cluster import Gres, Node, Partition
+from shardwise.slurm.node_groups import choose_group, group_nodes, satisfies
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.units import GIB
 
 
 def node(name="n1", *, gres="a100", count=8, cores=64, ram_gib=500, features=(), **facts):

@@ -4,14 +4,14 @@ import pytest
 from msgspec.structs import replace
 from slurm_texts import nodes_of, partition_of
 
-from slurm.cluster import JobLimits, PartitionState
-from slurm.job_limits import NodeShare
-from slurm.node_groups import choose_group
-from slurm.partition_hardware import hardware_of
-from trainer.planning.tables.gpu_names import hardware_from_spec
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, LinkKind, MeasuredRates
-from trainer.spec.units import GIB, MIB
+from shardwise.slurm.cluster import JobLimits, PartitionState
+from shardwise.slurm.job_limits import NodeShare
+from shardwise.slurm.node_groups import choose_group
+from shardwise.slurm.partition_hardware import hardware_of
+from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, LinkKind, MeasuredRates
+from shardwise.trainer.spec.units import GIB, MIB
 
 UNKNOWN_HOST = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
 

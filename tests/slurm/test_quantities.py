@@ -2,8 +2,15 @@
 
 import pytest
 
-from slurm.quantities import describe_num_jobs, format_duration, num_jobs, parse_amount, parse_duration, parse_memory
-from trainer.spec.units import GIB, MIB
+from shardwise.slurm.quantities import (
+    describe_num_jobs,
+    format_duration,
+    num_jobs,
+    parse_amount,
+    parse_duration,
+    parse_memory,
+)
+from shardwise.trainer.spec.units import GIB, MIB
 
 
 @pytest.mark.parametrize(

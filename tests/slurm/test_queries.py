@@ -3,8 +3,15 @@
 import pytest
 from slurm_texts import install_slurm, slurm_text
 
-from slurm.queries import read_associations, read_config, read_nodes, read_partitions, read_qos_limits, run_slurm
-from trainer.spec.errors import EnvironmentFaultError
+from shardwise.slurm.queries import (
+    read_associations,
+    read_config,
+    read_nodes,
+    read_partitions,
+    read_qos_limits,
+    run_slurm,
+)
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 
 def program(folder, name, script):

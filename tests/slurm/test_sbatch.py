@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from slurm_jobs import batch_job
 
-from slurm.job_script import Container, Runtime, container_of, srun_parts
-from slurm.sbatch import BatchJob, render_script, sbatch_line, sbatch_options, warning_s
-from trainer.spec.errors import InputError
-from trainer.spec.units import GIB
+from shardwise.slurm.job_script import Container, Runtime, container_of, srun_parts
+from shardwise.slurm.sbatch import BatchJob, render_script, sbatch_line, sbatch_options, warning_s
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.units import GIB
 
 RUN_DIR = Path("/home/me/runs/tiny-20261122-180000")
 IMAGE = "docker://nvcr.io/nvidia/pytorch:25.10-py3"

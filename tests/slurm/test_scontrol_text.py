@@ -3,7 +3,7 @@
 import pytest
 from slurm_texts import CLUSTERS, nodes_of, partition_of, slurm_text
 
-from slurm.cluster import (
+from shardwise.slurm.cluster import (
     Gres,
     PartitionState,
     Preemption,
@@ -13,7 +13,7 @@ from slurm.cluster import (
     parse_partitions,
     parse_tres,
 )
-from trainer.spec.units import GIB, MIB
+from shardwise.trainer.spec.units import GIB, MIB
 
 PARSED = [
     # cluster, node, cores, MiB of RAM, GPUs as (type, count), in service

@@ -6,9 +6,9 @@ import pytest
 from slurm_cluster import SlurmCluster
 from slurm_jobs import batch_job, read_events, read_output, read_starts, tell_ends, write_program, write_run
 
-from slurm.job_script import container_of
-from slurm.submit import submit_script
-from trainer.spec.messages.submission import CHAIN_FILE
+from shardwise.slurm.job_script import container_of
+from shardwise.slurm.submit import submit_script
+from shardwise.trainer.spec.messages.submission import CHAIN_FILE
 
 FRESH, AGAIN = "start restarts=0", "start restarts=1"
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.job.layers import read_job_layers
-from launch.options import parse_words
-from launch.rundir.cancel_flag import CANCEL_FLAG
-from slurm.jobs import describe_reason
-from trainer.spec.job.fields import BY_PATH
-from trainer.spec.messages.submission import FILE_NAME, JOBS_FILE, OUTPUT_PATTERN, SCRIPT_NAME
+from shardwise.launch.job.layers import read_job_layers
+from shardwise.launch.options import parse_words
+from shardwise.launch.rundir.cancel_flag import CANCEL_FLAG
+from shardwise.slurm.jobs import describe_reason
+from shardwise.trainer.spec.job.fields import BY_PATH
+from shardwise.trainer.spec.messages.submission import FILE_NAME, JOBS_FILE, OUTPUT_PATTERN, SCRIPT_NAME
 
 TEXT = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
 BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
@@ -60,7 +60,7 @@ def test_every_option_is_one_of_shardwise_or_of_sbatch(option: str):
 
 
 def _options_of(command: str) -> set[str]:
-    from launch.options import build_parser
+    from shardwise.launch.options import build_parser
 
     (subparsers,) = (action for action in build_parser()._actions if action.dest == "command")
     parser = dict(subparsers.choices or {})[command]

@@ -6,14 +6,14 @@ import pytest
 from slurm_cluster import SlurmCluster
 from slurm_jobs import batch_job
 
-from slurm.access import Access
-from slurm.cluster import Partition
-from slurm.node_groups import NodeGroup
-from slurm.partition_hardware import PartitionHardware
-from slurm.sbatch import render_script
-from slurm.submit import check_script, explain_refusal, submit_environment, submit_script
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.hardware import Hardware, Host
+from shardwise.slurm.access import Access
+from shardwise.slurm.cluster import Partition
+from shardwise.slurm.node_groups import NodeGroup
+from shardwise.slurm.partition_hardware import PartitionHardware
+from shardwise.slurm.sbatch import render_script
+from shardwise.slurm.submit import check_script, explain_refusal, submit_environment, submit_script
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.hardware import Hardware, Host
 
 RUN_DIR = Path("/home/me/runs/tiny")
 

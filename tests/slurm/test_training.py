@@ -12,9 +12,9 @@ import pytest
 from slurm_cluster import SlurmCluster
 from workplace_factory import Workplace, make_workplace, read_metrics
 
-from trainer.spec import codec
-from trainer.spec.messages.submission import JOBS_FILE
-from trainer.spec.report import Ending, Fault, Report
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.messages.submission import JOBS_FILE
+from shardwise.trainer.spec.report import Ending, Fault, Report
 
 STEPS = 24
 LONG_STEPS = 110

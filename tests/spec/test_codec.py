@@ -5,14 +5,14 @@ import re
 import pytest
 from engine_plan_factory import engine_plan
 
-from trainer.spec import codec
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import Gpu, Hardware, Host
-from trainer.spec.job.reading import read_job
-from trainer.spec.job.sections import Job
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Sharding
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import Gpu, Hardware, Host
+from shardwise.trainer.spec.job.reading import read_job
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Sharding
 
 PROFILE = DataProfile(
     source="prepared", num_rows=3, num_tokens=700, longest_row=256, is_packed=True, fingerprint="ab", vocab_size=4096

@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 
-from trainer.spec import errors
-from trainer.spec.errors import ExitCode, InputError, InputProblemsError, ShardwiseError
+from shardwise.trainer.spec import errors
+from shardwise.trainer.spec.errors import ExitCode, InputError, InputProblemsError, ShardwiseError
 
 CODES = {
     "ShardwiseError": 1,

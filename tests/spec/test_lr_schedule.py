@@ -2,9 +2,9 @@
 
 import pytest
 
-from trainer.spec.job.sections import LrSchedule, TrainJob
-from trainer.spec.lr_schedule import learning_rate
-from trainer.spec.plan import Schedule
+from shardwise.trainer.spec.job.sections import LrSchedule, TrainJob
+from shardwise.trainer.spec.lr_schedule import learning_rate
+from shardwise.trainer.spec.plan import Schedule
 
 
 def schedule_of(*, num_steps: int = 100, warmup_steps: int = 10, lr: float = 1.0) -> Schedule:

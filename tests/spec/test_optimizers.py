@@ -6,9 +6,9 @@ from types import ModuleType
 
 import pytest
 
-from trainer.runtime.optimizers import rules
-from trainer.spec import optimizers
-from trainer.spec.optimizers import Optimizer
+from shardwise.trainer.runtime.optimizers import rules
+from shardwise.trainer.spec import optimizers
+from shardwise.trainer.spec.optimizers import Optimizer
 
 
 def without_row_of_sgd(module: ModuleType, table: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 from pasted_pip import pasted
 
-from trainer.spec.pip_lines import REQUIREMENTS, extra_line, pip_line
+from shardwise.trainer.spec.pip_lines import REQUIREMENTS, extra_line, pip_line
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from trainer.spec import codec
-from trainer.spec.secrets import RedactedStream, _own_values, redact, redacted_output, secret_values
-from trainer.spec.value import Value
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.secrets import RedactedStream, _own_values, redact, redacted_output, secret_values
+from shardwise.trainer.spec.value import Value
 
 SECRET = "canary-4f1c9e77"
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.spec.units import (
+from shardwise.trainer.spec.units import (
     GIB,
     KIB,
     MIB,

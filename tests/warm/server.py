@@ -35,11 +35,11 @@ PRELOADED = (
     "torch", "transformers", "accelerate", "accelerate.commands.launch", "torch.distributed.run",
     "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "transformers.models.auto",
     "transformers.models.llama.modeling_llama", "peft", "bitsandbytes", "datasets", "tokenizers", "numpy",
-    "trainer.__main__", "trainer.runtime.loop.course", "trainer.runtime.data.prepare",
-    "trainer.runtime.tools.torch_check",
-    "launch.cli", "launch.commands.train",
+    "shardwise.trainer.__main__", "shardwise.trainer.runtime.loop.course", "shardwise.trainer.runtime.data.prepare",
+    "shardwise.trainer.runtime.tools.torch_check",
+    "shardwise.launch.cli", "shardwise.launch.commands.train",
 )  # fmt: skip
-PRODUCT = ("trainer", "launch", "slurm", "shardwise")
+PRODUCT = ("shardwise",)
 # Read when a library is imported: with another value of one of these a fork would not be the requested process.
 READ_AT_IMPORT = (
     "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "TRITON_", "CUDA_", "BNB_", "DATASETS_", "ONEDNN_",

@@ -18,7 +18,8 @@ PASSED_ON = (
     signal.SIGWINCH,
 )  # fmt: skip
 COLD_FLAGS = "EISXVhisxb?"  # what only a new interpreter can do
-MODULES_TO_KILL = ("trainer",)  # ranks ask for SIGKILL at the death of their parent, other programs for SIGTERM
+# Ranks ask for SIGKILL at the death of their parent, other programs for SIGTERM.
+MODULES_TO_KILL = ("shardwise.trainer",)
 PR_SET_PDEATHSIG = 1
 MAX_DESCRIPTORS = 250  # SCM_RIGHTS takes 253
 

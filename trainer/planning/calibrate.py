@@ -23,12 +23,12 @@ from itertools import groupby
 
 from msgspec.structs import replace
 
-from trainer.spec.calibration import Calibration, CalibrationRecord, RatesSource
-from trainer.spec.hardware import Hardware, MeasuredRates
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.plan import MemoryEstimate, SpeedEstimate, TrialResult
-from trainer.spec.strategy import Method, Offload, Precision, Sharding, Strategy
-from trainer.spec.value import Value
+from shardwise.trainer.spec.calibration import Calibration, CalibrationRecord, RatesSource
+from shardwise.trainer.spec.hardware import Hardware, MeasuredRates
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.plan import MemoryEstimate, SpeedEstimate, TrialResult
+from shardwise.trainer.spec.strategy import Method, Offload, Precision, Sharding, Strategy
+from shardwise.trainer.spec.value import Value
 
 COMPARABLE_SIZE = 4.0  # ratio of parameters
 MAX_RECORDS = 20  # the newest count

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable
 import msgspec
 from msgspec.structs import replace
 
-from trainer.planning.calibrate import corrected_memory, corrected_speed
-from trainer.planning.context import PlanningContext
-from trainer.planning.memory import estimate_memory, held_bytes, least_bytes, needed_bytes
-from trainer.planning.run.rows import longest_width, mean_width, row_recipe
-from trainer.planning.setting import Setting
-from trainer.planning.speed.step import estimate_speed, evaluation_seconds, step_seconds
-from trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate
-from trainer.spec.strategy import Checkpointing
+from shardwise.trainer.planning.calibrate import corrected_memory, corrected_speed
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.memory import estimate_memory, held_bytes, least_bytes, needed_bytes
+from shardwise.trainer.planning.run.rows import longest_width, mean_width, row_recipe
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.speed.step import estimate_speed, evaluation_seconds, step_seconds
+from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate
+from shardwise.trainer.spec.strategy import Checkpointing
 
 _SHARED_FIELDS = tuple(
     field.name for field in msgspec.structs.fields(Setting) if field.name in Candidate.__struct_fields__

@@ -1,16 +1,16 @@
 """Planning context: the job, the machine and the model, for one method. Every rule and search reads it."""
 
-from trainer.planning.calibrate import NO_CORRECTIONS, Corrections
-from trainer.planning.device import Device
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.hardware import DeviceKind, Hardware
-from trainer.spec.job.sections import Job
-from trainer.spec.messages.extension import Hook
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.plan import Fp8Gain, Schedule
-from trainer.spec.strategy import Method
-from trainer.spec.units import format_bytes
-from trainer.spec.value import Value
+from shardwise.trainer.planning.calibrate import NO_CORRECTIONS, Corrections
+from shardwise.trainer.planning.device import Device
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.hardware import DeviceKind, Hardware
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.messages.extension import Hook
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.plan import Fp8Gain, Schedule
+from shardwise.trainer.spec.strategy import Method
+from shardwise.trainer.spec.units import format_bytes
+from shardwise.trainer.spec.value import Value
 
 
 class PlanningContext(Value, frozen=True, kw_only=True):

@@ -8,14 +8,14 @@ ranking). A CPU is a device whose memory is its share of the RAM that the cgroup
 
 from collections.abc import Sequence
 
-from trainer.planning.tables.gpu_chips import Generation
-from trainer.planning.tables.gpu_rating import spec_of
-from trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Host, LinkKind
-from trainer.spec.strategy import Precision
-from trainer.spec.units import MIB
-from trainer.spec.value import Value
+from shardwise.trainer.planning.tables.gpu_chips import Generation
+from shardwise.trainer.planning.tables.gpu_rating import spec_of
+from shardwise.trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Host, LinkKind
+from shardwise.trainer.spec.strategy import Precision
+from shardwise.trainer.spec.units import MIB
+from shardwise.trainer.spec.value import Value
 
 # What a core is assumed to sustain in fp32 training of a small model, by the widest vectors it has: with AVX-512, 90
 # GFLOP/s were measured over whole steps on each of two cores of a Zen 4; vectors half as wide do half as much.

@@ -7,12 +7,12 @@ has sequences for show as a ratio that stays where it is.
 
 from collections.abc import Sequence
 
-from trainer.planning.page.content import Bars, Section, Sentence, Table
-from trainer.planning.planner import context_of
-from trainer.planning.search.budget import RunTotals, run_totals
-from trainer.spec.plan import Plan
-from trainer.spec.units import format_seconds
-from trainer.spec.value import Value
+from shardwise.trainer.planning.page.content import Bars, Section, Sentence, Table
+from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.search.budget import RunTotals, run_totals
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.units import format_seconds
+from shardwise.trainer.spec.value import Value
 
 MOST_COUNTS = 5
 

@@ -12,24 +12,24 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from trainer.planning.calibrate import after_trials, corrections_of
-from trainer.planning.context import PlanningContext
-from trainer.planning.device import device_of
-from trainer.planning.reasons.reasons import notes, reasons
-from trainer.planning.run.schedule import make_schedule
-from trainer.planning.search.choice import Ranking, method_rows, rank, survey, with_remedies
-from trainer.planning.search.fallbacks import fallbacks
-from trainer.planning.search.input_checks import asks_every_row_first, check_job, check_objective, check_pins
-from trainer.planning.search.remedies import nothing_fits
-from trainer.spec.calibration import Calibration
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import Hardware
-from trainer.spec.job.sections import Job
-from trainer.spec.messages.extension import Extension
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.plan import Candidate, Fp8Gain, Plan, Schedule, TrialResult
-from trainer.spec.strategy import Method
+from shardwise.trainer.planning.calibrate import after_trials, corrections_of
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.planning.reasons.reasons import notes, reasons
+from shardwise.trainer.planning.run.schedule import make_schedule
+from shardwise.trainer.planning.search.choice import Ranking, method_rows, rank, survey, with_remedies
+from shardwise.trainer.planning.search.fallbacks import fallbacks
+from shardwise.trainer.planning.search.input_checks import asks_every_row_first, check_job, check_objective, check_pins
+from shardwise.trainer.planning.search.remedies import nothing_fits
+from shardwise.trainer.spec.calibration import Calibration
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.messages.extension import Extension
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.plan import Candidate, Fp8Gain, Plan, Schedule, TrialResult
+from shardwise.trainer.spec.strategy import Method
 
 
 def make_plan(

@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from trainer.planning.calibrate import rates_source
-from trainer.planning.context import PlanningContext
-from trainer.planning.planner import context_of
-from trainer.planning.reasons.reasons import usual_error
-from trainer.planning.search.choice import survey
-from trainer.planning.search.settings import best_candidate, loss_handicap
-from trainer.spec.calibration import RatesSource
-from trainer.spec.data.shapes import SHAPES
-from trainer.spec.job.sections import Allowance
-from trainer.spec.messages.saving import saving_choice
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.report import Report
-from trainer.spec.units import format_bytes, format_seconds
-from trainer.spec.value import Value
+from shardwise.trainer.planning.calibrate import rates_source
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.reasons.reasons import usual_error
+from shardwise.trainer.planning.search.choice import survey
+from shardwise.trainer.planning.search.settings import best_candidate, loss_handicap
+from shardwise.trainer.spec.calibration import RatesSource
+from shardwise.trainer.spec.data.shapes import SHAPES
+from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.messages.saving import saving_choice
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.report import Report
+from shardwise.trainer.spec.units import format_bytes, format_seconds
+from shardwise.trainer.spec.value import Value
 
 LEAST_GAIN = 1.05
 MOST_SAID = 5

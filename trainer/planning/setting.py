@@ -1,9 +1,18 @@
 """One point on every axis, as the estimates take it: a candidate before its memory and speed are known."""
 
-from trainer.spec.job.sections import GaloreJob, LoraJob
-from trainer.spec.plan import Buckets
-from trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method, Precision, Quant, Strategy
-from trainer.spec.value import Value
+from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
+from shardwise.trainer.spec.plan import Buckets
+from shardwise.trainer.spec.strategy import (
+    Attention,
+    Checkpointing,
+    Fp8Recipe,
+    LossHead,
+    Method,
+    Precision,
+    Quant,
+    Strategy,
+)
+from shardwise.trainer.spec.value import Value
 
 OUR_STACK = "shardwise"
 

@@ -9,21 +9,21 @@ from collections.abc import Container, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from trainer.planning.candidates import at_longest, setting_of
-from trainer.planning.context import PlanningContext
-from trainer.planning.memory import on_device, step_memory
-from trainer.planning.memory.events import StepMemory, resident_bytes, step_events
-from trainer.planning.memory.overheads import OVERHEADS, StepBytes, overheads
-from trainer.planning.planner import context_of, schedule_with
-from trainer.planning.reasons.reasons import notes, reasons
-from trainer.planning.run.rows import longest_width
-from trainer.planning.search.fallbacks import fallbacks
-from trainer.spec.messages.simulation import Simulation
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.plan import Candidate, MemoryEstimate, Plan, Rejection
-from trainer.spec.strategy import Attention, Checkpointing, Method, Offload, Precision, Sharding
-from trainer.spec.units import format_bytes
-from trainer.spec.value import Value
+from shardwise.trainer.planning.candidates import at_longest, setting_of
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.memory import on_device, step_memory
+from shardwise.trainer.planning.memory.events import StepMemory, resident_bytes, step_events
+from shardwise.trainer.planning.memory.overheads import OVERHEADS, StepBytes, overheads
+from shardwise.trainer.planning.planner import context_of, schedule_with
+from shardwise.trainer.planning.reasons.reasons import notes, reasons
+from shardwise.trainer.planning.run.rows import longest_width
+from shardwise.trainer.planning.search.fallbacks import fallbacks
+from shardwise.trainer.spec.messages.simulation import Simulation
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan, Rejection
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method, Offload, Precision, Sharding
+from shardwise.trainer.spec.units import format_bytes
+from shardwise.trainer.spec.value import Value
 
 # Events of a dry run that lie between two of the closed form's count with the one before.
 _BETWEEN = {"block_backward_middle": "block_backward_top", "clip": "optimizer_step"}

@@ -1,1 +1,1 @@
-"""Effects on devices: the place for torch, started by `accelerate launch -m trainer`."""
+"""Effects on devices: the place for torch, started by `accelerate launch -m shardwise.trainer`."""

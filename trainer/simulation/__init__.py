@@ -8,5 +8,5 @@
     dry_run                 all of it: a request in, an answer out
     golden, explain         the file of known runs; an answer in words
 
-It runs in a process of its own (`python -m trainer.simulation`): see docs/dry-run.md.
+It runs in a process of its own (`python -m shardwise.trainer.simulation`): see docs/dry-run.md.
 """

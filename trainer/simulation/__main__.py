@@ -1,9 +1,9 @@
 """The dry run as a process of its own.
 
-    python -m trainer.simulation REQUEST.json ANSWER.json      the answer to one request
-    python -m trainer.simulation --explain REQUEST.json        the live set at the peak, in words
-    python -m trainer.simulation --describe REQUEST.json ANSWER.json   the shape of the model of a config.json
-    python -m trainer.simulation --golden ROWS.jsonl [--all]   answers the rows that have none, or all of them
+    python -m shardwise.trainer.simulation REQUEST.json ANSWER.json      the answer to one request
+    python -m shardwise.trainer.simulation --explain REQUEST.json        the live set at the peak, in words
+    python -m shardwise.trainer.simulation --describe REQUEST.json ANSWER.json   the shape of the model of a config.json
+    python -m shardwise.trainer.simulation --golden ROWS.jsonl [--all]   answers the rows that have none, or all of them
 
 A problem goes to stderr with the exit code of its error.
 """
@@ -16,13 +16,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trainer.runtime.run.answering import answer, report_progress
-from trainer.runtime.run.process import end_with_parent
-from trainer.spec import codec
-from trainer.spec.errors import ExitCode, ShardwiseError
-from trainer.spec.messages.simulation import Simulation, SimulationRequest
-from trainer.spec.model.shape import DescriptionRequest
-from trainer.spec.value import Value
+from shardwise.trainer.runtime.run.answering import answer, report_progress
+from shardwise.trainer.runtime.run.process import end_with_parent
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
+from shardwise.trainer.spec.messages.simulation import Simulation, SimulationRequest
+from shardwise.trainer.spec.model.shape import DescriptionRequest
+from shardwise.trainer.spec.value import Value
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,7 +42,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m trainer.simulation", description="The memory of one rank.")
+    parser = argparse.ArgumentParser(
+        prog="python -m shardwise.trainer.simulation", description="The memory of one rank."
+    )
     parser.add_argument("request", type=Path, nargs="?", help="request.json")
     parser.add_argument("answer", type=Path, nargs="?", help="where the answer goes")
     parser.add_argument("--explain", action="store_true", help="print the live set at the peak instead")
@@ -61,18 +63,18 @@ def _load() -> Callable[[SimulationRequest], Simulation]:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    from trainer.simulation.dry_run import simulate
+    from shardwise.trainer.simulation.dry_run import simulate
 
     return simulate
 
 
 def _run(options: argparse.Namespace, simulate: Callable[[SimulationRequest], Simulation]) -> None:
     if options.golden is not None:
-        from trainer.simulation.golden import regenerate
+        from shardwise.trainer.simulation.golden import regenerate
 
         regenerate(options.golden, simulate, report_progress, runs_all=options.all)
         return
-    from trainer.simulation.explain import explain
+    from shardwise.trainer.simulation.explain import explain
 
     for line in explain(simulate(codec.read(options.request, SimulationRequest))):
         report_progress(line)
@@ -80,7 +82,7 @@ def _run(options: argparse.Namespace, simulate: Callable[[SimulationRequest], Si
 
 def _described(request: DescriptionRequest) -> Value:
     _load()
-    from trainer.simulation.describe import describe
+    from shardwise.trainer.simulation.describe import describe
 
     return describe(request)
 

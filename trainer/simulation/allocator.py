@@ -19,8 +19,8 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainer.simulation.tracker import TraceEvent
-from trainer.spec.units import MIB
+from shardwise.trainer.simulation.tracker import TraceEvent
+from shardwise.trainer.spec.units import MIB
 
 ROUNDING_BYTES = 512
 SMALL_BYTES = MIB

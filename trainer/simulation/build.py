@@ -24,15 +24,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from trainer.runtime.engines.accelerator import EngineChoice, accelerator_of
-from trainer.runtime.models.build import Installed, make_trainable, model_from_config
-from trainer.runtime.models.methods import add_adapters, base_type
-from trainer.runtime.models.model_code import faults_of, load_model_code
-from trainer.runtime.run.types import compute_type
-from trainer.simulation.fake_device import replaced
-from trainer.spec.errors import InputError
-from trainer.spec.messages.simulation import SimulationRequest
-from trainer.spec.strategy import Method, Sharding
+from shardwise.trainer.runtime.engines.accelerator import EngineChoice, accelerator_of
+from shardwise.trainer.runtime.models.build import Installed, make_trainable, model_from_config
+from shardwise.trainer.runtime.models.methods import add_adapters, base_type
+from shardwise.trainer.runtime.models.model_code import faults_of, load_model_code
+from shardwise.trainer.runtime.run.types import compute_type
+from shardwise.trainer.simulation.fake_device import replaced
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.messages.simulation import SimulationRequest
+from shardwise.trainer.spec.strategy import Method, Sharding
 
 # What a launch of ranks leaves in the environment, for Accelerate and torch to find.
 _OF_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "LOCAL_RANK", "RANK", "WORLD_SIZE")
@@ -49,7 +49,7 @@ def build_on_meta(request: SimulationRequest) -> tuple[PreTrainedModel, Installe
             model = model_from_config(request.model_config, dtype=dtype, attention=request.attention)
             model.tie_weights()
             if request.method is Method.QLORA:
-                from trainer.simulation.nf4 import quantise
+                from shardwise.trainer.simulation.nf4 import quantise
 
                 quantise(model, request.quant, dtype)
             if request.method.freezes_base:

@@ -22,17 +22,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from trainer.runtime.attention.packed import known_rows
-from trainer.runtime.loss.head import LossForward
-from trainer.runtime.run.types import compute_type
-from trainer.simulation.build import materialise
-from trainer.simulation.kernels import Kernels
-from trainer.simulation.tracker import Tracker
-from trainer.spec.errors import InputError, ShardwiseError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.messages.simulation import SimulationRequest
-from trainer.spec.model.attention_kernel import FLASH_CAPABILITY, AttentionKernel
-from trainer.spec.strategy import Attention, Method, Precision, Sharding
+from shardwise.trainer.runtime.attention.packed import known_rows
+from shardwise.trainer.runtime.loss.head import LossForward
+from shardwise.trainer.runtime.run.types import compute_type
+from shardwise.trainer.simulation.build import materialise
+from shardwise.trainer.simulation.kernels import Kernels
+from shardwise.trainer.simulation.tracker import Tracker
+from shardwise.trainer.spec.errors import InputError, ShardwiseError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.messages.simulation import SimulationRequest
+from shardwise.trainer.spec.model.attention_kernel import FLASH_CAPABILITY, AttentionKernel
+from shardwise.trainer.spec.strategy import Attention, Method, Precision, Sharding
 
 _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
 _ALWAYS_MASKED = "allow_is_causal_skip=False"  # what a model's code says where it wants its mask in any case

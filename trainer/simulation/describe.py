@@ -18,13 +18,13 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from trainer.runtime.attention.packed import FLASH
-from trainer.simulation.build import blocks_of, build_on_meta
-from trainer.simulation.checks import loss_obstacle
-from trainer.spec.errors import InputError
-from trainer.spec.messages.simulation import SimulationRequest
-from trainer.spec.model.shape import DescriptionRequest, Linear, ModelShape, Norm, Positions
-from trainer.spec.strategy import Attention, LossHead
+from shardwise.trainer.runtime.attention.packed import FLASH
+from shardwise.trainer.simulation.build import blocks_of, build_on_meta
+from shardwise.trainer.simulation.checks import loss_obstacle
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.messages.simulation import SimulationRequest
+from shardwise.trainer.spec.model.shape import DescriptionRequest, Linear, ModelShape, Norm, Positions
+from shardwise.trainer.spec.strategy import Attention, LossHead
 
 Linears = tuple[Linear, ...]
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

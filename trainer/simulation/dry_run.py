@@ -18,32 +18,39 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 from transformers import PreTrainedModel
 
-from trainer.runtime.data.batches import MicroBatch
-from trainer.runtime.loop.dpo import DpoLoss, no_reference, plain_base, turn_dropout_off
-from trainer.runtime.loop.step import Objective, TokenLoss
-from trainer.runtime.models.methods import trained_parameters
-from trainer.runtime.models.sharded_loading import prepare_loaded, shard_without_memory
-from trainer.runtime.optimizers import build_optimizer
-from trainer.runtime.precision.mixed_precision import install_autocast, loss_scaler
-from trainer.runtime.run.types import compute_type
-from trainer.simulation.allocator import min_capacity_bytes, replay
-from trainer.simulation.build import blocks_of, build_on_meta, engine_of, keep_in_place, materialise, num_parameters
-from trainer.simulation.checks import builds_masks, check_run, check_supported
-from trainer.simulation.fake_device import (
+from shardwise.trainer.runtime.data.batches import MicroBatch
+from shardwise.trainer.runtime.loop.dpo import DpoLoss, no_reference, plain_base, turn_dropout_off
+from shardwise.trainer.runtime.loop.step import Objective, TokenLoss
+from shardwise.trainer.runtime.models.methods import trained_parameters
+from shardwise.trainer.runtime.models.sharded_loading import prepare_loaded, shard_without_memory
+from shardwise.trainer.runtime.optimizers import build_optimizer
+from shardwise.trainer.runtime.precision.mixed_precision import install_autocast, loss_scaler
+from shardwise.trainer.runtime.run.types import compute_type
+from shardwise.trainer.simulation.allocator import min_capacity_bytes, replay
+from shardwise.trainer.simulation.build import (
+    blocks_of,
+    build_on_meta,
+    engine_of,
+    keep_in_place,
+    materialise,
+    num_parameters,
+)
+from shardwise.trainer.simulation.checks import builds_masks, check_run, check_supported
+from shardwise.trainer.simulation.fake_device import (
     FakeDeviceMode,
     PinnedPages,
     as_if_available,
     enable_fake_cuda,
     ready_backward_thread,
 )
-from trainer.simulation.kernels import Kernels
-from trainer.simulation.step import LEARNING_RATE, Engine, told
-from trainer.simulation.tracker import Kind, LiveStorage, Tracker
-from trainer.simulation.zero import deepspeed_as_if_available, load_deepspeed, mark_zero, zero_config
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.messages.simulation import LiveGroup, Simulation, SimulationRequest
-from trainer.spec.strategy import Precision
+from shardwise.trainer.simulation.kernels import Kernels
+from shardwise.trainer.simulation.step import LEARNING_RATE, Engine, told
+from shardwise.trainer.simulation.tracker import Kind, LiveStorage, Tracker
+from shardwise.trainer.simulation.zero import deepspeed_as_if_available, load_deepspeed, mark_zero, zero_config
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.messages.simulation import LiveGroup, Simulation, SimulationRequest
+from shardwise.trainer.spec.strategy import Precision
 
 NUM_LIVE_GROUPS = 60
 _WEIGHT_DECAY, _BETA = 0.1, 0.1

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from trainer.spec.messages.simulation import Simulation
+from shardwise.trainer.spec.messages.simulation import Simulation
 
 
 def explain(simulation: Simulation) -> Iterator[str]:

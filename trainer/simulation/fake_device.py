@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainer.runtime.memory import activation_offload
-from trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.runtime.memory import activation_offload
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 _CUDA = 1  # c10::DeviceType::CUDA
 _NUM_DEVICE_TYPES = 21

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.spec import codec
-from trainer.spec.errors import InputError
-from trainer.spec.messages.simulation import GoldenAnswer, GoldenRow, Simulation, SimulationRequest
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.messages.simulation import GoldenAnswer, GoldenRow, Simulation, SimulationRequest
 
 
 def read_golden(path: Path) -> list[GoldenRow]:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from trainer.spec.errors import InputError
-from trainer.spec.strategy import Quant
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.strategy import Quant
 
 WEIGHTS_PER_SCALE = 64
 SCALES_PER_SCALE = 256

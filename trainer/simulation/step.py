@@ -18,13 +18,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch._subclasses import fake_impls
 
-from trainer.runtime.data.batches import MicroBatch
-from trainer.runtime.loop.step import Objective, run_step
-from trainer.runtime.models.build import is_deepspeed
-from trainer.runtime.optimizers import unwrapped
-from trainer.runtime.precision.mixed_precision import LossScaler
-from trainer.runtime.run.clock import Clock
-from trainer.simulation.tracker import Kind, Tracker
+from shardwise.trainer.runtime.data.batches import MicroBatch
+from shardwise.trainer.runtime.loop.step import Objective, run_step
+from shardwise.trainer.runtime.models.build import is_deepspeed
+from shardwise.trainer.runtime.optimizers import unwrapped
+from shardwise.trainer.runtime.precision.mixed_precision import LossScaler
+from shardwise.trainer.runtime.run.clock import Clock
+from shardwise.trainer.simulation.tracker import Kind, Tracker
 
 FORWARD, LOSS, HEAD, NORM = "forward_end", "loss_backward", "head_backward", "norm_backward"
 TOP, MIDDLE, BOTTOM = "block_backward_top", "block_backward_middle", "block_backward_bottom"

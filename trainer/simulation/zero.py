@@ -18,21 +18,19 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from trainer.runtime.engines.engine_state import partitions
-from trainer.simulation.fake_device import replaced
-from trainer.simulation.step import CLIP_NORM
-from trainer.simulation.tracker import Kind, Tracker
-from trainer.spec.messages.simulation import SimulationRequest
-from trainer.spec.strategy import Precision
-
-_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
+from shardwise.trainer import FOLDER
+from shardwise.trainer.runtime.engines.engine_state import partitions
+from shardwise.trainer.simulation.fake_device import replaced
+from shardwise.trainer.simulation.step import CLIP_NORM
+from shardwise.trainer.simulation.tracker import Kind, Tracker
+from shardwise.trainer.spec.messages.simulation import SimulationRequest
+from shardwise.trainer.spec.strategy import Precision
 
 
 def load_deepspeed() -> None:
@@ -43,7 +41,7 @@ def load_deepspeed() -> None:
 
 def zero_config(request: SimulationRequest, model: PreTrainedModel) -> dict[str, Any]:
     """The configuration of a run whose plan names no buckets; every "auto" of the row's file is filled."""
-    config: dict[str, Any] = json.loads((_CONFIGS / f"{request.sharding}.json").read_text())
+    config: dict[str, Any] = json.loads((FOLDER / "ds_configs" / f"{request.sharding}.json").read_text())
     hidden_size = model.config.hidden_size
     square, is_pure = hidden_size * hidden_size, request.precision is Precision.BF16
     config |= {

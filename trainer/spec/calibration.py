@@ -11,8 +11,8 @@ predictions of its speed.
 
 from enum import StrEnum
 
-from trainer.spec.strategy import Method, Offload, Precision, Sharding
-from trainer.spec.value import Value
+from shardwise.trainer.spec.strategy import Method, Offload, Precision, Sharding
+from shardwise.trainer.spec.value import Value
 
 
 class RecordSource(StrEnum):

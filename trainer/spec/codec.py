@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from trainer.spec.errors import InputError
-from trainer.spec.secrets import redact
-from trainer.spec.value import Value
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.secrets import redact
+from shardwise.trainer.spec.value import Value
 
 V = TypeVar("V", bound=Value)
 

@@ -7,7 +7,7 @@ grants.
 
 from enum import StrEnum
 
-from trainer.spec.value import Value
+from shardwise.trainer.spec.value import Value
 
 
 class DeviceKind(StrEnum):

@@ -13,8 +13,8 @@ The end of a course lies one step behind the last update: no update is spent at 
 
 import math
 
-from trainer.spec.job.sections import LrSchedule, TrainJob
-from trainer.spec.plan import Schedule
+from shardwise.trainer.spec.job.sections import LrSchedule, TrainJob
+from shardwise.trainer.spec.plan import Schedule
 
 COSINE_FLOOR = 0.1  # of the full rate
 WSD_COOLDOWN_SHARE = 0.2  # of the run

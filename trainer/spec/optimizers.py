@@ -8,9 +8,9 @@ The rows stand in the order in which equally fast optimizers are preferred.
 
 from enum import StrEnum
 
-from trainer.spec import learning_rates
-from trainer.spec.learning_rates import Rates
-from trainer.spec.value import Value, complete
+from shardwise.trainer.spec import learning_rates
+from shardwise.trainer.spec.learning_rates import Rates
+from shardwise.trainer.spec.value import Value, complete
 
 
 class Optimizer(StrEnum):

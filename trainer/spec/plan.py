@@ -6,14 +6,14 @@ parts) is in here. `attempts/N/plan.json` holds the same value reduced to the ca
 
 from typing import Any
 
-from trainer.spec.calibration import Calibration
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.hardware import DeviceKind, Hardware
-from trainer.spec.job.sections import Job
-from trainer.spec.messages.extension import Extension
-from trainer.spec.messages.profile import ProfileRequest
-from trainer.spec.model.shape import ModelCode, ModelShape
-from trainer.spec.strategy import (
+from shardwise.trainer.spec.calibration import Calibration
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.hardware import DeviceKind, Hardware
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.messages.extension import Extension
+from shardwise.trainer.spec.messages.profile import ProfileRequest
+from shardwise.trainer.spec.model.shape import ModelCode, ModelShape
+from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
     Fp8Recipe,
@@ -22,7 +22,7 @@ from trainer.spec.strategy import (
     Sharding,
     Strategy,
 )
-from trainer.spec.value import Value
+from shardwise.trainer.spec.value import Value
 
 PLAN_FORMAT = 1
 LEAST_FP8_GAIN = 1.05  # what is within the noise of a few repetitions is no gain

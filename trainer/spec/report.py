@@ -5,8 +5,8 @@ Rank 0 writes one per attempt; the supervisor writes the run's. Both have this s
 
 from enum import StrEnum
 
-from trainer.spec.plan import Candidate
-from trainer.spec.value import Value
+from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.value import Value
 
 REPORT_FORMAT = 1
 

@@ -5,8 +5,8 @@ Every member's value is its one name everywhere: job file, plan.json, command li
 
 from enum import StrEnum
 
-from trainer.spec.optimizers import Optimizer as Optimizer
-from trainer.spec.value import Value
+from shardwise.trainer.spec.optimizers import Optimizer as Optimizer
+from shardwise.trainer.spec.value import Value
 
 
 class Method(StrEnum):

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from launch.show.live.text import ASCII, UNICODE, Glyphs, block_lines, log_line
-from launch.show.live.view import LiveView
-from launch.terminal import Console
-from trainer.spec.secrets import redact
+from shardwise.launch.show.live.text import ASCII, UNICODE, Glyphs, block_lines, log_line
+from shardwise.launch.show.live.view import LiveView
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.secrets import redact
 
 _SETTLE_S = 1.0
 

@@ -14,8 +14,8 @@ import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from launch.show.live.view import LiveView, MemoryGauge, sparkline
-from trainer.spec.units import format_bytes, format_count, format_seconds
+from shardwise.launch.show.live.view import LiveView, MemoryGauge, sparkline
+from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
 
 class Glyphs(NamedTuple):

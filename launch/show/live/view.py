@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Plan
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Plan
 
 _CHUNK_BYTES = 8 << 20
 

@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
 
-from launch.show.report.runs import ENDINGS, RecordedRun, Step
-from launch.show.report.text import FAULTS
-from trainer.planning.page.charts import averaged, thinned
-from trainer.planning.page.content import LineChart, Mark, Points, Series, Span, Spans, Unit
-from trainer.spec.report import AttemptRecord, MemoryPoint
+from shardwise.launch.show.report.runs import ENDINGS, RecordedRun, Step
+from shardwise.launch.show.report.text import FAULTS
+from shardwise.trainer.planning.page.charts import averaged, thinned
+from shardwise.trainer.planning.page.content import LineChart, Mark, Points, Series, Span, Spans, Unit
+from shardwise.trainer.spec.report import AttemptRecord, MemoryPoint
 
 _WENT_BACK = re.compile(r"went back from step (\d+) to step (\d+)")
 _LIMIT_IN_SIGHT = 3  # a limit this many times above what was measured would flatten the curve

@@ -9,11 +9,21 @@ from typing import Any
 
 import msgspec
 
-from launch.show.report.charts import points_of
-from launch.show.report.runs import RecordedRun, Step, ending_words, labels_of, state_line
-from trainer.planning.page.content import Block, LineChart, Page, Points, Section, Sentence, Series, Table, Unit
-from trainer.spec.report import Ending
-from trainer.spec.units import format_bytes, format_count, format_seconds
+from shardwise.launch.show.report.charts import points_of
+from shardwise.launch.show.report.runs import RecordedRun, Step, ending_words, labels_of, state_line
+from shardwise.trainer.planning.page.content import (
+    Block,
+    LineChart,
+    Page,
+    Points,
+    Section,
+    Sentence,
+    Series,
+    Table,
+    Unit,
+)
+from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
 _MOST_CURVES = 12
 _MOST_SETTINGS = 6

@@ -5,7 +5,7 @@ A section without anything to say is left out. Of a run without a report the pag
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from launch.show.report.charts import (
+from shardwise.launch.show.report.charts import (
     attempts_chart,
     loss_chart,
     marks_of,
@@ -14,16 +14,26 @@ from launch.show.report.charts import (
     throughput_chart,
     timeline_chart,
 )
-from launch.show.report.runs import RecordedRun, state_line
-from launch.show.report.text import attempt_line, comparison_rows, engaged_lines, loss_lines, parts_line
-from trainer.planning.explain.choice import choice_section, machine_words
-from trainer.planning.explain.sections import nearest_rejections, runners_up_section
-from trainer.planning.memory.parts import grouped
-from trainer.planning.page.content import Block, Page, PairedBars, Quote, Section, Sentence, StackedBar, Table, Unit
-from trainer.planning.planner import context_of
-from trainer.spec.hardware import Gpu
-from trainer.spec.plan import Plan
-from trainer.spec.units import format_bytes, format_seconds
+from shardwise.launch.show.report.runs import RecordedRun, state_line
+from shardwise.launch.show.report.text import attempt_line, comparison_rows, engaged_lines, loss_lines, parts_line
+from shardwise.trainer.planning.explain.choice import choice_section, machine_words
+from shardwise.trainer.planning.explain.sections import nearest_rejections, runners_up_section
+from shardwise.trainer.planning.memory.parts import grouped
+from shardwise.trainer.planning.page.content import (
+    Block,
+    Page,
+    PairedBars,
+    Quote,
+    Section,
+    Sentence,
+    StackedBar,
+    Table,
+    Unit,
+)
+from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.spec.hardware import Gpu
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.units import format_bytes, format_seconds
 
 _MOST_REJECTIONS = 5
 _NUM_RUNNERS_UP = 3

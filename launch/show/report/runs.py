@@ -13,14 +13,14 @@ from typing import TypeVar
 
 import msgspec
 
-from trainer.planning.recommend import Observed, Recommendation, recommendations
-from trainer.spec import codec
-from trainer.spec.errors import InputError
-from trainer.spec.messages.submission import FILE_NAME, Submission
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.report import Ending, Figures, MemoryFigures, Report, SpeedFigures, predicted_figures
-from trainer.spec.units import format_count, format_seconds
-from trainer.spec.value import Value
+from shardwise.trainer.planning.recommend import Observed, Recommendation, recommendations
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.messages.submission import FILE_NAME, Submission
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.report import Ending, Figures, MemoryFigures, Report, SpeedFigures, predicted_figures
+from shardwise.trainer.spec.units import format_count, format_seconds
+from shardwise.trainer.spec.value import Value
 
 _WARM_UP = 2  # steps of an attempt that are slower than the others
 _LEAST_SAMPLES = 5  # on either side, before two medians are compared
@@ -298,7 +298,7 @@ def labels_of(runs: Sequence[RecordedRun]) -> list[str]:
 def _run_dirs(path: Path) -> list[Path]:
     if (path / "plan.json").is_file() or not path.is_dir():
         return [path]
-    from launch.rundir.find import points_of
+    from shardwise.launch.rundir.find import points_of
 
     return points_of(path) or [path]
 

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch.show.report.runs import ENDINGS, RecordedRun, end_line, state_line
-from trainer.planning.memory.parts import grouped
-from trainer.planning.page.text_layout import paragraph
-from trainer.planning.recommend import Recommendation
-from trainer.spec.report import AttemptRecord, Fault, Figures, Report
-from trainer.spec.units import format_bytes, format_count, format_seconds
+from shardwise.launch.show.report.runs import ENDINGS, RecordedRun, end_line, state_line
+from shardwise.trainer.planning.memory.parts import grouped
+from shardwise.trainer.planning.page.text_layout import paragraph
+from shardwise.trainer.planning.recommend import Recommendation
+from shardwise.trainer.spec.report import AttemptRecord, Fault, Figures, Report
+from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
 FAULTS = {
     Fault.OUT_OF_MEMORY: "ran out of memory",

@@ -10,10 +10,10 @@ from engine_plan_factory import engine_plan
 from msgspec.structs import replace
 from report_factory import make_report
 
-from launch.attempt.end import AttemptEnd, Observed, attempt_end, killed_rank, last_error_line
-from trainer.spec import codec
-from trainer.spec.report import Ending, Fault
-from trainer.spec.strategy import Sharding
+from shardwise.launch.attempt.end import AttemptEnd, Observed, attempt_end, killed_rank, last_error_line
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.report import Ending, Fault
+from shardwise.trainer.spec.strategy import Sharding
 
 KILLED = "failed (exitcode: -{number}) local_rank: 1 (pid: 77) of binary: python"
 LEFT = "failed (exitcode: {code}) local_rank: 1 (pid: 77) of binary: python"

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from report_factory import make_report
 from run_factory import attempt_record, run_plan, write_attempt, write_report
 
-from launch.attempt.limits import (
+from shardwise.launch.attempt.limits import (
     MAX_MARGIN_S,
     SPENT_FILE,
     Deadline,
@@ -20,14 +20,14 @@ from launch.attempt.limits import (
     refuse_spent,
     rounded_up,
 )
-from launch.attempt.supervisor import StopKind, StopRequest
-from launch.attempt.watchdog import Watchdog
-from launch.terminal import Console
-from trainer.spec import codec
-from trainer.spec.errors import ExitCode, InputError
-from trainer.spec.job.sections import Job, Limits
-from trainer.spec.plan import Plan
-from trainer.spec.report import AttemptRecord, Ending
+from shardwise.launch.attempt.supervisor import StopKind, StopRequest
+from shardwise.launch.attempt.watchdog import Watchdog
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import ExitCode, InputError
+from shardwise.trainer.spec.job.sections import Job, Limits
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import AttemptRecord, Ending
 
 HOUR_S = 3600.0
 

@@ -7,13 +7,13 @@ from msgspec.structs import replace
 from planning_factory import plan_of
 from report_factory import MIB, make_candidate, make_report
 
-from launch.attempt.oom_report import FILE, MemoryEnd, oom_page, write_oom_report
-from trainer.planning.page.text_layout import page_text
-from trainer.spec import codec
-from trainer.spec.hardware import DeviceKind, Gpu, Holder
-from trainer.spec.messages.rank_files import MemoryState, memory_state_path
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Report
+from shardwise.launch.attempt.oom_report import FILE, MemoryEnd, oom_page, write_oom_report
+from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Holder
+from shardwise.trainer.spec.messages.rank_files import MemoryState, memory_state_path
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Report
 
 GIB = 1024 * MIB
 

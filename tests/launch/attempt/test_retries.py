@@ -9,13 +9,20 @@ from msgspec.structs import replace
 from report_factory import make_candidate, make_report
 from run_factory import attempt_record
 
-from launch.attempt.retries import MAX_RESTARTS, Tried, decide, earlier_history, num_at_step, refuse_endless_restarts
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
-from trainer.spec.plan import Candidate
-from trainer.spec.report import AttemptRecord, Ending, Fault
-from trainer.spec.strategy import Sharding
+from shardwise.launch.attempt.retries import (
+    MAX_RESTARTS,
+    Tried,
+    decide,
+    earlier_history,
+    num_at_step,
+    refuse_endless_restarts,
+)
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
+from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault
+from shardwise.trainer.spec.strategy import Sharding
 
 CANDIDATES = tuple(make_candidate(micro_batch=size) for size in (4, 2, 1))
 KILLED, HUNG, ERROR, MEMORY = Fault.KILLED, Fault.HUNG, Fault.ERROR, Fault.OUT_OF_MEMORY

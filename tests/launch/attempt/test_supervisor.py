@@ -12,15 +12,15 @@ import pytest
 from engine_plan_factory import engine_plan
 from report_factory import make_report
 
-from launch.attempt.end import AttemptEnd
-from launch.attempt.local_ranks import LocalRanks, write_environment
-from launch.attempt.supervisor import StopKind, StoppedEarlyError, StopRequest, watch_attempt
-from launch.attempt.watchdog import Watchdog, WatchLimits
-from launch.rundir.process_record import ProcessRecord, read_records, record_of, write_record
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.report import Ending, Fault, Report
-from trainer.spec.strategy import Sharding
+from shardwise.launch.attempt.end import AttemptEnd
+from shardwise.launch.attempt.local_ranks import LocalRanks, write_environment
+from shardwise.launch.attempt.supervisor import StopKind, StoppedEarlyError, StopRequest, watch_attempt
+from shardwise.launch.attempt.watchdog import Watchdog, WatchLimits
+from shardwise.launch.rundir.process_record import ProcessRecord, read_records, record_of, write_record
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.report import Ending, Fault, Report
+from shardwise.trainer.spec.strategy import Sharding
 
 # A rank registers, waits for USR1, and then writes the report it was given; its launcher gives it its own session.
 RANK = """
@@ -161,7 +161,7 @@ def test_a_killed_rank_is_named_where_no_rank_could_report(attempt: Path):
 
 
 def test_ranks_that_wait_for_one_out_of_memory_are_ended(attempt: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("launch.attempt.supervisor.END_GRACE_S", 0.3)
+    monkeypatch.setattr("shardwise.launch.attempt.supervisor.END_GRACE_S", 0.3)
     argv = launcher_argv(attempt, None, seconds=60)
 
     def report_from_another_rank() -> None:
@@ -202,8 +202,8 @@ def test_a_signal_before_anything_has_to_be_saved_breaks_off(number: signal.Sign
 SILENT_RANK = """
 import os, pathlib, sys, time
 from datetime import UTC, datetime
-from trainer.runtime.run import process
-from trainer.runtime.run.report_writer import ReportWriter, run_paths
+from shardwise.trainer.runtime.run import process
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
 rank = int(os.environ["RANK"])
 paths = run_paths(pathlib.Path(sys.argv[1]) / "plan.json", started_at=datetime.now(UTC))
 process.dump_stacks_on_request()
@@ -248,9 +248,9 @@ def test_ranks_that_fall_silent_are_named_with_where_they_stand_and_ended(attemp
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
-from launch.attempt.local_ranks import LocalRanks
-from launch.attempt.supervisor import StopRequest, watch_attempt
-from launch.attempt.watchdog import Watchdog
+from shardwise.launch.attempt.local_ranks import LocalRanks
+from shardwise.launch.attempt.supervisor import StopRequest, watch_attempt
+from shardwise.launch.attempt.watchdog import Watchdog
 folder, stop = Path(sys.argv[1]), StopRequest()
 watchdog = Watchdog(folder, num_ranks=1)
 ranks = LocalRanks(sys.argv[2:], attempt_dir=folder, environment=os.environ)

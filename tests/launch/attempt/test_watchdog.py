@@ -6,16 +6,16 @@ import pytest
 from engine_plan_factory import TINY_LLAMA, engine_plan
 from msgspec.structs import replace
 
-from launch.attempt.watchdog import Silence, Stack, Watchdog, WatchLimits, read_stack, with_stacks
-from trainer.spec.messages.rank_files import (
+from shardwise.launch.attempt.watchdog import Silence, Stack, Watchdog, WatchLimits, read_stack, with_stacks
+from shardwise.trainer.spec.messages.rank_files import (
     HEARTBEAT_BYTES,
     Heartbeat,
     encode_heartbeat,
     heartbeat_path,
     read_heartbeat,
 )
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.strategy import Sharding
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.strategy import Sharding
 
 LIMITS = WatchLimits(phase_s=1000, least_step_s=100, end_s=10)
 

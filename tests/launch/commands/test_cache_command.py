@@ -16,7 +16,7 @@ import pytest
 from calibration_factory import record_of as calibration_record
 from prepare_request_factory import listed_request, make_old, numbered_text
 
-from launch.commands.cache import (
+from shardwise.launch.commands.cache import (
     Kind,
     State,
     Storage,
@@ -26,16 +26,16 @@ from launch.commands.cache import (
     read_survey,
     run_cache,
 )
-from launch.engine.operators import extensions_dir
-from launch.inputs.prepare_data import prepare_data
-from launch.options import CacheOptions
-from launch.plan.calibration_store import append_calibration
-from launch.plan.gather import recorded_versions
-from launch.probe.host import read_host
-from launch.rundir.process_record import ProcessRecord, record_of, write_record
-from launch.terminal import Console
-from trainer.runtime.data.cache_folders import hold_folder
-from trainer.spec.errors import ExitCode, InputError
+from shardwise.launch.engine.operators import extensions_dir
+from shardwise.launch.inputs.prepare_data import prepare_data
+from shardwise.launch.options import CacheOptions
+from shardwise.launch.plan.calibration_store import append_calibration
+from shardwise.launch.plan.gather import recorded_versions
+from shardwise.launch.probe.host import read_host
+from shardwise.launch.rundir.process_record import ProcessRecord, record_of, write_record
+from shardwise.launch.terminal import Console
+from shardwise.trainer.runtime.data.cache_folders import hold_folder
+from shardwise.trainer.spec.errors import ExitCode, InputError
 
 DAY_S = 86400
 NOTHING_STALE = "nothing is stale\n"
@@ -355,7 +355,7 @@ def test_a_command_line_that_makes_no_sense_is_refused(environment):
 def test_the_command_frees_and_answers_0(environment, prepared):
     folder = prepared
     age(folder, 31)
-    command = [sys.executable, "-P", "-m", "launch.cli", "cache", "--prune"]
+    command = [sys.executable, "-P", "-m", "shardwise.launch.cli", "cache", "--prune"]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
     assert not folder.exists()

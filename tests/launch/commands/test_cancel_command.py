@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 from run_factory import write_attempt, write_holder, write_report, write_submission
 
-from launch.commands.follow import run_cancel
-from launch.options import CancelOptions
-from launch.rundir.cancel_flag import is_cancelled, must_end_at_start
-from launch.terminal import Console
-from trainer.spec.errors import EnvironmentFaultError, ExitCode
-from trainer.spec.report import Ending
+from shardwise.launch.commands.follow import run_cancel
+from shardwise.launch.options import CancelOptions
+from shardwise.launch.rundir.cancel_flag import is_cancelled, must_end_at_start
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
+from shardwise.trainer.spec.report import Ending
 
 NO_SLURM = {"PATH": "/nonexistent"}
 SUPERVISOR = """
 import sys, time
 from pathlib import Path
-from launch.rundir.lock import locked
-from launch.attempt.supervisor import StopRequest
+from shardwise.launch.rundir.lock import locked
+from shardwise.launch.attempt.supervisor import StopRequest
 stop = StopRequest()
 with locked(Path(sys.argv[1])), stop.listening():
     print("runs", flush=True)

@@ -9,11 +9,11 @@ from threading import Thread
 
 import pytest
 
-from launch.commands.estimate import MAX_LINE_BYTES
-from trainer.spec.errors import ExitCode
+from shardwise.launch.commands.estimate import MAX_LINE_BYTES
+from shardwise.trainer.spec.errors import ExitCode
 
 REPOSITORY = Path(__file__).parents[3]
-PROGRAM = [sys.executable, "-m", "launch.cli", "estimate"]
+PROGRAM = [sys.executable, "-m", "shardwise.launch.cli", "estimate"]
 CASES = [
     json.loads(line)["case"] for line in (REPOSITORY / "benchmarks" / "measured_public.jsonl").read_text().splitlines()
 ]
@@ -157,9 +157,9 @@ def _write_all(stream, cases):
 MEASURED = """
 import re, sys
 from pathlib import Path
-from launch.commands.estimate import run_estimate
-from launch.options import EstimateOptions
-from launch.terminal import Console
+from shardwise.launch.commands.estimate import run_estimate
+from shardwise.launch.options import EstimateOptions
+from shardwise.launch.terminal import Console
 run_estimate(EstimateOptions(Path("-")), Console())
 print(re.search("VmHWM:(.*)kB", Path("/proc/self/status").read_text())[1], file=sys.stderr)
 """
@@ -185,7 +185,7 @@ def test_ten_times_the_cases_take_the_same_memory():
 HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "peft", "numpy", "wandb")
 IMPORTS = """
 import sys
-from launch.cli import main
+from shardwise.launch.cli import main
 code = main(["estimate", "-"])
 loaded = sorted(set(sys.argv[1].split(",")) & {name.partition(".")[0] for name in sys.modules})
 sys.stderr.write(f"code {code} loaded {loaded}")

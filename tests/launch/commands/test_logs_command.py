@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from run_factory import age, write_attempt, write_report, write_start, write_submission
 
-from launch.commands.follow import run_logs
-from launch.options import LogsOptions
-from launch.rundir.files import LogFollower, last_lines
-from launch.rundir.lock import locked
-from launch.terminal import Console
-from trainer.spec.errors import ExitCode, InputError
-from trainer.spec.report import Ending
+from shardwise.launch.commands.follow import run_logs
+from shardwise.launch.options import LogsOptions
+from shardwise.launch.rundir.files import LogFollower, last_lines
+from shardwise.launch.rundir.lock import locked
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.errors import ExitCode, InputError
+from shardwise.trainer.spec.report import Ending
 
 NO_SLURM = {"PATH": "/nonexistent"}
 
@@ -176,7 +176,7 @@ def test_one_attempt_of_one_rank_is_followed_alone(run_dir: Path):
 
 def test_ctrl_c_ends_following_in_order(run_dir: Path):
     with locked(run_dir):
-        command = [sys.executable, "-P", "-m", "launch.cli", "logs", str(run_dir), "-f", "-n", "1"]
+        command = [sys.executable, "-P", "-m", "shardwise.launch.cli", "logs", str(run_dir), "-f", "-n", "1"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_shell())
         with process:
             assert process.stdout is not None

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from typed_command import Run, in_empty_home, typed, write_rows
 
-from trainer.spec import codec
-from trainer.spec.errors import ExitCode
-from trainer.spec.plan import Plan
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.plan import Plan
 
 JOB = """\
 model: {{name: llama-3.2-1b}}

@@ -10,12 +10,12 @@ from page_reader import read_page
 from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import write_submission
 
-from launch.cli import main
-from launch.commands.report import run_report
-from launch.options import ReportOptions
-from launch.terminal import Console
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
-from trainer.spec.report import Report
+from shardwise.launch.cli import main
+from shardwise.launch.commands.report import run_report
+from shardwise.launch.options import ReportOptions
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.report import Report
 
 
 def told(*run_dirs: Path, html: Path | None = None, as_json: bool = False) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from run_factory import age, write_attempt, write_checkpoint, write_holder, write_report, write_start, write_submission
 
-from launch.commands.follow import run_status
-from launch.options import StatusOptions
-from launch.terminal import Console
-from trainer.spec.errors import ExitCode
-from trainer.spec.report import Ending
+from shardwise.launch.commands.follow import run_status
+from shardwise.launch.options import StatusOptions
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.report import Ending
 
 NO_SLURM = {"PATH": "/nonexistent"}
 

@@ -10,15 +10,15 @@ import pytest
 from run_factory import age, metrics_row, write_attempt, write_holder, write_report, write_start, write_submission
 from small_terminal import SmallTerminal
 
-from launch.commands.watch import run_watch
-from launch.options import WatchOptions
-from launch.rundir.files import read_run
-from launch.rundir.lock import LOCK
-from launch.rundir.state import Judged, RunState
-from launch.show.watch_run import FOREIGN_SETTLE_S, Look, WatchedRun, state_words
-from launch.terminal import Console
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
-from trainer.spec.report import Ending
+from shardwise.launch.commands.watch import run_watch
+from shardwise.launch.options import WatchOptions
+from shardwise.launch.rundir.files import read_run
+from shardwise.launch.rundir.lock import LOCK
+from shardwise.launch.rundir.state import Judged, RunState
+from shardwise.launch.show.watch_run import FOREIGN_SETTLE_S, Look, WatchedRun, state_words
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.report import Ending
 
 NO_SLURM = {"PATH": "/nonexistent"}
 
@@ -229,7 +229,7 @@ def test_json_has_the_state_then_each_new_step(held: Path, monkeypatch):
             write_report(held, Ending.FINISHED, step=4)
             (held / LOCK).unlink()
 
-    monkeypatch.setattr("launch.commands.watch.time.sleep", sleep)
+    monkeypatch.setattr("shardwise.launch.commands.watch.time.sleep", sleep)
     lines = [json.loads(line) for line in watch(held, as_json=True).splitlines()]
     assert [(line["kind"], line["step"]) for line in lines] == [("state", 2), ("step", 3), ("step", 4), ("state", 4)]
     assert (lines[0]["state"], lines[0]["phase"], lines[0]["num_steps"]) == ("running", "training", 100)
@@ -247,7 +247,7 @@ def test_a_log_ends_with_the_last_step_however_soon_it_comes(held: Path, monkeyp
             write_report(held, Ending.FINISHED, step=100)
             (held / LOCK).unlink()
 
-    monkeypatch.setattr("launch.commands.watch.time.sleep", finish)
+    monkeypatch.setattr("shardwise.launch.commands.watch.time.sleep", finish)
     lines = watch(held).splitlines()
     assert [line.partition("  loss")[0][-6:] for line in lines if "loss" in line] == [" 2/100", "00/100"]
 
@@ -265,7 +265,7 @@ def test_ctrl_c_ends_the_watching_alone(held: Path, monkeypatch):
     def interrupt(_seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("launch.commands.watch.time.sleep", interrupt)
+    monkeypatch.setattr("shardwise.launch.commands.watch.time.sleep", interrupt)
     out = io.StringIO()
     assert run_watch(WatchOptions(str(held)), Console(out), environment=NO_SLURM) is ExitCode.INTERRUPTED
     assert not (held / "cancelled").exists()
@@ -288,7 +288,7 @@ def test_points_of_a_sweep_are_named(run_dir: Path):
 def test_a_directory_that_vanishes_is_an_error(held: Path, monkeypatch):
     write_attempt(held, steps=[1])
     moved = held.with_name("moved")
-    monkeypatch.setattr("launch.commands.watch.time.sleep", lambda _: held.exists() and held.rename(moved))
+    monkeypatch.setattr("shardwise.launch.commands.watch.time.sleep", lambda _: held.exists() and held.rename(moved))
     with pytest.raises(EnvironmentFaultError, match="No such file"):
         watch(held)
 

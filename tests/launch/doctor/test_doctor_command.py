@@ -15,8 +15,8 @@ from hanging_programs import pids_in, under_a_limit, wait_until_gone
 from hub_server import Hub, serving
 from workplace_factory import make_workplace
 
-from launch.doctor.command import CHECKS, JOB_CHECK, Check, run_checks, run_doctor
-from launch.doctor.finding import (
+from shardwise.launch.doctor.command import CHECKS, JOB_CHECK, Check, run_checks, run_doctor
+from shardwise.launch.doctor.finding import (
     Finding,
     Level,
     diagnosis_of,
@@ -27,10 +27,10 @@ from launch.doctor.finding import (
     render_diagnosis,
     warning,
 )
-from launch.options import DoctorOptions
-from launch.probe.program import ask
-from launch.terminal import Console
-from trainer.spec.errors import ExitCode
+from shardwise.launch.options import DoctorOptions
+from shardwise.launch.probe.program import ask
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.errors import ExitCode
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
 SECRETS = {
@@ -212,7 +212,7 @@ def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path):
 @pytest.mark.cold
 def test_nothing_heavy_is_loaded(workplace):
     program = (
-        "import sys; from launch.cli import main; main(['doctor', '--quick']); "
+        "import sys; from shardwise.launch.cli import main; main(['doctor', '--quick']); "
         "print(sorted({'torch', 'transformers', 'numpy', 'wandb'} & set(sys.modules)), file=sys.stderr)"
     )
     answer = subprocess.run(

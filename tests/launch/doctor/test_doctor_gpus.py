@@ -9,10 +9,10 @@ from gpu_machines import AMD
 from hanging_programs import pids_in, under_a_limit, wait_until_gone
 from msgspec.structs import replace
 
-from launch.doctor.finding import Level, Machine, diagnosis_of, read_machine
-from launch.doctor.torch import check_collective, check_compiled
-from launch.probe.torch_fit import TorchAnswer
-from trainer.spec.hardware import Hardware, Host
+from shardwise.launch.doctor.finding import Level, Machine, diagnosis_of, read_machine
+from shardwise.launch.doctor.torch import check_collective, check_compiled
+from shardwise.launch.probe.torch_fit import TorchAnswer
+from shardwise.trainer.spec.hardware import Hardware, Host
 
 CPU_TORCH = replace(CUDA_13, version="2.13.0+cpu", cuda=None, devices=())
 HOST = Host(cpu_name=None, num_cores=2, ram_bytes=None, ram_available_bytes=None)

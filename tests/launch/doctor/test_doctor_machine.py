@@ -8,10 +8,10 @@ from doctor_factory import CUDA_13, BrokenMachine, add_package, assert_told, tol
 from msgspec.structs import replace
 from small_disk import mounted_disk
 
-from launch.doctor.finding import Level, diagnosis_of
-from launch.doctor.python import judge_python
-from launch.doctor.system import SharedMemory, judge_shared_memory
-from trainer.spec.units import GIB, MIB
+from shardwise.launch.doctor.finding import Level, diagnosis_of
+from shardwise.launch.doctor.python import judge_python
+from shardwise.launch.doctor.system import SharedMemory, judge_shared_memory
+from shardwise.trainer.spec.units import GIB, MIB
 
 LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units

@@ -6,9 +6,9 @@ import pytest
 from doctor_factory import BrokenMachine, assert_told, told
 from hub_server import Hub, login, serving
 
-from launch.doctor.finding import Level, diagnosis_of
-from launch.doctor.network import fetch, judge_clock
-from trainer.spec import codec
+from shardwise.launch.doctor.finding import Level, diagnosis_of
+from shardwise.launch.doctor.network import fetch, judge_clock
+from shardwise.trainer.spec import codec
 
 TOKEN = "hf_" + "a1B2c3D4e5" * 4
 KEY = "0123456789abcdef" * 3

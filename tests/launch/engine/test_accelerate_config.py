@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from engine_plan_factory import engine_plan, gpus
 
-from launch.engine.accelerate_config import accelerate_config
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind, Gpu, Hardware, Host
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Offload, Precision, Sharding
+from shardwise.launch.engine.accelerate_config import accelerate_config
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Hardware, Host
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
 
 ATTEMPT = Path("/run/attempts/1")
 HOST = Host(cpu_name=None, num_cores=64, ram_bytes=None, ram_available_bytes=None)

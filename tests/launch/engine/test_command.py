@@ -12,13 +12,13 @@ import yaml
 from engine_plan_factory import engine_plan, gpus
 from msgspec.structs import replace
 
-from launch.engine.accelerate_config import accelerate_config
-from launch.engine.command import launch_command, launch_environment
-from launch.engine.deepspeed_config import deepspeed_config
-from trainer.spec import codec
-from trainer.spec.hardware import DeviceKind, Hardware, Host, MeasuredRates, PeerCopy
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Sharding
+from shardwise.launch.engine.accelerate_config import accelerate_config
+from shardwise.launch.engine.command import launch_command, launch_environment
+from shardwise.launch.engine.deepspeed_config import deepspeed_config
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.hardware import DeviceKind, Hardware, Host, MeasuredRates, PeerCopy
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Sharding
 
 EXTENSIONS = Path("/cache/operators/one")
 ROOT = Path(__file__).parents[3]
@@ -36,7 +36,7 @@ def test_the_command_runs_accelerate_on_the_files_of_the_attempt():
     argv = launch_command(Path("/r/attempts/1"), log_dir=Path("/r/logs"), python="/venv/bin/python")
     assert argv == [
         "/venv/bin/python", "-m", "accelerate.commands.launch", "--config_file", "/r/attempts/1/accelerate.yaml",
-        "-m", "trainer", "/r/attempts/1/plan.json", "--log-dir", "/r/logs",
+        "-m", "shardwise.trainer", "/r/attempts/1/plan.json", "--log-dir", "/r/logs",
     ]  # fmt: skip
 
 

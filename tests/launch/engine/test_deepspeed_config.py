@@ -8,15 +8,15 @@ import pytest
 from engine_plan_factory import TINY_LLAMA, engine_plan, gpus
 from msgspec.structs import replace
 
-from launch.engine.deepspeed_config import deepspeed_config, fill, read_base
-from launch.engine.offload import offload_buffers
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.hardware import DeviceKind, Hardware, Host
-from trainer.spec.job.sections import Job, Limits, NvmeLimit, TrainJob
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.plan import Buckets, Plan
-from trainer.spec.strategy import Offload, Precision, Sharding
-from trainer.spec.units import MIB
+from shardwise.launch.engine.deepspeed_config import deepspeed_config, fill, read_base
+from shardwise.launch.engine.offload import offload_buffers
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.hardware import DeviceKind, Hardware, Host
+from shardwise.trainer.spec.job.sections import Job, Limits, NvmeLimit, TrainJob
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.plan import Buckets, Plan
+from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
+from shardwise.trainer.spec.units import MIB
 
 BUCKETS = Buckets(
     reduce_elements=10, allgather_elements=20, prefetch_elements=30, live_parameters=40, persistence_elements=50

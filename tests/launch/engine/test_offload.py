@@ -10,22 +10,28 @@ import pytest
 from engine_plan_factory import engine_plan
 from msgspec.structs import replace
 
-from launch.attempt.supervisor import StopRequest
-from launch.engine.command import prepare_attempt
-from launch.engine.offload import check_locked_memory, check_nvme, held_folder, nvme_folder, remove_stale_folders
-from launch.plan.disk_check import check_disk
-from launch.run.attempts import run_attempts
-from launch.terminal import Console
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.job.sections import Job, Limits, NvmeLimit
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending
-from trainer.spec.strategy import Offload, Sharding
+from shardwise.launch.attempt.supervisor import StopRequest
+from shardwise.launch.engine.command import prepare_attempt
+from shardwise.launch.engine.offload import (
+    check_locked_memory,
+    check_nvme,
+    held_folder,
+    nvme_folder,
+    remove_stale_folders,
+)
+from shardwise.launch.plan.disk_check import check_disk
+from shardwise.launch.run.attempts import run_attempts
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.job.sections import Job, Limits, NvmeLimit
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.strategy import Offload, Sharding
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from launch.engine.offload import held_folder
+from shardwise.launch.engine.offload import held_folder
 with held_folder(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
@@ -161,7 +167,7 @@ def with_data(plan: Plan, cache_dir: Path) -> Plan:
 LOCK = """
 import ctypes, mmap, resource, sys
 from pathlib import Path
-from launch.probe.host import memlock_limit
+from shardwise.launch.probe.host import memlock_limit
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 block = mmap.mmap(-1, 1 << 20)
 start = ctypes.addressof(ctypes.c_char.from_buffer(block))

@@ -14,8 +14,8 @@ from engine_plan_factory import engine_plan
 from hanging_programs import pids_in, wait_until_gone
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 
-from launch.engine.command import launch_environment
-from launch.engine.operators import (
+from shardwise.launch.engine.command import launch_environment
+from shardwise.launch.engine.operators import (
     build_needed,
     build_operators,
     check_toolchain,
@@ -23,10 +23,10 @@ from launch.engine.operators import (
     find_stale_locks,
     needed_operators,
 )
-from trainer.planning.tables.catalogue import ENGINE_CONFIGS
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.strategy import Offload, Sharding
+from shardwise.trainer.planning.tables.catalogue import ENGINE_CONFIGS
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.strategy import Offload, Sharding
 
 VERSIONS = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "python": "3.11.2"}
 HOME = Path("/home/ada/.cache/shardwise")
@@ -108,7 +108,10 @@ def test_each_operator_is_built_once(tmp_path: Path):
     python = fake_python(tmp_path)
     for _ in range(2):
         build_operators(("cpu_adam", "fused_adam"), extensions_dir=folder, on_progress=lines.append, python=python)
-    assert asked(folder) == ["-m trainer.runtime.run.operators cpu_adam", "-m trainer.runtime.run.operators fused_adam"]
+    assert asked(folder) == [
+        "-m shardwise.trainer.runtime.run.operators cpu_adam",
+        "-m shardwise.trainer.runtime.run.operators fused_adam",
+    ]
     assert sum("built in" in line for line in lines) == 2
 
 
@@ -297,7 +300,7 @@ def test_a_cache_that_cannot_be_made_is_the_machines_fault(tmp_path: Path):
 
 ADAM_STEP = """
 import torch
-from trainer.runtime.run.operators import use_built_operators
+from shardwise.trainer.runtime.run.operators import use_built_operators
 use_built_operators()  # as a rank does
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 weights = [torch.nn.Parameter(torch.linspace(-1, 1, 1001)) for _ in range(2)]
@@ -327,7 +330,7 @@ def test_a_rank_loads_what_was_built_without_compiling_and_it_computes_adamw(mon
 
 WRITE_AND_READ = """
 import sys, torch
-from trainer.runtime.run.operators import use_built_operators
+from shardwise.trainer.runtime.run.operators import use_built_operators
 use_built_operators()
 from deepspeed.ops.op_builder import AsyncIOBuilder
 handle = AsyncIOBuilder().load(verbose=False).aio_handle(1 << 20, 8, False, True, 1)
@@ -355,6 +358,6 @@ def test_async_io_writes_a_file_past_the_page_cache_and_reads_it_back(tmp_path: 
 
 
 def test_the_builder_refuses_a_name_that_is_no_operator():
-    argv = [sys.executable, "-m", "trainer.runtime.run.operators", "warp_drive"]
+    argv = [sys.executable, "-m", "shardwise.trainer.runtime.run.operators", "warp_drive"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "warp_drive" in done.stderr and "cpu_adam" in done.stderr

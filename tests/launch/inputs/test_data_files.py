@@ -15,7 +15,7 @@ import pytest
 from prepare_request_factory import listed_request, request_for
 from pyarrow import parquet
 
-from launch.inputs.data_files import (
+from shardwise.launch.inputs.data_files import (
     PYTHON_STDLIB,
     STDLIB_LEFT_OUT,
     STDLIB_MAX_BYTES,
@@ -25,10 +25,10 @@ from launch.inputs.data_files import (
     shape_of_first_row,
     source_bytes,
 )
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import DataFormat
-from trainer.spec.job.sources import DataSource
-from trainer.spec.messages.extension import Extension, Hook
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import DataFormat
+from shardwise.trainer.spec.job.sources import DataSource
+from shardwise.trainer.spec.messages.extension import Extension, Hook
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 

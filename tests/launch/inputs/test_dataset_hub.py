@@ -31,11 +31,11 @@ REPOSITORIES = {
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from launch.inputs.data_files import list_files
-from trainer.spec.data.request import PrepareRequest
-from trainer.spec.errors import ShardwiseError
-from trainer.spec.job.sections import (BadRows, DataFormat)
-from trainer.spec.job.sources import DataSource
+from shardwise.launch.inputs.data_files import list_files
+from shardwise.trainer.spec.data.request import PrepareRequest
+from shardwise.trainer.spec.errors import ShardwiseError
+from shardwise.trainer.spec.job.sections import (BadRows, DataFormat)
+from shardwise.trainer.spec.job.sources import DataSource
 
 answers, home = [], sys.argv[2]
 for source in json.loads(sys.argv[1]):

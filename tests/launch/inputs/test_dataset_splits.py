@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from launch.inputs.dataset_splits import Part, files_of_part
-from trainer.spec.errors import InputError
+from shardwise.launch.inputs.dataset_splits import Part, files_of_part
+from shardwise.trainer.spec.errors import InputError
 
 TRAIN = Part(None, None)
 

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.inputs.first_job import job_template
-from launch.inputs.model_files import preset_names, read_preset
-from launch.job.yaml_text import read_yaml
-from trainer.spec.job.reading import read_job
-from trainer.spec.job.sections import Job
-from trainer.spec.model.readers import read_model_shape
+from shardwise.launch.inputs.first_job import job_template
+from shardwise.launch.inputs.model_files import preset_names, read_preset
+from shardwise.launch.job.yaml_text import read_yaml
+from shardwise.trainer.spec.job.reading import read_job
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.model.readers import read_model_shape
 
 
 def read(text: str) -> Job:

@@ -25,9 +25,9 @@ MODEL, SHAPE = {"name": "org/model"}, {"name": "org/shape"}
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from launch.inputs.model_files import download_model, read_model_config
-from trainer.spec.errors import ShardwiseError
-from trainer.spec.job.reading import read_job
+from shardwise.launch.inputs.model_files import download_model, read_model_config
+from shardwise.trainer.spec.errors import ShardwiseError
+from shardwise.trainer.spec.job.reading import read_job
 
 answers, home = [], Path(sys.argv[2])
 for model, wants_weights in json.loads(sys.argv[1]):
@@ -44,8 +44,8 @@ print(json.dumps(answers))
 IN_TIME = """
 import json, sys
 from pathlib import Path
-from launch.inputs.hub import download_snapshot
-from trainer.spec.errors import ShardwiseError
+from shardwise.launch.inputs.hub import download_snapshot
+from shardwise.trainer.spec.errors import ShardwiseError
 try:
     download_snapshot("org/model", revision=None, cache=Path(sys.argv[1]), setting="model.name", with_weights=False,
                       timeout_s=0.3)

@@ -13,8 +13,8 @@ TOKEN = "hf_secretsecretsecret"  # of the server in this file
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
-from launch.inputs.hub import check_target, upload
-from trainer.spec.errors import ShardwiseError
+from shardwise.launch.inputs.hub import check_target, upload
+from shardwise.trainer.spec.errors import ShardwiseError
 
 answers = []
 for name, folder, is_public, token in json.loads(sys.argv[1]):

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from planning_factory import job_of, plan_of
 from safetensors import safe_open
 
-from launch.inputs.model_files import (
+from shardwise.launch.inputs.model_files import (
     ModelFiles,
     download_model,
     kept_plan_with_new_rows,
@@ -20,12 +20,12 @@ from launch.inputs.model_files import (
     read_tokens,
     refuse_frozen_rows,
 )
-from trainer.spec.errors import InputError
-from trainer.spec.job.reading import read_job
-from trainer.spec.job.sections import Job
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Method
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.reading import read_job
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Method
 
 CONFIG = {**read_preset("tiny-llama"), "vocab_size": 16, "hidden_size": 12}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -13,14 +13,14 @@ import pytest
 from msgspec.structs import replace
 from prepare_request_factory import REQUEST, make_old, numbered_text, request_for
 
-from launch.commands.data import describe_data
-from launch.inputs.data_files import list_files
-from launch.inputs.prepare_data import find_prepared, prepare_data, refuse_other_stream
-from trainer.planning.run.rows import estimate_data
-from trainer.spec import codec
-from trainer.spec.data.request import LISTING_NAME, SourceFile
-from trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
-from trainer.spec.job.sections import BadRows, Job
+from shardwise.launch.commands.data import describe_data
+from shardwise.launch.inputs.data_files import list_files
+from shardwise.launch.inputs.prepare_data import find_prepared, prepare_data, refuse_other_stream
+from shardwise.trainer.planning.run.rows import estimate_data
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.data.request import LISTING_NAME, SourceFile
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
+from shardwise.trainer.spec.job.sections import BadRows, Job
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def find(request):
 
 
 def fake_python(folder, body):
-    """An interpreter that answers `-m trainer.runtime.data.prepare REQUEST ANSWER` as `body` does."""
+    """An interpreter that answers `-m shardwise.trainer.runtime.data.prepare REQUEST ANSWER` as `body` does."""
     path = folder / "python"
     path.write_text(f"#!{sys.executable}\nimport os, signal, sys, time\n" + textwrap.dedent(body))
     path.chmod(0o755)
@@ -220,7 +220,8 @@ def start_preparing(folder):
     program = (
         "import signal, sys; from pathlib import Path; sys.path.append(sys.argv[3])\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where a shell runs the tests behind it
-        "from launch.inputs.prepare_data import prepare_data; from prepare_request_factory import request_for\n"
+        "from shardwise.launch.inputs.prepare_data import prepare_data\n"
+        "from prepare_request_factory import request_for\n"
         "request = request_for(sys.argv[1], cache_root=Path(sys.argv[2]))\n"
         "prepare_data(request, on_progress=lambda line: print(line, flush=True))\n"
     )
@@ -267,7 +268,9 @@ def preparations_of(folder):
             command = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"trainer.runtime.data.prepare" in command and any(str(folder).encode() in part for part in command):
+        if b"shardwise.trainer.runtime.data.prepare" in command and any(
+            str(folder).encode() in part for part in command
+        ):
             found.append(int(path.parent.name))
     return found
 

@@ -10,11 +10,11 @@ from engine_plan_factory import engine_plan
 from msgspec.structs import replace
 from small_disk import mounted_disk
 
-from launch.inputs.staging import copy_staged, with_stages
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.job.sections import Job, SlurmJob, Stage
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Sharding
+from shardwise.launch.inputs.staging import copy_staged, with_stages
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.job.sections import Job, SlurmJob, Stage
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Sharding
 
 
 @pytest.fixture

@@ -17,29 +17,29 @@ from hub_server import COMMIT, Hub, serving
 from msgspec.structs import replace
 from planning_factory import plan_of
 
-from launch.inputs.model_files import read_model_config
-from launch.inputs.trusted_code import (
+from shardwise.launch.inputs.model_files import read_model_config
+from shardwise.launch.inputs.trusted_code import (
     fetch_flash_kernel,
     keep_model_code,
     offered_code,
     read_extension,
     read_model_code,
 )
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.job.reading import read_job
-from trainer.spec.job.sections import Job
-from trainer.spec.messages.extension import Hook
-from trainer.spec.model.shape import ModelCode
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Sharding
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.job.reading import read_job
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.messages.extension import Hook
+from shardwise.trainer.spec.model.shape import ModelCode
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Sharding
 
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from launch.inputs.trusted_code import read_model_code
-from launch.inputs.model_files import read_model_config
-from trainer.spec.errors import ShardwiseError
-from trainer.spec.job.reading import read_job
+from shardwise.launch.inputs.trusted_code import read_model_code
+from shardwise.launch.inputs.model_files import read_model_config
+from shardwise.trainer.spec.errors import ShardwiseError
+from shardwise.trainer.spec.job.reading import read_job
 
 job, home = read_job({"model": json.loads(sys.argv[1]), "data": {"train": "x"}}, origin="job.yaml"), Path(sys.argv[2])
 try:
@@ -189,7 +189,7 @@ def fake_python(folder: Path, then: str) -> str:
 
 def asked(folder: Path) -> list[str]:
     lines = (folder / "asked").read_text().splitlines()
-    return [line.removeprefix(f"-m trainer.runtime.attention.flash_kernel {KERNEL} ") for line in lines]
+    return [line.removeprefix(f"-m shardwise.trainer.runtime.attention.flash_kernel {KERNEL} ") for line in lines]
 
 
 def test_a_plan_without_a_kernel_of_the_hub_starts_nothing():

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.inputs.weight_files import check_weights, has_weights, read_header
-from trainer.spec.errors import InputError
+from shardwise.launch.inputs.weight_files import check_weights, has_weights, read_header
+from shardwise.trainer.spec.errors import InputError
 
 TENSORS = {"model.embed_tokens.weight": (16, 4), "model.norm.weight": (4,)}
 

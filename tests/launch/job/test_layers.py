@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.job.layers import ResolvedJob, read_job_layers, render_resolved, sweep_points
-from trainer.spec.errors import InputError, InputProblemsError
-from trainer.spec.job.kinds import Every
-from trainer.spec.job.sections import Job, WandbMode
-from trainer.spec.strategy import Sharding
+from shardwise.launch.job.layers import ResolvedJob, read_job_layers, render_resolved, sweep_points
+from shardwise.trainer.spec.errors import InputError, InputProblemsError
+from shardwise.trainer.spec.job.kinds import Every
+from shardwise.trainer.spec.job.sections import Job, WandbMode
+from shardwise.trainer.spec.strategy import Sharding
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 JOB = "model: {name: org/model}\ndata: {train: text.txt}\n"

@@ -8,8 +8,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.job.yaml_text import LARGEST_FILE_BYTES, read_yaml, read_yaml_file, write_scalar
-from trainer.spec.errors import InputError
+from shardwise.launch.job.yaml_text import LARGEST_FILE_BYTES, read_yaml, read_yaml_file, write_scalar
+from shardwise.trainer.spec.errors import InputError
 
 TEXTS = ["off", "no", "on", "0x10", "0o17", "24:00:00", "2024-01-01", "1%", "none", "1e5 steps", "1e999999999",
          "9" * 40, "="]  # fmt: skip

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.attempt.supervisor import StopKind, StopRequest
-from launch.nodes.agent import Head, parse_head, run_agent
-from launch.nodes.channel import (
+from shardwise.launch.attempt.supervisor import StopKind, StopRequest
+from shardwise.launch.nodes.agent import Head, parse_head, run_agent
+from shardwise.launch.nodes.channel import (
     MAX_LINE_BYTES,
     Bye,
     Channel,
@@ -29,8 +29,8 @@ from launch.nodes.channel import (
     head_address,
     nodes_path,
 )
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 
 STOP = Command(order=Order.STOP)
 LIMIT_S = 120  # a machine may be busy
@@ -229,9 +229,9 @@ def test_a_head_is_a_host_with_or_without_a_port(text):
 AGENT = """
 import signal, sys, threading, os
 from pathlib import Path
-from launch.nodes.agent import Head, run_agent
-from launch.attempt.supervisor import StopRequest
-from trainer.spec.errors import ShardwiseError
+from shardwise.launch.nodes.agent import Head, run_agent
+from shardwise.launch.attempt.supervisor import StopRequest
+from shardwise.trainer.spec.errors import ShardwiseError
 stop = StopRequest()
 with stop.listening():
     try:

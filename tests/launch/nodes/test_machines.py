@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from launch.nodes.agent import Head
-from launch.nodes.hardware import combined_hardware, describe_difference, parse_labelled_probes
-from launch.nodes.machines import _refuse_foreign_head, _refuse_unknown_host, membership
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.hardware import Disk, Gpu, Hardware, Host
+from shardwise.launch.nodes.agent import Head
+from shardwise.launch.nodes.hardware import combined_hardware, describe_difference, parse_labelled_probes
+from shardwise.launch.nodes.machines import _refuse_foreign_head, _refuse_unknown_host, membership
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.hardware import Disk, Gpu, Hardware, Host
 
 GIB = 2**30
 
@@ -139,7 +139,7 @@ def test_a_node_that_answers_something_else_is_named():
 
 
 def test_the_environment_of_agents_finds_this_installation_first():
-    from launch.nodes.ranks import agent_environment
+    from shardwise.launch.nodes.ranks import agent_environment
 
     variables = agent_environment({"PYTHONPATH": f"{os.pathsep}/theirs", "HOME": "/h"})
     first, *rest = variables["PYTHONPATH"].split(os.pathsep)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.nodes.ranks import Step, free_port
-from trainer.spec.errors import EnvironmentFaultError
+from shardwise.launch.nodes.ranks import Step, free_port
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 
 def ended_step(log: Path, words: str) -> Step:

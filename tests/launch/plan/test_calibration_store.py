@@ -11,15 +11,15 @@ from engine_plan_factory import engine_plan
 from msgspec.structs import replace
 from report_factory import make_report
 
-from launch.commands.train import _keep_calibration
-from launch.plan.calibration_store import MAX_RECORDS, append_calibration, read_calibration, record_of_run
-from trainer.planning.planner import context_of
-from trainer.spec.calibration import CalibrationRecord, RatesSource, RecordSource
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.hardware import Gpu, Hardware, Host, MeasuredRates
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Figures
-from trainer.spec.strategy import Precision, Sharding
+from shardwise.launch.commands.train import _keep_calibration
+from shardwise.launch.plan.calibration_store import MAX_RECORDS, append_calibration, read_calibration, record_of_run
+from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.spec.calibration import CalibrationRecord, RatesSource, RecordSource
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.hardware import Gpu, Hardware, Host, MeasuredRates
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Figures
+from shardwise.trainer.spec.strategy import Precision, Sharding
 
 NOON = datetime(2030, 1, 2, 12, tzinfo=UTC)
 CPU = Hardware(gpus=(), host=Host(cpu_name="A CPU", num_cores=2, ram_bytes=2**34, ram_available_bytes=2**34))

@@ -7,10 +7,10 @@ import pytest
 from msgspec.structs import replace
 from report_factory import make_candidate
 
-from launch.plan.checkpoint_fit import SavedFacts, obstacle_to_resume, read_facts
-from trainer.spec.job.sections import LoraJob
-from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Method, Optimizer, Precision, Sharding
+from shardwise.launch.plan.checkpoint_fit import SavedFacts, obstacle_to_resume, read_facts
+from shardwise.trainer.spec.job.sections import LoraJob
+from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.strategy import Method, Optimizer, Precision, Sharding
 
 SAVED = SavedFacts(step=30, optimizer=Optimizer.ADAMW, precision=Precision.FP32)
 ADAPTERS = msgspec.to_builtins(LoraJob())

@@ -11,13 +11,13 @@ from msgspec.structs import replace
 from planning_factory import fp8_gain_of, job_of, machine, plan_of, shape_of
 from typed_command import in_empty_home, typed, write_rows
 
-from launch.plan.fp8 import FOLDER, fp8_key, keep_fp8_gain, key_of, read_fp8_gain, timed_tokens
-from trainer.spec import codec
-from trainer.spec.errors import ExitCode
-from trainer.spec.job.sections import Allowance
-from trainer.spec.messages.measurement import Fp8GainKey
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Fp8Recipe, Precision
+from shardwise.launch.plan.fp8 import FOLDER, fp8_key, keep_fp8_gain, key_of, read_fp8_gain, timed_tokens
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.messages.measurement import Fp8GainKey
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Fp8Recipe, Precision
 
 HOPPER = machine("1xH100-SXM5-80GB", libraries=("transformer-engine",))
 VERSIONS = {"torch": "2.13.0", "transformer-engine": "2.10.0", "shardwise": "0.3"}
@@ -31,10 +31,10 @@ allow: [fp8]
 """
 WITHOUT_TORCH = """
 import sys
-from launch.cli import main
+from shardwise.launch.cli import main
 code = main(sys.argv[1:])
 loaded = sorted({"torch", "numpy", "transformers", "transformer_engine"} & set(sys.modules))
-sys.stderr.write(f"code {code} loaded {loaded} store {'launch.plan.fp8' in sys.modules}")
+sys.stderr.write(f"code {code} loaded {loaded} store {'shardwise.launch.plan.fp8' in sys.modules}")
 """
 
 

@@ -10,15 +10,15 @@ from engine_plan_factory import TINY_LLAMA
 from msgspec.structs import replace
 from planning_factory import fp8_gain_of, machine, plan_of
 
-from launch.plan.fp8 import asks_for_timing, fp8_gain_for, key_of, read_fp8_gain, time_fp8
-from launch.terminal import Console
-from trainer.spec import codec
-from trainer.spec.hardware import Gpu, Hardware
-from trainer.spec.job.sections import Allowance
-from trainer.spec.messages.measurement import Fp8GainRequest
-from trainer.spec.plan import Fp8Gain, Plan
-from trainer.spec.strategy import Precision
-from trainer.spec.units import GIB
+from shardwise.launch.plan.fp8 import asks_for_timing, fp8_gain_for, key_of, read_fp8_gain, time_fp8
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.hardware import Gpu, Hardware
+from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.messages.measurement import Fp8GainRequest
+from shardwise.trainer.spec.plan import Fp8Gain, Plan
+from shardwise.trainer.spec.strategy import Precision
+from shardwise.trainer.spec.units import GIB
 
 REQUEST = Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096)
 GAIN = fp8_gain_of(1.31)

@@ -8,20 +8,20 @@ from msgspec.structs import replace
 from planning_factory import data_of, job_of, plan_of
 from workplace_factory import make_workplace
 
-from launch.plan.dry_run import simulation_request
-from launch.plan.gather import read_inputs
-from launch.plan.simulated import simulated_answers, simulated_plan
-from launch.terminal import Console
-from trainer.planning.planner import context_of
-from trainer.planning.simulated import Simulated, obstacle_to_dry_run, plan_of_simulated, simulated_memory
-from trainer.spec import codec
-from trainer.spec.errors import InputError, NothingFitsError
-from trainer.spec.job.sections import DataFormat
-from trainer.spec.messages.simulation import Simulation
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Report
-from trainer.spec.strategy import Attention, Checkpointing, Method, Offload, Sharding
-from trainer.spec.units import MIB
+from shardwise.launch.plan.dry_run import simulation_request
+from shardwise.launch.plan.gather import read_inputs
+from shardwise.launch.plan.simulated import simulated_answers, simulated_plan
+from shardwise.launch.terminal import Console
+from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.simulated import Simulated, obstacle_to_dry_run, plan_of_simulated, simulated_memory
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import InputError, NothingFitsError
+from shardwise.trainer.spec.job.sections import DataFormat
+from shardwise.trainer.spec.messages.simulation import Simulation
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Report
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method, Offload, Sharding
+from shardwise.trainer.spec.units import MIB
 
 OLMO2 = {
     "model_type": "olmo2",

@@ -8,15 +8,15 @@ import pytest
 from engine_plan_factory import TINY_LLAMA, engine_plan
 from msgspec.structs import replace
 
-from launch.plan.dry_run import describe_simulation, simulate, simulation_request
-from trainer.planning.memory.parts import grouped
-from trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.job.sections import Job, LoraJob, TrainJob
-from trainer.spec.messages.simulation import LiveGroup, Simulation, SimulationRequest
-from trainer.spec.plan import MemoryEstimate
-from trainer.spec.strategy import Attention, Checkpointing, Method, Precision, Sharding
-from trainer.spec.units import GIB, MIB
+from shardwise.launch.plan.dry_run import describe_simulation, simulate, simulation_request
+from shardwise.trainer.planning.memory.parts import grouped
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.job.sections import Job, LoraJob, TrainJob
+from shardwise.trainer.spec.messages.simulation import LiveGroup, Simulation, SimulationRequest
+from shardwise.trainer.spec.plan import MemoryEstimate
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method, Precision, Sharding
+from shardwise.trainer.spec.units import GIB, MIB
 
 TINY = SimulationRequest(model_config=TINY_LLAMA, seq_len=64)
 

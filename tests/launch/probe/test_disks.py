@@ -5,10 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from launch.probe.disks import DiskQuota, check_room, mount_of, parse_scale, parse_table, read_quotas, read_room
-from launch.probe.host import parse_mountinfo
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.units import KIB, MIB
+from shardwise.launch.probe.disks import (
+    DiskQuota,
+    check_room,
+    mount_of,
+    parse_scale,
+    parse_table,
+    read_quotas,
+    read_room,
+)
+from shardwise.launch.probe.host import parse_mountinfo
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.units import KIB, MIB
 
 MOUNTS = """\
 22 1 8:1 / / rw - ext4 /dev/sda1 rw

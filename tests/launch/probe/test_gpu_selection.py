@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.probe.gpu_selection import (
+from shardwise.launch.probe.gpu_selection import (
     free_memory_note,
     name_gpus,
     name_holders,
@@ -10,9 +10,9 @@ from launch.probe.gpu_selection import (
     visible_devices,
     visible_gpus,
 )
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import Gpu, Holder
-from trainer.spec.units import GIB
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import Gpu, Holder
+from shardwise.trainer.spec.units import GIB
 
 
 def make_gpu(index, **changes):

@@ -8,12 +8,12 @@ import pytest
 from captured_machine import Machine, lay_out
 from hanging_programs import pids_in, under_a_limit, wait_until_gone
 
-from launch.probe.gpus import find_nvidia_smi, read_gpus
-from launch.probe.machine import describe_hardware
-from launch.probe.program import ask
-from trainer.planning.device import device_of
-from trainer.spec.hardware import Hardware, Host
-from trainer.spec.units import KIB, MIB
+from shardwise.launch.probe.gpus import find_nvidia_smi, read_gpus
+from shardwise.launch.probe.machine import describe_hardware
+from shardwise.launch.probe.program import ask
+from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.spec.hardware import Hardware, Host
+from shardwise.trainer.spec.units import KIB, MIB
 
 
 def read(machine, **changes):

@@ -5,7 +5,7 @@ import os
 import pytest
 from captured_machine import MACHINES, Machine, captured, lay_out
 
-from launch.probe.host import (
+from shardwise.launch.probe.host import (
     CgroupLimits,
     count_cores,
     interface_address,
@@ -32,8 +32,8 @@ from launch.probe.host import (
     slurm_memory_bytes,
     slurm_num_cores,
 )
-from trainer.spec.hardware import SlurmEnvironment
-from trainer.spec.units import GIB, KIB, MIB
+from shardwise.trainer.spec.hardware import SlurmEnvironment
+from shardwise.trainer.spec.units import GIB, KIB, MIB
 
 V2_MOUNT = "29 22 0:26 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
 V1_MOUNTS = "".join(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.probe.installed import installed_ns, installed_version, unfit_version
+from shardwise.launch.probe.installed import installed_ns, installed_version, unfit_version
 
 
 def test_every_installed_package_has_the_version_of_its_metadata() -> None:

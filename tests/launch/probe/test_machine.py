@@ -9,13 +9,13 @@ from captured_machine import GPU_MACHINES, MACHINES, Machine, lay_out
 from engine_plan_factory import engine_plan
 from gpu_machines import AMD, lay_out_gpus
 
-from launch.probe.machine import LIBRARIES, describe_hardware, read_hardware, read_libraries
-from trainer.planning.planner import context_of
-from trainer.planning.reasons.reasons import notes
-from trainer.planning.tables.gpu_names import hardware_from_spec
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.hardware import (
+from shardwise.launch.probe.machine import LIBRARIES, describe_hardware, read_hardware, read_libraries
+from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.reasons.reasons import notes
+from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.hardware import (
     DeviceKind,
     Disk,
     Gpu,
@@ -28,8 +28,8 @@ from trainer.spec.hardware import (
     PeerCopy,
     SlurmEnvironment,
 )
-from trainer.spec.strategy import Sharding
-from trainer.spec.units import GIB, MIB
+from shardwise.trainer.spec.strategy import Sharding
+from shardwise.trainer.spec.units import GIB, MIB
 
 UNKNOWN_HOST = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
 
@@ -187,7 +187,7 @@ def test_a_cap_is_kept(tmp_path):
 @pytest.mark.cold
 def test_libraries_are_known_without_importing_one():
     script = (
-        "import sys; from launch.probe.machine import read_hardware, LIBRARIES; hardware = read_hardware();"
+        "import sys; from shardwise.launch.probe.machine import read_hardware, LIBRARIES; hardware = read_hardware();"
         "assert hardware.libraries['torch'];"
         "loaded = {name.replace('-', '_') for name in LIBRARIES} | {'numpy'};"
         "sys.exit(', '.join(loaded & set(sys.modules)) or 0)"

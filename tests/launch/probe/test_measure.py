@@ -7,7 +7,7 @@ import pytest
 from hanging_programs import pids_in, under_a_limit
 from msgspec.structs import replace
 
-from launch.probe.measure import (
+from shardwise.launch.probe.measure import (
     BLOCK_BYTES,
     judged_links,
     measure_device,
@@ -17,9 +17,9 @@ from launch.probe.measure import (
     measure_peers,
     writable_folder,
 )
-from trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, LinkKind, MeasuredRates, PeerCopy
-from trainer.spec.messages.measurement import Measurement
-from trainer.spec.units import GIB
+from shardwise.trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, LinkKind, MeasuredRates, PeerCopy
+from shardwise.trainer.spec.messages.measurement import Measurement
+from shardwise.trainer.spec.units import GIB
 
 HOST = Host(cpu_name=None, num_cores=1, ram_bytes=None, ram_available_bytes=None)
 

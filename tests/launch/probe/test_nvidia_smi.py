@@ -3,7 +3,7 @@
 import pytest
 from captured_machine import GPU_MACHINES, captured
 
-from launch.probe.nvidia_smi import (
+from shardwise.launch.probe.nvidia_smi import (
     GPU_FIELDS,
     build_links,
     explain_failure,
@@ -20,8 +20,8 @@ from launch.probe.nvidia_smi import (
     pcie_bytes_per_s,
     unknown_field,
 )
-from trainer.spec.hardware import Gpu, Holder, LinkKind
-from trainer.spec.units import MIB
+from shardwise.trainer.spec.hardware import Gpu, Holder, LinkKind
+from shardwise.trainer.spec.units import MIB
 
 
 def rows_of(machine):

@@ -17,14 +17,14 @@ from fake_torch import FakeTorch
 from gpu_machines import CUDA_13, FIRST, GPU_MACHINES, H100, SECOND, Card, Machine, lay_out_gpus, machine_with
 from warm_python import SWITCH
 
-from launch.engine.command import launch_environment
-from launch.probe.gpu_selection import select_gpus
-from launch.probe.machine import read_hardware
-from launch.probe.torch_fit import check_torch, runs_on
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.hardware import DeviceKind, Gpu, Hardware
-from trainer.spec.strategy import Sharding
-from trainer.spec.torch_wheel import OLDEST_CAPABILITY, VERSION, lacks_code
+from shardwise.launch.engine.command import launch_environment
+from shardwise.launch.probe.gpu_selection import select_gpus
+from shardwise.launch.probe.machine import read_hardware
+from shardwise.launch.probe.torch_fit import check_torch, runs_on
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Hardware
+from shardwise.trainer.spec.strategy import Sharding
+from shardwise.trainer.spec.torch_wheel import OLDEST_CAPABILITY, VERSION, lacks_code
 
 ROOT = Path(__file__).parents[3]
 EXPANDABLE = "expandable_segments:True"
@@ -199,7 +199,7 @@ def test_the_facts_of_the_locked_torch_are_those_of_its_wheel():
 def set_up(place: Place) -> subprocess.CompletedProcess[str]:
     """What `make install` asks at its end."""
     environment = {**place.environment, "PYTHONPATH": f"{ROOT}:{place.torch.folder}"}
-    argv = [sys.executable, "-P", "-m", "launch.probe.torch_fit"]
+    argv = [sys.executable, "-P", "-m", "shardwise.launch.probe.torch_fit"]
     return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
 
 

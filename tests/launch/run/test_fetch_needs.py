@@ -9,13 +9,13 @@ from msgspec.structs import replace
 from small_disk import mounted_disk
 from workplace_factory import make_workplace
 
-from launch.inputs.data_files import is_of_hub
-from launch.inputs.trusted_code import has_kernel
-from launch.plan.gather import read_inputs
-from launch.run.fetch_needs import Need, check_room, check_room_of, missing_for
-from trainer.spec.data.request import SourceFile
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.units import MIB
+from shardwise.launch.inputs.data_files import is_of_hub
+from shardwise.launch.inputs.trusted_code import has_kernel
+from shardwise.launch.plan.gather import read_inputs
+from shardwise.launch.run.fetch_needs import Need, check_room, check_room_of, missing_for
+from shardwise.trainer.spec.data.request import SourceFile
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.units import MIB
 
 
 def test_bytes_that_do_not_fit_are_said_with_both_numbers_and_the_settings(tmp_path: Path):

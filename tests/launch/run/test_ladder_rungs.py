@@ -4,9 +4,9 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import machine
 
-from launch.run.ladder import GROUND, default_rungs, parse_rungs
-from trainer.spec.errors import InputError
-from trainer.spec.job.fields import BY_PATH
+from shardwise.launch.run.ladder import GROUND, default_rungs, parse_rungs
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.fields import BY_PATH
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 from msgspec.structs import replace
 from report_factory import MIB, make_candidate, make_report
 
-from launch.run.ladder import Outcome, RungResult, ladder_csv, ladder_page, ladder_rows, parse_rungs
-from trainer.planning.page.html import pages_html
-from trainer.planning.page.text_layout import page_text
-from trainer.spec.report import Ending, Figures, MemoryFigures, SpeedFigures
+from shardwise.launch.run.ladder import Outcome, RungResult, ladder_csv, ladder_page, ladder_rows, parse_rungs
+from shardwise.trainer.planning.page.html import pages_html
+from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.spec.report import Ending, Figures, MemoryFigures, SpeedFigures
 
 
 def ran(name: str, *, peak: int, predicted: int, step_s: float | None = 1.0) -> RungResult:

@@ -8,11 +8,11 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import plan_of
 
-from launch.run.start import plan_to_resume
-from launch.terminal import Console
-from trainer.spec.errors import InputError
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Optimizer, Sharding
+from shardwise.launch.run.start import plan_to_resume
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Optimizer, Sharding
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 from msgspec.structs import replace
 from planning_factory import machine, plan_of
 
-from launch.run.ladder import held_to
-from trainer.planning.device import device_of
-from trainer.spec.units import GIB
+from shardwise.launch.run.ladder import held_to
+from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.spec.units import GIB
 
 
 def test_a_cpu_without_a_cap_is_capped_at_what_is_usable():

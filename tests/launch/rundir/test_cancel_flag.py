@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from launch.rundir.cancel_flag import is_cancelled, must_end_at_start, own_job, read_cancel_flag, write_cancel_flag
-from trainer.spec.errors import EnvironmentFaultError
+from shardwise.launch.rundir.cancel_flag import (
+    is_cancelled,
+    must_end_at_start,
+    own_job,
+    read_cancel_flag,
+    write_cancel_flag,
+)
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 NOON = datetime(2030, 1, 2, 12, 0, 0, tzinfo=UTC)
 ARRAY = {"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12"}

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from run_factory import age, metrics_row, write_attempt, write_checkpoint, write_report, write_start, write_submission
 
-from launch.rundir.files import outputs_of, read_run, tail_lines, tail_rows
-from trainer.spec.messages.submission import CHAIN_FILE
-from trainer.spec.report import Ending
+from shardwise.launch.rundir.files import outputs_of, read_run, tail_lines, tail_rows
+from shardwise.trainer.spec.messages.submission import CHAIN_FILE
+from shardwise.trainer.spec.report import Ending
 
 
 def test_an_empty_directory_has_no_facts(tmp_path: Path):

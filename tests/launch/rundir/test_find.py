@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from run_factory import write_attempt, write_start, write_submission
 
-from launch.rundir.files import read_run
-from launch.rundir.find import belongs_to, find_runs, one_run, run_dirs_of, runs_below
-from slurm.jobs import QueuedJob
-from trainer.spec.errors import InputError
+from shardwise.launch.rundir.files import read_run
+from shardwise.launch.rundir.find import belongs_to, find_runs, one_run, run_dirs_of, runs_below
+from shardwise.slurm.jobs import QueuedJob
+from shardwise.trainer.spec.errors import InputError
 
 NO_SLURM = {"PATH": "/nonexistent"}
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from run_factory import write_holder
 
-from launch.rundir.lock import LockOwner, local_owner, locked, parse_owner, recorded_owner
-from trainer.spec.errors import EnvironmentFaultError
+from shardwise.launch.rundir.lock import LockOwner, local_owner, locked, parse_owner, recorded_owner
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 HOLD = """
 import sys
 from pathlib import Path
-from launch.rundir.lock import locked
+from shardwise.launch.rundir.lock import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

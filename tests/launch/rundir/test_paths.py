@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.rundir import paths as run_dir
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.launch.rundir import paths as run_dir
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
 NOON = datetime(2030, 1, 2, 12, 0, 0, tzinfo=UTC)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.rundir.process_record import ProcessRecord, descendants, read_records, record_of, write_record
+from shardwise.launch.rundir.process_record import ProcessRecord, descendants, read_records, record_of, write_record
 
 
 def start_sleeper() -> subprocess.Popen[bytes]:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from run_factory import age, write_attempt, write_report, write_start, write_submission
 
-from launch.rundir.cancel_flag import CANCEL_FLAG
-from launch.rundir.files import read_run
-from launch.rundir.lock import LockOwner
-from launch.rundir.state import Liveness, RunState, judge, seconds_left, status_of
-from slurm.jobs import EndedJob, QueuedJob
-from trainer.spec.report import Ending
+from shardwise.launch.rundir.cancel_flag import CANCEL_FLAG
+from shardwise.launch.rundir.files import read_run
+from shardwise.launch.rundir.lock import LockOwner
+from shardwise.launch.rundir.state import Liveness, RunState, judge, seconds_left, status_of
+from shardwise.slurm.jobs import EndedJob, QueuedJob
+from shardwise.trainer.spec.report import Ending
 
 RUNNING = QueuedJob(job_id="12", state="RUNNING", nodes="n1")
 WAITING = QueuedJob(job_id="13", state="PENDING", reason="Priority")

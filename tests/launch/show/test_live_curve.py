@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.show.live.view import Curve, Point, sparkline
+from shardwise.launch.show.live.view import Curve, Point, sparkline
 
 LEVELS = "12345678"
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from small_terminal import SmallTerminal
 
-from launch.show.live.screen import Screen, draws_block, glyphs_for
-from launch.show.live.text import ASCII, UNICODE
-from launch.terminal import Console
+from shardwise.launch.show.live.screen import Screen, draws_block, glyphs_for
+from shardwise.launch.show.live.text import ASCII, UNICODE
+from shardwise.launch.terminal import Console
 
 TERMINAL = {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
 

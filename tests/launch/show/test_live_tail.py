@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.show.live.view import MetricsTail, read_phase
+from shardwise.launch.show.live.view import MetricsTail, read_phase
 
 
 def write_rows(path: Path, *rows: Mapping[str, object]) -> None:
@@ -52,7 +52,7 @@ def test_a_file_that_was_written_anew_is_read_anew(tmp_path: Path):
 
 
 def test_a_file_that_is_larger_than_a_chunk_is_read_whole(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("launch.show.live.view._CHUNK_BYTES", 10)
+    monkeypatch.setattr("shardwise.launch.show.live.view._CHUNK_BYTES", 10)
     path = tmp_path / "metrics.jsonl"
     write_rows(path, *({"step": step} for step in range(50)))
     assert [row["step"] for row in MetricsTail(path).read_new()] == list(range(50))

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from launch.show.live.text import ASCII, UNICODE, bar, block_lines, fitted, log_line, num_columns
-from launch.show.live.view import CardFigures, LiveView, MemoryGauge, Point
-from trainer.spec.units import GIB, MIB
+from shardwise.launch.show.live.text import ASCII, UNICODE, bar, block_lines, fitted, log_line, num_columns
+from shardwise.launch.show.live.view import CardFigures, LiveView, MemoryGauge, Point
+from shardwise.trainer.spec.units import GIB, MIB
 
 CURVE = tuple(Point(step, 9 * 0.98**step + 4.5) for step in range(1, 151))
 ON_A_CARD = LiveView(

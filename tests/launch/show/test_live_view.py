@@ -7,10 +7,10 @@ from engine_plan_factory import engine_plan
 from msgspec.structs import replace
 from run_factory import metrics_row, run_plan
 
-from launch.show.live.view import CardFigures, MemoryGauge, StepLog, memory_gauge, view_of
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.strategy import Sharding
-from trainer.spec.units import GIB, MIB
+from shardwise.launch.show.live.view import CardFigures, MemoryGauge, StepLog, memory_gauge, view_of
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.strategy import Sharding
+from shardwise.trainer.spec.units import GIB, MIB
 
 
 def log_of(*rows: dict[str, Any], seen_s: float | None = None) -> StepLog:

@@ -5,10 +5,10 @@ from msgspec.structs import replace
 from planning_factory import data_of, plan_of
 from report_factory import MIB, make_report
 
-from launch.show.profile_text import forecast, profile_json, profile_page
-from trainer.planning.page.text_layout import page_text
-from trainer.spec.messages.profile import KeptBytes, OperatorTime, ProfileFigures
-from trainer.spec.report import Figures, MemoryFigures, SpeedFigures
+from shardwise.launch.show.profile_text import forecast, profile_json, profile_page
+from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.spec.messages.profile import KeptBytes, OperatorTime, ProfileFigures
+from shardwise.trainer.spec.report import Figures, MemoryFigures, SpeedFigures
 
 FIGURES = ProfileFigures(
     step=8,

@@ -8,10 +8,10 @@ from typing import Any
 from run_factory import metrics_row, write_attempt
 from small_terminal import SmallTerminal
 
-from launch.show.progress import Progress
-from launch.terminal import Console
-from trainer.spec import codec
-from trainer.spec.plan import Plan
+from shardwise.launch.show.progress import Progress
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.plan import Plan
 
 ON_A_TERMINAL = {"TERM": "xterm", "LC_ALL": "C"}
 

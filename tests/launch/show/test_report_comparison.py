@@ -8,13 +8,13 @@ from msgspec.structs import replace
 from page_reader import read_page
 from reported_run import measured_figures, report_for, step_rows, tiny_plan, write_point, write_run
 
-from launch.show.report.comparison import comparison_page
-from launch.show.report.runs import RecordedRun, read_recorded, recorded_runs
-from trainer.planning.page.content import LineChart, Page, Sentence, Table
-from trainer.planning.page.html import pages_html
-from trainer.planning.page.text_layout import page_text
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Report
+from shardwise.launch.show.report.comparison import comparison_page
+from shardwise.launch.show.report.runs import RecordedRun, read_recorded, recorded_runs
+from shardwise.trainer.planning.page.content import LineChart, Page, Sentence, Table
+from shardwise.trainer.planning.page.html import pages_html
+from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Report
 
 
 def faster(plan: Plan, times: float, **changes: Any) -> Report:

@@ -8,12 +8,19 @@ from page_reader import read_page
 from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import attempt_record
 
-from launch.show.report.charts import loss_chart, marks_of, memory_chart, points_of, step_parts_chart, timeline_chart
-from launch.show.report.page import run_page
-from launch.show.report.runs import RecordedRun, read_recorded
-from trainer.planning.page.content import LineChart, Page, Quote, Sentence, Span
-from trainer.planning.page.html import pages_html
-from trainer.spec.report import Ending, Fault, Sample
+from shardwise.launch.show.report.charts import (
+    loss_chart,
+    marks_of,
+    memory_chart,
+    points_of,
+    step_parts_chart,
+    timeline_chart,
+)
+from shardwise.launch.show.report.page import run_page
+from shardwise.launch.show.report.runs import RecordedRun, read_recorded
+from shardwise.trainer.planning.page.content import LineChart, Page, Quote, Sentence, Span
+from shardwise.trainer.planning.page.html import pages_html
+from shardwise.trainer.spec.report import Ending, Fault, Sample
 
 SECTIONS = [
     "finished", "predicted", "loss", "throughput", "time", "memory", "what was planned", "runners-up", "not taken",

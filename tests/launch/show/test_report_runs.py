@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from reported_run import report_for, step_rows, tiny_plan, write_point, write_run
 
-from launch.show.report.runs import labels_of, read_recorded, recorded_runs, state_line
-from trainer.spec.errors import InputError
-from trainer.spec.report import Ending
+from shardwise.launch.show.report.runs import labels_of, read_recorded, recorded_runs, state_line
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.report import Ending
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

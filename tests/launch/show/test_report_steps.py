@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from reported_run import step_rows
 
-from launch.show.report.runs import Step, figures_of, last_of_each, observed, read_steps, steady_steps
-from trainer.planning.recommend import Observed
+from shardwise.launch.show.report.runs import Step, figures_of, last_of_each, observed, read_steps, steady_steps
+from shardwise.trainer.planning.recommend import Observed
 
 
 def steps_of(rows: list[dict[str, object]]) -> tuple[Step, ...]:

@@ -8,10 +8,10 @@ from report_factory import make_report
 from reported_run import step_rows, write_run
 from run_factory import attempt_record
 
-from launch.show.report.runs import read_recorded
-from launch.show.report.text import parts_line, render_report, render_run
-from trainer.spec.report import AttemptRecord, Ending, Fault
-from trainer.spec.units import GIB
+from shardwise.launch.show.report.runs import read_recorded
+from shardwise.launch.show.report.text import parts_line, render_report, render_run
+from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault
+from shardwise.trainer.spec.units import GIB
 
 
 def test_predicted_and_measured_stand_side_by_side_with_the_difference():

@@ -9,9 +9,9 @@ import pytest
 from report_factory import make_report
 from tracker_factory import write_program
 
-from launch.track.notify import NotifyError, NotifyTracker, message
-from launch.track.tracker import End
-from trainer.spec.report import Ending
+from shardwise.launch.track.notify import NotifyError, NotifyTracker, message
+from shardwise.launch.track.tracker import End
+from shardwise.trainer.spec.report import Ending
 
 FINISHED = End(make_report())
 

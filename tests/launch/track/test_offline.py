@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from launch.track.offline import (
+from shardwise.launch.track.offline import (
     WandbRun,
     new_identity,
     offline_folders,
@@ -13,7 +13,7 @@ from launch.track.offline import (
     read_wandb_run,
     write_wandb_run,
 )
-from trainer.spec.errors import InputError
+from shardwise.trainer.spec.errors import InputError
 
 BLOCK = 32 * 1024
 RECORDS = [b"first", b"x" * (BLOCK - 30), b"y" * (3 * BLOCK), b"", b"last"]

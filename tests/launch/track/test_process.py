@@ -26,14 +26,14 @@ from tracker_factory import (
 )
 from wandb_stand_in import WAYS, write_stand_in
 
-from launch.attempt.supervisor import StopKind, StopRequest
-from launch.rundir.process_record import read_state
-from launch.track import start as track_start
-from launch.track.start import running_trackers
-from launch.track.start import tracker_order as order_of
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.report import Ending
+from shardwise.launch.attempt.supervisor import StopKind, StopRequest
+from shardwise.launch.rundir.process_record import read_state
+from shardwise.launch.track import start as track_start
+from shardwise.launch.track.start import running_trackers
+from shardwise.launch.track.start import tracker_order as order_of
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.report import Ending
 
 pytestmark = pytest.mark.cold  # a warm Python has loaded the real wandb, and its signals and pids are another's
 KEEP = "import sys\nopen({path!r}, 'w').write(sys.stdin.read())\n"

@@ -9,10 +9,10 @@ from report_factory import make_report
 from run_factory import attempt_record, run_plan
 from tracker_factory import append_steps, write_plan
 
-from launch.track.process import RunReader, StallWatch
-from trainer.spec import codec
-from trainer.spec.messages.rank_files import Heartbeat
-from trainer.spec.report import Fault
+from shardwise.launch.track.process import RunReader, StallWatch
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.messages.rank_files import Heartbeat
+from shardwise.trainer.spec.report import Fault
 
 
 @pytest.fixture

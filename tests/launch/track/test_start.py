@@ -8,10 +8,10 @@ from msgspec.structs import replace
 from pasted_pip import requirements_in
 from tracker_factory import tracker_environment
 
-from launch.track import start as track_start
-from launch.track.start import check_trackers, wandb_mode
-from trainer.spec.errors import InputError, InputProblemsError
-from trainer.spec.job.sections import Job, LogJob, NodeNetwork, SlurmJob, WandbMode
+from shardwise.launch.track import start as track_start
+from shardwise.launch.track.start import check_trackers, wandb_mode
+from shardwise.trainer.spec.errors import InputError, InputProblemsError
+from shardwise.trainer.spec.job.sections import Job, LogJob, NodeNetwork, SlurmJob, WandbMode
 
 KEY = "canary" + "0123456789" * 4
 
@@ -103,7 +103,7 @@ def test_a_variable_with_a_url_is_taken(tmp_path):
 
 LOGIN = {
     "public": "import wandb; print('login:', wandb.login(prompt=False, verify=False))",
-    "ours": "from launch.track.wandb import login_problem; print('login:', login_problem() is None)",
+    "ours": "from shardwise.launch.track.wandb import login_problem; print('login:', login_problem() is None)",
 }
 
 

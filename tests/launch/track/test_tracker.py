@@ -3,8 +3,8 @@
 import pytest
 from run_factory import run_plan
 
-from launch.track.tracker import Summaries, measured_series, predicted_series, series_name, summary_of
-from trainer.runtime.loop.metrics import StepMetrics
+from shardwise.launch.track.tracker import Summaries, measured_series, predicted_series, series_name, summary_of
+from shardwise.trainer.runtime.loop.metrics import StepMetrics
 
 GROUPS = {"train", "eval", "speed", "time", "memory", "gpu"}
 

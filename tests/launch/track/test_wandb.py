@@ -16,12 +16,19 @@ from tracker_factory import EndNotice, Trackers, WandbMode, append_steps, tracke
 from wandb_log import LoggedRun
 from wandb_server import wandb_server
 
-from launch.rundir.state import RunState
-from launch.terminal import Console
-from launch.track.offline import WandbRun, offline_logs, read_wandb_run, sync_runs, unsynced_folders, write_wandb_run
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.report import Ending, Fault
+from shardwise.launch.rundir.state import RunState
+from shardwise.launch.terminal import Console
+from shardwise.launch.track.offline import (
+    WandbRun,
+    offline_logs,
+    read_wandb_run,
+    sync_runs,
+    unsynced_folders,
+    write_wandb_run,
+)
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.report import Ending, Fault
 
 KEY = "canary" + "0123456789" * 4
 pytestmark = pytest.mark.cold  # they kill the process of the trackers by its pid

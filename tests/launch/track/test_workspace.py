@@ -8,12 +8,12 @@ from run_factory import run_plan
 from tracker_factory import tracker_environment
 from wandb_server import ENTITY, wandb_server
 
-from launch.options import WorkspaceOptions
-from launch.terminal import Console
-from launch.track.tracker import STEP, predicted_series, series_name
-from launch.track.workspace import NAME, SECTIONS, VIEW_NAME, run_workspace, series_of, workspace
-from trainer.runtime.loop.metrics import StepMetrics
-from trainer.spec.errors import EnvironmentFaultError
+from shardwise.launch.options import WorkspaceOptions
+from shardwise.launch.terminal import Console
+from shardwise.launch.track.tracker import STEP, predicted_series, series_name
+from shardwise.launch.track.workspace import NAME, SECTIONS, VIEW_NAME, run_workspace, series_of, workspace
+from shardwise.trainer.runtime.loop.metrics import StepMetrics
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 KEY = "canary" + "0123456789" * 4
 

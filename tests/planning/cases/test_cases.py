@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from planning_factory import machine
 
-from trainer.planning.cases.answer import answer_case, read_case
-from trainer.planning.memory import estimate_memory
-from trainer.planning.tables.gpu_specs import GPU_SPECS
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import LinkKind
-from trainer.spec.strategy import Optimizer, Quant
-from trainer.spec.units import GIB
+from shardwise.trainer.planning.cases.answer import answer_case, read_case
+from shardwise.trainer.planning.memory import estimate_memory
+from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import LinkKind
+from shardwise.trainer.spec.strategy import Optimizer, Quant
+from shardwise.trainer.spec.units import GIB
 
 ROWS = [
     json.loads(line)

@@ -7,16 +7,16 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import data_of, machine, plan_of, shape_of
 
-from trainer.planning.candidates import run_hours
-from trainer.planning.explain.choice import kv_cache_bytes
-from trainer.planning.explain.plan_page import compare_plans, explain_plan, machine_words
-from trainer.planning.page.text_layout import letters, paragraph, stacked_bar, table
-from trainer.planning.planner import context_of, take_candidate
-from trainer.spec.errors import NothingFitsError
-from trainer.spec.job.sections import Allowance
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision, Sharding
-from trainer.spec.units import GIB, format_bytes, format_seconds
+from shardwise.trainer.planning.candidates import run_hours
+from shardwise.trainer.planning.explain.choice import kv_cache_bytes
+from shardwise.trainer.planning.explain.plan_page import compare_plans, explain_plan, machine_words
+from shardwise.trainer.planning.page.text_layout import letters, paragraph, stacked_bar, table
+from shardwise.trainer.planning.planner import context_of, take_candidate
+from shardwise.trainer.spec.errors import NothingFitsError
+from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.units import GIB, format_bytes, format_seconds
 
 EVERY_N = Checkpointing.EVERY_N
 

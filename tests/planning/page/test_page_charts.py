@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from trainer.planning.page.charts import (
+from shardwise.trainer.planning.page.charts import (
     Axes,
     area_path,
     averaged,
@@ -21,7 +21,7 @@ from trainer.planning.page.charts import (
     ticks,
     unit_ticks,
 )
-from trainer.planning.page.content import LineChart, Points, Series, Span, Unit
+from shardwise.trainer.planning.page.content import LineChart, Points, Series, Span, Unit
 
 AXES = Axes(left=0, right=10, bottom=0, top=10)
 NAN = math.nan

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from page_reader import read_page
 from planning_factory import plan_of
 
-from trainer.planning.explain.plan_page import comparison_page, explain_plan, plan_page
-from trainer.planning.page.content import (
+from shardwise.trainer.planning.explain.plan_page import comparison_page, explain_plan, plan_page
+from shardwise.trainer.planning.page.content import (
     Bars,
     LineChart,
     Mark,
@@ -25,10 +25,10 @@ from trainer.planning.page.content import (
     Table,
     Unit,
 )
-from trainer.planning.page.html import pages_html
-from trainer.planning.page.svg import STYLE
-from trainer.planning.page.text_layout import page_text
-from trainer.spec.plan import Plan
+from shardwise.trainer.planning.page.html import pages_html
+from shardwise.trainer.planning.page.svg import STYLE
+from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.spec.plan import Plan
 
 
 @pytest.fixture(scope="module")

@@ -11,19 +11,19 @@ from msgspec.structs import replace
 from pasted_pip import requirements_in
 from planning_factory import context_for, fp8_gain_of, machine, shape_of
 
-from trainer.planning.device import device_of
-from trainer.planning.rules.combination import Combination, Incompatibility, Reach, first_broken
-from trainer.planning.rules.incompatible_rows import LAYOUTS, ROWS
-from trainer.planning.rules.incompatible_settings import SETTINGS
-from trainer.planning.rules.job_rules import OF_THE_JOB
-from trainer.planning.rules.rule import RULES, may_run, obstacle_to, refuse
-from trainer.planning.search.input_checks import check_pins
-from trainer.planning.search.settings import first_setting
-from trainer.planning.tables.catalogue import CATALOGUE
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import Allowance, GaloreJob, Limits, LoraJob, NvmeLimit
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.strategy import (
+from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.planning.rules.combination import Combination, Incompatibility, Reach, first_broken
+from shardwise.trainer.planning.rules.incompatible_rows import LAYOUTS, ROWS
+from shardwise.trainer.planning.rules.incompatible_settings import SETTINGS
+from shardwise.trainer.planning.rules.job_rules import OF_THE_JOB
+from shardwise.trainer.planning.rules.rule import RULES, may_run, obstacle_to, refuse
+from shardwise.trainer.planning.search.input_checks import check_pins
+from shardwise.trainer.planning.search.settings import first_setting
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import Allowance, GaloreJob, Limits, LoraJob, NvmeLimit
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
     Fp8Recipe,
@@ -35,7 +35,7 @@ from trainer.spec.strategy import (
     Sharding,
     Strategy,
 )
-from trainer.spec.units import GIB
+from shardwise.trainer.spec.units import GIB
 
 ROWS_BY_NAME = {row.name: row for row in CATALOGUE}
 OFFLOADED = "zero2+optimizer/bf16-mixed/deepspeed_cpu_adam"

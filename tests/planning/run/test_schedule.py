@@ -6,13 +6,13 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import CONFIGS, data_of, job_of, shape_of
 
-from trainer.planning.run.schedule import make_schedule
-from trainer.spec.errors import InputError
-from trainer.spec.job.kinds import Every, Warmup
-from trainer.spec.job.sections import CheckpointJob, DataFormat, EvalJob, LrSchedule, TrainJob
-from trainer.spec.lr_schedule import learning_rate
-from trainer.spec.plan import Schedule
-from trainer.spec.strategy import Method, Optimizer
+from shardwise.trainer.planning.run.schedule import make_schedule
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.kinds import Every, Warmup
+from shardwise.trainer.spec.job.sections import CheckpointJob, DataFormat, EvalJob, LrSchedule, TrainJob
+from shardwise.trainer.spec.lr_schedule import learning_rate
+from shardwise.trainer.spec.plan import Schedule
+from shardwise.trainer.spec.strategy import Method, Optimizer
 
 
 def schedule(num_rows: int = 10_000, *, model: str = "8b", num_eval_rows: int = 100, **facts: Any) -> Schedule:

@@ -6,19 +6,19 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import context_for, data_of, job_of
 
-from trainer.planning.context import PlanningContext
-from trainer.planning.rules.rule import may_run
-from trainer.planning.search import choice
-from trainer.planning.search.budget import excess
-from trainer.planning.search.choice import best_of, in_order, one_a_layout, survey
-from trainer.planning.search.settings import Bounded, best_candidate, best_setting, bounded_starts
-from trainer.planning.setting import Setting
-from trainer.planning.tables.catalogue import CATALOGUE
-from trainer.spec.data.profile import BatchWidth
-from trainer.spec.job.sections import Allowance
-from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Method, Strategy
-from trainer.spec.units import GIB
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.rules.rule import may_run
+from shardwise.trainer.planning.search import choice
+from shardwise.trainer.planning.search.budget import excess
+from shardwise.trainer.planning.search.choice import best_of, in_order, one_a_layout, survey
+from shardwise.trainer.planning.search.settings import Bounded, best_candidate, best_setting, bounded_starts
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.data.profile import BatchWidth
+from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.strategy import Method, Strategy
+from shardwise.trainer.spec.units import GIB
 
 MACHINES = [
     ("tiny", "2xCPU"),

@@ -6,27 +6,27 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import CONFIGS, data_of, job_of, machine, shape_of
 
-from trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
-from trainer.planning.context import PlanningContext
-from trainer.planning.explain.limits import Question, limits_json, limits_section
-from trainer.planning.page.content import Page
-from trainer.planning.page.text_layout import page_text
-from trainer.planning.planner import open_contexts
-from trainer.planning.search.budget import excess
-from trainer.planning.search.limits_search import (
+from shardwise.trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.explain.limits import Question, limits_json, limits_section
+from shardwise.trainer.planning.page.content import Page
+from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.planning.planner import open_contexts
+from shardwise.trainer.planning.search.budget import excess
+from shardwise.trainer.planning.search.limits_search import (
     SEQ_UNIT,
     Rung,
     largest_batches,
     largest_models,
     longest_sequences,
 )
-from trainer.spec.calibration import Calibration
-from trainer.spec.hardware import Hardware
-from trainer.spec.job.sections import Allowance
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Checkpointing, Method
-from trainer.spec.units import GIB
+from shardwise.trainer.spec.calibration import Calibration
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.strategy import Checkpointing, Method
+from shardwise.trainer.spec.units import GIB
 
 PRESETS = {name: read_model_shape(config) for name, config in CONFIGS.items()}
 CASES = [

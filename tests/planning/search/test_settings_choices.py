@@ -3,11 +3,11 @@
 import pytest
 from planning_factory import context_for
 
-from trainer.planning.memory.activations import block_activations
-from trainer.planning.memory.recipe import dims_of, recipe_of
-from trainer.planning.search.settings import checkpointings, every_n, first_setting
-from trainer.planning.tables.catalogue import CATALOGUE
-from trainer.spec.strategy import Checkpointing, LossHead, Method
+from shardwise.trainer.planning.memory.activations import block_activations
+from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
+from shardwise.trainer.planning.search.settings import checkpointings, every_n, first_setting
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method
 
 ROW = next(row for row in CATALOGUE if row.name == "none/bf16-mixed/adamw_fused")
 

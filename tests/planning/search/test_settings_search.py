@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import CONFIGS, context_for, data_of
 
-from trainer.planning.calibrate import Correction, Corrections, Factor
-from trainer.planning.candidates import (
+from shardwise.trainer.planning.calibrate import Correction, Corrections, Factor
+from shardwise.trainer.planning.candidates import (
     candidate_of,
     predicted_memory,
     predicted_need,
@@ -16,10 +16,10 @@ from trainer.planning.candidates import (
     setting_of,
     with_micro_batch,
 )
-from trainer.planning.context import PlanningContext
-from trainer.planning.rules.rule import obstacle_to
-from trainer.planning.search.fallbacks import fallbacks
-from trainer.planning.search.settings import (
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.rules.rule import obstacle_to
+from shardwise.trainer.planning.search.fallbacks import fallbacks
+from shardwise.trainer.planning.search.settings import (
     EAGER_HANDICAP,
     MIN_CHUNK_TOKENS,
     SAME_SPEED,
@@ -36,13 +36,13 @@ from trainer.planning.search.settings import (
     micro_batches,
     time_class,
 )
-from trainer.planning.setting import Setting
-from trainer.planning.tables.catalogue import CATALOGUE
-from trainer.spec.data.profile import BatchWidth, DataProfile
-from trainer.spec.job.sections import Allowance
-from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Checkpointing, LossHead, Optimizer, Sharding, Strategy
-from trainer.spec.units import GIB
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile
+from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Optimizer, Sharding, Strategy
+from shardwise.trainer.spec.units import GIB
 
 ROWS = {row.name: row for row in CATALOGUE}
 SHARDED = ["zero1", "zero2", "zero3", "fsdp_grad_op", "fsdp"]

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from trainer.planning.device import Device, device_of
-from trainer.planning.setting import RecipeChoices
-from trainer.planning.speed import constants as constants
-from trainer.planning.speed.rates import rates_of
-from trainer.planning.speed.step import estimate_speed, evaluation_seconds, flops_per_token, speed_notes
-from trainer.planning.tables.gpu_specs import GPU_SPECS
-from trainer.spec.hardware import Gpu, Hardware
-from trainer.spec.job.sections import GaloreJob, LoraJob
-from trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
-from trainer.spec.strategy import (
+from shardwise.trainer.planning.device import Device, device_of
+from shardwise.trainer.planning.setting import RecipeChoices
+from shardwise.trainer.planning.speed import constants as constants
+from shardwise.trainer.planning.speed.rates import rates_of
+from shardwise.trainer.planning.speed.step import estimate_speed, evaluation_seconds, flops_per_token, speed_notes
+from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
+from shardwise.trainer.spec.hardware import Gpu, Hardware
+from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
+from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
+from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
     LossHead,
@@ -27,7 +27,7 @@ from trainer.spec.strategy import (
     Precision,
     Sharding,
 )
-from trainer.spec.units import GIB
+from shardwise.trainer.spec.units import GIB
 
 P = 8_030_261_248
 FULL_AC = Checkpointing.FULL

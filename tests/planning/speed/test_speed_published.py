@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from trainer.planning.cases.answer import PredictionCase, read_case
-from trainer.planning.speed import constants as speed_constants
-from trainer.planning.speed.step import estimate_speed
+from shardwise.trainer.planning.cases.answer import PredictionCase, read_case
+from shardwise.trainer.planning.speed import constants as speed_constants
+from shardwise.trainer.planning.speed.step import estimate_speed
 
 ROOT = Path(__file__).parents[3]
 CASES = [json.loads(line) for line in (ROOT / "benchmarks" / "measured_public.jsonl").read_text().splitlines()]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.planning.tables.catalogue import CATALOGUE, ENGINE_CONFIGS, LAYOUTS, optimizers_of
-from trainer.spec.strategy import Offload, Optimizer, Precision, Sharding, Strategy
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE, ENGINE_CONFIGS, LAYOUTS, optimizers_of
+from shardwise.trainer.spec.strategy import Offload, Optimizer, Precision, Sharding, Strategy
 
 
 def row_of(name: str) -> Strategy:

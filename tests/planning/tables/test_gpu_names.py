@@ -3,13 +3,13 @@
 import pytest
 from estimate_factory import CPU_HOST
 
-from trainer.planning.device import device_of
-from trainer.planning.speed.step import speed_notes
-from trainer.planning.tables.gpu_names import find_gpu_spec, hardware_from_spec, match_card, match_gpu_name
-from trainer.planning.tables.gpu_specs import GPU_SPECS, GpuSpec
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.units import MIB
+from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.planning.speed.step import speed_notes
+from shardwise.trainer.planning.tables.gpu_names import find_gpu_spec, hardware_from_spec, match_card, match_gpu_name
+from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS, GpuSpec
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.units import MIB
 
 ROWS = pytest.mark.parametrize("spec", GPU_SPECS.values(), ids=GPU_SPECS.keys())
 # Written from vendors' and Wikipedia's names, as people type them; a row is all that they mean.

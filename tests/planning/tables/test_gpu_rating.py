@@ -3,14 +3,14 @@
 import pytest
 from planning_factory import plan_of
 
-from trainer.planning.device import Device, device_of
-from trainer.planning.speed.step import speed_notes
-from trainer.planning.tables.gpu_names import match_gpu_name
-from trainer.planning.tables.gpu_rating import rated_spec, spec_of
-from trainer.planning.tables.gpu_specs import GPU_SPECS
-from trainer.spec.hardware import Gpu, Hardware, Host, MeasuredRates
-from trainer.spec.plan import Plan
-from trainer.spec.units import GIB
+from shardwise.trainer.planning.device import Device, device_of
+from shardwise.trainer.planning.speed.step import speed_notes
+from shardwise.trainer.planning.tables.gpu_names import match_gpu_name
+from shardwise.trainer.planning.tables.gpu_rating import rated_spec, spec_of
+from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
+from shardwise.trainer.spec.hardware import Gpu, Hardware, Host, MeasuredRates
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.units import GIB
 
 NO_HOST = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
 # What drivers of such cards usually report: CUDA cores, highest clock, bits of the bus, highest memory clock.

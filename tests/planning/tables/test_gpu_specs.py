@@ -3,9 +3,9 @@
 import pytest
 from msgspec.structs import asdict
 
-from trainer.planning.tables.gpu_specs import GPU_SPECS, GpuSpec, gpu_spec
-from trainer.spec.strategy import Precision
-from trainer.spec.units import GIB
+from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS, GpuSpec, gpu_spec
+from shardwise.trainer.spec.strategy import Precision
+from shardwise.trainer.spec.units import GIB
 
 ROWS = pytest.mark.parametrize("spec", GPU_SPECS.values(), ids=GPU_SPECS.keys())
 # TFLOP/s of datasheets and whitepapers, dense, sums in fp32: fp32, tf32, fp16, fp8; GB/s of memory.

@@ -7,11 +7,11 @@ from itertools import product
 import pytest
 from planning_factory import data_of, job_of, shape_of
 
-from trainer.planning.run.schedule import make_schedule
-from trainer.planning.tables import learning_rates
-from trainer.planning.tables.learning_rates import default_rate, shares_rate
-from trainer.spec.job.sections import Objective
-from trainer.spec.strategy import Method, Optimizer
+from shardwise.trainer.planning.run.schedule import make_schedule
+from shardwise.trainer.planning.tables import learning_rates
+from shardwise.trainer.planning.tables.learning_rates import default_rate, shares_rate
+from shardwise.trainer.spec.job.sections import Objective
+from shardwise.trainer.spec.strategy import Method, Optimizer
 
 SIZES = (1e5, 15e6, 1.2e8, 1e9, 7e9, 7e10)
 ADAMW_ALIKE = (

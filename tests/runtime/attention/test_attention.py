@@ -14,10 +14,10 @@ from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBA
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_kernels_available
 
-from trainer.runtime.attention.choice import attention_name, check_attention
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.strategy import Attention
+from shardwise.trainer.runtime.attention.choice import attention_name, check_attention
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.strategy import Attention
 
 LLAMA = read_model_shape(TINY["llama"])
 
@@ -31,7 +31,7 @@ def with_flash_attn(monkeypatch, found: str | None) -> None:
         return found
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
-    monkeypatch.setattr("trainer.runtime.attention.choice.version", version)
+    monkeypatch.setattr("shardwise.trainer.runtime.attention.choice.version", version)
 
 
 def test_every_attention_has_a_name_for_transformers():

@@ -14,22 +14,22 @@ from torch.nn.attention import SDPBackend
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
-from trainer.planning.memory.recipe import attention_kernel, dims_of
-from trainer.runtime.attention.kernels import (
+from shardwise.trainer.planning.memory.recipe import attention_kernel, dims_of
+from shardwise.trainer.runtime.attention.kernels import (
     attention_kernel_rows,
     choose_attention_kernels,
     groups_heads,
     kernel_for,
     transformers_groups_heads,
 )
-from trainer.runtime.attention.packed import ONE_BY_ONE, VARLEN
-from trainer.runtime.models.build import make_trainable
-from trainer.runtime.run.types import compute_type
-from trainer.runtime.tools.measure import attention_backend
-from trainer.simulation.fake_device import FakeDeviceMode, as_if_available
-from trainer.simulation.kernels import Kernels
-from trainer.spec.model.attention_kernel import AttentionKernel
-from trainer.spec.strategy import Checkpointing, LossHead, Precision
+from shardwise.trainer.runtime.attention.packed import ONE_BY_ONE, VARLEN
+from shardwise.trainer.runtime.models.build import make_trainable
+from shardwise.trainer.runtime.run.types import compute_type
+from shardwise.trainer.runtime.tools.measure import attention_backend
+from shardwise.trainer.simulation.fake_device import FakeDeviceMode, as_if_available
+from shardwise.trainer.simulation.kernels import Kernels
+from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Precision
 
 FLASH, EFFICIENT = AttentionKernel.FLASH, AttentionKernel.EFFICIENT
 HEAD_DIM = 64

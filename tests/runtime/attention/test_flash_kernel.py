@@ -14,21 +14,21 @@ from hub_kernel_factory import COMMIT, KERNEL, REPOSITORY, hub_environment, put_
 from rank_factory import rank_plan, write_attempt, write_packed_rows
 from transformers.utils.import_utils import KERNELS_MIN_VERSION, is_kernels_available
 
-from trainer.runtime.attention.choice import attention_name, check_attention
-from trainer.runtime.attention.flash_kernel import load_flash_kernel, main
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, ExitCode
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.plan import Plan
-from trainer.spec.report import Report
-from trainer.spec.strategy import Attention, LossHead
+from shardwise.trainer.runtime.attention.choice import attention_name, check_attention
+from shardwise.trainer.runtime.attention.flash_kernel import load_flash_kernel, main
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Report
+from shardwise.trainer.spec.strategy import Attention, LossHead
 
 OTHER, MISSING, FOREIGN, OPEN = (digit * 40 for digit in "abcd")
 FINDS_KERNELS = pytest.mark.cold  # transformers looks for the package when it is imported
 LOADS_EACH = """
 import json, sys
-from trainer.runtime.attention.flash_kernel import load_flash_kernel
-from trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.runtime.attention.flash_kernel import load_flash_kernel
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 answers = []
 for name in sys.argv[1:]:
     try:
@@ -85,7 +85,10 @@ def test_what_is_in_the_cache_is_loaded_and_what_cannot_run_is_refused_with_the_
     found, missing, foreign, chained = loaded(cache, COMMIT, MISSING, FOREIGN, OPEN)
     assert found == [KERNEL, "torch-cpu"]
     assert f"{REPOSITORY}@{MISSING}" in missing and "HF_HOME" in missing
-    assert f"HF_HUB_OFFLINE=0 python -m trainer.runtime.attention.flash_kernel {REPOSITORY}@{MISSING}\n" in missing
+    assert (
+        f"HF_HUB_OFFLINE=0 python -m shardwise.trainer.runtime.attention.flash_kernel {REPOSITORY}@{MISSING}\n"
+        in missing
+    )
     assert f"{REPOSITORY}@{FOREIGN}" in foreign and f"a build for torch {torch.__version__}" in foreign
     if not is_kernels_available():  # the package itself would go and look for the other one
         assert f"{REPOSITORY}@{OPEN}" in chained and "some/kernel" in chained
@@ -117,7 +120,7 @@ def trained(run_dir: Path, plan: Plan, environment: dict[str, str]) -> tuple[Rep
     """The report of a rank, and the loss of each step."""
     plan_path = write_attempt(run_dir, plan)
     done = subprocess.run(
-        [sys.executable, "-m", "trainer", str(plan_path)],
+        [sys.executable, "-m", "shardwise.trainer", str(plan_path)],
         env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
-from trainer.runtime.attention.packed import known_rows
+from shardwise.trainer.runtime.attention.packed import known_rows
 
 READS = "aten::is_nonzero"  # a tensor as a condition of Python: on a GPU, a wait
 IDS = torch.arange(2 * 12).view(2, 12) % 32

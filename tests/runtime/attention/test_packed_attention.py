@@ -12,9 +12,9 @@ from torch.nn import functional
 from torch.nn.attention import varlen
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trainer.runtime.attention import packed as packed_attention
-from trainer.runtime.attention.choice import attention_facts, attention_of
-from trainer.runtime.attention.packed import (
+from shardwise.trainer.runtime.attention import packed as packed_attention
+from shardwise.trainer.runtime.attention.choice import attention_facts, attention_of
+from shardwise.trainer.runtime.attention.packed import (
     ON_CPU,
     ONE_BY_ONE,
     PACKED_SDPA,
@@ -23,10 +23,10 @@ from trainer.runtime.attention.packed import (
     packed_inputs,
     packed_sdpa,
 )
-from trainer.runtime.loss.head import IGNORED, install_loss_head
-from trainer.runtime.memory.recomputation import apply_checkpointing
-from trainer.spec.errors import InputError
-from trainer.spec.strategy import Checkpointing, LossHead
+from shardwise.trainer.runtime.loss.head import IGNORED, install_loss_head
+from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead
 
 WIDTH = 48
 LENGTHS = ((20, 1, 27), (3, 30, 15))  # of the documents in two rows; windows of the models are 16

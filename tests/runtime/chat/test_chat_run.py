@@ -19,12 +19,17 @@ from export_factory import run_of, save_run, write_base
 from msgspec.structs import replace
 from prepare_request_factory import numbered_text
 
-from trainer.runtime.chat.run import Interrupts, Manner, Partner, Talk, load_partner
-from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
-from trainer.runtime.export.folder import end_of_turn_id, read_tokenizer, write_adapter_folder, write_model_folder
-from trainer.runtime.models.methods import quantised_layers
-from trainer.spec.errors import InputError
-from trainer.spec.strategy import Method
+from shardwise.trainer.runtime.chat.run import Interrupts, Manner, Partner, Talk, load_partner
+from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+from shardwise.trainer.runtime.export.folder import (
+    end_of_turn_id,
+    read_tokenizer,
+    write_adapter_folder,
+    write_model_folder,
+)
+from shardwise.trainer.runtime.models.methods import quantised_layers
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.strategy import Method
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -182,7 +187,7 @@ def test_a_run_without_a_tokenizer_has_no_words(base, tmp_path):
 
 
 def command(run_dir: Path, *words: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "launch.cli", "chat", str(run_dir), *words]
+    return [sys.executable, "-P", "-m", "shardwise.launch.cli", "chat", str(run_dir), *words]
 
 
 def test_a_pipe_gives_one_answer_for_each_line_and_nothing_else(runs):

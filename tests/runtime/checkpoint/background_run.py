@@ -17,10 +17,10 @@ import tiny_run as tiny
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.runtime.checkpoint import Ranks, find_checkpoint, state_digest
-from trainer.runtime.checkpoint.save import BackgroundSave, Save
-from trainer.spec.errors import ShardwiseError
-from trainer.spec.strategy import Sharding
+from shardwise.trainer.runtime.checkpoint import Ranks, find_checkpoint, state_digest
+from shardwise.trainer.runtime.checkpoint.save import BackgroundSave, Save
+from shardwise.trainer.spec.errors import ShardwiseError
+from shardwise.trainer.spec.strategy import Sharding
 
 
 def begin(root: Path, model: torch.nn.Module, optimizer: object, step: int, **changed: Any) -> BackgroundSave:

@@ -18,10 +18,10 @@ import tiny_run as tiny
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.runtime.checkpoint import Ranks, find_checkpoint
-from trainer.runtime.checkpoint.load import begin_resumption
-from trainer.runtime.checkpoint.save import BackgroundSave, Save
-from trainer.spec.strategy import Sharding
+from shardwise.trainer.runtime.checkpoint import Ranks, find_checkpoint
+from shardwise.trainer.runtime.checkpoint.load import begin_resumption
+from shardwise.trainer.runtime.checkpoint.save import BackgroundSave, Save
+from shardwise.trainer.spec.strategy import Sharding
 
 MOST_STEPS = 400  # of a run that nobody kills
 STEPS_AFTER = 4

@@ -14,14 +14,14 @@ from rank_factory import rank_plan, write_attempt, write_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.runtime.checkpoint import CheckpointFolder, base_fingerprint, find_checkpoint, read_weights
-from trainer.runtime.loop.course import train
-from trainer.runtime.run.report_writer import ReportWriter, run_paths
-from trainer.runtime.run.state import RunState
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import LoraJob, LrSchedule
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Checkpointing, Method, Precision
+from shardwise.trainer.runtime.checkpoint import CheckpointFolder, base_fingerprint, find_checkpoint, read_weights
+from shardwise.trainer.runtime.loop.course import train
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
+from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import LoraJob, LrSchedule
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
 
 LORA = LoraJob(rank=4, alpha=8.0, dropout=0.1, dora=True)
 

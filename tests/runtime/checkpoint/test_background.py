@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from trainer.runtime.checkpoint import NonFiniteStateError, find_checkpoint
-from trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.runtime.checkpoint import NonFiniteStateError, find_checkpoint
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 NEWEST_AFTER_DEATH_AT = {  # killed in the save of step 4; step 2 was committed before
     "staged": 2,

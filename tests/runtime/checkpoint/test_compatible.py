@@ -4,9 +4,9 @@ from types import ModuleType
 
 import pytest
 
-from trainer.runtime.checkpoint import CheckpointFolder, check_compatible, config_sha256, find_checkpoint
-from trainer.spec.errors import InputError, InputProblemsError
-from trainer.spec.strategy import Optimizer, Precision, Sharding
+from shardwise.trainer.runtime.checkpoint import CheckpointFolder, check_compatible, config_sha256, find_checkpoint
+from shardwise.trainer.spec.errors import InputError, InputProblemsError
+from shardwise.trainer.spec.strategy import Optimizer, Precision, Sharding
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from trainer.runtime.checkpoint import find_checkpoint
+from shardwise.trainer.runtime.checkpoint import find_checkpoint
 
 NEWEST_AFTER_DEATH_AT = {  # killed in the save of step 4; step 2 was committed before
     "staged": 2,

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trainer.runtime.checkpoint import CheckpointFolder, check_compatible, find_checkpoint, import_weights
-from trainer.runtime.checkpoint.folders import verified
-from trainer.runtime.checkpoint.load import begin_resumption
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.strategy import Sharding
+from shardwise.trainer.runtime.checkpoint import CheckpointFolder, check_compatible, find_checkpoint, import_weights
+from shardwise.trainer.runtime.checkpoint.folders import verified
+from shardwise.trainer.runtime.checkpoint.load import begin_resumption
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.strategy import Sharding
 
 SHARD = "shard-00000.safetensors"
 

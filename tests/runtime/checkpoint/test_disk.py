@@ -14,9 +14,9 @@ import torch
 from small_disk import mounted_disk
 from torch import nn
 
-from trainer.runtime.checkpoint import NonFiniteStateError, find_checkpoint, shards
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.report import Evaluation
+from shardwise.trainer.runtime.checkpoint import NonFiniteStateError, find_checkpoint, shards
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.report import Evaluation
 
 NOBODY = 65534
 

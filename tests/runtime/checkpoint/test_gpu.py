@@ -6,8 +6,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from trainer.runtime.checkpoint import find_checkpoint, import_state, import_weights
-from trainer.spec.strategy import Sharding
+from shardwise.trainer.runtime.checkpoint import find_checkpoint, import_state, import_weights
+from shardwise.trainer.spec.strategy import Sharding
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.runtime.checkpoint import (
+from shardwise.trainer.runtime.checkpoint import (
     Ranks,
     Save,
     check_compatible,
@@ -18,13 +18,13 @@ from trainer.runtime.checkpoint import (
     import_weights,
     state_digest,
 )
-from trainer.runtime.checkpoint.layout.optimizer_state import LAYOUTS, projected_shapes
-from trainer.runtime.checkpoint.verify import check_read_back
-from trainer.runtime.optimizers import build_optimizer, unwrapped
-from trainer.runtime.optimizers.facts import projectors, state_facts
-from trainer.spec.errors import InputError, InputProblemsError
-from trainer.spec.job.sections import GaloreJob
-from trainer.spec.strategy import Optimizer, Sharding
+from shardwise.trainer.runtime.checkpoint.layout.optimizer_state import LAYOUTS, projected_shapes
+from shardwise.trainer.runtime.checkpoint.verify import check_read_back
+from shardwise.trainer.runtime.optimizers import build_optimizer, unwrapped
+from shardwise.trainer.runtime.optimizers.facts import projectors, state_facts
+from shardwise.trainer.spec.errors import InputError, InputProblemsError
+from shardwise.trainer.spec.job.sections import GaloreJob
+from shardwise.trainer.spec.strategy import Optimizer, Sharding
 
 VOCABULARY, SEQ_LEN = 131, 16
 GALORE = {

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.runtime.checkpoint.manifest import Overlap, covered_in_order, overlap, share_of_rank
-from trainer.spec.errors import InputError
+from shardwise.trainer.runtime.checkpoint.manifest import Overlap, covered_in_order, overlap, share_of_rank
+from shardwise.trainer.spec.errors import InputError
 
 
 class Held(NamedTuple):

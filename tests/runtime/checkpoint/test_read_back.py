@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.runtime.checkpoint import Ranks
-from trainer.runtime.checkpoint.verify import check_read_back
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.strategy import Sharding
+from shardwise.trainer.runtime.checkpoint import Ranks
+from shardwise.trainer.runtime.checkpoint.verify import check_read_back
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.strategy import Sharding
 
 
 @pytest.fixture

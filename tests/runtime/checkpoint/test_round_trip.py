@@ -10,11 +10,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from trainer.runtime.checkpoint import find_checkpoint, import_state, import_weights
-from trainer.runtime.checkpoint.layout.engines import ENGINES
-from trainer.runtime.checkpoint.manifest import CheckpointFolder
-from trainer.spec.errors import InputError
-from trainer.spec.strategy import Sharding
+from shardwise.trainer.runtime.checkpoint import find_checkpoint, import_state, import_weights
+from shardwise.trainer.runtime.checkpoint.layout.engines import ENGINES
+from shardwise.trainer.runtime.checkpoint.manifest import CheckpointFolder
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.strategy import Sharding
 
 KINDS = ("foreach", "fused", "amsgrad", "momentum", "sgd")
 

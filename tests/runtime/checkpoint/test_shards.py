@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from trainer.runtime.checkpoint import CheckpointFacts, CheckpointFolder, Manifest, shards
-from trainer.runtime.checkpoint.layout.pieces import Piece, type_of
-from trainer.runtime.checkpoint.manifest import ParameterEntry, TensorEntry, check_manifest
-from trainer.runtime.checkpoint.shards import (
+from shardwise.trainer.runtime.checkpoint import CheckpointFacts, CheckpointFolder, Manifest, shards
+from shardwise.trainer.runtime.checkpoint.layout.pieces import Piece, type_of
+from shardwise.trainer.runtime.checkpoint.manifest import ParameterEntry, TensorEntry, check_manifest
+from shardwise.trainer.runtime.checkpoint.shards import (
     BLOCK_BYTES,
     OpenShards,
     ShardRecord,
@@ -24,7 +24,7 @@ from trainer.runtime.checkpoint.shards import (
     is_finite,
     write_shards,
 )
-from trainer.spec.errors import InputError
+from shardwise.trainer.spec.errors import InputError
 
 WEIGHT = torch.arange(7 * 11, dtype=torch.float32).reshape(7, 11)
 Cut = list[tuple[int, int]]  # start and number of elements of each rank's range

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from trainer.runtime.checkpoint import find_checkpoint
+from shardwise.trainer.runtime.checkpoint import find_checkpoint
 
 
 class Outcome(NamedTuple):

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.runtime.checkpoint import (
+from shardwise.trainer.runtime.checkpoint import (
     CheckpointFacts,
     CheckpointFolder,
     Ranks,
@@ -38,8 +38,8 @@ from trainer.runtime.checkpoint import (
     import_weights,
     state_digest,
 )
-from trainer.spec.errors import ShardwiseError
-from trainer.spec.strategy import Optimizer, Precision, Sharding
+from shardwise.trainer.spec.errors import ShardwiseError
+from shardwise.trainer.spec.strategy import Optimizer, Precision, Sharding
 
 VOCABULARY, SEQ_LEN, SEQUENCES = 127, 16, 4
 CRASH_STEPS = (2, 4, 6)  # of the run that is killed: whole at 2, killed in the save of 4

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.runtime.data.row_writer import best_fit_rows
+from shardwise.trainer.runtime.data.row_writer import best_fit_rows
 
 
 def rows_of(lengths, capacity):

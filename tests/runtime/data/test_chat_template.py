@@ -14,7 +14,7 @@ from conversations import CONVERSATIONS, TOOLS, TRL_TEMPLATES, assistant, system
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
-from trainer.runtime.data.chat.template import (
+from shardwise.trainer.runtime.data.chat.template import (
     TEMPLATE_DAY,
     TEMPLATE_NAMES,
     ChatTemplate,
@@ -23,8 +23,8 @@ from trainer.runtime.data.chat.template import (
     missing_tokens,
     write_chat_template,
 )
-from trainer.runtime.data.tokenizer import load_tokenizer
-from trainer.spec.errors import InputError
+from shardwise.trainer.runtime.data.tokenizer import load_tokenizer
+from shardwise.trainer.spec.errors import InputError
 
 TOKENS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
 EXCHANGES = [user("U1"), assistant("A1"), user("U2"), assistant("A2")]

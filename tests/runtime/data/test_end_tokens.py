@@ -7,11 +7,11 @@ import pytest
 from export_factory import run_of, write_base
 from msgspec.structs import replace
 
-from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
-from trainer.runtime.export.folder import end_of_turn_id, end_token_ids, read_tokenizer, write_model_folder
-from trainer.runtime.models.build import build_model
-from trainer.spec.job.sections import ModelJob
-from trainer.spec.strategy import Method
+from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+from shardwise.trainer.runtime.export.folder import end_of_turn_id, end_token_ids, read_tokenizer, write_model_folder
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.spec.job.sections import ModelJob
+from shardwise.trainer.spec.strategy import Method
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<end_of_turn>"]
 LOOP = "{% for message in messages %}"

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prepare_request_factory import numbered_text
 
-from trainer.runtime.data.sources.examples import Chat, Completion, Preference, TokenIds
-from trainer.runtime.data.sources.scan import (
+from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Preference, TokenIds
+from shardwise.trainer.runtime.data.sources.scan import (
     ALL_HELD_OUT,
     ALL_TRAIN,
     PIECE_CHARS,
@@ -19,7 +19,7 @@ from trainer.runtime.data.sources.scan import (
     content_hash,
     units,
 )
-from trainer.spec.errors import InputError
+from shardwise.trainer.spec.errors import InputError
 
 
 def blocks_of(*documents):

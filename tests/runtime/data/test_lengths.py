@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from prepare_request_factory import rows_of_lengths
 
-from trainer.runtime.data.batches import step_micro_batches
-from trainer.runtime.data.token_rows import MAX_SAMPLED_ROWS, batch_widths, length_histogram
+from shardwise.trainer.runtime.data.batches import step_micro_batches
+from shardwise.trainer.runtime.data.token_rows import MAX_SAMPLED_ROWS, batch_widths, length_histogram
 
 
 @pytest.mark.parametrize(

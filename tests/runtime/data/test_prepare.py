@@ -16,15 +16,15 @@ import pytest
 from prepare_request_factory import listed_request, numbered_text
 from tokenizers import Tokenizer
 
-from trainer.runtime.data.prepare import prepare
-from trainer.runtime.data.token_rows import TokenRows, length_histogram
-from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
-from trainer.runtime.run.answering import answer, report_progress
-from trainer.spec import codec
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.data.request import PrepareRequest
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.job.sections import BadRows, DataFormat, LossOn
+from shardwise.trainer.runtime.data.prepare import prepare
+from shardwise.trainer.runtime.data.token_rows import TokenRows, length_histogram
+from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+from shardwise.trainer.runtime.run.answering import answer, report_progress
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.data.request import PrepareRequest
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.job.sections import BadRows, DataFormat, LossOn
 
 
 @pytest.fixture
@@ -447,7 +447,7 @@ def start(request, folder, name):
     request_path = folder / f"{name}.json"
     codec.write(request_path, request)
     return subprocess.Popen(
-        [sys.executable, "-m", "trainer.runtime.data.prepare", request_path, folder / f"{name}-answer.json"],
+        [sys.executable, "-m", "shardwise.trainer.runtime.data.prepare", request_path, folder / f"{name}-answer.json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -485,7 +485,7 @@ def test_a_process_asked_to_end_leaves_no_half_cache(request_of, tmp_path):
 @pytest.mark.cold
 def test_a_process_ends_when_the_one_that_started_it_is_killed():
     child = (
-        "import time; from trainer.runtime.run.process import end_with_parent\n"
+        "import time; from shardwise.trainer.runtime.run.process import end_with_parent\n"
         "end_with_parent(); print(1, flush=True); time.sleep(600)"
     )
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
@@ -535,7 +535,7 @@ def test_a_file_that_cannot_be_written_whole_is_an_environment_fault_and_leaves_
     program = (
         "import resource, runpy, sys\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({max_bytes}, {max_bytes}))\n"
-        "runpy.run_module('trainer.runtime.data.prepare', run_name='__main__', alter_sys=True)"
+        "runpy.run_module('shardwise.trainer.runtime.data.prepare', run_name='__main__', alter_sys=True)"
     )
     command = [sys.executable, "-c", program, tmp_path / "request.json", tmp_path / "answer.json"]
     finished = subprocess.run(command, capture_output=True, text=True)

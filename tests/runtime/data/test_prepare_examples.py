@@ -8,12 +8,12 @@ import pytest
 from chat_tokenizers import byte_level_folder
 from prepare_request_factory import listed_request
 
-from trainer.runtime.data.prepare import prepare
-from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
-from trainer.runtime.data.tokenizer import load_tokenizer
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import BadRows, DataFormat, LossOn
-from trainer.spec.messages.extension import Extension, Hook
+from shardwise.trainer.runtime.data.prepare import prepare
+from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
+from shardwise.trainer.runtime.data.tokenizer import load_tokenizer
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import BadRows, DataFormat, LossOn
+from shardwise.trainer.spec.messages.extension import Extension, Hook
 
 SETTINGS = {"seq_len": 128, "vocab_size": 1024, "chat_template": "chatml"}
 

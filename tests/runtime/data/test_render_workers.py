@@ -7,10 +7,10 @@ import signal
 import pytest
 from chat_tokenizers import byte_level_folder
 
-from trainer.runtime.data.chat.rendering import LEAST_EXAMPLES, RenderSettings, rendered, worker_count
-from trainer.runtime.data.sources.examples import Chat, Completion, Preference
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.job.sections import LossOn
+from shardwise.trainer.runtime.data.chat.rendering import LEAST_EXAMPLES, RenderSettings, rendered, worker_count
+from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Preference
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.job.sections import LossOn
 
 
 def chat(number):

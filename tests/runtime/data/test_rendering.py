@@ -10,12 +10,12 @@ from conversations import CONVERSATIONS, TOOLS, assistant, system, tool_call, tr
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from trainer.runtime.data.chat.rendering import PreferenceIds, Renderer
-from trainer.runtime.data.chat.template import ChatTemplate, load_chat_template
-from trainer.runtime.data.sources.examples import Chat, Completion, Content, Preference, TokenIds
-from trainer.runtime.data.tokenizer import load_tokenizer, named_tokens
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import LossOn
+from shardwise.trainer.runtime.data.chat.rendering import PreferenceIds, Renderer
+from shardwise.trainer.runtime.data.chat.template import ChatTemplate, load_chat_template
+from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Content, Preference, TokenIds
+from shardwise.trainer.runtime.data.tokenizer import load_tokenizer, named_tokens
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import LossOn
 
 BOS, EOS = "<|begin_of_text|>", "<|endoftext|>"
 

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
-from trainer.runtime.data.sources import files
-from trainer.runtime.data.sources.files import holds_rows, read_rows
-from trainer.spec.data.request import ROW_SUFFIXES, SourceFile
-from trainer.spec.errors import InputError
+from shardwise.trainer.runtime.data.sources import files
+from shardwise.trainer.runtime.data.sources.files import holds_rows, read_rows
+from shardwise.trainer.spec.data.request import ROW_SUFFIXES, SourceFile
+from shardwise.trainer.spec.errors import InputError
 
 ROWS = [
     {"text": "first\nwith a second line", "note": 'a "quoted", word'},

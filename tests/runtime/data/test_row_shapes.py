@@ -7,13 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.runtime.data.sources.examples import Chat, Completion, Preference, TokenIds
-from trainer.runtime.data.sources.files import read_rows
-from trainer.runtime.data.sources.rows import RowReading, detect_shape, example_of
-from trainer.spec.data.request import SourceFile
-from trainer.spec.errors import InputError
-from trainer.spec.job.fields import BY_PATH
-from trainer.spec.job.sections import DataFormat
+from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Preference, TokenIds
+from shardwise.trainer.runtime.data.sources.files import read_rows
+from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape, example_of
+from shardwise.trainer.spec.data.request import SourceFile
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.fields import BY_PATH
+from shardwise.trainer.spec.job.sections import DataFormat
 
 TEXT, TOKENS, CHAT = DataFormat.TEXT, DataFormat.TOKENS, DataFormat.CHAT
 COMPLETION, PREFERENCE = DataFormat.PROMPT_COMPLETION, DataFormat.PREFERENCE

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainer.runtime.data.row_writer import RowShape, RowWriter
-from trainer.runtime.data.sources.examples import TokenIds
-from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
+from shardwise.trainer.runtime.data.row_writer import RowShape, RowWriter
+from shardwise.trainer.runtime.data.sources.examples import TokenIds
+from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 
 EOS = 0
 

@@ -9,8 +9,8 @@ import pytest
 from prepare_request_factory import listed_request
 from stream_factory import reader_of, write_files, write_rows
 
-from trainer.runtime.data.sources.files import BadRow
-from trainer.runtime.data.sources.scan import BLOCK_CHARS, Block
+from shardwise.trainer.runtime.data.sources.files import BadRow
+from shardwise.trainer.runtime.data.sources.scan import BLOCK_CHARS, Block
 
 
 @pytest.fixture

@@ -12,15 +12,15 @@ import pytest
 from stream_factory import paths_of, prepared_stream, stream_plan, write_files, write_rows
 from tokenizers import Tokenizer
 
-from trainer.runtime.data.batches import step_micro_batches
-from trainer.runtime.data.cache_folders import hold_folder
-from trainer.runtime.data.stream.rows import WINDOWS_AHEAD, NodePlace, StreamIndex, StreamRows
-from trainer.runtime.data.token_rows import TokenRows
-from trainer.runtime.run.report_writer import RunPaths
-from trainer.runtime.run.state import IncidentLog
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.job.sections import BadRows, DataFormat
+from shardwise.trainer.runtime.data.batches import step_micro_batches
+from shardwise.trainer.runtime.data.cache_folders import hold_folder
+from shardwise.trainer.runtime.data.stream.rows import WINDOWS_AHEAD, NodePlace, StreamIndex, StreamRows
+from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.runtime.run.report_writer import RunPaths
+from shardwise.trainer.runtime.run.state import IncidentLog
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.job.sections import BadRows, DataFormat
 
 NUM_STEPS = 40
 

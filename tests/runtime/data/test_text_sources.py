@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.runtime.data.sources import scan
-from trainer.runtime.data.sources.examples import TokenIds
-from trainer.runtime.data.sources.files import BadRow
-from trainer.runtime.data.sources.rows import RowReading
-from trainer.runtime.data.sources.scan import Block, cut_at_line_ends, read_blocks, survey
-from trainer.spec.data.request import SourceFile
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import DataFormat
+from shardwise.trainer.runtime.data.sources import scan
+from shardwise.trainer.runtime.data.sources.examples import TokenIds
+from shardwise.trainer.runtime.data.sources.files import BadRow
+from shardwise.trainer.runtime.data.sources.rows import RowReading
+from shardwise.trainer.runtime.data.sources.scan import Block, cut_at_line_ends, read_blocks, survey
+from shardwise.trainer.spec.data.request import SourceFile
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import DataFormat
 
 TEXT = RowReading(DataFormat.TEXT, {}, vocab_size=100)
 TOKENS = RowReading(DataFormat.TOKENS, {}, vocab_size=100)

@@ -6,7 +6,7 @@ import pytest
 from prepare_request_factory import numbered_text
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from trainer.runtime.data.tokenizer import (
+from shardwise.trainer.runtime.data.tokenizer import (
     END_OF_TEXT,
     copy_tokenizer,
     load_tokenizer,
@@ -14,7 +14,7 @@ from trainer.runtime.data.tokenizer import (
     train_tokenizer,
     write_trained_tokenizer,
 )
-from trainer.spec.errors import InputError
+from shardwise.trainer.spec.errors import InputError
 
 TEXTS = [numbered_text(50), numbered_text(40, word="line"), "def f(x):\n\n    return  x + 1\n"]
 SAMPLES = ["row 7 of 50", "def  f(x):\n\n    \treturn x\r\n", "é 日本語 \U0001f600 \x00", " leading", ""]

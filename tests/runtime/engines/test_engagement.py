@@ -18,16 +18,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainer.runtime.engines.accelerator import build_accelerator
-from trainer.runtime.engines.engine_state import meshes, ranks_of_copy
-from trainer.runtime.engines.verification import check_engagement, sharding_of
-from trainer.runtime.models.build import build_trainable
-from trainer.runtime.optimizers import build_optimizer
-from trainer.runtime.precision.mixed_precision import install_precision
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Candidate
-from trainer.spec.strategy import (
+from shardwise.trainer.runtime.engines.accelerator import build_accelerator
+from shardwise.trainer.runtime.engines.engine_state import meshes, ranks_of_copy
+from shardwise.trainer.runtime.engines.verification import check_engagement, sharding_of
+from shardwise.trainer.runtime.models.build import build_trainable
+from shardwise.trainer.runtime.optimizers import build_optimizer
+from shardwise.trainer.runtime.precision.mixed_precision import install_precision
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
     LossHead,

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 
-from trainer.runtime.export.folder import save_model
+from shardwise.trainer.runtime.export.folder import save_model
 
 MODEL = """
 import sys
@@ -38,7 +38,7 @@ def test_w58_transformers_loads_deepspeed_to_save_a_model(tmp_path):
 
 
 def test_saving_a_model_does_not_load_deepspeed(tmp_path):
-    ours = "from trainer.runtime.export.folder import save_model; save_model(model, Path(sys.argv[1]))"
+    ours = "from shardwise.trainer.runtime.export.folder import save_model; save_model(model, Path(sys.argv[1]))"
     assert what_loads(tmp_path, ours) == "loaded: False"
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from trainer.runtime.checkpoint import find_checkpoint, import_weights
-from trainer.runtime.export.check import (
+from shardwise.trainer.runtime.checkpoint import find_checkpoint, import_weights
+from shardwise.trainer.runtime.export.check import (
     ROUNDED,
     SAME,
     check_logits,
@@ -24,15 +24,15 @@ from trainer.runtime.export.check import (
     reloaded_adapter_logits,
     reloaded_logits,
 )
-from trainer.runtime.export.folder import staged
-from trainer.runtime.export.run import Wish, export_run, plan_on
-from trainer.runtime.models.build import build_model
-from trainer.runtime.models.methods import base_type
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Method, Precision
+from shardwise.trainer.runtime.export.folder import staged
+from shardwise.trainer.runtime.export.run import Wish, export_run, plan_on
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.runtime.models.methods import base_type
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Method, Precision
 
 IDS = prompt_ids(256)
 pytestmark = [

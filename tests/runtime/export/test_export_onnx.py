@@ -11,11 +11,11 @@ from export_factory import LORA, TINY_GPT2, run_of, save_run, write_base
 from pasted_pip import requirements_in
 from transformers import AutoModelForCausalLM
 
-from trainer.runtime.export.check import relative_difference
-from trainer.runtime.export.onnx import check_onnx_installed
-from trainer.runtime.export.run import Wish, export_run
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.strategy import Method
+from shardwise.trainer.runtime.export.check import relative_difference
+from shardwise.trainer.runtime.export.onnx import check_onnx_installed
+from shardwise.trainer.runtime.export.run import Wish, export_run
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.strategy import Method
 
 MIXTRAL = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 ONNX = Wish(format="onnx")

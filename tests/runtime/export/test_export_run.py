@@ -14,15 +14,15 @@ from rank_factory import rank_plan, write_attempt, write_rows
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
-from trainer.runtime.checkpoint import find_checkpoint, import_weights
-from trainer.runtime.data.tokenizer import load_tokenizer, train_tokenizer, write_trained_tokenizer
-from trainer.runtime.export.folder import write_adapter_folder, write_model_folder
-from trainer.runtime.export.run import Wish, export_run
-from trainer.runtime.models.build import build_model
-from trainer.runtime.models.methods import quantised_layers
-from trainer.spec.job.sections import LoraJob, ModelJob
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Method, Precision
+from shardwise.trainer.runtime.checkpoint import find_checkpoint, import_weights
+from shardwise.trainer.runtime.data.tokenizer import load_tokenizer, train_tokenizer, write_trained_tokenizer
+from shardwise.trainer.runtime.export.folder import write_adapter_folder, write_model_folder
+from shardwise.trainer.runtime.export.run import Wish, export_run
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.runtime.models.methods import quantised_layers
+from shardwise.trainer.spec.job.sections import LoraJob, ModelJob
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Method, Precision
 
 MODEL_TYPES = ("llama", "mistral", "qwen3")
 SAMPLES = [

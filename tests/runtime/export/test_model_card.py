@@ -8,12 +8,12 @@ from export_factory import LORA, run_of
 from msgspec.structs import replace
 from report_factory import make_report
 
-from trainer.runtime.export.model_card import Export, base_of, model_card
-from trainer.spec.job.sections import DataJob, ModelJob
-from trainer.spec.job.sources import DataSource
-from trainer.spec.plan import Plan
-from trainer.spec.report import Evaluation
-from trainer.spec.strategy import Method
+from shardwise.trainer.runtime.export.model_card import Export, base_of, model_card
+from shardwise.trainer.spec.job.sections import DataJob, ModelJob
+from shardwise.trainer.spec.job.sources import DataSource
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Evaluation
+from shardwise.trainer.spec.strategy import Method
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -11,7 +11,7 @@ from import_factory import IDS, assert_refused, imported, logits
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from trainer.runtime.export.check import logits_of
+from shardwise.trainer.runtime.export.check import logits_of
 
 pytestmark = [  # PEFT's
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),

@@ -14,11 +14,11 @@ from prepare_request_factory import numbered_text
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
-from trainer.runtime.export.check import logits_of
-from trainer.runtime.importing.run import import_checkpoint
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.messages.worker_requests import ImportKind, ImportRequest, WeightType
+from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+from shardwise.trainer.runtime.export.check import logits_of
+from shardwise.trainer.runtime.importing.run import import_checkpoint
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.messages.worker_requests import ImportKind, ImportRequest, WeightType
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_pickled_weights_in_several_files_are_read_by_their_index(base, tmp_path
 
 
 def test_files_are_of_a_bounded_size_and_have_an_index(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.runtime.importing.run.FILE_BYTES", 100_000)
+    monkeypatch.setattr("shardwise.trainer.runtime.importing.run.FILE_BYTES", 100_000)
     imported(saved_by_torch(base, tmp_path / "in"), tmp_path / "out")
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -305,7 +305,7 @@ def test_a_base_for_what_is_no_adapter_is_refused(base, tmp_path):
 
 
 def test_progress_is_told_in_bytes(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.runtime.importing.run.REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("shardwise.trainer.runtime.importing.run.REPORT_EVERY_S", 0.0)
     lines: list[str] = []
     folder = saved_by_torch(base, tmp_path / "in")
     import_checkpoint(ImportRequest(checkpoint=str(folder), out=str(tmp_path / "out")), lines.append)

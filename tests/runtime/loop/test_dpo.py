@@ -9,12 +9,12 @@ from pair_factory import write_pairs
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
-from trainer.runtime.data.batches import MicroBatch, eval_micro_batches
-from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
-from trainer.runtime.loop.dpo import DpoLoss, as_it_is, turn_dropout_off
-from trainer.runtime.loop.step import Terms
-from trainer.runtime.loss.head import install_loss_head
-from trainer.spec.strategy import LossHead
+from shardwise.trainer.runtime.data.batches import MicroBatch, eval_micro_batches
+from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
+from shardwise.trainer.runtime.loop.dpo import DpoLoss, as_it_is, turn_dropout_off
+from shardwise.trainer.runtime.loop.step import Terms
+from shardwise.trainer.runtime.loss.head import install_loss_head
+from shardwise.trainer.spec.strategy import LossHead
 
 CPU = torch.device("cpu")
 BETA = 0.1

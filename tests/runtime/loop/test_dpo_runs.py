@@ -13,22 +13,22 @@ from pair_factory import NUM_EVAL_PAIRS, NUM_PAIRS, pair_plan, write_pairs
 from rank_factory import write_attempt
 from safetensors.torch import load_file
 
-from trainer.runtime.data.batches import MicroBatch, eval_micro_batches
-from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
-from trainer.runtime.loop.dpo import as_it_is, plain_base
-from trainer.runtime.loop.evaluation import evaluate
-from trainer.runtime.loop.objectives import build_objectives
-from trainer.runtime.loop.session import Session, build_session
-from trainer.runtime.loss.head import Answer
-from trainer.runtime.models.build import build_model
-from trainer.runtime.run.report_writer import ReportWriter, run_paths
-from trainer.runtime.run.state import RunState
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.job.sections import LoraJob, LrSchedule
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending
-from trainer.spec.strategy import LossHead, Method, Optimizer, Precision
+from shardwise.trainer.runtime.data.batches import MicroBatch, eval_micro_batches
+from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
+from shardwise.trainer.runtime.loop.dpo import as_it_is, plain_base
+from shardwise.trainer.runtime.loop.evaluation import evaluate
+from shardwise.trainer.runtime.loop.objectives import build_objectives
+from shardwise.trainer.runtime.loop.session import Session, build_session
+from shardwise.trainer.runtime.loss.head import Answer
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
+from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.job.sections import LoraJob, LrSchedule
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.strategy import LossHead, Method, Optimizer, Precision
 
 CPU = torch.device("cpu")
 LORA = LoraJob(rank=4, alpha=8.0)

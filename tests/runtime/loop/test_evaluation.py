@@ -10,15 +10,15 @@ from attempt_runs import reset_accelerate
 from engine_plan_factory import TINY_LLAMA
 from rank_factory import NUM_EVAL_ROWS, rank_plan, write_packed_rows, write_rows
 
-from trainer.runtime.data.batches import eval_micro_batches
-from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
-from trainer.runtime.engines.accelerator import build_accelerator
-from trainer.runtime.loop.evaluation import evaluate
-from trainer.runtime.models.build import build_model
-from trainer.spec import codec
-from trainer.spec.plan import Plan
-from trainer.spec.report import Evaluation
-from trainer.spec.strategy import LossHead
+from shardwise.trainer.runtime.data.batches import eval_micro_batches
+from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
+from shardwise.trainer.runtime.engines.accelerator import build_accelerator
+from shardwise.trainer.runtime.loop.evaluation import evaluate
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Evaluation
+from shardwise.trainer.spec.strategy import LossHead
 
 LIKELY = {**TINY_LLAMA, "tie_word_embeddings": True, "initializer_range": 0.2}  # a token is likely after itself
 

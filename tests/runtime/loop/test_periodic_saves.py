@@ -12,19 +12,19 @@ from accelerate.state import AcceleratorState, GradientState
 from msgspec.structs import replace
 from rank_factory import rank_plan, write_attempt, write_rows
 
-from trainer.runtime.checkpoint.folders import open_checkpoint, steps_in
-from trainer.runtime.checkpoint.verify import checkpoint_digest
-from trainer.runtime.loop import saving
-from trainer.runtime.loop.course import train
-from trainer.runtime.loop.saving import poll_save, save_state, settle_save
-from trainer.runtime.loop.session import Session, build_session
-from trainer.runtime.run.report_writer import ReportWriter, run_paths
-from trainer.runtime.run.state import RunState
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.job.kinds import Every
-from trainer.spec.messages.saving import saving_choice
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending
+from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint, steps_in
+from shardwise.trainer.runtime.checkpoint.verify import checkpoint_digest
+from shardwise.trainer.runtime.loop import saving
+from shardwise.trainer.runtime.loop.course import train
+from shardwise.trainer.runtime.loop.saving import poll_save, save_state, settle_save
+from shardwise.trainer.runtime.loop.session import Session, build_session
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
+from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.job.kinds import Every
+from shardwise.trainer.spec.messages.saving import saving_choice
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending
 
 
 @pytest.fixture(scope="module")

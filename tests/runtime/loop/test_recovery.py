@@ -20,12 +20,12 @@ from rank_factory import rank_plan, write_attempt, write_rows
 from safetensors.torch import load_file
 from spoilt_rows import HUGE, NAN, rows_of, spoil, tokens_of, train_plainly
 
-from trainer.runtime.checkpoint import LossScaler
-from trainer.runtime.checkpoint.folders import open_checkpoint
-from trainer.runtime.loop.course import train
-from trainer.runtime.precision.mixed_precision import INIT_SCALE
-from trainer.runtime.run.report_writer import ReportWriter, run_paths
-from trainer.runtime.run.state import (
+from shardwise.trainer.runtime.checkpoint import LossScaler
+from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
+from shardwise.trainer.runtime.loop.course import train
+from shardwise.trainer.runtime.precision.mixed_precision import INIT_SCALE
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
+from shardwise.trainer.runtime.run.state import (
     LEAST_STEPS,
     MAX_ROLL_BACKS,
     STEPS_UNTIL_ROLL_BACK,
@@ -33,10 +33,10 @@ from trainer.runtime.run.state import (
     RunState,
     SpikeRecord,
 )
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending
-from trainer.spec.strategy import LossHead, Precision
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.strategy import LossHead, Precision
 
 NUM_STEPS = 16
 

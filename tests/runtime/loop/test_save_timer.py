@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from trainer.runtime.checkpoint import Ranks
-from trainer.runtime.loop.saving import SaveTimer
-from trainer.spec.plan import Schedule
+from shardwise.trainer.runtime.checkpoint import Ranks
+from shardwise.trainer.runtime.loop.saving import SaveTimer
+from shardwise.trainer.spec.plan import Schedule
 
 
 def timer_of(clock: list[float], **settings: Any) -> SaveTimer:

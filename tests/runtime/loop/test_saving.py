@@ -15,18 +15,18 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from rank_factory import rank_plan, write_attempt, write_rows
 
-from trainer.runtime.checkpoint import NonFiniteStateError
-from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
-from trainer.runtime.loop.course import train
-from trainer.runtime.loop.saving import export_model, save_state
-from trainer.runtime.loop.session import Session, build_session
-from trainer.runtime.run.report_writer import ReportWriter, run_paths
-from trainer.runtime.run.state import RunState
-from trainer.spec import codec
-from trainer.spec.job.sections import GaloreJob
-from trainer.spec.plan import Plan
-from trainer.spec.report import Evaluation
-from trainer.spec.strategy import Method, Optimizer
+from shardwise.trainer.runtime.checkpoint import NonFiniteStateError
+from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+from shardwise.trainer.runtime.loop.course import train
+from shardwise.trainer.runtime.loop.saving import export_model, save_state
+from shardwise.trainer.runtime.loop.session import Session, build_session
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
+from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.job.sections import GaloreJob
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Evaluation
+from shardwise.trainer.spec.strategy import Method, Optimizer
 
 NOBODY = 65534
 

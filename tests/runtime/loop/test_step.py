@@ -10,17 +10,17 @@ from accelerate.state import AcceleratorState, GradientState
 from engine_plan_factory import TINY_LLAMA
 from rank_factory import SEED, rank_plan, write_rows
 
-from trainer.runtime.data.batches import step_micro_batches
-from trainer.runtime.data.token_rows import TokenRows
-from trainer.runtime.engines.accelerator import build_accelerator
-from trainer.runtime.loop.step import StepResult, run_step, seed_dropout
-from trainer.runtime.models.build import build_model
-from trainer.runtime.optimizers import build_optimizer
-from trainer.runtime.run.clock import Clock
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import Hardware, Host
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Sharding
+from shardwise.trainer.runtime.data.batches import step_micro_batches
+from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.runtime.engines.accelerator import build_accelerator
+from shardwise.trainer.runtime.loop.step import StepResult, run_step, seed_dropout
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.runtime.optimizers import build_optimizer
+from shardwise.trainer.runtime.run.clock import Clock
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import Hardware, Host
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Sharding
 
 
 @pytest.fixture(scope="module")

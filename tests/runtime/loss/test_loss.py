@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.runtime.loss import head as loss_heads
-from trainer.runtime.loss import slices as loss_slices
-from trainer.runtime.loss.head import FUSED_SLICE_TOKENS, IGNORED, Answer, install_loss_head, shift
-from trainer.runtime.loss.slices import ChunkedLoss, FusedLoss
-from trainer.runtime.profile.memory_profile import _memory_events, highest_rise
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.strategy import LossHead
+from shardwise.trainer.runtime.loss import head as loss_heads
+from shardwise.trainer.runtime.loss import slices as loss_slices
+from shardwise.trainer.runtime.loss.head import FUSED_SLICE_TOKENS, IGNORED, Answer, install_loss_head, shift
+from shardwise.trainer.runtime.loss.slices import ChunkedLoss, FusedLoss
+from shardwise.trainer.runtime.profile.memory_profile import _memory_events, highest_rise
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.strategy import LossHead
 
 VOCAB, WIDTH, HIDDEN = 96, 20, 32
 

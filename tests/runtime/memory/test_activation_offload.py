@@ -17,11 +17,11 @@ from block_models import (
 )
 from engine_plan_factory import TINY_LLAMA
 
-from trainer.runtime.memory import activation_offload
-from trainer.runtime.memory.activation_offload import MIN_BYTES, PinnedBuffers, offload_activations
-from trainer.runtime.models.build import Installed
-from trainer.spec.errors import InputError
-from trainer.spec.strategy import Checkpointing
+from shardwise.trainer.runtime.memory import activation_offload
+from shardwise.trainer.runtime.memory.activation_offload import MIN_BYTES, PinnedBuffers, offload_activations
+from shardwise.trainer.runtime.models.build import Installed
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.strategy import Checkpointing
 
 INPUT_BYTES = 4 * BATCH * SEQ_LEN * TINY_LLAMA["hidden_size"]  # of a block, in fp32
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from block_models import IDS, assert_same_gradients, backward, build_installed
 
-from trainer.runtime.memory.compilation import compile_blocks
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.strategy import Checkpointing
+from shardwise.trainer.runtime.memory.compilation import compile_blocks
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.strategy import Checkpointing
 
 TOLERANCE = 1e-5
 

@@ -8,14 +8,14 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from trainer.runtime.memory.recomputation import (
+from shardwise.trainer.runtime.memory.recomputation import (
     SelectivePolicy,
     apply_checkpointing,
     recomputed_blocks,
 )
-from trainer.runtime.run.blocks import attention_module, blocks_of
-from trainer.spec.errors import InputError
-from trainer.spec.strategy import Checkpointing
+from shardwise.trainer.runtime.run.blocks import attention_module, blocks_of
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.strategy import Checkpointing
 
 RECOMPUTING = sorted(set(Checkpointing) - {Checkpointing.NONE})
 BLOCKS = dict.fromkeys(RECOMPUTING, NUM_BLOCKS) | {Checkpointing.NONE: 0, Checkpointing.EVERY_N: 2}

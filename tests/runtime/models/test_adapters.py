@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from trainer.runtime.models.build import make_trainable, model_from_config
-from trainer.runtime.models.methods import add_adapters, base_type, trained_parameters
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import LoraJob
-from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
+from shardwise.trainer.runtime.models.build import make_trainable, model_from_config
+from shardwise.trainer.runtime.models.methods import add_adapters, base_type, trained_parameters
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import LoraJob
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -11,11 +11,11 @@ from rank_factory import rank_plan
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trainer.runtime.models.build import build_model
-from trainer.runtime.models.methods import method_facts, quantised_layers
-from trainer.spec.job.sections import LoraJob
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Checkpointing, Method, Precision
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.runtime.models.methods import method_facts, quantised_layers
+from shardwise.trainer.spec.job.sections import LoraJob
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
 
 NUM_BASE = 106_816
 LORA = LoraJob(rank=4, alpha=8.0)

@@ -14,23 +14,23 @@ from rank_factory import rank_plan
 from registered_code import transformers_as_it_was
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel
 
-from trainer.runtime.data.batches import check_documents_apart
-from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
-from trainer.runtime.export.check import SAME, logits_of, prompt_ids, relative_difference, reloaded_logits
-from trainer.runtime.export.folder import write_model_folder
-from trainer.runtime.export.run import plan_on
-from trainer.runtime.loop.evaluation import continue_prompt
-from trainer.runtime.models.build import build_model, build_skeleton, build_trainable
-from trainer.runtime.models.model_code import as_its_user, load_model_code
-from trainer.runtime.run.blocks import blocks_of
-from trainer.simulation.describe import describe
-from trainer.simulation.dry_run import simulate
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.messages.simulation import SimulationRequest
-from trainer.spec.model.shape import DescriptionRequest
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Attention, Checkpointing, Precision
+from shardwise.trainer.runtime.data.batches import check_documents_apart
+from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+from shardwise.trainer.runtime.export.check import SAME, logits_of, prompt_ids, relative_difference, reloaded_logits
+from shardwise.trainer.runtime.export.folder import write_model_folder
+from shardwise.trainer.runtime.export.run import plan_on
+from shardwise.trainer.runtime.loop.evaluation import continue_prompt
+from shardwise.trainer.runtime.models.build import build_model, build_skeleton, build_trainable
+from shardwise.trainer.runtime.models.model_code import as_its_user, load_model_code
+from shardwise.trainer.runtime.run.blocks import blocks_of
+from shardwise.trainer.simulation.describe import describe
+from shardwise.trainer.simulation.dry_run import simulate
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.messages.simulation import SimulationRequest
+from shardwise.trainer.spec.model.shape import DescriptionRequest
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Precision
 
 IDS = prompt_ids(320)
 CPU = torch.device("cpu")

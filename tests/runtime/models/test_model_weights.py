@@ -9,12 +9,12 @@ from rank_factory import rank_plan
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
-from launch.inputs.model_files import read_model_config
-from trainer.runtime.models.build import build_model
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import Job, ModelJob
-from trainer.spec.model.readers import read_model_shape, text_part
-from trainer.spec.plan import Plan
+from shardwise.launch.inputs.model_files import read_model_config
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import Job, ModelJob
+from shardwise.trainer.spec.model.readers import read_model_shape, text_part
+from shardwise.trainer.spec.plan import Plan
 
 _TEXT = {
     "vocab_size": 200,

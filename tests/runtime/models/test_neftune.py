@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.runtime.loop.step import seed_dropout
-from trainer.runtime.models.build import make_trainable, model_from_config
-from trainer.runtime.models.methods import add_noise, lengths, noise_facts
-from trainer.spec.strategy import Attention, Checkpointing, LossHead
+from shardwise.trainer.runtime.loop.step import seed_dropout
+from shardwise.trainer.runtime.models.build import make_trainable, model_from_config
+from shardwise.trainer.runtime.models.methods import add_noise, lengths, noise_facts
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead
 
 HIDDEN, ALPHA = 32, 5.0
 CONFIG: dict[str, Any] = {

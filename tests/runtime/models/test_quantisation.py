@@ -16,13 +16,20 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from trainer.runtime.models.build import build_model
-from trainer.runtime.models.methods import quantised_layers
-from trainer.runtime.models.quantisation import SLICE_ELEMENTS, Packing, pack, packing_of, reading_options, storage_type
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import LoraJob
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Method, Precision, Quant, Sharding
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.runtime.models.methods import quantised_layers
+from shardwise.trainer.runtime.models.quantisation import (
+    SLICE_ELEMENTS,
+    Packing,
+    pack,
+    packing_of,
+    reading_options,
+    storage_type,
+)
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import LoraJob
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Method, Precision, Quant, Sharding
 
 TIMEOUT_S = 300
 CPU = torch.device("cpu")
@@ -218,9 +225,9 @@ from pathlib import Path
 sys.path[:0] = [{root!r}, {factories!r}]
 from msgspec.structs import replace
 from rank_factory import rank_plan
-from trainer.runtime.profile.memory_profile import anonymous_bytes
-from trainer.runtime.models.build import build_model
-from trainer.spec.strategy import Method, Precision
+from shardwise.trainer.runtime.profile.memory_profile import anonymous_bytes
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.spec.strategy import Method, Precision
 from transformers import AutoConfig
 
 config = AutoConfig.from_pretrained({folder!r}).to_dict()

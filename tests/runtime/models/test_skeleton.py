@@ -9,10 +9,10 @@ from architecture_factory import TINY, VARIANTS
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from trainer.runtime.models.build import model_from_config
-from trainer.runtime.models.skeleton import Values, draw, plan_drawing, skeleton_from_config
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.strategy import Attention
+from shardwise.trainer.runtime.models.build import model_from_config
+from shardwise.trainer.runtime.models.skeleton import Values, draw, plan_drawing, skeleton_from_config
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.strategy import Attention
 
 ALL = {**TINY, **VARIANTS}
 EACH = pytest.mark.parametrize("config", ALL.values(), ids=ALL)

@@ -12,9 +12,9 @@ from architecture_factory import TINY
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from trainer.runtime.models.skeleton import Skeleton, is_placeholder, skeleton_from_folder
-from trainer.runtime.models.weight_files import WeightReader
-from trainer.spec.errors import InputError
+from shardwise.trainer.runtime.models.skeleton import Skeleton, is_placeholder, skeleton_from_folder
+from shardwise.trainer.runtime.models.weight_files import WeightReader
+from shardwise.trainer.spec.errors import InputError
 
 LLAMA = TINY["llama"]
 # The weights of a folder are fp32; bf16 casts each as it is read. What fp32 differs in does not hang on the model type.

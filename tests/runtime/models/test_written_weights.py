@@ -13,15 +13,15 @@ from rank_factory import rank_plan, write_attempt, write_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_utils
 
-from trainer.runtime.export import folder as export_folder
-from trainer.runtime.loop.course import train
-from trainer.runtime.models import weight_files
-from trainer.runtime.models.weight_files import check_model_written, check_written
-from trainer.runtime.run.report_writer import ReportWriter, run_paths
-from trainer.runtime.run.state import RunState
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.job.sections import LoraJob
-from trainer.spec.strategy import Method
+from shardwise.trainer.runtime.export import folder as export_folder
+from shardwise.trainer.runtime.loop.course import train
+from shardwise.trainer.runtime.models import weight_files
+from shardwise.trainer.runtime.models.weight_files import check_model_written, check_written
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
+from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.job.sections import LoraJob
+from shardwise.trainer.spec.strategy import Method
 
 MODELS = TINY | {name: VARIANTS[name] for name in ("llama, tied, wide heads",)}
 WEIGHTS = {"a": torch.arange(60.0).reshape(20, 3), "b": torch.full((5,), float("nan")), "c": torch.tensor(7)}

@@ -16,13 +16,19 @@ from rank_factory import rank_plan
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trainer.runtime.models.build import build_model
-from trainer.runtime.models.methods import add_adapters
-from trainer.runtime.precision.fp8 import check_fp8_ran, check_some_backend, fp8_facts, install_fp8, padded_to_multiple
-from trainer.runtime.precision.fp8_layers import ADAPTER, EDGE, EXPERT, OUTSIDE, ROUTER, fp8_layers
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.job.sections import LoraJob
-from trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Precision
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.runtime.models.methods import add_adapters
+from shardwise.trainer.runtime.precision.fp8 import (
+    check_fp8_ran,
+    check_some_backend,
+    fp8_facts,
+    install_fp8,
+    padded_to_multiple,
+)
+from shardwise.trainer.runtime.precision.fp8_layers import ADAPTER, EDGE, EXPERT, OUTSIDE, ROUTER, fp8_layers
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.job.sections import LoraJob
+from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Precision
 
 FACTORIES = Path(__file__).parents[2] / "factories"
 LINEARS_IN_A_BLOCK = 7

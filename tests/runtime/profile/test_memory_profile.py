@@ -11,8 +11,8 @@ import torch
 from galore_torch.galore_projector import GaLoreProjector
 from torch import nn
 
-from trainer.__main__ import error_line
-from trainer.runtime.profile.memory_profile import (
+from shardwise.trainer.__main__ import error_line
+from shardwise.trainer.runtime.profile.memory_profile import (
     ACTIVATIONS,
     GRADIENTS,
     OPTIMIZER_STATE,
@@ -24,10 +24,10 @@ from trainer.runtime.profile.memory_profile import (
     highest_rise,
     is_out_of_memory,
 )
-from trainer.runtime.run.clock import Clock
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.units import GIB
+from shardwise.trainer.runtime.run.clock import Clock
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.units import GIB
 
 SIZE = 512
 WEIGHT_BYTES = 4 * SIZE * SIZE
@@ -212,7 +212,7 @@ def test_a_driver_that_cannot_map_memory_ends_with_the_setting_that_mends_it(mon
 
 def test_a_thread_that_cannot_start_under_a_cap_is_out_of_memory():
     program = (
-        "import resource; from trainer.runtime.profile.memory_profile import is_out_of_memory as told; "
+        "import resource; from shardwise.trainer.runtime.profile.memory_profile import is_out_of_memory as told; "
         'error = RuntimeError("can\'t start new thread"); before = told(error); '
         "resource.setrlimit(resource.RLIMIT_DATA, (2**36, -1)); print(before, told(error))"
     )

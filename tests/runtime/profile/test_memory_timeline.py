@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainer.runtime.profile.memory_profile import MAX_POINTS, Curve, timeline_of_spans
-from trainer.runtime.run.clock import Span
+from shardwise.trainer.runtime.profile.memory_profile import MAX_POINTS, Curve, timeline_of_spans
+from shardwise.trainer.runtime.run.clock import Span
 
 SPANS = (Span("forward", 100, 200), Span("backward", 210, 300), Span("optimizer", 310, 400))
 EVENTS = [(110, 50), (150, -20), (205, 5), (220, 100), (290, -130), (320, 7), (330, -7)]

@@ -6,9 +6,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainer.runtime.profile.memory_profile import held_tensors, memory_state, write_memory_state
-from trainer.spec import codec
-from trainer.spec.messages.rank_files import Heartbeat, MemoryState, encode_heartbeat, heartbeat_path, memory_state_path
+from shardwise.trainer.runtime.profile.memory_profile import held_tensors, memory_state, write_memory_state
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.messages.rank_files import (
+    Heartbeat,
+    MemoryState,
+    encode_heartbeat,
+    heartbeat_path,
+    memory_state_path,
+)
 
 
 def test_the_tensors_that_are_held_are_counted_once_and_by_kind():

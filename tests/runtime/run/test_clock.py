@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.runtime.run.clock import CardSample, CardWatch, Traffic, pinned_bytes, throttle_reasons
+from shardwise.trainer.runtime.run.clock import CardSample, CardWatch, Traffic, pinned_bytes, throttle_reasons
 
 UUID = "GPU-5d1a4b2e-0000-1111-2222-333344445555"
 LIBRARY = """
@@ -38,7 +38,7 @@ ASK = """
 import ctypes, json, threading
 ctypes.CDLL({driver!r})  # found from here on by its name, as one that is installed is
 from msgspec import to_builtins
-from trainer.runtime.run.clock import card_samples
+from shardwise.trainer.runtime.run.clock import card_samples
 stop = threading.Event()
 samples = card_samples("{uuid}", stop, every_s=0.0)
 first = next(samples)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.runtime.run.extension import load_hooks
-from trainer.spec.errors import InputError
-from trainer.spec.messages.extension import Extension, Hook
+from shardwise.trainer.runtime.run.extension import load_hooks
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.messages.extension import Extension, Hook
 
 
 def extension_of(folder, text, *hooks):

@@ -11,12 +11,12 @@ from attempt_runs import metrics_of, run_attempt
 from msgspec.structs import replace
 from rank_factory import rank_plan, write_packed_rows, write_rows
 
-from trainer.runtime.run.state import RunState
-from trainer.spec.errors import InputError
-from trainer.spec.messages.extension import Extension, Hook
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending
-from trainer.spec.strategy import LossHead
+from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.messages.extension import Extension, Hook
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.strategy import LossHead
 
 CROSS_ENTROPY = """
 from torch.nn import functional

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from operator_cache import folder_with_operators
 
-from trainer.runtime.run.operators import built_library, marker
+from shardwise.trainer.runtime.run.operators import built_library, marker
 
 TIMEOUT_S = 600
 
@@ -27,8 +27,8 @@ module = CPUAdamBuilder().load(verbose=False)
 again = CPUAdamBuilder().load(verbose=False)
 print("answer:" + json.dumps([len(asked), again is module, hasattr(module, "create_adam")]))
 """
-OURS = "from trainer.runtime.run.operators import use_built_operators; use_built_operators(); use_built_operators()"
-PLAIN = "from trainer.runtime.run.operators import leave_out_debug_symbols; leave_out_debug_symbols()"
+OURS = "from shardwise.trainer.runtime.run.operators import use_built_operators as use; use(); use()"
+PLAIN = "from shardwise.trainer.runtime.run.operators import leave_out_debug_symbols; leave_out_debug_symbols()"
 
 
 def load(folder: Path, before: str) -> list[object]:

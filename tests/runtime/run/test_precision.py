@@ -10,13 +10,13 @@ import pytest
 import torch
 from rank_factory import rank_plan
 
-from trainer.planning.setting import fp8_recipe_of
-from trainer.runtime.precision.fp8 import check_precision
-from trainer.runtime.run.types import accelerate_precision, compute_type, weight_type
-from trainer.spec import codec
-from trainer.spec.errors import InputError
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Fp8Recipe, Precision
+from shardwise.trainer.planning.setting import fp8_recipe_of
+from shardwise.trainer.runtime.precision.fp8 import check_precision
+from shardwise.trainer.runtime.run.types import accelerate_precision, compute_type, weight_type
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Fp8Recipe, Precision
 
 TIMEOUT_S = 120
 
@@ -50,8 +50,8 @@ FP16_PROGRAM = """
 import os
 import deepspeed.accelerator
 from engine_plan_factory import engine_plan
-from trainer.runtime.precision.mixed_precision import install_precision
-from trainer.spec.strategy import Precision, Sharding
+from shardwise.trainer.runtime.precision.mixed_precision import install_precision
+from shardwise.trainer.spec.strategy import Precision, Sharding
 plan = engine_plan(Sharding.ZERO2, precision=Precision.FP16_MIXED, num_ranks=2)
 for limit in ("AVX2", "DEFAULT"):
     if pid := os.fork():

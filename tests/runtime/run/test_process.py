@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer.runtime.run.process import install_stop_flag
+from shardwise.trainer.runtime.run.process import install_stop_flag
 
 
 @pytest.fixture(autouse=True)

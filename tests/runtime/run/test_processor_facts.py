@@ -9,7 +9,7 @@ import sys
 import pytest
 from captured_machine import captured
 
-from trainer.runtime.run.operators import PROCESSORS, read_processor
+from shardwise.trainer.runtime.run.operators import PROCESSORS, read_processor
 
 TIMEOUT_S = 120
 
@@ -23,7 +23,7 @@ def counted():
     return ask()
 cpuinfo.get_cpu_info = counted
 from deepspeed.ops.op_builder import CPUAdamBuilder
-from trainer.runtime.run.operators import answer_for_processor
+from shardwise.trainer.runtime.run.operators import answer_for_processor
 
 def answer():
     asked.clear()

@@ -9,11 +9,11 @@ from typing import Any
 
 from report_factory import make_report
 
-from trainer.runtime.loop.metrics import MetricsFile, StepMetrics
-from trainer.runtime.run.report_writer import STATUS_INTERVAL_S, ReportWriter, run_paths, start_of_launch
-from trainer.spec import codec
-from trainer.spec.messages.rank_files import Heartbeat, read_heartbeat
-from trainer.spec.report import Report
+from shardwise.trainer.runtime.loop.metrics import MetricsFile, StepMetrics
+from shardwise.trainer.runtime.run.report_writer import STATUS_INTERVAL_S, ReportWriter, run_paths, start_of_launch
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.messages.rank_files import Heartbeat, read_heartbeat
+from shardwise.trainer.spec.report import Report
 
 NOW = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -40,7 +40,7 @@ def test_an_attempt_that_has_ended_is_written_beside(tmp_path):
 
 
 def test_ranks_of_one_launcher_agree_on_when_it_started():
-    imported = "from trainer.runtime.run.report_writer import start_of_launch"
+    imported = "from shardwise.trainer.runtime.run.report_writer import start_of_launch"
     code = f"{imported}; print(start_of_launch(world_size=2).timestamp())"
     answers = {subprocess.check_output([sys.executable, "-c", code], text=True) for _ in range(2)}
     assert len(answers) == 1, "both have this process as their launcher"

@@ -5,7 +5,7 @@ from statistics import mean, stdev
 
 import pytest
 
-from trainer.runtime.run.state import (
+from shardwise.trainer.runtime.run.state import (
     LEAST_STEPS,
     SIGMAS,
     STEPS_UNTIL_ROLL_BACK,

@@ -9,12 +9,12 @@ from engine_plan_factory import TINY_LLAMA, engine_plan
 from msgspec.structs import replace
 from planning_factory import fp8_gain_of
 
-from trainer.runtime.precision.fp8 import timed_facts
-from trainer.runtime.tools.fp8_gain import linear_shapes, main, time_shapes
-from trainer.spec import codec
-from trainer.spec.messages.measurement import Fp8GainRequest
-from trainer.spec.plan import Fp8Gain, ShapeTimes
-from trainer.spec.strategy import Fp8Recipe, Precision, Sharding
+from shardwise.trainer.runtime.precision.fp8 import timed_facts
+from shardwise.trainer.runtime.tools.fp8_gain import linear_shapes, main, time_shapes
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.messages.measurement import Fp8GainRequest
+from shardwise.trainer.spec.plan import Fp8Gain, ShapeTimes
+from shardwise.trainer.spec.strategy import Fp8Recipe, Precision, Sharding
 
 FAKE_TE = Path(__file__).parents[2] / "factories" / "fake_te"
 

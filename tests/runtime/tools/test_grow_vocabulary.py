@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from trainer.runtime.tools.grow_vocabulary import grow_vocabulary
-from trainer.spec.errors import InputError
+from shardwise.trainer.runtime.tools.grow_vocabulary import grow_vocabulary
+from shardwise.trainer.spec.errors import InputError
 
 IDS = torch.arange(12).reshape(2, 6)
 

@@ -8,12 +8,17 @@ from pathlib import Path
 
 import torch
 
-from trainer.runtime.run.clock import MIN_REPETITIONS, best_seconds
-from trainer.runtime.tools.measure import attention_flops_per_s, host_adam_bytes_per_s, measure, memory_bytes_per_s
-from trainer.runtime.tools.measure_peers import peer_copies
-from trainer.spec import codec
-from trainer.spec.hardware import PeerCopy
-from trainer.spec.messages.measurement import Measurement
+from shardwise.trainer.runtime.run.clock import MIN_REPETITIONS, best_seconds
+from shardwise.trainer.runtime.tools.measure import (
+    attention_flops_per_s,
+    host_adam_bytes_per_s,
+    measure,
+    memory_bytes_per_s,
+)
+from shardwise.trainer.runtime.tools.measure_peers import peer_copies
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.hardware import PeerCopy
+from shardwise.trainer.spec.messages.measurement import Measurement
 
 CPU = torch.device("cpu")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
@@ -59,7 +64,7 @@ def test_after_an_error_of_the_gpu_nothing_more_is_asked_of_it(monkeypatch):
 
 
 def test_work_is_counted_as_it_is_done(monkeypatch):
-    monkeypatch.setattr("trainer.runtime.tools.measure.best_seconds", lambda work, device, budget_s: 2.0)
+    monkeypatch.setattr("shardwise.trainer.runtime.tools.measure.best_seconds", lambda work, device, budget_s: 2.0)
     assert memory_bytes_per_s(CPU, 4000, 1.0) == 4000  # read and written
     assert host_adam_bytes_per_s(1000, 1.0) == 28 * 1000 // 2
     # two products of 2 flops an element, half of the scores masked
@@ -75,7 +80,9 @@ def test_the_first_repetition_is_not_counted_and_there_are_at_least_three_more()
 def test_the_module_writes_its_answer(tmp_path: Path):
     answer = tmp_path / "rates.json"
     subprocess.run(
-        [sys.executable, "-m", "trainer.runtime.tools.measure", answer, "cpu", "0.02"], check=True, env=ENVIRONMENT
+        [sys.executable, "-m", "shardwise.trainer.runtime.tools.measure", answer, "cpu", "0.02"],
+        check=True,
+        env=ENVIRONMENT,
     )
     assert codec.read(answer, Measurement).rates.matmul_flops_per_s is not None
 

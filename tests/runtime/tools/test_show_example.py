@@ -4,12 +4,12 @@ import pytest
 from chat_tokenizers import byte_level_folder, metaspace_folder
 from conversations import assistant, user
 
-from trainer.runtime.data.chat.rendering import Renderer
-from trainer.runtime.data.chat.template import load_chat_template
-from trainer.runtime.data.sources.examples import Chat
-from trainer.runtime.data.tokenizer import load_tokenizer
-from trainer.runtime.tools.show_example import show
-from trainer.spec.job.sections import LossOn
+from shardwise.trainer.runtime.data.chat.rendering import Renderer
+from shardwise.trainer.runtime.data.chat.template import load_chat_template
+from shardwise.trainer.runtime.data.sources.examples import Chat
+from shardwise.trainer.runtime.data.tokenizer import load_tokenizer
+from shardwise.trainer.runtime.tools.show_example import show
+from shardwise.trainer.spec.job.sections import LossOn
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,15 @@ import sys
 import msgspec
 import torch
 
-from trainer.spec.messages.measurement import TorchFacts
+from shardwise.trainer.spec.messages.measurement import TorchFacts
 
 
 def test_the_installed_torch_answers_in_one_line():
     answer = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer.runtime.tools.torch_check"], capture_output=True, text=True, check=True
+        [sys.executable, "-P", "-m", "shardwise.trainer.runtime.tools.torch_check"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     facts = msgspec.json.decode(answer.stdout, type=TorchFacts)
     assert (facts.version, facts.cuda) == (torch.__version__, torch.version.cuda)

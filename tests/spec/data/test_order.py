@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.spec.data.order import WINDOW_STEPS, DataOrder, permuted
+from shardwise.trainer.spec.data.order import WINDOW_STEPS, DataOrder, permuted
 
 SIZES = [*range(1, 40), 97, 101, 128, 255, 256, 257, 1000, 1009, 4096, 4097]
 ORDER_OF_12 = [0, 9, 7, 2, 6, 10, 5, 3, 1, 8, 11, 4]

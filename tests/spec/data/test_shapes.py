@@ -1,8 +1,15 @@
 """Every shape of rows has one row of facts and a reader, and the facts agree with each other."""
 
-from trainer.runtime.data.sources.rows import READERS
-from trainer.spec.data.shapes import BY_PRECEDENCE, SHAPES, assumed_shape, objective_of, rows_per_example, shapes_for
-from trainer.spec.job.sections import DataFormat, Objective
+from shardwise.trainer.runtime.data.sources.rows import READERS
+from shardwise.trainer.spec.data.shapes import (
+    BY_PRECEDENCE,
+    SHAPES,
+    assumed_shape,
+    objective_of,
+    rows_per_example,
+    shapes_for,
+)
+from shardwise.trainer.spec.job.sections import DataFormat, Objective
 
 
 def test_every_shape_has_facts_and_a_reader():

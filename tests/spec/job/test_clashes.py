@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from trainer.spec.errors import InputProblemsError
-from trainer.spec.job.clashes import CLASHES, GALORE_OPTIMIZERS, OFFLOAD_SHARDINGS
-from trainer.spec.job.fields import BY_PATH
-from trainer.spec.job.reading import Layer, read_job, read_layers
-from trainer.spec.strategy import Offload, Optimizer, Sharding
+from shardwise.trainer.spec.errors import InputProblemsError
+from shardwise.trainer.spec.job.clashes import CLASHES, GALORE_OPTIMIZERS, OFFLOAD_SHARDINGS
+from shardwise.trainer.spec.job.fields import BY_PATH
+from shardwise.trainer.spec.job.reading import Layer, read_job, read_layers
+from shardwise.trainer.spec.strategy import Offload, Optimizer, Sharding
 
 SCRATCH = {"config": "tiny-llama", "tokenizer": "train"}
 

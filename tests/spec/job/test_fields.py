@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from launch.job.yaml_text import read_yaml_file
-from trainer.spec.job.fields import (
+from shardwise.launch.job.yaml_text import read_yaml_file
+from shardwise.trainer.spec.job.fields import (
     BY_PATH,
     REFERENCE_MARK,
     SECTIONS,
@@ -19,7 +19,7 @@ from trainer.spec.job.fields import (
     job_tree,
     write_job_reference,
 )
-from trainer.spec.job.reading import read_job
+from shardwise.trainer.spec.job.reading import read_job
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 ANNOTATIONS = {"$schema", "title", "description", "default"}
@@ -198,7 +198,7 @@ def test_every_setting_has_one_row(path):
 
 
 def test_the_names_of_presets_in_the_document_are_those_in_the_package():
-    from launch.inputs.model_files import preset_names
+    from shardwise.launch.inputs.model_files import preset_names
 
     paragraph = DOCUMENT.read_text(encoding="utf-8").partition("Presets: ")[2].partition("\n\n")[0]
     assert set(re.findall(r"`([a-z0-9.-]+)`", paragraph.replace("`model.name`", ""))) == set(preset_names())

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from trainer.spec.errors import InputProblemsError
-from trainer.spec.job.fields import job_tree
-from trainer.spec.job.reading import read_job
+from shardwise.trainer.spec.errors import InputProblemsError
+from shardwise.trainer.spec.job.fields import job_tree
+from shardwise.trainer.spec.job.reading import read_job
 
 
 def notify_of(value: Any) -> tuple[str, ...] | None:

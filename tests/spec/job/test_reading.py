@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.spec import codec
-from trainer.spec.errors import InputProblemsError
-from trainer.spec.job.fields import BY_PATH, FIELDS, SECTIONS, children, job_tree
-from trainer.spec.job.kinds import Every, Warmup, shown
-from trainer.spec.job.reading import OTHER_NAMES, Layer, read_job, read_layers
-from trainer.spec.job.sections import (
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import InputProblemsError
+from shardwise.trainer.spec.job.fields import BY_PATH, FIELDS, SECTIONS, children, job_tree
+from shardwise.trainer.spec.job.kinds import Every, Warmup, shown
+from shardwise.trainer.spec.job.reading import OTHER_NAMES, Layer, read_job, read_layers
+from shardwise.trainer.spec.job.sections import (
     Allowance,
     CheckpointJob,
     DataFormat,
@@ -21,9 +21,9 @@ from trainer.spec.job.sections import (
     TrainJob,
     WandbMode,
 )
-from trainer.spec.job.sources import DataSource
-from trainer.spec.strategy import Method, Offload, Optimizer, Precision, Sharding
-from trainer.spec.units import GIB
+from shardwise.trainer.spec.job.sources import DataSource
+from shardwise.trainer.spec.strategy import Method, Offload, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.units import GIB
 
 MODEL = {"name": "org/model"}
 DATA = {"train": "text.txt"}

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from trainer.spec.model.config_fields import ALIASES, DEFAULTS, fields_of
-from trainer.spec.model.readers import read_model_shape, supported_model_types
+from shardwise.trainer.spec.model.config_fields import ALIASES, DEFAULTS, fields_of
+from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types
 
 # The least a config of each type may say, so that transformers' own defaults for the rest make a model.
 _LEAST: dict[str, Any] = {"vocab_size": 200, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 32}

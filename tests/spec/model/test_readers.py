@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from architecture_factory import TINY, VARIANTS
 
-from trainer.spec.errors import InputError
-from trainer.spec.model.readers import read_model_shape, supported_model_types
-from trainer.spec.model.shape import Linear, ModelShape
-from trainer.spec.strategy import Attention
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types
+from shardwise.trainer.spec.model.shape import Linear, ModelShape
+from shardwise.trainer.spec.strategy import Attention
 
 PRESETS = sorted((Path(__file__).parents[3] / "trainer" / "presets").glob("*.json"))
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from trainer.planning.cases.reading import (
+from shardwise.trainer.planning.cases.reading import (
     CaseInput,
     ElementType,
     MachineInput,
@@ -22,19 +22,19 @@ from trainer.planning.cases.reading import (
     misplaced,
     parse_case,
 )
-from trainer.planning.device import Device, device_of
-from trainer.planning.memory import estimate_memory
-from trainer.planning.search.settings import chunk_tokens
-from trainer.planning.setting import RecipeChoices, Setting, fp8_recipe_of
-from trainer.planning.speed.step import estimate_speed
-from trainer.planning.tables.catalogue import CATALOGUE, EXACT_OPTIMIZERS, EXACT_PRECISIONS
-from trainer.planning.tables.gpu_names import hardware_from_spec, match_card
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import Hardware, Host, LinkKind
-from trainer.spec.model.readers import read_model_shape
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.plan import MemoryEstimate, SpeedEstimate
-from trainer.spec.strategy import (
+from shardwise.trainer.planning.device import Device, device_of
+from shardwise.trainer.planning.memory import estimate_memory
+from shardwise.trainer.planning.search.settings import chunk_tokens
+from shardwise.trainer.planning.setting import RecipeChoices, Setting, fp8_recipe_of
+from shardwise.trainer.planning.speed.step import estimate_speed
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE, EXACT_OPTIMIZERS, EXACT_PRECISIONS
+from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec, match_card
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import Hardware, Host, LinkKind
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.plan import MemoryEstimate, SpeedEstimate
+from shardwise.trainer.spec.strategy import (
     LossHead,
     Offload,
     Optimizer,
@@ -43,7 +43,7 @@ from trainer.spec.strategy import (
     Sharding,
     Strategy,
 )
-from trainer.spec.value import Value
+from shardwise.trainer.spec.value import Value
 
 MAX_PARAMETERS = 10**15
 _UNKNOWN_HOST = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)

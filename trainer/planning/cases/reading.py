@@ -19,16 +19,16 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from trainer.planning.device import Device
-from trainer.planning.rules.combination import Reach, capability_words, combination_of, facts_of, first_broken
-from trainer.planning.rules.incompatible_rows import LAYOUTS, ROWS
-from trainer.planning.rules.incompatible_settings import RECIPE_CAPABILITY, SETTINGS
-from trainer.planning.setting import OUR_STACK, Setting
-from trainer.spec.errors import InputError, close_matches
-from trainer.spec.hardware import Hardware
-from trainer.spec.job.sections import GaloreJob, LoraJob
-from trainer.spec.model.shape import ModelShape, Positions
-from trainer.spec.strategy import (
+from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.rules.combination import Reach, capability_words, combination_of, facts_of, first_broken
+from shardwise.trainer.planning.rules.incompatible_rows import LAYOUTS, ROWS
+from shardwise.trainer.planning.rules.incompatible_settings import RECIPE_CAPABILITY, SETTINGS
+from shardwise.trainer.planning.setting import OUR_STACK, Setting
+from shardwise.trainer.spec.errors import InputError, close_matches
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
+from shardwise.trainer.spec.model.shape import ModelShape, Positions
+from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
     Fp8Recipe,
@@ -40,7 +40,7 @@ from trainer.spec.strategy import (
     Quant,
     Sharding,
 )
-from trainer.spec.value import Value
+from shardwise.trainer.spec.value import Value
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=10**9)]  # far above any machine, far below what overflows a float
 V = TypeVar("V", bound=Value)

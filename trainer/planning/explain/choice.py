@@ -2,19 +2,19 @@
 
 from collections.abc import Iterator
 
-from trainer.planning.candidates import setting_of
-from trainer.planning.context import PlanningContext
-from trainer.planning.device import device_of
-from trainer.planning.memory.recipe import dims_of, recipe_of
-from trainer.planning.page.content import Section, Sentence
-from trainer.spec.data.shapes import SHAPES
-from trainer.spec.hardware import Hardware
-from trainer.spec.messages.saving import saving_choice
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.optimizers import StateKind
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.strategy import LossHead, Method, Offload, Optimizer, Precision
-from trainer.spec.units import format_bytes, format_count
+from shardwise.trainer.planning.candidates import setting_of
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
+from shardwise.trainer.planning.page.content import Section, Sentence
+from shardwise.trainer.spec.data.shapes import SHAPES
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.messages.saving import saving_choice
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.optimizers import StateKind
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.strategy import LossHead, Method, Offload, Optimizer, Precision
+from shardwise.trainer.spec.units import format_bytes, format_count
 
 _CACHE_BYTES = 2  # bf16
 

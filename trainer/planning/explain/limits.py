@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
-from trainer.planning.page.content import Bars, Section, Sentence, Table
-from trainer.planning.search.limits_search import Rung
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.units import format_bytes, format_count
+from shardwise.trainer.planning.page.content import Bars, Section, Sentence, Table
+from shardwise.trainer.planning.search.limits_search import Rung
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.units import format_bytes, format_count
 
 
 class Question(StrEnum):

@@ -6,8 +6,8 @@ as plain text; `page_html` writes the same pages as HTML.
 
 from collections.abc import Sequence
 
-from trainer.planning.explain.choice import cache_section, choice_section, heading, machine_words
-from trainer.planning.explain.sections import (
+from shardwise.trainer.planning.explain.choice import cache_section, choice_section, heading, machine_words
+from shardwise.trainer.planning.explain.sections import (
     Answer,
     comparison_section,
     fallbacks_section,
@@ -18,11 +18,11 @@ from trainer.planning.explain.sections import (
     runners_up_section,
     speed_section,
 )
-from trainer.planning.page.content import Page, Section, Sentence
-from trainer.planning.page.text_layout import page_text
-from trainer.planning.planner import context_of
-from trainer.planning.reasons.opt_in import leaves
-from trainer.spec.plan import Plan
+from shardwise.trainer.planning.page.content import Page, Section, Sentence
+from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.reasons.opt_in import leaves
+from shardwise.trainer.spec.plan import Plan
 
 __all__ = ["Answer", "compare_plans", "comparison_page", "explain_plan", "machine_words", "plan_page"]
 

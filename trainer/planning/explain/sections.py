@@ -10,16 +10,16 @@ a number ruled out stand together only where their numbers and remedies are the 
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from trainer.planning.context import PlanningContext
-from trainer.planning.page.content import Bars, Section, Sentence, StackedBar, Table
-from trainer.planning.planner import context_of
-from trainer.planning.reasons.opt_in import Leave
-from trainer.planning.search.budget import ENERGY_RULE, RunTotals, run_totals
-from trainer.planning.tables.catalogue import CATALOGUE
-from trainer.spec.errors import NothingFitsError
-from trainer.spec.plan import Candidate, Plan, Rejection
-from trainer.spec.strategy import Optimizer
-from trainer.spec.units import format_bytes, format_seconds
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.page.content import Bars, Section, Sentence, StackedBar, Table
+from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.reasons.opt_in import Leave
+from shardwise.trainer.planning.search.budget import ENERGY_RULE, RunTotals, run_totals
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.errors import NothingFitsError
+from shardwise.trainer.spec.plan import Candidate, Plan, Rejection
+from shardwise.trainer.spec.strategy import Optimizer
+from shardwise.trainer.spec.units import format_bytes, format_seconds
 
 
 def memory_section(plan: Plan, context: PlanningContext) -> Section:

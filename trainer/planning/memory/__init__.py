@@ -19,17 +19,24 @@ from functools import cache
 
 from msgspec.structs import replace
 
-from trainer.planning.device import Device
-from trainer.planning.memory.activations import block_activations
-from trainer.planning.memory.events import StepMemory, resident_bytes, step_events
-from trainer.planning.memory.loss_head import head_memory
-from trainer.planning.memory.overheads import OVERHEADS, OverheadTable, StepBytes, least_needed, needed, overheads
-from trainer.planning.memory.recipe import dims_of, recipe_of
-from trainer.planning.memory.sharding import accumulated_gradients, sharding_memory
-from trainer.planning.memory.states import States, host_memory, model_states
-from trainer.planning.setting import Setting
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.plan import MemoryEstimate
+from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.memory.activations import block_activations
+from shardwise.trainer.planning.memory.events import StepMemory, resident_bytes, step_events
+from shardwise.trainer.planning.memory.loss_head import head_memory
+from shardwise.trainer.planning.memory.overheads import (
+    OVERHEADS,
+    OverheadTable,
+    StepBytes,
+    least_needed,
+    needed,
+    overheads,
+)
+from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
+from shardwise.trainer.planning.memory.sharding import accumulated_gradients, sharding_memory
+from shardwise.trainer.planning.memory.states import States, host_memory, model_states
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.plan import MemoryEstimate
 
 
 def estimate_memory(

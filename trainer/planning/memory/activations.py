@@ -19,8 +19,8 @@ Offload leaves the last block's activations behind; on a GPU those of the next b
 Not covered: workspaces that oneDNN and cuBLAS allocate inside an operation, padding masks.
 """
 
-from trainer.planning.memory.recipe import Dims, Recipe, adapted_linears, adapter_parameters, adapts_all
-from trainer.planning.memory.saved_tensors import (
+from shardwise.trainer.planning.memory.recipe import Dims, Recipe, adapted_linears, adapter_parameters, adapts_all
+from shardwise.trainer.planning.memory.saved_tensors import (
     NormMoment,
     SavedTensors,
     attention_module_bytes,
@@ -34,11 +34,11 @@ from trainer.planning.memory.saved_tensors import (
     uses_dora,
     windowed_attention_bytes,
 )
-from trainer.planning.memory.stacks import AdapterInputs
-from trainer.planning.setting import Setting
-from trainer.spec.model.attention_kernel import AttentionKernel
-from trainer.spec.strategy import Checkpointing
-from trainer.spec.value import Value
+from shardwise.trainer.planning.memory.stacks import AdapterInputs
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
+from shardwise.trainer.spec.strategy import Checkpointing
+from shardwise.trainer.spec.value import Value
 
 NORM_BACKWARD_BYTES = 24  # an element of the hidden states, six fp32 arrays
 

@@ -8,10 +8,10 @@ files do is written down here by model type only where nothing in a config says 
 from functools import lru_cache
 from typing import Any
 
-from trainer.planning.setting import Setting
-from trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
-from trainer.spec.strategy import Method
-from trainer.spec.value import Value
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
+from shardwise.trainer.spec.strategy import Method
+from shardwise.trainer.spec.value import Value
 
 
 class Dims(Value, frozen=True, kw_only=True):

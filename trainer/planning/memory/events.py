@@ -28,17 +28,17 @@ tables are alive when gradients are complete where one remains; out of place, th
 (the gradient of a plain linear layer is the transpose of a product). With accumulation the remaining one is separate.
 """
 
-from trainer.planning.memory.activations import NORM_BACKWARD_BYTES, BlockActivations
-from trainer.planning.memory.loss_head import POSITION_BYTES, TOKEN_BYTES, HeadMemory
-from trainer.planning.memory.recipe import Dims, Recipe
-from trainer.planning.memory.sharding import ShardingMemory, accumulated_gradients, reduces_every_micro_batch
-from trainer.planning.memory.states import States
-from trainer.planning.setting import OUR_STACK, Setting
-from trainer.spec.model.attention_kernel import AttentionKernel
-from trainer.spec.model.shape import Norm
-from trainer.spec.strategy import Checkpointing, LossHead, Method, Precision, Sharding
-from trainer.spec.units import MIB
-from trainer.spec.value import Value
+from shardwise.trainer.planning.memory.activations import NORM_BACKWARD_BYTES, BlockActivations
+from shardwise.trainer.planning.memory.loss_head import POSITION_BYTES, TOKEN_BYTES, HeadMemory
+from shardwise.trainer.planning.memory.recipe import Dims, Recipe
+from shardwise.trainer.planning.memory.sharding import ShardingMemory, accumulated_gradients, reduces_every_micro_batch
+from shardwise.trainer.planning.memory.states import States
+from shardwise.trainer.planning.setting import OUR_STACK, Setting
+from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
+from shardwise.trainer.spec.model.shape import Norm
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision, Sharding
+from shardwise.trainer.spec.units import MIB
+from shardwise.trainer.spec.value import Value
 
 Event = dict[str, int]
 

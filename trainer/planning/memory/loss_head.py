@@ -18,11 +18,11 @@ On a CPU whose bf16 products sum in an fp32 array, 4 V T stand beside the logits
 The final norm saves what the norms of a block do. Under autocast the head's weight is cast, 2 V h.
 """
 
-from trainer.planning.memory.recipe import Dims, Recipe
-from trainer.planning.setting import Setting
-from trainer.spec.model.shape import Norm
-from trainer.spec.strategy import LossHead
-from trainer.spec.value import Value
+from shardwise.trainer.planning.memory.recipe import Dims, Recipe
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.spec.model.shape import Norm
+from shardwise.trainer.spec.strategy import LossHead
+from shardwise.trainer.spec.value import Value
 
 DEFAULT_CHUNK_TOKENS = 1024
 FUSED_SLICE_TOKENS = 256  # as in trainer.runtime.loss.head

@@ -24,11 +24,11 @@ adapters alone. DeepSpeed hands its optimizer one flat partition.
 
 from collections.abc import Iterator
 
-from trainer.planning.memory.recipe import Dims, Recipe, adapted_linears, adapts_all
-from trainer.planning.setting import Setting
-from trainer.spec.optimizers import OptimizerFacts, StateKind
-from trainer.spec.strategy import Method, Optimizer
-from trainer.spec.value import Value
+from shardwise.trainer.planning.memory.recipe import Dims, Recipe, adapted_linears, adapts_all
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.spec.optimizers import OptimizerFacts, StateKind
+from shardwise.trainer.spec.strategy import Method, Optimizer
+from shardwise.trainer.spec.value import Value
 
 LEAST_8BIT_ELEMENTS = 4096
 LEAST_PAGED_ELEMENTS = 100_000

@@ -14,10 +14,10 @@ a machine has been measured. In short:
 On CPU there is no caching allocator; the margin covers workspaces that oneDNN takes inside an operation.
 """
 
-from trainer.planning.device import Device
-from trainer.planning.memory.recipe import Recipe
-from trainer.spec.units import GIB, MIB
-from trainer.spec.value import Value
+from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.memory.recipe import Recipe
+from shardwise.trainer.spec.units import GIB, MIB
+from shardwise.trainer.spec.value import Value
 
 Event = dict[str, int]
 

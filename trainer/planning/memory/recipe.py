@@ -13,15 +13,15 @@ Ours, unless the setting names another stack (`stacks`) or says a value itself:
 A value of this module is a function of the setting and the device alone; everything else in this package reads it.
 """
 
-from trainer.planning.device import Device
-from trainer.planning.memory.dims import Dims, adapted_linears, adapter_parameters, adapts_all, dims_of
-from trainer.planning.memory.stacks import AdapterInputs, Stack, stack_of
-from trainer.planning.setting import OUR_STACK, Setting
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.model.attention_kernel import AttentionKernel, sdpa_kernel
-from trainer.spec.model.shape import Norm
-from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Sharding
-from trainer.spec.value import Value
+from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.memory.dims import Dims, adapted_linears, adapter_parameters, adapts_all, dims_of
+from shardwise.trainer.planning.memory.stacks import AdapterInputs, Stack, stack_of
+from shardwise.trainer.planning.setting import OUR_STACK, Setting
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.model.attention_kernel import AttentionKernel, sdpa_kernel
+from shardwise.trainer.spec.model.shape import Norm
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Sharding
+from shardwise.trainer.spec.value import Value
 
 __all__ = [
     "Dims",

@@ -40,13 +40,13 @@ Counted in torch 2.13 and PEFT 0.21 with dry runs; `lora.dropout` multiplies wit
 
 from collections.abc import Iterable, Iterator
 
-from trainer.planning.memory.recipe import Dims, Recipe, adapted_linears
-from trainer.planning.memory.stacks import AdapterInputs
-from trainer.planning.setting import Setting
-from trainer.spec.model.attention_kernel import AttentionKernel
-from trainer.spec.model.shape import Norm
-from trainer.spec.strategy import Attention, Method
-from trainer.spec.value import Value
+from shardwise.trainer.planning.memory.recipe import Dims, Recipe, adapted_linears
+from shardwise.trainer.planning.memory.stacks import AdapterInputs
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
+from shardwise.trainer.spec.model.shape import Norm
+from shardwise.trainer.spec.strategy import Attention, Method
+from shardwise.trainer.spec.value import Value
 
 _ROW_BYTES = 3 * 4  # length, magnitude by length, and that less one
 _OUTPUTS = 3  # arrays of a layer's output, scaled

@@ -27,11 +27,11 @@ ranks are 64 rows, 56 of them empty. The first rank then holds a row of everythi
 as large as its padded form.
 """
 
-from trainer.planning.memory.recipe import Dims, Recipe, adapter_parameters
-from trainer.planning.setting import Setting
-from trainer.spec.plan import Buckets
-from trainer.spec.strategy import Method, Offload, Sharding
-from trainer.spec.value import Value
+from shardwise.trainer.planning.memory.recipe import Dims, Recipe, adapter_parameters
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.spec.plan import Buckets
+from shardwise.trainer.spec.strategy import Method, Offload, Sharding
+from shardwise.trainer.spec.value import Value
 
 
 def share(num_elements: int, degree: int) -> int:

@@ -12,9 +12,9 @@ from enum import StrEnum
 
 from msgspec.structs import replace
 
-from trainer.planning.setting import OUR_STACK
-from trainer.spec.strategy import LossHead, Quant
-from trainer.spec.value import Value
+from shardwise.trainer.planning.setting import OUR_STACK
+from shardwise.trainer.spec.strategy import LossHead, Quant
+from shardwise.trainer.spec.value import Value
 
 
 class AdapterInputs(StrEnum):

@@ -24,13 +24,13 @@ tensor and one on its way, beside what it keeps. FP8 converts the layers of a wh
 itself is the device's memory and is not counted twice.
 """
 
-from trainer.planning.memory.optimizer_state import optimizer_bytes
-from trainer.planning.memory.recipe import Dims, Recipe, adapter_parameters
-from trainer.planning.memory.sharding import largest_shard
-from trainer.planning.setting import Setting
-from trainer.spec.strategy import Method, Offload, Precision, Quant, Sharding
-from trainer.spec.units import MIB
-from trainer.spec.value import Value
+from shardwise.trainer.planning.memory.optimizer_state import optimizer_bytes
+from shardwise.trainer.planning.memory.recipe import Dims, Recipe, adapter_parameters
+from shardwise.trainer.planning.memory.sharding import largest_shard
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.spec.strategy import Method, Offload, Precision, Quant, Sharding
+from shardwise.trainer.spec.units import MIB
+from shardwise.trainer.spec.value import Value
 
 NF4_WEIGHT_BYTES = 0.5
 NF4_SCALE_BYTES = {Quant.NF4: 4 / 64, Quant.NF4_DQ: 1 / 64 + 4 / 16384}

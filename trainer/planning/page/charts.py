@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from trainer.planning.page.content import LineChart, Points, Series, Unit
-from trainer.spec.units import GIB, KIB, MIB, TIB
+from shardwise.trainer.planning.page.content import LineChart, Points, Series, Unit
+from shardwise.trainer.spec.units import GIB, KIB, MIB, TIB
 
 PLOT_WIDTH, PLOT_HEIGHT = 1000, 180
 MOST_POINTS = 400  # of a line: more cannot be told apart, and would make a page of a long run large

@@ -7,8 +7,8 @@ shows stands beside it in words or in a table.
 
 from enum import StrEnum
 
-from trainer.spec.units import format_bytes, format_count, format_seconds
-from trainer.spec.value import Value
+from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
+from shardwise.trainer.spec.value import Value
 
 Points = tuple[tuple[float, float | None], ...]  # (x, y); None: there is no figure, and the line has a gap
 

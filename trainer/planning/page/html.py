@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from trainer.planning.page.content import (
+from shardwise.trainer.planning.page.content import (
     Bars,
     Block,
     LineChart,
@@ -22,7 +22,7 @@ from trainer.planning.page.content import (
     StackedBar,
     Table,
 )
-from trainer.planning.page.svg import (
+from shardwise.trainer.planning.page.svg import (
     STYLE,
     bars_svg,
     cell,

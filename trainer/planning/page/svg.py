@@ -10,7 +10,7 @@ Colours of series are the custom property `--hue` of the classes c0 to c11; what
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from trainer.planning.page.charts import (
+from shardwise.trainer.planning.page.charts import (
     PLOT_HEIGHT,
     PLOT_WIDTH,
     Axes,
@@ -20,8 +20,8 @@ from trainer.planning.page.charts import (
     stacked,
     unit_ticks,
 )
-from trainer.planning.page.content import Bars, LineChart, Mark, PairedBars, Spans, StackedBar
-from trainer.spec.units import format_bytes
+from shardwise.trainer.planning.page.content import Bars, LineChart, Mark, PairedBars, Spans, StackedBar
+from shardwise.trainer.spec.units import format_bytes
 
 NUM_COLOURS = 12
 # Told apart by lightness as well as by hue where two stand side by side, on white and on near-black.

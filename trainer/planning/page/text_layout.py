@@ -4,8 +4,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from string import ascii_lowercase
 
-from trainer.planning.page.content import Block, Page, Quote, Section, Sentence, StackedBar, Table
-from trainer.spec.units import format_bytes
+from shardwise.trainer.planning.page.content import Block, Page, Quote, Section, Sentence, StackedBar, Table
+from shardwise.trainer.spec.units import format_bytes
 
 
 def page_text(page: Page, *, width: int) -> str:

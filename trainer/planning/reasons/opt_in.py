@@ -4,15 +4,15 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from trainer.planning.context import PlanningContext
-from trainer.planning.rules.rule import Rule, may_run, rule_named
-from trainer.planning.search.choice import best_of, one_a_layout
-from trainer.planning.search.settings import takes_tf32
-from trainer.planning.tables.catalogue import CATALOGUE
-from trainer.spec.job.sections import Allowance
-from trainer.spec.plan import Candidate, Plan, Rejection
-from trainer.spec.strategy import Strategy
-from trainer.spec.value import Value
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.rules.rule import Rule, may_run, rule_named
+from shardwise.trainer.planning.search.choice import best_of, one_a_layout
+from shardwise.trainer.planning.search.settings import takes_tf32
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.plan import Candidate, Plan, Rejection
+from shardwise.trainer.spec.strategy import Strategy
+from shardwise.trainer.spec.value import Value
 
 WORTH_A_LINE = 1.10  # times as fast
 WORTH_LEAVE = 1.25  # times the memory

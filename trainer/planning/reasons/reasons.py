@@ -9,22 +9,22 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from trainer.planning.calibrate import Correction, Corrections, Factor
-from trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
-from trainer.planning.context import PlanningContext
-from trainer.planning.device import Device
-from trainer.planning.rules.rule import capability_words
-from trainer.planning.run.rows import padding_share, widths_at
-from trainer.planning.search.settings import SAME_SPEED, attention, micro_batches, updates_in_backward
-from trainer.planning.speed.step import speed_notes
-from trainer.planning.tables.gpu_specs import MIG_MARK
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.data.shapes import SHAPES
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.messages.extension import Hook
-from trainer.spec.plan import Candidate, TrialResult
-from trainer.spec.strategy import Checkpointing, LossHead, Offload, Precision, Sharding, Strategy
-from trainer.spec.units import format_bytes, format_seconds
+from shardwise.trainer.planning.calibrate import Correction, Corrections, Factor
+from shardwise.trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.rules.rule import capability_words
+from shardwise.trainer.planning.run.rows import padding_share, widths_at
+from shardwise.trainer.planning.search.settings import SAME_SPEED, attention, micro_batches, updates_in_backward
+from shardwise.trainer.planning.speed.step import speed_notes
+from shardwise.trainer.planning.tables.gpu_specs import MIG_MARK
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.data.shapes import SHAPES
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.messages.extension import Hook
+from shardwise.trainer.spec.plan import Candidate, TrialResult
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Offload, Precision, Sharding, Strategy
+from shardwise.trainer.spec.units import format_bytes, format_seconds
 
 WORTH_SAYING = 0.005  # of the tokens
 

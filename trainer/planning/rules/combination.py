@@ -10,15 +10,15 @@ The planner asks them of every row and of what a job pins, `shardwise estimate` 
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 
-from trainer.planning.device import Device
-from trainer.planning.setting import Setting
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.job.clashes import OFFLOAD_SHARDINGS
-from trainer.spec.job.kinds import one_of
-from trainer.spec.job.sections import GaloreJob, LoraJob
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.pip_lines import extra_lines
-from trainer.spec.strategy import (
+from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.job.clashes import OFFLOAD_SHARDINGS
+from shardwise.trainer.spec.job.kinds import one_of
+from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.pip_lines import extra_lines
+from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
     Fp8Recipe,
@@ -27,7 +27,7 @@ from trainer.spec.strategy import (
     Offload,
     Strategy,
 )
-from trainer.spec.value import Value
+from shardwise.trainer.spec.value import Value
 
 FP8_TILES = {Fp8Recipe.BLOCK: 128, Fp8Recipe.MXFP8: 32, Fp8Recipe.NVFP4: 32}  # the others: 16
 

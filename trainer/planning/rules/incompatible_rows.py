@@ -5,10 +5,10 @@ why a row is not there. `ROWS` holds what rules out a row of the catalogue for a
 first that is broken is the reason, so what is more fundamental stands first.
 """
 
-from trainer.planning.rules.combination import Combination, Incompatibility, Reach
-from trainer.planning.tables.catalogue import LAYOUTS as CATALOGUED
-from trainer.spec.job.clashes import OFFLOAD_SHARDINGS
-from trainer.spec.strategy import Method, Offload, Precision, Sharding
+from shardwise.trainer.planning.rules.combination import Combination, Incompatibility, Reach
+from shardwise.trainer.planning.tables.catalogue import LAYOUTS as CATALOGUED
+from shardwise.trainer.spec.job.clashes import OFFLOAD_SHARDINGS
+from shardwise.trainer.spec.strategy import Method, Offload, Precision, Sharding
 
 BF16 = (Precision.BF16_MIXED, Precision.BF16, Precision.FP8)
 

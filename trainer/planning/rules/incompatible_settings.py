@@ -5,8 +5,8 @@ A combination that settles none of them breaks none of these (tested), so the pl
 one, or where it has chosen one.
 """
 
-from trainer.planning.rules.combination import Combination, Incompatibility, Reach
-from trainer.spec.strategy import (
+from shardwise.trainer.planning.rules.combination import Combination, Incompatibility, Reach
+from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
     Fp8Recipe,

@@ -7,11 +7,11 @@ First what the job does not allow or does not give, then what would only be slow
 from collections.abc import Callable
 from enum import StrEnum
 
-from trainer.planning.context import PlanningContext
-from trainer.planning.rules.incompatible_rows import BF16
-from trainer.spec.job.sections import Allowance
-from trainer.spec.strategy import Offload, Precision, Strategy
-from trainer.spec.value import Value
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.rules.incompatible_rows import BF16
+from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.strategy import Offload, Precision, Strategy
+from shardwise.trainer.spec.value import Value
 
 
 class Kind(StrEnum):

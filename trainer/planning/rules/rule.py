@@ -10,8 +10,8 @@ Both look at settings and hardware only; `job_rules` looks at the job.
 Nothing here knows a number of bytes: memory, host RAM, hours and money are budgets (`budget`), checked after it.
 """
 
-from trainer.planning.context import PlanningContext
-from trainer.planning.rules.combination import (
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.rules.combination import (
     Combination,
     Incompatibility,
     Reach,
@@ -19,13 +19,13 @@ from trainer.planning.rules.combination import (
     facts_of,
     first_broken,
 )
-from trainer.planning.rules.combination import capability_words as words_of_capability
-from trainer.planning.rules.incompatible_rows import ROWS
-from trainer.planning.rules.incompatible_settings import SETTINGS
-from trainer.planning.rules.job_rules import OF_THE_JOB, Kind, Rule
-from trainer.planning.setting import Setting, fp8_recipe_of
-from trainer.spec.strategy import Attention, LossHead, Method, Precision, Strategy
-from trainer.spec.value import Value
+from shardwise.trainer.planning.rules.combination import capability_words as words_of_capability
+from shardwise.trainer.planning.rules.incompatible_rows import ROWS
+from shardwise.trainer.planning.rules.incompatible_settings import SETTINGS
+from shardwise.trainer.planning.rules.job_rules import OF_THE_JOB, Kind, Rule
+from shardwise.trainer.planning.setting import Setting, fp8_recipe_of
+from shardwise.trainer.spec.strategy import Attention, LossHead, Method, Precision, Strategy
+from shardwise.trainer.spec.value import Value
 
 __all__ = [
     "RULES",

@@ -16,10 +16,10 @@ import math
 from functools import lru_cache
 from itertools import pairwise
 
-from trainer.planning.setting import RecipeChoices
-from trainer.spec.data.profile import BatchWidth, DataProfile, LengthHistogram, stream_note
-from trainer.spec.data.shapes import SHAPES
-from trainer.spec.job.sections import DataFormat
+from shardwise.trainer.planning.setting import RecipeChoices
+from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile, LengthHistogram, stream_note
+from shardwise.trainer.spec.data.shapes import SHAPES
+from shardwise.trainer.spec.job.sections import DataFormat
 
 # (largest vocabulary, bytes of UTF-8 text a token). Small: byte-level BPEs trained on Python's standard library and
 # measured on it (1k: 2.6, 2k: 3.0, 4k: 3.3). Larger: Llama 2's 32k and Llama 3's 128k on English, 3.17 and 3.94

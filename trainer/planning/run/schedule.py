@@ -10,15 +10,15 @@ each time, though up to four times little is lost (Muennighoff et al. 2023, arXi
 import math
 from typing import NamedTuple
 
-from trainer.planning.tables.learning_rates import DefaultRate, default_rate
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.data.shapes import objective_of, rows_per_example
-from trainer.spec.errors import InputError
-from trainer.spec.job.kinds import Every, Warmup
-from trainer.spec.job.sections import Job, Objective, TrainJob
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.plan import Schedule
-from trainer.spec.strategy import Method, Optimizer
+from shardwise.trainer.planning.tables.learning_rates import DefaultRate, default_rate
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.data.shapes import objective_of, rows_per_example
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.kinds import Every, Warmup
+from shardwise.trainer.spec.job.sections import Job, Objective, TrainJob
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.plan import Schedule
+from shardwise.trainer.spec.strategy import Method, Optimizer
 
 MAX_SAVING_SHARE = 0.03  # of the run's time, of a checkpoint.every that is left open
 EVALUATIONS_PER_RUN = 10  # of an eval.every that is left open

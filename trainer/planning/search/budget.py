@@ -11,11 +11,11 @@ cooling, no losses), the host not counted. A run that waits for memory or a netw
 
 import math
 
-from trainer.planning.candidates import run_cost, run_hours
-from trainer.planning.context import PlanningContext
-from trainer.spec.plan import Candidate, MemoryEstimate
-from trainer.spec.units import GIB, format_bytes, format_seconds
-from trainer.spec.value import Value
+from shardwise.trainer.planning.candidates import run_cost, run_hours
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.spec.plan import Candidate, MemoryEstimate
+from shardwise.trainer.spec.units import GIB, format_bytes, format_seconds
+from shardwise.trainer.spec.value import Value
 
 ENERGY_RULE = "board watts x GPUs x hours, PUE 1, host not counted"
 

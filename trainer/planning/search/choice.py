@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from trainer.planning.candidates import candidate_of
-from trainer.planning.context import PlanningContext
-from trainer.planning.rules.rule import may_run, refuse
-from trainer.planning.search.budget import excess, run_totals
-from trainer.planning.search.remedies import remedy_for
-from trainer.planning.search.settings import (
+from shardwise.trainer.planning.candidates import candidate_of
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.rules.rule import may_run, refuse
+from shardwise.trainer.planning.search.budget import excess, run_totals
+from shardwise.trainer.planning.search.remedies import remedy_for
+from shardwise.trainer.planning.search.settings import (
     SAME_SPEED,
     Bounded,
     best_candidate,
@@ -31,11 +31,11 @@ from trainer.planning.search.settings import (
     loss_handicap,
     with_grown_buckets,
 )
-from trainer.planning.setting import Setting
-from trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
-from trainer.spec.plan import Candidate, MethodRow, Rejection, TrialResult
-from trainer.spec.strategy import Method, Offload, Sharding, Strategy
-from trainer.spec.value import Value
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
+from shardwise.trainer.spec.plan import Candidate, MethodRow, Rejection, TrialResult
+from shardwise.trainer.spec.strategy import Method, Offload, Sharding, Strategy
+from shardwise.trainer.spec.value import Value
 
 # A choice of ours, from when such runs could not be resumed: without it two CPU ranks take ZeRO, and 1B on one RTX 4090
 # the optimizer in host RAM. To be replaced by what engines measure beside each other on one machine.

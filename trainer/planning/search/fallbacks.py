@@ -10,15 +10,20 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
-from trainer.planning.context import PlanningContext
-from trainer.planning.rules.rule import obstacle_to
-from trainer.planning.search.budget import excess
-from trainer.planning.search.settings import MIN_CHUNK_TOKENS, least_need, smallest_buckets, updates_in_backward
-from trainer.planning.setting import Setting
-from trainer.planning.tables.learning_rates import shares_rate
-from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Checkpointing, LossHead, Offload, Sharding
+from shardwise.trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.rules.rule import obstacle_to
+from shardwise.trainer.planning.search.budget import excess
+from shardwise.trainer.planning.search.settings import (
+    MIN_CHUNK_TOKENS,
+    least_need,
+    smallest_buckets,
+    updates_in_backward,
+)
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.tables.learning_rates import shares_rate
+from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Offload, Sharding
 
 MIN_GAIN = 0.02  # of the peak, to be worth a restart
 

@@ -6,20 +6,20 @@ pins that this machine or this version cannot serve.
 
 from collections.abc import Sequence
 
-from trainer.planning.context import PlanningContext
-from trainer.planning.rules.combination import first_broken
-from trainer.planning.rules.incompatible_rows import LAYOUTS
-from trainer.planning.rules.incompatible_settings import SETTINGS
-from trainer.planning.rules.rule import Refusal, pinned_combination, refuse
-from trainer.planning.search.settings import attention_words, every_n, missing_flash, obstacle_to_flash
-from trainer.planning.tables.catalogue import CATALOGUE
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.data.shapes import objective_of, shapes_for
-from trainer.spec.errors import InputError, InputProblemsError
-from trainer.spec.job.sections import Job, Objective
-from trainer.spec.messages.extension import Hook
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.strategy import Attention, LossHead, Method, Offload, Optimizer, Precision, Strategy
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.rules.combination import first_broken
+from shardwise.trainer.planning.rules.incompatible_rows import LAYOUTS
+from shardwise.trainer.planning.rules.incompatible_settings import SETTINGS
+from shardwise.trainer.planning.rules.rule import Refusal, pinned_combination, refuse
+from shardwise.trainer.planning.search.settings import attention_words, every_n, missing_flash, obstacle_to_flash
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.data.shapes import objective_of, shapes_for
+from shardwise.trainer.spec.errors import InputError, InputProblemsError
+from shardwise.trainer.spec.job.sections import Job, Objective
+from shardwise.trainer.spec.messages.extension import Hook
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.strategy import Attention, LossHead, Method, Offload, Optimizer, Precision, Strategy
 
 _ROW_AXES = ("sharding", "offload", "optimizer", "precision")
 _OF_SETTINGS = frozenset(rule.name for rule in SETTINGS)

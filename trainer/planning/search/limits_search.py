@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from trainer.planning.calibrate import NO_CORRECTIONS
-from trainer.planning.candidates import candidate_of, predicted_memory, predicted_speed, with_micro_batch
-from trainer.planning.context import PlanningContext
-from trainer.planning.rules.rule import may_run, obstacle_to
-from trainer.planning.search.budget import excess
-from trainer.planning.search.choice import OFFLOAD_HANDICAP, one_a_layout, survey
-from trainer.planning.search.settings import (
+from shardwise.trainer.planning.calibrate import NO_CORRECTIONS
+from shardwise.trainer.planning.candidates import candidate_of, predicted_memory, predicted_speed, with_micro_batch
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.rules.rule import may_run, obstacle_to
+from shardwise.trainer.planning.search.budget import excess
+from shardwise.trainer.planning.search.choice import OFFLOAD_HANDICAP, one_a_layout, survey
+from shardwise.trainer.planning.search.settings import (
     activation_offloads,
     checkpointings,
     chunk_sizes,
@@ -28,12 +28,12 @@ from trainer.planning.search.settings import (
     losses,
     micro_batches,
 )
-from trainer.planning.setting import Setting
-from trainer.planning.tables.catalogue import CATALOGUE
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Method, Offload, Strategy
-from trainer.spec.value import Value
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.strategy import Method, Offload, Strategy
+from shardwise.trainer.spec.value import Value
 
 SEQ_UNIT = 128  # tokens; lengths are multiples of it
 MAX_SEQ_LEN = 2**22

@@ -10,18 +10,18 @@ from itertools import cycle, islice
 
 from msgspec.structs import replace
 
-from trainer.planning.candidates import run_cost, run_hours
-from trainer.planning.context import PlanningContext
-from trainer.planning.device import device_of
-from trainer.planning.rules.rule import refuse
-from trainer.planning.search.budget import Excess, excess, whole_gib
-from trainer.planning.search.settings import best_candidate, can_fit, least_need
-from trainer.planning.tables.catalogue import CATALOGUE
-from trainer.spec.errors import NothingFitsError
-from trainer.spec.job.sections import Allowance, Pin
-from trainer.spec.plan import Candidate, MethodRow
-from trainer.spec.strategy import Strategy
-from trainer.spec.units import format_bytes, format_count
+from shardwise.trainer.planning.candidates import run_cost, run_hours
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.planning.rules.rule import refuse
+from shardwise.trainer.planning.search.budget import Excess, excess, whole_gib
+from shardwise.trainer.planning.search.settings import best_candidate, can_fit, least_need
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.errors import NothingFitsError
+from shardwise.trainer.spec.job.sections import Allowance, Pin
+from shardwise.trainer.spec.plan import Candidate, MethodRow
+from shardwise.trainer.spec.strategy import Strategy
+from shardwise.trainer.spec.units import format_bytes, format_count
 
 _MIN_SEQ_LEN = 128
 _MAX_DEVICE_FACTOR = 64

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from trainer.planning.candidates import (
+from shardwise.trainer.planning.candidates import (
     candidate_of,
     least_needy,
     need_floor,
@@ -31,17 +31,17 @@ from trainer.planning.candidates import (
     relative_seconds,
     with_micro_batch,
 )
-from trainer.planning.context import PlanningContext
-from trainer.planning.rules.rule import capability_words, obstacle_to
-from trainer.planning.run.rows import row_recipe
-from trainer.planning.setting import Setting, fp8_recipe_of
-from trainer.spec.job.sections import Allowance
-from trainer.spec.messages.extension import Hook
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.pip_lines import extra_line
-from trainer.spec.plan import Buckets, Candidate
-from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Strategy
-from trainer.spec.units import MIB
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.rules.rule import capability_words, obstacle_to
+from shardwise.trainer.planning.run.rows import row_recipe
+from shardwise.trainer.planning.setting import Setting, fp8_recipe_of
+from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.messages.extension import Hook
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.pip_lines import extra_line
+from shardwise.trainer.spec.plan import Buckets, Candidate
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Strategy
+from shardwise.trainer.spec.units import MIB
 
 EVERY_SECOND = 2  # block is recomputed where pin.checkpointing_n says nothing
 MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS = 1024, 128

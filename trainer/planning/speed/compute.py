@@ -16,15 +16,15 @@ are trained, s the length of a row, R, A and M the rates of products, attention 
 
 import math
 
-from trainer.planning.device import Device
-from trainer.planning.memory.loss_head import FUSED_SLICE_TOKENS
-from trainer.planning.memory.recipe import attention_kernel, dims_of
-from trainer.planning.memory.saved_tensors import keys_and_values
-from trainer.planning.setting import OUR_STACK, Setting
-from trainer.planning.speed import constants as constants
-from trainer.planning.speed.rates import Rates
-from trainer.planning.speed.stacks import speed_stack_of
-from trainer.planning.speed.work import (
+from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.memory.loss_head import FUSED_SLICE_TOKENS
+from shardwise.trainer.planning.memory.recipe import attention_kernel, dims_of
+from shardwise.trainer.planning.memory.saved_tensors import keys_and_values
+from shardwise.trainer.planning.setting import OUR_STACK, Setting
+from shardwise.trainer.planning.speed import constants as constants
+from shardwise.trainer.planning.speed.rates import Rates
+from shardwise.trainer.planning.speed.stacks import speed_stack_of
+from shardwise.trainer.planning.speed.work import (
     LOGIT_BYTES,
     OWN_FUSED_LOGIT_BYTES,
     SLICE_GRADIENT_BYTES,
@@ -40,10 +40,10 @@ from trainer.planning.speed.work import (
     tokens_computed,
     weight_norm_bytes,
 )
-from trainer.spec.model.attention_kernel import AttentionKernel
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
-from trainer.spec.value import Value
+from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
+from shardwise.trainer.spec.value import Value
 
 DEFAULT_SLICE_TOKENS = 1024
 _CAST_BYTES = 6  # of a weight that autocast casts, and of its gradient on the way back

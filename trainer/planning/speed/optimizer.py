@@ -11,13 +11,13 @@
 Clipping reads each gradient twice and writes it: 6 bytes. Under offload the CPU updates instead (`speed_transfers`).
 """
 
-from trainer.planning.device import Device
-from trainer.planning.memory.stacks import stack_of
-from trainer.planning.setting import Setting
-from trainer.planning.speed import constants as constants
-from trainer.planning.speed.rates import Rates
-from trainer.planning.speed.work import Work
-from trainer.spec.strategy import Method, Offload
+from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.memory.stacks import stack_of
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.speed import constants as constants
+from shardwise.trainer.planning.speed.rates import Rates
+from shardwise.trainer.planning.speed.work import Work
+from shardwise.trainer.spec.strategy import Method, Offload
 
 _CLIPPING_BYTES = 6
 _NEWTON_SCHULZ_STEPS = 5

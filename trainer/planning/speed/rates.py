@@ -5,15 +5,15 @@ copy or collective had the machine to itself; in a step it shares memory with pr
 take off. Where nothing is known a rate is so low that nothing is promised, and `speed_notes` says so.
 """
 
-from trainer.planning.device import Device
-from trainer.planning.setting import Setting
-from trainer.planning.speed import constants as constants
-from trainer.planning.speed.stacks import speed_stack_of
-from trainer.planning.tables.gpu_chips import Generation
-from trainer.planning.tables.gpu_rating import GDDR_GENERATIONS
-from trainer.spec.hardware import DeviceKind, LinkKind
-from trainer.spec.strategy import Precision
-from trainer.spec.value import Value
+from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.speed import constants as constants
+from shardwise.trainer.planning.speed.stacks import speed_stack_of
+from shardwise.trainer.planning.tables.gpu_chips import Generation
+from shardwise.trainer.planning.tables.gpu_rating import GDDR_GENERATIONS
+from shardwise.trainer.spec.hardware import DeviceKind, LinkKind
+from shardwise.trainer.spec.strategy import Precision
+from shardwise.trainer.spec.value import Value
 
 # Sustained 16-bit products per watt relative to Hopper. Ampere's is above what limits an A100, so no row depends on
 # it; the others are ratios of dense peak to board power, rounded down, and matter where a board is capped.

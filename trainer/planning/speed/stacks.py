@@ -3,7 +3,7 @@
 A stack without a row answers as ours does. Every value is read from the program's source, none is fitted.
 """
 
-from trainer.spec.value import Value
+from shardwise.trainer.spec.value import Value
 
 
 class SpeedStack(Value, frozen=True, kw_only=True):

@@ -11,10 +11,10 @@ Not covered: data loading and checkpoints, mixed fabrics inside a node, throttli
 margin, so it never runs there).
 """
 
-from trainer.planning.device import Device
-from trainer.planning.setting import Setting
-from trainer.planning.speed import constants as constants
-from trainer.planning.speed.compute import (
+from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.speed import constants as constants
+from shardwise.trainer.planning.speed.compute import (
     FORWARD,
     both,
     device_seconds,
@@ -23,14 +23,14 @@ from trainer.planning.speed.compute import (
     host_seconds,
     training_passes,
 )
-from trainer.planning.speed.optimizer import optimizer_seconds
-from trainer.planning.speed.rates import rates_of, speed_notes
-from trainer.planning.speed.transfers import activation_copy_seconds, collective_seconds, offload_seconds
-from trainer.planning.speed.work import adapters_of, trained_parameters, work_of
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.plan import SpeedEstimate
-from trainer.spec.strategy import Method
+from shardwise.trainer.planning.speed.optimizer import optimizer_seconds
+from shardwise.trainer.planning.speed.rates import rates_of, speed_notes
+from shardwise.trainer.planning.speed.transfers import activation_copy_seconds, collective_seconds, offload_seconds
+from shardwise.trainer.planning.speed.work import adapters_of, trained_parameters, work_of
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.plan import SpeedEstimate
+from shardwise.trainer.spec.strategy import Method
 
 __all__ = ["estimate_speed", "evaluation_seconds", "flops_per_token", "speed_notes", "step_seconds"]
 

@@ -9,13 +9,13 @@ fp32 weight and moments (28 bytes a parameter), new 16-bit weights back; paramet
 forward and backward; NVMe holds 12 bytes a parameter, read and written once a step. Copies are pinned.
 """
 
-from trainer.planning.memory.stacks import stack_of
-from trainer.planning.setting import Setting
-from trainer.planning.speed import constants as constants
-from trainer.planning.speed.rates import Rates
-from trainer.planning.speed.work import Work, tokens_computed
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.strategy import Method, Offload, Precision, Sharding
+from shardwise.trainer.planning.memory.stacks import stack_of
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.speed import constants as constants
+from shardwise.trainer.planning.speed.rates import Rates
+from shardwise.trainer.planning.speed.work import Work, tokens_computed
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.strategy import Method, Offload, Precision, Sharding
 
 ADAM_BYTES = 28  # a parameter: fp32 weight and two moments read and written, gradient read
 NVME_STATE_BYTES = 12  # a parameter: fp32 weight and two moments

@@ -20,12 +20,12 @@ block's experts: transformers sorts tokens by expert and multiplies in groups, h
 
 from functools import lru_cache
 
-from trainer.planning.memory.stacks import stack_of
-from trainer.planning.setting import Setting
-from trainer.planning.speed.stacks import speed_stack_of
-from trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
-from trainer.spec.strategy import Checkpointing, LossHead, Method, Precision, Sharding
-from trainer.spec.value import Value
+from shardwise.trainer.planning.memory.stacks import stack_of
+from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.speed.stacks import speed_stack_of
+from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision, Sharding
+from shardwise.trainer.spec.value import Value
 
 # Bytes of a logit through memory in forward and backward; chunked computes its slices twice in plain torch.
 LOGIT_BYTES = {LossHead.EAGER: 40, LossHead.CHUNKED: 64, LossHead.FUSED: 14, LossHead.FUSED_LINEAR: 10}

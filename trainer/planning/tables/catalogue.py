@@ -9,8 +9,8 @@ machine, a job or this version cannot take is no matter of the catalogue but of 
 change it; the optimizer and the precision may.
 """
 
-from trainer.spec.optimizers import OPTIMIZERS, Pieces
-from trainer.spec.strategy import Offload, Optimizer, Precision, Sharding, Strategy
+from shardwise.trainer.spec.optimizers import OPTIMIZERS, Pieces
+from shardwise.trainer.spec.strategy import Offload, Optimizer, Precision, Sharding, Strategy
 
 # One file for each engine and place of state; a (sharding, offload) pair without a line needs no file.
 ENGINE_CONFIGS: dict[tuple[Sharding, Offload], str] = {

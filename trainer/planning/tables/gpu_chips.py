@@ -10,7 +10,7 @@ and the few others that are marked so, sum in fp32 at half the rate of their chi
 
 from enum import StrEnum
 
-from trainer.spec.value import Value
+from shardwise.trainer.spec.value import Value
 
 MHZ = 10**6
 

@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from trainer.planning.tables.gpu_specs import GPU_SPECS, MIG_MARK, GpuSpec, gpu_spec
-from trainer.spec.errors import InputError, close_matches
-from trainer.spec.hardware import Gpu, Hardware, Host
-from trainer.spec.units import GIB
-from trainer.spec.value import Value
+from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS, MIG_MARK, GpuSpec, gpu_spec
+from shardwise.trainer.spec.errors import InputError, close_matches
+from shardwise.trainer.spec.hardware import Gpu, Hardware, Host
+from shardwise.trainer.spec.units import GIB
+from shardwise.trainer.spec.value import Value
 
 SPEC_FORM = "[NODESx]GPUSxNAME, such as 8xH100-SXM5-80GB, 4x8xA100-SXM4-80GB, 1xRTX-4090 or 2xCPU"
 BASEBOARD_GPUS = (4, 8, 16)

@@ -13,10 +13,10 @@ of 0.74 to 0.86 of their highest one (RTX 2080 Ti, A4000, 3090, 4090, 5090, A600
 
 import re
 
-from trainer.planning.tables.gpu_chips import CHIPS, MHZ, TU10X, TU11X, Chip, Generation, peaks_of
-from trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
-from trainer.spec.hardware import Gpu
-from trainer.spec.units import MIB
+from shardwise.trainer.planning.tables.gpu_chips import CHIPS, MHZ, TU10X, TU11X, Chip, Generation, peaks_of
+from shardwise.trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
+from shardwise.trainer.spec.hardware import Gpu
+from shardwise.trainer.spec.units import MIB
 
 GDDR_GENERATIONS = (Generation.TURING, Generation.GA10X, Generation.ADA, Generation.GB20X)
 _GDDR_BOOST_SHARE = 0.8  # of the highest clock of a card with GDDR memory

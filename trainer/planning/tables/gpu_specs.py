@@ -24,7 +24,7 @@ from functools import lru_cache
 
 from msgspec.structs import replace
 
-from trainer.planning.tables.gpu_chips import (
+from shardwise.trainer.planning.tables.gpu_chips import (
     AD10X,
     GA10B,
     GA10X,
@@ -42,9 +42,9 @@ from trainer.planning.tables.gpu_chips import (
     Generation,
     peaks_of,
 )
-from trainer.spec.strategy import Precision
-from trainer.spec.units import MIB
-from trainer.spec.value import Value
+from shardwise.trainer.spec.strategy import Precision
+from shardwise.trainer.spec.units import MIB
+from shardwise.trainer.spec.value import Value
 
 GB_PER_S = 10**9
 TFLOPS = 10**12

@@ -7,10 +7,10 @@ GaLore's rates are its own, whatever optimizer runs inside.
 import math
 from typing import NamedTuple
 
-from trainer.spec.job.sections import Objective
-from trainer.spec.learning_rates import ADAMW, PublishedRate, Rates, two_digits
-from trainer.spec.strategy import Method, Optimizer
-from trainer.spec.units import format_count
+from shardwise.trainer.spec.job.sections import Objective
+from shardwise.trainer.spec.learning_rates import ADAMW, PublishedRate, Rates, two_digits
+from shardwise.trainer.spec.strategy import Method, Optimizer
+from shardwise.trainer.spec.units import format_count
 
 
 class DefaultRate(NamedTuple):

@@ -14,11 +14,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 from transformers import PreTrainedModel
 
-from trainer.runtime.attention.flash_kernel import is_hub_kernel, load_flash_kernel, loaded_build
-from trainer.runtime.attention.packed import FLASH, PACKED_SDPA, SDPA, document_kernels
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.model.shape import ModelShape
-from trainer.spec.strategy import Attention
+from shardwise.trainer.runtime.attention.flash_kernel import is_hub_kernel, load_flash_kernel, loaded_build
+from shardwise.trainer.runtime.attention.packed import FLASH, PACKED_SDPA, SDPA, document_kernels
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.strategy import Attention
 
 _NAMES = {
     Attention.SDPA: SDPA,

@@ -1,6 +1,6 @@
 """The kernel of the hub that flash runs where a job allows one: loading it, and saying what was loaded.
 
-    python -m trainer.runtime.attention.flash_kernel OWNER/flash-attn2@COMMIT
+    python -m shardwise.trainer.runtime.attention.flash_kernel OWNER/flash-attn2@COMMIT
 
 loads it in a process of its own before any rank starts (`launch.inputs.trusted_code`), fetched from the hub where it is
 not in the cache. Ranks then load it from there, without the network.
@@ -25,8 +25,8 @@ from huggingface_hub import constants
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION, is_kernels_available
 
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
-from trainer.spec.pip_lines import extra_line
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
+from shardwise.trainer.spec.pip_lines import extra_line
 
 
 class LoadedBuild(NamedTuple):
@@ -101,10 +101,8 @@ def _words(name: str, error: str) -> str:
     elif "trusted publisher" in reason:
         step = "name a kernel of a publisher that the hub trusts in model.flash_kernel"
     elif constants.HF_HUB_OFFLINE:
-        step = (
-            f"where there is a network, run: HF_HUB_OFFLINE=0 python -m trainer.runtime.attention.flash_kernel {name}\n"
-        )
-        step += "with the same HF_HOME"
+        command = f"HF_HUB_OFFLINE=0 python -m shardwise.trainer.runtime.attention.flash_kernel {name}"
+        step = f"where there is a network, run: {command}\nwith the same HF_HOME"
     else:
         step = "check that the hub can be reached and that it has this commit (model.flash_kernel)"
     return f"attention: {name} cannot be loaded: {reason.rstrip(':.')};\n{step}, or give pin.attention=sdpa"
@@ -113,7 +111,7 @@ def _words(name: str, error: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Loads the kernel that is named; the exit code."""
     if len(arguments) != 1:
-        sys.stderr.write("usage: python -m trainer.runtime.attention.flash_kernel OWNER/flash-attn2@COMMIT\n")
+        sys.stderr.write("usage: python -m shardwise.trainer.runtime.attention.flash_kernel OWNER/flash-attn2@COMMIT\n")
         return ExitCode.INPUT
     try:
         build = load_flash_kernel(arguments[0])

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers.integrations import sdpa_attention
 
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.model.attention_kernel import AttentionKernel, sdpa_kernel
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.model.attention_kernel import AttentionKernel, sdpa_kernel
 
 _TYPES_OF_16_BIT = (torch.float16, torch.bfloat16)
 transformers_groups_heads = sdpa_attention.use_gqa_in_sdpa

@@ -50,9 +50,9 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.generic import is_flash_attention_requested
 
-from trainer.runtime.attention.kernels import computing_type, kernel_for, takes_grouped_heads
-from trainer.spec.errors import InputError
-from trainer.spec.model.attention_kernel import AttentionKernel
+from shardwise.trainer.runtime.attention.kernels import computing_type, kernel_for, takes_grouped_heads
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
 
 
 @contextmanager

@@ -6,7 +6,7 @@ where 16 bit is slow, as they lie there.
 
 Talks with what a run trained: questions from the terminal or a pipe, one a line; answers as they are made.
 
-    python -m trainer.runtime.chat.run RUN_DIR [--checkpoint best|last|step-N] [--max-new-tokens N] ...
+    python -m shardwise.trainer.runtime.chat.run RUN_DIR [--checkpoint best|last|step-N] [--max-new-tokens N] ...
 
 Answers go to stdout and everything else to stderr. Ctrl-C ends an answer, which counts as given; at the prompt it ends
 the program. With a chat template the whole talk is the prompt, and its oldest turns are left out where it grows beyond
@@ -38,19 +38,19 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from trainer.runtime.checkpoint import import_weights
-from trainer.runtime.data.chat.template import load_chat_template
-from trainer.runtime.data.tokenizer import load_tokenizer
-from trainer.runtime.export.folder import end_token_ids
-from trainer.runtime.export.run import checkpoint_of, plan_on, read_plan
-from trainer.runtime.export.weights import round_weights
-from trainer.runtime.models.build import build_model
-from trainer.runtime.models.methods import peft_key
-from trainer.runtime.models.model_code import compute_buffers, load_model_code
-from trainer.runtime.run.types import compute_type
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Plan
+from shardwise.trainer.runtime.checkpoint import import_weights
+from shardwise.trainer.runtime.data.chat.template import load_chat_template
+from shardwise.trainer.runtime.data.tokenizer import load_tokenizer
+from shardwise.trainer.runtime.export.folder import end_token_ids
+from shardwise.trainer.runtime.export.run import checkpoint_of, plan_on, read_plan
+from shardwise.trainer.runtime.export.weights import round_weights
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.runtime.models.methods import peft_key
+from shardwise.trainer.runtime.models.model_code import compute_buffers, load_model_code
+from shardwise.trainer.runtime.run.types import compute_type
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Plan
 
 
 class Partner(NamedTuple):
@@ -318,7 +318,7 @@ def _opening_words(partner: Partner) -> str:
 
 def main() -> None:
     """Parses the command line and talks; ends with the error's exit code, or 130 for Ctrl-C at the prompt."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.runtime.chat.run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m shardwise.trainer.runtime.chat.run", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--checkpoint")
     parser.add_argument("--max-new-tokens", type=int, default=512)

@@ -17,16 +17,16 @@ learning rate, weight decay and betas taken from one: the job decides them, the 
 `engines` is the table of what has checkpoints.
 """
 
-from trainer.runtime.checkpoint.folders import find_checkpoint
-from trainer.runtime.checkpoint.layout.pieces import canonical_name
-from trainer.runtime.checkpoint.load import (
+from shardwise.trainer.runtime.checkpoint.folders import find_checkpoint
+from shardwise.trainer.runtime.checkpoint.layout.pieces import canonical_name
+from shardwise.trainer.runtime.checkpoint.load import (
     check_compatible,
     import_state,
     import_weights,
     load_weights,
     read_weights,
 )
-from trainer.runtime.checkpoint.manifest import (
+from shardwise.trainer.runtime.checkpoint.manifest import (
     CheckpointFacts,
     CheckpointFolder,
     LossScaler,
@@ -35,10 +35,10 @@ from trainer.runtime.checkpoint.manifest import (
     config_sha256,
     folder_name,
 )
-from trainer.runtime.checkpoint.ranks import Ranks
-from trainer.runtime.checkpoint.save import Save
-from trainer.runtime.checkpoint.shards import NonFiniteStateError
-from trainer.runtime.checkpoint.verify import checkpoint_digest, state_digest
+from shardwise.trainer.runtime.checkpoint.ranks import Ranks
+from shardwise.trainer.runtime.checkpoint.save import Save
+from shardwise.trainer.runtime.checkpoint.shards import NonFiniteStateError
+from shardwise.trainer.runtime.checkpoint.verify import checkpoint_digest, state_digest
 
 __all__ = [
     "CheckpointFacts",

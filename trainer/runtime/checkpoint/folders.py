@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainer.runtime.checkpoint.manifest import (
+from shardwise.trainer.runtime.checkpoint.manifest import (
     FOLDER_PATTERN,
     MANIFEST_MAX_BYTES,
     MANIFEST_NAME,
@@ -37,11 +37,11 @@ from trainer.runtime.checkpoint.manifest import (
     check_manifest,
     folder_name,
 )
-from trainer.runtime.checkpoint.ranks import Ranks, on_first, together
-from trainer.runtime.checkpoint.shards import check_shards, own_cores
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.units import format_bytes
+from shardwise.trainer.runtime.checkpoint.ranks import Ranks, on_first, together
+from shardwise.trainer.runtime.checkpoint.shards import check_shards, own_cores
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.units import format_bytes
 
 _READ_BYTES = 4 << 20
 

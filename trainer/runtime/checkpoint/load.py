@@ -18,17 +18,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainer.runtime.checkpoint.folders import check_hashes, none_whole, open_checkpoint, skipped_text, steps_in
-from trainer.runtime.checkpoint.layout.engines import engine_of
-from trainer.runtime.checkpoint.layout.optimizer_state import (
+from shardwise.trainer.runtime.checkpoint.folders import (
+    check_hashes,
+    none_whole,
+    open_checkpoint,
+    skipped_text,
+    steps_in,
+)
+from shardwise.trainer.runtime.checkpoint.layout.engines import engine_of
+from shardwise.trainer.runtime.checkpoint.layout.optimizer_state import (
     Stretch,
     check_supported,
     fill_coded,
     fill_decoded,
     is_coded,
 )
-from trainer.runtime.checkpoint.layout.pieces import Coded, Piece, dtype_of, flat, named_state, put_away_after
-from trainer.runtime.checkpoint.manifest import (
+from shardwise.trainer.runtime.checkpoint.layout.pieces import Coded, Piece, dtype_of, flat, named_state, put_away_after
+from shardwise.trainer.runtime.checkpoint.manifest import (
     CheckpointFacts,
     CheckpointFolder,
     Manifest,
@@ -36,13 +42,13 @@ from trainer.runtime.checkpoint.manifest import (
     TensorEntry,
     folder_name,
 )
-from trainer.runtime.checkpoint.ranks import Ranks, on_first, together
-from trainer.runtime.checkpoint.shards import OpenShards, check_shards, read_pieces
-from trainer.runtime.optimizers import unwrapped
-from trainer.spec.errors import InputError, InputProblemsError, ShardwiseError
-from trainer.spec.job.sections import GaloreJob
-from trainer.spec.optimizers import have_same_state
-from trainer.spec.strategy import Optimizer, Sharding
+from shardwise.trainer.runtime.checkpoint.ranks import Ranks, on_first, together
+from shardwise.trainer.runtime.checkpoint.shards import OpenShards, check_shards, read_pieces
+from shardwise.trainer.runtime.optimizers import unwrapped
+from shardwise.trainer.spec.errors import InputError, InputProblemsError, ShardwiseError
+from shardwise.trainer.spec.job.sections import GaloreJob
+from shardwise.trainer.spec.optimizers import have_same_state
+from shardwise.trainer.spec.strategy import Optimizer, Sharding
 
 _SHOWN = 3  # names in a message
 

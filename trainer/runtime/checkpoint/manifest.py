@@ -21,13 +21,13 @@ from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 import msgspec
 from msgspec import Meta
 
-from trainer.runtime.run.state import SpikeRecord
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import GaloreJob, LoraJob
-from trainer.spec.plan import Plan
-from trainer.spec.report import Evaluation
-from trainer.spec.strategy import Optimizer, Precision, Sharding
-from trainer.spec.value import Value
+from shardwise.trainer.runtime.run.state import SpikeRecord
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Evaluation
+from shardwise.trainer.spec.strategy import Optimizer, Precision, Sharding
+from shardwise.trainer.spec.value import Value
 
 
 class Ranged(Protocol):

@@ -15,10 +15,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from trainer.runtime.checkpoint.shards import NonFiniteStateError
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
-from trainer.spec.value import Value
+from shardwise.trainer.runtime.checkpoint.shards import NonFiniteStateError
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
+from shardwise.trainer.spec.value import Value
 
 
 class Ranks:

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from trainer.runtime.checkpoint.folders import OnPoint, commit, prune, staging_folder
-from trainer.runtime.checkpoint.layout.engines import Engine, engine_of
-from trainer.runtime.checkpoint.layout.optimizer_state import check_supported, hyper_parameters
-from trainer.runtime.checkpoint.layout.pieces import Piece, Replica, put_away_after
-from trainer.runtime.checkpoint.manifest import (
+from shardwise.trainer.runtime.checkpoint.folders import OnPoint, commit, prune, staging_folder
+from shardwise.trainer.runtime.checkpoint.layout.engines import Engine, engine_of
+from shardwise.trainer.runtime.checkpoint.layout.optimizer_state import check_supported, hyper_parameters
+from shardwise.trainer.runtime.checkpoint.layout.pieces import Piece, Replica, put_away_after
+from shardwise.trainer.runtime.checkpoint.manifest import (
     CheckpointFacts,
     Chunk,
     Manifest,
@@ -34,11 +34,11 @@ from trainer.runtime.checkpoint.manifest import (
     folder_name,
     share_of_rank,
 )
-from trainer.runtime.checkpoint.ranks import Ranks, on_first, together
-from trainer.runtime.checkpoint.shards import NonFiniteStateError, ShardRecord, ShardRecords, write_shards
-from trainer.runtime.optimizers import unwrapped
-from trainer.spec import codec
-from trainer.spec.strategy import Sharding
+from shardwise.trainer.runtime.checkpoint.ranks import Ranks, on_first, together
+from shardwise.trainer.runtime.checkpoint.shards import NonFiniteStateError, ShardRecord, ShardRecords, write_shards
+from shardwise.trainer.runtime.optimizers import unwrapped
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.strategy import Sharding
 
 
 class Save:

@@ -23,8 +23,8 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trainer.runtime.checkpoint.layout.pieces import Piece, dtype_of, spread, type_of
-from trainer.runtime.checkpoint.manifest import (
+from shardwise.trainer.runtime.checkpoint.layout.pieces import Piece, dtype_of, spread, type_of
+from shardwise.trainer.runtime.checkpoint.manifest import (
     Blocks,
     CheckpointFolder,
     Chunk,
@@ -37,8 +37,8 @@ from trainer.runtime.checkpoint.manifest import (
     overlap,
     share_of_rank,
 )
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.value import Value
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.value import Value
 
 BLOCK_BYTES = 4 << 20  # written, hashed and checked at a time; fits a core's cache
 _LEAST_FILE_BYTES, _MOST_FILE_BYTES = 64 << 20, 4 << 30

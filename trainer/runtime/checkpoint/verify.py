@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainer.runtime.checkpoint.folders import open_checkpoint, verified
-from trainer.runtime.checkpoint.layout.engines import engine_of
-from trainer.runtime.checkpoint.layout.pieces import Piece, dtype_of, put_away_after, spread, type_of
-from trainer.runtime.checkpoint.manifest import CheckpointFolder, ParameterEntry, TensorEntry, named_tensors
-from trainer.runtime.checkpoint.ranks import Ranks, on_first, together
-from trainer.runtime.checkpoint.shards import BLOCK_BYTES, OpenShards
-from trainer.runtime.optimizers import unwrapped
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.strategy import Sharding
+from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint, verified
+from shardwise.trainer.runtime.checkpoint.layout.engines import engine_of
+from shardwise.trainer.runtime.checkpoint.layout.pieces import Piece, dtype_of, put_away_after, spread, type_of
+from shardwise.trainer.runtime.checkpoint.manifest import CheckpointFolder, ParameterEntry, TensorEntry, named_tensors
+from shardwise.trainer.runtime.checkpoint.ranks import Ranks, on_first, together
+from shardwise.trainer.runtime.checkpoint.shards import BLOCK_BYTES, OpenShards
+from shardwise.trainer.runtime.optimizers import unwrapped
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.strategy import Sharding
 
 _BLOCK_ELEMENTS = 1 << 20
 

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows, padded_width
-from trainer.runtime.loss.head import IGNORED, Answer
-from trainer.spec.errors import InputError
-from trainer.spec.plan import Plan
+from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows, padded_width
+from shardwise.trainer.runtime.loss.head import IGNORED, Answer
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.plan import Plan
 
 
 class MicroBatch(NamedTuple):

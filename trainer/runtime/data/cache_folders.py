@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.runtime.data.token_rows import TokenRows
-from trainer.spec import codec
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.errors import EnvironmentFaultError, ShardwiseError
+from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ShardwiseError
 
 _PARTIAL = ".partial-"
 _LOCKS = "locks"

@@ -1,4 +1,4 @@
-"""Turns sources of data into rows of token ids, once: `python -m trainer.runtime.data.prepare REQUEST ANSWER`.
+"""Turns sources into rows of token ids, once: `python -m shardwise.trainer.runtime.data.prepare REQUEST ANSWER`.
 
 Three passes over the files, each in bounded memory. The first takes digests, which with the tokenizer and the settings
 are the fingerprint: a prepared folder of that name ends the work. The second looks at every row: which cannot be used,
@@ -24,19 +24,25 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from trainer.runtime.data.cache_folders import prepared_once
-from trainer.runtime.data.chat.rendering import PreferenceIds, Rendered, RenderSettings, rendered, worker_count
-from trainer.runtime.data.chat.template import (
+from shardwise.trainer.runtime.data.cache_folders import prepared_once
+from shardwise.trainer.runtime.data.chat.rendering import (
+    PreferenceIds,
+    Rendered,
+    RenderSettings,
+    rendered,
+    worker_count,
+)
+from shardwise.trainer.runtime.data.chat.template import (
     ChatTemplate,
     load_chat_template,
     missing_tokens,
     write_chat_template,
     written_tokens,
 )
-from trainer.runtime.data.row_writer import Rows, RowShape, RowWriter
-from trainer.runtime.data.sources.examples import TokenIds, size_of, texts_of
-from trainer.runtime.data.sources.files import BadRow, holds_rows
-from trainer.runtime.data.sources.scan import (
+from shardwise.trainer.runtime.data.row_writer import Rows, RowShape, RowWriter
+from shardwise.trainer.runtime.data.sources.examples import TokenIds, size_of, texts_of
+from shardwise.trainer.runtime.data.sources.files import BadRow, holds_rows
+from shardwise.trainer.runtime.data.sources.scan import (
     Census,
     Sources,
     SurveyedFile,
@@ -46,14 +52,14 @@ from trainer.runtime.data.sources.scan import (
     take_census,
     units_of,
 )
-from trainer.runtime.data.token_rows import (
+from shardwise.trainer.runtime.data.token_rows import (
     CACHE_FORMAT,
     TokenRows,
     batch_widths,
     length_histogram,
     unigram_entropy_nats,
 )
-from trainer.runtime.data.tokenizer import (
+from shardwise.trainer.runtime.data.tokenizer import (
     TextTokenizer,
     add_special_tokens,
     copy_tokenizer,
@@ -62,12 +68,12 @@ from trainer.runtime.data.tokenizer import (
     train_tokenizer,
     write_trained_tokenizer,
 )
-from trainer.runtime.run.answering import answer_and_exit, report_progress
-from trainer.spec.data.profile import DataProfile
-from trainer.spec.data.request import PrepareRequest, SourceFile, content_suffix
-from trainer.spec.data.shapes import SHAPES, Encoding, ShapeFacts
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.job.sections import DataFormat, LossOn
+from shardwise.trainer.runtime.run.answering import answer_and_exit, report_progress
+from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.data.request import PrepareRequest, SourceFile, content_suffix
+from shardwise.trainer.spec.data.shapes import SHAPES, Encoding, ShapeFacts
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.job.sections import DataFormat, LossOn
 
 TOKENIZER_TRAINING_CHARS = 100_000_000
 BATCH_CHARS = 2**20
@@ -110,7 +116,7 @@ def prepare(request: PrepareRequest, report: Callable[[str], None]) -> DataProfi
     if request.seq_len < 2:
         raise InputError(f"train.seq_len: a row of {request.seq_len} tokens has no target; 2 are the least")
     if request.window_bytes is not None:
-        from trainer.runtime.data.stream.windows import prepare_first_window  # which builds by this module
+        from shardwise.trainer.runtime.data.stream.windows import prepare_first_window  # which builds by this module
 
         return prepare_first_window(request, report)
     return prepare_cached(request, survey_sources(request, report), lambda work: build(work).profile)

@@ -43,9 +43,9 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.runtime.data.sources.examples import TokenIds
-from trainer.runtime.data.token_rows import TokenLayout
-from trainer.spec import codec
+from shardwise.trainer.runtime.data.sources.examples import TokenIds
+from shardwise.trainer.runtime.data.token_rows import TokenLayout
+from shardwise.trainer.spec import codec
 
 
 class RowShape(NamedTuple):

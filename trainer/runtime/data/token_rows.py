@@ -38,11 +38,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.spec import codec
-from trainer.spec.data.order import WINDOW_STEPS, DataOrder
-from trainer.spec.data.profile import BatchWidth, LengthHistogram
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.value import Value
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.data.order import WINDOW_STEPS, DataOrder
+from shardwise.trainer.spec.data.profile import BatchWidth, LengthHistogram
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.value import Value
 
 CACHE_FORMAT = 4
 WIDTH_MULTIPLE = 8  # a batch is padded to its longest row, rounded up to this

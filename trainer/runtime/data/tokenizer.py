@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256

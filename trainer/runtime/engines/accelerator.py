@@ -16,20 +16,20 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from trainer.runtime.engines import cpu_ranks
-from trainer.runtime.engines.nvme_reads import (
+from shardwise.trainer.runtime.engines import cpu_ranks
+from shardwise.trainer.runtime.engines.nvme_reads import (
     read_each_weight_once,
     swap_gradients_between_blocks,
     swap_weights_in_their_type,
 )
-from trainer.runtime.precision.fp8 import check_precision
-from trainer.runtime.run.operators import answer_for_processor, use_built_operators
-from trainer.runtime.run.process import world_size_of_launch
-from trainer.runtime.run.types import accelerate_precision, compute_type
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.strategy import Offload, Precision, Sharding
+from shardwise.trainer.runtime.precision.fp8 import check_precision
+from shardwise.trainer.runtime.run.operators import answer_for_processor, use_built_operators
+from shardwise.trainer.runtime.run.process import world_size_of_launch
+from shardwise.trainer.runtime.run.types import accelerate_precision, compute_type
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may load or save for long while the others wait
 NCCL = "nccl"

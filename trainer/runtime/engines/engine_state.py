@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
-from trainer.runtime.models.build import is_deepspeed
-from trainer.spec.strategy import Offload
-from trainer.spec.units import format_bytes
+from shardwise.trainer.runtime.models.build import is_deepspeed
+from shardwise.trainer.spec.strategy import Offload
+from shardwise.trainer.spec.units import format_bytes
 
 SMALLEST_SWAPPED_BYTES = 1 << 20  # DeepSpeed keeps what is smaller in RAM (MIN_AIO_BYTES)
 _NVME = "nvme"

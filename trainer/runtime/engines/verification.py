@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from trainer.runtime.attention.choice import attention_facts, attention_name, attention_of
-from trainer.runtime.attention.kernels import attention_kernel_rows
-from trainer.runtime.engines import engine_state
-from trainer.runtime.models.build import Installed, is_deepspeed, plain_model
-from trainer.runtime.models.methods import method_facts
-from trainer.runtime.optimizers import (
+from shardwise.trainer.runtime.attention.choice import attention_facts, attention_name, attention_of
+from shardwise.trainer.runtime.attention.kernels import attention_kernel_rows
+from shardwise.trainer.runtime.engines import engine_state
+from shardwise.trainer.runtime.models.build import Installed, is_deepspeed, plain_model
+from shardwise.trainer.runtime.models.methods import method_facts
+from shardwise.trainer.runtime.optimizers import (
     NO_DECAY,
     expected_class_name,
     expected_groups,
@@ -30,12 +30,12 @@ from trainer.runtime.optimizers import (
     unwrapped,
     updates_in_backward,
 )
-from trainer.runtime.precision.mixed_precision import LossScaler, precision_facts
-from trainer.runtime.run.types import compute_type, weight_type
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.plan import Candidate
-from trainer.spec.report import Engaged
-from trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision, Sharding
+from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, precision_facts
+from shardwise.trainer.runtime.run.types import compute_type, weight_type
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.report import Engaged
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision, Sharding
 
 _ZERO_STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3}
 

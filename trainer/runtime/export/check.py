@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from trainer.runtime.models.methods import quantised_layers
-from trainer.runtime.models.model_code import compute_buffers
-from trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.runtime.models.methods import quantised_layers
+from shardwise.trainer.runtime.models.model_code import compute_buffers
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 PROMPT_TOKENS = 24
 SAME = 1e-5

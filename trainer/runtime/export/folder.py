@@ -33,14 +33,14 @@ from jinja2 import TemplateError
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, modeling_utils
 
-from trainer.runtime.data.chat.template import load_chat_template, write_chat_template
-from trainer.runtime.data.tokenizer import TextTokenizer, copy_tokenizer, load_tokenizer
-from trainer.runtime.export.model_card import Export, base_of, model_card
-from trainer.runtime.models.methods import ALL_LINEAR, TRANSPOSED, adapted_layers, peft_config, peft_key
-from trainer.runtime.models.model_code import write_model_code
-from trainer.runtime.models.weight_files import check_model_written, check_written
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.plan import Plan
+from shardwise.trainer.runtime.data.chat.template import load_chat_template, write_chat_template
+from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, copy_tokenizer, load_tokenizer
+from shardwise.trainer.runtime.export.model_card import Export, base_of, model_card
+from shardwise.trainer.runtime.models.methods import ALL_LINEAR, TRANSPOSED, adapted_layers, peft_config, peft_key
+from shardwise.trainer.runtime.models.model_code import write_model_code
+from shardwise.trainer.runtime.models.weight_files import check_model_written, check_written
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.plan import Plan
 
 # Experts in one tensor: PEFT puts one adapter around another and finds both again only by the word it was given.
 _NESTED = ".base_layer.lora_"

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from trainer.runtime.run.report_writer import installed_versions
-from trainer.spec.plan import Plan
-from trainer.spec.report import Evaluation, Report
-from trainer.spec.strategy import Method
-from trainer.spec.units import format_bytes, format_count, format_seconds
+from shardwise.trainer.runtime.run.report_writer import installed_versions
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Evaluation, Report
+from shardwise.trainer.spec.strategy import Method
+from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
 _SNAPSHOTS = "snapshots"  # the folder of the hub's cache that holds one folder for each revision
 _FENCE = "---"

@@ -27,9 +27,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from trainer.runtime.checkpoint import CheckpointFolder, find_checkpoint, folder_name, import_weights, read_weights
-from trainer.runtime.checkpoint.folders import steps_in, verified
-from trainer.runtime.export.check import (
+from shardwise.trainer.runtime.checkpoint import (
+    CheckpointFolder,
+    find_checkpoint,
+    folder_name,
+    import_weights,
+    read_weights,
+)
+from shardwise.trainer.runtime.checkpoint.folders import steps_in, verified
+from shardwise.trainer.runtime.export.check import (
     ROUNDED,
     SAME,
     check_logits,
@@ -38,20 +44,20 @@ from trainer.runtime.export.check import (
     reloaded_adapter_logits,
     reloaded_logits,
 )
-from trainer.runtime.export.folder import add_tokenizer, save_adapters, save_model, staged, write_card
-from trainer.runtime.export.model_card import Export
-from trainer.runtime.export.weights import merge_adapters, round_weights
-from trainer.runtime.models.build import build_model, model_from_config
-from trainer.runtime.models.methods import base_type
-from trainer.runtime.models.model_code import as_its_user, write_model_code
-from trainer.runtime.run.answering import answer_and_exit
-from trainer.spec import codec
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.messages.worker_requests import ExportRequest, Lines
-from trainer.spec.plan import Plan
-from trainer.spec.report import Evaluation, Report
-from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Offload, Precision, Sharding
+from shardwise.trainer.runtime.export.folder import add_tokenizer, save_adapters, save_model, staged, write_card
+from shardwise.trainer.runtime.export.model_card import Export
+from shardwise.trainer.runtime.export.weights import merge_adapters, round_weights
+from shardwise.trainer.runtime.models.build import build_model, model_from_config
+from shardwise.trainer.runtime.models.methods import base_type
+from shardwise.trainer.runtime.models.model_code import as_its_user, write_model_code
+from shardwise.trainer.runtime.run.answering import answer_and_exit
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.messages.worker_requests import ExportRequest, Lines
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Evaluation, Report
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Offload, Precision, Sharding
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -186,7 +192,7 @@ def _write_whole(export: Export, checkpoint: CheckpointFolder, folder: Path, wis
 
 def _write_onnx(export: Export, checkpoint: CheckpointFolder, folder: Path, wish: Wish) -> tuple[Export, list[str]]:
     """A graph beside config and tokenizer; the model is written as safetensors first, and read from there."""
-    from trainer.runtime.export.onnx import check_onnx_installed, write_graph  # loads the exporter
+    from shardwise.trainer.runtime.export.onnx import check_onnx_installed, write_graph  # loads the exporter
 
     check_onnx_installed()
     dtype = wish.dtype or torch.float32

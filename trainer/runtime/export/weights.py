@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from trainer.runtime.checkpoint import canonical_name
-from trainer.runtime.models.build import is_deepspeed, plain_model
-from trainer.runtime.models.methods import ADAPTER, is_adapted, quantised_layers
+from shardwise.trainer.runtime.checkpoint import canonical_name
+from shardwise.trainer.runtime.models.build import is_deepspeed, plain_model
+from shardwise.trainer.runtime.models.methods import ADAPTER, is_adapted, quantised_layers
 
 
 def merge_adapters(model: PreTrainedModel, dtype: torch.dtype, *, plain: PreTrainedModel) -> None:

@@ -17,10 +17,10 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.spec import codec
-from trainer.spec.errors import InputError
-from trainer.spec.messages.worker_requests import ImportKind
-from trainer.spec.units import KIB, MIB, format_bytes
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.messages.worker_requests import ImportKind
+from shardwise.trainer.spec.units import KIB, MIB, format_bytes
 
 CONFIG_BYTES = 16 * MIB
 INDEX_BYTES = 128 * MIB  # 100 bytes a tensor

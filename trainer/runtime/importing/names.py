@@ -25,10 +25,10 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trainer.runtime.importing.tensors import Stored, Tensors
-from trainer.runtime.models.quantisation import refuse_quantised
-from trainer.runtime.models.weight_files import WeightReader
-from trainer.spec.errors import InputError
+from shardwise.trainer.runtime.importing.tensors import Stored, Tensors
+from shardwise.trainer.runtime.models.quantisation import refuse_quantised
+from shardwise.trainer.runtime.models.weight_files import WeightReader
+from shardwise.trainer.spec.errors import InputError
 
 _ANYWHERE = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _IN_FRONT = re.compile(r"^(module\.|base_model\.model\.)+")

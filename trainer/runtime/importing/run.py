@@ -1,6 +1,6 @@
 """Makes a plain Hugging Face folder of a foreign checkpoint, weights only, on the CPU.
 
-    python -m trainer.runtime.importing.run REQUEST.json ANSWER.json
+    python -m shardwise.trainer.runtime.importing.run REQUEST.json ANSWER.json
 
     1  what the folder is, and which of its files are the weights        import_kinds
     2  names, shapes and types of their tensors; nothing is run          import_tensors, import_dcp, import_zero
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from trainer.runtime.importing.files import (
+from shardwise.trainer.runtime.importing.files import (
     ADAPTER_CONFIG,
     CONFIG_BYTES,
     NAMES,
@@ -46,15 +46,21 @@ from trainer.runtime.importing.files import (
     printable,
     read_weight_map,
 )
-from trainer.runtime.importing.names import Placed, base_name, build_empty, merged, place_tensors
-from trainer.runtime.importing.sharded import read_dcp, read_zero
-from trainer.runtime.importing.tensors import SAFETENSORS_TYPES, Stored, Tensors, read_safetensors, read_torch_files
-from trainer.runtime.run.answering import answer, report_progress
-from trainer.runtime.run.process import end_with_parent
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.messages.worker_requests import Imported, ImportKind, ImportRequest, WeightType
-from trainer.spec.units import format_bytes
+from shardwise.trainer.runtime.importing.names import Placed, base_name, build_empty, merged, place_tensors
+from shardwise.trainer.runtime.importing.sharded import read_dcp, read_zero
+from shardwise.trainer.runtime.importing.tensors import (
+    SAFETENSORS_TYPES,
+    Stored,
+    Tensors,
+    read_safetensors,
+    read_torch_files,
+)
+from shardwise.trainer.runtime.run.answering import answer, report_progress
+from shardwise.trainer.runtime.run.process import end_with_parent
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.messages.worker_requests import Imported, ImportKind, ImportRequest, WeightType
+from shardwise.trainer.spec.units import format_bytes
 
 REPORT_EVERY_S = 10.0
 _TYPES = {WeightType.FP32: torch.float32, WeightType.BF16: torch.bfloat16, WeightType.FP16: torch.float16}

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.runtime.importing.files import checked_file, numbered
-from trainer.runtime.importing.tensors import (
+from shardwise.trainer.runtime.importing.files import checked_file, numbered
+from shardwise.trainer.runtime.importing.tensors import (
     METADATA_BYTES,
     SAFETENSORS_TYPES,
     STAND_INS,
@@ -40,8 +40,8 @@ from trainer.runtime.importing.tensors import (
     load_pickled,
     load_pickled_bytes,
 )
-from trainer.spec.errors import InputError
-from trainer.spec.units import MIB
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.units import MIB
 
 METADATA = ".metadata"
 _OVERHEAD_BYTES = MIB  # of a box's zip beside its numbers; measured: 1.5 KB

@@ -29,9 +29,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.serialization import safe_globals
 
-from trainer.runtime.importing.files import checked_file, read_weight_map
-from trainer.spec.errors import InputError
-from trainer.spec.units import MIB, format_bytes
+from shardwise.trainer.runtime.importing.files import checked_file, read_weight_map
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.units import MIB, format_bytes
 
 SAFETENSORS_TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

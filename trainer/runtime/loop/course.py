@@ -15,29 +15,35 @@ from contextlib import closing, contextmanager, nullcontext
 import msgspec
 from msgspec.structs import replace
 
-from trainer.runtime.data.batches import MicroBatch, padding_share, step_micro_batches
-from trainer.runtime.data.stream.rows import POLL_S, StepRows
-from trainer.runtime.engines.verification import facts_after_step
-from trainer.runtime.loop.evaluation import can_sample, continue_prompt, evaluate, evaluations_without_gain, prompt_of
-from trainer.runtime.loop.metrics import DoneStep, MetricsFile, StepMetrics, StepObserver
-from trainer.runtime.loop.objectives import Objectives, build_objectives
-from trainer.runtime.loop.profile_step import is_traced, traced_step
-from trainer.runtime.loop.recovery import go_back, must_go_back, note_step
-from trainer.runtime.loop.saving import PeriodicSaves, export_model, keep_best, load_best, save_state
-from trainer.runtime.loop.session import Session, build_session
-from trainer.runtime.loop.step import run_step
-from trainer.runtime.models.build import plain_model
-from trainer.runtime.precision.fp8 import check_fp8_ran, timed_facts
-from trainer.runtime.profile.memory_profile import MemoryProfile
-from trainer.runtime.run.clock import CardWatch, Clock
-from trainer.runtime.run.report_writer import ReportWriter, RunPaths
-from trainer.runtime.run.state import SKIPPED_STEPS, RunState, find_fault, step_of_rows
-from trainer.spec.errors import InputError
-from trainer.spec.lr_schedule import learning_rate
-from trainer.spec.messages.extension import Hook
-from trainer.spec.messages.rank_files import HOOK_PHASE
-from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Evaluation
+from shardwise.trainer.runtime.data.batches import MicroBatch, padding_share, step_micro_batches
+from shardwise.trainer.runtime.data.stream.rows import POLL_S, StepRows
+from shardwise.trainer.runtime.engines.verification import facts_after_step
+from shardwise.trainer.runtime.loop.evaluation import (
+    can_sample,
+    continue_prompt,
+    evaluate,
+    evaluations_without_gain,
+    prompt_of,
+)
+from shardwise.trainer.runtime.loop.metrics import DoneStep, MetricsFile, StepMetrics, StepObserver
+from shardwise.trainer.runtime.loop.objectives import Objectives, build_objectives
+from shardwise.trainer.runtime.loop.profile_step import is_traced, traced_step
+from shardwise.trainer.runtime.loop.recovery import go_back, must_go_back, note_step
+from shardwise.trainer.runtime.loop.saving import PeriodicSaves, export_model, keep_best, load_best, save_state
+from shardwise.trainer.runtime.loop.session import Session, build_session
+from shardwise.trainer.runtime.loop.step import run_step
+from shardwise.trainer.runtime.models.build import plain_model
+from shardwise.trainer.runtime.precision.fp8 import check_fp8_ran, timed_facts
+from shardwise.trainer.runtime.profile.memory_profile import MemoryProfile
+from shardwise.trainer.runtime.run.clock import CardWatch, Clock
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, RunPaths
+from shardwise.trainer.runtime.run.state import SKIPPED_STEPS, RunState, find_fault, step_of_rows
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.lr_schedule import learning_rate
+from shardwise.trainer.spec.messages.extension import Hook
+from shardwise.trainer.spec.messages.rank_files import HOOK_PHASE
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Evaluation
 
 
 def train(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, wants_stop: Callable[[], bool]) -> Ending:

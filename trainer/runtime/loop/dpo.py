@@ -35,15 +35,15 @@ from safetensors.numpy import load, save
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainer.runtime.checkpoint import Ranks, base_fingerprint
-from trainer.runtime.checkpoint.ranks import on_first
-from trainer.runtime.data.batches import MicroBatch
-from trainer.runtime.loop.step import Terms, forward
-from trainer.runtime.loss.head import IGNORED, Answer
-from trainer.runtime.models.methods import adapters_off
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.plan import Plan
+from shardwise.trainer.runtime.checkpoint import Ranks, base_fingerprint
+from shardwise.trainer.runtime.checkpoint.ranks import on_first
+from shardwise.trainer.runtime.data.batches import MicroBatch
+from shardwise.trainer.runtime.loop.step import Terms, forward
+from shardwise.trainer.runtime.loss.head import IGNORED, Answer
+from shardwise.trainer.runtime.models.methods import adapters_off
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.plan import Plan
 
 Reference = Callable[[nn.Module, MicroBatch, torch.device], Tensor]  # log-probabilities [2 P] in float64, no gradient
 

@@ -17,14 +17,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trainer.runtime.data.batches import MicroBatch, eval_micro_batches
-from trainer.runtime.data.token_rows import TokenRows
-from trainer.runtime.engines.engine_state import release_gathered
-from trainer.runtime.loop.step import Means, Objective, Sums, Terms, forward
-from trainer.runtime.loss.head import Answer
-from trainer.spec.plan import Plan
-from trainer.spec.report import Evaluation
-from trainer.spec.strategy import Sharding
+from shardwise.trainer.runtime.data.batches import MicroBatch, eval_micro_batches
+from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.runtime.engines.engine_state import release_gathered
+from shardwise.trainer.runtime.loop.step import Means, Objective, Sums, Terms, forward
+from shardwise.trainer.runtime.loss.head import Answer
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Evaluation
+from shardwise.trainer.spec.strategy import Sharding
 
 
 class TokenScore(NamedTuple):

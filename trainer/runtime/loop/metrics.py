@@ -19,13 +19,13 @@ from typing import Any, NamedTuple, Self
 import torch
 from msgspec.structs import fields
 
-from trainer.runtime.loop.session import Session
-from trainer.runtime.loop.step import StepResult
-from trainer.runtime.profile.memory_profile import anonymous_bytes
-from trainer.runtime.run.clock import CardWatch, Clock, Traffic, pinned_bytes
-from trainer.runtime.run.state import model_flops_share
-from trainer.spec.report import Evaluation
-from trainer.spec.value import Value
+from shardwise.trainer.runtime.loop.session import Session
+from shardwise.trainer.runtime.loop.step import StepResult
+from shardwise.trainer.runtime.profile.memory_profile import anonymous_bytes
+from shardwise.trainer.runtime.run.clock import CardWatch, Clock, Traffic, pinned_bytes
+from shardwise.trainer.runtime.run.state import model_flops_share
+from shardwise.trainer.spec.report import Evaluation
+from shardwise.trainer.spec.value import Value
 
 
 class StepMetrics(Value, frozen=True, kw_only=True):

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.runtime.data.batches import MicroBatch, eval_micro_batches
-from trainer.runtime.loop.dpo import (
+from shardwise.trainer.runtime.data.batches import MicroBatch, eval_micro_batches
+from shardwise.trainer.runtime.loop.dpo import (
     REFERENCE_NAME,
     DpoLoss,
     Reference,
@@ -21,16 +21,16 @@ from trainer.runtime.loop.dpo import (
     turn_dropout_off,
     write_reference,
 )
-from trainer.runtime.loop.evaluation import TokenScore
-from trainer.runtime.loop.session import Session
-from trainer.runtime.loop.step import Objective, Terms, TokenLoss, forward
-from trainer.runtime.loss.head import Answer
-from trainer.runtime.run.extension import Hooks
-from trainer.spec.data.shapes import objective_of
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.job import sections as job
-from trainer.spec.messages.extension import Hook
-from trainer.spec.strategy import LossHead
+from shardwise.trainer.runtime.loop.evaluation import TokenScore
+from shardwise.trainer.runtime.loop.session import Session
+from shardwise.trainer.runtime.loop.step import Objective, Terms, TokenLoss, forward
+from shardwise.trainer.runtime.loss.head import Answer
+from shardwise.trainer.runtime.run.extension import Hooks
+from shardwise.trainer.spec.data.shapes import objective_of
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.job import sections as job
+from shardwise.trainer.spec.messages.extension import Hook
+from shardwise.trainer.spec.strategy import LossHead
 
 
 class UserLoss(NamedTuple):

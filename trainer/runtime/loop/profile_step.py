@@ -21,10 +21,10 @@ from torch import nn
 from torch._C._autograd import DeviceType  # torch.autograd has it under no public name
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.runtime.loop.session import Session
-from trainer.runtime.models.build import plain_model
-from trainer.runtime.profile.memory_profile import room_for_a_profile, running_bytes
-from trainer.runtime.profile.profile_modules import (
+from shardwise.trainer.runtime.loop.session import Session
+from shardwise.trainer.runtime.models.build import plain_model
+from shardwise.trainer.runtime.profile.memory_profile import room_for_a_profile, running_bytes
+from shardwise.trainer.runtime.profile.profile_modules import (
     Allocation,
     ModuleMarks,
     allocations_of,
@@ -33,10 +33,10 @@ from trainer.runtime.profile.profile_modules import (
     over_blocks,
     places_of,
 )
-from trainer.runtime.run.clock import Clock, Span
-from trainer.spec import codec
-from trainer.spec.messages.profile import FIGURES_FILE, PROFILE_FOLDER, OperatorTime, ProfileFigures
-from trainer.spec.plan import Plan
+from shardwise.trainer.runtime.run.clock import Clock, Span
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.messages.profile import FIGURES_FILE, PROFILE_FOLDER, OperatorTime, ProfileFigures
+from shardwise.trainer.spec.plan import Plan
 
 TRACE, SNAPSHOT, SUMMARY, TIMELINE = (
     "trace.json.gz", "memory-snapshot.pickle", "memory-summary.txt", "memory-timeline.csv"

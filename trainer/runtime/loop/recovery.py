@@ -11,14 +11,14 @@ Weights that are updated within the backward pass have taken a loss that is no n
 import math
 from collections.abc import Sequence
 
-from trainer.runtime.checkpoint import CheckpointFolder, import_state
-from trainer.runtime.checkpoint.folders import is_complete, open_checkpoint, verified
-from trainer.runtime.checkpoint.ranks import on_first, together
-from trainer.runtime.loop.saving import settle_save
-from trainer.runtime.loop.session import Session
-from trainer.runtime.loop.step import StepResult
-from trainer.runtime.optimizers import updates_in_backward
-from trainer.runtime.run.state import (
+from shardwise.trainer.runtime.checkpoint import CheckpointFolder, import_state
+from shardwise.trainer.runtime.checkpoint.folders import is_complete, open_checkpoint, verified
+from shardwise.trainer.runtime.checkpoint.ranks import on_first, together
+from shardwise.trainer.runtime.loop.saving import settle_save
+from shardwise.trainer.runtime.loop.session import Session
+from shardwise.trainer.runtime.loop.step import StepResult
+from shardwise.trainer.runtime.optimizers import updates_in_backward
+from shardwise.trainer.runtime.run.state import (
     MAX_ROLL_BACKS,
     STEPS_UNTIL_ROLL_BACK,
     IncidentKind,
@@ -27,7 +27,7 @@ from trainer.runtime.run.state import (
     after_roll_back,
     after_step,
 )
-from trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 _SHOWN_ROWS = 8
 _SHOWN_STEPS = 20  # an incident each; then one for all that follow

@@ -17,22 +17,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.runtime.checkpoint import NonFiniteStateError, Ranks, folder_name, load_weights
-from trainer.runtime.checkpoint.folders import is_complete, open_checkpoint, verified
-from trainer.runtime.checkpoint.layout.optimizer_state import check_supported
-from trainer.runtime.checkpoint.ranks import on_first, together
-from trainer.runtime.checkpoint.save import BackgroundSave, Save
-from trainer.runtime.checkpoint.verify import check_read_back
-from trainer.runtime.export.folder import write_adapter_folder, write_model_folder
-from trainer.runtime.export.weights import gathered_weights
-from trainer.runtime.loop.session import Session, facts_of
-from trainer.runtime.models.build import plain_model
-from trainer.runtime.optimizers import unwrapped
-from trainer.runtime.run.state import IncidentKind
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.messages.rank_files import SAVING_PHASE
-from trainer.spec.messages.saving import saving_choice
-from trainer.spec.plan import Schedule
+from shardwise.trainer.runtime.checkpoint import NonFiniteStateError, Ranks, folder_name, load_weights
+from shardwise.trainer.runtime.checkpoint.folders import is_complete, open_checkpoint, verified
+from shardwise.trainer.runtime.checkpoint.layout.optimizer_state import check_supported
+from shardwise.trainer.runtime.checkpoint.ranks import on_first, together
+from shardwise.trainer.runtime.checkpoint.save import BackgroundSave, Save
+from shardwise.trainer.runtime.checkpoint.verify import check_read_back
+from shardwise.trainer.runtime.export.folder import write_adapter_folder, write_model_folder
+from shardwise.trainer.runtime.export.weights import gathered_weights
+from shardwise.trainer.runtime.loop.session import Session, facts_of
+from shardwise.trainer.runtime.models.build import plain_model
+from shardwise.trainer.runtime.optimizers import unwrapped
+from shardwise.trainer.runtime.run.state import IncidentKind
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.messages.rank_files import SAVING_PHASE
+from shardwise.trainer.spec.messages.saving import saving_choice
+from shardwise.trainer.spec.plan import Schedule
 
 
 class SaveTimer:

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trainer.runtime.checkpoint import (
+from shardwise.trainer.runtime.checkpoint import (
     CheckpointFacts,
     CheckpointFolder,
     Ranks,
@@ -24,27 +24,32 @@ from trainer.runtime.checkpoint import (
     check_compatible,
     config_sha256,
 )
-from trainer.runtime.checkpoint import LossScaler as SavedScaler
-from trainer.runtime.checkpoint.layout.optimizer_state import BLOCK_ELEMENTS
-from trainer.runtime.checkpoint.load import Resumption, begin_resumption
-from trainer.runtime.checkpoint.save import BackgroundSave
-from trainer.runtime.data.batches import check_documents_apart
-from trainer.runtime.data.stream.rows import StreamRows
-from trainer.runtime.data.token_rows import TokenRows
-from trainer.runtime.engines.accelerator import build_accelerator, read_ds_config
-from trainer.runtime.engines.verification import check_engagement
-from trainer.runtime.models.build import Installed, build_skeleton, build_trainable
-from trainer.runtime.models.sharded_loading import load_into_fsdp, load_into_zero3, loads_sharded, prepare_loaded
-from trainer.runtime.models.skeleton import Skeleton, blank
-from trainer.runtime.optimizers import build_optimizer, check_in_backward
-from trainer.runtime.precision.mixed_precision import LossScaler, install_precision, loss_scaler
-from trainer.runtime.profile.memory_profile import cap_memory
-from trainer.runtime.run.extension import Hooks, load_hooks
-from trainer.runtime.run.report_writer import ReportWriter, RunPaths, installed_versions
-from trainer.runtime.run.state import RunState
-from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Method
+from shardwise.trainer.runtime.checkpoint import LossScaler as SavedScaler
+from shardwise.trainer.runtime.checkpoint.layout.optimizer_state import BLOCK_ELEMENTS
+from shardwise.trainer.runtime.checkpoint.load import Resumption, begin_resumption
+from shardwise.trainer.runtime.checkpoint.save import BackgroundSave
+from shardwise.trainer.runtime.data.batches import check_documents_apart
+from shardwise.trainer.runtime.data.stream.rows import StreamRows
+from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.runtime.engines.accelerator import build_accelerator, read_ds_config
+from shardwise.trainer.runtime.engines.verification import check_engagement
+from shardwise.trainer.runtime.models.build import Installed, build_skeleton, build_trainable
+from shardwise.trainer.runtime.models.sharded_loading import (
+    load_into_fsdp,
+    load_into_zero3,
+    loads_sharded,
+    prepare_loaded,
+)
+from shardwise.trainer.runtime.models.skeleton import Skeleton, blank
+from shardwise.trainer.runtime.optimizers import build_optimizer, check_in_backward
+from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, install_precision, loss_scaler
+from shardwise.trainer.runtime.profile.memory_profile import cap_memory
+from shardwise.trainer.runtime.run.extension import Hooks, load_hooks
+from shardwise.trainer.runtime.run.report_writer import ReportWriter, RunPaths, installed_versions
+from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Method
 
 
 @dataclass(slots=True)

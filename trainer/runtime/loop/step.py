@@ -31,14 +31,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from trainer.runtime.attention.packed import known_rows
-from trainer.runtime.data.batches import MicroBatch
-from trainer.runtime.engines.engine_veto import asked_before_update
-from trainer.runtime.loss.head import Answer
-from trainer.runtime.optimizers import set_learning_rate, unwrapped, updates_in_backward
-from trainer.runtime.precision.mixed_precision import LossScaler, check_scale
-from trainer.runtime.run.clock import Clock
-from trainer.spec.value import Value
+from shardwise.trainer.runtime.attention.packed import known_rows
+from shardwise.trainer.runtime.data.batches import MicroBatch
+from shardwise.trainer.runtime.engines.engine_veto import asked_before_update
+from shardwise.trainer.runtime.loss.head import Answer
+from shardwise.trainer.runtime.optimizers import set_learning_rate, unwrapped, updates_in_backward
+from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, check_scale
+from shardwise.trainer.runtime.run.clock import Clock
+from shardwise.trainer.spec.value import Value
 
 
 class Terms(NamedTuple):

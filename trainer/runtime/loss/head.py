@@ -52,8 +52,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from trainer.runtime.attention.packed import packed_inputs
-from trainer.runtime.loss.slices import (
+from shardwise.trainer.runtime.attention.packed import packed_inputs
+from shardwise.trainer.runtime.loss.slices import (
     FUSED_SLICE_TOKENS,
     IGNORED,
     ChunkedLoss,
@@ -63,10 +63,10 @@ from trainer.runtime.loss.slices import (
     scored,
     sum_rows,
 )
-from trainer.runtime.run.operators import check_triton_compiler
-from trainer.spec.errors import InputError
-from trainer.spec.pip_lines import extra_line
-from trainer.spec.strategy import LossHead
+from shardwise.trainer.runtime.run.operators import check_triton_compiler
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.pip_lines import extra_line
+from shardwise.trainer.spec.strategy import LossHead
 
 __all__ = ["DEFAULT_CHUNK_TOKENS", "FUSED_SLICE_TOKENS", "IGNORED", "Answer", "install_loss_head", "shift"]
 

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trainer.runtime.run.blocks import blocks_of
-from trainer.spec.errors import InputError
-from trainer.spec.strategy import Checkpointing
-from trainer.spec.units import format_bytes
+from shardwise.trainer.runtime.run.blocks import blocks_of
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.strategy import Checkpointing
+from shardwise.trainer.spec.units import format_bytes
 
 MIN_BYTES = 16 * 1024  # below, starting a copy takes longer than the copy
 

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainer.runtime.memory.activation_offload import ActivationOffload
-from trainer.runtime.run.blocks import blocks_of
-from trainer.runtime.run.operators import check_triton_compiler
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.runtime.memory.activation_offload import ActivationOffload
+from shardwise.trainer.runtime.run.blocks import blocks_of
+from shardwise.trainer.runtime.run.operators import check_triton_compiler
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
 
 def compile_blocks(model: PreTrainedModel, offload: ActivationOffload | None = None) -> "Compilation":

@@ -29,9 +29,9 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trainer.runtime.run.blocks import attention_module, blocks_of
-from trainer.spec.errors import InputError
-from trainer.spec.strategy import Checkpointing
+from shardwise.trainer.runtime.run.blocks import attention_module, blocks_of
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.strategy import Checkpointing
 
 
 def apply_checkpointing(

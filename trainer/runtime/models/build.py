@@ -20,15 +20,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trainer.runtime.attention.choice import attention_name, check_attention
-from trainer.runtime.attention.kernels import choose_attention_kernels
-from trainer.runtime.loss.head import LossForward, install_loss_head
-from trainer.runtime.memory.activation_offload import ActivationOffload, offload_activations
-from trainer.runtime.memory.compilation import Compilation, compile_blocks
-from trainer.runtime.memory.recomputation import Recomputation, apply_checkpointing, recomputation_facts
-from trainer.runtime.models.methods import apply_method, base_type
-from trainer.runtime.models.model_code import compute_buffers, load_model_code
-from trainer.runtime.models.quantisation import (
+from shardwise.trainer.runtime.attention.choice import attention_name, check_attention
+from shardwise.trainer.runtime.attention.kernels import choose_attention_kernels
+from shardwise.trainer.runtime.loss.head import LossForward, install_loss_head
+from shardwise.trainer.runtime.memory.activation_offload import ActivationOffload, offload_activations
+from shardwise.trainer.runtime.memory.compilation import Compilation, compile_blocks
+from shardwise.trainer.runtime.memory.recomputation import Recomputation, apply_checkpointing, recomputation_facts
+from shardwise.trainer.runtime.models.methods import apply_method, base_type
+from shardwise.trainer.runtime.models.model_code import compute_buffers, load_model_code
+from shardwise.trainer.runtime.models.quantisation import (
     Packing,
     as_plain_model,
     draw_quantised,
@@ -36,13 +36,13 @@ from trainer.runtime.models.quantisation import (
     reading_options,
     refuse_quantised,
 )
-from trainer.runtime.models.skeleton import Skeleton, skeleton_from_config, skeleton_from_folder
-from trainer.runtime.run.blocks import blocks_of
-from trainer.runtime.run.extension import Hooks
-from trainer.spec.errors import InputError
-from trainer.spec.messages.extension import Hook
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method
+from shardwise.trainer.runtime.models.skeleton import Skeleton, skeleton_from_config, skeleton_from_folder
+from shardwise.trainer.runtime.run.blocks import blocks_of
+from shardwise.trainer.runtime.run.extension import Hooks
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.messages.extension import Hook
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method
 
 
 class Fp8(NamedTuple):

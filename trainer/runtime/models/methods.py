@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from trainer.runtime.run.types import compute_type, weight_type
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import LoraJob
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Method, Precision
+from shardwise.trainer.runtime.run.types import compute_type, weight_type
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import LoraJob
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Method, Precision
 
 ALL_LINEAR = "all-linear"
 ADAPTER = "default"  # PEFT's name for the only one
@@ -230,7 +230,10 @@ def apply_method(model: PreTrainedModel, plan: Plan) -> None:
     """Freezes, adapts and hooks the model by the plan's method and job; before loss head and checkpointing."""
     train = plan.job.train
     if plan.chosen.method.freezes_base:
-        from trainer.runtime.models.methods import add_adapters, seed_adapters  # PEFT, which takes seconds to import
+        from shardwise.trainer.runtime.models.methods import (  # PEFT, which takes seconds to import
+            add_adapters,
+            seed_adapters,
+        )
 
         seed_adapters(train.seed)
         add_adapters(model, train.lora, plan.chosen.strategy.precision)

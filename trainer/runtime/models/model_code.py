@@ -30,8 +30,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelF
 from transformers.initialization import no_init_weights
 from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 
-from trainer.spec.errors import InputError, ShardwiseError
-from trainer.spec.model.shape import ModelCode
+from shardwise.trainer.spec.errors import InputError, ShardwiseError
+from shardwise.trainer.spec.model.shape import ModelCode
 
 _PACKAGE = "shardwise_model_code"
 _SETTING = "model.trust_remote_code"

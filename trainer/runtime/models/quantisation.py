@@ -28,11 +28,11 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
-from trainer.runtime.run.types import compute_type
-from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Precision, Quant, Sharding
+from shardwise.trainer.runtime.run.types import compute_type
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Precision, Quant, Sharding
 
 BLOCK, SCALE_BLOCK = 64, 256  # weights that share a scale, scales that share one
 SLICE_ELEMENTS = 1 << 20  # of a tensor that is quantised on a CPU; a multiple of BLOCK

@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from trainer.runtime.models.methods import ADAPTER
-from trainer.runtime.models.quantisation import pack
-from trainer.runtime.models.skeleton import Skeleton, Values, Whole, is_placeholder
-from trainer.runtime.run.types import compute_type
-from trainer.spec.messages.extension import Hook
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Method, Precision
+from shardwise.trainer.runtime.models.methods import ADAPTER
+from shardwise.trainer.runtime.models.quantisation import pack
+from shardwise.trainer.runtime.models.skeleton import Skeleton, Values, Whole, is_placeholder
+from shardwise.trainer.runtime.run.types import compute_type
+from shardwise.trainer.spec.messages.extension import Hook
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Method, Precision
 
 
 def loads_sharded(plan: Plan) -> bool:

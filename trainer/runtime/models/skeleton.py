@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 from transformers.initialization import no_tie_weights
 
-from trainer.runtime.models.model_code import compute_buffers
-from trainer.runtime.models.quantisation import Packing, as_plain_model, packed_shape, put_empty_layers
-from trainer.runtime.models.weight_files import WeightReader
-from trainer.spec.errors import InputError
+from shardwise.trainer.runtime.models.model_code import compute_buffers
+from shardwise.trainer.runtime.models.quantisation import Packing, as_plain_model, packed_shape, put_empty_layers
+from shardwise.trainer.runtime.models.weight_files import WeightReader
+from shardwise.trainer.spec.errors import InputError
 
 Build = Callable[[], PreTrainedModel]
 """Makes the model on torch's default device."""

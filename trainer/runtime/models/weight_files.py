@@ -34,8 +34,8 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.units import MIB
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.units import MIB
 
 
 class WeightReader:

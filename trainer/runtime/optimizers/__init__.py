@@ -10,18 +10,25 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from trainer.runtime.optimizers.facts import state_facts
-from trainer.runtime.optimizers.galore import build_galore, galore_class_name
-from trainer.runtime.optimizers.groups import DECAY, MATRICES, NO_DECAY, Group, matrix_groups, parameter_groups
-from trainer.runtime.optimizers.in_backward import (
+from shardwise.trainer.runtime.optimizers.facts import state_facts
+from shardwise.trainer.runtime.optimizers.galore import build_galore, galore_class_name
+from shardwise.trainer.runtime.optimizers.groups import (
+    DECAY,
+    MATRICES,
+    NO_DECAY,
+    Group,
+    matrix_groups,
+    parameter_groups,
+)
+from shardwise.trainer.runtime.optimizers.in_backward import (
     backward_updates,
     check_in_backward,
     run_in_backward,
 )
-from trainer.runtime.optimizers.rules import BETAS, EPSILON, UPDATE_RULES, WITH_MATRICES
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import GaloreJob
-from trainer.spec.strategy import Optimizer
+from shardwise.trainer.runtime.optimizers.rules import BETAS, EPSILON, UPDATE_RULES, WITH_MATRICES
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import GaloreJob
+from shardwise.trainer.spec.strategy import Optimizer
 
 __all__ = [
     "BETAS",
@@ -48,7 +55,7 @@ _PLAIN_MODULES = (
     "lion_pytorch",
     "galore_torch",
     "transformers.optimization",
-    "trainer.runtime.optimizers",
+    "shardwise.trainer.runtime.optimizers",
 )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from trainer.runtime.optimizers.in_backward import backward_updates
+from shardwise.trainer.runtime.optimizers.in_backward import backward_updates
 
 _TABLES = ("qmap1", "qmap2")  # of bitsandbytes: the 256 values of an 8-bit state, one table for all
 

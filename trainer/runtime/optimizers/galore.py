@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from trainer.runtime.optimizers.groups import MATRICES, Group, matrix_groups
-from trainer.runtime.optimizers.rules import BETAS, EPSILON
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.job.sections import GaloreJob
-from trainer.spec.strategy import Optimizer
+from shardwise.trainer.runtime.optimizers.groups import MATRICES, Group, matrix_groups
+from shardwise.trainer.runtime.optimizers.rules import BETAS, EPSILON
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.job.sections import GaloreJob
+from shardwise.trainer.spec.strategy import Optimizer
 
 PROJECTIONS = ("std", "reverse_std", "right", "left", "full")
 

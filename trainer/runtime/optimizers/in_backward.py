@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 from torch.utils.hooks import RemovableHandle
 
-from trainer.spec.errors import InputError
-from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Method, Precision, Sharding
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.strategy import Method, Precision, Sharding
 
 # Of the others none gives a hook a whole gradient.
 _SHARDINGS = (Sharding.NONE, Sharding.FSDP, Sharding.FSDP_GRAD_OP, Sharding.HSDP)

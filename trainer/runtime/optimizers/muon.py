@@ -13,7 +13,7 @@ from typing import overload
 import torch
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from trainer.runtime.optimizers.groups import MATRICES, Group
+from shardwise.trainer.runtime.optimizers.groups import MATRICES, Group
 
 MOMENTUM = 0.95  # Muon's author's, and torch's default
 

@@ -28,12 +28,12 @@ from typing import NamedTuple
 import torch
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from trainer.runtime.optimizers.groups import DECAY, MATRICES, NO_DECAY, Group
-from trainer.runtime.optimizers.lomo import AdaLomo, Lomo
-from trainer.runtime.optimizers.muon import MuonAndAdamW
-from trainer.runtime.run.operators import answer_for_processor, use_built_operators
-from trainer.spec.strategy import Optimizer
-from trainer.spec.value import complete
+from shardwise.trainer.runtime.optimizers.groups import DECAY, MATRICES, NO_DECAY, Group
+from shardwise.trainer.runtime.optimizers.lomo import AdaLomo, Lomo
+from shardwise.trainer.runtime.optimizers.muon import MuonAndAdamW
+from shardwise.trainer.runtime.run.operators import answer_for_processor, use_built_operators
+from shardwise.trainer.spec.strategy import Optimizer
+from shardwise.trainer.spec.value import complete
 
 BETAS = (0.9, 0.95)  # Llama-type training (Llama 2, arXiv:2307.09288, section 2.2)
 LION_BETAS = (0.95, 0.98)
@@ -105,7 +105,7 @@ def _lion_8bit(groups: list[Group], lr: float) -> TorchOptimizer:
 
 
 def _lamb_8bit(groups: list[Group], lr: float) -> TorchOptimizer:
-    from trainer.runtime.optimizers.lamb_8bit import Lamb8bit
+    from shardwise.trainer.runtime.optimizers.lamb_8bit import Lamb8bit
 
     return _as_torch(Lamb8bit(groups, lr=lr, betas=BETAS, eps=EPSILON))
 

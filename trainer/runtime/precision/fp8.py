@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from trainer.runtime.loss.head import IGNORED
-from trainer.runtime.models.build import Fp8
-from trainer.runtime.precision.fp8_layers import Fp8Layers, fp8_layers, replace_layer, token_multiple
-from trainer.runtime.precision.fp8_libraries import (
+from shardwise.trainer.runtime.loss.head import IGNORED
+from shardwise.trainer.runtime.models.build import Fp8
+from shardwise.trainer.runtime.precision.fp8_layers import Fp8Layers, fp8_layers, replace_layer, token_multiple
+from shardwise.trainer.runtime.precision.fp8_libraries import (
     TORCHAO,
     TRANSFORMER_ENGINE,
     TorchaoRegion,
     TransformerEngineRegion,
 )
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.pip_lines import extra_line
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.strategy import Checkpointing, Fp8Recipe, Precision
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.pip_lines import extra_line
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, Precision
 
 EXPERIMENTAL = (Fp8Recipe.MXFP8, Fp8Recipe.NVFP4)
 _TORCHAO = (Fp8Recipe.TORCHAO_TENSORWISE, Fp8Recipe.TORCHAO_ROWWISE)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trainer.spec.strategy import Fp8Recipe
+from shardwise.trainer.spec.strategy import Fp8Recipe
 
 _TILES = {Fp8Recipe.BLOCK: 128, Fp8Recipe.MXFP8: 32, Fp8Recipe.NVFP4: 32}
 _PLAIN_TILE = 16

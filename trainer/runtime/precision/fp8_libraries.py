@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.spec.errors import InputError
-from trainer.spec.strategy import Fp8Recipe
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.strategy import Fp8Recipe
 
 TRANSFORMER_ENGINE = "transformer_engine"
 _CLASSES = {

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trainer.runtime.models.build import Installed, is_deepspeed
-from trainer.runtime.optimizers import unwrapped
-from trainer.runtime.precision.fp8 import fp8_facts, install_fp8
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Precision
+from shardwise.trainer.runtime.models.build import Installed, is_deepspeed
+from shardwise.trainer.runtime.optimizers import unwrapped
+from shardwise.trainer.runtime.precision.fp8 import fp8_facts, install_fp8
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.strategy import Precision
 
 INIT_SCALE = 2.0**16
 GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5

@@ -33,16 +33,16 @@ from torch._C._autograd import DeviceType  # torch.autograd has it under no publ
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.runtime.engines.engine_state import partitions
-from trainer.runtime.models.build import is_deepspeed
-from trainer.runtime.optimizers import unwrapped
-from trainer.runtime.optimizers.facts import projectors
-from trainer.runtime.run.clock import Clock, Span
-from trainer.spec import codec
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.messages.rank_files import MemoryState, memory_state_path, read_heartbeat
-from trainer.spec.report import MemoryFigures, MemoryPoint
-from trainer.spec.units import MIB
+from shardwise.trainer.runtime.engines.engine_state import partitions
+from shardwise.trainer.runtime.models.build import is_deepspeed
+from shardwise.trainer.runtime.optimizers import unwrapped
+from shardwise.trainer.runtime.optimizers.facts import projectors
+from shardwise.trainer.runtime.run.clock import Clock, Span
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.messages.rank_files import MemoryState, memory_state_path, read_heartbeat
+from shardwise.trainer.spec.report import MemoryFigures, MemoryPoint
+from shardwise.trainer.spec.units import MIB
 
 MAX_POINTS = 200
 _NS = 1e-9

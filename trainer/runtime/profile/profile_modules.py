@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch._C._profiler import _EventType  # torch.profiler has it under no public name
 
-from trainer.runtime.run.blocks import blocks_of
-from trainer.spec.messages.profile import KeptBytes
+from shardwise.trainer.runtime.run.blocks import blocks_of
+from shardwise.trainer.spec.messages.profile import KeptBytes
 
 _OUTSIDE = "outside of the model's modules (the loss)"
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from trainer.runtime.run.process import end_with_parent
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
-from trainer.spec.value import Value
+from shardwise.trainer.runtime.run.process import end_with_parent
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
+from shardwise.trainer.spec.value import Value
 
 R = TypeVar("R", bound=Value)
 

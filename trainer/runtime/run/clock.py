@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer.spec.value import Value
+from shardwise.trainer.spec.value import Value
 
 
 class Span(NamedTuple):

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.spec.errors import InputError
-from trainer.spec.messages.extension import Extension, Hook
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.messages.extension import Extension, Hook
 
 _MODULE = "shardwise_extensions"
 

@@ -1,6 +1,6 @@
 """Compiled operators: those of DeepSpeed, built before a run and loaded as they are; and the C compiler for Triton.
 
-    python -m trainer.runtime.run.operators cpu_adam async_io
+    python -m shardwise.trainer.runtime.run.operators cpu_adam async_io
 
 compiles DeepSpeed's operators into $TORCH_EXTENSIONS_DIR, in a process of its own (`launch.engine.operators` starts
 it). DeepSpeed compiles an operator when it is first used: for minutes, in every rank at once, and without a message.
@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 PROCESSORS = Path("/proc/cpuinfo")
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainer.spec import codec
+from shardwise.trainer.spec import codec
 
 _PR_SET_PDEATHSIG = 1
 _STDERR = 2  # a descriptor, which may become the log's

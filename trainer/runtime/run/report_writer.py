@@ -18,10 +18,10 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from trainer.spec import codec
-from trainer.spec.messages.rank_files import HEARTBEAT_BYTES, Heartbeat, encode_heartbeat, heartbeat_path
-from trainer.spec.report import Report
-from trainer.spec.value import Value
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.messages.rank_files import HEARTBEAT_BYTES, Heartbeat, encode_heartbeat, heartbeat_path
+from shardwise.trainer.spec.report import Report
+from shardwise.trainer.spec.value import Value
 
 STATUS_INTERVAL_S = 0.5
 _REPORTED_PACKAGES = ("shardwise", "torch", "accelerate", "transformers", "deepspeed", "safetensors")

@@ -20,9 +20,9 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta
 from msgspec.structs import replace
 
-from trainer.spec.plan import Plan
-from trainer.spec.report import Engaged, Evaluation, Figures, MemoryFigures, SpeedFigures
-from trainer.spec.value import Value
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Engaged, Evaluation, Figures, MemoryFigures, SpeedFigures
+from shardwise.trainer.spec.value import Value
 
 WINDOW_STEPS = 128
 LEAST_STEPS = WINDOW_STEPS // 2  # in the window, before anything is far from them

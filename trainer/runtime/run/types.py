@@ -8,7 +8,7 @@ the autocast of fp16-mixed, which Accelerate leaves out on a CPU (`mixed_precisi
 
 import torch
 
-from trainer.spec.strategy import Precision
+from shardwise.trainer.spec.strategy import Precision
 
 _ACCELERATE_NAMES = {
     Precision.FP32: "no",

@@ -1,4 +1,4 @@
-"""Whether FP8 pays for a model: `python -m trainer.runtime.tools.fp8_gain REQUEST ANSWER` times its matrix shapes.
+"""Times a model's matrix shapes in bf16 and FP8: `python -m shardwise.trainer.runtime.tools.fp8_gain REQUEST ANSWER`.
 
 Each different shape among the layers that would be converted (`fp8_layers`) runs forward and backward on a micro batch
 of random tokens, once as a plain layer under bf16 autocast and once as the library's, and counts as often as the model
@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.runtime.models.build import model_from_config
-from trainer.runtime.precision.fp8 import fp8_region, library_of
-from trainer.runtime.precision.fp8_layers import fp8_layers, token_multiple
-from trainer.runtime.run.answering import answer as answer_request
-from trainer.runtime.run.clock import best_seconds
-from trainer.spec.errors import InputError, ShardwiseError
-from trainer.spec.messages.measurement import Fp8GainRequest
-from trainer.spec.plan import Fp8Gain, ShapeTimes
-from trainer.spec.strategy import Attention, Fp8Recipe
+from shardwise.trainer.runtime.models.build import model_from_config
+from shardwise.trainer.runtime.precision.fp8 import fp8_region, library_of
+from shardwise.trainer.runtime.precision.fp8_layers import fp8_layers, token_multiple
+from shardwise.trainer.runtime.run.answering import answer as answer_request
+from shardwise.trainer.runtime.run.clock import best_seconds
+from shardwise.trainer.spec.errors import InputError, ShardwiseError
+from shardwise.trainer.spec.messages.measurement import Fp8GainRequest
+from shardwise.trainer.spec.plan import Fp8Gain, ShapeTimes
+from shardwise.trainer.spec.strategy import Attention, Fp8Recipe
 
 BUDGET_S = 0.2
 

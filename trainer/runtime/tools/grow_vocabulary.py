@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.runtime.run.answering import answer_and_exit
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.messages.worker_requests import GrowRequest, Lines
+from shardwise.trainer.runtime.run.answering import answer_and_exit
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.messages.worker_requests import GrowRequest, Lines
 
 _NAMES = (
     "embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight",

@@ -1,4 +1,4 @@
-"""Measures what this machine's device reaches: `python -m trainer.runtime.tools.measure OUT.json cuda|cpu [SECONDS]`.
+"""Measures the speed of a device: `python -m shardwise.trainer.runtime.tools.measure OUT.json cuda|cpu [SECONDS]`.
 
 Each figure is the best of several repetitions: square matrix products in the precisions the device has, a causal
 attention forward by the kernel that ranks run (`trainer.spec.model.attention_kernel`), a copy within the device's
@@ -20,13 +20,13 @@ from msgspec.structs import replace
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainer.runtime.run.clock import best_seconds
-from trainer.spec import codec
-from trainer.spec.hardware import DeviceKind, MeasuredRates
-from trainer.spec.messages.measurement import Measurement
-from trainer.spec.model import attention_kernel
-from trainer.spec.model.attention_kernel import AttentionKernel
-from trainer.spec.units import GIB, MIB
+from shardwise.trainer.runtime.run.clock import best_seconds
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.hardware import DeviceKind, MeasuredRates
+from shardwise.trainer.spec.messages.measurement import Measurement
+from shardwise.trainer.spec.model import attention_kernel
+from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
+from shardwise.trainer.spec.units import GIB, MIB
 
 BUDGET_S = 1.0  # for each figure; at least three repetitions and a first one make it about two
 _PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

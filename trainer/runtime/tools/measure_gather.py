@@ -1,4 +1,4 @@
-"""One rank of an all-gather: `python -m trainer.runtime.tools.measure_gather FOLDER RANK WORLD cuda|cpu`.
+"""One rank of an all-gather: `python -m shardwise.trainer.runtime.tools.measure_gather FOLDER RANK WORLD cuda|cpu`.
 
 The ranks meet through a file in FOLDER, gather a block of each other several times, check every value, and each
 writes `RANK.json`. Rates are those of one device in a ring: each rank receives the blocks of all others. A rank that
@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from trainer.runtime.run.clock import wait_for
-from trainer.spec import codec
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.messages.measurement import GatherResult
-from trainer.spec.units import MIB
+from shardwise.trainer.runtime.run.clock import wait_for
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.messages.measurement import GatherResult
+from shardwise.trainer.spec.units import MIB
 
 REPETITIONS = 5  # the same on every rank
 BLOCK_BYTES = {DeviceKind.CUDA: 64 * MIB, DeviceKind.CPU: 8 * MIB}  # of each rank

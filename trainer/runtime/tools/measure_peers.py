@@ -1,4 +1,4 @@
-"""Copies memory from GPU to GPU and reads it there: `python -m trainer.runtime.tools.measure_peers OUT [SECONDS]`.
+"""Copies memory between GPUs and reads it: `python -m shardwise.trainer.runtime.tools.measure_peers OUT [SECONDS]`.
 
 Over PCIe some machines announce peer access and then hang or deliver other bytes (an IOMMU or ACS settings between
 the cards); a training run on them stops, or learns nothing. Every ordered pair is tried, and the answer is written
@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
-from trainer.runtime.run.clock import best_seconds, wait_for
-from trainer.spec import codec
-from trainer.spec.hardware import MeasuredRates, PeerCopy
-from trainer.spec.messages.measurement import Measurement
-from trainer.spec.units import MIB
+from shardwise.trainer.runtime.run.clock import best_seconds, wait_for
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.hardware import MeasuredRates, PeerCopy
+from shardwise.trainer.spec.messages.measurement import Measurement
+from shardwise.trainer.spec.units import MIB
 
 NUM_BYTES = 128 * MIB
 BUDGET_S = 0.2  # for each pair

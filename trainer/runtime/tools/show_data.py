@@ -7,11 +7,11 @@ end of its first documents, as a person reads one example and not two thousand t
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
-from trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer
-from trainer.runtime.run.answering import answer_and_exit
-from trainer.runtime.tools.show_example import show
-from trainer.spec.messages.worker_requests import ExampleRequest, Lines
+from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
+from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer
+from shardwise.trainer.runtime.run.answering import answer_and_exit
+from shardwise.trainer.runtime.tools.show_example import show
+from shardwise.trainer.spec.messages.worker_requests import ExampleRequest, Lines
 
 SHOWN_DOCUMENTS = 2  # of a packed row
 SHOWN_TOKENS = 600

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from trainer.runtime.data.tokenizer import TextTokenizer
+from shardwise.trainer.runtime.data.tokenizer import TextTokenizer
 
 _BOLD, _DIM, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _MARGINS = {True: "learned | ", False: "read    | "}

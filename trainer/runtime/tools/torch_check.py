@@ -1,4 +1,4 @@
-"""Tries every GPU that this process may see, and says what torch is: `python -m trainer.runtime.tools.torch_check`.
+"""Tries every visible GPU and describes torch: `python -m shardwise.trainer.runtime.tools.torch_check`.
 
 One line of JSON on stdout, a `TorchFacts`. A device is tried by using it, under the allocator's settings in the
 environment: memory of both of the allocator's pools, and a product, which needs code for the card. What a failure
@@ -10,7 +10,7 @@ import sys
 import msgspec
 import torch
 
-from trainer.spec.messages.measurement import DeviceTrial, TorchFacts
+from shardwise.trainer.spec.messages.measurement import DeviceTrial, TorchFacts
 
 _SIDE = 1024  # a matrix of 4 MiB comes from the pool of large blocks, one of 64 x 64 from that of small ones
 

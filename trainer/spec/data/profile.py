@@ -3,9 +3,9 @@
 `source` is `prepared` if it was counted after tokenising, `estimated` if it was derived from file sizes.
 """
 
-from trainer.spec.job.sections import DataFormat
-from trainer.spec.units import format_bytes
-from trainer.spec.value import Value
+from shardwise.trainer.spec.job.sections import DataFormat
+from shardwise.trainer.spec.units import format_bytes
+from shardwise.trainer.spec.value import Value
 
 
 class LengthHistogram(Value, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Request to the data preparation subprocess: `python -m trainer.runtime.data.prepare REQUEST ANSWER`.
+"""Request to the data preparation subprocess: `python -m shardwise.trainer.runtime.data.prepare REQUEST ANSWER`.
 
 It returns a DataProfile in the file ANSWER, or with one to three lines on stderr and the error's exit code.
 Names of sources are resolved to files before the subprocess starts (launch/inputs/data_files.py), so that a listing
@@ -10,10 +10,10 @@ COMPRESSIONS may follow either.
 
 from os.path import splitext
 
-from trainer.spec.job.sections import BadRows, DataFormat, LossOn
-from trainer.spec.job.sources import DataSource
-from trainer.spec.messages.extension import Extension
-from trainer.spec.value import Value
+from shardwise.trainer.spec.job.sections import BadRows, DataFormat, LossOn
+from shardwise.trainer.spec.job.sources import DataSource
+from shardwise.trainer.spec.messages.extension import Extension
+from shardwise.trainer.spec.value import Value
 
 ROW_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow"})
 COMPRESSIONS = frozenset({".gz", ".bz2", ".xz", ".zst"})

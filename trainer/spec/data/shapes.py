@@ -10,8 +10,8 @@ decides: preference rows often carry the messages they were made from, and chat 
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 
-from trainer.spec.job.sections import DataFormat, LossOn, Objective
-from trainer.spec.value import Value
+from shardwise.trainer.spec.job.sections import DataFormat, LossOn, Objective
+from shardwise.trainer.spec.value import Value
 
 ROLES = ("system", "user", "assistant", "tool")
 _IN_MESSAGES = ("role", "content", *ROLES)

@@ -8,10 +8,10 @@ sees values only: a written default, as in the resolved job.yaml, changes nothin
 from collections.abc import Callable
 from typing import NamedTuple
 
-from trainer.spec.data.shapes import SHAPES, Encoding, encoding_of, shapes_for
-from trainer.spec.job.kinds import one_of
-from trainer.spec.job.sections import BadRows, DataFormat, Job, LossOn, Objective
-from trainer.spec.strategy import Checkpointing, Method, Offload, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.data.shapes import SHAPES, Encoding, encoding_of, shapes_for
+from shardwise.trainer.spec.job.kinds import one_of
+from shardwise.trainer.spec.job.sections import BadRows, DataFormat, Job, LossOn, Objective
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Offload, Optimizer, Precision, Sharding
 
 GALORE_OPTIMIZERS = tuple(each for each in Optimizer if each.facts.runs_inside_galore)
 OFFLOAD_SHARDINGS: dict[Offload, tuple[Sharding, ...]] = {

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple, get_args
 
-from trainer.spec.job.kinds import Kind, Setting, kind_of_type, or_none
-from trainer.spec.job.sections import Job
-from trainer.spec.value import Value
+from shardwise.trainer.spec.job.kinds import Kind, Setting, kind_of_type, or_none
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.value import Value
 
 REFERENCE_MARK = "<!-- Below: written by trainer/spec/job/fields.py -->"
 

@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 from msgspec.structs import replace
 
-from trainer.spec.errors import close_matches
-from trainer.spec.units import GIB, MIB, parse_bytes, parse_count, parse_seconds, parse_share
-from trainer.spec.value import Value
+from shardwise.trainer.spec.errors import close_matches
+from shardwise.trainer.spec.units import GIB, MIB, parse_bytes, parse_count, parse_seconds, parse_share
+from shardwise.trainer.spec.value import Value
 
 TEXT_SCHEMA = {"type": "string", "minLength": 1}
 LARGEST_WHOLE = 2**53  # the largest that JSON readers agree on

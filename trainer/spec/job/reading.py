@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from trainer.spec.errors import InputProblemsError
-from trainer.spec.job.clashes import CLASHES
-from trainer.spec.job.fields import BY_PATH, EXCLUSIVE, FIELDS, SECTIONS, Field, children
-from trainer.spec.job.kinds import HintError, nearest, shown
-from trainer.spec.job.sections import Job
+from shardwise.trainer.spec.errors import InputProblemsError
+from shardwise.trainer.spec.job.clashes import CLASHES
+from shardwise.trainer.spec.job.fields import BY_PATH, EXCLUSIVE, FIELDS, SECTIONS, Field, children
+from shardwise.trainer.spec.job.kinds import HintError, nearest, shown
+from shardwise.trainer.spec.job.sections import Job
 
 # Names of settings in other trainers; an unknown key is looked up here first.
 OTHER_NAMES: Mapping[str, str] = {alias: entry.path for entry in FIELDS for alias in entry.aliases}

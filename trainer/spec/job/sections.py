@@ -9,7 +9,7 @@ None in a field means "auto" or "off"; `Setting.none` is its spelling in the fil
 from enum import StrEnum
 from typing import Annotated
 
-from trainer.spec.job.kinds import (
+from shardwise.trainer.spec.job.kinds import (
     Every,
     Setting,
     Warmup,
@@ -27,8 +27,8 @@ from trainer.spec.job.kinds import (
     warmup_length,
     whole,
 )
-from trainer.spec.job.sources import DataSource, held_out_rows, sources
-from trainer.spec.strategy import (
+from shardwise.trainer.spec.job.sources import DataSource, held_out_rows, sources
+from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
     Fp8Recipe,
@@ -39,7 +39,7 @@ from trainer.spec.strategy import (
     Precision,
     Sharding,
 )
-from trainer.spec.value import Value
+from shardwise.trainer.spec.value import Value
 
 
 class DataFormat(StrEnum):

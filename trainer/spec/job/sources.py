@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
-from trainer.spec.job.kinds import TEXT_SCHEMA, HintError, Kind, number, read_share, read_text, write_share
-from trainer.spec.value import Value
+from shardwise.trainer.spec.job.kinds import TEXT_SCHEMA, HintError, Kind, number, read_share, read_text, write_share
+from shardwise.trainer.spec.value import Value
 
 _SHAPE_OF_SOURCE = "{source: ..., weight: 1.0, subset: ..., split: ...}"
 _SHAPE_OF_EVAL = "{source: ..., subset: ..., split: ...}"

@@ -11,7 +11,7 @@ checkpoint, a model's folder or the hub. A run keeps a copy, and runs it only wh
 
 from enum import StrEnum
 
-from trainer.spec.value import Value
+from shardwise.trainer.spec.value import Value
 
 
 class Hook(StrEnum):

@@ -5,10 +5,10 @@ Facts about the installed torch and the GPUs it sees, read in a separate process
 
 from typing import Any
 
-from trainer.spec.hardware import MeasuredRates
-from trainer.spec.plan import Fp8Gain
-from trainer.spec.strategy import Fp8Recipe
-from trainer.spec.value import Value
+from shardwise.trainer.spec.hardware import MeasuredRates
+from shardwise.trainer.spec.plan import Fp8Gain
+from shardwise.trainer.spec.strategy import Fp8Recipe
+from shardwise.trainer.spec.value import Value
 
 
 class Measurement(Value, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class DeviceTrial(Value, frozen=True, kw_only=True):
 
 
 class TorchFacts(Value, frozen=True, kw_only=True):
-    """The answer of `python -m trainer.runtime.tools.torch_check`."""
+    """The answer of `python -m shardwise.trainer.runtime.tools.torch_check`."""
 
     version: str
     cuda: str | None  # that torch was built for; None: a build for the CPU

@@ -1,6 +1,6 @@
 """Request and result of a profile of one step."""
 
-from trainer.spec.value import Value
+from shardwise.trainer.spec.value import Value
 
 PROFILE_FOLDER = "profile"  # of a run directory
 FIGURES_FILE = "profile.json"

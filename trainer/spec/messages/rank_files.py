@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.spec.report import Ending
-from trainer.spec.value import Value
+from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.value import Value
 
 HEARTBEAT_BYTES = 256
 _SHORT_PHASE = 24  # characters, of at most 6 bytes each in JSON

@@ -5,10 +5,10 @@ until it is on the disk. Left open (`checkpoint.async: auto`) that is done on GP
 CPUs, whose cores are those that train, it is not. State that lies on NVMe is read from there while training waits.
 """
 
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Candidate, Plan
-from trainer.spec.units import format_bytes
-from trainer.spec.value import Value
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.units import format_bytes
+from shardwise.trainer.spec.value import Value
 
 
 class SavingChoice(Value, frozen=True, kw_only=True):

@@ -6,10 +6,10 @@ and what was alive at the peak.
 
 from typing import Any
 
-from trainer.spec.hardware import DeviceKind
-from trainer.spec.job.sections import LoraJob
-from trainer.spec.model.shape import ModelCode
-from trainer.spec.strategy import (
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.job.sections import LoraJob
+from shardwise.trainer.spec.model.shape import ModelCode
+from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
     LossHead,
@@ -19,7 +19,7 @@ from trainer.spec.strategy import (
     Quant,
     Sharding,
 )
-from trainer.spec.value import Value
+from shardwise.trainer.spec.value import Value
 
 
 class SimulationRequest(Value, frozen=True, kw_only=True):

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from trainer.spec.hardware import Hardware
-from trainer.spec.value import Value
+from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.value import Value
 
 SCRIPT_NAME = "train.sbatch"
 FILE_NAME = "submission.json"

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Any
 
-from trainer.spec.value import Value
+from shardwise.trainer.spec.value import Value
 
 
 class ImportKind(StrEnum):

@@ -14,7 +14,7 @@ On a CPU the flash kernel supports every type, masks and grouped heads.
 
 from enum import StrEnum
 
-from trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.hardware import DeviceKind
 
 FLASH_CAPABILITY = (8, 0)
 MAX_FLASH_HEAD_DIM = 256

@@ -11,8 +11,8 @@ A field that is null is not missing: the readers treat it as the config class do
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.spec.errors import InputError
-from trainer.spec.value import Value
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.value import Value
 
 _NO_DROPOUT = {"attention_dropout": 0.0}
 _GPT = {

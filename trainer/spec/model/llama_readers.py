@@ -14,9 +14,9 @@ experts is not added by this project's loss head.
 
 from msgspec.structs import replace
 
-from trainer.spec.model.config_fields import Fields
-from trainer.spec.model.shape import Linear, ModelShape, Norm
-from trainer.spec.strategy import Attention
+from shardwise.trainer.spec.model.config_fields import Fields
+from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm
+from shardwise.trainer.spec.strategy import Attention
 
 
 def read_llama(fields: Fields) -> ModelShape:

@@ -13,9 +13,9 @@ no bias, no learned positions and no dropout of its own for residuals, because t
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainer.spec.errors import InputError
-from trainer.spec.model.config_fields import Fields, fields_of
-from trainer.spec.model.llama_readers import (
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.model.config_fields import Fields, fields_of
+from shardwise.trainer.spec.model.llama_readers import (
     attention,
     read_gemma2,
     read_gemma3,
@@ -30,8 +30,8 @@ from trainer.spec.model.llama_readers import (
     read_stablelm,
     rotary_dim,
 )
-from trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
-from trainer.spec.strategy import Attention
+from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
+from shardwise.trainer.spec.strategy import Attention
 
 
 def supported_model_types() -> tuple[str, ...]:

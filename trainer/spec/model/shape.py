@@ -17,8 +17,8 @@ from a checkpoint or an export.
 from enum import StrEnum
 from typing import Any
 
-from trainer.spec.strategy import Attention
-from trainer.spec.value import Value
+from shardwise.trainer.spec.strategy import Attention
+from shardwise.trainer.spec.value import Value
 
 
 class Norm(StrEnum):

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from trainer.runtime.checkpoint.layout.pieces import Coded
-from trainer.runtime.checkpoint.manifest import HyperParameter, ParameterEntry, TensorEntry, TensorType
-from trainer.runtime.checkpoint.shards import OpenShards
-from trainer.runtime.optimizers.facts import projectors
-from trainer.runtime.optimizers.groups import MATRICES
-from trainer.spec.errors import InputError
+from shardwise.trainer.runtime.checkpoint.layout.pieces import Coded
+from shardwise.trainer.runtime.checkpoint.manifest import HyperParameter, ParameterEntry, TensorEntry, TensorType
+from shardwise.trainer.runtime.checkpoint.shards import OpenShards
+from shardwise.trainer.runtime.optimizers.facts import projectors
+from shardwise.trainer.runtime.optimizers.groups import MATRICES
+from shardwise.trainer.spec.errors import InputError
 
 BLOCK_ELEMENTS = 256
 SCALES = ".absmax"  # after the name of the moment that they are of
@@ -356,12 +356,12 @@ LAYOUTS: dict[str, Callable[[Made], dict[str, Any]]] = {  # by the path of the c
     "bitsandbytes.optim.adamw.PagedAdamW32bit": _bitsandbytes,
     "bitsandbytes.optim.adamw.PagedAdamW8bit": _bitsandbytes,
     "bitsandbytes.optim.lion.Lion8bit": _bitsandbytes,
-    "trainer.runtime.optimizers.lamb_8bit.Lamb8bit": _bitsandbytes,
+    "shardwise.trainer.runtime.optimizers.lamb_8bit.Lamb8bit": _bitsandbytes,
     "lion_pytorch.lion_pytorch.Lion": _lion,
     "transformers.optimization.Adafactor": _factored,
-    "trainer.runtime.optimizers.muon.MuonAndAdamW": _muon,
-    "trainer.runtime.optimizers.lomo.Lomo": _no_state,
-    "trainer.runtime.optimizers.lomo.AdaLomo": _adalomo,
+    "shardwise.trainer.runtime.optimizers.muon.MuonAndAdamW": _muon,
+    "shardwise.trainer.runtime.optimizers.lomo.Lomo": _no_state,
+    "shardwise.trainer.runtime.optimizers.lomo.AdaLomo": _adalomo,
     "galore_torch.adamw.AdamW": _galore(_galore_adam),
     "galore_torch.adamw8bit.AdamW8bit": _galore(_galore_8bit),
     "galore_torch.adafactor.Adafactor": _galore(_galore_factored, projects_in=torch.float32),

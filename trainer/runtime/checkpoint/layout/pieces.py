@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.runtime.checkpoint.manifest import Blocks, TensorType
-from trainer.spec.errors import InputError
+from shardwise.trainer.runtime.checkpoint.manifest import Blocks, TensorType
+from shardwise.trainer.spec.errors import InputError
 
 _LEADING_WRAPPERS = re.compile(r"^(?:module\.|base_model\.model\.)+")  # DistributedDataParallel, DeepSpeed; PEFT
 _INNER_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")  # torch.compile; checkpointing

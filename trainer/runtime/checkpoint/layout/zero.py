@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from trainer.runtime.checkpoint.layout.optimizer_state import (
+from shardwise.trainer.runtime.checkpoint.layout.optimizer_state import (
     Group,
     StateTensor,
     count_up,
@@ -31,11 +31,11 @@ from trainer.runtime.checkpoint.layout.optimizer_state import (
     state_tensors,
     step_count,
 )
-from trainer.runtime.checkpoint.layout.optimizer_state import create_state as create_partition_state
-from trainer.runtime.checkpoint.layout.pieces import Piece, flat, named_state, type_of
-from trainer.runtime.checkpoint.manifest import Blocks, Manifest, ParameterEntry, TensorEntry
-from trainer.runtime.engines.engine_state import partition_sizes, partition_type, partitions, updated_groups
-from trainer.spec.errors import InputError
+from shardwise.trainer.runtime.checkpoint.layout.optimizer_state import create_state as create_partition_state
+from shardwise.trainer.runtime.checkpoint.layout.pieces import Piece, flat, named_state, type_of
+from shardwise.trainer.runtime.checkpoint.manifest import Blocks, Manifest, ParameterEntry, TensorEntry
+from shardwise.trainer.runtime.engines.engine_state import partition_sizes, partition_type, partitions, updated_groups
+from shardwise.trainer.spec.errors import InputError
 
 
 class SwappedPartition:

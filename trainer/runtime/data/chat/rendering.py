@@ -44,7 +44,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import Encoding
 
-from trainer.runtime.data.chat.template import (
+from shardwise.trainer.runtime.data.chat.template import (
     TEMPLATE_NAMES,
     ChatTemplate,
     TemplateRefusalError,
@@ -53,12 +53,12 @@ from trainer.runtime.data.chat.template import (
     takes_parts,
     with_arguments,
 )
-from trainer.runtime.data.chat.turns import TurnFinder, num_shared
-from trainer.runtime.data.sources.examples import Chat, Completion, Content, Message, Preference, TokenIds
-from trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer, special_tokens
-from trainer.runtime.run.process import end_with_parent
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.job.sections import LossOn
+from shardwise.trainer.runtime.data.chat.turns import TurnFinder, num_shared
+from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Content, Message, Preference, TokenIds
+from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer, special_tokens
+from shardwise.trainer.runtime.run.process import end_with_parent
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.job.sections import LossOn
 
 
 class PreferenceIds(NamedTuple):

@@ -38,10 +38,10 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from trainer.runtime.data.sources.examples import Message
-from trainer.runtime.data.tokenizer import END_OF_TEXT, TextTokenizer, named_tokens
-from trainer.spec.data.shapes import TEMPLATE_TOKENS
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.runtime.data.sources.examples import Message
+from shardwise.trainer.runtime.data.tokenizer import END_OF_TEXT, TextTokenizer, named_tokens
+from shardwise.trainer.spec.data.shapes import TEMPLATE_TOKENS
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
 TEMPLATE_DAY = datetime(2024, 7, 26)
 OPENS_LEARNED, CLOSES_LEARNED = "\ufdd0", "\ufdd1"

@@ -25,8 +25,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from trainer.runtime.data.chat.template import CLOSES_SLOT, OPENS_SLOT, ChatTemplate, TemplateRefusalError, text_of
-from trainer.runtime.data.sources.examples import Message
+from shardwise.trainer.runtime.data.chat.template import (
+    CLOSES_SLOT,
+    OPENS_SLOT,
+    ChatTemplate,
+    TemplateRefusalError,
+    text_of,
+)
+from shardwise.trainer.runtime.data.sources.examples import Message
 
 _SLOT = re.compile(f"{OPENS_SLOT}(\\d+)\\.(\\d+){CLOSES_SLOT}")
 _REASONING_TAGS = ("<think>", "</think>")

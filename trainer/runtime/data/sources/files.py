@@ -33,8 +33,8 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainer.spec.data.request import ROW_SUFFIXES, SourceFile, compression, content_suffix
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.data.request import ROW_SUFFIXES, SourceFile, compression, content_suffix
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
 _NAMES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "Zstandard"}
 _DAMAGES = (EOFError, zlib.error, lzma.LZMAError, OSError)  # BadGzipFile is an OSError, as are bz2's and pyarrow's

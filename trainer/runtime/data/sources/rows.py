@@ -31,12 +31,20 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.runtime.data.sources.examples import Chat, Completion, Content, Message, Preference, TokenIds
-from trainer.runtime.data.sources.files import BadRow, Row, decode_json, holds_rows, kind_of, read_rows
-from trainer.spec.data.request import SourceFile
-from trainer.spec.data.shapes import BY_PRECEDENCE, ROLES, SHAPES, Encoding, column_names, fitting_shapes, shape_of_row
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import DataFormat
+from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Content, Message, Preference, TokenIds
+from shardwise.trainer.runtime.data.sources.files import BadRow, Row, decode_json, holds_rows, kind_of, read_rows
+from shardwise.trainer.spec.data.request import SourceFile
+from shardwise.trainer.spec.data.shapes import (
+    BY_PRECEDENCE,
+    ROLES,
+    SHAPES,
+    Encoding,
+    column_names,
+    fitting_shapes,
+    shape_of_row,
+)
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import DataFormat
 
 
 class UnusableRowError(ValueError):

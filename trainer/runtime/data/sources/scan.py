@@ -29,14 +29,22 @@ from hashlib import blake2b
 from itertools import chain, groupby
 from typing import NamedTuple
 
-from trainer.runtime.data.sources.examples import Content, identity_of, size_of
-from trainer.runtime.data.sources.files import BadRow, Row, holds_rows, kind_of, open_content, open_listed, read_rows
-from trainer.runtime.data.sources.rows import FormatRow, RowReading, detect_shape, example_of
-from trainer.runtime.run.extension import load_hooks
-from trainer.spec.data.request import PrepareRequest, SourceFile, compression
-from trainer.spec.errors import InputError
-from trainer.spec.job.sections import BadRows
-from trainer.spec.messages.extension import Hook
+from shardwise.trainer.runtime.data.sources.examples import Content, identity_of, size_of
+from shardwise.trainer.runtime.data.sources.files import (
+    BadRow,
+    Row,
+    holds_rows,
+    kind_of,
+    open_content,
+    open_listed,
+    read_rows,
+)
+from shardwise.trainer.runtime.data.sources.rows import FormatRow, RowReading, detect_shape, example_of
+from shardwise.trainer.runtime.run.extension import load_hooks
+from shardwise.trainer.spec.data.request import PrepareRequest, SourceFile, compression
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import BadRows
+from shardwise.trainer.spec.messages.extension import Hook
 
 READ_BYTES = 2**20
 BLOCK_CHARS = 2**20

@@ -33,16 +33,16 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.runtime.data.cache_folders import hold_folder, remove_held
-from trainer.runtime.data.token_rows import TokenRows
-from trainer.runtime.run.report_writer import RunPaths, start_of_launch
-from trainer.runtime.run.state import IncidentKind, IncidentLog
-from trainer.spec import codec
-from trainer.spec.data.request import LISTING_NAME
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
-from trainer.spec.job.sections import DataFormat
-from trainer.spec.plan import Plan
-from trainer.spec.value import Value
+from shardwise.trainer.runtime.data.cache_folders import hold_folder, remove_held
+from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.runtime.run.report_writer import RunPaths, start_of_launch
+from shardwise.trainer.runtime.run.state import IncidentKind, IncidentLog
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.data.request import LISTING_NAME
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from shardwise.trainer.spec.job.sections import DataFormat
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.value import Value
 
 POLL_S = 0.02
 GRACE_S = 5.0
@@ -102,7 +102,7 @@ class StreamIndex(Value, frozen=True, kw_only=True):
 
 
 class ProducerRequest(Value, frozen=True, kw_only=True):
-    """Request of `python -m trainer.runtime.data.stream.windows`: windows from `number` on."""
+    """Request of `python -m shardwise.trainer.runtime.data.stream.windows`: windows from `number` on."""
 
     cache_dir: str  # of the first window
     folder: str
@@ -339,7 +339,13 @@ class _Producer:
         codec.write(folder / _PRODUCER_NAME, request)
         with (folder / "errors.txt").open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "trainer.runtime.data.stream.windows", str(folder / _PRODUCER_NAME)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "shardwise.trainer.runtime.data.stream.windows",
+                    str(folder / _PRODUCER_NAME),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,

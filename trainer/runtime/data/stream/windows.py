@@ -19,7 +19,7 @@ The files of a stream on this machine: those of the hub come when they are read,
 A file of a data set never changes at its commit, so that one that was removed can be fetched again. Only the names that
 were listed are fetched: rows and text, by suffix, never a script.
 
-Prepares the windows of a stream ahead of the ranks: `python -m trainer.runtime.data.stream.windows REQUEST.json`.
+Prepares windows of a stream ahead of the ranks: `python -m shardwise.trainer.runtime.data.stream.windows REQUEST.json`.
 
 One process a machine, started by its first rank (stream_rows) and ended with it. It builds a window while at most
 WINDOWS_AHEAD beyond the one in use are there, and removes those that every rank has left. A window is built under
@@ -38,12 +38,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from trainer.runtime.data.cache_folders import remove_held, scratch_folder
-from trainer.runtime.data.prepare import Work, build, prepare_cached, write_rows
-from trainer.runtime.data.sources.examples import size_of
-from trainer.runtime.data.sources.files import BadRow, holds_rows
-from trainer.runtime.data.sources.rows import RowReading, detect_shape
-from trainer.runtime.data.sources.scan import (
+from shardwise.trainer.runtime.data.cache_folders import remove_held, scratch_folder
+from shardwise.trainer.runtime.data.prepare import Work, build, prepare_cached, write_rows
+from shardwise.trainer.runtime.data.sources.examples import size_of
+from shardwise.trainer.runtime.data.sources.files import BadRow, holds_rows
+from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape
+from shardwise.trainer.runtime.data.sources.scan import (
     Block,
     Census,
     Sources,
@@ -54,7 +54,7 @@ from trainer.runtime.data.sources.scan import (
     survey,
     take_census,
 )
-from trainer.runtime.data.stream.rows import (
+from shardwise.trainer.runtime.data.stream.rows import (
     ENTRY_NAME,
     ERROR_NAME,
     START_NAME,
@@ -66,15 +66,15 @@ from trainer.runtime.data.stream.rows import (
     Window,
     window_folder,
 )
-from trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer
-from trainer.runtime.run.process import end_with_parent
-from trainer.spec import codec
-from trainer.spec.data.order import permuted
-from trainer.spec.data.profile import DataProfile, stream_note
-from trainer.spec.data.request import LISTING_NAME, PrepareRequest, SourceFile, content_suffix
-from trainer.spec.data.shapes import SHAPES
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
-from trainer.spec.job.sections import DataFormat
+from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer
+from shardwise.trainer.runtime.run.process import end_with_parent
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.data.order import permuted
+from shardwise.trainer.spec.data.profile import DataProfile, stream_note
+from shardwise.trainer.spec.data.request import LISTING_NAME, PrepareRequest, SourceFile, content_suffix
+from shardwise.trainer.spec.data.shapes import SHAPES
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
+from shardwise.trainer.spec.job.sections import DataFormat
 
 Item = Block | BadRow
 
@@ -419,7 +419,7 @@ def window_in_use(folder: Path, *, num_readers: int) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Serves the request in the first file; the exit code of what went wrong."""
     if len(arguments) != 1:
-        sys.stderr.write("usage: python -m trainer.runtime.data.stream.windows REQUEST.json\n")
+        sys.stderr.write("usage: python -m shardwise.trainer.runtime.data.stream.windows REQUEST.json\n")
         return ExitCode.INPUT
     request = codec.read(Path(arguments[0]), ProducerRequest)
     try:
