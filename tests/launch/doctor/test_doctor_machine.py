@@ -177,10 +177,10 @@ def test_a_model_of_the_hub_whose_files_are_gone(broken):
 
 
 def test_a_file_that_is_named_as_a_module_is(broken):
-    (broken.working / "trainer.py").write_text("")
+    (broken.working / "torch.py").write_text("")
     (broken.working / "yaml.py").write_text("")
     found = broken.diagnose("shadowed-modules")
-    remedies = [f"mv {broken.working}/{name}.py {broken.working}/my_{name}.py" for name in ("trainer", "yaml")]
+    remedies = [f"mv {broken.working}/{name}.py {broken.working}/my_{name}.py" for name in ("torch", "yaml")]
     assert_told(found, Level.WARNING, *((remedy,) for remedy in remedies))
 
 
