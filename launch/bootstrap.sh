@@ -28,6 +28,7 @@ check       ruff, mypy over the code, its tests and its benchmarks, import-linte
 bench       benchmarks, as ratios measured side by side
 bench-gpu   half an hour on a GPU: every engine, predictions, other trainers, FP8, small cards; a rehearsal without one
 golden      runs every known dry run anew and writes tests/golden/dry_run.jsonl; half an hour
+newest      the canaries with the newest versions of all libraries, in .venv-newest: may an upper bound go up?
 uninstall   remove .venv, caches and compiled operators; runs are kept
 TEXT
 }
@@ -119,7 +120,7 @@ check_gpu() { # a GPU that the installed torch cannot use is a fault to mend, no
 
 uninstall() {
     cache=${SHARDWISE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/shardwise}
-    for path in "$venv" "$cache"; do
+    for path in "$venv" "$venv-newest" "$cache"; do
         [ -e "$path" ] && { say "Removing $path"; rm -rf "$path"; }
     done
     say "Kept: runs/, ${XDG_STATE_HOME:-$HOME/.local/state}/shardwise, ${XDG_CONFIG_HOME:-$HOME/.config}/shardwise"
@@ -135,6 +136,17 @@ run_tests() { # everything, or what the arguments name; on as many workers as th
     [ $# -gt 0 ] || set -- -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     exec "$bin/python" -m pytest -m "not long and not gpu" "$@"
+}
+
+try_newest() { # in an environment of its own
+    bin=$venv-newest/bin
+    [ -x "$bin/python" ] || "$venv/bin/python" -m venv "$venv-newest"
+    sed -n 's/==.*//p' requirements.lock requirements-dev.lock >"$venv-newest/names"
+    pip_install --upgrade -r "$venv-newest/names" || stop "the newest versions could not be installed together" \
+        "the lines above say which of them exclude each other"
+    pip_install --no-deps -e .
+    "$bin/python" -m pip list --outdated --format freeze >&2
+    exec "$bin/python" -m pytest tests/distributed/test_workarounds.py "$@"
 }
 
 case $target in
@@ -161,6 +173,11 @@ case $target in
     bench) install_dev; shift; exec "$bin/python" benchmarks/run.py "$@" ;;
     bench-gpu) install_dev; shift; exec "$bin/python" benchmarks/gpu.py "$@" ;;
     golden) install_dev; shift; exec "$bin/python" -m shardwise.trainer.simulation --golden tests/golden/dry_run.jsonl --all "$@" ;;
+    newest)
+        install_dev
+        shift
+        try_newest "$@"
+        ;;
     uninstall) uninstall ;;
     *) say "bootstrap: unknown target '$target'"; usage >&2; exit 2 ;;
 esac

@@ -12,6 +12,7 @@ A worker has a session of its own: Ctrl-C reaches this process alone, which then
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from typing import IO, TypeVar
 from shardwise.trainer import FOLDER
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, NothingFitsError, ShardwiseError
+from shardwise.trainer.spec.pip_lines import extra_line
 from shardwise.trainer.spec.value import Value
 
 V = TypeVar("V", bound=Value)
@@ -222,6 +224,9 @@ def _error_of(exit_code: int, folder: Path, subject: str, memory_hint: str) -> S
     written = folder / ERROR_NAME
     lines = _last_lines((folder / "stderr").read_text(errors="replace")) or ["no message"]
     message = written.read_text().strip() if written.is_file() else "\n".join(lines)
+    absent = re.fullmatch(r"ModuleNotFoundError: No module named '([\w.]+)'", lines[-1])
+    if absent is not None:
+        return EnvironmentFaultError(f"{subject} needs {absent[1]}, not installed here:\n{extra_line('train')}")
     kind = _ERRORS.get(exit_code)
     return ShardwiseError(f"{subject} failed: {lines[-1]}") if kind is None else kind(message)
 

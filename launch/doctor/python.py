@@ -15,14 +15,14 @@ from shardwise.launch.doctor.finding import Finding, Machine, fault, fine, warni
 from shardwise.launch.doctor.system import obstacle_in
 from shardwise.launch.probe.gpu_selection import name_gpus
 from shardwise.launch.probe.gpus import read_gpus
-from shardwise.launch.probe.installed import installed_version, unfit_version
+from shardwise.launch.probe.installed import installed_version, needed_libraries, unfit_version
 from shardwise.trainer import FOLDER
-from shardwise.trainer.spec.pip_lines import pip_line
+from shardwise.trainer.spec.pip_lines import extra_line, pip_line
 
 OLDEST, NEWEST = (3, 11), (3, 13)
 # What our processes import by name: of ours, of libraries.
 _IMPORTED = (
-    "shardwise", "torch", "accelerate", "transformers", "deepspeed", "peft", "datasets", "tokenizers",
+    "shardwise", "torch", "accelerate", "transformers", "deepspeed", "peft", "tokenizers",
     "safetensors", "yaml", "msgspec", "numpy", "rich", "wandb", "ninja", "pyarrow", "jinja2", "huggingface_hub",
 )  # fmt: skip
 _SLOW_VARIABLES = {
@@ -54,30 +54,21 @@ def judge_python(version: tuple[int, ...], *, python: str) -> Iterator[Finding]:
 
 def check_libraries(machine: Machine) -> Iterator[Finding]:
     """Every library that shardwise needs is here, at a version that it takes."""
-    from importlib.metadata import PackageNotFoundError, requires
-
-    try:
-        stated = requires("shardwise") or []
-    except PackageNotFoundError:
+    needed = needed_libraries("train")
+    if not needed:
         yield warning(
             "shardwise itself is not installed in this environment",
             f"{pip_line('-e', '.', python=machine.place.python)} in its folder",
         )
         return
-    needed = [found[0] for line in stated if "extra ==" not in line and (found := re.match(r"[A-Za-z0-9._-]+", line))]
-    wrong = [_wrong_library(name, machine.place.python) for name in needed]
-    yield from (finding for finding in wrong if finding is not None)
-    if not any(wrong):
+    missing = [name for name in needed if installed_version(name) is None]
+    if missing:
+        yield fault(f"not installed: {', '.join(missing)}", extra_line("train", python=machine.place.python))
+    unfit = {name: text for name in needed if (text := unfit_version(name, user="shardwise"))}
+    for name, text in unfit.items():
+        yield fault(text, pip_line(f"{name}{text.rpartition(' takes ')[2]}", python=machine.place.python))
+    if not missing and not unfit:
         yield fine(f"{len(needed)} libraries are here, at versions that shardwise takes")
-
-
-def _wrong_library(name: str, python: str) -> Finding | None:
-    if installed_version(name) is None:
-        return fault(f"{name} is not installed", pip_line(name, python=python))
-    unfit = unfit_version(name, user="shardwise")
-    if unfit is None:
-        return None
-    return fault(unfit, pip_line(f"{name}{unfit.rpartition(' takes ')[2]}", python=python))
 
 
 def check_shadows(machine: Machine) -> Iterator[Finding]:

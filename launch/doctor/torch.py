@@ -77,8 +77,7 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
     """torch loads, and can use the GPUs of the machine."""
     version = installed_version("torch")
     if version is None:
-        yield fault("torch is not installed beside this Python", pip_line("torch", python=machine.place.python))
-        return
+        return  # one of the libraries that `check_libraries` finds missing
     facts = machine.torch.facts
     if machine.torch.is_slow:
         yield warning(f"torch {version}: {machine.torch.problem}", _SLOW_DISK)

@@ -11,6 +11,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.pip_lines import extra_line
+
 _METADATA_FOLDER = re.compile(r"(?P<name>[A-Za-z0-9._]+)-(?P<version>[^-]+)(-py\d\.\d+)?\.(dist|egg)-info")
 
 
@@ -47,6 +50,21 @@ def unfit_version(name: str, *, user: str) -> str | None:
     if SpecifierSet(wanted).contains(installed[0], prereleases=True):
         return None
     return f"{name} {installed[0]} is installed; {user} {requiring[0]} takes {wanted}"
+
+
+def needed_libraries(*extras: str) -> tuple[str, ...]:
+    """Names of the libraries that shardwise needs, those of `extras` included; empty if it is not installed itself."""
+    own = _installed(tuple(sys.path)).get("shardwise")
+    lines = re.findall(r"^Requires-Dist: ([\w.-]+)(.*)$", "" if own is None else _metadata(own[1]), re.MULTILINE)
+    wanted = {f"extra == '{extra}'" for extra in extras}
+    return tuple(name for name, rest in lines if "extra ==" not in rest or any(text in rest for text in wanted))
+
+
+def require_libraries_of_training() -> None:
+    """Raises EnvironmentFaultError with the line that installs them if a library that training needs is missing."""
+    missing = [name for name in needed_libraries("train") if installed_version(name) is None]
+    if missing:
+        raise EnvironmentFaultError(f"training needs {', '.join(missing)}, not installed here:\n{extra_line('train')}")
 
 
 def _metadata(folder: str) -> str:

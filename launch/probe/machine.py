@@ -34,7 +34,6 @@ LIBRARIES = (
     "bitsandbytes",
     "galore-torch",
     "lion-pytorch",
-    "datasets",
     "tokenizers",
     "safetensors",
     "triton",

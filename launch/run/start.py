@@ -29,6 +29,7 @@ from shardwise.launch.plan.gather import (
     with_weights,
 )
 from shardwise.launch.plan.simulated import after_dry_run
+from shardwise.launch.probe.installed import require_libraries_of_training
 from shardwise.launch.probe.machine import read_hardware
 from shardwise.launch.probe.torch_fit import check_torch
 from shardwise.launch.run.trials import plan_after_trials
@@ -74,6 +75,7 @@ def check_trial(options: TrainOptions) -> None:
 
 def prepare(options: TrainOptions, console: Console, environment: Mapping[str, str], machines: Machines) -> Prepared:
     """The plan of a job file, or one that was kept, with its data prepared; InputError for whatever is wrong."""
+    require_libraries_of_training()
     if options.job.suffix == ".json":
         return _prepare_kept_plan(options, console, environment, machines)
     _check_several(options, machines)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -33,7 +34,15 @@ def pasted(line: str, folder: Path) -> list[Requirement]:
     )
     command, *words = json.loads(answer.stdout)
     assert command == "install", words
-    return [Requirement(word) for word in words if not word.startswith("-")]
+    return [each for word in words if not word.startswith("-") for each in _libraries(Requirement(word))]
+
+
+def _libraries(asked: Requirement) -> list[Requirement]:
+    """What pip installs for it: the libraries of an extra, where an extra of shardwise is asked for."""
+    if asked.name != "shardwise":
+        return [asked]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    return [Requirement(line) for extra in asked.extras for line in project["optional-dependencies"][extra]]
 
 
 def requirements_in(text: str, folder: Path) -> dict[str, Requirement]:

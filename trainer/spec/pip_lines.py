@@ -1,24 +1,15 @@
 """Lines that a person pastes to install what is missing.
 
-They name the library itself, since no package index has shardwise and its extras, and pip by the Python that runs this
-program, since the `pip` on PATH often belongs to another environment: so a line holds in a checkout and in an installed
-wheel alike.
+They name pip by the Python that runs this program, since the `pip` on PATH often belongs to another environment. An
+extra is asked of the installed shardwise, in a checkout and from a wheel alike: pip reads what it needs from its
+metadata, and asks no index for shardwise itself.
 """
 
 import shlex
 import sys
 from functools import cache
 
-# The optional libraries, each as in [project.optional-dependencies] of pyproject.toml (tested).
-REQUIREMENTS = {
-    "flash": ("flash-attn>=2.8",),
-    "hub-kernels": ("transformers[kernels]",),
-    "fp8": ("transformer-engine[core_cu13,pytorch]>=2.10",),
-    "torchao": ("torchao>=0.18",),
-    "liger": ("liger-kernel>=0.6.2",),
-    "tensorboard": ("tensorboard>=2.19",),
-    "onnx": ("onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.20"),
-}
+EXTRAS = ("train", "flash", "hub-kernels", "fp8", "torchao", "liger", "tensorboard", "onnx")  # as in pyproject.toml
 # Compiled on the machine against the torch that is installed: from PyPI both are sources alone.
 _BUILDS = ("flash", "fp8")
 
@@ -30,15 +21,15 @@ def pip_line(*words: str, command: str = "install", python: str | None = None) -
 
 def extra_words(extra: str) -> tuple[str, ...]:
     """Arguments of pip that install an extra."""
-    return (*(("--no-build-isolation",) if extra in _BUILDS else ()), *REQUIREMENTS[extra])
+    return (*(("--no-build-isolation",) if extra in _BUILDS else ()), f"shardwise[{extra}]")
 
 
-def extra_line(extra: str) -> str:
-    """The line that installs an extra beside this Python."""
-    return pip_line(*extra_words(extra))
+def extra_line(extra: str, *, python: str | None = None) -> str:
+    """The line that installs an extra, beside this Python unless another is given."""
+    return pip_line(*extra_words(extra), python=python)
 
 
 @cache
 def extra_lines() -> dict[str, str]:
     """The line of every extra, by its name."""
-    return {extra: extra_line(extra) for extra in REQUIREMENTS}
+    return {extra: extra_line(extra) for extra in EXTRAS}

@@ -95,7 +95,7 @@ def _line_of(package: str) -> str:
     """The line that installs a library, with a comment that a shell passes over."""
     if package == TORCHAO:
         return f"{extra_line('torchao')} # for pin.fp8_recipe: torchao_tensorwise or torchao_rowwise"
-    return f"{extra_line('fp8')} # compiles for minutes with nvcc; core_cu12 for a torch of CUDA 12"
+    return f"{extra_line('fp8')} # compiles for minutes with nvcc; for CUDA 12: transformer-engine[core_cu12,pytorch]"
 
 
 def check_fp8_ran(fp8: Fp8 | None, model: nn.Module) -> None:
