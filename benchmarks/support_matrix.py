@@ -31,7 +31,7 @@ from shardwise.trainer.planning.rules.combination import Incompatibility, Reach,
 from shardwise.trainer.planning.rules.incompatible_rows import LAYOUTS, ROWS  # noqa: E402
 from shardwise.trainer.planning.rules.incompatible_settings import RECIPE_CAPABILITY, SETTINGS  # noqa: E402
 from shardwise.trainer.planning.rules.rule import RULES  # noqa: E402
-from shardwise.trainer.spec.pip_lines import extra_words  # noqa: E402
+from shardwise.trainer.spec.packages import extra_words  # noqa: E402
 from shardwise.trainer.spec.strategy import (  # noqa: E402
     Checkpointing,
     Fp8Recipe,

@@ -27,7 +27,7 @@ from typing import IO, TypeVar
 from shardwise.trainer import FOLDER
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, NothingFitsError, ShardwiseError
-from shardwise.trainer.spec.pip_lines import extra_line
+from shardwise.trainer.spec.packages import extra_line
 from shardwise.trainer.spec.value import Value
 
 V = TypeVar("V", bound=Value)

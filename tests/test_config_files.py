@@ -13,12 +13,13 @@ from engine_plan_factory import engine_plan
 
 from shardwise.launch.engine.accelerate_config import accelerate_config
 from shardwise.launch.engine.deepspeed_config import HOLE, deepspeed_config
-from shardwise.trainer.planning.tables.catalogue import ENGINE_CONFIGS
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware, Host
 from shardwise.trainer.spec.plan import Buckets, Plan
 from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
 
 ROOT = Path(__file__).parent.parent
+ENGINE_CONFIGS = {(row.sharding, row.offload): row.base_config for row in CATALOGUE if row.base_config}
 DEEPSPEED_ROWS = [row for row, path in ENGINE_CONFIGS.items() if path.startswith("ds_configs/")]
 FSDP_ROWS = [row for row, path in ENGINE_CONFIGS.items() if path.startswith("fsdp_configs/")]
 BUCKETS = Buckets(

@@ -19,8 +19,8 @@ from gpu_factory import GPU_CASES
 
 from shardwise.launch.job.yaml_text import read_yaml
 from shardwise.launch.options import build_parser
-from shardwise.trainer.planning.tables.catalogue import ENGINE_CONFIGS
 from shardwise.trainer.runtime.loop.metrics import StepMetrics
+from shardwise.trainer.spec.engines import ENGINES
 from shardwise.trainer.spec.errors import ExitCode
 from shardwise.trainer.spec.job.reading import read_job
 from shardwise.trainer.spec.strategy import Sharding
@@ -50,7 +50,7 @@ def test_every_sharding_is_in_the_table_of_strategies(sharding):
     assert f"`{sharding}`" in README
 
 
-@pytest.mark.parametrize("config", ENGINE_CONFIGS.values())
+@pytest.mark.parametrize("config", [file for facts in ENGINES.values() for file in facts.base_configs.values()])
 def test_every_configuration_file_is_explained(config):
     folder, name = config.split("/")
     assert name in (REPOSITORY / folder / "README.md").read_text()

@@ -31,7 +31,6 @@ from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.search.settings import smallest_buckets
 from shardwise.trainer.planning.setting import Setting
-from shardwise.trainer.planning.tables.catalogue import ENGINE_CONFIGS
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.errors import ShardwiseError
 from shardwise.trainer.spec.hardware import Hardware
@@ -232,7 +231,7 @@ def with_engine(plan: Plan, sharding: Sharding) -> Plan:
         chosen.strategy,
         name=f"{sharding}/{chosen.strategy.precision}/{chosen.strategy.optimizer}",
         sharding=sharding,
-        base_config=ENGINE_CONFIGS.get((sharding, chosen.strategy.offload)),
+        base_config=sharding.facts.base_configs.get(chosen.strategy.offload),
     )
     chosen = replace(chosen, strategy=strategy, buckets=smallest_buckets(plan.model_shape, strategy))
     shared = {name: getattr(chosen, name) for name in chosen.__struct_fields__ if name in _SETTING_FIELDS}

@@ -17,7 +17,7 @@ from shardwise.launch.probe.gpu_selection import name_gpus
 from shardwise.launch.probe.gpus import read_gpus
 from shardwise.launch.probe.installed import installed_version, needed_libraries, unfit_version
 from shardwise.trainer import FOLDER
-from shardwise.trainer.spec.pip_lines import extra_line, pip_line
+from shardwise.trainer.spec.packages import extra_line, pip_line
 
 OLDEST, NEWEST = (3, 11), (3, 13)
 # What our processes import by name: of ours, of libraries.

@@ -32,7 +32,7 @@ from shardwise.launch.probe.torch_fit import BUILT_FOR_CUDA, find_fault
 from shardwise.launch.worker import python_environment
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import Gpu, Hardware
-from shardwise.trainer.spec.pip_lines import pip_line
+from shardwise.trainer.spec.packages import pip_line
 from shardwise.trainer.spec.units import format_bytes
 
 IMPORT_TIMEOUT_S = 20.0

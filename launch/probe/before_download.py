@@ -10,7 +10,7 @@ import re
 import sys
 
 from shardwise.trainer.spec.errors import ExitCode
-from shardwise.trainer.spec.torch_wheel import CUDA_12_INDEX, OLDEST_CAPABILITY, lacks_code
+from shardwise.trainer.spec.packages import CUDA_12_INDEX, OLDEST_CAPABILITY, lacks_code
 
 
 def obstacle(cards: str, torch_version: str) -> tuple[str, ...]:

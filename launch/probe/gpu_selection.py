@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from shardwise.trainer.planning.tables.gpu_rating import spec_of
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Hardware, Holder
+from shardwise.trainer.spec.packages import lacks_code
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.torch_wheel import lacks_code
 from shardwise.trainer.spec.units import format_bytes
 
 # Above a desktop's share of a large card, below what any training process takes of one.

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from shardwise.trainer.spec.errors import EnvironmentFaultError
-from shardwise.trainer.spec.pip_lines import extra_line
+from shardwise.trainer.spec.packages import extra_line
 
 _METADATA_FOLDER = re.compile(r"(?P<name>[A-Za-z0-9._]+)-(?P<version>[^-]+)(-py\d\.\d+)?\.(dist|egg)-info")
 

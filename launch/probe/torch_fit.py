@@ -24,15 +24,14 @@ from shardwise.launch.worker import python_environment
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 from shardwise.trainer.spec.hardware import Gpu, Hardware
 from shardwise.trainer.spec.messages.measurement import DeviceTrial, TorchFacts
-from shardwise.trainer.spec.pip_lines import pip_line
-from shardwise.trainer.spec.torch_wheel import CUDA_12_INDEX, VERSION
+from shardwise.trainer.spec.packages import CUDA_12_INDEX, TORCH_VERSION, pip_line
 from shardwise.trainer.spec.value import Value
 
 TIMEOUT_S = 120.0
 MINIMUM_DRIVER = {12: "525.60.13", 13: "580.65.06"}
 _REMOVED = pip_line("-y", "torch", command="uninstall")  # else pip finds it installed
-BUILT_FOR_CUDA = f"{_REMOVED} && {pip_line(f'torch=={VERSION}')}"
-_ON_CUDA_12 = f"{_REMOVED} && {pip_line(f'torch=={VERSION}', '--index-url', CUDA_12_INDEX)}"
+BUILT_FOR_CUDA = f"{_REMOVED} && {pip_line(f'torch=={TORCH_VERSION}')}"
+_ON_CUDA_12 = f"{_REMOVED} && {pip_line(f'torch=={TORCH_VERSION}', '--index-url', CUDA_12_INDEX)}"
 _NO_EXPANDING = "expandable segments fail on this GPU: its runs use the allocator without them"
 _ARCHITECTURE = re.compile(r"(?:sm|compute)_(\d+)(\d)[a-z]?")
 

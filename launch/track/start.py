@@ -27,7 +27,7 @@ from shardwise.launch.track.tracker import SHOWN, EndNotice, TrackerOrder
 from shardwise.trainer.spec.errors import InputError, InputProblemsError
 from shardwise.trainer.spec.job.kinds import is_url, variable_of
 from shardwise.trainer.spec.job.sections import Job, NodeNetwork, WandbMode
-from shardwise.trainer.spec.pip_lines import extra_line, pip_line
+from shardwise.trainer.spec.packages import extra_line, pip_line
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.secrets import redact
 

@@ -14,7 +14,6 @@ from rank_factory import rank_plan, write_rows
 from small_disk import mounted_disk
 from workplace_factory import LIMIT_S
 
-from shardwise.trainer.planning.tables.catalogue import ENGINE_CONFIGS
 from shardwise.trainer.spec import codec, report
 from shardwise.trainer.spec.errors import ExitCode
 from shardwise.trainer.spec.plan import Plan
@@ -233,7 +232,7 @@ def test_every_fault_on_every_rank_is_survived(plan, undisturbed, tmp_path, kind
 @pytest.mark.long
 @pytest.mark.parametrize("sharding", [Sharding.FSDP, Sharding.ZERO2, Sharding.ZERO3])
 def test_every_engine_survives(plan, undisturbed, tmp_path, sharding):
-    strategy = replace(plan.chosen.strategy, sharding=sharding, base_config=ENGINE_CONFIGS[sharding, Offload.NONE])
+    strategy = replace(plan.chosen.strategy, sharding=sharding, base_config=sharding.facts.base_configs[Offload.NONE])
     chosen = replace(plan.chosen, strategy=strategy)
     sharded = replace(plan, candidates=(chosen,), fallbacks=halves(chosen))
     faults = [Fault("oom in backward", 1, 5), Fault("sigkill", 0, 6), Fault("hang", 1, 9)]

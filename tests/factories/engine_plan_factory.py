@@ -4,7 +4,6 @@ from typing import Any
 
 from report_factory import make_candidate
 
-from shardwise.trainer.planning.tables.catalogue import ENGINE_CONFIGS
 from shardwise.trainer.spec.calibration import Calibration
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Hardware, Host
@@ -59,7 +58,7 @@ def engine_plan(
         optimizer=optimizer,
         precision=precision,
         is_exact=True,
-        base_config=ENGINE_CONFIGS.get((sharding, offload)),
+        base_config=sharding.facts.base_configs.get(offload),
     )
     chosen: Candidate = make_candidate(strategy=strategy, num_ranks=num_ranks, **candidate)
     return Plan(

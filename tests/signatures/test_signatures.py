@@ -14,7 +14,7 @@ from capture_signatures import PACKAGES, captured_file, cuda_file, versions
 from library_calls import Call, Reference, references, references_in
 
 from shardwise.trainer.runtime.attention.packed import grouped_heads
-from shardwise.trainer.spec.torch_wheel import OLDEST_CAPABILITY
+from shardwise.trainer.spec.packages import OLDEST_CAPABILITY
 
 VERSIONS = [(library, version) for library in PACKAGES for version in versions(library)]
 
@@ -115,5 +115,5 @@ def test_facts_of_the_cuda_wheel_are_captured(version: str) -> None:
     facts = dict(line.split(": ") for line in cuda_file(version).read_text().splitlines() if not line.startswith("#"))
     assert set(facts) == {"cuda", "architectures", "cudnn", "nccl", "triton", "has_cudnn_preference"}
     oldest = min(int(each.removeprefix("sm_")) for each in facts["architectures"].split())
-    assert divmod(oldest, 10) == OLDEST_CAPABILITY, "shardwise.trainer.spec.torch_wheel"
+    assert divmod(oldest, 10) == OLDEST_CAPABILITY, "shardwise.trainer.spec.packages"
     assert facts["has_cudnn_preference"] == "True", "shardwise.trainer.runtime.attention.kernels switches it off"

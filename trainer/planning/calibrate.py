@@ -285,6 +285,6 @@ def _class_of_record(record: CalibrationRecord) -> str:
 
 def _class_of(precision: Precision, sharding: Sharding, offload: Offload, *, is_frozen: bool) -> str:
     """Rows whose errors are expected to be alike."""
-    engine = "deepspeed" if sharding.uses_deepspeed else "fsdp" if sharding.uses_fsdp else str(sharding)
+    engine = str(sharding if sharding.is_replicated else sharding.facts.engine)
     place = "device" if offload is Offload.NONE else "nvme" if offload.uses_nvme else "host"
     return f"{precision}/{engine}/{place}/{'frozen' if is_frozen else 'trained'}"

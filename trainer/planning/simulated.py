@@ -21,7 +21,7 @@ from shardwise.trainer.planning.search.fallbacks import fallbacks
 from shardwise.trainer.spec.messages.simulation import Simulation
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan, Rejection
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method, Offload, Precision, Sharding
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method, Offload, Precision
 from shardwise.trainer.spec.units import format_bytes
 from shardwise.trainer.spec.value import Value
 
@@ -53,7 +53,7 @@ def obstacle_to_dry_run(candidate: Candidate, shape: ModelShape, *, is_cpu: bool
         (strategy.precision is Precision.FP8, "fp8"),
         (candidate.method is Method.GALORE, "galore"),
         (candidate.method is Method.QLORA and strategy.sharding.uses_fsdp, f"qlora under {strategy.sharding}"),
-        (is_cpu and strategy.sharding is not Sharding.NONE, f"{strategy.sharding} on CPU devices"),
+        (is_cpu and not strategy.sharding.facts.is_one_rank, f"{strategy.sharding} on CPU devices"),
         (candidate.compile, "torch.compile"),
         (candidate.optimizer_in_backward, "optimizer_in_backward"),
         (candidate.checkpointing is Checkpointing.SELECTIVE, "checkpointing selective"),

@@ -32,7 +32,7 @@ from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.simulation.fake_device import replaced
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.messages.simulation import SimulationRequest
-from shardwise.trainer.spec.strategy import Method, Sharding
+from shardwise.trainer.spec.strategy import Method
 
 # What a launch of ranks leaves in the environment, for Accelerate and torch to find.
 _OF_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "LOCAL_RANK", "RANK", "WORLD_SIZE")
@@ -113,7 +113,7 @@ def engine_of(
 
     What it leaves in the process, Accelerate's state, variables of the environment and the group, goes with it.
     """
-    environment, is_alone = dict(os.environ), request.sharding is Sharding.NONE
+    environment, is_alone = dict(os.environ), request.sharding.facts.is_one_rank
     for name in [name for name in environment if name.startswith(_OF_LAUNCH)]:
         del os.environ[name]
     _forget_engine()
@@ -150,7 +150,7 @@ def _choice(request: SimulationRequest, model: PreTrainedModel) -> EngineChoice:
         accumulation=request.accumulation,
         device_kind=request.device_kind,
         block_class=type(blocks_of(model)[0]).__name__,
-        hybrid_mesh=(nodes, request.num_ranks // nodes) if request.sharding is Sharding.HSDP else None,
+        hybrid_mesh=(nodes, request.num_ranks // nodes) if request.sharding.facts.shards_within_node else None,
     )
 
 

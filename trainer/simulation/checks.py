@@ -32,7 +32,7 @@ from shardwise.trainer.spec.errors import InputError, ShardwiseError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.simulation import SimulationRequest
 from shardwise.trainer.spec.model.attention_kernel import FLASH_CAPABILITY, AttentionKernel
-from shardwise.trainer.spec.strategy import Attention, Method, Precision, Sharding
+from shardwise.trainer.spec.strategy import Attention, Method, Precision
 
 _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
 _ALWAYS_MASKED = "allow_is_causal_skip=False"  # what a model's code says where it wants its mask in any case
@@ -58,13 +58,13 @@ def check_supported(request: SimulationRequest) -> None:
             f"qlora under {sharding} has no dry run; none and ddp have",
         ),
         (
-            request.device_kind is DeviceKind.CPU and sharding is not Sharding.NONE,
+            request.device_kind is DeviceKind.CPU and not sharding.facts.is_one_rank,
             f"{sharding} on CPU devices has no dry run; a single device has",
         ),
-        (sharding is Sharding.NONE and ranks != 1, f"sharding none is one rank, the request has {ranks}"),
-        (sharding is not Sharding.NONE and ranks < 2, f"{sharding} needs 2 ranks or more, the request has {ranks}"),
+        (sharding.facts.is_one_rank and ranks != 1, f"sharding none is one rank, the request has {ranks}"),
+        (not sharding.facts.is_one_rank and ranks < 2, f"{sharding} needs 2 ranks or more, the request has {ranks}"),
         (
-            sharding is Sharding.HSDP and ranks % request.ranks_per_node != 0,
+            sharding.facts.shards_within_node and ranks % request.ranks_per_node != 0,
             f"hsdp needs full nodes: {ranks} ranks, {request.ranks_per_node} in a node",
         ),
     ):

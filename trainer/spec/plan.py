@@ -19,7 +19,6 @@ from shardwise.trainer.spec.strategy import (
     Fp8Recipe,
     LossHead,
     Method,
-    Sharding,
     Strategy,
 )
 from shardwise.trainer.spec.value import Value
@@ -242,6 +241,6 @@ class Plan(Value, frozen=True, kw_only=True):
     @property
     def hybrid_mesh(self) -> tuple[int, int] | None:
         """(replicas, shards) under hybrid sharding: shards within a machine, replicas between machines; else None."""
-        if self.chosen.strategy.sharding is not Sharding.HSDP:
+        if not self.chosen.strategy.sharding.facts.shards_within_node:
             return None
         return self.num_machines, self.chosen.num_ranks // self.num_machines

@@ -5,6 +5,8 @@ Every member's value is its one name everywhere: job file, plan.json, command li
 
 from enum import StrEnum
 
+from shardwise.trainer.spec.engines import Offload as Offload
+from shardwise.trainer.spec.engines import Sharding as Sharding
 from shardwise.trainer.spec.optimizers import Optimizer as Optimizer
 from shardwise.trainer.spec.value import Value
 
@@ -27,57 +29,6 @@ class Quant(StrEnum):
 
     NF4 = "nf4"
     NF4_DQ = "nf4-dq"
-
-
-class Sharding(StrEnum):
-    """How model state is spread over the ranks."""
-
-    NONE = "none"
-    DDP = "ddp"
-    ZERO1 = "zero1"
-    ZERO2 = "zero2"
-    ZERO3 = "zero3"
-    FSDP = "fsdp"
-    FSDP_GRAD_OP = "fsdp_grad_op"
-    HSDP = "hsdp"
-
-    @property
-    def uses_deepspeed(self) -> bool:
-        return self in (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
-
-    @property
-    def uses_fsdp(self) -> bool:
-        return self in (Sharding.FSDP, Sharding.FSDP_GRAD_OP, Sharding.HSDP)
-
-    @property
-    def shards_optimizer(self) -> bool:
-        return self.uses_deepspeed or self.uses_fsdp
-
-    @property
-    def shards_gradients(self) -> bool:
-        return self in (Sharding.ZERO2, Sharding.ZERO3) or self.uses_fsdp
-
-    @property
-    def shards_weights(self) -> bool:
-        return self is Sharding.ZERO3 or self.uses_fsdp
-
-
-class Offload(StrEnum):
-    """State kept off the device: in host RAM, or on NVMe if the name says so."""
-
-    NONE = "none"
-    OPTIMIZER = "optimizer"
-    OPTIMIZER_PARAMS = "optimizer+params"
-    NVME_OPTIMIZER = "nvme_optimizer"
-    NVME_ALL = "nvme_all"
-
-    @property
-    def uses_nvme(self) -> bool:
-        return self in (Offload.NVME_OPTIMIZER, Offload.NVME_ALL)
-
-    @property
-    def moves_parameters(self) -> bool:
-        return self in (Offload.OPTIMIZER_PARAMS, Offload.NVME_ALL)
 
 
 class Precision(StrEnum):

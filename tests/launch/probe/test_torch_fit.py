@@ -23,8 +23,8 @@ from shardwise.launch.probe.machine import read_hardware
 from shardwise.launch.probe.torch_fit import check_torch, runs_on
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Hardware
+from shardwise.trainer.spec.packages import OLDEST_CAPABILITY, TORCH_VERSION, lacks_code
 from shardwise.trainer.spec.strategy import Sharding
-from shardwise.trainer.spec.torch_wheel import OLDEST_CAPABILITY, VERSION, lacks_code
 
 ROOT = Path(__file__).parents[3]
 EXPANDABLE = "expandable_segments:True"
@@ -187,13 +187,13 @@ def test_code_runs_on_the_same_major_or_from_older_ptx(capability, architectures
 
 
 def test_the_facts_of_the_locked_torch_are_those_of_its_wheel():
-    captured_facts = (ROOT / "tests/captured/signatures" / f"torch-{VERSION}-cuda.txt").read_text()
+    captured_facts = (ROOT / "tests/captured/signatures" / f"torch-{TORCH_VERSION}-cuda.txt").read_text()
     architectures = re.search("^architectures: (.*)$", captured_facts, re.MULTILINE)[1].split()
-    assert f"torch=={VERSION}" in (ROOT / "requirements.lock").read_text().splitlines()
+    assert f"torch=={TORCH_VERSION}" in (ROOT / "requirements.lock").read_text().splitlines()
     assert runs_on(OLDEST_CAPABILITY, architectures) and tuple(architectures) == CUDA_13
     older = [(major, minor) for major in range(5, 8) for minor in range(10) if (major, minor) < OLDEST_CAPABILITY]
     assert not any(runs_on(capability, architectures) for capability in older)
-    assert all(lacks_code(VERSION, capability) for capability in older)
+    assert all(lacks_code(TORCH_VERSION, capability) for capability in older)
 
 
 def set_up(place: Place) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shardwise.trainer.spec.errors import InputProblemsError
-from shardwise.trainer.spec.job.clashes import CLASHES, GALORE_OPTIMIZERS, OFFLOAD_SHARDINGS
+from shardwise.trainer.spec.job.clashes import CLASHES, GALORE_OPTIMIZERS
 from shardwise.trainer.spec.job.fields import BY_PATH
 from shardwise.trainer.spec.job.reading import Layer, read_job, read_layers
 from shardwise.trainer.spec.strategy import Offload, Optimizer, Sharding
@@ -146,7 +146,7 @@ def test_every_rule_is_met_by_a_case_and_names_settings_that_exist():
 def test_offload_goes_with_the_shardings_of_its_row_only(offload):
     for sharding in Sharding:
         tree = job(pin={"offload": offload.value, "sharding": sharding.value}, limits={"nvme": {"path": "/nvme"}})
-        goes = offload is Offload.NONE or sharding in OFFLOAD_SHARDINGS[offload]
+        goes = offload is Offload.NONE or offload in sharding.facts.offloads
         assert (problems(tree) == ()) is goes, sharding
 
 

@@ -36,7 +36,7 @@ from shardwise.trainer.planning.memory.states import States
 from shardwise.trainer.planning.setting import OUR_STACK, Setting
 from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
 from shardwise.trainer.spec.model.shape import Norm
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision, Sharding
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 from shardwise.trainer.spec.units import MIB
 from shardwise.trainer.spec.value import Value
 
@@ -159,7 +159,7 @@ def _gathered_table_gradients(step: StepMemory) -> int:
 
 def _gradients_beside_buckets(step: StepMemory, not_yet_copied: int) -> int:
     """DDP's buckets, and of the sums of earlier micro batches those that wait for their last share."""
-    is_accumulating = step.setting.accumulation > 1 and step.setting.strategy.sharding is Sharding.DDP
+    is_accumulating = step.setting.accumulation > 1 and step.setting.strategy.sharding.facts.keeps_gradient_buckets
     return step.states.gradients + (min(step.states.gradients, not_yet_copied) if is_accumulating else 0)
 
 
@@ -258,9 +258,9 @@ def _load(step: StepMemory, resident: Event) -> Event:
         # fully_shard moves a whole group to the device before it cuts its shard; ours cuts a model without memory.
         group = dims.parameters if recipe.stack.loads_whole_model else max(dims.block, dims.root)
         event["gathered_weights"] = 0 if _is_cut_first(step) else recipe.weight_bytes * group
-    elif sharding is Sharding.DDP:
+    elif sharding.facts.keeps_gradient_buckets:
         event["gradients"] = step.states.gradients  # the buckets
-    elif sharding is Sharding.ZERO3:
+    elif sharding.facts.deepspeed_stage == 3:
         event["gathered_weights"] = recipe.weight_bytes * dims.largest_tensor
     elif recipe.uses_deepspeed and step.states.master_weights:
         # Zeros in the masters' type that initialise the optimizer's state.
@@ -431,7 +431,7 @@ def _optimizer_step(step: StepMemory, resident: Event) -> Event:
         event["gradients"] = min(states.gradients, recipe.compute_bytes * share)
         flat = recipe.compute_bytes if recipe.compute_bytes != recipe.master_bytes else 0
         copied = {**event, "gradient_copies": (flat + recipe.master_bytes) * share}
-        if recipe.is_frozen or step.setting.strategy.sharding is Sharding.ZERO3:
+        if recipe.is_frozen or step.setting.strategy.sharding.facts.deepspeed_stage == 3:
             return copied
         # Before that the norm is taken, of each gradient in double precision.
         doubles = _NORM_BYTES * min(share, step.dims.largest_tensor)

@@ -20,7 +20,7 @@ from shardwise.trainer.planning.setting import OUR_STACK, Setting
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.model.attention_kernel import AttentionKernel, sdpa_kernel
 from shardwise.trainer.spec.model.shape import Norm
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Sharding
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
 from shardwise.trainer.spec.value import Value
 
 __all__ = [
@@ -150,7 +150,7 @@ def _adapter_inputs(stack: Stack, setting: Setting, *, is_autocast: bool) -> Ada
 def shard_degree(setting: Setting) -> int:
     """Ranks over which what a sharding shards is spread; hsdp shards inside a node."""
     sharding = setting.strategy.sharding
-    if sharding is Sharding.HSDP:
+    if sharding.facts.shards_within_node:
         return max(1, min(setting.ranks_per_node, setting.num_ranks))
     return setting.num_ranks if sharding.shards_optimizer else 1
 

@@ -30,7 +30,7 @@ as large as its padded form.
 from shardwise.trainer.planning.memory.recipe import Dims, Recipe, adapter_parameters
 from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.spec.plan import Buckets
-from shardwise.trainer.spec.strategy import Method, Offload, Sharding
+from shardwise.trainer.spec.strategy import Method, Offload
 from shardwise.trainer.spec.value import Value
 
 
@@ -98,7 +98,7 @@ def sharding_memory(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMem
     sharding = setting.strategy.sharding
     if recipe.uses_fsdp:
         return _fsdp(setting, recipe, dims)
-    if sharding is Sharding.ZERO3:
+    if sharding.facts.deepspeed_stage == 3:
         return _zero3(setting, recipe, dims)
     if recipe.uses_deepspeed:
         buckets = setting.buckets or default_buckets(dims)
@@ -108,7 +108,7 @@ def sharding_memory(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMem
         if setting.strategy.offload is not Offload.NONE:
             largest += 4 * dims.largest_tensor  # fp32 copy on its way to the host
         return ShardingMemory(buffers_backward=2 * recipe.compute_bytes * elements + to_fp32 + largest)
-    return ShardingMemory(holds_gradients=sharding is Sharding.DDP)
+    return ShardingMemory(holds_gradients=sharding.facts.keeps_gradient_buckets)
 
 
 def accumulated_gradients(setting: Setting, recipe: Recipe, num_trained: int, gradients: int) -> int:
@@ -117,7 +117,7 @@ def accumulated_gradients(setting: Setting, recipe: Recipe, num_trained: int, gr
         return 0
     if recipe.uses_fsdp:
         return gradients if reduces_every_micro_batch(setting, recipe) else recipe.reduce_bytes * num_trained
-    return (2 if setting.strategy.sharding is Sharding.DDP else 1) * gradients
+    return (2 if setting.strategy.sharding.facts.keeps_gradient_buckets else 1) * gradients
 
 
 def reduces_every_micro_batch(setting: Setting, recipe: Recipe) -> bool:
@@ -138,7 +138,7 @@ def _fsdp(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMemory:
     """fully_shard or FSDP1; gathers and reductions of neighbouring groups overlap, so two are alive at a time."""
     c, stack, block = recipe.compute_bytes, recipe.stack, _gathered_block(setting, recipe, dims)
     root = c * dims.root
-    whole = dims.layers * block if setting.strategy.sharding is Sharding.FSDP_GRAD_OP else 0
+    whole = dims.layers * block if setting.strategy.sharding.facts.keeps_weights_gathered else 0
     prefetched = min(dims.layers - 1, stack.prefetched_blocks) * block
     degree = recipe.shard_degree
     trained = adapter_parameters(setting, dims) if recipe.is_frozen else degree * block_shard(dims, degree)

@@ -117,7 +117,7 @@ def model_states(setting: Setting, recipe: Recipe, dims: Dims) -> States:
         quant_state=0 if offload.moves_parameters else quant_state,
         adapters=0 if offload.moves_parameters else adapters,
         master_weights=0,
-        gradients=0 if sharding is not Sharding.ZERO1 else gradients,
+        gradients=gradients if sharding.facts.deepspeed_stage == 1 else 0,
         optimizer_state=0,
         optimizer_temporaries=0,
         table_temporaries=0,
@@ -147,7 +147,7 @@ def _base_weights(setting: Setting, recipe: Recipe, dims: Dims, degree: int) -> 
 
 def _gradients(sharding: Sharding, recipe: Recipe, trained: int, degree: int) -> int:
     """Gradients at the end of the last backward, as the optimizer step finds them."""
-    if sharding is Sharding.ZERO1:
+    if sharding.facts.deepspeed_stage == 1:
         return recipe.compute_bytes * trained
     if recipe.uses_deepspeed:
         return _share(recipe.compute_bytes * trained, degree)

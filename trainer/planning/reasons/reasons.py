@@ -25,6 +25,7 @@ from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.plan import Candidate, TrialResult
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Offload, Precision, Sharding, Strategy
 from shardwise.trainer.spec.units import format_bytes, format_seconds
+from shardwise.trainer.spec.value import complete
 
 WORTH_SAYING = 0.005  # of the tokens
 
@@ -146,16 +147,21 @@ def _is_well_known(device: Device) -> bool:
     return device.name.startswith(WELL_KNOWN_CARDS) and MIG_MARK not in device.name
 
 
-_WHY_SHARDING = {
-    Sharding.NONE: "one device: nothing to share",
-    Sharding.DDP: "the whole state fits on every device, and ddp exchanges gradients only",
-    Sharding.ZERO1: "optimizer state is spread over the ranks",
-    Sharding.ZERO2: "optimizer state and gradients are spread over the ranks",
-    Sharding.ZERO3: "weights, gradients and optimizer state are spread over the ranks",
-    Sharding.FSDP: "weights, gradients and optimizer state are spread over the ranks",
-    Sharding.FSDP_GRAD_OP: "gradients and optimizer state are spread; weights stay gathered until the backward ends",
-    Sharding.HSDP: "state is spread inside each node and replicated across nodes",
-}
+_WHY_SHARDING = complete(
+    Sharding,
+    {
+        Sharding.NONE: "one device: nothing to share",
+        Sharding.DDP: "the whole state fits on every device, and ddp exchanges gradients only",
+        Sharding.ZERO1: "optimizer state is spread over the ranks",
+        Sharding.ZERO2: "optimizer state and gradients are spread over the ranks",
+        Sharding.ZERO3: "weights, gradients and optimizer state are spread over the ranks",
+        Sharding.FSDP: "weights, gradients and optimizer state are spread over the ranks",
+        Sharding.FSDP_GRAD_OP: "gradients and optimizer state are spread; weights stay gathered until the "
+        "backward ends",
+        Sharding.HSDP: "state is spread inside each node and replicated across nodes",
+    },
+    "_WHY_SHARDING",
+)
 
 _TIMES_FP8_FIRST = "`shardwise train` times it on this model's matrix shapes first and takes it only where it pays"
 

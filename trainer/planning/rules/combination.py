@@ -12,12 +12,12 @@ from enum import IntEnum
 
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.spec.engines import shardings_with
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.job.clashes import OFFLOAD_SHARDINGS
 from shardwise.trainer.spec.job.kinds import one_of
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.pip_lines import extra_lines
+from shardwise.trainer.spec.packages import extra_lines
 from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
@@ -151,7 +151,7 @@ def first_broken(
 def facts_of(combination: Combination) -> dict[str, object]:
     """Values for the placeholders of reasons."""
     strategy = combination.strategy
-    shardings = OFFLOAD_SHARDINGS.get(strategy.offload, ())
+    shardings = shardings_with(strategy.offload)
     is_plain = strategy.offload is Offload.NONE
     return {
         "sharding": strategy.sharding,

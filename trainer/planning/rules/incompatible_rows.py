@@ -7,8 +7,7 @@ first that is broken is the reason, so what is more fundamental stands first.
 
 from shardwise.trainer.planning.rules.combination import Combination, Incompatibility, Reach
 from shardwise.trainer.planning.tables.catalogue import LAYOUTS as CATALOGUED
-from shardwise.trainer.spec.job.clashes import OFFLOAD_SHARDINGS
-from shardwise.trainer.spec.strategy import Method, Offload, Precision, Sharding
+from shardwise.trainer.spec.strategy import Method, Offload, Precision
 
 BF16 = (Precision.BF16_MIXED, Precision.BF16, Precision.FP8)
 
@@ -17,7 +16,7 @@ def _only_zero3_moves(c: Combination) -> bool:
     """NVMe is DeepSpeed's alone, and so is moving parameters where DeepSpeed is the engine."""
     sharding, offload = c.strategy.sharding, c.strategy.offload
     is_bound = offload.uses_nvme or (offload.moves_parameters and sharding.uses_deepspeed)
-    return is_bound and sharding is not Sharding.ZERO3
+    return is_bound and sharding.facts.deepspeed_stage != 3
 
 
 def _is_offloaded(c: Combination) -> bool:
@@ -41,7 +40,7 @@ LAYOUTS: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         name="offload_needs_an_engine",
-        is_broken=lambda c: _is_offloaded(c) and c.strategy.sharding not in OFFLOAD_SHARDINGS[c.strategy.offload],
+        is_broken=lambda c: _is_offloaded(c) and c.strategy.offload not in c.strategy.sharding.facts.offloads,
         reason="offload: {offload} needs sharding: {offload_shardings}, not {sharding}",
         instead="{offload_shardings}",
         evidence="torch, DDP and FSDP2 update where weights lie; DeepSpeed moves the optimizer alone, FSDP2 all shards",
@@ -92,7 +91,9 @@ LAYOUTS: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         name="lomo_needs_one_rank",
-        is_broken=lambda c: c.strategy.optimizer.facts.updates_in_backward and c.strategy.sharding is not Sharding.NONE,
+        is_broken=lambda c: (
+            c.strategy.optimizer.facts.updates_in_backward and not c.strategy.sharding.facts.is_one_rank
+        ),
         reason="optimizer: {optimizer} does not work under {sharding}: it updates before ranks add up gradients",
         instead="sharding: none, or adamw_fused",
         evidence="LOMO, arXiv:2306.09782, algorithm 1: a hook uses and frees each gradient as it comes",
@@ -124,7 +125,7 @@ LAYOUTS: tuple[Incompatibility, ...] = (
 ROWS: tuple[Incompatibility, ...] = (
     Incompatibility(
         name="several_ranks_share_nothing",
-        is_broken=lambda c: c.strategy.sharding is Sharding.NONE and c.num_ranks > 1,
+        is_broken=lambda c: c.strategy.sharding.facts.is_one_rank and c.num_ranks > 1,
         reason="{sharding} would train {num_ranks} different models on {num_ranks} ranks",
         instead="ddp, or --gpus 0 for one device",
         evidence="nobody adds up gradients: two such ranks of a tiny Llama were 0.059 off in loss within eight steps",
@@ -132,7 +133,7 @@ ROWS: tuple[Incompatibility, ...] = (
     Incompatibility(
         name="one_rank_has_no_peer",
         is_broken=lambda c: (
-            c.strategy.sharding is not Sharding.NONE and c.strategy.offload is Offload.NONE and c.num_ranks == 1
+            not c.strategy.sharding.facts.is_one_rank and c.strategy.offload is Offload.NONE and c.num_ranks == 1
         ),
         reason="{sharding} spreads state over ranks, and there is one",
         instead="none",
@@ -141,14 +142,14 @@ ROWS: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         name="hsdp_needs_nodes",
-        is_broken=lambda c: c.strategy.sharding is Sharding.HSDP and c.device.num_nodes < 2,
+        is_broken=lambda c: c.strategy.sharding.facts.shards_within_node and c.device.num_nodes < 2,
         reason="hsdp shards inside a node and replicates across nodes; {num_nodes} node is fsdp",
         instead="fsdp",
         evidence="the mesh of one node has one replica",
     ),
     Incompatibility(
         name="hsdp_needs_shards",
-        is_broken=lambda c: c.strategy.sharding is Sharding.HSDP and c.device.devices_per_node < 2,
+        is_broken=lambda c: c.strategy.sharding.facts.shards_within_node and c.device.devices_per_node < 2,
         reason="hsdp shards inside a node and replicates across nodes; nodes of one device each are ddp",
         instead="ddp",
         evidence="accelerate 1.15, parallelism_config.py: 'no dimension for FSDP to shard across' at dp_shard_size 1",
@@ -232,7 +233,7 @@ ROWS: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         name="qlora_needs_whole_weights",
-        is_broken=lambda c: c.method is Method.QLORA and c.strategy.sharding is Sharding.ZERO3,
+        is_broken=lambda c: c.method is Method.QLORA and c.strategy.sharding.facts.deepspeed_stage == 3,
         reason="ZeRO-3 partitions flat weights and cannot cut 4-bit blocks",
         instead="fsdp or zero2",
         evidence="bitsandbytes 0.50: a Params4bit is unpacked with the scales of its whole tensor",

@@ -13,7 +13,6 @@ from shardwise.trainer.spec.strategy import (
     LossHead,
     Method,
     Precision,
-    Sharding,
 )
 
 BLACKWELL_RECIPES = (Fp8Recipe.MXFP8, Fp8Recipe.NVFP4)  # scales of 32 and 16 elements, which its units multiply by
@@ -23,8 +22,6 @@ RECIPE_CAPABILITY: dict[Fp8Recipe, tuple[int, int]] = {
     Fp8Recipe.TORCHAO_ROWWISE: (9, 0),
     **dict.fromkeys(BLACKWELL_RECIPES, (10, 0)),
 }
-# A hook sees a gradient that is whole, or reduced.
-_HOOKED = (Sharding.NONE, Sharding.FSDP, Sharding.FSDP_GRAD_OP, Sharding.HSDP)
 
 
 def _has_tiles(c: Combination) -> bool:
@@ -80,7 +77,7 @@ SETTINGS: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         name="backward_update_needs_reduced_gradients",
-        is_broken=lambda c: c.backward_update is not None and c.strategy.sharding not in _HOOKED,
+        is_broken=lambda c: c.backward_update is not None and not c.strategy.sharding.facts.updates_in_backward,
         reason="{backward_update} does not work under {sharding}: a hook would update before ranks add up gradients",
         instead="sharding: none or fsdp",
         evidence="torch 2.13: DDP reduces a bucket after the hooks of its weights; FSDP2 calls them on reduced shards",
@@ -172,7 +169,7 @@ SETTINGS: tuple[Incompatibility, ...] = (
     # Compilation.
     Incompatibility(
         name="compiled_blocks_hold_no_gathering_hooks",
-        is_broken=lambda c: c.compile and c.strategy.sharding is Sharding.ZERO3,
+        is_broken=lambda c: c.compile and c.strategy.sharding.facts.deepspeed_stage == 3,
         reason="compile traces whole blocks, and under {sharding} hooks inside them gather each module's weights",
         instead="fsdp or zero2",
         evidence="deepspeed 0.19.8, torch 2.13: 'Dynamo recompile limit exceeded' in the first forward of two ranks",

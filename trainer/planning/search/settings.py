@@ -38,7 +38,7 @@ from shardwise.trainer.planning.setting import Setting, fp8_recipe_of
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.pip_lines import extra_line
+from shardwise.trainer.spec.packages import extra_line
 from shardwise.trainer.spec.plan import Buckets, Candidate
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Strategy
 from shardwise.trainer.spec.units import MIB

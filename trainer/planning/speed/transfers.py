@@ -15,7 +15,7 @@ from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.speed.rates import Rates
 from shardwise.trainer.planning.speed.work import Work, tokens_computed
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.strategy import Method, Offload, Precision, Sharding
+from shardwise.trainer.spec.strategy import Method, Offload, Precision
 
 ADAM_BYTES = 28  # a parameter: fp32 weight and two moments read and written, gradient read
 NVME_STATE_BYTES = 12  # a parameter: fp32 weight and two moments
@@ -25,9 +25,9 @@ NF4_BYTES = 0.52  # a weight, its scales included
 def collective_seconds(setting: Setting, work: Work, rates: Rates, trained: int) -> tuple[float, float]:
     """Seconds of collectives (of each micro batch, of each step)."""
     num_ranks, sharding = setting.num_ranks, setting.strategy.sharding
-    if num_ranks == 1 or sharding is Sharding.NONE:
+    if num_ranks == 1 or sharding.facts.is_one_rank:
         return 0.0, 0.0
-    if sharding is Sharding.HSDP:
+    if sharding.facts.shards_within_node:
         return _hybrid_seconds(setting, work, rates, trained)
     share, latency = (num_ranks - 1) / num_ranks, (work.blocks + 1) * num_ranks * constants.HOP_S
     reduction = trained * _gradient_bytes(setting) * share / rates.link + latency
@@ -35,11 +35,11 @@ def collective_seconds(setting: Setting, work: Work, rates: Rates, trained: int)
         reduction += trained * _gradient_bytes(setting) * share / rates.link  # all-reduced, or gathered as weights
         return _per_micro_batch_or_step(setting, 0.0, reduction)
     gathered = gathered_bytes(setting, work) * share / rates.link + latency
-    if sharding is Sharding.ZERO2:
+    if not sharding.shards_weights:
         weights = trained * setting.strategy.precision.compute_bytes * share / rates.link
         return reduction, weights
-    gathers = 1 if sharding is Sharding.FSDP_GRAD_OP else 2
-    if sharding is Sharding.ZERO3:
+    gathers = 1 if sharding.facts.keeps_weights_gathered else 2
+    if sharding.uses_deepspeed:
         return gathers * gathered + reduction, 0.0
     return _per_micro_batch_or_step(setting, gathers * gathered, reduction)
 

@@ -24,7 +24,7 @@ from shardwise.trainer.planning.memory.stacks import stack_of
 from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.planning.speed.stacks import speed_stack_of
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision, Sharding
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 from shardwise.trainer.spec.value import Value
 
 # Bytes of a logit through memory in forward and backward; chunked computes its slices twice in plain torch.
@@ -209,7 +209,7 @@ def has_fused_kernels(setting: Setting) -> bool:
 def is_autocast(setting: Setting) -> bool:
     """True if torch.autocast casts fp32 weights and activations: mixed precision without an engine of its own."""
     sharding, precision = setting.strategy.sharding, setting.strategy.precision
-    return precision not in (Precision.FP32, Precision.BF16) and sharding in (Sharding.NONE, Sharding.DDP)
+    return precision not in (Precision.FP32, Precision.BF16) and sharding.is_replicated
 
 
 def elementwise_bytes(setting: Setting, work: Work, adapters: Adapters) -> float:
@@ -267,7 +267,7 @@ def operators(setting: Setting, work: Work, adapters: Adapters) -> int:
     count += (4 if setting.compile else 10) * (3 if setting.lora.dora else 1) * adapters.count
     if setting.method is Method.QLORA:
         count += (2 if setting.compile else 8) * work.linear_operators
-    if setting.strategy.sharding in (Sharding.NONE, Sharding.DDP):
+    if setting.strategy.sharding.is_replicated:
         return count
     units = work.blocks
     if speed_stack_of(setting.stack).wraps_adapters:

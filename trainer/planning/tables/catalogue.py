@@ -1,38 +1,19 @@
 """Every strategy as a row: sharding x offload x optimizer x precision.
 
-The rows are the product of three small tables: the layouts (where state lives, and the file under ds_configs/ or
-fsdp_configs/ that says so to the library), the optimizers with the layouts they are sound on, and the precisions.
-Add a line to a table and its rows exist, are planned, refused or explained, and are tested the same day. What a
-machine, a job or this version cannot take is no matter of the catalogue but of `rules`.
+The rows are the product of three tables: the layouts that engines have (`spec.engines`), the optimizers that are sound
+on a layout (`spec.optimizers`), and the precisions. What a machine, a job or a library excludes is a matter of `rules`.
 
 `is_exact`: the mathematics of AdamW in mixed precision is unchanged. Sharding and offload move state, they never
 change it; the optimizer and the precision may.
 """
 
-from shardwise.trainer.spec.optimizers import OPTIMIZERS, Pieces
+from shardwise.trainer.spec.engines import ENGINES
+from shardwise.trainer.spec.optimizers import OPTIMIZERS
 from shardwise.trainer.spec.strategy import Offload, Optimizer, Precision, Sharding, Strategy
 
-# One file for each engine and place of state; a (sharding, offload) pair without a line needs no file.
-ENGINE_CONFIGS: dict[tuple[Sharding, Offload], str] = {
-    (Sharding.ZERO1, Offload.NONE): "ds_configs/zero1.json",
-    (Sharding.ZERO2, Offload.NONE): "ds_configs/zero2.json",
-    (Sharding.ZERO3, Offload.NONE): "ds_configs/zero3.json",
-    (Sharding.FSDP_GRAD_OP, Offload.NONE): "fsdp_configs/grad_op.yaml",
-    (Sharding.FSDP, Offload.NONE): "fsdp_configs/full_shard.yaml",
-    (Sharding.HSDP, Offload.NONE): "fsdp_configs/hybrid.yaml",
-    (Sharding.ZERO2, Offload.OPTIMIZER): "ds_configs/zero2_offload_optimizer.json",
-    (Sharding.ZERO3, Offload.OPTIMIZER): "ds_configs/zero3_offload_optimizer.json",
-    (Sharding.ZERO3, Offload.OPTIMIZER_PARAMS): "ds_configs/zero3_offload_all.json",
-    (Sharding.FSDP, Offload.OPTIMIZER_PARAMS): "fsdp_configs/full_shard_cpu_offload.yaml",
-    (Sharding.ZERO3, Offload.NVME_OPTIMIZER): "ds_configs/zero3_nvme_optimizer.json",
-    (Sharding.ZERO3, Offload.NVME_ALL): "ds_configs/zero3_nvme.json",
-}
-
 # From the least machinery to the most: of two rows that are as fast, the earlier is taken.
-LAYOUTS: tuple[tuple[Sharding, Offload], ...] = (
-    (Sharding.NONE, Offload.NONE),
-    (Sharding.DDP, Offload.NONE),
-    *ENGINE_CONFIGS,
+LAYOUTS: tuple[tuple[Sharding, Offload], ...] = tuple(
+    (sharding, offload) for offload in Offload for sharding, facts in ENGINES.items() if offload in facts.layouts
 )
 
 EXACT_OPTIMIZERS = frozenset(optimizer for optimizer, facts in OPTIMIZERS.items() if facts.is_exact)
@@ -51,19 +32,12 @@ def optimizers_of(sharding: Sharding, offload: Offload) -> tuple[Optimizer, ...]
             for optimizer, facts in OPTIMIZERS.items()
             if (facts.updates_on_host if by_deepspeed else facts.updates_fsdp_shards_on_host)
         )
-    pieces = pieces_of(sharding)
+    engine = sharding.facts
     return tuple(
         optimizer
         for optimizer, facts in OPTIMIZERS.items()
-        if pieces in facts.takes and (sharding is Sharding.NONE or not facts.updates_in_backward)
+        if engine.pieces in facts.takes and (engine.updates_in_backward or not facts.updates_in_backward)
     )
-
-
-def pieces_of(sharding: Sharding) -> Pieces:
-    """The form in which a sharding hands weights to the optimizer."""
-    if sharding.uses_deepspeed:
-        return Pieces.FLAT
-    return Pieces.SHARDS if sharding.uses_fsdp else Pieces.WHOLE
 
 
 def _row(sharding: Sharding, offload: Offload, optimizer: Optimizer, precision: Precision) -> Strategy:
@@ -75,7 +49,7 @@ def _row(sharding: Sharding, offload: Offload, optimizer: Optimizer, precision: 
         optimizer=optimizer,
         precision=precision,
         is_exact=optimizer in EXACT_OPTIMIZERS and precision in EXACT_PRECISIONS,
-        base_config=ENGINE_CONFIGS.get((sharding, offload)),
+        base_config=sharding.facts.base_configs.get(offload),
     )
 
 

@@ -26,7 +26,7 @@ from transformers.modeling_flash_attention_utils import lazy_import_flash_attent
 from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION, is_kernels_available
 
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
-from shardwise.trainer.spec.pip_lines import extra_line
+from shardwise.trainer.spec.packages import extra_line
 
 
 class LoadedBuild(NamedTuple):

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from shardwise.trainer.runtime.export.check import check_logits, prompt_ids
 from shardwise.trainer.runtime.models.model_code import compute_buffers
 from shardwise.trainer.spec.errors import EnvironmentFaultError
-from shardwise.trainer.spec.pip_lines import extra_line
+from shardwise.trainer.spec.packages import extra_line
 
 GRAPH = "model.onnx"
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2}

@@ -65,7 +65,7 @@ from shardwise.trainer.runtime.loss.slices import (
 )
 from shardwise.trainer.runtime.run.operators import check_triton_compiler
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.pip_lines import extra_line
+from shardwise.trainer.spec.packages import extra_line
 from shardwise.trainer.spec.strategy import LossHead
 
 __all__ = ["DEFAULT_CHUNK_TOKENS", "FUSED_SLICE_TOKENS", "IGNORED", "Answer", "install_loss_head", "shift"]

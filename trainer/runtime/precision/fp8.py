@@ -28,7 +28,7 @@ from shardwise.trainer.runtime.precision.fp8_libraries import (
     TransformerEngineRegion,
 )
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
-from shardwise.trainer.spec.pip_lines import extra_line
+from shardwise.trainer.spec.packages import extra_line
 from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, Precision
 

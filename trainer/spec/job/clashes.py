@@ -9,17 +9,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shardwise.trainer.spec.data.shapes import SHAPES, Encoding, encoding_of, shapes_for
+from shardwise.trainer.spec.engines import shardings_with
 from shardwise.trainer.spec.job.kinds import one_of
 from shardwise.trainer.spec.job.sections import BadRows, DataFormat, Job, LossOn, Objective
 from shardwise.trainer.spec.strategy import Checkpointing, Method, Offload, Optimizer, Precision, Sharding
 
 GALORE_OPTIMIZERS = tuple(each for each in Optimizer if each.facts.runs_inside_galore)
-OFFLOAD_SHARDINGS: dict[Offload, tuple[Sharding, ...]] = {
-    Offload.OPTIMIZER: (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3),
-    Offload.OPTIMIZER_PARAMS: (Sharding.ZERO3, Sharding.FSDP, Sharding.FSDP_GRAD_OP, Sharding.HSDP),
-    Offload.NVME_OPTIMIZER: (Sharding.ZERO3,),
-    Offload.NVME_ALL: (Sharding.ZERO3,),
-}
 
 
 class Clash(NamedTuple):
@@ -206,11 +201,11 @@ def _nvme_path(job: Job) -> str | None:
 
 def _offload_sharding(job: Job) -> str | None:
     offload, sharding = job.pin.offload, job.pin.sharding
-    if offload is None or sharding is None or offload is Offload.NONE or sharding in OFFLOAD_SHARDINGS[offload]:
+    if offload is None or sharding is None or offload is Offload.NONE or offload in sharding.facts.offloads:
         return None
     return (
         f"pin.offload: {offload} and pin.sharding: {sharding} exclude each other; "
-        f"it works with {one_of(OFFLOAD_SHARDINGS[offload])}"
+        f"it works with {one_of(shardings_with(offload))}"
     )
 
 
@@ -275,7 +270,7 @@ def _micro_batch(job: Job) -> str | None:
 def _update_in_backward(job: Job) -> str | None:
     """An update inside the backward pass cannot accumulate a second micro batch."""
     is_lomo = job.pin.optimizer is not None and job.pin.optimizer.facts.updates_in_backward
-    is_one_rank = job.pin.sharding is Sharding.NONE
+    is_one_rank = job.pin.sharding is not None and job.pin.sharding.facts.is_one_rank
     if not (job.pin.optimizer_in_backward or is_lomo) or job.pin.micro_batch is None or not is_one_rank:
         return None
     sequences = job.train.tokens_per_step // job.train.seq_len

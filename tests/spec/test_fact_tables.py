@@ -1,17 +1,18 @@
-"""The rows of optimizers: a member without one is an error that names it, never a default in a formula."""
+"""Tables of facts: a member without a row is an error that names it, never a default in a formula."""
 
 import ast
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from shardwise.trainer.runtime.optimizers import rules
-from shardwise.trainer.spec import optimizers
+from shardwise.trainer.spec import engines, optimizers
 from shardwise.trainer.spec.optimizers import Optimizer
 
 
-def without_row_of_sgd(module: ModuleType, table: str) -> str:
+def without_row(module: ModuleType, table: str, member: str) -> str:
     """The source of a module whose table has lost a row, as it has none for a member that somebody just added."""
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text())
@@ -21,15 +22,22 @@ def without_row_of_sgd(module: ModuleType, table: str) -> str:
         if isinstance(each, ast.AnnAssign) and ast.unparse(each.target) == table and isinstance(each.value, ast.Call)
     )
     assert isinstance(rows, ast.Dict)
-    number = [ast.unparse(key) for key in rows.keys if key is not None].index("Optimizer.SGD")
+    number = [ast.unparse(key) for key in rows.keys if key is not None].index(member)
     del rows.keys[number], rows.values[number]
     return ast.unparse(tree)
 
 
-@pytest.mark.parametrize(("module", "table"), [(optimizers, "OPTIMIZERS"), (rules, "UPDATE_RULES")])
-def test_a_member_without_a_row_is_an_error_on_import(module: ModuleType, table: str) -> None:
-    source = without_row_of_sgd(module, table)
-    with pytest.raises(LookupError, match=rf"{table} has no row for Optimizer\.SGD$"):
+@pytest.mark.parametrize(
+    ("module", "table", "member"),
+    [
+        (optimizers, "OPTIMIZERS", "Optimizer.SGD"),
+        (rules, "UPDATE_RULES", "Optimizer.SGD"),
+        (engines, "ENGINES", "Sharding.HSDP"),
+    ],
+)
+def test_a_member_without_a_row_is_an_error_on_import(module: ModuleType, table: str, member: str) -> None:
+    source = without_row(module, table, member)
+    with pytest.raises(LookupError, match=rf"{table} has no row for {re.escape(member)}$"):
         exec(compile(source, table, "exec"), {"__name__": module.__name__})
 
 

@@ -1,4 +1,4 @@
-"""Lines that a person pastes to install what is missing.
+"""Packages to install: the lines that a person pastes, and facts of the torch build in requirements.lock.
 
 They name pip by the Python that runs this program, since the `pip` on PATH often belongs to another environment. An
 extra is asked of the installed shardwise, in a checkout and from a wheel alike: pip reads what it needs from its
@@ -33,3 +33,17 @@ def extra_line(extra: str, *, python: str | None = None) -> str:
 def extra_lines() -> dict[str, str]:
     """The line of every extra, by its name."""
     return {extra: extra_line(extra) for extra in EXTRAS}
+
+
+# The torch that requirements.lock names. From 2.11 on PyPI's wheels are built for CUDA 13, without a local tag in their
+# version; that of 2.13.0 has code for sm_75, sm_80, sm_86, sm_90, sm_100 and sm_120 (its libtorch_cuda.so). Builds for
+# CUDA 12 have code for older cards (V100 is 7.0, P100 6.0, GTX 10 6.1); PyTorch's own index has them.
+TORCH_VERSION = "2.13.0"
+OLDEST_CAPABILITY = (7, 5)
+CUDA_12_INDEX = "https://download.pytorch.org/whl/cu126"
+
+
+def lacks_code(torch_version: str, capability: tuple[int, int]) -> bool:
+    """True if this torch version is a build without code for a card of this capability; False if unknown."""
+    tag = torch_version.partition("+")[2]
+    return (not tag or tag.startswith("cu13")) and capability < OLDEST_CAPABILITY

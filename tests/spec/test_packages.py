@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.trainer.spec.pip_lines import EXTRAS, extra_line, pip_line
+from shardwise.trainer.spec.packages import EXTRAS, extra_line, pip_line
 
 REPOSITORY = Path(__file__).parents[2]
 

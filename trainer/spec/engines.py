@@ -1,0 +1,186 @@
+"""Engines: every way to spread model state over the ranks, as a row of facts. Everything else reads the row.
+
+To add one: a member with its row here, its side of the runtime in `trainer/runtime/engines` and
+`trainer/runtime/checkpoint/layout/engines.py`, its files under `ds_configs/` or `fsdp_configs/`, and rows of
+`trainer/planning/rules`. A member without a row is an error on import.
+
+The rows stand in the order in which equally fast engines are preferred: from the least machinery to the most.
+"""
+
+from enum import StrEnum
+
+from shardwise.trainer.spec.optimizers import Pieces
+from shardwise.trainer.spec.value import Value, complete
+
+
+class Offload(StrEnum):
+    """State kept off the device: in host RAM, or on NVMe if the name says so."""
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"
+    OPTIMIZER_PARAMS = "optimizer+params"
+    NVME_OPTIMIZER = "nvme_optimizer"
+    NVME_ALL = "nvme_all"
+
+    @property
+    def uses_nvme(self) -> bool:
+        return self in (Offload.NVME_OPTIMIZER, Offload.NVME_ALL)
+
+    @property
+    def moves_parameters(self) -> bool:
+        return self in (Offload.OPTIMIZER_PARAMS, Offload.NVME_ALL)
+
+
+class Engine(StrEnum):
+    """The library that runs the ranks of a sharding."""
+
+    TORCH = "torch"  # the whole model on every rank; DistributedDataParallel where there are several
+    DEEPSPEED = "deepspeed"
+    FSDP = "fsdp"  # FSDP2, `fully_shard`
+
+
+class Sharding(StrEnum):
+    """How model state is spread over the ranks."""
+
+    NONE = "none"
+    DDP = "ddp"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+    FSDP = "fsdp"
+    FSDP_GRAD_OP = "fsdp_grad_op"
+    HSDP = "hsdp"
+
+    @property
+    def facts(self) -> "EngineFacts":
+        """The row of this sharding."""
+        return ENGINES[self]
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if every rank keeps and computes with the whole model in plain PyTorch."""
+        return self.facts.engine is Engine.TORCH
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        return self.facts.engine is Engine.DEEPSPEED
+
+    @property
+    def uses_fsdp(self) -> bool:
+        return self.facts.engine is Engine.FSDP
+
+    @property
+    def shards_optimizer(self) -> bool:
+        return self.facts.zero_stage >= 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        return self.facts.zero_stage >= 2
+
+    @property
+    def shards_weights(self) -> bool:
+        return self.facts.zero_stage >= 3
+
+
+class EngineFacts(Value, frozen=True, kw_only=True):
+    """One row."""
+
+    engine: Engine
+    is_one_rank: bool = False  # it drives one device; every other sharding needs two ranks or more
+    # Distribution of state
+    zero_stage: int = 0  # ranks share 1: optimizer state, 2: gradients too, 3: weights too (ZeRO, arXiv:1910.02054)
+    shards_within_node: bool = False  # over the ranks of a machine, with a copy on each machine; else over all ranks
+    keeps_weights_gathered: bool = False  # from the forward to the end of the backward
+    keeps_gradient_buckets: bool = False  # gradients are views of buckets that stay between steps
+    # Updates
+    pieces: Pieces  # the form in which the optimizer receives weights
+    updates_in_backward: bool = False  # a hook after the gradient of a weight sees the gradient to update with
+    # Offload
+    offloads: tuple[Offload, ...] = ()  # that the library has
+    base_configs: dict[Offload, str] = {}  # the file that each layout fills; an offload without one is not planned
+
+    @property
+    def deepspeed_stage(self) -> int:
+        """The stage that DeepSpeed runs; 0 for every other engine."""
+        return self.zero_stage if self.engine is Engine.DEEPSPEED else 0
+
+    @property
+    def layouts(self) -> tuple[Offload, ...]:
+        """Every place of state that is planned."""
+        return tuple(self.base_configs) or (Offload.NONE,)
+
+
+ENGINES: dict[Sharding, EngineFacts] = complete(
+    Sharding,
+    {
+        Sharding.NONE: EngineFacts(
+            engine=Engine.TORCH, is_one_rank=True, pieces=Pieces.WHOLE, updates_in_backward=True
+        ),
+        Sharding.DDP: EngineFacts(engine=Engine.TORCH, keeps_gradient_buckets=True, pieces=Pieces.WHOLE),
+        Sharding.ZERO1: EngineFacts(
+            engine=Engine.DEEPSPEED,
+            zero_stage=1,
+            pieces=Pieces.FLAT,
+            offloads=(Offload.OPTIMIZER,),
+            base_configs={Offload.NONE: "ds_configs/zero1.json"},
+        ),
+        Sharding.ZERO2: EngineFacts(
+            engine=Engine.DEEPSPEED,
+            zero_stage=2,
+            pieces=Pieces.FLAT,
+            offloads=(Offload.OPTIMIZER,),
+            base_configs={
+                Offload.NONE: "ds_configs/zero2.json",
+                Offload.OPTIMIZER: "ds_configs/zero2_offload_optimizer.json",
+            },
+        ),
+        Sharding.ZERO3: EngineFacts(
+            engine=Engine.DEEPSPEED,
+            zero_stage=3,
+            pieces=Pieces.FLAT,
+            offloads=(Offload.OPTIMIZER, Offload.OPTIMIZER_PARAMS, Offload.NVME_OPTIMIZER, Offload.NVME_ALL),
+            base_configs={
+                Offload.NONE: "ds_configs/zero3.json",
+                Offload.OPTIMIZER: "ds_configs/zero3_offload_optimizer.json",
+                Offload.OPTIMIZER_PARAMS: "ds_configs/zero3_offload_all.json",
+                Offload.NVME_OPTIMIZER: "ds_configs/zero3_nvme_optimizer.json",
+                Offload.NVME_ALL: "ds_configs/zero3_nvme.json",
+            },
+        ),
+        Sharding.FSDP_GRAD_OP: EngineFacts(
+            engine=Engine.FSDP,
+            zero_stage=3,
+            keeps_weights_gathered=True,
+            pieces=Pieces.SHARDS,
+            updates_in_backward=True,
+            offloads=(Offload.OPTIMIZER_PARAMS,),
+            base_configs={Offload.NONE: "fsdp_configs/grad_op.yaml"},
+        ),
+        Sharding.FSDP: EngineFacts(
+            engine=Engine.FSDP,
+            zero_stage=3,
+            pieces=Pieces.SHARDS,
+            updates_in_backward=True,
+            offloads=(Offload.OPTIMIZER_PARAMS,),
+            base_configs={
+                Offload.NONE: "fsdp_configs/full_shard.yaml",
+                Offload.OPTIMIZER_PARAMS: "fsdp_configs/full_shard_cpu_offload.yaml",
+            },
+        ),
+        Sharding.HSDP: EngineFacts(
+            engine=Engine.FSDP,
+            zero_stage=3,
+            shards_within_node=True,
+            pieces=Pieces.SHARDS,
+            updates_in_backward=True,
+            offloads=(Offload.OPTIMIZER_PARAMS,),
+            base_configs={Offload.NONE: "fsdp_configs/hybrid.yaml"},
+        ),
+    },
+    "ENGINES",
+)
+
+
+def shardings_with(offload: Offload) -> tuple[Sharding, ...]:
+    """The shardings whose library has an offload."""
+    return tuple(sharding for sharding in Sharding if offload in sharding.facts.offloads)
