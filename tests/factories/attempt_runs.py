@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState, GradientState
 from rank_factory import write_attempt
 
 from shardwise.trainer.runtime.loop.course import train
+from shardwise.trainer.runtime.loop.session import Session, build_session
 from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec.plan import Plan
@@ -22,13 +23,25 @@ def reset_accelerate() -> None:
     GradientState._reset_state()
 
 
+def session_of(run_dir: Path, plan: Plan) -> Session:
+    """The session of an attempt, before its first step."""
+    reset_accelerate()
+    paths = run_paths(write_attempt(run_dir, plan), started_at=datetime.now(UTC))
+    return build_session(plan, paths, ReportWriter(paths, rank=0), RunState())
+
+
 def run_attempt(
-    run_dir: Path, plan: Plan, *, number: int = 1, wants_stop: Callable[[RunState], bool] = lambda state: False
+    run_dir: Path,
+    plan: Plan,
+    *,
+    number: int = 1,
+    wants_stop: Callable[[RunState], bool] = lambda state: False,
+    state: RunState | None = None,
 ) -> tuple[Ending, RunState]:
     """Runs one attempt until it ends, or until `wants_stop` is true of its state."""
     reset_accelerate()
     paths = run_paths(write_attempt(run_dir, plan, number=number), started_at=datetime.now(UTC))
-    state = RunState()
+    state = state or RunState()
     try:
         return train(plan, paths, ReportWriter(paths, rank=0), state, lambda: wants_stop(state)), state
     finally:

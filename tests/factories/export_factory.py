@@ -26,6 +26,7 @@ from shardwise.trainer.spec.strategy import Method, Precision, Sharding
 TINY_GPT2: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": SEQ_LEN,
 }  # fmt: skip
+EXPERTS = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 LORA = LoraJob(rank=4, alpha=8.0)
 
 

@@ -10,6 +10,9 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import nn
+
+from shardwise.trainer.runtime.checkpoint import CheckpointFolder, find_checkpoint
 
 _PROGRAM = Path(__file__).with_name("tiny_run.py")
 
@@ -28,10 +31,12 @@ def tiny() -> ModuleType:
 def run_tiny() -> Callable[..., subprocess.CompletedProcess[str]]:
     """tiny_run.py as a program of its own."""
 
-    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: object, returns: int = 0) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(_PROGRAM), *map(str, arguments)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+        assert done.returncode == returns, done.stderr[-6000:]
+        return done
 
     return run
 
@@ -43,3 +48,24 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def trained(tiny: ModuleType) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The tiny model and its optimizer after a step."""
+    model = tiny.build_model()
+    optimizer = tiny.build_optimizer(model)
+    tiny.train(model, optimizer, start=0, stop=1)
+    return model, optimizer
+
+
+@pytest.fixture(scope="session")
+def newest() -> Callable[[Path], CheckpointFolder]:
+    """The newest checkpoint of a folder, none of which may be damaged."""
+
+    def find(root: Path) -> CheckpointFolder:
+        found = find_checkpoint(root, on_skip=pytest.fail)
+        assert found is not None
+        return found
+
+    return find

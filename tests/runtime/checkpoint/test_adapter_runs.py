@@ -1,22 +1,19 @@
 """Checkpoints of runs that train adapters: small, exact on resume, and only for the base they were made on."""
 
 import shutil
-from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from attempt_runs import run_attempt
 from engine_plan_factory import TINY_LLAMA
 from msgspec.structs import replace
-from rank_factory import rank_plan, write_attempt, write_rows
+from rank_factory import rank_plan, write_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.trainer.runtime.checkpoint import CheckpointFolder, base_fingerprint, find_checkpoint, read_weights
-from shardwise.trainer.runtime.loop.course import train
-from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
+from shardwise.trainer.runtime.checkpoint import base_fingerprint, check_compatible, read_weights
+from shardwise.trainer.runtime.loop.session import facts_of
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import LoraJob, LrSchedule
@@ -40,14 +37,6 @@ def base(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def no_accelerate_state() -> Iterator[None]:
-    """Accelerate's state is global."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 def plan_of(
     cache_dir: Path, base: Path | None, num_steps: int, *, method: Method = Method.LORA, lora: LoraJob = LORA,
     neftune_alpha: float | None = 5.0,
@@ -61,37 +50,22 @@ def plan_of(
 
 
 def run(run_dir: Path, plan: Plan, number: int = 1) -> RunState:
-    paths, state = run_paths(write_attempt(run_dir, plan, number=number), started_at=datetime.now(UTC)), RunState()
-    train(plan, paths, ReportWriter(paths, rank=0), state, lambda: False)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    return state
-
-
-def newest(run_dir: Path) -> CheckpointFolder:
-    found = find_checkpoint(run_dir / "checkpoints", on_skip=pytest.fail)
-    assert found is not None
-    return found
-
-
-def files(run_dir: Path) -> dict[str, str]:
-    """The hashes of the newest checkpoint's files: every adapter, moment and count of steps."""
-    return {name: entry.sha256 for name, entry in newest(run_dir).manifest.files.items()}
+    return run_attempt(run_dir, plan, number=number)[1]
 
 
 @pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
 @pytest.mark.parametrize("starts_from_weights", [True, False])
 def test_a_resumed_run_ends_bitwise_like_one_that_was_not_stopped(
-    method, starts_from_weights, base, cache_dir, tmp_path
+    method, starts_from_weights, base, cache_dir, newest, tmp_path
 ):
-    """With dropout, noise and recomputation, in mixed precision."""
+    """With dropout, noise and recomputation, in mixed precision: every adapter, moment and count of steps."""
     folder = base if starts_from_weights else None
     run(tmp_path / "resumed", plan_of(cache_dir, folder, 3, method=method))
     state = run(tmp_path / "resumed", replace(plan_of(cache_dir, folder, 6, method=method), resume=True), number=2)
     assert (state.resumed_from_step, state.step) == (3, 6)
     run(tmp_path / "straight", plan_of(cache_dir, folder, 6, method=method))
-    assert newest(tmp_path / "straight").step == 6
-    assert files(tmp_path / "resumed") == files(tmp_path / "straight")
+    resumed, straight = (newest(tmp_path / name / "checkpoints") for name in ("resumed", "straight"))
+    assert straight.step == 6 and resumed.manifest.files == straight.manifest.files
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +75,8 @@ def saved(base, cache_dir, tmp_path_factory) -> Path:
     return run_dir
 
 
-def test_a_checkpoint_holds_adapters_and_their_state_and_nothing_of_the_base(saved):
-    checkpoint = newest(saved)
+def test_a_checkpoint_holds_adapters_and_their_state_and_nothing_of_the_base(saved, newest):
+    checkpoint = newest(saved / "checkpoints")
     parameters = checkpoint.manifest.parameters
     assert len(parameters) == 3 * 14
     for name, entry in parameters.items():
@@ -115,36 +89,28 @@ def test_a_checkpoint_holds_adapters_and_their_state_and_nothing_of_the_base(sav
     assert sum(weight.numel() for weight in weights.values()) == 9216
 
 
-def changed_base(base: Path, folder: Path) -> Path:
-    """The same model with another number in one tensor."""
-    shutil.copytree(base, folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] += 1
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "kind"),
     [
-        ({"lora": replace(LORA, alpha=16.0)}, "it has adapters of rank 4, alpha 8, DoRA, this job adapters of rank 4"),
-        ({"lora": replace(LORA, rslora=True)}, "this job adapters of rank-stabilised rank 4, alpha 8, DoRA"),
-        ({"lora": replace(LORA, dora=False)}, "another kind of training: it has adapters of rank 4, alpha 8, DoRA, "),
-        ({"method": Method.QLORA}, "this job 4-bit base, adapters of rank 4, alpha 8, DoRA"),
-        ({"method": Method.FULL}, "another kind of training: it has adapters of rank 4, alpha 8, DoRA, this job all "),
+        ({"lora": replace(LORA, alpha=16.0)}, "adapters of rank 4, alpha 16, DoRA"),
+        ({"lora": replace(LORA, rslora=True)}, "adapters of rank-stabilised rank 4, alpha 8, DoRA"),
+        ({"lora": replace(LORA, dora=False)}, "adapters of rank 4, alpha 8"),
+        ({"method": Method.QLORA}, "4-bit base, adapters of rank 4, alpha 8, DoRA"),
+        ({"method": Method.FULL}, "all weights"),
     ],
 )
-def test_adapters_of_another_kind_are_refused_with_both(change, sentence, saved, base, cache_dir, tmp_path):
-    shutil.copytree(saved, tmp_path / "run")
-    plan = replace(plan_of(cache_dir, base, 3, **change), resume=True)
-    with pytest.raises(InputError) as error:
-        run(tmp_path / "run", plan, number=2)
-    assert sentence in str(error.value)
+def test_adapters_of_another_kind_are_refused_with_both(change, kind, saved, base, cache_dir, newest):
+    plan = plan_of(cache_dir, base, 3, **change)
+    with pytest.raises(InputError, match=f"it has adapters of rank 4, alpha 8, DoRA, this job {kind}\n"):
+        check_compatible(newest(saved / "checkpoints"), facts_of(plan, RunState()))
 
 
 def test_adapters_of_another_base_are_refused_wherever_it_lies(saved, base, cache_dir, tmp_path):
     shutil.copytree(saved, tmp_path / "run")
-    moved, other = shutil.copytree(base, tmp_path / "moved"), changed_base(base, tmp_path / "other")
+    moved, other = shutil.copytree(base, tmp_path / "moved"), shutil.copytree(base, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] += 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"another base model \(fingerprint\): it has [0-9a-f]{12}, this job [0-9a-f]"):
         run(tmp_path / "run", replace(plan_of(cache_dir, other, 3), resume=True), number=2)
     state = run(tmp_path / "run", replace(plan_of(cache_dir, moved, 3), resume=True), number=3)

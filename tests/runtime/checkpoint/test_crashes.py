@@ -1,17 +1,18 @@
-"""kill -9 at every point of a save: the newest committed checkpoint is whole, and the run ends as if never killed."""
+"""kill -9 at any point of a save, of one process or of ranks: the newest committed checkpoint is whole, and the run
+ends as if never killed; the same while a checkpoint is written beside the training."""
 
-import subprocess
+import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
+from collections import Counter
 
 import pytest
 
-from shardwise.trainer.runtime.checkpoint import find_checkpoint
+from shardwise.trainer.runtime.checkpoint import NonFiniteStateError, find_checkpoint
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 NEWEST_AFTER_DEATH_AT = {  # killed in the save of step 4; step 2 was committed before
     "staged": 2,
+    "copied": 2,  # in the background alone
     "mid-file": 2,
     "shard-written": 2,
     "manifest-written": 2,
@@ -21,102 +22,149 @@ NEWEST_AFTER_DEATH_AT = {  # killed in the save of step 4; step 2 was committed 
     "pruning": 4,
     "pruned": 4,
 }
-NUM_RANDOM = 15
+NAMES = [
+    f"{how}-{point}"
+    for point in NEWEST_AFTER_DEATH_AT
+    for how in ("waiting", "background")
+    if f"{how}-{point}" != "waiting-copied"
+]
+RANDOM = [f"{how}-random-{number}" for how in ("waiting", "background") for number in range(12)]
 LAST = 8
 
 
 @pytest.fixture(scope="module")
-def crashed(
-    tiny: ModuleType,
-    run_tiny: Callable[..., subprocess.CompletedProcess[str]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Path]:
-    """A folder per point, as a process that was killed there left it."""
+def crashed(run_tiny, tmp_path_factory):
+    """The root of a folder per name, as a process that was killed there left it."""
     root = tmp_path_factory.mktemp("crashed")
-    points = [*NEWEST_AFTER_DEATH_AT, *(f"random-{number}" for number in range(NUM_RANDOM))]
-    done = run_tiny("crash", root, *points)
-    assert done.returncode == 0, done.stderr
-    return {point: root / point for point in points}
+    run_tiny("crash", root, *NAMES, *RANDOM)
+    return root
 
 
 @pytest.fixture(scope="module")
-def digests(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+def digests(tiny, tmp_path_factory):
     """The state of the uninterrupted run by step."""
-    root = tmp_path_factory.mktemp("uninterrupted")
-    return {step: tiny.run_until(root, step) for step in range(2, LAST + 1, 2)}
+    found: dict[int, str] = {}
+    tiny.run_until(tmp_path_factory.mktemp("uninterrupted"), LAST, on_step=found.__setitem__)
+    return found
 
 
-def test_the_table_has_every_point(tiny: ModuleType, tmp_path: Path) -> None:
+def names(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def check_random(tiny, root):
+    """The run of a name goes on to what it would have come to."""
+    checkpoint = find_checkpoint(root, on_skip=pytest.fail)
+    last = 4 + (0 if checkpoint is None else checkpoint.step)
+    model = tiny.build_model()
+    optimizer = tiny.build_optimizer(model)
+    tiny.train(model, optimizer, start=0, stop=last)
+    assert tiny.run_until(root, last, in_background=root.name.startswith("b")) == tiny.digest(model, optimizer)
+
+
+def test_the_table_has_every_point(tiny, tmp_path):
     reached: list[str] = []
-    tiny.run_until(tmp_path, 4, on_point_at=(4, reached.append))
+    tiny.run_until(tmp_path, 4, keep=1, in_background=True, on_point_of_4=reached.append)
     model = tiny.build_model()
     (tmp_path / "step-00000004" / "MANIFEST.json").unlink()
     tiny.save(tmp_path, model, tiny.build_optimizer(model), 4, on_point=reached.append)
     assert set(reached) == set(NEWEST_AFTER_DEATH_AT)
 
 
-@pytest.mark.parametrize("point", NEWEST_AFTER_DEATH_AT)
-def test_newest_committed_survives_a_kill_there(
-    tiny: ModuleType, crashed: dict[str, Path], digests: dict[int, str], point: str
-) -> None:
-    root, step = crashed[point], NEWEST_AFTER_DEATH_AT[point]
-    checkpoint = find_checkpoint(root, on_skip=pytest.fail)
-    assert checkpoint is not None
-    assert checkpoint.step == step
-    assert tiny.digest(*tiny.resume(checkpoint)) == digests[step]
-    leftovers = [path.name for path in root.iterdir() if path.name.startswith(".tmp-")]
-    assert bool(leftovers) == (point not in ("committed", "synced", "pruned"))
-
-    assert tiny.run_until(root, LAST) == digests[LAST]
-    assert sorted(path.name for path in root.iterdir()) == [".lock", f"step-{LAST:08d}"]
+@pytest.mark.parametrize("name", NAMES)
+def test_newest_committed_survives_a_kill_there(tiny, crashed, digests, newest, name):
+    root, (how, _, point) = crashed / name, name.partition("-")
+    checkpoint = newest(root)
+    assert checkpoint.step == NEWEST_AFTER_DEATH_AT[point]
+    assert tiny.digest(*tiny.resume(checkpoint)) == digests[checkpoint.step]
+    is_clean = point in ("committed", "synced", "pruned")
+    assert any(found.startswith(".tmp-") for found in names(root)) is not is_clean
+    assert tiny.run_until(root, LAST, keep=1, in_background=how == "background") == digests[LAST]
+    assert names(root) == [".lock", f"step-{LAST:08d}"]
 
 
-@pytest.mark.parametrize("number", range(NUM_RANDOM))
-def test_a_kill_at_any_moment_costs_only_uncommitted_steps(
-    tiny: ModuleType, crashed: dict[str, Path], number: int
-) -> None:
-    root = crashed[f"random-{number}"]
-    checkpoint = find_checkpoint(root, on_skip=pytest.fail)
-    start = 0 if checkpoint is None else checkpoint.step
-    killed_and_resumed = tiny.run_until(root, start + 4)
-    model = tiny.build_model()
-    optimizer = tiny.build_optimizer(model)
-    tiny.train(model, optimizer, start=0, stop=start + 4)
-    assert killed_and_resumed == tiny.digest(model, optimizer)
+@pytest.mark.parametrize("name", RANDOM)
+def test_a_kill_at_any_moment_costs_only_uncommitted_steps(tiny, crashed, name):
+    check_random(tiny, crashed / name)
 
 
 @pytest.mark.long
-def test_two_hundred_kills_cost_only_uncommitted_steps(
-    tiny: ModuleType, run_tiny: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    points = [f"random-{number}" for number in range(1000, 1200)]
-    done = run_tiny("crash", tmp_path, *points)
-    assert done.returncode == 0, done.stderr
-    for point in points:
-        checkpoint = find_checkpoint(tmp_path / point, on_skip=pytest.fail)
-        start = 0 if checkpoint is None else checkpoint.step
-        model = tiny.build_model()
-        optimizer = tiny.build_optimizer(model)
-        tiny.train(model, optimizer, start=0, stop=start + 2)
-        assert tiny.run_until(tmp_path / point, start + 2) == tiny.digest(model, optimizer)
+def test_two_hundred_kills_cost_only_uncommitted_steps(tiny, run_tiny, tmp_path):
+    moments = [f"waiting-random-{number}" for number in range(1000, 1200)]
+    run_tiny("crash", tmp_path, *moments)
+    for name in moments:
+        check_random(tiny, tmp_path / name)
 
 
-def test_the_random_moments_fall_into_the_run(crashed: dict[str, Path]) -> None:
-    with_checkpoint = [
-        point for point, root in crashed.items() if point.startswith("random-") and list(root.glob("step-*"))
-    ]
-    assert len(with_checkpoint) >= NUM_RANDOM // 3
-    num_points = len(NEWEST_AFTER_DEATH_AT)
-    sys.stdout.write(f"{len(crashed)} kills: {num_points} at points of a save, {NUM_RANDOM} at random moments\n")
+def test_the_random_moments_fall_into_the_run(crashed):
+    assert sum(bool(list((crashed / name).glob("step-*"))) for name in RANDOM) >= len(RANDOM) // 3
+    sys.stdout.write(f"{len(NAMES)} kills at points of a save, {len(RANDOM)} at random moments\n")
 
 
-def test_an_error_in_a_save_leaves_nothing_behind(tiny: ModuleType, tmp_path: Path) -> None:
-    def fail(point: str) -> None:
+def test_an_error_in_a_save_leaves_nothing_behind(tiny, tmp_path):
+    def fail(point):
         if point == "manifest-written":
             raise KeyboardInterrupt
 
-    tiny.run_until(tmp_path, 2)
     with pytest.raises(KeyboardInterrupt):
-        tiny.run_until(tmp_path, 4, on_point_at=(4, fail))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-00000002"]
+        tiny.run_until(tmp_path, 4, on_point_of_4=fail)
+    assert names(tmp_path) == [".lock", "step-00000002"]
     assert tiny.run_until(tmp_path, 4)
+
+
+def test_what_is_saved_in_the_background_is_of_the_step_at_which_the_save_began(tiny, trained, newest, tmp_path):
+    then = tiny.digest(*trained)
+    saving = tiny.begin(tmp_path, *trained, 1)
+    tiny.train(*trained, start=1, stop=4)
+    assert tiny.digest(*trained) != then
+    while not saving.poll():
+        assert find_checkpoint(tmp_path, on_skip=pytest.fail) is None, "it is committed by a poll alone"
+    assert saving.poll() and saving.is_over
+    assert newest(tmp_path).step == 1 and tiny.digest(*tiny.resume(newest(tmp_path))) == then
+    before = (tmp_path / "step-00000001" / "MANIFEST.json").stat().st_mtime_ns
+    tiny.train(*trained, start=4, stop=5)
+    assert tiny.begin(tmp_path, *trained, 1).poll(), "a step that is there is not written again"
+    assert (tmp_path / "step-00000001" / "MANIFEST.json").stat().st_mtime_ns == before
+
+
+def test_what_goes_wrong_in_the_thread_is_raised_later_and_leaves_nothing(tiny, trained, tmp_path):
+    def fail(point):
+        if point == "mid-file":
+            raise OSError(28, "No space left on device", "shard-00000.safetensors")
+
+    tiny.save(tmp_path, *trained, 1)
+    saving = tiny.begin(tmp_path, *trained, 2, on_point=fail)
+    with pytest.raises(EnvironmentFaultError, match=r"step 2 was not saved: .*No space left"):
+        saving.finish()
+    assert saving.poll()
+    next(iter(trained[0].parameters())).data.view(-1)[0] = float("nan")
+    with pytest.raises(NonFiniteStateError):
+        tiny.begin(tmp_path, *trained, 3).finish()
+    assert names(tmp_path) == [".lock", "step-00000001"]
+
+
+def check_kills(run_tiny, root, seeds):
+    """Nothing damaged (the program looks), nothing committed lost, the state that of the run that was never killed."""
+    run_tiny("reference", root / "reference", 410)
+    digests = json.loads((root / "reference" / "digests.json").read_text())
+    run_tiny("kill", root, *seeds)
+    outcomes = [json.loads((root / str(seed) / "outcome.json").read_text()) for seed in seeds]
+    for outcome in outcomes:
+        newest = outcome["newest"]
+        assert newest >= outcome["committed"], "what was reported as committed is there"
+        assert newest == 0 or outcome["digest"] == digests[str(newest)]
+        assert outcome["digest_after"] == digests[str(newest + 4)]
+        assert not [name for name in outcome["left"] if name.startswith(".tmp-")]
+    counts = Counter((len(each["victims"]), each["in_background"]) for each in outcomes)
+    assert len(counts) == 4, "one and both, waited for and in the background"
+    assert sum(each["newest"] > 0 for each in outcomes) >= len(outcomes) // 3, "most moments fall into the run"
+    sys.stdout.write(f"{len(outcomes)} kills of ranks, {counts}; no checkpoint damaged, none lost\n")
+
+
+def test_fifteen_kills_of_ranks_cost_only_uncommitted_steps(run_tiny, tmp_path):
+    check_kills(run_tiny, tmp_path, range(15))
+
+
+@pytest.mark.long
+def test_two_hundred_kills_of_ranks_cost_only_uncommitted_steps(run_tiny, tmp_path):
+    check_kills(run_tiny, tmp_path, range(1000, 1200))

@@ -1,12 +1,9 @@
 """The same claims with weights and moments on a GPU, where torch keeps the step count on the device as well."""
 
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 import torch
 
-from shardwise.trainer.runtime.checkpoint import find_checkpoint, import_state, import_weights
+from shardwise.trainer.runtime.checkpoint import import_state, import_weights
 from shardwise.trainer.spec.strategy import Sharding
 
 pytestmark = pytest.mark.gpu
@@ -14,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
-def test_state_on_a_gpu_comes_back_bitwise(tiny: ModuleType, tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+def test_state_on_a_gpu_comes_back_bitwise(tiny, newest, tmp_path, kind, dtype):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     model = tiny.build_model().to("cuda", dtype)
@@ -23,20 +20,17 @@ def test_state_on_a_gpu_comes_back_bitwise(tiny: ModuleType, tmp_path: Path, kin
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     tiny.save(tmp_path, model, optimizer, 1)
-    checkpoint = find_checkpoint(tmp_path, on_skip=pytest.fail)
-    assert checkpoint is not None
-
     fresh = tiny.build_model(seed=9).to(dtype)
-    import_weights(fresh, checkpoint)
-    fresh.to("cuda")
-    fresh_optimizer = tiny.build_optimizer(fresh, kind)
-    import_state(fresh, fresh_optimizer, checkpoint, sharding=Sharding.NONE)
+    import_weights(fresh, newest(tmp_path))
+    fresh_optimizer = tiny.build_optimizer(fresh.to("cuda"), kind)
+    import_state(fresh, fresh_optimizer, newest(tmp_path), sharding=Sharding.NONE)
     assert tiny.digest(fresh, fresh_optimizer) == tiny.digest(model, optimizer)
     for parameter, copy in zip(model.parameters(), fresh.parameters(), strict=True):
-        made, ours = optimizer.state[parameter], fresh_optimizer.state[copy]
-        assert {key: (v.dtype, v.device) for key, v in made.items()} == {
-            k: (v.dtype, v.device) for k, v in ours.items()
-        }
+        made, ours = (
+            {key: (value.dtype, value.device) for key, value in state.items()}
+            for state in (optimizer.state[parameter], fresh_optimizer.state[copy])
+        )
+        assert made == ours
         copy.grad = parameter.grad.clone()
     optimizer.step()
     fresh_optimizer.step()

@@ -1,8 +1,11 @@
 """A tiny Llama trained by a plain loop, for the tests of this folder; as a program, what must die or be several ranks.
 
-    python tiny_run.py crash ROOT POINT ...    one child per point, killed there (`random-N`: at a random moment)
-    python tiny_run.py ranks ROOT              two gloo ranks through every case, answers in ROOT/answers-R.json
-    python tiny_run.py lost-rank ROOT          two gloo ranks, the second killed in the middle of its file
+    python tiny_run.py crash ROOT NAME ...        one child for each waiting-POINT or background-POINT, killed there
+    python tiny_run.py ranks ROOT                 two gloo ranks through every case, answers in ROOT/answers-R.json
+    python tiny_run.py background-ranks ROOT      the same, training on while they save
+    python tiny_run.py lost-rank ROOT             two gloo ranks, the second killed in the middle of its file
+    python tiny_run.py reference ROOT STEPS       two ranks that are never killed; ROOT/digests.json: the state by step
+    python tiny_run.py kill ROOT SEED ...         one or both of two ranks killed at a random moment, and resumed
 
 Learning rate and batch are functions of the step, as in the real loop, so a resumed run has nothing else to restore.
 Children are forked: torch and transformers are imported once.
@@ -18,7 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +41,14 @@ from shardwise.trainer.runtime.checkpoint import (
     import_weights,
     state_digest,
 )
+from shardwise.trainer.runtime.checkpoint.folders import OnPoint
+from shardwise.trainer.runtime.checkpoint.load import begin_resumption
+from shardwise.trainer.runtime.checkpoint.save import BackgroundSave
 from shardwise.trainer.spec.errors import ShardwiseError
 from shardwise.trainer.spec.strategy import Optimizer, Precision, Sharding
 
 VOCABULARY, SEQ_LEN, SEQUENCES = 127, 16, 4
-CRASH_STEPS = (2, 4, 6)  # of the run that is killed: whole at 2, killed in the save of 4
+MOST_STEPS = 400  # of two ranks that nobody kills
 
 
 def build_model(seed: int = 0, *, is_tied: bool = False) -> nn.Module:
@@ -97,12 +103,21 @@ def build_facts(at: int, /, **changed: Any) -> CheckpointFacts:
     return CheckpointFacts(**(fields | changed))
 
 
-def save(root: Path, model: nn.Module, optimizer: object, step: int, **changed: Any) -> Path:
-    """Saves the tiny run as a single process, keeping 2."""
+def _save(root: Path, model: nn.Module, optimizer: object, step: int, **changed: Any) -> Save:
     settings: dict[str, Any] = {
         "sharding": Sharding.NONE, "facts": build_facts(step), "ranks": Ranks.alone(), "keep": 2,
     }  # fmt: skip
-    return Save(root, model=model, optimizer=optimizer, **(settings | changed)).run()
+    return Save(root, model=model, optimizer=optimizer, **(settings | changed))
+
+
+def save(root: Path, model: nn.Module, optimizer: object, step: int, **changed: Any) -> Path:
+    """Saves the tiny run as a single process, keeping 2."""
+    return _save(root, model, optimizer, step, **changed).run()
+
+
+def begin(root: Path, model: nn.Module, optimizer: object, step: int, **changed: Any) -> BackgroundSave:
+    """Begins a save in the background."""
+    return BackgroundSave(_save(root, model, optimizer, step, **changed))
 
 
 def digest(model: nn.Module, optimizer: object) -> str:
@@ -118,29 +133,59 @@ def resume(checkpoint: CheckpointFolder, kind: str = "foreach") -> tuple[nn.Modu
     return model, optimizer
 
 
-def run_until(
-    root: Path, last: int, *, on_point_at: tuple[int, Callable[[str], None]] | None = None, keep: int = 1
-) -> str:
-    """Trains from the newest checkpoint (or the start) to step `last`, saving every second step; the digest there."""
-    checkpoint = find_checkpoint(root, on_skip=lambda line: None)
-    if checkpoint is None:
-        model = build_model()
-        optimizer, start = build_optimizer(model), 0
-    else:
-        model, optimizer = resume(checkpoint)
-        start = checkpoint.step
-    for step in range(start, last, 2):
-        train(model, optimizer, start=step, stop=step + 2)
-        point_step, on_point = on_point_at or (0, lambda point: None)
-        save(root, model, optimizer, step + 2, keep=keep, on_point=on_point if point_step in (0, step + 2) else _ignore)
-    return digest(model, optimizer)
-
-
 def _ignore(point: str) -> None:
     """Lets a save go on."""
 
 
-def _die_at(point: str) -> Callable[[str], None]:
+def run_until(
+    root: Path,
+    last: int,
+    *,
+    ranks: Ranks | None = None,
+    keep: int = 2,
+    in_background: bool = False,
+    on_point_of_4: OnPoint = _ignore,
+    on_step: Callable[[int, str], None] | None = None,
+    on_commit: Callable[[int], None] = lambda step: None,
+) -> str:
+    """Trains from the newest checkpoint, or the start, to step `last` and saves every second step; the last digest."""
+    ranks = ranks or Ranks.alone()
+    sharding = Sharding.DDP if ranks.world_size > 1 else Sharding.NONE
+    resumption = begin_resumption(root, check=lambda found: None, on_skip=lambda line: None, ranks=ranks)
+    plain = build_model(seed=0 if resumption is None else 40 + ranks.rank)
+    model = DistributedDataParallel(plain) if ranks.world_size > 1 else plain
+    optimizer, start, saving = build_optimizer(plain), 0, None
+    if resumption is not None:
+        resumption.load(model, optimizer, sharding=sharding)
+        start = resumption.checkpoint.step
+    for step in range(start + 1, last + 1):
+        train(model, optimizer, start=step - 1, stop=step, rank=ranks.rank, world_size=ranks.world_size)
+        if saving is not None and saving.poll():
+            on_commit(saving.step)
+            saving = None
+        if on_step is not None:
+            on_step(step, digest(plain, optimizer))
+        if step % 2:
+            continue
+        if saving is not None:
+            saving.finish()
+            on_commit(saving.step)
+        save = Save(
+            root, model=model, optimizer=optimizer, sharding=sharding, ranks=ranks, keep=keep,
+            facts=build_facts(step, sharding=sharding, world_size=ranks.world_size),
+            on_point=on_point_of_4 if step == 4 else _ignore,
+        )  # fmt: skip
+        if in_background:
+            saving = BackgroundSave(save)
+        else:
+            save.run()
+            on_commit(step)
+    if saving is not None:
+        saving.finish()
+    return digest(plain, optimizer)
+
+
+def _die_at(point: str) -> OnPoint:
     def on_point(reached: str) -> None:
         if reached == point:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -148,29 +193,27 @@ def _die_at(point: str) -> Callable[[str], None]:
     return on_point
 
 
-def _crash(root: Path, points: list[str]) -> None:
-    for point in points:
-        folder = root / point
+def _crash(root: Path, names: list[str]) -> None:
+    """One child for each `waiting-POINT` or `background-POINT`; a point `random-N` is a random moment."""
+    for name in names:
+        how, _, point = name.partition("-")
         child = os.fork()
         if child == 0:
-            _crash_child(folder, point)
+            _crash_child(root / name, point, in_background=how == "background")
             os._exit(0)
         if point.startswith("random-"):
-            moments = random.Random(point)
-            time.sleep(moments.uniform(0.0, 0.6))
+            time.sleep(random.Random(point).uniform(0.0, 0.6))
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
 
-def _crash_child(folder: Path, point: str) -> None:
-    if point.startswith("random-"):
-        run_until(folder, 200)
-    elif point == "damaged-moved":
-        run_until(folder, 4, keep=2)
+def _crash_child(folder: Path, point: str, *, in_background: bool) -> None:
+    if point == "damaged-moved":
+        run_until(folder, 4)
         (folder / "step-00000004" / "MANIFEST.json").write_text("{")
-        run_until(folder, 4, on_point_at=(4, _die_at(point)), keep=2)
-    else:
-        run_until(folder, 4, on_point_at=(4, _die_at(point)))
+    is_random = point.startswith("random-")
+    keep = 1 if point in ("pruning", "pruned") else 2
+    run_until(folder, 200 if is_random else 6, in_background=in_background, keep=keep, on_point_of_4=_die_at(point))
 
 
 def fork_ranks(root: Path, body: Callable[[Ranks], None]) -> list[int]:
@@ -217,7 +260,6 @@ def _every_case(ranks: Ranks, root: Path) -> dict[str, object]:
     answers: dict[str, object] = {}
     skipped: list[str] = []
     checkpoint = find_checkpoint(root / "single", on_skip=skipped.append, ranks=ranks)
-    assert checkpoint is not None
     plain = build_model(seed=40 + ranks.rank)
     import_weights(plain, checkpoint)
     model = DistributedDataParallel(plain)
@@ -228,12 +270,9 @@ def _every_case(ranks: Ranks, root: Path) -> dict[str, object]:
     answers["losses"] = train(model, optimizer, start=3, stop=6, rank=ranks.rank, world_size=2)
     answers["trained"] = state_digest(model, optimizer, sharding=Sharding.DDP)
 
-    def attempt(step: int, folder: str = "ddp", **changed: Any) -> str:
-        settings: dict[str, Any] = {
-            "optimizer": optimizer, "sharding": Sharding.DDP, "facts": build_facts(step), "ranks": ranks, "keep": 2,
-        }  # fmt: skip
+    def attempt(step: int, optimizer: object = optimizer) -> str:
         try:
-            return str(Save(root / folder, model=model, **(settings | changed)).run())
+            return str(save(root / "ddp", model, optimizer, step, sharding=Sharding.DDP, ranks=ranks))
         except ShardwiseError as error:
             return f"{type(error).__name__}: {error}"
 
@@ -264,26 +303,115 @@ def _every_case(ranks: Ranks, root: Path) -> dict[str, object]:
 
 
 def _lost_rank(ranks: Ranks, root: Path) -> dict[str, object]:
-    model = build_model()
-    optimizer = build_optimizer(model)
-    train(model, optimizer, start=0, stop=2)
-    save_all = partial(Save, root / "ddp", model=model, optimizer=optimizer, sharding=Sharding.DDP, ranks=ranks, keep=2)
-    save_all(facts=build_facts(2)).run()
-    train(model, optimizer, start=2, stop=4)
-    on_point = _die_at("mid-file") if ranks.rank == 1 else _ignore
-    save_all(facts=build_facts(4), on_point=on_point).run()
+    run_until(root / "ddp", 4, ranks=ranks, on_point_of_4=_die_at("mid-file") if ranks.rank == 1 else _ignore)
     return {}
+
+
+def _background_ranks(ranks: Ranks, root: Path) -> dict[str, object]:
+    """What was saved is of the step at which the save began."""
+    plain = build_model()
+    model = DistributedDataParallel(plain)
+    optimizer = build_optimizer(plain)
+    answers: dict[str, Any] = {}
+
+    def train_step(step: int) -> None:
+        train(model, optimizer, start=step, stop=step + 1, rank=ranks.rank, world_size=2)
+
+    def start(step: int, **changed: Any) -> BackgroundSave:
+        return begin(root / "ddp", model, optimizer, step, sharding=Sharding.DDP, ranks=ranks, **changed)
+
+    def fail(point: str) -> None:
+        if point == "mid-file" and ranks.rank:
+            raise OSError(28, "No space left on device", "shard")
+
+    train_step(0)
+    answers["digest of 1"] = state_digest(model, optimizer, sharding=Sharding.DDP)
+    saving = start(1, on_point=lambda point: time.sleep(0.5) if point == "mid-file" and ranks.rank else None)
+    answers["polls"] = [saving.poll()]
+    while not saving.poll():
+        train_step(len(answers["polls"]))
+        answers["polls"].append(False)
+    answers["over"] = [saving.poll(), saving.is_over]
+    saving = start(50, on_point=fail)
+    try:
+        saving.finish()
+    except ShardwiseError as error:
+        answers["failed"] = f"{type(error).__name__}: {error}"
+    ranks.barrier()  # rank 0 removes what was staged
+    answers["left"] = sorted(path.name for path in (root / "ddp").iterdir())
+    start(51).finish()
+    return answers
+
+
+def _reference(root: Path, last: int) -> None:
+    root.mkdir(parents=True)
+
+    def body(ranks: Ranks) -> None:
+        digests: dict[int, str] = {}
+        run_until(root / "checkpoints", last, ranks=ranks, on_step=digests.__setitem__)
+        if ranks.is_first:
+            (root / "digests.json").write_text(json.dumps(digests))
+
+    wait_for_ranks(root, fork_ranks(root, body))
+
+
+def _kill(root: Path, seed: str) -> None:
+    """One run that is killed and resumed; a rank whose peer is gone is ended as well, as its supervisor would."""
+    root.mkdir(parents=True)
+    moments, checkpoints, committed = random.Random(seed), root / "checkpoints", root / "committed"
+    in_background = bool(int(seed) % 2)
+    victims = moments.choice([(0,), (1,), (0, 1)])
+
+    def run(ranks: Ranks, last: int) -> None:
+        def commit(step: int) -> None:
+            if ranks.is_first:
+                committed.write_text(str(step))
+
+        run_until(checkpoints, last, ranks=ranks, in_background=in_background, on_commit=commit)
+
+    children = fork_ranks(root, lambda ranks: run(ranks, MOST_STEPS))
+    time.sleep(moments.uniform(0.1, 1.2))
+    for victim in victims:
+        os.kill(children[victim], signal.SIGKILL)
+    time.sleep(0.02)  # the other one may well be inside a collective, or a write
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    outcome: dict[str, object] = {
+        "victims": victims,
+        "in_background": in_background,
+        "committed": int(committed.read_text() or 0) if committed.exists() else 0,
+    }
+    checkpoint = find_checkpoint(checkpoints, on_skip=_fail)
+    newest = 0 if checkpoint is None else checkpoint.step
+    outcome["newest"] = newest
+    outcome["digest"] = None if checkpoint is None else digest(*resume(checkpoint))
+    wait_for_ranks(root, fork_ranks(root, lambda ranks: run(ranks, newest + 4)))
+    resumed = find_checkpoint(checkpoints, on_skip=_fail)
+    assert resumed is not None and resumed.step == newest + 4
+    outcome["digest_after"] = digest(*resume(resumed))
+    outcome["left"] = sorted(path.name for path in checkpoints.iterdir())
+    (root / "outcome.json").write_text(json.dumps(outcome))
+
+
+def _fail(line: str) -> None:
+    raise AssertionError(line)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    command, root = sys.argv[1], Path(sys.argv[2])
+    command, root, *rest = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
+    cases = {"ranks": _every_case, "background-ranks": _background_ranks, "lost-rank": _lost_rank}
     if command == "crash":
-        _crash(root, sys.argv[3:])
-    elif command == "ranks":
-        _ranks(root, _every_case)
+        _crash(root, rest)
+    elif command == "reference":
+        _reference(root, int(rest[0]))
+    elif command == "kill":
+        for seed in rest:
+            _kill(root / seed, seed)
     else:
-        _ranks(root, _lost_rank)
+        _ranks(root, cases[command])
 
 
 if __name__ == "__main__":

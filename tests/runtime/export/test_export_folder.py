@@ -22,12 +22,12 @@ model = LlamaForCausalLM(
     )
 )
 """
-TOLD = "print('loaded:', 'deepspeed' in sys.modules)"
+LOADED = "print('loaded:', 'deepspeed' in sys.modules)"
 
 
 def what_loads(tmp_path: Path, saving: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", f"{MODEL}{saving}\n{TOLD}", str(tmp_path / "out")],
+        [sys.executable, "-c", f"{MODEL}{saving}\n{LOADED}", str(tmp_path / "out")],
         cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True,
     )  # fmt: skip
     return done.stdout.splitlines()[-1]

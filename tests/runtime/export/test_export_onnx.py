@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from engine_plan_factory import TINY_LLAMA
-from export_factory import LORA, TINY_GPT2, run_of, save_run, write_base
+from export_factory import EXPERTS, LORA, TINY_GPT2, run_of, save_run, write_base
 from pasted_pip import requirements_in
 from transformers import AutoModelForCausalLM
 
@@ -17,7 +17,6 @@ from shardwise.trainer.runtime.export.run import Wish, export_run
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.strategy import Method
 
-MIXTRAL = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 ONNX = Wish(format="onnx")
 
 
@@ -31,7 +30,7 @@ def onnx_session(path: Path):
     ("config", "method", "merge"),
     [
         pytest.param(TINY_LLAMA, Method.QLORA, True, id="llama merged"),
-        pytest.param(MIXTRAL, Method.FULL, False, id="mixtral"),
+        pytest.param(EXPERTS, Method.FULL, False, id="mixtral"),
         pytest.param(TINY_GPT2, Method.FULL, False, id="gpt2", marks=pytest.mark.long),
     ],
 )

@@ -8,11 +8,12 @@ import pytest
 import torch
 from attempt_runs import run_attempt
 from engine_plan_factory import TINY_LLAMA
+from export_factory import write_base
 from msgspec.structs import replace
 from prepare_request_factory import numbered_text
 from rank_factory import rank_plan, write_attempt, write_rows
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from shardwise.trainer.runtime.checkpoint import find_checkpoint, import_weights
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer, train_tokenizer, write_trained_tokenizer
@@ -24,7 +25,6 @@ from shardwise.trainer.spec.job.sections import LoraJob, ModelJob
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method, Precision
 
-MODEL_TYPES = ("llama", "mistral", "qwen3")
 SAMPLES = [
     "row 70 of 50",
     "don't\n\n  \tgo\r\n",
@@ -55,7 +55,7 @@ def write_folder(model_type: str, out: Path, tokenizer_folder: Path | None) -> s
     return write_model_folder(build_model(plan), plan, out)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_an_exported_tokenizer_gives_the_ids_that_were_trained_with(model_type, tokenizer_folder, tmp_path):
     incident = write_folder(model_type, tmp_path / "out", tokenizer_folder)
     assert incident is None
@@ -78,7 +78,6 @@ def test_a_model_type_whose_tokenizers_transformers_cuts_by_its_own_rules_is_an_
     ("changes", "words"),
     [
         ({"extra_special_tokens": ["lazy"]}, r"token \d+: \[\d.*\].*TokenizersBackend.*\[400, "),
-        ({"extra_special_tokens": ["\u00e9"]}, r"'na\u00efve caf\u00e9"),
         ({"added_tokens_decoder": {"0": "nonsense"}}, "transformers cannot load"),
     ],
 )
@@ -117,16 +116,10 @@ def test_an_export_replaces_an_older_one_and_leaves_nothing_beside_it(tokenizer_
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """A folder of weights, as a job may name it."""
-    folder = tmp_path_factory.mktemp("models") / "base"
-    torch.manual_seed(11)
-    config = AutoConfig.for_model(**{**TINY_LLAMA, "max_position_embeddings": 48})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return write_base(tmp_path_factory.mktemp("models") / "base")
 
 
 ADAPTERS = {
-    "lora": LoraJob(rank=4, alpha=8.0),
     "dora": LoraJob(rank=4, alpha=8.0, dora=True),
     "rslora": LoraJob(rank=4, alpha=8.0, rslora=True, targets=("q_proj", "layers.1.mlp.up_proj")),
 }
@@ -153,8 +146,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
-@pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
-@pytest.mark.parametrize("kind", list(ADAPTERS))
+@pytest.mark.parametrize(("kind", "method"), [("rslora", Method.LORA), ("dora", Method.LORA), ("dora", Method.QLORA)])
 def test_peft_loads_the_exported_adapters_and_answers_as_the_model_that_was_trained(
     kind, method, base, cache_dir, tmp_path
 ):
@@ -172,9 +164,7 @@ def test_peft_loads_the_exported_adapters_and_answers_as_the_model_that_was_trai
     ours = build_model(plan)
     ours.eval()
     assert not torch.allclose(logits(loaded), logits(ours), atol=1e-3), "the run learned"
-    checkpoint = find_checkpoint(tmp_path / "run" / "checkpoints", on_skip=pytest.fail)
-    assert checkpoint is not None
-    import_weights(ours, checkpoint)
+    import_weights(ours, find_checkpoint(tmp_path / "run" / "checkpoints", on_skip=pytest.fail))
     torch.testing.assert_close(logits(loaded), logits(ours), rtol=0, atol=1e-6)
 
 
@@ -189,23 +179,20 @@ def test_the_newest_checkpoint_exports_the_adapters_that_the_run_did_without_its
     write_attempt(tmp_path / "run", gone, number=2)
     done = export_run(tmp_path / "run", tmp_path / "out", Wish(checks=False))
     assert done.checkpoint.path.name == "step-00000004" and done.notes == ()
-    ours, theirs = (
-        load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "out", tmp_path / "run" / "export")
-    )
+    folders = (tmp_path / "out", tmp_path / "run" / "export")
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     assert ours.keys() == theirs.keys()
     assert all(tensor.dtype == torch.float32 and torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    configs = [
-        json.loads((folder / "adapter_config.json").read_text())
-        for folder in (tmp_path / "out", tmp_path / "run" / "export")
-    ]
+    configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in folders]
     assert configs[0] | {"base_model_name_or_path": None} == configs[1] | {"base_model_name_or_path": None}
 
 
-def test_a_base_from_the_hub_is_recorded_by_its_name_and_revision_and_no_path(tmp_path):
+def test_adapters_come_with_their_tokenizer_and_with_the_name_and_revision_of_the_base(tokenizer_folder, tmp_path):
+    """Of a base from the hub, which is recorded without a path."""
     cached = "/home/somebody/.cache/models--org--name/snapshots/abc"
-    plan = rank_plan(Path("nowhere"), method=Method.LORA, train={"lora": ADAPTERS["lora"]})
+    plan = rank_plan(Path("nowhere"), method=Method.LORA, train={"lora": ADAPTERS["dora"]})
     job = replace(plan.job, model=ModelJob(name="org/name", revision="abc"))
-    plan = replace(plan, job=job, model_path=cached)
+    plan = replace(plan, job=job, model_path=cached, tokenizer_path=str(tokenizer_folder))
     weights = {f"model.layers.0.mlp.up_proj.lora_{each}.default.weight": torch.zeros(2, 2) for each in "AB"}
     assert write_adapter_folder(weights, plan, tmp_path / "out") is None
     text = (tmp_path / "out" / "adapter_config.json").read_text()
@@ -216,12 +203,5 @@ def test_a_base_from_the_hub_is_recorded_by_its_name_and_revision_and_no_path(tm
     assert set(load_file(tmp_path / "out" / "adapter_model.safetensors")) == {
         f"base_model.model.model.layers.0.mlp.up_proj.lora_{each}.weight" for each in "AB"
     }
-
-
-def test_adapters_are_exported_with_the_tokenizer_that_was_trained_with(tokenizer_folder, tmp_path):
-    plan = rank_plan(Path("nowhere"), method=Method.LORA, train={"lora": ADAPTERS["lora"]})
-    plan = replace(plan, tokenizer_path=str(tokenizer_folder))
-    weights = {f"model.layers.0.mlp.up_proj.lora_{each}.default.weight": torch.zeros(2, 2) for each in "AB"}
-    assert write_adapter_folder(weights, plan, tmp_path / "out") is None
     exported, trained_with = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(tokenizer_folder)
     assert exported(SAMPLES)["input_ids"] == trained_with.encode(SAMPLES)

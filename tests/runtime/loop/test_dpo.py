@@ -118,7 +118,7 @@ def test_every_head_learns_the_same_of_pairs(micro_batch, head):
 
 
 def test_a_pair_that_is_no_pair_counts_for_nothing(micro_batch):
-    """A dummy after each half, as data.py puts them: rows of padding that nothing is learned from."""
+    """A dummy after each half: rows of padding that nothing is learned from."""
 
     def with_dummy(rows: torch.Tensor, value: int) -> torch.Tensor:
         dummy = torch.full((1, rows.shape[1]), value)
@@ -145,26 +145,19 @@ def test_a_model_that_is_its_own_reference_starts_at_the_log_of_two(micro_batch)
 
 
 def test_dropout_of_the_model_is_off_and_that_of_adapters_stays():
+    """GPT-2's are modules, Llama's is a number of one."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)
-    assert (config.attn_pdrop, config.resid_pdrop, config.embd_pdrop) == (0.1, 0.1, 0.1)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     ids = torch.arange(16)[None]
-    assert not torch.equal(model(ids).logits, model(ids).logits)
-    turn_dropout_off(model)
-    assert torch.equal(model(ids).logits, model(ids).logits)
-    lora = LoraConfig(r=2, lora_dropout=0.5, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
-    inject_adapter_in_model(lora, model)
-    turn_dropout_off(model)
-    assert not torch.equal(model(ids).logits, model(ids).logits)
-
-
-def test_dropout_that_is_a_number_of_a_module_is_off_too():
-    torch.manual_seed(0)
     fields = {name: value for name, value in TINY_LLAMA.items() if name != "model_type"}
-    model = LlamaForCausalLM(LlamaConfig(**fields, attention_dropout=0.5)).train()
-    ids = torch.arange(16)[None]
-    assert not torch.equal(model(ids).logits, model(ids).logits)
-    turn_dropout_off(model)
-    assert torch.equal(model(ids).logits, model(ids).logits)
+    llama = LlamaForCausalLM(LlamaConfig(**fields, attention_dropout=0.5)).train()
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)
+    gpt2 = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    for model in (llama, gpt2):
+        assert not torch.equal(model(ids).logits, model(ids).logits)
+        turn_dropout_off(model)
+        assert torch.equal(model(ids).logits, model(ids).logits)
+    lora = LoraConfig(r=2, lora_dropout=0.5, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    inject_adapter_in_model(lora, gpt2)
+    turn_dropout_off(gpt2)
+    assert not torch.equal(gpt2(ids).logits, gpt2(ids).logits)

@@ -1,16 +1,14 @@
 """Runs of DPO in one process: where the reference comes from, what a resumed run reads, how a stalled run ends."""
 
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from attempt_runs import losses_of, metrics_of, reset_accelerate, run_attempt
+from attempt_runs import losses_of, metrics_of, run_attempt, session_of
 from msgspec.structs import replace
 from pair_factory import NUM_EVAL_PAIRS, NUM_PAIRS, pair_plan, write_pairs
-from rank_factory import write_attempt
 from safetensors.torch import load_file
 
 from shardwise.trainer.runtime.data.batches import MicroBatch, eval_micro_batches
@@ -18,17 +16,16 @@ from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.loop.dpo import as_it_is, plain_base
 from shardwise.trainer.runtime.loop.evaluation import evaluate
 from shardwise.trainer.runtime.loop.objectives import build_objectives
-from shardwise.trainer.runtime.loop.session import Session, build_session
+from shardwise.trainer.runtime.loop.session import Session
 from shardwise.trainer.runtime.loss.head import Answer
 from shardwise.trainer.runtime.models.build import build_model
-from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import LoraJob, LrSchedule
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending
-from shardwise.trainer.spec.strategy import LossHead, Method, Optimizer, Precision
+from shardwise.trainer.spec.strategy import LossHead, Method, Precision
 
 CPU = torch.device("cpu")
 LORA = LoraJob(rank=4, alpha=8.0)
@@ -41,22 +38,11 @@ def cache_dir(tmp_path_factory) -> Path:
     return write_pairs(tmp_path_factory.mktemp("pairs") / "rows")
 
 
-@pytest.fixture(autouse=True)
-def no_accelerate_state() -> Iterator[None]:
-    yield
-    reset_accelerate()
-
-
 def run(run_dir: Path, plan: Plan, *, number: int = 1, wants_stop: bool = False) -> RunState:
     """Runs an attempt in this process; its ending is checked to be a finish, or a stop where one was wanted."""
     ending, state = run_attempt(run_dir, plan, number=number, wants_stop=lambda _: wants_stop)
     assert ending is (Ending.STOPPED if wants_stop else Ending.FINISHED)
     return state
-
-
-def session_of(run_dir: Path, plan: Plan) -> Session:
-    paths = run_paths(write_attempt(run_dir, plan), started_at=datetime.now(UTC))
-    return build_session(plan, paths, ReportWriter(paths, rank=0), RunState())
 
 
 def move_adapters(session: Session, by: Callable[[torch.Tensor], torch.Tensor | float]) -> None:
@@ -74,7 +60,7 @@ def held_out(cache_dir: Path) -> MicroBatch:
 
 
 def logps_of_base(plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:
-    """What the model of the plan says of rows where nothing is put into it: the sum over transformers' logits."""
+    """Log-probabilities of rows under the base model of the plan, from transformers' logits."""
     base = replace(plan, candidates=(replace(plan.chosen, method=Method.FULL),))
     model = build_model(base).eval()
     with torch.no_grad():
@@ -114,7 +100,7 @@ def test_the_reference_of_a_quantised_base_is_that_base(tmp_path, cache_dir):
 
 
 @pytest.mark.parametrize("method", [Method.LORA, Method.FULL])
-def test_a_run_prefers_the_chosen_answers_and_says_so(tmp_path, cache_dir, method):
+def test_a_run_prefers_the_chosen_answers_and_reports_it(tmp_path, cache_dir, method):
     plan = pair_plan(
         cache_dir, method=method, train={"lora": LORA}, micro_batch=8, num_steps=20, eval_every_steps=10, lr=5e-3
     )
@@ -176,7 +162,6 @@ def course(cache_dir: Path, **changes) -> Plan:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"micro_batch": 2, "accumulation": 4},
         {"micro_batch": 3, "accumulation": 3},
         {"method": Method.FULL, "micro_batch": 1, "accumulation": 8},
         {"loss": LossHead.EAGER},
@@ -193,10 +178,9 @@ def test_neither_the_head_nor_how_pairs_fall_on_micro_batches_changes_the_losses
             assert found.get(name) == pytest.approx(expected.get(name), abs=1e-6)
 
 
-@pytest.mark.parametrize("loss", [LossHead.CHUNKED, LossHead.FUSED])
 @pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.FP16_MIXED])
-def test_pairs_are_learned_in_16_bit_too(tmp_path, cache_dir, whole, precision, loss):
-    run(tmp_path, course(cache_dir, precision=precision, loss=loss))
+def test_pairs_are_learned_in_16_bit_too(tmp_path, cache_dir, whole, precision):
+    run(tmp_path, course(cache_dir, precision=precision, loss=LossHead.FUSED))
     lines, exact = metrics_of(tmp_path), metrics_of(whole(Method.LORA))
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in exact], abs=3e-3)
     assert not any(line.get("skipped") for line in lines)
@@ -230,7 +214,7 @@ def half_way(tmp_path, cache_dir) -> tuple[Path, Plan]:
     return tmp_path, replace(pair_plan(cache_dir, num_steps=6, **settings), resume=True)
 
 
-def test_the_file_holds_what_the_start_says_of_every_row(half_way, cache_dir):
+def test_the_file_holds_the_log_probabilities_of_every_row_at_the_start(half_way, cache_dir):
     run_dir, plan = half_way
     tensors = load_file(run_dir / "reference.safetensors")
     assert len(tensors["keys"]) == 2 * (NUM_PAIRS + NUM_EVAL_PAIRS), "both splits, more than three steps take"
@@ -239,29 +223,27 @@ def test_the_file_holds_what_the_start_says_of_every_row(half_way, cache_dir):
     assert nearest.max() < 1e-5
 
 
-def test_a_resumed_run_without_its_reference_says_what_would_do(half_way):
+def foreign(run_dir: Path, plan: Plan) -> bytes:
+    run(run_dir / "other", replace(plan, data=replace(plan.data, fingerprint="other"), resume=False))
+    return (run_dir / "other" / "reference.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "fact"),
+    [
+        (lambda *_: None, EnvironmentFaultError, "missing"),
+        (lambda *_: b"", EnvironmentFaultError, ""),
+        (lambda *_: b"\x08\0\0\0\0\0\0\0{}      ", InputError, ""),
+        (lambda *_: b"no safetensors at all", InputError, ""),
+        (foreign, InputError, "other data"),
+    ],
+    ids=["none", "empty", "without tensors", "damaged", "foreign"],
+)
+def test_a_resumed_run_without_its_own_reference_is_refused(half_way, content, kind, fact):
     run_dir, plan = half_way
-    (run_dir / "reference.safetensors").unlink()
-    with pytest.raises(EnvironmentFaultError, match=r"reference\.safetensors .*missing"):
-        run(run_dir, plan, number=2)
-
-
-def test_a_resumed_run_with_a_foreign_reference_says_what_would_do(half_way, tmp_path_factory, cache_dir):
-    run_dir, plan = half_way
-    other = pair_plan(cache_dir, num_steps=1, micro_batch=8)
-    other_dir = tmp_path_factory.mktemp("other")
-    run(other_dir, replace(other, data=replace(other.data, fingerprint="other")))
-    (run_dir / "reference.safetensors").write_bytes((other_dir / "reference.safetensors").read_bytes())
-    with pytest.raises(InputError, match=r"reference\.safetensors.* other data"):
-        run(run_dir, plan, number=2)
-
-
-@pytest.mark.parametrize("content", [b"", b"\x08\0\0\0\0\0\0\0{}      ", b"no safetensors at all"])
-def test_a_damaged_reference_is_no_reference(half_way, content):
-    run_dir, plan = half_way
-    (run_dir / "reference.safetensors").write_bytes(content)
-    kind = InputError if content else EnvironmentFaultError
-    with pytest.raises(kind, match=r"reference\.safetensors"):
+    path, found = run_dir / "reference.safetensors", content(run_dir, plan)
+    path.unlink() if found is None else path.write_bytes(found)
+    with pytest.raises(kind, match=rf"reference\.safetensors.*{fact}"):
         run(run_dir, plan, number=2)
 
 
@@ -293,10 +275,3 @@ def test_a_stop_ends_the_asking_of_the_reference_and_a_resume_asks_again(tmp_pat
 def test_a_trial_asks_no_reference(tmp_path, cache_dir):
     run(tmp_path, replace(pair_plan(cache_dir, num_steps=2, micro_batch=8), is_trial=True))
     assert not (tmp_path / "reference.safetensors").exists()
-
-
-def test_galore_has_a_reference_in_a_file_too(tmp_path, cache_dir):
-    plan = pair_plan(cache_dir, method=Method.GALORE, optimizer=Optimizer.ADAMW, num_steps=2, micro_batch=8)
-    run(tmp_path, plan)
-    assert losses_of(tmp_path)[0] == pytest.approx(0.6931472, abs=1e-6)
-    assert (tmp_path / "reference.safetensors").exists()

@@ -1,16 +1,16 @@
 """One optimizer step in one process: what accumulation, dropout and clipping may and may not change."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerate import Accelerator
+from attempt_runs import reset_accelerate
 from engine_plan_factory import TINY_LLAMA
-from rank_factory import SEED, rank_plan, write_rows
+from rank_factory import SEED, rank_plan
 
-from shardwise.trainer.runtime.data.batches import step_micro_batches
+from shardwise.trainer.runtime.data.batches import MicroBatch, step_micro_batches
 from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
 from shardwise.trainer.runtime.loop.step import StepResult, run_step, seed_dropout
@@ -23,53 +23,42 @@ from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Sharding
 
 
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory) -> Path:
-    return write_rows(tmp_path_factory.mktemp("data") / "rows")
+def prepared(plan: Plan) -> tuple[Accelerator, torch.nn.Module, Any]:
+    reset_accelerate()
+    accelerator, model = build_accelerator(plan, ds_config=None), build_model(plan)
+    optimizer = build_optimizer(plan.chosen.strategy.optimizer, model, lr=1.0, weight_decay=0.1)
+    return accelerator, *accelerator.prepare(model, optimizer)
 
 
-@pytest.fixture(autouse=True)
-def no_accelerate_state() -> Iterator[None]:
-    """Accelerate's state is global."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+def micro_batches_of(plan: Plan, step: int, *, num_rows: int | None = None) -> tuple[list[MicroBatch], int]:
+    """Of a step, or `num_rows` of it in one."""
+    accumulation = plan.chosen.accumulation if num_rows is None else 1
+    found, num_targets = step_micro_batches(
+        TokenRows.open(Path(plan.data.cache_dir), "train"), step=step, seed=SEED, rank=0, num_ranks=1,
+        sequences_per_step=num_rows or plan.schedule.sequences_per_step, micro_batch=plan.chosen.micro_batch,
+        accumulation=accumulation,
+    )  # fmt: skip
+    return list(found), num_targets
 
 
 def run_steps(
     plan: Plan, steps: range, *, clip: float = 1.0, lr: float = 1e-3
 ) -> tuple[list[StepResult], torch.nn.Module]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    accelerator = build_accelerator(plan, ds_config=None)
-    model = build_model(plan)
-    optimizer = build_optimizer(plan.chosen.strategy.optimizer, model, lr=1.0, weight_decay=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    rows = TokenRows.open(Path(plan.data.cache_dir), "train")
+    accelerator, model, optimizer = prepared(plan)
     results = []
     for step in steps:
-        micro_batches, num_targets = step_micro_batches(
-            rows, step=step, seed=SEED, sequences_per_step=plan.schedule.sequences_per_step, rank=0, num_ranks=1,
-            micro_batch=plan.chosen.micro_batch, accumulation=plan.chosen.accumulation,
-        )  # fmt: skip
+        micro_batches, num_targets = micro_batches_of(plan, step)
         results.append(
             run_step(
-                accelerator,
-                model,
-                optimizer,
-                micro_batches,
-                num_terms=num_targets,
-                step=step,
-                seed=SEED,
-                lr=lr,
-                clip=clip,
-                clock=Clock(accelerator.device),
+                accelerator, model, optimizer, micro_batches, num_terms=num_targets, step=step, seed=SEED, lr=lr,
+                clip=clip, clock=Clock(accelerator.device),
             )
-        )
+        )  # fmt: skip
+    assert all(parameter.grad is None for parameter in model.parameters())
     return results, model
 
 
-@pytest.mark.parametrize(("micro_batch", "accumulation"), [(1, 8), (2, 4), (4, 2), (3, 3)])
+@pytest.mark.parametrize(("micro_batch", "accumulation"), [(1, 8), (3, 3)])
 def test_the_loss_does_not_depend_on_how_rows_fall_on_micro_batches(cache_dir, micro_batch, accumulation):
     whole, model = run_steps(rank_plan(cache_dir, micro_batch=8, accumulation=1), range(4))
     parts, other = run_steps(rank_plan(cache_dir, micro_batch=micro_batch, accumulation=accumulation), range(4))
@@ -115,26 +104,16 @@ def test_the_seed_of_a_micro_batch_is_that_of_torchs_own_seeding_on_every_device
 
 def losses_of_repeated_micro_batch(cache_dir: Path, steps: tuple[int, ...], *, dropout: float) -> list[list[float]]:
     """For each step the losses of one micro batch that is run three times; the weights stay as they are."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    plan = rank_plan(
-        cache_dir, micro_batch=4, accumulation=3, model_config={**TINY_LLAMA, "attention_dropout": dropout}
-    )
-    accelerator = build_accelerator(plan, ds_config=None)
-    model = build_model(plan)
-    model, optimizer = accelerator.prepare(
-        model, build_optimizer(plan.chosen.strategy.optimizer, model, lr=1.0, weight_decay=0.1)
-    )
+    config = {**TINY_LLAMA, "attention_dropout": dropout}
+    plan = rank_plan(cache_dir, micro_batch=4, accumulation=3, model_config=config)
+    accelerator, model, optimizer = prepared(plan)
     losses: list[float] = []
     model.register_forward_hook(lambda _model, _inputs, loss: losses.append(float(loss.detach())))
-    (micro_batch,) = step_micro_batches(
-        TokenRows.open(cache_dir, "train"), step=0, seed=SEED, sequences_per_step=4, rank=0, num_ranks=1,
-        micro_batch=4, accumulation=1,
-    )[0]  # fmt: skip
+    (micro_batch,), num_targets = micro_batches_of(plan, 0, num_rows=4)
     for step in steps:
         run_step(
-            accelerator, model, optimizer, [micro_batch] * 3, num_terms=3 * micro_batch.num_targets, step=step,
-            seed=SEED, lr=0.0, clip=1.0, clock=Clock(accelerator.device),
+            accelerator, model, optimizer, [micro_batch] * 3, num_terms=3 * num_targets, step=step, seed=SEED, lr=0.0,
+            clip=1.0, clock=Clock(accelerator.device),
         )  # fmt: skip
     return [losses[start : start + 3] for start in range(0, len(losses), 3)]
 
@@ -147,7 +126,7 @@ def test_masks_differ_between_micro_batches_and_steps_and_come_back_with_the_ste
     assert len({loss for step in without for loss in step}) == 1, "nothing but the masks makes a difference"
 
 
-@pytest.mark.parametrize("lr", [0.0, 1e-4, 1e-3])
+@pytest.mark.parametrize("lr", [0.0, 1e-3])
 def test_the_learning_rate_of_the_step_is_the_one_that_updates(cache_dir, lr):
     plan = rank_plan(cache_dir, micro_batch=8, accumulation=1)
     _, moved = run_steps(plan, range(1), lr=lr)
@@ -158,7 +137,7 @@ def test_the_learning_rate_of_the_step_is_the_one_that_updates(cache_dir, lr):
     assert max(changes) == pytest.approx(lr, rel=0.2), "Adam's first step is the learning rate, plus the decay"
 
 
-def test_the_norm_is_told_before_clipping_and_no_clip_is_no_clip(cache_dir):
+def test_the_norm_is_reported_before_clipping_and_no_clip_is_no_clip(cache_dir):
     plan = rank_plan(cache_dir, micro_batch=8, accumulation=1)
     clipped, small = run_steps(plan, range(1), clip=1e-9)
     free, moved = run_steps(plan, range(1), clip=0.0)
@@ -166,11 +145,6 @@ def test_the_norm_is_told_before_clipping_and_no_clip_is_no_clip(cache_dir):
     assert free[0].grad_norm is not None and free[0].grad_norm > 0.1
     change = [(a - b).abs().max().item() for a, b in zip(small.parameters(), moved.parameters(), strict=True)]
     assert max(change) > 1e-4, "clipping to nothing keeps Adam's epsilon from being negligible"
-
-
-def test_the_gradients_are_gone_after_a_step(cache_dir):
-    _, model = run_steps(rank_plan(cache_dir, micro_batch=8, accumulation=1), range(1))
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_clock_adds_up_by_phase():

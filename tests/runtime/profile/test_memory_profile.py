@@ -1,4 +1,4 @@
-"""The memory figures against allocations whose size is known."""
+"""The memory figures against allocations of known size: by part, by phase, over time, and out of memory."""
 
 import errno
 import resource
@@ -10,23 +10,38 @@ import pytest
 import torch
 from galore_torch.galore_projector import GaLoreProjector
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.trainer.__main__ import error_line
 from shardwise.trainer.runtime.profile.memory_profile import (
     ACTIVATIONS,
     GRADIENTS,
+    MAX_POINTS,
     OPTIMIZER_STATE,
     WEIGHTS,
+    Curve,
     MemoryProfile,
     anonymous_bytes,
     cap_memory,
     held_bytes,
+    held_tensors,
     highest_rise,
     is_out_of_memory,
+    memory_state,
+    timeline_of_spans,
+    write_memory_state,
 )
-from shardwise.trainer.runtime.run.clock import Clock
+from shardwise.trainer.runtime.run.clock import Clock, Span
+from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.messages.rank_files import (
+    Heartbeat,
+    MemoryState,
+    encode_heartbeat,
+    heartbeat_path,
+    memory_state_path,
+)
 from shardwise.trainer.spec.units import GIB
 
 SIZE = 512
@@ -98,6 +113,7 @@ def test_the_peak_of_a_step_is_what_it_held_at_once():
         optimizer.zero_grad()
         later = torch.empty(500_000)  # less, after the gradient is gone
         del later
+    assert not model.weight._post_accumulate_grad_hooks
     figures = profile.figures()
     assert figures.steady_allocated_bytes == 3 * WEIGHT_BYTES + 4
     assert figures.parts[GRADIENTS] == WEIGHT_BYTES
@@ -142,13 +158,6 @@ def test_a_gradient_that_comes_after_the_peak_is_no_part_of_it():
     assert profile.figures().parts[GRADIENTS] == 0
 
 
-def test_the_profile_leaves_no_hook_behind():
-    model, optimizer = trained_linear()
-    with MemoryProfile(model, optimizer, CPU).step():
-        pass
-    assert not model.weight._post_accumulate_grad_hooks
-
-
 def test_anonymous_memory_grows_with_what_is_written():
     before = anonymous_bytes()
     block = torch.ones(64_000_000)  # beyond 32 MiB malloc always maps anew instead of reusing what was freed
@@ -160,10 +169,7 @@ def test_anonymous_memory_grows_with_what_is_written():
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
         (MemoryError(), True),
-        (
-            RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
-            True,
-        ),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
         (RuntimeError("a worker said: out of memory."), False),
         (RuntimeError("Connection closed by peer"), False),
         (ValueError("can't allocate memory"), False),
@@ -183,23 +189,13 @@ def test_only_a_failed_allocation_counts_as_out_of_memory(error, is_memory):
     assert is_out_of_memory(error) is is_memory
 
 
-def failed(*, with_cause: bool, cause: BaseException) -> InputError:
-    """What a user's function makes of another error, raised on purpose from it or while it was handled."""
-    try:
-        try:
-            raise cause
-        except Exception as error:
-            if with_cause:
-                raise InputError("extensions: loss raised it") from error
-            raise InputError("extensions: loss raised it")  # noqa: B904  # what a careless function does
-    except InputError as made:
-        return made
-
-
 @pytest.mark.parametrize("with_cause", [True, False])
 def test_an_error_that_was_made_of_one_counts_as_out_of_memory(with_cause):
-    assert is_out_of_memory(failed(with_cause=with_cause, cause=torch.OutOfMemoryError("CUDA out of memory")))
-    assert not is_out_of_memory(failed(with_cause=with_cause, cause=ValueError("another reason")))
+    for cause in (torch.OutOfMemoryError("CUDA out of memory"), ValueError("another reason")):
+        error = InputError("extensions: loss raised it")
+        error.__cause__, error.__context__ = (cause, None) if with_cause else (None, cause)
+        error.__suppress_context__ = with_cause
+        assert is_out_of_memory(error) is isinstance(cause, torch.OutOfMemoryError)
 
 
 @pytest.mark.parametrize(("setting", "is_hinted"), [("expandable_segments:True", True), ("", False)])
@@ -226,3 +222,81 @@ def test_a_capped_card_holds_what_is_beside_the_allocator_too(monkeypatch):
     for cap, outside in ((8 * GIB, 2 * GIB), (90 * GIB, GIB), (GIB, 2 * GIB)):
         cap_memory(DeviceKind.CUDA, torch.device("cuda:0"), cap, outside_bytes=outside)
     assert shares == [6 / 80, 1.0, 0.0]
+
+
+SPANS = (Span("forward", 100, 200), Span("backward", 210, 300), Span("optimizer", 310, 400))
+EVENTS = [(110, 50), (150, -20), (205, 5), (220, 100), (290, -130), (320, 7), (330, -7)]
+
+
+def test_a_phase_peaks_at_the_most_that_was_held_in_it():
+    assert Curve(EVENTS, 1000, SPANS).peaks() == {"forward": 1050, "backward": 1135, "optimizer": 1012}
+    assert Curve([(110, 50)], 1000, SPANS).peaks() == {"forward": 1050, "backward": 1050, "optimizer": 1050}
+    assert Curve([], 1000, SPANS).peaks() == {"forward": 1000, "backward": 1000, "optimizer": 1000}
+    twice = (Span("forward", 0, 10), Span("backward", 10, 20), Span("forward", 20, 30), Span("backward", 30, 40))
+    assert Curve([(5, 10), (12, 90), (19, -95), (25, 30)], 0, twice).peaks() == {"forward": 35, "backward": 100}
+
+
+def test_the_timeline_counts_from_the_first_moment_and_names_the_phases():
+    points = Curve(EVENTS, 1000, SPANS).timeline()
+    assert [point.phase for point in points] == [*["forward"] * 2, "", *["backward"] * 2, *["optimizer"] * 2]
+    assert [point.allocated_bytes for point in points] == [1050, 1030, 1035, 1135, 1005, 1012, 1005]
+    assert points[0].at_s == pytest.approx(10e-9)
+    assert Curve([], 1000, SPANS).timeline() == ()
+
+
+def test_a_long_timeline_keeps_its_highest_point():
+    events = [(100 + number, 1 if number % 2 else -1) for number in range(10_000)]
+    events[5001:5001] = [(5100, 10**6), (5100, -(10**6))]
+    points = Curve(events, 0, (Span("forward", 0, 20_000),)).timeline()
+    assert len(points) <= MAX_POINTS and max(point.allocated_bytes for point in points) >= 10**6 - 1
+
+
+def test_a_device_that_counts_no_moments_has_three_points_a_phase():
+    spans = (Span("forward", 100, 200, 10, 50, 40), Span("backward", 200, 300, 40, 90, 20))
+    assert [(round(point.at_s * 1e9), point.allocated_bytes, point.phase) for point in timeline_of_spans(spans)] == [
+        (0, 10, "forward"),
+        (50, 50, "forward"),
+        (100, 40, "forward"),
+        (100, 40, "backward"),
+        (150, 90, "backward"),
+        (200, 20, "backward"),
+    ]
+    assert timeline_of_spans(()) == ()
+
+
+def test_the_tensors_that_are_held_are_counted_once_and_by_kind():
+    before = held_tensors()
+    layer = nn.Linear(1024, 512, bias=False)
+    view = layer.weight.detach()[:10]  # of the same storage
+    other = torch.ones(1000, 1000)
+    layer(torch.ones(2, 1024)).sum().backward()
+    after = held_tensors()
+    assert after["weights"] - before["weights"] == 1024 * 512 * 4
+    assert after["gradients"] - before["gradients"] == 1024 * 512 * 4
+    assert after["other tensors"] - before["other tensors"] == 1000 * 1000 * 4
+    del view, other
+
+
+def test_tensors_without_storage_are_left_out():
+    before = held_tensors()
+    with FakeTensorMode():
+        fake = torch.empty(1000, 1000)  # as torch.compile leaves them behind
+    without = [fake, torch.empty(1000, 1000, device="meta"), torch.eye(300).to_sparse()]
+    assert held_tensors() == before
+    assert len(without) == 3
+
+
+def test_the_memory_state_has_the_phase_of_the_rank_and_its_limit(tmp_path):
+    heartbeat_path(tmp_path, 1).parent.mkdir()
+    heartbeat_path(tmp_path, 1).write_bytes(encode_heartbeat(Heartbeat(step=4, count=3, phase="backward")))
+    write_memory_state(tmp_path, rank=1, step=4, data_limit=2**33)
+    state = codec.read(memory_state_path(tmp_path, 1), MemoryState)
+    assert (state.rank, state.phase, state.step, state.data_limit_bytes) == (1, "backward", 5, 2**33)
+    assert state.host_bytes and state.data_bytes
+    assert memory_state(tmp_path, 1, 4, resource.RLIM_INFINITY).data_limit_bytes is None
+    assert memory_state(tmp_path, 0, 4, 0).phase == ""  # it has no heartbeat
+
+
+def test_a_state_that_cannot_be_written_raises_nothing(tmp_path, capsys):
+    write_memory_state(tmp_path / "gone", rank=0, step=0, data_limit=0)
+    assert "what memory held could not be written: FileNotFoundError" in capsys.readouterr().out

@@ -1,14 +1,18 @@
-"""Operators that were built before are loaded as they are; what is not marked as whole is left to DeepSpeed."""
+"""Operators that were built before are loaded as they are, and the processor they are for is read from /proc."""
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
+from captured_machine import captured
 from operator_cache import folder_with_operators
 
-from shardwise.trainer.runtime.run.operators import built_library, marker
+from shardwise.trainer.runtime.run.operators import PROCESSORS, built_library, marker, read_processor
 
 TIMEOUT_S = 600
 
@@ -31,25 +35,27 @@ OURS = "from shardwise.trainer.runtime.run.operators import use_built_operators 
 PLAIN = "from shardwise.trainer.runtime.run.operators import leave_out_debug_symbols; leave_out_debug_symbols()"
 
 
-def load(folder: Path, before: str) -> list[object]:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder)}
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+def answer_of(program: str, **environment: str) -> Any:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        [sys.executable, "-c", LOAD.format(before=before)], env=environment,
+        [sys.executable, "-c", program], env={**os.environ, "DS_ACCELERATOR": "cpu", "PATH": path, **environment},
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("answer:"))
-    answer: list[object] = json.loads(line.removeprefix("answer:"))
-    return answer
+    return json.loads(line.removeprefix("answer:"))
+
+
+def load(before: str) -> Any:
+    return answer_of(LOAD.format(before=before), TORCH_EXTENSIONS_DIR=str(folder_with_operators("cpu_adam")))
 
 
 def test_w56_deepspeed_asks_the_compiler_for_an_operator_that_is_built():
-    assert load(folder_with_operators("cpu_adam"), PLAIN) == [1, True, True]
+    assert load(PLAIN) == [1, True, True]
 
 
 def test_a_rank_imports_what_was_built():
-    assert load(folder_with_operators("cpu_adam"), OURS) == [0, True, True]
+    assert load(OURS) == [0, True, True]
 
 
 def test_only_a_library_that_is_marked_counts(tmp_path, monkeypatch):
@@ -65,3 +71,53 @@ def test_only_a_library_that_is_marked_counts(tmp_path, monkeypatch):
     assert built_library("cpu_adam") is None
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     assert built_library("cpu_adam") is None
+
+
+# What DeepSpeed finds for its operators, and how often the machine was asked for it: by itself, and with our answers.
+ASK = """
+import json
+import cpuinfo
+asked, ask = [], cpuinfo.get_cpu_info
+def counted():
+    asked.append(None)
+    return ask()
+cpuinfo.get_cpu_info = counted
+from deepspeed.ops.op_builder import CPUAdamBuilder
+from shardwise.trainer.runtime.run.operators import answer_for_processor
+
+def answer():
+    asked.clear()
+    builder = CPUAdamBuilder()
+    return [builder.cpu_arch(), builder.simd_width(), cpuinfo.get_cpu_info().get("vendor_id_raw"), len(asked)]
+
+plain = answer()
+answer_for_processor()
+print("answer:" + json.dumps([plain, answer()]))
+"""
+
+
+def test_w53_deepspeed_asks_for_the_same_processor_each_time():
+    (*plain, asked_before), (*answered, asked) = answer_of(ASK)
+    assert asked_before == 3  # once for the architecture, once for the flags; the third is this test's
+    assert answered == plain
+    assert asked == (1 if read_processor(PROCESSORS.read_text(), platform.machine()) is None else 0)
+
+
+def test_the_first_processor_of_an_x86_machine_says_it_all():
+    facts = read_processor(captured("rtx4090_desktop", "cpuinfo"), "x86_64")
+    assert facts["arch"] == "X86_64"
+    assert facts["vendor_id_raw"] in ("GenuineIntel", "AuthenticAMD")
+    assert "avx2" in facts["flags"]
+
+
+@pytest.mark.parametrize(
+    ("text", "machine"),
+    [
+        pytest.param("", "x86_64", id="nothing"),
+        pytest.param("processor\t: 0\nflags\t\t: fpu avx2\n", "x86_64", id="no_vendor"),
+        pytest.param("vendor_id\t: GenuineIntel\n", "x86_64", id="no_flags"),
+        pytest.param("processor\t: 0\nFeatures\t: fp asimd sve\n", "aarch64", id="arm"),
+    ],
+)
+def test_a_machine_that_does_not_say_so_is_asked(text, machine):
+    assert read_processor(text, machine) is None
