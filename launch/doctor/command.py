@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from shardwise.launch.doctor import network, python, system, torch
 from shardwise.launch.doctor.finding import (
     Diagnosis,
     Finding,
@@ -29,46 +30,9 @@ from shardwise.launch.doctor.finding import (
     render_diagnosis,
     warning,
 )
-from shardwise.launch.doctor.network import (
-    check_hostname,
-    check_hub,
-    check_interfaces,
-    check_proxies,
-    check_slurm,
-    check_wandb,
-)
-from shardwise.launch.doctor.python import check_libraries, check_python, check_shadows, check_variables
-from shardwise.launch.doctor.system import (
-    check_folders,
-    check_home,
-    check_hub_cache,
-    check_locked_memory,
-    check_memory,
-    check_mounts,
-    check_open_files,
-    check_other_limits,
-    check_processes,
-    check_room,
-    check_shared_memory,
-    check_speed,
-    check_wsl,
-    read_memory,
-)
-from shardwise.launch.doctor.torch import (
-    check_build_locks,
-    check_collective,
-    check_compiled,
-    check_compiler,
-    check_driver,
-    check_libaio,
-    check_memory_held,
-    check_ninja,
-    check_toolkit,
-    check_torch,
-)
 from shardwise.launch.engine.operators import check_toolchain, needed_operators
 from shardwise.launch.job import folders
-from shardwise.launch.job.layers import ResolvedJob, read_job_layers, read_personal_folders
+from shardwise.launch.job.layers import read_job_layers, read_personal_folders
 from shardwise.launch.options import DoctorOptions
 from shardwise.launch.plan.asked_nodes import AskedNodes
 from shardwise.launch.plan.disk_check import check_disk, needed_disk_bytes
@@ -84,7 +48,6 @@ from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.secrets import redact
 from shardwise.trainer.spec.strategy import Offload
 from shardwise.trainer.spec.units import format_bytes
-from shardwise.trainer.spec.value import Value
 
 
 class RequestedJob(NamedTuple):
@@ -95,16 +58,16 @@ class RequestedJob(NamedTuple):
 
 
 def run_doctor(options: DoctorOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> ExitCode:
-    """Looks and tells; InputProblemsError for a job file or a config.yaml that cannot be read."""
-    started = time.monotonic()
-    resolved = None if options.job is None else _read_job(options, environment)
-    named = _personal_folders(environment) if resolved is None else resolved.folders
-    output = (
-        None if resolved is None else output_base(resolved.job.output, resolved.name).expanduser().absolute().parent
-    )
-    place = place_of(environment, named=named, output=output, is_quick=options.quick)
-    asked = None if options.job is None else RequestedJob(options.job, tuple(options.overrides))
-    diagnosis = diagnose(place, asked)
+    """Prints the diagnosis; InputProblemsError for a job file or a config.yaml that cannot be read."""
+    started, requested, output = time.monotonic(), None, None
+    home, site = folders.config_home(environment), folders.site_config(environment)
+    if options.job is None:
+        named = read_personal_folders(config_home=home, site_config=site)
+    else:
+        resolved = read_job_layers(options.job, options.overrides, config_home=home, site_config=site)
+        named, requested = resolved.folders, RequestedJob(options.job, tuple(options.overrides))
+        output = output_base(resolved.job.output, resolved.name).expanduser().absolute().parent
+    diagnosis = diagnose(place_of(environment, named=named, output=output, is_quick=options.quick), requested)
     if options.as_json:
         console.line(codec.encode(diagnosis).decode().rstrip())
     else:
@@ -112,36 +75,24 @@ def run_doctor(options: DoctorOptions, console: Console, *, environment: Mapping
     return diagnosis.exit_code
 
 
-def diagnose(place: Place, asked: RequestedJob | None = None) -> Diagnosis:
-    """Everything that is found, without a secret of the environment."""
-    found = diagnosis_of(run_checks(read_machine(place), checks_for(asked)))
-    return replace(found, findings=tuple(
-        replace(finding, sentence=redact(finding.sentence, place.environment),
-                fix=finding.fix and redact(finding.fix, place.environment))
-        for finding in found.findings
-    ))  # fmt: skip
-
-
-def _personal_folders(environment: Mapping[str, str]) -> Mapping[str, str]:
-    return read_personal_folders(
-        config_home=folders.config_home(environment), site_config=folders.site_config(environment)
-    )
-
-
-def _read_job(options: DoctorOptions, environment: Mapping[str, str]) -> ResolvedJob:
-    return read_job_layers(
-        options.job,
-        options.overrides,
-        config_home=folders.config_home(environment),
-        site_config=folders.site_config(environment),
+def diagnose(place: Place, requested: RequestedJob | None = None) -> Diagnosis:
+    """Every finding, without a secret of the environment."""
+    job_check = () if requested is None else (Check(JOB_CHECK, partial(check_job, requested)),)
+    found = diagnosis_of(run_checks(read_machine(place), (*CHECKS, *job_check)))
+    shown = partial(redact, environment=place.environment)
+    return replace(
+        found,
+        findings=tuple(
+            replace(each, sentence=shown(each.sentence), fix=each.fix and shown(each.fix)) for each in found.findings
+        ),
     )
 
 
 DEADLINE_S = 32.0  # of all checks together, after torch has answered
 
 
-class Check(Value, frozen=True, kw_only=True):
-    """A row: `--quick` leaves out what is slow."""
+class Check(NamedTuple):
+    """A row of the table; `--quick` leaves out the slow ones."""
 
     name: str
     find: Callable[[Machine], Iterable[Finding]]
@@ -149,46 +100,41 @@ class Check(Value, frozen=True, kw_only=True):
 
 
 CHECKS = (
-    Check(name="driver", find=check_driver),
-    Check(name="torch", find=check_torch),
-    Check(name="compiled-libraries", find=check_compiled, is_slow=True),
-    Check(name="gpu-memory", find=check_memory_held),
-    Check(name="collective", find=check_collective, is_slow=True),
-    Check(name="python", find=check_python),
-    Check(name="libraries", find=check_libraries),
-    Check(name="shadowed-modules", find=check_shadows),
-    Check(name="variables", find=check_variables),
-    Check(name="compiler", find=check_compiler),
-    Check(name="libaio", find=check_libaio),
-    Check(name="ninja", find=check_ninja),
-    Check(name="cuda-toolkit", find=check_toolkit),
-    Check(name="build-locks", find=check_build_locks),
-    Check(name="memory", find=check_memory),
-    Check(name="shared-memory", find=check_shared_memory),
-    Check(name="open-files", find=check_open_files),
-    Check(name="processes", find=check_processes),
-    Check(name="locked-memory", find=check_locked_memory),
-    Check(name="other-limits", find=check_other_limits),
-    Check(name="wsl", find=check_wsl),
-    Check(name="folders", find=check_folders),
-    Check(name="home", find=check_home),
-    Check(name="room", find=check_room),
-    Check(name="mounts", find=check_mounts),
-    Check(name="disk-speed", find=check_speed, is_slow=True),
-    Check(name="hub-cache", find=check_hub_cache),
-    Check(name="hostname", find=check_hostname),
-    Check(name="interfaces", find=check_interfaces),
-    Check(name="proxies", find=check_proxies, is_slow=True),
-    Check(name="hub", find=check_hub, is_slow=True),
-    Check(name="wandb", find=check_wandb, is_slow=True),
-    Check(name="slurm", find=check_slurm),
+    Check("driver", torch.check_driver),
+    Check("torch", torch.check_torch),
+    Check("compiled-libraries", torch.check_compiled, is_slow=True),
+    Check("gpu-memory", torch.check_memory_held),
+    Check("collective", torch.check_collective, is_slow=True),
+    Check("python", python.check_python),
+    Check("libraries", python.check_libraries),
+    Check("shadowed-modules", python.check_shadows),
+    Check("variables", python.check_variables),
+    Check("compiler", torch.check_compiler),
+    Check("libaio", torch.check_libaio),
+    Check("ninja", torch.check_ninja),
+    Check("cuda-toolkit", torch.check_toolkit),
+    Check("build-locks", torch.check_build_locks),
+    Check("memory", system.check_memory),
+    Check("shared-memory", system.check_shared_memory),
+    Check("open-files", system.check_open_files),
+    Check("processes", system.check_processes),
+    Check("locked-memory", system.check_locked_memory),
+    Check("other-limits", system.check_other_limits),
+    Check("wsl", system.check_wsl),
+    Check("folders", system.check_folders),
+    Check("home", system.check_home),
+    Check("room", system.check_room),
+    Check("mounts", system.check_mounts),
+    Check("disk-speed", system.check_speed, is_slow=True),
+    Check("hub-cache", system.check_hub_cache),
+    Check("hostname", network.check_hostname),
+    Check("interfaces", network.check_interfaces),
+    Check("proxies", network.check_proxies, is_slow=True),
+    Check("hub", network.check_hub, is_slow=True),
+    Check("wandb", network.check_wandb, is_slow=True),
+    Check("slurm", network.check_slurm),
 )
 JOB_CHECK = "job"  # made for the job of the command line
-
-
-def checks_for(asked: RequestedJob | None) -> tuple[Check, ...]:
-    """Every check, and the job's where there is one."""
-    return CHECKS if asked is None else (*CHECKS, Check(name=JOB_CHECK, find=partial(check_job, asked)))
 
 
 def run_checks(
@@ -197,52 +143,53 @@ def run_checks(
     """Findings of the checks in the order of the table; a check that does not end in time is a finding itself."""
     wanted = [check for check in checks if not (check.is_slow and machine.place.is_quick)]
     until_s = time.monotonic() + deadline_s
-    running = [(check, Beside(partial(_findings, check, machine))) for check in wanted]
+    running = [(check, Beside(partial(_all_of, check, machine))) for check in wanted]
     for check, beside in running:
-        yield from beside.wait(until_s) or (_without_end(check, deadline_s) if beside.is_running else ())
+        found = beside.wait(until_s)
+        if found is None and beside.is_running:
+            found = (
+                warning(
+                    f"this check did not end within {deadline_s:g} s: a disk, a server or a driver does not answer",
+                    "df -h, mount and nvidia-smi show which hangs",
+                ),
+            )
+        yield from (replace(finding, check=check.name) for finding in found or ())
 
 
-def _findings(check: Check, machine: Machine) -> tuple[Finding, ...]:
-    return tuple(replace(finding, check=check.name) for finding in check.find(machine))
-
-
-def _without_end(check: Check, deadline_s: float) -> tuple[Finding, ...]:
-    sentence = (
-        f"this check did not come to an end within {deadline_s:g} s: a disk, a server or a driver does not answer"
-    )
-    return (replace(warning(sentence, "df -h, mount and nvidia-smi show which hangs"), check=check.name),)
+def _all_of(check: Check, machine: Machine) -> tuple[Finding, ...]:
+    return tuple(check.find(machine))
 
 
 NUM_FILES = 1000  # of the data, that are opened
 
 
-def check_job(asked: RequestedJob, machine: Machine) -> Iterator[Finding]:
+def check_job(requested: RequestedJob, machine: Machine) -> Iterator[Finding]:
     """Findings that keep the job from running on this machine."""
     try:
         inputs = read_inputs(
-            asked.path, asked.overrides, nodes=AskedNodes(), describes_models=True, environment=machine.environment
+            requested.path,
+            requested.overrides,
+            nodes=AskedNodes(),
+            describes_models=True,
+            environment=machine.environment,
         )
-    except ShardwiseError as error:
-        yield fault_of(str(error), otherwise=f"shardwise plan {asked.path} says more")
-        return
-    yield from _unreadable(inputs)
-    yield from _asked(lambda: check_trackers(inputs.resolved.job, machine.environment), asked)
-    yield from _to_fetch(inputs, asked)
-    try:
+        yield from _unreadable(inputs)
+        yield from _checked(lambda: check_trackers(inputs.resolved.job, machine.environment), requested)
+        yield from _to_fetch(inputs, requested)
         plan = plan_inputs(inputs, profile_data(inputs), environment=machine.environment)
     except ShardwiseError as error:
-        yield fault_of(str(error), otherwise=f"shardwise plan {asked.path} says more")
+        yield fault_of(str(error), otherwise=f"shardwise plan {requested.path} shows more")
         return
     chosen = plan.chosen
-    yield fine(f"{asked.path}: {chosen.strategy.name}, micro batch {chosen.micro_batch}, on {chosen.num_ranks} "
+    yield fine(f"{requested.path}: {chosen.strategy.name}, micro batch {chosen.micro_batch}, on {chosen.num_ranks} "
                f"rank{'s' if chosen.num_ranks > 1 else ''}")  # fmt: skip
-    yield from _of_plan(plan, asked, machine)
+    yield from _of_plan(plan, requested, machine)
 
 
-def _of_plan(plan: Plan, asked: RequestedJob, machine: Machine) -> Iterator[Finding]:
+def _of_plan(plan: Plan, requested: RequestedJob, machine: Machine) -> Iterator[Finding]:
     output = machine.place.output
     if plan.hardware.source == "probe":
-        problems = list(_asked(lambda: check_disk(plan, output), asked))
+        problems = list(_checked(lambda: check_disk(plan, output), requested))
         yield from problems
         if not problems:
             yield fine(
@@ -250,19 +197,19 @@ def _of_plan(plan: Plan, asked: RequestedJob, machine: Machine) -> Iterator[Find
             )
         operators = needed_operators(plan.chosen)
         if operators:
-            yield from _asked(lambda: check_toolchain(operators, device_kind=plan.device_kind), asked)
-    if plan.chosen.strategy.offload is not Offload.NONE and not read_memory(machine.place).swap_bytes:
+            yield from _checked(lambda: check_toolchain(operators, device_kind=plan.device_kind), requested)
+    if plan.chosen.strategy.offload is not Offload.NONE and not system.swap_of(machine.place):
         yield warning(
             f"the plan offloads ({plan.chosen.strategy.offload}), and there is no swap: RAM that runs out ends the run",
             "sudo fallocate -l 32G /swapfile; sudo chmod 600 /swapfile; sudo mkswap /swapfile; sudo swapon /swapfile",
         )
 
 
-def _asked(check: Callable[[], None], asked: RequestedJob) -> Iterator[Finding]:
+def _checked(check: Callable[[], None], requested: RequestedJob) -> Iterator[Finding]:
     try:
         check()
     except ShardwiseError as error:
-        yield fault_of(str(error), otherwise=f"shardwise train {asked.path} --dry-run says more")
+        yield fault_of(str(error), otherwise=f"shardwise train {requested.path} --dry-run shows more")
 
 
 def _unreadable(inputs: PlanInputs) -> Iterator[Finding]:
@@ -280,7 +227,7 @@ def _unreadable(inputs: PlanInputs) -> Iterator[Finding]:
         yield fine(f"the data's {len(files)} file{'s' if len(files) > 1 else ''} can be read")
 
 
-def _to_fetch(inputs: PlanInputs, asked: RequestedJob) -> Iterator[Finding]:
+def _to_fetch(inputs: PlanInputs, requested: RequestedJob) -> Iterator[Finding]:
     """Weights and data that are not here: the hub has them, and there is room."""
     job, hub_home = inputs.resolved.job, inputs.hub_home
     try:
@@ -288,6 +235,6 @@ def _to_fetch(inputs: PlanInputs, asked: RequestedJob) -> Iterator[Finding]:
         needs = [*([] if model is None else [model]), *(data_need(source, hub_home) for source in data_sources(job))]
         check_room_of(needs)
     except ShardwiseError as error:
-        yield fault_of(str(error), otherwise=f"fetch it where there is a network: shardwise fetch {asked.path}")
+        yield fault_of(str(error), otherwise=f"fetch it where there is a network: shardwise fetch {requested.path}")
         return
     yield from (fine(need.words) for need in needs)

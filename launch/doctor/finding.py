@@ -8,7 +8,7 @@ that later processes start fast.
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 
@@ -33,9 +33,9 @@ class Level(StrEnum):
 
 
 class Finding(Value, frozen=True, kw_only=True):
-    """One thing that a check has to say."""
+    """A result of a check."""
 
-    check: str = ""  # the row of the table in `doctor_checks` that found it
+    check: str = ""  # the row of `command.CHECKS` that found it
     level: Level
     sentence: str
     fix: str | None = None  # the command or the setting that mends it; None where nothing has to be
@@ -54,7 +54,7 @@ class Diagnosis(Value, frozen=True, kw_only=True):
 
 
 def diagnosis_of(findings: Iterable[Finding]) -> Diagnosis:
-    """The findings in order; a sentence that two checks came to stands once."""
+    """The findings in order; a sentence of two checks appears once."""
     kept = list({finding.sentence: finding for finding in reversed(list(findings))}.values())[::-1]
     order = list(Level)
     return Diagnosis(
@@ -80,8 +80,8 @@ def fine(sentence: str) -> Finding:
 
 
 def explained(level: Level, message: str, *, otherwise: str) -> Finding:
-    """A finding from the words of one of our errors or notes: what is wrong, then, on further lines or after a
-    semicolon, the remedy; `otherwise` where they bring none."""
+    """A finding from the message of one of our errors or notes: the problem, then, on further lines or after a
+    semicolon, the remedy; `otherwise` if the message has none."""
     first, _, rest = message.strip().partition("\n")
     if not rest:
         first, _, rest = message.strip().partition("; ")
@@ -91,7 +91,7 @@ def explained(level: Level, message: str, *, otherwise: str) -> Finding:
 
 
 def fault_of(message: str, *, otherwise: str) -> Finding:
-    """A fault from the words of one of our errors."""
+    """A fault from the message of one of our errors."""
     return explained(Level.FAULT, message, otherwise=otherwise)
 
 
@@ -99,32 +99,19 @@ _HEADS = {Level.FAULT: "faults: training would fail", Level.WARNING: "warnings",
 
 
 def render_diagnosis(diagnosis: Diagnosis, *, seconds: float | None = None) -> str:
-    """All of it."""
+    """The findings by level, each with its remedy, and a last line such as `2 faults, 1 warning (8.59 s)`."""
     lines: list[str] = []
     for level, head in _HEADS.items():
         found = [finding for finding in diagnosis.findings if finding.level is level]
-        if found:
-            lines += [head, *_section(found), ""]
-    took = f" ({format_seconds(seconds)})" if seconds is not None else ""
-    return "\n".join([*lines, f"{summary(diagnosis)}{took}"])
-
-
-def summary(diagnosis: Diagnosis) -> str:
-    """`2 faults, 1 warning`."""
-    return f"{_counted(diagnosis.num_faults, 'fault')}, {_counted(diagnosis.num_warnings, 'warning')}"
-
-
-def _section(found: Sequence[Finding]) -> list[str]:
-    width = max(len(finding.check) for finding in found)
-    lines = []
-    for finding in found:
-        lines.append(f"  {finding.check:<{width}}  {finding.sentence}")
-        lines += [f"  {'':<{width}}  -> {finding.fix}"] if finding.fix else []
-    return lines
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+        width = max((len(finding.check) for finding in found), default=0)
+        lines += [head] if found else []
+        for finding in found:
+            lines.append(f"  {finding.check:<{width}}  {finding.sentence}")
+            lines += [f"  {'':<{width}}  -> {finding.fix}"] if finding.fix else []
+        lines += [""] if found else []
+    counts = ((diagnosis.num_faults, "fault"), (diagnosis.num_warnings, "warning"))
+    last = ", ".join(f"{number or 'no'} {what}{'' if number == 1 else 's'}" for number, what in counts)
+    return "\n".join([*lines, last + (f" ({format_seconds(seconds)})" if seconds is not None else "")])
 
 
 TORCH_TIMEOUT_S = 20.0

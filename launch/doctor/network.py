@@ -61,7 +61,9 @@ def check_interfaces(machine: Machine) -> Iterator[Finding]:
     names = sorted(folder.name for folder in root.glob("sys/class/net/*") if folder.is_dir())
     if not names:
         return
-    found = list(_loopback(root, names))
+    found = []
+    if "lo" not in names or read_text(root / "sys/class/net/lo/operstate").strip() == "down":
+        found.append(fault("the loopback interface is down: ranks of one machine meet there", "sudo ip link set lo up"))
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         setting = machine.environment.get(variable)
         if setting and not _names_any(setting, names, is_prefix=variable.startswith("NCCL")):
@@ -72,12 +74,6 @@ def check_interfaces(machine: Machine) -> Iterator[Finding]:
     yield from found
     if not found:
         yield fine(f"interfaces: {', '.join(names)}")
-
-
-def _loopback(root: Path, names: list[str]) -> Iterator[Finding]:
-    state = read_text(root / "sys/class/net/lo/operstate").strip()
-    if "lo" not in names or state == "down":
-        yield fault("the loopback interface is down: ranks of one machine meet there", "sudo ip link set lo up")
 
 
 def _names_any(setting: str, names: list[str], *, is_prefix: bool) -> bool:
@@ -222,7 +218,7 @@ def fetch(
     """One GET with an end, through the proxies of the environment; nothing of the headers is in what it answers."""
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
-    from urllib.request import ProxyHandler, Request, build_opener
+    from urllib.request import ProxyHandler, Request, build_opener, proxy_bypass
 
     proxies = {
         scheme: value
@@ -230,7 +226,7 @@ def fetch(
         if (value := environment.get(f"{scheme}_proxy") or environment.get(f"{scheme.upper()}_PROXY"))
     }
     host = url.partition("://")[2].partition("/")[0].rpartition("@")[2]
-    if _bypasses(host, environment.get("no_proxy") or environment.get("NO_PROXY") or ""):
+    if proxy_bypass(host, {"no": environment.get("no_proxy") or environment.get("NO_PROXY") or ""}):
         proxies = {}
     try:
         request = Request(url, headers={"User-Agent": "shardwise-doctor"})  # noqa: S310  # the user's own
@@ -247,24 +243,16 @@ def fetch(
         return Reply(problem=redact(words, environment)[:200])
 
 
-def _bypasses(host: str, no_proxy: str) -> bool:
-    name = host.partition(":")[0]
-    entries = [entry.strip().lstrip(".") for entry in no_proxy.split(",") if entry.strip()]
-    return any(entry in ("*", host, name) or name.endswith(f".{entry}") for entry in entries)
-
-
 def check_slurm(machine: Machine) -> Iterator[Finding]:
     """Nothing where there is no Slurm."""
     hardware = machine.hardware
     if hardware is None or hardware.host.slurm is None:
         return
     is_needed = is_login_node(hardware)
-    level = Level.FAULT if is_needed else Level.WARNING
     problem = munge_problem(machine.environment, timeout_s=machine.place.slurm_timeout_s)
     if problem is not None:
-        make = fault if is_needed else warning
-        yield make(
-            f"munge does not speak for this user: {problem}",
+        yield (fault if is_needed else warning)(
+            f"munge does not authenticate this user: {problem}",
             "sudo systemctl restart munge; its clock and its key must be those of the controller",
         )
     try:
@@ -273,7 +261,9 @@ def check_slurm(machine: Machine) -> Iterator[Finding]:
         )
     except EnvironmentFaultError as error:
         yield explained(
-            level, str(error), otherwise="ask who runs the cluster; sudo systemctl status slurmctld, on its machine"
+            Level.FAULT if is_needed else Level.WARNING,
+            str(error),
+            otherwise="ask the administrators of the cluster; sudo systemctl status slurmctld, on its machine",
         )
         return
     where = "this is a login node: shardwise submit" if is_needed else "Slurm is here"
@@ -285,10 +275,11 @@ def munge_problem(environment: Mapping[str, str], *, timeout_s: float) -> str | 
     munge, unmunge = (shutil.which(name, path=environment.get("PATH")) for name in ("munge", "unmunge"))
     if munge is None or unmunge is None:
         return None
-    made = ask([munge, "-n"], environment=environment, timeout_s=timeout_s)
-    if made.exit_code != 0:
-        return "munge does not answer" if made.exit_code is None else made.last_line
-    read = ask([unmunge], environment=environment, timeout_s=timeout_s, standard_input=made.output)
-    if read.exit_code == 0:
-        return None
-    return "unmunge does not answer" if read.exit_code is None else read.last_line
+    credential = ""
+    for program in ([munge, "-n"], [unmunge]):
+        answer = ask(program, environment=environment, timeout_s=timeout_s, standard_input=credential)
+        if answer.exit_code != 0:
+            name = Path(program[0]).name
+            return f"{name} does not answer" if answer.exit_code is None else answer.last_line
+        credential = answer.output
+    return None

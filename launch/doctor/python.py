@@ -1,7 +1,7 @@
 """`doctor`: Python, the libraries beside it, files that shadow them, and variables that break training.
 
-What a run sets itself is not asked of the environment: it gives its ranks OMP_NUM_THREADS, TORCH_EXTENSIONS_DIR and
-CUDA_VISIBLE_DEVICES (`launch.engine.command`), so of these only what reaches other processes is told.
+A run sets OMP_NUM_THREADS, TORCH_EXTENSIONS_DIR and CUDA_VISIBLE_DEVICES for its ranks (`launch.engine.command`), so
+these are reported only where they matter to other processes.
 """
 
 import os
@@ -20,10 +20,13 @@ from shardwise.trainer import FOLDER
 from shardwise.trainer.spec.packages import extra_line, pip_line
 
 OLDEST, NEWEST = (3, 11), (3, 13)
-# What our processes import by name: of ours, of libraries.
+# Modules that our processes import by name; the last two lines are those of the standard library that users' files
+# often share a name with.
 _IMPORTED = (
     "shardwise", "torch", "accelerate", "transformers", "deepspeed", "peft", "tokenizers",
     "safetensors", "yaml", "msgspec", "numpy", "rich", "wandb", "ninja", "pyarrow", "jinja2", "huggingface_hub",
+    "code", "copy", "inspect", "json", "logging", "profile", "queue", "random", "signal", "statistics", "test",
+    "time", "token", "types", "typing",
 )  # fmt: skip
 _SLOW_VARIABLES = {
     "CUDA_LAUNCH_BLOCKING": "each kernel is waited for",
@@ -36,20 +39,16 @@ _OF_SEVERAL_GPUS = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _HARMLESS = {"", "0", "OFF", "INFO"}
 
 
-def check_python(machine: Machine) -> Iterator[Finding]:
+def check_python(machine: Machine, version: tuple[int, ...] = sys.version_info[:2]) -> Iterator[Finding]:
     """The version that we and the libraries are made for."""
-    yield from judge_python(sys.version_info[:2], python=machine.place.python)
-
-
-def judge_python(version: tuple[int, ...], *, python: str) -> Iterator[Finding]:
-    shown = ".".join(map(str, version))
-    if not OLDEST <= version <= NEWEST:
-        yield fault(
-            f"this is Python {shown} ({python}); shardwise runs on 3.11 to 3.13",
-            "make an environment of its own: python3.12 -m venv .venv, or sh launch/bootstrap.sh install",
-        )
-    else:
+    shown, python = ".".join(map(str, version)), machine.place.python
+    if OLDEST <= version <= NEWEST:
         yield fine(f"Python {shown}, {python}")
+        return
+    yield fault(
+        f"this is Python {shown} ({python}); shardwise runs on 3.11 to 3.13",
+        "make an environment of its own: python3.12 -m venv .venv, or sh launch/bootstrap.sh install",
+    )
 
 
 def check_libraries(machine: Machine) -> Iterator[Finding]:
@@ -78,7 +77,14 @@ def check_shadows(machine: Machine) -> Iterator[Finding]:
     found = [finding for path in paths for finding in _on_module_path(path)]
     working = machine.place.working
     if working.resolve() not in (FOLDER.parent, *(path.resolve() for path in paths)):
-        found += [_beside(file) for file in shadowing(working)]
+        found += [
+            warning(
+                f"{file} has the name of the module {_module(file)}; ranks do not import it, other programs started "
+                "here do",
+                f"rename it: {shlex.join(['mv', str(file), str(file.with_name('my_' + file.name))])}",
+            )
+            for file in shadowing(working)
+        ]
     yield from found
     if not found:
         yield fine("no file here has the name of a module that is needed")
@@ -101,27 +107,14 @@ def _on_module_path(folder: Path) -> Iterator[Finding]:
         )
 
 
-def _beside(file: Path) -> Finding:
-    return warning(
-        f"{file} has the name of the module {_module(file)}; ranks are kept from it, other programs started here are "
-        "not",
-        f"rename it: {shlex.join(['mv', str(file), str(file.with_name('my_' + file.name))])}",
-    )
-
-
 def _module(file: Path) -> str:
     return file.stem if file.suffix == ".py" else file.name
 
 
 def shadowing(folder: Path) -> list[Path]:
     """Modules and packages right in a folder that have the name of one that our processes import."""
-    candidates = [path for name in (*_IMPORTED, *_COMMON) for path in (folder / f"{name}.py", folder / name)]
+    candidates = [path for name in _IMPORTED for path in (folder / f"{name}.py", folder / name)]
     return [path for path in candidates if path.is_file() or (path / "__init__.py").is_file()]
-
-
-# Of the standard library: those that people's files are called.
-_COMMON = ("code", "copy", "inspect", "json", "logging", "profile", "queue", "random", "signal", "statistics", "test",
-           "time", "token", "types", "typing")  # fmt: skip
 
 
 def check_variables(machine: Machine) -> Iterator[Finding]:
@@ -136,9 +129,8 @@ def _hidden_gpus(machine: Machine) -> Iterator[Finding]:
     setting = machine.environment.get("CUDA_VISIBLE_DEVICES")
     if setting is None or machine.hardware is None:
         return
-    seen = {gpu.index for gpu in machine.hardware.gpus}
     there = read_gpus(root=machine.place.root, environment=machine.environment, timeout_s=8.0).gpus
-    if there and not seen:
+    if there and not machine.has_gpus:
         yield warning(
             f"CUDA_VISIBLE_DEVICES={setting!r} hides {name_gpus([gpu.index for gpu in there])} ({there[0].name}): "
             "training runs on the CPU",
@@ -150,10 +142,10 @@ def _python_home(machine: Machine) -> Iterator[Finding]:
     home = machine.environment.get("PYTHONHOME")
     if not home:
         return
-    library = Path(home, "lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "os.py")
-    make = warning if library.is_file() else fault
-    says = "every Python takes its library from there" if library.is_file() else "no Python of this version is there"
-    yield make(f"PYTHONHOME={home}: {says}", "unset PYTHONHOME")
+    if Path(home, "lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "os.py").is_file():
+        yield warning(f"PYTHONHOME={home}: every Python takes its library from there", "unset PYTHONHOME")
+    else:
+        yield fault(f"PYTHONHOME={home}: no Python of this version is there", "unset PYTHONHOME")
 
 
 def _library_path(machine: Machine) -> Iterator[Finding]:

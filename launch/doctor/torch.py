@@ -11,14 +11,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from shardwise.launch.doctor.finding import Finding, Level, Machine, Place, explained, fault, fault_of, fine, warning
 from shardwise.launch.engine.operators import (
     ASYNC_IO,
     CPU_ADAM,
     INSTALL_CUDA,
-    Toolkit,
     check_toolchain,
     find_stale_locks,
     read_toolkit,
@@ -27,11 +26,10 @@ from shardwise.launch.probe.gpu_selection import held_bytes, name_holders
 from shardwise.launch.probe.gpus import find_nvidia_smi
 from shardwise.launch.probe.installed import installed_version
 from shardwise.launch.probe.measure import measure_gather
-from shardwise.launch.probe.program import Answer, ask
+from shardwise.launch.probe.program import ask
 from shardwise.launch.probe.torch_fit import BUILT_FOR_CUDA, find_fault
 from shardwise.launch.worker import python_environment
 from shardwise.trainer.spec.errors import EnvironmentFaultError
-from shardwise.trainer.spec.hardware import Gpu, Hardware
 from shardwise.trainer.spec.packages import pip_line
 from shardwise.trainer.spec.units import format_bytes
 
@@ -88,27 +86,20 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
         )
     elif machine.hardware is not None and (lines := find_fault(machine.hardware, machine.torch)):
         yield fault_of("\n".join(lines), otherwise=BUILT_FOR_CUDA)
-    elif machine.has_gpus and facts is None and version.endswith("+cpu"):
-        yield fault(f"torch {version} was built without CUDA, and there is {_first_gpu(machine).name}", BUILT_FOR_CUDA)
+    elif machine.hardware is not None and machine.has_gpus and facts is None and version.endswith("+cpu"):
+        name = machine.hardware.gpus[0].name
+        yield fault(f"torch {version} was built without CUDA, and there is {name}", BUILT_FOR_CUDA)
     elif facts is None:
         yield fine(f"torch {version} is installed (not loaded)")
     elif not machine.has_gpus:
         yield fine(f"torch {facts.version} loads")
     else:
-        newest = read_driver_cuda(machine.place)
-        more = f", driver for CUDA up to {newest}" if newest else ""
+        program = find_nvidia_smi(machine.place.root, machine.environment)
+        table = ask([program], environment=machine.environment, timeout_s=8.0).output if program else ""
+        newest = re.search(r"CUDA Version:\s*(\d+\.\d+)", table)
+        more = f", driver for CUDA up to {newest[1]}" if newest else ""
         seen = f"{machine.num_gpus} GPU{'s' if machine.num_gpus > 1 else ''}"
         yield fine(f"torch {facts.version}, built for CUDA {facts.cuda}, computes on {seen}{more}")
-
-
-def read_driver_cuda(place: Place) -> str | None:
-    """The newest CUDA that the driver knows, from the head of nvidia-smi's table."""
-    program = find_nvidia_smi(place.root, place.environment)
-    if program is None:
-        return None
-    answer = ask([program], environment=place.environment, timeout_s=8.0)
-    found = re.search(r"CUDA Version:\s*(\d+\.\d+)", answer.output)
-    return found[1] if found else None
 
 
 def check_compiled(machine: Machine, *, timeout_s: float = IMPORT_TIMEOUT_S) -> Iterator[Finding]:
@@ -122,33 +113,25 @@ def check_compiled(machine: Machine, *, timeout_s: float = IMPORT_TIMEOUT_S) -> 
             environment=python_environment(machine.place.environment),
             timeout_s=timeout_s,
         )
+        if answer.exit_code == 0:
+            yield fine(f"{package} {version} loads")
+            continue
         if answer.exit_code is None and answer.obstacle is None:
             yield warning(f"{package} {version} did not load within {timeout_s:g} s", _SLOW_DISK)
             continue
-        problem = _import_problem(answer)
-        if problem is None:
-            yield fine(f"{package} {version} loads")
-            continue
+        is_killed = answer.exit_code is not None and answer.exit_code < 0
+        problem = f"loading it ends the process (signal {-(answer.exit_code or 0)})" if is_killed else answer.last_line
         torch = machine.torch.facts.version if machine.torch.facts else installed_version("torch")
-        # What is installed is planned with, where there is a GPU; what does not load then ends the ranks.
-        yield Finding(
-            level=Level.FAULT if machine.has_gpus else Level.WARNING,
-            sentence=f"{package} {version} does not load beside torch {torch}: {problem}",
-            fix=f"{pip_line(*words, python=machine.place.python)} (or uninstall {package})",
+        # Plans use an installed library where there is a GPU; if it does not load, the ranks fail.
+        yield (fault if machine.has_gpus else warning)(
+            f"{package} {version} does not load beside torch {torch}: {answer.obstacle or problem}",
+            f"{pip_line(*words, python=machine.place.python)} (or uninstall {package})",
         )
 
 
-def _import_problem(answer: Answer) -> str | None:
-    if answer.obstacle is not None or answer.exit_code is None:
-        return answer.obstacle
-    if answer.exit_code < 0:
-        return f"loading it ends the process (signal {-answer.exit_code})"
-    return answer.last_line if answer.exit_code else None
-
-
 def check_memory_held(machine: Machine) -> Iterator[Finding]:
-    """Memory of the cards that others hold."""
-    if not machine.has_gpus or machine.hardware is None:
+    """Memory of the cards that other processes hold."""
+    if machine.hardware is None or not machine.has_gpus:
         return
     held = [gpu for gpu in machine.hardware.gpus if held_bytes(gpu) > _HELD_SHARE * gpu.memory_bytes]
     for gpu in held:
@@ -160,40 +143,28 @@ def check_memory_held(machine: Machine) -> Iterator[Finding]:
             f"{end}, or name other cards with --gpus",
         )
     if not held:
-        free = min((gpu.free_bytes or gpu.memory_bytes for gpu in machine.hardware.gpus), default=0)
-        yield fine(f"nobody holds the cards' memory: {format_bytes(free)} free on each")
+        free = min(gpu.free_bytes or gpu.memory_bytes for gpu in machine.hardware.gpus)
+        yield fine(f"no other process holds memory of the cards: {format_bytes(free)} free on each")
 
 
 def check_collective(machine: Machine, *, timeout_s: float = GATHER_TIMEOUT_S) -> Iterator[Finding]:
     """Devices reach each other: an all-gather over the GPUs, or over two processes where there are fewer than two."""
     if machine.hardware is None or machine.torch.facts is None or find_fault(machine.hardware, machine.torch):
         return  # said already
-    hardware = _of_two(machine.hardware)
+    hardware = machine.hardware
+    if len(hardware.gpus) < 2 or any(gpu.is_mig_on for gpu in hardware.gpus):
+        hardware = replace(hardware, gpus=(), links=(), num_cpu_devices=2)
     what = f"over {len(hardware.gpus)} GPUs (NCCL)" if hardware.gpus else "over two processes (gloo)"
     found = measure_gather(hardware, timeout_s=timeout_s)
     if found.rates.all_gather_bytes_per_s is None:
-        more = "NCCL_DEBUG=INFO tells more" if hardware.gpus else "GLOO_SOCKET_IFNAME=lo takes the loopback"
-        yield Finding(
-            level=Level.WARNING if found.is_unfinished else Level.FAULT,
-            sentence=found.notes[0],
-            fix=f"look at what `hostname` resolves to, at *_SOCKET_IFNAME and at firewalls; {more}",
+        more = "NCCL_DEBUG=INFO shows more" if hardware.gpus else "GLOO_SOCKET_IFNAME=lo selects the loopback"
+        yield (warning if found.is_unfinished else fault)(
+            found.notes[0], f"look at what `hostname` resolves to, at *_SOCKET_IFNAME and at firewalls; {more}"
         )
     elif found.rates.gathers_only_without_peers and machine.environment.get("NCCL_P2P_DISABLE") != "1":
         yield fault(found.notes[0], "export NCCL_P2P_DISABLE=1, or switch the IOMMU (ACS) between the cards off")
     else:
         yield fine(f"an all-gather {what} ends in time, with the right values")
-
-
-def _of_two(hardware: Hardware) -> Hardware:
-    """The machine itself where it has several whole cards, else its CPU as two devices."""
-    if len(hardware.gpus) > 1 and not any(gpu.is_mig_on for gpu in hardware.gpus):
-        return hardware
-    return msgspec.structs.replace(hardware, gpus=(), links=(), num_cpu_devices=2)
-
-
-def _first_gpu(machine: Machine) -> Gpu:
-    assert machine.hardware is not None
-    return machine.hardware.gpus[0]
 
 
 def check_compiler(_machine: Machine) -> Iterator[Finding]:
@@ -236,20 +207,17 @@ def check_ninja(machine: Machine) -> Iterator[Finding]:
 def check_toolkit(machine: Machine) -> Iterator[Finding]:
     """The CUDA toolkit, on a machine with GPUs; only offload to NVMe is compiled with it."""
     facts = machine.torch.facts
-    if machine.has_gpus and facts is not None and facts.cuda is not None:
-        yield from judge_toolkit(read_toolkit(machine.environment, machine.place.root), cuda=facts.cuda)
-
-
-def judge_toolkit(found: Toolkit, *, cuda: str) -> Iterator[Finding]:
-    """Another major version's libcudart would be linked beside the one that torch brings."""
+    if not machine.has_gpus or facts is None or facts.cuda is None:
+        return
+    found = read_toolkit(machine.environment, machine.place.root)
     if found.release is None:
         yield warning(
             f"{found.problem}: offload to NVMe cannot be built (everything else needs no CUDA toolkit)", INSTALL_CUDA
         )
-    elif found.release.partition(".")[0] != cuda.partition(".")[0]:
+    elif found.release.partition(".")[0] != facts.cuda.partition(".")[0]:
         yield warning(
-            f"{found.home} is of CUDA {found.release}, torch is built for CUDA {cuda}: "
-            "offload to NVMe would be built for another libcudart",
+            f"{found.home} is of CUDA {found.release}, torch is built for CUDA {facts.cuda}: "
+            "offload to NVMe would be linked with another libcudart than torch's",
             INSTALL_CUDA,
         )
     else:
@@ -257,7 +225,7 @@ def judge_toolkit(found: Toolkit, *, cuda: str) -> Iterator[Finding]:
 
 
 def check_build_locks(machine: Machine) -> Iterator[Finding]:
-    """Locks of builds that were killed: whoever comes next would wait for them for ever."""
+    """Locks of builds that were killed: the next build would wait for them for ever."""
     folders = list(_extension_folders(machine.place))
     stale = [lock for folder in folders for lock in find_stale_locks(folder)]
     for lock in stale:

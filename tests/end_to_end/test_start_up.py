@@ -26,6 +26,7 @@ sys.stderr.write(f"code {code} loaded {loaded}")
         ("plan", "examples/quickstart.yaml", "--hardware", "8xH100-SXM5-80GB", "--hardware", "1xRTX-4090"),
         ("probe",),
         ("schema",),
+        ("doctor", "--quick"),
     ],
     ids=" ".join,
 )

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from warm_python import SWITCH
 
 from shardwise.launch.doctor.command import CHECKS, run_checks
-from shardwise.launch.doctor.finding import Diagnosis, Level, Place, diagnosis_of, place_of, read_machine
+from shardwise.launch.doctor.finding import Diagnosis, Level, Machine, Place, diagnosis_of, place_of, read_machine
 from shardwise.launch.probe.torch_fit import TorchAnswer
 from shardwise.trainer.spec.messages.measurement import DeviceTrial, TorchFacts
 
@@ -97,17 +97,20 @@ esac"""
         settings = {"root": self.laid_out.root, "working": self.working, "hostname": "localhost", **self.changes}
         return place_of(self.environment, output=self.working, **settings)
 
-    def diagnose(
-        self, *names: str, torch: TorchFacts | None = None, timeout_s: float = 60.0, smi_timeout_s: float = 20.0
-    ) -> Diagnosis:
-        """What these checks find; torch is asked where `torch` is among them and no answer is given."""
-        place = self.place()
-        asks = "torch" in names and torch is None
-        machine = read_machine(replace(place, is_quick=not asks), timeout_s=timeout_s, smi_timeout_s=smi_timeout_s)
-        answer = machine.torch if asks else TorchAnswer(facts=torch)
+    def read(self, *, asks_torch: bool = False, timeout_s: float = 60.0, smi_timeout_s: float = 20.0) -> Machine:
+        """The machine that the checks get."""
+        place = replace(self.place(), is_quick=not asks_torch)
+        machine = read_machine(place, timeout_s=timeout_s, smi_timeout_s=smi_timeout_s)
+        return replace(machine, place=replace(place, is_quick=False))
+
+    def diagnose(self, *names: str, torch: TorchFacts | None = None, **limits: float) -> Diagnosis:
+        """Findings of these checks; torch is loaded if `torch` is among them and no facts are given."""
+        asks_torch = "torch" in names and torch is None
+        machine = self.read(asks_torch=asks_torch, **limits)
         wanted = tuple(check for check in CHECKS if check.name in names)
         assert len(wanted) == len(names), names
-        return diagnosis_of(run_checks(replace(machine, place=place, torch=answer), wanted))
+        answer = machine.torch if asks_torch else TorchAnswer(facts=torch)
+        return diagnosis_of(run_checks(replace(machine, torch=answer), wanted))
 
 
 def told(diagnosis: Diagnosis, level: Level) -> list[tuple[str, str | None]]:

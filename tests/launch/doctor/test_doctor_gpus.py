@@ -9,7 +9,7 @@ from gpu_machines import AMD
 from hanging_programs import pids_in, under_a_limit, wait_until_gone
 from msgspec.structs import replace
 
-from shardwise.launch.doctor.finding import Level, Machine, diagnosis_of, read_machine
+from shardwise.launch.doctor.finding import Level, Machine, diagnosis_of
 from shardwise.launch.doctor.torch import check_collective, check_compiled
 from shardwise.launch.probe.torch_fit import TorchAnswer
 from shardwise.trainer.spec.hardware import Hardware, Host
@@ -37,51 +37,11 @@ def test_a_gpu_that_torch_drives_is_no_fault(broken):
     assert len(found.findings) == 3
 
 
-def test_a_machine_without_a_gpu_trains_on_its_cpu(broken):
-    broken.add_torch(cuda=None, available=False)
-    found = broken.diagnose("driver", "torch")
-    assert found.num_faults == found.num_warnings == 0
-    assert "CPU" in told(found, Level.FINE)[0][0]
-
-
-def test_gpus_of_amd_are_named(broken):
-    broken.laid_out.put_gpu_on_bus("0000:03:00.0", "0x120000", vendor=AMD)  # as an Instinct is classed
-    assert_told(broken.diagnose("driver"), Level.WARNING, ("1 AMD GPU", "0000:03:00.0", "not supported"))
-
-
-def test_a_torch_without_cuda_beside_a_gpu(broken):
-    broken.install_gpu()
-    broken.add_torch(cuda=None, available=False)
-    remedy = "pip install torch==2.13.0"
-    assert_told(broken.diagnose("torch"), Level.FAULT, ("NVIDIA H100", "580.95.05", "2.13.0+cpu", remedy))
-
-
-def test_a_driver_that_is_too_old_for_the_cuda_of_torch(broken):
-    broken.install_gpu(driver="550.54.15")
-    broken.add_torch(available=False)
-    ((sentence, fix),) = told(broken.diagnose("torch"), Level.FAULT)
-    assert "2.13.0+cu130" in sentence and "CUDA 13.0" in sentence
-    assert "580.65.06" in sentence and "580.65.06" in fix
-
-
 def test_a_driver_too_old_for_a_cuda_that_the_table_does_not_know_is_told_in_torch_s_words(broken):
     broken.install_gpu(driver="999.0")
     words = "The NVIDIA driver on your system is too old (found version 13000)."
     future = replace(CUDA_13, version="3.0.0+cu140", cuda="14.0", devices=(), problem=words)
     assert_told(broken.diagnose("torch", torch=future), Level.FAULT, ("3.0.0+cu140", "CUDA 14.0", words))
-
-
-def test_a_vgpu_without_expandable_segments_is_no_fault(broken):
-    broken.install_gpu()
-    broken.add_torch(has_expandable_segments=False)
-    assert broken.diagnose("torch").num_faults == 0
-
-
-def test_a_card_that_the_build_of_torch_has_no_kernels_for(broken):
-    broken.install_gpu(V100)
-    broken.add_torch(problem=NO_CODE)
-    facts = ("Tesla V100-SXM2-32GB", "7.0", "sm_80, sm_90", "build for CUDA 12")
-    assert_told(broken.diagnose("torch"), Level.FAULT, facts)
 
 
 def test_a_torch_that_cannot_be_loaded_says_why(broken):
@@ -100,32 +60,30 @@ def test_a_torch_that_does_not_load_in_time_is_ended_and_a_warning(broken, tmp_p
     wait_until_gone(pids_in(written)[0])
 
 
-@pytest.mark.parametrize(
-    ("script", "is_on_bus", "fact", "remedy"),
-    [
-        (
-            "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
-            False,
-            "kernel module",
-            "restart the machine",
-        ),
-        ("exec sleep 600", True, "does not answer", "restart the machine"),
-    ],
-)
-def test_a_driver_that_fails_or_hangs_is_a_fault_with_its_remedy(broken, script, is_on_bus, fact, remedy):
-    if is_on_bus:
-        broken.laid_out.put_gpu_on_bus()
-    broken.laid_out.install_nvidia_smi(script)
-    ((sentence, fix),) = told(broken.diagnose("driver", smi_timeout_s=0.5 if is_on_bus else 20.0), Level.FAULT)
-    assert "nvidia-smi" in sentence and fact in sentence and remedy in fix
+def test_a_machine_without_a_gpu_trains_on_its_cpu(broken):
+    broken.add_torch(cuda=None, available=False)
+    found = broken.diagnose("driver", "torch")
+    assert found.num_faults == found.num_warnings == 0
+    assert "CPU" in told(found, Level.FINE)[0][0]
 
 
-def test_a_card_that_forbids_computing(broken):
+def test_a_card_that_torch_cannot_use_is_a_fault_with_its_remedy(broken):
+    """The causes are those of `launch.probe.torch_fit`."""
+    broken.install_gpu(V100)
+    broken.add_torch(problem=NO_CODE)
+    assert_told(broken.diagnose("torch"), Level.FAULT, ("Tesla V100-SXM2-32GB", "sm_80, sm_90", "build for CUDA 12"))
+
+
+def test_a_driver_that_fails_is_a_fault_with_its_remedy(broken):
+    broken.laid_out.install_nvidia_smi("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    assert_told(broken.diagnose("driver"), Level.FAULT, ("nvidia-smi", "kernel module", "restart the machine"))
+
+
+def test_cards_that_are_left_out_or_busy_are_warnings(broken):
+    broken.laid_out.put_gpu_on_bus("0000:03:00.0", "0x120000", vendor=AMD)  # as an Instinct is classed
     broken.install_gpu(mode="Prohibited")
-    assert_told(broken.diagnose("driver"), Level.WARNING, ("GPU 0", "Prohibited", "sudo nvidia-smi -c 0"))
-
-
-def test_memory_of_a_card_that_others_hold(broken):
+    amd, prohibited = ("1 AMD GPU", "0000:03:00.0", "not supported"), ("GPU 0", "Prohibited", "sudo nvidia-smi -c 0")
+    assert_told(broken.diagnose("driver"), Level.WARNING, amd, prohibited)
     broken.install_gpu(free=61059, apps="GPU-aaaa, 4242, /usr/bin/ollama, 20000\\n")
     facts = ("GPU 0", "19.5 GiB of 79.6 GiB", "ollama (pid 4242)", "kill 4242", "--gpus")
     assert_told(broken.diagnose("gpu-memory"), Level.WARNING, facts)
@@ -144,48 +102,39 @@ def with_package(broken, monkeypatch):
     return add
 
 
-def test_flash_attention_that_was_compiled_for_another_torch(broken, with_package):
+def test_compiled_libraries_that_do_not_load_beside_this_torch(broken, with_package):
+    """An undefined symbol, and an import that ends the process; a fault where there is a GPU."""
     problem = "flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2ENS_14SourceLocationESs"
     with_package("flash-attn", "flash_attn", f"raise ImportError({problem!r})")
-    broken.add_module("bitsandbytes", "")
-    broken.install_gpu()
-    facts = told(broken.diagnose("compiled-libraries", torch=CUDA_13), Level.FAULT)
-    ((sentence, fix),) = [row for row in facts if "flash-attn" in row[0]]
-    assert "flash-attn 9.9.9" in sentence and "2.13.0+cu130" in sentence and f"ImportError: {problem}" in sentence
-    assert "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps flash-attn" in fix
-
-
-def test_a_transformer_engine_that_takes_the_process_with_it(broken, with_package):
     with_package("transformer-engine", "transformer_engine.pytorch", "import os; os.abort()")
-    facts = ("transformer-engine 9.9.9", "2.13.0+cu130", f"signal {signal.SIGABRT:d}")
-    assert_told(broken.diagnose("compiled-libraries", torch=CUDA_13), Level.WARNING, facts)
-
-
-def test_a_library_that_loads_is_fine(broken, with_package):
-    with_package("flash-attn", "flash_attn", "")
-    assert_told(broken.diagnose("compiled-libraries", torch=CUDA_13), Level.FINE, ("flash-attn 9.9.9",))
+    facts = (
+        ("flash-attn 9.9.9", "2.13.0+cu130", f"ImportError: {problem}", "--no-build-isolation --no-cache-dir "),
+        ("transformer-engine 9.9.9", "2.13.0+cu130", f"signal {signal.SIGABRT:d}"),
+    )
+    assert_told(broken.diagnose("compiled-libraries", torch=CUDA_13), Level.WARNING, *facts)
+    for module in ("flash_attn", "bitsandbytes"):
+        broken.add_module(module, "")
+    broken.install_gpu()
+    found = broken.diagnose("compiled-libraries", torch=CUDA_13)
+    assert_told(found, Level.FAULT, facts[1])
+    assert told(found, Level.FINE)[0][0].startswith("flash-attn 9.9.9")
 
 
 @pytest.mark.parametrize(
-    ("release", "cuda", "fits"),
-    [("12.4", "12.8", True), ("13.1", "13.0", True), ("11.8", "12.8", False)],
+    ("release", "cuda", "level", "facts"),
+    [
+        ("12.4", "12.8", Level.FINE, ("CUDA 12.4",)),
+        ("11.8", "12.8", Level.WARNING, ("CUDA 11.8", "CUDA 12.8", "set CUDA_HOME")),
+        (None, "13.0", Level.WARNING, ("nvcc", "offload to NVMe", "set CUDA_HOME")),
+    ],
 )
-def test_the_toolkit_has_the_major_version_of_torchs_cuda(broken, release, cuda, fits):
-    nvcc = broken.install("nvcc", f"echo 'Cuda compilation tools, release {release}, V{release}.1'")
-    broken.install_gpu()
-    found = broken.diagnose("cuda-toolkit", torch=replace(CUDA_13, cuda=cuda))
-    remedy = () if fits else (f"CUDA {cuda}", "set CUDA_HOME")
-    assert_told(found, Level.FINE if fits else Level.WARNING, (str(nvcc.parent.parent), f"CUDA {release}", *remedy))
-
-
-@pytest.mark.parametrize("has_folder", [False, True])
-def test_without_a_toolkit_only_offload_to_nvme_is_missing(broken, has_folder):
+def test_a_toolkit_has_the_major_version_of_torchs_cuda_and_only_nvme_needs_one(broken, release, cuda, level, facts):
     """DeepSpeed compiles the operator of offload to host RAM for the CPU, whatever the device."""
     broken.install_gpu()
-    if has_folder:  # as of an image that has the toolkit's libraries and no compiler
-        (broken.laid_out.root / "usr/local/cuda").mkdir(parents=True)
-    found = broken.diagnose("cuda-toolkit", torch=CUDA_13)
-    assert_told(found, Level.WARNING, ("nvcc", "offload to NVMe", "set CUDA_HOME"))
+    if release is not None:
+        nvcc = broken.install("nvcc", f"echo 'Cuda compilation tools, release {release}, V{release}.1'")
+        facts = (*facts, str(nvcc.parent.parent))
+    assert_told(broken.diagnose("cuda-toolkit", torch=replace(CUDA_13, cuda=cuda)), level, facts)
 
 
 def test_a_library_that_loads_slowly_is_a_warning(broken, with_package):
@@ -193,8 +142,7 @@ def test_a_library_that_loads_slowly_is_a_warning(broken, with_package):
     with_package("flash-attn", "flash_attn", "import time; time.sleep(600)")
     broken.add_module("bitsandbytes", "")
     broken.install_gpu()
-    machine = read_machine(replace(broken.place(), is_quick=True))
-    found = diagnosis_of(check_compiled(machine, timeout_s=2.0))
+    found = diagnosis_of(check_compiled(broken.read(), timeout_s=2.0))
     assert_told(found, Level.WARNING, ("flash-attn", "2 s", "look again"))
     assert found.num_faults == 0
 
