@@ -1,7 +1,7 @@
 """Torch in another process: `ask` is the one way to run it.
 
 `launch` never imports torch, nor any library that does. `ask` starts `python -m MODULE REQUEST.json ANSWER.json`; on
-the other side `trainer.runtime.run.answering.answer` reads the request and writes the answer. Lines on the worker's
+the other side `trainer.runtime.run.process.answer` reads the request and writes the answer. Lines on the worker's
 stdout are progress. A `ShardwiseError` of the worker is raised here again, by its exit code.
 
 `run` starts a program that has arguments instead of a request, and no answer. `run_together` starts several workers

@@ -97,13 +97,13 @@ class _RankEnd:
             self._write_report(ExitCode.DONE if self.ending is Ending.FINISHED else ExitCode.REQUEUE, error=None)
             _close_process_group()
             _exit_at_once(0)
-        from shardwise.trainer.runtime.profile.memory_profile import held_when_out_of_memory, is_out_of_memory, lift_cap
+        from shardwise.trainer.runtime.loop.memory_profile import held_when_out_of_memory, is_out_of_memory, lift_cap
 
         data_limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
         lift_cap()
         traceback.print_exception(kind, error, trace)
         if is_out_of_memory(error):
-            from shardwise.trainer.runtime.profile.memory_profile import write_memory_state
+            from shardwise.trainer.runtime.loop.memory_profile import write_memory_state
 
             self.ending = Ending.OUT_OF_MEMORY
             folder, rank = self._writer.attempt_dir, self._writer.rank

@@ -28,11 +28,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator, read_ds_config
+from shardwise.trainer.runtime.loop.memory_profile import anonymous_bytes
 from shardwise.trainer.runtime.loop.session import build_session
 from shardwise.trainer.runtime.models.build import build_model, build_skeleton, is_deepspeed, plain_model
 from shardwise.trainer.runtime.models.sharded_loading import load_into_fsdp, load_into_zero3, loads_sharded
 from shardwise.trainer.runtime.optimizers import unwrapped
-from shardwise.trainer.runtime.profile.memory_profile import anonymous_bytes
 from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.runtime.run.types import compute_type

@@ -22,8 +22,8 @@ from msgspec.structs import replace
 
 from shardwise.trainer.runtime.checkpoint import Save, find_checkpoint, import_state
 from shardwise.trainer.runtime.loop.course import train
+from shardwise.trainer.runtime.loop.memory_profile import anonymous_bytes
 from shardwise.trainer.runtime.loop.session import build_session, facts_of
-from shardwise.trainer.runtime.profile.memory_profile import anonymous_bytes
 from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec import codec

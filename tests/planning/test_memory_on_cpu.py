@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.memory.parts import grouped
+from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.loss.head import install_loss_head
 from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing
 from shardwise.trainer.runtime.optimizers import build_optimizer
-from shardwise.trainer.runtime.profile.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.run.types import weight_type
 from shardwise.trainer.spec.report import MemoryFigures
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Optimizer, Precision, Sharding

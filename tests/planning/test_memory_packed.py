@@ -13,9 +13,9 @@ from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.run.rows import document_tokens
 from shardwise.trainer.planning.setting import RecipeChoices
 from shardwise.trainer.planning.speed.step import estimate_speed
+from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.optimizers import build_optimizer
-from shardwise.trainer.runtime.profile.memory_profile import MemoryProfile
 from shardwise.trainer.spec.data.profile import DataProfile, LengthHistogram
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Optimizer, Precision
 

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from rank_factory import rank_plan
 
 from shardwise.trainer.planning.memory import estimate_memory
+from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.models.build import build_trainable
 from shardwise.trainer.runtime.optimizers import build_optimizer, set_learning_rate, unwrapped, updates_in_backward
 from shardwise.trainer.runtime.precision.mixed_precision import install_precision
-from shardwise.trainer.runtime.profile.memory_profile import MemoryProfile
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision

@@ -18,7 +18,7 @@ WATCH = """
 import json, sys, threading
 from pathlib import Path
 from shardwise.trainer.runtime.importing.run import import_checkpoint
-from shardwise.trainer.runtime.profile.memory_profile import anonymous_bytes
+from shardwise.trainer.runtime.loop.memory_profile import anonymous_bytes
 from shardwise.trainer.spec.messages.worker_requests import ImportRequest, WeightType
 
 def peak(folder, dtype):

@@ -7,9 +7,9 @@ import torch
 from estimate_factory import config
 from transformers import PreTrainedModel
 
+from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.models.build import make_trainable, model_from_config
 from shardwise.trainer.runtime.optimizers import build_optimizer
-from shardwise.trainer.runtime.profile.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.run.types import weight_type
 from shardwise.trainer.simulation.dry_run import simulate
 from shardwise.trainer.spec.hardware import DeviceKind

@@ -16,8 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shardwise.trainer.runtime.run.answering import answer, report_progress
-from shardwise.trainer.runtime.run.process import end_with_parent
+from shardwise.trainer.runtime.run.process import answer, end_with_parent, report_progress
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
 from shardwise.trainer.spec.messages.simulation import Simulation, SimulationRequest

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.data.batches import MicroBatch
-from shardwise.trainer.runtime.loop.dpo import DpoLoss, no_reference, plain_base, turn_dropout_off
+from shardwise.trainer.runtime.loop.objectives import DpoLoss, no_reference, plain_base, turn_dropout_off
 from shardwise.trainer.runtime.loop.step import Objective, TokenLoss
 from shardwise.trainer.runtime.models.methods import trained_parameters
 from shardwise.trainer.runtime.models.sharded_loading import prepare_loaded, shard_without_memory

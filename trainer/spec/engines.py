@@ -1,7 +1,7 @@
 """Engines: every way to spread model state over the ranks, as a row of facts. Everything else reads the row.
 
 To add one: a member with its row here, its side of the runtime in `trainer/runtime/engines` and
-`trainer/runtime/checkpoint/layout/engines.py`, its files under `ds_configs/` or `fsdp_configs/`, and rows of
+`trainer/runtime/checkpoint/engines.py`, its files under `ds_configs/` or `fsdp_configs/`, and rows of
 `trainer/planning/rules`. A member without a row is an error on import.
 
 The rows stand in the order in which equally fast engines are preferred: from the least machinery to the most.

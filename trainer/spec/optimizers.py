@@ -1,7 +1,7 @@
 """Optimizers, each as a row of facts: memory, traffic, limits, learning rates. Everything else reads the row.
 
 To add an optimizer: a member with its row here, a builder in `trainer/runtime/optimizers/rules.py`, and the layout of
-its state in `trainer/runtime/checkpoint/layout/optimizer_state.py`. A member without a row is an error on import.
+its state in `trainer/runtime/checkpoint/optimizer_state.py`. A member without a row is an error on import.
 
 The rows stand in the order in which equally fast optimizers are preferred.
 """

@@ -18,8 +18,8 @@ from shardwise.trainer.runtime.checkpoint import (
     import_weights,
     state_digest,
 )
-from shardwise.trainer.runtime.checkpoint.layout.optimizer_state import projected_shapes
-from shardwise.trainer.runtime.checkpoint.verify import check_read_back
+from shardwise.trainer.runtime.checkpoint.load import check_read_back
+from shardwise.trainer.runtime.checkpoint.optimizer_state import projected_shapes
 from shardwise.trainer.runtime.optimizers import build_optimizer, unwrapped
 from shardwise.trainer.runtime.optimizers.facts import projectors, state_facts
 from shardwise.trainer.spec.errors import InputProblemsError

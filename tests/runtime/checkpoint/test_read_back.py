@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shardwise.trainer.runtime.checkpoint import Ranks
-from shardwise.trainer.runtime.checkpoint.verify import check_read_back
+from shardwise.trainer.runtime.checkpoint.load import check_read_back
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.strategy import Sharding
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import nn
 
 from shardwise.trainer.runtime.checkpoint import import_state, import_weights
-from shardwise.trainer.runtime.checkpoint.layout.engines import ENGINES
+from shardwise.trainer.runtime.checkpoint.engines import ENGINES
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.strategy import Sharding
 

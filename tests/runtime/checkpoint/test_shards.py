@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from shardwise.trainer.runtime.checkpoint import CheckpointFolder, Manifest, shards
-from shardwise.trainer.runtime.checkpoint.layout.pieces import Piece, type_of
 from shardwise.trainer.runtime.checkpoint.manifest import ParameterEntry, TensorEntry, check_manifest
+from shardwise.trainer.runtime.checkpoint.pieces import Piece, type_of
 from shardwise.trainer.runtime.checkpoint.shards import (
     BLOCK_BYTES,
     OpenShards,

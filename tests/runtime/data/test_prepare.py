@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from shardwise.trainer.runtime.data.prepare import prepare
 from shardwise.trainer.runtime.data.token_rows import TokenRows, length_histogram
 from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
-from shardwise.trainer.runtime.run.answering import answer, report_progress
+from shardwise.trainer.runtime.run.process import answer, report_progress
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.request import PrepareRequest

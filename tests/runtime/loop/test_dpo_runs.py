@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 
 from shardwise.trainer.runtime.data.batches import MicroBatch, eval_micro_batches
 from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
-from shardwise.trainer.runtime.loop.dpo import as_it_is, plain_base
 from shardwise.trainer.runtime.loop.evaluation import evaluate
-from shardwise.trainer.runtime.loop.objectives import build_objectives
+from shardwise.trainer.runtime.loop.objectives import as_it_is, build_objectives, plain_base
 from shardwise.trainer.runtime.loop.session import Session
 from shardwise.trainer.runtime.loss.head import Answer
 from shardwise.trainer.runtime.models.build import build_model

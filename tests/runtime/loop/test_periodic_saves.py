@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rank_factory import rank_plan
 
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint, steps_in
-from shardwise.trainer.runtime.checkpoint.verify import checkpoint_digest
+from shardwise.trainer.runtime.checkpoint.load import checkpoint_digest
 from shardwise.trainer.runtime.loop import saving
 from shardwise.trainer.runtime.loop.saving import poll_save, save_state, settle_save
 from shardwise.trainer.runtime.run.state import RunState

@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shardwise.trainer.runtime.loop.memory_profile import _memory_events, highest_rise
 from shardwise.trainer.runtime.loss import head as loss_heads
 from shardwise.trainer.runtime.loss import slices as loss_slices
 from shardwise.trainer.runtime.loss.head import FUSED_SLICE_TOKENS, IGNORED, Answer, install_loss_head, shift
 from shardwise.trainer.runtime.loss.slices import ChunkedLoss, FusedLoss
-from shardwise.trainer.runtime.profile.memory_profile import _memory_events, highest_rise
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.strategy import LossHead
 

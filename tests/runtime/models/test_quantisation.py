@@ -225,7 +225,7 @@ from pathlib import Path
 sys.path[:0] = [{root!r}, {factories!r}]
 from msgspec.structs import replace
 from rank_factory import rank_plan
-from shardwise.trainer.runtime.profile.memory_profile import anonymous_bytes
+from shardwise.trainer.runtime.loop.memory_profile import anonymous_bytes
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.spec.strategy import Method, Precision
 from transformers import AutoConfig

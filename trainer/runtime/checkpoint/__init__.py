@@ -18,13 +18,14 @@ learning rate, weight decay and betas taken from one: the job decides them, the 
 """
 
 from shardwise.trainer.runtime.checkpoint.folders import find_checkpoint
-from shardwise.trainer.runtime.checkpoint.layout.pieces import canonical_name
 from shardwise.trainer.runtime.checkpoint.load import (
     check_compatible,
+    checkpoint_digest,
     import_state,
     import_weights,
     load_weights,
     read_weights,
+    state_digest,
 )
 from shardwise.trainer.runtime.checkpoint.manifest import (
     CheckpointFacts,
@@ -35,10 +36,10 @@ from shardwise.trainer.runtime.checkpoint.manifest import (
     config_sha256,
     folder_name,
 )
+from shardwise.trainer.runtime.checkpoint.pieces import canonical_name
 from shardwise.trainer.runtime.checkpoint.ranks import Ranks
 from shardwise.trainer.runtime.checkpoint.save import Save
 from shardwise.trainer.runtime.checkpoint.shards import NonFiniteStateError
-from shardwise.trainer.runtime.checkpoint.verify import checkpoint_digest, state_digest
 
 __all__ = [
     "CheckpointFacts",

@@ -21,10 +21,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
+from shardwise.trainer.runtime.checkpoint.engines import Engine, engine_of
 from shardwise.trainer.runtime.checkpoint.folders import OnPoint, commit, prune, staging_folder
-from shardwise.trainer.runtime.checkpoint.layout.engines import Engine, engine_of
-from shardwise.trainer.runtime.checkpoint.layout.optimizer_state import check_supported, hyper_parameters
-from shardwise.trainer.runtime.checkpoint.layout.pieces import Piece, Replica, put_away_after
 from shardwise.trainer.runtime.checkpoint.manifest import (
     CheckpointFacts,
     Chunk,
@@ -34,6 +32,8 @@ from shardwise.trainer.runtime.checkpoint.manifest import (
     folder_name,
     share_of_rank,
 )
+from shardwise.trainer.runtime.checkpoint.optimizer_state import check_supported, hyper_parameters
+from shardwise.trainer.runtime.checkpoint.pieces import Piece, Replica, put_away_after
 from shardwise.trainer.runtime.checkpoint.ranks import Ranks, on_first, together
 from shardwise.trainer.runtime.checkpoint.shards import NonFiniteStateError, ShardRecord, ShardRecords, write_shards
 from shardwise.trainer.runtime.optimizers import unwrapped

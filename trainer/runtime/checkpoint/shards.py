@@ -23,7 +23,6 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shardwise.trainer.runtime.checkpoint.layout.pieces import Piece, dtype_of, spread, type_of
 from shardwise.trainer.runtime.checkpoint.manifest import (
     Blocks,
     CheckpointFolder,
@@ -37,6 +36,7 @@ from shardwise.trainer.runtime.checkpoint.manifest import (
     overlap,
     share_of_rank,
 )
+from shardwise.trainer.runtime.checkpoint.pieces import Piece, dtype_of, spread, type_of
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.value import Value
 

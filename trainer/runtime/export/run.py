@@ -50,7 +50,7 @@ from shardwise.trainer.runtime.export.weights import merge_adapters, round_weigh
 from shardwise.trainer.runtime.models.build import build_model, model_from_config
 from shardwise.trainer.runtime.models.methods import base_type
 from shardwise.trainer.runtime.models.model_code import as_its_user, write_model_code
-from shardwise.trainer.runtime.run.answering import answer_and_exit
+from shardwise.trainer.runtime.run.process import answer_and_exit
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind

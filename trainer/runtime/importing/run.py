@@ -55,8 +55,7 @@ from shardwise.trainer.runtime.importing.tensors import (
     read_safetensors,
     read_torch_files,
 )
-from shardwise.trainer.runtime.run.answering import answer, report_progress
-from shardwise.trainer.runtime.run.process import end_with_parent
+from shardwise.trainer.runtime.run.process import answer, end_with_parent, report_progress
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.messages.worker_requests import Imported, ImportKind, ImportRequest, WeightType

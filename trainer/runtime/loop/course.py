@@ -25,16 +25,24 @@ from shardwise.trainer.runtime.loop.evaluation import (
     evaluations_without_gain,
     prompt_of,
 )
+from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.loop.metrics import DoneStep, MetricsFile, StepMetrics, StepObserver
 from shardwise.trainer.runtime.loop.objectives import Objectives, build_objectives
 from shardwise.trainer.runtime.loop.profile_step import is_traced, traced_step
-from shardwise.trainer.runtime.loop.recovery import go_back, must_go_back, note_step
-from shardwise.trainer.runtime.loop.saving import PeriodicSaves, export_model, keep_best, load_best, save_state
+from shardwise.trainer.runtime.loop.saving import (
+    PeriodicSaves,
+    export_model,
+    go_back,
+    keep_best,
+    load_best,
+    must_go_back,
+    note_step,
+    save_state,
+)
 from shardwise.trainer.runtime.loop.session import Session, build_session
 from shardwise.trainer.runtime.loop.step import run_step
 from shardwise.trainer.runtime.models.build import plain_model
 from shardwise.trainer.runtime.precision.fp8 import check_fp8_ran, timed_facts
-from shardwise.trainer.runtime.profile.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.run.clock import CardWatch, Clock
 from shardwise.trainer.runtime.run.report_writer import ReportWriter, RunPaths
 from shardwise.trainer.runtime.run.state import SKIPPED_STEPS, RunState, find_fault, step_of_rows

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from msgspec.structs import fields
 
+from shardwise.trainer.runtime.loop.memory_profile import anonymous_bytes
 from shardwise.trainer.runtime.loop.session import Session
 from shardwise.trainer.runtime.loop.step import StepResult
-from shardwise.trainer.runtime.profile.memory_profile import anonymous_bytes
 from shardwise.trainer.runtime.run.clock import CardWatch, Clock, Traffic, pinned_bytes
 from shardwise.trainer.runtime.run.state import model_flops_share
 from shardwise.trainer.spec.report import Evaluation

@@ -1,36 +1,249 @@
-"""The objective of a plan, as it is trained and as it is scored on the held-out rows."""
+"""The objective of a plan, as it is trained and as it is scored on the held-out rows; DPO and its reference.
 
-from collections.abc import Callable
+Direct preference optimisation is Rafailov et al. 2023 (arXiv:2305.18290, equation 7) with the sigmoid loss. For a pair,
+the model and a reference give the log-probability of each answer given the prompt: the sum over its tokens. The reward
+of an answer is beta times the difference of the two, and the loss of a pair is -log sigmoid(reward of the chosen -
+reward of the rejected); its mean is over the pairs of the global batch.
+
+A micro batch of P pairs is 2 P rows, all chosen ones before all rejected ones. Dummies, which fill a last round, come
+last in each half and do not count. Dropout is off, as in the authors' code: the rewards compare two models, not two
+masks. That of adapters stays, as the job sets it by name; the reference has none.
+
+    lora, qlora    the reference is the model itself with its adapters switched off, inside each step: one more forward
+    full, galore   it is the model as it was before step 1: every row is run once, then the numbers are looked up
+
+The numbers are in `reference.safetensors` in the run directory, 16 bytes a row, because a resumed run cannot compute
+them again with changed weights. A row is identified by a hash of its tokens and of which of them are learned, whatever
+its padding, its place in the data, or the engine. `fingerprint` in the file's metadata is of the data and of the
+initial weights. Every row of both splits is run, also if the run takes fewer steps.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 from torch import Tensor, nn
+from torch.nn import functional
 
+from shardwise.trainer.runtime.checkpoint import Ranks, base_fingerprint
+from shardwise.trainer.runtime.checkpoint.ranks import on_first
 from shardwise.trainer.runtime.data.batches import MicroBatch, eval_micro_batches
-from shardwise.trainer.runtime.loop.dpo import (
-    REFERENCE_NAME,
-    DpoLoss,
-    Reference,
-    RowLogps,
-    ask_rows,
-    no_reference,
-    plain_base,
-    read_reference,
-    reference_fingerprint,
-    turn_dropout_off,
-    write_reference,
-)
 from shardwise.trainer.runtime.loop.evaluation import TokenScore
-from shardwise.trainer.runtime.loop.session import Session
 from shardwise.trainer.runtime.loop.step import Objective, Terms, TokenLoss, forward
-from shardwise.trainer.runtime.loss.head import Answer
+from shardwise.trainer.runtime.loss.head import IGNORED, Answer
+from shardwise.trainer.runtime.models.methods import adapters_off
 from shardwise.trainer.runtime.run.extension import Hooks
+from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.shapes import objective_of
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job import sections as job
 from shardwise.trainer.spec.messages.extension import Hook
+from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import LossHead
+
+if TYPE_CHECKING:
+    from shardwise.trainer.runtime.loop.session import Session
+
+
+Reference = Callable[[nn.Module, MicroBatch, torch.device], Tensor]  # log-probabilities [2 P] in float64, no gradient
+
+
+class DpoLoss(NamedTuple):
+    """The objective: pairs, against a reference."""
+
+    beta: float
+    reference: Reference
+    figures: tuple[str, ...] = (
+        "reward_margin",
+        "reward_accuracy",  # share of the pairs whose chosen answer has the higher reward
+        "reward_chosen",
+        "reward_rejected",
+        "logps_chosen",
+        "logps_rejected",
+        "tokens_chosen",  # targets
+    )
+
+    def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Terms:
+        reference = self.reference(model, micro_batch, device)  # first: it leaves nothing behind
+        policy = forward(model, micro_batch, device, answer=Answer.ROWS)
+        pairs = _Pairs(policy.view(2, -1), reference.view(2, -1), micro_batch.num_pairs, self.beta)
+        tokens_chosen = (micro_batch.labels[: len(policy) // 2] != IGNORED).sum().to(device)
+        figures = (*pairs.figures(), tokens_chosen)
+        return Terms(pairs.loss(), micro_batch.num_pairs, micro_batch.num_targets, figures)
+
+
+class _Pairs(NamedTuple):
+    """Log-probabilities of chosen and rejected answers [2, P]; from pair `num_pairs` on they are dummies."""
+
+    policy: Tensor
+    reference: Tensor
+    num_pairs: int
+    beta: float
+
+    def loss(self) -> Tensor:
+        """Summed over the pairs, a scalar in fp32."""
+        chosen, rejected = self._rewards()
+        return -functional.logsigmoid(chosen - rejected).sum().float()
+
+    def figures(self) -> tuple[Tensor, ...]:
+        """Sums over the pairs, in the order of the objective's names."""
+        chosen, rejected = (reward.detach() for reward in self._rewards())
+        margin = chosen - rejected
+        logps = self.policy.detach()[:, : self.num_pairs].sum(1)
+        return (margin.sum(), (margin > 0).sum(), chosen.sum(), rejected.sum(), *logps)
+
+    def _rewards(self) -> tuple[Tensor, Tensor]:
+        """[num_pairs] each."""
+        chosen, rejected = self.beta * (self.policy - self.reference)[:, : self.num_pairs]
+        return chosen, rejected
+
+
+def turn_dropout_off(model: nn.Module) -> None:
+    """No dropout of the model's own in training either; that of adapters stays as it is."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and ".lora_dropout." not in name:
+            module.p = 0.0
+        for setting in [setting for setting, value in vars(module).items() if isinstance(value, float)]:
+            if "drop" in setting and not isinstance(module, nn.Dropout):
+                setattr(module, setting, 0.0)  # attention_dropout, hidden_dropout, attn_pdrop, ...
+
+
+REFERENCE_NAME = "reference.safetensors"
+_FORMAT = "1"
+
+
+def plain_base(model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Tensor:
+    """Log-probabilities [B] of a model's rows with its adapters switched off; through the engine, which may gather."""
+    with adapters_off(model):
+        return as_it_is(model, micro_batch, device)
+
+
+def as_it_is(model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Tensor:
+    """Log-probabilities [B] of a model's rows, without dropout or gradient."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        found = forward(model, micro_batch, device, answer=Answer.ROWS)
+    model.train(was_training)
+    return found
+
+
+def no_reference(_model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Tensor:
+    """Zeros [B], for steps whose time or memory is measured: theirs are those of looking the numbers up."""
+    return torch.zeros(len(micro_batch.labels), dtype=torch.float64, device=device)
+
+
+class RowLogps:
+    """Log-probabilities by row; a reference for DPO."""
+
+    def __init__(self, keys: NDArray[np.uint64], logps: NDArray[np.float64]) -> None:
+        self.keys, places = np.unique(keys, return_index=True)  # ascending
+        self.logps = logps[places]
+
+    def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Tensor:
+        """Those of a micro batch, [B]; 0 for a row without a target."""
+        keys = row_keys(micro_batch)
+        places = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        is_asked = keys != 0
+        if (self.keys[places] != keys)[is_asked].any():
+            raise EnvironmentFaultError(
+                f"{REFERENCE_NAME}: does not hold every row of this step; the data has changed since it was written: "
+                "undo the change, or start a new run without --resume"
+            )
+        found = torch.from_numpy(np.where(is_asked, self.logps[places], 0.0))
+        return found.to(device, non_blocking=True)
+
+
+def row_keys(micro_batch: MicroBatch) -> NDArray[np.uint64]:
+    """Hashes [B] of the rows up to their last target; 0 for a row without one."""
+    keys = np.zeros(len(micro_batch.labels), np.uint64)
+    for place, (ids, labels) in enumerate(zip(micro_batch.input_ids.numpy(), micro_batch.labels.numpy(), strict=True)):
+        targets = np.flatnonzero(labels[1:] != IGNORED)
+        if len(targets):
+            end = targets[-1] + 2
+            digest = hashlib.blake2b(ids[:end].tobytes(), digest_size=8)
+            digest.update(labels[:end].tobytes())
+            keys[place] = int.from_bytes(digest.digest(), "little") or 1
+    return keys
+
+
+def ask_rows(
+    model: nn.Module,
+    micro_batches: Iterable[MicroBatch],
+    device: torch.device,
+    ranks: Ranks,
+    *,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> RowLogps | None:
+    """Log-probabilities of all rows, on every rank; each rank runs its own micro batches, as many as the others.
+
+    Collective. None if `goes_on`, called before each micro batch, returned False. InputError for a log-probability
+    that is not finite.
+    """
+    keys, logps = [], []
+    for micro_batch in micro_batches:
+        if not goes_on():
+            return None
+        keys.append(row_keys(micro_batch))
+        logps.append(as_it_is(model, micro_batch, device).cpu().numpy())
+    own_keys, own_logps = np.concatenate(keys), np.concatenate(logps)
+    is_row = own_keys != 0
+    all_keys = b"".join(ranks.exchange(own_keys[is_row].tobytes()))
+    all_logps = b"".join(ranks.exchange(own_logps[is_row].tobytes()))
+    table = RowLogps(np.frombuffer(all_keys, np.uint64), np.frombuffer(all_logps, np.float64))
+    if not np.isfinite(table.logps).all():
+        raise InputError("train.objective: dpo: the model to start from gives rows a log-probability that is no number")
+    return table
+
+
+def reference_fingerprint(plan: Plan) -> str:
+    """Of the data and of the weights to start from."""
+    return hashlib.sha256(f"{plan.data.fingerprint} {base_fingerprint(plan)}".encode()).hexdigest()[:32]
+
+
+def write_reference(path: Path, table: RowLogps, *, fingerprint: str, ranks: Ranks) -> None:
+    """Writes the table on rank 0, whole or not at all."""
+
+    def write() -> bytes:
+        metadata = {"format": _FORMAT, "fingerprint": fingerprint}
+        codec.write_bytes(path, save({"keys": table.keys, "logps": table.logps}, metadata))
+        return b""
+
+    on_first(ranks, write, doing="the reference's log-probabilities were not saved")
+
+
+def read_reference(path: Path, *, fingerprint: str, ranks: Ranks) -> RowLogps | None:
+    """The table in a file that rank 0 reads for all; None where there is none.
+
+    InputError where it is of other data or other weights, or damaged.
+    """
+
+    def read() -> bytes:
+        return path.read_bytes() if path.exists() else b""
+
+    content = on_first(ranks, read, doing="the reference's log-probabilities cannot be read")
+    if not content:
+        return None
+    try:
+        tensors = load(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        found, table = header["__metadata__"]["fingerprint"], RowLogps(tensors["keys"], tensors["logps"])
+    except (SafetensorError, ValueError, KeyError, IndexError) as error:
+        raise InputError(f"{path}: is damaged ({error}); start a new run without --resume") from error
+    if found != fingerprint:
+        raise InputError(
+            f"{path}: was made from other data or another model (fingerprint {found[:12]}, this job has "
+            f"{fingerprint[:12]});\nundo the change, or start a new run without --resume"
+        )
+    return table
 
 
 class UserLoss(NamedTuple):
@@ -54,7 +267,7 @@ class Objectives(NamedTuple):
     score: Objective
 
 
-def build_objectives(session: Session, wants_stop: Callable[[], bool]) -> Objectives | None:
+def build_objectives(session: "Session", wants_stop: Callable[[], bool]) -> Objectives | None:
     """Objectives of the plan; built before the first step, as a reference may need the initial weights.
 
     None where a stop was wanted meanwhile. InputError where a loss head cannot, EnvironmentFaultError where a resumed
@@ -78,7 +291,7 @@ def build_objectives(session: Session, wants_stop: Callable[[], bool]) -> Object
     return Objectives(loss, loss)
 
 
-def _reference(session: Session, wants_stop: Callable[[], bool]) -> Reference | None:
+def _reference(session: "Session", wants_stop: Callable[[], bool]) -> Reference | None:
     plan, paths, ranks = session.plan, session.paths, session.ranks
     if plan.chosen.method.freezes_base:
         return plain_base
@@ -103,7 +316,7 @@ def _reference(session: Session, wants_stop: Callable[[], bool]) -> Reference | 
     return found
 
 
-def _of_an_earlier_attempt(session: Session, fingerprint: str) -> RowLogps | None:
+def _of_an_earlier_attempt(session: "Session", fingerprint: str) -> RowLogps | None:
     """The reference of an attempt that ended before its first checkpoint."""
     try:
         return read_reference(session.paths.run_dir / REFERENCE_NAME, fingerprint=fingerprint, ranks=session.ranks)
@@ -111,7 +324,7 @@ def _of_an_earlier_attempt(session: Session, fingerprint: str) -> RowLogps | Non
         return None  # of another start: it is written anew
 
 
-def _ask_the_start(session: Session, wants_stop: Callable[[], bool]) -> RowLogps | None:
+def _ask_the_start(session: "Session", wants_stop: Callable[[], bool]) -> RowLogps | None:
     """Runs the model on every row of both splits; progress is reported in tenths."""
     splits = [rows for rows in (session.train_rows, session.eval_rows) if rows is not None]
     accelerator, micro_batch = session.accelerator, session.plan.chosen.micro_batch

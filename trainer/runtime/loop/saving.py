@@ -1,4 +1,4 @@
-"""Saving in a run: when a checkpoint is due, how it is written, the best one, and the exported model.
+"""Checkpoints in a run: when one is due, how it is written, the best one, the export, and going back to the last one.
 
 A checkpoint is due by steps, by the clock, or, if the job leaves it open, by what saving costs. Every decision is the
 same on all ranks: steps need no exchange; for seconds rank 0's clock decides, by a vote. A run whose job does not set
@@ -6,29 +6,50 @@ same on all ranks: steps need no exchange; for seconds rank 0's clock decides, b
 measured: a save of a minute comes no sooner than after 33 minutes at 3 %.
 
 The first checkpoint is a rehearsal: it is saved after the first step, while training waits, and read back
-(checkpoint/verify.py), so that a disk that does not keep its data ends the run when that has cost one step. The later
-ones are written as the plan says (trainer/spec/messages/saving.py). Nothing is saved while steps are being skipped: it
-might be what a run has to go back behind.
+(`check_read_back`), so that a disk that does not keep its data ends the run when that has cost one step. The later
+ones are written as the plan says (trainer/spec/messages/saving.py). Nothing is saved while steps are being skipped: the
+run may have to go back to before them.
+
+A bad row costs a step. If the steps after it cannot be taken either, an earlier update may have damaged the weights. So
+the run goes back to its last checkpoint, within the process and under every engine, and learns from the rows after
+those that led here. If that ends at the same place, the run ends with its checkpoints as they are. Weights that are
+updated within the backward pass have taken a loss that is not finite: such a run goes back at once.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from shardwise.trainer.runtime.checkpoint import NonFiniteStateError, Ranks, folder_name, load_weights
+from shardwise.trainer.runtime.checkpoint import (
+    CheckpointFolder,
+    NonFiniteStateError,
+    Ranks,
+    folder_name,
+    import_state,
+    load_weights,
+)
 from shardwise.trainer.runtime.checkpoint.folders import is_complete, open_checkpoint, verified
-from shardwise.trainer.runtime.checkpoint.layout.optimizer_state import check_supported
+from shardwise.trainer.runtime.checkpoint.load import check_read_back
+from shardwise.trainer.runtime.checkpoint.optimizer_state import check_supported
 from shardwise.trainer.runtime.checkpoint.ranks import on_first, together
 from shardwise.trainer.runtime.checkpoint.save import BackgroundSave, Save
-from shardwise.trainer.runtime.checkpoint.verify import check_read_back
 from shardwise.trainer.runtime.export.folder import write_adapter_folder, write_model_folder
 from shardwise.trainer.runtime.export.weights import gathered_weights
 from shardwise.trainer.runtime.loop.session import Session, facts_of
+from shardwise.trainer.runtime.loop.step import StepResult
 from shardwise.trainer.runtime.models.build import plain_model
-from shardwise.trainer.runtime.optimizers import unwrapped
-from shardwise.trainer.runtime.run.state import IncidentKind
+from shardwise.trainer.runtime.optimizers import unwrapped, updates_in_backward
+from shardwise.trainer.runtime.run.state import (
+    MAX_ROLL_BACKS,
+    STEPS_UNTIL_ROLL_BACK,
+    IncidentKind,
+    IncidentLog,
+    RunState,
+    after_roll_back,
+    after_step,
+)
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.messages.rank_files import SAVING_PHASE
 from shardwise.trainer.spec.messages.saving import saving_choice
@@ -71,19 +92,24 @@ class SaveTimer:
         self._cost_s += cost_s
 
 
-def save_state(session: Session, occasion: str, *, in_background: bool = False) -> None:
-    """Saves a checkpoint; where it cannot be saved the reason becomes an incident and the run goes on.
+def _relative(step: int) -> str:
+    """The folder of a step's checkpoint, relative to the run directory."""
+    return f"checkpoints/{folder_name(step)}"
 
-    In the background, it is copied now and committed by a later `poll_save` or `settle_save`; one that is on its way
-    already is waited for. NonFiniteStateError where there is nothing worth saving any more: to train on would only
-    cost time.
+
+def save_state(session: Session, occasion: str, *, in_background: bool = False) -> None:
+    """Saves a checkpoint; where it cannot be saved the reason becomes an incident and the run continues.
+
+    In the background, it is copied now and committed by a later `poll_save` or `settle_save`; a pending one is waited
+    for. NonFiniteStateError if the state is not worth saving: to train on would only cost time.
     """
     settle_save(session)
     plan, state = session.plan, session.state
-    obstacle = _obstacle_to_checkpoints(session.optimizer)
-    if obstacle is not None:
+    try:
+        check_supported(unwrapped(session.optimizer))
+    except InputError as error:
         if not state.log.count(IncidentKind.NO_CHECKPOINTS):
-            state.log.note(f"no checkpoint: {obstacle}", IncidentKind.NO_CHECKPOINTS)
+            state.log.note(f"no checkpoint: {error}", IncidentKind.NO_CHECKPOINTS)
         return
     session.writer.write_status(SAVING_PHASE, step=state.step)
     keep_every = plan.job.checkpoint.keep_every
@@ -103,33 +129,24 @@ def save_state(session: Session, occasion: str, *, in_background: bool = False) 
             session.in_flight.save, session.in_flight.occasion = BackgroundSave(save), occasion
         else:
             save.run()
-            state.checkpoint = f"checkpoints/{folder_name(state.step)}"
-
-
-def _obstacle_to_checkpoints(optimizer: object) -> str | None:
-    """Why a run of this (wrapped) optimizer saves no checkpoint, in a sentence; None where it does."""
-    try:
-        check_supported(unwrapped(optimizer))
-    except InputError as error:
-        return str(error)
-    return None
+            state.checkpoint = _relative(state.step)
 
 
 def poll_save(session: Session) -> bool:
-    """Commits a checkpoint that is on its way if every rank has written it; whether one was. Errors of `save_state`."""
+    """Commits the pending checkpoint if every rank has written it; True if it did. Errors of `save_state`."""
     save = session.in_flight.save
     if save is None:
         return False
     with _failures_as_incidents(session, session.in_flight.occasion, step=save.step):
         if save.poll():
-            session.state.checkpoint = f"checkpoints/{folder_name(save.step)}"
+            session.state.checkpoint = _relative(save.step)
     if save.is_over:
         session.in_flight.save = None
     return save.is_over
 
 
 def settle_save(session: Session) -> None:
-    """Waits for a checkpoint that is on its way, if there is one. Errors of `save_state`."""
+    """Waits for the pending checkpoint, if there is one. Errors of `save_state`."""
     save = session.in_flight.save
     if save is None:
         return
@@ -137,7 +154,7 @@ def settle_save(session: Session) -> None:
     session.in_flight.save = None
     with _failures_as_incidents(session, session.in_flight.occasion, step=save.step):
         save.finish()
-        session.state.checkpoint = f"checkpoints/{folder_name(save.step)}"
+        session.state.checkpoint = _relative(save.step)
 
 
 @contextmanager
@@ -155,7 +172,7 @@ def _failures_as_incidents(session: Session, occasion: str, *, step: int) -> Ite
             state.log.note(f"no checkpoint at {occasion}: {error}")
             return
         state.log.note(f"at {occasion}: {error}")
-        state.checkpoint = f"checkpoints/{folder_name(step)}"
+        state.checkpoint = _relative(step)
 
 
 def _best_saved(session: Session) -> tuple[int, ...]:
@@ -172,7 +189,7 @@ def _best_saved(session: Session) -> tuple[int, ...]:
 
 def keep_best(session: Session) -> None:
     """Keeps what the model is now: in a checkpoint, or, where none can be loaded again, as the export of the run."""
-    if session.state.checkpoint != f"checkpoints/{folder_name(session.state.step)}":
+    if session.state.checkpoint != _relative(session.state.step):
         save_state(session, "the best evaluation")
     if _best_checkpoint(session) is None:
         export_model(session)
@@ -187,9 +204,7 @@ def load_best(session: Session) -> bool:
     if folder is None:
         return False
     session.writer.write_status("loading the best checkpoint", step=session.state.step)
-    doing = f"{folder}: the best checkpoint cannot be read"
-    on_first(session.ranks, lambda: bytes(verified(folder).path), doing=doing)
-    checkpoint = together(session.ranks, lambda: open_checkpoint(folder), doing=doing)
+    checkpoint = _open_verified(session, folder, which="best")
     load_weights(session.model, session.optimizer, checkpoint, sharding=session.plan.chosen.strategy.sharding)
     return True
 
@@ -197,13 +212,20 @@ def load_best(session: Session) -> bool:
 def _best_checkpoint(session: Session) -> Path | None:
     """The folder of the best evaluation's checkpoint; None where there is none."""
     best = session.state.best_step
-    if best is None:
-        return None
-    for run_dir in (session.paths.run_dir, session.paths.resume_dir):
-        folder = run_dir / "checkpoints" / folder_name(best)
-        if session.ranks.all_agree(is_complete(folder)):
-            return folder
-    return None
+    return None if best is None else _complete_folder(session, _relative(best))
+
+
+def _complete_folder(session: Session, relative: str) -> Path | None:
+    """A checkpoint of this run, or of the one it was resumed from; collective."""
+    folders = (run_dir / relative for run_dir in (session.paths.run_dir, session.paths.resume_dir))
+    return next((folder for folder in folders if session.ranks.all_agree(is_complete(folder))), None)
+
+
+def _open_verified(session: Session, folder: Path, *, which: str) -> CheckpointFolder:
+    """The checkpoint in a folder, every byte of it hashed by rank 0; collective."""
+    doing = f"{folder}: the {which} checkpoint cannot be read"
+    on_first(session.ranks, lambda: bytes(verified(folder).path), doing=doing)
+    return together(session.ranks, lambda: open_checkpoint(folder), doing=doing)
 
 
 def export_model(session: Session) -> None:
@@ -263,7 +285,7 @@ class PeriodicSaves:
     def _rehearse(self) -> None:
         session, state = self._session, self._session.state
         save_state(session, f"step {state.step}")
-        relative = f"checkpoints/{folder_name(state.step)}"
+        relative = _relative(state.step)
         if state.checkpoint != relative:
             return  # the reason is an incident already
         check_read_back(
@@ -273,3 +295,88 @@ class PeriodicSaves:
             sharding=session.plan.chosen.strategy.sharding,
             ranks=session.ranks,
         )
+
+
+_SHOWN_ROWS = 8
+_SHOWN_STEPS = 20  # an incident each; then one for all that follow
+
+
+def note_step(state: RunState, result: StepResult, *, step: int, rows: Sequence[int]) -> None:
+    """Takes a step into the record; one that had a fault becomes an incident that names its rows."""
+    state.fault, state.last_loss = result.fault, result.loss
+    if result.was_skipped and result.fault is None:
+        return  # an overflow of fp16 is no sign of bad rows or weights
+    state.spikes = after_step(
+        state.spikes,
+        step=step,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        fault=result.fault,
+        was_skipped=result.was_skipped,
+    )
+    if result.fault is not None:
+        _note_fault(state.log, result, step=step, rows=rows)
+
+
+def must_go_back(session: Session) -> bool:
+    """True if the run must go back to its last checkpoint; the same on every rank."""
+    state = session.state
+    if session.plan.is_trial or state.fault is None:
+        return False
+    is_lost = state.last_loss is not None and not math.isfinite(state.last_loss)
+    return (is_lost and updates_in_backward(session.optimizer)) or state.spikes.in_a_row >= STEPS_UNTIL_ROLL_BACK
+
+
+def go_back(session: Session) -> None:
+    """Loads the last checkpoint; the next step learns from the rows after those of this one. Collective.
+
+    EnvironmentFaultError where there is no checkpoint, or the run has gone back to it before, or too often to others.
+    """
+    settle_save(session)
+    state, step = session.state, session.state.step
+    session.writer.write_status("going back to the last checkpoint", step=step)
+    if state.checkpoint is None:
+        raise _hopeless(state, "there is no checkpoint to go back to")
+    folder = _complete_folder(session, state.checkpoint) or session.paths.resume_dir / state.checkpoint
+    checkpoint = _open_verified(session, folder, which="last")
+    saved = checkpoint.facts
+    passed_over = state.spikes.passed_over
+    if any(each.after_step >= saved.step for each in passed_over):
+        tried = f"going back to step {saved.step} and past other rows did not help"
+        raise _hopeless(state, f"{tried}; {state.checkpoint} is kept")
+    if len(passed_over) >= MAX_ROLL_BACKS:
+        raise _hopeless(state, f"the run went back {len(passed_over)} times already; {state.checkpoint} is kept")
+    sharding = session.plan.chosen.strategy.sharding
+    import_state(session.model, session.optimizer, checkpoint, sharding=sharding)
+    if session.scaler is not None and saved.loss_scaler is not None:
+        session.scaler.restore(saved.loss_scaler.scale, saved.loss_scaler.growth_tracker)
+    after = f"and on from there with the rows after those of step {step}"
+    state.log.note(f"went back from step {step} to step {saved.step}, {after}: {_why(state)}")
+    state.spikes = after_roll_back(saved.spikes, saved_step=saved.step, step=step)
+    state.step, state.tokens_seen, state.fault = saved.step, saved.tokens_seen, None
+    state.evaluations[:] = saved.evaluations
+
+
+def _hopeless(state: RunState, what: str) -> EnvironmentFaultError:
+    return EnvironmentFaultError(
+        f"step {state.step}: {_why(state)};\n{what};\n"
+        "take a lower train.lr or a longer train.warmup, or look at the rows that metrics.jsonl names (skipped_rows)"
+    )
+
+
+def _why(state: RunState) -> str:
+    count = state.spikes.in_a_row
+    several = f"{count} steps in a row could not be taken, the last as " if count > 1 else ""
+    return f"{several}{state.fault}"
+
+
+def _note_fault(log: IncidentLog, result: StepResult, *, step: int, rows: Sequence[int]) -> None:
+    if log.count(IncidentKind.STEP_NOT_TAKEN) >= _SHOWN_STEPS:
+        text = f"more steps were not taken, the last of them step {step}: metrics.jsonl names the rows of each"
+        log.replace(text, IncidentKind.MORE_STEPS_NOT_TAKEN)
+        return
+    shown = ", ".join(map(str, sorted(rows)[:_SHOWN_ROWS]))
+    more = f" and {len(rows) - _SHOWN_ROWS} more" if len(rows) > _SHOWN_ROWS else ""
+    what = "was not taken" if result.was_skipped else "should not have been taken"
+    kind = IncidentKind.STEP_NOT_TAKEN if result.was_skipped else IncidentKind.OTHER
+    log.note(f"step {step} {what}: {result.fault} (rows {shown}{more})", kind)

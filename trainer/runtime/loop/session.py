@@ -25,14 +25,15 @@ from shardwise.trainer.runtime.checkpoint import (
     config_sha256,
 )
 from shardwise.trainer.runtime.checkpoint import LossScaler as SavedScaler
-from shardwise.trainer.runtime.checkpoint.layout.optimizer_state import BLOCK_ELEMENTS
 from shardwise.trainer.runtime.checkpoint.load import Resumption, begin_resumption
+from shardwise.trainer.runtime.checkpoint.optimizer_state import BLOCK_ELEMENTS
 from shardwise.trainer.runtime.checkpoint.save import BackgroundSave
 from shardwise.trainer.runtime.data.batches import check_documents_apart
 from shardwise.trainer.runtime.data.stream.rows import StreamRows
 from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator, read_ds_config
 from shardwise.trainer.runtime.engines.verification import check_engagement
+from shardwise.trainer.runtime.loop.memory_profile import cap_memory
 from shardwise.trainer.runtime.models.build import Installed, build_skeleton, build_trainable
 from shardwise.trainer.runtime.models.sharded_loading import (
     load_into_fsdp,
@@ -43,7 +44,6 @@ from shardwise.trainer.runtime.models.sharded_loading import (
 from shardwise.trainer.runtime.models.skeleton import Skeleton, blank
 from shardwise.trainer.runtime.optimizers import build_optimizer, check_in_backward
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, install_precision, loss_scaler
-from shardwise.trainer.runtime.profile.memory_profile import cap_memory
 from shardwise.trainer.runtime.run.extension import Hooks, load_hooks
 from shardwise.trainer.runtime.run.report_writer import ReportWriter, RunPaths, installed_versions
 from shardwise.trainer.runtime.run.state import RunState

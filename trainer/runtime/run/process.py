@@ -1,12 +1,16 @@
-"""Process set-up of a rank before any heavy import: die with the launcher, note stop requests, register.
+"""The process of a rank before any heavy import, and of a worker that answers one request.
 
-It also writes its position on request (USR2 writes the stacks of its threads into its log, as a crash does), and to be
-the first that the kernel ends when the machine runs out of RAM: the supervisor can start it again, not itself.
+A rank ends with its launcher, notes stop requests, writes the stacks of its threads into its log on USR2, and makes the
+kernel end it first when the machine runs out of RAM: the supervisor can start a rank again, but not itself.
 
 torchrun gives each rank a session of its own, so a signal to the launcher's group never arrives here and the launcher's
 death would leave the rank alive. Hence PR_SET_PDEATHSIG, and a record in `pids/` by which the supervisor finds the
-rank. The handler only sets a flag; the loop agrees on it with the other ranks at the next step boundary.
-Standard library only: this runs before torch is imported, which takes seconds in which a stop request may come.
+rank. The handler only sets a flag; the loop agrees on it with the other ranks at the next step boundary. Nothing here
+imports torch, which takes seconds in which a stop request may come.
+
+A worker is the other side of `launch.worker.ask`: `python -m MODULE REQUEST.json ANSWER.json`. Progress goes to stdout,
+a line at a time. An error goes to stderr and to ANSWER.error, because libraries write to stderr as well; the exit code
+is that of the error.
 """
 
 import ctypes
@@ -16,11 +20,14 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
+from shardwise.trainer.spec.value import Value
 
 _PR_SET_PDEATHSIG = 1
 _STDERR = 2  # a descriptor, which may become the log's
@@ -151,3 +158,49 @@ def _recorded_launcher_is_gone(attempt_dir: Path) -> bool:
         return False
     parent_start_time = _start_time(os.getppid())
     return parent_start_time is None or parent_start_time <= start_time
+
+
+R = TypeVar("R", bound=Value)
+
+
+def answer(
+    arguments: Sequence[str], request_type: type[R], work: Callable[[R], Value], *, clean: Callable[[str], str] = str
+) -> int:
+    """Writes `work(request)` to the second file of `arguments`; returns the exit code.
+
+    `clean` makes a message that quotes foreign files safe for a terminal.
+    """
+    if len(arguments) != 2:
+        sys.stderr.write("give two files: REQUEST.json ANSWER.json\n")
+        return ExitCode.INPUT
+    request_path, answer_path = map(Path, arguments)
+    try:
+        codec.write(answer_path, _answered(request_path, request_type, work))
+    except ShardwiseError as error:
+        message = clean(str(error)) + "\n"
+        sys.stderr.write(message)
+        if answer_path.parent.is_dir():
+            answer_path.with_suffix(".error").write_text(message)
+        return error.exit_code
+    return ExitCode.DONE
+
+
+def answer_and_exit(request_type: type[R], work: Callable[[R], Value]) -> None:
+    """`answer` for the arguments of this process, which ends with its parent."""
+    end_with_parent()
+    sys.exit(answer(sys.argv[1:], request_type, work))
+
+
+def report_progress(line: str) -> None:
+    """Sends a line of progress to the process that asked."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _answered(path: Path, request_type: type[R], work: Callable[[R], Value]) -> Value:
+    request = codec.read(path, request_type)
+    try:
+        return work(request)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        raise EnvironmentFaultError(f"{place}{error.strerror or error}") from error

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwise.trainer.runtime.run.answering import answer_and_exit
+from shardwise.trainer.runtime.run.process import answer_and_exit
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.messages.worker_requests import GrowRequest, Lines
 

@@ -1,16 +1,27 @@
-"""A worker that writes out the first example of prepared data.
+"""A worker that writes out the first example of prepared data: which tokens are learned, and which are only read.
 
 The first of the rows as they lie on disk, not of the run: the same whatever the seed. A packed row is shown up to the
-end of its first documents, as a person reads one example and not two thousand tokens.
+end of its first documents. In a terminal the learned text is bold and the rest dim, in place. Without one, each stretch
+stands in lines of its own behind a margin that names it, since marks inside the text are hard to tell from it:
+
+    read    | <|im_start|>user\\n
+            | What is 2+2?<|im_end|>\\n
+            | <|im_start|>assistant\\n
+    learned | It is four.<|im_end|>
+    read    | \\n
+
+A line end of the text is shown as \\n before the line ends, for a stretch may end in the middle of a line. Special
+tokens are shown as they are spelt.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer
-from shardwise.trainer.runtime.run.answering import answer_and_exit
-from shardwise.trainer.runtime.tools.show_example import show
+from shardwise.trainer.runtime.run.process import answer_and_exit
 from shardwise.trainer.spec.messages.worker_requests import ExampleRequest, Lines
 
 SHOWN_DOCUMENTS = 2  # of a packed row
@@ -55,3 +66,88 @@ def _answer(request: ExampleRequest) -> Lines:
 
 if __name__ == "__main__":
     answer_and_exit(ExampleRequest, _answer)
+
+
+_BOLD, _DIM, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+_MARGINS = {True: "learned | ", False: "read    | "}
+_MORE = "        | "
+
+
+class _Stretch(NamedTuple):
+    """Neighbouring tokens of one document that are all learned or all not."""
+
+    text: str
+    is_learned: bool
+    document: int
+
+
+def show(
+    token_ids: Sequence[int],
+    is_learned: Sequence[bool] | None,
+    tokenizer: TextTokenizer,
+    *,
+    width: int,
+    colour: bool,
+    document_starts: Sequence[int] = (),
+) -> str:
+    """The row and, first, how much of it is learned; `is_learned` None: every token but the first of each document.
+
+    `document_starts` are the places in the row where a document starts, of a packed row. `width` counts columns; with
+    `colour` the terminal breaks the lines itself.
+    """
+    starts = sorted({0, *document_starts} - {len(token_ids)})
+    flags = [place not in starts for place in range(len(token_ids))] if is_learned is None else list(is_learned)
+    num_learned = sum(flags)
+    count = f"{len(token_ids)} tokens: {num_learned} learned, {len(token_ids) - num_learned} only read"
+    lines = [count if len(starts) < 2 else f"{count}; {len(starts)} documents"]
+    for document, stretches in groupby(_stretches(token_ids, flags, tokenizer, starts), lambda each: each.document):
+        if len(starts) > 1:
+            lines.append(_rule(document, [*starts, len(token_ids)], width))
+        if colour:
+            lines.append("".join(map(_in_place, stretches)))
+        else:
+            lines.extend(line for stretch in stretches for line in _in_margin(stretch, width))
+    return "\n".join(lines)
+
+
+def _stretches(
+    token_ids: Sequence[int], flags: Sequence[bool], tokenizer: TextTokenizer, starts: Sequence[int]
+) -> Iterator[_Stretch]:
+    """In order; each document is decoded from its start, as sentencepiece drops the first space of what it decodes."""
+    for document, (begin, end) in enumerate(pairwise([*starts, len(token_ids)])):
+        told = ""
+        for place in range(begin + 1, end + 1):
+            if place < end and flags[place] == flags[place - 1]:
+                continue
+            text = tokenizer.tokenizer.decode(list(token_ids[begin:place]), skip_special_tokens=False)
+            yield _Stretch(text[len(told) :], flags[place - 1], document)
+            told = text
+
+
+def _rule(document: int, starts: Sequence[int], width: int) -> str:
+    title = f"--- document {document + 1}, {starts[document + 1] - starts[document]} tokens "
+    return title + "-" * max(3, width - len(title))
+
+
+def _in_margin(stretch: _Stretch, width: int) -> Iterator[str]:
+    margin = _MARGINS[stretch.is_learned]
+    room = max(20, width - len(margin))
+    for line in stretch.text.splitlines(keepends=True):
+        told = _printable(line)
+        for begin in range(0, len(told), room):
+            yield margin + told[begin : begin + room]
+            margin = _MORE
+
+
+def _in_place(stretch: _Stretch) -> str:
+    style = _BOLD if stretch.is_learned else _DIM
+    return "\n".join(f"{style}{_visible(line)}{_RESET}" if line else "" for line in stretch.text.split("\n"))
+
+
+def _printable(line: str) -> str:
+    return "".join(_visible(character) if character != "\n" else "\\n" for character in line)
+
+
+def _visible(text: str) -> str:
+    """Control characters, which a terminal would obey, by their escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -23,7 +23,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from shardwise.trainer.runtime.checkpoint.layout.optimizer_state import (
+from shardwise.trainer.runtime.checkpoint.manifest import Blocks, Manifest, ParameterEntry, TensorEntry
+from shardwise.trainer.runtime.checkpoint.optimizer_state import (
     Group,
     StateTensor,
     count_up,
@@ -31,9 +32,8 @@ from shardwise.trainer.runtime.checkpoint.layout.optimizer_state import (
     state_tensors,
     step_count,
 )
-from shardwise.trainer.runtime.checkpoint.layout.optimizer_state import create_state as create_partition_state
-from shardwise.trainer.runtime.checkpoint.layout.pieces import Piece, flat, named_state, type_of
-from shardwise.trainer.runtime.checkpoint.manifest import Blocks, Manifest, ParameterEntry, TensorEntry
+from shardwise.trainer.runtime.checkpoint.optimizer_state import create_state as create_partition_state
+from shardwise.trainer.runtime.checkpoint.pieces import Piece, flat, named_state, type_of
 from shardwise.trainer.runtime.engines.engine_state import partition_sizes, partition_type, partitions, updated_groups
 from shardwise.trainer.spec.errors import InputError
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.trainer.__main__ import error_line
-from shardwise.trainer.runtime.profile.memory_profile import (
+from shardwise.trainer.runtime.loop.memory_profile import (
     ACTIVATIONS,
     GRADIENTS,
     MAX_POINTS,
@@ -208,7 +208,7 @@ def test_a_driver_that_cannot_map_memory_ends_with_the_setting_that_mends_it(mon
 
 def test_a_thread_that_cannot_start_under_a_cap_is_out_of_memory():
     program = (
-        "import resource; from shardwise.trainer.runtime.profile.memory_profile import is_out_of_memory as told; "
+        "import resource; from shardwise.trainer.runtime.loop.memory_profile import is_out_of_memory as told; "
         'error = RuntimeError("can\'t start new thread"); before = told(error); '
         "resource.setrlimit(resource.RLIMIT_DATA, (2**36, -1)); print(before, told(error))"
     )

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from shardwise.trainer.runtime.profile.profile_modules import (
+from shardwise.trainer.runtime.loop.profile_step import (
     Allocation,
     ModuleMarks,
     allocations_of,

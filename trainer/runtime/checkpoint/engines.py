@@ -24,16 +24,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from shardwise.trainer.runtime.checkpoint.layout import zero
-from shardwise.trainer.runtime.checkpoint.layout.optimizer_state import (
+from shardwise.trainer.runtime.checkpoint import zero
+from shardwise.trainer.runtime.checkpoint.manifest import Blocks, Manifest, ParameterEntry, TensorEntry
+from shardwise.trainer.runtime.checkpoint.optimizer_state import (
     StateTensor,
     groups_of_parameters,
     state_tensors,
     step_count,
 )
-from shardwise.trainer.runtime.checkpoint.layout.optimizer_state import create_state as create_parameter_state
-from shardwise.trainer.runtime.checkpoint.layout.pieces import NamedTensor, Piece, Replica, flat, named_state, type_of
-from shardwise.trainer.runtime.checkpoint.manifest import Blocks, Manifest, ParameterEntry, TensorEntry
+from shardwise.trainer.runtime.checkpoint.optimizer_state import create_state as create_parameter_state
+from shardwise.trainer.runtime.checkpoint.pieces import NamedTensor, Piece, Replica, flat, named_state, type_of
 from shardwise.trainer.spec.strategy import Sharding
 
 

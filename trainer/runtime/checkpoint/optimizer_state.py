@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from shardwise.trainer.runtime.checkpoint.layout.pieces import Coded
 from shardwise.trainer.runtime.checkpoint.manifest import HyperParameter, ParameterEntry, TensorEntry, TensorType
+from shardwise.trainer.runtime.checkpoint.pieces import Coded
 from shardwise.trainer.runtime.checkpoint.shards import OpenShards
 from shardwise.trainer.runtime.optimizers.facts import projectors
 from shardwise.trainer.runtime.optimizers.groups import MATRICES

@@ -1,1 +1,0 @@
-"""Profiles: memory of a rank by part, phase and module."""
