@@ -9,7 +9,7 @@ import numpy as np
 
 from shardwise.launch.inputs.data_files import list_files
 from shardwise.trainer.runtime.data.token_rows import TokenLayout, TokenRows
-from shardwise.trainer.spec.data.request import PrepareRequest
+from shardwise.trainer.spec.data.request import PrepareRequest, SourceFile
 from shardwise.trainer.spec.job.sections import BadRows, DataFormat
 from shardwise.trainer.spec.job.sources import DataSource
 
@@ -39,6 +39,14 @@ def request_for(*sources: Path | str | tuple[Path, float], cache_root: Path, **s
 def listed_request(*sources: Path | str | tuple[Path, float], cache_root: Path, **settings: object) -> PrepareRequest:
     """A request with its files, as the subprocess gets it."""
     return list_files(request_for(*sources, cache_root=cache_root, **settings))
+
+
+def written_source(path: Path, content: bytes | str) -> SourceFile:
+    """A file with this content, as it is listed."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    status = path.stat()
+    return SourceFile(path=str(path), size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
 
 
 def numbered_text(num_lines: int, *, word: str = "row") -> str:

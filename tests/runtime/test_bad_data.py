@@ -10,11 +10,11 @@ import re
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from prepare_request_factory import written_source
 
 from shardwise.trainer.runtime.data.sources.files import BadRow, read_rows
 from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape, example_of
 from shardwise.trainer.runtime.data.sources.scan import read_blocks, survey
-from shardwise.trainer.spec.data.request import SourceFile
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import DataFormat
 
@@ -26,11 +26,8 @@ WRONG = {"role": "assistant", "content": "5"}
 
 
 def source(path, content):
-    """A file of bytes, of text, or of what a function makes of it, which takes a while where tests are collected."""
-    content = content() if callable(content) else content
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    status = path.stat()
-    return SourceFile(path=str(path), size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+    """Of bytes, of text, or of what a function makes, which takes a while where tests are collected."""
+    return written_source(path, content() if callable(content) else content)
 
 
 def complaints(file, shape, fields):
@@ -70,25 +67,20 @@ BAD_ROWS = [  # of each what its complaint must name, as a regular expression
     (TEXT, '{"text": NaN}', r"JSON.*byte 9\b"),
     (TEXT, "[" * 100_000, "nested"),
     (TEXT, "[1]", "list.*object"),
-    (TEXT, "3", "number.*object"),
     (TEXT, '"text"', "text.*object"),
-    (TEXT, "null", "null.*object"),
     # text
     (TEXT, "{}", '"text".*fields: none$'),
     (TEXT, row(body="a", id=1), '"text".*fields: body, id$'),
     (TEXT, row(text=3), '"text".*number'),
     (TEXT, row(text=None), '"text".*null'),
-    (TEXT, row(text=["a"]), '"text".*list'),
     (TEXT, row(text=""), '"text".*empty'),
     (TEXT, row(text=" \n"), '"text".*empty'),
     # tokens
-    (TOKENS, row(text="a"), '"tokens".*fields: text$'),
     (TOKENS, row(tokens=[1, 2.0]), '"tokens".*list of token ids'),
     (TOKENS, row(tokens=[1, True]), '"tokens".*list of token ids'),
     (TOKENS, row(tokens="1 2"), r'"tokens".*JSON.*byte 3\b'),
     (TOKENS, row(tokens={"a": 1}), '"tokens".*object'),
     (TOKENS, row(tokens=[1]), '"tokens" .*1 tokens'),
-    (TOKENS, row(tokens=[]), '"tokens" .*0 tokens'),
     (TOKENS, row(tokens=[1, 100]), "token 100 .*vocabulary of 100"),
     (TOKENS, row(input_ids=[1, -1]), "token -1 .*vocabulary of 100"),
     (TOKENS, row(tokens=[1, 2, 3], labels=[1, 2]), '"labels".* 2 .* 3 '),
@@ -97,16 +89,12 @@ BAD_ROWS = [  # of each what its complaint must name, as a regular expression
     (TOKENS, row(tokens=[1, 2], loss_mask=[0, 2]), '"loss_mask".* 0 and 1'),
     (TOKENS, row(tokens=[1, 2], loss_mask=[1, 0]), "label"),
     # prompt and completion
-    (COMPLETION, row(prompt="a"), '"completion".*fields: prompt$'),
     (COMPLETION, row(prompt="a", completion=""), '"completion".*empty'),
     (COMPLETION, row(prompt=3, completion="b"), '"prompt".*number'),
     (COMPLETION, row(prompt="a", completion=[ANSWERED]), '"prompt" and "completion".*text.*messages'),
     (COMPLETION, row(prompt=[ASKED], completion=[ASKED]), '"completion".*assistant'),
     # chat
-    (CHAT, row(text="a"), '"messages".*fields: text$'),
     (CHAT, row(messages=[]), '"messages".*empty'),
-    (CHAT, row(messages=3), '"messages".*number'),
-    (CHAT, row(messages="hello"), r'"messages".*JSON.*byte 0\b'),
     (CHAT, row(messages=["hello"]), 'message 1 of "messages".*text'),
     (CHAT, row(messages=[ASKED]), '"messages".*assistant'),
     (CHAT, row(messages=[ASKED, {"role": "bard", "content": "4"}]),
@@ -119,11 +107,9 @@ BAD_ROWS = [  # of each what its complaint must name, as a regular expression
      'message 1 of "messages".*content.*image_url'),
     (CHAT, row(messages=[ASKED, ANSWERED], tools="search"), r'"tools".*JSON.*byte 0\b'),
     (CHAT, row(messages=[ASKED, ANSWERED], tools={"a": 1}), '"tools".*object.*list'),
-    (CHAT, row(instruction="Add", input="2+2"), '"output".*fields: instruction, input$'),
     (CHAT, row(instruction="", output="4"), '"instruction".*empty'),
     (CHAT, row(instruction="Add", output="4", history=[["a"]]), '"history".*pairs'),
     # preference
-    (PREFERENCE, row(prompt="2+2?", chosen="4"), '"rejected".*fields: prompt, chosen$'),
     (PREFERENCE, row(prompt="2+2?", chosen="4", rejected="4"), '"chosen".*"rejected"'),
     (PREFERENCE, row(prompt="2+2?", chosen="4", rejected=[WRONG]), '"chosen" and "rejected".*text.*messages'),
     (PREFERENCE, row(chosen="4", rejected="5"), '"prompt"'),
@@ -178,12 +164,19 @@ def whole_arrow():
     return arrow(text=[f"row {number}" for number in range(1000)])
 
 
-def zstandard(content):
-    return pa.compress(content, codec="zstd", asbytes=True)
-
-
 def rows():
     return b"".join(b'{"text": "row %d"}\n' % number for number in range(100_000))
+
+
+def damaged_page():
+    return whole_parquet()[:100] + b"\xff" * 200 + whole_parquet()[300:]
+
+
+def damaged_offsets():
+    """Arrow would follow them, and end the process."""
+    whole = whole_arrow()
+    place = whole.index(b"row 0row 1") - 64
+    return whole[:place] + b"\x7f" * 32 + whole[place + 32 :]
 
 
 DAMAGED = [
@@ -193,9 +186,10 @@ DAMAGED = [
     ("a.jsonl.xz", b"text" * 9, r"xz.*data\.train"),
     ("a.jsonl.xz", lambda: lzma.compress(rows())[:-20], r"after \d{5,} bytes .*xz.*data\.train"),
     ("a.jsonl.zst", b"text" * 9, r"Zstandard.*data\.train"),
-    ("a.jsonl.zst", lambda: zstandard(rows())[:-20], r"after \d{5,} bytes .*Zstandard.*data\.train"),
+    ("a.jsonl.zst", lambda: pa.compress(rows(), "zstd", asbytes=True)[:-20], r"after \d{5,} bytes .*Zstandard"),
     ("a.parquet", lambda: whole_parquet()[:-100], r"\.parquet file.*data\.train"),
-    ("a.parquet", b"PAR1", r"\.parquet file.*data\.train"),
+    ("a.parquet", damaged_page, r"\.parquet file"),
+    ("a.arrow", damaged_offsets, r"\.arrow file"),
     ("a.arrow", b"text" * 30, r"\.arrow file.*data\.train"),
     ("a.arrow", lambda: whole_arrow()[: len(whole_arrow()) // 2], r"after row \d{3}\b.*\.arrow file.*data\.train"),
     ("a.csv", "text,text\na,b\n", '"text" twice'),
@@ -211,35 +205,10 @@ def test_a_damaged_file_ends_the_reading_with_the_place(tmp_path, name, content,
     assert len(str(caught.value).splitlines()) <= 3
 
 
-def test_a_parquet_file_with_a_damaged_page_is_refused(tmp_path):
-    whole = whole_parquet()
-    damaged = whole[:100] + b"\xff" * 200 + whole[300:]
-    with pytest.raises(InputError, match=r"a\.parquet: .*\.parquet file"):
-        list(read_rows(source(tmp_path / "a.parquet", damaged)))
-
-
-def test_an_arrow_file_whose_offsets_are_damaged_does_not_end_the_process(tmp_path):
-    whole = whole_arrow()
-    place = whole.index(b"row 0row 1") - 64
-    damaged = whole[:place] + b"\x7f" * 32 + whole[place + 32 :]
-    with pytest.raises(InputError, match=r"a\.arrow: .*\.arrow file"):
-        list(read_rows(source(tmp_path / "a.arrow", damaged)))
-
-
-@pytest.mark.parametrize(
-    "name, content, fact",
-    [
-        ("a.txt", b"ab\xff", "0xff at offset 2 .*UTF-8"),
-        ("a.txt.gz", lambda: gzip.compress(b"ab\0"), "NUL byte at offset 2"),
-    ],
-)
-def test_a_text_file_that_is_no_text_is_one_bad_row(tmp_path, name, content, fact):
-    file = source(tmp_path / name, content)
+def test_a_text_file_that_is_no_text_is_one_bad_row(tmp_path):
+    file = source(tmp_path / "a.txt", b"ab\xff")
     (bad,) = read_blocks(file, survey(file).defect, RowReading(TEXT, {}, vocab_size=100))
-    assert isinstance(bad, BadRow) and re.match(rf"{re.escape(file.path)}: .*{fact}", str(bad))
-
-
-def test_compressed_text_that_is_damaged_is_refused(tmp_path):
+    assert isinstance(bad, BadRow) and re.match(rf"{re.escape(file.path)}: .*0xff at offset 2 .*UTF-8", str(bad))
     file = source(tmp_path / "a.txt.gz", gzip.compress(b"text" * 1000)[:-10])
     with pytest.raises(InputError, match=r"a\.txt\.gz: .*gzip"):
         survey(file)

@@ -29,17 +29,14 @@ COMPLETION = {"prompt": SINGLE[:1], "completion": SINGLE[1:]}
 SEQ_LEN = 256
 
 
+def plain(marked: str) -> str:
+    return marked.replace("«", "").replace("»", "")
+
+
 def only_last(marked: str) -> str:
     """The same with nothing but the last answer learned."""
-    before, last, after = marked[: marked.rindex("«")], marked[marked.rindex("«") : -1], marked[-1]
-    return before.replace("«", "").replace("»", "") + last + after
-
-
-def everything(marked: str, first: str) -> str:
-    """The same with all learned but the first token, which nothing comes before."""
-    text = marked.replace("«", "").replace("»", "")
-    assert text.startswith(first)
-    return f"{first}«{text.removeprefix(first)}»"
+    place = marked.rindex("«")
+    return plain(marked[:place]) + marked[place:]
 
 
 @pytest.fixture(scope="module")
@@ -139,37 +136,27 @@ def test_all_of_our_templates_are_here():
     assert set(TEMPLATE_NAMES) == {name for name in FAMILIES if not name.startswith("TRL ")}
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("loss_on", LossOn)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_exactly_the_answers_with_the_tokens_that_end_them_have_labels(name, packing, folder_of, tmp_path):
+def test_exactly_what_the_job_names_has_labels(name, loss_on, folder_of, tmp_path):
+    """The answers with the tokens that end them, the last of them, or all but the first token of a document."""
     family = FAMILIES[name]
     chats, expected = of_family(name)
-    for loss_on in (LossOn.AUTO, LossOn.ASSISTANT):
-        made = prepared(folder_of(family), family, name, chats, tmp_path, packing=packing, loss_on=loss_on)
-        assert made.is_packed is packing
-        assert sorted(marked(each, made.tokenizer, family) for each in made.documents) == sorted(expected)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_only_the_last_answer_has_labels_where_the_job_says_completion(name, folder_of, tmp_path):
-    family = FAMILIES[name]
-    chats, expected = of_family(name)
-    made = prepared(folder_of(family), family, name, chats, tmp_path, loss_on=LossOn.COMPLETION)
+    packing = loss_on is not LossOn.ASSISTANT
+    made = prepared(folder_of(family), family, name, chats, tmp_path, packing=packing, loss_on=loss_on)
+    assert made.is_packed is packing
     found = sorted(marked(each, made.tokenizer, family) for each in made.documents)
-    assert found == sorted(map(only_last, expected))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_all_has_labels_but_the_first_token_of_each_document_where_the_job_says_all(name, folder_of, tmp_path):
-    family = FAMILIES[name]
-    chats, expected = of_family(name)
-    made = prepared(folder_of(family), family, name, chats, tmp_path, loss_on=LossOn.ALL)
-    firsts = [_text([document[0][0]], made.tokenizer, family) for document in made.documents]
-    found = [marked(each, made.tokenizer, family) for each in made.documents]
-    plain = [text.replace("«", "").replace("»", "") for text in found]
-    by_text = {text.replace("«", "").replace("»", ""): text for text in expected}
-    assert found == [everything(by_text[text], first) for text, first in zip(plain, firsts, strict=True)]
-    assert set(plain) == set(by_text)
+    if loss_on is LossOn.ALL:
+        firsts = {_text([document[0][0]], made.tokenizer, family) for document in made.documents}
+        expected = [
+            f"{first}«{text.removeprefix(first)}»"
+            for text in map(plain, expected)
+            for first in firsts
+            if text.startswith(first)
+        ]
+    elif loss_on is LossOn.COMPLETION:
+        expected = list(map(only_last, expected))
+    assert found == sorted(expected)
 
 
 @pytest.mark.parametrize(

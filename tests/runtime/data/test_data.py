@@ -1,6 +1,5 @@
 """What each rank gets: the same global batch in every arrangement, exactly once, with its targets counted."""
 
-import re
 from collections import Counter
 from itertools import product
 from math import log
@@ -76,23 +75,6 @@ def test_ranks_micro_batch_and_accumulation_never_change_the_global_batch(rows, 
     assert all(len(rank) == deal.accumulation for rank in batches)
 
 
-def test_every_row_comes_once_an_epoch_over_changing_arrangements(rows):
-    """Three epochs of seven rows, three sequences a step, on 1, 4, 2 and 3 ranks in turn."""
-    seen = []
-    for step in range(7):
-        num_ranks = (1, 4, 2, 3)[step % 4]
-        numbers, _, _ = global_batch(rows, Deal(1, 3, num_ranks), step=step, sequences=3)
-        seen += numbers
-    assert Counter(seen) == Counter(dict.fromkeys(range(7), 3))
-
-
-def test_rank_and_round_take_neighbouring_slices(rows):
-    """Eight rows of a step as 2 rounds x 2 ranks x 2 rows: rank 1 has the rows 2, 3 and 6, 7."""
-    batches, _ = dealt(rows, Deal(2, 2, num_ranks=2), sequences=8, rank=1)
-    of_step = rows.order(seed=11, sequences_per_step=8).rows_of_step(0)
-    assert [row_numbers(batch) for batch in batches] == [of_step[2:4], of_step[6:8]]
-
-
 def test_labels_are_the_inputs_and_nothing_on_padding(rows):
     [batch], _ = dealt(rows, Deal(7), sequences=7)
     for place, number in enumerate(row_numbers(batch)):
@@ -103,6 +85,9 @@ def test_labels_are_the_inputs_and_nothing_on_padding(rows):
         assert (batch.labels[place, length:] == IGNORED_LABEL).all()
         assert (batch.input_ids[place, length:] == rows.layout.pad_id).all()
     assert batch.num_targets == int((batch.labels[:, 1:] != IGNORED_LABEL).sum()) == sum(LENGTHS) - 7
+    row = rows.row(0)
+    row[:] = 0
+    assert rows.row(0).tolist()[0] == 1, "rows are copies of what is on disk"
 
 
 def test_what_the_last_round_lacks_are_dummies_without_a_target(rows):
@@ -111,25 +96,21 @@ def test_what_the_last_round_lacks_are_dummies_without_a_target(rows):
     assert batches[1].num_targets == 0
     assert batches[1].input_ids.shape == (2, 8)
     assert num_targets > sum(batch.num_targets for batch in batches)
-
-
-@pytest.mark.parametrize(
-    "lengths, seq_len, width",
-    [((3,), 64, 8), ((8,), 64, 8), ((9, 2), 64, 16), ((64,), 64, 64), ((10,), 10, 10), ((9,), 10, 10), ((2,), 5, 5)],
-)
-def test_width_is_a_multiple_of_eight_but_not_above_seq_len(tmp_path, lengths, seq_len, width):
-    rows = rows_of_lengths(tmp_path, lengths, seq_len=seq_len)
-    batch = only_micro_batch(rows, len(lengths))
-    assert batch.input_ids.shape == batch.labels.shape == (len(lengths), width)
-    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
-
-
-def test_more_sequences_than_the_ranks_take_are_refused(rows):
     with pytest.raises(ValueError, match=r"9 .* 2 x 2 .*8"):
         dealt(rows, Deal(2, 2, num_ranks=2), sequences=9)
 
 
-@pytest.mark.parametrize(("num_ranks", "micro_batch"), [(1, 1), (1, 5), (2, 2), (3, 1), (4, 2), (4, 5)])
+@pytest.mark.parametrize(
+    "lengths, seq_len, width",
+    [((3,), 64, 8), ((8,), 64, 8), ((9, 2), 64, 16), ((10,), 10, 10), ((9,), 10, 10), ((2,), 5, 5)],
+)
+def test_width_is_a_multiple_of_eight_but_not_above_seq_len(tmp_path, lengths, seq_len, width):
+    batch = only_micro_batch(rows_of_lengths(tmp_path, lengths, seq_len=seq_len), len(lengths))
+    assert batch.input_ids.shape == batch.labels.shape == (len(lengths), width)
+    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
+
+
+@pytest.mark.parametrize(("num_ranks", "micro_batch"), [(1, 5), (2, 2), (3, 1), (4, 5)])
 @pytest.mark.parametrize("max_rows", [None, 4, 100])
 def test_evaluation_sees_each_row_once_in_as_many_forwards_on_every_rank(rows, num_ranks, micro_batch, max_rows):
     ranks = [
@@ -161,49 +142,36 @@ def only_micro_batch(rows, micro_batch):
     return batch
 
 
-def test_positions_start_anew_in_each_document_and_in_each_row():
-    batch = only_micro_batch(packed_rows((3, 1, 4), (8,), (2, 6)), 3)
-    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 2, 3], list(range(8)), [0, 1, 0, 1, 2, 3, 4, 5]]
-    assert batch.position_ids.dtype == torch.int64
-
-
-def test_the_first_token_of_a_document_is_nobodys_target():
+def test_positions_start_anew_in_each_document_whose_first_token_is_not_a_target():
     rows = packed_rows((3, 1, 4), (8,), (2, 6))
     batch = only_micro_batch(rows, 3)
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 2, 3], list(range(8)), [0, 1, 0, 1, 2, 3, 4, 5]]
+    assert batch.position_ids.dtype == torch.int64
     is_ignored = (batch.labels == IGNORED_LABEL).tolist()
     assert [[place for place, ignored in enumerate(row) if ignored] for row in is_ignored] == [[0, 3, 4], [0], [0, 2]]
     kept = batch.labels != IGNORED_LABEL
     assert torch.equal(batch.labels[kept], batch.input_ids[kept])
     assert [rows.num_targets(number) for number in range(3)] == [5, 7, 6]
-    assert batch.num_targets == int((batch.labels[:, 1:] != IGNORED_LABEL).sum()) == 18
+    assert batch.num_targets == 18
 
 
-def test_rows_of_one_document_each_have_no_positions():
-    assert only_micro_batch(packed_rows((8,), (8,)), 2).position_ids is None
-    assert only_micro_batch(packed_rows((8,), (7, 1)), 2).position_ids is not None
+def test_packed_rows_are_as_wide_as_a_row_can_be_and_have_positions_where_documents_meet():
+    """One width in every forward: a compiled model is compiled once."""
+    rows = packed_rows((1, 2), (12,))
+    first, second = [*eval_micro_batches(rows, rank=0, num_ranks=1, micro_batch=1)]
+    assert first.input_ids.shape == second.input_ids.shape == (1, 12)
+    assert first.position_ids is None, "the longest, of one document"
+    assert (second.labels[second.input_ids == rows.layout.pad_id] == IGNORED_LABEL).all()
+    with_dummy = only_micro_batch(rows, 3).position_ids
+    assert with_dummy.tolist() == [list(range(12)), [0, *range(11)], list(range(12))]
 
 
-def test_dummy_rows_and_padding_count_on():
-    batch = only_micro_batch(packed_rows((1, 2), (12,)), 3)
-    assert batch.position_ids.tolist() == [list(range(12)), [0, *range(11)], list(range(12))]
-
-
-def test_packed_rows_are_as_wide_as_a_row_can_be_whatever_ends_short():
-    """One width in every forward: what compiles it does so once, and FP8 knows its multiples."""
-    rows = packed_rows((1, 2), (13,), (4, 3))
-    for batch in eval_micro_batches(rows, rank=0, num_ranks=1, micro_batch=1):
-        assert batch.input_ids.shape == (1, 13)
-        assert (batch.labels[batch.input_ids == rows.layout.pad_id] == IGNORED_LABEL).all()
-
-
-@pytest.mark.parametrize("deal", [Deal(6), Deal(1, 3, 2), Deal(2, 1, 3), Deal(1, 2, 4)])
+@pytest.mark.parametrize("deal", [Deal(6), Deal(1, 3, 2), Deal(1, 2, 4)])
 def test_every_rank_knows_the_targets_of_packed_rows(deal):
     rows = packed_rows((3, 1, 4), (8,), (2, 6), (1, 1, 1, 5), (7, 1))
     ranks = [dealt(rows, deal, step=1, sequences=6, rank=rank) for rank in range(deal.num_ranks)]
     (named,) = {targets for _, targets in ranks}
-    batches = [batch for rank, _ in ranks for batch in rank]
-    assert named == sum(batch.num_targets for batch in batches)
-    assert named == sum(int((batch.labels[:, 1:] != IGNORED_LABEL).sum()) for batch in batches)
+    assert named == sum(int((batch.labels[:, 1:] != IGNORED_LABEL).sum()) for rank, _ in ranks for batch in rank)
 
 
 @pytest.fixture(scope="module")
@@ -213,20 +181,17 @@ def varied(tmp_path_factory):
     return rows_of_lengths(tmp_path_factory.mktemp("varied"), lengths.tolist(), seq_len=512)
 
 
-@pytest.mark.parametrize(("num_ranks", "micro_batch"), [(1, 1), (1, 8), (2, 3), (4, 2), (4, 8)])
-def test_epochs_are_the_same_in_every_arrangement(varied, num_ranks, micro_batch):
+@pytest.mark.parametrize(("num_ranks", "micro_batch"), [(1, 8), (2, 3), (4, 8)])
+def test_every_row_comes_once_an_epoch_in_every_arrangement(varied, num_ranks, micro_batch):
     """24 rows a step over three epochs of 1000 rows; the third is resumed on one rank."""
     seen: Counter[int] = Counter()
     for step in range(125):
         deal = Deal.of(24, num_ranks, micro_batch) if step < 83 else Deal(24)
-        numbers, named, _ = global_batch(varied, deal, step=step, sequences=24)
-        assert numbers == varied.order(seed=11, sequences_per_step=24).rows_of_step(step)
-        assert named == {sum(varied.length(number) - 1 for number in numbers)}
-        seen.update(numbers)
+        seen.update(global_batch(varied, deal, step=step, sequences=24)[0])
     assert seen == Counter(dict.fromkeys(range(1000), 3))
 
 
-@pytest.mark.parametrize("deal", [Deal(4, 8), Deal(4, 2, 4), Deal(8, 2, 2), Deal(8, 1, 4)])
+@pytest.mark.parametrize("deal", [Deal(4, 8), Deal(8, 2, 2), Deal(8, 1, 4)])
 def test_little_of_a_step_is_padding_and_ranks_have_like_work(varied, deal):
     """Of 32 rows a step; a shuffled order pads 2 tokens and more to each token that it learns."""
     padded, unequal = [], []
@@ -235,6 +200,7 @@ def test_little_of_a_step_is_padding_and_ranks_have_like_work(varied, deal):
         padded += [batch.input_ids.numel() for rank in ranks for batch in rank]
         rounds = [[batch.input_ids.shape[1] for batch in batches] for batches in zip(*ranks, strict=True)]
         unequal += [max(widths) / min(widths) for widths in rounds]
+    assert ranks and padded[0] == deal.micro_batch * 512, "a longest row is in the first forward"
     lengths = varied.example_lengths
     shuffled = np.random.default_rng(0).permutation(lengths)[: 31 * 32].reshape(-1, deal.micro_batch).max(axis=1)
     assert 1 - lengths.sum() / sum(padded) < 0.08
@@ -242,48 +208,11 @@ def test_little_of_a_step_is_padding_and_ranks_have_like_work(varied, deal):
     assert np.mean(unequal) < 1.15
 
 
-@pytest.mark.parametrize("micro_batch", [1, 4])
-def test_a_longest_row_is_in_the_first_forward_of_a_run(varied, micro_batch):
-    batches, _ = dealt(varied, Deal.of(8, 1, micro_batch), sequences=8, seed=2)
-    assert batches[0].input_ids.shape[1] == 512 == varied.example_lengths.max()
-
-
-def written(folder, shape):
-    return RowWriter(folder, np.dtype("<u2"), shape)
-
-
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_labels_are_what_the_mask_names(tmp_path, is_packed):
-    documents = [([11, 12, 13, 14], [False, False, True, True]), ([21, 22], None), ([31, 32, 33], [False, True, False])]
-    with written(tmp_path, RowShape(10, is_packed, eos_id=9)) as writer:
-        for ids, mask in documents:
-            writer.add(ids, opens_document=True, is_held_out=False, weight=1.0, is_learned=mask)
-        writer.finish()
-    rows = TokenRows.open(tmp_path, "train")
-    batch = only_micro_batch(rows, len(rows))
-    no = IGNORED_LABEL
-    if is_packed:
-        assert batch.input_ids.tolist() == [
-            [11, 12, 13, 14, 9, 31, 32, 33, 9, 0],
-            [21, 22, 9, 0, 0, 0, 0, 0, 0, 0],
-        ]
-        assert batch.labels.tolist() == [
-            [no, no, 13, 14, 9, no, 32, no, 9, no],
-            [no, 22, 9, no, no, no, no, no, no, no],
-        ]
-        assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4], list(range(10))]
-    else:
-        assert batch.labels[:, :5].tolist() == [[no, no, 13, 14, 9], [no, 32, no, 9, no], [no, 22, 9, no, no]]
-        assert batch.position_ids is None
-    assert batch.num_targets == batch.num_terms == 7
-    assert sum(rows.num_targets(number) for number in range(len(rows))) == 7
-
-
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """Seven pairs; the answers of pair n start with n + 1 and go on with 100 and more, or with 200."""
     folder = tmp_path_factory.mktemp("pairs")
-    with written(folder, RowShape(16, is_packed=False, eos_id=None, rows_per_example=2)) as writer:
+    with RowWriter(folder, np.dtype("<u2"), RowShape(16, False, eos_id=None, rows_per_example=2)) as writer:
         for number, (chosen, rejected) in enumerate(zip(LENGTHS, (3, 14, 2, 5, 6, 7, 4), strict=True)):
             answers = (
                 [number + 1, *[first + place for place in range(1, length)]]
@@ -307,9 +236,11 @@ def test_a_micro_batch_of_pairs_holds_the_chosen_answers_and_then_the_rejected_o
     assert last.input_ids.shape == (6, 8)
     assert (last.num_pairs, num_terms) == (1, 7)
     assert [bool((labels != IGNORED_LABEL).any()) for labels in last.labels] == [True, False, False] * 2
+    scored = [*eval_micro_batches(pairs, rank=0, num_ranks=1, micro_batch=2, max_rows=5)]
+    assert [batch.num_terms for batch in scored] == [2, 2, 1]
 
 
-@pytest.mark.parametrize("arrangement", [(1, 7), (2, 2), (4, 1), (3, 3)])
+@pytest.mark.parametrize("arrangement", [(2, 2), (3, 3)])
 def test_pairs_are_never_separated_and_each_comes_once_an_epoch(pairs, arrangement):
     deal = Deal.of(6, *arrangement)
     seen: Counter[int] = Counter()
@@ -324,11 +255,6 @@ def test_pairs_are_never_separated_and_each_comes_once_an_epoch(pairs, arrangeme
     assert seen == Counter(dict.fromkeys(range(7), 6))
 
 
-def test_evaluation_counts_pairs(pairs):
-    batches = [*eval_micro_batches(pairs, rank=0, num_ranks=1, micro_batch=2, max_rows=5)]
-    assert [batch.num_terms for batch in batches] == [2, 2, 1]
-
-
 @pytest.mark.parametrize(
     ("table", "starts"),
     [([[0, 3], [3, 3]], []), ([[0, 6]], [np.array([3])])],
@@ -341,37 +267,17 @@ def test_entropy_leaves_out_the_first_token_of_each_document(tmp_path, table, st
     assert unigram_entropy_nats(rows) == pytest.approx(1.5 * log(2))
 
 
-def test_a_cache_without_starts_is_one_document_a_row(tmp_path):
-    """Caches that others wrote, and rows that were never packed."""
-    rows = rows_of_lengths(tmp_path, (4, 4))
-    assert [rows.document_starts(number).tolist() for number in range(2)] == [[], []]
-    assert [rows.num_targets(number) for number in range(2)] == [3, 3]
+def test_a_damaged_cache_is_an_environment_fault_that_names_it(tmp_path):
+    layout = rows_of_lengths(tmp_path, (4, 4)).layout
 
+    def assert_damaged(fact, split="train"):
+        with pytest.raises(EnvironmentFaultError, match=rf"{tmp_path}\b.*{fact}.*delete"):
+            TokenRows.open(tmp_path, split)
 
-def test_starts_that_are_cut_short_or_gone_are_an_environment_fault(tmp_path):
-    rows = rows_of_lengths(tmp_path, (4, 4))
-    (tmp_path / "layout.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(rows.layout, num_starts=2)))
-    with pytest.raises(EnvironmentFaultError, match=rf"^{re.escape(str(tmp_path))}: .*delete"):
-        TokenRows.open(tmp_path, "train")
+    assert_damaged(r"eval_rows\.npy", split="eval")
+    (tmp_path / "layout.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(layout, num_starts=2)))
+    assert_damaged(r"starts\.bin")
     (tmp_path / "starts.bin").write_bytes(np.array([0], "<i8").tobytes())
-    with pytest.raises(EnvironmentFaultError, match=r"starts\.bin: .*8 bytes, 16 .*delete"):
-        TokenRows.open(tmp_path, "train")
-
-
-def test_a_truncated_cache_is_an_environment_fault_that_names_it(tmp_path):
-    rows_of_lengths(tmp_path, (4, 4))
+    assert_damaged("8 bytes, 16")
     (tmp_path / "tokens.bin").write_bytes((tmp_path / "tokens.bin").read_bytes()[:-2])
-    with pytest.raises(EnvironmentFaultError, match=r"tokens\.bin: .*14 bytes, 16 .*delete"):
-        TokenRows.open(tmp_path, "train")
-
-
-def test_rows_are_copies_of_what_is_on_disk(rows):
-    row = rows.row(0)
-    row[:] = 0
-    assert rows.row(0).tolist()[0] == 1
-
-
-def test_a_missing_row_index_is_an_environment_fault(tmp_path):
-    rows_of_lengths(tmp_path, (4, 4))
-    with pytest.raises(EnvironmentFaultError, match=rf"^{re.escape(str(tmp_path))}: .*delete"):
-        TokenRows.open(tmp_path, "eval")
+    assert_damaged("14 bytes, 16")

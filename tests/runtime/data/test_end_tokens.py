@@ -13,7 +13,7 @@ from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.spec.job.sections import ModelJob
 from shardwise.trainer.spec.strategy import Method
 
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<end_of_turn>"]
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 LOOP = "{% for message in messages %}"
 TEMPLATES = {
     "chatml": (LOOP + "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}", "<|im_end|>"),
@@ -21,10 +21,6 @@ TEMPLATES = {
         LOOP + "<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
         "{{ message.content | trim }}<|eot_id|>{% endfor %}",
         "<|eot_id|>",
-    ),
-    "gemma": (
-        LOOP + "<start_of_turn>{{ message.role }}\n{{ message.content }}<end_of_turn>\n{% endfor %}",
-        "<end_of_turn>",
     ),
     "mistral": (
         LOOP + "{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]"

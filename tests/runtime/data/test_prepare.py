@@ -1,4 +1,4 @@
-"""Preparation from files to rows: what the profile says, what lies in the cache, and every way to be refused."""
+"""Preparation from files to rows: the profile, the cache, and every refusal."""
 
 import fcntl
 import json
@@ -26,6 +26,8 @@ from shardwise.trainer.spec.data.request import PrepareRequest
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import BadRows, DataFormat, LossOn
 
+EOS_ID = 0  # of trained tokenizers
+
 
 @pytest.fixture
 def text(tmp_path):
@@ -49,6 +51,10 @@ def request_of(tmp_path):
     return make
 
 
+def profile_of(request):
+    return prepare(request, lambda line: None)
+
+
 def prepared(request):
     """(profile, train rows, held-out rows, lines of progress)"""
     lines: list[str] = []
@@ -65,9 +71,12 @@ def splits(profile):
     return [TokenRows.open(folder_of(profile), split) for split in ("train", "eval")]
 
 
+def tokenizer_of(profile):
+    return Tokenizer.from_file(f"{profile.cache_dir}/tokenizer/tokenizer.json")
+
+
 def decoder(profile):
-    tokenizer = Tokenizer.from_file(f"{profile.cache_dir}/tokenizer/tokenizer.json")
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+    return lambda ids: tokenizer_of(profile).decode(ids, skip_special_tokens=False)
 
 
 def jsonl(path, *rows):
@@ -78,30 +87,6 @@ def jsonl(path, *rows):
 def cache_folders(request):
     root = Path(request.cache_root, "data")
     return sorted(path.name for path in root.iterdir()) if root.exists() else []
-
-
-def test_the_profile_counts_what_is_in_the_cache(request_of, text):
-    profile, train, held_out, _ = prepared(request_of(text, eval_share=0.05))
-    assert profile.source == "prepared"
-    assert profile.is_packed
-    assert (profile.num_rows, profile.num_eval_rows) == (len(train), len(held_out))
-    assert max(len(row) for row in train) == max(len(row) for row in held_out) == 16 == profile.longest_row
-    assert (profile.num_tokens, profile.num_eval_tokens) == (sum(map(len, train)), sum(map(len, held_out)))
-    assert profile.num_tokens > 0.99 * 16 * len(train)
-    assert profile.lengths.edges[-1] == 16
-    assert sum(profile.lengths.counts) == len(train)
-    assert 0.05 < profile.num_eval_tokens / profile.num_tokens < 0.2
-    assert profile.vocab_size == 300
-    assert profile.eval_unigram_entropy_nats == pytest.approx(entropy_of(targets_of(splits(profile)[1])))
-
-
-def targets_of(split):
-    return [np.delete(split.row(n), [0, *split.document_starts(n)]).tolist() for n in range(len(split))]
-
-
-def entropy_of(rows):
-    tokens = [token for row in rows for token in row]
-    return -sum(tokens.count(token) / len(tokens) * log(tokens.count(token) / len(tokens)) for token in set(tokens))
 
 
 def pieces_in(split):
@@ -115,8 +100,7 @@ def pieces_in(split):
 
 def pieces_of(texts, profile, *, seq_len=16):
     """The same of texts, each with its end, cut into rows; a piece of one token has no target."""
-    tokenizer = Tokenizer.from_file(f"{profile.cache_dir}/tokenizer/tokenizer.json")
-    documents = [[*tokenizer.encode(text).ids, EOS_ID] for text in texts]
+    documents = [[*tokenizer_of(profile).encode(text).ids, EOS_ID] for text in texts]
     return Counter(
         tuple(ids[first : first + seq_len])
         for ids in documents
@@ -125,20 +109,23 @@ def pieces_of(texts, profile, *, seq_len=16):
     )
 
 
-EOS_ID = 0  # of the tokenizers that are made
+def test_the_profile_counts_what_is_in_the_cache(request_of, text):
+    profile, train, held_out, _ = prepared(request_of(text, eval_share=0.05))
+    assert (profile.source, profile.is_packed, profile.vocab_size) == ("prepared", True, 300)
+    assert (profile.num_rows, profile.num_eval_rows) == (len(train), len(held_out))
+    assert max(map(len, train)) == max(map(len, held_out)) == 16 == profile.longest_row == profile.lengths.edges[-1]
+    assert (profile.num_tokens, profile.num_eval_tokens) == (sum(map(len, train)), sum(map(len, held_out)))
+    assert profile.num_tokens > 0.99 * 16 * len(train)
+    assert sum(profile.lengths.counts) == len(train)
+    assert 0.05 < profile.num_eval_tokens / profile.num_tokens < 0.2
+    split = splits(profile)[1]
+    targets = [np.delete(split.row(n), [0, *split.document_starts(n)]).tolist() for n in range(len(split))]
+    counts = Counter(token for row in targets for token in row)
+    entropy = -sum(count / counts.total() * log(count / counts.total()) for count in counts.values())
+    assert profile.eval_unigram_entropy_nats == pytest.approx(entropy)
 
 
-def test_rows_are_the_text_with_an_end_after_each_document(request_of, tmp_path):
-    texts = [numbered_text(60, word=f"w{number}") for number in range(3)]
-    for number, text in enumerate(texts):
-        (tmp_path / f"{number}.txt").write_text(text)
-    profile, train, _, _ = prepared(request_of(*(tmp_path / f"{number}.txt" for number in range(3))))
-    assert pieces_in(splits(profile)[0]) == pieces_of(texts, profile)
-    assert texts[0].startswith("".join(map(decoder(profile), train[:5])))
-    assert profile.dropped_tokens <= 3
-
-
-def test_packed_rows_know_where_the_documents_of_the_text_start(request_of, tmp_path):
+def test_packed_rows_are_the_documents_each_with_its_end(request_of, tmp_path):
     texts = [f"row {number} " * (number % 9 + 1) for number in range(200)]
     path = jsonl(tmp_path / "a.jsonl", *({"text": text} for text in texts))
     profile, _, _, _ = prepared(request_of(path, eval_share=0.2))
@@ -148,81 +135,51 @@ def test_packed_rows_know_where_the_documents_of_the_text_start(request_of, tmp_
     assert profile.num_tokens > 0.97 * 16 * profile.num_rows
 
 
-def test_each_list_of_tokens_is_a_document(request_of, tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", *({"tokens": [number + 1] * 6} for number in range(20)))
-    profile, train, _, _ = prepared(request_of(path, packing=True))
-    split, _ = splits(profile)
-    assert train[0] == [1] * 6 + [2] * 6
-    assert [split.document_starts(number).tolist() for number in range(len(split))] == [[6]] * 10
-    assert split.num_targets(0) == 12 - 2
-
-
 def test_both_sides_together_are_the_whole_text(request_of, text):
     profile, train, held_out, _ = prepared(request_of(text, eval_share=0.1, packing=False, seq_len=100_000))
-    assert profile.notes[-1].startswith("few documents: the held-out part is pieces of 4096 characters")
-    text_of = decoder(profile)
-    lines = [
-        [line for row in side for line in text_of(row).removesuffix("<|endoftext|>").splitlines()]
+    assert "4096 characters" in profile.notes[-1]
+    learned, scored = (
+        [line for row in side for line in decoder(profile)(row).removesuffix("<|endoftext|>").splitlines()]
         for side in (train, held_out)
-    ]
-    assert sorted(lines[0] + lines[1]) == sorted(text.read_text().splitlines())
-    assert lines[1]
-    assert not set(lines[0]) & set(lines[1])
+    )
+    assert sorted(learned + scored) == sorted(text.read_text().splitlines())
+    assert scored and not set(learned) & set(scored)
 
 
 def test_preparing_again_gives_the_same_bytes(request_of, text, tmp_path):
-    first = prepare(request_of(text, eval_share=0.05), lambda line: None)
-    again = listed_request(text, cache_root=tmp_path / "other", eval_share=0.05)
-    second = prepare(again, lambda line: None)
+    first = profile_of(request_of(text, eval_share=0.05))
+    second = profile_of(listed_request(text, cache_root=tmp_path / "other", eval_share=0.05))
     assert first.fingerprint == second.fingerprint
     for name in ("tokens.bin", "starts.bin", "train_rows.npy", "eval_rows.npy", "tokenizer/tokenizer.json"):
         contents = [(folder_of(profile) / name).read_bytes() for profile in (first, second)]
         assert contents[0] == contents[1], name
 
 
-def test_what_was_prepared_is_not_prepared_again(request_of, text):
-    profile, _, _, _ = prepared(request_of(text))
+def test_the_same_content_is_prepared_once_whatever_its_name(request_of, text, tmp_path):
+    profile, _, held_out, _ = prepared(request_of(text))
+    assert held_out == []
+    assert (profile.num_eval_rows, profile.num_eval_tokens, profile.eval_unigram_entropy_nats) == (0, 0, None)
     inode = (folder_of(profile) / "tokens.bin").stat().st_ino
-    again, _, _, _ = prepared(request_of(text))
-    assert again == profile
-    assert (folder_of(again) / "tokens.bin").stat().st_ino == inode
+    assert profile_of(request_of(text.rename(tmp_path / "moved.md"))) == profile
+    assert (folder_of(profile) / "tokens.bin").stat().st_ino == inode
 
 
-def test_the_same_content_under_another_name_is_the_same_data(request_of, text, tmp_path):
-    before = prepare(request_of(text), lambda line: None)
-    moved = text.rename(tmp_path / "moved.md")
-    assert prepare(request_of(moved), lambda line: None) == before
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_every_setting_and_the_content_are_part_of_the_fingerprint(request_of, text, tokenizer_folder):
+    settings: list[dict[str, object]] = [
+        {},
+        {"eval_share": 0.05},
+        {"eval_share": 0.02},
         {"seq_len": 17},
         {"vocab_size": 301},
-        {"eval_share": 0.02},
         {"packing": False},
         {"bad_rows": BadRows.SKIP},
         {"bad_rows": BadRows.SKIP, "bad_rows_max": 0.5},
-    ],
-)
-def test_every_setting_is_part_of_the_fingerprint(request_of, text, settings):
-    plain = prepare(request_of(text, eval_share=0.05), lambda line: None)
-    assert (
-        prepare(request_of(text, **{"eval_share": 0.05} | settings), lambda line: None).fingerprint != plain.fingerprint
-    )
-
-
-def test_weight_and_tokenizer_and_content_are_part_of_the_fingerprint(request_of, text, tokenizer_folder):
-    requests = [
-        request_of(text),
-        request_of((text, 2.0)),
-        request_of(text, tokenizer=str(tokenizer_folder)),
-        request_of(text, text),
+        {"tokenizer": str(tokenizer_folder)},
     ]
-    found = {prepare(request, lambda line: None).fingerprint for request in requests}
+    requests = [*(request_of(text, **each) for each in settings), request_of((text, 2.0)), request_of(text, text)]
+    found = {profile_of(request).fingerprint for request in requests}
     text.write_text(text.read_text() + "more\n")
-    found.add(prepare(request_of(text), lambda line: None).fingerprint)
-    assert len(found) == 5
+    assert len(found | {profile_of(request_of(text)).fingerprint}) == len(requests) + 1
 
 
 def test_a_given_tokenizer_is_used_and_kept(request_of, text, tokenizer_folder):
@@ -233,25 +190,12 @@ def test_a_given_tokenizer_is_used_and_kept(request_of, text, tokenizer_folder):
     assert (folder_of(profile) / "tokenizer/tokenizer_config.json").exists()
 
 
-def test_without_packing_rows_are_documents_and_long_ones_are_cut(request_of, tmp_path):
-    rows = [{"text": "short"}, {"text": numbered_text(20)}]
-    profile, train, _, _ = prepared(request_of(jsonl(tmp_path / "a.jsonl", *rows), packing=False))
-    text_of = decoder(profile)
-    assert not profile.is_packed
-    assert text_of(train[0]) == "short<|endoftext|>"
-    assert len(train[1]) == 16
-    assert numbered_text(20).startswith(text_of(train[1]))
-    assert profile.cut_rows == 1
-    assert "1 documents were longer than 16 tokens" in profile.notes[0]
-    assert profile.longest_row == 16
-    assert sum(profile.lengths.counts) == 2
-
-
 def test_tokens_are_taken_as_the_rows_they_are(request_of, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", {"tokens": [1, 2, 3]}, {"input_ids": [4, 5]}, {"tokens": list(range(40))})
     profile, train, _, _ = prepared(request_of(path))
     assert train == [[1, 2, 3], [4, 5], list(range(16))]
     assert (profile.is_packed, profile.cut_rows, profile.vocab_size) == (False, 1, 300)
+    assert profile.notes[0].startswith("1 documents were longer than 16 tokens")
     assert not (folder_of(profile) / "tokenizer").exists()
 
 
@@ -264,124 +208,79 @@ def test_tokens_can_be_packed_with_the_end_of_the_given_tokenizer(request_of, tm
 @pytest.mark.parametrize("vocab_size, dtype", [(2**16, "uint16"), (2**16 + 1, "uint32")])
 def test_ids_take_as_little_room_as_the_vocabulary_lets_them(request_of, tmp_path, vocab_size, dtype):
     row = [vocab_size - 1, 0, vocab_size - 2]
-    path = jsonl(tmp_path / "a.jsonl", {"tokens": row})
-    profile, train, _, _ = prepared(request_of(path, vocab_size=vocab_size))
+    profile, train, _, _ = prepared(request_of(jsonl(tmp_path / "a.jsonl", {"tokens": row}), vocab_size=vocab_size))
     assert train == [row]
     assert splits(profile)[0].layout.dtype == dtype
 
 
-def test_weights_decide_how_often_the_rows_of_a_source_come(request_of, tmp_path):
-    paths = [
-        jsonl(tmp_path / f"{name}.jsonl", *({"tokens": [name, number]} for number in range(8))) for name in (1, 2, 3)
-    ]
-    profile, train, _, _ = prepared(request_of((paths[0], 1.0), (paths[1], 2.0), (paths[2], 0.25)))
-    assert [sum(row[0] == name for row in train) for name in (1, 2, 3)] == [8, 16, 2]
-    assert (profile.num_rows, profile.num_tokens) == (26, 52)
-
-
-def test_an_evaluation_source_of_its_own_is_scored_whole(request_of, text, tmp_path):
+def test_an_evaluation_source_is_scored_whole_and_unknown_to_the_tokenizer(request_of, text, tmp_path):
     other = tmp_path / "other.txt"
-    other.write_text(numbered_text(30, word="other"))
+    other.write_text("zebra quagga\n" * 200)
     profile, train, _, _ = prepared(request_of(text, eval_source=str(other)))
-    text_of = decoder(profile)
     assert pieces_in(splits(profile)[1]) == pieces_of([other.read_text()], profile)
-    assert "other" not in "".join(map(text_of, train))
-    assert profile.num_eval_rows > 0
+    assert "zebra" not in "".join(map(decoder(profile), train))
+    without = profile_of(request_of(text))
+    assert without.fingerprint != profile.fingerprint
+    assert tokenizer_of(without).to_str() == tokenizer_of(profile).to_str()
 
 
-def test_the_tokenizer_is_made_without_what_is_held_out(request_of, text, tmp_path):
-    other = tmp_path / "other.txt"
-    other.write_text("zebra quagga\n" * 2000)
-    made = [prepare(request_of(text, eval_source=source), lambda line: None) for source in (None, str(other))]
-    contents = [(folder_of(profile) / "tokenizer/tokenizer.json").read_bytes() for profile in made]
-    assert made[0].fingerprint != made[1].fingerprint
-    assert contents[0] == contents[1]
-
-
-def test_no_evaluation_is_no_held_out_rows(request_of, text):
-    profile, _, held_out, _ = prepared(request_of(text))
-    assert held_out == []
-    assert (profile.num_eval_rows, profile.num_eval_tokens, profile.eval_unigram_entropy_nats) == (0, 0, None)
-
-
-def rows_with_bad(path, *, num_good, num_bad):
-    good = [{"text": f"a good row, number {number}"} for number in range(num_good)]
-    return jsonl(path, *good, *({"txt": "bad"} for _ in range(num_bad)))
-
-
-def test_bad_rows_fail_with_the_first_five_and_their_number(request_of, tmp_path):
-    request = request_of(rows_with_bad(tmp_path / "a.jsonl", num_good=10, num_bad=7))
+@pytest.mark.parametrize(
+    ("num_good", "num_bad", "settings", "facts"),
+    [
+        (10, 7, {}, ["7 of 17 rows", *(f"a.jsonl:{row}:" for row in range(11, 16)), "and 2 more"]),
+        (98, 2, {"bad_rows": BadRows.SKIP, "bad_rows_max": 0.01}, ["2 of 100 rows", "1.000%"]),
+        (99, 1, {"bad_rows": BadRows.FAIL, "bad_rows_max": 1.0}, ["1 of 100 rows", "data.bad_rows=skip"]),
+        (99, 1, {"bad_rows": BadRows.SKIP, "bad_rows_max": 0.01}, None),
+    ],
+)
+def test_bad_rows_are_named_and_skipped_up_to_the_cap(request_of, tmp_path, num_good, num_bad, settings, facts):
+    good = ({"text": f"a good row, number {number}"} for number in range(num_good))
+    request = request_of(jsonl(tmp_path / "a.jsonl", *good, *[{"txt": "bad"}] * num_bad), **settings)
+    if facts is None:
+        profile = profile_of(request)
+        assert profile.skipped_rows == 1 and "a.jsonl:100: " in profile.notes[0]
+        return
     with pytest.raises(InputError) as caught:
-        prepare(request, lambda line: None)
-    message = str(caught.value)
-    assert "7 of 17 rows cannot be used" in message
-    assert [f"a.jsonl:{row}:" in message for row in range(10, 18)] == [False] + [True] * 5 + [False] * 2
-    assert "and 2 more" in message
-    assert "data.bad_rows=skip" in message
-    assert len(message.splitlines()) <= 3
-
-
-def test_a_few_bad_rows_are_left_out_and_counted_where_the_job_says_so(request_of, tmp_path):
-    path = rows_with_bad(tmp_path / "a.jsonl", num_good=99, num_bad=1)
-    profile, _, _, _ = prepared(request_of(path, bad_rows=BadRows.SKIP, bad_rows_max=0.01))
-    assert profile.skipped_rows == 1
-    assert "1 bad rows were left out: " in profile.notes[0]
-    assert "a.jsonl:100: has no field" in profile.notes[0]
-
-
-def test_more_bad_rows_than_the_cap_fail(request_of, tmp_path):
-    path = rows_with_bad(tmp_path / "a.jsonl", num_good=98, num_bad=2)
-    with pytest.raises(InputError, match=r"2 of 100 rows .*\ndata.bad_rows_max lets 1.000% pass, 1 rows"):
-        prepare(request_of(path, bad_rows=BadRows.SKIP, bad_rows_max=0.01), lambda line: None)
-
-
-def test_no_bad_row_passes_where_the_job_does_not_say_skip(request_of, tmp_path):
-    path = rows_with_bad(tmp_path / "a.jsonl", num_good=99, num_bad=1)
-    with pytest.raises(InputError, match="1 of 100 rows cannot be used"):
-        prepare(request_of(path, bad_rows=BadRows.FAIL, bad_rows_max=1.0), lambda line: None)
+        profile_of(request)
+    assert all(fact in str(caught.value) for fact in facts)
+    assert "a.jsonl:16:" not in str(caught.value) and len(str(caught.value).splitlines()) <= 3
 
 
 def test_skipping_is_a_function_of_the_data(request_of, tmp_path):
     good = jsonl(tmp_path / "good.jsonl", *({"text": f"row {number} of many"} for number in range(200)))
+    first, *others = good.read_text().splitlines(keepends=True)
     mixed = tmp_path / "mixed.jsonl"
-    mixed.write_text(
-        "not json\n".join(good.read_text().splitlines(keepends=True)[:1])
-        + "{}\n"
-        + "".join(good.read_text().splitlines(keepends=True)[1:])
-    )
+    mixed.write_text("".join(["not json\n", first, "{}\n", *others]))
     settings = {"bad_rows": BadRows.SKIP, "bad_rows_max": 0.5, "eval_share": 0.1}
     _, train, held_out, _ = prepared(request_of(good, **settings))
     assert prepared(request_of(mixed, **settings))[1:3] == (train, held_out)
 
 
+GOOD = numbered_text(300).encode()
 REFUSED = [
-    ("blob.txt", b"text\0more", {}, ["blob.txt is not text: NUL byte at offset 4".replace(" is", ": is")]),
-    ("blob.txt", b"abc\xff", {}, ["blob.txt: is not text: byte 0xff at offset 3"]),
-    ("blank.txt", b" \n \n", {}, ["data.train: holds nothing but blanks", "blank.txt"]),
-    ("blank.jsonl", b"\n\n", {}, ["data.train: holds nothing but blanks"]),
-    ("one.txt", b"line\n" * 20, {"eval_share": 0.01}, ["data.eval", "cannot be held out"]),
-    ("a.txt", numbered_text(300).encode(), {"eval_share": 1.5}, ["data.eval: 150%"]),
-    ("a.txt", numbered_text(300).encode(), {"seq_len": 1}, ["train.seq_len", "no target"]),
-    ("a.txt", numbered_text(300).encode(), {"vocab_size": 100}, ["vocabulary of 100 is too small", "257"]),
-    ("a.txt", numbered_text(300).encode(), {"tokenizer": "/no/such"}, ["model.tokenizer: /no/such is not a folder"]),
-    ("a.txt", numbered_text(300).encode(), {"format": DataFormat.TOKENS}, ["tokens are read from .jsonl"]),
-    ("a.jsonl", b'{"messages": []}\n', {}, ['a.jsonl:1: field "messages" is empty']),
-    ("a.txt", numbered_text(300).encode(), {"loss_on": LossOn.ASSISTANT}, ["data.loss_on: assistant", "rows are text"]),
+    ("blob.txt", b"text\0more", {}, ["blob.txt: ", "NUL byte at offset 4"]),
+    ("blank.txt", b" \n \n", {}, ["data.train: ", "blank.txt"]),
+    ("one.txt", b"line\n" * 20, {"eval_share": 0.01}, ["data.eval", "one piece"]),
+    ("a.txt", GOOD, {"eval_share": 1.5}, ["data.eval: 150%"]),
+    ("a.txt", GOOD, {"seq_len": 1}, ["train.seq_len", "no target"]),
+    ("a.txt", GOOD, {"vocab_size": 100}, ["vocabulary of 100 ", "257"]),
+    ("a.txt", GOOD, {"tokenizer": "/no/such"}, ["model.tokenizer: /no/such is not a folder"]),
+    ("a.txt", GOOD, {"format": DataFormat.TOKENS}, ["tokens are read from .jsonl"]),
+    ("a.txt", GOOD, {"loss_on": LossOn.ASSISTANT}, ["data.loss_on: assistant", "rows are text"]),
     ("a.jsonl", b'{"chosen": "a b", "rejected": "a c"}\n', {"packing": True}, ["data.packing: pairs"]),
-    ("a.jsonl", b'{"tokens": [1, 500]}\n', {}, ["a.jsonl:1: token 500 is not in the model's vocabulary of 300"]),
+    ("a.jsonl", b'{"tokens": [1, 500]}\n', {}, ["a.jsonl:1: token 500 "]),
 ]
 
 
-@pytest.mark.parametrize("name, content, settings, expected", REFUSED, ids=[f"{row[0]}-{row[3][0]}" for row in REFUSED])
+@pytest.mark.parametrize("name, content, settings, facts", REFUSED, ids=[f"{row[0]}-{row[3][0]}" for row in REFUSED])
 def test_data_that_cannot_be_learned_is_refused_and_leaves_nothing(
-    request_of, tmp_path, name, content, settings, expected
+    request_of, tmp_path, name, content, settings, facts
 ):
     (tmp_path / name).write_bytes(content)
-    request = request_of(tmp_path / name)
+    request = msgspec.structs.replace(request_of(tmp_path / name), **settings)
     with pytest.raises(InputError) as caught:
-        prepare(msgspec.structs.replace(request, **settings), lambda line: None)
-    for part in expected:
-        assert part in str(caught.value)
+        profile_of(request)
+    assert all(fact in str(caught.value) for fact in facts)
     assert len(str(caught.value).splitlines()) <= 3
     assert [folder for folder in cache_folders(request) if folder != "locks"] == []
 
@@ -389,30 +288,23 @@ def test_data_that_cannot_be_learned_is_refused_and_leaves_nothing(
 def test_a_weight_that_takes_no_row_is_refused(request_of, tmp_path):
     (tmp_path / "tiny.txt").write_text("two words")
     with pytest.raises(InputError, match=r"data\.train: 1 documents give no row: .*\n.* a weight below 1"):
-        prepare(request_of((tmp_path / "tiny.txt", 0.1)), lambda line: None)
+        profile_of(request_of((tmp_path / "tiny.txt", 0.1)))
 
 
-def test_a_tokenizer_of_a_larger_model_is_refused_with_both_numbers(request_of, text, tokenizer_folder):
-    request = request_of(text, tokenizer=str(tokenizer_folder), vocab_size=290)
-    with pytest.raises(InputError, match="has ids up to 299, the model's vocabulary of 290 ends at 289"):
-        prepare(request, lambda line: None)
-
-
-def test_an_added_token_beyond_the_vocabulary_is_refused_where_the_text_holds_it(
-    request_of, tmp_path, tokenizer_folder
-):
+def test_tokens_beyond_the_vocabulary_are_refused(request_of, text, tmp_path, tokenizer_folder):
+    """An added token is one where the text holds it; ids of the vocabulary itself are, in any case."""
+    with pytest.raises(InputError, match=r"\b299\b.* vocabulary of 290 ends at 289"):
+        profile_of(request_of(text, tokenizer=str(tokenizer_folder), vocab_size=290))
     grown = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     grown.add_special_tokens(["<image>"])
     folder = tmp_path / "grown"
     folder.mkdir()
     grown.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    plain, with_image = tmp_path / "plain.txt", tmp_path / "image.txt"
-    plain.write_text(numbered_text(50))
-    with_image.write_text(numbered_text(50) + "<image>")
-    assert prepare(request_of(plain, tokenizer=str(folder)), lambda line: None).num_rows > 0
-    with pytest.raises(InputError, match="holds '<image>', id 300; the model's vocabulary of 300 ends at 299"):
-        prepare(request_of(with_image, tokenizer=str(folder)), lambda line: None)
+    assert profile_of(request_of(text, tokenizer=str(folder))).num_rows > 0
+    text.write_text(text.read_text() + "<image>")
+    with pytest.raises(InputError, match=r"'<image>', id 300; .* vocabulary of 300 ends at 299"):
+        profile_of(request_of(text, tokenizer=str(folder)))
 
 
 def test_a_damaged_cache_is_built_anew(request_of, text):
@@ -422,25 +314,17 @@ def test_a_damaged_cache_is_built_anew(request_of, text):
     assert prepared(request_of(text))[:2] == (profile, train)
 
 
-def test_what_a_killed_preparation_left_is_removed(request_of, text, tmp_path):
-    profile = prepare(request_of(text), lambda line: None)
-    left = tmp_path / "cache" / "data" / f".partial-{'0' * 32}"
+def test_what_a_killed_preparation_left_is_removed_and_what_another_builds_is_not(request_of, text, tmp_path):
+    profile = profile_of(request_of(text))
+    root = tmp_path / "cache" / "data"
+    left, building = (root / f".partial-{digit * 32}" for digit in "01")
     left.mkdir()
-    (left / "tokens.bin").write_bytes(b"half")
-    prepare(request_of(text, seq_len=20), lambda line: None)
-    assert not left.exists()
-    assert folder_of(profile).exists()
-
-
-def test_what_another_process_is_building_is_left_alone(request_of, text, tmp_path):
-    prepare(request_of(text), lambda line: None)
-    name = "0" * 32
-    building = tmp_path / "cache" / "data" / f".partial-{name}"
     building.mkdir()
-    with (tmp_path / "cache" / "data" / "locks" / name).open("w") as lock:
+    (left / "tokens.bin").write_bytes(b"half")
+    with (root / "locks" / ("1" * 32)).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        prepare(request_of(text, seq_len=20), lambda line: None)
-    assert building.exists()
+        profile_of(request_of(text, seq_len=20))
+    assert not left.exists() and building.exists() and folder_of(profile).exists()
 
 
 def start(request, folder, name):
@@ -461,11 +345,10 @@ def test_two_processes_make_one_cache_between_them(request_of, tmp_path):
     processes = [start(request, tmp_path, name) for name in ("one", "two")]
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    answers = [codec.read(tmp_path / f"{name}-answer.json", DataProfile) for name in ("one", "two")]
-    assert answers[0] == answers[1]
-    made = [output for output, _ in outputs if "making a tokenizer" in output]
-    assert len(made) == 1
-    assert cache_folders(request) == sorted([answers[0].fingerprint, "locks"])
+    one, two = (codec.read(tmp_path / f"{name}-answer.json", DataProfile) for name in ("one", "two"))
+    assert one == two
+    assert len([output for output, _ in outputs if "making a tokenizer" in output]) == 1
+    assert cache_folders(request) == sorted([one.fingerprint, "locks"])
 
 
 def test_a_process_asked_to_end_leaves_no_half_cache(request_of, tmp_path):
@@ -495,39 +378,31 @@ def test_a_process_ends_when_the_one_that_started_it_is_killed():
     process.communicate(timeout=60)  # the pipe ends when the child, which has it too, has ended
 
 
-def command(folder):
-    files = [str(folder / "request.json"), str(folder / "answer.json")]
-    return answer(files, PrepareRequest, lambda request: prepare(request, report_progress))
+def test_the_command_answers_in_a_file_and_explains_errors_on_stderr(request_of, text, tmp_path, capsys):
+    def run(source):
+        codec.write(tmp_path / "request.json", request_of(source))
+        files = [str(tmp_path / "request.json"), str(tmp_path / "answer.json")]
+        return answer(files, PrepareRequest, lambda request: prepare(request, report_progress))
 
-
-def test_the_command_answers_in_a_file(request_of, text, tmp_path, capsys):
-    codec.write(tmp_path / "request.json", request_of(text))
-    assert command(tmp_path) == 0
+    (tmp_path / "bad.txt").write_bytes(b"a\0")
+    assert run(tmp_path / "bad.txt") == 2
+    assert not (tmp_path / "answer.json").exists()
+    for said in (capsys.readouterr().err, (tmp_path / "answer.error").read_text()):
+        assert "NUL byte at offset 1" in said
+    assert run(text) == 0
     assert codec.read(tmp_path / "answer.json", DataProfile).num_rows > 0
     assert capsys.readouterr().out == "making a tokenizer of 300 tokens\n"
 
 
-def test_the_command_explains_on_stderr_with_the_code_of_the_error(request_of, tmp_path, capsys):
-    (tmp_path / "a.txt").write_bytes(b"a\0")
-    codec.write(tmp_path / "request.json", request_of(tmp_path / "a.txt"))
-    assert command(tmp_path) == 2
-    assert "NUL byte at offset 1" in capsys.readouterr().err
-    assert not (tmp_path / "answer.json").exists()
-    assert "NUL byte at offset 1" in (tmp_path / "answer.error").read_text()
-
-
 def test_a_cache_that_cannot_be_made_is_an_environment_fault(text, tmp_path):
     (tmp_path / "file").write_text("")
-    request = listed_request(text, cache_root=tmp_path / "file")
-    with pytest.raises(EnvironmentFaultError, match=r"file/data: cannot be made: Not a directory"):
-        prepare(request, lambda line: None)
+    with pytest.raises(EnvironmentFaultError, match=r"file/data: .*Not a directory"):
+        profile_of(listed_request(text, cache_root=tmp_path / "file"))
 
 
-@pytest.mark.parametrize("max_bytes", [1000, 20_000, 60_000])
-def test_a_file_that_cannot_be_written_whole_is_an_environment_fault_and_leaves_nothing(
-    request_of, tmp_path, max_bytes
-):
-    """A limit on the size of files stands for a full disk: it refuses the tokenizer or the tokens."""
+@pytest.mark.parametrize("max_bytes", [1000, 60_000], ids=["tokenizer", "tokens"])
+def test_a_full_disk_is_an_environment_fault_and_leaves_nothing(request_of, tmp_path, max_bytes):
+    """A limit on the size of files stands for it."""
     path = tmp_path / "a.txt"
     path.write_text(numbered_text(10_000))
     request = request_of(path)
@@ -540,26 +415,22 @@ def test_a_file_that_cannot_be_written_whole_is_an_environment_fault_and_leaves_
     command = [sys.executable, "-c", program, tmp_path / "request.json", tmp_path / "answer.json"]
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 4, finished
-    assert finished.stderr.endswith("File too large; name another cache folder\n")
+    assert "File too large" in finished.stderr
     assert cache_folders(request) == ["locks"]
 
 
-def test_documents_are_counted_as_they_were_before_packing(request_of, tmp_path):
-    lengths = (3, 9, 30, 5)  # with the end that packing adds: 4, 10, 31, 6
+def test_documents_are_counted_as_they_were_before_packing(request_of, tmp_path, tokenizer_folder):
+    lengths = (3, 9, 30, 5)
     path = jsonl(tmp_path / "a.jsonl", *({"tokens": [7] * length} for length in lengths))
-    plain, packed = (prepare(request_of(path, packing=packing), lambda line: None) for packing in (False, True))
+    plain, packed = (profile_of(request_of(path, packing=packing)) for packing in (False, True))
     assert (plain.num_documents, plain.mean_document_tokens) == (4, (3 + 9 + 30 + 5) / 4)
     assert plain.mean_cut_tokens == packed.mean_cut_tokens == (3 + 9 + 16 + 5) / 4
-    assert plain.documents == length_histogram(np.array(lengths))
     assert (plain.longest_row, packed.longest_row) == (16, 16)
-    assert packed.documents == plain.documents  # data that came without a tokenizer has no end to add
+    assert packed.documents == plain.documents == length_histogram(np.array(lengths)), "without a tokenizer no end"
+    assert [width.micro_batch for width in plain.batch_widths] == [1, 2, 4]
     assert plain.batch_widths[0].mean_width == (8 + 16 + 16 + 8) / 4
     assert packed.batch_widths == plain.batch_widths
-    assert [width.micro_batch for width in plain.batch_widths] == [1, 2, 4]
-
-
-def test_the_end_of_a_document_counts_and_what_is_held_out_does_not(request_of, tmp_path, tokenizer_folder):
-    path, other = (jsonl(tmp_path / f"{n}.jsonl", {"tokens": [7] * 3}, {"tokens": [8] * 5}) for n in "ab")
-    request = request_of(path, eval_source=str(other), packing=True, seq_len=4, tokenizer=str(tokenizer_folder))
-    profile = prepare(request, lambda line: None)
-    assert profile.documents == length_histogram(np.array([4, 6]))
+    request = request_of(path, eval_source=str(path), packing=True, tokenizer=str(tokenizer_folder))
+    assert profile_of(request).documents == length_histogram(np.array(lengths) + 1), (
+        "held-out documents are not counted"
+    )

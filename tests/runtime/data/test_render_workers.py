@@ -6,22 +6,17 @@ import signal
 
 import pytest
 from chat_tokenizers import byte_level_folder
+from conversations import assistant, user
 
 from shardwise.trainer.runtime.data.chat.rendering import LEAST_EXAMPLES, RenderSettings, rendered, worker_count
-from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Preference
+from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Content, Preference
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.job.sections import LossOn
 
-
-def chat(number):
-    turns = [
-        {"role": "user", "content": f"question {number}"},
-        {"role": "assistant", "content": f"answer {number * 7}"},
-    ]
-    return Chat(turns * (1 + number % 3))
-
-
-BATCHES = [(start, [chat(number) for number in range(start, start + 10)]) for start in range(0, 200, 10)]
+BATCHES: list[tuple[int, list[Content]]] = [
+    (start, [Chat([user(f"question {n}"), assistant(f"{n * 7}")] * (1 + n % 3)) for n in range(start, start + 10)])
+    for start in range(0, 200, 10)
+]
 BATCHES.append((200, [Completion("a prompt", " and its end"), Preference("which", "this one", "that one"), Chat([])]))
 
 
@@ -31,12 +26,11 @@ def settings(tmp_path_factory):
     return RenderSettings(str(folder), "chatml", LossOn.AUTO, 256)
 
 
-def test_any_number_of_workers_gives_the_same_rows_in_the_same_order(settings):
+def test_workers_give_the_same_rows_in_the_same_order(settings):
     alone = list(rendered(BATCHES, settings, num_workers=1))
     assert [key for key, _ in alone] == [key for key, _ in BATCHES]
     assert isinstance(alone[-1][1][2], str), "an empty chat has a reason instead"
-    for num_workers in (2, 3):
-        assert list(rendered(BATCHES, settings, num_workers=num_workers)) == alone
+    assert list(rendered(BATCHES, settings, num_workers=3)) == alone
 
 
 def test_a_worker_that_is_killed_ends_the_preparation_with_a_reason(settings):
@@ -44,7 +38,7 @@ def test_a_worker_that_is_killed_ends_the_preparation_with_a_reason(settings):
     next(found)
     for child in multiprocessing.active_children():
         os.kill(child.pid, signal.SIGKILL)
-    with pytest.raises(EnvironmentFaultError, match="ended from outside"):
+    with pytest.raises(EnvironmentFaultError, match="SIGKILL"):
         list(found)
 
 

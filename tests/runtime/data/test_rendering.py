@@ -1,6 +1,7 @@
-"""Which tokens of an example are learned: held against TRL's marked templates, token by token, and against strings."""
+"""Which tokens of an example are learned: compared with TRL's marked templates, token by token, and with strings."""
 
 import random
+import re
 from itertools import groupby
 from typing import Any
 
@@ -139,13 +140,6 @@ def test_what_is_learned_is_what_trl_marks_but_for_what_the_model_does_not_write
     ("llama3_1", "system", ["Hello<|eot_id|>", "x<|eot_id|>"]),
     ("llama3_1", "tool without words",
      ['{"name": "get_weather", "parameters": {"city": "Paris"}}<|eot_id|>', "Mild.<|eot_id|>"]),
-    ("llama3_2", "two exchanges", ["Hello<|eot_id|>", "Bye<|eot_id|>"]),
-    ("qwen2_5", "outer spaces", [" Hello \n<|im_end|>", "  x<|im_end|>"]),
-    ("qwen2_5", "look-alikes", ["I see <|im_start|>user<|im_end|>"]),
-    ("qwen2_5", "tools", [
-        'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>',
-        "Mild.<|im_end|>",
-    ]),
     ("qwen3", "two exchanges", ["Hello<|im_end|>", "<think>\n\n</think>\n\nBye<|im_end|>"]),
     ("qwen3", "reasoning", ["Hello<|im_end|>", "<think>\nwell\n</think>\n\ny<|im_end|>"]),
     ("qwen3", "tool without words", [
@@ -153,8 +147,6 @@ def test_what_is_learned_is_what_trl_marks_but_for_what_the_model_does_not_write
         "<think>\n\n</think>\n\nMild.<|im_end|>",
     ]),
     ("qwen3_5_nothink", "empty answer", ["<|im_end|>", "y<|im_end|>"]),
-    ("gemma3", "system", ["Hello<end_of_turn>", "x<end_of_turn>"]),
-    ("phi3", "empty answer", ["<|end|>", "y<|end|>"]),
     ("gptoss", "two exchanges",
      ["<|channel|>final<|message|>Hello<|end|>", "<|channel|>final<|message|>Bye<|return|>"]),
     # no token of its own ends a turn: the next one's does, and eos the last
@@ -165,18 +157,9 @@ def test_what_is_learned_is_what_trl_marks_but_for_what_the_model_does_not_write
         "Mild.<|im_end|>",
     ]),
     ("our llama3", "outer spaces", ["Hello<|eot_id|>", "x<|eot_id|>"]),
-    ("our mistral", "system", [f" Hello{EOS}", f" x{EOS}"]),
-    ("our zephyr", "user's tail", [f"Hello{EOS}"]),
 ])  # fmt: skip
 def test_the_learned_strings_of_real_templates(name, conversation, expected, renderer, tokenizer):
     assert learned(renderer(name).render(Chat(CONVERSATIONS[conversation])), tokenizer) == expected
-
-
-def test_an_answer_whose_end_cannot_be_told_is_refused(renderer):
-    assert renderer("gptoss").render(Chat(CONVERSATIONS["empty answer"])) == (
-        "where the answer of message 2 begins and ends cannot be told from the chat template; "
-        "put {% generation %} marks into it, or name another (data.chat_template)"
-    )
 
 
 @pytest.fixture(scope="module")
@@ -201,17 +184,6 @@ def test_with_sentencepiece_the_ids_and_marks_are_those_of_transformers(name, co
     differing = [loaded.convert_ids_to_tokens(id_) for ours, marked, id_ in pairs if ours != bool(marked)]
     # transformers also marks a token that begins in the prompt and ends in the answer
     assert all(token.rstrip("\u2581") != token or token == "\n" for token in differing)
-
-
-def test_sentencepiece_learns_the_answer_with_its_space_and_eos(sentencepiece):
-    tokenizer = load_tokenizer(sentencepiece)
-    renderer = Renderer(tokenizer, load_chat_template("mistral", sentencepiece), LossOn.AUTO, 4096)
-    rendered = renderer.render(Chat([user("What is two"), assistant("It is \u65e5")]))
-    assert isinstance(rendered, TokenIds)
-    text = tokenizer.tokenizer.decode(rendered.ids, skip_special_tokens=False)
-    assert text.replace(" ", "") == "<s>[INST]Whatistwo[/INST]Itis\u65e5</s>"
-    assert rendered.ids.count(tokenizer.tokenizer.token_to_id("<s>")) == 1
-    assert [run.strip() for run in learned(rendered, tokenizer)] == ["It is \u65e5</s>"]
 
 
 @pytest.mark.parametrize("name", ["phi3", "our phi3"])
@@ -245,20 +217,19 @@ def test_a_token_that_begins_in_the_prompt_is_not_learned(renderer, tokenizer):
 MULTI = [system("s"), user("a"), assistant("b"), user("c"), assistant("d"), user("e")]
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen2_5_training", "our chatml", "phi3_training"])
+@pytest.mark.parametrize("name", ["qwen2_5", "our chatml"])
 def test_loss_on_completion_learns_the_last_answer_and_assistant_every_one(name, renderer, tokenizer):
     last = learned(renderer(name, LossOn.COMPLETION).render(Chat(MULTI)), tokenizer)
     every = learned(renderer(name, LossOn.ASSISTANT).render(Chat(MULTI)), tokenizer)
     assert [run.strip()[0] for run in every] == ["b", "d"]
     assert last == every[1:]
     assert learned(renderer(name).render(Chat(MULTI)), tokenizer) == every
-
-
-def test_loss_on_all_learns_everything(renderer):
-    chat = Chat(MULTI)
-    assert renderer("qwen2_5", LossOn.ALL).render(chat) == TokenIds(renderer("qwen2_5").render(chat).ids)
-    rendered = renderer("qwen2_5", LossOn.ALL).render(Completion("a", "b"))
-    assert rendered.is_learned is None
+    split = Completion(MULTI[:4], MULTI[4:5])
+    assert learned(renderer(name).render(split), tokenizer) == last
+    assert learned(renderer(name, LossOn.ASSISTANT).render(split), tokenizer) == every
+    everything = TokenIds(renderer(name).render(Chat(MULTI)).ids)
+    assert renderer(name, LossOn.ALL).render(Chat(MULTI)) == everything
+    assert renderer(name, LossOn.ALL).render(Completion("a", "b")).is_learned is None
 
 
 def test_random_conversations_are_cut_where_the_template_cuts_them(renderer, tokenizer):
@@ -282,29 +253,29 @@ def test_random_conversations_are_cut_where_the_template_cuts_them(renderer, tok
         assert rendered.is_learned == [any(b <= first < e for b, e in spans) for first, _ in encoding.offsets]
 
 
-def test_turns_after_each_other_are_each_their_own(renderer, tokenizer):
-    messages = [user("a"), assistant("b"), assistant("c"), user("d"), user("e"), assistant("f")]
-    rendered = renderer("qwen2_5").render(Chat(messages))
-    assert learned(rendered, tokenizer) == ["b<|im_end|>", "c<|im_end|>", "f<|im_end|>"]
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([user("a"), assistant("b"), assistant("c"), user("d"), user("e"), assistant("f")], ["b", "c", "f"]),
+        ([assistant("Welcome"), user("a"), assistant("b")], ["Welcome", "b"]),
+    ],
+)
+def test_turns_need_not_alternate(messages, expected, renderer, tokenizer):
+    found = learned(renderer("qwen2_5").render(Chat(messages)), tokenizer)
+    assert found == [f"{answer}<|im_end|>" for answer in expected]
 
 
-def test_a_conversation_may_begin_with_the_assistant(renderer, tokenizer):
-    rendered = renderer("qwen2_5").render(Chat([assistant("Welcome"), user("a"), assistant("b")]))
-    assert learned(rendered, tokenizer) == ["Welcome<|im_end|>", "b<|im_end|>"]
-
-
-def test_arguments_in_a_string_are_told_as_an_object(renderer):
+@pytest.mark.parametrize("name", ["qwen2_5", "deepseekv3"])
+def test_arguments_are_given_as_the_template_reads_them(name, renderer, tokenizer):
+    """As an object, or as JSON in a string."""
     as_text = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Paris"}'}}
-    messages = [user("a"), assistant(None, tool_calls=[as_text]), {"role": "tool", "content": "18"}, assistant("b")]
-    as_object = [*messages[:1], assistant(None, tool_calls=[tool_call("f", city="Paris")]), *messages[2:]]
-    assert renderer("qwen2_5").render(Chat(messages)) == renderer("qwen2_5").render(Chat(as_object))
-
-
-def test_a_template_that_wants_arguments_as_text_gets_them(renderer, tokenizer):
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Paris"}'}}
-    messages = [user("a"), assistant("Wait.", tool_calls=[call]), {"role": "tool", "content": "18"}, assistant("b")]
-    rendered = renderer("deepseekv3").render(Chat(messages))
-    assert '{"city": "Paris"}' in tokenizer.tokenizer.decode(rendered.ids)
+    rest = [{"role": "tool", "content": "18"}, assistant("b")]
+    found, expected = (
+        renderer(name).render(Chat([user("a"), assistant("Wait.", tool_calls=[call]), *rest]))
+        for call in (as_text, tool_call("f", city="Paris"))
+    )
+    assert found == expected
+    assert '{"city": "Paris"}' in tokenizer.tokenizer.decode(found.ids)
 
 
 def test_a_turn_with_calls_ends_after_all_of_its_tokens(renderer, tokenizer):
@@ -315,11 +286,10 @@ def test_a_turn_with_calls_ends_after_all_of_its_tokens(renderer, tokenizer):
     assert answer == "Mild.<\uff5cend\u2581of\u2581sentence\uff5c>"
 
 
-def test_tools_are_told(renderer, tokenizer):
+def test_tools_are_written_or_the_example_is_refused(renderer, tokenizer):
     rendered = renderer("qwen2_5").render(Chat(CONVERSATIONS["tools"], TOOLS))
     assert '"name": "get_weather", "description"' in tokenizer.tokenizer.decode(rendered.ids)
-    reason = renderer("llama3").render(Chat(CONVERSATIONS["two exchanges"], TOOLS))
-    assert reason == "the chat template leaves out the tool get_weather; name another (data.chat_template)"
+    assert "get_weather" in renderer("llama3").render(Chat(CONVERSATIONS["two exchanges"], TOOLS))
 
 
 def test_parts_of_text_are_one_text_where_the_template_reads_no_parts(renderer):
@@ -328,40 +298,35 @@ def test_parts_of_text_are_one_text_where_the_template_reads_no_parts(renderer):
     assert renderer("qwen3").render(Chat([user(parts), assistant("b")])) == whole
     assert isinstance(renderer("gemma3").render(Chat([user(parts), assistant(parts)])), TokenIds)
     picture = [{"type": "image", "url": "x"}]
-    assert (
-        renderer("qwen3").render(Chat([user(picture), assistant("b")])).startswith("message 1 holds parts other than")
-    )
+    assert "message 1" in renderer("qwen3").render(Chat([user(picture), assistant("b")]))
 
 
-REASONS = [
-    (Chat([]), "has no messages"),
-    (Chat([user("a"), {"content": "b"}]), "message 2 has no role"),
-    (Chat([user("a")]), "nothing of it is learned: no answer of the assistant is in it"),
-    (Chat([user("a\ufdd0"), assistant("b")]), "holds the noncharacter U+FDD0, which no text has"),
-    (Completion("a", [user("b")]), "nothing of it is learned: no answer of the assistant is in it"),
-    (Preference("a", "b", "b"), "chosen and rejected are the same tokens"),
-    (TokenIds([1, 2, 3], [True, False, False]), "nothing of it is learned: no answer of the assistant is in it"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("content", "reason"), REASONS)
-def test_what_cannot_be_used_is_answered_with_the_reason(content, reason, renderer):
-    assert renderer("qwen2_5").render(content) == reason
-
-
-def test_a_template_error_is_a_reason_of_the_row(renderer):
-    rows = [Chat([user("a"), user("b")]), Chat([user("a"), assistant("b")])]
-    refused, rendered = renderer("gemma").render_many(rows)
-    assert refused.startswith("the chat template refuses it: Conversation roles must alternate")
+@pytest.mark.parametrize(
+    ("name", "content", "fact"),
+    [
+        ("qwen2_5", Chat([]), "no messages"),
+        ("qwen2_5", Chat([user("a"), {"content": "b"}]), "message 2 has no role"),
+        ("qwen2_5", Chat([user("a")]), "nothing of it is learned"),
+        ("qwen2_5", Chat([user("a\ufdd0"), assistant("b")]), r"U\+FDD0"),
+        ("qwen2_5", Completion("a", [user("b")]), "nothing of it is learned"),
+        ("qwen2_5", Preference("a", "b", "b"), "chosen and rejected are the same"),
+        ("qwen2_5", TokenIds([1, 2, 3], [True, False, False]), "nothing of it is learned"),
+        ("gemma", Chat([user("a"), user("b")]), "Conversation roles must alternate"),
+        ("gptoss", Chat(CONVERSATIONS["empty answer"]), r"message 2 .*data\.chat_template"),
+    ],
+)
+def test_what_cannot_be_used_is_answered_with_the_reason(name, content, fact, renderer):
+    """And the others of its batch are rendered."""
+    reason, rendered = renderer(name).render_many([content, Chat([user("a"), assistant("b")])])
+    assert re.search(fact, reason)
     assert isinstance(rendered, TokenIds)
 
 
 def test_too_long_is_a_reason_with_both_numbers(renderer):
     chat = Chat([user("a"), assistant("weather " * 50)])
     num_tokens = len(renderer("our chatml").render(chat).ids)
-    assert renderer("our chatml", seq_len=num_tokens - 1).render(chat) == (
-        f"too long: {num_tokens} tokens, train.seq_len is {num_tokens - 1}"
-    )
+    reason = renderer("our chatml", seq_len=num_tokens - 1).render(chat)
+    assert re.fullmatch(rf"too long: .*\b{num_tokens}\b.*\b{num_tokens - 1}\b", reason)
     assert isinstance(renderer("our chatml", seq_len=num_tokens).render(chat), TokenIds)
     pair = Preference([user("a")], [assistant("b")], [assistant("weather " * 50)])
     assert renderer("our chatml", seq_len=30).render(pair).startswith("too long: rejected: ")
@@ -370,9 +335,9 @@ def test_too_long_is_a_reason_with_both_numbers(renderer):
 def test_text_is_its_ids_alone(renderer, tokenizer):
     [ids] = tokenizer.encode(["The weather"])
     assert renderer("qwen2_5", seq_len=1).render("The weather") == TokenIds(ids)
-    assert renderer("qwen2_5", LossOn.ASSISTANT).render("The weather") == (
-        "is plain text, in which nothing is told apart as assistant (data.loss_on)"
-    )
+    assert "data.loss_on" in renderer("qwen2_5", LossOn.ASSISTANT).render("The weather")
+    with pytest.raises(InputError, match=r"data\.chat_template"):
+        Renderer(tokenizer, None, LossOn.AUTO, 100).render(Chat(MULTI))
 
 
 def test_a_completion_follows_the_prompt_as_generation_sees_it(renderer, tokenizer):
@@ -394,13 +359,6 @@ def test_a_completion_gets_no_space_from_sentencepiece(sentencepiece):
         assert rendered.ids[-1] == tokenizer.eos_id
 
 
-def test_messages_of_a_completion_go_through_the_template(renderer, tokenizer):
-    for name in ("qwen2_5", "our qwen"):
-        content = Completion(MULTI[:4], MULTI[4:5])
-        assert learned(renderer(name).render(content), tokenizer) == ["d<|im_end|>"]
-        assert learned(renderer(name, LossOn.ASSISTANT).render(content), tokenizer) == ["b<|im_end|>", "d<|im_end|>"]
-
-
 def test_both_answers_of_a_preference_follow_the_same_prompt(renderer, tokenizer):
     for loss_on in LossOn:
         pair = renderer("llama3", loss_on).render(Preference([user("a")], [assistant("good")], [assistant("bad")]))
@@ -418,38 +376,28 @@ def test_a_batch_is_what_its_rows_are(renderer):
     assert renderer("gemma").render_many(rows) == [renderer("gemma").render(row) for row in rows]
 
 
-def test_messages_without_a_template_are_an_input_error(tokenizer):
-    with pytest.raises(InputError, match=r"data.chat_template: the tokenizer has no chat template"):
-        Renderer(tokenizer, None, LossOn.AUTO, 100).render(Chat(MULTI))
+EXCHANGES = CONVERSATIONS["two exchanges"]
+TEMPLATES: list[Any] = [
+    (  # as that of Mistral 7B v0.3 does with all but a conversation that ends with the user
+        "{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+        "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}",
+        [(CONVERSATIONS["system"], r"message 1 \(system\)"), (EXCHANGES, [f" Hello{EOS}", f" Bye{EOS}"])],
+    ),
+    ("<|{{ m.role }}|>{{ m.content | upper }}<|end|>", [(EXCHANGES, "rewrites")]),
+    (
+        "<|{{ m.role }}|>{{ m.content | upper if m.role == 'user' else m.content }}<|end|>",
+        [(EXCHANGES, ["Hello<|end|>", "Bye<|end|>"])],
+    ),
+]
 
 
-def test_a_system_message_that_a_template_drops_is_refused(tokenizer, folder):
-    """As the template of Mistral 7B v0.3 does with all but a conversation that ends with the user."""
-    source = (
-        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
-        "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
-    )
-    renderer = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 100)
-    assert renderer.render(Chat(CONVERSATIONS["system"])) == (
-        "the chat template leaves out what message 1 (system) says, or a part of it; name another (data.chat_template)"
-    )
-    rendered = renderer.render(Chat(CONVERSATIONS["two exchanges"]))
-    assert learned(rendered, tokenizer) == [f" Hello{EOS}", f" Bye{EOS}"]
-
-
-def test_a_template_that_rewrites_the_words_is_refused(tokenizer, folder):
-    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | upper }}<|end|>{% endfor %}"
-    renderer = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 100)
-    assert renderer.render(Chat(CONVERSATIONS["two exchanges"])) == (
-        "the chat template rewrites what the messages say, so that what is learned cannot be told"
-    )
-
-
-def test_a_template_that_rewrites_only_the_question_is_not(tokenizer, folder):
-    source = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content | upper if m.role == 'user' else m.content }}<|end|>"
-        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    renderer = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 100)
-    rendered = renderer.render(Chat(CONVERSATIONS["two exchanges"]))
-    assert learned(rendered, tokenizer) == ["Hello<|end|>", "Bye<|end|>"]
+@pytest.mark.parametrize(("body", "cases"), TEMPLATES)
+def test_a_template_that_drops_or_rewrites_what_matters_is_refused(body, cases, tokenizer, folder):
+    prompt = "{% if add_generation_prompt %}<|assistant|>{% endif %}" if "role }}" in body else ""
+    template = ChatTemplate("{% for m in messages %}" + body + "{% endfor %}" + prompt, named_tokens(folder))
+    for messages, expected in cases:
+        rendered = Renderer(tokenizer, template, LossOn.AUTO, 100).render(Chat(messages))
+        if isinstance(expected, str):
+            assert isinstance(rendered, str) and re.search(expected, rendered)
+        else:
+            assert learned(rendered, tokenizer) == expected

@@ -6,11 +6,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from prepare_request_factory import written_source
 
 from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Preference, TokenIds
 from shardwise.trainer.runtime.data.sources.files import read_rows
 from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape, example_of
-from shardwise.trainer.spec.data.request import SourceFile
+from shardwise.trainer.spec.data import shapes
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.fields import BY_PATH
 from shardwise.trainer.spec.job.sections import DataFormat
@@ -26,15 +27,8 @@ WRONG = {"role": "assistant", "content": "5"}
 SAID = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
 
 
-def listed(path):
-    status = path.stat()
-    return SourceFile(path=str(path), size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
-
-
 def source(path, *rows):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return listed(path)
+    return written_source(path, "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
 
 
 def example(row, shape, fields=None):
@@ -42,15 +36,11 @@ def example(row, shape, fields=None):
 
 
 SHAPES = [
-    ({"text": "a"}, {}, TEXT),
     ({"text": "a", "tokens": [1]}, {}, TEXT),
-    ({"tokens": [1, 2]}, {}, TOKENS),
     ({"input_ids": [1, 2], "attention_mask": [1, 1]}, {}, TOKENS),
     ({"ids": [1, 2]}, {"tokens": "ids"}, TOKENS),
-    ({"prompt": "a", "completion": "b"}, {}, COMPLETION),
     ({"question": "a", "answer": "b"}, {"prompt": "question", "completion": "answer"}, COMPLETION),
     ({"messages": [], "prompt": "a", "prompt_id": "b"}, {}, CHAT),
-    ({"conversations": [], "id": 1}, {}, CHAT),
     ({"talk": []}, {"messages": "talk"}, CHAT),
     ({"instruction": "a", "input": "", "output": "b", "text": "c"}, {}, CHAT),
     ({"instruction": "a", "context": "", "response": "b"}, {"input": "context", "output": "response"}, CHAT),
@@ -67,85 +57,44 @@ def test_the_shape_is_read_off_the_columns(tmp_path, row, fields, shape):
     assert detect_shape([source(tmp_path / "a.jsonl", row)], AUTO, fields) is shape
 
 
-def test_rows_that_say_nothing_are_passed_over(tmp_path):
-    file = source(tmp_path / "a.jsonl", "not json", "[1]", {}, {"id": 3}, {"messages": []})
-    assert detect_shape([file], AUTO, {}) is CHAT
+FILES: dict[str, list[Any]] = {
+    "one/chat.jsonl": [{"messages": []}],
+    "two/alpaca.jsonl": [{"instruction": "a", "output": "b"}],
+    "three/sharegpt.json": [{"conversations": SAID}],
+    "late.jsonl": ["not json", "[1]", {}, {"id": 3}, {"messages": []}],
+    "none.jsonl": ["not json"],
+    "text.jsonl": [{"text": "a"}],
+    "text.txt": ["text"],
+    "question.csv": ["question,answer", "a,b"],
+}
+DETECTED: list[Any] = [
+    (["one/chat.jsonl", "two/alpaca.jsonl", "three/sharegpt.json"], AUTO, {}, CHAT),
+    (["late.jsonl"], AUTO, {}, CHAT),
+    (["none.jsonl"], AUTO, {}, TEXT),
+    (["text.txt", "text.jsonl"], AUTO, {}, TEXT),
+    (["question.csv"], AUTO, {}, r"question\.csv: question, answer;(?s:.*)data\.fields="),
+    (["one/chat.jsonl", "text.jsonl"], AUTO, {}, r"one/chat\.jsonl holds chat rows, .*/text\.jsonl text rows"),
+    (["text.txt"], TOKENS, {}, r"tokens are read from .*text\.txt is text"),
+    (["text.txt"], CHAT, {}, r"chat rows are read from .*text\.txt is text"),
+    (["text.jsonl"], AUTO, {"prompt": "q"}, "prompt is not a field of text rows; they have text$"),
+    (["text.jsonl"], TOKENS, {"text": "q"}, "text is not a field of tokens rows; they have tokens, labels, mask$"),
+]
 
 
-def test_a_file_without_rows_and_a_file_of_text_are_text(tmp_path):
-    assert detect_shape([source(tmp_path / "a.jsonl", "not json")], AUTO, {}) is TEXT
-    assert detect_shape([source(tmp_path / "a.txt", "text"), source(tmp_path / "b.jsonl", {"text": "a"})], AUTO, {})
-
-
-def problem(files, shape=AUTO, fields=None):
-    with pytest.raises(InputError) as caught:
-        detect_shape(files, shape, fields or {})
+@pytest.mark.parametrize("names, shape, fields, expected", DETECTED)
+def test_the_rows_of_all_files_are_of_one_shape(tmp_path, names, shape, fields, expected):
+    files = [source(tmp_path / name, *FILES[name]) for name in names]
+    if isinstance(expected, DataFormat):
+        assert detect_shape(files, shape, fields) is expected
+        return
+    with pytest.raises(InputError, match=expected) as caught:
+        detect_shape(files, shape, fields)
     assert len(str(caught.value).splitlines()) <= 3
-    return str(caught.value)
-
-
-def test_columns_of_no_shape_are_listed_with_what_would_do(tmp_path):
-    said = problem([source(tmp_path / "a.csv", "question,answer", "a,b")])
-    assert said == (
-        f"data.format: auto finds no shape in the columns of {tmp_path}/a.csv: question, answer;\n"
-        "name them: data.fields={text: COLUMN}, {messages: COLUMN}, {prompt: COLUMN, completion: COLUMN}, ..."
-    )
-
-
-def test_two_sources_of_different_shapes_are_both_named(tmp_path):
-    first = source(tmp_path / "one" / "a.jsonl", {"messages": []})
-    second = source(tmp_path / "two" / "b.jsonl", {"text": "a"})
-    assert problem([first, second]) == (
-        f"data.train: {first.path} holds chat rows, {second.path} text rows; the rows of a job are of one shape:\n"
-        "leave one out, or name the columns of both in data.fields"
-    )
-
-
-def test_dialects_of_one_shape_go_together(tmp_path):
-    files = [
-        source(tmp_path / "one" / "a.jsonl", {"messages": []}),
-        source(tmp_path / "two" / "b.jsonl", {"instruction": "a", "output": "b"}),
-        source(tmp_path / "three" / "c.json", {"conversations": SAID}),
-    ]
-    assert detect_shape(files, AUTO, {}) is CHAT
-
-
-@pytest.mark.parametrize("shape", [TOKENS, CHAT])
-def test_only_text_is_read_from_text_files(tmp_path, shape):
-    said = problem([source(tmp_path / "a.txt", "text")], shape)
-    assert "read from .jsonl, .csv, .parquet or .arrow files; " in said
-    assert said.endswith("a.txt is text")
-
-
-@pytest.mark.parametrize(
-    "shape, fields, expected",
-    [
-        (AUTO, {"prompt": "q"}, "data.fields: prompt is not a field of text rows; they have text"),
-        (TEXT, {"labels": "q"}, "data.fields: labels is not a field of text rows; they have text"),
-        (TOKENS, {"text": "q"}, "data.fields: text is not a field of tokens rows; they have tokens, labels, mask"),
-        (
-            COMPLETION,
-            {"chosen": "q"},
-            "data.fields: chosen is not a field of prompt_completion rows; they have prompt, completion, role, "
-            "content, system, user, assistant, tool",
-        ),
-    ],
-)
-def test_a_field_that_the_shape_has_not_is_refused_with_those_it_has(tmp_path, shape, fields, expected):
-    assert problem([source(tmp_path / "a.jsonl", {"text": "a"})], shape, fields) == expected
 
 
 def test_the_job_file_takes_the_fields_that_some_shape_has_and_no_others():
-    """Each is met by naming it where no shape has it."""
     taken = set(BY_PATH["data.fields"].kind.schema["properties"])
-    refusals = [str(example_problem(shape)) for shape in DataFormat if shape is not AUTO]
-    assert taken == {name for said in refusals for name in said.partition("they have ")[2].split(", ")}
-
-
-def example_problem(shape):
-    with pytest.raises(InputError) as caught:
-        detect_shape([], shape, {"no such field": "a"})
-    return caught.value
+    assert taken == {name for facts in shapes.SHAPES.values() for name in facts.fields}
 
 
 EXAMPLES = [
@@ -249,6 +198,6 @@ def test_columns_of_nulls_do_not_make_a_parquet_row_another_shape(tmp_path):
     """Columnar files have every column in every row."""
     rows = [{"messages": [{**ASKED, "tool_calls": None}, ANSWERED], "text": None}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    file = listed(tmp_path / "a.parquet")
+    file = written_source(tmp_path / "b.parquet", (tmp_path / "a.parquet").read_bytes())
     shape = detect_shape([file], AUTO, {})
     assert [example(row, shape) for _, row in read_rows(file)] == [Chat([ASKED, ANSWERED])]
