@@ -1,4 +1,4 @@
-"""What a cell of the support matrix combines: values of some axes, everything else as plain as can be, on a machine."""
+"""Cells of the support matrix: values of some axes, defaults for the others, on a machine."""
 
 from functools import cache
 from typing import NamedTuple
@@ -34,7 +34,7 @@ _LLAMA = {
 
 
 class Cell(NamedTuple):
-    """Values of some axes; what is not named is plain."""
+    """Values of some axes; the others have their defaults."""
 
     sharding: Sharding = Sharding.NONE
     offload: Offload = Offload.NONE
@@ -63,7 +63,7 @@ class Cell(NamedTuple):
         )
 
     def on(self, device: Device) -> Combination:
-        """The cell on a machine; as many micro batches as go with it."""
+        """The cell on a machine, without accumulation."""
         return Combination(
             strategy=self.strategy,
             method=self.method,
@@ -82,7 +82,7 @@ class Cell(NamedTuple):
 
 @cache
 def device_named(spec: str) -> Device:
-    """A machine of the catalogue, with all the host RAM that could be asked for."""
+    """A machine of the catalogue with ample host RAM."""
     return device_of(hardware_from_spec(spec, local_host=lambda: _HOST))
 
 

@@ -1,13 +1,13 @@
-"""What goes with what: docs/support-matrix.md, worked out from the rules and from the tests that prove the rest.
+"""The tables of docs/support-matrix.md, derived from the rules and from the tests that cover everything else.
 
     python benchmarks/support_matrix.py            prints the tables
-    python benchmarks/support_matrix.py --write    puts them into docs/support-matrix.md
-    python benchmarks/support_matrix.py --check    says whether the page is up to date (exit code 1 where it is not)
+    python benchmarks/support_matrix.py --write    writes them into docs/support-matrix.md
+    python benchmarks/support_matrix.py --check    checks that the page is up to date (exit code 1 if it is not)
 
-A cell is a combination of two or three values, everything else as plain as can be. The tables of incompatibilities are
-asked about it on a machine that has everything (two nodes of Blackwell): what they forbid there is refused. They are
-asked again on a CPU: what they forbid there needs a GPU. The rest works. `PROOFS` names the test of every cell that is
-not refused, and a cell without one is an error.
+A cell is a combination of two or three values with defaults for everything else. A cell that the tables of
+incompatibilities forbid on a machine with all features (two nodes of Blackwell) is refused; one that they forbid only
+on a CPU needs a GPU; the others work. `PROOFS` names the test of every cell that is not refused; a cell without one
+is an error.
 """
 
 import re
@@ -48,7 +48,7 @@ INCOMPATIBILITIES: tuple[Incompatibility, ...] = (*LAYOUTS, *ROWS, *SETTINGS)
 
 
 class Table(NamedTuple):
-    """Cells by row and column, with what stands at their heads."""
+    """Cells by row and column, with their headings."""
 
     name: str
     corner: str
@@ -61,14 +61,14 @@ class Table(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a cell says: works, refused or needs hardware; the rule or the test behind it."""
+    """Status of a cell (works, refused or needs hardware) and the rule or the test behind it."""
 
-    words: str
+    status: str
     note: str
 
 
 def verdict_of(cell: Cell) -> Verdict:
-    """What the program does with a cell; AssertionError where nothing proves that it works."""
+    """Verdict for a cell; AssertionError if it is not refused and no test covers it."""
     is_alone = cell.sharding is Sharding.NONE
     broken = first_broken(INCOMPATIBILITIES, cell.on(device_named(f"{'1x' if is_alone else '2x8x'}{cell.gpu}")))
     if broken is not None:
@@ -90,7 +90,7 @@ def _needed(cell: Cell) -> str:
         what = f"GPU of {major}.{minor}"
     else:
         what = "GPU"
-    least = {Sharding.DDP: "2", Sharding.HSDP: "4"}  # which other engines take one of
+    least = {Sharding.DDP: "2", Sharding.HSDP: "4"}  # the other engines need one
     return f"needs {least.get(cell.sharding, 'a')} {what}"
 
 
@@ -124,7 +124,7 @@ _SETTINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 _CARDS = (("8.9 (Ada)", "L40S"), ("9.0 (Hopper)", "H200"), ("10.0 (Blackwell)", "B200"))
 TABLES: tuple[Table, ...] = (
-    Table("layouts", "where state lives", _LAYOUTS, _METHODS),
+    Table("layouts", "sharding, offload", _LAYOUTS, _METHODS),
     Table("optimizers", "optimizer", _OPTIMIZERS, _SHARDINGS),
     Table("methods", "optimizer", _OPTIMIZERS_OF_METHODS, _METHODS),
     Table("precisions", "precision", [(f"`{p}`", {"precision": p}) for p in Precision], _SHARDINGS),
@@ -139,7 +139,7 @@ TABLES: tuple[Table, ...] = (
 
 
 def tables() -> dict[str, str]:
-    """The parts of the page by the name of their place."""
+    """The generated parts of the page by the name of their markers."""
     parts = {table.name: _written(table) for table in TABLES}
     parts["rules"] = _rules()
     parts["footnotes"] = _footnotes()
@@ -147,7 +147,7 @@ def tables() -> dict[str, str]:
 
 
 def cited() -> dict[str, set[Cell]]:
-    """The cells of every proof that the page names."""
+    """The cells that the page attributes to each proof."""
     proofs = {proof.name for proof in (*PROOFS, *GPU_PROOFS)}
     found: dict[str, set[Cell]] = {}
     for table in TABLES:
@@ -161,14 +161,14 @@ def cited() -> dict[str, set[Cell]]:
 
 def _written(table: Table) -> str:
     rows = [
-        (head, *(f"{verdict.words}[^{verdict.note}]" for verdict in map(verdict_of, cells)))
+        (head, *(f"{verdict.status}[^{verdict.note}]" for verdict in map(verdict_of, cells)))
         for head, cells in table.cells()
     ]
     return markdown_table((table.corner, *(head for head, _ in table.columns)), rows)
 
 
 def _rules() -> str:
-    """What depends on the job or on the number of ranks, which no cell above has."""
+    """Rules that no cell names: they depend on the job, the hardware or the number of ranks."""
     shown = _notes()
     rows = []
     for rule in RULES:
@@ -180,7 +180,7 @@ def _rules() -> str:
         for rule in INCOMPATIBILITIES
         if rule.name not in shown and rule.name not in {known.name for known in RULES}
     ]
-    return markdown_table(("rule", "says", "use instead", "evidence", "gives way to"), rows)
+    return markdown_table(("rule", "reason", "use instead", "evidence", "overridden by"), rows)
 
 
 def _notes() -> set[str]:
@@ -198,11 +198,11 @@ def _footnotes() -> str:
 
 
 def _plain(template: str) -> str:
-    """A template with the names of its holes in italics, and what pip is given in place of the whole line."""
+    """A template with the names of its fields in italics, and `pip install ...` for install lines."""
     template = re.sub(
-        r"\{install\[([\w-]+)\]\}", lambda hole: f"`{shlex.join(('pip', 'install', *extra_words(hole[1])))}`", template
+        r"\{install\[([\w-]+)\]\}", lambda name: f"`{shlex.join(('pip', 'install', *extra_words(name[1])))}`", template
     )
-    return re.sub(r"\{(\w+)\}", lambda hole: f"*{hole[1].replace('_', ' ')}*", template)
+    return re.sub(r"\{(\w+)\}", lambda name: f"*{name[1].replace('_', ' ')}*", template)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Which test proves which cells of the support matrix: on a CPU, and what only a GPU can run.
+"""Tests that cover the cells of the support matrix, on a CPU or on a GPU.
 
-The first proof that shows a cell is the one that the page names, so the more particular come first.
+The page names the first proof that covers a cell, so the more specific ones come first.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from shardwise.trainer.spec.strategy import Fp8Recipe, LossHead, Method, Offload
 
 
 class Proof(NamedTuple):
-    """A test, and the cells that it runs."""
+    """A test and the cells that it covers."""
 
     name: str
     test: str  # file::function
@@ -54,7 +54,7 @@ def _offloaded(method: Method) -> Proof:
 
 
 _ENGINES = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP, Sharding.FSDP_GRAD_OP)
-# What runs on a CPU, the more particular first.
+# Tests on a CPU, the more specific first.
 PROOFS: tuple[Proof, ...] = (
     Proof(
         "compiled-alone",
@@ -87,7 +87,7 @@ PROOFS: tuple[Proof, ...] = (
         lambda _cell: True,
     ),
 )
-# What a CPU cannot run; cases of one GPU, and of two for DistributedDataParallel.
+# Tests of cells that a CPU cannot run.
 GPU_PROOFS: tuple[Proof, ...] = (
     *(_fp8_under(sharding) for sharding in _ENGINES),
     Proof(

@@ -43,12 +43,12 @@ LAYOUTS: tuple[Incompatibility, ...] = (
         is_broken=lambda c: _is_offloaded(c) and c.strategy.offload not in c.strategy.sharding.facts.offloads,
         reason="offload: {offload} needs sharding: {offload_shardings}, not {sharding}",
         instead="{offload_shardings}",
-        evidence="torch, DDP and FSDP2 update where weights lie; DeepSpeed moves the optimizer alone, FSDP2 all shards",
+        evidence="torch, DDP and FSDP2 update weights in place; DeepSpeed offloads the optimizer, FSDP2 all shards",
     ),
     Incompatibility(
         name="offload_has_a_better_layout",
         is_broken=lambda c: (c.strategy.sharding, c.strategy.offload) not in CATALOGUED,
-        reason="{layout} holds more on the device than a layout that is there and exchanges as much",
+        reason="{layout} needs more device memory than another layout with the same communication",
         instead="zero2 for the optimizer, zero3 or fsdp for parameters too",
         evidence="ZeRO-2 sends a gradient to its owner once, as ZeRO-1 does, and drops it (arXiv:1910.02054, 5.2)",
         reach=Reach.PLANNER,
@@ -76,7 +76,7 @@ LAYOUTS: tuple[Incompatibility, ...] = (
         ),
         reason="optimizer: {optimizer} does not work under {layout}: state in host RAM is updated there",
         instead="deepspeed_cpu_adam",
-        evidence="Accelerate 1.15 exchanges any other for it without a word (docs/workarounds.md, W5)",
+        evidence="Accelerate 1.15 silently replaces any other by it (docs/workarounds.md, W5)",
     ),
     Incompatibility(
         name="fsdp_offload_updates_with_adamw",
@@ -94,7 +94,7 @@ LAYOUTS: tuple[Incompatibility, ...] = (
         is_broken=lambda c: (
             c.strategy.optimizer.facts.updates_in_backward and not c.strategy.sharding.facts.is_one_rank
         ),
-        reason="optimizer: {optimizer} does not work under {sharding}: it updates before ranks add up gradients",
+        reason="optimizer: {optimizer} does not work under {sharding}: it updates before gradients are reduced",
         instead="sharding: none, or adamw_fused",
         evidence="LOMO, arXiv:2306.09782, algorithm 1: a hook uses and frees each gradient as it comes",
     ),
@@ -110,7 +110,7 @@ LAYOUTS: tuple[Incompatibility, ...] = (
         is_broken=lambda c: c.strategy.optimizer.facts.needs_whole_tensors and c.strategy.sharding.shards_optimizer,
         reason="optimizer: {optimizer} does not work under {sharding}: its trust ratio needs the norm of a whole layer",
         instead="ddp, or adamw_8bit",
-        evidence="LAMB, arXiv:1904.00962, algorithm 2; ZeRO's partition joins layers and cuts them anywhere",
+        evidence="LAMB, arXiv:1904.00962, algorithm 2; ZeRO's flat partition does not follow layers",
     ),
     Incompatibility(
         name="matrix_updates_need_whole_matrices",
@@ -128,7 +128,7 @@ ROWS: tuple[Incompatibility, ...] = (
         is_broken=lambda c: c.strategy.sharding.facts.is_one_rank and c.num_ranks > 1,
         reason="{sharding} would train {num_ranks} different models on {num_ranks} ranks",
         instead="ddp, or --gpus 0 for one device",
-        evidence="nobody adds up gradients: two such ranks of a tiny Llama were 0.059 off in loss within eight steps",
+        evidence="gradients are not reduced: two such ranks of a tiny Llama were 0.059 off in loss within eight steps",
     ),
     Incompatibility(
         name="one_rank_has_no_peer",
@@ -220,14 +220,14 @@ ROWS: tuple[Incompatibility, ...] = (
     Incompatibility(
         name="galore_8bit_needs_cuda",
         is_broken=lambda c: c.method is Method.GALORE and c.strategy.optimizer.facts.is_8bit and c.is_cpu,
-        reason="{optimizer} inside galore waits for a CUDA device after each weight; {capability}",
+        reason="{optimizer} inside galore synchronizes with a CUDA device after each weight; {capability}",
         instead="adamw or adafactor",
         evidence="galore-torch 1.0, adamw8bit.py: torch.cuda.synchronize() in step; it fails on a CPU build",
     ),
     Incompatibility(
         name="nvme_takes_fp32_partitions",
         is_broken=lambda c: c.strategy.offload.uses_nvme and c.strategy.precision is Precision.BF16,
-        reason="DeepSpeed takes a bf16 partition on NVMe for fp32 and stops",
+        reason="DeepSpeed treats a bf16 partition on NVMe as fp32 and stops",
         instead="bf16-mixed",
         evidence="DeepSpeed 0.19.8, optimizer_utils.release_memory: its assert on the dtype fails at the first step",
     ),
@@ -243,20 +243,20 @@ ROWS: tuple[Incompatibility, ...] = (
         is_broken=lambda c: c.method is Method.QLORA and c.strategy.precision is Precision.FP8,
         reason="{precision} converts linear layers, and those of qlora's base are 4-bit ones",
         instead="bf16-mixed, or lora",
-        evidence="bitsandbytes' Linear4bit multiplies in 16 bit; nothing plain is left in the blocks",
+        evidence="bitsandbytes' Linear4bit multiplies in 16 bit; the blocks have no other linear layers",
     ),
     Incompatibility(
         name="dora_needs_layers_of_their_own",
         is_broken=lambda c: c.lora.dora and c.method.freezes_base and _adapts_experts(c),
-        reason="train.lora.dora adapts linear layers, and the experts of this model lie in one tensor",
-        instead="train.lora.targets with the layers beside the experts, or train.lora.dora: false",
+        reason="train.lora.dora adapts linear layers, and the experts of this model are one tensor",
+        instead="train.lora.targets without the experts, or train.lora.dora: false",
         evidence="PEFT 0.21, lora/layer.py: ParamWrapper does not work with use_dora",
     ),
     Incompatibility(
         name="frozen_base_has_no_update",
         is_broken=lambda c: c.method.freezes_base and not c.strategy.optimizer.facts.trains_adapters,
-        reason="{optimizer} is made for whole weights; {method} trains small adapters",
+        reason="{optimizer} is for whole weights; {method} trains small adapters",
         instead="adamw_fused",
-        evidence="LOMO, arXiv:2306.09782, saves gradients of whole weights, which a frozen base has not",
+        evidence="LOMO, arXiv:2306.09782, saves gradients of whole weights, which a frozen base does not have",
     ),
 )

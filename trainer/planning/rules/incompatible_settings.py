@@ -40,7 +40,7 @@ SETTINGS: tuple[Incompatibility, ...] = (
         is_broken=lambda c: c.attention is Attention.FLASH and (c.is_cpu or c.capability_below((7, 5))),
         reason="attention: flash needs a GPU of compute capability 7.5; {capability}",
         instead="sdpa",
-        evidence="flash-attn 1 ran on Turing; 2 left it (its README, requirements)",
+        evidence="flash-attn 2 does not support Turing, as 1 did (its README, requirements)",
         reach=Reach.ALL,
     ),
     Incompatibility(
@@ -62,9 +62,9 @@ SETTINGS: tuple[Incompatibility, ...] = (
     Incompatibility(
         name="backward_update_adds_nothing_up",
         is_broken=lambda c: c.backward_update is not None and (c.accumulation or 1) > 1,
-        reason="{backward_update} leaves no gradients to add up and needs grad_accum 1, not {accumulation}",
+        reason="{backward_update} cannot accumulate gradients and needs grad_accum 1, not {accumulation}",
         instead="a rank's whole share as one micro batch",
-        evidence="a gradient is used and freed as it comes; a second micro batch would be a second update",
+        evidence="a gradient is used and freed at once; a second micro batch would be a second update",
         reach=Reach.ALL,
     ),
     Incompatibility(
@@ -78,7 +78,7 @@ SETTINGS: tuple[Incompatibility, ...] = (
     Incompatibility(
         name="backward_update_needs_reduced_gradients",
         is_broken=lambda c: c.backward_update is not None and not c.strategy.sharding.facts.updates_in_backward,
-        reason="{backward_update} does not work under {sharding}: a hook would update before ranks add up gradients",
+        reason="{backward_update} does not work under {sharding}: a hook would update before gradients are reduced",
         instead="sharding: none or fsdp",
         evidence="torch 2.13: DDP reduces a bucket after the hooks of its weights; FSDP2 calls them on reduced shards",
     ),
@@ -93,9 +93,9 @@ SETTINGS: tuple[Incompatibility, ...] = (
     Incompatibility(
         name="backward_update_meets_no_scaler",
         is_broken=lambda c: c.backward_update is not None and c.strategy.precision is Precision.FP16_MIXED,
-        reason="{backward_update} updates before all gradients could be looked at for an overflow of fp16",
+        reason="{backward_update} updates before all gradients can be checked for an fp16 overflow",
         instead="bf16-mixed, bf16 or fp32",
-        evidence="a loss scale is kept or halved by one look at every gradient (arXiv:1710.03740, 3.2)",
+        evidence="the loss scale depends on a check of all gradients (arXiv:1710.03740, 3.2)",
     ),
     # Loss heads.
     Incompatibility(
@@ -110,7 +110,7 @@ SETTINGS: tuple[Incompatibility, ...] = (
         is_broken=lambda c: c.loss is LossHead.FUSED_LINEAR and c.lacks("liger-kernel"),
         reason="loss: fused_linear needs liger-kernel, which is not installed",
         instead="chunked, or {install[liger]}",
-        evidence="no other kept library has the kernel",
+        evidence="no other dependency has the kernel",
     ),
     # FP8 recipes.
     Incompatibility(
@@ -118,7 +118,7 @@ SETTINGS: tuple[Incompatibility, ...] = (
         is_broken=lambda c: c.fp8_recipe in BLACKWELL_RECIPES and _is_too_old(c),
         reason="fp8_recipe: {recipe} needs compute capability 10.0; {capability}",
         instead="current",
-        evidence="Transformer Engine 2, support matrix: MXFP8 and NVFP4 are of Blackwell's tensor cores",
+        evidence="Transformer Engine 2, support matrix: MXFP8 and NVFP4 need Blackwell's tensor cores",
         reach=Reach.ALL,
     ),
     Incompatibility(
@@ -134,19 +134,19 @@ SETTINGS: tuple[Incompatibility, ...] = (
         is_broken=lambda c: c.fp8_recipe is Fp8Recipe.TORCHAO_ROWWISE and _is_too_old(c),
         reason="fp8_recipe: {recipe} needs compute capability 9.0; {capability}",
         instead="torchao_tensorwise",
-        evidence="torchao, float8 README: rowwise scales are measured on H100 and newer alone",
+        evidence="torchao, float8 README: rowwise scales are measured only on H100 and newer",
     ),
     Incompatibility(
         name="delayed_meets_no_recomputation",
         is_broken=lambda c: c.fp8_recipe is Fp8Recipe.DELAYED and c.checkpointing not in (None, Checkpointing.NONE),
-        reason="fp8_recipe: delayed takes scales from earlier forwards, and a recomputed block would find newer ones",
+        reason="fp8_recipe: delayed uses scales of earlier forwards, and a recomputed block would read newer ones",
         instead="current, or checkpointing: none",
         evidence="Transformer Engine 2, DelayedScaling: a forward writes the history that scales are read from",
     ),
     Incompatibility(
         name="fp8_needs_tiles",
         is_broken=lambda c: c.fp8_recipe is not None and not _has_tiles(c),
-        reason="{precision} cuts matrices into tiles, and no linear layer has both dimensions a multiple of {tile}",
+        reason="{precision} splits matrices into tiles, and no linear layer has both dimensions a multiple of {tile}",
         instead="bf16-mixed",
         evidence="cuBLASLt: FP8 products need dimensions in multiples of 16; recipes by block need 32 or 128",
     ),
@@ -178,7 +178,7 @@ SETTINGS: tuple[Incompatibility, ...] = (
     Incompatibility(
         name="selective_keeps_on_the_device",
         is_broken=lambda c: c.activation_offload and c.checkpointing is Checkpointing.SELECTIVE,
-        reason="activation_offload moves what autograd saves, and checkpointing: selective keeps its own",
+        reason="activation_offload moves tensors saved by autograd, but checkpointing: selective has its own cache",
         instead="checkpointing: full or none",
         evidence="torch 2.13, create_selective_checkpoint_contexts caches outputs past autograd's saved-tensor hooks",
     ),

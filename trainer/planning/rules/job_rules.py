@@ -62,7 +62,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         reason="{offload} is slow and wears the disk; the job does not allow it",
         instead="allow: [offload_nvme]",
         yields_to="offload",
-        evidence="every step reads and writes the whole state, 12 bytes a parameter; a disk is rated for so many",
+        evidence="every step reads and writes the whole state, 12 bytes a parameter; disks have a write limit",
     ),
     Rule(
         name="nvme_needs_a_path",
@@ -157,7 +157,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         name="offload_to_itself",
         kind=Kind.SLOWER,
         is_broken=lambda s, row: s.is_cpu and row.offload is not Offload.NONE,
-        reason="host RAM is where everything lives already: the device is the CPU",
+        reason="the device is the CPU, so everything is in host RAM already",
         instead="no offload",
         yields_to="offload",
         evidence="state of a CPU rank is in host RAM",

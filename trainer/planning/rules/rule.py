@@ -213,7 +213,7 @@ _PINNED = Rule(
     name="pinned",
     kind=Kind.PIN,
     is_broken=_breaks_pin,
-    reason="the job file says {pins}",
+    reason="the job file sets {pins}",
     instead="leave the pin out",
     evidence="the job file",
 )

@@ -133,7 +133,7 @@ def attention(context: PlanningContext, precision: Precision) -> tuple[Attention
     pinned, shape = context.job.pin.attention, context.shape
     if pinned is not None:
         kernel = flash_kernel(context, pinned)
-        return pinned, f"the job file says pin.attention: {pinned}" + (f", by {kernel}" if kernel else "")
+        return pinned, f"the job file sets pin.attention: {pinned}" + (f", by {kernel}" if kernel else "")
     obstacle = obstacle_to_flash(context, precision)
     if obstacle is None:
         kernel = flash_kernel(context, Attention.FLASH)
