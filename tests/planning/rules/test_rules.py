@@ -61,7 +61,7 @@ OF_A_CONTEXT: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("galore_inner_optimizer", "1xRTX-4090", GALORE, "none/bf16-mixed/paged_adamw", "not paged_adamw"),
     ("galore_needs_whole_gradients", "2xRTX-4090", GALORE, "fsdp/bf16-mixed/adamw", "fsdp cuts them"),
     ("galore_8bit_needs_cuda", "1xCPU", GALORE, "none/fp32/adamw_8bit", "is a CPU"),
-    ("nvme_takes_fp32_partitions", "1xRTX-4090", {}, "zero3+nvme_all/bf16/deepspeed_cpu_adam", "for fp32 and stops"),
+    ("nvme_takes_fp32_partitions", "1xRTX-4090", {}, "zero3+nvme_all/bf16/deepspeed_cpu_adam", "as fp32 and stops"),
     ("qlora_needs_whole_weights", "2xRTX-4090", QLORA, "zero3/bf16-mixed/adamw_fused", "4-bit blocks"),
     ("fp8_multiplies_no_4_bit_weights", WITH_TE, QLORA, "none/fp8/adamw_fused", "4-bit ones"),
     ("frozen_base_has_no_update", "1xRTX-4090", {"method": Method.LORA}, "none/bf16-mixed/lomo", "small adapters"),
