@@ -1,11 +1,10 @@
 """Files of a stream that are on a hub: fetched when they are read, removed when they were, and what goes wrong."""
 
 import json
-import os
-import subprocess
-import sys
+from typing import Any
 
 import pytest
+from hub_questions import ask_hub
 from hub_server import COMMIT, Hub, serving
 
 FILES = {"data/a.jsonl": b'{"text": "one"}\n', "data/b.jsonl": b'{"text": ""}\n'}
@@ -14,8 +13,7 @@ PROGRAM = """
 import json, sys, time
 from pathlib import Path
 from shardwise.trainer.runtime.data.sources.rows import RowReading
-from shardwise.trainer.runtime.data.stream.windows import FileFetcher
-from shardwise.trainer.runtime.data.stream.windows import StreamReader
+from shardwise.trainer.runtime.data.stream.windows import FileFetcher, StreamReader
 from shardwise.trainer.spec.data.request import SourceFile
 from shardwise.trainer.spec.errors import ShardwiseError
 from shardwise.trainer.spec.job.sections import DataFormat
@@ -45,20 +43,9 @@ def hub():
 
 def read(folder, url, *names, sizes=None):
     """What a pass over the files reads, or the exit code and words of its error; and what is left in the folder."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith("HF_") and "PROXY" not in name.upper()
-    }
     given = [json.dumps([*map(address, names)]), json.dumps(sizes or [len(FILES.get(name, b"")) for name in names])]
-    answer = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), *given],
-        env=kept | {"HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1", "HOME": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert answer.returncode == 0, answer.stderr
-    return json.loads(answer.stdout.splitlines()[-1])
+    found: list[Any] = ask_hub(PROGRAM, str(folder), *given, home=folder, endpoint=url)
+    return found
 
 
 def test_a_file_is_fetched_and_removed_and_its_rows_are_named_by_its_address(tmp_path, hub):
@@ -73,22 +60,13 @@ def test_a_file_is_fetched_and_removed_and_its_rows_are_named_by_its_address(tmp
 def test_a_hub_that_stumbles_is_asked_again_and_one_that_is_down_ends_the_run(tmp_path, hub):
     hub.refuses["HEAD /datasets/org/rows/resolve"] = 503
     (code, words), _ = read(tmp_path, hub.url, "data/a.jsonl")
-    assert code == 4 and words.startswith(
-        f"data.train: org/rows@{COMMIT}: data/a.jsonl cannot be fetched: the hub cannot be reached\n"
-    )
-    assert words.splitlines()[1] == "mend that, and go on from the last checkpoint with --resume"
+    assert code == 4 and words.startswith(f"data.train: org/rows@{COMMIT}: data/a.jsonl ") and "--resume" in words
     assert len([line for line in hub.requests if line.startswith("HEAD")]) >= 3 * 5
 
 
-def test_a_file_that_is_gone_is_asked_for_once(tmp_path, hub):
+def test_a_file_that_is_gone_is_asked_for_once_and_one_of_another_size_is_refused(tmp_path, hub):
     (code, words), _ = read(tmp_path, hub.url, "data/gone.jsonl", sizes=[5])
     assert code == 4 and "data/gone.jsonl cannot be fetched: " in words
     assert len([line for line in hub.requests if "gone.jsonl" in line]) <= 2
-
-
-def test_a_file_of_another_size_than_listed_is_refused_with_both(tmp_path, hub):
     (code, words), _ = read(tmp_path, hub.url, "data/a.jsonl", sizes=[99])
-    assert (code, words) == (
-        4,
-        f"{address('data/a.jsonl')}: has 16 bytes, the hub listed 99; start again with --resume",
-    )
+    assert code == 4 and words.startswith(address("data/a.jsonl")) and "16" in words and "99" in words

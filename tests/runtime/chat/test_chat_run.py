@@ -38,21 +38,19 @@ CHATML = (
 CONFIG = {**TINY_LLAMA, "vocab_size": 400, "max_position_embeddings": 256}
 
 
-def write_tokenizer(folder: Path, template: str | None) -> Path:
-    """A byte-level BPE that knows ChatML's two tokens."""
-    write_trained_tokenizer(train_tokenizer(iter([numbered_text(100, word="cat")]), vocab_size=300), folder)
-    tokenizer = read_tokenizer(folder)
-    assert tokenizer is not None
-    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory) -> dict[str, Path]:
+    """Of byte-level BPEs that know ChatML's two tokens."""
     root = tmp_path_factory.mktemp("tokenizers")
-    return {"chat": write_tokenizer(root / "chat", CHATML), "plain": write_tokenizer(root / "plain", None)}
+    for name, template in (("chat", CHATML), ("plain", None)):
+        trained = train_tokenizer(iter([numbered_text(100, word="cat")]), vocab_size=300)
+        write_trained_tokenizer(trained, root / name)
+        tokenizer = read_tokenizer(root / name)
+        assert tokenizer is not None
+        tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(root / name)
+    return {"chat": root / "chat", "plain": root / "plain"}
 
 
 @pytest.fixture(scope="module")
@@ -86,19 +84,18 @@ def interrupts():
     signal.signal(signal.SIGINT, before)
 
 
-class Recorded:
-    """The partner's model, with a list of the prompts that it was given."""
+def prompts_of(partner: Partner) -> list[str]:
+    """The prompts that the partner's model is given from now on."""
+    prompts: list[str] = []
+    model: Any = partner.model
+    generate = model.generate
 
-    def __init__(self, partner: Partner) -> None:
-        self.prompts: list[str] = []
-        model: Any = partner.model
-        forward = model.generate
+    def recorded(**inputs):
+        prompts.append(str(partner.tokenizer.decode(inputs["input_ids"][0])))
+        return generate(**inputs)
 
-        def generate(**inputs):
-            self.prompts.append(str(partner.tokenizer.decode(inputs["input_ids"][0])))
-            return forward(**inputs)
-
-        model.generate = generate
+    model.generate = recorded
+    return prompts
 
 
 GREEDY = Manner(max_new_tokens=8, temperature=0.0)
@@ -106,37 +103,36 @@ GREEDY = Manner(max_new_tokens=8, temperature=0.0)
 
 def test_the_whole_talk_is_the_prompt_in_the_words_of_the_template(runs, interrupts):
     partner = load_partner(runs(Method.FULL, "chat"), checkpoint="last")
-    recorded = Recorded(partner)
+    prompts = prompts_of(partner)
     talk = Talk(partner, GREEDY, "Be brief.", interrupts)
-    first, second = talk.answer("Hello 1?"), talk.answer("And 2?")
+    first, _ = talk.answer("Hello 1?"), talk.answer("And 2?")
     opening = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello 1?<|im_end|>\n<|im_start|>assistant\n"
-    assert recorded.prompts == [
+    assert prompts == [
         opening,
         f"{opening}{first}<|im_end|>\n<|im_start|>user\nAnd 2?<|im_end|>\n<|im_start|>assistant\n",
     ]
-    assert isinstance(second, str)
 
 
 def test_without_a_template_each_line_is_continued_by_itself(runs, interrupts):
     partner = load_partner(runs(Method.FULL, "plain"), checkpoint="last")
-    recorded = Recorded(partner)
+    prompts = prompts_of(partner)
     talk = Talk(partner, GREEDY, None, interrupts)
     assert talk.answer("row 1") and talk.answer("row 2")
-    assert recorded.prompts == ["row 1", "row 2"]
+    assert prompts == ["row 1", "row 2"]
     with pytest.raises(InputError, match=r"--system: .*chat template"):
         Talk(partner, GREEDY, "Be brief.", interrupts)
 
 
 def test_old_turns_are_left_out_where_the_talk_outgrows_the_model(runs, interrupts):
     partner = load_partner(runs(Method.FULL, "chat"), checkpoint="last")
-    recorded = Recorded(partner)
+    prompts = prompts_of(partner)
     talk = Talk(partner, GREEDY, "Be brief.", interrupts)
     for number in range(12):
         talk.answer(f"question {number} " + "cat " * 8)
     assert partner.max_positions == 256
-    assert all(len(partner.tokenizer(prompt)["input_ids"]) <= 256 - 8 for prompt in recorded.prompts)
-    assert "question 0 " in recorded.prompts[1] and "question 0 " not in recorded.prompts[-1]
-    assert "question 10 " in recorded.prompts[-1] and recorded.prompts[-1].startswith("<|im_start|>system")
+    assert all(len(partner.tokenizer(prompt)["input_ids"]) <= 256 - 8 for prompt in prompts)
+    assert "question 0 " in prompts[1] and "question 0 " not in prompts[-1]
+    assert "question 10 " in prompts[-1] and prompts[-1].startswith("<|im_start|>system")
     with pytest.raises(InputError, match=r"\d{3} tokens.* 248 "):
         talk.answer("xyz" * 300)
 
@@ -180,12 +176,6 @@ def test_temperature_draws_and_zero_does_not(runs, interrupts):
     assert len({cold.answer("row 1") for _ in range(3)}) == 1
 
 
-def test_a_run_without_a_tokenizer_has_no_words(base, tmp_path):
-    run_dir = save_run(tmp_path / "run", run_of(base, Method.FULL, config=CONFIG))
-    with pytest.raises(InputError, match=r"/run: .*tokenizer"):
-        load_partner(run_dir, checkpoint=None)
-
-
 def command(run_dir: Path, *words: str) -> list[str]:
     return [sys.executable, "-P", "-m", "shardwise.launch.cli", "chat", str(run_dir), *words]
 
@@ -201,14 +191,17 @@ def test_a_pipe_gives_one_answer_for_each_line_and_nothing_else(runs):
     assert len(opening) == 1 and all(fact in opening[0] for fact in ("step 4", "cpu", "chat template"))
 
 
-def test_what_cannot_be_talked_to_is_error_2(runs, tmp_path):
-    for words, facts in (
-        ((tmp_path,), (f"{tmp_path}",)),
-        ((runs(Method.FULL, "plain"), "--checkpoint", "step-9"), ("step 9", "step-4")),
-        ((runs(Method.FULL, "plain"), "--temperature", "-1"), ("temperature", "-1")),
-    ):
-        answer = subprocess.run(command(*words), input="", capture_output=True, text=True, check=False)
-        assert answer.returncode == 2 and all(fact in answer.stderr for fact in facts), answer.stderr
+def test_what_cannot_be_talked_to_is_error_2(runs, base, tmp_path):
+    run_dir = save_run(tmp_path / "run", run_of(base, Method.FULL, config=CONFIG))
+    with pytest.raises(InputError, match=r"/run: .*tokenizer"):
+        load_partner(run_dir, checkpoint=None)
+    with pytest.raises(InputError, match=r"step 9\b.*step-4"):
+        load_partner(runs(Method.FULL, "plain"), checkpoint="step-9")
+    for words, fact in (((str(tmp_path),), str(tmp_path)), ((str(run_dir), "--temperature", "-1"), "temperature")):
+        answer = subprocess.run(
+            command(Path(words[0]), *words[1:]), input="", capture_output=True, text=True, check=False
+        )
+        assert answer.returncode == 2 and fact in answer.stderr, answer.stderr
 
 
 def read_until(descriptor: int, words: str, seconds: float = 500.0) -> str:

@@ -1,5 +1,4 @@
-"""How a stream is cut into windows: every document once a pass, each source its share, and places that can be gone on
-from."""
+"""How a stream is cut into windows: every document once a pass, each source its share, from any place."""
 
 from collections import Counter
 from itertools import chain
@@ -31,13 +30,12 @@ def windows(reader, count):
 
 
 def test_a_pass_is_every_row_once_in_the_order_of_the_files_and_the_next_pass_is_in_another(request_of, tmp_path):
-    files = write_files(tmp_path / "rows", num_files=5)
+    write_files(tmp_path / "rows", num_files=5)
     listed = [f"{file}.{row}" for file in range(5) for row in range(60)]
     read = list(chain(*windows(reader_of(request_of(tmp_path / "rows"), tmp_path), 20)))
     first, second = read[: len(listed)], read[len(listed) : 2 * len(listed)]
     assert first == listed
     assert second != listed and sorted(second) == sorted(listed)
-    assert len(files) == 5
 
 
 def test_a_window_ends_with_the_document_that_reaches_its_size(request_of, tmp_path):
@@ -46,6 +44,8 @@ def test_a_window_ends_with_the_document_that_reaches_its_size(request_of, tmp_p
     items: list[list[Any]] = [reader.read_window() for _ in range(4)]
     sizes = [[len(item.content) for item in window] for window in items]
     assert all(sum(window) >= 1000 > sum(window[:-1]) for window in sizes)
+    write_rows(tmp_path / "few.jsonl", [f"0.{row}" for row in range(9)])
+    assert [len(window) for window in windows(reader_of(request_of(tmp_path / "few.jsonl"), tmp_path), 3)] == [9, 9, 9]
 
 
 @pytest.mark.parametrize("after", [1, 4, 9])
@@ -56,12 +56,6 @@ def test_reading_goes_on_at_a_place_as_if_it_had_never_stopped(request_of, tmp_p
     windows(straight, after)
     again = reader_of(request, tmp_path, straight.places)
     assert windows(again, 8) == windows(straight, 8)
-
-
-def test_small_data_are_one_window_a_pass(request_of, tmp_path):
-    write_files(tmp_path / "rows", num_files=1, rows_of_file=9)
-    reader = reader_of(request_of(tmp_path / "rows"), tmp_path)
-    assert [len(window) for window in windows(reader, 3)] == [9, 9, 9]
 
 
 def test_each_source_gives_every_window_its_weight_times_its_bytes(request_of, tmp_path):
@@ -97,22 +91,18 @@ def test_a_text_longer_than_a_window_goes_on_in_the_next_as_another_document(req
     assert len(blocks) == 2 and all(each.opens_document and str(each.content).endswith("\n") for each in blocks)
 
 
-def test_a_text_that_is_not_utf_8_is_bad_as_a_whole_and_a_long_one_from_its_defect_on(request_of, tmp_path):
+def test_bad_rows_have_their_place_and_a_text_is_bad_from_its_defect_on(request_of, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", ["0.0", "0.1", "0.2"])
+    rows.write_text(rows.read_text().replace("0.1 is a row of text", ""))
     (tmp_path / "short.txt").write_bytes(b"one\ntwo\xff\n")
     (tmp_path / "cut.txt").write_bytes("was cut off: é".encode()[:-1])
     (tmp_path / "long.txt").write_bytes(b"a line of text\n" * 200_000 + b"\xff")
-    request = request_of(tmp_path / "short.txt", tmp_path / "cut.txt", tmp_path / "long.txt", window_bytes=10**8)
+    names = ("short.txt", "cut.txt", "long.txt", "rows.jsonl")
+    request = request_of(*(tmp_path / name for name in names), window_bytes=10**8)
     items = reader_of(request, tmp_path).read_window()
     bad = [item for item in items if isinstance(item, BadRow)]
-    assert [bad_row.where.rpartition("/")[2] for bad_row in bad] == ["short.txt", "cut.txt", "long.txt"]
+    assert [bad_row.where.rpartition("/")[2] for bad_row in bad] == ["short.txt", "cut.txt", "long.txt", "rows.jsonl:2"]
     assert "byte 0xff at offset 7 is not UTF-8" in bad[0].reason
     good = [item for item in items if not isinstance(item, BadRow)]
     assert 0 < sum(len(item.content) for item in good) < 3_000_000
-    assert {item.where.rpartition("/")[2] for item in good} == {"long.txt"}
-
-
-def test_a_bad_row_is_passed_on_at_its_place(request_of, tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", ["0.0", "0.1"])
-    path.write_text(path.read_text() + '{"text": ""}\n')
-    items = reader_of(request_of(path), tmp_path).read_window()
-    assert isinstance(items[-1], BadRow) and items[-1].where == f"{path}:3"
+    assert {item.where.rpartition("/")[2] for item in good} == {"long.txt", "rows.jsonl:1", "rows.jsonl:3"}

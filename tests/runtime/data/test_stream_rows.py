@@ -102,6 +102,8 @@ def straight(profile, workplace):
         maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/streams/run-" in line]
         assert len({line.rpartition("/window-")[2][:8] for line in maps}) <= 1, "what was removed takes room still"
     index = codec.read(run_dir / "stream" / "index.json", StreamIndex)
+    folder = workplace / "cache" / "streams"
+    assert [path.name for path in folder.iterdir()] == ["locks"] and not list((folder / "locks").iterdir())
     assert most <= WINDOWS_AHEAD + 1, f"{most} windows on disk"
     assert len(index.windows) > 6, "too few windows to test anything"
     return steps, index
@@ -113,11 +115,6 @@ def rows_in(profile, steps):
     return re.findall(r"(\d\.\d+) is a row", text)
 
 
-def test_nothing_is_left_when_a_run_has_ended(straight, workplace):
-    assert [path.name for path in (workplace / "cache" / "streams").iterdir()] == ["locks"]
-    assert list((workplace / "cache" / "streams" / "locks").iterdir()) == []
-
-
 def test_no_document_of_a_pass_is_learned_twice_and_none_that_is_held_out(profile, straight):
     """What is dropped is the rest of each window, less than a step."""
     steps, index = straight
@@ -125,19 +122,15 @@ def test_no_document_of_a_pass_is_learned_twice_and_none_that_is_held_out(profil
     num_steps = sum(window.num_examples // 4 for window in of_first_pass)
     learned = rows_in(profile, steps[:num_steps])
     assert len(set(learned)) == len(learned)
+    in_order = sorted(learned, key=lambda name: [int(number) for number in name.split(".")])
+    assert learned != in_order, "rows are shuffled within a window"
     assert set(learned) <= {f"{file}.{row}" for file in range(3) for row in range(60)}
     held_out = TokenRows.open(Path(profile.cache_dir), "eval")
     scored = rows_in(profile, [([tuple(held_out.row(n).tolist()) for n in range(len(held_out))], 0)])
     assert scored and not set(scored) & set(rows_in(profile, steps))
 
 
-def test_the_order_within_windows_differs_from_that_of_the_files(profile, straight):
-    steps, _ = straight
-    learned = rows_in(profile, steps[:10])
-    assert learned != sorted(learned)
-
-
-@pytest.mark.parametrize(("num_ranks", "micro_batch"), [(2, 2), (4, 1), (1, 1)])
+@pytest.mark.parametrize(("num_ranks", "micro_batch"), [(2, 2), (4, 1)])
 def test_any_ranks_and_micro_batches_learn_the_same_rows_in_the_same_steps(
     profile, straight, tmp_path, num_ranks, micro_batch
 ):
@@ -166,37 +159,23 @@ def test_two_ranks_of_a_machine_share_windows_and_the_slower_one_loses_none(prof
 
 
 @pytest.mark.parametrize("step", [3, 13, 14, 26, 39])
-def test_a_resumption_in_any_window_goes_on_with_the_same_rows(profile, straight, workplace, step):
+def test_a_resumption_goes_on_with_the_same_rows_and_reads_no_window_before_its_own(profile, straight, workplace, step):
     with Reading(profile, workplace / "straight", attempt=2 + step, resume=True) as reading:
         assert ids_of(reading, range(step, step + 1)) == straight[0][step : step + 1]
-        rows = reading.rows.at(step).rows
-        assert rows is not None and reading.incidents.texts == []
-
-
-def test_a_resumption_reads_no_window_before_its_own(profile, straight, workplace, tmp_path):
-    with Reading(profile, workplace / "straight", attempt=99, resume=True) as reading:
-        reading.batch(26)
+        assert reading.incidents.texts == []
         request = json.loads(next((reading.cache_root / "streams").glob("run-*/producer.json")).read_text())
     number = request["number"]
-    assert number > 2
+    assert step < 26 or number > 2
     assert request["begin"] == list(map(msgspec.to_builtins, straight[1].windows[number].begin))
 
 
 def test_without_its_index_a_run_reads_the_stream_again_and_says_so(profile, straight, tmp_path):
     with Reading(profile, tmp_path, resume=True) as reading:
         assert ids_of(reading, range(13, 20)) == straight[0][13:20]
-        assert (
-            reading.incidents.texts[0]
-            == f"{tmp_path}/stream/index.json is gone or damaged: the stream is read again from its start"
-        )
-
-
-def test_an_index_of_another_stream_is_refused(profile, straight, workplace, tmp_path):
-    (tmp_path / "stream").mkdir()
-    index = msgspec.structs.replace(straight[1], fingerprint="f" * 32)
-    codec.write(tmp_path / "stream" / "index.json", index)
+        assert reading.incidents.texts[0].startswith(f"{tmp_path}/stream/index.json ")
+    codec.write(tmp_path / "stream" / "index.json", msgspec.structs.replace(straight[1], fingerprint="f" * 32))
     with pytest.raises(InputError, match="is of another stream"):
-        Reading(profile, tmp_path, resume=True)
+        Reading(profile, tmp_path, attempt=2, resume=True)
 
 
 def wait_until(condition):
@@ -216,7 +195,7 @@ def test_a_killed_producer_ends_the_run_with_a_sentence_and_leaves_nothing_for_t
     os.kill(producer_of(reading).pid, signal.SIGKILL)
     with pytest.raises(EnvironmentFaultError) as caught:
         ids_of(reading, range(NUM_STEPS))
-    assert str(caught.value).startswith("the process that prepares the stream was ended by SIGKILL; ")
+    assert "SIGKILL" in str(caught.value)
     (left,) = (reading.cache_root / "streams").glob("run-*")
     os.close(reading.rows._producer._lock)
     other = reading.cache_root / "streams" / "other"
@@ -229,29 +208,6 @@ def test_a_killed_producer_ends_the_run_with_a_sentence_and_leaves_nothing_for_t
     wait_until(is_removed)  # the kernel frees the lock when the last process that was killed has ended
 
 
-def test_a_window_that_was_not_finished_is_never_read(profile, straight, tmp_path):
-    """Killed at any moment, the producer leaves a partial folder at most; whole windows have their final name."""
-    reading = Reading(profile, tmp_path)
-    reading.batch(0)
-    wait_until(lambda: list((reading.cache_root / "streams").glob("run-*/.partial")) or reading.windows_on_disk())
-    os.kill(producer_of(reading).pid, signal.SIGKILL)
-    for window in reading.windows_on_disk():
-        assert len(TokenRows.open(window, "train")) > 0
-        assert (window / "window.json").is_file()
-    reading.rows.close()
-
-
-def test_a_producer_ends_with_its_rank_and_its_folder_goes(profile, straight, tmp_path):
-    reading = Reading(profile, tmp_path)
-    reading.batch(0)
-    process = producer_of(reading)
-    wait_until(reading.windows_on_disk)
-    process.terminate()  # what the kernel sends it when the rank ends
-    assert process.wait(30) != 0
-    assert not list((reading.cache_root / "streams").glob("run-*"))
-    reading.rows.close()
-
-
 def test_a_file_that_changes_while_it_is_read_ends_the_run_with_both_sizes(tmp_path):
     files = write_files(tmp_path / "rows")
     profile = prepared_stream(tmp_path / "rows", cache_root=tmp_path / "cache")
@@ -259,36 +215,23 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run_with_both_sizes(tmp_p
     files[2].write_text(files[2].read_text() + '{"text": "one more"}\n')
     with Reading(profile, tmp_path / "run") as reading, pytest.raises(InputError) as caught:
         ids_of(reading, range(NUM_STEPS))
-    words = f"{files[2]}: changed since it was listed ({before} bytes then, {before + 21} now); start again"
-    assert str(caught.value) == words
+    assert re.match(rf"{files[2]}: changed .*\b{before}\b.*\b{before + 21}\b", str(caught.value))
 
 
-def with_a_bad_row(tmp_path):
-    files = write_files(tmp_path / "rows")
-    files[2].write_text(files[2].read_text().replace('"2.50 is a row of text"', '""'))
-    return files[2]
-
-
-def test_a_bad_row_of_a_later_window_stops_the_run_and_names_it(tmp_path):
-    path = with_a_bad_row(tmp_path)
+def test_bad_rows_of_later_windows_stop_the_run_or_are_counted_in_one_incident(tmp_path):
+    path = write_files(tmp_path / "rows")[2]
+    path.write_text(path.read_text().replace('"2.50 is a row of text"', '""'))
     profile = prepared_stream(tmp_path / "rows", cache_root=tmp_path / "cache")
     with Reading(profile, tmp_path / "run") as reading, pytest.raises(InputError) as caught:
         ids_of(reading, range(NUM_STEPS))
-    first, second = str(caught.value).splitlines()
-    assert re.fullmatch(rf'data: 1 of \d+ rows cannot be used: {path}:51: field "text" is empty', first)
-    assert second == "mend them, or leave out a few with data.bad_rows=skip"
-
-
-def test_bad_rows_that_are_skipped_are_counted_in_one_incident(tmp_path):
-    path = with_a_bad_row(tmp_path)
+    assert re.match(rf"data: 1 of \d+ rows .*{path}:51: .*\n.*data\.bad_rows=skip", str(caught.value))
     settings = {"bad_rows": BadRows.SKIP, "bad_rows_max": 0.1}
     profile = prepared_stream(tmp_path / "rows", cache_root=tmp_path / "cache", **settings)
-    with Reading(profile, tmp_path / "run") as reading:
+    with Reading(profile, tmp_path / "skipping") as reading:
         ids_of(reading, range(NUM_STEPS))
     bad, again = sorted(reading.incidents.texts)
-    assert re.fullmatch(r"the stream came to its end, and began again in the window of step \d+", again)
-    words = rf'\d bad rows of the stream were left out: {path}:51: field "text" is empty; in \d windows'
-    assert re.fullmatch(words, bad)  # once a pass
+    assert re.search(r"began again in the window of step \d+", again)
+    assert re.match(rf"\d bad rows .*{path}:51: .*in \d windows", bad)  # once a pass
 
 
 def test_a_window_without_a_step_is_refused_with_both_numbers(tmp_path):
@@ -317,7 +260,7 @@ def test_pairs_and_rows_that_are_not_packed_stream_as_well(tmp_path):
     assert len(set(seen)) == len(seen) == 48
 
 
-def test_a_rank_that_waits_can_be_stopped_as_it_only_asks_whether_the_window_is_there(profile, straight, tmp_path):
+def test_a_rank_can_ask_whether_a_window_is_there_without_waiting(profile, straight, tmp_path):
     with Reading(profile, tmp_path) as reading:
         steps = straight[1].windows[0].num_examples // 4
         assert reading.rows.is_next_window(0) and reading.rows.is_ready(0)

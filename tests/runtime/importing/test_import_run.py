@@ -42,7 +42,7 @@ def test_a_sharded_folder_keeps_its_files_and_index(base, tmp_path):
     assert torch.equal(logits(tmp_path / "out"), logits(base))
 
 
-@pytest.mark.parametrize("nest", [None, "state_dict", "model"])
+@pytest.mark.parametrize("nest", [None, "model"])
 def test_pickled_weights_become_safetensors(nest, base, tmp_path):
     saved_by_torch(base, tmp_path / "in", lambda weights: weights if nest is None else {nest: weights, "epoch": 3})
     done = imported(tmp_path / "in", tmp_path / "out")
@@ -81,7 +81,6 @@ def test_files_are_of_a_bounded_size_and_have_an_index(base, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("before", "wrapper"),
     [
-        ("", "module."),
         ("", "module._orig_mod."),
         ("", "base_model.model."),
         ("layers.0.", "_fsdp_wrapped_module."),
@@ -98,18 +97,15 @@ def test_names_of_wrappers_of_the_model_or_of_a_block_are_taken_off(before, wrap
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_weights_are_rounded_to_the_type_that_was_asked_for(base, tmp_path):
+def test_weights_are_of_the_requested_type_or_of_their_own(base, tmp_path):
     done = imported(base, tmp_path / "out", dtype=WeightType.BF16)
     assert done.dtype == "BF16" and config_of(tmp_path / "out")["dtype"] == "bfloat16"
     written, held = load_file(tmp_path / "out" / "model.safetensors"), load_file(base / "model.safetensors")
     assert all(torch.equal(written[name], each.bfloat16()) for name, each in held.items())
     assert done.num_bytes == sum(each.numel() * 2 for each in held.values())
-
-
-def test_a_type_is_kept_and_the_config_says_it(base, tmp_path):
     saved_by_torch(base, tmp_path / "in", lambda weights: {name: each.half() for name, each in weights.items()})
-    assert imported(tmp_path / "in", tmp_path / "out").dtype == "F16"
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype is torch.float16
+    assert imported(tmp_path / "in", tmp_path / "kept").dtype == "F16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "kept").dtype is torch.float16
 
 
 def test_tied_weights_are_stored_once(tmp_path):
@@ -122,19 +118,8 @@ def test_tied_weights_are_stored_once(tmp_path):
     assert any("tied" in note and "lm_head.weight" in note for note in done.notes)
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(logits(tmp_path / "out"), logits(tied))
-
-
-def test_tied_weights_that_differ_are_refused(tmp_path):
-    tied = write_base(tmp_path / "base", {**TINY_LLAMA, "tie_word_embeddings": True})
-
-    def with_other_head(weights):
-        return {**weights, "lm_head.weight": weights["model.embed_tokens.weight"] + 1}
-
-    assert_refused(
-        saved_by_torch(tied, tmp_path / "in", with_other_head),
-        tmp_path / "out",
-        r"lm_head\.weight.*model\.embed_tokens\.weight.*ties",
-    )
+    other = saved_by_torch(tied, tmp_path / "other", lambda weights: changed(with_head(weights), HEAD))
+    assert_refused(other, tmp_path / "no", r"lm_head\.weight.*model\.embed_tokens\.weight.*ties")
 
 
 @pytest.fixture(scope="module")
@@ -192,32 +177,32 @@ def test_a_kind_that_the_files_are_not_is_refused(kind, fact, trainer_folder, tm
     assert imported(trainer_folder, tmp_path / "out", kind=ImportKind.HUGGINGFACE).kind is ImportKind.HUGGINGFACE
 
 
-def without(name):
-    return lambda weights: {key: each for key, each in weights.items() if key != name}
+HEAD, NORM = "lm_head.weight", "model.norm.weight"
 
 
-def changed(name, change):
-    return lambda weights: {**weights, name: change(weights.get(name, torch.zeros(2)))}
+def changed(weights, name, change=lambda each: each + 1):
+    return {**weights, name: change(weights.get(name, torch.zeros(2)))}
 
 
 def poison(tensor):
-    tensor = tensor.clone()
-    tensor.view(-1)[-1] = torch.nan
-    return tensor
+    return tensor.index_fill(0, torch.tensor(-1), torch.nan)
 
 
 @pytest.mark.parametrize(
     ("change", "fact"),
     [
-        (without("model.norm.weight"), r"Llama.*/config\.json(?s:.*)\nmissing: model\.norm\.weight$"),
-        (changed("model.extra", torch.clone), r"\nunexpected: model\.extra$"),
+        (
+            lambda weights: {name: each for name, each in weights.items() if name != NORM},
+            r"Llama.*/config\.json(?s:.*)\nmissing: model\.norm\.weight$",
+        ),
+        (lambda weights: changed(weights, "model.extra"), r"\nunexpected: model\.extra$"),
         (
             lambda weights: {f"x.{name}": each for name, each in weights.items()},
             r"missing: lm_head\.weight, .* 18 more\nunexpected: x\.lm_head\.weight, .* 18 more",
         ),
-        (changed("lm_head.weight", lambda each: each[:-1]), r"lm_head\.weight .*\(255, 64\)"),
-        (changed("model.norm.weight", poison), r"model\.norm\.weight .*NaN"),
-        (changed("model.norm.weight", torch.Tensor.to_sparse), r"torch\._utils\._rebuild_sparse_tensor"),
+        (lambda weights: changed(weights, HEAD, lambda each: each[:-1]), r"lm_head\.weight .*\(255, 64\)"),
+        (lambda weights: changed(weights, NORM, poison), r"model\.norm\.weight .*NaN"),
+        (lambda weights: changed(weights, NORM, torch.Tensor.to_sparse), r"torch\._utils\._rebuild_sparse_tensor"),
         (lambda weights: {**weights, "module.lm_head.weight": weights["lm_head.weight"]}, r"lm_head\.weight twice"),
         (lambda weights: {**weights, "step": 3}, "'step'"),
         (lambda weights: [*weights.values()], r"\blist\b"),
@@ -230,11 +215,10 @@ def test_weights_that_are_not_the_models_are_refused_and_leave_nothing(change, f
 
 
 def test_numbers_too_large_for_the_type_are_refused(base, tmp_path):
-    saved_by_torch(base, tmp_path / "in", changed("model.norm.weight", lambda each: each * 1e6))
-    assert_refused(
-        tmp_path / "in", tmp_path / "out", r"model\.norm\.weight .*torch\.float16.*--dtype", dtype=WeightType.FP16
-    )
-    imported(tmp_path / "in", tmp_path / "out", dtype=WeightType.BF16)
+    folder = saved_by_torch(base, tmp_path / "in", lambda weights: changed(weights, NORM, lambda each: each * 1e6))
+    fact = r"model\.norm\.weight .*torch\.float16.*--dtype"
+    assert_refused(folder, tmp_path / "out", fact, dtype=WeightType.FP16)
+    imported(folder, tmp_path / "out", dtype=WeightType.BF16)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +246,7 @@ def test_a_checkpoint_without_a_config_names_the_option(base, tmp_path):
 
 
 def test_code_that_a_config_names_is_not_kept(base, tmp_path):
+    assert_refused(base, tmp_path / "out", r"--base: .*/base .*adapter", base=str(base))
     saved_by_torch(base, tmp_path / "in")
     config = {**config_of(base), "auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
@@ -279,29 +264,21 @@ def test_checkpoints_of_shardwise_are_shown_the_way(tmp_path):
     assert_refused(folder.parents[1], tmp_path / "out", r"\nshardwise export .*/runs/cats OUT$")
 
 
-def test_a_disk_that_is_too_small_is_seen_before_anything_is_written(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda _: _ntuple_diskusage(10**9, 10**9, 1000))
-    with pytest.raises(EnvironmentFaultError, match=r"/out: .* 4\d\d KiB.* 1000 B\b"):
-        imported(saved_by_torch(base, tmp_path / "in"), tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-def test_a_folder_that_cannot_be_made_is_said_so(base, tmp_path):
+def test_a_disk_in_the_way_is_an_environment_fault(base, tmp_path, monkeypatch):
+    """It has a file in the place of a folder, a folder that is not replaced, or too little room."""
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFaultError, match=r"file/out: "):
         imported(base, tmp_path / "file" / "out")
-
-
-def test_a_folder_that_came_meanwhile_is_not_replaced(base, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "theirs").write_text("kept")
-    with pytest.raises(EnvironmentFaultError, match=r"/out: .*Directory not empty"):
-        imported(base, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out" / "theirs").exists()
-
-
-def test_a_base_for_what_is_no_adapter_is_refused(base, tmp_path):
-    assert_refused(base, tmp_path / "out", r"--base: .*/base .*adapter", base=str(base))
+    theirs = tmp_path / "theirs" / "kept"
+    theirs.parent.mkdir()
+    theirs.write_text("")
+    with pytest.raises(EnvironmentFaultError, match=r"/theirs: .*Directory not empty"):
+        imported(base, theirs.parent)
+    assert theirs.exists()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: _ntuple_diskusage(10**9, 10**9, 1000))
+    with pytest.raises(EnvironmentFaultError, match=r"/out: .* 4\d\d KiB.* 1000 B\b"):
+        imported(saved_by_torch(base, tmp_path / "in"), tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "file", "theirs"}
 
 
 def test_progress_is_told_in_bytes(base, tmp_path, monkeypatch):
