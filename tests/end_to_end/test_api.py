@@ -20,11 +20,6 @@ def test_a_plan_is_a_value_with_reasons():
     assert plan.schedule.lr == 1e-4 and plan.rejections and plan.chosen.reasons
 
 
-def test_an_estimate_says_whether_it_fits():
-    estimate = shardwise.estimate("job.yaml", vram="2GiB")
-    assert estimate.fits and sum(estimate.memory.parts.values()) == estimate.memory.peak_allocated_bytes
-
-
 def test_training_returns_the_report(capsys):
     report = shardwise.train("job.yaml", "train.steps=2", run_dir="runs/api")
     assert isinstance(report, shardwise.Report) and report.step == 2 and report.export == "export"

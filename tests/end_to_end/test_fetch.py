@@ -128,14 +128,3 @@ def test_a_download_that_was_broken_off_is_gone_on_with(online: Workplace, hub: 
     lines = online.run("fetch", "job.yaml", "--no-prepare").stdout.splitlines()
     assert " in 1 file into " in lines[0] and "here already" in lines[1]
     assert broken.is_file()
-
-
-def test_without_a_hub_the_next_step_is_said(online: Workplace):
-    answer = offline(online).run("fetch", "job.yaml", check=False)
-    assert answer.returncode == 4
-    assert "org/model" in answer.stderr and "HF_HUB_OFFLINE" in answer.stderr
-
-
-def test_a_job_that_is_all_here_needs_nothing(workplace: Workplace):
-    lines = offline(workplace).run("fetch", "job.yaml", "--no-prepare").stdout.splitlines()
-    assert lines == ["nothing had to be fetched", "without a network: HF_HUB_OFFLINE=1 shardwise train job.yaml"]

@@ -68,17 +68,3 @@ def test_a_rung_that_runs_out_of_memory_is_shown_and_the_ladder_goes_on(workplac
     assert (last["outcome"], last["exit_code"]) == ("ran", 0)
     assert last["peak_change"] is None
     assert "exit code 5" in answer.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("--rungs", "fp32,chunkd"), "chunked?"),
-        (("--steps", "2"), "third step"),
-        (("--html", "no/folder/page.html"), "no/folder"),
-    ],
-)
-def test_what_is_wrong_shows_before_the_first_rung(workplace, words, told):
-    answer = workplace.run("ladder", "job.yaml", *words, check=False)
-    assert answer.returncode == 2
-    assert told in answer.stderr and len(answer.stderr.splitlines()) == 1

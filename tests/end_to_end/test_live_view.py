@@ -139,12 +139,3 @@ def test_a_watcher_that_is_interrupted_leaves_the_run_alone(workplace: Workplace
     assert process.returncode == 0, output
     assert "\x1b" not in output, "its own output is no terminal"
     assert re.search(r"\[#+-*\] \d+/60  loss \d\.\d{4}  lr ", output)
-
-
-def test_a_finished_run_is_watched_once(trained):
-    place, run_dir, _ = trained()
-    answer = place.run("watch", run_dir)
-    assert answer.stdout.splitlines()[-2:] == [
-        f"{run_dir.relative_to(place.folder)}: finished at step 8",
-        f"  shardwise report {run_dir.relative_to(place.folder)}",
-    ]

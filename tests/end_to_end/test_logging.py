@@ -3,7 +3,6 @@
 import json
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -122,15 +121,6 @@ def test_a_server_that_refuses_stops_nothing_and_no_key_is_in_any_file(workplace
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
 
 
-def test_a_tracker_that_hangs_delays_neither_training_nor_the_requeue(workplace: Workplace):
-    path = write_stand_in(workplace.folder / "stand in", "hangs when a run begins")
-    place = Workplace(workplace.folder, workplace.environment | {"PYTHONPATH": str(path)})
-    place.write_job(log={"wandb": "offline"}, train={"steps": 40})
-    output = stop_in_the_middle(place)
-    assert "wandb: not done" in output
-    assert (place.only_run() / "report.json").is_file()
-
-
 def test_a_run_that_fails_before_its_first_step_is_told_of_while_wandb_raises(workplace: Workplace):
     path = write_stand_in(workplace.folder / "stand in", "raises when it is loaded")
     place = Workplace(workplace.folder, workplace.environment | {"PYTHONPATH": str(path)})
@@ -144,8 +134,3 @@ def test_a_run_that_fails_before_its_first_step_is_told_of_while_wandb_raises(wo
     (message,) = told(place)
     assert (message["ending"], message["step"]) == ("failed", 0)
     assert "a fault of mine" in message["error"]
-
-
-def test_no_file_of_the_trackers_is_there_where_nobody_asked(trained) -> None:
-    _, run_dir, _ = trained()
-    assert not {"wandb", "wandb.json", "tensorboard", "logs"} & {path.name for path in Path(run_dir).iterdir()}

@@ -34,8 +34,3 @@ def test_time_alone_is_told_and_nothing_is_left(workplace):
     assert any("2 steps were timed" in line for line in lines)
     assert not (workplace.folder / "runs").exists()
     assert list((workplace.folder / "cache" / "profile").iterdir()) == []
-
-
-def test_too_few_steps_are_refused(workplace):
-    answer = workplace.run("profile", "job.yaml", "--steps", "4", check=False)
-    assert answer.returncode == 2 and "5" in answer.stderr

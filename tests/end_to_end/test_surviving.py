@@ -180,13 +180,6 @@ def test_a_fallback_whose_operator_cannot_be_built_is_left_out(
     assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
 
 
-def test_an_error_of_the_input_is_not_tried_again(alone, tmp_path):
-    outcome, printed = run_plan(with_faults(alone, tmp_path, [Fault("error", 0, 4)]), tmp_path / "run")
-    assert outcome.exit_code is ExitCode.ENVIRONMENT and outcome.report is not None, printed
-    (only,) = outcome.report.history
-    assert "RuntimeError: a bug in a kernel" in only.cause
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB: three checkpoints of this model."""
@@ -246,21 +239,3 @@ def test_every_engine_survives(plan, undisturbed, tmp_path, sharding):
         (report.Fault.HUNG, 6),
         (None, 10),
     ]
-
-
-@pytest.mark.long
-def test_a_step_that_always_fails_ends_the_run_with_its_reason(plan, tmp_path):
-    """A mark that can never be set: the fault strikes in every attempt."""
-    faults = [Fault("error in backward", 1, 5), Fault("error in backward", 1, 1), Fault("error in backward", 1, 1)]
-    outcome, printed = run_plan(with_faults(plan, tmp_path, faults), tmp_path / "run")
-    assert outcome.exit_code is ExitCode.ENVIRONMENT and outcome.report is not None, printed
-    assert "rank 1" in outcome.report.error and "RuntimeError: a bug in a kernel" in outcome.report.error
-    assert [each.step for each in outcome.report.history] == [4, 4], "the last before the first step of its attempt"
-
-
-@pytest.mark.long
-def test_memory_that_never_suffices_ends_with_the_exit_code_of_it(plan, tmp_path):
-    faults = [Fault("oom in forward", 0, 3), Fault("oom in forward", 1, 1), Fault("oom in backward", 0, 1)]
-    outcome, printed = run_plan(with_faults(plan, tmp_path, faults), tmp_path / "run")
-    assert outcome.exit_code is ExitCode.OUT_OF_MEMORY and outcome.report is not None, printed
-    assert [each.micro_batch for each in outcome.report.history] == [4, 2, 1]

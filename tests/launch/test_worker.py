@@ -64,11 +64,6 @@ def test_a_worker_that_takes_too_long_is_ended_with_its_children(module_of, tmp_
     wait_until_gone(*pids_in(tmp_path / "pid"))
 
 
-def test_a_python_that_is_missing_is_an_environment_fault(module_of):
-    with pytest.raises(EnvironmentFaultError, match="/no/python"):
-        lines_of(module_of(""), python="/no/python")
-
-
 def test_workers_that_wait_for_a_failed_one_are_ended(module_of, tmp_path):
     module = module_of("if sys.argv[1] == '1': sys.exit('no such backend')\ntime.sleep(600)\n")
     environment = {"PYTHONPATH": str(tmp_path), "PATH": str(Path(sys.executable).parent)}

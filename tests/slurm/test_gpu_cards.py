@@ -1,11 +1,10 @@
 """GRES types as sites write them, and the card of the catalogue that each means."""
 
 import pytest
-from slurm_texts import CLUSTERS, nodes_of, slurm_text
+from slurm_texts import CLUSTERS, nodes_of
 
 from shardwise.slurm.cluster import parse_gres
-from shardwise.slurm.gpu_cards import card_of, gpus_of_row
-from shardwise.trainer.planning.tables.gpu_names import card_name, rows_of_model
+from shardwise.slurm.gpu_cards import card_of
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
 from shardwise.trainer.spec.units import GIB
 
@@ -13,47 +12,30 @@ TOLD = [
     # GRES, features, the card, whether others would fit as well
     ("gpu:nvidia_h100_80gb_hbm3:8", (), "H100-SXM5-80GB", False),
     ("gpu:nvidia_a100-sxm4-80gb:8(S:1,3,5,7)", (), "A100-SXM4-80GB", False),
-    ("gpu:nvidia_a100-pcie-40gb:2", (), "A100-PCIe-40GB", False),
     ("gpu:nvidia_a100_80gb_pcie:2", (), "A100-PCIe-80GB", False),
     ("gpu:nvidia_h100_nvl:1,VramPerGpu:no_consume:94G", (), "H100-NVL-94GB", False),
-    ("gpu:v100-sxm2-32gb:4", (), "V100-32GB", False),
     ("gpu:tesla_v100-pcie-32gb:2", (), "V100-PCIe-32GB", False),
     ("gpu:a100_80gb:4", (), "A100-SXM4-80GB", True),
-    ("gpu:a100-80g:4", (), "A100-SXM4-80GB", True),
     ("gpu:A100.80gb:4", (), "A100-SXM4-80GB", True),
-    ("gpu:rtx3090:8", (), "RTX-3090", False),
     ("gpu:rtx_3090:8,mps:rtx_3090:800", (), "RTX-3090", False),
-    ("gpu:nvidia_geforce_rtx_3090:4", (), "RTX-3090", False),
     ("gpu:3090:4", (), "RTX-3090", False),
     ("gpu:2080ti:4", (), "RTX-2080Ti", False),
     ("gpu:geforce_rtx_2080_ti:10(S:0)", ("GPU_MEM:11GB",), "RTX-2080Ti", False),
-    ("gpu:rtx_a6000:8", (), "RTX-A6000", False),
     ("gpu:a6000:8", (), "RTX-A6000", False),
     ("gpu:rtx6000ada:4", (), "RTX-6000-Ada", False),
-    ("gpu:l40s:4", (), "L40S", False),
-    ("gpu:h200:8", (), "H200", False),
-    ("gpu:gh200:1", (), "GH200", False),
     ("gpu:nvidia_gh200_480gb:1", (), "GH200", False),  # the host's 480 GB
-    ("gpu:t4:1", (), "T4", False),
-    ("gpu:v100s:2", (), "V100S-PCIe-32GB", False),
     ("gpu:nvidia_geforce_rtx_3080:4", (), "RTX-3080-10GB", True),
     ("gpu:nvidia_geforce_rtx_3080:4", ("GPU_MEM:12GB",), "RTX-3080-12GB", False),
     # a type that fits several rows: the least memory, on a baseboard where there are as many as on one
     ("gpu:a100:8", (), "A100-SXM4-40GB", True),
     ("gpu:a100:2", (), "A100-PCIe-40GB", True),
-    ("gpu:h100:8", (), "H100-SXM5-80GB", True),
-    ("gpu:v100:4", (), "V100-16GB", True),
     # features decide
     ("gpu:a100:4", ("a100", "intel", "40gb"), "A100-SXM4-40GB", True),
     ("gpu:a100:4", ("gpu", "a100", "hbm80g"), "A100-SXM4-80GB", True),
-    ("gpu:a100:4", ("gpu80",), "A100-SXM4-80GB", True),
-    ("gpu:a100:4", ("a100-80gb",), "A100-SXM4-80GB", True),
     ("gpu:a100:4", ("gpu_mem:80GB",), "A100-SXM4-80GB", True),
     ("gpu:a100:2", ("sxm", "80gb"), "A100-PCIe-80GB", True),
     ("gpu:V100:4", ("GPU_SKU:V100", "GPU_MEM:32GB", "GPU_CC:7.0"), "V100-32GB", True),
     ("gpu:8(S:0-1)", ("A100-80GB",), "A100-SXM4-80GB", True),
-    ("gpu:4(S:0-1)", ("H100-92GB",), "H100-NVL-94GB", False),
-    ("gpu:2", ("skylake", "v100"), "V100-PCIe-16GB", True),
     ("gpu:1", ("icelake", "mem512GB", "rack_f1", "gpua40"), "A40", False),
     # the RAM of a node, its scratch and its network are no memory of a GPU
     ("gpu:a100:4", ("mem80gb", "scr80gb", "ib80g"), "A100-SXM4-40GB", True),
@@ -62,12 +44,8 @@ TOLD = [
     ("gpu:2", ("a100", "v100"), None, False),
     # nothing is guessed at
     ("gpu:8", (), None, False),
-    ("gpu:2", ("NVIDIA", "RACK31"), None, False),
-    ("gpu:tesla:2", (), None, False),
     ("gpu:gtx_1080:4", (), None, False),
-    ("gpu:gtx_titan:2", (), None, False),
     ("gpu:v100_8gb:1", (), None, False),
-    ("gpu:rtxproserver6000:1", (), None, False),
 ]
 
 
@@ -99,7 +77,6 @@ def test_every_card_is_found_under_its_own_names(name):
     [
         ("a100_1g.5gb", (), "A100 MIG 1g.5gb", 4.75, (8, 0)),
         ("nvidia_a100_3g.20gb", (), "A100 MIG 3g.20gb", 19.5, (8, 0)),
-        ("nvidia_h100_80gb_hbm3_1g.10gb", (), "H100 MIG 1g.10gb", 9.5, (9, 0)),
         ("3g.40gb", ("A100-80GB",), "A100 MIG 3g.40gb", 39.25, (8, 0)),
         ("rtxpro6000_1g.24gb", (), "RTX MIG 1g.24gb", 22.8, (12, 0)),  # a profile without a row
     ],
@@ -114,20 +91,6 @@ def test_a_slice_has_the_memory_of_its_profile_and_the_chip_of_its_card(kind, fe
     assert gpu.memory_bytes == pytest.approx(memory_gib * GIB, abs=1)
 
 
-def test_a_slice_of_nothing_known_is_no_card():
-    assert card_of(parse_gres("gpu:1g.5gb:7")[0]) is None
-
-
-def test_the_groups_that_sinfo_lists_are_named_too():
-    """`sinfo -o "%G %f"` of a partition of four kinds of nodes."""
-    cards = []
-    for line in slurm_text("slac", "sinfo.txt").splitlines()[1:]:
-        _, _, _, _, _, _, _, gres, _, features = line.split()
-        choice = card_of(parse_gres(gres)[0], features.split(","))
-        cards.append(choice and choice.gpu.spec_name)
-    assert cards == ["V100-32GB", None, "RTX-2080Ti", "V100-32GB"]
-
-
 def test_every_gpu_of_the_captured_clusters_is_a_card_or_is_known_not_to_be():
     unknown = {
         (cluster, node.name)
@@ -138,10 +101,3 @@ def test_every_gpu_of_the_captured_clusters_is_a_card_or_is_known_not_to_be():
     }
     assert {cluster for cluster, _ in unknown} == {"fake_nodes", "goethe", "parallelcluster", "tum"}
     assert {name for cluster, name in unknown if cluster == "tum"} == {"n07", "n08"}
-
-
-def test_names_are_cut_into_model_memory_and_form():
-    name = card_name("nvidia_a100-sxm4-80gb")
-    assert (name.model, name.memory_gib, name.form) == ("a100", 80, "sxm")
-    assert [row.name for row in rows_of_model("h200")] == ["H200", "H200-NVL"]
-    assert [gpu.index for gpu in gpus_of_row("H200", 3)] == [0, 1, 2]

@@ -94,18 +94,13 @@ def test_the_accounting_is_read():
     [
         ("Priority", "priority"),
         ("Job's_account_not_permitted_to_use_this_partition_(staff_allows_staff_not_vision)", "account"),
-        ("Job's account not permitted to use this partition (a allows b,c not d)", "cancel it"),
         ("Job's_QOS_not_permitted_to_use_this_partition_(long_allows_long_not_normal)", "QOS"),
         ("QOSMaxNodePerJobLimit", "than one job"),
-        ("QOSMaxJobsPerUserLimit", "number of your jobs"),
         ("AssocMaxJobsLimit", "number of your jobs"),
         ("ReqNodeNotAvail, UnavailableNodes:gpu-q-[2-47]", "down, drained or reserved"),
         ("QOSMaxGRESPerUser", "your jobs together"),
-        ("MaxGRESPerAccount", "your jobs together"),
         ("QOSMaxWallDurationPerJobLimit", "more time"),
         ("QOSGrpGRES", "all jobs of this QOS"),
-        ("AssocGrpGRES", "all jobs of your account"),
-        ("launch failed requeued held", "scontrol release"),
         (None, "not considered"),
     ],
 )
@@ -149,8 +144,5 @@ def test_the_time_that_is_left_is_read_from_the_queue(slurm: SlurmCluster):
     left_s = read_seconds_left(limited, slurm.environment)
     assert left_s is not None and 500 < left_s <= 600
     assert read_seconds_left(endless, slurm.environment) is None
-
-
-def test_an_unknown_job_and_a_machine_without_slurm_have_no_limit(slurm: SlurmCluster):
     assert read_seconds_left("999999", slurm.environment) is None
     assert read_seconds_left("1", {"PATH": "/nonexistent"}) is None

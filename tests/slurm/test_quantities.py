@@ -18,14 +18,9 @@ from shardwise.trainer.spec.units import GIB, MIB
     [
         ("60", 3600),
         ("30:00", 1800),
-        ("04:00:00", 14400),
         ("2-00:00:00", 172800),
-        ("1-12", 129600),
         ("7-12:30", 649800),
-        ("00:01:00", 60),
         ("UNLIMITED", None),
-        ("INFINITE", None),
-        ("NONE", None),
         ("", None),
         (None, None),
     ],
@@ -54,7 +49,6 @@ def test_amounts_are_powers_of_1024():
     ("hours", "limit_s", "jobs", "words"),
     [
         (38, 172800, 1, "38 h 00 min at a limit of 2-00:00:00: one job"),
-        (48, 172800, 1, "2.0 days at a limit of 2-00:00:00: one job"),
         (60, 86400, 3, "2.5 days at a limit of 1-00:00:00: 3 jobs, which continue each other"),
         (0.1, 60, 6, "6 min 00 s at a limit of 00:01:00: 6 jobs, which continue each other"),
         (500, None, 1, "20.8 days; gpu sets no time limit: one job"),

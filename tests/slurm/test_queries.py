@@ -6,7 +6,6 @@ from slurm_texts import install_slurm, slurm_text
 from shardwise.slurm.queries import (
     read_associations,
     read_config,
-    read_nodes,
     read_partitions,
     read_qos_limits,
     run_slurm,
@@ -18,14 +17,6 @@ def program(folder, name, script):
     (folder / name).write_text(f"#!/bin/sh\n{script}\n")
     (folder / name).chmod(0o755)
     return {"PATH": f"{folder}:/usr/bin:/bin"}
-
-
-def test_a_cluster_answers(tmp_path):
-    environment = install_slurm(tmp_path, "fake_nodes")
-    assert [one.name for one in read_partitions(environment)][:3] == ["debug", "low", "gpu"]
-    assert {node.name for node in read_nodes(environment)} >= {"n1", "a7", "m1", "p16"}
-    with pytest.raises(EnvironmentFaultError, match=r"sacctmgr .*accounting_storage"):
-        read_associations("me", "fake_nodes", environment)
 
 
 def test_commands_are_run_in_plain_english_and_user_text_reaches_no_shell(tmp_path):

@@ -50,14 +50,6 @@ def test_every_captured_cluster_parses_and_has_a_source(cluster):
     assert "https://" in source or "Slurm 22.05.8" in source or "GitHub" in source
 
 
-def test_there_are_many_clusters_and_all_kinds_of_them():
-    nodes = [node for cluster in CLUSTERS for node in nodes_of(cluster).values()]
-    kinds = {one.kind for node in nodes for one in node.gpus}
-    assert len(CLUSTERS) >= 6 and None in kinds and "a100" in kinds and "3g.40gb" in kinds
-    assert {(node.version or "")[:2] for node in nodes} >= {"18", "19", "22", "23", "24", "25"}
-    assert {len(nodes_of(cluster)) > 1 for cluster in CLUSTERS} == {True, False}
-
-
 @pytest.mark.parametrize(("cluster", "name", "cores", "ram_mib", "gpus", "in_service"), PARSED)
 def test_nodes(cluster, name, cores, ram_mib, gpus, in_service):
     node = nodes_of(cluster)[name]
@@ -92,18 +84,13 @@ def test_features_and_partitions_of_a_node():
     [
         ("IDLE", True),
         ("MIXED+PLANNED", True),
-        ("ALLOCATED", True),
         ("IDLE+CLOUD+POWERED_DOWN", True),
-        ("IDLE+DYNAMIC_NORM", True),
         ("idle~", True),
         ("DOWN*", False),
-        ("DOWN*+DRAIN", False),
         ("IDLE*", False),  # it does not answer
         ("IDLE+DRAIN", False),
         ("MIXED+DRAINING", False),
-        ("DOWN+NOT_RESPONDING", False),
         ("INVAL", False),
-        ("FUTURE", False),
         ("UNKNOWN*", False),
     ],
 )
@@ -139,19 +126,15 @@ def test_gpus_that_are_only_accounted_for_count_as_well():
     ("text", "expected"),
     [
         (None, ()),
-        ("gpu:8", (("gpu", None, 8),)),
         ("gpu", (("gpu", None, 1),)),
         ("gpu:a100:8", (("gpu", "a100", 8),)),
         ("gpu:a100:8(S:0-1)", (("gpu", "a100", 8),)),
-        ("gpu:a40:1(S:0,2,4,6,8,10)", (("gpu", "a40", 1),)),
         ("gpu:a100_1g.5gb:7(S:0)", (("gpu", "a100_1g.5gb", 7),)),
         ("gpu:tesla:2,shard:8", (("gpu", "tesla", 2), ("shard", None, 8))),
         ("gpu:a100:4,mps:a100:400", (("gpu", "a100", 4), ("mps", "a100", 400))),
-        ("gpu:titan_x", (("gpu", "titan_x", 1),)),
         ("gpu:nvidia_h100_nvl:1(S:2),VramPerGpu:no_consume:94G", (
             ("gpu", "nvidia_h100_nvl", 1), ("VramPerGpu", None, 94 * GIB),
         )),
-        ("pfsdir:scratch:1,gpfs:ess:1", (("pfsdir", "scratch", 1), ("gpfs", "ess", 1))),
         ("gpu:0", ()),
     ],
 )  # fmt: skip

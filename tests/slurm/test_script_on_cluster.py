@@ -113,10 +113,9 @@ def test_a_job_that_meets_its_limit_without_a_warning_goes_on(slurm: SlurmCluste
     assert read_events(run_dir) == [FRESH, "told", AGAIN]
 
 
-@pytest.mark.parametrize("code", [2, 5])
-def test_every_other_code_is_that_of_the_job(slurm: SlurmCluster, tmp_path: Path, code: int):
-    job = slurm.submit(write_run(batch_job(tmp_path / "run"), str(code)))
-    assert slurm.wait_for(job, "FAILED").exit_code == f"{code}:0"
+def test_every_other_code_is_that_of_the_job(slurm: SlurmCluster, tmp_path: Path):
+    job = slurm.submit(write_run(batch_job(tmp_path / "run"), "5"))
+    assert slurm.wait_for(job, "FAILED").exit_code == "5:0"
 
 
 def test_a_missing_program_ends_the_job_with_127(slurm: SlurmCluster, tmp_path: Path):

@@ -4,16 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import slurm_cluster
 import suite_remains
-from slurm_cluster import SlurmCluster, running_cluster
+from slurm_cluster import SlurmCluster
 
 FACTORIES = Path(slurm_cluster.__file__).parent
 HOLDS_A_CLUSTER = """
@@ -29,27 +27,6 @@ def test_that_does_not_end(slurm, tmp_path):
         subprocess.Popen(["sleep", "1001"], start_new_session=True)
         Path(os.environ["READY"]).write_text(str(slurm.folder))
         time.sleep(1000)
-"""
-HOLDS_A_FIXTURE = """
-import os, time
-from pathlib import Path
-import pytest
-
-@pytest.fixture(scope="session")
-def slow_to_leave():
-    yield
-    Path(os.environ["READY"]).with_name("torn down").touch()
-
-def test_that_catches_everything(slow_to_leave):
-    Path(os.environ["READY"]).touch()
-    try:
-        while True:  # a signal just before a long sleep would be handled after it
-            time.sleep(0.1)
-    except BaseException:
-        pass
-
-def test_that_is_not_reached():
-    Path(os.environ["READY"]).with_name("reached").touch()
 """
 
 
@@ -172,60 +149,3 @@ def test_a_suite_that_is_ended_leaves_nothing(slurm: SlurmCluster, suite_with_cl
     suite_with_cluster.process.wait()
     assert_nothing_is_left(slurm, before, slot, tmp_path)
     slurm.wait_for(slurm.submit("--output=/dev/null", "--wrap=srun true"), "COMPLETED")  # the one that still runs
-
-
-def test_remains_of_a_suite_without_its_keeper_are_removed_by_the_next(
-    slurm: SlurmCluster, suite_with_cluster: Suite, tmp_path: Path
-):
-    """Also where part of it is gone already."""
-    slot, before = suite_with_cluster.slot, processes_of(suite_with_cluster)
-    for keeper in keepers_of(suite_with_cluster):
-        os.kill(keeper, signal.SIGKILL)
-    kill_group(suite_with_cluster)
-    suite_with_cluster.process.wait()
-    assert "sleep" in running(before).values() and str(tmp_path) in Path("/proc/mounts").read_text(), (
-        "the keeper would have removed it"
-    )
-    subprocess.run(["ip", "link", "del", f"swt{slot}br"], check=True)
-    suite_remains.cluster_folder(slot).rename(tmp_path / "moved")
-
-    (tmp_path / "next").mkdir()
-    assert start_suite(tmp_path / "next", "def test_true(): pass\n", "--collect-only").process.wait(300) == 0
-    assert_nothing_is_left(slurm, before, slot, tmp_path)
-    with running_cluster() as following:
-        following.wait_for(following.submit("--output=/dev/null", "--wrap=srun true"), "COMPLETED")
-
-
-@contextmanager
-def inner_suite(folder: Path, text: str, hup: signal.Handlers) -> Iterator[Suite]:
-    """A suite that inherits `hup`; the tests themselves may run under nohup, or not."""
-    before = signal.signal(signal.SIGHUP, hup)
-    try:
-        suite = start_suite(folder, text)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    try:
-        yield suite
-    finally:
-        suite.process.kill()
-        suite.process.wait()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_tears_down_fixtures_and_gives_the_exit_code(tmp_path: Path, number: signal.Signals):
-    """Also where a test catches everything; no further test begins."""
-    with inner_suite(tmp_path, HOLDS_A_FIXTURE, signal.SIG_DFL) as suite:
-        while not suite.ready.exists():
-            assert suite.process.poll() is None, (tmp_path / "output").read_text()
-            time.sleep(0.02)
-        suite.process.send_signal(number)
-        assert suite.process.wait(300) == 128 + number, (tmp_path / "output").read_text()
-    assert (tmp_path / "torn down").exists() and not (tmp_path / "reached").exists()
-    assert number.name in (tmp_path / "output").read_text()
-
-
-def test_a_suite_under_nohup_goes_on_after_hup(tmp_path: Path):
-    text = HOLDS_A_FIXTURE.replace("while True:", "for _ in range(3):")
-    text = text.replace("time.sleep(0.1)", "os.kill(os.getpid(), 1)")
-    with inner_suite(tmp_path, text, signal.SIG_IGN) as suite:
-        assert suite.process.wait(300) == 0 and (tmp_path / "reached").exists()

@@ -229,19 +229,3 @@ def test_a_run_that_is_cancelled_saves_and_is_not_queued_again(slurm, place, com
     job = slurm.wait_for(run.job, state, timeout_s=LIMIT_S)
     slurm.wait_until(lambda: (run.run_dir / "report.json").is_file(), "a report")
     assert job.restarts == 0 and run.report.ending is ending and run.report.checkpoint is not None
-
-
-@pytest.mark.long
-def test_ten_preemptions_in_a_row(slurm, place, tmp_path):
-    steps = 120
-    write_job(place, steps, sharding="zero2", pause=EVENLY)
-    run = Submitted(slurm, place, "--nodes", "2", "--partition", "low", "--time", "10")
-    attempt = run.wait_for_step(2)
-    for _ in range(10):
-        urgent = slurm.submit("--partition=cpu", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
-        slurm.wait_for(urgent, "COMPLETED", timeout_s=LIMIT_S)
-        attempt = run.wait_for_attempt_after(attempt, steps=1)
-    report = run.finish()
-    assert report.ending is Ending.FINISHED and slurm.job(run.job).restarts == 10
-    assert run.losses() == pytest.approx(losses_of_one_process(tmp_path / "alone", steps), abs=1e-5)
-    assert [line["step"] for line in run.lines()] == list(range(1, steps + 1)), "a step was done twice, or left out"

@@ -10,7 +10,7 @@ from engine_plan_factory import engine_plan
 from msgspec.structs import replace
 from report_factory import make_report
 
-from shardwise.launch.attempt.end import AttemptEnd, Observed, attempt_end, killed_rank, last_error_line
+from shardwise.launch.attempt.end import AttemptEnd, Observed, attempt_end, killed_rank
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.report import Ending, Fault
 from shardwise.trainer.spec.strategy import Sharding
@@ -61,10 +61,8 @@ def test_out_of_memory_on_one_rank_outweighs_the_failure_it_causes_on_another(at
 @pytest.mark.parametrize(
     ("number", "kills", "words", "fault", "fact"),
     [
-        (9, None, "", Fault.KILLED, "SIGKILL"),
         (9, 0, "", Fault.KILLED, "SIGKILL"),
         (9, 1, "", Fault.HOST_OUT_OF_MEMORY, "host memory"),
-        (11, 1, "", Fault.KILLED, "SIGSEGV"),
         (6, 0, "what():  std::bad_alloc", Fault.OUT_OF_MEMORY, "memory"),
         (6, 0, "memory allocation of 12345 bytes failed", Fault.OUT_OF_MEMORY, "memory"),
         (6, 0, "Assertion `x' failed", Fault.KILLED, "SIGABRT"),
@@ -91,11 +89,9 @@ def test_the_cause_is_the_error_that_was_reported_first(attempt: Path):
 @pytest.mark.parametrize(
     ("exit_code", "step", "error", "is_final", "has_trained", "is_transient"),
     [
-        (1, 5, "ValueError: injected", False, True, False),
         (1, 3, "ValueError: injected", False, False, False),  # before the first step of this attempt
         (1, 3, "DistNetworkError: The server socket has failed to listen", False, False, True),
         (2, 5, "extensions: loss raised ValueError", True, True, False),
-        (4, 5, "the disk is full", True, True, False),
     ],
 )
 def test_an_error_is_final_where_a_person_has_to_mend_it(
@@ -120,44 +116,32 @@ def test_a_rank_that_may_start_no_thread_is_out_of_memory_under_a_cap_alone(atte
         assert (end.report.error or "").startswith("rank 1 ended with code 1") and "libgomp" in (end.report.error or "")
 
 
-def test_observations_of_the_supervisor_precede_reports_of_ranks(attempt: Path):
-    write_report(attempt, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
-    write_launcher_log(attempt, KILLED.format(number=9))
-    assert end_of(attempt, hung="rank 1 hung").fault is Fault.HUNG
-
-
 def test_a_launcher_that_was_killed_is_no_rank_that_failed(attempt: Path):
     end = end_of(attempt, return_code=-9, step=2)
     assert (end.fault, end.report.step) == (Fault.KILLED, 2)
     assert "launcher" in (end.report.error or "") and "SIGKILL" in (end.report.error or "")
 
 
-def test_a_lone_rank_that_was_killed_is_named(attempt: Path):
-    write_launcher_log(attempt, "subprocess.CalledProcessError: Command '[...]' died with <Signals.SIGKILL: 9>.")
-    assert killed_rank(attempt) == (0, signal.SIGKILL)
-
-
-def test_a_rank_that_failed_by_itself_was_not_killed(attempt: Path):
-    write_launcher_log(attempt, "  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 7)\n")
-    assert killed_rank(attempt) is None
-
-
-def test_a_rank_that_torchrun_ended_is_not_the_cause(attempt: Path):
-    write_launcher_log(
-        attempt,
-        "Sending process 77 closing signal SIGTERM\n  rank      : 1 (local_rank: 1)\n  exitcode  : -15 (pid: 77)\n"
-        "  rank      : 0 (local_rank: 0)\n  exitcode  : -11 (pid: 76)\n",
-    )
-    assert killed_rank(attempt) == (0, signal.SIGSEGV)
+@pytest.mark.parametrize(
+    ("words", "killed"),
+    [
+        ("CalledProcessError: Command '[...]' died with <Signals.SIGKILL: 9>.", (0, signal.SIGKILL)),
+        ("  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 7)\n", None),
+        (
+            "Sending process 77 closing signal SIGTERM\n  rank : 1 (local_rank: 1)\n  exitcode : -15 (pid: 77)\n"
+            "  rank      : 0 (local_rank: 0)\n  exitcode  : -11 (pid: 76)\n",
+            (0, signal.SIGSEGV),
+        ),
+    ],
+)
+def test_the_killed_rank_is_the_one_that_the_launcher_did_not_end(attempt: Path, words: str, killed):
+    write_launcher_log(attempt, words)
+    assert killed_rank(attempt) == killed
 
 
 def test_a_damaged_report_is_passed_over(attempt: Path):
     (attempt / "report.json").write_text('{"ending": ')
     assert "code 3" in (end_of(attempt, return_code=3).report.error or "")
-
-
-def test_the_last_line_without_any_output(tmp_path: Path):
-    assert last_error_line(tmp_path) == "(no output)"
 
 
 # -- several machines --------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from shardwise.launch.attempt.limits import (
     SpentLimit,
     limits_of,
     refuse_spent,
-    rounded_up,
 )
 from shardwise.launch.attempt.supervisor import StopKind, StopRequest
 from shardwise.launch.attempt.watchdog import Watchdog
@@ -62,9 +61,7 @@ def test_money_is_hours_of_all_ranks_at_their_price():
     ("limit", "step", "remedy"),
     [
         (Limit("limits.hours", 24, 24, 24.0, 1), 700, "limits.hours=36"),
-        (Limit("limits.hours", 0.01, 0.01, 0.009, 1), 500, "limits.hours=0.019"),
         (Limit("limits.cost", 100, 40, 39.0, 4), 900, "limits.cost=120"),
-        (Limit("limits.hours", 24, 24, 12.0, 1), 1000, "limits.hours=26"),
     ],
 )
 def test_the_remedy_follows_from_the_steps_that_were_done(limit, step, remedy):
@@ -75,11 +72,6 @@ def test_the_remedy_follows_from_the_steps_that_were_done(limit, step, remedy):
 def test_without_a_step_the_remedy_has_no_number():
     words = Limit("limits.hours", 1, 1, 1.0, 1).remedy(0, 1000)
     assert "limits.hours" in words and "limits.hours=" not in words and "--resume" in words
-
-
-@pytest.mark.parametrize(("value", "rounded"), [(34.3, 35), (0.0121, 0.013), (100, 100), (101, 110), (9.99, 10)])
-def test_a_proposal_has_two_digits(value, rounded):
-    assert rounded_up(value) == pytest.approx(rounded)
 
 
 def watch_of(run_dir: Path, left_s: float, **limits: float) -> LimitWatch:
@@ -124,13 +116,6 @@ def test_a_run_that_has_done_its_last_step_is_left_to_finish(tmp_path: Path):
     stop = StopRequest()
     watch_of(tmp_path, -1.0).stop_in_time(stop, watchdog(tmp_path, step=1000), Console(io.StringIO()))
     assert stop.kind is None and not (tmp_path / SPENT_FILE).exists()
-
-
-def test_an_earlier_stop_request_stays(tmp_path: Path):
-    stop = StopRequest()
-    stop.kind = StopKind.REQUEUE
-    watch_of(tmp_path, -1.0).stop_in_time(stop, watchdog(tmp_path), Console(io.StringIO()))
-    assert stop.kind is StopKind.REQUEUE
 
 
 def test_the_report_names_the_limit_that_ended_the_run(tmp_path: Path):

@@ -76,19 +76,6 @@ def test_it_shows_the_memory_of_the_rank_and_fragmentation(plan):
     assert "data limit" not in text
 
 
-def test_it_names_the_limit_that_a_cpu_met(plan):
-    state = MemoryState(
-        rank=0, phase="forward", step=1, tensors={}, data_bytes=3 * GIB, data_limit_bytes=2 * GIB, host_bytes=GIB
-    )
-    text = text_of(MemoryEnd(1, plan, failed(), (state,)))
-    assert not lacking(text, "3 GiB", "data limit 2 GiB") and "Fragmentation" not in text
-
-
-def test_a_rank_that_wrote_no_state_has_no_section(plan):
-    text = text_of(MemoryEnd(1, plan, failed()))
-    assert not lacking(text, "after step 6") and "step 7" not in text
-
-
 def test_it_names_the_processes_that_hold_the_card(plan):
     card = Gpu(
         index=3,
@@ -100,12 +87,6 @@ def test_it_names_the_processes_that_hold_the_card(plan):
     text = text_of(MemoryEnd(1, plan, failed(), cards=(card,)))
     assert "3 4711 python 9 GiB" in text
     assert "4711" not in text_of(MemoryEnd(1, plan, failed(), cards=(replace(card, holders=()),)))
-
-
-def test_the_next_attempt_is_the_fallback_with_its_need(plan):
-    following = replace(failed().plan, micro_batch=2, accumulation=4)
-    text = text_of(MemoryEnd(1, plan, failed(), next_candidate=following, decision="going on"))
-    assert not lacking(text, "Going on", "none/fp32/adamw, method full, micro batch 2 x 4.* 1.17 GiB")
 
 
 def test_without_a_fallback_it_offers_configurations_that_need_less(plan):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from engine_plan_factory import engine_plan
-from msgspec.structs import replace
 from report_factory import make_candidate, make_report
 from run_factory import attempt_record
 
@@ -42,10 +41,6 @@ def test_a_death_a_hang_and_an_error_are_followed_by_the_same_again(fault: Fault
     assert decision.candidate == 1 and "step 6" in decision.reason
 
 
-def test_without_a_checkpoint_it_starts_from_the_beginning():
-    assert "beginning" in decide([Tried(0, KILLED, 7, 0)], CANDIDATES, nothing_in_the_way).reason
-
-
 def test_an_error_that_would_repeat_is_not_retried():
     assert after(Tried(0, ERROR, 7, 6, is_final=True)) is None, "a person has to mend it"
     assert after(Tried(0, ERROR, 0, 0, had_no_chance=True)) is None, "before any step"
@@ -55,10 +50,6 @@ def test_an_error_before_the_first_step_of_a_restart_is_tried_again_unless_it_is
     first = Tried(0, ERROR, 7, 6, cause="a bug")
     assert after(first, Tried(0, ERROR, 6, 6, cause="another", had_no_chance=True)) == 0
     assert after(first, Tried(0, ERROR, 6, 6, cause="a bug", had_no_chance=True)) is None
-
-
-def test_a_death_before_the_first_step_is_followed_by_the_same_again():
-    assert after(Tried(0, KILLED, 0, 0, had_no_chance=True)) == 0
 
 
 def test_the_third_failure_of_one_step_is_the_last():
@@ -93,10 +84,6 @@ def test_out_of_memory_takes_the_next_fallback_until_none_is_left(fault: Fault):
     assert decision.candidate is None and decision.is_out_of_fallbacks
 
 
-def test_a_restart_stays_with_the_fallback_that_memory_led_to():
-    assert after(Tried(0, MEMORY, 0, 0), Tried(1, KILLED, 7, 6)) == 1
-
-
 def test_out_of_memory_does_not_count_as_a_restart():
     tried = [Tried(0, MEMORY, 7, 6), Tried(1, KILLED, 7, 6), Tried(1, KILLED, 7, 6)]
     assert after(*tried) == 1
@@ -116,11 +103,6 @@ def test_a_fallback_that_is_refused_at_its_start_is_followed_by_the_next():
     assert after(Tried(0, MEMORY, 7, 6), refused) == 2
     assert after(Tried(0, MEMORY, 7, 6), refused._replace(had_no_chance=False)) is None, "it did train"
     assert after(refused) is None, "memory was not the reason that it ran"
-
-
-def test_the_order_of_candidates_is_the_plans():
-    shuffled = (CANDIDATES[0], replace(CANDIDATES[2], micro_batch=8), CANDIDATES[1])
-    assert decide([Tried(0, MEMORY, 0, 0)], shuffled, nothing_in_the_way).candidate == 1
 
 
 def killed(run_dir: Path, number: int, *, step: int) -> None:
@@ -161,12 +143,6 @@ def test_a_run_that_dies_at_one_step_each_time_is_not_started_again(tmp_path):
         refuse_endless_restarts(tmp_path)
 
 
-def test_a_run_that_gets_on_may_die_as_often_as_it_likes(tmp_path):
-    for number in range(1, 6):
-        killed(tmp_path, number, step=number)
-    refuse_endless_restarts(tmp_path)
-
-
 def test_an_orderly_end_breaks_the_row():
     history = [record(1, step=5), record(2, step=5), record(3, step=5, fault=None), record(4, step=5)]
     assert (num_at_step(history, 5), num_at_step(history[:2], 5), num_at_step(history, 4)) == (1, 2, 0)
@@ -182,8 +158,3 @@ def test_jobs_that_are_stopped_before_a_step_each_time_are_not_started_for_ever(
     write(11)
     with pytest.raises(EnvironmentFaultError, match=r"(?s)10 jobs.*step 7.*slurm\.time"):
         refuse_endless_restarts(tmp_path)
-
-
-def test_a_new_run_has_no_history(tmp_path):
-    assert earlier_history(tmp_path) == []
-    refuse_endless_restarts(tmp_path)

@@ -18,7 +18,6 @@ from shardwise.launch.attempt.supervisor import StopKind, StoppedEarlyError, Sto
 from shardwise.launch.attempt.watchdog import Watchdog, WatchLimits
 from shardwise.launch.rundir.process_record import ProcessRecord, read_records, record_of, write_record
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.report import Ending, Fault, Report
 from shardwise.trainer.spec.strategy import Sharding
 
@@ -73,11 +72,6 @@ def run(
     watchdog = Watchdog(attempt, num_ranks=num_ranks, limits=limits or WatchLimits())
     ranks = LocalRanks(argv, attempt_dir=attempt, environment=os.environ)
     return watch_attempt(ranks, attempt_dir=attempt, stop=stop, on_tick=on_tick, watchdog=watchdog)
-
-
-def test_an_attempt_returns_the_report_of_its_ranks(attempt: Path):
-    end = run(launcher_argv(attempt, make_report(), seconds=0.1), attempt, StopRequest())
-    assert end.report == make_report() and end.fault is None
 
 
 def test_a_stop_request_reaches_ranks_in_their_own_session(attempt: Path):
@@ -154,12 +148,6 @@ def test_a_killed_rank_is_the_cause_in_spite_of_the_others_errors(attempt: Path)
     assert all(fact in (end.report.error or "") for fact in ("rank 1", "SIGKILL"))
 
 
-def test_a_killed_rank_is_named_where_no_rank_could_report(attempt: Path):
-    end = run(torchrun_argv(attempt, "SIGSEGV", report=None), attempt, StopRequest(), num_ranks=2)
-    assert end.fault is Fault.KILLED and not end.has_report
-    assert all(fact in (end.report.error or "") for fact in ("rank 1", "SIGSEGV"))
-
-
 def test_ranks_that_wait_for_one_out_of_memory_are_ended(attempt: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shardwise.launch.attempt.supervisor.END_GRACE_S", 0.3)
     argv = launcher_argv(attempt, None, seconds=60)
@@ -172,22 +160,7 @@ def test_ranks_that_wait_for_one_out_of_memory_are_ended(attempt: Path, monkeypa
     assert not read_records(attempt / "pids")["rank-0"].is_alive
 
 
-def test_a_program_that_does_not_exist_is_an_environment_fault(attempt: Path):
-    with pytest.raises(EnvironmentFaultError, match="/nowhere/python"):
-        run(["/nowhere/python"], attempt, StopRequest())
-
-
-def test_signals_are_noted_and_the_handlers_given_back():
-    before = signal.getsignal(signal.SIGUSR1)
-    stop = StopRequest()
-    with stop.listening():
-        os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGINT)
-    assert stop.kind is StopKind.REQUEUE and not stop.is_urgent
-    assert signal.getsignal(signal.SIGUSR1) is before
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_before_anything_has_to_be_saved_breaks_off(number: signal.Signals):
     stop = StopRequest()
     with stop.listening():

@@ -120,11 +120,6 @@ def is_in_use(environment, why: str) -> bool:
     return entry.state is State.HELD and why in entry.why
 
 
-def test_nothing_kept_is_said(environment):
-    assert len(run(environment).splitlines()) == 1
-    assert run(environment, prune=True) == NOTHING_STALE
-
-
 def test_prepared_data_goes_by_its_last_use(environment, prepared, tmp_path, home):
     folder = prepared
     assert f"today  {folder}" in run(environment) and run(environment, prune=True) == NOTHING_STALE
@@ -137,13 +132,6 @@ def test_prepared_data_goes_by_its_last_use(environment, prepared, tmp_path, hom
     assert "freed" in freed and "1 entry" in freed and not folder.exists()
     assert run(environment, prune=True) == NOTHING_STALE  # the second time there is nothing to do
     assert prepare(tmp_path / "again", home / "cache") == folder and folder.is_dir()  # it is made again
-
-
-def test_another_number_of_days_can_be_asked_for(environment, prepared):
-    age(prepared, 5)
-    assert run(environment, prune=True) == run(environment, prune=True, older_than_days=6) == NOTHING_STALE
-    run(environment, prune=True, older_than_days=5)
-    assert not prepared.exists()
 
 
 def test_data_that_a_process_reads_is_never_freed(environment, prepared):
@@ -213,16 +201,6 @@ def test_operators_of_other_versions_go_and_those_in_use_stay(environment):
     assert [states[folder] for folder in (mine, older, being_built)] == [State.KEPT, State.STALE, State.HELD]
     assert "2 entries" in freed.splitlines()[-1]
     assert [folder.is_dir() for folder in (mine, older, other_python, being_built)] == [True, False, False, True]
-
-
-def test_operators_of_another_environment_go_by_their_age(environment, home):
-    name = operators(environment).name.rpartition("-env-")[0] + "-env-00000000"
-    folder = home / "cache" / "operators" / name
-    write_file(folder / "cpu_adam" / "cpu_adam.so")
-    assert run(environment, prune=True) == NOTHING_STALE
-    age(folder, 31)
-    run(environment, prune=True)
-    assert not folder.exists()
 
 
 def test_operators_on_a_shared_disk_may_be_another_machines_of_today(environment):
@@ -350,12 +328,3 @@ def test_what_is_locked_once_it_was_listed_stays(environment, prepared, home, ki
 def test_a_command_line_that_makes_no_sense_is_refused(environment):
     with pytest.raises(InputError, match=r"--dry-run .*--prune"):
         run(environment, dry_run=True)
-
-
-def test_the_command_frees_and_answers_0(environment, prepared):
-    folder = prepared
-    age(folder, 31)
-    command = [sys.executable, "-P", "-m", "shardwise.launch.cli", "cache", "--prune"]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert answer.returncode == 0, answer.stderr
-    assert not folder.exists()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from run_factory import age, write_attempt, write_report, write_start, write_submission
+from run_factory import write_attempt, write_report, write_start, write_submission
 
 from shardwise.launch.commands.follow import run_logs
 from shardwise.launch.options import LogsOptions
@@ -66,12 +66,6 @@ def test_the_output_of_slurm_comes_first_and_the_last_words_of_launchers_and_age
         "srun: error: Node failure on n2",
     ]
     assert logs(run=str(run_dir), rank=0, num_lines=2)[0] == "==> runs/one/attempts/1/logs/rank-0.log <=="
-
-
-def test_the_newest_run_needs_no_name(run_dir: Path):
-    write_attempt(Path("runs/two"), steps=[7])
-    age(run_dir, 100)
-    assert logs()[-1] == "rank 0 did step 7"
 
 
 @pytest.mark.parametrize(
@@ -161,17 +155,6 @@ def test_new_lines_are_followed_over_attempts_to_the_end_of_the_run(run_dir: Pat
     assert console.lines[-1] == "runs/one: finished at step 101"
     assert "rank 0 did step 99" not in console.lines, "only the last line of what was there"
     assert console.lines.count("rank 0 did step 101") == 1
-
-
-def test_one_attempt_of_one_rank_is_followed_alone(run_dir: Path):
-    with locked(run_dir), following(run_dir, rank=0, attempt=1, num_lines=0) as (console, end):
-        console.wait_for("==>")
-        write_attempt(run_dir, 2, steps=[200])
-        with (run_dir / "attempts" / "1" / "logs" / "rank-0.log").open("a") as log:
-            log.write("last\n")
-        console.wait_for("last")
-        write_report(run_dir, Ending.FINISHED, attempt=2)
-    assert end() is ExitCode.DONE and not any("step 200" in line for line in console.lines)
 
 
 def test_ctrl_c_ends_following_in_order(run_dir: Path):

@@ -10,11 +10,10 @@ from page_reader import read_page
 from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import write_submission
 
-from shardwise.launch.cli import main
 from shardwise.launch.commands.report import run_report
 from shardwise.launch.options import ReportOptions
 from shardwise.launch.terminal import Console
-from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.errors import ExitCode, InputError
 from shardwise.trainer.spec.report import Report
 
 
@@ -62,18 +61,3 @@ def test_the_page_is_written_beside_the_text(tmp_path: Path) -> None:
     assert read_page(page.read_text()).text.count("loss") >= 1 and "<title>a: " in page.read_text()
     told(first, second, html=page)
     assert "<title>2 runs " in page.read_text()
-
-
-@pytest.mark.parametrize("name", ["none/page.html", "."])
-def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path, name: str) -> None:
-    run_dir = write_run(tmp_path / "bot")
-    with pytest.raises((InputError, EnvironmentFaultError), match="--html"):
-        told(run_dir, html=tmp_path / name)
-
-
-def test_the_command_line_takes_runs_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = write_run(tmp_path / "bot")
-    assert main(["report", str(run_dir), "--html", str(tmp_path / "page.html")]) == 0
-    assert (tmp_path / "page.html").is_file() and "40 of 40" in capsys.readouterr().out
-    assert main(["report", str(tmp_path / "nothing")]) == 2
-    assert str(tmp_path / "nothing") in capsys.readouterr().err

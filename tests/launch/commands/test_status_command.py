@@ -46,13 +46,6 @@ def test_a_run_is_shown_with_all_that_its_files_tell(runs: Path):
     assert [fact for fact in facts if fact not in "\n".join(lines)] == []
 
 
-def test_a_finished_run_needs_one_line_to_say_so(runs: Path):
-    write_attempt(runs / "one", steps=[1])
-    write_report(runs / "one", Ending.FINISHED, step=100)
-    first, second, *_ = status("runs/one").splitlines()
-    assert first.startswith("runs/one: finished") and "100 of 100" in first and "none+none/fp32" in second
-
-
 def test_without_slurm_a_submitted_run_says_that_nobody_can_tell(runs: Path):
     write_submission(runs / "one", "12")
     write_start(runs / "one", "12")

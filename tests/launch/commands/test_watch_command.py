@@ -65,12 +65,6 @@ def test_a_run_that_failed_says_why(run_dir: Path):
     assert ending.startswith("runs/one: failed") and error.endswith("rank 0") and "rank 0 was killed" in incident
 
 
-def test_a_run_whose_machine_died_is_lost(run_dir: Path):
-    write_attempt(run_dir, steps=[1])
-    lines = watch(run_dir).splitlines()
-    assert lines[0].startswith("one: lost") and "no report" in lines[-1]
-
-
 def test_a_missing_run_is_an_error(run_dir: Path):
     with pytest.raises(InputError, match="runs/one"):
         watch(run_dir)
@@ -208,13 +202,6 @@ def test_a_broken_run_shows_what_is_whole(run_dir: Path):
     assert state.startswith("one: lost") and step.startswith("step 2 ") and "4.9800" in step
 
 
-def test_once_shows_a_run_that_goes_on(held: Path):
-    write_attempt(held, steps=[1, 2])
-    lines = watch(held, once=True).splitlines()
-    assert lines[0] == "one: training" and lines[1].startswith("[------------------------] 2/100")
-    assert f"process {os.getpid()}" in lines[2]
-
-
 def test_json_has_the_state_then_each_new_step(held: Path, monkeypatch):
     """What is there before the watching begins is told by the state."""
     write_attempt(held, steps=[1, 2])
@@ -252,13 +239,6 @@ def test_a_log_ends_with_the_last_step_however_soon_it_comes(held: Path, monkeyp
     assert [line.partition("  loss")[0][-6:] for line in lines if "loss" in line] == [" 2/100", "00/100"]
 
 
-def test_json_once_is_one_line(held: Path):
-    write_attempt(held, steps=[1, 2])
-    (line,) = watch(held, once=True, as_json=True).splitlines()
-    told = json.loads(line)
-    assert (told["kind"], told["state"], told["step"], told["has_ended"]) == ("state", "running", 2, False)
-
-
 def test_ctrl_c_ends_the_watching_alone(held: Path, monkeypatch):
     write_attempt(held, steps=[1])
 
@@ -269,20 +249,6 @@ def test_ctrl_c_ends_the_watching_alone(held: Path, monkeypatch):
     out = io.StringIO()
     assert run_watch(WatchOptions(str(held)), Console(out), environment=NO_SLURM) is ExitCode.INTERRUPTED
     assert not (held / "cancelled").exists()
-
-
-def test_the_newest_job_of_a_run_is_watched_by_its_number(run_dir: Path):
-    write_submission(run_dir, "12")
-    write_start(run_dir, "12")
-    write_attempt(run_dir, steps=[1])
-    assert watch("12", once=True).splitlines()[0] == "one: training", "nobody can tell whether it is alive"
-
-
-def test_points_of_a_sweep_are_named(run_dir: Path):
-    for number in (1, 2):
-        write_submission(run_dir / f"point-{number}", "12", point=number)
-    with pytest.raises(InputError, match="2 points"):
-        watch(run_dir)
 
 
 def test_a_directory_that_vanishes_is_an_error(held: Path, monkeypatch):

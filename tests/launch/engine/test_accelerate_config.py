@@ -9,7 +9,7 @@ from shardwise.launch.engine.accelerate_config import accelerate_config
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Hardware, Host
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
+from shardwise.trainer.spec.strategy import Precision, Sharding
 
 ATTEMPT = Path("/run/attempts/1")
 HOST = Host(cpu_name=None, num_cores=64, ram_bytes=None, ram_available_bytes=None)
@@ -26,11 +26,8 @@ def cluster(sharding: Sharding, *, num_ranks: int = 16) -> Plan:
     [
         (Sharding.NONE, 1, "NO"),
         (Sharding.DDP, 2, "MULTI_GPU"),
-        (Sharding.ZERO1, 2, "DEEPSPEED"),
         (Sharding.ZERO2, 1, "DEEPSPEED"),
-        (Sharding.ZERO3, 2, "DEEPSPEED"),
         (Sharding.FSDP, 2, "FSDP"),
-        (Sharding.FSDP_GRAD_OP, 2, "FSDP"),
     ],
 )
 def test_the_engine_decides_the_distributed_type(kind: DeviceKind, sharding: Sharding, num_ranks: int, expected: str):
@@ -65,40 +62,21 @@ def test_deepspeed_gets_the_file_beside_and_no_setting_that_accelerate_refuses_t
     assert "mixed_precision" not in config
 
 
-def test_a_relative_attempt_becomes_a_path_that_works_from_anywhere():
-    config = accelerate_config(engine_plan(Sharding.ZERO1), attempt_dir=Path("runs/a/attempts/1"))
-    assert config["deepspeed_config"]["deepspeed_config_file"] == str(Path.cwd() / "runs/a/attempts/1/ds_config.json")
-
-
-def test_one_machine_takes_a_free_port():
-    assert accelerate_config(engine_plan(Sharding.DDP, num_ranks=2), attempt_dir=ATTEMPT)["main_process_port"] == 0
-
-
-@pytest.mark.parametrize("sharding", [Sharding.DDP, Sharding.ZERO3, Sharding.FSDP, Sharding.HSDP])
+@pytest.mark.parametrize("sharding", [Sharding.DDP, Sharding.ZERO3])
 def test_several_machines_agree_on_the_first_of_them(sharding: Sharding):
+    without_port = accelerate_config(cluster(sharding), attempt_dir=ATTEMPT, head="node1")
+    assert without_port["main_process_port"] == 29500
+    launcher = without_port.get("deepspeed_config", {}).get("deepspeed_multinode_launcher")
+    assert launcher == ("standard" if sharding.uses_deepspeed else None), "no ssh"
     config = accelerate_config(cluster(sharding), attempt_dir=ATTEMPT, node_rank=1, head="node1", port=4000)
     assert (config["num_machines"], config["machine_rank"], config["num_processes"]) == (2, 1, 16)
     assert (config["main_process_ip"], config["main_process_port"]) == ("node1", 4000)
     assert config["gpu_ids"] == "all"
 
 
-def test_several_machines_have_a_port_that_all_know():
-    assert accelerate_config(cluster(Sharding.DDP), attempt_dir=ATTEMPT, head="node1")["main_process_port"] == 29500
-
-
-def test_deepspeed_on_several_machines_uses_no_ssh():
-    config = accelerate_config(cluster(Sharding.ZERO3), attempt_dir=ATTEMPT, head="node1")
-    assert config["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
-
-
 def test_several_machines_without_a_first_one_are_refused():
     with pytest.raises(InputError, match=r"2 machines.*--node-rank and --head"):
         accelerate_config(cluster(Sharding.DDP), attempt_dir=ATTEMPT)
-
-
-def test_a_candidate_for_one_device_of_a_cluster_runs_on_one_machine():
-    config = accelerate_config(cluster(Sharding.NONE, num_ranks=1), attempt_dir=ATTEMPT)
-    assert (config["num_machines"], config["num_processes"]) == (1, 1)
 
 
 def test_hybrid_sharding_stays_within_a_machine():
@@ -130,8 +108,3 @@ def test_a_machine_that_was_described_instead_of_probed_names_no_gpus():
     hardware = Hardware(gpus=gpus(2), host=HOST, source="2xH100-SXM5-80GB")
     plan = engine_plan(Sharding.DDP, num_ranks=2, kind=DeviceKind.CUDA, hardware=hardware)
     assert accelerate_config(plan, attempt_dir=ATTEMPT)["gpu_ids"] == "all"
-
-
-def test_an_fsdp_row_without_a_file_is_refused():
-    with pytest.raises(ValueError, match="fsdp"):
-        accelerate_config(engine_plan(Sharding.FSDP, Offload.NVME_ALL), attempt_dir=ATTEMPT)

@@ -1,6 +1,5 @@
 """What the holes of a DeepSpeed file are filled with."""
 
-import json
 from typing import Any
 
 import msgspec
@@ -119,18 +118,6 @@ def test_buffers_of_weights_are_locked_too_and_leave_less_for_sub_groups():
     assert all_of_it.sub_group_elements < some.sub_group_elements
 
 
-def test_one_weight_a_sub_group_is_the_least():
-    plan = with_shape(engine_plan(Sharding.ZERO3, Offload.NVME_ALL, hardware=on_host(memlock_limit_bytes=MIB)), **LARGE)
-    sizes = offload_buffers(plan)
-    assert sizes.sub_group_elements == 1
-    assert sizes.locked_bytes == 5 * 4 * TABLE + (4 * 4 + 4) * (1 + TABLE), "more than the machine grants"
-
-
-def test_without_nvme_nothing_is_locked_and_a_sub_group_is_at_most_a_partition():
-    sizes = offload_buffers(engine_plan(Sharding.ZERO3, Offload.OPTIMIZER, num_ranks=2))
-    assert (sizes.sub_group_elements, sizes.locked_bytes) == (106_816 // 2, 0)
-
-
 @pytest.mark.parametrize(
     ("kind", "limit_bytes", "pins"),
     [
@@ -158,27 +145,9 @@ def test_weights_on_nvme_are_not_kept_for_reuse_and_few_are_gathered_ahead():
     assert zero["stage3_prefetch_bucket_size"] == MANY_BUCKETS.prefetch_elements
 
 
-@pytest.mark.parametrize(("num_ranks", "elements"), [(1, 16384), (3, 5462)])
-def test_an_nvme_buffer_holds_the_largest_piece_of_a_weight(num_ranks: int, elements: int):
-    plan = engine_plan(Sharding.ZERO3, Offload.NVME_ALL, num_ranks=num_ranks)  # embedding: 256 x 64
-    assert zero_of(plan, nvme_path="/nvme")["offload_param"]["buffer_size"] == elements
-
-
-def test_filling_leaves_the_base_as_it_was():
-    text = read_base("ds_configs/zero3.json")
-    base = json.loads(text)
-    fill(base, engine_plan(Sharding.ZERO3), nvme_path=None)
-    assert base == json.loads(text)
-
-
 def test_a_hole_that_nothing_fills_is_an_error():
     with pytest.raises(ValueError, match=r"zero_optimization\.sub_group_size"):
         fill({"zero_optimization": {"sub_group_size": "auto"}}, engine_plan(Sharding.ZERO3), nvme_path=None)
-
-
-def test_a_strategy_of_another_engine_is_refused():
-    with pytest.raises(ValueError, match="fsdp"):
-        deepspeed_config(engine_plan(Sharding.FSDP))
 
 
 def test_a_missing_file_is_an_incomplete_installation():

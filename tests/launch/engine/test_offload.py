@@ -16,7 +16,6 @@ from shardwise.launch.engine.offload import (
     check_locked_memory,
     check_nvme,
     held_folder,
-    nvme_folder,
     remove_stale_folders,
 )
 from shardwise.launch.plan.disk_check import check_disk
@@ -46,19 +45,6 @@ def plan_under(path: Path, *, nvme_bytes: int = 0, size: int | None = None, offl
     memory = replace(chosen.memory, nvme_bytes=nvme_bytes)
     strategy = replace(chosen.strategy, base_config=base)
     return replace(plan, candidates=(replace(chosen, memory=memory, strategy=strategy),))
-
-
-def test_each_attempt_of_a_run_has_a_folder_of_its_own(tmp_path: Path):
-    plan = plan_under(tmp_path / "nvme")
-    first, second = (nvme_folder(plan, Path("runs/bot-20261120-120000"), number) for number in (1, 2))
-    assert first == tmp_path / "nvme" / "shardwise-bot-20261120-120000-1"
-    assert second == tmp_path / "nvme" / "shardwise-bot-20261120-120000-2"
-
-
-def test_a_plan_that_keeps_nothing_on_nvme_has_no_folder(tmp_path: Path):
-    assert nvme_folder(plan_under(tmp_path, offload=Offload.OPTIMIZER), Path("runs/bot"), 1) is None
-    with held_folder(None):
-        assert list(tmp_path.iterdir()) == []
 
 
 def test_deepspeed_is_told_the_folder_of_its_attempt(tmp_path: Path):
@@ -100,14 +86,6 @@ def test_the_folder_of_a_killed_owner_is_removed_by_the_next_run(tmp_path: Path)
         holder.wait()
     with held_folder(tmp_path / "shardwise-bot-2"):
         assert not folder.exists()
-
-
-def test_folders_of_others_are_not_touched(tmp_path: Path):
-    (tmp_path / "shardwise-notes").mkdir()
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / ".owner").touch()
-    assert remove_stale_folders(tmp_path) == ()
-    assert {path.name for path in tmp_path.iterdir()} == {"shardwise-notes", "data"}
 
 
 def test_a_disk_that_is_too_small_is_named_with_both_numbers(tmp_path: Path):

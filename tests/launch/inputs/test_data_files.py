@@ -16,10 +16,7 @@ from prepare_request_factory import listed_request, request_for
 from pyarrow import parquet
 
 from shardwise.launch.inputs.data_files import (
-    PYTHON_STDLIB,
     STDLIB_LEFT_OUT,
-    STDLIB_MAX_BYTES,
-    STDLIB_MIN_BYTES,
     list_files,
     python_stdlib_files,
     shape_of_first_row,
@@ -49,24 +46,12 @@ def names(*sources, tmp_path):
     return [path.name for path in listed(*sources, tmp_path=tmp_path)]
 
 
-def test_a_file_is_itself_whatever_its_name(tmp_path):
-    write(tmp_path, "notes", 'odd name\'s "copy"\n.xyz')
-    for path in tmp_path.iterdir():
-        assert listed(path, tmp_path=tmp_path) == [path]
-
-
 def test_sizes_times_and_weights_stand_beside_the_paths(tmp_path):
     write(tmp_path, "a.txt", "b.txt")
     os.utime(tmp_path / "a.txt", ns=(5, 7))
     first, second = listed_request((tmp_path / "a.txt", 2.0), tmp_path / "b.txt", cache_root=tmp_path).files
     assert (first.path, first.size_bytes, first.mtime_ns, first.weight) == (str(tmp_path / "a.txt"), 5, 7, 2.0)
     assert second.weight == 1.0
-
-
-def test_a_relative_path_is_made_absolute(tmp_path, monkeypatch):
-    write(tmp_path, "a.txt")
-    monkeypatch.chdir(tmp_path)
-    assert listed("a.txt", tmp_path=tmp_path) == [tmp_path / "a.txt"]
 
 
 def test_a_folder_is_its_text_sorted_with_sub_folders_and_without_what_is_hidden_or_empty(tmp_path):
@@ -120,13 +105,6 @@ def test_a_source_that_cannot_be_read_is_refused_with_the_place_looked_at(tmp_pa
     assert head == f"{setting}: " and fact in reason
 
 
-def test_a_missing_relative_path_is_named_in_full(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError) as caught:
-        listed("no/such.txt", tmp_path=tmp_path)
-    assert f"{tmp_path}/no/such.txt" in str(caught.value) and "hub" not in str(caught.value)
-
-
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
 def test_a_weight_that_draws_nothing_is_refused(tmp_path, weight):
     write(tmp_path, "a.txt")
@@ -147,11 +125,6 @@ def test_a_split_of_a_folder_can_be_asked_for_on_either_side(tmp_path):
     request = request_for(cache_root=tmp_path, eval_source=source.source, eval_split="validation")
     found = list_files(msgspec.structs.replace(request, sources=(source,)))
     assert [Path(file.path).name for file in (*found.files, *found.eval_files)] == ["test.csv", "dev.jsonl.gz"]
-
-
-def test_text_beside_rows_leaves_a_folder_as_it_is(tmp_path):
-    write(tmp_path, "mixed/train.jsonl", "mixed/test.py", "mixed/rows.csv.zst")
-    assert names(tmp_path / "mixed", tmp_path=tmp_path) == ["rows.csv.zst", "test.py", "train.jsonl"]
 
 
 @pytest.fixture
@@ -207,21 +180,6 @@ def test_a_saved_folder_that_lost_a_file_is_refused(tmp_path):
     assert "2 files" in part_problem(tmp_path, "alone") and "state.json" in part_problem(tmp_path, "alone")
     (tmp_path / "alone" / "state.json").write_text("{")
     assert "damaged" in part_problem(tmp_path, "alone")
-
-
-def test_compressed_files_count_for_about_what_they_hold(tmp_path):
-    """The factors lie between those of the standard library's sources and of prose."""
-    text = b"".join(Path(found.path).read_bytes() for found in python_stdlib_files(STDLIB)[:40])
-    for name, content in (("a.txt.gz", gzip.compress(text)), ("a.txt.xz", lzma.compress(text))):
-        (tmp_path / name).write_bytes(content)
-        request = listed_request(tmp_path / name, cache_root=tmp_path)
-        assert source_bytes(request) == pytest.approx(len(text), rel=0.25)
-
-
-def test_the_standard_library_is_enough_text_and_not_too_much(tmp_path):
-    request = listed_request(PYTHON_STDLIB, cache_root=tmp_path)
-    assert STDLIB_MIN_BYTES < source_bytes(request) <= STDLIB_MAX_BYTES
-    assert len(request.files) > 100
 
 
 def test_the_standard_library_is_its_own_modules_as_text():
@@ -304,13 +262,6 @@ def test_a_parquet_schema_tells_the_shape(tmp_path: Path) -> None:
     assert shape_of_first_row(listed_request(tmp_path / "rows.parquet", cache_root=tmp_path)) is DataFormat.PREFERENCE
 
 
-def test_columns_that_the_job_names_count(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"q": "a", "a": "b"}))
-    named = {"prompt": "q", "completion": "a"}
-    request = listed_request(tmp_path / "rows.jsonl", cache_root=tmp_path, fields=named)
-    assert shape_of_first_row(request) is DataFormat.PROMPT_COMPLETION
-
-
 @pytest.mark.parametrize(
     "content",
     [b"{", b"\xff\xfe{}", b'["text"]', b"", b'{"text": "' + b"x" * 2**20 + b'"}'],
@@ -319,12 +270,6 @@ def test_columns_that_the_job_names_count(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_left_to_preparation(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(content or b"\n")
     assert shape_of_first_row(listed_request(tmp_path / "rows.jsonl", cache_root=tmp_path)) is None
-
-
-def test_damaged_files_are_left_to_preparation(tmp_path: Path) -> None:
-    for name in ("a.jsonl.gz", "b.parquet", "c.jsonl.xz"):
-        (tmp_path / name).write_bytes(b"no such format")
-        assert shape_of_first_row(listed_request(tmp_path / name, cache_root=tmp_path)) is None
 
 
 def test_rows_that_a_function_makes_are_not_looked_at(tmp_path: Path) -> None:

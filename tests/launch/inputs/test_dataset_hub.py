@@ -124,11 +124,6 @@ def test_a_download_that_was_broken_off_is_gone_on_with(tmp_path, hub):
     assert ask(tmp_path, "org/rows", endpoint=hub.url) == first
 
 
-def test_a_cache_that_another_program_filled_is_used_where_it_is_whole(tmp_path):
-    fill_cache(tmp_path, "README.md", "data/a-00000-of-00002.jsonl", "data/a-00001-of-00002.jsonl")
-    assert ask(tmp_path, "org/rows")[3] == [f"org/rows@{COMMIT}"]
-
-
 def test_a_cache_that_lacks_a_shard_is_completed(tmp_path, hub):
     fill_cache(tmp_path, "README.md", "data/a-00001-of-00002.jsonl")
     assert ask(tmp_path, "org/rows")[0] == 4

@@ -18,26 +18,6 @@ def read(text: str) -> Job:
     return read_job(tree, origin="job.yaml")
 
 
-def test_the_template_is_five_commented_lines():
-    lines = [line for line in job_template(model="org/Model-8B", data="chats.jsonl").splitlines() if line[0] != "#"]
-    assert [line.split(":")[0] for line in lines] == ["model", "data", "train", "limits", "output"]
-    assert all("  # " in line for line in lines)
-    assert lines[4].startswith("output: runs/model-8b ")
-
-
-NAMES = [
-    "plain", "it's", 'say "hi"', "a: b", "a #b", "two\nlines", "{brace", "- dash", "off", "null", "0123", "ü/ñ ✓", "%x",
-    "*a", "a, b",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_any_name_is_quoted_so_that_it_reads_back(name):
-    job = read(job_template(model=name, data=f"{name} "))
-    assert job.model.name == name
-    assert [entry.source for entry in job.data.train] == [f"{name} "]
-
-
 @settings(deadline=None)  # a busy machine is no fault
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(lambda text: text.strip()))
 def test_any_text_is_quoted_so_that_it_reads_back(data):

@@ -116,19 +116,6 @@ def test_each_refusal_of_the_hub_is_one_line_with_the_next_step(tmp_path, hub):
         assert [fact for fact in facts if fact not in error] == []
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path):
-    code, error = ask(tmp_path, MODEL, endpoint=NO_HUB)
-    assert (code, len(error.splitlines())) == (4, 1)
-    for fact in ("model.name: org/model", str(tmp_path / "hub"), "reached", "name a local folder"):
-        assert fact in error
-
-
-def test_offline_is_respected_and_named(tmp_path, hub):
-    code, error = ask(tmp_path, MODEL, endpoint=hub.url, HF_HUB_OFFLINE="1")
-    assert (code, hub.requests) == (4, [])
-    assert "HF_HUB_OFFLINE" in error and "name a local folder" in error
-
-
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, hub):
     (tmp_path / "hub").write_text("a file where the cache should be")
     code, error = ask(tmp_path, MODEL, endpoint=hub.url)

@@ -67,25 +67,11 @@ def test_a_folder_goes_up_whole_into_a_new_repository(is_public, hub, folder, tm
     assert not any(TOKEN.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_an_organisation_and_a_repository_that_is_there_are_uploaded_to(hub, folder, tmp_path):
-    hub.repositories["lab/cats"] = True
-    ((code, _),) = push(hub.url, tmp_path / "home", question("lab/cats", folder))
-    assert code == 0
-    assert set(hub.files["lab/cats"]) == {"README.md", "model.safetensors"}
-
-
 def test_asking_makes_nothing(hub, tmp_path):
     assert push(hub.url, tmp_path / "home", question("ann/cats")) == [[0, ""]]
     assert hub.repositories == {}
     assert {"GET /api/whoami-v2", "GET /api/models/ann/cats"} <= set(hub.requests)
     assert all(request.startswith("GET ") for request in hub.requests)
-
-
-def test_a_login_that_was_stored_is_taken(hub, folder, tmp_path):
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "token").write_text(TOKEN)
-    ((code, _),) = push(hub.url, tmp_path / "home", question("ann/cats", folder, token=None))
-    assert code == 0 and "ann/cats" in hub.files
 
 
 def fine_grained(kind: str, name: str, right: str) -> dict[str, Any]:

@@ -102,14 +102,6 @@ def test_every_preset_of_published_weights_plans_without_a_network(name, tmp_pat
     assert files.config == read_preset(name)
 
 
-def test_presets_hold_no_dtype_which_would_decide_the_precision():
-    assert not [name for name in preset_names() if {"dtype", "torch_dtype"} & set(read_preset(name))]
-
-
-def test_a_preset_without_weights_cannot_be_started_from():
-    assert "model.config: tiny-llama" in refused(job(name="tiny-llama"))
-
-
 def test_a_folder_answers_with_absolute_paths(tmp_path, monkeypatch):
     folder = write_model(tmp_path / "it's a model")
     monkeypatch.chdir(tmp_path)
@@ -118,19 +110,6 @@ def test_a_folder_answers_with_absolute_paths(tmp_path, monkeypatch):
     assert files.config == CONFIG
     assert not files.needs_download
     assert download_model(job(name="it's a model"), files) is files
-
-
-def test_a_home_folder_is_understood(tmp_path, monkeypatch):
-    write_model(tmp_path / "model")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert read_model_config(job(name="~/model")).model_path == str(tmp_path / "model")
-
-
-def test_a_folder_called_like_a_preset_needs_a_dot(tmp_path, monkeypatch):
-    write_model(tmp_path / "tiny-llama")
-    monkeypatch.chdir(tmp_path)
-    assert read_model_config(job(name="./tiny-llama")).config == CONFIG
-    assert read_model_config(job(config="tiny-llama")).config == read_preset("tiny-llama")
 
 
 def test_a_config_of_a_folder_or_file_needs_no_weights(tmp_path):
@@ -201,12 +180,6 @@ def test_what_is_no_model_here_says_what_a_name_may_be():
         assert name in refused(job(name=name))
 
 
-def test_a_file_is_no_folder_of_weights(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    line = refused(job(name=str(tmp_path / "model.gguf")))
-    assert "model.gguf is a file" in line and "config.json" in line
-
-
 @pytest.mark.parametrize(
     ("config", "fact"),
     [(None, "no config.json"), ("", "not JSON"), ("{", "not JSON"), ("[]", "JSON object"), ("[" * 100_000, "not JSON")],
@@ -223,15 +196,6 @@ def test_weights_of_another_vocabulary_than_the_config_are_refused(tmp_path):
     line = refused(job(name=str(folder)))
     for fact in (str(folder), "vocab_size 16", "model.embed_tokens.weight", "20 rows"):
         assert fact in line
-
-
-def test_damaged_and_pickled_weights_are_refused(tmp_path):
-    folder = write_model(tmp_path / "model", rows=None)
-    (folder / "pytorch_model.bin").write_bytes(b"x")
-    assert "pickled" in refused(job(name=str(folder)))
-    (folder / "model.safetensors").write_bytes(safetensors()[:-1])
-    line = refused(job(name=str(folder)))
-    assert "model.safetensors" in line and "768 B" in line and "767 B" in line
 
 
 @pytest.mark.parametrize(("size", "added"), [(17, 0), (20, 3)])
@@ -253,25 +217,11 @@ def test_added_tokens_and_those_of_a_template_make_the_vocabulary_larger(tmp_pat
     )
 
 
-def test_a_template_whose_tokens_are_there_asks_for_no_room(tmp_path):
-    content = json.loads(tokenizer(14))
-    content["added_tokens"] = [{"id": 14, "content": "<|im_start|>"}, {"id": 15, "content": "<|im_end|>"}]
-    folder = write_model(tmp_path / "model", tokens=json.dumps(content))
-    wanted = job(name=str(folder))
-    assert read_model_config(replace(wanted, data=replace(wanted.data, chat_template="chatml"))).new_rows == 0
-
-
 def test_a_larger_tokenizer_from_scratch_is_mended_in_the_config(tmp_path):
     shape = write_model(tmp_path / "shape", rows=None, tokens=None)
     words = write_model(tmp_path / "words", config=None, rows=None, tokens=tokenizer(30))
     line = refused(job(config=str(shape), tokenizer=str(words)))
     assert " 16" in line and f"vocab_size 30 into {shape / 'config.json'}" in line
-
-
-@pytest.mark.parametrize(("size", "added"), [(16, 0), (10, 6), (0, 0)])
-def test_a_tokenizer_that_fits_is_taken(tmp_path, size, added):
-    folder = write_model(tmp_path / "model", tokens=tokenizer(size, added=added))
-    assert read_model_config(job(name=str(folder))).tokenizer_path == str(folder)
 
 
 @pytest.mark.parametrize(
@@ -291,15 +241,6 @@ def test_the_size_of_a_tokenizer_of_either_kind_is_its_largest_id(tmp_path):
     assert read_tokens(tmp_path) is None
 
 
-def test_a_tokenizer_of_the_library_has_the_size_it_says(tmp_path):
-    from tokenizers import Tokenizer, models, trainers
-
-    trained = Tokenizer(models.BPE())
-    trained.train_from_iterator(["to be or not to be"], trainers.BpeTrainer(vocab_size=30, special_tokens=["<s>"]))
-    trained.save(str(tmp_path / "tokenizer.json"))
-    assert read_tokens(tmp_path).size == trained.get_vocab_size()
-
-
 def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):
     (tmp_path / "words").mkdir()
     (tmp_path / "tokenizer.json").write_text(tokenizer(3))
@@ -312,11 +253,6 @@ def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):
     ):
         line = refused(job(config="tiny-llama", tokenizer=named), tmp_path)
         assert line.startswith(f"model.tokenizer: {named} ") and [fact for fact in facts if fact not in line] == []
-
-
-def test_a_model_without_a_tokenizer_of_its_own_has_none(tmp_path):
-    folder = write_model(tmp_path / "model", tokens=None)
-    assert read_model_config(job(name=str(folder))).tokenizer_path is None
 
 
 def files(new_rows: int) -> ModelFiles:
@@ -346,12 +282,6 @@ def test_for_tokens_of_the_tokenizer_another_tokenizer_would_do(template):
     ] == []
 
 
-def test_what_trains_embeddings_or_has_no_new_tokens_is_not_refused():
-    refuse_frozen_rows(plan(Method.FULL), files(48), "chatml")
-    refuse_frozen_rows(plan(Method.GALORE), files(48), "chatml")
-    refuse_frozen_rows(plan(Method.LORA), files(0), "chatml")
-
-
 def test_a_kept_plan_gets_the_rows_it_counts(tmp_path: Path) -> None:
     kept = plan(Method.FULL)
     folder, said = tmp_path / "model", list[str]()
@@ -365,14 +295,6 @@ def test_a_kept_plan_gets_the_rows_it_counts(tmp_path: Path) -> None:
     assert len(said) == 1
     same = replace(kept, model_path=grown.model_path)
     assert kept_plan_with_new_rows(same, cache=tmp_path / "cache", on_progress=said.append) is same
-
-
-def test_a_kept_plan_of_adapters_is_refused_too(tmp_path: Path) -> None:
-    kept = plan(Method.LORA)
-    write_weights(tmp_path / "model", vocab_size=kept.model_config["vocab_size"] - 40)
-    kept = replace(kept, model_path=str(tmp_path / "model"))
-    with pytest.raises(InputError, match=" lora "):
-        kept_plan_with_new_rows(kept, cache=tmp_path / "cache", on_progress=lambda line: None)
 
 
 def write_weights(folder: Path, *, vocab_size: int) -> int:

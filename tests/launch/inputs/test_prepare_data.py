@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from shardwise.launch.inputs.prepare_data import find_prepared, prepare_data, re
 from shardwise.trainer.planning.run.rows import estimate_data
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.request import LISTING_NAME, SourceFile
-from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import BadRows, Job
 
 
@@ -47,21 +46,6 @@ def prepare(request, **settings):
 def find(request):
     """What a start finds of the files as they are now."""
     return find_prepared(list_files(request))
-
-
-def fake_python(folder, body):
-    """An interpreter that answers `-m shardwise.trainer.runtime.data.prepare REQUEST ANSWER` as `body` does."""
-    path = folder / "python"
-    path.write_text(f"#!{sys.executable}\nimport os, signal, sys, time\n" + textwrap.dedent(body))
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_the_profile_comes_back_with_its_progress(request_of, text):
-    profile, lines = prepare(request_of(text, eval_share=0.1))
-    assert profile.num_rows > 0
-    assert Path(profile.cache_dir, "tokens.bin").is_file()
-    assert "300 tokens" in lines[0]
 
 
 def test_what_was_prepared_is_found_without_starting_anything(request_of, text):
@@ -98,13 +82,6 @@ def test_a_change_is_not_overlooked(request_of, text, tmp_path, change):
     else:
         request = request_of((folder, 2.0))
     assert find(request) is None
-
-
-def test_a_touched_file_is_read_but_not_tokenised_again(request_of, text):
-    profile, _ = prepare(request_of(text))
-    make_old(text)
-    assert prepare(request_of(text)) == (profile, [])
-    assert find(request_of(text)) == profile
 
 
 def test_a_change_of_the_tokenizer_is_not_overlooked(request_of, text, tmp_path):
@@ -152,11 +129,6 @@ def test_a_problem_with_the_data_is_an_input_error_with_its_lines(request_of, tm
         prepare(request_of(path, bad_rows=BadRows.SKIP))
 
 
-def test_a_missing_source_is_an_input_error_before_anything_starts(request_of, tmp_path):
-    with pytest.raises(InputError, match=r"none\.txt"):
-        prepare(request_of(tmp_path / "none.txt"), python="/no/such/python")
-
-
 def test_a_missing_tokenizer_is_an_input_error(request_of, text):
     with pytest.raises(InputError, match=r"model\.tokenizer: /no/such"):
         find(request_of(text, tokenizer="/no/such"))
@@ -166,51 +138,6 @@ def test_a_cache_that_cannot_be_written_is_an_environment_fault(request_of, text
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(EnvironmentFaultError, match=f"{tmp_path}/cache.*Not a directory"):
         prepare(request_of(text))
-
-
-@pytest.mark.parametrize(
-    "body, kind, message",
-    [
-        ("sys.stderr.write('one\\ntwo\\n'); sys.exit(2)", InputError, "one\ntwo"),
-        ("sys.stderr.write('disk is full\\n'); sys.exit(4)", EnvironmentFaultError, "disk is full"),
-        ("sys.stderr.write('a\\nb\\nc\\nlast\\n'); sys.exit(2)", InputError, "b\nc\nlast"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", EnvironmentFaultError, "SIGKILL"),
-        ("1 / 0", ShardwiseError, "ZeroDivisionError"),
-    ],
-)
-def test_an_exit_code_becomes_the_error_it_stands_for(request_of, text, tmp_path, body, kind, message):
-    with pytest.raises(ShardwiseError) as caught:
-        prepare(request_of(text), python=fake_python(tmp_path, body))
-    assert type(caught.value) is kind
-    assert message in str(caught.value)
-
-
-def test_a_python_that_is_not_there_is_an_environment_fault(request_of, text):
-    with pytest.raises(EnvironmentFaultError, match="/no/such/python"):
-        prepare(request_of(text), python="/no/such/python")
-
-
-def test_a_users_trainer_in_the_working_directory_is_not_run(request_of, text, tmp_path, monkeypatch):
-    (tmp_path / "trainer.py").write_text("raise SystemExit('the wrong trainer')")
-    monkeypatch.chdir(tmp_path)
-    assert prepare(request_of(text))[0].num_rows > 0
-
-
-@pytest.mark.parametrize("heeds_the_request", [True, False])
-@pytest.mark.cold
-def test_an_interrupt_ends_the_subprocess(request_of, text, tmp_path, heeds_the_request):
-    ignoring = "" if heeds_the_request else "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    python = fake_python(tmp_path, ignoring + "print(os.getpid(), flush=True)\ntime.sleep(600)")
-    pids = []
-
-    def interrupt(line):
-        pids.append(int(line))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare_data(request_of(text), python=python, on_progress=interrupt, grace_s=0.3)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pids[0], 0)
 
 
 def start_preparing(folder):
@@ -275,16 +202,6 @@ def preparations_of(folder):
     return found
 
 
-@pytest.mark.cold
-def test_nothing_heavy_is_imported():
-    program = (
-        "import sys, launch.inputs.prepare_data, launch.inputs.data_files\n"
-        "heavy = {'torch', 'numpy', 'tokenizers', 'transformers', 'datasets'} & set(sys.modules)\n"
-        "sys.exit(' '.join(sorted(heavy)))"
-    )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stderr.strip() == ""
-
-
 FILES = tuple(SourceFile(path=f"/data/{n}.jsonl", size_bytes=100 + n, mtime_ns=10**18) for n in range(3))
 HUB = "hf://datasets/org/rows@{}/a.jsonl"
 PROFILE = replace(
@@ -325,16 +242,6 @@ def test_a_file_that_changed_is_refused_with_both_values(refuse, tmp_path, then,
     with pytest.raises(InputError) as caught:
         refuse(then, now)
     assert [fact for fact in ("--resume", f"{tmp_path}/run", *facts) if fact not in str(caught.value)] == []
-
-
-def test_many_changes_are_counted(refuse):
-    with pytest.raises(InputError, match="1 more"):
-        refuse(FILES, [replace(file, size_bytes=1) for file in FILES])
-
-
-def test_the_same_files_elsewhere_are_the_same_stream(refuse):
-    moved = [replace(file, path=f"/elsewhere{file.path}") for file in FILES]
-    refuse(FILES, moved)
 
 
 def test_an_unchanged_fingerprint_asks_nothing(refuse):

@@ -1,7 +1,6 @@
 """Copies on a node's own disk: whole or not there, of the source as it is, and only where the job asks."""
 
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,11 +38,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def plan_for(source: Path, *stages: Stage) -> Plan:
     plan = engine_plan(Sharding.NONE, job=Job(slurm=SlurmJob(stage=stages)))
     return replace(plan, model_path=str(source), data=replace(plan.data, cache_dir=str(source.parent)))
-
-
-def test_what_is_not_asked_for_stays_where_it_is(source, tmp_path):
-    plan = with_stages(plan_for(source), tmp_path / "scratch")
-    assert plan.staged == {} and plan.place_of(str(source)) == str(source)
 
 
 def test_a_copy_holds_the_files_and_no_links(source, tmp_path):
@@ -88,11 +82,3 @@ def test_a_disk_without_room_is_named_with_both_sizes(source, small_disk):
     plan = with_stages(plan_for(source, Stage.MODEL), small_disk)
     with pytest.raises(EnvironmentFaultError, match=r" 30\d KiB.*/small .* 2\d\d KiB"):
         copy_staged(plan.staged, on_progress=print)
-
-
-def test_a_folder_that_cannot_be_written_is_an_environment_fault(source, tmp_path):
-    (tmp_path / "scratch").write_text("a file")
-    plan = with_stages(plan_for(source, Stage.MODEL), tmp_path / "scratch")
-    with pytest.raises(EnvironmentFaultError, match=r"/scratch.*: Not a directory"):
-        copy_staged(plan.staged, on_progress=print)
-    assert stat.S_ISREG((tmp_path / "scratch").stat().st_mode)

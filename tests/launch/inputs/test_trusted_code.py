@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from custom_model import CONFIG, MARKER, custom_files, write_custom_model
 from engine_plan_factory import engine_plan
-from hanging_programs import pids_in, wait_until_gone
 from hub_kernel_factory import KERNEL, hub_environment, put_kernel
 from hub_questions import NO_HUB, ask_hub
 from hub_server import COMMIT, Hub, serving
@@ -192,27 +191,12 @@ def asked(folder: Path) -> list[str]:
     return [line.removeprefix(f"-m shardwise.trainer.runtime.attention.flash_kernel {KERNEL} ") for line in lines]
 
 
-def test_a_plan_without_a_kernel_of_the_hub_starts_nothing():
-    fetch_flash_kernel(plan_with(None), on_progress=pytest.fail, python="never started")
-
-
-def test_what_is_in_the_cache_is_not_asked_for_again(tmp_path):
-    fetch_flash_kernel(plan_with(KERNEL), on_progress=pytest.fail, python=fake_python(tmp_path, "exit 0"))
-    assert asked(tmp_path) == ["offline=1"]
-
-
 def test_what_is_not_in_the_cache_is_fetched_once_and_said(tmp_path):
     lines: list[str] = []
     python = fake_python(tmp_path, 'test -z "$HF_HUB_OFFLINE"')
     fetch_flash_kernel(plan_with(KERNEL), on_progress=lines.append, python=python)
     assert asked(tmp_path) == ["offline=1", "offline="]
     assert len(lines) == 1 and KERNEL in lines[0]
-
-
-def test_a_fallback_with_a_kernel_has_it_fetched_too(tmp_path):
-    plan = replace(plan_with(None), fallbacks=(plan_with(KERNEL).chosen,))
-    fetch_flash_kernel(plan, on_progress=pytest.fail, python=fake_python(tmp_path, "exit 0"))
-    assert asked(tmp_path) == ["offline=1"]
 
 
 @pytest.mark.parametrize(("offline", "num_asked"), [("1", 1), (None, 2)])
@@ -232,15 +216,6 @@ def test_a_process_that_breaks_is_named_by_its_code_and_its_last_lines(tmp_path,
     python = fake_python(tmp_path, f"{says} exit 7")
     with pytest.raises(EnvironmentFaultError, match=rf"^attention: .*{KERNEL}.* 7{words}$"):
         fetch_flash_kernel(plan_with(KERNEL), on_progress=lambda _: None, python=python)
-
-
-def test_a_stop_ends_the_process_and_asks_no_more(tmp_path):
-    python = fake_python(tmp_path, f"echo $$ > {tmp_path}/pid; sleep 60")
-    fetch_flash_kernel(
-        plan_with(KERNEL), on_progress=pytest.fail, python=python, should_stop=lambda: bool(pids_in(tmp_path / "pid"))
-    )
-    wait_until_gone(*pids_in(tmp_path / "pid"))
-    assert asked(tmp_path) == ["offline=1"]
 
 
 @pytest.mark.cold

@@ -1,7 +1,5 @@
 """Site, person, job file, command line: who wins, who is named, and that nothing wrong in any of them gets by."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +7,7 @@ import pytest
 from shardwise.launch.job.layers import ResolvedJob, read_job_layers, render_resolved, sweep_points
 from shardwise.trainer.spec.errors import InputError, InputProblemsError
 from shardwise.trainer.spec.job.kinds import Every
-from shardwise.trainer.spec.job.sections import Job, WandbMode
-from shardwise.trainer.spec.strategy import Sharding
+from shardwise.trainer.spec.job.sections import WandbMode
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 JOB = "model: {name: org/model}\ndata: {train: text.txt}\n"
@@ -50,11 +47,6 @@ class Workplace:
 @pytest.fixture
 def workplace(tmp_path):
     return Workplace(tmp_path)
-
-
-def test_there_is_an_example_for_each_class_of_hardware():
-    expected = {"quickstart", "8gb-card", "24gb-card", "2x24gb-cards", "80gb-card", "8x80gb-node"}
-    assert {path.stem for path in EXAMPLES} >= expected
 
 
 def test_each_layer_wins_over_the_one_before_and_is_named(workplace):
@@ -107,15 +99,11 @@ def assert_names(line: str, origin: object, *facts: str) -> None:
 PERSONAL_PROBLEMS = [
     ("train: {lr: 1}", ("train ", "job file", "price_per_gpu_hour, log.wandb, log.notify, slurm, folders")),
     ("log: {project: p}", ("log.project ", "job file", "log.wandb")),
-    ("slurm: {partitoin: p}", ("slurm.partitoin ", "did you mean slurm.partition?")),
     ("folders: {cach: /x}", ("folders.cach ", "did you mean folders.cache?")),
-    ("folders: {music: /x}", ("folders.music ", "cache, huggingface, scratch")),
     ("folders: {cache: here}", ('folders.cache is "here"', '"/"')),
-    ("folders: {cache: 3}", ("folders.cache is 3",)),
     ("folders: /x", ('folders is "/x"', "folders: {cache: /a/folder}")),
     ("price_per_gpu_hour: -1", ("price_per_gpu_hour is -1", "above 0")),
     ("- a", ("list",)),
-    ("a: [", ("line 2, column 1",)),
 ]
 
 
@@ -134,10 +122,7 @@ def test_folders_in_a_job_file_are_sent_to_where_they_belong(workplace):
 
 JOB_FILES = [
     ("", ("shardwise init --model MODEL --data FILE",)),
-    ("# only a comment\n", ("shardwise init",)),
     ("- model\n", ("list", "shardwise init")),
-    ("just text\n", ('"just text"',)),
-    ("model: {name: [\n", ("line 2, column 1",)),
     ("model: 1\nmodel: 2\n", ("line 2, column 1", "'model'")),
 ]
 
@@ -147,11 +132,6 @@ def test_a_file_that_is_no_job_is_one_line_and_nothing_is_called_missing(workpla
     workplace.job.write_text(text)
     (line,) = workplace.problems()
     assert_names(line, workplace.job, *facts)
-
-
-def test_an_empty_mapping_lacks_what_every_job_needs(workplace):
-    workplace.job.write_text("{}\n")
-    assert [line.partition(": ")[2].split(" is")[0] for line in workplace.problems()] == ["model", "data.train"]
 
 
 def test_every_problem_of_every_layer_is_shown_at_once(workplace):
@@ -174,26 +154,17 @@ def test_every_problem_of_every_layer_is_shown_at_once(workplace):
 
 OVERRIDES = [
     ("train.lr=1e-4", "train", "lr", 1e-4),
-    ("train.lr = 1e-4", "train", "lr", 1e-4),
     ("train.steps=1k", "train", "steps", 1000),
-    ("train.steps=10", "train", "epochs", None),
-    ("pin.sharding=none", "pin", "sharding", Sharding.NONE),
-    ("log.wandb=off", "log", "wandb", WandbMode.OFF),
     ("log.tensorboard=yes", "log", "tensorboard", True),
     ("log.name=0123", "log", "name", "0123"),
     ("log.name=null", "log", "name", None),
-    ("log.name='null'", "log", "name", "null"),
     ("model.revision=1e10", "model", "revision", "1e10"),
     ("model.trust_remote_code=false", "model", "trust_remote_code", None),
     ("output=runs/a #b: c", None, "output", "runs/a #b: c"),
-    ("output=[odd", None, "output", "[odd"),
     ('output="quoted"', None, "output", "quoted"),
     ("data.fields.prompt=question", "data", "fields", {"prompt": "question"}),
-    ("data.eval=none", "data", "eval_share", None),
     ("allow=[fp8, compile]", None, "allow", ("fp8", "compile")),
     ("checkpoint.every=20 min", "checkpoint", "every", Every(seconds=1200.0)),
-    ("slurm.time=24:00:00", "slurm", "time", "24:00:00"),
-    ("slurm.extra=--constraint=a100", "slurm", "extra", ("--constraint=a100",)),
     ("train={seq_len: 4096}", "train", "seq_len", 4096),
 ]
 
@@ -204,26 +175,12 @@ def test_an_override_reads_as_the_same_line_in_a_file_would(workplace, override,
     assert getattr(getattr(job, section) if section else job, name) == value
 
 
-def test_a_list_of_sources_can_be_given_on_the_command_line(workplace):
-    job = workplace.read("data.train=[a.txt, {source: b.txt, weight: 2}]").job
-    assert [(entry.source, entry.weight) for entry in job.data.train] == [("a.txt", 1.0), ("b.txt", 2.0)]
-
-
-def test_the_last_of_two_overrides_decides(workplace):
-    assert workplace.read("train.lr=1e-3", "train.lr=1e-5").job.train.lr == 1e-5
-
-
 BAD_OVERRIDES = [
     ("train.lr", ('"train.lr" ', "train.lr=1e-4")),
-    ("train.lr=", ('"train.lr=" ', "key=value")),
     ("=5", ('"=5" ', "key=value")),
-    ("", ('"" ', "key=value")),
     ("pin.micro_bach=2", ("did you mean pin.micro_batch?",)),
-    ("train..lr=2", ('"" ', "settings")),
     ("seq_len=2", ("did you mean train.seq_len?",)),
     ("train.lora={rank: 3", ("train.lora", "line 1, column 9")),
-    ("train=5", ("train is 5",)),
-    ("train.lr.x=5", ("train.lr is a mapping",)),
     ("folders.cache=/x", ("folders ",)),
 ]
 
@@ -280,27 +237,6 @@ def test_the_resolved_file_says_where_each_value_is_from(workplace):
     assert workplace.read().job == resolved.job
 
 
-def test_the_tree_is_complete_and_every_source_is_in_it(workplace):
-    resolved = workplace.read("train.steps=3")
-    assert resolved.tree["train"]["steps"] == 3
-    assert "epochs" not in resolved.tree["train"]
-    assert isinstance(resolved.job, Job)
-    for path in resolved.sources:
-        section = resolved.tree
-        for name in path.split("."):
-            section = section[name]
-
-
-@pytest.mark.cold
-def test_reading_a_job_imports_nothing_heavy():
-    program = (
-        "import sys\nimport launch.job.layers, launch.inputs.first_job, launch.inputs.model_files\n"
-        "heavy = {'torch', 'numpy', 'transformers', 'huggingface_hub', 'tokenizers', 'rich'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 @pytest.mark.parametrize(
     ("folders", "name"),
     [
@@ -319,10 +255,6 @@ def test_a_submitted_run_keeps_its_name(tmp_path, folders, name):
     (folder / "job.yaml").write_text("model: {name: a/b}\ndata: {train: d}\n")
     resolved = read_job_layers(folder / "job.yaml", [], config_home=tmp_path / "none", site_config=None)
     assert resolved.name == name
-
-
-def test_nothing_swept_is_one_point_without_overrides():
-    assert sweep_points([]) == ((),)
 
 
 def test_several_sweeps_multiply_and_the_last_varies_fastest():
@@ -350,12 +282,9 @@ def test_commas_in_brackets_and_quotes_do_not_part(sweep, expected):
     ("sweeps", "fact"),
     [
         (["train.lr"], "key=a,b"),
-        (["=1"], "key=a,b"),
-        (["train.lr=1e-4,"], "key=a,b"),
         (["train.lr=1,2", "train.lr=3"], "train.lr: .*twice"),
         (["train.lr=1,1"], "value .*twice"),
         (["slurm.nodes=1,2"], "slurm .*same"),
-        (["output=a,b"], "output .*same"),
         ([f"train.seed={','.join(map(str, range(40)))}", f"train.steps={','.join(map(str, range(1, 40)))}"], "1560"),
     ],
 )

@@ -35,17 +35,11 @@ def test_merge_keys_and_anchors_work():
     [
         ("a: [1, 2", "line 1, column 9: ", "']'"),
         ("a: 1\nb: 2\na: 3\n", "line 3, column 1: ", "'a'"),
-        ("x: {a: 1, a: 1}", "line 1, column 11: ", "'a'"),
-        ("a: b: c", "line 1, column 5: ", "mapping values"),
-        ("a:\n\t- b", "line 2, column 1: ", "'\\t'"),
-        ("a: *nowhere", "line 1, column 4: ", "'nowhere'"),
         ("a: !!python/object:os.system x", "line 1, column 4: ", "constructor"),
         ("a: !!int many", "line 1, column 4: ", "'many'"),
-        ("a: !!float x", "line 1, column 4: ", "'x'"),
         ("--- a\n--- b", "line 2, column 1: ", "another document"),
         ("{[1]: 2, ? [3] : 4}", "", "unhashable"),
         ("a\0: 1", "line 1: ", "character"),
-        ("ok: 1\nb: \x07", "line 2: ", "character"),
         pytest.param("[" * 1000, "", "nested", id="depth"),
     ],
 )
@@ -75,14 +69,6 @@ def test_a_missing_file_a_folder_and_other_bytes_are_one_line(tmp_path):
 def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
     (tmp_path / "job.yaml").write_bytes(b"\xef\xbb\xbfa: 1\n")
     assert read_yaml_file(tmp_path / "job.yaml") == {"a": 1}
-
-
-@pytest.mark.parametrize("name", ["with space.yaml", "quote'\".yaml", "new\nline.yaml"])
-def test_a_file_of_any_name_is_named_on_one_line(tmp_path, name):
-    (tmp_path / name).write_text("a: [")
-    with pytest.raises(InputError) as caught:
-        read_yaml_file(tmp_path / name)
-    assert "\n" not in str(caught.value)
 
 
 PLAIN = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -115,14 +101,10 @@ def test_text_that_is_written_means_the_same_to_a_reader_of_yaml_1_1(value):
 @pytest.mark.parametrize(
     ("value", "written"),
     [
-        ("runs/a-b", "runs/a-b"),
         ("off", '"off"'),
         ("1e-4", '"1e-4"'),
         (str(datetime.date(2024, 1, 1)), '"2024-01-01"'),
-        ("500 steps", "500 steps"),
-        ("a #b", '"a #b"'),
         ("", '""'),
-        (["a", "b c"], "[a, b c]"),
         ({"source": "x", "weight": 1.0}, "{source: x, weight: 1.0}"),
         (None, "null"),
     ],

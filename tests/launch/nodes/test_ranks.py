@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.nodes.ranks import Step, free_port
+from shardwise.launch.nodes.ranks import Step
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 
@@ -25,9 +25,7 @@ def ended_step(log: Path, words: str) -> Step:
     "words",
     [
         "srun: error: Node failure on n2\n",
-        "srun: error: Task launch for StepId=1.0 failed on node n2: Communication connection failure\n",
         "slurmstepd-n1: error: *** STEP 1.1 ON n1 CANCELLED DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n",
-        "srun: Required node not available (down, drained or reserved)\nsrun: error: Nodes n2 are DOWN\n",
     ],
 )
 def test_a_lost_node_is_left_to_slurm(tmp_path, words):
@@ -42,7 +40,6 @@ def test_a_lost_node_is_left_to_slurm(tmp_path, words):
             "n2: n1 port 9 cannot be reached: Connection refused\nsrun: error: n2: task 1: Exited with exit code 4\n",
             "4",
         ),
-        ("", "ended with code 1"),
     ],
 )
 def test_another_failure_of_the_step_ends_the_run(tmp_path, words, told):
@@ -56,12 +53,3 @@ def test_a_running_step_has_no_failure_and_can_be_ended(tmp_path):
     step.check_nodes()
     step.end(grace_s=0.01)
     assert step.poll() == -15
-
-
-def test_a_program_that_is_not_there_is_an_environment_fault(tmp_path):
-    with pytest.raises(EnvironmentFaultError, match="srun-of-nowhere: cannot be started: No such file"):
-        Step(["srun-of-nowhere"], environment={"PATH": "/"}, log=tmp_path / "agents.log")
-
-
-def test_two_free_ports_are_not_one():
-    assert free_port() != free_port()

@@ -15,10 +15,9 @@ from shardwise.launch.commands.train import _keep_calibration
 from shardwise.launch.plan.calibration_store import MAX_RECORDS, append_calibration, read_calibration, record_of_run
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.spec.calibration import CalibrationRecord, RatesSource, RecordSource
-from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import Gpu, Hardware, Host, MeasuredRates
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.report import Ending, Figures
+from shardwise.trainer.spec.report import Ending
 from shardwise.trainer.spec.strategy import Precision, Sharding
 
 NOON = datetime(2030, 1, 2, 12, tzinfo=UTC)
@@ -113,16 +112,3 @@ def test_only_a_run_that_finished_is_kept(tmp_path: Path, ending: Ending):
     _keep_calibration(plan_on(CPU), make_report(ending=ending), {"XDG_STATE_HOME": str(tmp_path)})
     records = read_calibration(tmp_path / "shardwise", CPU, torch="2.13.0").records
     assert [record.measured_step_s for record in records] == ([0.8] if ending is Ending.FINISHED else [])
-
-
-def test_a_run_without_a_measurement_teaches_nothing():
-    assert record_of_run(make_report(measured=Figures()), plan_on(CPU), now=NOON) is None
-
-
-def test_no_store_is_no_record(tmp_path: Path):
-    assert read_calibration(tmp_path / "none", CPU, torch="2.13.0").records == ()
-
-
-def test_a_state_folder_that_cannot_be_made_is_an_environment_fault():
-    with pytest.raises(EnvironmentFaultError, match="cannot be kept"):
-        append_calibration(Path("/proc/nowhere"), kept(plan_on(CPU)))

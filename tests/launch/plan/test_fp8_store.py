@@ -1,20 +1,17 @@
 """What timing FP8 found is kept for what it was measured on; `plan` reads it, and a broken file is a line."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from planning_factory import fp8_gain_of, job_of, machine, plan_of, shape_of
+from planning_factory import fp8_gain_of, job_of, machine, shape_of
 from typed_command import in_empty_home, typed, write_rows
 
 from shardwise.launch.plan.fp8 import FOLDER, fp8_key, keep_fp8_gain, key_of, read_fp8_gain, timed_tokens
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode
-from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.measurement import Fp8GainKey
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Fp8Recipe, Precision
@@ -28,13 +25,6 @@ model: {{name: llama-3.2-1b}}
 data: {{train: {data}, eval: none}}
 train: {{seq_len: 1024, tokens_per_step: 16384, tokens: 2M}}
 allow: [fp8]
-"""
-WITHOUT_TORCH = """
-import sys
-from shardwise.launch.cli import main
-code = main(sys.argv[1:])
-loaded = sorted({"torch", "numpy", "transformers", "transformer_engine"} & set(sys.modules))
-sys.stderr.write(f"code {code} loaded {loaded} store {'shardwise.launch.plan.fp8' in sys.modules}")
 """
 
 
@@ -75,16 +65,6 @@ def test_it_counts_for_nothing_else(tmp_path: Path, changes: dict[str, Any]) -> 
     assert read_fp8_gain(tmp_path, key(**changes)) == (None, None)
 
 
-def test_it_counts_for_what_does_not_touch_the_products(tmp_path: Path) -> None:
-    keep_fp8_gain(tmp_path, key(), GAIN)
-    for changes in (
-        {"versions": {**VERSIONS, "shardwise": "0.4"}},
-        {"job": job_of(pin={"precision": Precision.FP8})},
-        {"shape": replace(shape_of("8b"), vocab_size=32_000)},
-    ):
-        assert read_fp8_gain(tmp_path, key(**changes)) == (GAIN, None)
-
-
 @pytest.mark.parametrize("content", [b"", b'{"key": 1}', b"\xff\xfe"])
 def test_a_broken_file_is_a_line(tmp_path: Path, content: bytes) -> None:
     keep_fp8_gain(tmp_path, key(), GAIN)
@@ -92,17 +72,6 @@ def test_a_broken_file_is_a_line(tmp_path: Path, content: bytes) -> None:
     file.write_bytes(content)
     gain, line = read_fp8_gain(tmp_path, key())
     assert gain is None and str(file) in (line or "") and COUNTS_FOR_NOTHING in (line or "")
-
-
-def test_a_folder_in_its_place_is_a_line(tmp_path: Path) -> None:
-    keep_fp8_gain(tmp_path, key(), GAIN)
-    (file,) = (tmp_path / FOLDER).iterdir()
-    file.unlink()
-    file.mkdir()
-    gain, line = read_fp8_gain(tmp_path, key())
-    assert gain is None and COUNTS_FOR_NOTHING in (line or "")
-    told = keep_fp8_gain(tmp_path, key(), GAIN)
-    assert told is not None and str(file) in told and "Is a directory" in told
 
 
 def test_a_file_of_another_model_is_a_line(tmp_path: Path) -> None:
@@ -113,14 +82,6 @@ def test_a_file_of_another_model_is_a_line(tmp_path: Path) -> None:
     other.rename(mine)
     gain, line = read_fp8_gain(tmp_path, key())
     assert gain is None and str(mine) in (line or "") and COUNTS_FOR_NOTHING in (line or "")
-
-
-def test_a_cache_that_is_a_file_has_nothing_and_keeps_nothing(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    cache.write_text("")
-    assert read_fp8_gain(cache, key()) == (None, None)
-    told = keep_fp8_gain(cache, key(), GAIN)
-    assert told is not None and str(cache) in told and "Not a directory" in told
 
 
 @pytest.mark.parametrize(
@@ -199,22 +160,3 @@ def test_plan_goes_on_without_a_file_that_is_broken(planning: Planning, planned:
     plan = planned()
     assert plan.fp8_gain is None
     assert [COUNTS_FOR_NOTHING in note for note in plan.notes if str(file) in note] == [True]
-
-
-@pytest.mark.cold
-def test_plan_of_a_job_that_allows_it_loads_no_torch(planning: Planning) -> None:
-    answers = {
-        allow: subprocess.run(
-            [sys.executable, "-c", WITHOUT_TORCH, *planning.words, allow], capture_output=True, text=True, check=False
-        ).stderr
-        for allow in ("allow=[fp8]", "allow=[]")
-    }
-    assert answers == {
-        "allow=[fp8]": "code 0 loaded [] store True",
-        "allow=[]": "code 0 loaded [] store False",
-    }
-
-
-def test_the_key_of_a_plan_is_that_of_its_inputs() -> None:
-    plan = plan_of("8b", HOPPER, job=job_of(allow=(Allowance.FP8,), method=None))
-    assert key_of(plan) == fp8_key(plan.job, shape=shape_of("8b"), hardware=HOPPER, versions=plan.versions)

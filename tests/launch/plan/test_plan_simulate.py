@@ -20,7 +20,7 @@ from shardwise.trainer.spec.job.sections import DataFormat
 from shardwise.trainer.spec.messages.simulation import Simulation
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Report
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method, Offload, Sharding
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Offload, Sharding
 from shardwise.trainer.spec.units import MIB
 
 OLMO2 = {
@@ -146,14 +146,6 @@ def test_what_a_dry_run_cannot_run_is_named(change, fact):
     candidate = replace(plan.chosen, strategy=replace(plan.chosen.strategy, **change))
     obstacle = obstacle_to_dry_run(candidate, plan.model_shape, is_cpu=False)
     assert obstacle is None if fact is None else fact in (obstacle or "")
-
-
-def test_flash_attention_has_a_dry_run_where_the_model_also_has_sdpa():
-    plan = plan_of("tiny", "1xRTX-4090")
-    candidate = replace(plan.chosen, attention=Attention.FLASH)
-    without = replace(plan.model_shape, attentions=(Attention.FLASH, Attention.EAGER))
-    assert obstacle_to_dry_run(candidate, plan.model_shape, is_cpu=False) is None
-    assert "flash-attn" in (obstacle_to_dry_run(candidate, without, is_cpu=False) or "")
 
 
 def test_a_plan_without_a_dry_run_stays_as_it_is_and_says_so(capsys):

@@ -1,16 +1,11 @@
 """The dry run from outside: a value in, a value or one line of an error out."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from engine_plan_factory import TINY_LLAMA, engine_plan
 from msgspec.structs import replace
 
 from shardwise.launch.plan.dry_run import describe_simulation, simulate, simulation_request
-from shardwise.trainer.planning.memory.parts import grouped
-from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
+from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import Job, LoraJob, TrainJob
 from shardwise.trainer.spec.messages.simulation import LiveGroup, Simulation, SimulationRequest
@@ -35,40 +30,6 @@ def test_a_config_that_is_wrong_is_one_line() -> None:
     assert "\n" not in str(raised.value)
 
 
-def program(folder: Path, script: str) -> str:
-    """A Python that is none."""
-    path = folder / "python"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("script", "kind", "fact"),
-    [
-        ("echo one >&2; echo two >&2; exit 1", ShardwiseError, "two"),
-        ("echo full >&2; exit 4", EnvironmentFaultError, "full"),
-        ("kill -KILL $$", EnvironmentFaultError, "SIGKILL"),
-        ("exit 0", InputError, "answer.json"),
-    ],
-)
-def test_a_process_that_fails_is_an_error_of_its_kind(
-    tmp_path: Path, script: str, kind: type[ShardwiseError], fact: str
-) -> None:
-    with pytest.raises(kind, match=fact):
-        simulate(TINY, python=program(tmp_path, script))
-
-
-def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFaultError, match=r" 0\.1 s"):
-        simulate(TINY, timeout_s=0.1, python=program(tmp_path, "exec sleep 60"))
-
-
-def test_a_python_that_is_not_there_is_named() -> None:
-    with pytest.raises(EnvironmentFaultError, match="/no/python"):
-        simulate(TINY, python="/no/python")
-
-
 def test_the_request_is_what_the_candidate_says() -> None:
     plan = engine_plan(
         Sharding.FSDP,
@@ -87,13 +48,6 @@ def test_the_request_is_what_the_candidate_says() -> None:
     assert (request.micro_batch, request.accumulation, request.seq_len) == (4, 2, 128)
     assert request.model_config == plan.model_config
     assert request.device_name == "NVIDIA H100"
-
-
-def test_another_candidate_can_be_asked_about() -> None:
-    plan = engine_plan(Sharding.NONE)
-    other = replace(plan.chosen, micro_batch=7)
-    assert (simulation_request(plan).micro_batch, simulation_request(plan, other).micro_batch) == (4, 7)
-    assert simulation_request(plan).device_kind is DeviceKind.CPU
 
 
 def predicted() -> MemoryEstimate:
@@ -156,13 +110,3 @@ def test_predicted_stands_beside_simulated(name: str, columns: list[str]) -> Non
     lines = {line[:24].rstrip(): line[24:] for line in describe_simulation(simulated(), predicted())}
     width = 12
     assert [lines[name][start : start + width].strip() for start in range(0, 3 * width, width)] == columns
-
-
-def test_every_kind_of_the_dry_run_belongs_to_a_part_of_the_closed_form() -> None:
-    assert grouped({"gathered_weights": 1, "reduce_buffers": 2, "temporaries": 4})["activations"] == 7
-
-
-@pytest.mark.cold
-def test_torch_stays_out_of_this_process() -> None:
-    code = "import sys, launch.plan.dry_run; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,6 +1,5 @@
 """What a job still needs from a network is counted before it is fetched, and held against the room there is."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,25 +11,10 @@ from workplace_factory import make_workplace
 from shardwise.launch.inputs.data_files import is_of_hub
 from shardwise.launch.inputs.trusted_code import has_kernel
 from shardwise.launch.plan.gather import read_inputs
-from shardwise.launch.run.fetch_needs import Need, check_room, check_room_of, missing_for
+from shardwise.launch.run.fetch_needs import Need, check_room_of, missing_for
 from shardwise.trainer.spec.data.request import SourceFile
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.units import MIB
-
-
-def test_bytes_that_do_not_fit_are_said_with_both_numbers_and_the_settings(tmp_path: Path):
-    with mounted_disk(tmp_path / "disk", "1m") as disk:
-        check_room(disk / "not" / "yet", num_bytes=MIB // 2, num_files=3, what="the data")
-        with pytest.raises(EnvironmentFaultError, match=r"the data.* 2 MiB.* 1 MiB.*folders\.huggingface"):
-            check_room(disk / "hub", num_bytes=2 * MIB, num_files=3, what="the data")
-
-
-def test_inodes_that_do_not_fit_are_said_too(tmp_path: Path):
-    with mounted_disk(tmp_path / "disk", "1m,nr_inodes=20") as disk:
-        free = os.statvfs(disk).f_favail
-        check_room(disk, num_bytes=1, num_files=free, what="the data")
-        with pytest.raises(EnvironmentFaultError, match=f"{free + 1} inodes.*{free}"):
-            check_room(disk, num_bytes=1, num_files=free + 1, what="the data")
 
 
 def test_what_shares_a_cache_is_added_up(tmp_path: Path):

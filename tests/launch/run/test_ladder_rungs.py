@@ -4,24 +4,17 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import machine
 
-from shardwise.launch.run.ladder import GROUND, default_rungs, parse_rungs
+from shardwise.launch.run.ladder import default_rungs, parse_rungs
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.job.fields import BY_PATH
 
 
 @pytest.mark.parametrize(
     ("word", "settings"),
     [
         ("bf16-mixed", {"pin.precision": "bf16-mixed"}),
-        ("full", {"pin.checkpointing": "full"}),
-        ("sdpa", {"pin.attention": "sdpa"}),
-        ("chunked", {"pin.loss": "chunked"}),
-        ("adamw_8bit", {"pin.optimizer": "adamw_8bit"}),
-        ("zero2", {"pin.sharding": "zero2"}),
         ("qlora", {"train.method": "qlora"}),
         ("compile", {"pin.compile": "true"}),
         ("loss=eager", {"pin.loss": "eager"}),
-        ("pin.micro_batch=2", {"pin.micro_batch": "2"}),
         ("micro_batch=2", {"pin.micro_batch": "2"}),
         ("lora+train.lora.rank=4", {"train.method": "lora", "train.lora.rank": "4"}),
     ],
@@ -36,7 +29,6 @@ def test_a_rung_is_what_it_would_be_in_a_job_file(word, settings):
     [
         ("fp32,eager", "attention=eager or loss=eager"),
         ("chunkd", r"did you mean chunked\?"),
-        ("train.seq_len=64", r"train\.seq_len"),
         ("data.train=other", r"data\.train"),
         ("", "technique"),
     ],
@@ -55,8 +47,3 @@ def test_the_default_rungs_compute_in_what_the_card_has():
     unknown = machine("1xT4")
     unknown = replace(unknown, gpus=tuple(replace(gpu, compute_capability=None) for gpu in unknown.gpus))
     assert default_rungs(unknown)[1].name == "bf16-mixed"
-
-
-def test_every_setting_of_a_default_rung_is_one_of_the_job_file():
-    paths = {path for rung in default_rungs(machine("1xRTX-4090")) for path in rung.settings} | set(GROUND)
-    assert paths <= set(BY_PATH)

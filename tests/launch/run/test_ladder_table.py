@@ -8,7 +8,6 @@ from msgspec.structs import replace
 from report_factory import MIB, make_candidate, make_report
 
 from shardwise.launch.run.ladder import Outcome, RungResult, ladder_csv, ladder_page, ladder_rows, parse_rungs
-from shardwise.trainer.planning.page.html import pages_html
 from shardwise.trainer.planning.page.text_layout import page_text
 from shardwise.trainer.spec.report import Ending, Figures, MemoryFigures, SpeedFigures
 
@@ -70,9 +69,3 @@ def test_the_csv_reads_back_to_the_rows():
     assert [row["rung"] for row in read] == ["fp32", "bf16-mixed", "flash", "full", "lora"]
     assert read[3]["peak_bytes"] == str(100 * MIB) and read[0]["peak_bytes"] == ""
     assert read[3]["settings"] == "pin.checkpointing=full"
-
-
-def test_the_page_has_a_bar_for_each_rung_that_was_measured():
-    html = pages_html([ladder_page("a job", RESULTS, common="The same on all.")], title="a job")
-    assert "<svg" in html and "Peak memory" in html and "400 MiB" in html
-    assert "http" not in html.replace("http-equiv", "")

@@ -48,11 +48,6 @@ def test_without_a_change_the_earlier_plan_goes_on(earlier, run_dir):
     assert resume(earlier, earlier, run_dir) == (earlier, "")
 
 
-def test_the_earlier_plan_goes_on_with_the_allocator_that_works_now(earlier, run_dir):
-    plan = replace(earlier, hardware=replace(earlier.hardware, can_expand_segments=False))
-    assert resume(plan, earlier, run_dir) == (plan, "")
-
-
 def test_another_machine_takes_the_new_plan_where_the_checkpoint_fits_it(earlier, run_dir):
     plan = replace(earlier, hardware=on_less(earlier).hardware)
     taken, told = resume(plan, earlier, run_dir)
@@ -75,11 +70,6 @@ def test_what_was_taken_by_hand_is_refused_and_not_changed(earlier, run_dir):
 def test_where_nothing_can_go_on_the_run_does_not_start(earlier, run_dir):
     with pytest.raises(InputError, match=r"checkpoint of adamw.* 1 candidates"):
         resume(on_less(earlier, others=False), earlier, run_dir)
-
-
-def test_a_run_without_a_checkpoint_takes_whatever_is_planned_now(earlier, tmp_path):
-    plan = on_less(earlier)
-    assert resume(plan, earlier, tmp_path)[0] is plan
 
 
 def test_an_unchanged_plan_reads_data_and_model_where_they_are_now(earlier: Plan, run_dir: Path):

@@ -9,7 +9,6 @@ import pytest
 from shardwise.launch.rundir.cancel_flag import (
     is_cancelled,
     must_end_at_start,
-    own_job,
     read_cancel_flag,
     write_cancel_flag,
 )
@@ -43,10 +42,6 @@ def test_only_jobs_that_were_cancelled_end_and_any_other_start_removes_the_flag(
     write_cancel_flag(tmp_path, now=NOON, job_ids=("12", "13", "12_3"))
     assert must_end_at_start(tmp_path, environment) is ends
     assert is_cancelled(tmp_path) is ends
-
-
-def test_the_task_of_an_array_is_part_of_its_id():
-    assert own_job(ARRAY | {"SLURM_ARRAY_TASK_ID": "3"}) == "12_3"
 
 
 def test_a_flag_that_cannot_be_written_is_an_environment_fault():

@@ -7,14 +7,7 @@ import pytest
 from run_factory import age, metrics_row, write_attempt, write_checkpoint, write_report, write_start, write_submission
 
 from shardwise.launch.rundir.files import outputs_of, read_run, tail_lines, tail_rows
-from shardwise.trainer.spec.messages.submission import CHAIN_FILE
 from shardwise.trainer.spec.report import Ending
-
-
-def test_an_empty_directory_has_no_facts(tmp_path: Path):
-    files = read_run(tmp_path)
-    assert (files.attempt, files.step, files.rows, files.job_ids) == (0, None, (), ())
-    assert files.plan is None and files.report is None and files.heartbeat_s is None and not files.has_final_report
 
 
 def test_the_newest_attempt_defines_the_run(tmp_path: Path):
@@ -31,14 +24,6 @@ def test_the_newest_attempt_defines_the_run(tmp_path: Path):
     assert files.report is not None and not files.has_final_report, "it tells of the first attempt alone"
     write_report(tmp_path, Ending.FINISHED, attempt=2)
     assert read_run(tmp_path).has_final_report
-
-
-def test_jobs_are_those_that_were_submitted_chained_and_started(tmp_path: Path):
-    write_submission(tmp_path, "12")
-    (tmp_path / CHAIN_FILE).write_text("12\n13\n")
-    write_start(tmp_path, "12")
-    write_start(tmp_path, "20")
-    assert read_run(tmp_path).job_ids == ("12", "13", "20")
 
 
 def test_only_the_end_of_a_long_file_is_read_and_lines_stay_whole(tmp_path: Path):

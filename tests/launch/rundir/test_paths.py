@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch.rundir import paths as run_dir
-from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.errors import InputError
 
 NOON = datetime(2030, 1, 2, 12, 0, 0, tzinfo=UTC)
 
@@ -59,16 +59,3 @@ def test_attempts_are_numbered_on(tmp_path: Path):
     (tmp_path / "attempts" / "9").mkdir(parents=True)
     (tmp_path / "attempts" / "10").mkdir()
     assert run_dir.next_attempt(tmp_path) == 11
-
-
-def test_a_place_that_cannot_be_written_is_an_environment_fault():
-    with pytest.raises(EnvironmentFaultError, match="/proc/nowhere"):
-        run_dir.make_run_dir(Path("/proc/nowhere/bot"), now=NOON)
-
-
-def test_a_run_has_trained_once_its_first_line_of_metrics_is_there(tmp_path: Path):
-    assert not run_dir.has_trained(tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
-    assert not run_dir.has_trained(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert run_dir.has_trained(tmp_path)

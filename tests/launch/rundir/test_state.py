@@ -10,7 +10,7 @@ from run_factory import age, write_attempt, write_report, write_start, write_sub
 from shardwise.launch.rundir.cancel_flag import CANCEL_FLAG
 from shardwise.launch.rundir.files import read_run
 from shardwise.launch.rundir.lock import LockOwner
-from shardwise.launch.rundir.state import Liveness, RunState, judge, seconds_left, status_of
+from shardwise.launch.rundir.state import Liveness, RunState, judge, status_of
 from shardwise.slurm.jobs import EndedJob, QueuedJob
 from shardwise.trainer.spec.report import Ending
 
@@ -113,13 +113,6 @@ def test_a_cancelled_run_was_stopped_and_waits_for_nothing(run_dir):
     (run_dir / CANCEL_FLAG).write_text("cancelled\n")
     state, words = judged(run_dir, NOBODY)
     assert state is RunState.STOPPED and "step 1" in words
-
-
-def test_time_left_follows_from_the_mean_step(tmp_path):
-    write_attempt(tmp_path, steps=range(1, 81))
-    assert seconds_left(read_run(tmp_path)) == 20 * 2.0
-    (tmp_path / "metrics.jsonl").unlink()
-    assert seconds_left(read_run(tmp_path)) is None
 
 
 def test_a_status_has_the_figures_of_the_last_step(run_dir):
