@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from shardwise.slurm.cluster import Association, JobLimits, Partition, parse_tres
-from shardwise.slurm.quantities import parse_duration
+from shardwise.slurm.cluster import Association, JobLimits, Partition, parse_duration, parse_tres
 from shardwise.trainer.spec.value import Value
 
 ASSOCIATION_FIELDS = (

@@ -1,19 +1,77 @@
-"""Partitions, nodes and limits of a cluster, and the parsers of `scontrol` output for them. Pure.
+"""Partitions, nodes and limits of a cluster, parsed from Slurm's text. Pure; None means no limit, or unknown.
 
-Sizes are in bytes; None means no limit, or unknown. A record of scontrol is a row of `Key=value`. Values may hold
-blanks (`OS=Linux 5.15.0 #1 SMP`, `Reason=not responding`) and equals signs (`CfgTRES=cpu=64,gres/gpu=8`), so a value
-ends where the next key begins after a blank. Free text comes late in a record, so the first value of a repeated key
-counts. Tested on output of Slurm 16.05 to 25.05 (tests/captured/slurm_*). `sinfo` adds no facts.
+Times are `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours` and longer (man sbatch, --time). Sizes of
+TRES have a suffix K, M, G, T or P for powers of 1024 (man slurm.conf); memory without a suffix is in MiB.
+
+A record of scontrol is a row of `Key=value`. Values may hold blanks (`OS=Linux 5.15.0 #1 SMP`, `Reason=not responding`)
+and equals signs (`CfgTRES=cpu=64,gres/gpu=8`), so a value ends where the next key begins after a blank. Free text comes
+late in a record, so the first value of a repeated key counts. Tested on output of Slurm 16.05 to 25.05
+(tests/captured/slurm_*). `sinfo` adds no facts.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from itertools import pairwise
 
-from shardwise.slurm.quantities import known, parse_amount, parse_duration, parse_memory
-from shardwise.trainer.spec.units import MIB
+from shardwise.trainer.spec.units import MIB, format_seconds
 from shardwise.trainer.spec.value import Value
+
+_UNKNOWN = ("", "N/A", "NONE", "None", "(null)", "Unknown", "None assigned", "n/a")
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+
+
+def parse_duration(text: str | None) -> int | None:
+    """Seconds; None for UNLIMITED, INFINITE and any other text."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text or "")
+    if match is None:
+        return None
+    days, first, second, third = (int(part) if part else 0 for part in match.groups())
+    if match[1] is not None:  # days-hours[:minutes[:seconds]]
+        return ((days * 24 + first) * 60 + second) * 60 + third
+    if match[4] is not None:  # hours:minutes:seconds
+        return (first * 60 + second) * 60 + third
+    return first * 60 + second  # minutes[:seconds]
+
+
+def format_duration(seconds: int) -> str:
+    """`2-00:00:00` or `04:00:00`."""
+    days, rest = divmod(seconds, 86400)
+    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days}-{clock}" if days else clock
+
+
+def parse_amount(text: str) -> int | None:
+    """A count such as `8`, `4K` or `94G`; None for any other text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)", text.strip(), re.IGNORECASE)
+    return None if match is None else int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
+
+
+def parse_memory(text: str) -> int | None:
+    """Bytes of `750G`, `256000M` or `256000`, which is in MiB."""
+    amount = parse_amount(text)
+    return amount if amount is None or not text.strip().isdigit() else amount * MIB
+
+
+def num_jobs(hours: float, limit_s: int | None) -> int:
+    """Number of consecutive jobs for a run of so many hours."""
+    return 1 if limit_s is None else max(1, math.ceil(hours * 3600 / limit_s))
+
+
+def describe_num_jobs(hours: float, limit_s: int | None, *, place: str) -> str:
+    """`38 h 10 min at a limit of 1-00:00:00: 2 jobs, which continue each other`."""
+    duration = format_seconds(hours * 3600)
+    if limit_s is None:
+        return f"{duration}; {place} sets no time limit: one job"
+    jobs = num_jobs(hours, limit_s)
+    count = "one job" if jobs == 1 else f"{jobs} jobs, which continue each other"
+    return f"{duration} at a limit of {format_duration(limit_s)}: {count}"
+
+
+def known(text: str) -> str | None:
+    """A value without blanks around it; None for the text that Slurm prints for a missing one."""
+    return None if text.strip() in _UNKNOWN else text.strip()
 
 
 class PartitionState(StrEnum):

@@ -11,8 +11,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 
-from shardwise.slurm.cluster import parse_records
-from shardwise.slurm.quantities import known, parse_duration
+from shardwise.slurm.cluster import known, parse_duration, parse_records
 from shardwise.slurm.queries import run_slurm
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 from shardwise.trainer.spec.units import format_seconds

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from shardwise.slurm.access import Access
-from shardwise.slurm.cluster import JobLimits, Partition, PartitionState, Preemption
-from shardwise.slurm.gpu_cards import gpus_of_row
+from shardwise.slurm.cluster import JobLimits, Partition, PartitionState, Preemption, format_duration
 from shardwise.slurm.job_limits import NodeShare, allowed_nodes, bounds_of, share_of_node, share_within, time_limit_of
-from shardwise.slurm.node_groups import Choice, NodeGroup
-from shardwise.slurm.quantities import format_duration
+from shardwise.slurm.node_groups import Choice, NodeGroup, gpus_of_row
 from shardwise.trainer.planning.tables.gpu_names import card_name
 from shardwise.trainer.planning.tables.gpu_specs import gpu_spec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError

@@ -11,8 +11,8 @@ import shlex
 import unicodedata
 from collections.abc import Sequence
 
+from shardwise.slurm.cluster import format_duration
 from shardwise.slurm.job_script import Container, script_body
-from shardwise.slurm.quantities import format_duration
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.messages.submission import SCRIPT_NAME
 from shardwise.trainer.spec.units import MIB

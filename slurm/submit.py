@@ -6,8 +6,8 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from shardwise.slurm.cluster import format_duration
 from shardwise.slurm.partition_hardware import PartitionHardware
-from shardwise.slurm.quantities import format_duration
 from shardwise.slurm.sbatch import BatchJob, sbatch_options
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 

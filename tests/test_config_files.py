@@ -11,8 +11,7 @@ import pytest
 import yaml
 from engine_plan_factory import engine_plan
 
-from shardwise.launch.engine.accelerate_config import accelerate_config
-from shardwise.launch.engine.deepspeed_config import HOLE, deepspeed_config
+from shardwise.launch.engine.config import HOLE, accelerate_config, deepspeed_config
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware, Host
 from shardwise.trainer.spec.plan import Buckets, Plan

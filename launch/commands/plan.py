@@ -32,7 +32,7 @@ def run_plan(options: PlanOptions, console: Console) -> ExitCode:
     answers = [_answer(spec, inputs, options) for spec, inputs in asked]
     dry_runs: dict[str, list[str]] = {}
     if options.simulate:
-        from shardwise.launch.plan.simulated import simulated_answers
+        from shardwise.launch.plan.dry_run import simulated_answers
 
         answers, dry_runs = simulated_answers(answers, Console(sys.stderr))  # progress beside the answer, not in it
     plans = [(spec, answer) for spec, answer in answers if isinstance(answer, Plan)]
@@ -93,7 +93,7 @@ def _plan(inputs: PlanInputs, options: PlanOptions) -> Plan:
         plan = plan_inputs(inputs, profile_data(inputs))
         if inputs.model_code is None or options.simulate:
             return plan
-        from shardwise.launch.plan.simulated import after_dry_run
+        from shardwise.launch.plan.dry_run import after_dry_run
 
         return after_dry_run(plan, Console(sys.stderr))
     from shardwise.launch.run.trials import tried_plan

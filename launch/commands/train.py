@@ -24,7 +24,7 @@ from shardwise.launch.job.layers import ResolvedJob, render_resolved
 from shardwise.launch.nodes.machines import Machines, machines_of, membership, serve
 from shardwise.launch.options import TrainOptions
 from shardwise.launch.plan.calibration_store import append_calibration, record_of_run
-from shardwise.launch.plan.disk_check import check_disk
+from shardwise.launch.plan.checkpoints import check_disk
 from shardwise.launch.run.attempts import RunOutcome, run_attempts, stop_code
 from shardwise.launch.run.start import Prepared, check_trial, finished_report, plan_to_resume, prepare, refuse_other_run
 from shardwise.launch.rundir import paths as run_dirs

@@ -35,7 +35,7 @@ from shardwise.launch.job import folders
 from shardwise.launch.job.layers import read_job_layers, read_personal_folders
 from shardwise.launch.options import DoctorOptions
 from shardwise.launch.plan.asked_nodes import AskedNodes
-from shardwise.launch.plan.disk_check import check_disk, needed_disk_bytes
+from shardwise.launch.plan.checkpoints import check_disk, needed_disk_bytes
 from shardwise.launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs
 from shardwise.launch.probe.program import Beside
 from shardwise.launch.run.fetch_needs import check_room_of, data_need, data_sources, model_need

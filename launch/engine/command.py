@@ -21,8 +21,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from shardwise.launch.engine.accelerate_config import accelerate_config, accelerate_file
-from shardwise.launch.engine.deepspeed_config import deepspeed_config
+from shardwise.launch.engine.config import accelerate_config, accelerate_file, deepspeed_config
 from shardwise.launch.engine.offload import nvme_folder
 from shardwise.launch.probe.gpu_selection import cuda_variables
 from shardwise.launch.rundir import paths as run_dirs

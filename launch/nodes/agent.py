@@ -22,8 +22,8 @@ import yaml
 
 from shardwise.launch.attempt.local_ranks import LocalRanks
 from shardwise.launch.attempt.supervisor import StopKind, StopRequest
-from shardwise.launch.engine.accelerate_config import accelerate_config, accelerate_file
 from shardwise.launch.engine.command import launch_command, launch_environment
+from shardwise.launch.engine.config import accelerate_config, accelerate_file
 from shardwise.launch.engine.offload import check_nvme, held_folder, nvme_folder
 from shardwise.launch.engine.operators import build_needed, remove_stale_locks
 from shardwise.launch.inputs.staging import copy_staged

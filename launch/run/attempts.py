@@ -37,7 +37,7 @@ from shardwise.launch.engine.offload import check_nvme, held_folder, nvme_folder
 from shardwise.launch.engine.operators import build_operators, needed_operators, remove_stale_locks
 from shardwise.launch.inputs.staging import copy_staged
 from shardwise.launch.nodes.ranks import Cluster, ClusterRanks
-from shardwise.launch.plan.checkpoint_fit import newest_facts, obstacle_to_resume
+from shardwise.launch.plan.checkpoints import newest_facts, obstacle_to_resume
 from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.rundir.cancel_flag import is_cancelled
 from shardwise.launch.show.progress import Progress

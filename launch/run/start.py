@@ -18,7 +18,8 @@ from shardwise.launch.job.layers import ResolvedJob
 from shardwise.launch.nodes.hardware import describe_difference
 from shardwise.launch.nodes.machines import Machines
 from shardwise.launch.options import TrainOptions
-from shardwise.launch.plan.checkpoint_fit import newest_facts, obstacle_to_resume
+from shardwise.launch.plan.checkpoints import newest_facts, obstacle_to_resume
+from shardwise.launch.plan.dry_run import after_dry_run
 from shardwise.launch.plan.fp8 import fp8_gain_for
 from shardwise.launch.plan.gather import (
     make_request,
@@ -28,7 +29,6 @@ from shardwise.launch.plan.gather import (
     read_inputs,
     with_weights,
 )
-from shardwise.launch.plan.simulated import after_dry_run
 from shardwise.launch.probe.installed import require_libraries_of_training
 from shardwise.launch.probe.machine import read_hardware
 from shardwise.launch.probe.torch_fit import check_torch

@@ -17,7 +17,7 @@ from shardwise.launch.inputs.trusted_code import kernel_of
 from shardwise.launch.job import folders
 from shardwise.launch.job.layers import ResolvedJob, read_job_layers
 from shardwise.launch.plan.asked_nodes import charge_of, sbatch_option
-from shardwise.launch.plan.disk_check import needed_disk_bytes
+from shardwise.launch.plan.checkpoints import needed_disk_bytes
 from shardwise.launch.plan.gather import (
     PlanInputs,
     plan_inputs,
@@ -31,10 +31,10 @@ from shardwise.launch.probe import disks
 from shardwise.launch.run.fetch_needs import missing_for
 from shardwise.launch.rundir.paths import output_base
 from shardwise.launch.track.start import check_trackers
+from shardwise.slurm.cluster import describe_num_jobs, format_duration, num_jobs, parse_duration
 from shardwise.slurm.job_limits import share_of_job
 from shardwise.slurm.job_script import Container, container_of
 from shardwise.slurm.partition_hardware import PartitionHardware
-from shardwise.slurm.quantities import describe_num_jobs, format_duration, num_jobs, parse_duration
 from shardwise.slurm.sbatch import BatchJob, warning_s
 from shardwise.slurm.submit import knows_pyxis
 from shardwise.trainer.planning import node_counts

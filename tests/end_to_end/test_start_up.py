@@ -24,6 +24,7 @@ sys.stderr.write(f"code {code} loaded {loaded}")
         ("plan", "examples/quickstart.yaml"),
         ("plan", "examples/quickstart.yaml", "--json"),
         ("plan", "examples/quickstart.yaml", "--hardware", "8xH100-SXM5-80GB", "--hardware", "1xRTX-4090"),
+        ("estimate", "benchmarks/measured_public.jsonl"),
         ("probe",),
         ("schema",),
         ("doctor", "--quick"),

@@ -4,7 +4,7 @@ import pytest
 from slurm_texts import CLUSTERS, nodes_of
 
 from shardwise.slurm.cluster import parse_gres
-from shardwise.slurm.gpu_cards import card_of
+from shardwise.slurm.node_groups import card_of
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
 from shardwise.trainer.spec.units import GIB
 

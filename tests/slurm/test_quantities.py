@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.slurm.quantities import (
+from shardwise.slurm.cluster import (
     describe_num_jobs,
     format_duration,
     num_jobs,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from engine_plan_factory import engine_plan, gpus
 
-from shardwise.launch.engine.accelerate_config import accelerate_config
+from shardwise.launch.engine.config import accelerate_config
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Hardware, Host
 from shardwise.trainer.spec.plan import Plan

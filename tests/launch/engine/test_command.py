@@ -12,9 +12,8 @@ import yaml
 from engine_plan_factory import engine_plan, gpus
 from msgspec.structs import replace
 
-from shardwise.launch.engine.accelerate_config import accelerate_config
 from shardwise.launch.engine.command import launch_command, launch_environment
-from shardwise.launch.engine.deepspeed_config import deepspeed_config
+from shardwise.launch.engine.config import accelerate_config, deepspeed_config
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware, Host, MeasuredRates, PeerCopy
 from shardwise.trainer.spec.plan import Plan

@@ -7,7 +7,7 @@ import pytest
 from engine_plan_factory import TINY_LLAMA, engine_plan, gpus
 from msgspec.structs import replace
 
-from shardwise.launch.engine.deepspeed_config import deepspeed_config, fill, read_base
+from shardwise.launch.engine.config import deepspeed_config, fill, read_base
 from shardwise.launch.engine.offload import offload_buffers
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware, Host

@@ -18,7 +18,7 @@ from shardwise.launch.engine.offload import (
     held_folder,
     remove_stale_folders,
 )
-from shardwise.launch.plan.disk_check import check_disk
+from shardwise.launch.plan.checkpoints import check_disk
 from shardwise.launch.run.attempts import run_attempts
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.errors import EnvironmentFaultError

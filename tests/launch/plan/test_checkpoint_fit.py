@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from report_factory import make_candidate
 
-from shardwise.launch.plan.checkpoint_fit import SavedFacts, obstacle_to_resume, read_facts
+from shardwise.launch.plan.checkpoints import SavedFacts, obstacle_to_resume, read_facts
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.plan import Candidate
 from shardwise.trainer.spec.strategy import Method, Optimizer, Precision, Sharding

@@ -8,9 +8,8 @@ from msgspec.structs import replace
 from planning_factory import data_of, job_of, plan_of
 from workplace_factory import make_workplace
 
-from shardwise.launch.plan.dry_run import simulation_request
+from shardwise.launch.plan.dry_run import simulated_answers, simulated_plan, simulation_request
 from shardwise.launch.plan.gather import read_inputs
-from shardwise.launch.plan.simulated import simulated_answers, simulated_plan
 from shardwise.launch.terminal import Console
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.simulated import Simulated, obstacle_to_dry_run, plan_of_simulated, simulated_memory

@@ -1,7 +1,7 @@
-"""Which candidates can go on from a checkpoint, as far as its manifest tells without torch.
+"""The room that a run's checkpoints need on its disks, and the candidates that can resume from one.
 
-A fallback that its ranks would refuse costs a start and teaches nothing. What the ranks check beyond this (names,
-shapes, the base under adapters) is the same for every fallback of a plan.
+A fallback that its ranks would refuse costs a start and teaches nothing, so the manifest is read here, without torch.
+The remaining checks of the ranks (names, shapes, the base under adapters) are the same for every fallback of a plan.
 """
 
 from pathlib import Path
@@ -9,9 +9,11 @@ from typing import Any
 
 import msgspec
 
+from shardwise.launch.engine.offload import check_nvme
+from shardwise.launch.probe.disks import check_room
 from shardwise.launch.rundir.paths import committed_checkpoints
 from shardwise.trainer.spec.optimizers import have_same_state
-from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.strategy import Method, Optimizer, Precision
 
 
@@ -58,3 +60,24 @@ def obstacle_to_resume(saved: SavedFacts | None, candidate: Candidate) -> str | 
     if strategy.precision.master_bytes < saved.precision.master_bytes:
         return f"keeps weights in fewer bits than the checkpoint of {saved.precision}"
     return None
+
+
+EXPORT_BYTES_PER_PARAMETER = 4
+
+
+def needed_disk_bytes(plan: Plan) -> int:
+    """Bytes a run of this plan needs on the disk at once."""
+    memory, freezes_base = plan.chosen.memory, plan.chosen.method.freezes_base
+    export = memory.checkpoint_bytes if freezes_base else plan.model_shape.num_parameters * EXPORT_BYTES_PER_PARAMETER
+    return export + memory.checkpoint_bytes * min(2, plan.job.checkpoint.keep + 1)
+
+
+def check_disk(plan: Plan, run_dir: Path) -> None:
+    """EnvironmentFaultError with both numbers where the run would fill a disk, or a quota on it."""
+    check_nvme(plan)
+    check_room(
+        run_dir,
+        num_bytes=needed_disk_bytes(plan),
+        what="checkpoints and the exported model need",
+        remedy="make room, or name another disk with output or --run-dir",
+    )
