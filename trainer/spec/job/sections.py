@@ -416,7 +416,7 @@ class CheckpointJob(Value, frozen=True, kw_only=True):
     best: Annotated[
         str | None, Setting("Also retains the checkpoint with the best value of this score.", one_word("eval_loss"))
     ] = "eval_loss"
-    is_async: Annotated[bool | None, Setting("Writes while training goes on.", name="async", none="auto")] = None
+    is_async: Annotated[bool | None, Setting("Writes while training continues.", name="async", none="auto")] = None
 
 
 class EvalJob(Value, frozen=True, kw_only=True):
@@ -560,7 +560,7 @@ class Job(Value, frozen=True, kw_only=True):
     output: Annotated[
         str | None,
         Setting(
-            "Run directories are made beside this name; null is runs/ and the job file's name.",
+            "Prefix of the run directories; null is runs/ and the job file's name.",
             text("a path"),
             aliases=("output_dir",),
         ),
