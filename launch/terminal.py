@@ -1,8 +1,11 @@
-"""Output for a person: plain lines on stdout, or on stderr if stdout carries JSON."""
+"""Output for a person: plain lines on stdout, or on stderr if stdout carries JSON; pages of `--html`."""
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
+
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
 
 class Console:
@@ -27,3 +30,13 @@ def write_error(text: str) -> None:
     """One to three lines on stderr."""
     sys.stderr.write(text.rstrip("\n") + "\n")
     sys.stderr.flush()
+
+
+def write_page(path: Path, html: str) -> None:
+    """Raises InputError if the folder does not exist, EnvironmentFaultError if the file cannot be written."""
+    try:
+        path.write_text(html, encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise InputError(f"--html {path}: {error.strerror}; name a file in a folder that exists") from error
+    except OSError as error:
+        raise EnvironmentFaultError(f"--html {path}: cannot be written: {error.strerror}") from error

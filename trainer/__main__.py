@@ -159,6 +159,7 @@ def _report(
         measured=measured_figures(state, plan),
         engaged=state.engaged,
         incidents=(*state.incidents, *(f"the held-out loss at step {gone.step} is not finite" for gone in not_finite)),
+        roll_backs=tuple(state.roll_backs),
         versions=installed_versions(),
         step=state.step,
         num_steps=plan.schedule.num_steps,

@@ -7,8 +7,7 @@ from shardwise.launch.commands.plan import machines
 from shardwise.launch.inputs.model_files import preset_names, read_preset
 from shardwise.launch.options import PlanOptions
 from shardwise.launch.plan.gather import PlanInputs, profile_data, read_calibration_of
-from shardwise.launch.show.page_file import write_page
-from shardwise.launch.terminal import Console
+from shardwise.launch.terminal import Console, write_page
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.explain.choice import machine_words
 from shardwise.trainer.planning.explain.limits import Question, limits_json, limits_section

@@ -7,8 +7,7 @@ from pathlib import Path
 from shardwise.launch.options import PlanOptions
 from shardwise.launch.plan.asked_nodes import AskedNodes
 from shardwise.launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs
-from shardwise.launch.show.page_file import write_page
-from shardwise.launch.terminal import Console
+from shardwise.launch.terminal import Console, write_page
 from shardwise.trainer.planning.explain.plan_page import compare_plans, comparison_page, explain_plan, plan_page
 from shardwise.trainer.planning.page.content import Section
 from shardwise.trainer.planning.planner import take_candidate

@@ -8,7 +8,7 @@ import msgspec
 
 from shardwise.launch.options import ReportOptions
 from shardwise.launch.show.report.runs import RecordedRun, recorded_runs
-from shardwise.launch.terminal import Console
+from shardwise.launch.terminal import Console, write_page
 from shardwise.trainer.spec.errors import ExitCode, InputError
 
 
@@ -46,7 +46,6 @@ def _text(runs: Sequence[RecordedRun]) -> str:
 
 
 def _write_page(path: Path, runs: Sequence[RecordedRun]) -> None:
-    from shardwise.launch.show.page_file import write_page
     from shardwise.launch.show.report.comparison import comparison_page
     from shardwise.launch.show.report.page import run_page
     from shardwise.trainer.planning.page.html import pages_html

@@ -40,14 +40,14 @@ from shardwise.launch.nodes.ranks import Cluster, ClusterRanks
 from shardwise.launch.plan.checkpoints import newest_facts, obstacle_to_resume
 from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.rundir.cancel_flag import is_cancelled
-from shardwise.launch.show.progress import Progress
+from shardwise.launch.show.live.follow import Progress
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.start import TrackerProcess, running_trackers
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Candidate, Plan
-from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault, Report
+from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault, Report, RollBack
 
 
 class RunOutcome(NamedTuple):
@@ -114,6 +114,7 @@ def _run_all(around: Surroundings, *, resume: bool) -> RunOutcome:
         number = None if stop.kind is not None else decision.candidate
         report = _told(end, decision, stop, run_dir)
         course.history.append(attempt_record(end, report, attempt_dir, begin))
+        course.roll_backs += report.roll_backs
         course.incidents += [*end.report.incidents, *spending.incidents(report)]
         if end.fault is not None:
             incident = incident_of(end, decision)
@@ -122,6 +123,7 @@ def _run_all(around: Surroundings, *, resume: bool) -> RunOutcome:
         report = msgspec.structs.replace(
             report,
             incidents=tuple(dict.fromkeys(course.incidents)),
+            roll_backs=tuple(course.roll_backs),
             history=tuple(course.history),
             attempts=len(course.history),
             duration_s=time.monotonic() - started,
@@ -149,6 +151,7 @@ class _Course:
     history: list[AttemptRecord]
     tried: list[Tried] = field(default_factory=list)
     incidents: list[str] = field(default_factory=list)
+    roll_backs: list[RollBack] = field(default_factory=list)
 
 
 def _run_one(around: Surroundings, attempt_dir: Path, course: _Course, spending: LimitWatch) -> AttemptEnd:

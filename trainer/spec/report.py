@@ -110,6 +110,13 @@ class Sample(Value, frozen=True, kw_only=True):
     after: str | None
 
 
+class RollBack(Value, frozen=True, kw_only=True):
+    """A return to the last checkpoint, after steps that could not be taken."""
+
+    from_step: int
+    to_step: int
+
+
 class AttemptRecord(Value, frozen=True, kw_only=True):
     """One attempt of a run: what ran, and how it ended."""
 
@@ -139,6 +146,7 @@ class Report(Value, frozen=True, kw_only=True):
     measured: Figures
     engaged: Engaged | None
     incidents: tuple[str, ...]
+    roll_backs: tuple[RollBack, ...] = ()
     versions: dict[str, str]
     step: int  # optimizer steps done
     num_steps: int

@@ -40,7 +40,7 @@ class Outlet:
         if self.is_gone:
             return False
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        content = redact(text).encode(encoding, "replace")
+        content = text.encode(encoding, "replace")
         try:
             own = self._descriptor()
             if own is not None:
@@ -177,11 +177,9 @@ class Screen:
     def draw(self, lines: Sequence[str]) -> None:
         """Replaces the block; of a low terminal by its first lines."""
         kept = lines[: max(1, self.size.lines - 1)]
-        if self._num_drawn and kept == self._drawn:
+        if not kept or (self._num_drawn and kept == self._drawn):
             return
-        if not kept:
-            return
-        frame, before = self._erasing() + "\n".join(kept), self._num_drawn
+        frame, before = self._erasing() + redact("\n".join(kept)), self._num_drawn
         self._num_drawn = max(before, len(kept))  # Ctrl-C may come right after the write
         if self._outlet.write(frame):
             self._num_drawn, self._drawn = len(kept), kept
@@ -190,7 +188,7 @@ class Screen:
 
     def print_line(self, text: str) -> None:
         """A line above the block; left out where nobody reads."""
-        if self._outlet.write(f"{self._erasing()}{text}\n"):
+        if self._outlet.write(f"{self._erasing()}{redact(text)}\n"):
             self._num_drawn = 0
 
     def take_away(self) -> None:

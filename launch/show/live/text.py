@@ -54,7 +54,7 @@ def block_lines(view: LiveView, *, width: int, glyphs: Glyphs, has_color: bool =
     graphic = next(size for least, size in _GRAPHIC_WIDTHS if width >= least)
     if width < _LEAST_FOR_GRAPHIC:
         graphic = 0
-    head = fitted([f"{view.title}: {_state(view)}", *_place(view)], width)
+    head = fitted([f"{view.title}: {view.state or 'starting'}", *_place(view)], width)
     rows = [_progress(view, graphic, glyphs), _loss(view, graphic, glyphs), _speed(view, graphic, glyphs)]
     rows += [_memory(view.memory, graphic, glyphs), _card(view), _incidents(view)]
     body = [_line(row, width, graphic, has_color=has_color) for row in rows if row is not None]
@@ -73,10 +73,15 @@ def log_line(view: LiveView) -> str:
     if view.tokens_per_s:
         of_predicted = "" if share is None else f" ({share:.0%} of predicted)"
         parts.append(f"{format_count(view.tokens_per_s)} tokens/s{of_predicted}")
-    parts += [_log_memory(view.memory)] if view.memory is not None else []
+    if view.memory is not None:
+        used, total, peak = view.memory.used_bytes, view.memory.total_bytes, view.memory.peak_bytes
+        if used is not None and total is not None and view.memory.place == "card":
+            parts.append(_pair(used, " of ", total))
+        elif peak is not None:
+            parts.append(format_bytes(peak))
     parts += [f"{format_seconds(view.seconds_left)} left"] if view.seconds_left is not None else []
     parts += _counted(view)
-    return "  ".join(part for part in parts if part)
+    return "  ".join(parts)
 
 
 def bar(share: float, *, width: int, glyphs: Glyphs, mark: float | None = None) -> str:
@@ -106,31 +111,20 @@ def num_columns(text: str) -> int:
     """Columns that a terminal gives the text: two to wide characters, none to those that combine with others."""
     if text.isascii():
         return len(text)
-    return sum(_num_columns_of(each) for each in text)
+    wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)
+    return len(text) + wide - sum(unicodedata.category(each) in ("Mn", "Me", "Cf") for each in text)
+
+
+def _cut(text: str, width: int) -> str:
+    """The beginning of the text, with two dots for the rest."""
+    while num_columns(text) > max(0, width - 2):
+        text = text[:-1]
+    return (text.rstrip() + "..")[:width]
 
 
 def printable(text: str) -> str:
     """The text in one line, without what would move a cursor."""
     return "".join(each if each.isprintable() else " " for each in text)
-
-
-def _num_columns_of(character: str) -> int:
-    if unicodedata.category(character) in ("Mn", "Me", "Cf"):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
-
-
-def _cut(text: str, width: int) -> str:
-    """The beginning of the text, with two dots where something is missing."""
-    if num_columns(text) <= width:
-        return text
-    kept, room = "", max(0, width - 2)
-    for character in text:
-        room -= _num_columns_of(character)
-        if room < 0:
-            break
-        kept += character
-    return (kept.rstrip() + "..")[:width]
 
 
 def _line(row: _Row, width: int, graphic: int, *, has_color: bool) -> str:
@@ -143,10 +137,6 @@ def _line(row: _Row, width: int, graphic: int, *, has_color: bool) -> str:
     shown = f"{color}{drawn}{_PLAIN}" if drawn else ""
     words = f"{_YELLOW}{text}{_PLAIN}" if row.is_warning and not drawn else text
     return f"{_DIM}{label}{_PLAIN}{shown}{words}"
-
-
-def _state(view: LiveView) -> str:
-    return view.state or "starting"
 
 
 def _place(view: LiveView) -> list[str]:
@@ -191,8 +181,9 @@ def _memory(gauge: MemoryGauge | None, width: int, glyphs: Glyphs) -> _Row | Non
     used, total, mark = gauge.used_bytes, gauge.total_bytes, None
     parts = []
     if used is not None:
-        parts.append(f"{_of_total(used, total)} {gauge.place}")
-    parts += [_peak(gauge.peak_bytes, gauge.predicted_peak_bytes)] if gauge.peak_bytes is not None else []
+        parts.append(f"{_pair(used, ' of ', total)} {gauge.place}")
+    if gauge.peak_bytes is not None:
+        parts.append(f"peak {_pair(gauge.peak_bytes, ', predicted ', gauge.predicted_peak_bytes)}")
     if used is not None and total:
         mark = None if gauge.predicted_bytes is None else gauge.predicted_bytes / total
         share = used / total
@@ -223,27 +214,11 @@ def _counted(view: LiveView) -> list[str]:
     return parts + (["1 step skipped" if skipped == 1 else f"{skipped} steps skipped"] if skipped else [])
 
 
-def _log_memory(gauge: MemoryGauge) -> str:
-    """Of a card what is used of it, of a CPU the peak that was allocated."""
-    if gauge.used_bytes is not None and gauge.total_bytes is not None and gauge.place == "card":
-        return _of_total(gauge.used_bytes, gauge.total_bytes)
-    return "" if gauge.peak_bytes is None else format_bytes(gauge.peak_bytes)
-
-
-def _of_total(used: int, total: int | None) -> str:
-    """`61 of 80 GiB`, `483 MiB of 23.5 GiB`."""
-    return format_bytes(used) if total is None else _pair(used, " of ", total)
-
-
-def _peak(peak: int, predicted: int | None) -> str:
-    """`peak 55, predicted 54 GiB`."""
-    return "peak " + (format_bytes(peak) if predicted is None else _pair(peak, ", predicted ", predicted))
-
-
-def _pair(first: int, words: str, second: int) -> str:
-    """Two sizes, of which the first has no unit where the second has the same."""
-    number, unit = format_bytes(first).split()
-    rest = format_bytes(second)
+def _pair(first: int, words: str, second: int | None) -> str:
+    """`61 of 80 GiB`, `483 MiB of 23.5 GiB`: the first size has no unit where the second has the same."""
+    if second is None:
+        return format_bytes(first)
+    (number, unit), rest = format_bytes(first).split(), format_bytes(second)
     return f"{number}{words}{rest}" if rest.endswith(f" {unit}") else f"{number} {unit}{words}{rest}"
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from shardwise.launch.show.report.charts import points_of
-from shardwise.launch.show.report.runs import RecordedRun, Step, ending_words, labels_of, state_line
+from shardwise.launch.show.report.page import points_of
+from shardwise.launch.show.report.runs import RecordedRun, ending_words, labels_of, state_line
+from shardwise.launch.show.report.text import format_size, shown
 from shardwise.trainer.planning.page.content import (
     Block,
     LineChart,
@@ -23,7 +24,7 @@ from shardwise.trainer.planning.page.content import (
     Unit,
 )
 from shardwise.trainer.spec.report import Ending
-from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
+from shardwise.trainer.spec.units import format_count, format_seconds
 
 _MOST_CURVES = 12
 _MOST_SETTINGS = 6
@@ -37,10 +38,28 @@ def comparison_page(runs: Sequence[RecordedRun]) -> Page:
     sections = (
         Section(title="figures (* the best)", blocks=tuple(_figures(runs, labels))),
         Section(title="what differs", blocks=tuple(_differences(runs, labels))),
-        _curves("held-out loss", runs, labels, _held_out, Unit.NUMBER),
-        _curves("training loss", runs, labels, _over(lambda step: step.loss), Unit.NUMBER),
-        _curves("tokens/s of all devices", runs, labels, _over(lambda step: step.tokens_per_s), Unit.COUNT),
-        _curves("peak memory of a device", runs, labels, _over(lambda step: step.memory_peak_bytes), Unit.BYTES),
+        _curves(
+            "held-out loss",
+            runs,
+            labels,
+            lambda run: tuple((float(step), loss) for step, loss in run.eval_losses.items()),
+            Unit.NUMBER,
+        ),
+        _curves("training loss", runs, labels, lambda run: points_of(run, lambda step: step.loss), Unit.NUMBER),
+        _curves(
+            "tokens/s of all devices",
+            runs,
+            labels,
+            lambda run: points_of(run, lambda step: step.tokens_per_s),
+            Unit.COUNT,
+        ),
+        _curves(
+            "peak memory of a device",
+            runs,
+            labels,
+            lambda run: points_of(run, lambda step: step.memory_peak_bytes),
+            Unit.BYTES,
+        ),
         Section(title="what would help", blocks=tuple(_recommended(runs, labels))),
     )
     return Page(
@@ -61,17 +80,17 @@ def _figures(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator[Blo
 
 def _row(run: RecordedRun, label: str) -> tuple[str, ...]:
     speed, memory = run.measured.speed, run.measured.memory
-    ending = "not ended" if run.report is None else ending_words(run.report)
+    not_ended = "not begun" if run.plan is None else "not ended"
     return (
         label,
-        ending if run.plan is not None or run.report is not None else "not begun",
+        not_ended if run.report is None else ending_words(run.report),
         str(run.step),
-        _words(_score(run), "{:.4f}".format),
-        _words(run.final_loss, "{:.4f}".format),
-        _words(_rate(run), format_count),
-        _words(speed.step_s, format_seconds),
-        _words(memory.peak_allocated_bytes, lambda size: format_bytes(round(size))),
-        _words(None if run.report is None else run.report.duration_s, format_seconds),
+        shown(_score(run), "{:.4f}".format),
+        shown(run.final_loss, "{:.4f}".format),
+        shown(_rate(run), format_count),
+        shown(speed.step_s, format_seconds),
+        shown(memory.peak_allocated_bytes, format_size),
+        shown(None if run.report is None else run.report.duration_s, format_seconds),
         "-" if run.candidate is None else run.candidate.strategy.name,
     )
 
@@ -125,17 +144,22 @@ def _rate(run: RecordedRun) -> float | None:
 def _differences(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator[Block]:
     """Settings of the jobs that are not the same in all of them."""
     jobs = [dict(_leaves(msgspec.to_builtins(run.plan.job))) if run.plan is not None else {} for run in runs]
-    told = [job for job in jobs if job]
-    keys = [key for key in dict.fromkeys(key for job in told for key in job) if _differs(key, told)]
+    known = [job for job in jobs if job]
+    keys = [key for key in dict.fromkeys(key for job in known for key in job) if _differs(key, known)]
     if not keys:
         return
-    shown = keys[:_MOST_SETTINGS]
     rows = [
-        (label, *(_setting(job[key]) if key in job else "-" for key in shown))
+        (
+            label,
+            *(
+                shown(job.get(key), lambda value: f"{value:g}" if isinstance(value, float) else str(value))
+                for key in keys[:_MOST_SETTINGS]
+            ),
+        )
         for label, job in zip(labels, jobs, strict=True)
     ]
-    yield Table(rows=(("run", *shown), *rows))
-    if len(keys) > len(shown):
+    yield Table(rows=(("run", *keys[:_MOST_SETTINGS]), *rows))
+    if len(keys) > _MOST_SETTINGS:
         yield Sentence(text=f"and {', '.join(keys[_MOST_SETTINGS:])}")
 
 
@@ -150,12 +174,6 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:  # noqa: AN
 
 def _differs(key: str, jobs: Sequence[dict[str, Any]]) -> bool:
     return any(job.get(key) != jobs[0].get(key) for job in jobs[1:])
-
-
-def _setting(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "-" if value is None else str(value)
 
 
 def _curves(
@@ -183,20 +201,8 @@ def _curves(
     return Section(title=caption, blocks=blocks)
 
 
-def _held_out(run: RecordedRun) -> Points:
-    return tuple((float(step), loss) for step, loss in run.eval_losses.items())
-
-
-def _over(figure_of: Callable[[Step], float | None]) -> Callable[[RecordedRun], Points]:
-    return lambda run: points_of(run, figure_of)
-
-
 def _recommended(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator[Block]:
     """The first of each run."""
     for run, label in zip(runs, labels, strict=True):
         for each in run.recommended[:1]:
             yield Sentence(text=f"{label}: {each.text}")
-
-
-def _words(value: float | None, form: Callable[[float], str]) -> str:
-    return "-" if value is None else form(value)

@@ -1,6 +1,6 @@
 """A report as plain text: how the run ended, and every prediction beside what was measured."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shardwise.launch.show.report.runs import ENDINGS, RecordedRun, end_line, state_line
@@ -44,9 +44,10 @@ def render_report(report: Report, *, run_dir: Path, recommended: Sequence[Recomm
     lines += [f"  {line}" for line in loss_lines(report)]
     lines += ["", *_comparison_lines(report.predicted, report.measured)]
     lines += [line for words in [parts_line(report.measured.speed.parts)] if words for line in ("", words)]
-    lines += _engaged_lines(report)
+    lines += ["", *engaged] if (engaged := engaged_lines(report)) else []
     lines += _sample_lines(report)
-    lines += _recommended_lines(recommended)
+    if recommended:
+        lines += ["", "what would help:", *(line for each in recommended for line in paragraph(each.text, width=100))]
     lines += [f"checkpoint: {run_dir / report.checkpoint}"] if report.checkpoint else []
     lines += [f"model: {run_dir / report.export}"] if report.export else []
     return "\n".join(lines)
@@ -64,7 +65,7 @@ def attempt_line(attempt: AttemptRecord) -> str:
     if attempt.fault is None or not attempt.fault.is_memory:
         return line
     line += f"; predicted peak {format_bytes(attempt.predicted_peak_bytes)}"
-    return line + f", held {_bytes(attempt.measured_peak_bytes)}" if attempt.measured_peak_bytes else line
+    return line + f", held {format_bytes(attempt.measured_peak_bytes)}" if attempt.measured_peak_bytes else line
 
 
 def loss_lines(report: Report) -> list[str]:
@@ -97,6 +98,12 @@ def parts_line(parts: Mapping[str, float]) -> str:
 
 def comparison_rows(predicted: Figures, measured: Figures) -> list[tuple[str, str, str, str]]:
     """(figure, predicted, measured, difference), the header first."""
+
+    def row(
+        label: str, expected: float | None, found: float | None, form: Callable[[float], str]
+    ) -> tuple[str, str, str, str]:
+        return label, shown(expected, form), shown(found, form), _difference(expected, found)
+
     rows = [("", "predicted", "measured", "difference")]
     for label, name in (
         ("peak allocated", "peak_allocated_bytes"),
@@ -106,28 +113,16 @@ def comparison_rows(predicted: Figures, measured: Figures) -> list[tuple[str, st
         ("host", "host_bytes"),
     ):
         expected, found = getattr(predicted.memory, name), getattr(measured.memory, name)
-        if found is not None:
-            rows.append((label, _bytes(expected or None), _bytes(found), _difference(expected or None, found)))
-    expected_parts = grouped(predicted.memory.parts)
-    for name in dict.fromkeys((*expected_parts, *measured.memory.parts)):
-        expected, found = expected_parts.get(name), measured.memory.parts.get(name)
-        if not expected and not found:
-            continue
-        rows.append((f"  {name.replace('_', ' ')}", _bytes(expected), _bytes(found), _difference(expected, found)))
-    speed, speed_found = predicted.speed, measured.speed
-    rows.append(
-        (
-            "tokens/s per device",
-            _count(speed.tokens_per_s_per_gpu),
-            _count(speed_found.tokens_per_s_per_gpu),
-            _difference(speed.tokens_per_s_per_gpu, speed_found.tokens_per_s_per_gpu),
-        )
-    )
-    rows.append(
-        ("step", _seconds(speed.step_s), _seconds(speed_found.step_s), _difference(speed.step_s, speed_found.step_s))
-    )
-    if speed_found.mfu is not None:
-        rows.append(("MFU", _percent(speed.mfu), _percent(speed_found.mfu), ""))
+        rows += [row(label, expected or None, found, format_size)] if found is not None else []
+    expected_parts, found_parts = grouped(predicted.memory.parts), measured.memory.parts
+    for name in dict.fromkeys((*expected_parts, *found_parts)):
+        expected, found = expected_parts.get(name), found_parts.get(name)
+        rows += [row(f"  {name.replace('_', ' ')}", expected, found, format_size)] if expected or found else []
+    before, after = predicted.speed, measured.speed
+    rows.append(row("tokens/s per device", before.tokens_per_s_per_gpu, after.tokens_per_s_per_gpu, format_count))
+    rows.append(row("step", before.step_s, after.step_s, format_seconds))
+    if after.mfu is not None:
+        rows.append(("MFU", shown(before.mfu, "{:.1%}".format), f"{after.mfu:.1%}", ""))
     return rows
 
 
@@ -138,11 +133,6 @@ def _comparison_lines(predicted: Figures, measured: Figures) -> list[str]:
         f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}".rstrip()
         for row in rows
     ]
-
-
-def _engaged_lines(report: Report) -> list[str]:
-    lines = engaged_lines(report)
-    return ["", *lines] if lines else []
 
 
 def engaged_lines(report: Report) -> list[str]:
@@ -172,25 +162,14 @@ def _sample_lines(report: Report) -> list[str]:
     return lines
 
 
-def _recommended_lines(recommended: Sequence[Recommendation]) -> list[str]:
-    lines = [line for each in recommended for line in paragraph(each.text, width=100)]
-    return ["", "what would help:", *lines] if lines else []
+def shown(value: float | None, form: Callable[[float], str]) -> str:
+    """The figure as `form` writes it; `-` for None."""
+    return "-" if value is None else form(value)
 
 
-def _bytes(value: int | None) -> str:
-    return "-" if value is None else format_bytes(value)
-
-
-def _count(value: float | None) -> str:
-    return "-" if value is None else format_count(value)
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else format_seconds(value)
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+def format_size(value: float) -> str:
+    """Bytes that may be a mean."""
+    return format_bytes(round(value))
 
 
 def _difference(predicted: float | None, measured: float | None) -> str:

@@ -91,35 +91,24 @@ def test_the_view_of_a_run_on_a_cpu_after_its_first_step():
     ]
 
 
-def test_memory_without_a_total_is_drawn_against_the_prediction():
-    view = ON_A_CPU._replace(memory=MemoryGauge(None, None, "RAM", None, 122 * MIB, 244 * MIB))
-    assert "memory     ##########----------  peak 122, predicted 244 MiB" in block_lines(view, width=80, glyphs=ASCII)
-
-
 def test_before_anything_is_known_there_is_a_state():
     assert block_lines(LiveView(title="tiny"), width=80, glyphs=ASCII) == ["tiny: starting", "incidents  none"]
     waiting = LiveView(title="tiny", state="waiting: job 12 waits", num_steps=8)
     assert block_lines(waiting, width=80, glyphs=ASCII)[0] == "tiny: waiting: job 12 waits, step 0 of 8"
-
-
-def test_a_loss_that_is_no_number_says_so_and_keeps_its_curve():
-    (line,) = [line for line in block_lines(ON_A_CARD._replace(loss=None), width=80, glyphs=ASCII) if "loss" in line]
-    assert line.startswith("loss       #*+==~~--.....______  no number")
+    view = ON_A_CPU._replace(memory=MemoryGauge(None, None, "RAM", None, 122 * MIB, 244 * MIB), loss=None)
+    lines = block_lines(view, width=80, glyphs=ASCII)
+    assert "memory     ##########----------  peak 122, predicted 244 MiB" in lines, "without a total"
+    assert "loss       _                     no number, learning rate 0.0003" in lines
 
 
 @pytest.mark.parametrize("glyphs", GLYPHS.values(), ids=GLYPHS)
 def test_no_line_is_wider_than_the_terminal(glyphs):
+    assert fitted(["one", "two", "three"], 8) == "one, two" and fitted(["one", "two"], 7) == "one"
+    assert fitted(["a long word"], 7) == "a lon.." and fitted(["学習学習"], 5) == "学.."
     strange = ON_A_CARD._replace(title="学習 run", incidents=("a\x1b[2Kb\nc 学習" * 20,))
     for width in range(1, 130):
         for line in block_lines(strange, width=width, glyphs=glyphs):
             assert num_columns(line) <= width and line.isprintable(), width
-
-
-def test_colors_change_no_letter():
-    plain = block_lines(ON_A_CARD, width=80, glyphs=UNICODE)
-    colored = block_lines(ON_A_CARD, width=80, glyphs=UNICODE, has_color=True)
-    assert [re.sub(r"\x1b\[\d+m", "", line).rstrip() for line in colored] == plain
-    assert all(line.endswith("\x1b[0m") or "\x1b[0m" in line for line in colored)
 
 
 def test_a_memory_that_is_nearly_full_and_a_card_that_is_held_down_are_warnings():
@@ -128,6 +117,9 @@ def test_a_memory_that_is_nearly_full_and_a_card_that_is_held_down_are_warnings(
         card=CardFigures(0.98, 650.4, 91, "temperature"),
     )
     lines = block_lines(full, width=120, glyphs=ASCII, has_color=True)
+    plain = [re.sub(r"\x1b\[\d+m", "", line).rstrip() for line in lines]
+    assert plain == block_lines(full, width=120, glyphs=ASCII), "colors change no letter"
+    assert all("\x1b[0m" in line for line in lines)
     assert "\x1b[33m###" in lines[4]
     assert "98% busy, 650 W, 91 C, held down by temperature" in lines[5] and "\x1b[33m" in lines[5]
 
@@ -147,13 +139,6 @@ def test_a_memory_that_is_nearly_full_and_a_card_that_is_held_down_are_warnings(
 )
 def test_a_bar_is_full_when_it_is_complete(share, mark, drawn):
     assert bar(share, width=10, glyphs=ASCII, mark=mark) == drawn
-
-
-def test_parts_are_left_out_from_the_right_and_only_the_first_is_cut():
-    assert fitted(["one", "two", "three"], 8) == "one, two"
-    assert fitted(["one", "two", "three"], 7) == "one"
-    assert fitted(["a long word"], 7) == "a lon.."
-    assert fitted(["学習学習"], 5) == "学.."
 
 
 def test_a_log_gets_one_line_of_ascii():

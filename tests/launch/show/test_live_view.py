@@ -1,5 +1,6 @@
-"""What is shown of a run follows from its plan and its steps."""
+"""A view follows from the plan, the steps and the files of a run; a curve stays small however long the run."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,18 @@ from engine_plan_factory import engine_plan
 from msgspec.structs import replace
 from run_factory import metrics_row, run_plan
 
-from shardwise.launch.show.live.view import CardFigures, MemoryGauge, StepLog, memory_gauge, view_of
+from shardwise.launch.show.live.view import (
+    CardFigures,
+    Curve,
+    MemoryGauge,
+    MetricsTail,
+    Point,
+    StepLog,
+    memory_gauge,
+    read_phase,
+    sparkline,
+    view_of,
+)
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.strategy import Sharding
 from shardwise.trainer.spec.units import GIB, MIB
@@ -59,29 +71,14 @@ def test_the_view_holds_the_newest_figure_of_each_name_and_the_prediction():
     assert view.predicted_tokens_per_s == 1024.0 and view.tokens_per_s == 1234.0
     assert view.card == CardFigures(utilization=0.5), "the clocks are no longer held down"
     assert [point.value for point in view.curve] == [4.99, 4.98]
-
-
-def test_speed_is_predicted_for_all_ranks():
-    plan = run_plan()
+    assert view.seconds_left == 8 * 2.0
     four = replace(plan, candidates=(replace(plan.chosen, num_ranks=4),))
-    assert view_of(log_of(metrics_row(1)), four, title="t", state="s").predicted_tokens_per_s == 4096.0
-
-
-def test_a_run_that_does_not_run_has_no_time_left():
-    steps = log_of(metrics_row(1))
-    assert view_of(steps, run_plan(), title="t", state="s").seconds_left is not None
-    assert view_of(steps, run_plan(), title="t", state="s", is_running=False).seconds_left is None
-
-
-def test_without_a_plan_the_steps_are_shown():
+    view = view_of(log_of(first, {**second, "loss": None}), four, title="t", state="s", is_running=False)
+    assert view.predicted_tokens_per_s == 4096.0, "of all ranks"
+    assert view.seconds_left is None and view.loss is None and [point.step for point in view.curve] == [1]
     view = view_of(log_of(metrics_row(4)), None, title="t", state="s")
     assert (view.step, view.num_steps, view.predicted_tokens_per_s) == (4, None, None)
     assert view.memory == MemoryGauge(None, None, "RAM", None, 7 * MIB, None)
-
-
-def test_a_loss_that_is_no_number_stays_out_of_the_curve():
-    view = view_of(log_of(metrics_row(1), {**metrics_row(2), "loss": None}), None, title="t", state="s")
-    assert view.loss is None and [point.step for point in view.curve] == [1]
 
 
 def test_the_memory_of_a_cpu_is_the_ranks_ram_against_the_machines():
@@ -105,3 +102,71 @@ def test_the_memory_of_a_gpu_is_what_is_used_of_the_card_or_of_its_cap(counted, 
     plan = replace(plan, device_kind=DeviceKind.CUDA, hardware=replace(plan.hardware, vram_cap_bytes=cap))
     gauge = memory_gauge({"step": 1, "memory_peak_bytes": 2 * GIB, **counted}, plan)
     assert gauge == MemoryGauge(used, total, "card", 40 * MIB, 2 * GIB, 30 * MIB)
+
+
+LEVELS = "12345678"
+GAP = [Point(1, 0.0), Point(2, 0.0), Point(3, 0.0), Point(90, 7.0), Point(100, 7.0)]
+
+
+@pytest.mark.parametrize(
+    ("curve", "width", "drawn"),
+    [
+        ([], 20, ""),
+        ([3.0], 20, "1"),
+        ([2.0, 2.0, 2.0], 20, "111"),
+        ([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], 20, "87654321"),
+        ([10.0, 0.0, 5.0], 20, "815"),
+        ([1.0] * 50 + [2.0] * 50, 4, "1188"),
+        (GAP, 4, "1118"),
+    ],
+    ids=["empty", "one", "flat", "down", "three", "means of stretches", "a stretch without a point"],
+)
+def test_a_curve_is_drawn_from_its_lowest_to_its_highest_value(curve, width, drawn):
+    points = [each if isinstance(each, Point) else Point(step, each) for step, each in enumerate(curve, start=1)]
+    assert sparkline(points, width=width, levels=LEVELS) == drawn
+
+
+def test_a_curve_of_a_hundred_thousand_steps_keeps_its_ends_and_its_mean():
+    curve = Curve()
+    for step in range(1, 100_001):
+        curve.add(step, float(step))
+    kept = curve.points
+    assert len(kept) <= 512 and kept[-1] == Point(100_000, 100_000.0)
+    assert sum(point.num_steps for point in kept) == 100_000
+    assert sum(point.value * point.num_steps for point in kept) == pytest.approx(sum(range(1, 100_001)))
+    curve.add(99_999, 5.0)
+    assert curve.points[-1] == Point(99_999, 5.0), "a run that went back draws its steps once"
+    drawn = sparkline(kept, width=32, levels=LEVELS)
+    assert drawn[0] == "1" and drawn[-1] == "8" and list(drawn) == sorted(drawn)
+
+
+def test_the_tail_returns_each_whole_step_once(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    assert tail.read_new() == [], "no file yet"
+    for text, rows in (
+        ('{"step": 1}\n{"step": 2}\n{"step"', [{"step": 1}, {"step": 2}]),
+        (": 3}\n", [{"step": 3}]),
+        ('{"step": 1, "lo{"step": 2}\n\n[1]\n{"step": "x"}\n{"loss": 1.0}\n\xff\xfe\n{"step": 4}\n', [{"step": 4}]),
+    ):
+        with path.open("a", encoding="latin-1") as stream:
+            stream.write(text)
+        assert tail.read_new() == rows
+    path.write_text('{"step": 7}\n')
+    assert tail.read_new() == [{"step": 7}], "written anew"
+
+
+def test_a_file_that_is_larger_than_a_chunk_is_read_whole(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("shardwise.launch.show.live.view._CHUNK_BYTES", 10)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(50)))
+    assert [row["step"] for row in MetricsTail(path).read_new()] == list(range(50))
+
+
+def test_the_phase_is_the_last_that_the_ranks_wrote_whole(tmp_path: Path):
+    assert read_phase(tmp_path) is None
+    for content in (b"{", b"[]", b'{"step": 1}', b'{"phase": 3}', b"\xff"):
+        (tmp_path / "status.json").write_bytes(content)
+        assert read_phase(tmp_path) is None
+    (tmp_path / "status.json").write_text('{"phase": "evaluating", "step": 3}')
+    assert read_phase(tmp_path) == "evaluating"

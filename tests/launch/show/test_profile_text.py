@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from planning_factory import data_of, plan_of
 from report_factory import MIB, make_report
 
-from shardwise.launch.show.profile_text import forecast, profile_json, profile_page
+from shardwise.launch.show.report.profile import forecast, profile_json, profile_page
 from shardwise.trainer.planning.page.text_layout import page_text
 from shardwise.trainer.spec.messages.profile import KeptBytes, OperatorTime, ProfileFigures
 from shardwise.trainer.spec.report import Figures, MemoryFigures, SpeedFigures
@@ -37,9 +37,6 @@ def test_a_forecast_is_steps_times_seconds():
     assert found.job_s == pytest.approx(15.0)
     assert found.epoch_s == pytest.approx(160 / 16 * 0.5)  # rows of 512 tokens, 8192 tokens a step
     assert found.tokens_per_s == pytest.approx(8192 / 0.5)
-
-
-def test_a_stream_has_no_epoch():
     streamed = replace(plan(), data=replace(plan().data, is_stream=True))
     assert forecast(streamed, 0.5).epoch_s is None
 

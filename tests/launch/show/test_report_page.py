@@ -8,19 +8,19 @@ from page_reader import read_page
 from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import attempt_record
 
-from shardwise.launch.show.report.charts import (
+from shardwise.launch.show.report.page import (
     loss_chart,
     marks_of,
     memory_chart,
     points_of,
+    run_page,
     step_parts_chart,
     timeline_chart,
 )
-from shardwise.launch.show.report.page import run_page
 from shardwise.launch.show.report.runs import RecordedRun, read_recorded
 from shardwise.trainer.planning.page.content import LineChart, Page, Quote, Sentence, Span
 from shardwise.trainer.planning.page.html import pages_html
-from shardwise.trainer.spec.report import Ending, Fault, Sample
+from shardwise.trainer.spec.report import Ending, Fault, RollBack, Sample
 
 SECTIONS = [
     "finished", "predicted", "loss", "throughput", "time", "memory", "what was planned", "runners-up", "not taken",
@@ -48,29 +48,32 @@ def test_every_section_of_a_finished_run_is_there(tmp_path: Path) -> None:
     assert all(fact in title for fact in ("40 of 40", "10.2k tokens", "12 s"))
     assert all(fact in page.title for fact in ("bot:", "llama", "1 rank", "Test CPU"))
     assert [title for title in titles(page) if "none/fp32/adamw_fused" in title]
+    rejected = words(page, "not taken")
+    assert len(rejected) == 6 and "shardwise plan" in rejected[-1]
+    (blocks,) = (section.blocks for section in page.sections if section.title == "sample")
+    assert Quote(label="after", text="main():\n    pass") in blocks
+    html = pages_html([page], title="t")
+    reader = read_page(html)
+    assert not {"script", "link", "img", "iframe", "object"} & set(reader.tags)
+    assert not [name for name, _ in reader.attributes if name in ("src", "href", "style") or name.startswith("on")]
+    assert "http" not in html.replace("http-equiv", "") and reader.tags.count("svg") > 12
 
 
 def test_incidents_attempts_and_what_would_help_are_there_where_there_are_any(tmp_path: Path) -> None:
     plan = tiny_plan()
+    other = replace(plan.chosen, strategy=replace(plan.chosen.strategy, name="none/fp32/other"))
     killed = attempt_record(1, step=7, ending=Ending.FAILED, fault=Fault.KILLED, duration_s=30.0)
     history = (killed, attempt_record(2, step=40, resumed_from_step=5))
     report = report_for(plan, history=history, attempts=2, incidents=("step 7: killed", "step 9 was skipped"))
-    page = run_page(run_of(tmp_path, plan=plan, report=report, rows=step_rows(data_s=1.0)))
+    run = run_of(tmp_path, plan=plan, report=replace(report, plan=other), rows=step_rows(data_s=1.0))
+    page = run_page(run)
+    assert "none/fp32/other" in words(page, "what was planned")[0], "a fallback that ran in the end is named"
     assert {"what would help", "incidents", "attempts"} <= set(titles(page))
     assert words(page, "incidents") == ["step 7: killed", "step 9 was skipped"]
     first, *_ = words(page, "attempts")
     assert all(fact in first for fact in ("none/fp32/adamw", "4 x 2", "beginning"))
     html = pages_html([page], title="t")
     assert "killed at step 7" in html and "attempts over the time" in html
-
-
-def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
-    html = pages_html([run_page(run_of(tmp_path))], title="t")
-    reader = read_page(html)
-    assert not {"script", "link", "img", "iframe", "object"} & set(reader.tags)
-    assert not [name for name, _ in reader.attributes if name in ("src", "href", "style") or name.startswith("on")]
-    assert "http" not in html.replace("http-equiv", "")
-    assert reader.tags.count("svg") > 12, "plots, scales and bars"
 
 
 def test_whatever_was_named_is_only_text(tmp_path: Path) -> None:
@@ -80,7 +83,7 @@ def test_whatever_was_named_is_only_text(tmp_path: Path) -> None:
     plan = replace(plan, name=name, notes=(name,), hardware=gpu_free)
     report = report_for(
         plan,
-        incidents=(name, f"went back from step 9 to step 5, {name}"),
+        incidents=(name, name),
         error=name,
         ending=Ending.FAILED,
         versions={name: name},
@@ -96,44 +99,20 @@ def test_whatever_was_named_is_only_text(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_report_says_so_and_shows_how_far_it_got(tmp_path: Path) -> None:
-    page = run_page(run_of(tmp_path, has_report=False, rows=step_rows(range(1, 8))))
+    run = run_of(tmp_path, has_report=False, rows=step_rows(range(1, 8)))
+    page = run_page(run)
     title, *_ = titles(page)
     (loss,) = words(page, title)
     assert "7 of 40" in title and "4.8600" in loss
     assert {"predicted beside measured", "loss", "throughput", "hardware"} <= set(titles(page))
     assert not {"sample", "seen to run", "incidents"} & set(titles(page))
-
-
-def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:
-    page = run_page(run_of(tmp_path, has_report=False, rows=()))
+    (run.run_dir / "metrics.jsonl").write_text("")
+    page = run_page(read_recorded(run.run_dir))
     assert not {"loss", "throughput", "memory of a device"} & set(titles(page))
     assert [text.partition(":")[0] for text in words(page, "time of a step")] == ["predicted"]
-    read_page(pages_html([page], title="t"))
-
-
-def test_a_run_without_a_plan_has_a_page(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "bot")
-    (run_dir / "plan.json").write_text("{}")
-    page = run_page(read_recorded(run_dir))
-    assert page.title == "bot" and "hardware" not in titles(page) and "loss" in titles(page)
-
-
-def test_a_fallback_that_ran_in_the_end_is_named(tmp_path: Path) -> None:
-    plan = tiny_plan()
-    other = replace(plan.chosen, strategy=replace(plan.chosen.strategy, name="none/fp32/other"))
-    page = run_page(run_of(tmp_path, plan=plan, report=replace(report_for(plan), plan=other)))
-    assert "none/fp32/other" in words(page, "what was planned")[0]
-
-
-def test_the_nearest_rejections_are_told_and_how_many_more_there_are(tmp_path: Path) -> None:
-    told = words(run_page(run_of(tmp_path)), "not taken")
-    assert len(told) == 6 and "shardwise plan" in told[-1]
-
-
-def test_a_sample_keeps_its_line_breaks(tmp_path: Path) -> None:
-    page = run_page(run_of(tmp_path))
-    (blocks,) = (section.blocks for section in page.sections if section.title == "sample")
-    assert Quote(label="after", text="main():\n    pass") in blocks
+    (run.run_dir / "plan.json").write_text("{}")
+    page = run_page(read_recorded(run.run_dir))
+    assert page.title == "bot" and "hardware" not in titles(page)
 
 
 def series(chart: LineChart) -> dict[str, tuple[tuple[float, float | None], ...]]:
@@ -146,27 +125,22 @@ def test_curves_are_those_of_the_steps_with_the_scores_beside_them(tmp_path: Pat
     assert curves["training"] == ((1, 4.98), (2, 4.96), (3, 4.94), (4, 4.92), (5, 4.9), (6, None))
     assert curves["held-out"] == ((10, 4.0),)
     assert points_of(run, lambda step: step.padding_share) == ()
+    parts = step_parts_chart(run)
+    assert list(series(parts)) == ["data", "forward", "backward", "optimizer", "other"] and parts.is_stacked
 
 
-def test_the_prediction_is_a_dashed_line_over_the_steps(tmp_path: Path) -> None:
+def test_the_prediction_is_a_dashed_line_and_the_limit_one_where_it_is_near(tmp_path: Path) -> None:
     run = run_of(tmp_path)
-    peak = run.predicted.memory.peak_allocated_bytes
-    assert peak is not None
+    peak, usable = run.predicted.memory.peak_allocated_bytes, tiny_plan().chosen.memory.usable_bytes
     chart = memory_chart(run)
     assert series(chart)["predicted peak"] == ((1, peak), (40, peak))
-    assert [each.name for each in chart.series] == ["peak allocated", "predicted peak"], "what is usable is far above"
-    assert [each.is_dashed for each in chart.series] == [False, True]
-
-
-def test_what_is_usable_is_drawn_where_it_is_near(tmp_path: Path) -> None:
-    usable = tiny_plan().chosen.memory.usable_bytes
-    run = run_of(tmp_path, rows=step_rows(memory_peak_bytes=usable // 2, memory_reserved_bytes=usable // 2 + 1))
-    assert list(series(memory_chart(run))) == ["peak allocated", "reserved", "predicted peak", "usable"]
-
-
-def test_parts_of_a_step_that_took_no_time_are_left_out(tmp_path: Path) -> None:
-    chart = step_parts_chart(run_of(tmp_path))
-    assert list(series(chart)) == ["data", "forward", "backward", "optimizer", "other"] and chart.is_stacked
+    assert [(each.name, each.is_dashed) for each in chart.series] == [
+        ("peak allocated", False),
+        ("predicted peak", True),
+    ]
+    near = step_rows(memory_peak_bytes=usable // 2, memory_reserved_bytes=usable // 2 + 1)
+    drawn = series(memory_chart(read_recorded(write_run(tmp_path / "near", rows=near))))
+    assert list(drawn) == ["peak allocated", "reserved", "predicted peak", "usable"]
 
 
 def test_phases_of_the_profiled_step_are_bands(tmp_path: Path) -> None:
@@ -185,7 +159,8 @@ def test_what_happened_stands_on_the_axis(tmp_path: Path) -> None:
     report = report_for(
         tiny_plan(),
         history=(failed, attempt_record(2, step=40)),
-        incidents=("went back from step 30 to step 20, and on from there", "something else"),
+        incidents=("something else",),
+        roll_backs=(RollBack(from_step=30, to_step=20),),
     )
     rows = step_rows(range(1, 8))
     rows[2] |= {"skipped": True, "skipped_rows": [1]}

@@ -17,26 +17,6 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         recorded_runs([tmp_path / "nowhere"])
 
 
-def test_a_finished_run_has_its_plan_report_and_steps(tmp_path: Path) -> None:
-    run = read_recorded(write_run(tmp_path / "bot"))
-    assert run.plan == tiny_plan() and run.report == report_for(tiny_plan()) and run.problem is None
-    assert len(run.curve) == run.step == run.num_steps == 40 and run.final_loss == 4.5
-    assert run.eval_losses == pytest.approx({10: 4.0, 20: 4.7, 30: 4.5, 40: 4.3}), "of step 10 the report's own figure"
-    assert all(fact in state_line(run) for fact in ("finished", "40 of 40", "10.2k tokens", "12 s"))
-
-
-def test_a_run_that_still_goes_tells_how_far_it_got(tmp_path: Path) -> None:
-    run = read_recorded(write_run(tmp_path / "bot", has_report=False, rows=step_rows(range(1, 8))))
-    assert "7 of 40" in state_line(run) and run.step == 7
-    assert run.measured.speed.step_s == 2.0 and run.recommended == ()
-    assert run.predicted.speed.step_s == tiny_plan().chosen.speed.step_s
-
-
-def test_a_run_before_its_first_step_has_no_figures(tmp_path: Path) -> None:
-    run = read_recorded(write_run(tmp_path / "bot", has_report=False, rows=()))
-    assert run.curve == () and run.final_loss is None and run.measured.speed.step_s is None
-
-
 def test_a_run_in_the_queue_has_not_begun(tmp_path: Path) -> None:
     write_point(tmp_path / "bot", ("train.lr=1e-4",))
     run = read_recorded(tmp_path / "bot")
@@ -44,36 +24,39 @@ def test_a_run_in_the_queue_has_not_begun(tmp_path: Path) -> None:
     assert run.candidate is None and run.predicted.speed.step_s is None
 
 
-def test_a_damaged_report_is_a_problem_in_words(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "bot")
-    (run_dir / "report.json").write_text('{"format": 1')
-    assert f"{run_dir}/report.json" in state_line(read_recorded(run_dir))
+def test_a_finished_run_has_its_plan_report_and_steps(tmp_path: Path) -> None:
+    run = read_recorded(write_run(tmp_path / "bot"))
+    assert run.plan == tiny_plan() and run.report == report_for(tiny_plan()) and run.problem is None
+    assert len(run.curve) == run.step == run.num_steps == 40 and run.final_loss == 4.5
+    assert run.eval_losses == pytest.approx({10: 4.0, 20: 4.7, 30: 4.5, 40: 4.3}), "of step 10 the report's own figure"
+    failed = report_for(tiny_plan(), ending=Ending.FAILED, attempts=3, step=7)
+    run = read_recorded(write_run(tmp_path / "failed", report=failed))
+    assert all(fact in state_line(run) for fact in ("failed", "7 of 40", "10.2k tokens", "12 s", "3 attempts"))
 
 
-def test_a_damaged_plan_leaves_the_report(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_steps", [0, 7])
+def test_a_run_without_a_report_has_the_figures_of_its_steps(tmp_path: Path, num_steps: int) -> None:
+    run = read_recorded(write_run(tmp_path / "bot", has_report=False, rows=step_rows(range(1, num_steps + 1))))
+    assert f"{num_steps} of 40" in state_line(run) and run.step == num_steps
+    assert run.measured.speed.step_s == (2.0 if num_steps else None) and run.recommended == ()
+    assert (run.final_loss is None) is (run.curve == ()) is (num_steps == 0)
+    assert run.predicted.speed.step_s == tiny_plan().chosen.speed.step_s
+
+
+def test_a_damaged_file_is_reported_and_leaves_the_other(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "bot")
     (run_dir / "plan.json").write_text("{}")
     run = read_recorded(run_dir)
-    assert run.plan is None and run.report is not None and run.recommended == ()
-    assert "40 of 40" in state_line(run)
+    assert run.plan is None and run.recommended == () and "40 of 40" in state_line(run)
+    (run_dir / "report.json").write_text('{"format": 1')
+    assert f"{run_dir}/" in state_line(read_recorded(run_dir))
 
 
-def test_a_sweep_counts_as_its_points(tmp_path: Path) -> None:
+def test_a_sweep_counts_as_its_points_and_runs_of_one_name_have_their_paths(tmp_path: Path) -> None:
     for number in (10, 2):
         write_run(tmp_path / "sweep" / f"point-{number}", overrides=(f"train.lr={number}",))
     write_run(tmp_path / "alone")
-    runs = recorded_runs([tmp_path / "sweep", tmp_path / "alone"])
-    assert labels_of(runs) == ["point-2", "point-10", "alone"]
-
-
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        write_run(tmp_path / folder / "bot")
-    runs = recorded_runs([tmp_path / "a" / "bot", tmp_path / "b" / "bot"])
-    assert labels_of(runs) == [f"{tmp_path}/a/bot", f"{tmp_path}/b/bot"]
-
-
-def test_several_attempts_are_counted(tmp_path: Path) -> None:
-    report = report_for(tiny_plan(), ending=Ending.FAILED, attempts=3, step=7)
-    run = read_recorded(write_run(tmp_path / "bot", report=report))
-    assert all(fact in state_line(run) for fact in ("failed", "7 of 40", "3 attempts"))
+    write_run(tmp_path / "b" / "alone")
+    assert labels_of(recorded_runs([tmp_path / "sweep", tmp_path / "alone"])) == ["point-2", "point-10", "alone"]
+    runs = recorded_runs([tmp_path / "alone", tmp_path / "b" / "alone"])
+    assert labels_of(runs) == [f"{tmp_path}/alone", f"{tmp_path}/b/alone"]

@@ -43,10 +43,9 @@ def test_shares_of_the_time() -> None:
     assert seen.data_share == pytest.approx(0.05) and seen.wait_share == pytest.approx(0.25)
     assert seen.padding_share == 0.25 and seen.idle_share == 0.25 and seen.num_steps == 10
     assert seen.throttle is None and seen.saving_share == 0.0 and seen.num_saves == 0
-
-
-def test_without_steps_nothing_was_observed() -> None:
     assert observed(()) == Observed()
+    (step,) = steps_of(step_rows((1,)))
+    assert step.other_s == pytest.approx(0.18) and Step(step=1).other_s is None
 
 
 def test_saves_count_where_one_was_due() -> None:
@@ -76,8 +75,3 @@ def test_figures_so_far_of_a_run_without_a_report() -> None:
     figures = figures_of(steps_of([*step_rows(range(1, 8)), *step_rows((8,), memory_peak_bytes=2**30)]))
     assert figures.memory.peak_allocated_bytes == 2**30 and figures.speed.step_s == 2.0
     assert figures.speed.tokens_per_s_per_gpu == 1005.5 and figures.memory.device_bytes is None
-
-
-def test_what_no_part_of_a_step_was_measured_for() -> None:
-    (step,) = steps_of(step_rows((1,)))
-    assert step.other_s == pytest.approx(0.18) and Step(step=1).other_s is None

@@ -30,7 +30,7 @@ from shardwise.trainer.runtime.run.state import (
 )
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.report import Ending, RollBack
 from shardwise.trainer.spec.strategy import LossHead, Precision
 
 NUM_STEPS = 16
@@ -205,6 +205,7 @@ def test_weights_that_have_taken_a_nan_are_those_of_the_last_checkpoint_again(tm
     found = run(tmp_path / "run", spoil(plan, tmp_path, [6]))
     seen, back = found.state.incidents
     assert seen.startswith("step 6 should not have been taken: ") and back.startswith("went back from step 6 to step 4")
+    assert found.state.roll_backs == [RollBack(from_step=6, to_step=4)]
     taken = {step: step if step <= 4 else step + 2 for step in range(1, 11)}
     assert_equal(found, train_plainly(plan, taken))
     assert all(math.isfinite(line["loss"]) for line in found.lines.values())

@@ -54,6 +54,7 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.messages.rank_files import SAVING_PHASE
 from shardwise.trainer.spec.messages.saving import saving_choice
 from shardwise.trainer.spec.plan import Schedule
+from shardwise.trainer.spec.report import RollBack
 
 
 class SaveTimer:
@@ -352,6 +353,7 @@ def go_back(session: Session) -> None:
         session.scaler.restore(saved.loss_scaler.scale, saved.loss_scaler.growth_tracker)
     after = f"and on from there with the rows after those of step {step}"
     state.log.note(f"went back from step {step} to step {saved.step}, {after}: {_why(state)}")
+    state.roll_backs.append(RollBack(from_step=step, to_step=saved.step))
     state.spikes = after_roll_back(saved.spikes, saved_step=saved.step, step=step)
     state.step, state.tokens_seen, state.fault = saved.step, saved.tokens_seen, None
     state.evaluations[:] = saved.evaluations

@@ -21,7 +21,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.report import Engaged, Evaluation, Figures, MemoryFigures, SpeedFigures
+from shardwise.trainer.spec.report import Engaged, Evaluation, Figures, MemoryFigures, RollBack, SpeedFigures
 from shardwise.trainer.spec.value import Value
 
 WINDOW_STEPS = 128
@@ -161,6 +161,7 @@ class RunState:
     memory: MemoryFigures = field(default_factory=MemoryFigures)
     evaluations: list[Evaluation] = field(default_factory=list)
     log: IncidentLog = field(default_factory=IncidentLog)
+    roll_backs: list[RollBack] = field(default_factory=list)
     spikes: SpikeRecord = field(default_factory=SpikeRecord)
     fault: str | None = None  # of the last step, if it was not taken
     last_loss: float | None = None  # of the last step, taken or not

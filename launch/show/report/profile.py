@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from shardwise.launch.show.report.text import format_size, shown
 from shardwise.trainer.planning.memory.parts import grouped
 from shardwise.trainer.planning.page.content import Page, Section, Sentence, Table
 from shardwise.trainer.spec.messages.profile import PROFILE_FOLDER, KeptBytes, ProfileFigures
@@ -33,6 +34,10 @@ class Forecast(NamedTuple):
     def tokens_per_s(self) -> float:
         return self.tokens_per_step / self.step_s
 
+    @property
+    def figures(self) -> dict[str, float | None]:
+        return {name: getattr(self, name) for name in ("step_s", "tokens_per_s", "epoch_s", "job_s")}
+
 
 def forecast(plan: Plan, step_s: float) -> Forecast:
     """Of the job of `plan`, at so many seconds a step; saving and scoring come on top."""
@@ -58,22 +63,13 @@ def profile_json(
     """The same figures, plain."""
     measured_s, predicted_s = report.measured.speed.step_s, report.plan.speed.step_s
     return {
-        "measured": None if measured_s is None else _forecast_json(forecast(plan, measured_s)),
-        "predicted": _forecast_json(forecast(plan, predicted_s)),
+        "measured": None if measured_s is None else forecast(plan, measured_s).figures,
+        "predicted": forecast(plan, predicted_s).figures,
         "steps_s": list(steps_s),
         "parts_s": report.measured.speed.parts,
         "memory": msgspec.to_builtins(report.measured.memory),
         "predicted_memory": msgspec.to_builtins(report.predicted.memory),
         "profile": None if figures is None else msgspec.to_builtins(figures),
-    }
-
-
-def _forecast_json(found: Forecast) -> dict[str, float | None]:
-    return {
-        "step_s": found.step_s,
-        "tokens_per_s": found.tokens_per_s,
-        "epoch_s": found.epoch_s,
-        "job_s": found.job_s,
     }
 
 
@@ -87,20 +83,27 @@ def _time_blocks(plan: Plan, report: Report, steps_s: Sequence[float]) -> Iterat
     expected = forecast(plan, report.plan.speed.step_s)
     found = None if measured_s is None else forecast(plan, measured_s)
     rows = [
-        ("a step", _seconds(found and found.step_s), _seconds(expected.step_s)),
-        ("tokens a second", _count(found and found.tokens_per_s), _count(expected.tokens_per_s)),
-        ("an epoch", _seconds(found and found.epoch_s), _seconds(expected.epoch_s)),
-        (f"the job, {plan.schedule.num_steps} steps", _seconds(found and found.job_s), _seconds(expected.job_s)),
+        (label, shown(getattr(found, name, None), form), shown(getattr(expected, name), form))
+        for label, name, form in (
+            ("a step", "step_s", format_seconds),
+            ("tokens a second", "tokens_per_s", format_count),
+            ("an epoch", "epoch_s", format_seconds),
+            (f"the job, {plan.schedule.num_steps} steps", "job_s", format_seconds),
+        )
     ]
     yield Table(rows=(("", "measured", "predicted"), *rows), right=(1, 2))
-    spread = f", from {_seconds(min(steps_s))} to {_seconds(max(steps_s))}" if len(steps_s) > 1 else ""
+    spread = f", from {format_seconds(min(steps_s))} to {format_seconds(max(steps_s))}" if len(steps_s) > 1 else ""
     timed = "1 step was timed" if len(steps_s) == 1 else f"{len(steps_s)} steps were timed"
     yield Sentence(text=f"{timed}{spread}; saving, scoring and loading come on top.")
 
 
 def _part_blocks(report: Report) -> Iterator[Table]:
     parts, whole = report.measured.speed.parts, report.measured.speed.step_s
-    rows = [(name, _seconds(seconds), f"{seconds / whole:.1%}") for name, seconds in parts.items() if whole and seconds]
+    rows = [
+        (name, format_seconds(seconds), f"{seconds / whole:.1%}")
+        for name, seconds in parts.items()
+        if whole and seconds
+    ]
     if rows:
         yield Table(rows=(("phase", "seconds", "share"), *rows), right=(1, 2))
 
@@ -108,7 +111,7 @@ def _part_blocks(report: Report) -> Iterator[Table]:
 def _operators(figures: ProfileFigures) -> Table:
     total = sum(each.seconds for each in figures.operators) or 1.0
     rows = [
-        (each.name, str(each.num_calls), _seconds(each.seconds), f"{each.seconds / total:.1%}")
+        (each.name, str(each.num_calls), format_seconds(each.seconds), f"{each.seconds / total:.1%}")
         for each in figures.operators
     ]
     return Table(rows=(("operator, by its own time", "calls", "time", "of these"), *rows), right=(1, 2, 3))
@@ -116,15 +119,19 @@ def _operators(figures: ProfileFigures) -> Table:
 
 def _memory(report: Report) -> Table:
     measured, predicted = report.measured.memory, grouped(report.plan.memory.parts)
-    rows = [("at the peak", _bytes(measured.peak_allocated_bytes), _bytes(report.plan.memory.peak_allocated_bytes))]
-    rows += [(name.replace("_", " "), _bytes(measured.parts.get(name)), _bytes(predicted[name])) for name in predicted]
+    found = {"at the peak": measured.peak_allocated_bytes, **measured.parts}
+    expected = {"at the peak": report.plan.memory.peak_allocated_bytes, **predicted}
+    rows = [
+        (name.replace("_", " "), shown(found.get(name), format_size), format_bytes(size))
+        for name, size in expected.items()
+    ]
     return Table(rows=(("", "measured", "predicted"), *rows), right=(1, 2))
 
 
 def _phases(report: Report) -> Iterator[Table]:
     peaks = report.measured.memory.peaks
     if peaks:
-        rows = [(name, _bytes(size)) for name, size in peaks.items()]
+        rows = [(name, format_bytes(size)) for name, size in peaks.items()]
         yield Table(rows=(("phase", "peak"), *rows), right=(1,))
 
 
@@ -140,21 +147,9 @@ def _kept(figures: ProfileFigures) -> Iterator[Sentence | Table]:
 
 
 def _kept_table(header: str, kept: Sequence[KeptBytes]) -> Table:
-    return Table(rows=((header, "kept"), *((each.place, _bytes(each.num_bytes)) for each in kept)), right=(1,))
+    return Table(rows=((header, "kept"), *((each.place, format_bytes(each.num_bytes)) for each in kept)), right=(1,))
 
 
 def _files(figures: ProfileFigures) -> Iterator[Sentence]:
     for name, what in figures.files.items():
         yield Sentence(text=f"{PROFILE_FOLDER}/{name}: {what}")
-
-
-def _bytes(value: int | None) -> str:
-    return "-" if value is None else format_bytes(value)
-
-
-def _count(value: float | None) -> str:
-    return "-" if value is None else format_count(value)
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else format_seconds(value)
