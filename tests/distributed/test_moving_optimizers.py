@@ -20,14 +20,20 @@ ZERO2, ZERO3, ZERO2_3 = Place(Sharding.ZERO2, 2), Place(Sharding.ZERO3, 2), Plac
 
 EXACT = (
     Move(ZERO3, ZERO3, "lion"), Move(ZERO2, ZERO2, "adamw_8bit"),
-    Move(FSDP, ZERO3, "lion"), Move(SINGLE, DDP, "adamw_8bit"), Move(ZERO2, SINGLE, "paged_adamw"),
+    Move(FSDP, ZERO3, "lion"), Move(SINGLE, DDP, "adamw_8bit"), Move(ZERO3, ZERO3, "ademamix_8bit"),
+    Move(ZERO2, SINGLE, "paged_adamw"),
     Move(SINGLE, DDP, "muon"), Move(DDP, SINGLE, "adafactor"), Move(SINGLE, DDP, "galore"),
 )  # fmt: skip
 MORE_EXACT = (
     Move(FSDP, FSDP, "lion"), Move(DDP, DDP, "adamw_8bit"), Move(ZERO3, ZERO3, "adamw_8bit"),
     Move(ZERO3, DDP, "lion"), Move(SINGLE, DDP, "lion_8bit"), Move(SINGLE, ZERO3, "paged_adamw"),
 )  # fmt: skip
-ANEW = (Move(DDP, ZERO2, "adamw_8bit"), Move(ZERO3, SINGLE, "adamw_8bit"), Move(ZERO2, ZERO2_3, "adamw_8bit"))
+ANEW = (
+    Move(DDP, ZERO2, "adamw_8bit"),
+    Move(ZERO3, SINGLE, "adamw_8bit"),
+    Move(ZERO2, ZERO2_3, "adamw_8bit"),
+    Move(DDP, ZERO3, "ademamix_8bit"),
+)
 MORE_ANEW = (Move(ZERO2, ZERO3, "adamw_8bit"), Move(ZERO3, DDP, "lion_8bit"))
 
 

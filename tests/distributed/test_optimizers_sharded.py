@@ -19,6 +19,7 @@ RUNS = [
     *((sharding, Optimizer.LION, False, CUT_ANYWHERE, "exp_avg: float32") for sharding in ZERO),
     *((sharding, Optimizer.ADAMW_8BIT, False, CUT_BLOCKS, "state1: uint8") for sharding in ZERO),
     (Sharding.ZERO2, Optimizer.LION_8BIT, False, CUT_BLOCKS, "state1: uint8"),
+    (Sharding.ZERO3, Optimizer.ADEMAMIX_8BIT, False, CUT_BLOCKS, "state1: uint8"),
     (Sharding.ZERO2, Optimizer.PAGED_ADAMW, False, CUT_ANYWHERE, "state1: float32"),
     (Sharding.FSDP, Optimizer.LION, False, CUT_ANYWHERE, "exp_avg: float32"),
     (Sharding.FSDP, Optimizer.ADAMW_FUSED, True, CUT_ANYWHERE, "exp_avg: float32"),

@@ -178,6 +178,7 @@ GPU_CASES: tuple[GpuCase, ...] = (
     _optimizer(Optimizer.PAGED_ADAMW, ("optimizer_state", r"paged")),
     _optimizer(Optimizer.PAGED_ADAMW_8BIT, EIGHT_BIT, ("optimizer_state", r"paged")),
     _optimizer(Optimizer.LION_8BIT, EIGHT_BIT, lr=1e-4),
+    _optimizer(Optimizer.ADEMAMIX_8BIT, EIGHT_BIT),
     _optimizer(Optimizer.LAMB_8BIT, EIGHT_BIT, lr=1e-2),
     _optimizer(Optimizer.ADAFACTOR, lr=1e-2),
     _optimizer(Optimizer.LION, lr=1e-4),

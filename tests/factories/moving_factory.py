@@ -62,6 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {
             Optimizer.LION,
             Optimizer.ADAMW_8BIT,
             Optimizer.LION_8BIT,
+            Optimizer.ADEMAMIX_8BIT,
             Optimizer.PAGED_ADAMW,
             Optimizer.MUON,
             Optimizer.ADAFACTOR,

@@ -98,6 +98,7 @@ OPTIMIZER_BYTES = [
     (Optimizer.ADAMW_8BIT, 2 + 8 / 256),
     (Optimizer.LION, 4.0),
     (Optimizer.LION_8BIT, 1 + 4 / 256),
+    (Optimizer.ADEMAMIX_8BIT, 3 + 12 / 256),
     (Optimizer.SGD, 0.0),
     (Optimizer.LOMO, 0.0),
 ]

@@ -123,6 +123,7 @@ ROWS: dict[str, Row] = {
     "lion": Row(at(optimizer=Optimizer.LION), 4 * P, 4 * P, 4 * P),
     "lion_8bit": Row(at(optimizer=Optimizer.LION_8BIT), 4 * P, 4 * P, MOMENTS * P / 2),
     "lamb_8bit": Row(at(optimizer=Optimizer.LAMB_8BIT), 4 * P, 4 * P, MOMENTS * P),
+    "ademamix_8bit": Row(at(optimizer=Optimizer.ADEMAMIX_8BIT), 4 * P, 4 * P, MOMENTS * P * 3 / 2),
     "adafactor": Row(at(optimizer=Optimizer.ADAFACTOR), 4 * P, 4 * P, 4 * ROWS_AND_COLUMNS),
     "adalomo": Row(at(optimizer=Optimizer.ADALOMO), 4 * P, 4 * P, 4 * ROWS_AND_COLUMNS),
     "muon": Row(at(optimizer=Optimizer.MUON), 4 * P, 4 * P, 4 * L + 8 * (P - L)),

@@ -83,7 +83,7 @@ TECHNIQUES = [
     against(SMALL, method=Method.GALORE, optimizer=Optimizer.ADAMW, galore=LAYERWISE),
 ]  # fmt: skip
 # On a CPU bitsandbytes updates 8-bit state through fp32 copies of a tensor: the state itself is what can be compared.
-EIGHT_BIT = [Optimizer.ADAMW_8BIT, Optimizer.LION_8BIT, Optimizer.LAMB_8BIT]
+EIGHT_BIT = [Optimizer.ADAMW_8BIT, Optimizer.LION_8BIT, Optimizer.LAMB_8BIT, Optimizer.ADEMAMIX_8BIT]
 
 
 class Bytes(NamedTuple):

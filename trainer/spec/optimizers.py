@@ -24,6 +24,7 @@ class Optimizer(StrEnum):
     LION = "lion"
     LION_8BIT = "lion_8bit"
     LAMB_8BIT = "lamb_8bit"
+    ADEMAMIX_8BIT = "ademamix_8bit"
     ADAFACTOR = "adafactor"
     MUON = "muon"
     LOMO = "lomo"
@@ -60,13 +61,14 @@ class Scratch(Value, frozen=True, kw_only=True):
     in_master_type: int = 0
     in_fp32: int = 0
     more_in_fp32_if_16_bit: int = 0  # where the weights are 16 bit
+    in_codes: int = 0  # of 8-bit state that is coded beside the old codes
     is_whole_model: bool = False  # of the size of all weights together
 
     def num_bytes(self, *, width: int, num_elements: int, largest: int) -> int:
         """Bytes where a master weight has `width`, for `num_elements` whose largest tensor has `largest`."""
         size = num_elements if self.is_whole_model else largest
         num_fp32 = self.in_fp32 + (self.more_in_fp32_if_16_bit if width < 4 else 0)
-        return (width * self.in_master_type + 4 * num_fp32) * size
+        return (width * self.in_master_type + 4 * num_fp32 + self.in_codes) * size
 
 
 class OptimizerFacts(Value, frozen=True, kw_only=True):
@@ -222,6 +224,15 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
             takes_dtensors=False,
             needs_whole_tensors=True,
             rates=learning_rates.LAMB,
+        ),
+        Optimizer.ADEMAMIX_8BIT: OptimizerFacts(
+            state=StateKind.BLOCKWISE_8BIT,
+            num_moments=3,  # a fast and a slow mean of gradients, and the squares
+            passes=3,
+            scratch_on_cpu=Scratch(in_fp32=9, more_in_fp32_if_16_bit=1, in_codes=1),  # both means are there twice
+            takes=_PLAIN_TENSORS,
+            takes_dtensors=False,
+            rates=learning_rates.ADAMW,  # its authors train with AdamW's (arXiv:2409.03137)
         ),
         Optimizer.ADAFACTOR: OptimizerFacts(
             state=StateKind.FACTORED,

@@ -114,7 +114,9 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(dtype, kind, tiny, newes
     assert digest(resumed_model, resumed) == digest(model, optimizer)
 
 
-@pytest.mark.parametrize("kind", ["lion", "adamw_8bit", "muon", "adafactor", "adalomo", "galore-std-adamw"])
+@pytest.mark.parametrize(
+    "kind", ["lion", "adamw_8bit", "ademamix_8bit", "muon", "adafactor", "adalomo", "galore-std-adamw"]
+)
 def test_going_back_fills_the_state_that_is_there(kind, tiny, newest, tmp_path):
     """As after steps that were not finite: the same optimizer continues from what it saved before."""
     model = build_model()

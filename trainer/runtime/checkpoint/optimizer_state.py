@@ -138,6 +138,9 @@ _NAMES = {
     "momentum_buffer": "momentum_buffer",
     "exp_avg_sq_row": "exp_avg_sq_row", "exp_avg_sq_col": "exp_avg_sq_col",
 }  # fmt: skip
+_STACKED = {  # by the path of the class: one tensor that holds several moments, along a first dimension of its own
+    "bitsandbytes.optim.ademamix.AdEMAMix8bit": {"state1": ("exp_avg", "exp_avg_slow")},
+}
 _CODED = {"state1": ("absmax1", "qmap1"), "state2": ("absmax2", "qmap2")}
 # Counted, computed anew before each use, the same for all, or looked into by `projectors`.
 _NO_TENSORS = frozenset({"step", "RMS", "projector", "absmax1", "absmax2", "qmap1", "qmap2"})
@@ -186,28 +189,36 @@ class Made(NamedTuple):
 def kept_tensors(optimizer: TorchOptimizer, parameter: Tensor) -> dict[str, StateTensor]:
     """State tensors of a parameter by their names in a checkpoint; InputError for a tensor without a name."""
     state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+    stacked = _STACKED.get(_path(optimizer), {})
     found: dict[str, StateTensor] = {}
     for key, value in state.items():
         if value is None or key in _NO_TENSORS:
             continue
         if key not in _NAMES:
             raise InputError(f"checkpoints do not know the state {key} that {type(optimizer).__name__} keeps")
-        name = _NAMES[key]
+        names = stacked.get(key, (_NAMES[key],))
+        moments = value if key in stacked else (value,)
         if value.dtype is torch.uint8:
             scales, table = (state[each] for each in _CODED[key])
-            found[name] = StateTensor(value, coded=Coded(value.view(-1), scales, table))
-            found[name + SCALES] = StateTensor(scales, block=BLOCK_ELEMENTS)
+            scales = scales if key in stacked else (scales,)
+            for name, moment, own in zip(names, moments, scales, strict=True):
+                found[name] = StateTensor(moment, coded=Coded(moment.view(-1), own, table))
+                found[name + SCALES] = StateTensor(own, block=BLOCK_ELEMENTS)
         else:
-            found[name] = StateTensor(value)
+            found |= {name: StateTensor(moment) for name, moment in zip(names, moments, strict=True)}
     matrices = projectors(state)
-    names = [_PROJECTOR] if len(matrices) == 1 else [f"{_PROJECTOR}.{side}" for side in _SIDES]
-    return found | {name: StateTensor(matrix) for name, matrix in zip(names, matrices, strict=False)}
+    sides = [_PROJECTOR] if len(matrices) == 1 else [f"{_PROJECTOR}.{side}" for side in _SIDES]
+    return found | {name: StateTensor(matrix) for name, matrix in zip(sides, matrices, strict=False)}
 
 
 def layout_of(optimizer: TorchOptimizer) -> Callable[[Made], dict[str, Any]] | None:
     """Builder of an optimizer's state of one parameter; None for an optimizer without checkpoints."""
+    return LAYOUTS.get(_path(optimizer))
+
+
+def _path(optimizer: TorchOptimizer) -> str:
     kind = type(optimizer)
-    return LAYOUTS.get(f"{kind.__module__}.{kind.__qualname__}")
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _adam(made: Made) -> dict[str, Any]:
@@ -356,6 +367,7 @@ LAYOUTS: dict[str, Callable[[Made], dict[str, Any]]] = {  # by the path of the c
     "bitsandbytes.optim.adamw.PagedAdamW32bit": _bitsandbytes,
     "bitsandbytes.optim.adamw.PagedAdamW8bit": _bitsandbytes,
     "bitsandbytes.optim.lion.Lion8bit": _bitsandbytes,
+    "bitsandbytes.optim.ademamix.AdEMAMix8bit": _bitsandbytes,
     "shardwise.trainer.runtime.optimizers.lamb_8bit.Lamb8bit": _bitsandbytes,
     "lion_pytorch.lion_pytorch.Lion": _lion,
     "transformers.optimization.Adafactor": _factored,

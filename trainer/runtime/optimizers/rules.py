@@ -9,6 +9,9 @@ Where each is from, and why that one:
                               4,096 elements in fp32. Paged state lies in CUDA managed memory, which the driver moves to
                               host RAM when the device is full; on a CPU it is ordinary memory. Plain tensors only
     lamb_8bit                 ours on bitsandbytes' moments (`lamb_8bit`)
+    ademamix_8bit             bitsandbytes' (arXiv:2409.03137): AdamW plus alpha times a second, slow mean of gradients.
+                              Betas and alpha are bitsandbytes' defaults, constant from the first step; the authors
+                              raise alpha and the slow beta over the whole run
     lion                      lion-pytorch: plain tensor operations, so that it runs on FSDP2's shards, where
                               bitsandbytes' Lion does not. Betas as its authors train language models
                               (arXiv:2302.06675, section 5)
@@ -37,6 +40,7 @@ from shardwise.trainer.spec.value import complete
 
 BETAS = (0.9, 0.95)  # Llama-type training (Llama 2, arXiv:2307.09288, section 2.2)
 LION_BETAS = (0.95, 0.98)
+ADEMAMIX_BETAS, ADEMAMIX_ALPHA = (0.9, 0.999, 0.9999), 5.0
 EPSILON = 1e-8
 
 WITH_MATRICES = (MATRICES, DECAY, NO_DECAY)
@@ -110,6 +114,12 @@ def _lamb_8bit(groups: list[Group], lr: float) -> TorchOptimizer:
     return _as_torch(Lamb8bit(groups, lr=lr, betas=BETAS, eps=EPSILON))
 
 
+def _ademamix_8bit(groups: list[Group], lr: float) -> TorchOptimizer:
+    from bitsandbytes.optim import AdEMAMix8bit
+
+    return _as_torch(AdEMAMix8bit(groups, lr=lr, betas=ADEMAMIX_BETAS, alpha=ADEMAMIX_ALPHA, eps=EPSILON))
+
+
 def _adafactor(groups: list[Group], lr: float) -> TorchOptimizer:
     from transformers.optimization import Adafactor
 
@@ -143,6 +153,7 @@ UPDATE_RULES: dict[Optimizer, UpdateRule] = complete(
         Optimizer.LION: UpdateRule(_lion, "Lion"),
         Optimizer.LION_8BIT: UpdateRule(_lion_8bit, "Lion8bit"),
         Optimizer.LAMB_8BIT: UpdateRule(_lamb_8bit, "Lamb8bit"),
+        Optimizer.ADEMAMIX_8BIT: UpdateRule(_ademamix_8bit, "AdEMAMix8bit"),
         Optimizer.ADAFACTOR: UpdateRule(_adafactor, "Adafactor"),
         Optimizer.MUON: UpdateRule(_muon, "MuonAndAdamW", WITH_MATRICES),
         Optimizer.LOMO: UpdateRule(Lomo, "Lomo"),
