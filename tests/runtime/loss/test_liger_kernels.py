@@ -45,10 +45,10 @@ print(json.dumps([float(eager), "liger_kernel.ops.fused_linear_cross_entropy" in
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kernels")
+    folder = str(tmp_path_factory.mktemp("kernels"))
     argv = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, "triton", "liger-kernel"]
     subprocess.run(argv, check=True, timeout=LIMIT_S)
-    return folder
+    return Path(folder)
 
 
 def test_ligers_loss_and_gradients_are_those_of_the_eager_head(kernels):
