@@ -1,4 +1,4 @@
-"""What the machine counts: a driver's library that a test compiled, disks, and machines that have neither."""
+"""Counters of the machine: of a driver's library that a test compiles, of disks, and of machines without either."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def ask(folder: Path, functions: str, *, uuid: str = UUID) -> "subprocess.Comple
     )
 
 
-def test_a_card_tells_how_busy_hot_and_held_down_it_is(tmp_path: Path):
+def test_a_card_reports_its_counters(tmp_path: Path):
     answer = ask(tmp_path, POWER + REASONS % "Event", uuid=UUID.removeprefix("GPU-"))  # as torch has it
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout) == {
@@ -75,7 +75,7 @@ def test_a_card_tells_how_busy_hot_and_held_down_it_is(tmp_path: Path):
     }
 
 
-def test_an_older_driver_and_a_card_that_lacks_a_counter_tell_what_they_have(tmp_path: Path):
+def test_an_older_driver_and_a_card_that_lacks_a_counter_report_the_others(tmp_path: Path):
     found = json.loads(ask(tmp_path, NO_POWER + REASONS % "Throttle").stdout)
     assert found["power_w"] is None and found["throttle"] == "power cap, temperature"
     found = json.loads(ask(tmp_path, NO_POWER).stdout)
@@ -90,12 +90,6 @@ def test_a_card_that_is_not_there_ends_the_thread_and_nothing_else(tmp_path: Pat
     thread.start()
     thread.join(30)
     assert not thread.is_alive() and watch.newest == CardSample()
-
-
-def test_of_a_cpu_nothing_is_asked():
-    before = threading.active_count()
-    with CardWatch(torch.device("cpu")).watching() as watch:
-        assert threading.active_count() == before and watch.newest == CardSample()
 
 
 @pytest.mark.parametrize(
@@ -123,5 +117,8 @@ def test_traffic_is_what_the_disk_was_given_since_the_last_look():
     assert found is not None and found[1] < 2**20, "told once"
 
 
-def test_without_cuda_nothing_is_pinned():
+def test_without_cuda_nothing_is_pinned_and_no_card_is_queried():
+    before = threading.active_count()
+    with CardWatch(torch.device("cpu")).watching() as watch:
+        assert threading.active_count() == before and watch.newest == CardSample()
     assert pinned_bytes() is None

@@ -1,4 +1,4 @@
-"""Functions of a user's own in a run: a loss, a model, and what is told of every step."""
+"""Functions of a user's own in a run: a loss, a model, and a call after every step."""
 
 import json
 import math
@@ -45,22 +45,16 @@ def plan_of(cache_dir: Path) -> Plan:
 
 
 @pytest.mark.parametrize("writes", [write_rows, write_packed_rows])
-def test_a_loss_that_is_cross_entropy_is_the_loss_of_every_head(tmp_path, writes):
-    plan = plan_of(writes(tmp_path / "rows"))
-    for name in ("plain", "own"):
-        (tmp_path / name).mkdir()
-    _, plain = run(tmp_path / "plain", plan, None)
-    _, own = run(tmp_path / "own", plan, CROSS_ENTROPY.format(factor=1), Hook.LOSS)
-    assert [line["loss"] for line in own] == pytest.approx([line["loss"] for line in plain], rel=1e-5)
-    assert [line["grad_norm"] for line in own] == pytest.approx([line["grad_norm"] for line in plain], rel=1e-4)
-
-
-def test_another_loss_is_what_is_learned(tmp_path):
-    plan = plan_of(write_rows(tmp_path / "rows"))
-    (tmp_path / "plain").mkdir()
-    _, plain = run(tmp_path / "plain", plan, None)
-    _, doubled = run(tmp_path, plan, CROSS_ENTROPY.format(factor=2), Hook.LOSS)
-    assert doubled[0]["loss"] == pytest.approx(2 * plain[0]["loss"], rel=1e-5)
+def test_a_loss_of_ones_own_is_what_is_learned(tmp_path, writes):
+    """Cross entropy gives the loss of every head; twice of it, twice the loss."""
+    plan, lines = plan_of(writes(tmp_path / "rows")), {}
+    for factor in (None, 1, 2):
+        (tmp_path / str(factor)).mkdir()
+        body = None if factor is None else CROSS_ENTROPY.format(factor=factor)
+        _, lines[factor] = run(tmp_path / str(factor), plan, body, Hook.LOSS)
+    for name, rel in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        assert [line[name] for line in lines[1]] == pytest.approx([line[name] for line in lines[None]], rel=rel)
+    assert lines[2][0]["loss"] == pytest.approx(2 * lines[1][0]["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("answer", ["logits.sum().detach()", "logits.sum(0)", "1.0"])
@@ -87,21 +81,15 @@ def test_a_model_that_is_none_is_refused(tmp_path):
         run(tmp_path, plan, "def build_model(config, dtype):\n    return {}\n", Hook.BUILD_MODEL)
 
 
-def test_every_step_is_told_with_what_the_metrics_get(tmp_path):
+def test_every_step_calls_on_step_with_its_metrics_and_an_error_in_it_is_an_incident(tmp_path):
     body = (
-        f"import json\n\ndef on_step(step, metrics):\n    with open({str(tmp_path / 'told.jsonl')!r}, 'a') as stream:\n"
-        "        stream.write(json.dumps([step, metrics]) + '\\n')\n"
+        "import json\n\ndef on_step(step, metrics):\n"
+        f"    with open({str(tmp_path / 'calls.jsonl')!r}, 'a') as stream:\n"
+        "        stream.write(json.dumps([step, metrics]) + '\\n')\n    assert step < 2, 'enough'\n"
     )
     state, lines = run(tmp_path, plan_of(write_rows(tmp_path / "rows")), body, Hook.ON_STEP)
-    told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
-    assert [step for step, _ in told] == [1, 2, 3]
-    assert [metrics["loss"] for _, metrics in told] == [line["loss"] for line in lines]
-    assert not state.incidents
-
-
-def test_what_on_step_raises_is_an_incident_and_not_the_end(tmp_path):
-    body = "def on_step(step, metrics):\n    assert step < 2, 'enough'\n"
-    state, lines = run(tmp_path, plan_of(write_rows(tmp_path / "rows")), body, Hook.ON_STEP)
-    assert len(lines) == 3
+    calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 and [step for step, _ in calls] == [1, 2], "it is not called again"
+    assert [metrics["loss"] for _, metrics in calls] == [line["loss"] for line in lines[:2]]
     (incident,) = state.incidents
-    assert all(fact in incident for fact in ("on_step", "AssertionError: enough", "mine.py, line 2"))
+    assert all(fact in incident for fact in ("on_step", "AssertionError: enough", "mine.py, line 6"))

@@ -5,8 +5,8 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
+import pytest
 from report_factory import make_report
 
 from shardwise.trainer.runtime.loop.metrics import MetricsFile, StepMetrics
@@ -18,25 +18,20 @@ from shardwise.trainer.spec.report import Report
 NOW = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
-def attempt(tmp_path):
-    plan_path = tmp_path / "attempts" / "3" / "plan.json"
-    plan_path.parent.mkdir(parents=True)
-    return plan_path
+@pytest.fixture
+def paths(tmp_path):
+    (tmp_path / "attempts" / "3").mkdir(parents=True)
+    return run_paths(tmp_path / "attempts" / "3" / "plan.json", started_at=NOW)
 
 
-def test_paths_follow_from_where_the_plan_lies(tmp_path):
-    paths = run_paths(attempt(tmp_path), started_at=NOW)
+def test_paths_follow_from_where_the_plan_lies_and_an_attempt_that_has_ended_is_written_beside(paths, tmp_path):
+    folder = tmp_path / "attempts" / "3"
     assert (paths.run_dir, paths.attempt, paths.is_again) == (tmp_path, 3, False)
-    assert paths.attempt_dir == paths.plan_dir == tmp_path / "attempts" / "3"
-
-
-def test_an_attempt_that_has_ended_is_written_beside(tmp_path):
-    plan_path = attempt(tmp_path)
-    (plan_path.parent / "report.json").write_text("{}")
-    paths = run_paths(plan_path, started_at=NOW)
-    again = plan_path.parent / "again-20300102-030405"
+    assert paths.attempt_dir == paths.plan_dir == folder
+    (folder / "report.json").write_text("{}")
+    paths, again = run_paths(folder / "plan.json", started_at=NOW), folder / "again-20300102-030405"
     assert paths.is_again and paths.attempt_dir == paths.run_dir == again
-    assert paths.resume_dir == tmp_path and paths.plan_dir == plan_path.parent
+    assert paths.resume_dir == tmp_path and paths.plan_dir == folder
 
 
 def test_ranks_of_one_launcher_agree_on_when_it_started():
@@ -48,8 +43,7 @@ def test_ranks_of_one_launcher_agree_on_when_it_started():
     assert timedelta(0) <= datetime.now(UTC) - start_of_launch(world_size=1) < timedelta(hours=12)
 
 
-def test_each_rank_has_a_report_of_its_own_and_rank_0_speaks_for_all(tmp_path):
-    paths = run_paths(attempt(tmp_path), started_at=NOW)
+def test_each_rank_has_a_report_of_its_own_and_rank_0_writes_the_status(paths):
     for rank in (0, 2):
         writer = ReportWriter(paths, rank=rank)
         writer.write_report(make_report())
@@ -59,40 +53,37 @@ def test_each_rank_has_a_report_of_its_own_and_rank_0_speaks_for_all(tmp_path):
     assert json.loads((paths.attempt_dir / "status.json").read_text()) == {"phase": "rank 0", "step": 0}
 
 
-def test_every_rank_gives_signs_of_life_counted_within_a_step(tmp_path):
-    paths = run_paths(attempt(tmp_path), started_at=NOW)
+def test_every_rank_has_a_heartbeat_counted_within_a_step(paths):
     for rank in (0, 1):
         writer = ReportWriter(paths, rank=rank)
         writer.write_status("loading the model")
         for phase in ("data", "forward", "backward")[: 3 - rank]:
             writer.beat(phase, step=4)
-    signs = [read_heartbeat(paths.attempt_dir, rank) for rank in (0, 1, 2)]
-    assert signs == [
+    beats = [read_heartbeat(paths.attempt_dir, rank) for rank in (0, 1, 2)]
+    assert beats == [
         Heartbeat(step=4, count=3, phase="backward"),
         Heartbeat(step=4, count=2, phase="forward"),
         None,
     ]
 
 
-def test_the_status_is_renewed_when_the_phase_changes_or_half_a_second_has_passed(tmp_path):
-    paths = run_paths(attempt(tmp_path), started_at=NOW)
+def test_the_status_is_renewed_when_the_phase_changes_or_half_a_second_has_passed(paths):
     writer = ReportWriter(paths, rank=0)
-    told: list[dict[str, Any]] = []
+    found: list[dict[str, object]] = []
     begin = time.monotonic()
-    while not told or told[-1] == {"phase": "training", "step": 1}:
+    while not found or found[-1] == {"phase": "training", "step": 1}:
         assert time.monotonic() - begin < 10
         writer.write_status("training", step=1 + (time.monotonic() - begin > STATUS_INTERVAL_S / 2))
-        told.append(json.loads((paths.attempt_dir / "status.json").read_text()))
-    assert told[-1] == {"phase": "training", "step": 2}
+        found.append(json.loads((paths.attempt_dir / "status.json").read_text()))
+    assert found[-1] == {"phase": "training", "step": 2}
     assert time.monotonic() - begin >= STATUS_INTERVAL_S
     sign = read_heartbeat(paths.attempt_dir, 0)
-    assert sign is not None and sign.step == 2, "every call is a sign of life"
+    assert sign is not None and sign.step == 2, "every call is a heartbeat"
     writer.write_status("evaluating", step=2)
     assert json.loads((paths.attempt_dir / "status.json").read_text()) == {"phase": "evaluating", "step": 2}
 
 
-def test_a_status_that_cannot_be_written_ends_nothing(tmp_path):
-    paths = run_paths(attempt(tmp_path), started_at=NOW)
+def test_a_status_that_cannot_be_written_ends_nothing(paths):
     (paths.attempt_dir / "heartbeats").write_text("in the way of a folder")
     (paths.attempt_dir / "status.json").mkdir()
     ReportWriter(paths, rank=0).write_status("training", step=1)
@@ -106,20 +97,14 @@ def line(step: int) -> StepMetrics:
     )  # fmt: skip
 
 
-def test_metrics_are_appended_line_by_line_and_leave_out_what_was_not_measured(tmp_path):
+def test_metrics_are_appended_line_by_line_on_one_rank_and_leave_out_what_was_not_measured(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path, is_writer=True) as metrics:
+    with MetricsFile(path, is_writer=False) as metrics:
         metrics.append(line(1))
-        assert json.loads(path.read_text())["step"] == 1, "a watcher sees it at once"
-    with MetricsFile(path, is_writer=True) as metrics:
-        metrics.append(line(2))
-    first, second = map(json.loads, path.read_text().splitlines())
-    assert (first["step"], second["step"]) == (1, 2)
-    assert "eval_loss" not in first and "mfu" not in first
-    assert first["grad_norm"] is None
-
-
-def test_only_one_rank_writes_metrics(tmp_path):
-    with MetricsFile(tmp_path / "metrics.jsonl", is_writer=False) as metrics:
-        metrics.append(line(1))
-    assert not list(tmp_path.iterdir())
+    assert not path.exists()
+    for step in (1, 2):
+        with MetricsFile(path, is_writer=True) as metrics:
+            metrics.append(line(step))
+            lines = [json.loads(each) for each in path.read_text().splitlines()]
+            assert [each["step"] for each in lines] == list(range(1, step + 1)), "a watcher reads it at once"
+    assert "eval_loss" not in lines[0] and "mfu" not in lines[0] and lines[0]["grad_norm"] is None

@@ -52,7 +52,7 @@ def test_the_gain_counts_each_shape_as_often_as_the_model_has_it():
     assert nothing.speedup is None and not nothing.pays
 
 
-def test_without_a_gpu_the_answer_says_so(tmp_path, monkeypatch):
+def test_without_a_gpu_the_answer_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path, answered = tmp_path / "request.json", tmp_path / "answer.json"
     codec.write(path, Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096))
@@ -74,7 +74,7 @@ def test_the_report_of_a_run_in_fp8_has_what_was_timed_before_it():
     ("content", "fact"),
     [(None, "No such file"), ("{}", "model_config"), ("{", "fp8gainrequest")],
 )
-def test_a_request_that_cannot_be_read_is_told_in_a_line(tmp_path, capsys, content, fact):
+def test_a_request_that_cannot_be_read_is_an_error_of_one_line(tmp_path, capsys, content, fact):
     path = tmp_path / "request.json"
     if content is not None:
         path.write_text(content)

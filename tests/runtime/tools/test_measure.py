@@ -6,6 +6,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import torch
 
 from shardwise.trainer.runtime.run.clock import MIN_REPETITIONS, best_seconds
@@ -35,12 +36,10 @@ def test_a_cpu_has_its_rates_one_figure_after_the_other():
         assert figure is not None
         assert figure > 10**8
     assert rates.host_to_device_bytes_per_s is None
-    known = [sum(value not in (None, ()) for value in vars_of(step)) for step in measurements]
+    known = [
+        sum(value not in (None, ()) for value in msgspec.structs.asdict(step.rates).values()) for step in measurements
+    ]
     assert all(before < after for before, after in pairwise(known))
-
-
-def vars_of(measurement: Measurement) -> list[object]:
-    return [getattr(measurement.rates, name) for name in measurement.rates.__struct_fields__]
 
 
 def test_a_figure_that_cannot_be_had_is_a_line_and_the_others_follow(monkeypatch):
@@ -54,7 +53,7 @@ def test_a_figure_that_cannot_be_had_is_a_line_and_the_others_follow(monkeypatch
     assert last.rates.memory_bytes_per_s is not None
 
 
-def test_after_an_error_of_the_gpu_nothing_more_is_asked_of_it(monkeypatch):
+def test_an_error_of_the_gpu_ends_the_measurement(monkeypatch):
     def sick(*_: object, **__: object) -> object:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -99,7 +98,7 @@ def test_every_pair_is_tried_both_ways_and_entered_before_it_starts():
     assert all(copy.bytes_per_s is not None for copy in steps[-1])
 
 
-def test_a_copy_that_delivers_other_values_is_seen(monkeypatch):
+def test_a_copy_that_delivers_other_values_is_found(monkeypatch):
     def corrupting(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         target[:] = source
         target[-1] += 1
@@ -110,7 +109,7 @@ def test_a_copy_that_delivers_other_values_is_seen(monkeypatch):
     assert [copy.is_correct for copy in last] == [False, False]
 
 
-def test_a_card_without_room_says_nothing_about_its_link(monkeypatch):
+def test_a_card_without_room_is_left_out(monkeypatch):
     def full(*_: object, **__: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 

@@ -1,6 +1,6 @@
-"""The adapter table: for each sharding, how to see the model and optimizer state that a rank holds.
+"""The engine table: for each sharding, the model and optimizer state that a rank holds.
 
-An adapter returns `Piece`s: views of live memory, each a flat range of a logical tensor. Writing and reading are the
+An engine returns `Piece`s: views of live memory, each a flat range of a logical tensor. Writing and reading are the
 same view in two directions, so a new engine is four functions and a row here; nothing else in this package knows
 engines.
 
@@ -33,34 +33,29 @@ from shardwise.trainer.runtime.checkpoint.optimizer_state import (
     step_count,
 )
 from shardwise.trainer.runtime.checkpoint.optimizer_state import create_state as create_parameter_state
-from shardwise.trainer.runtime.checkpoint.pieces import NamedTensor, Piece, Replica, flat, named_state, type_of
+from shardwise.trainer.runtime.checkpoint.pieces import Piece, Replica, flat, named_state, type_of
 from shardwise.trainer.spec.strategy import Sharding
 
 
 def describe(model: nn.Module, optimizer: TorchOptimizer) -> dict[str, ParameterEntry]:
     """Every parameter and persistent buffer with its group, steps and state, without chunks."""
     groups = groups_of_parameters(optimizer)
-    return {
-        name: described(item, optimizer, groups[id(item.tensor)][0] if id(item.tensor) in groups else None)
-        for name, item in named_state(model).items()
-    }
-
-
-def described(item: NamedTensor, optimizer: TorchOptimizer, group: str | None) -> ParameterEntry:
-    """The entry of one tensor whose state the optimizer keeps under that very tensor, of a group or of none."""
-    if item.tied_to is not None:
-        return ParameterEntry(tied_to=item.tied_to, is_trained=group is not None, is_buffer=item.is_buffer)
-    return ParameterEntry(
-        weight=_tensor_entry(item.tensor),
-        is_trained=group is not None,
-        is_buffer=item.is_buffer,
-        group=group,
-        step=step_count(optimizer, item.tensor),
-        state={
-            key: state_entry(kept, tuple(item.tensor.shape))
-            for key, kept in state_tensors(optimizer, item.tensor).items()
-        },
-    )
+    entries = {}
+    for name, item in named_state(model).items():
+        group, _ = groups.get(id(item.tensor), (None, None))
+        shape, is_trained = tuple(item.tensor.shape), group is not None
+        if item.tied_to is not None:
+            entries[name] = ParameterEntry(tied_to=item.tied_to, is_trained=is_trained, is_buffer=item.is_buffer)
+            continue
+        entries[name] = ParameterEntry(
+            weight=TensorEntry(shape=shape, type=type_of(item.tensor), chunks=()),
+            is_trained=is_trained,
+            is_buffer=item.is_buffer,
+            group=group,
+            step=step_count(optimizer, item.tensor),
+            state={key: _state_entry(kept, shape) for key, kept in state_tensors(optimizer, item.tensor).items()},
+        )
+    return entries
 
 
 def held_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
@@ -93,14 +88,10 @@ def settle(model: nn.Module) -> None:
     """Nothing is left to do: what was filled is what the model computes with."""
 
 
-def state_entry(kept: StateTensor, shape: tuple[int, ...]) -> TensorEntry:
+def _state_entry(kept: StateTensor, shape: tuple[int, ...]) -> TensorEntry:
     """The entry of a state tensor; values that stand for blocks of elements have the shape of the parameter."""
     own = tuple(kept.values.shape) if kept.block == 1 else shape
     return TensorEntry(shape=own, type=type_of(kept.values), chunks=(), block=kept.block)
-
-
-def _tensor_entry(tensor: torch.Tensor) -> TensorEntry:
-    return TensorEntry(shape=tuple(tensor.shape), type=type_of(tensor), chunks=())
 
 
 def fsdp_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
@@ -138,24 +129,9 @@ class Engine(NamedTuple):
     """Once pieces have been filled, makes what the model computes with follow them; collective."""
 
 
-_REPLICATED = Engine(
-    describe=describe,
-    held_pieces=held_pieces,
-    create_state=create_state,
-    settle=settle,
-)
-_FSDP = Engine(
-    describe=describe,  # a DTensor shows the shape of the whole
-    held_pieces=fsdp_pieces,
-    create_state=create_state,
-    settle=settle,
-)
-_ZERO = Engine(
-    describe=zero.describe,
-    held_pieces=zero.held_pieces,
-    create_state=zero.create_state,
-    settle=zero.settle,
-)
+_REPLICATED = Engine(describe, held_pieces, create_state, settle)
+_FSDP = _REPLICATED._replace(held_pieces=fsdp_pieces)  # a DTensor has the shape of the whole
+_ZERO = Engine(zero.describe, zero.held_pieces, zero.create_state, zero.settle)
 
 ENGINES: dict[Sharding, Engine] = {
     Sharding.NONE: _REPLICATED,
@@ -170,5 +146,5 @@ ENGINES: dict[Sharding, Engine] = {
 
 
 def engine_of(sharding: Sharding) -> Engine:
-    """The adapter of a sharding."""
+    """The row of a sharding."""
     return ENGINES[sharding]

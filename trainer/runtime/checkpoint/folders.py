@@ -43,17 +43,14 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.units import format_bytes
 
-_READ_BYTES = 4 << 20
-
 
 def find_checkpoint(
     root: Path, *, on_skip: Callable[[str], None], ranks: Ranks | None = None
 ) -> CheckpointFolder | None:
-    """The newest checkpoint whose manifest and every checksum verify; None where `root` holds none at all.
+    """The newest checkpoint whose manifest and every checksum verify; None if `root` holds none at all.
 
-    A damaged one is reported through `on_skip` (one line, on rank 0) and the next older taken; where all are damaged
-    an EnvironmentFaultError says so: to start over silently would lose the run. Collective where `ranks` are several:
-    rank 0 reads and hashes, the others take its choice.
+    A damaged one is reported through `on_skip` (one line, on rank 0) and the next older taken. EnvironmentFaultError if
+    all are damaged: to start over silently would lose the run. Collective: rank 0 reads and hashes for all.
     """
     ranks = ranks or Ranks.alone()
     doing = f"{root}: the newest checkpoint cannot be read"
@@ -108,18 +105,17 @@ def verified(folder: Path) -> CheckpointFolder:
 def check_hashes(
     checkpoint: CheckpointFolder, *, only: Collection[str] | None = None, known: Mapping[str, str] = {}
 ) -> None:
-    """InputError for the first file, of all or of `only`, that does not hash to what the manifest says.
+    """InputError for the first file, of all or of `only`, whose hash is not that of the manifest.
 
-    Files are read side by side, but for those whose hash is `known`.
+    Files are read side by side, except those whose hash is `known`.
     """
     folder, files = checkpoint.path, checkpoint.manifest.files
     names = list(files if only is None else only)
     with ThreadPoolExecutor(max_workers=min(len(names), own_cores()) or 1) as hashers:
         found = hashers.map(lambda name: known.get(name) or _sha256(folder / name), names)
         for name, sha256 in zip(names, found, strict=True):
-            if sha256 != files[name].sha256:
-                said = files[name].sha256
-                raise InputError(f"{folder / name}: hashes to {sha256[:12]}; the manifest says {said[:12]}")
+            if sha256 != (expected := files[name].sha256):
+                raise InputError(f"{folder / name}: hashes to {sha256[:12]}; the manifest says {expected[:12]}")
 
 
 def skipped_text(folder: Path, error: InputError | OSError) -> str:
@@ -163,18 +159,8 @@ def _lstat(path: Path) -> os.stat_result:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    for block in _file_blocks(path):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def _file_blocks(path: Path) -> Iterator[memoryview]:
-    buffer = bytearray(_READ_BYTES)
-    view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            yield view[:count]
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 OnPoint = Callable[[str], None]
@@ -190,7 +176,8 @@ def staging_folder(root: Path, facts: CheckpointFacts, *, num_bytes: int) -> Ite
     """The name of a fresh folder to write in, under the lock; empty where this step is saved already, whole."""
     root.mkdir(parents=True, exist_ok=True)
     with _writer_lock(root):
-        _remove_leftovers(root)
+        for path in root.glob(f"{_TEMPORARY}*"):  # of a crash
+            _remove(path)
         if _is_there(root / folder_name(facts.step), facts):
             yield ""
             return
@@ -265,13 +252,8 @@ def _writer_lock(root: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _remove_leftovers(root: Path) -> None:
-    for path in root.glob(f"{_TEMPORARY}*"):
-        _remove(path)
-
-
 def _remove(path: Path) -> None:
-    """Removes what no checkpoint is; what cannot go now is tried again at the next save."""
+    """Removes a temporary file or folder; the next save tries again if it cannot be removed now."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

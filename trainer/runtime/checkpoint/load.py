@@ -62,9 +62,8 @@ from shardwise.trainer.runtime.checkpoint.ranks import Ranks, on_first, together
 from shardwise.trainer.runtime.checkpoint.shards import BLOCK_BYTES, OpenShards, check_shards, read_pieces
 from shardwise.trainer.runtime.optimizers import unwrapped
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, InputProblemsError, ShardwiseError
-from shardwise.trainer.spec.job.sections import GaloreJob
 from shardwise.trainer.spec.optimizers import have_same_state
-from shardwise.trainer.spec.strategy import Optimizer, Sharding
+from shardwise.trainer.spec.strategy import Sharding
 
 _SHOWN = 3  # names in a message
 
@@ -75,13 +74,14 @@ def check_compatible(checkpoint: CheckpointFolder, facts: CheckpointFacts) -> No
     Of `facts`, what the checkpoint may differ in is not looked at: step, tokens, engine, world size, precision.
     """
     saved = checkpoint.facts
+    is_same_state = have_same_state(saved.optimizer, facts.optimizer)
     compared: tuple[tuple[str, object, object], ...] = (
         ("model (sha256 of its config)", saved.model_config_sha256[:12], facts.model_config_sha256[:12]),
         ("dataset (fingerprint)", saved.data_fingerprint, facts.data_fingerprint),
         ("train.seed", saved.seed, facts.seed),
         ("train.tokens_per_step", saved.tokens_per_step, facts.tokens_per_step),
         ("sequences per step", saved.sequences_per_step, facts.sequences_per_step),
-        ("optimizer", *_optimizers(saved.optimizer, facts.optimizer)),
+        ("optimizer", saved.optimizer, saved.optimizer if is_same_state else facts.optimizer),
         ("kind of training", _kind(saved), _kind(facts)),
         ("base model (fingerprint)", (saved.base_fingerprint or "none")[:12], (facts.base_fingerprint or "none")[:12]),
     )
@@ -138,10 +138,10 @@ def fill_engine(
 ) -> int:
     """Fills weights, moments and step counts after `accelerator.prepare`, without stepping; rates stay the job's.
 
-    Each rank reads its own ranges. Answers how many blocks of 8-bit state this rank had to code anew: none where blocks
-    lie as they did, as under the same plan. InputError where names, shapes or what the optimizer keeps differ, or where
-    the model holds fewer bits than the checkpoint. What an engine computes with beside its masters is not refreshed.
-    The sha256 of each file of `hashed`, which is read whole, goes into `digests`.
+    Each rank reads its own ranges. Returns the number of blocks of 8-bit state that this rank had to code anew, none
+    under the same plan. InputError if names, shapes or the kinds of state differ, or if the model holds fewer bits than
+    the checkpoint. The copy that an engine computes with is not refreshed. The sha256 of each file of `hashed`, which
+    is read whole, goes into `digests`.
     """
     engine, inner, manifest = engine_of(sharding), unwrapped(optimizer), checkpoint.manifest
     check_supported(inner)
@@ -248,23 +248,17 @@ def _check_weight(name: str, shape: tuple[int, ...] | None, tied_to: str | None,
         raise InputError(f"{name}: is tied to {tied_to} in this job and not in the checkpoint")
 
 
-def _optimizers(saved: Optimizer, wanted: Optimizer) -> tuple[Optimizer, Optimizer]:
-    """The two, as equal where their state means the same."""
-    return (saved, saved) if have_same_state(saved, wanted) else (saved, wanted)
-
-
 def _kind(facts: CheckpointFacts) -> str:
     """`all weights`, or what the adapters are, as far as they mean another function with the same shapes."""
     lora = facts.lora
     if lora is None:
-        return "all weights" if facts.galore is None else f"galore of {_projection(facts.galore)}"
+        if facts.galore is None:
+            return "all weights"
+        galore = facts.galore
+        return f"galore of rank {galore.rank}, projection {galore.projection}, scale {galore.scale:g}"
     base = "4-bit base, " if facts.is_quantised else ""
     scaling = "rank-stabilised " if lora.rslora else ""
     return f"{base}adapters of {scaling}rank {lora.rank}, alpha {lora.alpha:g}{', DoRA' if lora.dora else ''}"
-
-
-def _projection(galore: GaloreJob) -> str:
-    return f"rank {galore.rank}, projection {galore.projection}, scale {galore.scale:g}"
 
 
 def _check_names(names: Iterable[str], manifest: Manifest) -> None:
@@ -283,10 +277,10 @@ def begin_resumption(
     on_skip: Callable[[str], None],
     ranks: Ranks | None = None,
 ) -> "Resumption | None":
-    """The newest checkpoint of `root` that looks whole; None where there is none at all.
+    """The newest checkpoint of `root` that looks whole; None if there is none at all. Collective.
 
-    Collective. `check` raises where one is not of this job; `on_skip` gets a line for a damaged one, on rank 0. An
-    EnvironmentFaultError where all are damaged: to start over silently would lose the run.
+    `check` raises if one is not of this job; `on_skip` gets a line for a damaged one, on rank 0. EnvironmentFaultError
+    if all are damaged: to start over silently would lose the run.
     """
     ranks = ranks or Ranks.alone()
     doing = f"{root}: the newest checkpoint cannot be read"
@@ -314,10 +308,9 @@ class Resumption:
         self._take_next()
 
     def load(self, model: nn.Module, optimizer: object, *, sharding: Sharding) -> int:
-        """Fills weights, moments and step counts of the prepared engine; learning rates stay the job's.
+        """`fill_engine` for the newest checkpoint whose hashes are right; then the engine's copy follows.
 
-        Answers how many blocks of 8-bit state were coded anew on this rank. InputError where the checkpoint does not
-        fit; errors of `begin_resumption` where it turns out to be damaged and no older one is whole.
+        InputError if it does not fit; errors of `begin_resumption` if all turn out to be damaged.
         """
         while True:
             own = sorted(self.checkpoint.manifest.files)[self._ranks.rank :: self._ranks.world_size]

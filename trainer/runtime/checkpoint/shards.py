@@ -33,6 +33,7 @@ from shardwise.trainer.runtime.checkpoint.manifest import (
     TensorEntry,
     TensorType,
     covered_in_order,
+    named_tensors,
     overlap,
     share_of_rank,
 )
@@ -141,9 +142,10 @@ def _write_shard(folder: Path, pieces: Sequence[Piece], *, name: str, on_point: 
 def check_shards(folder: Path, manifest: Manifest) -> None:
     """InputError unless every chunk of the manifest is a key of its file, of its type and size."""
     wanted: dict[str, list[tuple[Chunk, TensorEntry]]] = {}
-    for tensor in _tensors(manifest):
-        for chunk in tensor.chunks:
-            wanted.setdefault(chunk.file, []).append((chunk, tensor))
+    for name, entry in manifest.parameters.items():
+        for _, tensor in named_tensors(name, entry):
+            for chunk in tensor.chunks:
+                wanted.setdefault(chunk.file, []).append((chunk, tensor))
     for file, chunks in wanted.items():
         with ExitStack() as opened:
             handle = open_header(folder / file, opened)
@@ -185,13 +187,6 @@ def _check_chunk(handle: _Handle, chunk: Chunk, tensor: TensorEntry, keys: set[s
         )
 
 
-def _tensors(manifest: Manifest) -> Iterator[TensorEntry]:
-    for entry in manifest.parameters.values():
-        if entry.weight is not None:
-            yield entry.weight
-        yield from entry.state.values()
-
-
 def _blocks(keys: Sequence[str], pieces: Sequence[Piece]) -> Iterator[memoryview]:
     yield memoryview(_header(keys, pieces))
     for piece in pieces:
@@ -223,9 +218,7 @@ def _header(keys: Sequence[str], pieces: Sequence[Piece]) -> bytes:
 
 def _placed(piece: Piece, *, file: str, key: str) -> PlacedChunk:
     first = 1 if piece.blocks is None else piece.blocks.first_elements
-    chunk = Chunk(
-        file=file, key=key, start=piece.start, num_elements=piece.num_elements, first_elements=first
-    )  # fmt: skip
+    chunk = Chunk(file=file, key=key, start=piece.start, num_elements=piece.num_elements, first_elements=first)
     return PlacedChunk(name=piece.name, state=piece.state, chunk=chunk)
 
 

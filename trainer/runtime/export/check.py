@@ -50,8 +50,7 @@ def logits_of(model: nn.Module, ids: Tensor, attention_mask: Tensor | None = Non
 
 def reloaded_logits(folder: Path, ids: Tensor, *, trust_remote_code: bool = False) -> Tensor:
     """Logits of a folder of whole weights."""
-    model = _from_folder(folder, trust_remote_code=trust_remote_code)
-    return _and_let_go(model, ids)
+    return _logits_at_last(_from_folder(folder, trust_remote_code=trust_remote_code), ids)
 
 
 def reloaded_adapter_logits(folder: Path, base: Path, ids: Tensor, *, dtype: torch.dtype, is_quantised: bool) -> Tensor:
@@ -67,14 +66,12 @@ def reloaded_adapter_logits(folder: Path, base: Path, ids: Tensor, *, dtype: tor
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
         )
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning
-        )  # PEFT asks for it
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)  # read by PEFT
         loaded = _from_folder(base, trust_remote_code=False, **settings)
         compute_buffers(loaded, dtype, with_persistent=False)
         model = PeftModel.from_pretrained(loaded, str(folder))
     del loaded
-    return _and_let_go(model, ids)
+    return _logits_at_last(model, ids)
 
 
 def relative_difference(expected: Tensor, found: Tensor) -> float:
@@ -165,7 +162,7 @@ def _from_folder(folder: Path, *, trust_remote_code: bool, **settings: Any) -> P
     return loaded
 
 
-def _and_let_go(model: nn.Module, ids: Tensor) -> Tensor:
+def _logits_at_last(model: nn.Module, ids: Tensor) -> Tensor:
     logits = logits_of(model, ids)
     del model
     gc.collect()

@@ -7,18 +7,13 @@
 A folder gets its name in one rename, when all of it is written (and, by `shardwise export`, was compared); one that
 fails is removed, as its checkpoint is still there.
 
-Writes the tokenizer of an export, and makes sure that transformers makes the same ids with it as the run was fed.
+The files of the tokenizer are those that the data was prepared with. That alone is not enough: beside the config.json
+of some model types transformers takes only the vocabulary from tokenizer.json, and its own rules of splitting
+(docs/workarounds.md, W9). So the folder is loaded as its user will load it, and the ids are compared.
 
-The files are those that the data was prepared with. That alone is not enough: beside the config.json of some model
-types transformers takes only the vocabulary from tokenizer.json, and the rules by which text is cut from a class of its
-own (docs/workarounds.md, W9). A model would then be asked in another language than it was taught, without a word. So
-the folder is loaded as its user will load it, and compared.
-
-Which tokens end an answer, so that an exported model stops where it was taught to.
-
-Three places know one: the base model's generation settings, the tokenizer (its end of text), and the chat template,
-which closes the assistant's turn with a token of its own (`<|eot_id|>` of Llama 3, `<|im_end|>` of ChatML). Whoever
-generates needs all of them; a model that lacks the last one answers, and then goes on as the user.
+Three places name a token that ends an answer: the base model's generation settings, the tokenizer (its end of text),
+and the chat template, which closes the assistant's turn with a token of its own (`<|eot_id|>` of Llama 3, `<|im_end|>`
+of ChatML). Generation needs all of them; without the last one a model answers, and then continues as the user.
 """
 
 import json
@@ -49,10 +44,10 @@ _NESTED = ".base_layer.lora_"
 def write_model_folder(
     model: PreTrainedModel, plan: Plan, out: Path, *, state_dict: Mapping[str, torch.Tensor] | None = None
 ) -> str | None:
-    """The folder of a run's model as it is now; one of that name is replaced.
+    """Writes the folder of a run's model as it is now, in place of an older one.
 
-    EnvironmentFaultError where the disk gives back other tensors than were written; nothing is replaced then.
-    The answer is what is wrong with the exported tokenizer, in one line; None where nothing is.
+    Returns what is wrong with the exported tokenizer, in one line, or None. EnvironmentFaultError if the disk returns
+    other tensors than were written; nothing is replaced then.
     """
     with staged(out) as folder:
         save_model(model, folder, state_dict=state_dict)
@@ -75,7 +70,7 @@ def write_adapter_folder(weights: Mapping[str, torch.Tensor], plan: Plan, out: P
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
-    """An empty folder beside `out` that gets its name at the end, and goes where anything fails."""
+    """An empty folder beside `out` that is renamed to it at the end, and removed if anything fails."""
     staging = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -93,24 +88,20 @@ def staged(out: Path) -> Iterator[Path]:
 def save_model(model: PreTrainedModel, folder: Path, *, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
     """Weights, config and generation settings, as transformers writes them."""
     use_cache, model.config.use_cache = model.config.use_cache, True
-    with _taken_as_it_is():
+    with _without_unwrapping():
         model.save_pretrained(folder, state_dict=None if state_dict is None else dict(state_dict))
     model.config.use_cache = use_cache
 
 
 @contextmanager
-def _taken_as_it_is() -> Iterator[None]:
-    """Keeps `save_pretrained` from loading DeepSpeed to ask whether the model that saves itself is its engine (W58)."""
+def _without_unwrapping() -> Iterator[None]:
+    """Keeps `save_pretrained` from loading DeepSpeed to find out if the model is its engine (W58)."""
     unwrap = modeling_utils.unwrap_model
-    modeling_utils.unwrap_model = cast(Any, _itself)  # it is overloaded
+    modeling_utils.unwrap_model = cast(Any, lambda model: model)  # it is overloaded
     try:
         yield
     finally:
         modeling_utils.unwrap_model = unwrap
-
-
-def _itself(model: PreTrainedModel) -> PreTrainedModel:
-    return model
 
 
 def save_adapters(weights: Mapping[str, torch.Tensor], plan: Plan, folder: Path, *, hides_paths: bool = False) -> None:
@@ -131,9 +122,9 @@ def save_adapters(weights: Mapping[str, torch.Tensor], plan: Plan, folder: Path,
 
 
 def add_tokenizer(plan: Plan, folder: Path) -> str | None:
-    """The tokenizer with its chat template, and in generation_config.json the ids that end an answer.
+    """Writes the tokenizer with its chat template, and into generation_config.json the ids that end an answer.
 
-    What is wrong with the tokenizer, in one line; None where nothing is, or where there is none.
+    Returns what is wrong with the tokenizer, in one line, or None.
     """
     if plan.tokenizer_path is None:
         return None
@@ -161,10 +152,7 @@ def write_card(export: Export, folder: Path) -> None:
 
 
 def _write_template(plan: Plan, folder: Path) -> str | None:
-    """A file of its own for the template that the run was trained with, wherever that stands.
-
-    Why it is not there, in one line; None where it is, or where there is none.
-    """
+    """Writes the template that the run was trained with; returns why it is missing, in one line, or None."""
     assert plan.tokenizer_path is not None
     try:
         template = load_chat_template(plan.job.data.chat_template, Path(plan.tokenizer_path))
@@ -233,10 +221,7 @@ def end_token_ids(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tupl
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token by which the chat template ends the assistant's turn; None where it uses plain text, or there is none.
-
-    Found by what stands behind an answer. A template that refuses this conversation has told nothing.
-    """
+    """The token after an answer in the chat template; None if it is plain text, or the template refuses the sample."""
     if not tokenizer.chat_template:
         return None
     try:
@@ -251,11 +236,10 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def write_generation_ids(
     folder: Path, end_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase, *, is_new: bool
 ) -> None:
-    """Puts the ids into the generation_config.json that transformers wrote; what else stands there stays.
+    """Puts the ids into the generation_config.json that transformers wrote, and leaves the other settings.
 
-    Into config.json too where the model is new: there stand defaults of its class, which are other tokens here. By
-    hand: transformers refuses to save settings that it has loaded and that were changed since, where a base's own
-    contradict each other (a temperature beside greedy decoding), as some do.
+    Of a new model into config.json too, which has the defaults of its class. By hand, because transformers refuses to
+    save settings that contradict each other (a temperature beside greedy decoding), as those of some bases do.
     """
     own: dict[str, Any] = {
         "eos_token_id": end_ids[0] if len(end_ids) == 1 else list(end_ids),

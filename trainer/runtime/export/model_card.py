@@ -5,6 +5,7 @@ licence only where the base's own card names one. Data and base models are calle
 machine, tokens and environment never get into it.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,11 +98,11 @@ def _opening(export: Export, base: Base) -> str:
     whose = f"`{base.name}`" if base.name is not None else f"a new {shape.model_type} model"
     held = f", in {export.dtype}" if export.dtype is not None else ""
     at = f", exported at step {export.step}" if export.step is not None else ""
-    return f"{words} {whose}{held}{at}. Trained with shardwise {_version()}."
+    return f"{words} {whose}{held}{at}. Trained with shardwise {installed_versions().get('shardwise', '')}."
 
 
 def _loading(export: Export, base: Base) -> str:
-    kind = export.kind_words
+    kind, plan = export.kind_words, export.plan
     if kind == "onnx":
         code = (
             "import onnxruntime\n\n"
@@ -109,37 +110,28 @@ def _loading(export: Export, base: Base) -> str:
             'logits = session.run(["logits"], {"input_ids": ids, "attention_mask": mask})[0]'
         )
         shapes = "Both inputs are int64 [batch, sequence]; logits are [batch, sequence, vocabulary]."
-        return f"## Use\n\n{shapes}\n\n{_code(code)}"
-    trust = ", trust_remote_code=True" if export.plan.model_code is not None else ""
-    code = "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        return f"## Use\n\n{shapes}\n\n```python\n{code}\n```"
+    names = ["AutoModelForCausalLM", *(["AutoTokenizer"] if plan.tokenizer_path is not None else [])]
+    imports, lines = list[str](), [""]
+    trust = ", trust_remote_code=True" if plan.model_code is not None else ""
     if kind == "adapters":
-        revision = f', revision="{base.revision}"' if base.revision is not None and base.folder is None else ""
-        quantised = export.plan.chosen.method is Method.QLORA
-        code = (
-            "from peft import PeftModel\n"
-            + (code.replace("AutoTokenizer", "AutoTokenizer, BitsAndBytesConfig") if quantised else code)
-            + (
-                '\nin_4_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", '
-                "bnb_4bit_use_double_quant=True)"
-                if quantised
-                else ""
-            )
-            + f'\nbase = AutoModelForCausalLM.from_pretrained("{base.name or "BASE"}"{revision}'
-            + (", quantization_config=in_4_bit" if quantised else "")
-            + trust
-            + ')\nmodel = PeftModel.from_pretrained(base, "THIS_FOLDER")'
-        )
+        settings = f', revision="{base.revision}"' if base.revision is not None and base.folder is None else ""
+        if plan.chosen.method is Method.QLORA:
+            names.append("BitsAndBytesConfig")
+            quantisation = 'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True'
+            lines.append(f"in_4_bit = BitsAndBytesConfig({quantisation})")
+            settings += ", quantization_config=in_4_bit"
+        imports.append("from peft import PeftModel")
+        lines += [
+            f'base = AutoModelForCausalLM.from_pretrained("{base.name or "BASE"}"{settings}{trust})',
+            'model = PeftModel.from_pretrained(base, "THIS_FOLDER")',
+        ]
     else:
-        code += f'\nmodel = AutoModelForCausalLM.from_pretrained("THIS_FOLDER"{trust})'
-    if export.plan.tokenizer_path is not None:
-        code += '\ntokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")'
-    else:
-        code = code.replace(", AutoTokenizer", "", 1)
-    return f"## Use\n\n{_code(code)}"
-
-
-def _code(text: str) -> str:
-    return f"```python\n{text}\n```"
+        lines.append(f'model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER"{trust})')
+    if plan.tokenizer_path is not None:
+        lines.append('tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")')
+    imports.append(f"from transformers import {', '.join(names)}")
+    return "## Use\n\n```python\n" + "\n".join([*imports, *lines]) + "\n```"
 
 
 def _training_rows(export: Export, base: Base) -> list[tuple[str, str]]:
@@ -179,20 +171,17 @@ def _results(export: Export) -> list[str]:
         )
     if export.report is not None:
         predicted, measured = export.report.predicted, export.report.measured
-        rows = [
-            (
-                "peak memory of a device",
-                _bytes(predicted.memory.peak_allocated_bytes),
-                _bytes(measured.memory.peak_allocated_bytes),
-            ),
-            ("time of a step", _seconds(predicted.speed.step_s), _seconds(measured.speed.step_s)),
-            (
-                "tokens a second and device",
-                _count(predicted.speed.tokens_per_s_per_gpu),
-                _count(measured.speed.tokens_per_s_per_gpu),
-            ),
-        ]
-        lines = ["| | predicted | measured |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
+        rows: tuple[tuple[str, Callable[[Any], str], float | None, float | None], ...] = (
+            ("peak memory of a device", format_bytes, predicted.memory.peak_allocated_bytes,
+             measured.memory.peak_allocated_bytes),
+            ("time of a step", format_seconds, predicted.speed.step_s, measured.speed.step_s),
+            ("tokens a second and device", format_count, predicted.speed.tokens_per_s_per_gpu,
+             measured.speed.tokens_per_s_per_gpu),
+        )  # fmt: skip
+        lines = ["| | predicted | measured |", "|---|---|---|"]
+        for name, shown, *figures in rows:
+            cells = ("unknown" if figure is None else shown(figure) for figure in figures)
+            lines.append(f"| {name} | {' | '.join(cells)} |")
         found.append("## Predicted and measured\n\n" + "\n".join(lines))
     return found
 
@@ -236,19 +225,3 @@ def _licence(card: Path) -> str | None:
         return None
     found = front.get("license") if isinstance(front, dict) else None
     return found if isinstance(found, str) else None
-
-
-def _version() -> str:
-    return installed_versions().get("shardwise", "")
-
-
-def _bytes(number: int | None) -> str:
-    return "unknown" if number is None else format_bytes(number)
-
-
-def _seconds(number: float | None) -> str:
-    return "unknown" if number is None else format_seconds(number)
-
-
-def _count(number: float | None) -> str:
-    return "unknown" if number is None else format_count(number)

@@ -6,13 +6,7 @@
     4  the folder is loaded by plain transformers (and PEFT, or onnxruntime), and its logits are compared
 
 Only then is the folder called OUT. At no time is there more than one model in memory (`trainer.runtime.export.check`).
-
-A run's plan, changed so that its model is built to be used rather than trained, on the device at hand.
-
-Which checkpoint of a run is exported or talked to: the last, the best by held-out loss, or one by its step.
-
-The default is what a run itself exports at its end: the last, or the best of a job that stops early. Where the last is
-taken and another scored better, that is said.
+The default checkpoint is the one that a run itself exports at its end: the last, or the best of a job that stops early.
 """
 
 import os
@@ -144,7 +138,9 @@ def _check_wish(plan: Plan, wish: Wish) -> None:
 def _write_adapters(export: Export, checkpoint: CheckpointFolder, folder: Path, wish: Wish) -> tuple[Export, list[str]]:
     """PEFT's folder, checked on its base where that can be loaded."""
     plan = export.plan
-    expected = _adapted_logits(plan, checkpoint) if wish.checks and plan.model_path is not None else None
+    ids, expected = prompt_ids(plan.model_shape.vocab_size), None
+    if wish.checks and plan.model_path is not None:
+        expected = logits_of(_trained(plan_on(plan, DeviceKind.CPU), checkpoint), ids)
     weights = read_weights(checkpoint)
     save_adapters(weights, plan, folder, hides_paths=wish.hides_paths)
     incident = add_tokenizer(plan, folder)
@@ -154,7 +150,7 @@ def _write_adapters(export: Export, checkpoint: CheckpointFolder, folder: Path, 
         found = reloaded_adapter_logits(
             folder,
             Path(plan.model_path),
-            prompt_ids(plan.model_shape.vocab_size),
+            ids,
             dtype=base_type(plan.chosen.method, plan.chosen.strategy.precision),
             is_quantised=plan.chosen.method is Method.QLORA,
         )
@@ -165,10 +161,6 @@ def _write_adapters(export: Export, checkpoint: CheckpointFolder, folder: Path, 
             "not compared: the base of these adapters was made up and lies in no folder; --merge exports it whole"
         )
     return export._replace(kind="adapters", checks=checks), notes
-
-
-def _adapted_logits(plan: Plan, checkpoint: CheckpointFolder) -> Tensor:
-    return logits_of(_trained(plan_on(plan, DeviceKind.CPU), checkpoint), prompt_ids(plan.model_shape.vocab_size))
 
 
 def _write_whole(export: Export, checkpoint: CheckpointFolder, folder: Path, wish: Wish) -> tuple[Export, list[str]]:
@@ -212,7 +204,12 @@ def _save_whole(plan: Plan, checkpoint: CheckpointFolder, folder: Path, wish: Wi
     checks: tuple[str, ...] = ()
     held = next(model.parameters()).dtype
     if dtype is not None and (wish.merge or dtype != held):
-        _change(model, dtype, plan, merge=wish.merge)
+        if wish.merge:
+            with torch.device("meta"):
+                plain = model_from_config(plan.model_config, dtype=dtype, attention=Attention.EAGER)
+            merge_adapters(model, dtype, plain=plain)
+        else:
+            round_weights(model, dtype)
         if logits is not None:
             changed = logits_of(model, ids)
             doing = "merging" if wish.merge else "rounding"
@@ -222,15 +219,6 @@ def _save_whole(plan: Plan, checkpoint: CheckpointFolder, folder: Path, wish: Wi
             logits = changed
     save_model(model, folder)
     return _Written(logits, dtype or held, checks)
-
-
-def _change(model: PreTrainedModel, dtype: torch.dtype, plan: Plan, *, merge: bool) -> None:
-    if not merge:
-        round_weights(model, dtype)
-        return
-    with torch.device("meta"):
-        plain = model_from_config(plan.model_config, dtype=dtype, attention=Attention.EAGER)
-    merge_adapters(model, dtype, plain=plain)
 
 
 def _trained(plan: Plan, checkpoint: CheckpointFolder) -> PreTrainedModel:

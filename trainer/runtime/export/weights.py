@@ -7,8 +7,6 @@ W is the base's own weight for LoRA. For QLoRA it is the 4-bit weight made whole
 trained beside: put into the original weights they would be added to other ones. Layers of a 4-bit base without an
 adapter are made whole as well. Experts that a model holds in one tensor get their adapters by PEFT's own product. The
 sum is made in fp32 and rounded once, to the type asked for.
-
-The weights that a run exports at its end, gathered from whatever engine holds them.
 """
 
 import math
@@ -39,15 +37,17 @@ def merge_adapters(model: PreTrainedModel, dtype: torch.dtype, *, plain: PreTrai
     for name in adapted:
         if "base_layer" in name.split("."):
             continue  # merged with what stands around it
-        layer = model.get_submodule(name)
-        whole = (
-            _merged_tensors(layer, dtype) if _wraps_tensor(layer) else _merged(layer, plain.get_submodule(name), dtype)
-        )
+        layer: Any = model.get_submodule(name)
+        if _wraps_tensor(layer):
+            whole = _merged_tensors(layer, dtype)
+        else:
+            base = layer.base_layer
+            whole = _layer(merged_weight(_weight(base), layer), base.bias, plain.get_submodule(name), dtype)
         model.set_submodule(name, whole)
     packed = quantised_layers(model)
-    for name, module in list(model.named_modules()):
+    for name, module in list[tuple[str, Any]](model.named_modules()):
         if any(module is layer for layer in packed):
-            model.set_submodule(name, _whole(module, plain.get_submodule(name), dtype))
+            model.set_submodule(name, _layer(_weight(module), module.bias, plain.get_submodule(name), dtype))
     round_weights(model, dtype)
     model.requires_grad_(requires_grad=True)
     seam: Any = model
@@ -76,10 +76,6 @@ def merged_weight(base: Tensor, layer: Any) -> Tensor:  # noqa: ANN401  # PEFT's
     return merged
 
 
-def _merged(layer: Any, plain: nn.Module, dtype: torch.dtype) -> nn.Module:  # noqa: ANN401  # PEFT's layer
-    return _layer(merged_weight(_weight(layer.base_layer), layer), layer.base_layer.bias, plain, dtype)
-
-
 def _wraps_tensor(layer: nn.Module) -> bool:
     """True if an adapter belongs to a tensor of a module that is not a linear layer: experts, a router."""
     return hasattr(layer, "parameter_name")
@@ -96,10 +92,6 @@ def _merged_tensors(layer: Any, dtype: torch.dtype) -> nn.Module:  # noqa: ANN40
         layer = layer.base_layer
     assert isinstance(layer, nn.Module)
     return layer
-
-
-def _whole(layer: Any, plain: nn.Module, dtype: torch.dtype) -> nn.Module:  # noqa: ANN401  # bitsandbytes' layer
-    return _layer(_weight(layer), layer.bias, plain, dtype)
 
 
 def _weight(layer: Any) -> Tensor:  # noqa: ANN401  # a linear layer of any kind

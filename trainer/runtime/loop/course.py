@@ -93,7 +93,8 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
                 return Ending.STOPPED
             done = _one_step(session, objectives, observer)
             goes_back = must_go_back(session)
-            is_eval_due = not goes_back and _is_due(state.step, schedule.eval_every_steps)
+            every = schedule.eval_every_steps
+            is_eval_due = not goes_back and every is not None and state.step % every == 0
             evaluation = _evaluate(session, objectives) if is_eval_due else None
             figures = observer.line(done, evaluation)
             if _is_logged(session, figures):
@@ -105,7 +106,8 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
                 continue
             with observer.saving():
                 saves.after_step()
-            if evaluation is not None and _is_new_best(session):
+            stops_early = session.plan.job.eval.early_stop is not None
+            if evaluation is not None and stops_early and state.best_step == state.step:
                 keep_best(session)
     return Ending.FINISHED
 
@@ -162,15 +164,6 @@ def _has_stalled(session: Session) -> bool:
     if patience is None or session.plan.is_trial:
         return False
     return not session.ranks.all_agree(evaluations_without_gain(session.state.evaluations) < patience)
-
-
-def _is_new_best(session: Session) -> bool:
-    """True if an early stop may go back to this step."""
-    return session.plan.job.eval.early_stop is not None and session.state.best_step == session.state.step
-
-
-def _is_due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
 
 
 def _one_step(session: Session, objectives: Objectives, observer: StepObserver) -> DoneStep:

@@ -161,9 +161,7 @@ class StepObserver:
         """The line of a step."""
         state, result = self._session.state, done.result
         rate = result.num_targets / done.step_s
-        figures: dict[str, Any] = {
-            name: value for name, value in result.figures.items() if name in StepMetrics.__struct_fields__
-        }
+        figures = {name: value for name, value in result.figures.items() if name in StepMetrics.__struct_fields__}
         line = StepMetrics(
             step=state.step,
             attempt=self._session.paths.attempt,
@@ -173,10 +171,7 @@ class StepObserver:
             lr=done.lr,
             grad_norm=result.grad_norm,
             step_s=done.step_s,
-            data_s=done.clock.seconds("data"),
-            forward_s=done.clock.seconds("forward"),
-            backward_s=done.clock.seconds("backward"),
-            optimizer_s=done.clock.seconds("optimizer"),
+            **dict[str, Any]({f"{phase}_s": done.clock.seconds(phase) for phase in PHASES}),
             wait_s=self._wait_s if self._session.accelerator.num_processes > 1 else None,
             checkpoint_s=self._checkpoint_s or None,
             tokens_per_s=rate,
@@ -188,7 +183,7 @@ class StepObserver:
             **self._memory(done.clock),
             **self._machine(),
             **_scores(evaluation),
-            **figures,
+            **dict[str, Any](figures),
         )
         self._wait_s = 0.0
         return line

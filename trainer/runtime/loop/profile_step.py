@@ -66,7 +66,8 @@ def traced_step(session: Session, step: int, clock: Clock) -> Iterator[None]:
     is_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     begin = time.perf_counter()
-    with room_for_a_profile(), _recorded_history(folder, is_cuda=is_cuda), _hooked(session.plan, marks, model):
+    hooks = nullcontext() if session.plan.chosen.compile else marks.noted(model)  # a hook would compile blocks again
+    with room_for_a_profile(), _recorded_history(folder, is_cuda=is_cuda), hooks:
         with profile(activities=activities, profile_memory=True) as profiler:
             yield
             clock.seconds("optimizer")  # waits for it
@@ -93,11 +94,6 @@ def _recorded_history(folder: Path, *, is_cuda: bool) -> Iterator[None]:
         torch.cuda.memory._dump_snapshot(str(folder / SNAPSHOT))
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def _hooked(plan: Plan, marks: "ModuleMarks", model: nn.Module) -> Any:  # noqa: ANN401  # a context manager
-    """Compiled blocks are left alone: a hook would have them compiled again."""
-    return nullcontext() if plan.chosen.compile else marks.noted(model)
 
 
 def _figures(

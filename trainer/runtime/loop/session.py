@@ -125,9 +125,9 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     check_documents_apart(wrapped, plan, accelerator.device)
     scaler = loss_scaler(wrapped, chosen.strategy.precision, plan.device_kind)
     if resumption is not None:
-        num_coded_anew = resumption.load(wrapped, wrapped_optimizer, sharding=sharding)
-        _note_coded_anew(state, sum(map(int, ranks.exchange(str(num_coded_anew).encode()))))
-        _take_over(state, resumption.checkpoint, scaler)
+        own = resumption.load(wrapped, wrapped_optimizer, sharding=sharding)
+        num_blocks = sum(map(int, ranks.exchange(str(own).encode())))
+        _continue_from(state, resumption.checkpoint, scaler, num_coded_anew=num_blocks)
     return Session(
         plan=plan,
         paths=paths,
@@ -196,14 +196,6 @@ def facts_of(plan: Plan, state: RunState, scaler: LossScaler | None = None) -> C
     )
 
 
-def _note_coded_anew(state: RunState, num_blocks: int) -> None:
-    if num_blocks:
-        state.log.note(
-            f"8-bit optimizer state lies in other blocks here than in the checkpoint: {num_blocks:,} blocks of "
-            f"{BLOCK_ELEMENTS} values were coded anew, each value off by at most half a step of its code"
-        )
-
-
 def _stream(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, *, is_first: bool) -> StreamRows | None:
     if not plan.data.is_stream:
         return None
@@ -240,7 +232,14 @@ def _begin_resumption(plan: Plan, paths: RunPaths, state: RunState, ranks: Ranks
     return begun
 
 
-def _take_over(state: RunState, checkpoint: CheckpointFolder, scaler: LossScaler | None) -> None:
+def _continue_from(
+    state: RunState, checkpoint: CheckpointFolder, scaler: LossScaler | None, *, num_coded_anew: int
+) -> None:
+    if num_coded_anew:
+        state.log.note(
+            f"8-bit optimizer state lies in other blocks here than in the checkpoint: {num_coded_anew:,} blocks of "
+            f"{BLOCK_ELEMENTS} values were coded anew, each value off by at most half a step of its code"
+        )
     if scaler is not None and checkpoint.facts.loss_scaler is not None:
         scaler.restore(checkpoint.facts.loss_scaler.scale, checkpoint.facts.loss_scaler.growth_tracker)
     state.step = state.resumed_from_step = checkpoint.facts.step

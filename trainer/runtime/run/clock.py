@@ -12,7 +12,7 @@ there are no figures.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +52,8 @@ class Clock:
         begin_ns = time.time_ns()
         if self._is_cuda:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin_bytes = self._begin_peak()
+            begin_bytes, _ = _allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
             begin.record()
             yield
             end.record()
@@ -78,12 +79,6 @@ class Clock:
     def highest_bytes(self) -> int | None:
         """The most that was allocated in any phase; None on a CPU."""
         return max(self.peaks.values(), default=None)
-
-    def _begin_peak(self) -> int:
-        """Has the peak counted anew from here; the bytes that are allocated."""
-        held, _ = _allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return held
 
 
 def _allocated(device: torch.device) -> tuple[int, int]:
@@ -116,10 +111,8 @@ def wait_for(device: torch.device) -> None:
 
 
 SAMPLED_EVERY_S = 1.0
-_REASONS = (
-    "nvmlDeviceGetCurrentClocksEventReasons",
-    "nvmlDeviceGetCurrentClocksThrottleReasons",
-)  # old drivers: the last
+# Old drivers have the last alone.
+_REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
 _THROTTLES = {  # NVML's reasons for lower clocks that a person can do something about
     0x0000000000000004: "power cap",
     0x0000000000000008: "hardware slowdown",
@@ -140,7 +133,7 @@ class CardSample(Value, frozen=True, kw_only=True):
 
 
 class CardWatch:
-    """Asks NVML about one card, in a thread of its own, while the block of `watching` runs."""
+    """Queries NVML about one card, in a thread of its own, while the block of `watching` runs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -200,13 +193,9 @@ def _sample_of(nvml: Any, handle: Any) -> CardSample:  # noqa: ANN401  # NVML's 
         utilization=None if utilization is None else utilization.gpu / 100,
         power_w=None if power is None else power / 1000,
         temperature_c=query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-        throttle=throttle_reasons(_first(query, _REASONS)),
+        throttle=throttle_reasons(next((bits for bits in map(query, _REASONS) if bits is not None), None)),
         used_bytes=None if memory is None else memory.used,
     )
-
-
-def _first(query: Callable[[str], Any], names: Sequence[str]) -> Any:  # noqa: ANN401  # as above
-    return next((answer for answer in map(query, names) if answer is not None), None)
 
 
 def throttle_reasons(reasons: int | None) -> str | None:
