@@ -6,13 +6,11 @@
     rename to step-00000030     the commit: before it there is nothing, after it there is everything
     prune                       an old one is renamed to .tmp-trash-* first: half of it never looks like a checkpoint
 
-Exactly one rank renames (on a shared disk every rank of another trainer did, and folders were lost). Remains of a crash
-are called `.tmp-*` and are removed at the next save. A lock that ends with its process keeps a second writer out. All
-writing here runs on rank 0.
+Exactly one rank, rank 0, renames: on a shared disk several would lose folders. Remains of a crash are called `.tmp-*`
+and are removed at the next save. A lock that ends with its process keeps a second writer out.
 
-No pointer file could be stale: the folders themselves are what there is. A name `step-N` alone is not believed either.
-The manifest must parse, every file must have its size and hash, every chunk must be where the manifest says. Neither
-safetensors nor torch would notice a flipped bit; the hashes do.
+There is no pointer file, which could be stale. A name `step-N` alone is not trusted either: the manifest must parse,
+and every file must have the size, hash and chunks of the manifest. Neither safetensors nor torch detects a flipped bit.
 """
 
 import errno
@@ -95,7 +93,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def verified(folder: Path) -> CheckpointFolder:
-    """The checkpoint in a folder, every byte of it hashed; InputError where anything is not as the manifest says."""
+    """The checkpoint in a folder, every byte of it hashed; InputError if anything differs from the manifest."""
     checkpoint = open_checkpoint(folder)
     check_hashes(checkpoint)
     check_shards(folder, checkpoint.manifest)
@@ -214,10 +212,9 @@ def commit(staged: Path, manifest: Manifest, *, final: Path, on_point: OnPoint) 
 def prune(
     root: Path, *, newest: int, keep: int, keep_every: int | None, protect: tuple[int, ...], on_point: OnPoint
 ) -> None:
-    """Removes complete checkpoints but the newest `keep` up to the one just committed, those of every `keep_every`-th
-    step, and those protected.
+    """Removes complete checkpoints except the newest `keep`, those of every `keep_every`-th step, and the protected.
 
-    A folder of a later step is left: it is of a future that this run, resumed from before it, has not reached.
+    A folder of a later step stays: this run, resumed from before it, has not reached it yet.
     """
     complete = [step for step in steps_in(root) if step <= newest and is_complete(root / folder_name(step))]
     try:

@@ -4,9 +4,8 @@ A tensor is described by its logical shape and by chunks: flat ranges of its row
 file. Everything an engine holds is such a range: a whole tensor (none, ddp), some rows (FSDP2's Shard(0)), a fragment
 (ZeRO-1 and 2), a partition (ZeRO-3, without its padding). So no engine leaves a trace in the format, and any engine
 reads what any other wrote. Scales of 8-bit state are saved one for each block of elements; blocks are those of the
-rank that saved, so the first of a chunk may be cut. The fields are checked here as far as one field goes (names,
-signs, types); what only the whole manifest can tell (holes, overlaps, files that are not listed) is checked by
-`check_manifest`.
+rank that saved, so the first of a chunk may be cut. Each field is checked by its type (names, signs); holes, overlaps
+and files that are not listed are found by `check_manifest`.
 """
 
 import hashlib

@@ -1,10 +1,10 @@
 """Optimizer state as plain tensors and a count of steps, read and made without ever calling `step()`.
 
-torch's own helpers for reading state (`get_optimizer_state_dict`) take a step on zero gradients if there is no state
-yet, which leaves Adam's count one too high: the first real update is then 1.34 times too small. Here state that does
-not exist is absent. One row of `LAYOUTS` is one optimizer class: what it keeps of a parameter, made as at its first
-step, from zeros, with the saved count. A class or a kind of state that is not listed is refused, never dropped. A
-parameter is whatever the optimizer was given: under ZeRO the flat partition of a whole group.
+torch's own helpers (`get_optimizer_state_dict`) take a step on zero gradients if there is no state yet, so that Adam's
+count is one too high and the first real update 1.34 times too small. Here state that does not exist is absent. One row
+of `LAYOUTS` is one optimizer class: its state of a parameter, made as at its first step, from zeros, with the saved
+count. A class or a kind of state that is not listed is refused, never dropped. Under ZeRO a parameter is the flat
+partition of a whole group.
 
 8-bit moments of bitsandbytes are one byte for each element and one fp32 scale for each block of 256 (arXiv:2110.02861).
 Blocks are counted from the start of the memory an optimizer was given: of a parameter if it is whole, of a partition
@@ -165,10 +165,9 @@ class Made(NamedTuple):
     step: int | None  # the saved count
 
     def zeros(self, key: str, shape: Shape | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Zeros of the parameter's shape and type, or others; what is kept under `key` already, where it is like that.
+        """Zeros of the parameter's shape and type, or others; an existing tensor of that kind under `key` is reused.
 
-        An engine may hold on to tensors that are there, and there may be no room for others. They are not zeroed:
-        a caller that does not fill all of them must do that.
+        There may be no room for another one. It is not zeroed: a caller that does not fill all of it must do that.
         """
         like = self.parameter
         dtype = dtype or like.dtype
@@ -249,23 +248,16 @@ def _sgd(made: Made) -> dict[str, Any]:
     return {"momentum_buffer": made.zeros("momentum_buffer")} if made.group["momentum"] else {}
 
 
-def _lion(made: Made) -> dict[str, Any]:
-    return {"exp_avg": made.zeros("exp_avg")}
-
-
 def _muon(made: Made) -> dict[str, Any]:
     if made.group["name"] == MATRICES:
         return {"momentum_buffer": made.zeros("momentum_buffer")}
     return _adam(made)
 
 
-def _factored(made: Made) -> dict[str, Any]:
-    """transformers' Adafactor: the root mean square of the weights is computed before it is used."""
-    return {"step": made.saved_count(), "RMS": 0, **_factors(made, tuple(made.parameter.shape))}
-
-
-def _adalomo(made: Made) -> dict[str, Any]:
-    return {"step": made.saved_count(), **_factors(made, tuple(made.parameter.shape))}
+def _factored(made: Made, shape: Shape | None = None, *, has_rms: bool = True) -> dict[str, Any]:
+    """Of transformers' Adafactor, which computes the root mean square of the weights before it uses it."""
+    factors = _factors(made, tuple(made.parameter.shape) if shape is None else shape)
+    return {"step": made.saved_count(), **({"RMS": 0} if has_rms else {}), **factors}
 
 
 def _factors(made: Made, shape: Shape) -> dict[str, Tensor]:
@@ -276,10 +268,6 @@ def _factors(made: Made, shape: Shape) -> dict[str, Tensor]:
         "exp_avg_sq_row": made.zeros("exp_avg_sq_row", shape[:-1], dtype=torch.float32),
         "exp_avg_sq_col": made.zeros("exp_avg_sq_col", (*shape[:-2], shape[-1]), dtype=torch.float32),
     }
-
-
-def _no_state(made: Made) -> dict[str, Any]:
-    return {}
 
 
 def _bitsandbytes(made: Made) -> dict[str, Any]:
@@ -344,10 +332,6 @@ def _galore_adam(made: Made, shape: Shape) -> dict[str, Any]:
     return {"step": made.saved_count(), **{key: made.zeros(key, shape) for key in ("exp_avg", "exp_avg_sq")}}
 
 
-def _galore_factored(made: Made, shape: Shape) -> dict[str, Any]:
-    return {"step": made.saved_count(), "RMS": 0, **_factors(made, shape)}
-
-
 def _galore_8bit(made: Made, shape: Shape) -> dict[str, Any]:
     """bitsandbytes looks at the weight for shape and size; galore-torch shows it the projected one, as is done here."""
     parameter, weight = made.parameter, made.parameter.data
@@ -369,14 +353,14 @@ LAYOUTS: dict[str, Callable[[Made], dict[str, Any]]] = {  # by the path of the c
     "bitsandbytes.optim.lion.Lion8bit": _bitsandbytes,
     "bitsandbytes.optim.ademamix.AdEMAMix8bit": _bitsandbytes,
     "shardwise.trainer.runtime.optimizers.lamb_8bit.Lamb8bit": _bitsandbytes,
-    "lion_pytorch.lion_pytorch.Lion": _lion,
+    "lion_pytorch.lion_pytorch.Lion": lambda made: {"exp_avg": made.zeros("exp_avg")},
     "transformers.optimization.Adafactor": _factored,
     "shardwise.trainer.runtime.optimizers.muon.MuonAndAdamW": _muon,
-    "shardwise.trainer.runtime.optimizers.lomo.Lomo": _no_state,
-    "shardwise.trainer.runtime.optimizers.lomo.AdaLomo": _adalomo,
+    "shardwise.trainer.runtime.optimizers.lomo.Lomo": lambda made: {},
+    "shardwise.trainer.runtime.optimizers.lomo.AdaLomo": lambda made: _factored(made, has_rms=False),
     "galore_torch.adamw.AdamW": _galore(_galore_adam),
     "galore_torch.adamw8bit.AdamW8bit": _galore(_galore_8bit),
-    "galore_torch.adafactor.Adafactor": _galore(_galore_factored, projects_in=torch.float32),
+    "galore_torch.adafactor.Adafactor": _galore(_factored, projects_in=torch.float32),
 }
 
 
@@ -423,10 +407,10 @@ def create_state(
 
 
 def count_up(optimizer: Any, step: int) -> None:  # noqa: ANN401  # torch's, or DeepSpeed's
-    """Takes an optimizer that counts outside of its state to where it was after so many steps.
+    """Advances an optimizer that counts outside of its state to where it was after so many steps.
 
-    DeepSpeedCPUAdam keeps the powers of its betas as running products in fp32. After a jump it would take them by pow()
-    instead, so losses after a resume would differ in their last bits; so a number of its own takes the steps
+    DeepSpeedCPUAdam keeps the powers of its betas as running products in fp32. After a jump it would use pow() instead,
+    and losses after a resume would differ in their last bits; so it steps on a number of its own
     (0.19.8, csrc/includes/cpu_adam.h, IncrementStep). Powers below fp32's resolution of 1 need no steps.
     """
     settings = optimizer.param_groups[0]

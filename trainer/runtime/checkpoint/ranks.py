@@ -1,11 +1,10 @@
 """Collectives of ranks that save and resume: bytes over gloo, votes, and one outcome on every rank.
 
-The group is gloo and of its own: checkpoints concern files, from the CPU, whatever the devices use, and must not queue
-behind training's collectives. Only bytes are sent; nothing is pickled (torch's `*_object` collectives do that).
+The group is gloo and of its own: checkpoints come from the CPU, and must not queue behind training's collectives. Only
+bytes are sent; nothing is pickled (torch's `*_object` collectives do that).
 
-What fails on one rank fails on all, with the same message (`together`, `on_first`). A rank that went on alone into the
-next collective would hang until its timeout; so a failure is exchanged first and raised after. An unforeseen error (a
-bug) still reaches the exchange, and then ends its rank.
+What fails on one rank fails on all, with the same message (`together`, `on_first`): a rank that entered the next
+collective alone would hang until its timeout. An unforeseen error (a bug) reaches the exchange too, and ends its rank.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,13 +1,13 @@
-"""Saving, on all ranks: each writes what it holds, all agree, rank 0 commits; while training waits or goes on.
+"""Saving, on all ranks: each writes what it holds, all agree, rank 0 commits; while training waits or continues.
 
 In the background a checkpoint is copied at the step's end, written by a thread, and committed later:
 
     step s      every rank copies its pieces into host memory and a thread begins to write and hash them
     step s+1..  at each step's end the ranks exchange whether their threads are done; when all are, rank 0 commits
 
-So a checkpoint exists under its name no sooner than all of it is on the disk. At most one is on its way: a save waits
-for the one before. Errors in a thread are raised by the next `poll` or `finish`, the same on every rank. Only the
-ranks' main threads communicate.
+So a checkpoint has its name only when all of it is on the disk. At most one is pending: a save waits for the one
+before. Errors in a thread are raised by the next `poll` or `finish`, the same on every rank. Only main threads
+communicate.
 """
 
 import math
@@ -30,27 +30,31 @@ from shardwise.trainer.runtime.checkpoint.manifest import (
     ParameterEntry,
     TensorEntry,
     folder_name,
-    share_of_rank,
 )
 from shardwise.trainer.runtime.checkpoint.optimizer_state import check_supported, hyper_parameters
 from shardwise.trainer.runtime.checkpoint.pieces import Piece, Replica, put_away_after
 from shardwise.trainer.runtime.checkpoint.ranks import Ranks, on_first, together
-from shardwise.trainer.runtime.checkpoint.shards import NonFiniteStateError, ShardRecord, ShardRecords, write_shards
+from shardwise.trainer.runtime.checkpoint.shards import (
+    NonFiniteStateError,
+    ShardRecord,
+    ShardRecords,
+    dealt,
+    write_shards,
+)
 from shardwise.trainer.runtime.optimizers import unwrapped
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.strategy import Sharding
 
 
 class Save:
-    """One save in its three parts, begun when it is made; a context manager that holds the writer's lock.
+    """One save in its three parts; a context manager that holds the writer's lock.
 
     Collective: every rank makes one after the same step, and finishes it; `write` is each rank's own and may run in a
     thread. The newest `keep` checkpoints stay, those of every `keep_every`-th step, and the steps of `protect` (the
-    best one). A whole checkpoint of this very step is kept as it is. EnvironmentFaultError, the same on every rank,
-    where the disk is full, the folder not writable or another process is saving there; NonFiniteStateError where the
-    state is not worth keeping. Older checkpoints are then untouched and training may go on. InputError for an
-    optimizer that has no checkpoints. `on_point` gets the name of every point at which a crash would leave
-    something different behind.
+    best one); so does a whole checkpoint of this very step. EnvironmentFaultError, the same on every rank, if the disk
+    is full, the folder not writable or another process is saving there; NonFiniteStateError for NaN and infinity:
+    older checkpoints are then untouched. InputError for an optimizer without checkpoints. `on_point` gets the name of
+    every point at which a crash would have another result.
     """
 
     def __init__(
@@ -67,7 +71,6 @@ class Save:
         protect: tuple[int, ...] = (),
         on_point: OnPoint = lambda point: None,
     ) -> None:
-        """Looks at the state."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
         engine, inner = engine_of(sharding), unwrapped(optimizer)
@@ -174,17 +177,10 @@ def _pieces_to_write(
         replica = everywhere if piece.is_shared else piece.replica
         if replica is not None:
             common.setdefault(replica, []).append(piece)
-    alone = [piece for piece in pieces if not piece.is_shared and piece.replica is None]
-    return alone + [part for replica, held in common.items() for part in _share(held, replica)]
-
-
-def _share(pieces: Sequence[Piece], replica: Replica) -> list[Piece]:
-    """Of pieces that several ranks hold, what this one writes."""
-    sizes = [(piece.values.numel(), piece.values.element_size()) for piece in pieces]
-    return [
-        pieces[share.position].part(share.start, share.num_elements)
-        for share in share_of_rank(sizes, rank=replica.number, world_size=replica.num_replicas)
-    ]
+    own = [piece for piece in pieces if not piece.is_shared and piece.replica is None]
+    for replica, held in common.items():
+        own += dealt(held, replica.number, replica.num_replicas)
+    return own
 
 
 def _check_finite(facts: CheckpointFacts) -> None:

@@ -84,7 +84,7 @@ def write_shards(
     They are numbered `rank`, `rank + world_size` and so on; a rank without pieces writes an empty one.
     """
     num_threads = 2 * own_cores()  # half of them wait for the disk
-    files = list(enumerate(_dealt(pieces, num_threads)))
+    files = list(enumerate(_by_files(pieces, num_threads)))
 
     def write(item: tuple[int, Sequence[Piece]]) -> ShardRecord:
         index, own = item
@@ -102,18 +102,21 @@ def own_cores() -> int:
     return max(1, min(len(os.sched_getaffinity(0)) // ranks_here, 8))
 
 
-def _dealt(pieces: Sequence[Piece], num_threads: int) -> list[Sequence[Piece]]:
+def _by_files(pieces: Sequence[Piece], num_threads: int) -> list[Sequence[Piece]]:
     """The pieces by files: of about the same size, one for each thread, none needlessly small and none huge."""
     total = sum(piece.num_bytes for piece in pieces)
     num_files = max(-(-total // _MOST_FILE_BYTES), min(num_threads, total // _LEAST_FILE_BYTES), 1)
     if num_files == 1 or any(piece.elsewhere is not None for piece in pieces):
         return [pieces]  # what is brought in is brought in one after the other
+    parts = (dealt(pieces, number, num_files) for number in range(num_files))
+    return [part for part in parts if part]
+
+
+def dealt(pieces: Sequence[Piece], number: int, num_parts: int) -> list[Piece]:
+    """One of so many parts of the pieces, of about the same size."""
     sizes = [(piece.values.numel(), piece.values.element_size()) for piece in pieces]
-    return [
-        [pieces[share.position].part(share.start, share.num_elements) for share in shares]
-        for number in range(num_files)
-        if (shares := share_of_rank(sizes, rank=number, world_size=num_files))
-    ]
+    shares = share_of_rank(sizes, rank=number, world_size=num_parts)
+    return [pieces[share.position].part(share.start, share.num_elements) for share in shares]
 
 
 def _write_shard(folder: Path, pieces: Sequence[Piece], *, name: str, on_point: Callable[[str], None]) -> ShardRecord:

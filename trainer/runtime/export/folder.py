@@ -212,7 +212,7 @@ _TALK = [{"role": "user", "content": "A question?"}, {"role": "assistant", "cont
 
 
 def end_token_ids(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Ids that end an answer of a plan's model, the base's own first; nothing where nobody knows one."""
+    """Ids that end an answer of a plan's model, the base's own first; nothing if none is known."""
     is_own = plan.model_path is not None and plan.job.model.tokenizer is None  # another tokenizer has other ids
     ids = [*_base_ids(Path(plan.model_path))] if is_own and plan.model_path is not None else []
     if tokenizer is not None:

@@ -58,9 +58,9 @@ def check_onnx_installed() -> None:
 
 
 def write_graph(folder: Path) -> str:
-    """Writes model.onnx beside the safetensors it is made of, and compares; the sentence that says so.
+    """Writes model.onnx beside the safetensors it is made of, and compares; returns the result as a sentence.
 
-    EnvironmentFaultError where the exporter has no translation for the model, or logits differ.
+    EnvironmentFaultError if the exporter has no translation for the model, or logits differ.
     """
     model = _load(folder)
     _export(model, folder / GRAPH)
@@ -129,16 +129,13 @@ def _difference(model: PreTrainedModel, path: Path, batch: int, length: int, tol
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch and onnxscript say to whoever mends exporters."""
-    level = logging.getLogger("torch.onnx").level
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
+    """Suppresses messages of torch and onnxscript for developers of exporters."""
+    logger, unread = logging.getLogger("torch.onnx"), io.StringIO()
+    level = logger.level
+    with warnings.catch_warnings(), contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread):
         warnings.simplefilter("ignore")
-        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        logger.setLevel(logging.ERROR)
         try:
             yield
         finally:
-            logging.getLogger("torch.onnx").setLevel(level)
+            logger.setLevel(level)

@@ -1,7 +1,7 @@
 """Exports what a run trained from one of its checkpoints, whatever engine saved it, on the CPU and in one process.
 
     1  the model of the checkpoint is built, and its logits are taken
-    2  it is merged or rounded, where that was asked for, and its logits are taken again
+    2  it is merged or rounded, if requested, and its logits are taken again
     3  the folder is written beside OUT, and the model is let go
     4  the folder is loaded by plain transformers (and PEFT, or onnxruntime), and its logits are compared
 
@@ -71,7 +71,7 @@ class Wish(NamedTuple):
     dtype: torch.dtype | None = None
     checkpoint: str | None = None
     checks: bool = True
-    hides_paths: bool = False  # what is uploaded does not tell where things lie on this machine
+    hides_paths: bool = False  # for an upload: without paths of this machine
 
 
 class Done(NamedTuple):
@@ -164,7 +164,7 @@ def _write_adapters(export: Export, checkpoint: CheckpointFolder, folder: Path, 
 
 
 def _write_whole(export: Export, checkpoint: CheckpointFolder, folder: Path, wish: Wish) -> tuple[Export, list[str]]:
-    """A model folder of all weights, merged and rounded as asked for."""
+    """A model folder of all weights, merged and rounded as requested."""
     plan = export.plan
     written = _save_whole(plan, checkpoint, folder, wish)
     write_model_code(plan.model_code, folder)
@@ -222,7 +222,7 @@ def _save_whole(plan: Plan, checkpoint: CheckpointFolder, folder: Path, wish: Wi
 
 
 def _trained(plan: Plan, checkpoint: CheckpointFolder) -> PreTrainedModel:
-    """The model of a checkpoint; InputError where the base that it needs is gone."""
+    """The model of a checkpoint; InputError if its base is missing."""
     if plan.model_path is not None and not Path(plan.model_path).is_dir():
         raise InputError(
             f"{plan.model_path}: the base model is not there any more; put it back, or export the adapters alone "
@@ -325,9 +325,9 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def checkpoint_of(run_dir: Path, plan: Plan, wanted: str | None) -> tuple[CheckpointFolder, list[str]]:
-    """The checkpoint that `last`, `best`, `step-N` or None means, every byte of it verified, and what to say of it.
+    """The checkpoint that `last`, `best`, `step-N` or None means, every byte of it verified, and notes on it.
 
-    InputError where there is none.
+    InputError if there is none.
     """
     root, notes = run_dir / "checkpoints", list[str]()
     last = find_checkpoint(root, on_skip=notes.append)

@@ -6,7 +6,7 @@
 W is the base's own weight for LoRA. For QLoRA it is the 4-bit weight made whole again, which is what the adapters were
 trained beside: put into the original weights they would be added to other ones. Layers of a 4-bit base without an
 adapter are made whole as well. Experts that a model holds in one tensor get their adapters by PEFT's own product. The
-sum is made in fp32 and rounded once, to the type asked for.
+sum is made in fp32 and rounded once, to the requested type.
 """
 
 import math
@@ -30,7 +30,7 @@ from shardwise.trainer.runtime.models.methods import ADAPTER, is_adapted, quanti
 def merge_adapters(model: PreTrainedModel, dtype: torch.dtype, *, plain: PreTrainedModel) -> None:
     """Makes a model with adapters or 4-bit layers the plain one that it is, in `dtype`, in place.
 
-    `plain` is the same model without weights (on `meta`): it tells which layers keep their weights transposed.
+    `plain` is the same model without weights (on `meta`): it shows which layers keep their weights transposed.
     Memory: the model in `dtype` and one layer in fp32.
     """
     adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]

@@ -3,8 +3,8 @@
 What happens at which step is a function of the step and of what all ranks agreed on, never of one rank's view: the
 stop flag is put to a vote at each step boundary, and checkpoints that are due by time go by rank 0's clock.
 
-Under `eval.early_stop` a run also ends where so many evaluations in a row were no better than the best before them.
-They stand in each checkpoint, so a resumed run goes on counting. What is sampled and exported then is the best.
+Under `eval.early_stop` a run also ends after so many evaluations in a row that were no better than the best before
+them. They are in each checkpoint, so a resumed run continues to count. The best weights are then sampled and exported.
 """
 
 import math

@@ -156,11 +156,12 @@ class MemoryProfile:
     def figures(self) -> MemoryFigures:
         """The measured figures; counters that this device lacks are None."""
         is_cuda = self._device.type == "cuda"
+        free, total = torch.cuda.mem_get_info(self._device) if is_cuda else (0, 0)  # other processes included
         return MemoryFigures(
             steady_allocated_bytes=self._steady_bytes,
             peak_allocated_bytes=self._peak_bytes,
             peak_reserved_bytes=torch.cuda.max_memory_reserved(self._device) if is_cuda else None,
-            device_bytes=_device_bytes(self._device) if is_cuda else None,
+            device_bytes=total - free if is_cuda else None,
             host_bytes=anonymous_bytes(),
             parts=self._parts,
             peaks=self._peaks,
@@ -352,12 +353,6 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(sizes.values())
 
 
-def _device_bytes(device: torch.device) -> int:
-    """Used bytes of the whole device as nvidia-smi shows them, other processes included."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
-
-
 def status_bytes(field: str) -> int:
     """A figure of /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -404,7 +399,7 @@ def held_tensors() -> dict[str, int]:
 
 
 def _tensors() -> Iterator[Tensor]:
-    """By their types: asking a stranger's object what it is may run its code."""
+    """By their types: isinstance() on any object may run its code."""
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor) and _has_storage(thing):
             yield thing

@@ -54,7 +54,7 @@ from shardwise.trainer.spec.strategy import Method
 
 @dataclass(slots=True)
 class InFlight:
-    """A checkpoint that is written while training goes on; at most one."""
+    """A checkpoint that is written while training continues; at most one."""
 
     save: BackgroundSave | None = None
     occasion: str = ""

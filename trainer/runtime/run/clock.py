@@ -160,7 +160,7 @@ class CardWatch:
             self._stop.set()  # it is not waited for: a driver that hangs must not keep a run from its end
 
     def _sample(self, uuid: str) -> None:
-        with suppress(Exception):  # whatever NVML or its binding has: the run goes on without figures of the card
+        with suppress(Exception):  # whatever NVML or its binding has: the run continues without figures of the card
             for sample in card_samples(uuid, self._stop):
                 self._newest = sample
 

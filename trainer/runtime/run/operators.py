@@ -8,8 +8,8 @@ It asks a compiler's driver each time whether the operator is up to date, under 
 (W56). So a rank loads what was built and marked in that folder, which belongs to these versions and this machine
 alone. DeepSpeed itself finds the device that the operators are for, unless $DS_ACCELERATOR names one.
 
-DeepSpeedCPUAdam asks py-cpuinfo three times for the same machine: for the vendor, the architecture and the flags. Each
-time py-cpuinfo starts processes that measure the clock, over a second that no rank needs (W53).
+DeepSpeedCPUAdam calls py-cpuinfo three times for the same machine. Each time py-cpuinfo starts processes that measure
+the clock for over a second (W53).
 
 In a process's first launch Triton compiles its binding to the driver, with $CC, gcc or clang and against Python.h
 (triton 3.7.1, runtime/build.py and backends/nvidia/driver.py). Images with CUDA's runtime alone have neither.
@@ -44,7 +44,7 @@ def answer_for_processor() -> None:
 def read_processor(text: str, machine: str) -> dict[str, Any] | None:
     """Processor facts that DeepSpeed 0.19.8 reads, by py-cpuinfo's names; None if the text lacks one.
 
-    Only x86-64 writes its vendor and its flags under names that say what they are.
+    Only x86-64 writes its vendor and its flags under these names.
     """
     if machine != "x86_64":
         return None
@@ -127,7 +127,7 @@ def _imported(name: str, library: Path) -> ModuleType:
 
 
 def check_triton_compiler(setting: str) -> None:
-    """EnvironmentFaultError, after the setting that asks for Triton, where its binding cannot be compiled."""
+    """EnvironmentFaultError that names the setting if Triton's binding to the driver cannot be compiled."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if compiler is None or shutil.which(compiler) is None:

@@ -47,7 +47,7 @@ class StopFlag:
 
 
 def end_with_parent() -> None:
-    """Ends this process, cleaning up, when the one that started it is gone or asks for it by TERM."""
+    """Ends this process, cleaning up, when its parent ends or sends TERM."""
     signal.signal(signal.SIGTERM, _raise_asked_to_end)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
@@ -88,7 +88,7 @@ def volunteer_for_oom_kill() -> None:
 
 
 def die_with_launcher(attempt_dir: Path) -> None:
-    """Asks the kernel to end this process when the launcher ends, and ends it now if the launcher is gone already."""
+    """Makes the kernel end this process when the launcher ends; ends it now if the launcher has ended already."""
     launcher = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher or _recorded_launcher_is_gone(attempt_dir):
@@ -129,7 +129,7 @@ def redirect_output(log_dir: Path, *, rank: int) -> None:
 
 
 def _start_time(pid: int) -> int | None:
-    """Clock ticks after boot at which the process started (field 22 of /proc/PID/stat); None where it is gone."""
+    """Clock ticks after boot at which the process started (field 22 of /proc/PID/stat); None if it has ended."""
     try:
         content = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -144,10 +144,10 @@ def _launcher_record() -> str:
 
 
 def _recorded_launcher_is_gone(attempt_dir: Path) -> bool:
-    """True where this attempt's launcher ended and this process was given to somebody else's care.
+    """True if this attempt's launcher ended and this process has another parent.
 
-    The supervisor records the launcher after starting it, so no record says nothing. A record of a dead launcher says
-    nothing either where the parent started after it: somebody started this attempt again by hand.
+    The supervisor records the launcher after starting it, so a missing record means nothing. Neither does a record of
+    a dead launcher whose successor is the parent: the attempt was started again by hand.
     """
     try:
         record = json.loads((attempt_dir / "pids" / _launcher_record()).read_text())
@@ -192,7 +192,7 @@ def answer_and_exit(request_type: type[R], work: Callable[[R], Value]) -> None:
 
 
 def report_progress(line: str) -> None:
-    """Sends a line of progress to the process that asked."""
+    """Sends a line of progress to the parent process."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

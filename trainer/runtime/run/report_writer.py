@@ -65,7 +65,7 @@ def start_of_launch(*, world_size: int) -> datetime:
 
 
 class ReportWriter:
-    """Writes one rank's signs of life, status and report."""
+    """Writes one rank's heartbeats, status and report."""
 
     def __init__(self, paths: RunPaths, *, rank: int) -> None:
         self._paths = paths
@@ -76,10 +76,9 @@ class ReportWriter:
         self._heartbeat: int | None = None  # a descriptor, open while the process lives
 
     def write_status(self, phase: str, *, step: int = 0) -> None:
-        """Tells a watcher what is going on: rank 0 speaks for all, and each rank gives a sign of life.
+        """Writes the status on rank 0 and a heartbeat on each rank; a full disk is no error.
 
-        A file that is replaced costs more than a short step may: while a phase lasts, it is every half second.
-        A disk that is full is no reason to end: a watcher sees the last status that could be written.
+        While a phase lasts, the status is written every half second: replacing a file costs more than a short step.
         """
         self.beat(phase, step=step)
         now = time.monotonic()
@@ -90,7 +89,7 @@ class ReportWriter:
                 codec.write_bytes(self._paths.attempt_dir / "status.json", json.dumps(status).encode())
 
     def beat(self, phase: str, *, step: int) -> None:
-        """Gives a sign of life: one small write, cheap enough for every phase of a step."""
+        """Writes a heartbeat: one small write, cheap enough for every phase of a step."""
         self._num_beats = self._num_beats + 1 if step == self._step else 1
         self._step = step
         beat = Heartbeat(count=self._num_beats, phase=phase, step=step)

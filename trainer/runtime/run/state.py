@@ -85,8 +85,7 @@ def after_step(
 
 
 def after_roll_back(saved: SpikeRecord, *, saved_step: int, step: int) -> SpikeRecord:
-    """The record of a run that goes on from a checkpoint after a fault at a later step: that of the checkpoint, with
-    the rows since passed over."""
+    """The record of a checkpoint from which a run continues after a fault at a later step; its rows are passed over."""
     passed_over = PassedOver(after_step=saved_step, num_steps=step - saved_step)
     return replace(saved, in_a_row=0, passed_over=(*saved.passed_over, passed_over))
 

@@ -54,7 +54,7 @@ def time_shapes(
 
 
 def answer(request: Fp8GainRequest) -> Fp8Gain:
-    """The gain on this machine's GPU; a problem in words where there is none to time on."""
+    """The gain on this machine's GPU; a problem if there is none."""
     try:
         shapes = _times(request)
     except ShardwiseError as error:

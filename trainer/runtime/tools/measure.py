@@ -6,9 +6,9 @@ memory, copies between pinned host memory and the device, and an update of AdamW
 memory reads and writes every byte, and both count; attention counts the scores that the mask leaves. SECONDS is spent
 on each figure.
 
-A figure that cannot be had (no room, no such kernel) is a line in the answer, and the others go on; after an error of
-the GPU itself nothing more is asked of it. The answer is written after each figure, so that a process that is stopped
-leaves what it had. Links between devices are measured by `measure_peers` and `measure_gather`.
+A figure that cannot be measured (no room, no such kernel) is a line in the answer, and the others follow; an error of
+the GPU itself ends the measurement. The answer is written after each figure, so that a process that is stopped leaves
+what it had. Links between devices are measured by `measure_peers` and `measure_gather`.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """One rank of an all-gather: `python -m shardwise.trainer.runtime.tools.measure_gather FOLDER RANK WORLD cuda|cpu`.
 
 The ranks meet through a file in FOLDER, gather a block of each other several times, check every value, and each
-writes `RANK.json`. Rates are those of one device in a ring: each rank receives the blocks of all others. A rank that
-never comes leaves the rest waiting; whoever started them ends that.
+writes `RANK.json`. Rates are those of one device in a ring: each rank receives the blocks of all others. If a rank is
+missing, the others wait until the caller ends them.
 """
 
 import sys
@@ -57,7 +57,7 @@ def gather(device: torch.device, rank: int, world: int, *, num_bytes: int) -> Ga
 
 
 def _block(rank: int, num_elements: int, device: torch.device) -> torch.Tensor:
-    """Values that tell rank and place apart."""
+    """Values that differ by rank and position."""
     return torch.arange(num_elements, dtype=torch.int32, device=device) * 31 + rank
 
 

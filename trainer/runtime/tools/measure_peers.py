@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 def peer_copies(devices: Sequence[torch.device], *, budget_s: float) -> Iterator[tuple[PeerCopy, ...]]:
     """The pairs so far, before and after each; the last is at work while it has no rate.
 
-    A pair for which a card has no room is left out: that says nothing about its link.
+    A pair for which a card has no room is left out.
     """
     done: tuple[PeerCopy, ...] = ()
     for a, b in permutations(range(len(devices)), 2):

@@ -115,13 +115,13 @@ def _stretches(
 ) -> Iterator[_Stretch]:
     """In order; each document is decoded from its start, as sentencepiece drops the first space of what it decodes."""
     for document, (begin, end) in enumerate(pairwise([*starts, len(token_ids)])):
-        told = ""
+        shown = ""
         for place in range(begin + 1, end + 1):
             if place < end and flags[place] == flags[place - 1]:
                 continue
             text = tokenizer.tokenizer.decode(list(token_ids[begin:place]), skip_special_tokens=False)
-            yield _Stretch(text[len(told) :], flags[place - 1], document)
-            told = text
+            yield _Stretch(text[len(shown) :], flags[place - 1], document)
+            shown = text
 
 
 def _rule(document: int, starts: Sequence[int], width: int) -> str:
@@ -133,9 +133,9 @@ def _in_margin(stretch: _Stretch, width: int) -> Iterator[str]:
     margin = _MARGINS[stretch.is_learned]
     room = max(20, width - len(margin))
     for line in stretch.text.splitlines(keepends=True):
-        told = _printable(line)
-        for begin in range(0, len(told), room):
-            yield margin + told[begin : begin + room]
+        shown = _printable(line)
+        for begin in range(0, len(shown), room):
+            yield margin + shown[begin : begin + room]
             margin = _MORE
 
 
