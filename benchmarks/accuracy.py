@@ -60,7 +60,7 @@ class Score(NamedTuple):
 
 def read_rows(path: Path = ROWS) -> list[Row]:
     """Every measurement with its answer."""
-    from shardwise.trainer.planning.cases.answer import answer_case
+    from shardwise.trainer.planning.cases import answer_case
 
     rows = (json.loads(line) for line in path.read_text().splitlines())
     return [Row(row["id"], row["case"]["stack"], row["case"], row["truth"], answer_case(row["case"])) for row in rows]
@@ -158,7 +158,7 @@ def constants_behind(rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _speeds(cases: Sequence[dict[str, Any]]) -> list[float]:
-    from shardwise.trainer.planning.cases.answer import answer_case
+    from shardwise.trainer.planning.cases import answer_case
 
     return [answer_case(case)["speed"]["tokens_per_s_per_gpu"] for case in cases]
 

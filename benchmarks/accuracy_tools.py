@@ -48,7 +48,7 @@ def _our_peak(row: Row) -> float:
 
 
 def _answer(need_bytes: float | None, row: Row) -> ToolAnswer:
-    from shardwise.trainer.planning.cases.answer import read_case
+    from shardwise.trainer.planning.cases import read_case
 
     if need_bytes is None:
         return ToolAnswer(None, None)

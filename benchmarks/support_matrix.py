@@ -28,8 +28,7 @@ from support_proofs import GPU_PROOFS, PROOFS  # noqa: E402
 from written_page import markdown_table, run_page  # noqa: E402
 
 from shardwise.trainer.planning.rules.combination import Incompatibility, Reach, first_broken  # noqa: E402
-from shardwise.trainer.planning.rules.incompatible_rows import LAYOUTS, ROWS  # noqa: E402
-from shardwise.trainer.planning.rules.incompatible_settings import RECIPE_CAPABILITY, SETTINGS  # noqa: E402
+from shardwise.trainer.planning.rules.incompatible import LAYOUTS, RECIPE_CAPABILITY, ROWS, SETTINGS  # noqa: E402  # noqa: E402
 from shardwise.trainer.planning.rules.rule import RULES  # noqa: E402
 from shardwise.trainer.spec.packages import extra_words  # noqa: E402
 from shardwise.trainer.spec.strategy import (  # noqa: E402

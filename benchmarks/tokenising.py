@@ -37,7 +37,7 @@ import sys
 from pathlib import Path
 from shardwise.launch.inputs.data_files import list_files
 from shardwise.launch.inputs.prepare_data import prepare_data
-from shardwise.trainer.spec.data.request import PrepareRequest
+from shardwise.trainer.spec.data.profile import PrepareRequest
 from shardwise.trainer.spec import codec
 
 request = list_files(codec.read(Path(sys.argv[1]), PrepareRequest))

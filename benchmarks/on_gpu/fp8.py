@@ -15,7 +15,7 @@ from on_gpu.models import model_config
 from on_gpu.programme import Step, case_step
 from on_gpu.tables import bytes_cell, markdown_table, number, percent, ratio
 from shardwise.launch.plan.fp8 import time_fp8
-from shardwise.trainer.spec.messages.measurement import Fp8GainRequest
+from shardwise.trainer.spec.messages.worker_requests import Fp8GainRequest
 from shardwise.trainer.spec.strategy import Fp8Recipe
 
 PART = "fp8"

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.page.content import Page, Quote, Section, Sentence, Table
-from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.planning.page.content import Page, Quote, Section, Sentence, Table, page_text
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.search.fallbacks import fallbacks
 from shardwise.trainer.spec import codec

@@ -17,7 +17,7 @@ import msgspec
 from shardwise.launch.inputs.model_files import preset_names, read_model_config
 from shardwise.launch.options import EstimateOptions
 from shardwise.launch.terminal import Console
-from shardwise.trainer.planning.cases.answer import answer_case
+from shardwise.trainer.planning.cases import answer_case
 from shardwise.trainer.spec.errors import ExitCode, InputError
 from shardwise.trainer.spec.job.sections import Job, ModelJob
 from shardwise.trainer.spec.units import MIB, format_bytes

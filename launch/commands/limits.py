@@ -11,9 +11,8 @@ from shardwise.launch.terminal import Console, write_page
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.explain.choice import machine_words
 from shardwise.trainer.planning.explain.limits import Question, limits_json, limits_section
-from shardwise.trainer.planning.page.content import Page, Section
+from shardwise.trainer.planning.page.content import Page, Section, page_text
 from shardwise.trainer.planning.page.html import pages_html
-from shardwise.trainer.planning.page.text_layout import page_text
 from shardwise.trainer.planning.planner import open_contexts
 from shardwise.trainer.planning.search.limits_search import Rung, largest_batches, largest_models, longest_sequences
 from shardwise.trainer.spec.errors import ExitCode

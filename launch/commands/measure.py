@@ -40,13 +40,11 @@ from shardwise.launch.rundir.lock import locked
 from shardwise.launch.show.report.profile import profile_json, profile_page
 from shardwise.launch.terminal import Console
 from shardwise.trainer.planning.explain.choice import machine_words
-from shardwise.trainer.planning.page.content import Page
-from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.planning.page.content import Page, page_text
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.job.kinds import Every
-from shardwise.trainer.spec.messages.profile import FIGURES_FILE, PROFILE_FOLDER, ProfileFigures, ProfileRequest
-from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.plan import FIGURES_FILE, PROFILE_FOLDER, Plan, ProfileFigures, ProfileRequest
 from shardwise.trainer.spec.report import Report
 from shardwise.trainer.spec.units import format_count
 

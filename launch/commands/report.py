@@ -40,7 +40,7 @@ def _text(runs: Sequence[RecordedRun]) -> str:
 
         return render_run(runs[0])
     from shardwise.launch.show.report.comparison import comparison_page
-    from shardwise.trainer.planning.page.text_layout import page_text
+    from shardwise.trainer.planning.page.content import page_text
 
     return page_text(comparison_page(runs), width=100)
 

@@ -34,7 +34,7 @@ import msgspec
 from shardwise.launch.inputs.dataset_hub import dataset_files, is_dataset_id, list_dataset, read_readme
 from shardwise.launch.inputs.dataset_splits import SETTINGS_FILES, Part, files_of_part, saved_files
 from shardwise.launch.inputs.hub import hub_cache
-from shardwise.trainer.spec.data.request import ROW_SUFFIXES, PrepareRequest, SourceFile, compression, content_suffix
+from shardwise.trainer.spec.data.profile import ROW_SUFFIXES, PrepareRequest, SourceFile, compression, content_suffix
 from shardwise.trainer.spec.data.shapes import column_names, fitting_shapes, shape_of_row
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import DataFormat

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from shardwise.launch.inputs.dataset_splits import SETTINGS_FILES, Part, files_of_part
 from shardwise.launch.inputs.hub import ANSWER_TIMEOUT_S, HUB_ID, cached_commit, hub_errors_explained, repository_folder
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.data.request import ROW_SUFFIXES, content_suffix
+from shardwise.trainer.spec.data.profile import ROW_SUFFIXES, content_suffix
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.value import Value
 

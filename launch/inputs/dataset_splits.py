@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from shardwise.launch.job.yaml_text import read_yaml
-from shardwise.trainer.spec.data.request import ROW_SUFFIXES, content_suffix
+from shardwise.trainer.spec.data.profile import ROW_SUFFIXES, content_suffix
 from shardwise.trainer.spec.errors import InputError
 
 SETTINGS_FILES = frozenset({

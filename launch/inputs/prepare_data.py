@@ -21,8 +21,7 @@ import msgspec
 
 from shardwise.launch.inputs.data_files import list_files
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.data.profile import DataProfile
-from shardwise.trainer.spec.data.request import LISTING_NAME, PrepareRequest, SourceFile
+from shardwise.trainer.spec.data.profile import LISTING_NAME, DataProfile, PrepareRequest, SourceFile
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.value import Value
 

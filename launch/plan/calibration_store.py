@@ -14,7 +14,7 @@ import msgspec
 from shardwise.trainer.planning.calibrate import NO_CORRECTIONS, rates_source
 from shardwise.trainer.planning.candidates import candidate_of, setting_of
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.run.rows import longest_row_decides
+from shardwise.trainer.planning.run import longest_row_decides
 from shardwise.trainer.spec.calibration import Calibration, CalibrationRecord, RecordSource
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import Hardware

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from shardwise.launch.terminal import Console
 from shardwise.launch.worker import ask
-from shardwise.trainer.planning.memory.parts import grouped
+from shardwise.trainer.planning.memory import grouped
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.run.rows import document_tokens
+from shardwise.trainer.planning.run import document_tokens
 from shardwise.trainer.planning.simulated import (
     Simulated,
     longest_row,

@@ -25,7 +25,7 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
 from shardwise.trainer.spec.hardware import Gpu, Hardware
 from shardwise.trainer.spec.job.sections import Job
-from shardwise.trainer.spec.messages.measurement import Fp8GainKey, Fp8GainRequest, KeptFp8Gain
+from shardwise.trainer.spec.messages.worker_requests import Fp8GainKey, Fp8GainRequest, KeptFp8Gain
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Fp8Gain, Plan
 from shardwise.trainer.spec.strategy import Fp8Recipe, Precision

@@ -8,7 +8,7 @@ and the ranks get the same variables.
 
 from collections.abc import Mapping, Sequence
 
-from shardwise.trainer.planning.tables.gpu_rating import spec_of
+from shardwise.trainer.planning.tables.gpu_names import spec_of
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Hardware, Holder
 from shardwise.trainer.spec.packages import lacks_code

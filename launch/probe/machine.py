@@ -17,7 +17,7 @@ from shardwise.launch.probe.gpu_selection import free_memory_note, name_holders,
 from shardwise.launch.probe.gpus import TIMEOUT_S, GpuFindings, amd_notes, read_gpus
 from shardwise.launch.probe.host import read_host
 from shardwise.launch.probe.installed import installed_version, unfit_version
-from shardwise.trainer.planning.tables.gpu_rating import rated_spec
+from shardwise.trainer.planning.tables.gpu_names import rated_spec
 from shardwise.trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, NetworkInterface, PeerCopy

@@ -32,7 +32,7 @@ from shardwise.launch.worker import run_together
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Link, LinkKind, MeasuredRates, PeerCopy
-from shardwise.trainer.spec.messages.measurement import GatherResult, Measurement
+from shardwise.trainer.spec.messages.worker_requests import GatherResult, Measurement
 from shardwise.trainer.spec.units import GIB, MIB
 from shardwise.trainer.spec.value import Value
 

@@ -23,7 +23,7 @@ from shardwise.launch.probe.program import ask
 from shardwise.launch.worker import python_environment
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 from shardwise.trainer.spec.hardware import Gpu, Hardware
-from shardwise.trainer.spec.messages.measurement import DeviceTrial, TorchFacts
+from shardwise.trainer.spec.messages.worker_requests import DeviceTrial, TorchFacts
 from shardwise.trainer.spec.packages import CUDA_12_INDEX, TORCH_VERSION, pip_line
 from shardwise.trainer.spec.value import Value
 

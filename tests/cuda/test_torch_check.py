@@ -9,7 +9,7 @@ import pytest
 from cuda_stand_in import machine_environment, needs_no_cuda
 from gpu_machines import GPU_MACHINES, machine_with
 
-from shardwise.trainer.spec.messages.measurement import TorchFacts
+from shardwise.trainer.spec.messages.worker_requests import TorchFacts
 
 pytestmark = needs_no_cuda
 EXPANDABLE = "expandable_segments:True"

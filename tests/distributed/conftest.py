@@ -18,8 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.trainer.runtime.data.batches import step_micro_batches
 from shardwise.trainer.runtime.data.token_rows import TokenRows
-from shardwise.trainer.spec.lr_schedule import learning_rate
-from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.plan import Plan, learning_rate
 
 WORKER = Path(__file__).parent / "engine_worker.py"
 TIMEOUT_S = 1200  # a group may run a hundred attempts

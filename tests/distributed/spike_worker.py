@@ -34,8 +34,7 @@ from shardwise.trainer.runtime.run.clock import Clock
 from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
 from shardwise.trainer.runtime.run.state import RunState, SpikeRecord, find_fault
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.lr_schedule import learning_rate
-from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.plan import Plan, learning_rate
 
 NUM_STEPS = 7
 BAD_GRADIENT, BAD_LOSS, REFUSED = 3, 4, 5

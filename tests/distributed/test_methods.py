@@ -23,8 +23,7 @@ from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.runtime.models.methods import seed_adapters
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.job.sections import LoraJob, LrSchedule
-from shardwise.trainer.spec.lr_schedule import learning_rate
-from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.plan import Plan, learning_rate
 from shardwise.trainer.spec.report import Engaged
 from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision, Sharding
 

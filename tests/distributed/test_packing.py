@@ -16,8 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.lr_schedule import learning_rate
-from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.plan import Plan, learning_rate
 from shardwise.trainer.spec.report import Engaged
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Sharding
 

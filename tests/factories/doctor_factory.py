@@ -12,7 +12,7 @@ from warm_python import SWITCH
 from shardwise.launch.doctor.command import CHECKS, run_checks
 from shardwise.launch.doctor.finding import Diagnosis, Level, Machine, Place, diagnosis_of, place_of, read_machine
 from shardwise.launch.probe.torch_fit import TorchAnswer
-from shardwise.trainer.spec.messages.measurement import DeviceTrial, TorchFacts
+from shardwise.trainer.spec.messages.worker_requests import DeviceTrial, TorchFacts
 
 MEMINFO = "MemTotal:       65536000 kB\nMemAvailable:   60000000 kB\nSwapTotal:             0 kB\n"
 H100 = (

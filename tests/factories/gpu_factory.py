@@ -24,7 +24,7 @@ from operator_cache import folder_with_operators
 from shardwise.launch.engine.command import launch_command, launch_environment, prepare_attempt
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.run.rows import row_recipe
+from shardwise.trainer.planning.run import row_recipe
 from shardwise.trainer.planning.search.settings import smallest_buckets
 from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.spec import codec

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from shardwise.trainer.planning.tables.learning_rates import default_rate
+from shardwise.trainer.planning.run import default_rate
 from shardwise.trainer.runtime.data.batches import step_micro_batches
 from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.optimizers import build_optimizer, set_learning_rate, updates_in_backward
 from shardwise.trainer.spec.job.sections import GaloreJob
-from shardwise.trainer.spec.lr_schedule import learning_rate
+from shardwise.trainer.spec.plan import learning_rate
 from shardwise.trainer.spec.strategy import Method, Optimizer
 
 GALORE = GaloreJob(rank=8, update_gap=20)

@@ -10,7 +10,7 @@ from planning_factory import plan_of
 from report_factory import make_report
 from run_factory import attempt_record
 
-from shardwise.trainer.planning.memory.parts import grouped
+from shardwise.trainer.planning.memory import grouped
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.hardware import Hardware, Host
 from shardwise.trainer.spec.messages.submission import FILE_NAME, Submission

@@ -14,9 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.trainer.runtime.data.batches import step_micro_batches
 from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL
-from shardwise.trainer.spec.lr_schedule import learning_rate
 from shardwise.trainer.spec.messages.extension import Extension, Hook
-from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.plan import Plan, learning_rate
 
 NAN, HUGE = math.nan, 1000.0
 EXTENSION = """

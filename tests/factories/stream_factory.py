@@ -16,8 +16,7 @@ from shardwise.trainer.runtime.data.stream.rows import Place
 from shardwise.trainer.runtime.data.stream.windows import FileFetcher, StreamReader
 from shardwise.trainer.runtime.run.report_writer import RunPaths
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.data.profile import DataProfile
-from shardwise.trainer.spec.data.request import LISTING_NAME, PrepareRequest
+from shardwise.trainer.spec.data.profile import LISTING_NAME, DataProfile, PrepareRequest
 from shardwise.trainer.spec.job.sections import DataFormat
 from shardwise.trainer.spec.plan import Plan
 

@@ -9,7 +9,7 @@ from planning_factory import LLAMA_3_8B
 
 from shardwise.launch.plan.fp8 import time_fp8
 from shardwise.launch.probe.machine import read_hardware
-from shardwise.trainer.spec.messages.measurement import Fp8GainRequest
+from shardwise.trainer.spec.messages.worker_requests import Fp8GainRequest
 
 pytestmark = pytest.mark.gpu
 

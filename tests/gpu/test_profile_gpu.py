@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from shardwise.launch.probe.machine import read_hardware
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.messages.profile import FIGURES_FILE, PROFILE_FOLDER, ProfileFigures, ProfileRequest
+from shardwise.trainer.spec.plan import FIGURES_FILE, PROFILE_FOLDER, ProfileFigures, ProfileRequest
 
 pytestmark = pytest.mark.gpu
 

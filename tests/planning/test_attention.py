@@ -123,7 +123,7 @@ def test_a_pin_that_the_model_does_not_have_is_refused(model, pinned, words):
             MACHINES["without flash-attn"],
             KERNEL,
             Attention.SDPA,
-            "-m pip install 'transformers[kernels]'",
+            "-m pip install 'shardwise[hub-kernels]'",
             None,
         ),
         (
@@ -168,7 +168,7 @@ def test_a_pin_of_flash_runs_the_kernel_that_the_job_names():
         (
             UNFIT,
             KERNEL,
-            "kernels 0.17.2 .*>=0.18.2 .*pip install 'transformers.kernels.'.*sdpa",
+            "kernels 0.17.2 .*>=0.18.2 .*pip install 'shardwise.hub-kernels.'.*sdpa",
         ),
         (machine("cpu", libraries=("kernels",)), None, "flash-attn needs a GPU.*sdpa"),
     ],

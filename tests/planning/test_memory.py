@@ -20,10 +20,8 @@ from estimate_factory import (
 )
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.memory.activations import block_activations
-from shardwise.trainer.planning.memory.loss_head import head_memory
-from shardwise.trainer.planning.memory.parts import grouped
+from shardwise.trainer.planning.memory import estimate_memory, grouped
+from shardwise.trainer.planning.memory.activations import block_activations, head_memory
 from shardwise.trainer.planning.memory.recipe import attention_kernel, dims_of, recipe_of
 from shardwise.trainer.planning.memory.sharding import default_buckets, sharding_memory
 from shardwise.trainer.planning.memory.states import States, model_states

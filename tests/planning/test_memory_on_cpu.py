@@ -15,8 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.memory.parts import grouped
+from shardwise.trainer.planning.memory import estimate_memory, grouped
 from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.loss.head import install_loss_head
 from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing

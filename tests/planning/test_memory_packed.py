@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rank_factory import rank_plan
 
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.run.rows import document_tokens
+from shardwise.trainer.planning.run import document_tokens
 from shardwise.trainer.planning.setting import RecipeChoices
 from shardwise.trainer.planning.speed.step import estimate_speed
 from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile

@@ -13,10 +13,9 @@ from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory import estimate_memory, held_bytes, least_bytes, needed_bytes, step_memory
 from shardwise.trainer.planning.memory.activations import block_activations
 from shardwise.trainer.planning.memory.events import resident_bytes, step_events
-from shardwise.trainer.planning.memory.optimizer_state import LEAST_8BIT_ELEMENTS
 from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
 from shardwise.trainer.planning.memory.stacks import STACKS
-from shardwise.trainer.planning.memory.states import States, model_states
+from shardwise.trainer.planning.memory.states import LEAST_8BIT_ELEMENTS, States, model_states
 from shardwise.trainer.planning.setting import RecipeChoices, Setting
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.model.shape import ModelShape

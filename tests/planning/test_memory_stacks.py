@@ -14,7 +14,7 @@ import pytest
 from estimate_factory import LLAMA_8B, MISTRAL_7B, gpu, setting
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.cases.answer import read_case
+from shardwise.trainer.planning.cases import read_case
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.memory.overheads import OVERHEADS, Line
 from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of

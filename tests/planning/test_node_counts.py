@@ -11,8 +11,7 @@ from shardwise.trainer.planning.node_counts import (
     planned,
     speedups,
 )
-from shardwise.trainer.planning.page.content import Page, Table
-from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.planning.page.content import Page, Table, page_text
 from shardwise.trainer.planning.search.budget import RunTotals
 
 

@@ -15,8 +15,7 @@ from shardwise.trainer.planning.candidates import candidate_of, run_hours, setti
 from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.planning.search.budget import excess
 from shardwise.trainer.planning.search.choice import PAGED_HANDICAP, handicap
-from shardwise.trainer.planning.search.fallbacks import fallbacks
-from shardwise.trainer.planning.search.remedies import memory_remedy, nothing_fits
+from shardwise.trainer.planning.search.fallbacks import fallbacks, memory_remedy, nothing_fits
 from shardwise.trainer.planning.search.settings import (
     EAGER_HANDICAP,
     SAME_SPEED,

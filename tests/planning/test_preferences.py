@@ -9,7 +9,7 @@ from planning_factory import data_of, job_of, plan_of
 
 from shardwise.trainer.planning.explain.plan_page import explain_plan
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.run.rows import estimate_data
+from shardwise.trainer.planning.run import estimate_data
 from shardwise.trainer.planning.setting import RecipeChoices
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import assumed_shape

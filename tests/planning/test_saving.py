@@ -6,7 +6,7 @@ from planning_factory import job_of, machine, plan_of
 
 from shardwise.trainer.planning.explain.plan_page import explain_plan
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.messages.saving import SavingChoice, saving_choice
+from shardwise.trainer.spec.messages.rank_files import SavingChoice, saving_choice
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method, Optimizer
 from shardwise.trainer.spec.units import GIB

@@ -6,7 +6,7 @@ import pytest
 from planning_factory import plan_of
 
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.reasons.opt_in import leaves
+from shardwise.trainer.planning.reasons import leaves
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Precision

@@ -14,7 +14,7 @@ import json, sys, time
 from pathlib import Path
 from shardwise.trainer.runtime.data.sources.rows import RowReading
 from shardwise.trainer.runtime.data.stream.windows import FileFetcher, StreamReader
-from shardwise.trainer.spec.data.request import SourceFile
+from shardwise.trainer.spec.data.profile import SourceFile
 from shardwise.trainer.spec.errors import ShardwiseError
 from shardwise.trainer.spec.job.sections import DataFormat
 

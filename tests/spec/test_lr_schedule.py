@@ -3,8 +3,7 @@
 import pytest
 
 from shardwise.trainer.spec.job.sections import LrSchedule, TrainJob
-from shardwise.trainer.spec.lr_schedule import learning_rate
-from shardwise.trainer.spec.plan import Schedule
+from shardwise.trainer.spec.plan import Schedule, learning_rate
 
 
 def schedule_of(*, num_steps: int = 100, warmup_steps: int = 10, lr: float = 1.0) -> Schedule:

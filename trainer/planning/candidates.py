@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from shardwise.trainer.planning.calibrate import corrected_memory, corrected_speed
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.memory import estimate_memory, held_bytes, least_bytes, needed_bytes
-from shardwise.trainer.planning.run.rows import longest_width, mean_width, row_recipe
+from shardwise.trainer.planning.run import longest_width, mean_width, row_recipe
 from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.planning.speed.step import estimate_speed, evaluation_seconds, step_seconds
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate

@@ -2,14 +2,14 @@
 
 A machine of unequal GPUs is planned for the weakest of them, since every rank waits for the slowest and none may run
 out. Measured rates replace datasheet figures. A GPU without a row in the catalogue keeps the memory that was probed;
-its rates follow from what its driver reports (`gpu_rating`), or stay unknown (`speed_notes` says what that does to a
-ranking). A CPU is a device whose memory is its share of the RAM that the cgroup grants.
+its rates follow from what its driver reports (`tables.gpu_names`), or stay unknown (`speed_notes` states the effect on
+the ranking). A CPU is a device whose memory is its share of the RAM that the cgroup grants.
 """
 
 from collections.abc import Sequence
 
 from shardwise.trainer.planning.tables.gpu_chips import Generation
-from shardwise.trainer.planning.tables.gpu_rating import spec_of
+from shardwise.trainer.planning.tables.gpu_names import spec_of
 from shardwise.trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Host, LinkKind

@@ -15,12 +15,11 @@ from msgspec.structs import replace
 from shardwise.trainer.planning.calibrate import after_trials, corrections_of
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
-from shardwise.trainer.planning.reasons.reasons import notes, reasons
-from shardwise.trainer.planning.run.schedule import make_schedule
+from shardwise.trainer.planning.reasons import notes, reasons
+from shardwise.trainer.planning.run import make_schedule
 from shardwise.trainer.planning.search.choice import Ranking, method_rows, rank, survey, with_remedies
-from shardwise.trainer.planning.search.fallbacks import fallbacks
+from shardwise.trainer.planning.search.fallbacks import fallbacks, nothing_fits
 from shardwise.trainer.planning.search.input_checks import asks_every_row_first, check_job, check_objective, check_pins
-from shardwise.trainer.planning.search.remedies import nothing_fits
 from shardwise.trainer.spec.calibration import Calibration
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.errors import InputError

@@ -15,8 +15,8 @@ from shardwise.trainer.planning.memory import on_device, step_memory
 from shardwise.trainer.planning.memory.events import StepMemory, resident_bytes, step_events
 from shardwise.trainer.planning.memory.overheads import OVERHEADS, StepBytes, overheads
 from shardwise.trainer.planning.planner import context_of, schedule_with
-from shardwise.trainer.planning.reasons.reasons import notes, reasons
-from shardwise.trainer.planning.run.rows import longest_width
+from shardwise.trainer.planning.reasons import notes, reasons
+from shardwise.trainer.planning.run import longest_width
 from shardwise.trainer.planning.search.fallbacks import fallbacks
 from shardwise.trainer.spec.messages.simulation import Simulation
 from shardwise.trainer.spec.model.shape import ModelShape

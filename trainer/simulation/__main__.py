@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from shardwise.trainer.runtime.run.process import answer, end_with_parent, report_progress
@@ -73,10 +73,30 @@ def _run(options: argparse.Namespace, simulate: Callable[[SimulationRequest], Si
 
         regenerate(options.golden, simulate, report_progress, runs_all=options.all)
         return
-    from shardwise.trainer.simulation.explain import explain
-
-    for line in explain(simulate(codec.read(options.request, SimulationRequest))):
+    for line in _explained(simulate(codec.read(options.request, SimulationRequest))):
         report_progress(line)
+
+
+def _explained(simulation: Simulation) -> Iterator[str]:
+    """Lines; bytes in full, because they are compared with other bytes."""
+    yield f"peak      {simulation.peak_allocated_bytes:>16,} at {simulation.peak_event}"
+    yield f"steady    {simulation.steady_allocated_bytes:>16,}"
+    yield f"reserved  {simulation.peak_reserved_bytes:>16,}, expandable {simulation.expandable_reserved_bytes:,}"
+    yield f"capacity  {simulation.min_capacity_bytes:>16,} at least"
+    yield f"{simulation.num_parameters:,} parameters, {simulation.num_trained_parameters:,} trained"
+    yield "events"
+    for event, num_bytes in simulation.events.items():
+        yield f"  {num_bytes:>16,}  {event}"
+    yield "parts at the peak"
+    for part, num_bytes in simulation.parts.items():
+        yield f"  {num_bytes:>16,}  {part}"
+    yield "alive at the peak: bytes, tensors, kind, module, operation"
+    for group in simulation.live:
+        yield (
+            f"  {group.num_bytes:>16,}  {group.num_tensors:>5}  {group.kind:<16}  "
+            f"{group.module or '-'}  {group.operation}"
+        )
+    yield from (f"checked: {check}" for check in simulation.checks)
 
 
 def _described(request: DescriptionRequest) -> Value:

@@ -2,16 +2,27 @@
 
 `candidates[0]` is what runs. The ranks cannot plan again: whatever they need (schedule, FLOPs per token, predicted
 parts) is in here. `attempts/N/plan.json` holds the same value reduced to the candidate that ran.
+
+The learning rate is a function of the step, so that no position has to be saved or restored. Steps count from 1: step 1
+is the first update, step `num_steps` the last, as in metrics.jsonl. During warmup the rate rises linearly and is full
+at step `warmup_steps`; after it
+
+    cosine    half a cosine from the full rate to a tenth of it (Chinchilla, arXiv:2203.15556, app. B: a tenth)
+    linear    a straight line to zero
+    constant  the full rate
+    wsd       the full rate, then 1 - sqrt over the last fifth of the run (Haegele et al., arXiv:2405.18392)
+
+The end of a course lies one step behind the last update: no update is spent at a rate of zero.
 """
 
+import math
 from typing import Any
 
 from shardwise.trainer.spec.calibration import Calibration
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware
-from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.job.sections import Job, LrSchedule, TrainJob
 from shardwise.trainer.spec.messages.extension import Extension
-from shardwise.trainer.spec.messages.profile import ProfileRequest
 from shardwise.trainer.spec.model.shape import ModelCode, ModelShape
 from shardwise.trainer.spec.strategy import (
     Attention,
@@ -22,6 +33,45 @@ from shardwise.trainer.spec.strategy import (
     Strategy,
 )
 from shardwise.trainer.spec.value import Value
+
+PROFILE_FOLDER = "profile"  # of a run directory
+FIGURES_FILE = "profile.json"
+
+
+class ProfileRequest(Value, frozen=True, kw_only=True):
+    """Have rank 0 run the last step under torch's profiler."""
+
+    num_modules: int = 12  # that are named, those that keep most first
+    num_operators: int = 12  # those that take longest first
+
+
+class KeptBytes(Value, frozen=True, kw_only=True):
+    """Bytes that a module allocated in the forward of one micro batch and that are alive at its end."""
+
+    module: str  # its path in the model; empty: outside of all modules
+    place: str  # in words: transformer block 3, mlp.down_proj
+    num_bytes: int
+
+
+class OperatorTime(Value, frozen=True, kw_only=True):
+    """An operator of torch, over all of its calls in the step."""
+
+    name: str
+    num_calls: int
+    seconds: float  # its own, without what it calls; of the device, where that is a GPU
+
+
+class ProfileFigures(Value, frozen=True, kw_only=True):
+    """One step of one rank, seen by torch's profiler; times of a step that is profiled are longer than others."""
+
+    step: int
+    step_s: float
+    kept_bytes: int  # alive at the end of the first forward that was not before it
+    kept: tuple[KeptBytes, ...]
+    kept_in_all_blocks: tuple[KeptBytes, ...]  # by the name within a block, over all of them
+    operators: tuple[OperatorTime, ...]
+    files: dict[str, str]  # name: what it is
+
 
 PLAN_FORMAT = 1
 LEAST_FP8_GAIN = 1.05  # what is within the noise of a few repetitions is no gain
@@ -244,3 +294,29 @@ class Plan(Value, frozen=True, kw_only=True):
         if not self.chosen.strategy.sharding.facts.shards_within_node:
             return None
         return self.num_machines, self.chosen.num_ranks // self.num_machines
+
+
+COSINE_FLOOR = 0.1  # of the full rate
+WSD_COOLDOWN_SHARE = 0.2  # of the run
+
+
+def learning_rate(schedule: Schedule, train: TrainJob, step: int) -> float:
+    """The rate of update `step`, counted from 1; ValueError outside of 1 .. num_steps."""
+    if not 1 <= step <= schedule.num_steps:
+        raise ValueError(f"step {step} is outside of 1 .. {schedule.num_steps}")
+    if step <= schedule.warmup_steps:
+        return schedule.lr * step / schedule.warmup_steps
+    return schedule.lr * _share_of_full_rate(schedule, train.schedule, step)
+
+
+def _share_of_full_rate(schedule: Schedule, course: LrSchedule, step: int) -> float:
+    num_done, num_falling = step - 1 - schedule.warmup_steps, schedule.num_steps - schedule.warmup_steps
+    if course is LrSchedule.CONSTANT:
+        return 1.0
+    if course is LrSchedule.LINEAR:
+        return 1 - num_done / num_falling
+    if course is LrSchedule.COSINE:
+        return COSINE_FLOOR + (1 - COSINE_FLOOR) * (1 + math.cos(math.pi * num_done / num_falling)) / 2
+    num_cooldown = min(num_falling, max(1, round(WSD_COOLDOWN_SHARE * schedule.num_steps)))
+    num_cooled = max(0, step - 1 - (schedule.num_steps - num_cooldown))
+    return 1 - math.sqrt(num_cooled / num_cooldown)

@@ -17,8 +17,8 @@ from shardwise.launch.show.report.text import (
     parts_line,
 )
 from shardwise.trainer.planning.explain.choice import choice_section, machine_words
-from shardwise.trainer.planning.explain.sections import nearest_rejections, runners_up_section
-from shardwise.trainer.planning.memory.parts import grouped
+from shardwise.trainer.planning.explain.plan_page import nearest_rejections, runners_up_section
+from shardwise.trainer.planning.memory import grouped
 from shardwise.trainer.planning.page.charts import averaged, thinned
 from shardwise.trainer.planning.page.content import (
     Block,

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shardwise.launch.show.report.text import format_size, shown
-from shardwise.trainer.planning.memory.parts import grouped
+from shardwise.trainer.planning.memory import grouped
 from shardwise.trainer.planning.page.content import Page, Section, Sentence, Table
-from shardwise.trainer.spec.messages.profile import PROFILE_FOLDER, KeptBytes, ProfileFigures
-from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.plan import PROFILE_FOLDER, Candidate, KeptBytes, Plan, ProfileFigures
 from shardwise.trainer.spec.report import Report
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shardwise.launch.show.report.runs import ENDINGS, RecordedRun, end_line, state_line
-from shardwise.trainer.planning.memory.parts import grouped
-from shardwise.trainer.planning.page.text_layout import paragraph
+from shardwise.trainer.planning.memory import grouped
+from shardwise.trainer.planning.page.content import paragraph
 from shardwise.trainer.planning.recommend import Recommendation
 from shardwise.trainer.spec.report import AttemptRecord, Fault, Figures, Report
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds

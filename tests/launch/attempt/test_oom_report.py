@@ -8,7 +8,7 @@ from planning_factory import plan_of
 from report_factory import MIB, make_candidate, make_report
 
 from shardwise.launch.attempt.oom_report import FILE, MemoryEnd, oom_page, write_oom_report
-from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.planning.page.content import page_text
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Holder
 from shardwise.trainer.spec.messages.rank_files import MemoryState, memory_state_path

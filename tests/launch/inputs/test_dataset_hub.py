@@ -32,7 +32,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from shardwise.launch.inputs.data_files import list_files
-from shardwise.trainer.spec.data.request import PrepareRequest
+from shardwise.trainer.spec.data.profile import PrepareRequest
 from shardwise.trainer.spec.errors import ShardwiseError
 from shardwise.trainer.spec.job.sections import (BadRows, DataFormat)
 from shardwise.trainer.spec.job.sources import DataSource

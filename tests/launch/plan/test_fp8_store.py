@@ -12,7 +12,7 @@ from typed_command import in_empty_home, typed, write_rows
 from shardwise.launch.plan.fp8 import FOLDER, fp8_key, keep_fp8_gain, key_of, read_fp8_gain, timed_tokens
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode
-from shardwise.trainer.spec.messages.measurement import Fp8GainKey
+from shardwise.trainer.spec.messages.worker_requests import Fp8GainKey
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Fp8Recipe, Precision
 

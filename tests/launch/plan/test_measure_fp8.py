@@ -15,7 +15,7 @@ from shardwise.launch.terminal import Console
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.hardware import Gpu, Hardware
 from shardwise.trainer.spec.job.sections import Allowance
-from shardwise.trainer.spec.messages.measurement import Fp8GainRequest
+from shardwise.trainer.spec.messages.worker_requests import Fp8GainRequest
 from shardwise.trainer.spec.plan import Fp8Gain, Plan
 from shardwise.trainer.spec.strategy import Precision
 from shardwise.trainer.spec.units import GIB

@@ -11,7 +11,7 @@ from gpu_machines import AMD, lay_out_gpus
 
 from shardwise.launch.probe.machine import LIBRARIES, describe_hardware, read_hardware, read_libraries
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.reasons.reasons import notes
+from shardwise.trainer.planning.reasons import notes
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError

@@ -18,7 +18,7 @@ from shardwise.launch.probe.measure import (
     writable_folder,
 )
 from shardwise.trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, LinkKind, MeasuredRates, PeerCopy
-from shardwise.trainer.spec.messages.measurement import Measurement
+from shardwise.trainer.spec.messages.worker_requests import Measurement
 from shardwise.trainer.spec.units import GIB
 
 HOST = Host(cpu_name=None, num_cores=1, ram_bytes=None, ram_available_bytes=None)

@@ -12,7 +12,7 @@ from shardwise.launch.inputs.data_files import is_of_hub
 from shardwise.launch.inputs.trusted_code import has_kernel
 from shardwise.launch.plan.gather import read_inputs
 from shardwise.launch.run.fetch_needs import Need, check_room_of, missing_for
-from shardwise.trainer.spec.data.request import SourceFile
+from shardwise.trainer.spec.data.profile import SourceFile
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.units import MIB
 

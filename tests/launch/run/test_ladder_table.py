@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from report_factory import MIB, make_candidate, make_report
 
 from shardwise.launch.run.ladder import Outcome, RungResult, ladder_csv, ladder_page, ladder_rows, parse_rungs
-from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.planning.page.content import page_text
 from shardwise.trainer.spec.report import Ending, Figures, MemoryFigures, SpeedFigures
 
 

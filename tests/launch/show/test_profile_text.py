@@ -6,8 +6,8 @@ from planning_factory import data_of, plan_of
 from report_factory import MIB, make_report
 
 from shardwise.launch.show.report.profile import forecast, profile_json, profile_page
-from shardwise.trainer.planning.page.text_layout import page_text
-from shardwise.trainer.spec.messages.profile import KeptBytes, OperatorTime, ProfileFigures
+from shardwise.trainer.planning.page.content import page_text
+from shardwise.trainer.spec.plan import KeptBytes, OperatorTime, ProfileFigures
 from shardwise.trainer.spec.report import Figures, MemoryFigures, SpeedFigures
 
 FIGURES = ProfileFigures(

@@ -10,9 +10,8 @@ from reported_run import measured_figures, report_for, step_rows, tiny_plan, wri
 
 from shardwise.launch.show.report.comparison import comparison_page
 from shardwise.launch.show.report.runs import RecordedRun, recorded_runs
-from shardwise.trainer.planning.page.content import LineChart, Page, Sentence, Table
+from shardwise.trainer.planning.page.content import LineChart, Page, Sentence, Table, page_text
 from shardwise.trainer.planning.page.html import pages_html
-from shardwise.trainer.planning.page.text_layout import page_text
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Report
 

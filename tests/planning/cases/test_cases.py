@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from planning_factory import machine
 
-from shardwise.trainer.planning.cases.answer import answer_case, read_case
+from shardwise.trainer.planning.cases import answer_case, read_case
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
 from shardwise.trainer.spec.errors import InputError

@@ -10,7 +10,7 @@ from planning_factory import data_of, machine, plan_of, shape_of
 from shardwise.trainer.planning.candidates import run_hours
 from shardwise.trainer.planning.explain.choice import kv_cache_bytes
 from shardwise.trainer.planning.explain.plan_page import compare_plans, explain_plan, machine_words
-from shardwise.trainer.planning.page.text_layout import letters, paragraph, stacked_bar, table
+from shardwise.trainer.planning.page.content import letters, paragraph, stacked_bar, table
 from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.spec.errors import NothingFitsError
 from shardwise.trainer.spec.job.sections import Allowance

@@ -24,10 +24,9 @@ from shardwise.trainer.planning.page.content import (
     StackedBar,
     Table,
     Unit,
+    page_text,
 )
-from shardwise.trainer.planning.page.html import pages_html
-from shardwise.trainer.planning.page.svg import STYLE
-from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.planning.page.html import STYLE, pages_html
 from shardwise.trainer.spec.plan import Plan
 
 

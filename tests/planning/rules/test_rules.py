@@ -13,10 +13,8 @@ from planning_factory import context_for, fp8_gain_of, machine, shape_of
 
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.rules.combination import Combination, Incompatibility, Reach, first_broken
-from shardwise.trainer.planning.rules.incompatible_rows import LAYOUTS, ROWS
-from shardwise.trainer.planning.rules.incompatible_settings import SETTINGS
-from shardwise.trainer.planning.rules.job_rules import OF_THE_JOB
-from shardwise.trainer.planning.rules.rule import RULES, may_run, obstacle_to, refuse
+from shardwise.trainer.planning.rules.incompatible import LAYOUTS, ROWS, SETTINGS
+from shardwise.trainer.planning.rules.rule import OF_THE_JOB, RULES, may_run, obstacle_to, refuse
 from shardwise.trainer.planning.search.input_checks import check_pins
 from shardwise.trainer.planning.search.settings import first_setting
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from planning_factory import context_for, data_of, plan_of
 
 from shardwise.trainer.planning.candidates import candidate_of, setting_of
-from shardwise.trainer.planning.reasons.reasons import data_words
-from shardwise.trainer.planning.run.rows import longest_width, mean_width, widths_at
+from shardwise.trainer.planning.reasons import data_words
+from shardwise.trainer.planning.run import longest_width, mean_width, widths_at
 from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile, LengthHistogram
 
 H100 = "1xH100-SXM5-80GB"

@@ -6,12 +6,11 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import CONFIGS, data_of, job_of, shape_of
 
-from shardwise.trainer.planning.run.schedule import make_schedule
+from shardwise.trainer.planning.run import make_schedule
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.kinds import Every, Warmup
 from shardwise.trainer.spec.job.sections import CheckpointJob, DataFormat, EvalJob, LrSchedule, TrainJob
-from shardwise.trainer.spec.lr_schedule import learning_rate
-from shardwise.trainer.spec.plan import Schedule
+from shardwise.trainer.spec.plan import Schedule, learning_rate
 from shardwise.trainer.spec.strategy import Method, Optimizer
 
 

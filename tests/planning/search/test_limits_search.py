@@ -9,8 +9,7 @@ from planning_factory import CONFIGS, data_of, job_of, machine, shape_of
 from shardwise.trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.explain.limits import Question, limits_json, limits_section
-from shardwise.trainer.planning.page.content import Page
-from shardwise.trainer.planning.page.text_layout import page_text
+from shardwise.trainer.planning.page.content import Page, page_text
 from shardwise.trainer.planning.planner import open_contexts
 from shardwise.trainer.planning.search.budget import excess
 from shardwise.trainer.planning.search.limits_search import (

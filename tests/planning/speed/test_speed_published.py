@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.trainer.planning.cases.answer import PredictionCase, read_case
+from shardwise.trainer.planning.cases import PredictionCase, read_case
 from shardwise.trainer.planning.speed import constants as speed_constants
 from shardwise.trainer.planning.speed.step import estimate_speed
 

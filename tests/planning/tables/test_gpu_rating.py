@@ -5,8 +5,7 @@ from planning_factory import plan_of
 
 from shardwise.trainer.planning.device import Device, device_of
 from shardwise.trainer.planning.speed.step import speed_notes
-from shardwise.trainer.planning.tables.gpu_names import match_gpu_name
-from shardwise.trainer.planning.tables.gpu_rating import rated_spec, spec_of
+from shardwise.trainer.planning.tables.gpu_names import match_gpu_name, rated_spec, spec_of
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
 from shardwise.trainer.spec.hardware import Gpu, Hardware, Host, MeasuredRates
 from shardwise.trainer.spec.plan import Plan

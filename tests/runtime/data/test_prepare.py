@@ -21,8 +21,7 @@ from shardwise.trainer.runtime.data.token_rows import TokenRows, length_histogra
 from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.runtime.run.process import answer, report_progress
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.data.profile import DataProfile
-from shardwise.trainer.spec.data.request import PrepareRequest
+from shardwise.trainer.spec.data.profile import DataProfile, PrepareRequest
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import BadRows, DataFormat, LossOn
 

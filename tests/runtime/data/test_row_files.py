@@ -16,7 +16,7 @@ from prepare_request_factory import written_source
 
 from shardwise.trainer.runtime.data.sources import files
 from shardwise.trainer.runtime.data.sources.files import holds_rows, read_rows
-from shardwise.trainer.spec.data.request import ROW_SUFFIXES
+from shardwise.trainer.spec.data.profile import ROW_SUFFIXES
 
 ROWS = [
     {"text": "first\nwith a second line", "note": 'a "quoted", word'},

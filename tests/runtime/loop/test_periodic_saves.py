@@ -15,7 +15,7 @@ from shardwise.trainer.runtime.loop.saving import poll_save, save_state, settle_
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.job.kinds import Every
-from shardwise.trainer.spec.messages.saving import saving_choice
+from shardwise.trainer.spec.messages.rank_files import saving_choice
 from shardwise.trainer.spec.plan import Plan
 
 

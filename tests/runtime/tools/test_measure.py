@@ -19,7 +19,7 @@ from shardwise.trainer.runtime.tools.measure import (
 from shardwise.trainer.runtime.tools.measure_peers import peer_copies
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.hardware import PeerCopy
-from shardwise.trainer.spec.messages.measurement import Measurement
+from shardwise.trainer.spec.messages.worker_requests import Measurement
 
 CPU = torch.device("cpu")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}

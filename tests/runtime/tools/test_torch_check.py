@@ -6,7 +6,7 @@ import sys
 import msgspec
 import torch
 
-from shardwise.trainer.spec.messages.measurement import TorchFacts
+from shardwise.trainer.spec.messages.worker_requests import TorchFacts
 
 
 def test_the_installed_torch_answers_in_one_line():

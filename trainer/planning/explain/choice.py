@@ -9,7 +9,7 @@ from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
 from shardwise.trainer.planning.page.content import Section, Sentence
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.hardware import Hardware
-from shardwise.trainer.spec.messages.saving import saving_choice
+from shardwise.trainer.spec.messages.rank_files import saving_choice
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.optimizers import StateKind
 from shardwise.trainer.spec.plan import Candidate, Plan

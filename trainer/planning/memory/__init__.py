@@ -1,28 +1,24 @@
 """The memory of one training step in closed form: no torch, microseconds, every byte with a name.
 
-    dims             sizes of the model, and how its blocks are built
-    stacks, recipe   types of tensors and kernels; ours, or another trainer's as a row of values
-    states           weights, gradients, masters, optimizer state (with `optimizer_state` and `shards`)
+    stacks, recipe   types of tensors and kernels, sizes of the model; ours, or another trainer's as a row of values
+    states           weights, gradients, masters, optimizer state
     saved_tensors    what autograd saves in one block, operation by operation
-    activations      what blocks keep for backward, and what their backward needs
-    loss_head        logits and their gradients
+    activations      what blocks keep for backward, what their backward needs; logits and their gradients
     sharding         gathered parameters, buckets, gradients on their way
     events           all of it at every event of a step (with `gradients`); the largest is the peak
-    host, overheads  host RAM and NVMe; allocator, context, communicators, margins
-    ranges           low, likely and high of every counter
+    overheads        allocator, context, communicators, margins
 
 What is covered, and how it was checked, is in docs/memory-model.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 
 from msgspec.structs import replace
 
 from shardwise.trainer.planning.device import Device
-from shardwise.trainer.planning.memory.activations import block_activations
+from shardwise.trainer.planning.memory.activations import block_activations, head_memory
 from shardwise.trainer.planning.memory.events import StepMemory, resident_bytes, step_events
-from shardwise.trainer.planning.memory.loss_head import head_memory
 from shardwise.trainer.planning.memory.overheads import (
     OVERHEADS,
     OverheadTable,
@@ -143,3 +139,24 @@ def _bytes_of(step: StepMemory, setting: Setting, device: Device) -> StepBytes:
         totals={name: sum(event.values()) for name, event in events.items()},
         steady=sum(resident.values()) + step.sharding.root,
     )
+
+
+# Terms of an event, grouped into the four parts that a running trainer can tell apart; all others are activations:
+# saved for the backward, temporaries, gathered parameters, buffers, workspaces.
+_GROUPS = {
+    "weights": "weights",
+    "adapters": "weights",
+    "quant_state": "weights",
+    "master_weights": "optimizer_state",
+    "optimizer_state": "optimizer_state",
+    "gradients": "gradients",
+    "fresh_gradients": "gradients",
+}
+
+
+def grouped(parts: Mapping[str, int]) -> dict[str, int]:
+    """The parts of an estimate under the names that measured parts have; the sum is unchanged."""
+    groups = dict.fromkeys(("weights", "optimizer_state", "gradients", "activations"), 0)
+    for name, num_bytes in parts.items():
+        groups[_GROUPS.get(name, "activations")] += num_bytes
+    return groups

@@ -28,8 +28,13 @@ tables are alive when gradients are complete where one remains; out of place, th
 (the gradient of a plain linear layer is the transpose of a product). With accumulation the remaining one is separate.
 """
 
-from shardwise.trainer.planning.memory.activations import NORM_BACKWARD_BYTES, BlockActivations
-from shardwise.trainer.planning.memory.loss_head import POSITION_BYTES, TOKEN_BYTES, HeadMemory
+from shardwise.trainer.planning.memory.activations import (
+    NORM_BACKWARD_BYTES,
+    POSITION_BYTES,
+    TOKEN_BYTES,
+    BlockActivations,
+    HeadMemory,
+)
 from shardwise.trainer.planning.memory.recipe import Dims, Recipe
 from shardwise.trainer.planning.memory.sharding import ShardingMemory, accumulated_gradients, reduces_every_micro_batch
 from shardwise.trainer.planning.memory.states import States

@@ -39,7 +39,7 @@ class Stack(Value, frozen=True, kw_only=True):
 
     name: str
     source: str
-    logits: dict[LossHead, LogitBytes] = {}  # absent: as `loss_head` derives it for our runtime
+    logits: dict[LossHead, LogitBytes] = {}  # absent: as `activations` derives it for our runtime
     # Of a checkpointed block in its backward:
     keeps_block_output: bool = False  # reentrant checkpointing: the output that was computed again
     frozen_block_arrays: int = 5  # of hidden states, alive in a frozen block beside what it saved

@@ -15,20 +15,39 @@ Under offload the masters and the optimizer state move to pinned host RAM togeth
 keeps the 16-bit weights (and not even those with `optimizer+params`). On NVMe they leave a window of buffers in host
 RAM. DeepSpeed and FSDP2 pin host RAM; FSDP2's optimizer state is created by torch and stays pageable.
 
-Host RAM and NVMe of one node.
+Host RAM and NVMe of a node. Where every rank computes with the whole model, it builds it in host memory in the type of
+its master weights: a node needs that many copies once, at the start, and the offloaded state for the rest of the run.
+An engine that shards weights is filled shard by shard, and QLoRA quantises each tensor as it is read: a rank then never
+holds more than one tensor and one on its way, beside what it keeps. FP8 converts the layers of a whole model. On a CPU
+device the model itself is the device's memory and is not counted twice.
 
-Where every rank computes with the whole model, it builds it in host memory in the type of its master weights: a node
-needs that many copies once, at the start, and the offloaded state for the rest of the run. An engine that shards
-weights is filled shard by shard, and QLoRA quantises each tensor as it is read: a rank then never holds more than one
-tensor and one on its way, beside what it keeps. FP8 converts the layers of a whole model. On a CPU device the model
-itself is the device's memory and is not counted twice.
+Optimizer state, per element: w = bytes of a master weight: AdamW two moments (2w); paged AdamW two in fp32; Lion one
+(w); SGD without momentum none; 8-bit Adam two bytes and one fp32 scale per 256 elements and moment (bitsandbytes
+`blocksize=256`; fp32 for small tensors); Adafactor and AdaLomo a row and a column per matrix; Muon one momentum for the
+matrices of the blocks and AdamW for the rest; LOMO none. GaLore (arXiv:2403.03507) keeps the moments of an m x n
+matrix, m >= n, as 2 r m and a projector r n; Adafactor looks for its projector in an fp32 gradient and keeps it so.
+
+Temporaries of the step: `adamw` (foreach) takes the square root of every second moment at once (w an element);
+`adamw_fused` none; the others work tensor by tensor, and take so many copies of the largest: Adafactor two, and two
+more in 16 bit; Lion two; Muon three of a matrix, with foreach AdamW for what is none; GaLore two of the embedding,
+which is not projected, with a head of its own a third, and whenever it looks for a new projector it decomposes one fp32
+gradient at a time (torch.linalg.svd of galore_torch). DeepSpeed hands its optimizer one flat partition, which is the
+largest tensor then. bitsandbytes updates 8-bit state in one kernel, on a CPU in plain torch; LAMB needs a scratch
+tensor beside it. torchao works on fp32 copies of one tensor's weight and state. Paged state is bitsandbytes' in every
+stack: torchao pages none. transformers' Trainer keeps the embedding's state in fp32.
+
+bitsandbytes and torchao keep the state of a tensor below 4,096 elements in fp32, whatever its bits, and bitsandbytes
+pages state from 100,000 elements on (`Optimizer8bit.get_state_buffer`): both leave norms and the small sides of
+adapters alone. DeepSpeed hands its optimizer one flat partition.
 """
 
-from shardwise.trainer.planning.memory.optimizer_state import optimizer_bytes
-from shardwise.trainer.planning.memory.recipe import Dims, Recipe, adapter_parameters
+from collections.abc import Iterator
+
+from shardwise.trainer.planning.memory.recipe import Dims, Recipe, adapted_linears, adapter_parameters, adapts_all
 from shardwise.trainer.planning.memory.sharding import largest_shard
 from shardwise.trainer.planning.setting import Setting
-from shardwise.trainer.spec.strategy import Method, Offload, Precision, Quant, Sharding
+from shardwise.trainer.spec.optimizers import OptimizerFacts, StateKind
+from shardwise.trainer.spec.strategy import Method, Offload, Optimizer, Precision, Quant, Sharding
 from shardwise.trainer.spec.units import MIB
 from shardwise.trainer.spec.value import Value
 
@@ -184,3 +203,182 @@ def loading_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
     if setting.method is Method.QLORA or loads_sharded:
         return 2 * width * dims.largest_tensor
     return width * dims.parameters
+
+
+LEAST_8BIT_ELEMENTS = 4096
+LEAST_PAGED_ELEMENTS = 100_000
+EIGHT_BIT_BYTES = 1 + 4 / 256  # one 8-bit state of one element with its share of the scale
+
+
+class StateTensors(Value, frozen=True, kw_only=True):
+    """(elements, how many of that size) of everything that is trained, before sharding."""
+
+    groups: tuple[tuple[int, int], ...]
+
+    def num_elements(self, least: int = 0) -> int:
+        """Elements of the tensors that have at least so many."""
+        return sum(size * count for size, count in self.groups if size >= least)
+
+    @property
+    def largest_8bit(self) -> int:
+        """Elements of the largest tensor whose state is 8 bit; 0 where none is."""
+        return max((size for size, _ in self.groups if size >= LEAST_8BIT_ELEMENTS), default=0)
+
+    def state_bytes(self, *, is_8bit: bool, num_moments: int = 2, least: int = 0) -> int:
+        """Bytes of the moments of tensors of at least `least` elements, fp32 or 8 bit with their scales."""
+        if not is_8bit:
+            return 4 * num_moments * self.num_elements(least)
+        compact = self.num_elements(max(least, LEAST_8BIT_ELEMENTS))
+        return num_moments * (4 * (self.num_elements(least) - compact) + round(EIGHT_BIT_BYTES * compact))
+
+
+def state_tensors(setting: Setting, recipe: Recipe, dims: Dims, *, num_trained: int) -> StateTensors:
+    """The tensors that are trained, `num_trained` elements together."""
+    if recipe.uses_deepspeed:
+        return StateTensors(groups=((num_trained // recipe.shard_degree, recipe.shard_degree),))
+    groups = tuple(_adapters(setting, dims) if recipe.is_frozen else _weights(dims))
+    return StateTensors(groups=groups)
+
+
+def _adapters(setting: Setting, dims: Dims) -> Iterator[tuple[int, int]]:
+    rank = setting.lora.rank
+    for _, num_inputs, num_outputs in adapted_linears(setting, dims):
+        yield rank * num_inputs, dims.layers
+        yield rank * num_outputs, dims.layers
+        if setting.lora.dora:
+            yield num_outputs, dims.layers
+    if adapts_all(setting) and dims.bare_adapter_elements:
+        yield rank * dims.bare_adapter_elements, dims.layers
+
+
+def _weights(dims: Dims) -> Iterator[tuple[int, int]]:
+    """Matrices and tables as they are; what remains, norms and biases, is taken to have the width of the model."""
+    shares = sum(num_inputs * num_outputs * copies for num_inputs, num_outputs, copies in dims.matrices)
+    for num_inputs, num_outputs, copies in dims.matrices:  # blocks of another kind in the same proportions
+        size = num_inputs * num_outputs
+        yield size, round(dims.block_linears * copies / shares)
+    yield dims.embedding, 1
+    if dims.head:
+        yield dims.head, 1
+    rest = dims.parameters - dims.block_linears - dims.embedding - dims.head
+    yield dims.hidden, rest // dims.hidden
+    if rest % dims.hidden:
+        yield rest % dims.hidden, 1
+
+
+class OptimizerBytes(Value, frozen=True, kw_only=True):
+    """Whole-model bytes, before sharding."""
+
+    state: int
+    temporaries: int
+    table_temporaries: int  # of the update of the embedding alone, where every gradient is used as it comes
+    paged: int = 0  # of the state, what lives in CUDA managed memory, outside torch's counters
+
+
+def optimizer_bytes(setting: Setting, recipe: Recipe, dims: Dims, *, num_trained: int) -> OptimizerBytes:
+    """State and step temporaries of the optimizer over `num_trained` elements."""
+    optimizer, width = setting.strategy.optimizer, recipe.trained_bytes
+    if setting.method is Method.GALORE:
+        at_table = 0 if optimizer.facts.is_8bit else 2 * width * dims.embedding
+        if optimizer.facts.state is StateKind.FACTORED:
+            at_table, width = _temporaries(optimizer, recipe, dims.embedding, dims.embedding), 4
+        # galore_torch keeps the last of them until the next tensor's is there: the head's beside the embedding's.
+        at_both = at_table + (width * dims.head if at_table else 0)
+        return OptimizerBytes(
+            state=_galore_bytes(setting, recipe, dims),
+            temporaries=max(_projection_bytes(dims), at_both),
+            table_temporaries=at_table,
+        )
+    facts = optimizer.facts
+    tensors = state_tensors(setting, recipe, dims, num_trained=num_trained)
+    table = 0 if recipe.is_frozen else dims.embedding
+    if facts.matrix_scratch is None:
+        largest = _largest(facts, recipe, dims, tensors, num_trained=num_trained)
+        temporaries = _temporaries(optimizer, recipe, num_trained, largest)
+    else:
+        largest = max(i * o * copies for i, o, copies in dims.matrices)
+        others = 0 if recipe.is_frozen else num_trained - dims.block_linears
+        of_matrices = facts.matrix_scratch.num_bytes(width=width, num_elements=largest, largest=largest)
+        temporaries = max(of_matrices, _temporaries(optimizer, recipe, others, others))
+    return OptimizerBytes(
+        state=_state_bytes(facts, recipe, dims, tensors),
+        temporaries=temporaries,
+        table_temporaries=_temporaries(optimizer, recipe, table, table),
+        paged=tensors.state_bytes(is_8bit=facts.is_8bit, num_moments=facts.num_moments, least=LEAST_PAGED_ELEMENTS)
+        if facts.is_paged
+        else 0,
+    )
+
+
+def _largest(facts: OptimizerFacts, recipe: Recipe, dims: Dims, tensors: StateTensors, *, num_trained: int) -> int:
+    """Elements of what is updated at once, over all ranks; of a flat partition all, where the memory bears it."""
+    if recipe.uses_deepspeed:
+        return num_trained
+    return tensors.largest_8bit if facts.is_8bit else min(num_trained, dims.largest_tensor)
+
+
+def _state_bytes(facts: OptimizerFacts, recipe: Recipe, dims: Dims, tensors: StateTensors) -> int:
+    width, num_trained, num_moments = recipe.trained_bytes, tensors.num_elements(), facts.num_moments
+    match facts.state:
+        case StateKind.BLOCKWISE_8BIT:
+            table = 0 if recipe.is_frozen or not recipe.stack.keeps_table_state else dims.embedding
+            in_fp32 = round(num_moments * (4 - EIGHT_BIT_BYTES) * table)
+            return in_fp32 + tensors.state_bytes(is_8bit=True, num_moments=num_moments)
+        case StateKind.FP32:
+            return tensors.state_bytes(is_8bit=False, num_moments=num_moments)
+        case StateKind.FACTORED:
+            return min(4 * _rows_and_columns(dims), width * num_trained)
+        case StateKind.MASTER:
+            if facts.num_matrix_moments is None:
+                return num_moments * width * num_trained
+            matrices = min(num_trained, dims.block_linears)
+            return width * (facts.num_matrix_moments * matrices + num_moments * (num_trained - matrices))
+
+
+def _temporaries(optimizer: Optimizer, recipe: Recipe, num_elements: int, largest: int) -> int:
+    """Of the update of `num_elements`, the largest of whose tensors has `largest`."""
+    width, facts = recipe.trained_bytes, optimizer.facts
+    if recipe.stack.fuses_adamw and facts.fused_form is not None:
+        facts = facts.fused_form.facts
+    if recipe.stack.dequantises_states and facts.is_8bit and not facts.is_paged:
+        return 3 * 4 * largest + facts.scratch.num_bytes(width=width, num_elements=num_elements, largest=largest)
+    scratch = facts.scratch if recipe.is_cuda or facts.scratch_on_cpu is None else facts.scratch_on_cpu
+    return scratch.num_bytes(width=width, num_elements=num_elements, largest=largest)
+
+
+def _projection_bytes(dims: Dims) -> int:
+    """Bytes of a new projector: the gradient in fp32, on which the decomposition works, and two sets of vectors."""
+    return max(4 * (2 * i * o + min(i, o) * (min(i, o) + max(i, o))) for i, o, _ in dims.matrices)
+
+
+def _rows_and_columns(dims: Dims) -> int:
+    per_block = sum(copies * (i + o) for i, o, copies in dims.matrices) + 2 * dims.hidden
+    tables = (2 if dims.head else 1) * (dims.vocab + dims.hidden)
+    return dims.layers * per_block + tables + dims.hidden
+
+
+def _galore_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+    """Low-rank moments with their projectors; inside Adafactor rows and columns of what is projected."""
+    optimizer, width = setting.strategy.optimizer, recipe.trained_bytes
+    moments, projectors = _galore_elements(setting, dims)
+    if optimizer.facts.state is StateKind.FACTORED:
+        projected = 0
+        for num_inputs, num_outputs, copies in dims.matrices:
+            rank = min(setting.galore.rank, num_inputs, num_outputs)
+            projected += copies * (rank + max(num_inputs, num_outputs))
+        projected += 2 * dims.hidden  # the norms, unfactored
+        tables = (2 if dims.head else 1) * (dims.vocab + dims.hidden)
+        return 4 * (dims.layers * projected + tables + dims.hidden) + 4 * projectors
+    return round(moments * (1.0 if optimizer.facts.is_8bit else float(width))) + projectors * width
+
+
+def _galore_elements(setting: Setting, dims: Dims) -> tuple[int, int]:
+    """(elements of all moments, elements of all projectors): low rank in the blocks' matrices, full elsewhere."""
+    moments = projectors = 0
+    for num_inputs, num_outputs, copies in dims.matrices:
+        long, short = max(num_inputs, num_outputs), min(num_inputs, num_outputs)
+        rank = min(setting.galore.rank, short)
+        moments += copies * 2 * rank * long
+        projectors += copies * rank * short
+    outside = dims.parameters - dims.block_linears
+    return dims.layers * moments + 2 * outside, dims.layers * projectors

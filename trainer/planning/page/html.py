@@ -1,18 +1,31 @@
-"""A page as one HTML file: the same words as the text, and charts, with nothing fetched and no script.
+"""A page as one HTML file: the text of the page with charts as inline SVG; nothing is fetched and no script runs.
 
-Everything a person or a file may have named is escaped on its way in. A policy in the head forbids every request, and
-every style but the one in the head. Colours follow the reader's light or dark setting, and charts the width there is.
+Everything that a person or a file may have named is escaped. A policy in the head forbids every request and every style
+but the one in the head. Colours follow the reader's light or dark setting. Lengths along a chart are shares of its
+width, so that text keeps its size from a phone to a wide screen. The colour of a series is the custom property `--hue`
+of the classes c0 to c11.
 """
 
 import base64
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
+from shardwise.trainer.planning.page.charts import (
+    PLOT_HEIGHT,
+    PLOT_WIDTH,
+    Axes,
+    area_path,
+    axes_of,
+    line_path,
+    stacked,
+    unit_ticks,
+)
 from shardwise.trainer.planning.page.content import (
     Bars,
     Block,
     LineChart,
+    Mark,
     Page,
     PairedBars,
     Quote,
@@ -22,15 +35,7 @@ from shardwise.trainer.planning.page.content import (
     StackedBar,
     Table,
 )
-from shardwise.trainer.planning.page.svg import (
-    STYLE,
-    bars_svg,
-    cell,
-    line_chart_html,
-    paired_bars_html,
-    spans_svg,
-    stacked_bar_html,
-)
+from shardwise.trainer.spec.units import format_bytes
 
 
 def pages_html(pages: Sequence[Page], *, title: str) -> str:
@@ -94,3 +99,252 @@ def _table(table: Table) -> Iterator[str]:
         )
         yield f"<tr>{''.join(cells)}</tr>"
     yield "</table></div>"
+
+
+NUM_COLOURS = 12
+# Told apart by lightness as well as by hue where two stand side by side, on white and on near-black.
+_LIGHT = (
+    "#2f6fb5", "#d9730d", "#2e8b57", "#b83280", "#7a5cb8", "#8c6d46",
+    "#1796a8", "#c23b4b", "#7d8b1f", "#5f6b76", "#c99a00", "#4457c9",
+)  # fmt: skip
+_DARK = (
+    "#6ca6e8", "#f0a05a", "#5fc08a", "#e57cb7", "#ab92e6", "#c4a57c",
+    "#54c4d4", "#ee7f8b", "#b6c552", "#9aa6b1", "#e8c34a", "#8b9bf5",
+)  # fmt: skip
+
+_SHEET = """
+:root { color-scheme: light dark;
+        --ink: #1b1f24; --faint: #5d6670; --paper: #ffffff; --line: #d8dee4; --free: #e6eaee; --good: #1a7f37; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6edf3; --faint: #9198a1; --paper: #0d1117; --line: #30363d; --free: #21262d; --good: #56d364; }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
+       max-width: 58rem; padding: 0 1rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.3rem; line-height: 1.3; }
+h2 { font-size: 1.05rem; margin-top: 2rem; border-bottom: 1px solid var(--line); }
+h3 { font-size: 0.9rem; color: var(--faint); font-weight: normal; margin: 1rem 0 0.2rem; }
+p { margin: 0.4rem 0; }
+pre { white-space: pre-wrap; font: 13px/1.45 ui-monospace, monospace; border-left: 3px solid var(--line);
+      padding-left: 0.8rem; margin: 0.2rem 0; }
+.axis { margin: 0; text-align: right; font-size: 0.8rem; color: var(--faint); }
+.scroll { overflow-x: auto; margin: 0.4rem 0; }
+table { border-collapse: collapse; font-size: 0.85rem; overflow-wrap: normal; }
+th, td { padding: 0.15rem 0.6rem; text-align: left; border-bottom: 1px solid var(--line); }
+th { color: var(--faint); font-weight: normal; }
+.right { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.best { font-weight: 600; color: var(--good); }
+svg { display: block; width: 100%; overflow: visible; }
+svg text { fill: var(--ink); font-size: 12px; } svg text.faint { fill: var(--faint); }
+svg text.halo { paint-order: stroke; stroke: var(--paper); stroke-width: 3px; }
+.free { fill: var(--free); } .part { fill: var(--hue); }
+.key { display: inline-block; width: 0.8em; height: 0.8em; background: var(--hue); border-radius: 2px; }
+.key.dashed { background: none; height: 0; border-top: 2px dashed var(--hue); border-radius: 0; vertical-align: 0.3em; }
+.keys { display: flex; flex-wrap: wrap; gap: 0 1rem; list-style: none; margin: 0.2rem 0; padding: 0;
+        font-size: 0.8rem; color: var(--faint); }
+.chart { display: grid; grid-template-columns: 4.2rem minmax(0, 1fr); gap: 0 0.4rem; }
+.line { fill: none; stroke: var(--hue); stroke-width: 1.8px; stroke-linejoin: round; stroke-linecap: round;
+        vector-effect: non-scaling-stroke; }
+.line.dashed { stroke-dasharray: 6 5; stroke-linecap: butt; }
+.area { fill: var(--hue); fill-opacity: 0.75; } .band { fill: var(--hue); fill-opacity: 0.16; }
+.grid { stroke: var(--line); } .mark { stroke: var(--ink); stroke-dasharray: 2 3; }
+"""
+
+
+def _hues(colours: tuple[str, ...]) -> str:
+    return "".join(f".c{number} {{ --hue: {colour}; }}\n" for number, colour in enumerate(colours))
+
+
+STYLE = f"{_SHEET}{_hues(_LIGHT)}@media (prefers-color-scheme: dark) {{\n{_hues(_DARK)}}}\n"
+
+
+_BAR_HEIGHT = 22
+_ROW_HEIGHT, _TEXT_AT, _THIN, _THIN_AT = 34, 14, 10, 19  # of a row: words above a thin bar
+_ABOVE, _BELOW = 10, 24  # a plot: room for half a line of text, and for the figures of the x axis
+_MARK_WORDS = 5  # marks that are named on the plot; of more, each has its words where it is pointed at
+
+
+def cell(tag: str, text: str, *, is_right: bool = False, is_best: bool = False) -> str:
+    """A cell of a table."""
+    names = " ".join(name for name, is_set in (("right", is_right), ("best", is_best)) if is_set)
+    attributes = f' class="{names}"' if names else ""
+    return f"<{tag}{attributes}>{escape(text)}</{tag}>"
+
+
+def stacked_bar_html(bar: StackedBar) -> Iterator[str]:
+    """The bar, and a table of its parts."""
+    yield f'<svg height="{_BAR_HEIGHT}" role="img">'
+    yield f'<rect class="free" width="100%" height="{_BAR_HEIGHT}"/>'
+    left = 0.0
+    for number, (name, size) in enumerate(bar.parts.items()):
+        width = 100 * size / bar.total if bar.total else 0.0
+        yield (
+            f'<rect class="part c{number % NUM_COLOURS}" x="{left:.2f}%" width="{width:.2f}%" height="{_BAR_HEIGHT}">'
+            f"<title>{escape(f'{name}: {format_bytes(size)}')}</title></rect>"
+        )
+        left += width
+    yield "</svg>"
+    yield '<div class="scroll"><table>'
+    for number, (name, size) in enumerate(bar.parts.items()):
+        key = f'<td><span class="key c{number % NUM_COLOURS}"></span></td>'
+        yield f"<tr>{key}{cell('td', name)}{cell('td', format_bytes(size), is_right=True)}</tr>"
+    yield f"<tr><td></td>{cell('td', 'free')}{cell('td', format_bytes(bar.free), is_right=True)}</tr>"
+    yield "</table></div>"
+
+
+def bars_svg(bars: Bars) -> Iterator[str]:
+    """A row each: the label and the value above the bar."""
+    if not bars.rows:
+        return
+    largest = max(size for _, size, _ in bars.rows) or 1.0
+    yield f"<h3>{escape(bars.caption)}</h3>"
+    yield f'<svg height="{_ROW_HEIGHT * len(bars.rows)}" role="img">'
+    for number, (label, size, words) in enumerate(bars.rows):
+        top = number * _ROW_HEIGHT
+        yield from _row_words(label, words, top)
+        yield _rect("part c0", 0.0, size / largest, top + _THIN_AT, _THIN)
+    yield "</svg>"
+
+
+def paired_bars_html(bars: PairedBars) -> Iterator[str]:
+    """A row each: what was predicted above what was measured."""
+    known = [size for _, *sizes in bars.rows for size in sizes if size is not None]
+    if not known:
+        return
+    largest = max(known) or 1.0
+    height = _ROW_HEIGHT + _THIN + 2
+    yield f"<h3>{escape(bars.caption)}</h3>"
+    yield _keys((("predicted", 0, False), ("measured", 1, False)))
+    yield f'<svg height="{height * len(bars.rows)}" role="img">'
+    for number, (label, *sizes) in enumerate(bars.rows):
+        top = number * height
+        words = " / ".join("-" if size is None else bars.unit.words(size) for size in sizes)
+        yield from _row_words(label, words, top)
+        for place, size in enumerate(sizes):
+            if size is not None:
+                yield _rect(f"part c{place}", 0.0, size / largest, top + _THIN_AT + place * (_THIN + 1), _THIN)
+    yield "</svg>"
+
+
+def spans_svg(spans: Spans) -> Iterator[str]:
+    """A row each: the words above a stretch of the common axis."""
+    if not spans.rows:
+        return
+    end = max(span.end for span in spans.rows) or 1.0
+    height = _ROW_HEIGHT * len(spans.rows)
+    yield f"<h3>{escape(spans.caption)}</h3>"
+    yield f'<svg height="{height + _BELOW}" role="img">'
+    for number, span in enumerate(spans.rows):
+        top = number * _ROW_HEIGHT
+        yield from _row_words(span.text, "", top)
+        width = max(0.002, (span.end - span.begin) / end)
+        yield _rect(f"part c{number % NUM_COLOURS}", span.begin / end, width, top + _THIN_AT, _THIN)
+    axes = Axes(0.0, end, 0.0, 1.0)
+    yield from _x_ticks(
+        ((value, spans.unit.words(value)) for value in unit_ticks(0.0, end, spans.unit)), axes, height + 16
+    )
+    yield "</svg>"
+
+
+def line_chart_html(chart: LineChart) -> Iterator[str]:
+    """The plot with its scales; nothing where there is no figure."""
+    axes = axes_of(chart)
+    if axes is None:
+        return
+    heights = [(value, _ABOVE + axes.y(value)) for value in unit_ticks(axes.bottom, axes.top, chart.unit)]
+    height = _ABOVE + PLOT_HEIGHT + _BELOW
+    yield f"<h3>{escape(chart.caption)}</h3>"
+    yield _keys(_series_keys(chart))
+    yield f'<div class="chart"><svg height="{height}">'
+    for value, top in heights:
+        yield f'<text class="faint" x="100%" y="{top + 4:.1f}" text-anchor="end">{chart.unit.words(value)}</text>'
+    yield f'</svg><svg height="{height}" role="img" aria-label="{escape(chart.caption)}">'
+    yield from _bands(chart, axes)
+    yield from (f'<line class="grid" x1="0" x2="100%" y1="{top:.1f}" y2="{top:.1f}"/>' for _, top in heights)
+    box = f'viewBox="0 0 {PLOT_WIDTH} {PLOT_HEIGHT}" preserveAspectRatio="none"'
+    yield f'<svg y="{_ABOVE}" width="100%" height="{PLOT_HEIGHT}" {box}>'
+    yield from _paths(chart, axes)
+    yield "</svg>"
+    yield from _marks(chart.marks, axes)
+    labels = ((value, chart.x_unit.words(value)) for value in unit_ticks(axes.left, axes.right, chart.x_unit))
+    yield from _x_ticks(labels, axes, _ABOVE + PLOT_HEIGHT + 16)
+    yield f'</svg></div>\n<p class="axis">{escape(chart.x_label)}</p>'
+
+
+def _paths(chart: LineChart, axes: Axes) -> Iterator[str]:
+    if chart.is_stacked:
+        for number, (lower, upper) in enumerate(stacked(chart.series)):
+            yield f'<path class="area c{number % NUM_COLOURS}" d="{area_path(lower, upper, axes)}"/>'
+        return
+    for number, series in enumerate(chart.series):
+        dashed = " dashed" if series.is_dashed else ""
+        path = line_path(series.points, axes)
+        if path:
+            yield f'<path class="line{dashed} c{number % NUM_COLOURS}" d="{path}"/>'
+
+
+def _bands(chart: LineChart, axes: Axes) -> Iterator[str]:
+    places = _band_places(chart)
+    for band in chart.bands:
+        left, right = axes.x_share(band.begin), axes.x_share(band.end)
+        yield _rect(f"band c{places[band.text]}", left, right - left, _ABOVE, PLOT_HEIGHT, title=band.text)
+
+
+def _marks(marks: Sequence[Mark], axes: Axes) -> Iterator[str]:
+    """A line each; a few are named beside it, on the side where there is room."""
+    seen = [mark for mark in marks if axes.left <= mark.at <= axes.right]
+    for number, mark in enumerate(seen):
+        share, words = axes.x_share(mark.at), escape(mark.text)
+        place = f'x1="{share:.2%}" x2="{share:.2%}" y1="{_ABOVE}" y2="{_ABOVE + PLOT_HEIGHT}"'
+        yield f'<line class="mark" {place}><title>{words}</title></line>'
+        if len(seen) <= _MARK_WORDS:
+            anchor, shift = ("end", -4) if share > 0.5 else ("start", 4)
+            top = _ABOVE + 12 + 15 * number
+            yield (
+                f'<text class="halo" x="{share:.2%}" dx="{shift}" y="{top}" text-anchor="{anchor}">'
+                f"{escape(_short(mark.text))}</text>"
+            )
+
+
+def _short(text: str, most: int = 28) -> str:
+    return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
+
+
+def _x_ticks(labels: Iterable[tuple[float, str]], axes: Axes, top: float) -> Iterator[str]:
+    """Figures below a plot; those at its edges stay within it."""
+    for value, words in labels:
+        share = axes.x_share(value)
+        anchor = "start" if share < 0.04 else "end" if share > 0.96 else "middle"
+        yield f'<text class="faint" x="{share:.2%}" y="{top}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _row_words(label: str, words: str, top: float) -> Iterator[str]:
+    yield f'<text x="0" y="{top + _TEXT_AT}">{escape(label)}</text>'
+    if words:
+        yield f'<text class="halo" x="100%" y="{top + _TEXT_AT}" text-anchor="end">{escape(words)}</text>'
+
+
+def _rect(names: str, left: float, width: float, top: float, height: float, *, title: str = "") -> str:
+    """`left` and `width` are shares of the whole."""
+    place = f'x="{left:.2%}" y="{top:g}" width="{max(0.0, width):.2%}" height="{height:g}"'
+    return f'<rect class="{names}" {place}>{f"<title>{escape(title)}</title>" if title else ""}</rect>'
+
+
+def _series_keys(chart: LineChart) -> Iterator[tuple[str, int, bool]]:
+    for number, series in enumerate(chart.series):
+        yield series.name, number, series.is_dashed
+    for text, number in _band_places(chart).items():
+        yield text, number, False
+
+
+def _band_places(chart: LineChart) -> dict[str, int]:
+    """The colour of each kind of band: those after the colours of the lines."""
+    names = dict.fromkeys(band.text for band in chart.bands)
+    return {name: (len(chart.series) + number) % NUM_COLOURS for number, name in enumerate(names)}
+
+
+def _keys(keys: Iterable[tuple[str, int, bool]]) -> str:
+    items = "".join(
+        f'<li><span class="key{" dashed" if is_dashed else ""} c{number % NUM_COLOURS}"></span> {escape(name)}</li>'
+        for name, number, is_dashed in keys
+    )
+    return f'<ul class="keys">{items}</ul>'

@@ -1,10 +1,9 @@
 """A combination of settings, as far as they are chosen, and the reason why two of them are incompatible.
 
 An incompatibility is about two settings, or a setting and hardware, and is data: a name, a test, the reason, what to
-use instead, and the evidence: what was measured, or which source, issue or paper says so. The tables are
-`incompatible_rows` (axes of a row, with method and machine) and `incompatible_settings` (everything beside the row).
-The planner asks them of every row and of what a job pins, `shardwise estimate` of every case, and
-`benchmarks/support_matrix.py` of every pair of values, so the documents cannot say anything else than the program.
+use instead, and the evidence: what was measured, or which source, issue or paper says so. The tables are in
+`incompatible`. The planner applies them to every row and to what a job pins, `shardwise estimate` to every case, and
+`benchmarks/support_matrix.py` to every pair of values, so the documents agree with the program.
 """
 
 from collections.abc import Callable, Iterable

@@ -20,7 +20,7 @@ from shardwise.trainer.planning.candidates import candidate_of
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import may_run, refuse
 from shardwise.trainer.planning.search.budget import excess, run_totals
-from shardwise.trainer.planning.search.remedies import remedy_for
+from shardwise.trainer.planning.search.fallbacks import remedy_for
 from shardwise.trainer.planning.search.settings import (
     SAME_SPEED,
     Bounded,

@@ -1,29 +1,40 @@
-"""Fallbacks for an out of memory: settings with the same global batch, each with a lower predicted peak.
+"""Fallbacks after an out of memory, and the smallest change that would make a strategy fit.
 
-The order is what it costs: half the micro batch and twice the accumulation (nothing but time), recomputation, smaller
-slices of logits, smaller buffers, a rank's whole share at once where gradients that add up take more than activations,
-and only then another place for the state. A step that would not lower the predicted peak is left out: if memory runs
-out in the optimizer's step, a smaller micro batch is no help.
+Fallbacks have the same global batch and each a lower predicted peak. They are ordered by cost: half the micro batch and
+twice the accumulation, recomputation, smaller slices of logits, smaller buffers, a rank's whole share at once where
+accumulated gradients take more than activations, and only then another place for the state.
+
+Remedies are ordered by what they cost a person: a setting of the job file, shorter sequences (down to a quarter), more
+of the same devices, and a larger device, whose size is named.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle, islice
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
+from shardwise.trainer.planning.candidates import candidate_of, run_cost, run_hours, setting_of, with_micro_batch
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.rules.rule import obstacle_to
-from shardwise.trainer.planning.search.budget import excess
+from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.planning.rules.rule import obstacle_to, refuse
+from shardwise.trainer.planning.run import shares_rate
+from shardwise.trainer.planning.search.budget import Excess, excess, whole_gib
 from shardwise.trainer.planning.search.settings import (
     MIN_CHUNK_TOKENS,
+    best_candidate,
+    can_fit,
     least_need,
     smallest_buckets,
     updates_in_backward,
 )
 from shardwise.trainer.planning.setting import Setting
-from shardwise.trainer.planning.tables.learning_rates import shares_rate
-from shardwise.trainer.spec.plan import Candidate
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Offload, Sharding
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.errors import NothingFitsError
+from shardwise.trainer.spec.job.sections import Allowance, Pin
+from shardwise.trainer.spec.plan import Candidate, MethodRow
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Offload, Sharding, Strategy
+from shardwise.trainer.spec.units import format_bytes, format_count
 
 MIN_GAIN = 0.02  # of the peak, to be worth a restart
 
@@ -93,3 +104,178 @@ def _smaller_settings(context: PlanningContext, setting: Setting) -> Iterator[Se
         yield replace(setting, buckets=least)
     if setting.accumulation > 1 and pin.micro_batch is None:  # a share at once keeps no gradients beside its own
         yield with_micro_batch(context, setting, context.sequences_per_rank)
+
+
+_MIN_SEQ_LEN = 128
+_MAX_DEVICE_FACTOR = 64
+_ANY_HOST_RAM_BYTES = 2**60
+# In the order in which leave is worth giving: what keeps the mathematics first.
+_ALLOWANCES = (Allowance.OFFLOAD_CPU, Allowance.BF16_WEIGHTS, Allowance.OPTIMIZER_8BIT, Allowance.OPTIMIZER_APPROX)
+
+
+def remedy_for(context: PlanningContext, smallest: Candidate) -> str | None:
+    """The smallest change that would let a row within the budget of memory that its smallest setting exceeds."""
+    if not smallest.memory.fits:
+        return memory_remedy(context, smallest)
+    over = excess(context, smallest)
+    fewer = _fewer_devices(context, smallest) if over is not None and over.is_host else None
+    return f"{over.remedy}, or with {fewer}" if over is not None and fewer is not None else None
+
+
+def memory_remedy(context: PlanningContext, smallest: Candidate) -> str:
+    """The smallest change that makes the smallest setting of a row fit its device."""
+    for change in (_shorter_sequences, _more_devices):
+        answer = change(context, smallest.strategy)
+        if answer is not None:
+            return answer
+    need = whole_gib(smallest.memory.need_bytes)
+    hardware = context.hardware
+    if hardware.vram_cap_bytes is not None and not context.is_cpu:
+        uncapped = device_of(replace(hardware, vram_cap_bytes=None))
+        if smallest.memory.need_bytes <= uncapped.usable_bytes:
+            return f"limits.vram (or --vram): {need}"
+    return f"a device with {need} usable"
+
+
+def nothing_fits(
+    context: PlanningContext, smallest: Sequence[Candidate], methods: Sequence[MethodRow]
+) -> NothingFitsError:
+    """The error that names what is missing and the smallest change; `smallest` holds each row's least setting."""
+    size = format_count(context.shape.num_parameters)
+    model = f"{context.method} training of {size} parameters"
+    fitting = [candidate for candidate in smallest if candidate.memory.fits]
+    changes = list(islice(_job_changes(context), 1))
+    if fitting:
+        timely = [candidate for candidate in fitting if excess(_untimed(context), candidate) is None]
+        nearest = min(timely or fitting, key=lambda candidate: run_hours(context, candidate))
+        over = excess(context, nearest)
+        assert over is not None, "a row within every budget is a candidate"
+        first = f"nothing fits: {model} ({nearest.strategy.name}) {over.reason}"
+        changes.append(" and ".join((remedy_for(context, nearest) or over.remedy, *_more_time(context, nearest, over))))
+    else:
+        nearest = min(smallest, key=lambda candidate: candidate.memory.need_bytes)
+        need = format_bytes(nearest.memory.need_bytes)
+        first = f"nothing fits: {model} needs at least {need} ({nearest.strategy.name}); {context.device_words}"
+        changes.append(memory_remedy(context, nearest))
+        held = replace(nearest, memory=replace(nearest.memory, usable_bytes=nearest.memory.need_bytes))
+        over = excess(context, held)  # a device that holds it is no answer where the host does not
+        if over is not None and over.is_host:
+            changes[-1] += f" and {over.remedy}"
+    lines = [first, f"smallest change that would fit: {', or '.join(changes)}"]
+    others = [f"{row.method} ({format_bytes(row.memory_bytes or 0)})" for row in methods if row.verdict == "fits"]
+    if others:
+        lines.append(f"what would fit: {', '.join(others)}")
+    return NothingFitsError("\n".join(lines))
+
+
+def _untimed(context: PlanningContext) -> PlanningContext:
+    """The same job without a limit on hours and money: what then exceeds a budget needs another machine."""
+    limits = replace(context.job.limits, hours=math.inf, cost=None)
+    return replace(context, job=replace(context.job, limits=limits))
+
+
+def _more_time(context: PlanningContext, candidate: Candidate, first: Excess) -> Iterator[str]:
+    """Limits on hours and money that are exceeded besides the `first` budget."""
+    limits, hours = context.job.limits, run_hours(context, candidate)
+    cost = run_cost(context, hours)
+    named = first.remedy.partition(":")[0]
+    if hours > limits.hours and named != "limits.hours":
+        yield f"limits.hours: {math.ceil(hours)}"
+    if cost is not None and limits.cost is not None and cost > limits.cost and named != "limits.cost":
+        yield f"limits.cost: {math.ceil(cost)}"
+
+
+def _shorter_sequences(context: PlanningContext, strategy: Strategy) -> str | None:
+    """Sequences half or a quarter as long; a step has the more of them."""
+    job, schedule = context.job, context.schedule
+    for divisor in (2, 4):
+        seq_len = job.train.seq_len // divisor
+        if seq_len < _MIN_SEQ_LEN:
+            return None
+        shorter = replace(
+            context,
+            job=replace(job, train=replace(job.train, seq_len=seq_len)),
+            schedule=replace(schedule, sequences_per_step=schedule.tokens_per_step // seq_len),
+        )
+        if can_fit(shorter, strategy):
+            return f"train.seq_len: {seq_len}"
+    return None
+
+
+def _more_devices(context: PlanningContext, strategy: Strategy) -> str | None:
+    """More nodes of the same kind, or more devices in the one node; only where state is spread over ranks."""
+    if context.is_cpu or not strategy.sharding.shards_optimizer:
+        return None
+    factor = 2
+    while factor <= _MAX_DEVICE_FACTOR:
+        more = _with_ranks(context, factor * context.num_ranks)
+        if can_fit(more, strategy):
+            return f"{more.num_ranks} such GPUs"
+        factor *= 2
+    return None
+
+
+def _fewer_devices(context: PlanningContext, smallest: Candidate) -> str | None:
+    """Fewer ranks of one node: each loads the model into the host's RAM."""
+    if context.hardware.num_nodes > 1:
+        return None
+    num_ranks = context.num_ranks // 2
+    while num_ranks >= 2:
+        hardware = replace(context.hardware, gpus=context.hardware.gpus[:num_ranks])
+        fewer = replace(context, hardware=hardware, device=replace(context.device, devices_per_node=num_ranks))
+        if excess(fewer, least_need(fewer, smallest.strategy)) is None:
+            return f"{num_ranks} of the GPUs (--gpus {','.join(map(str, range(num_ranks)))})"
+        num_ranks //= 2
+    return None
+
+
+def _with_ranks(context: PlanningContext, num_ranks: int) -> PlanningContext:
+    """The same job on `num_ranks` GPUs of the same kind or more: several nodes are full, of at least eight each."""
+    hardware = context.hardware
+    per_node = min(num_ranks, max(8, hardware.num_devices_per_node))
+    num_nodes = -(-num_ranks // per_node)
+    gpus = tuple(islice(cycle(hardware.gpus), per_node))
+    return replace(
+        context,
+        hardware=replace(hardware, gpus=gpus, num_nodes=num_nodes),
+        device=replace(context.device, num_nodes=num_nodes, devices_per_node=per_node),
+    )
+
+
+def _job_changes(context: PlanningContext) -> Iterator[str]:
+    """Settings of the job file that alone would let something fit."""
+    job = context.job
+    if context.host_ram_bytes is None and not context.is_cpu:
+        need = _host_ram_need(context)
+        if need is not None:
+            yield f"limits.host_ram: {whole_gib(need)}, if a node has it"
+    for field in Pin.__struct_fields__:
+        if getattr(job.pin, field) is not None:
+            loose = replace(job, pin=replace(job.pin, **{field: None}))
+            if _anything_fits(replace(context, job=loose), CATALOGUE):
+                yield f"leave out pin.{field}"
+    for allowance in _ALLOWANCES:
+        if allowance not in job.allow:
+            allowed = replace(job, allow=(*job.allow, allowance))
+            if _anything_fits(replace(context, job=allowed), CATALOGUE):
+                yield f"allow: [{', '.join((*job.allow, allowance))}]"
+
+
+def _host_ram_need(context: PlanningContext) -> int | None:
+    """The least host RAM of a node in which something fits, where nobody said how much there is."""
+    job = context.job
+    told = replace(context, job=replace(job, limits=replace(job.limits, host_ram=_ANY_HOST_RAM_BYTES)))
+    runnable = (row for row in CATALOGUE if refuse(told, row) is None)
+    found = [candidate for row in runnable if (candidate := best_candidate(told, row)) is not None]
+    needs = [
+        candidate.memory.pinned_bytes + candidate.memory.host_bytes
+        for candidate in found
+        if excess(told, candidate) is None
+    ]
+    return min(needs, default=None)
+
+
+def _anything_fits(context: PlanningContext, rows: Iterable[Strategy]) -> bool:
+    runnable = (row for row in rows if refuse(context, row) is None)
+    found = (best_candidate(context, row) for row in runnable)
+    return any(candidate is not None and excess(context, candidate) is None for candidate in found)

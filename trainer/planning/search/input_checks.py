@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.combination import first_broken
-from shardwise.trainer.planning.rules.incompatible_rows import LAYOUTS
-from shardwise.trainer.planning.rules.incompatible_settings import SETTINGS
+from shardwise.trainer.planning.rules.incompatible import LAYOUTS, SETTINGS
 from shardwise.trainer.planning.rules.rule import Refusal, pinned_combination, refuse
 from shardwise.trainer.planning.search.settings import attention_words, every_n, missing_flash, obstacle_to_flash
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE

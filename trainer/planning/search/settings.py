@@ -33,7 +33,7 @@ from shardwise.trainer.planning.candidates import (
 )
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import capability_words, obstacle_to
-from shardwise.trainer.planning.run.rows import row_recipe
+from shardwise.trainer.planning.run import row_recipe
 from shardwise.trainer.planning.setting import Setting, fp8_recipe_of
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.extension import Hook

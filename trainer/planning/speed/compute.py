@@ -17,13 +17,13 @@ are trained, s the length of a row, R, A and M the rates of products, attention 
 import math
 
 from shardwise.trainer.planning.device import Device
-from shardwise.trainer.planning.memory.loss_head import FUSED_SLICE_TOKENS
+from shardwise.trainer.planning.memory.activations import FUSED_SLICE_TOKENS
 from shardwise.trainer.planning.memory.recipe import attention_kernel, dims_of
 from shardwise.trainer.planning.memory.saved_tensors import keys_and_values
 from shardwise.trainer.planning.setting import OUR_STACK, Setting
 from shardwise.trainer.planning.speed import constants as constants
+from shardwise.trainer.planning.speed.constants import speed_stack_of
 from shardwise.trainer.planning.speed.rates import Rates
-from shardwise.trainer.planning.speed.stacks import speed_stack_of
 from shardwise.trainer.planning.speed.work import (
     LOGIT_BYTES,
     OWN_FUSED_LOGIT_BYTES,

@@ -8,9 +8,9 @@ take off. Where nothing is known a rate is so low that nothing is promised, and 
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.planning.speed import constants as constants
-from shardwise.trainer.planning.speed.stacks import speed_stack_of
+from shardwise.trainer.planning.speed.constants import speed_stack_of
 from shardwise.trainer.planning.tables.gpu_chips import Generation
-from shardwise.trainer.planning.tables.gpu_rating import GDDR_GENERATIONS
+from shardwise.trainer.planning.tables.gpu_names import GDDR_GENERATIONS
 from shardwise.trainer.spec.hardware import DeviceKind, LinkKind
 from shardwise.trainer.spec.strategy import Precision
 from shardwise.trainer.spec.value import Value

@@ -1,17 +1,38 @@
 """The time of one optimizer step in closed form: a roofline per kind of work, added up with imperfect overlap.
 
-    computing   both(device, host)                                       `speed_compute`
-    micro batch both(computing, collectives + offload)                   `speed_transfers`
+    computing   both(device, host)                                       `compute`
+    micro batch both(computing, collectives + offload)
     step        accumulation * micro batch + collectives and offload of the step + optimizer + a constant
 
-What is done is counted (`speed_work`, `speed_stacks`), rates are shares of datasheet figures or measured
-(`speed_rates`), and what is neither is one table (`speed_constants`). Errors on published rows: docs/speed-model.md.
+Work is counted (`work`), rates are shares of datasheet figures or measured (`rates`), everything else is one table
+(`constants`). Errors on published rows: docs/speed-model.md.
 
 Not covered: data loading and checkpoints, mixed fabrics inside a node, throttling, memory pressure (a plan keeps its
 margin, so it never runs there).
+
+The update, in bytes through memory and products:
+
+    foreach AdamW   21 reads and writes a parameter: a kernel for each operation of the update rule
+    fused           7: weight, gradient and two moments read, three of them written
+    8-bit           4 bytes of moments, then weight read and written and gradient read
+    GaLore          the gradient projected and the update projected back, 4 m n r FLOPs of an m x n matrix (m <= n), and
+                    every update_gap steps a singular value decomposition of it, 22 m^2 n
+    Muon            five Newton-Schulz steps of 4 m^2 n + 2 m^3 each, on every rank
+    paged           state that does not fit beside weights and gradients crosses PCIe twice a step
+
+Clipping reads each gradient twice and writes it: 6 bytes. Under offload the CPU updates instead.
+
+FSDP gathers a block's weights for each forward and backward, or once where they stay gathered, and reduces gradients
+with the last micro batch; DeepSpeed's ZeRO-2 and 3 reduce with each, DDP and ZeRO-1 once a step. Some programs
+reduce with each micro batch whatever the engine: a row of `memory.stacks`, or of the case.
+
+Offload (DeepSpeed and FSDP alike): gradients of a shard to the host after each micro batch, the CPU's update of
+fp32 weight and moments (28 bytes a parameter), new 16-bit weights back; parameters on the host cross PCIe for each
+forward and backward; NVMe holds 12 bytes a parameter, read and written once a step. Copies are pinned.
 """
 
 from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.memory.stacks import stack_of
 from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.speed.compute import (
@@ -23,14 +44,12 @@ from shardwise.trainer.planning.speed.compute import (
     host_seconds,
     training_passes,
 )
-from shardwise.trainer.planning.speed.optimizer import optimizer_seconds
-from shardwise.trainer.planning.speed.rates import rates_of, speed_notes
-from shardwise.trainer.planning.speed.transfers import activation_copy_seconds, collective_seconds, offload_seconds
-from shardwise.trainer.planning.speed.work import adapters_of, trained_parameters, work_of
+from shardwise.trainer.planning.speed.rates import Rates, rates_of, speed_notes
+from shardwise.trainer.planning.speed.work import Work, adapters_of, tokens_computed, trained_parameters, work_of
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import SpeedEstimate
-from shardwise.trainer.spec.strategy import Method
+from shardwise.trainer.spec.strategy import Method, Offload, Precision
 
 __all__ = ["estimate_speed", "evaluation_seconds", "flops_per_token", "speed_notes", "step_seconds"]
 
@@ -109,3 +128,137 @@ def _estimate(shape: ModelShape, setting: Setting, device: Device, parts: dict[s
         peak_flops_per_s=None if peak is None else float(peak),
         mfu=None if peak is None else rate * flops / peak,
     )
+
+
+_CLIPPING_BYTES = 6
+_NEWTON_SCHULZ_STEPS = 5
+
+
+def optimizer_seconds(setting: Setting, work: Work, rates: Rates, device: Device, trained: int) -> float:
+    """Seconds of the update itself; 0 where the host does it."""
+    strategy = setting.strategy
+    if strategy.offload is not Offload.NONE:
+        return 0.0
+    mine = trained / (setting.num_ranks if strategy.sharding.shards_optimizer else 1)
+    facts = strategy.optimizer.facts
+    if facts.fused_form is not None and stack_of(setting.stack).fuses_adamw:
+        facts = facts.fused_form.facts
+    moved = facts.passes * strategy.precision.master_bytes + facts.state_traffic_bytes + _CLIPPING_BYTES
+    seconds = mine * moved / rates.memory
+    if setting.method is Method.GALORE:
+        seconds += _projection_seconds(setting, work, rates)
+    if facts.orthogonalises_matrices:
+        seconds += _orthogonalisation_seconds(work, rates)
+    return seconds + 2 * _bytes_paged_out(setting, device, mine) / rates.pcie
+
+
+def _projection_seconds(setting: Setting, work: Work, rates: Rates) -> float:
+    rank, gap = setting.galore.rank, setting.galore.update_gap
+    products = decompositions = 0.0
+    for group in work.linears:
+        count, short = group.num_layers * group.num_copies, min(group.inputs, group.outputs)
+        products += count * 4.0 * group.inputs * group.outputs * min(rank, short)
+        decompositions += count * 22.0 * short * group.inputs * group.outputs
+    return products / rates.matmul + decompositions / (constants.SVD_SHARE * rates.fp32) / gap
+
+
+def _orthogonalisation_seconds(work: Work, rates: Rates) -> float:
+    flops = 0.0
+    for group in work.linears:
+        short, long = sorted((group.inputs, group.outputs))
+        flops += group.num_layers * group.num_copies * (4.0 * short * short * long + 2.0 * short**3)
+    return _NEWTON_SCHULZ_STEPS * flops / rates.matmul
+
+
+def _bytes_paged_out(setting: Setting, device: Device, mine: float) -> float:
+    """State in managed memory that has no room on the device between two steps."""
+    state = setting.strategy.optimizer.facts.paged_bytes * mine
+    if not state:
+        return 0.0
+    gradient = 0 if setting.optimizer_in_backward else setting.strategy.precision.master_bytes
+    held = mine * (setting.strategy.precision.master_bytes + gradient)
+    return min(state, max(0.0, held + state + device.context_bytes - device.usable_bytes))
+
+
+ADAM_BYTES = 28  # a parameter: fp32 weight and two moments read and written, gradient read
+NVME_STATE_BYTES = 12  # a parameter: fp32 weight and two moments
+NF4_BYTES = 0.52  # a weight, its scales included
+
+
+def collective_seconds(setting: Setting, work: Work, rates: Rates, trained: int) -> tuple[float, float]:
+    """Seconds of collectives (of each micro batch, of each step)."""
+    num_ranks, sharding = setting.num_ranks, setting.strategy.sharding
+    if num_ranks == 1 or sharding.facts.is_one_rank:
+        return 0.0, 0.0
+    if sharding.facts.shards_within_node:
+        return _hybrid_seconds(setting, work, rates, trained)
+    share, latency = (num_ranks - 1) / num_ranks, (work.blocks + 1) * num_ranks * constants.HOP_S
+    reduction = trained * _gradient_bytes(setting) * share / rates.link + latency
+    if not sharding.shards_gradients:
+        reduction += trained * _gradient_bytes(setting) * share / rates.link  # all-reduced, or gathered as weights
+        return _per_micro_batch_or_step(setting, 0.0, reduction)
+    gathered = gathered_bytes(setting, work) * share / rates.link + latency
+    if not sharding.shards_weights:
+        weights = trained * setting.strategy.precision.compute_bytes * share / rates.link
+        return reduction, weights
+    gathers = 1 if sharding.facts.keeps_weights_gathered else 2
+    if sharding.uses_deepspeed:
+        return gathers * gathered + reduction, 0.0
+    return _per_micro_batch_or_step(setting, gathers * gathered, reduction)
+
+
+def gathered_bytes(setting: Setting, work: Work) -> float:
+    """Bytes of the whole model as ranks gather it."""
+    width = setting.strategy.precision.compute_bytes
+    linear = NF4_BYTES if setting.method is Method.QLORA else float(width)
+    return work.linear_parameters * linear + work.num_tables * work.table * width
+
+
+def offload_seconds(setting: Setting, work: Work, rates: Rates, trained: int) -> tuple[float, float]:
+    """PCIe, the host's optimizer and NVMe: seconds (of each micro batch, of each step)."""
+    offload = setting.strategy.offload
+    if offload is Offload.NONE:
+        return 0.0, 0.0
+    mine = trained / (setting.num_ranks if setting.strategy.sharding.shards_optimizer else 1)
+    on_node = mine * min(setting.ranks_per_node, setting.num_ranks)
+    is_fast = setting.strategy.optimizer.facts.updates_on_host
+    host_rate = rates.host_adam * (1.0 if is_fast else constants.TORCH_CPU_ADAM_SHARE)
+    micro, step = 2.0 * mine / rates.pcie, mine * 2 / rates.pcie + ADAM_BYTES * on_node / host_rate
+    if offload.moves_parameters:
+        micro += 2 * gathered_bytes(setting, work) / setting.num_ranks / rates.pcie
+    if offload.uses_nvme:
+        step += 2 * NVME_STATE_BYTES * on_node / rates.nvme
+    return micro, step
+
+
+def activation_copy_seconds(shape: ModelShape, setting: Setting, rates: Rates) -> float:
+    """Block inputs to the host and back, by copy engines beside the computation."""
+    if not setting.activation_offload:
+        return 0.0
+    width = setting.recipe.residual_bytes or setting.strategy.precision.compute_bytes
+    return 2.0 * width * tokens_computed(setting) * shape.hidden_size * shape.num_layers / rates.pcie
+
+
+def _per_micro_batch_or_step(setting: Setting, gathered: float, reduction: float) -> tuple[float, float]:
+    every = setting.recipe.reduces_every_micro_batch
+    if every is None:
+        every = stack_of(setting.stack).reduces_every_micro_batch
+    return (gathered + reduction, 0.0) if every else (gathered, reduction)
+
+
+def _hybrid_seconds(setting: Setting, work: Work, rates: Rates, trained: int) -> tuple[float, float]:
+    """Full sharding inside a node, one all-reduce of the shards across nodes."""
+    inside = min(setting.ranks_per_node, setting.num_ranks)
+    share, latency = (inside - 1) / inside, (work.blocks + 1) * inside * constants.HOP_S
+    gathered = gathered_bytes(setting, work) * share / rates.inner_link
+    gradients = trained * _gradient_bytes(setting)
+    across = 2 * gradients / inside / rates.link if setting.num_ranks > inside else 0.0
+    reduction = gradients * share / rates.inner_link + latency + across
+    return _per_micro_batch_or_step(setting, 2 * (gathered + latency), reduction)
+
+
+def _gradient_bytes(setting: Setting) -> float:
+    """Of a gradient as ranks add it up: fp32 but where everything is bf16."""
+    precision = setting.strategy.precision
+    chosen = setting.recipe.reduce_bytes or stack_of(setting.stack).reduce_bytes
+    return float(chosen or (2 if precision is Precision.BF16 else 4))

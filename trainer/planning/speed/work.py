@@ -22,7 +22,7 @@ from functools import lru_cache
 
 from shardwise.trainer.planning.memory.stacks import stack_of
 from shardwise.trainer.planning.setting import Setting
-from shardwise.trainer.planning.speed.stacks import speed_stack_of
+from shardwise.trainer.planning.speed.constants import speed_stack_of
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 from shardwise.trainer.spec.value import Value

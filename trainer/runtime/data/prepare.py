@@ -69,8 +69,7 @@ from shardwise.trainer.runtime.data.tokenizer import (
     write_trained_tokenizer,
 )
 from shardwise.trainer.runtime.run.process import answer_and_exit, report_progress
-from shardwise.trainer.spec.data.profile import DataProfile
-from shardwise.trainer.spec.data.request import PrepareRequest, SourceFile, content_suffix
+from shardwise.trainer.spec.data.profile import DataProfile, PrepareRequest, SourceFile, content_suffix
 from shardwise.trainer.spec.data.shapes import SHAPES, Encoding, ShapeFacts
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import DataFormat, LossOn

@@ -47,10 +47,9 @@ from shardwise.trainer.runtime.run.clock import CardWatch, Clock
 from shardwise.trainer.runtime.run.report_writer import ReportWriter, RunPaths
 from shardwise.trainer.runtime.run.state import SKIPPED_STEPS, RunState, find_fault, step_of_rows
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.lr_schedule import learning_rate
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.messages.rank_files import HOOK_PHASE
-from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.plan import Plan, learning_rate
 from shardwise.trainer.spec.report import Ending, Evaluation
 
 

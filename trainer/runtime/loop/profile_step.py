@@ -32,14 +32,14 @@ from shardwise.trainer.runtime.models.build import plain_model
 from shardwise.trainer.runtime.run.blocks import blocks_of
 from shardwise.trainer.runtime.run.clock import Clock, Span
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.messages.profile import (
+from shardwise.trainer.spec.plan import (
     FIGURES_FILE,
     PROFILE_FOLDER,
     KeptBytes,
     OperatorTime,
+    Plan,
     ProfileFigures,
 )
-from shardwise.trainer.spec.plan import Plan
 
 TRACE, SNAPSHOT, SUMMARY, TIMELINE = (
     "trace.json.gz", "memory-snapshot.pickle", "memory-summary.txt", "memory-timeline.csv"

@@ -6,8 +6,8 @@ same on all ranks: steps need no exchange; for seconds rank 0's clock decides, b
 measured: a save of a minute comes no sooner than after 33 minutes at 3 %.
 
 The first checkpoint is a rehearsal: it is saved after the first step, while training waits, and read back
-(`check_read_back`), so that a disk that does not keep its data ends the run when that has cost one step. The later
-ones are written as the plan says (trainer/spec/messages/saving.py). Nothing is saved while steps are being skipped: the
+(`check_read_back`), so that a disk that does not keep its data ends the run when that has cost one step. Later ones
+are written as the plan says (trainer/spec/messages/rank_files.py). Nothing is saved while steps are being skipped: the
 run may have to go back to before them.
 
 A bad row costs a step. If the steps after it cannot be taken either, an earlier update may have damaged the weights. So
@@ -51,8 +51,7 @@ from shardwise.trainer.runtime.run.state import (
     after_step,
 )
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
-from shardwise.trainer.spec.messages.rank_files import SAVING_PHASE
-from shardwise.trainer.spec.messages.saving import saving_choice
+from shardwise.trainer.spec.messages.rank_files import SAVING_PHASE, saving_choice
 from shardwise.trainer.spec.plan import Schedule
 from shardwise.trainer.spec.report import RollBack
 

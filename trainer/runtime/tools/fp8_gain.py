@@ -20,7 +20,7 @@ from shardwise.trainer.runtime.precision.fp8_layers import fp8_layers, token_mul
 from shardwise.trainer.runtime.run.clock import best_seconds
 from shardwise.trainer.runtime.run.process import answer as answer_request
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
-from shardwise.trainer.spec.messages.measurement import Fp8GainRequest
+from shardwise.trainer.spec.messages.worker_requests import Fp8GainRequest
 from shardwise.trainer.spec.plan import Fp8Gain, ShapeTimes
 from shardwise.trainer.spec.strategy import Attention, Fp8Recipe
 

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardwise.trainer.runtime.run.clock import best_seconds
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.hardware import DeviceKind, MeasuredRates
-from shardwise.trainer.spec.messages.measurement import Measurement
+from shardwise.trainer.spec.messages.worker_requests import Measurement
 from shardwise.trainer.spec.model import attention_kernel
 from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
 from shardwise.trainer.spec.units import GIB, MIB

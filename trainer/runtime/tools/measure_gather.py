@@ -16,7 +16,7 @@ from torch import distributed
 from shardwise.trainer.runtime.run.clock import wait_for
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.messages.measurement import GatherResult
+from shardwise.trainer.spec.messages.worker_requests import GatherResult
 from shardwise.trainer.spec.units import MIB
 
 REPETITIONS = 5  # the same on every rank

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from shardwise.trainer.runtime.run.clock import best_seconds, wait_for
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.hardware import MeasuredRates, PeerCopy
-from shardwise.trainer.spec.messages.measurement import Measurement
+from shardwise.trainer.spec.messages.worker_requests import Measurement
 from shardwise.trainer.spec.units import MIB
 
 NUM_BYTES = 128 * MIB

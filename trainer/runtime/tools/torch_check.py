@@ -10,7 +10,7 @@ import sys
 import msgspec
 import torch
 
-from shardwise.trainer.spec.messages.measurement import DeviceTrial, TorchFacts
+from shardwise.trainer.spec.messages.worker_requests import DeviceTrial, TorchFacts
 
 _SIDE = 1024  # a matrix of 4 MiB comes from the pool of large blocks, one of 64 x 64 from that of small ones
 

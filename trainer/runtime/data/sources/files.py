@@ -33,7 +33,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardwise.trainer.spec.data.request import ROW_SUFFIXES, SourceFile, compression, content_suffix
+from shardwise.trainer.spec.data.profile import ROW_SUFFIXES, SourceFile, compression, content_suffix
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
 _NAMES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "Zstandard"}

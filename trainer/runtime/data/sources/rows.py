@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Content, Message, Preference, TokenIds
 from shardwise.trainer.runtime.data.sources.files import BadRow, Row, decode_json, holds_rows, kind_of, read_rows
-from shardwise.trainer.spec.data.request import SourceFile
+from shardwise.trainer.spec.data.profile import SourceFile
 from shardwise.trainer.spec.data.shapes import (
     BY_PRECEDENCE,
     ROLES,

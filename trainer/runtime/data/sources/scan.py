@@ -41,7 +41,7 @@ from shardwise.trainer.runtime.data.sources.files import (
 )
 from shardwise.trainer.runtime.data.sources.rows import FormatRow, RowReading, detect_shape, example_of
 from shardwise.trainer.runtime.run.extension import load_hooks
-from shardwise.trainer.spec.data.request import PrepareRequest, SourceFile, compression
+from shardwise.trainer.spec.data.profile import PrepareRequest, SourceFile, compression
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import BadRows
 from shardwise.trainer.spec.messages.extension import Hook

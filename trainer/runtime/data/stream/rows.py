@@ -38,7 +38,7 @@ from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.runtime.run.report_writer import RunPaths, start_of_launch
 from shardwise.trainer.runtime.run.state import IncidentKind, IncidentLog
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.data.request import LISTING_NAME
+from shardwise.trainer.spec.data.profile import LISTING_NAME
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from shardwise.trainer.spec.job.sections import DataFormat
 from shardwise.trainer.spec.plan import Plan

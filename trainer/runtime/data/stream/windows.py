@@ -70,8 +70,14 @@ from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, load_tokeniz
 from shardwise.trainer.runtime.run.process import end_with_parent
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.order import permuted
-from shardwise.trainer.spec.data.profile import DataProfile, stream_note
-from shardwise.trainer.spec.data.request import LISTING_NAME, PrepareRequest, SourceFile, content_suffix
+from shardwise.trainer.spec.data.profile import (
+    LISTING_NAME,
+    DataProfile,
+    PrepareRequest,
+    SourceFile,
+    content_suffix,
+    stream_note,
+)
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
 from shardwise.trainer.spec.job.sections import DataFormat

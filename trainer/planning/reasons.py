@@ -1,8 +1,6 @@
-"""Why the chosen setting is what it is, and what a reader must know beside it: sentences, each with its number.
+"""Why each setting was chosen, the notes of a plan, and what opting in would gain: sentences, each with its number.
 
-Sentences for the plan about the cost of row lengths.
-
-How sure a plan's figures are, and from what: sentences for the notes of a plan.
+Notes are about the cost of row lengths, and about how certain the figures of a plan are and why.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,19 +11,28 @@ from shardwise.trainer.planning.calibrate import Correction, Corrections, Factor
 from shardwise.trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import Device
-from shardwise.trainer.planning.rules.rule import capability_words
-from shardwise.trainer.planning.run.rows import padding_share, widths_at
-from shardwise.trainer.planning.search.settings import SAME_SPEED, attention, micro_batches, updates_in_backward
+from shardwise.trainer.planning.rules.rule import Rule, capability_words, may_run, rule_named
+from shardwise.trainer.planning.run import padding_share, widths_at
+from shardwise.trainer.planning.search.choice import best_of, one_a_layout
+from shardwise.trainer.planning.search.settings import (
+    SAME_SPEED,
+    attention,
+    micro_batches,
+    takes_tf32,
+    updates_in_backward,
+)
 from shardwise.trainer.planning.speed.step import speed_notes
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.planning.tables.gpu_specs import MIG_MARK
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.extension import Hook
-from shardwise.trainer.spec.plan import Candidate, TrialResult
+from shardwise.trainer.spec.plan import Candidate, Plan, Rejection, TrialResult
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Offload, Precision, Sharding, Strategy
 from shardwise.trainer.spec.units import format_bytes, format_seconds
-from shardwise.trainer.spec.value import complete
+from shardwise.trainer.spec.value import Value, complete
 
 WORTH_SAYING = 0.005  # of the tokens
 
@@ -345,3 +352,55 @@ def _engine_notes(candidates: Sequence[Candidate]) -> Iterator[str]:
             f"{fastest.strategy.name} (--take {number}) is predicted {ratio:.2f}x as fast; an engine that shards is "
             "taken where it gains more than a prediction of it may err"
         )
+
+
+WORTH_A_LINE = 1.10  # times as fast
+WORTH_LEAVE = 1.25  # times the memory
+
+
+class Leave(Value, frozen=True, kw_only=True):
+    """The best candidate that an entry of `allow` would open."""
+
+    allowance: Allowance
+    candidate: Candidate
+
+
+def leaves(context: PlanningContext, plan: Plan) -> tuple[Leave, ...]:
+    """Opt-ins that are missing from `allow` and would be faster or need less memory than the chosen candidate."""
+    waiting = list(_waiting(plan.rejections))
+    found = (
+        (allowance, _opened_by(context, allowance, waiting, plan.chosen.strategy))
+        for allowance in Allowance
+        if allowance not in context.job.allow
+    )
+    return tuple(
+        Leave(allowance=allowance, candidate=candidate)
+        for allowance, candidate in found
+        if candidate is not None and _is_worth_leave(candidate, plan.chosen)
+    )
+
+
+def _waiting(rejections: Sequence[Rejection]) -> Iterator[tuple[Strategy, Rule]]:
+    """The rows that a rule on leave refuses."""
+    rows = {row.name: row for row in CATALOGUE}
+    for rejection in rejections:
+        rule = None if rejection.rule is None else rule_named(rejection.rule)
+        if rule is not None and rule.asks_leave:
+            yield rows[rejection.strategy], rule
+
+
+def _opened_by(
+    context: PlanningContext, allowance: Allowance, waiting: Sequence[tuple[Strategy, Rule]], chosen: Strategy
+) -> Candidate | None:
+    """The best of the rows, each with the rule it breaks first, which this leave would open; TF32 speeds up any row."""
+    allowed = replace(context, job=replace(context.job, allow=(*context.job.allow, allowance)))
+    opened = [row for row, rule in waiting if not rule.is_broken(allowed, row) and may_run(allowed, row)]
+    if allowance is Allowance.TF32 and takes_tf32(allowed, chosen.precision):
+        opened = [chosen]
+    best, _ = best_of(allowed, one_a_layout(opened))
+    return best
+
+
+def _is_worth_leave(candidate: Candidate, chosen: Candidate) -> bool:
+    gains_time = chosen.speed.step_s > WORTH_A_LINE * candidate.speed.step_s
+    return gains_time or candidate.memory.need_bytes < chosen.memory.need_bytes / WORTH_LEAVE

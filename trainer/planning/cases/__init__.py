@@ -1,1 +1,0 @@
-"""Prediction cases: everything pinned, nothing searched."""

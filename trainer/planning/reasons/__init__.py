@@ -1,1 +1,0 @@
-"""Why a plan is what it is, and how certain its figures are."""

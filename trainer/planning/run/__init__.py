@@ -1,1 +1,0 @@
-"""The run in steps, and what its rows cost in padding."""
