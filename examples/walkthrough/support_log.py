@@ -1,11 +1,11 @@
-"""What `extensions` of 6-extensions.yaml names: how a row of this log becomes a chat, and a line every second step.
+"""The `extensions` of 6-extensions.yaml: converts a row of this log to a chat, and prints a line every second step.
 
-A function is called where its name is one of format_row, build_model, loss, on_step; each may be left out.
+The functions format_row, build_model, loss and on_step are called if they are defined.
 """
 
 
 def format_row(row):
-    """A row as it was read, to a row of a known shape; None leaves it out."""
+    """Converts a row to a known format; None skips it."""
     if row["rating"] < 3:
         return None
     return {
@@ -17,6 +17,6 @@ def format_row(row):
 
 
 def on_step(step, metrics):
-    """After every step, on the first rank; `metrics` is what metrics.jsonl gets."""
+    """Called after every step on rank 0; `metrics` has the values of metrics.jsonl."""
     if step % 2 == 0:
         print(f"step {step}: loss {metrics['loss']:.3f}", flush=True)
