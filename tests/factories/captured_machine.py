@@ -21,7 +21,7 @@ class Machine:
     def __init__(self, folder: Path) -> None:
         self.root = folder / "root"
         self.programs = folder / "bin"
-        self.root.mkdir()
+        self.root.mkdir(parents=True)
         self.programs.mkdir()
         self.runs = folder / "nvidia-smi.runs"
 

@@ -38,44 +38,32 @@ mmlsquota::0:1:::fast:FILESET:0:root:1:2:3:0:none:1:2:3:0:none::
 
 
 @pytest.mark.parametrize(
-    ("text", "free_bytes", "free_files"),
+    ("text", "limits"),
     [
-        ("     /lustre  1044488  0 10485760 -  2002  0  100000  -\n", (10485760 - 1044488) * KIB, 97998),
-        ("/a/very/long/name/of/a/file/system\n   100  0 300 -  5  0  0  -\n", 200 * KIB, None),
-        ("  /home  1500* 1000 2000 1700000000  5 10 0 0", 500 * KIB, 5),  # over the soft limit; files have but that
-        ("  /home  2500* 1000 2000 1700000000  5 0 0 0", 0, None),
-        ("  /home  1 0 0 0 1 0 0 0", None, None),
+        ("     /lustre  1044488  0 10485760 -  2002  0  100000  -\n", ((10485760 - 1044488) * KIB, 97998)),
+        ("/a/very/long/name/of/a/file/system\n   100  0 300 -  5  0  0  -\n", (200 * KIB, None)),
+        ("  /home  1500* 1000 2000 1700000000  5 10 0 0", (500 * KIB, 5)),  # over the soft limit; files have only that
+        ("  /home  2500* 1000 2000 1700000000  5 0 0 0", (0, None)),
+        ("  /home  1 0 0 0 1 0 0 0", (None, None)),
+        ("none", None),
+        ("/lustre [100] 0 300 - [5] 0 0 -", None),
+        ("Unexpected quotactl error: Operation not supported by this file system", None),
     ],
 )
-def test_a_row_says_what_is_left(text, free_bytes, free_files):
-    assert parse_table(text, "your") == DiskQuota(whose="your", free_bytes=free_bytes, free_files=free_files)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "none", "/lustre [100] 0 300 - [5] 0 0 -", "Unexpected quotactl error: Operation not supported"]
-)
-def test_what_is_no_row_says_nothing(text):
-    assert parse_table(text, "your") is None
-
-
-def test_storage_scale_tells_columns_by_name():
-    user, group = parse_scale(SCALE, "fast", group=77)
-    assert user == DiskQuota(whose="your user's quota", free_bytes=4096 * MIB, free_files=1600)
-    assert group == DiskQuota(whose="your group's quota", free_bytes=None, free_files=100)
-    assert parse_scale("", "fast", group=77) == parse_scale(SCALE, "slow", group=77) == ()
+def test_a_row_of_a_quota_is_read_as_what_is_free(text, limits):
+    found = parse_table(text, "your")
+    assert (found and (found.free_bytes, found.free_files)) == limits
 
 
 def test_a_folder_lies_in_the_lowest_mount_above_it():
     mounts = parse_mountinfo(MOUNTS)
-    found = {
-        path: mount_of(Path(path), mounts) for path in ("/scratch/fast/me", "/scratch/me", "/home/me", "/scratchy")
-    }
-    assert [mount and mount.source for mount in found.values()] == [
-        "fast",
-        "10.0.0.1@o2ib:/scratch",
-        "nas2:/export/home",
-        "/dev/sda1",
-    ]
+    for path, source in (
+        ("/scratch/fast/me", "fast"),
+        ("/scratch/me", "10.0.0.1@o2ib:/scratch"),
+        ("/home/me", "nas2:/export/home"),
+        ("/scratchy", "/dev/sda1"),
+    ):
+        assert mount_of(Path(path), mounts).source == source
     assert mount_of(Path("/x"), ()) is None
 
 
@@ -120,10 +108,9 @@ esac""",
     assert (project.whose, project.free_bytes) == ("the quota of project 4711", 100 * KIB)
 
 
-@pytest.mark.parametrize("filesystem", ["ext4", "xfs", "nfs4"])
-def test_quota_is_asked_for_the_user_and_the_group_of_new_files(place, filesystem):
+def test_quota_is_asked_for_the_user_and_the_group_of_new_files(place):
     folder, environment, root = place
-    point = mounted(root, filesystem)
+    point = mounted(root, "nfs4")
     header = "     Filesystem  blocks   quota   limit   grace   files   quota   limit   grace"
     program(
         root,
@@ -148,7 +135,11 @@ def test_storage_scale_is_asked_by_the_name_of_its_device(place):
     mounted(root, "gpfs", source="/dev/fast")
     program(root, "mmlsquota", f'[ "$*" = -Y ] && cat {root}/scale.txt')
     (root / "scale.txt").write_text(SCALE)
-    assert [quota.free_bytes for quota in read_quotas(folder, environment, root=root)][:1] == [4096 * MIB]
+    assert read_quotas(folder, environment, root=root)[0].free_bytes == 4096 * MIB
+    user, group = parse_scale(SCALE, "fast", group=77)
+    assert user == DiskQuota(whose="your user's quota", free_bytes=4096 * MIB, free_files=1600)
+    assert group == DiskQuota(whose="your group's quota", free_bytes=None, free_files=100)
+    assert parse_scale("", "fast", group=77) == parse_scale(SCALE, "slow", group=77) == ()
 
 
 @pytest.mark.parametrize(

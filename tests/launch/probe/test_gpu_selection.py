@@ -35,13 +35,10 @@ def indices(gpus):
     return [gpu.index for gpu in gpus]
 
 
-def test_equal_idle_cards_are_all_used():
+def test_equal_idle_cards_are_all_used_unless_some_are_requested():
     gpus = (make_gpu(0), make_gpu(1))
     assert select_gpus(gpus, wanted=None) == (gpus, ())
     assert select_gpus([], wanted=None) == ((), ())
-
-
-def test_only_what_is_asked_for_is_used():
     chosen, (excluded,) = select_gpus([make_gpu(index) for index in range(8)], wanted=(1, 0))
     assert indices(chosen) == [0, 1]
     assert "GPUs 2 to 7" in excluded and "--gpus 1,0" in excluded
@@ -64,15 +61,17 @@ def test_a_busy_card_is_skipped_with_who_holds_it_and_used_where_it_is_asked_for
     assert select_gpus(gpus, wanted=(0, 1)) == (gpus, ())
 
 
-@pytest.mark.parametrize(("held_gib", "is_used"), [(1.5, True), (6, True), (6.1, False)])
-def test_a_display_does_not_make_a_card_busy(held_gib, is_used):
-    chosen, _ = select_gpus([make_gpu(0), make_gpu(1, free_bytes=int((24 - held_gib) * GIB))], wanted=None)
+@pytest.mark.parametrize(
+    ("changes", "is_used"),
+    [
+        ({"free_bytes": 18 * GIB}, True),  # a display takes a quarter at most
+        ({"free_bytes": int(17.9 * GIB)}, False),
+        ({"usable_bytes": 17 * GIB, "free_bytes": 17 * GIB}, True),  # what the driver keeps for itself
+    ],
+)
+def test_a_card_is_busy_from_a_quarter_of_its_memory_on(changes, is_used):
+    chosen, _ = select_gpus([make_gpu(0), make_gpu(1, **changes)], wanted=None)
     assert (1 in indices(chosen)) is is_used
-
-
-def test_what_the_driver_keeps_for_itself_is_not_held_by_others():
-    chosen, _ = select_gpus([make_gpu(0), make_gpu(1, usable_bytes=17 * GIB, free_bytes=17 * GIB)], wanted=None)
-    assert indices(chosen) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -111,19 +110,11 @@ def test_where_all_are_busy_the_most_free_memory_is_taken(free_gib, used):
 def test_of_several_models_the_best_equal_ones_are_planned_for_and_the_rest_named(gpus, chosen, rest):
     found, (excluded,) = select_gpus(gpus, wanted=None)
     assert indices(found) == chosen and excluded.startswith(rest)
-
-
-def test_mixed_cards_that_were_asked_for_are_still_planned_alike():
-    found, excluded = select_gpus([make_4090(0), make_gpu(1), make_gpu(2)], wanted=(0, 1))
-    assert indices(found) == [0]
-    assert len(excluded) == 2
-
-
-def test_of_mig_slices_one_is_used():
     slices = [make_gpu(index, is_mig_on=True, name="A100 MIG 3g.20gb", spec_name=None) for index in (2, 3)]
-    chosen, excluded = select_gpus(slices, wanted=None)
-    assert indices(chosen) == [2]
-    assert len(excluded) == 1 and "GPU 3" in excluded[0] and "MIG" in excluded[0]
+    found, (excluded,) = select_gpus(slices, wanted=None)
+    assert indices(found) == [2] and "GPU 3" in excluded and "MIG" in excluded
+    found, left_out = select_gpus([make_4090(0), make_gpu(1), make_gpu(2)], wanted=(0, 1))
+    assert indices(found) == [0] and len(left_out) == 2, "also of requested ones"
 
 
 @pytest.mark.parametrize(
@@ -147,11 +138,8 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(setting, seen):
     visible, sentences = visible_gpus(gpus, setting)
     assert indices(visible) == seen
     assert bool(sentences) is (len(seen) < 3)
-
-
-def test_hidden_cards_are_named():
-    _, (sentence,) = visible_gpus([make_gpu(index) for index in range(4)], "0")
-    assert "CUDA_VISIBLE_DEVICES=0" in sentence and "GPUs 1 to 3" in sentence
+    if seen == [0]:
+        assert f"CUDA_VISIBLE_DEVICES={setting}" in sentences[0] and "GPUs 1 and 2" in sentences[0]
 
 
 def test_processes_are_given_cards_by_uuid():
@@ -160,31 +148,16 @@ def test_processes_are_given_cards_by_uuid():
     assert visible_devices([]) == ""
 
 
-def test_uneven_free_memory_is_said():
+def test_free_memory_that_differs_is_a_note():
+    for free in ((24 * GIB, 24 * GIB - 1), (24 * GIB, None), (24 * GIB,), ()):
+        assert free_memory_note([make_gpu(index, free_bytes=amount) for index, amount in enumerate(free)]) is None
     note = free_memory_note([make_gpu(0), make_gpu(1, free_bytes=22 * GIB)])
     assert note is not None and "22 GiB to 24 GiB" in note and "GPU 1" in note
 
 
-@pytest.mark.parametrize("free", [(24 * GIB, 24 * GIB - 1), (24 * GIB, None), (24 * GIB,), ()])
-def test_even_or_unknown_free_memory_is_not_mentioned(free):
-    assert free_memory_note([make_gpu(index, free_bytes=amount) for index, amount in enumerate(free)]) is None
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [
-        ([3], "GPU 3"),
-        ([2, 0], "GPUs 0 and 2"),
-        ([0, 1], "GPUs 0 and 1"),
-        ([4, 5, 6], "GPUs 4 to 6"),
-        ([0, 1, 3], "GPUs 0, 1 and 3"),
-    ],
-)
-def test_cards_are_named_as_people_write_them(numbers, text):
-    assert name_gpus(numbers) == text
-
-
-def test_holders_are_named_largest_first():
+def test_cards_and_holders_are_named_shortly_and_the_largest_holder_first():
+    named = {"GPU 3": [3], "GPUs 0 and 2": [2, 0], "GPUs 4 to 6": [4, 5, 6], "GPUs 0, 1 and 3": [0, 1, 3]}
+    assert {text: name_gpus(numbers) for text, numbers in named.items()} == {text: text for text in named}
     holders = [Holder(pid=pid, name=None if pid == 2 else f"p{pid}", memory_bytes=pid * GIB) for pid in (1, 2, 3, 4, 5)]
     assert name_holders(holders) == "p5 (pid 5), p4 (pid 4), p3 (pid 3), 2 more"
     assert name_holders(holders[1:2]) == "a process (pid 2)"

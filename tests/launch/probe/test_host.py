@@ -3,16 +3,15 @@
 import os
 
 import pytest
-from captured_machine import MACHINES, Machine, captured, lay_out
+from captured_machine import Machine, captured, lay_out
 
 from shardwise.launch.probe.host import (
     CgroupLimits,
     count_cores,
     interface_address,
+    interface_of,
     is_internal_interface,
     is_local_disk,
-    is_wsl,
-    locks_without_limit,
     once_each,
     parse_cpu_list,
     parse_cpu_max,
@@ -21,13 +20,11 @@ from shardwise.launch.probe.host import (
     parse_file_cache,
     parse_infiniband_rate,
     parse_limit,
-    parse_meminfo,
     parse_mountinfo,
     parse_quota,
     read_cgroup_limits,
     read_host,
     read_oom_kills,
-    read_text,
     slurm_environment,
     slurm_memory_bytes,
     slurm_num_cores,
@@ -69,42 +66,25 @@ def v1_machine(folder, path, groups, mounts=V1_MOUNTS):
     return read_cgroup_limits(machine.root)
 
 
-@pytest.mark.parametrize(
-    ("effective", "is_free"),
-    [("0000000000000000", False), ("0000000000004000", True), ("00000000a80425fb", False), ("000001ffffffffff", True)],
-)
-def test_a_process_that_may_lock_memory_has_no_limit(tmp_path, monkeypatch, effective, is_free):
-    """None, the bit alone, what Docker leaves a container, and root's."""
-    status = f"Name:\tpython\nCapPrm:\t000001ffffffffff\nCapEff:\t{effective}\nCapBnd:\t000001ffffffffff\n"
-    assert locks_without_limit(status) is is_free
+def test_a_process_that_may_lock_memory_has_no_limit(tmp_path, monkeypatch):
+    """Capabilities: none, the bit alone, what Docker gives a container, and root's."""
     machine = Machine(tmp_path)
-    machine.write("proc/self/status", status)
     monkeypatch.setattr("resource.getrlimit", lambda _: (8 * MIB, 8 * MIB))
-    assert read_host(root=machine.root, environment={}).memlock_limit_bytes == (None if is_free else 8 * MIB)
+    free = {"0000000000000000": False, "0000000000004000": True, "00000000a80425fb": False, "000001ffffffffff": True}
+    for effective, is_free in free.items():
+        machine.write("proc/self/status", f"Name:\tpython\nCapPrm:\t000001ffffffffff\nCapEff:\t{effective}\n")
+        host = read_host(root=machine.root, environment={})
+        assert host.memlock_limit_bytes == (None if is_free else 8 * MIB)
 
 
-def test_meminfo_is_in_bytes():
-    memory = parse_meminfo(captured("rtx4090_desktop", "meminfo"))
-    assert (memory["MemTotal"], memory["MemAvailable"]) == (65707180 * KIB, 52361044 * KIB)
-    assert "HugePages_Total" not in memory
-
-
-@pytest.mark.parametrize(
-    ("machine", "name", "flags"),
-    [
-        ("no_gpu_laptop", "Intel(R) Core(TM) i5-8250U CPU @ 1.60GHz", ("avx2",)),
-        ("rtx4090_desktop", "AMD Ryzen 9 7950X 16-Core Processor", ("avx2", "avx512f", "avx512_bf16")),
-        (
-            "nvlink_8x_h100",
-            "Intel(R) Xeon(R) Platinum 8480C",
-            ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16"),
-        ),
-        ("unified_gb10", None, ()),
-    ],
-)
-def test_cpuinfo_gives_the_name_and_the_flags_that_decide_a_precision(machine, name, flags):
-    processor = parse_cpuinfo(captured(machine, "cpuinfo"))
-    assert (processor.name, processor.flags) == (name, flags)
+def test_cpuinfo_gives_the_name_and_the_flags_that_decide_a_precision():
+    for machine, name, flags in (
+        ("no_gpu_laptop", "Intel(R) Core(TM) i5-8250U CPU @ 1.60GHz", "avx2"),
+        ("nvlink_8x_h100", "Intel(R) Xeon(R) Platinum 8480C", "avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16"),
+        ("unified_gb10", None, ""),
+    ):
+        processor = parse_cpuinfo(captured(machine, "cpuinfo"))
+        assert (processor.name, " ".join(processor.flags)) == (name, flags)
 
 
 @pytest.mark.parametrize(
@@ -125,59 +105,36 @@ def test_files_of_the_kernel_are_read_as_figures(parse, value_by_text):
     assert {text: parse(text) for text in value_by_text} == value_by_text
 
 
-def local_disks(text):
-    return once_each([mount for mount in parse_mountinfo(text) if is_local_disk(mount)])
-
-
-def test_disks_are_local_writable_and_each_once():
-    disks = local_disks(captured("rtx4090_desktop", "mountinfo"))
-    found = [(disk.mount_point, disk.filesystem, disk.device) for disk in disks]
-    assert found == [("/", "ext4", "259:2"), ("/mnt/big disk", "xfs", "259:5")]
-
-
-def test_a_disk_is_known_by_its_device_and_else_by_its_number():
-    disks = local_disks(
-        "1 0 0:50 / /a rw - overlay overlay rw\n"
-        "2 0 0:51 / /b rw - overlay overlay rw\n"
-        "3 0 0:60 /x /c rw - btrfs /dev/sdb rw\n"
-        "4 0 0:61 /y /d/e rw - btrfs /dev/sdb rw\n"
-        "5 0 8:1 / /data\\040two rw - ext4 /dev/sdc rw\n"
-        "6 0 8:2 / /cdrom ro,relatime - ext4 /dev/sdd ro\n"
-    )
-    assert [disk.mount_point for disk in disks] == ["/a", "/b", "/c", "/data two"]
-
-
-def test_windows_drives_and_driver_folders_of_wsl_are_no_local_disks():
-    disks = local_disks(captured("wsl_rtx3080", "mountinfo"))
-    assert [disk.mount_point for disk in disks] == ["/", "/usr/lib/modules/6.6.87.2-microsoft-standard-WSL2"]
+SAME_NUMBER = """\
+1 0 0:50 / /a rw - overlay overlay rw
+2 0 0:51 / /b rw - overlay overlay rw
+3 0 0:60 /x /c rw - btrfs /dev/sdb rw
+4 0 0:61 /y /d/e rw - btrfs /dev/sdb rw
+5 0 8:1 / /data\\040two rw - ext4 /dev/sdc rw
+6 0 8:2 / /cdrom ro,relatime - ext4 /dev/sdd ro
+"""
 
 
 @pytest.mark.parametrize(
-    ("names", "is_internal"),
+    ("text", "points"),
     [
-        (("lo", "docker0", "br-12ab", "veth1234", "virbr0", "cni0"), True),
-        (("eth0", "bond0", "ib0", "enp5s0", "br0", "wlan0"), False),
+        (captured("rtx4090_desktop", "mountinfo"), ["/", "/mnt/big disk"]),
+        (captured("wsl_rtx3080", "mountinfo"), ["/", "/usr/lib/modules/6.6.87.2-microsoft-standard-WSL2"]),
+        (SAME_NUMBER, ["/a", "/b", "/c", "/data two"]),  # by its device, else by its number
     ],
 )
-def test_bridges_inside_the_machine_are_internal(names, is_internal):
-    assert {is_internal_interface(name) for name in names} == {is_internal}
-
-
-@pytest.mark.parametrize("machine", [name for name in MACHINES if captured(name, "version")])
-def test_wsl_is_known_by_its_kernel(machine):
-    assert is_wsl(captured(machine, "version")) is machine.startswith("wsl")
+def test_disks_are_local_writable_and_each_once(text, points):
+    disks = once_each([mount for mount in parse_mountinfo(text) if is_local_disk(mount)])
+    assert [disk.mount_point for disk in disks] == points
 
 
 def test_slurm_is_a_login_node_a_job_or_nothing():
     assert slurm_environment({}, has_sbatch=False) is None
     assert slurm_environment({"SLURM_NNODES": "3"}, has_sbatch=True) == SlurmEnvironment(has_sbatch=True)
-    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
-    assert slurm_environment(job, has_sbatch=True) == SlurmEnvironment(
-        has_sbatch=True, job_id="17", num_nodes=2, node_list="node[1-2]"
-    )
-    assert slurm_environment({"SLURM_JOB_ID": "17", "SLURM_NNODES": "1"}, has_sbatch=False) == SlurmEnvironment(
-        has_sbatch=False, job_id="17", num_nodes=1
-    )
+    job = {"SLURM_JOB_ID": "17", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
+    expected = SlurmEnvironment(has_sbatch=True, job_id="17", num_nodes=2, node_list="node[1-2]")
+    assert slurm_environment(job, has_sbatch=True) == expected
+    assert slurm_environment({**job, "SLURM_JOB_NUM_NODES": "1"}, has_sbatch=False).num_nodes == 1
 
 
 @pytest.mark.parametrize(
@@ -196,20 +153,14 @@ def test_slurm_says_what_a_job_was_given(environment, memory, cores):
 
 
 def test_a_container_with_its_own_namespace_sees_its_limits_at_the_top(tmp_path):
-    limits = v2_machine(
-        tmp_path,
-        "/",
-        {
-            "": {
-                "memory.max": f"{8 * GIB}\n",
-                "memory.current": f"{3 * GIB}\n",
-                "memory.stat": f"anon {GIB}\ninactive_file {GIB}\nactive_file {GIB}\n",
-                "cpu.max": "250000 100000\n",
-                "cpuset.cpus.effective": "0-3\n",
-            }
-        },
-    )
-    assert limits == CgroupLimits(
+    files = {
+        "memory.max": f"{8 * GIB}\n",
+        "memory.current": f"{3 * GIB}\n",
+        "memory.stat": f"anon {GIB}\ninactive_file {GIB}\nactive_file {GIB}\n",
+        "cpu.max": "250000 100000\n",
+        "cpuset.cpus.effective": "0-3\n",
+    }
+    assert v2_machine(tmp_path, "/", {"": files}) == CgroupLimits(
         memory_bytes=8 * GIB, available_bytes=7 * GIB, num_cores=2.5, cores=frozenset({0, 1, 2, 3})
     )
 
@@ -269,27 +220,22 @@ def test_slurm_on_version_1_limits_the_step(tmp_path):
     )
 
 
-def test_a_container_on_version_1_sees_its_group_as_the_top_of_the_mount(tmp_path):
+@pytest.mark.parametrize(
+    ("path", "files", "limits"),
+    [
+        ("/docker/6f1e", {"": (2 * GIB, GIB)}, (2 * GIB, GIB)),
+        ("/docker/6f1e/inner", {"inner/": (GIB, 0), "": (2 * GIB, 0)}, (GIB, GIB)),
+    ],
+)
+def test_a_container_on_version_1_sees_its_group_as_the_top_of_the_mount(tmp_path, path, files, limits):
     """The path in /proc/self/cgroup is the host's; the mount shows the container's part of the tree."""
-    path = "/docker/6f1e"
     mounts = "32 31 0:32 /docker/6f1e /sys/fs/cgroup/memory ro,relatime - cgroup cgroup rw,memory\n"
-    limits = v1_machine(
-        tmp_path,
-        path,
-        {"memory/memory.limit_in_bytes": f"{2 * GIB}\n", "memory/memory.usage_in_bytes": f"{GIB}\n"},
-        mounts,
-    )
-    assert (limits.memory_bytes, limits.available_bytes) == (2 * GIB, GIB)
-
-
-def test_a_group_below_the_root_of_the_mount_is_found(tmp_path):
-    limits = v1_machine(
-        tmp_path,
-        "/docker/6f1e/inner",
-        {"memory/inner/memory.limit_in_bytes": f"{GIB}\n", "memory/memory.limit_in_bytes": f"{2 * GIB}\n"},
-        "32 31 0:32 /docker/6f1e /sys/fs/cgroup/memory ro,relatime - cgroup cgroup rw,memory\n",
-    )
-    assert limits.memory_bytes == GIB
+    groups = {}
+    for group, (limit, usage) in files.items():
+        groups[f"memory/{group}memory.limit_in_bytes"] = f"{limit}\n"
+        groups[f"memory/{group}memory.usage_in_bytes"] = f"{usage}\n"
+    found = v1_machine(tmp_path, path, groups, mounts)
+    assert (found.memory_bytes, found.available_bytes) == limits
 
 
 def test_both_versions_side_by_side_bind_together(tmp_path):
@@ -326,98 +272,13 @@ def test_the_memory_of_the_host_is_the_cgroups(tmp_path):
     host = read_host(root=machine.root, environment=machine.environment)
     assert (host.ram_bytes, host.ram_available_bytes) == (16 * GIB, 14 * GIB)
     assert host.pinned_limit_bytes == 16 * GIB
+    free = read_host(root=lay_out(tmp_path / "free", "no_gpu_laptop").root, environment={})
+    assert (free.ram_bytes, free.ram_available_bytes) == (7973604 * KIB, 3310188 * KIB)
+    assert free.slurm is None and not free.is_wsl
+    wsl = read_host(root=lay_out(tmp_path / "wsl", "wsl_rtx3080").root, environment={})
+    assert wsl.is_wsl and wsl.pinned_limit_bytes == 16298788 * KIB // 2
     in_job = read_host(root=machine.root, environment={"SLURM_JOB_ID": "1", "SLURM_MEM_PER_NODE": "8192"})
     assert (in_job.ram_bytes, in_job.ram_available_bytes) == (8 * GIB, 8 * GIB)
-
-
-def test_the_memory_of_a_free_host_is_what_the_kernel_says(tmp_path):
-    host = read_host(root=lay_out(tmp_path, "no_gpu_laptop").root, environment={})
-    assert (host.ram_bytes, host.ram_available_bytes) == (7973604 * KIB, 3310188 * KIB)
-    assert host.slurm is None
-    assert not host.is_wsl
-
-
-def test_wsl_pins_half_of_its_memory(tmp_path):
-    host = read_host(root=lay_out(tmp_path, "wsl_rtx3080").root, environment={})
-    assert host.is_wsl
-    assert host.pinned_limit_bytes == 16298788 * KIB // 2
-
-
-def test_a_machine_that_says_nothing_has_unknown_figures(tmp_path):
-    host = read_host(root=Machine(tmp_path).root, environment={})
-    assert (host.cpu_name, host.ram_bytes, host.ram_available_bytes, host.pinned_limit_bytes) == (None,) * 4
-    assert (host.shm_bytes, host.disks, host.interfaces, host.cpu_flags) == (None, (), (), ())
-    assert host.num_cores is not None
-
-
-def test_disks_have_their_space_and_kind(tmp_path):
-    machine = lay_out(tmp_path, "rtx4090_desktop")
-    (machine.root / "mnt/big disk").mkdir(parents=True)
-    machine.write("sys/dev/block/259:2/queue/rotational", "0\n")
-    machine.write("sys/dev/block/259:5/unused", "")
-    root, big = read_host(root=machine.root, environment={}).disks
-    assert (root.path, root.filesystem, root.is_rotational) == ("/", "ext4", False)
-    assert (big.path, big.is_rotational) == ("/mnt/big disk", None)
-    assert 0 < root.free_bytes <= root.total_bytes
-
-
-def test_a_partition_turns_as_its_disk_does(tmp_path):
-    machine = lay_out(tmp_path, "rtx4090_desktop")
-    machine.write("sys/devices/sda/queue/rotational", "1\n")
-    (machine.root / "sys/devices/sda/sda2").mkdir()
-    (machine.root / "sys/dev/block").mkdir(parents=True)
-    (machine.root / "sys/dev/block/259:2").symlink_to(machine.root / "sys/devices/sda/sda2")
-    assert read_host(root=machine.root, environment={}).disks[0].is_rotational
-
-
-def test_a_btrfs_volume_is_found_by_the_name_of_its_device(tmp_path):
-    machine = lay_out(tmp_path, "no_gpu_laptop")
-    machine.write("sys/class/block/luks-3f2a/queue/rotational", "0\n")
-    assert read_host(root=machine.root, environment={}).disks[0].is_rotational is False
-
-
-def test_a_file_bound_into_a_container_is_no_disk(tmp_path):
-    machine = Machine(tmp_path)
-    machine.write("etc/hosts", "")
-    (machine.root / "data/scratch").mkdir(parents=True)
-    machine.write(
-        "proc/self/mountinfo",
-        "50 40 8:1 /var/x/hosts /etc/hosts rw - ext4 /dev/sda1 rw\n"
-        "51 40 8:1 /scratch /data/scratch rw - ext4 /dev/sda1 rw\n",
-    )
-    assert [disk.path for disk in read_host(root=machine.root, environment={}).disks] == ["/data/scratch"]
-
-
-def test_interfaces_that_are_up_are_listed_with_infiniband_ports(tmp_path):
-    machine = Machine(tmp_path)
-    for name, state, speed, kind in (
-        ("eno7", "up", "25000", "1"),
-        ("eno8", "down", "25000", "1"),
-        ("docker0", "up", "10000", "1"),
-        ("ib7", "up", "400000", "32"),
-    ):
-        machine.write(f"sys/class/net/{name}/operstate", f"{state}\n")
-        machine.write(f"sys/class/net/{name}/speed", f"{speed}\n")
-        machine.write(f"sys/class/net/{name}/type", f"{kind}\n")
-    for port, state, layer in (
-        ("1", "4: ACTIVE", "InfiniBand"),
-        ("2", "1: DOWN", "InfiniBand"),
-        ("3", "4: ACTIVE", "Ethernet"),
-    ):
-        machine.write(f"sys/class/infiniband/mlx5_0/ports/{port}/state", f"{state}\n")
-        machine.write(f"sys/class/infiniband/mlx5_0/ports/{port}/link_layer", f"{layer}\n")
-        machine.write(f"sys/class/infiniband/mlx5_0/ports/{port}/rate", "400 Gb/sec (4X NDR)\n")
-    interfaces = read_host(root=machine.root, environment={}).interfaces
-    assert [(one.name, one.speed_bytes_per_s) for one in interfaces] == [
-        ("eno7", 3_125_000_000),
-        ("ib7", None),
-        ("mlx5_0:1", 50_000_000_000),
-    ]
-
-
-def test_the_loopback_has_its_address_and_a_stranger_none():
-    assert interface_address("lo") == "127.0.0.1"
-    assert interface_address("nosuch0") is None
 
 
 @pytest.mark.parametrize(
@@ -444,20 +305,6 @@ def test_a_login_node_is_known_by_sbatch_and_a_cluster(tmp_path, configuration, 
     assert read_host(root=machine.root, environment=environment).slurm == expected
 
 
-def test_this_machine_is_read():
-    host = read_host()
-    assert host.ram_bytes is not None
-    assert host.ram_available_bytes is not None
-    assert 0 < host.ram_available_bytes <= host.ram_bytes
-    assert host.num_cores is not None
-    assert 1 <= host.num_cores <= len(os.sched_getaffinity(0))
-
-
-def test_a_file_that_is_not_there_reads_as_empty(tmp_path):
-    assert read_text(tmp_path / "none") == ""
-    assert read_text(tmp_path) == ""
-
-
 @pytest.mark.parametrize(
     ("files", "kills"),
     [
@@ -478,3 +325,64 @@ def test_kills_are_those_of_our_group_else_of_the_machine(tmp_path, files, kills
         machine.write(path, text)
     assert read_oom_kills(machine.root) == kills
     assert read_oom_kills(tmp_path / "nowhere") is None
+
+
+def test_a_machine_without_kernel_files_has_unknown_figures_and_this_one_is_read(tmp_path):
+    host = read_host(root=Machine(tmp_path).root, environment={})
+    assert (host.cpu_name, host.ram_bytes, host.ram_available_bytes, host.pinned_limit_bytes) == (None,) * 4
+    assert (host.shm_bytes, host.disks, host.interfaces, host.cpu_flags) == (None, (), (), ())
+    here = read_host()
+    assert here.ram_bytes is not None and here.ram_available_bytes is not None and here.num_cores is not None
+    assert 0 < here.ram_available_bytes <= here.ram_bytes and 1 <= here.num_cores <= len(os.sched_getaffinity(0))
+    assert interface_address("lo") == "127.0.0.1" and interface_of("127.0.0.1") == "lo"
+    assert interface_address("nosuch0") is interface_of("192.0.2.1") is None
+
+
+def test_disks_have_their_space_and_kind(tmp_path):
+    """A partition is of its disk's kind, a btrfs volume is found by its device, a file bound from a disk is none."""
+    machine = lay_out(tmp_path, "rtx4090_desktop")
+    (machine.root / "mnt/big disk").mkdir(parents=True)
+    machine.write("sys/devices/sda/queue/rotational", "1\n")
+    (machine.root / "sys/devices/sda/sda2").mkdir()
+    machine.write("sys/dev/block/259:5/unused", "")
+    (machine.root / "sys/dev/block/259:2").symlink_to(machine.root / "sys/devices/sda/sda2")
+    root, big = read_host(root=machine.root, environment={}).disks
+    assert (root.path, root.filesystem, root.is_rotational) == ("/", "ext4", True)
+    assert (big.path, big.is_rotational) == ("/mnt/big disk", None)
+    assert 0 < root.free_bytes <= root.total_bytes
+    laptop = lay_out(tmp_path / "laptop", "no_gpu_laptop")
+    laptop.write("sys/class/block/luks-3f2a/queue/rotational", "0\n")
+    assert read_host(root=laptop.root, environment={}).disks[0].is_rotational is False
+    container = Machine(tmp_path / "container")
+    container.write("etc/hosts", "")
+    (container.root / "data/scratch").mkdir(parents=True)
+    bound = "50 40 8:1 /var/x/hosts /etc/hosts rw - ext4 /dev/sda1 rw\n"
+    container.write("proc/self/mountinfo", f"{bound}51 40 8:1 /scratch /data/scratch rw - ext4 /dev/sda1 rw\n")
+    assert [disk.path for disk in read_host(root=container.root, environment={}).disks] == ["/data/scratch"]
+
+
+def test_interfaces_that_are_up_are_listed_with_infiniband_ports(tmp_path):
+    machine = Machine(tmp_path)
+    internal = ("lo", "docker0", "br-12ab", "veth1234", "virbr0", "cni0")
+    for name, state, speed, kind in (
+        *((name, "up", "10000", "1") for name in internal),
+        ("br0", "down", "25000", "1"),
+        ("eno7", "up", "25000", "1"),
+        ("ib7", "up", "400000", "32"),
+    ):
+        for file, text in (("operstate", state), ("speed", speed), ("type", kind)):
+            machine.write(f"sys/class/net/{name}/{file}", f"{text}\n")
+    for port, state, layer in (
+        ("1", "4: ACTIVE", "InfiniBand"),
+        ("2", "1: DOWN", "InfiniBand"),
+        ("3", "4: ACTIVE", "Ethernet"),
+    ):
+        for file, text in (("state", state), ("link_layer", layer), ("rate", "400 Gb/sec (4X NDR)")):
+            machine.write(f"sys/class/infiniband/mlx5_0/ports/{port}/{file}", f"{text}\n")
+    interfaces = read_host(root=machine.root, environment={}).interfaces
+    assert [(one.name, one.speed_bytes_per_s) for one in interfaces] == [
+        ("eno7", 3_125_000_000),
+        ("ib7", None),
+        ("mlx5_0:1", 50_000_000_000),
+    ]
+    assert not any(map(is_internal_interface, ("eth0", "bond0", "ib0", "enp5s0", "br0", "wlan0")))

@@ -18,34 +18,16 @@ def test_every_installed_package_has_the_version_of_its_metadata() -> None:
     assert {name: installed_version(name) for name in expected} == expected
 
 
-@pytest.mark.parametrize("spelling", ["some-package", "Some_Package", "some.package"])
-def test_a_name_is_found_in_any_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str) -> None:
-    (tmp_path / "Some_Package-1.0+cu130.dist-info").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert installed_version(spelling) == "1.0+cu130"
-
-
-def test_a_package_that_was_installed_anew_is_known_by_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "dated-1.0.dist-info"
-    folder.mkdir()
-    os.utime(folder, ns=(1, 10**18))
-    monkeypatch.syspath_prepend(tmp_path)
-    assert installed_ns("dated") == 10**18
-    assert installed_ns("missing-here") is None
-
-
-def test_of_two_versions_the_one_that_an_import_takes_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder, version in (("later", "2.0"), ("first", "1.0")):
-        (tmp_path / folder / f"twice-{version}.egg-info").mkdir(parents=True)
+def test_a_name_is_found_in_any_spelling_as_an_import_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, version in (("later", "2.0"), ("first", "1.0+cu130")):
+        (tmp_path / folder / f"Some_Package-{version}.dist-info").mkdir(parents=True)
         monkeypatch.syspath_prepend(tmp_path / folder)
-    assert installed_version("twice") == "1.0"
-
-
-def test_what_is_not_there_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path / "missing")
-    assert installed_version("no-such-package") is None
+    for spelling in ("some-package", "Some_Package", "some.package"):
+        assert installed_version(spelling) == "1.0+cu130"
+    os.utime(tmp_path / "first" / "Some_Package-1.0+cu130.dist-info", ns=(1, 10**18))
+    assert installed_ns("some-package") == 10**18
+    assert installed_ns("missing-here") is None and installed_version("missing-here") is None
 
 
 @pytest.mark.cold
@@ -71,15 +53,9 @@ def test_a_version_that_its_user_leaves_aside_is_named_with_what_it_takes(
         (tmp_path / f"{name}.dist-info").mkdir()
     (tmp_path / "whole-5.0.dist-info" / "METADATA").write_text(f"Name: whole\n{requirement}\n\nA description\n")
     monkeypatch.syspath_prepend(tmp_path)
+    assert unfit_version("part", user="no-such-package") is unfit_version("no-such-package", user="part") is None
     found = unfit_version("part", user="whole")
     assert found is None if expected is None else all(fact in (found or "") for fact in expected)
-
-
-def test_a_version_of_what_is_missing_is_not_unfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "part-1.0.dist-info").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert unfit_version("part", user="no-such-package") is None
-    assert unfit_version("no-such-package", user="part") is None
 
 
 def test_transformers_says_which_versions_of_kernels_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

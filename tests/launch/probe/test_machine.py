@@ -1,15 +1,12 @@
 """The probe as a whole, on captured machines and on this one."""
 
-import subprocess
-import sys
-
 import msgspec
 import pytest
 from captured_machine import GPU_MACHINES, MACHINES, Machine, lay_out
 from engine_plan_factory import engine_plan
 from gpu_machines import AMD, lay_out_gpus
 
-from shardwise.launch.probe.machine import LIBRARIES, describe_hardware, read_hardware, read_libraries
+from shardwise.launch.probe.machine import describe_hardware, read_hardware
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import notes
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
@@ -77,15 +74,12 @@ def test_the_cards_to_plan_for_and_the_links_between_them(tmp_path, name, used, 
     hardware = probe(lay_out(tmp_path, name))
     assert indices(hardware) == used
     assert len(hardware.links) == num_links
-
-
-def test_a_busy_card_and_uneven_memory_are_said(tmp_path):
-    hardware = probe(lay_out(tmp_path, "shared_4x_a100"))
-    (busy,) = hardware.excluded
-    for fact in ("GPU 1 ", "python3.11 (pid 1403377)", "(pid 1403378)", "67.6 GiB of 80 GiB"):
-        assert fact in busy
-    (uneven,) = hardware.notes
-    assert "77.5 GiB to 79.3 GiB" in uneven and "GPU 3" in uneven
+    if name == "nvlink_8x_h100":
+        line = "links      18 NVLinks, 445 GiB/s each way, peer access: 0-1, 0-2, ... 6-7 (28 pairs)\n"
+        assert line in describe_hardware(hardware)
+    if name == "shared_4x_a100":
+        assert "python3.11 (pid 1403377)" in hardware.excluded[0] and "67.6 GiB of 80 GiB" in hardware.excluded[0]
+        assert "77.5 GiB to 79.3 GiB" in hardware.notes[0] and "GPU 3" in hardware.notes[0]
 
 
 def test_cuda_visible_devices_is_respected(tmp_path):
@@ -94,18 +88,15 @@ def test_cuda_visible_devices_is_respected(tmp_path):
     assert [(link.a, link.b) for link in hardware.links] == [(2, 3)]
     (hidden,) = hardware.excluded
     assert "CUDA_VISIBLE_DEVICES=2,3" in hidden and "GPUs 0, 1, 4, 5, 6 and 7" in hidden
-
-
-def test_numbers_on_a_machine_of_several_models_are_explained(tmp_path):
-    hardware = probe(lay_out(tmp_path, "mixed_models"), cuda_visible_devices="0")
-    assert indices(hardware) == [0]
-    assert any("CUDA" in note for note in hardware.notes)
-
-
-def test_hiding_every_card_plans_for_the_cpu(tmp_path):
-    hardware = probe(lay_out(tmp_path, "rtx4090_desktop"), cuda_visible_devices="")
-    assert hardware.device_kind is DeviceKind.CPU
-    assert "CUDA_VISIBLE_DEVICES= " in hardware.excluded[0] and "GPU 0" in hardware.excluded[0]
+    mixed = probe(lay_out(tmp_path / "mixed", "mixed_models"), cuda_visible_devices="0")
+    assert indices(mixed) == [0]
+    assert any("CUDA" in note for note in mixed.notes), "CUDA may count cards of several models in another order"
+    machine = lay_out(tmp_path / "one", "rtx4090_desktop")
+    machine.put_gpu_on_bus("0000:0b:00.0", vendor=AMD)
+    assert not any("AMD" in note for note in probe(machine, vram_cap_bytes=8 * GIB).notes)
+    none = probe(machine, cuda_visible_devices="", vram_cap_bytes=8 * GIB)
+    assert none.device_kind is DeviceKind.CPU and none.vram_cap_bytes == 8 * GIB
+    assert "CUDA_VISIBLE_DEVICES= " in none.excluded[0] and "GPU 0" in none.excluded[0]
 
 
 def failing_machine(tmp_path, script, *, is_on_bus):
@@ -118,7 +109,6 @@ def failing_machine(tmp_path, script, *, is_on_bus):
 
 MISMATCH = 'echo "Failed to initialize NVML: Driver/library version mismatch"; exit 18\n'
 NOT_LOADED = 'echo "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."; exit 9\n'
-NO_DEVICES = 'echo "No devices were found"; exit 6\n'
 
 
 @pytest.mark.parametrize(
@@ -126,41 +116,24 @@ NO_DEVICES = 'echo "No devices were found"; exit 6\n'
     [
         (MISMATCH, False, "restart the machine"),
         (NOT_LOADED, True, "sudo modprobe nvidia"),
-        (NO_DEVICES, True, "--gpus"),
-        ("kill -SEGV $$\n", True, "code -11"),
+        ("exec sleep 300\n", True, "does not answer"),
     ],
 )
 def test_a_card_whose_driver_fails_stops_the_probe_with_the_remedy(tmp_path, script, is_on_bus, remedy):
     with pytest.raises(EnvironmentFaultError, match=remedy) as raised:
-        probe(failing_machine(tmp_path, script, is_on_bus=is_on_bus))
+        probe(failing_machine(tmp_path, script, is_on_bus=is_on_bus), smi_timeout_s=2.0, cuda_visible_devices="1")
     assert "CUDA_VISIBLE_DEVICES=" in str(raised.value)
     assert len(str(raised.value).splitlines()) <= 3
 
 
-def test_a_card_whose_driver_hangs_stops_the_probe(tmp_path):
-    machine = failing_machine(tmp_path, "exec sleep 300\n", is_on_bus=True)
-    with pytest.raises(EnvironmentFaultError, match="CUDA_VISIBLE_DEVICES="):
-        probe(machine, smi_timeout_s=0.2)
-
-
-@pytest.mark.parametrize("script", [NOT_LOADED, NO_DEVICES])
-def test_a_failing_program_on_a_machine_without_a_card_is_a_note(tmp_path, script):
-    hardware = probe(failing_machine(tmp_path, script, is_on_bus=False))
-    assert hardware.device_kind is DeviceKind.CPU
-    assert len(hardware.notes) == 1
-    assert "\n" not in hardware.notes[0]
-
-
-@pytest.mark.parametrize("setting", ["", "-1", " ", "NoDevFiles"])
-def test_whoever_hides_the_cards_may_plan_for_the_cpu_with_a_broken_driver(tmp_path, setting):
-    hardware = probe(failing_machine(tmp_path, MISMATCH, is_on_bus=True), cuda_visible_devices=setting)
-    assert hardware.device_kind is DeviceKind.CPU
-    assert "nvidia-smi" in hardware.notes[0]
-
-
-def test_naming_the_card_of_a_broken_driver_does_not_hide_it(tmp_path):
-    with pytest.raises(EnvironmentFaultError):
-        probe(failing_machine(tmp_path, MISMATCH, is_on_bus=True), cuda_visible_devices="1")
+def test_a_failing_program_is_a_note_without_a_card_and_where_the_cards_are_hidden(tmp_path):
+    machine = failing_machine(tmp_path, NOT_LOADED, is_on_bus=False)
+    for setting in (None, "", "-1", " ", "NoDevFiles"):
+        if setting is not None:
+            machine.put_gpu_on_bus()
+        hardware = probe(machine, cuda_visible_devices=setting)
+        (note,) = hardware.notes
+        assert hardware.device_kind is DeviceKind.CPU and "nvidia-smi" in note and "\n" not in note
 
 
 def test_gpus_of_amd_are_named_as_found_and_not_supported(tmp_path):
@@ -170,36 +143,6 @@ def test_gpus_of_amd_are_named_as_found_and_not_supported(tmp_path):
     assert hardware.gpus == ()
     for text in (describe_hardware(hardware), "\n".join(planned)):
         assert all(fact in text for fact in ("2 AMD GPUs", "0000:03:00.0", "not supported"))
-
-
-def test_an_amd_chip_beside_nvidia_s_card_goes_without_a_word(tmp_path):
-    machine = lay_out(tmp_path, "rtx4090_desktop")
-    machine.put_gpu_on_bus("0000:0b:00.0", vendor=AMD)
-    assert not any("AMD" in note for note in probe(machine).notes)
-
-
-def test_a_cap_is_kept(tmp_path):
-    hardware = probe(lay_out(tmp_path, "rtx4090_desktop"), vram_cap_bytes=8 * GIB)
-    assert hardware.vram_cap_bytes == 8 * GIB
-    assert " 8 GiB" in describe_hardware(hardware)
-
-
-@pytest.mark.cold
-def test_libraries_are_known_without_importing_one():
-    script = (
-        "import sys; from shardwise.launch.probe.machine import read_hardware, LIBRARIES; hardware = read_hardware();"
-        "assert hardware.libraries['torch'];"
-        "loaded = {name.replace('-', '_') for name in LIBRARIES} | {'numpy'};"
-        "sys.exit(', '.join(loaded & set(sys.modules)) or 0)"
-    )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_only_installed_libraries_are_listed():
-    libraries = read_libraries()
-    assert libraries["torch"].startswith("2.")
-    assert set(libraries) <= set(LIBRARIES)
 
 
 def test_a_library_at_a_version_that_its_user_leaves_aside_is_said(tmp_path, monkeypatch):
@@ -339,20 +282,5 @@ def test_the_table_of_a_machine_of_which_nothing_is_known():
     two = Hardware(gpus=(), host=UNKNOWN_HOST, num_cpu_devices=2, vram_cap_bytes=GIB)
     (line,) = describe_hardware(two).splitlines()
     assert "CPU, 2 ranks" in line and "1 GiB" in line
-
-
-@pytest.mark.parametrize(
-    ("slurm", "fact"),
-    [
-        (SlurmEnvironment(has_sbatch=True), "login node"),
-        (SlurmEnvironment(has_sbatch=True, job_id="3"), "Slurm job 3"),
-    ],
-)
-def test_slurm_is_said(slurm, fact):
-    host = msgspec.structs.replace(UNKNOWN_HOST, slurm=slurm)
-    assert fact in describe_hardware(Hardware(gpus=(), host=host))
-
-
-def test_links_of_many_pairs_take_one_line(tmp_path):
-    text = describe_hardware(probe(lay_out(tmp_path, "nvlink_8x_h100")))
-    assert "links      18 NVLinks, 445 GiB/s each way, peer access: 0-1, 0-2, ... 6-7 (28 pairs)\n" in text
+    login = msgspec.structs.replace(UNKNOWN_HOST, slurm=SlurmEnvironment(has_sbatch=True))
+    assert "login node" in describe_hardware(Hardware(gpus=(), host=login))

@@ -29,25 +29,13 @@ def make_disk(path):
 
 
 def test_a_folder_has_both_speeds_and_nothing_is_left_in_it(tmp_path):
-    speed = measure_folder(tmp_path, file_bytes=2 * BLOCK_BYTES)
-    assert speed is not None and speed.write_bytes_per_s > 0 and speed.read_bytes_per_s > 0
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_memory_file_systems_that_refuse_direct_access_are_measured_too():
-    folder = Path("/dev/shm")  # the one tmpfs that every Linux has
-    before = set(folder.iterdir())
-    assert measure_folder(folder, file_bytes=BLOCK_BYTES) is not None
-    assert not [path for path in set(folder.iterdir()) - before if "shardwise" in path.name]
-
-
-def test_a_short_budget_ends_after_one_block(tmp_path):
-    assert measure_folder(tmp_path, file_bytes=64 * BLOCK_BYTES, budget_s=0) is not None
-
-
-@pytest.mark.parametrize("folder", ["/proc/self", "/no/such/folder"])
-def test_a_folder_that_refuses_a_file_is_not_measured(folder):
-    assert measure_folder(Path(folder)) is None
+    """Also where the budget ends after a block, and on a tmpfs, which refuses direct access."""
+    for folder, num_blocks, budget_s in ((tmp_path, 2, 60), (tmp_path, 64, 0), (Path("/dev/shm"), 1, 60)):
+        before = set(folder.iterdir())
+        speed = measure_folder(folder, file_bytes=num_blocks * BLOCK_BYTES, budget_s=budget_s)
+        assert speed is not None and speed.write_bytes_per_s > 0 and speed.read_bytes_per_s > 0
+        assert not [path for path in set(folder.iterdir()) - before if "shardwise" in path.name]
+    assert measure_folder(Path("/proc/self")) is measure_folder(Path("/no/such/folder")) is None
 
 
 def test_a_disk_whose_mount_point_cannot_be_written_is_measured_in_another_folder_of_it(tmp_path):
@@ -57,46 +45,41 @@ def test_a_disk_whose_mount_point_cannot_be_written_is_measured_in_another_folde
     assert writable_folder(disk, [Path("/dev/shm")]) is None  # another disk
     assert writable_folder(make_disk(tmp_path), []) == tmp_path
     assert writable_folder(make_disk("/no/such/disk"), [tmp_path]) is None
-
-
-def test_a_disk_that_cannot_be_measured_is_named(tmp_path):
-    disks, notes = measure_disks([make_disk(tmp_path), make_disk("/no/such/disk")], [])
+    disks, (note,) = measure_disks([make_disk(tmp_path), make_disk("/no/such/disk")], [])
     assert disks[0].read_bytes_per_s is not None
-    assert disks[1] == make_disk("/no/such/disk")
-    (note,) = notes
-    assert "/no/such/disk" in note
+    assert disks[1] == make_disk("/no/such/disk") and "/no/such/disk" in note
 
 
-def run_module(tmp_path, monkeypatch, body, hardware, measuring=measure_device, **changes):
-    """Has a module of the given body measure `hardware`; it stands in for the one that needs torch and a GPU."""
-    (tmp_path / "stand_in.py").write_text("import os, pathlib, sys, time\n" + body)
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The module that the processes that measure run; it stands in for the one that needs torch and a GPU."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return measuring(hardware, module="stand_in", **changes)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path / "stand_in.py"
 
 
-def answer_of(memory_bytes_per_s):
-    return f'pathlib.Path(sys.argv[1]).write_text(\'{{"rates": {{"memory_bytes_per_s": {memory_bytes_per_s}}}}}\')\n'
+IMPORTS = "import os, pathlib, sys, time\n"
+ANSWER_7 = 'pathlib.Path(sys.argv[1]).write_text(\'{"rates": {"memory_bytes_per_s": 7}}\')\n'
+ONE_CPU = Hardware(gpus=(), host=HOST)
 
 
-def test_the_subprocess_is_told_the_device_and_the_cores(tmp_path, monkeypatch):
+def test_the_subprocess_gets_the_device_and_the_cores(stand_in):
     body = (
         "assert sys.argv[2] == 'cpu' and os.environ['CUDA_VISIBLE_DEVICES'] == ''\n"
-        "assert os.environ['OMP_NUM_THREADS'] == '1'\n" + answer_of(7)
+        "assert os.environ['OMP_NUM_THREADS'] == '1'\n" + ANSWER_7
     )
-    found = run_module(tmp_path, monkeypatch, body, Hardware(gpus=(), host=HOST))
-    assert found == Measurement(rates=MeasuredRates(memory_bytes_per_s=7))
+    stand_in.write_text(IMPORTS + body)
+    assert measure_device(ONE_CPU, module="stand_in") == Measurement(rates=MeasuredRates(memory_bytes_per_s=7))
+    body = "assert sys.argv[2] == 'cuda' and os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-2'\n" + ANSWER_7
+    stand_in.write_text(IMPORTS + body)
+    found = measure_device(Hardware(gpus=cards(2, 3), host=HOST), module="stand_in")
+    assert (found.rates.memory_bytes_per_s, found.notes) == (7, ())
 
 
 def cards(*indices, **fields):
     return tuple(
         Gpu(index=index, name="x", spec_name=None, memory_bytes=GIB, uuid=f"GPU-{index}", **fields) for index in indices
     )
-
-
-def test_the_subprocess_sees_one_of_the_chosen_cards(tmp_path, monkeypatch):
-    body = "assert sys.argv[2] == 'cuda' and os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-2'\n" + answer_of(7)
-    found = run_module(tmp_path, monkeypatch, body, Hardware(gpus=cards(2, 3), host=HOST))
-    assert (found.rates.memory_bytes_per_s, found.notes) == (7, ())
 
 
 @pytest.mark.parametrize(
@@ -108,16 +91,17 @@ def test_the_subprocess_sees_one_of_the_chosen_cards(tmp_path, monkeypatch):
     ],
     ids=["raises", "silent", "killed"],
 )
-def test_a_subprocess_that_fails_is_a_note(tmp_path, monkeypatch, body, fact):
-    found = run_module(tmp_path, monkeypatch, body, Hardware(gpus=(), host=HOST))
+def test_a_subprocess_that_fails_is_a_note(stand_in, body, fact):
+    stand_in.write_text(IMPORTS + body)
+    found = measure_device(ONE_CPU, module="stand_in")
     (note,) = found.notes
     assert found.rates == MeasuredRates() and fact in note
 
 
-def test_a_subprocess_that_takes_too_long_keeps_what_it_had(tmp_path, monkeypatch):
-    hardware, body = Hardware(gpus=(), host=HOST), answer_of(7) + "time.sleep(600)\n"
+def test_a_subprocess_that_takes_too_long_keeps_what_it_had(stand_in):
+    stand_in.write_text(IMPORTS + ANSWER_7 + "time.sleep(600)\n")
     found, limit_s = under_a_limit(
-        lambda limit_s: run_module(tmp_path, monkeypatch, body, hardware, timeout_s=limit_s),
+        lambda limit_s: measure_device(ONE_CPU, module="stand_in", timeout_s=limit_s),
         lambda found: found.rates.memory_bytes_per_s == 7,
     )
     assert len(found.notes) == 1 and f"{limit_s:g} s" in found.notes[0]
@@ -132,24 +116,11 @@ def test_a_file_of_the_same_name_in_the_working_folder_is_not_run(tmp_path, monk
     assert "No module named elsewhere" in note
 
 
-TWO_CORE_HOST = Host(cpu_name=None, num_cores=2, ram_bytes=None, ram_available_bytes=None)
-TWO_CPU_RANKS = Hardware(gpus=(), host=TWO_CORE_HOST, num_cpu_devices=2)
+TWO_CPU_RANKS = Hardware(gpus=(), host=replace(HOST, num_cores=2), num_cpu_devices=2)
 
 
 def machine_of(*indices: int, **fields: object) -> Hardware:
-    gpus = [
-        Gpu(index=index, name="x", spec_name=None, memory_bytes=GIB, uuid=f"GPU-{index}", **fields)  # type: ignore[arg-type]
-        for index in indices
-    ]
-    return Hardware(gpus=tuple(gpus), host=TWO_CORE_HOST)
-
-
-@pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module that is found by the processes that measure."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return tmp_path / "stand_in.py"
+    return Hardware(gpus=cards(*indices, **fields), host=HOST)
 
 
 def test_two_cpu_ranks_gather_over_gloo() -> None:
@@ -187,11 +158,6 @@ def test_a_rank_that_never_comes_is_a_note_in_time(stand_in: Path) -> None:
             os.kill(pid, 0)
 
 
-def test_a_rank_that_fails_is_not_waited_for(stand_in: Path) -> None:
-    stand_in.write_text("import sys, time\nif sys.argv[2] == '1': sys.exit('no such backend')\ntime.sleep(600)\n")
-    assert "no such backend" in only_note(measure_gather(TWO_CPU_RANKS, timeout_s=300, module="stand_in"))
-
-
 def test_other_values_are_seen(stand_in: Path) -> None:
     stand_in.write_text(
         REAL + "from torch import distributed\nwhole = distributed.all_gather_into_tensor\n"
@@ -216,18 +182,13 @@ def test_gpus_that_gather_only_without_peer_access_say_so(stand_in: Path) -> Non
     assert f"{limit_s:g} s" in only_note(found) and "works without peer access" in only_note(found)
     assert found.rates.all_gather_bytes_per_s == 5
     assert replace(machine_of(0, 1), rates=found.rates).needs_p2p_disabled
-
-
-def test_gpus_that_never_gather_are_no_finding_about_peer_access(stand_in: Path) -> None:
-    stand_in.write_text("import sys; sys.exit('NCCL error')\n")
-    found = measure_gather(machine_of(0, 1), module="stand_in")
+    stand_in.write_text("import sys, time\nif sys.argv[2] == '1': sys.exit('NCCL error')\ntime.sleep(600)\n")
+    found = measure_gather(machine_of(0, 1), timeout_s=300, module="stand_in")  # the other rank is not waited for
     assert "NCCL error" in only_note(found) and "works" not in only_note(found)
     assert not replace(machine_of(0, 1), rates=found.rates).needs_p2p_disabled
 
 
-@pytest.mark.parametrize(
-    "hardware", [machine_of(0), machine_of(0, 1, is_mig_on=True), Hardware(gpus=(), host=TWO_CORE_HOST)]
-)
+@pytest.mark.parametrize("hardware", [machine_of(0), machine_of(0, 1, is_mig_on=True), Hardware(gpus=(), host=HOST)])
 def test_one_device_and_slices_of_one_have_no_links(hardware: Hardware) -> None:
     assert measure_gather(hardware, module="no_such_module").notes == ()
     assert measure_peers(hardware, module="no_such_module").notes == ()
@@ -237,13 +198,6 @@ PEERS = 'import pathlib, sys, time\npathlib.Path(sys.argv[1]).write_text(\'{"rat
 RIGHT = '{"a": 0, "b": 1, "bytes_per_s": 9, "is_correct": true}'
 WRONG = '{"a": 1, "b": 0, "bytes_per_s": 9}'
 AT_WORK = '{"a": 1, "b": 0}'
-
-
-def test_copies_are_named_by_the_indices_of_the_cards(stand_in: Path) -> None:
-    stand_in.write_text(PEERS % RIGHT)
-    found = measure_peers(machine_of(4, 6), module="stand_in")
-    assert found.rates.peer_copies == (PeerCopy(a=4, b=6, bytes_per_s=9, is_correct=True),)
-    assert found.notes == ()
 
 
 @pytest.mark.parametrize(
@@ -265,17 +219,18 @@ def test_a_bad_pair_is_a_finding(stand_in: Path, body: str, fact: str) -> None:
     assert replace(machine_of(4, 6), rates=found.rates).needs_p2p_disabled
 
 
-def test_copies_that_were_never_tried_condemn_nothing(stand_in: Path) -> None:
-    stand_in.write_text("import sys; sys.exit('no torch')\n")
-    found = measure_peers(machine_of(0, 1), module="stand_in")
-    assert "no torch" in only_note(found) and "NCCL_P2P_DISABLE" not in only_note(found)
-    assert not replace(machine_of(0, 1), rates=found.rates).needs_p2p_disabled
-
-
-def test_a_process_that_fails_between_two_copies_condemns_none(stand_in: Path) -> None:
-    stand_in.write_text(PEERS % RIGHT + "sys.exit('CUDA-capable device is busy')\n")
+@pytest.mark.parametrize(
+    ("body", "fact"),
+    [("import sys; sys.exit('no torch')\n", "no torch"), (PEERS % RIGHT + "sys.exit('device is busy')\n", "is busy")],
+    ids=["before the first", "between two"],
+)
+def test_a_process_that_fails_between_copies_condemns_none(stand_in: Path, body: str, fact: str) -> None:
+    stand_in.write_text(PEERS % RIGHT)
     found = measure_peers(machine_of(4, 6), module="stand_in")
-    assert "CUDA-capable device is busy" in only_note(found) and "NCCL_P2P_DISABLE" not in only_note(found)
+    assert found.rates.peer_copies == (PeerCopy(a=4, b=6, bytes_per_s=9, is_correct=True),) and found.notes == ()
+    stand_in.write_text(body)
+    found = measure_peers(machine_of(4, 6), module="stand_in")
+    assert fact in only_note(found) and "NCCL_P2P_DISABLE" not in only_note(found)
     assert not replace(machine_of(4, 6), rates=found.rates).needs_p2p_disabled
 
 

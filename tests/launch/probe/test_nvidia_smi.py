@@ -1,13 +1,12 @@
 """Parsers of nvidia-smi against captured text, and what each of its failures is called."""
 
 import pytest
-from captured_machine import GPU_MACHINES, captured
+from captured_machine import captured
 
 from shardwise.launch.probe.nvidia_smi import (
     GPU_FIELDS,
     build_links,
     explain_failure,
-    known,
     mig_gpus,
     parse_compute_apps,
     parse_gpu_rows,
@@ -18,7 +17,6 @@ from shardwise.launch.probe.nvidia_smi import (
     parse_table_processes,
     parse_topology,
     pcie_bytes_per_s,
-    unknown_field,
 )
 from shardwise.trainer.spec.hardware import Gpu, Holder, LinkKind
 from shardwise.trainer.spec.units import MIB
@@ -44,11 +42,6 @@ def links_of(machine):
         parse_nvlink_rates(captured(machine, "nvlink.txt")),
     )
     return {(link.a, link.b): link for link in links}
-
-
-@pytest.mark.parametrize("machine", GPU_MACHINES)
-def test_every_line_of_every_captured_machine_is_a_card(machine):
-    assert len(rows_of(machine)) == len(captured(machine, "query-gpu.csv").splitlines())
 
 
 def test_every_column_of_a_consumer_card_is_read():
@@ -103,17 +96,12 @@ def test_unified_memory_is_unknown_rather_than_zero():
     assert (row.gpu.pcie_generation, row.gpu.pcie_width) == (None, None)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["[N/A]", "[Not Supported]", "[Insufficient Permissions]", "[Unknown Error]", "[GPU is lost]", "N/A", "ERR!", " "],
-)
-def test_what_the_driver_does_not_say_is_none(text):
-    assert known(text) is None
-    line = ", ".join("7" if field == "index" else text for field in GPU_FIELDS)
-    ((row,), problems) = parse_gpu_rows(line)
-    assert problems == ()
-    assert row.gpu == Gpu(index=7, name="unknown GPU", spec_name=None, memory_bytes=0)
-    assert not row.shares_host_memory
+def test_what_the_driver_does_not_report_is_none():
+    for text in ("[N/A]", "[Not Supported]", "[Insufficient Permissions]", "[GPU is lost]", "N/A", "ERR!", " "):
+        line = ", ".join("7" if field == "index" else text for field in GPU_FIELDS)
+        ((row,), problems) = parse_gpu_rows(line)
+        assert row.gpu == Gpu(index=7, name="unknown GPU", spec_name=None, memory_bytes=0) and problems == ()
+        assert not row.shares_host_memory
 
 
 def test_a_line_that_is_no_card_becomes_a_sentence():
@@ -125,43 +113,19 @@ def test_a_line_that_is_no_card_becomes_a_sentence():
     assert len(problems) == 1 and "GPU1: 0000:41:00.0: Unknown Error" in problems[0]
 
 
-def test_a_field_of_a_newer_driver_is_named():
-    assert unknown_field('Field "memory.reserved" is not a valid field to query.\n\n') == "memory.reserved"
-    assert unknown_field("0, GPU-1") is None
-
-
-def test_columns_that_were_not_asked_for_are_unknown():
-    ((row,), _) = parse_gpu_rows("0, NVIDIA GeForce RTX 3090, 24576", ("index", "name", "memory.total"))
-    assert row.gpu == Gpu(
-        index=0, name="NVIDIA GeForce RTX 3090", spec_name="RTX-3090", memory_bytes=24576 * MIB, usable_bytes=None
-    )
-
-
 def test_compute_processes_are_grouped_by_card():
     holders = parse_compute_apps(captured("shared_4x_a100", "compute-apps.csv"))
     assert sorted(len(found) for found in holders.values()) == [1, 2]
+    ((comma,),) = parse_compute_apps(captured("pcie_2x_rtx3090", "compute-apps.csv")).values()
+    assert comma == Holder(pid=98211, name="python", memory_bytes=1230 * MIB), "a comma in a program's path"
+    ((display, hidden),) = parse_compute_apps(captured("wsl_rtx3080", "compute-apps.csv")).values()
+    assert display == Holder(pid=33, name="Xwayland", memory_bytes=None)
+    assert hidden == Holder(pid=9452, name=None, memory_bytes=None)
+    assert parse_compute_apps("No running processes found\ngpu_uuid, pid, process_name, used_gpu_memory [MiB]\n") == {}
     assert holders["GPU-b4d6f8a0-b2c4-4e68-9a0c-2e4f6a8b0c1d"] == (
         Holder(pid=1403377, name="python3.11", memory_bytes=68210 * MIB),
         Holder(pid=1403378, name=None, memory_bytes=1024 * MIB),
     )
-
-
-def test_a_comma_in_a_program_path_does_not_shift_the_columns():
-    ((holder,),) = parse_compute_apps(captured("pcie_2x_rtx3090", "compute-apps.csv")).values()
-    assert holder == Holder(pid=98211, name="python", memory_bytes=1230 * MIB)
-
-
-def test_wsl_gives_processes_without_their_memory():
-    ((display, hidden),) = parse_compute_apps(captured("wsl_rtx3080", "compute-apps.csv")).values()
-    assert display == Holder(pid=33, name="Xwayland", memory_bytes=None)
-    assert hidden == Holder(pid=9452, name=None, memory_bytes=None)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "No running processes found\n", "gpu_uuid, pid, process_name, used_gpu_memory [MiB]\n"]
-)
-def test_no_process_is_nobody(text):
-    assert parse_compute_apps(text) == {}
 
 
 def test_the_table_names_displays_and_browsers():
@@ -178,33 +142,15 @@ def test_the_table_names_displays_and_browsers():
     assert wsl.holder == Holder(pid=33, name="Xwayland", memory_bytes=None)
 
 
-def test_mig_slices_are_listed_under_their_card():
-    slices = parse_mig_slices(captured("mig_a100", "list.txt"))
-    assert [(one.gpu_index, one.device, one.profile) for one in slices] == [
-        (0, 0, "3g.20gb"),
-        (0, 1, "2g.10gb"),
-        (0, 2, "1c.2g.10gb"),
-    ]
-    assert slices[0].uuid == "MIG-0f7a2c9e-1b3d-5e84-a6c0-4d92e8f1b357"
-    older = "GPU 3: A100-SXM4-40GB (UUID: GPU-1)\n  MIG 1g.5gb Device 0: (UUID: MIG-GPU-1/7/0)\n"
-    assert [(one.gpu_index, one.uuid) for one in parse_mig_slices(older)] == [(3, "MIG-GPU-1/7/0")]
-
-
-def test_memory_of_a_slice_is_that_of_the_table_not_of_its_name():
-    memory = parse_mig_memory(captured("mig_a100", "table.txt"))
-    assert memory == {
-        (0, 0): (25 * MIB, 19968 * MIB),
-        (0, 1): (4211 * MIB, 9856 * MIB),
-        (0, 2): (12 * MIB, 9856 * MIB),
-    }
-
-
 def test_slices_become_devices_of_their_own():
     parent = rows_of("mig_a100")[0].gpu
     slices = parse_mig_slices(captured("mig_a100", "list.txt"))
+    older = "GPU 3: A100-SXM4-40GB (UUID: GPU-1)\n  MIG 1g.5gb Device 0: (UUID: MIG-GPU-1/7/0)\n"
+    assert [(one.gpu_index, one.uuid) for one in parse_mig_slices(older)] == [(3, "MIG-GPU-1/7/0")]
     memory = parse_mig_memory(captured("mig_a100", "table.txt"))
     first, second, third = mig_gpus(parent, slices, memory, first_index=2)
     assert (first.index, first.name) == (2, "NVIDIA A100-SXM4-40GB MIG 3g.20gb")
+    assert first.uuid == "MIG-0f7a2c9e-1b3d-5e84-a6c0-4d92e8f1b357"
     rows = [f"A100-SXM4-40GB-MIG-{profile}" for profile in ("3g.20gb", "2g.10gb")]
     assert [gpu.spec_name for gpu in (first, second, third)] == [*rows, None]  # a compute instance: an unknown part
     assert (first.memory_bytes, first.free_bytes) == (19968 * MIB, 19943 * MIB)
@@ -219,10 +165,7 @@ def test_nvswitch_joins_every_pair_with_18_links():
         (LinkKind.NVLINK, 18, True)
     }
     assert {link.bytes_per_s for link in links.values()} == {18 * 26_562_000_000}
-
-
-def test_columns_of_network_cards_do_not_shift_the_numa_nodes():
-    topology = parse_topology(captured("nvlink_8x_h100", "topo.txt"))
+    topology = parse_topology(captured("nvlink_8x_h100", "topo.txt"))  # with columns of network cards
     assert set(topology.cells) == {(a, b) for a in range(8) for b in range(8) if a != b}
     assert topology.numa_nodes == dict(enumerate([0] * 4 + [1] * 4))
 
@@ -233,19 +176,25 @@ def test_a_mesh_has_pairs_with_two_one_and_no_nvlink():
     assert (links[0, 1].num_nvlinks, links[0, 1].bytes_per_s) == (1, 25_781_000_000)
     assert (links[1, 3].kind, links[1, 3].num_nvlinks, links[1, 3].has_peer_access) == (LinkKind.SOCKET, 0, False)
     assert links[1, 3].bytes_per_s == 16 * 984_615_384
+    assert {len(rates) for rates in parse_nvlink_rates(captured("nvlink_4x_v100", "nvlink.txt")).values()} == {4}
 
 
-def test_two_pcie_cards_have_the_rate_of_the_narrower_slot_and_no_peer_access():
+def test_paths_over_pcie_have_their_kind_and_the_rate_of_the_narrower_slot():
     (link,) = links_of("pcie_2x_rtx3090").values()
     assert (link.kind, link.num_nvlinks, link.has_peer_access) == (LinkKind.NUMA_NODE, 0, False)
     assert link.bytes_per_s == 8 * 1_969_230_769
-
-
-@pytest.mark.parametrize(
-    ("pair", "kind"), [((0, 1), LinkKind.PCIE_HOST), ((0, 2), LinkKind.SOCKET), ((2, 3), LinkKind.PCIE_SWITCH)]
-)
-def test_pcie_paths_have_their_kind(pair, kind):
-    assert links_of("mixed_models")[pair].kind is kind
+    assert parse_nvlink_rates(captured("pcie_2x_rtx3090", "nvlink.txt")) == {}, "inactive links have no rate"
+    mixed = links_of("mixed_models")
+    assert [mixed[pair].kind for pair in ((0, 1), (0, 2), (2, 3))] == [
+        LinkKind.PCIE_HOST,
+        LinkKind.SOCKET,
+        LinkKind.PCIE_SWITCH,
+    ]
+    for generation, width, gigabytes in ((3, 16, 15.75), (4, 8, 15.75), (5, 16, 63.0), (1, 1, 0.25)):
+        rate = pcie_bytes_per_s(make_gpu(pcie_generation=generation, pcie_width=width))
+        assert rate == pytest.approx(gigabytes * 10**9, rel=0.001)
+    for generation in (None, 9):
+        assert pcie_bytes_per_s(make_gpu(pcie_generation=generation, pcie_width=16)) is None
 
 
 def test_unknown_paths_and_rates_stay_unknown():
@@ -257,36 +206,10 @@ def test_unknown_paths_and_rates_stay_unknown():
     bonded = parse_topology("\tGPU0\tGPU1\nGPU0\t X \tNV4\nGPU1\tNV4\t X \n")
     (link,) = build_links(gpus, bonded, {}, {})
     assert (link.num_nvlinks, link.bytes_per_s) == (4, None)
-
-
-def test_a_numa_column_may_be_empty_or_a_range():
     text = "\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t0-15\t0-1\t\tN/A\n"
-    assert parse_topology(text).numa_nodes == {}
+    assert parse_topology(text).numa_nodes == {}, "a range of nodes"
     assert parse_topology(text.replace("0-1\t", "1\t")).numa_nodes == {0: 1}
-
-
-def test_peer_access_that_is_unknown_is_left_out():
-    text = " \tGPU0\tGPU1\t\n GPU0\tX\tU\t\n GPU1\tOK\tX\t\n"
-    assert parse_peer_access(text) == {(1, 0): True}
-
-
-def test_inactive_links_carry_nothing():
-    assert parse_nvlink_rates(captured("pcie_2x_rtx3090", "nvlink.txt")) == {}
-    assert {len(rates) for rates in parse_nvlink_rates(captured("nvlink_4x_v100", "nvlink.txt")).values()} == {4}
-
-
-@pytest.mark.parametrize(
-    ("generation", "width", "gigabytes"), [(3, 16, 15.75), (4, 16, 31.5), (4, 8, 15.75), (5, 16, 63.0), (1, 1, 0.25)]
-)
-def test_pcie_rates_are_those_of_the_standard(generation, width, gigabytes):
-    rate = pcie_bytes_per_s(make_gpu(pcie_generation=generation, pcie_width=width))
-    assert rate is not None
-    assert rate / 10**9 == pytest.approx(gigabytes, rel=0.001)
-
-
-def test_a_slot_of_unknown_generation_has_no_rate():
-    assert pcie_bytes_per_s(make_gpu(pcie_generation=None, pcie_width=16)) is None
-    assert pcie_bytes_per_s(make_gpu(pcie_generation=9, pcie_width=16)) is None
+    assert parse_peer_access(" \tGPU0\tGPU1\t\n GPU0\tX\tU\t\n GPU1\tOK\tX\t\n") == {(1, 0): True}
 
 
 NVML = "Failed to initialize NVML: "

@@ -59,7 +59,7 @@ def place_of(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("name", ["laptop_4060", "t4", "rtx5090", "two_different", "cuda_compat_h100"])
+@pytest.mark.parametrize("name", ["two_different", "cuda_compat_h100"])
 def test_a_card_that_torch_uses_is_taken_whatever_its_driver(place_of, name):
     """Forward compatibility: an H100 with cuda-compat runs CUDA 13 on a driver of CUDA 12."""
     place = place_of(name)
@@ -67,14 +67,14 @@ def test_a_card_that_torch_uses_is_taken_whatever_its_driver(place_of, name):
     assert place.torch.runs() == [f"{FIRST} {EXPANDABLE}"]
 
 
-@pytest.mark.parametrize("setting", [None, "0", "0,1", FIRST, "GPU-00000000"])
+@pytest.mark.parametrize("setting", [None, "0,1", "GPU-00000000"])
 def test_an_old_second_card_is_not_asked(place_of, setting):
     place = place_of("rtx4090_and_old_card")
     place.check(**({} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}))
     assert place.torch.runs() == [f"{FIRST} {EXPANDABLE}"]
 
 
-@pytest.mark.parametrize(("gpus", "setting"), [((1,), None), (None, "1"), (None, SECOND), (None, "GPU-00000001")])
+@pytest.mark.parametrize(("gpus", "setting"), [((1,), None), (None, SECOND)])
 def test_an_old_card_that_is_asked_for_is_refused_with_the_build_that_has_code_for_it(place_of, gpus, setting):
     place = place_of("rtx4090_and_old_card")
     with pytest.raises(EnvironmentFaultError, match=r"(?s)GTX 1050 Ti.* 6\.1.*sm_75.*CUDA 12.*cu126"):
@@ -111,11 +111,15 @@ def test_what_fails_is_explained_with_its_remedy(place_of, card: Card, changes, 
     assert len(str(raised.value).splitlines()) <= 3
 
 
-def test_a_torch_that_lists_no_architectures_is_not_said_to_lack_code(place_of):
-    """As torch 2.11 does where it does not reach the driver."""
+def test_a_torch_that_cannot_be_loaded_or_lists_no_architectures(place_of):
+    """torch 2.11 lists none if it does not reach the driver."""
+    place = place_of(machine_with(H100, is_usable=False, architectures=()))
     with pytest.raises(EnvironmentFaultError) as raised:
-        place_of(machine_with(H100, is_usable=False, architectures=())).check()
+        place.check()
     assert "code for" not in str(raised.value)
+    (place.torch.folder / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open')")
+    with pytest.raises(EnvironmentFaultError, match=r"libcudart\.so\.13"):
+        place.check()
 
 
 def ranks_allocator(hardware: Hardware, **inherited: str) -> str | None:
@@ -144,13 +148,6 @@ def test_a_setting_of_the_user_s_is_tried_and_named_where_it_fails(place_of):
     assert ranks_allocator(hardware, PYTORCH_ALLOC_CONF=other) == other
 
 
-def test_a_torch_that_cannot_be_loaded_is_the_fault(place_of):
-    place = place_of("t4")
-    (place.torch.folder / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open')")
-    with pytest.raises(EnvironmentFaultError, match=r"libcudart\.so\.13"):
-        place.check()
-
-
 def card(index: int, capability: tuple[int, int], *, gib: int) -> Gpu:
     return Gpu(
         index=index, name=f"card {capability}", spec_name=None, memory_bytes=gib * 2**30, compute_capability=capability
@@ -170,23 +167,7 @@ def test_cards_without_code_are_left_out_where_others_have_it(torch_version, cho
     assert select_gpus(gpus[:2], wanted=None, torch_version=torch_version) == (gpus[:2], ())
 
 
-@pytest.mark.parametrize(
-    ("capability", "architectures", "expected"),
-    [
-        ((8, 9), ["sm_86"], True),
-        ((8, 0), ["sm_86"], False),
-        ((7, 0), ["sm_75", "sm_80"], False),
-        ((12, 1), ["compute_120"], True),
-        ((12, 1), CUDA_13, True),
-        ((9, 0), ["sm_90a"], True),
-        ((9, 0), ["gfx90a"], False),
-    ],
-)
-def test_code_runs_on_the_same_major_or_from_older_ptx(capability, architectures, expected):
-    assert runs_on(capability, architectures) is expected
-
-
-def test_the_facts_of_the_locked_torch_are_those_of_its_wheel():
+def test_the_locked_torch_has_code_for_the_architectures_that_its_wheel_names():
     captured_facts = (ROOT / "tests/captured/signatures" / f"torch-{TORCH_VERSION}-cuda.txt").read_text()
     architectures = re.search("^architectures: (.*)$", captured_facts, re.MULTILINE)[1].split()
     assert f"torch=={TORCH_VERSION}" in (ROOT / "requirements.lock").read_text().splitlines()
@@ -194,6 +175,14 @@ def test_the_facts_of_the_locked_torch_are_those_of_its_wheel():
     older = [(major, minor) for major in range(5, 8) for minor in range(10) if (major, minor) < OLDEST_CAPABILITY]
     assert not any(runs_on(capability, architectures) for capability in older)
     assert all(lacks_code(TORCH_VERSION, capability) for capability in older)
+    for capability, names, expected in (
+        ((8, 9), ["sm_86"], True),
+        ((8, 0), ["sm_86"], False),
+        ((12, 1), ["compute_120"], True),
+        ((9, 0), ["sm_90a"], True),
+        ((9, 0), ["gfx90a"], False),
+    ):
+        assert runs_on(capability, names) is expected
 
 
 def set_up(place: Place) -> subprocess.CompletedProcess[str]:
@@ -209,14 +198,11 @@ TWO = machine_with(H100, H100)
 @pytest.mark.parametrize(
     ("machine", "problems", "exit_code", "facts"),
     [
-        ("laptop_4060", {}, 0, ()),
         ("vgpu", {}, 0, ()),
-        ("cuda_compat_h100", {}, 0, ()),
         ("rtx4090_and_old_card", {}, 0, ("GPU 1", "GTX 1050 Ti")),
         (TWO, {SECOND: "CUDA error: uncorrectable ECC error"}, 0, ("GPU 1", "ECC")),
         (TWO, dict.fromkeys((FIRST, SECOND), "CUDA error: uncorrectable ECC error"), 4, ("GPU 0", "ECC")),
         ("v100", {}, 4, ("V100", "7.0", "CUDA 12")),
-        ("old_driver", {}, 4, ("580.65.06",)),
         ("amd", {}, 0, ()),
     ],
 )
