@@ -12,12 +12,13 @@ from rank_factory import SEQ_LEN, rank_plan, write_attempt
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.trainer.runtime.checkpoint import Ranks, Save
-from shardwise.trainer.runtime.export.run import plan_on
+from shardwise.trainer.runtime.export.run import Done, export_run, plan_on
 from shardwise.trainer.runtime.loop.session import facts_of
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import LoraJob, ModelJob
+from shardwise.trainer.spec.messages.worker_requests import ExportRequest
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation
@@ -86,3 +87,8 @@ def save_run(run_dir: Path, plan: Plan, *, losses: Mapping[int, float] = {}, ste
             keep=len(steps),
         ).run()
     return run_dir
+
+
+def export(run_dir: Path, out: Path, **settings: Any) -> Done:
+    """Exports a run; `settings` are those of the request."""
+    return export_run(ExportRequest(run_dir=str(run_dir), out=str(out), **settings))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_plan_factory import TINY_LLAMA
-from export_factory import EXPERTS, LORA, TINY_GPT2, run_of, save_run, write_base
+from export_factory import EXPERTS, LORA, TINY_GPT2, export, run_of, save_run, write_base
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -25,12 +25,13 @@ from shardwise.trainer.runtime.export.check import (
     reloaded_logits,
 )
 from shardwise.trainer.runtime.export.folder import staged
-from shardwise.trainer.runtime.export.run import Wish, export_run, plan_on
+from shardwise.trainer.runtime.export.run import plan_on
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.models.methods import base_type
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.messages.worker_requests import ExportFormat, WeightType
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method, Precision
 
@@ -49,7 +50,6 @@ ADAPTERS = {
     "rslora": replace(LORA, rslora=True, dropout=0.1),
     "some": replace(LORA, targets=("up_proj", "layers.1.self_attn.q_proj")),
 }
-MERGE = Wish(merge=True)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_merged_weights_give_the_logits_of_the_adapters_on_the_base_they_were_tr
 ):
     plan = run_of(bases(config), method, lora=ADAPTERS[kind], config=CONFIGS[config])
     run_dir = save_run(tmp_path / "run", plan)
-    done = export_run(run_dir, tmp_path / "out", MERGE)
+    done = export(run_dir, tmp_path / "out", merge=True)
     expected = trained_logits(run_dir, plan)
     assert relative_difference(expected, plain_logits(tmp_path / "out")) < SAME
     assert relative_difference(expected, plain_logits(bases(config))) > 1e-3, "the adapters do something"
@@ -120,7 +120,7 @@ def test_what_is_merged_is_written_in_the_type_of_the_base(dtype, method, bases,
     precision = {torch.bfloat16: Precision.BF16_MIXED, torch.float16: Precision.FP16_MIXED}[dtype]
     plan = run_of(bases("llama", dtype), method, precision=precision)
     run_dir = save_run(tmp_path / "run", plan)
-    export_run(run_dir, tmp_path / "out", MERGE)
+    export(run_dir, tmp_path / "out", merge=True)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
@@ -131,7 +131,7 @@ def test_what_is_merged_is_written_in_the_type_of_the_base(dtype, method, bases,
 def test_lora_is_merged_into_the_weights_on_the_disk_though_it_was_trained_beside_rounded_ones(bases, tmp_path):
     plan = run_of(bases("llama"), Method.LORA, precision=Precision.BF16_MIXED)
     run_dir = save_run(tmp_path / "run", plan)
-    export_run(run_dir, tmp_path / "out", MERGE)
+    export(run_dir, tmp_path / "out", merge=True)
     assert base_type(Method.LORA, Precision.BF16_MIXED) is torch.bfloat16
     embedding, original = (
         AutoModelForCausalLM.from_pretrained(folder).get_parameter("model.embed_tokens.weight")
@@ -144,10 +144,10 @@ def test_qlora_is_merged_into_the_4_bit_weights_that_it_was_trained_beside(bases
     """In another type than the base's; and into the original weights it gives other logits."""
     plan = run_of(bases("llama", torch.bfloat16), Method.QLORA, precision=Precision.BF16_MIXED)
     run_dir = save_run(tmp_path / "run", plan)
-    export_run(run_dir, tmp_path / "out", MERGE._replace(dtype=torch.float32))
+    export(run_dir, tmp_path / "out", merge=True, dtype=WeightType.FP32)
     expected = trained_logits(run_dir, plan)
     assert relative_difference(expected, plain_logits(tmp_path / "out")) < SAME
-    export_run(run_dir, tmp_path / "adapters", Wish())
+    export(run_dir, tmp_path / "adapters")
     original = AutoModelForCausalLM.from_pretrained(bases("llama", torch.bfloat16), dtype=torch.float32)
     from peft import PeftModel
 
@@ -158,58 +158,58 @@ def test_qlora_is_merged_into_the_4_bit_weights_that_it_was_trained_beside(bases
 def test_adapters_of_a_base_that_was_made_up_are_merged_into_it_and_not_compared_without(tmp_path):
     plan = run_of(None, Method.LORA)
     run_dir = save_run(tmp_path / "run", plan)
-    export_run(run_dir, tmp_path / "out", MERGE)
+    export(run_dir, tmp_path / "out", merge=True)
     expected = trained_logits(run_dir, plan)
     assert relative_difference(expected, plain_logits(tmp_path / "out")) < SAME
-    done = export_run(run_dir, tmp_path / "adapters", Wish())
+    done = export(run_dir, tmp_path / "adapters")
     assert done.checks == () and "--merge" in done.notes[0]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(None, SAME), (torch.bfloat16, ROUNDED[torch.bfloat16])])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(None, SAME), (WeightType.BF16, ROUNDED[torch.bfloat16])])
 def test_a_whole_model_is_written_as_it_was_trained_or_rounded(dtype, tolerance, bases, tmp_path):
     plan = run_of(bases("tied"), Method.FULL, precision=Precision.BF16_MIXED, config=CONFIGS["tied"])
     run_dir = save_run(tmp_path / "run", plan)
-    done = export_run(run_dir, tmp_path / "out", Wish(dtype=dtype))
+    done = export(run_dir, tmp_path / "out", dtype=dtype)
     measured = relative_difference(trained_logits(run_dir, plan), plain_logits(tmp_path / "out"))
     assert measured < tolerance
     assert len(done.checks) == (1 if dtype is None else 2)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype or torch.float32}
+    assert {parameter.dtype for parameter in loaded.parameters()} == {
+        torch.float32 if dtype is None else torch.bfloat16
+    }
 
 
 def test_which_checkpoint_is_exported_can_be_said_and_a_better_one_is_named(bases, tmp_path):
     plan = run_of(bases("llama"), Method.LORA)
     run_dir = save_run(tmp_path / "run", plan, losses={2: 1.0, 4: 2.0, 6: 1.5}, steps=(2, 4, 6))
-    last, best, named = (
-        export_run(run_dir, tmp_path / each, Wish(checkpoint=each)) for each in ("last", "best", "step-4")
-    )
+    last, best, named = (export(run_dir, tmp_path / each, checkpoint=each) for each in ("last", "best", "step-4"))
     assert [each.checkpoint.step for each in (last, best, named)] == [6, 2, 4]
     (note,) = last.notes
     assert all(fact in note for fact in ("step 2", "1.0000", "1.5000", "--checkpoint best"))
     eager = replace(plan, job=replace(plan.job, eval=replace(plan.job.eval, early_stop=2)))
     codec.write(run_dir / "attempts" / "1" / "plan.json", eager)
-    assert export_run(run_dir, tmp_path / "early", Wish()).checkpoint.step == 2, "as a run that stops early does"
+    assert export(run_dir, tmp_path / "early").checkpoint.step == 2, "as a run that stops early does"
     assert "step 2" in (tmp_path / "best" / "README.md").read_text()
     for wanted, fact in (("step-5", "step 5.* step-2, step-4, step-6"), ("newest", "newest: .*last, best and step-N")):
         with pytest.raises(InputError, match=fact):
-            export_run(run_dir, tmp_path / "none", Wish(checkpoint=wanted))
+            export(run_dir, tmp_path / "none", checkpoint=wanted)
 
 
 @pytest.mark.parametrize(
-    ("method", "wish", "fact"),
+    ("method", "settings", "fact"),
     [
-        (Method.FULL, MERGE, "--merge: full"),
-        (Method.LORA, Wish(format="onnx"), r"--format onnx.*--merge"),
-        (Method.LORA, Wish(dtype=torch.bfloat16), r"--dtype: .*--merge"),
-        (Method.FULL, Wish(format="onnx", dtype=torch.bfloat16), "--format onnx: .*bf16"),
+        (Method.FULL, {"merge": True}, "--merge: full"),
+        (Method.LORA, {"format": ExportFormat.ONNX}, r"--format onnx.*--merge"),
+        (Method.LORA, {"dtype": WeightType.BF16}, r"--dtype: .*--merge"),
+        (Method.FULL, {"format": ExportFormat.ONNX, "dtype": WeightType.BF16}, "--format onnx: .*bf16"),
     ],
 )
-def test_a_wish_that_does_not_go_with_the_run_is_refused_before_anything_is_built(method, wish, fact, tmp_path):
+def test_a_request_that_does_not_fit_the_run_is_refused_before_anything_is_built(method, settings, fact, tmp_path):
     run_dir = tmp_path / "run"
     (run_dir / "attempts").mkdir(parents=True)
     codec.write(run_dir / "plan.json", run_of(None, method))
     with pytest.raises(InputError, match=fact):
-        export_run(run_dir, tmp_path / "out", wish)
+        export(run_dir, tmp_path / "out", **settings)
 
 
 def test_adapters_whose_base_is_gone_are_exported_only_unchecked(bases, tmp_path):
@@ -218,8 +218,8 @@ def test_adapters_whose_base_is_gone_are_exported_only_unchecked(bases, tmp_path
     (run_dir / "attempts" / "2").mkdir()
     codec.write(run_dir / "attempts" / "2" / "plan.json", replace(plan, model_path=str(tmp_path / "gone")))
     with pytest.raises(InputError, match=r"/gone: (?s:.*)--no-check"):
-        export_run(run_dir, tmp_path / "out", Wish())
-    export_run(run_dir, tmp_path / "out", Wish(checks=False))
+        export(run_dir, tmp_path / "out")
+    export(run_dir, tmp_path / "out", checks=False)
     assert "## Checks" not in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -228,7 +228,7 @@ def test_a_folder_of_other_weights_gives_other_logits(method, bases, tmp_path):
     """A thousandth more in one matrix, as a fault of a library or a disk might leave behind, is found."""
     plan = run_of(bases("llama"), method)
     run_dir = save_run(tmp_path / "run", plan)
-    export_run(run_dir, tmp_path / "out", Wish())
+    export(run_dir, tmp_path / "out")
     (path,) = (tmp_path / "out").glob("*.safetensors")
     tensors = load_file(path)
     name = next(name for name in tensors if "up_proj" in name)
@@ -275,14 +275,14 @@ def test_adapters_on_experts_are_merged_and_are_found_again_by_peft(method, tmp_
     assert any(
         name.endswith("mlp.experts.base_layer") for name, module in model.named_modules() if hasattr(module, "lora_A")
     )
-    export_run(run_dir, tmp_path / "merged", MERGE)
+    export(run_dir, tmp_path / "merged", merge=True)
     assert relative_difference(logits_of(model, IDS), plain_logits(tmp_path / "merged")) < SAME
-    assert len(export_run(run_dir, tmp_path / "adapters", Wish()).checks) == 1
+    assert len(export(run_dir, tmp_path / "adapters").checks) == 1
 
 
 def test_a_base_of_16_bit_experts_is_compared_in_fp32_as_well(tmp_path):
     base = write_base(tmp_path / "base", EXPERTS, torch.bfloat16)
     plan = run_of(base, Method.LORA, precision=Precision.BF16_MIXED, config=EXPERTS)
     run_dir = save_run(tmp_path / "run", plan)
-    done = export_run(run_dir, tmp_path / "merged", MERGE._replace(dtype=torch.float32))
+    done = export(run_dir, tmp_path / "merged", merge=True, dtype=WeightType.FP32)
     assert "1e-05" in done.checks[0]

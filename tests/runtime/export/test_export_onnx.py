@@ -7,17 +7,15 @@ import numpy as np
 import pytest
 import torch
 from engine_plan_factory import TINY_LLAMA
-from export_factory import EXPERTS, LORA, TINY_GPT2, run_of, save_run, write_base
+from export_factory import EXPERTS, LORA, TINY_GPT2, export, run_of, save_run, write_base
 from pasted_pip import requirements_in
 from transformers import AutoModelForCausalLM
 
 from shardwise.trainer.runtime.export.check import relative_difference
 from shardwise.trainer.runtime.export.onnx import check_onnx_installed
-from shardwise.trainer.runtime.export.run import Wish, export_run
 from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.messages.worker_requests import ExportFormat, WeightType
 from shardwise.trainer.spec.strategy import Method
-
-ONNX = Wish(format="onnx")
 
 
 def onnx_session(path: Path):
@@ -37,9 +35,8 @@ def onnx_session(path: Path):
 def test_a_graph_gives_the_logits_of_the_model(config, method, merge, tmp_path):
     plan = run_of(write_base(tmp_path / "base", config), method, lora=LORA, config=config)
     run_dir = save_run(tmp_path / "run", plan)
-    wish = ONNX._replace(merge=merge)
-    done = export_run(run_dir, tmp_path / "graph", wish)
-    export_run(run_dir, tmp_path / "model", wish._replace(format="hf"))
+    done = export(run_dir, tmp_path / "graph", format=ExportFormat.ONNX, merge=merge)
+    export(run_dir, tmp_path / "model", merge=merge)
     names = {path.name for path in (tmp_path / "graph").iterdir()}
     assert names >= {"model.onnx", "config.json", "generation_config.json", "README.md"}
     assert not any(name.endswith(".safetensors") for name in names)
@@ -64,7 +61,7 @@ def test_a_graph_gives_the_logits_of_the_model(config, method, merge, tmp_path):
 def test_a_graph_in_fp16_is_within_the_rounding_of_its_type(tmp_path):
     plan = run_of(write_base(tmp_path / "base"), Method.FULL)
     run_dir = save_run(tmp_path / "run", plan)
-    done = export_run(run_dir, tmp_path / "graph", ONNX._replace(dtype=torch.float16))
+    done = export(run_dir, tmp_path / "graph", format=ExportFormat.ONNX, dtype=WeightType.FP16)
     for name, check in zip(("rounding", "transformers", "onnxruntime"), done.checks, strict=True):
         assert name in check
     session = onnx_session(tmp_path / "graph" / "model.onnx")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from attempt_runs import run_attempt
 from engine_plan_factory import TINY_LLAMA
-from export_factory import write_base
+from export_factory import export, write_base
 from msgspec.structs import replace
 from prepare_request_factory import numbered_text
 from rank_factory import rank_plan, write_attempt, write_rows
@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from shardwise.trainer.runtime.checkpoint import find_checkpoint, import_weights
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer, train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.runtime.export.folder import write_adapter_folder, write_model_folder
-from shardwise.trainer.runtime.export.run import Wish, export_run
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.models.methods import quantised_layers
 from shardwise.trainer.spec.job.sections import LoraJob, ModelJob
@@ -177,7 +176,7 @@ def test_the_newest_checkpoint_exports_the_adapters_that_the_run_did_without_its
     gone = replace(plan, model_path=str(tmp_path / "gone"))
     (tmp_path / "run" / "plan.json").unlink()
     write_attempt(tmp_path / "run", gone, number=2)
-    done = export_run(tmp_path / "run", tmp_path / "out", Wish(checks=False))
+    done = export(tmp_path / "run", tmp_path / "out", checks=False)
     assert done.checkpoint.path.name == "step-00000004" and done.notes == ()
     folders = (tmp_path / "out", tmp_path / "run" / "export")
     ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in folders)

@@ -48,13 +48,13 @@ from shardwise.trainer.runtime.run.process import answer_and_exit
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.messages.worker_requests import ExportRequest, Lines
+from shardwise.trainer.spec.messages.worker_requests import ExportFormat, ExportRequest, Lines, WeightType
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation, Report
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Offload, Precision, Sharding
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES = {WeightType.FP32: torch.float32, WeightType.BF16: torch.bfloat16, WeightType.FP16: torch.float16}
+_NAMES = {dtype: str(name) for name, dtype in DTYPES.items()}
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _HELD_AS = {
     torch.float32: Precision.FP32,
@@ -63,15 +63,7 @@ _HELD_AS = {
 }  # the precision whose frozen base is of a type
 
 
-class Wish(NamedTuple):
-    """The requested export; `dtype` None means as trained or, if merged, the dtype of the base."""
-
-    merge: bool = False
-    format: str = "hf"
-    dtype: torch.dtype | None = None
-    checkpoint: str | None = None
-    checks: bool = True
-    hides_paths: bool = False  # for an upload: without paths of this machine
+_Exported = tuple[Export, list[str]]  # for the card, with notes for the user
 
 
 class Done(NamedTuple):
@@ -90,17 +82,18 @@ class _Written(NamedTuple):
     checks: tuple[str, ...]
 
 
-def export_run(run_dir: Path, out: Path, wish: Wish) -> Done:
-    """Exports a checkpoint of a run to `out`.
+def export_run(request: ExportRequest) -> Done:
+    """Exports a checkpoint of a run.
 
-    InputError where there is none, `out` is in use, or the wish does not go with the run; EnvironmentFaultError where
-    a library is missing, or what was written does not give the logits of what was trained.
+    InputError if there is none, the folder is in use, or the request does not fit the run; EnvironmentFaultError if a
+    library is missing, or what was written does not give the logits of what was trained.
     """
+    run_dir, out = Path(request.run_dir), Path(request.out)
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out}: is not empty; name another folder")
     plan = read_plan(run_dir)
-    _check_wish(plan, wish)
-    checkpoint, notes = checkpoint_of(run_dir, plan, wish.checkpoint)
+    _check_request(plan, request)
+    checkpoint, notes = checkpoint_of(run_dir, plan, request.checkpoint)
     export = Export(
         plan=plan,
         step=checkpoint.step,
@@ -108,41 +101,43 @@ def export_run(run_dir: Path, out: Path, wish: Wish) -> Done:
         report=codec.read(run_dir / "report.json", Report) if (run_dir / "report.json").is_file() else None,
     )
     with staged(out) as folder:
-        if wish.format == "onnx":
-            export, more = _write_onnx(export, checkpoint, folder, wish)
-        elif plan.chosen.method.freezes_base and not wish.merge:
-            export, more = _write_adapters(export, checkpoint, folder, wish)
+        if request.format is ExportFormat.ONNX:
+            export, more = _write_onnx(export, checkpoint, folder, request)
+        elif plan.chosen.method.freezes_base and not request.merge:
+            export, more = _write_adapters(export, checkpoint, folder, request)
         else:
-            export, more = _write_whole(export, checkpoint, folder, wish)
+            export, more = _write_whole(export, checkpoint, folder, request)
         write_card(export, folder)
     return Done(checkpoint, export.checks, (*notes, *more))
 
 
-def _check_wish(plan: Plan, wish: Wish) -> None:
+def _check_request(plan: Plan, request: ExportRequest) -> None:
     """InputError for what this run cannot be exported as."""
     freezes = plan.chosen.method.freezes_base
-    if wish.merge and not freezes:
+    if request.merge and not freezes:
         raise InputError(
             f"--merge: {plan.chosen.method} trains all weights; there are no adapters to merge: leave it out"
         )
-    if wish.format == "onnx" and freezes and not wish.merge:
+    if request.format is ExportFormat.ONNX and freezes and not request.merge:
         raise InputError(
             f"--format onnx: {plan.chosen.method} trained adapters, and a graph holds one whole model; add --merge"
         )
-    if wish.format == "onnx" and wish.dtype is torch.bfloat16:
+    if request.format is ExportFormat.ONNX and request.dtype is WeightType.BF16:
         raise InputError("--format onnx: onnxruntime has no bf16 kernels for most operators; take --dtype fp32 or fp16")
-    if wish.dtype is not None and freezes and not wish.merge:
+    if request.dtype is not None and freezes and not request.merge:
         raise InputError("--dtype: adapters are written in the type they were trained in; add --merge, or leave it out")
 
 
-def _write_adapters(export: Export, checkpoint: CheckpointFolder, folder: Path, wish: Wish) -> tuple[Export, list[str]]:
+def _write_adapters(
+    export: Export, checkpoint: CheckpointFolder, folder: Path, request: ExportRequest
+) -> tuple[Export, list[str]]:
     """PEFT's folder, checked on its base where that can be loaded."""
     plan = export.plan
     ids, expected = prompt_ids(plan.model_shape.vocab_size), None
-    if wish.checks and plan.model_path is not None:
+    if request.checks and plan.model_path is not None:
         expected = logits_of(_trained(plan_on(plan, DeviceKind.CPU), checkpoint), ids)
     weights = read_weights(checkpoint)
-    save_adapters(weights, plan, folder, hides_paths=wish.hides_paths)
+    save_adapters(weights, plan, folder, hides_paths=request.hides_paths)
     incident = add_tokenizer(plan, folder)
     notes = [incident] if incident is not None else []
     checks: tuple[str, ...] = ()
@@ -156,17 +151,19 @@ def _write_adapters(export: Export, checkpoint: CheckpointFolder, folder: Path, 
         )
         measured = check_logits(expected, found, tolerance=SAME, what=f"{folder.name}: loaded by PEFT")
         checks = (f"loaded again by PEFT: logits within {measured:.2g} of the trained model's ({SAME:g} allowed)",)
-    elif wish.checks:
+    elif request.checks:
         notes.append(
             "not compared: the base of these adapters was made up and lies in no folder; --merge exports it whole"
         )
     return export._replace(kind="adapters", checks=checks), notes
 
 
-def _write_whole(export: Export, checkpoint: CheckpointFolder, folder: Path, wish: Wish) -> tuple[Export, list[str]]:
+def _write_whole(
+    export: Export, checkpoint: CheckpointFolder, folder: Path, request: ExportRequest
+) -> tuple[Export, list[str]]:
     """A model folder of all weights, merged and rounded as requested."""
     plan = export.plan
-    written = _save_whole(plan, checkpoint, folder, wish)
+    written = _save_whole(plan, checkpoint, folder, request)
     write_model_code(plan.model_code, folder)
     incident = add_tokenizer(plan, folder)
     checks = written.checks
@@ -177,34 +174,35 @@ def _write_whole(export: Export, checkpoint: CheckpointFolder, folder: Path, wis
         checks += (
             f"loaded again by transformers: logits within {measured:.2g} of what was written ({SAME:g} allowed)",
         )
-    kind = "merged" if wish.merge else "model"
+    kind = "merged" if request.merge else "model"
     export = export._replace(kind=kind, dtype=_NAMES[written.dtype], checks=checks)
     return export, [incident] if incident is not None else []
 
 
-def _write_onnx(export: Export, checkpoint: CheckpointFolder, folder: Path, wish: Wish) -> tuple[Export, list[str]]:
+def _write_onnx(
+    export: Export, checkpoint: CheckpointFolder, folder: Path, request: ExportRequest
+) -> tuple[Export, list[str]]:
     """A graph beside config and tokenizer; the model is written as safetensors first, and read from there."""
     from shardwise.trainer.runtime.export.onnx import check_onnx_installed, write_graph  # loads the exporter
 
     check_onnx_installed()
-    dtype = wish.dtype or torch.float32
-    whole, notes = _write_whole(export, checkpoint, folder, wish._replace(dtype=dtype))
+    whole, notes = _write_whole(export, checkpoint, folder, replace(request, dtype=request.dtype or WeightType.FP32))
     measured = write_graph(folder)
     for path in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         path.unlink()
     return whole._replace(kind="onnx", checks=(*whole.checks, measured)), notes
 
 
-def _save_whole(plan: Plan, checkpoint: CheckpointFolder, folder: Path, wish: Wish) -> _Written:
+def _save_whole(plan: Plan, checkpoint: CheckpointFolder, folder: Path, request: ExportRequest) -> _Written:
     """Writes the weights; the model ends with this function."""
-    dtype = wish.dtype or (_merged_type(plan) if wish.merge else None)
-    model = _trained(_merging_plan(plan) if wish.merge else plan_on(plan, DeviceKind.CPU), checkpoint)
+    dtype = DTYPES[request.dtype] if request.dtype is not None else _merged_type(plan) if request.merge else None
+    model = _trained(_merging_plan(plan) if request.merge else plan_on(plan, DeviceKind.CPU), checkpoint)
     ids = prompt_ids(plan.model_shape.vocab_size)
-    logits = logits_of(model, ids) if wish.checks else None
+    logits = logits_of(model, ids) if request.checks else None
     checks: tuple[str, ...] = ()
     held = next(model.parameters()).dtype
-    if dtype is not None and (wish.merge or dtype != held):
-        if wish.merge:
+    if dtype is not None and (request.merge or dtype != held):
+        if request.merge:
             with torch.device("meta"):
                 plain = model_from_config(plan.model_config, dtype=dtype, attention=Attention.EAGER)
             merge_adapters(model, dtype, plain=plain)
@@ -212,7 +210,7 @@ def _save_whole(plan: Plan, checkpoint: CheckpointFolder, folder: Path, wish: Wi
             round_weights(model, dtype)
         if logits is not None:
             changed = logits_of(model, ids)
-            doing = "merging" if wish.merge else "rounding"
+            doing = "merging" if request.merge else "rounding"
             tolerance = ROUNDED[dtype]
             measured = check_logits(logits, changed, tolerance=tolerance, what=f"{doing} to {_NAMES[dtype]}")
             checks = (f"{doing}: logits within {measured:.2g} of the trained model's ({tolerance:g} allowed)",)
@@ -263,17 +261,8 @@ def _stored_type(folder: Path) -> torch.dtype:
 def _answer(request: ExportRequest) -> Lines:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed to save; it would look for GPUs
     disable_progress_bar()
-    wish = Wish(
-        merge=request.merge,
-        format=request.format,
-        dtype=DTYPES[request.dtype] if request.dtype is not None else None,
-        checkpoint=request.checkpoint,
-        checks=request.checks,
-        hides_paths=request.hides_paths,
-    )
-    out = Path(request.out)
-    done = export_run(Path(request.run_dir), out, wish)
-    return Lines(lines=(f"{out}: exported from {done.checkpoint.path.name}", *done.checks, *done.notes))
+    done = export_run(request)
+    return Lines(lines=(f"{request.out}: exported from {done.checkpoint.path.name}", *done.checks, *done.notes))
 
 
 def read_plan(run_dir: Path) -> Plan:
