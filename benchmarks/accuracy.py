@@ -148,13 +148,17 @@ def score_order(rows: Sequence[Row]) -> Score:
 
 def constants_behind(rows: Sequence[Row]) -> tuple[str, ...]:
     """The constants of the speed model that a predicted speed of the rows rests on: changing one changes the speed."""
-    from shardwise.trainer.planning.speed import constants as speed_constants
-
     cases = [row.case for row in rows if "tokens_per_s_per_gpu" in row.truth and "error" not in row.answer]
-    names = [name for name in vars(speed_constants) if name.isupper()]
-    assert names, "trainer/planning/speed/constants.py has lost its table"
+    names = _constant_names()
+    assert names, "trainer/planning/speed/constants.py has no constants"
     plain = _speeds(cases)
     return tuple(name for name in names if _speeds_with(name, cases) != plain)
+
+
+def _constant_names() -> list[str]:
+    from shardwise.trainer.planning.speed import constants as speed_constants
+
+    return [name for name, value in vars(speed_constants).items() if name.isupper() and isinstance(value, float)]
 
 
 def _speeds(cases: Sequence[dict[str, Any]]) -> list[float]:
@@ -182,9 +186,7 @@ def _is_speed_module(module: object) -> bool:
 
 def score_constants(rows: Sequence[Row]) -> list[Score]:
     """A model with a constant for every few rows would predict them and nothing else."""
-    from shardwise.trainer.planning.speed import constants as speed_constants
-
-    num_all = sum(name.isupper() for name in vars(speed_constants))
+    num_all = len(_constant_names())
     behind = constants_behind(rows)
     return [
         Score("physical constants behind these speeds", len(behind), 0, at_most=15, is_share=False),

@@ -20,7 +20,9 @@ from shardwise.trainer.planning.speed.step import estimate_speed
 ROOT = Path(__file__).parents[3]
 CASES = [json.loads(line) for line in (ROOT / "benchmarks" / "measured_public.jsonl").read_text().splitlines()]
 ROWS = [row for row in CASES if "tokens_per_s_per_gpu" in row["truth"]]
-CONSTANTS = {name: value for name, value in vars(speed_constants).items() if name.isupper()}
+CONSTANTS = {
+    name: value for name, value in vars(speed_constants).items() if name.isupper() and isinstance(value, float)
+}
 FITTED = {
     "MATMUL_SHARE", "WATT_FLOPS", "FP8_GAIN", "ATTENTION_SHARE", "ATTENTION_SHARE_HOPPER", "MEMORY_SHARE", "LINK_SHARE",
     "OVERLAP", "OPERATOR_S",
