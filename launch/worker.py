@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, TypeVar
+from typing import IO, AnyStr, TypeVar
 
 from shardwise.trainer import FOLDER
 from shardwise.trainer.spec import codec
@@ -47,7 +47,7 @@ _ERRORS: dict[int, type[ShardwiseError]] = {
 _NUM_LINES = 3  # of stderr, in an error
 _POLL_S = 0.1
 _GRACE_S = 2.0  # for the others, after one of several has failed
-_REAPING_S = 5.0
+REAPING_S = 5.0
 
 
 class WorkerTimeoutError(EnvironmentFaultError):
@@ -62,6 +62,7 @@ def ask(
     subject: str,
     flags: Sequence[str] = (),
     environment: Mapping[str, str] = _NOTHING,
+    inherited: Mapping[str, str] = os.environ,
     on_line: Callable[[str], None] = lambda _: None,
     timeout_s: float | None = None,
     grace_s: float = 0.0,
@@ -79,12 +80,12 @@ def ask(
         codec.write_bytes(folder / REQUEST_NAME, b"" if request is None else codec.encode(request))
         with (folder / "stderr").open("wb") as errors:
             process = _start(
-                [python, "-m", module, *arguments], {**os.environ, **QUIET, **environment}, subprocess.PIPE, errors
+                [python, "-m", module, *arguments], {**inherited, **QUIET, **environment}, subprocess.PIPE, errors
             )
             try:
                 has_ended = _pass_on_lines(process, on_line, timeout_s)
             finally:
-                _end(process, grace_s)
+                end(process, grace_s)
         if not has_ended:
             raise WorkerTimeoutError(f"{subject} took longer than {timeout_s:g} s")
         if process.returncode:
@@ -110,7 +111,7 @@ def run(
             time.sleep(_POLL_S)
         return process.returncode
     finally:
-        _end(process)
+        end(process)
 
 
 def run_together(
@@ -141,7 +142,7 @@ def run_together(
         ]
     finally:
         for process in processes:
-            _end(process)
+            end(process)
     return has_ended, failures[-1] if failures else ""
 
 
@@ -201,8 +202,11 @@ def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float
     return True
 
 
-def _end(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:
-    """Kills the worker and its children, after `grace_s` seconds to end by itself; one stuck in the kernel remains."""
+def end(process: subprocess.Popen[AnyStr], grace_s: float = 0.0) -> None:
+    """Kills a process that leads a session, and its children, after `grace_s` seconds to end by itself.
+
+    One that is stuck in the kernel remains.
+    """
     if process.poll() is None and grace_s:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -210,7 +214,7 @@ def _end(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_REAPING_S)
+        process.wait(REAPING_S)
 
 
 def _error_of(exit_code: int, folder: Path, subject: str, memory_hint: str) -> ShardwiseError:

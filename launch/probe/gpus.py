@@ -40,7 +40,8 @@ from shardwise.launch.probe.nvidia_smi import (
     parse_topology,
     unknown_field,
 )
-from shardwise.launch.probe.program import REAPING_S, Answer, Beside, ask
+from shardwise.launch.probe.program import Answer, Beside, ask
+from shardwise.launch.worker import REAPING_S
 from shardwise.trainer.spec.hardware import Gpu, Link
 from shardwise.trainer.spec.units import MIB
 from shardwise.trainer.spec.value import Value

@@ -5,22 +5,20 @@ a call) costs its own result and no other.
 """
 
 import contextlib
-import os
-import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
+from shardwise.launch.worker import end
 from shardwise.trainer.spec.value import Value
 
 T = TypeVar("T")
-REAPING_S = 1.0
 
 
 class Answer(Value, frozen=True, kw_only=True):
-    """Output of a program; `exit_code` is None if it was killed for taking too long, or could not be started."""
+    """Output of a program; `exit_code` is None if it exceeded its time and was killed, or could not be started."""
 
     output: str = ""
     errors: str = ""
@@ -59,10 +57,9 @@ def ask(
     try:
         output, errors = process.communicate(standard_input, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: it is left behind
-            process.communicate(timeout=REAPING_S)
+        end(process)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=0.1)  # closes the pipes
         return Answer()
     return Answer(output=output, errors=errors, exit_code=process.returncode)
 

@@ -14,14 +14,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-import msgspec
 from msgspec.structs import replace
 
 from shardwise.launch.probe.gpu_selection import ALLOCATOR_VARIABLES, cuda_variables, name_gpus
 from shardwise.launch.probe.machine import read_hardware
-from shardwise.launch.probe.program import ask
-from shardwise.launch.worker import python_environment
-from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
+from shardwise.launch.worker import WorkerTimeoutError, ask, python_environment
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
 from shardwise.trainer.spec.hardware import Gpu, Hardware
 from shardwise.trainer.spec.messages.worker_requests import DeviceTrial, TorchFacts
 from shardwise.trainer.spec.packages import CUDA_12_INDEX, TORCH_VERSION, pip_line
@@ -90,17 +88,21 @@ def ask_torch(
 
 
 def _run_check(environment: Mapping[str, str], python: str, timeout_s: float) -> TorchAnswer:
-    argv = [python, "-P", "-m", "shardwise.trainer.runtime.tools.torch_check"]
-    answer = ask(argv, environment=python_environment(environment), timeout_s=timeout_s)
-    if answer.obstacle is not None:
-        return TorchAnswer(problem=answer.obstacle)
-    if answer.exit_code is None:
-        return TorchAnswer(problem=f"it did not load within {timeout_s:g} s", is_slow=True)
-    lines = answer.output.splitlines()
     try:
-        return TorchAnswer(facts=msgspec.json.decode(lines[-1] if lines else "", type=TorchFacts))
-    except msgspec.DecodeError:
-        return TorchAnswer(problem=answer.last_line)
+        facts = ask(
+            "shardwise.trainer.runtime.tools.torch_check",
+            None,
+            TorchFacts,
+            subject="its check",
+            inherited=python_environment(environment),
+            timeout_s=timeout_s,
+            python=python,
+        )
+    except WorkerTimeoutError:
+        return TorchAnswer(problem=f"it did not load within {timeout_s:g} s", is_slow=True)
+    except ShardwiseError as error:
+        return TorchAnswer(problem=str(error))
+    return TorchAnswer(facts=facts)
 
 
 def _has_failed(answer: TorchAnswer) -> bool:

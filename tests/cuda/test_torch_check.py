@@ -1,14 +1,12 @@
 """The trial of `trainer.runtime.tools.torch_check` with the installed torch, on cards that are not there."""
 
 import os
-import subprocess
-import sys
 
-import msgspec
 import pytest
 from cuda_stand_in import machine_environment, needs_no_cuda
 from gpu_machines import GPU_MACHINES, machine_with
 
+from shardwise.launch.worker import ask
 from shardwise.trainer.spec.messages.worker_requests import TorchFacts
 
 pytestmark = needs_no_cuda
@@ -17,11 +15,8 @@ EXPANDABLE = "expandable_segments:True"
 
 def trial(name: str, folder, setting: str = EXPANDABLE) -> TorchFacts:
     environment = {**os.environ, **machine_environment(GPU_MACHINES[name], folder), "PYTORCH_ALLOC_CONF": setting}
-    answer = subprocess.run(
-        [sys.executable, "-P", "-m", "shardwise.trainer.runtime.tools.torch_check"],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return msgspec.json.decode(answer.stdout.splitlines()[-1], type=TorchFacts)
+    module = "shardwise.trainer.runtime.tools.torch_check"
+    return ask(module, None, TorchFacts, subject="the check", inherited=environment)
 
 
 def test_a_card_that_works(tmp_path):

@@ -1,21 +1,12 @@
-"""What the installed torch says of itself on the machine that runs this."""
+"""The facts of the installed torch on the machine that runs this."""
 
-import subprocess
-import sys
-
-import msgspec
 import torch
 
+from shardwise.launch.worker import ask
 from shardwise.trainer.spec.messages.worker_requests import TorchFacts
 
 
-def test_the_installed_torch_answers_in_one_line():
-    answer = subprocess.run(
-        [sys.executable, "-P", "-m", "shardwise.trainer.runtime.tools.torch_check"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    facts = msgspec.json.decode(answer.stdout, type=TorchFacts)
+def test_the_check_describes_the_installed_torch():
+    facts = ask("shardwise.trainer.runtime.tools.torch_check", None, TorchFacts, subject="the check")
     assert (facts.version, facts.cuda) == (torch.__version__, torch.version.cuda)
     assert len(facts.devices) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)

@@ -1,15 +1,16 @@
-"""Tries every visible GPU and describes torch: `python -m shardwise.trainer.runtime.tools.torch_check`.
+"""Tries every visible GPU and describes torch, for `launch.worker.ask`; the answer is a `TorchFacts`.
 
-One line of JSON on stdout, a `TorchFacts`. A device is tried by using it, under the allocator's settings in the
+A device is tried by using it, under the allocator's settings in the
 environment: memory of both of the allocator's pools, and a product, which needs code for the card. What a failure
 means is decided by `launch.probe.torch_fit`, which knows the cards and the driver.
 """
 
 import sys
+from pathlib import Path
 
-import msgspec
 import torch
 
+from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.messages.worker_requests import DeviceTrial, TorchFacts
 
 _SIDE = 1024  # a matrix of 4 MiB comes from the pool of large blocks, one of 64 x 64 from that of small ones
@@ -65,11 +66,5 @@ def _first_line(error: BaseException) -> str:
     return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
 
 
-def main() -> int:
-    """Prints them."""
-    sys.stdout.write(msgspec.json.encode(read_facts()).decode() + "\n")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    codec.write(Path(sys.argv[2]), read_facts())  # the first file, the request, is empty

@@ -147,7 +147,7 @@ class DeviceTrial(Value, frozen=True, kw_only=True):
 
 
 class TorchFacts(Value, frozen=True, kw_only=True):
-    """The answer of `python -m shardwise.trainer.runtime.tools.torch_check`."""
+    """The answer of `trainer.runtime.tools.torch_check`."""
 
     version: str
     cuda: str | None  # that torch was built for; None: a build for the CPU
