@@ -14,7 +14,7 @@ from prepare_request_factory import written_source
 
 from shardwise.trainer.runtime.data.sources.files import BadRow, read_rows
 from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape, example_of
-from shardwise.trainer.runtime.data.sources.scan import read_blocks, survey
+from shardwise.trainer.runtime.data.sources.scan import check_file, read_blocks
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import DataFormat
 
@@ -207,8 +207,8 @@ def test_a_damaged_file_ends_the_reading_with_the_place(tmp_path, name, content,
 
 def test_a_text_file_that_is_no_text_is_one_bad_row(tmp_path):
     file = source(tmp_path / "a.txt", b"ab\xff")
-    (bad,) = read_blocks(file, survey(file).defect, RowReading(TEXT, {}, vocab_size=100))
+    (bad,) = read_blocks(file, RowReading(TEXT, {}, vocab_size=100), defect=check_file(file).defect)
     assert isinstance(bad, BadRow) and re.match(rf"{re.escape(file.path)}: .*0xff at offset 2 .*UTF-8", str(bad))
     file = source(tmp_path / "a.txt.gz", gzip.compress(b"text" * 1000)[:-10])
     with pytest.raises(InputError, match=r"a\.txt\.gz: .*gzip"):
-        survey(file)
+        check_file(file)

@@ -34,7 +34,7 @@ from shardwise.launch.plan.gather import recorded_versions
 from shardwise.launch.probe.host import read_host
 from shardwise.launch.rundir.process_record import ProcessRecord, record_of, write_record
 from shardwise.launch.terminal import Console
-from shardwise.trainer.runtime.data.cache_folders import hold_folder
+from shardwise.trainer.runtime.data.cache_folders import lock_folder
 from shardwise.trainer.spec.errors import ExitCode, InputError
 
 DAY_S = 86400
@@ -180,7 +180,7 @@ def test_a_disk_that_keeps_no_times_of_reading_frees_nothing_by_age(environment,
 def test_a_stream_is_its_runs_until_that_ends(environment, home):
     folder = home / "cache" / "streams" / "first-1"
     folder.parent.mkdir(parents=True)
-    descriptor = hold_folder(folder)
+    descriptor = lock_folder(folder)
     write_file(folder / "window")
     assert is_in_use(environment, "run") and folder.is_dir()
     os.close(descriptor)
@@ -315,7 +315,7 @@ def test_what_a_process_opens_once_it_was_listed_stays(environment, prepared):
 @pytest.mark.parametrize("kind", [Kind.DATA, Kind.STREAM])
 def test_what_is_locked_once_it_was_listed_stays(environment, prepared, home, kind):
     if kind is Kind.STREAM:
-        os.close(hold_folder(home / "cache" / "streams" / "first-1"))
+        os.close(lock_folder(home / "cache" / "streams" / "first-1"))
         write_file(home / "cache" / "streams" / "first-1" / "window")
     age(prepared, 31)
     (stale,) = (entry for entry in entries(environment) if entry.state is State.STALE and entry.kind is kind)

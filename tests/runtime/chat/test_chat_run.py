@@ -19,7 +19,7 @@ from export_factory import run_of, save_run, write_base
 from msgspec.structs import replace
 from prepare_request_factory import numbered_text
 
-from shardwise.trainer.runtime.chat.run import Interrupts, Manner, Partner, Talk, load_partner
+from shardwise.trainer.runtime.chat.run import ChatModel, Conversation, Interrupts, Sampling, load_chat_model
 from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.runtime.export.folder import (
     end_of_turn_id,
@@ -84,27 +84,27 @@ def interrupts():
     signal.signal(signal.SIGINT, before)
 
 
-def prompts_of(partner: Partner) -> list[str]:
-    """The prompts that the partner's model is given from now on."""
+def prompts_of(chat_model: ChatModel) -> list[str]:
+    """The prompts that the model is given from now on."""
     prompts: list[str] = []
-    model: Any = partner.model
+    model: Any = chat_model.model
     generate = model.generate
 
     def recorded(**inputs):
-        prompts.append(str(partner.tokenizer.decode(inputs["input_ids"][0])))
+        prompts.append(str(chat_model.tokenizer.decode(inputs["input_ids"][0])))
         return generate(**inputs)
 
     model.generate = recorded
     return prompts
 
 
-GREEDY = Manner(max_new_tokens=8, temperature=0.0)
+GREEDY = Sampling(max_new_tokens=8, temperature=0.0)
 
 
 def test_the_whole_talk_is_the_prompt_in_the_words_of_the_template(runs, interrupts):
-    partner = load_partner(runs(Method.FULL, "chat"), checkpoint="last")
-    prompts = prompts_of(partner)
-    talk = Talk(partner, GREEDY, "Be brief.", interrupts)
+    chat_model = load_chat_model(runs(Method.FULL, "chat"), checkpoint="last")
+    prompts = prompts_of(chat_model)
+    talk = Conversation(chat_model, GREEDY, "Be brief.", interrupts)
     first, _ = talk.answer("Hello 1?"), talk.answer("And 2?")
     opening = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello 1?<|im_end|>\n<|im_start|>assistant\n"
     assert prompts == [
@@ -114,23 +114,23 @@ def test_the_whole_talk_is_the_prompt_in_the_words_of_the_template(runs, interru
 
 
 def test_without_a_template_each_line_is_continued_by_itself(runs, interrupts):
-    partner = load_partner(runs(Method.FULL, "plain"), checkpoint="last")
-    prompts = prompts_of(partner)
-    talk = Talk(partner, GREEDY, None, interrupts)
+    chat_model = load_chat_model(runs(Method.FULL, "plain"), checkpoint="last")
+    prompts = prompts_of(chat_model)
+    talk = Conversation(chat_model, GREEDY, None, interrupts)
     assert talk.answer("row 1") and talk.answer("row 2")
     assert prompts == ["row 1", "row 2"]
     with pytest.raises(InputError, match=r"--system: .*chat template"):
-        Talk(partner, GREEDY, "Be brief.", interrupts)
+        Conversation(chat_model, GREEDY, "Be brief.", interrupts)
 
 
 def test_old_turns_are_left_out_where_the_talk_outgrows_the_model(runs, interrupts):
-    partner = load_partner(runs(Method.FULL, "chat"), checkpoint="last")
-    prompts = prompts_of(partner)
-    talk = Talk(partner, GREEDY, "Be brief.", interrupts)
+    chat_model = load_chat_model(runs(Method.FULL, "chat"), checkpoint="last")
+    prompts = prompts_of(chat_model)
+    talk = Conversation(chat_model, GREEDY, "Be brief.", interrupts)
     for number in range(12):
         talk.answer(f"question {number} " + "cat " * 8)
-    assert partner.max_positions == 256
-    assert all(len(partner.tokenizer(prompt)["input_ids"]) <= 256 - 8 for prompt in prompts)
+    assert chat_model.max_positions == 256
+    assert all(len(chat_model.tokenizer(prompt)["input_ids"]) <= 256 - 8 for prompt in prompts)
     assert "question 0 " in prompts[1] and "question 0 " not in prompts[-1]
     assert "question 10 " in prompts[-1] and prompts[-1].startswith("<|im_start|>system")
     with pytest.raises(InputError, match=r"\d{3} tokens.* 248 "):
@@ -139,40 +139,42 @@ def test_old_turns_are_left_out_where_the_talk_outgrows_the_model(runs, interrup
 
 def test_an_answer_ends_at_the_end_of_turn_of_the_template(runs, interrupts):
     """A model that is made to say it next."""
-    partner = load_partner(runs(Method.FULL, "chat"), checkpoint="last")
-    end_id = end_of_turn_id(partner.tokenizer)
-    assert partner.tokenizer.decode([end_id]) == "<|im_end|>" and end_id in partner.end_ids
+    chat_model = load_chat_model(runs(Method.FULL, "chat"), checkpoint="last")
+    end_id = end_of_turn_id(chat_model.tokenizer)
+    assert chat_model.tokenizer.decode([end_id]) == "<|im_end|>" and end_id in chat_model.end_ids
     with torch.no_grad():
-        partner.model.lm_head.weight.zero_()
-    partner.model.lm_head.register_forward_hook(
+        chat_model.model.lm_head.weight.zero_()
+    chat_model.model.lm_head.register_forward_hook(
         lambda _module, _inputs, logits: logits + torch.nn.functional.one_hot(torch.tensor(end_id), logits.shape[-1])
     )
-    assert Talk(partner, Manner(max_new_tokens=200, temperature=0.0), None, interrupts).answer("Hello?") == ""
+    assert (
+        Conversation(chat_model, Sampling(max_new_tokens=200, temperature=0.0), None, interrupts).answer("Hello?") == ""
+    )
 
 
 @pytest.mark.parametrize("method", [Method.FULL, Method.LORA, Method.QLORA])
 def test_a_checkpoint_and_its_export_answer_alike(method, runs, base, tokenizers, interrupts):
     """Adapters on the base they were trained on, which is held in 4 bit for qlora."""
     run_dir = runs(method, "chat")
-    partner = load_partner(run_dir, checkpoint="step-4")
-    assert bool(quantised_layers(partner.model)) == (method is Method.QLORA)
-    expected = Talk(partner, GREEDY, None, interrupts).answer("Hello?")
+    chat_model = load_chat_model(run_dir, checkpoint="step-4")
+    assert bool(quantised_layers(chat_model.model)) == (method is Method.QLORA)
+    expected = Conversation(chat_model, GREEDY, None, interrupts).answer("Hello?")
     plan = plan_of(base, method, tokenizers["chat"])
     if method is Method.FULL:
-        write_model_folder(partner.model, plan, run_dir / "export")
+        write_model_folder(chat_model.model, plan, run_dir / "export")
     else:
-        weights = {name: each.detach() for name, each in partner.model.named_parameters() if ".lora_" in name}
+        weights = {name: each.detach() for name, each in chat_model.model.named_parameters() if ".lora_" in name}
         write_adapter_folder(weights, plan, run_dir / "export")
-    exported = load_partner(run_dir, checkpoint=None)
-    assert exported.title.endswith("/export") and exported.end_ids == partner.end_ids
-    assert Talk(exported, GREEDY, None, interrupts).answer("Hello?") == expected
+    exported = load_chat_model(run_dir, checkpoint=None)
+    assert exported.title.endswith("/export") and exported.end_ids == chat_model.end_ids
+    assert Conversation(exported, GREEDY, None, interrupts).answer("Hello?") == expected
 
 
 def test_temperature_draws_and_zero_does_not(runs, interrupts):
-    partner = load_partner(runs(Method.FULL, "plain"), checkpoint="last")
-    hot = Talk(partner, Manner(12, 5.0), None, interrupts)
+    chat_model = load_chat_model(runs(Method.FULL, "plain"), checkpoint="last")
+    hot = Conversation(chat_model, Sampling(12, 5.0), None, interrupts)
     assert len({hot.answer("row 1") for _ in range(4)}) > 1
-    cold = Talk(partner, Manner(12, 0.0), None, interrupts)
+    cold = Conversation(chat_model, Sampling(12, 0.0), None, interrupts)
     assert len({cold.answer("row 1") for _ in range(3)}) == 1
 
 
@@ -194,9 +196,9 @@ def test_a_pipe_gives_one_answer_for_each_line_and_nothing_else(runs):
 def test_what_cannot_be_talked_to_is_error_2(runs, base, tmp_path):
     run_dir = save_run(tmp_path / "run", run_of(base, Method.FULL, config=CONFIG))
     with pytest.raises(InputError, match=r"/run: .*tokenizer"):
-        load_partner(run_dir, checkpoint=None)
+        load_chat_model(run_dir, checkpoint=None)
     with pytest.raises(InputError, match=r"step 9\b.*step-4"):
-        load_partner(runs(Method.FULL, "plain"), checkpoint="step-9")
+        load_chat_model(runs(Method.FULL, "plain"), checkpoint="step-9")
     for words, fact in (((str(tmp_path),), str(tmp_path)), ((str(run_dir), "--temperature", "-1"), "temperature")):
         answer = subprocess.run(
             command(Path(words[0]), *words[1:]), input="", capture_output=True, text=True, check=False

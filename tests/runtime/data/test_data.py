@@ -181,16 +181,6 @@ def varied(tmp_path_factory):
     return rows_of_lengths(tmp_path_factory.mktemp("varied"), lengths.tolist(), seq_len=512)
 
 
-@pytest.mark.parametrize(("num_ranks", "micro_batch"), [(1, 8), (2, 3), (4, 8)])
-def test_every_row_comes_once_an_epoch_in_every_arrangement(varied, num_ranks, micro_batch):
-    """24 rows a step over three epochs of 1000 rows; the third is resumed on one rank."""
-    seen: Counter[int] = Counter()
-    for step in range(125):
-        deal = Deal.of(24, num_ranks, micro_batch) if step < 83 else Deal(24)
-        seen.update(global_batch(varied, deal, step=step, sequences=24)[0])
-    assert seen == Counter(dict.fromkeys(range(1000), 3))
-
-
 @pytest.mark.parametrize("deal", [Deal(4, 8), Deal(8, 2, 2), Deal(8, 1, 4)])
 def test_little_of_a_step_is_padding_and_ranks_have_like_work(varied, deal):
     """Of 32 rows a step; a shuffled order pads 2 tokens and more to each token that it learns."""

@@ -96,13 +96,5 @@ def test_a_base_keeps_its_own_end_tokens_and_settings_beside_the_tokenizers(fold
     assert tokenizer is not None
     assert settings["eos_token_id"] == [3, 4, tokenizer.eos_token_id]
     assert (settings["pad_token_id"], settings["temperature"]) == (5, 0.6)
-
-
-def test_another_tokenizer_than_the_bases_takes_nothing_over(folder, tmp_path):
-    base = write_base(tmp_path / "base", {**run_of(None, Method.FULL).model_config, "eos_token_id": 7})
-    tokenizer = read_tokenizer(folder)
-    assert tokenizer is not None
-    plan = run_of(base, Method.FULL, tokenizer=folder)
-    assert end_token_ids(plan, tokenizer) == (7, tokenizer.eos_token_id)
     other = replace(plan, job=replace(plan.job, model=ModelJob(name=str(base), tokenizer="train")))
-    assert end_token_ids(other, tokenizer) == (tokenizer.eos_token_id,)
+    assert end_token_ids(other, tokenizer) == (tokenizer.eos_token_id,), "the base's tokens are those of its tokenizer"

@@ -14,7 +14,7 @@ from shardwise.trainer.runtime.data.sources.scan import (
     PIECE_CHARS,
     Block,
     Split,
-    SplitCensus,
+    SplitSearch,
     content_hash,
     units,
 )
@@ -26,10 +26,10 @@ def blocks_of(*documents):
 
 
 def split_of(blocks, share):
-    census = SplitCensus(share)
+    search = SplitSearch(share)
     for block in blocks:
-        census.add(block)
-    return census.split()
+        search.add(block)
+    return search.split()
 
 
 def held_out_of(blocks, split):
@@ -98,7 +98,7 @@ def test_one_piece_cannot_be_divided(documents):
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 3.0])
 def test_a_share_that_leaves_a_side_empty_is_refused(share):
     with pytest.raises(InputError, match=rf"data\.eval: {share:.0%} .*0%.*100%"):
-        SplitCensus(share)
+        SplitSearch(share)
 
 
 def test_a_document_opens_again_where_the_other_side_cut_it():

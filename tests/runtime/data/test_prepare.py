@@ -245,16 +245,6 @@ def test_bad_rows_are_named_and_skipped_up_to_the_cap(request_of, tmp_path, num_
     assert "a.jsonl:16:" not in str(caught.value) and len(str(caught.value).splitlines()) <= 3
 
 
-def test_skipping_is_a_function_of_the_data(request_of, tmp_path):
-    good = jsonl(tmp_path / "good.jsonl", *({"text": f"row {number} of many"} for number in range(200)))
-    first, *others = good.read_text().splitlines(keepends=True)
-    mixed = tmp_path / "mixed.jsonl"
-    mixed.write_text("".join(["not json\n", first, "{}\n", *others]))
-    settings = {"bad_rows": BadRows.SKIP, "bad_rows_max": 0.5, "eval_share": 0.1}
-    _, train, held_out, _ = prepared(request_of(good, **settings))
-    assert prepared(request_of(mixed, **settings))[1:3] == (train, held_out)
-
-
 GOOD = numbered_text(300).encode()
 REFUSED = [
     ("blob.txt", b"text\0more", {}, ["blob.txt: ", "NUL byte at offset 4"]),

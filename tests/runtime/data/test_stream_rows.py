@@ -13,7 +13,7 @@ from stream_factory import paths_of, prepared_stream, stream_plan, write_files, 
 from tokenizers import Tokenizer
 
 from shardwise.trainer.runtime.data.batches import step_micro_batches
-from shardwise.trainer.runtime.data.cache_folders import hold_folder
+from shardwise.trainer.runtime.data.cache_folders import lock_folder
 from shardwise.trainer.runtime.data.stream.rows import WINDOWS_AHEAD, NodePlace, StreamIndex, StreamRows
 from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.runtime.run.report_writer import RunPaths
@@ -201,7 +201,7 @@ def test_a_killed_producer_ends_the_run_with_a_sentence_and_leaves_nothing_for_t
     other = reading.cache_root / "streams" / "other"
 
     def is_removed() -> bool:
-        os.close(hold_folder(other))
+        os.close(lock_folder(other))
         other.rmdir()
         return not left.exists()
 

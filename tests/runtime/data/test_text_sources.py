@@ -11,7 +11,7 @@ from prepare_request_factory import written_source
 
 from shardwise.trainer.runtime.data.sources import scan
 from shardwise.trainer.runtime.data.sources.rows import RowReading
-from shardwise.trainer.runtime.data.sources.scan import Block, cut_at_line_ends, read_blocks, survey
+from shardwise.trainer.runtime.data.sources.scan import Block, check_file, cut_at_line_ends, read_blocks
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import DataFormat
 
@@ -22,7 +22,7 @@ def read(file):
     """Contents, and bad rows with the folder taken off their names."""
     return [
         item.content if isinstance(item, Block) else str(item).rsplit("/", 1)[-1]
-        for item in read_blocks(file, survey(file).defect, TEXT)
+        for item in read_blocks(file, TEXT, defect=check_file(file).defect)
     ]
 
 
@@ -42,15 +42,15 @@ def read(file):
 def test_the_first_byte_that_is_not_text_is_named(tmp_path, monkeypatch, content, defect, read_bytes):
     monkeypatch.setattr(scan, "READ_BYTES", read_bytes)
     for name, stored in (("a.txt", content), ("a.txt.gz", gzip.compress(content))):
-        found = survey(written_source(tmp_path / name, stored)).defect
+        found = check_file(written_source(tmp_path / name, stored)).defect
         assert found is None if defect is None else defect in found
-    assert survey(written_source(tmp_path / "a.jsonl", content)).defect is None, "rows are judged one by one"
+    assert check_file(written_source(tmp_path / "a.jsonl", content)).defect is None, "rows are judged one by one"
 
 
 def test_a_digest_is_of_the_bytes_as_they_lie(tmp_path):
     for name, content in (("a.txt", b"text"), ("a.txt.gz", gzip.compress(b"text"))):
         expected = blake2b(content, digest_size=32).digest()
-        assert survey(written_source(tmp_path / name, content)).digest == expected
+        assert check_file(written_source(tmp_path / name, content)).digest == expected
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_large_file_comes_in_blocks_that_are_its_text(tmp_path, monkeypatch, b
     monkeypatch.setattr(scan, "BLOCK_CHARS", block_chars)
     monkeypatch.setattr(scan, "READ_BYTES", read_bytes)
     text = "первая строка\nand a second, much longer than a block\n\n日本\n" * 3
-    blocks: list[Any] = list(read_blocks(written_source(tmp_path / "a.txt", text), None, TEXT))
+    blocks: list[Any] = list(read_blocks(written_source(tmp_path / "a.txt", text), TEXT))
     assert "".join(block.content for block in blocks) == text
     assert [block.opens_document for block in blocks] == [True] + [False] * (len(blocks) - 1)
     assert all(len(block.content) <= block_chars for block in blocks)
@@ -94,7 +94,7 @@ def test_a_file_that_changed_or_went_since_it_was_listed_is_refused(tmp_path):
     file = written_source(tmp_path / "a.txt", "text")
     (tmp_path / "a.txt").write_text("more text")
     with pytest.raises(InputError, match=r"changed .*\b4 bytes.*\b9\b"):
-        survey(file)
+        check_file(file)
     (tmp_path / "a.txt").unlink()
     with pytest.raises(InputError, match=r"a\.txt: is gone"):
-        list(read_blocks(file, None, TEXT))
+        list(read_blocks(file, TEXT))

@@ -169,5 +169,5 @@ def test_a_copy_of_a_tokenizer_with_code_of_its_own_needs_none(folder, tmp_path)
 
 def test_a_tokenizer_that_is_code_alone_is_refused(folder):
     (with_code(folder) / "tokenizer.json").unlink()
-    with pytest.raises(InputError, match=r"by code of its own, which is not run; name a folder with a tokenizer\.json"):
+    with pytest.raises(InputError, match=r"code of its own, .*tokenizer\.json"):
         load_tokenizer(folder)

@@ -1,16 +1,14 @@
-"""The model of a run, loaded to answer on whatever device is here.
-
-The run's export, where there is one and no checkpoint is named; else a checkpoint. Adapters go onto their base as they
-were trained: of qlora it is held in 4 bit. On a GPU weights are held in the type that the run computed in; on a CPU,
-where 16 bit is slow, as they lie there.
-
-Talks with what a run trained: questions from the terminal or a pipe, one a line; answers as they are made.
+"""Chat with the model of a run: questions from the terminal or a pipe, one a line; answers as they are generated.
 
     python -m shardwise.trainer.runtime.chat.run RUN_DIR [--checkpoint best|last|step-N] [--max-new-tokens N] ...
 
+The model is the run's export, if there is one and no checkpoint is named; else a checkpoint. Adapters are applied to
+their base as they were trained: for qlora it is held in 4 bit. On a GPU weights have the type that the run computed in;
+on a CPU, where 16 bit is slow, that of the files.
+
 Answers go to stdout and everything else to stderr. Ctrl-C ends an answer, which counts as given; at the prompt it ends
-the program. With a chat template the whole talk is the prompt, and its oldest turns are left out where it grows beyond
-what the model reads; without one each line is continued by itself.
+the program. With a chat template the whole conversation is the prompt, and its oldest turns are dropped where it
+exceeds what the model reads; without one each line is continued by itself.
 """
 
 import argparse
@@ -52,9 +50,12 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, Input
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Plan
 
+DEFAULT_TEMPERATURE = 0.7  # where neither the command line nor the generation config has one
+LEAST_ANSWER_TOKENS = 16  # of room, below which old turns are dropped
 
-class Partner(NamedTuple):
-    """A model to talk with."""
+
+class ChatModel(NamedTuple):
+    """A model, its tokenizer, and what ends its answers."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -68,11 +69,11 @@ class Partner(NamedTuple):
         return bool(self.tokenizer.chat_template)
 
 
-def load_partner(run_dir: Path, *, checkpoint: str | None) -> Partner:
+def load_chat_model(run_dir: Path, *, checkpoint: str | None) -> ChatModel:
     """The model and tokenizer of a run; InputError where it has none of either, or its base is gone."""
     plan = read_plan(run_dir)
     if plan.tokenizer_path is None:
-        raise InputError(f"{run_dir}: was trained on token ids without a tokenizer; there are no words to talk with")
+        raise InputError(f"{run_dir}: was trained on token ids without a tokenizer; there is no text to chat in")
     export = run_dir / "export"
     if checkpoint is None and export.is_dir():
         model, title, source = _exported(plan, export), f"{export}", export
@@ -82,7 +83,7 @@ def load_partner(run_dir: Path, *, checkpoint: str | None) -> Partner:
         import_weights(model, found)
         title, source = f"{run_dir}, step {found.step}", Path(plan.tokenizer_path)
     tokenizer = _tokenizer(source, plan)
-    return Partner(
+    return ChatModel(
         model=_on_device(model, plan),
         tokenizer=tokenizer,
         title=title,
@@ -138,7 +139,7 @@ def _on_device(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
         moved: Any = model.to("cuda")  # type: ignore[arg-type]  # transformers' decorator hides the signature
     except torch.cuda.OutOfMemoryError as error:
         raise EnvironmentFaultError(
-            "the model does not fit on this GPU; to talk with it on the CPU, set CUDA_VISIBLE_DEVICES= (nothing)"
+            "the model does not fit on this GPU; to use the CPU, set CUDA_VISIBLE_DEVICES= (nothing)"
         ) from error
     assert isinstance(moved, PreTrainedModel)
     return moved
@@ -148,12 +149,8 @@ def _device_kind() -> DeviceKind:
     return DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU
 
 
-DEFAULT_TEMPERATURE = 0.7  # where neither the command line nor the model's own settings say how to draw
-LEAST_ANSWER_TOKENS = 16  # room for an answer below which old turns are left out
-
-
-class Manner(NamedTuple):
-    """How answers are drawn; `temperature` None: as the model's own settings say."""
+class Sampling(NamedTuple):
+    """How answers are sampled; `temperature` None: by the model's generation config."""
 
     max_new_tokens: int
     temperature: float | None = None
@@ -164,77 +161,77 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.is_answering = False
-        self.was_asked = False
+        self.is_requested = False
         signal.signal(signal.SIGINT, self._note)
 
     def _note(self, _signal: int, _frame: FrameType | None) -> None:
         if not self.is_answering:
             raise KeyboardInterrupt
-        self.was_asked = True
+        self.is_requested = True
 
 
-class Talk:
-    """A conversation with a model."""
+class Conversation:
+    """A conversation with a model; turns are added by `answer`."""
 
-    def __init__(self, partner: Partner, manner: Manner, system: str | None, interrupts: Interrupts) -> None:
-        if system is not None and not partner.has_template:
+    def __init__(self, chat_model: ChatModel, sampling: Sampling, system: str | None, interrupts: Interrupts) -> None:
+        if system is not None and not chat_model.has_template:
             raise InputError("--system: this tokenizer has no chat template, and so no system message; leave it out")
-        self._partner, self._manner, self._interrupts = partner, manner, interrupts
+        self._chat_model, self._sampling, self._interrupts = chat_model, sampling, interrupts
         self._opening: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self._turns: list[dict[str, str]] = []
 
     def answer(self, question: str, streamer: TextStreamer | None = None) -> str:
         """The model's answer, shown as it is made; InputError for a question longer than the model reads."""
         ids = self._prompt(question)
-        tokenizer = self._partner.tokenizer
+        tokenizer = self._chat_model.tokenizer
         made = self._generate(ids, streamer)
         text = str(tokenizer.decode(made, skip_special_tokens=True))
         self._turns += [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
         return text
 
     def _prompt(self, question: str) -> list[int]:
-        """Ids of the talk with a question at its end, short enough to leave room for an answer."""
-        longest = self._partner.max_positions
-        room = None if longest is None else longest - min(self._manner.max_new_tokens, LEAST_ANSWER_TOKENS)
+        """Ids of the conversation and the question, with room for an answer."""
+        longest = self._chat_model.max_positions
+        room = None if longest is None else longest - min(self._sampling.max_new_tokens, LEAST_ANSWER_TOKENS)
         while True:
             ids = self._ids(question)
             if room is None or len(ids) <= room:
                 return ids
-            if not self._turns or not self._partner.has_template:
+            if not self._turns or not self._chat_model.has_template:
                 raise InputError(f"the question has {len(ids)} tokens; the model reads {room} and an answer")
             del self._turns[:2]  # a question and its answer
 
     def _ids(self, question: str) -> list[int]:
-        tokenizer = self._partner.tokenizer
-        if not self._partner.has_template:
-            return [*self._partner.prefix, *tokenizer(question, add_special_tokens=False)["input_ids"]]
+        tokenizer = self._chat_model.tokenizer
+        if not self._chat_model.has_template:
+            return [*self._chat_model.prefix, *tokenizer(question, add_special_tokens=False)["input_ids"]]
         messages = [*self._opening, *self._turns, {"role": "user", "content": question}]
         try:
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except TemplateError as error:
             what = "--system: " if self._opening else ""
-            raise InputError(f"{what}the tokenizer's chat template refuses this talk: {error}") from error
+            raise InputError(f"{what}the tokenizer's chat template refuses this conversation: {error}") from error
         ids: list[int] = tokenizer(str(text), add_special_tokens=False)["input_ids"]
         return ids
 
     def _generate(self, prompt: list[int], streamer: TextStreamer | None) -> list[int]:
-        model: Any = self._partner.model
+        model: Any = self._chat_model.model
         ids = torch.tensor([prompt], device=model.device)
-        longest = self._partner.max_positions
-        num_new = self._manner.max_new_tokens if longest is None else longest - len(prompt)
-        self._interrupts.is_answering, self._interrupts.was_asked = True, False
+        longest = self._chat_model.max_positions
+        num_new = self._sampling.max_new_tokens if longest is None else longest - len(prompt)
+        self._interrupts.is_answering, self._interrupts.is_requested = True, False
         try:
             with torch.inference_mode():
                 made = model.generate(
                     input_ids=ids,
                     attention_mask=torch.ones_like(ids),
-                    generation_config=self._settings(min(self._manner.max_new_tokens, num_new)),
+                    generation_config=self._settings(min(self._sampling.max_new_tokens, num_new)),
                     streamer=streamer,
                     stopping_criteria=StoppingCriteriaList([_Interrupted(self._interrupts)]),
                 )
         except torch.cuda.OutOfMemoryError as error:
             raise EnvironmentFaultError(
-                "the GPU's memory ran out; a shorter talk or --max-new-tokens needs less, CUDA_VISIBLE_DEVICES= none"
+                "the GPU's memory ran out; fewer turns or --max-new-tokens need less, CUDA_VISIBLE_DEVICES= none"
             ) from error
         finally:
             self._interrupts.is_answering = False
@@ -242,9 +239,9 @@ class Talk:
         return answer
 
     def _settings(self, num_new: int) -> GenerationConfig:
-        """The model's own way of drawing, or the one asked for."""
-        own: GenerationConfig = self._partner.model.generation_config
-        temperature = self._manner.temperature
+        """The model's own sampling, or the requested one."""
+        own: GenerationConfig = self._chat_model.model.generation_config
+        temperature = self._sampling.temperature
         drawn: dict[str, Any] = {}
         if temperature == 0:
             drawn = {"do_sample": False}
@@ -254,7 +251,7 @@ class Talk:
             drawn = {"do_sample": True, "temperature": own.temperature, "top_p": own.top_p, "top_k": own.top_k}
         else:
             drawn = {"do_sample": True, "temperature": DEFAULT_TEMPERATURE}
-        tokenizer, end_ids = self._partner.tokenizer, list(self._partner.end_ids)
+        tokenizer, end_ids = self._chat_model.tokenizer, list(self._chat_model.end_ids)
         pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         return GenerationConfig(
             **{name: each for name, each in drawn.items() if each is not None},
@@ -271,19 +268,19 @@ class _Interrupted(StoppingCriteria):
         self._interrupts = interrupts
 
     def __call__(self, input_ids: Tensor, _scores: Tensor, **_: Any) -> Tensor:  # noqa: ANN401  # theirs
-        return torch.full((input_ids.shape[0],), self._interrupts.was_asked, device=input_ids.device)
+        return torch.full((input_ids.shape[0],), self._interrupts.is_requested, device=input_ids.device)
 
 
-def talk(talk: Talk, tokenizer: PreTrainedTokenizerBase, questions: Iterator[str]) -> None:
-    """Answers each question on stdout until they end; one that cannot be answered is said, and the next one taken."""
+def answer_all(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, questions: Iterator[str]) -> None:
+    """Answers each question on stdout; an error is printed, and the next question answered."""
     for question in questions:
         if not question.strip():
             continue
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         try:
-            talk.answer(question, streamer)
+            conversation.answer(question, streamer)
         except InputError as error:
-            _say(f"shardwise: {error}")
+            _print(f"shardwise: {error}")
 
 
 def _questions() -> Iterator[str]:
@@ -298,22 +295,22 @@ def _questions() -> Iterator[str]:
         try:
             yield input("> ")
         except EOFError:
-            _say("")
+            _print("")
             return
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201  # the program of a person
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201  # this program's interface
 
 
-def _opening_words(partner: Partner) -> str:
+def _opening_line(chat_model: ChatModel) -> str:
     how = (
         "by the tokenizer's chat template"
-        if partner.has_template
+        if chat_model.has_template
         else "without a chat template, which this tokenizer lacks: each line is continued as plain text"
     )
-    ends = "; Ctrl-C ends an answer, Ctrl-D the talk" if sys.stdin.isatty() else ""
-    return f"{partner.title} on {partner.model.device}, {how}{ends}"
+    ends = "; Ctrl-C ends an answer, Ctrl-D the program" if sys.stdin.isatty() else ""
+    return f"{chat_model.title} on {chat_model.model.device}, {how}{ends}"
 
 
 def main() -> None:
@@ -332,24 +329,26 @@ def main() -> None:
 
 def _run(chosen: argparse.Namespace) -> None:
     interrupts = Interrupts()
-    partner = load_partner(chosen.run_dir, checkpoint=chosen.checkpoint)
-    conversation = Talk(partner, Manner(chosen.max_new_tokens, chosen.temperature), chosen.system, interrupts)
-    _say(_opening_words(partner))
-    talk(conversation, partner.tokenizer, _questions())
+    chat_model = load_chat_model(chosen.run_dir, checkpoint=chosen.checkpoint)
+    conversation = Conversation(
+        chat_model, Sampling(chosen.max_new_tokens, chosen.temperature), chosen.system, interrupts
+    )
+    _print(_opening_line(chat_model))
+    answer_all(conversation, chat_model.tokenizer, _questions())
 
 
 def _ended(work: Callable[[], None]) -> ExitCode:
     try:
         work()
     except ShardwiseError as error:
-        _say(f"shardwise: {error}")
+        _print(f"shardwise: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more changes nothing: the program is on its way out
-        _say("")
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program ends already
+        _print("")
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # nobody listens any more
+        sys.stderr.close()  # the reader has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return ExitCode.DONE
 

@@ -2,25 +2,18 @@
 
 The rows of a step, its global batch, and their order are those of trainer.spec.data.order: the longest first. They are
 dealt out in rounds, one per accumulation: in each round, rank r takes the r-th slice of `micro_batch` rows. So rows of
-like length meet in a micro batch, and the ranks have about the same work in each round, however many there are. Ranks,
-micro batch and accumulation only decide who computes what: the global batch is the same set of rows in every
-arrangement, and exactly so, as what a last round lacks is filled with dummy rows that have no target.
+like length meet in a micro batch, and the ranks have about the same work in each round. Ranks, micro batch and
+accumulation only decide who computes what: the global batch is the same set of rows in every arrangement, as what a
+last round lacks is filled with dummy rows that have no target. The loss of a step is divided by the terms of its whole
+global batch (targets, or preference pairs), which every rank computes without communication.
 
-The loss of a step is divided by the terms of its whole global batch: its targets, or, of preference pairs, the pairs.
-Every rank knows that number without asking the others, from the lengths of the rows, the starts of documents in them
-and the mask.
+Each document of a packed row is learned as if it stood alone: positions count from 0, and its first token is no target.
+Attention takes the positions for the boundaries (attention/packed.py). Packed rows are padded to `seq_len`, so that
+every forward has one width; others to the longest of their micro batch.
 
-A row of several documents is learned as if each stood alone: positions count from 0 in each, and the first token of a
-document is nobody's target. That no token sees another document is up to attention, which takes the positions for the
-boundaries (attention/packed.py). Packed rows are padded to `seq_len`, whatever ends short, so that every forward has
-one width; others to the longest of their micro batch.
-
-Whether a model with code of its own keeps the documents of a packed row apart, found out by running it.
-
-The models of transformers make their masks from the positions, or hand on the bounds of documents (`packed_attention`),
-and tests hold each of them to it. Code that nobody has read may ignore both, and every token would then learn from
-documents that have nothing to do with its own. So two rows that differ in their first document only are scored, through
-whatever wraps the model: the score of the second document must not notice.
+Models of transformers keep documents apart, as tests verify. A model with code of its own may ignore positions and
+bounds, so `check_documents_apart` scores two rows that differ in their first document only, through all wrappers: the
+score of the second document must be the same.
 """
 
 from collections.abc import Iterator, Sequence

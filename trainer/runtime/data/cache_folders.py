@@ -1,11 +1,9 @@
 """Folders of the cache that one process fills or uses: prepared data sets, and scratch folders of running processes.
 
 Each folder has a lock file (flock) of the same name in `locks/`. The kernel releases a lock when the last process that
-has it open ends. A partial or scratch folder whose lock is free was left by a killed process, and the next start
-removes it.
-
-A prepared data set is built under another name and renamed when it is complete. The first process that needs it holds
-the lock and builds it; the others wait and then find it.
+has it open ends. A partial or scratch folder whose lock is free belonged to a killed process, and the next start
+removes it. A prepared data set is built under another name and renamed when it is complete: the first process that
+needs it locks and builds it, the others wait.
 """
 
 import fcntl
@@ -48,15 +46,15 @@ def prepared_once(
     return codec.read(final / "profile.json", DataProfile)
 
 
-def hold_folder(folder: Path) -> int:
-    """Makes an empty folder and removes abandoned ones beside it; returns the descriptor of its lock."""
+def lock_folder(folder: Path) -> int:
+    """Makes an empty folder, removes abandoned ones beside it, and returns the descriptor of its lock."""
     root = folder.parent
     _make_lock_folder(root)
     try:
         _remove_abandoned(root)
         descriptor = _try_lock(root, folder.name)
         if descriptor is None:
-            raise EnvironmentFaultError(f"{folder}: is held by another process; end it, and start again")
+            raise EnvironmentFaultError(f"{folder}: is in use by another process; end it, and start again")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
     except OSError as error:
@@ -64,8 +62,8 @@ def hold_folder(folder: Path) -> int:
     return descriptor
 
 
-def remove_held(folder: Path) -> None:
-    """Removes a folder that this process holds, and its lock."""
+def remove_locked(folder: Path) -> None:
+    """Removes a folder that this process has locked, and its lock."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder.parent / _LOCKS / folder.name).unlink(missing_ok=True)
 
@@ -74,11 +72,11 @@ def remove_held(folder: Path) -> None:
 def scratch_folder(root: Path, name: str) -> Iterator[Path]:
     """A folder of this process, removed at the end."""
     folder = root / f"{name}-{os.getpid()}-{os.urandom(4).hex()}"
-    descriptor = hold_folder(folder)
+    descriptor = lock_folder(folder)
     try:
         yield folder
     finally:
-        remove_held(folder)
+        remove_locked(folder)
         os.close(descriptor)
 
 
@@ -127,7 +125,7 @@ def _open_lock(root: Path, name: str) -> int:
 
 
 def _remove_abandoned(root: Path, prefix: str = "") -> None:
-    """Removes the folders that no process holds, with their locks; the prefix is not part of a lock's name."""
+    """Removes the folders whose lock is free, with their locks; the prefix is not part of a lock's name."""
     for folder in root.glob(f"{prefix}*"):
         name = folder.name.removeprefix(prefix)
         if name == _LOCKS or (descriptor := _try_lock(root, name)) is None:

@@ -1,15 +1,12 @@
 """Turns sources into rows of token ids, once: `python -m shardwise.trainer.runtime.data.prepare REQUEST ANSWER`.
 
-Three passes over the files, each in bounded memory. The first takes digests, which with the tokenizer and the settings
-are the fingerprint: a prepared folder of that name ends the work. The second looks at every row: which cannot be used,
-and what the split holds out. The third tokenises, on all cores, and writes rows. Where the tokenizer is to be made
-from the data, that stands between the two and sees the training side only.
+Three passes over the files, each in bounded memory. The first computes digests, which with the tokenizer and the
+settings are the fingerprint: a prepared folder of that name ends the work. The second finds the rows that cannot be
+used and chooses the split. The third tokenises, on all cores, and writes rows. A tokenizer that is trained on the data
+is trained between the two, on the training side only. Of a stream (`window_bytes`) only the first window is prepared
+here; it is read once, into memory.
 
-Of a stream (`window_bytes`) only the first window is prepared here, which is read once, into memory.
-
-Progress goes to stdout, a plain line a second at most; a problem to stderr, with the exit code of its error.
-
-From what can be used of the sources to rows on disk: tokenised in order, checked, cut or packed by the writer.
+Progress goes to stdout, one line a second at most, errors to stderr, with their exit code.
 """
 
 import errno
@@ -43,13 +40,13 @@ from shardwise.trainer.runtime.data.row_writer import Rows, RowShape, RowWriter
 from shardwise.trainer.runtime.data.sources.examples import TokenIds, size_of, texts_of
 from shardwise.trainer.runtime.data.sources.files import BadRow, holds_rows
 from shardwise.trainer.runtime.data.sources.scan import (
-    Census,
+    CheckedFile,
+    RowScan,
     Sources,
-    SurveyedFile,
     Unit,
+    check_sources,
     content_hash,
-    survey_sources,
-    take_census,
+    scan_rows,
     units_of,
 )
 from shardwise.trainer.runtime.data.token_rows import (
@@ -81,7 +78,7 @@ T = TypeVar("T")
 
 
 class Work(NamedTuple):
-    """One preparation: what is asked, of what, and the folder that it fills."""
+    """One preparation: the request, its sources, and the folder that it fills."""
 
     request: PrepareRequest
     sources: Sources
@@ -94,12 +91,10 @@ class Work(NamedTuple):
 
     @property
     def facts(self) -> ShapeFacts:
-        """Facts about that shape."""
         return SHAPES[self.shape]
 
     @property
     def shape(self) -> DataFormat:
-        """Format of the rows."""
         return self.sources.reading.format
 
 
@@ -118,7 +113,7 @@ def prepare(request: PrepareRequest, report: Callable[[str], None]) -> DataProfi
         from shardwise.trainer.runtime.data.stream.windows import prepare_first_window  # which builds by this module
 
         return prepare_first_window(request, report)
-    return prepare_cached(request, survey_sources(request, report), lambda work: build(work).profile)
+    return prepare_cached(request, check_sources(request, report), lambda work: build(work).profile)
 
 
 def prepare_cached(request: PrepareRequest, sources: Sources, build: Callable[[Work], DataProfile]) -> DataProfile:
@@ -132,7 +127,7 @@ def prepare_cached(request: PrepareRequest, sources: Sources, build: Callable[[W
 
 
 def _check_shape(request: PrepareRequest, shape: DataFormat) -> None:
-    """InputError where the rows have nothing of what the job says of them."""
+    """InputError for settings that rows of this shape cannot have."""
     facts = SHAPES[shape]
     if facts.rows_per_example > 1 and request.packing:
         raise InputError("data.packing: pairs of rows are compared and cannot be packed; leave it out")
@@ -144,9 +139,9 @@ def _check_shape(request: PrepareRequest, shape: DataFormat) -> None:
 
 
 def _fingerprint(request: PrepareRequest, sources: Sources) -> str:
-    """A name for the content of the files, the tokenizer and every setting that changes a row; paths are not in it.
+    """Digest of the content of the files (of a stream, of their listing), the tokenizer and every setting of rows.
 
-    Of a stream, nobody reads all of the content: what it was listed as stands for it.
+    Paths are not part of it.
     """
     settings: dict[str, object] = {
         "cache_format": CACHE_FORMAT,
@@ -169,10 +164,10 @@ def _fingerprint(request: PrepareRequest, sources: Sources) -> str:
     return blake2b(msgspec.json.encode(settings), digest_size=16).hexdigest()
 
 
-def _identity(file: SurveyedFile) -> tuple[str, str, float]:
+def _identity(file: CheckedFile) -> tuple[str, str, float]:
     """The same bytes as .csv and as .tsv are other rows; texts are texts."""
     suffix = content_suffix(file.source.path) if holds_rows(file.source) else ""
-    return file.survey.digest.hex(), suffix, file.source.weight
+    return file.digest.hex(), suffix, file.source.weight
 
 
 def _identity_in_stream(file: SourceFile) -> tuple[str, int, int, float, int]:
@@ -194,17 +189,17 @@ def _template(request: PrepareRequest, shape: DataFormat) -> ChatTemplate | None
 
 
 class Built(NamedTuple):
-    """Rows built from the sources, and the result of the scan of every row."""
+    """Profile of the rows, and the result of the scan of every row."""
 
     profile: DataProfile
-    census: Census
+    scan: RowScan
 
 
 def build(work: Work) -> Built:
     """Fills the folder of the work."""
-    census = take_census(work.request, work.sources)
-    tokenizer = _tokenizer(work, census)
-    rows = write_rows(work, census, tokenizer)
+    scan = scan_rows(work.request, work.sources)
+    tokenizer = _tokenizer(work, scan)
+    rows = write_rows(work, scan, tokenizer)
     _check_enough(work.request, rows)
     per_example = work.facts.rows_per_example
     has_entropy = len(rows.held_out) > 0 and per_example == 1
@@ -231,15 +226,15 @@ def build(work: Work) -> Built:
         mean_cut_tokens=float(cut.mean()),
         documents=length_histogram(rows.documents),
         batch_widths=batch_widths(widths, seq_len=work.request.seq_len),
-        skipped_rows=census.bad_rows.num,
+        skipped_rows=scan.bad_rows.num,
         cut_rows=rows.num_cut,
         dropped_tokens=rows.num_dropped_tokens,
-        notes=tuple(_notes(work.request, census, rows)),
+        notes=tuple(_notes(work.request, scan, rows)),
     )
-    return Built(profile, census)
+    return Built(profile, scan)
 
 
-def _tokenizer(work: Work, census: Census) -> TextTokenizer | None:
+def _tokenizer(work: Work, scan: RowScan) -> TextTokenizer | None:
     """The tokenizer, with its files in the folder; None for data that came tokenised without one."""
     request, folder = work.request, work.folder / "tokenizer"
     template = _template(request, work.shape)
@@ -252,16 +247,16 @@ def _tokenizer(work: Work, census: Census) -> TextTokenizer | None:
     else:
         reserved = () if template is None else written_tokens(template)
         work.sources.report(f"making a tokenizer of {request.vocab_size} tokens")
-        texts, size = _texts_to_train_on(work, census), request.vocab_size - len(reserved)
+        texts, size = _texts_to_train_on(work, scan), request.vocab_size - len(reserved)
         tokenizer = _interruptibly(lambda: train_tokenizer(texts, vocab_size=size))
         write_trained_tokenizer(tokenizer, folder)
     if template is not None:
-        _take_template(template, tokenizer, request, folder)
+        _apply_template(template, tokenizer, request, folder)
     return tokenizer
 
 
-def _take_template(template: ChatTemplate, tokenizer: TextTokenizer, request: PrepareRequest, folder: Path) -> None:
-    """Gives the tokenizer the tokens that the template writes, and its folder the template that the job names."""
+def _apply_template(template: ChatTemplate, tokenizer: TextTokenizer, request: PrepareRequest, folder: Path) -> None:
+    """Adds the template's tokens to the tokenizer, and the template that the job names to its folder."""
     missing = missing_tokens(template, tokenizer)
     if missing:
         add_special_tokens(tokenizer, missing, folder)
@@ -275,7 +270,7 @@ def _take_template(template: ChatTemplate, tokenizer: TextTokenizer, request: Pr
 
 
 def _interruptibly(call: Callable[[], T]) -> T:
-    """`call` in a thread: it is seconds of native code, in which the main thread would not hear a signal."""
+    """Runs seconds of native code in a thread, as Python handles no signal in the meantime."""
     executor = ThreadPoolExecutor(max_workers=1)
     try:
         future = executor.submit(call)
@@ -286,10 +281,10 @@ def _interruptibly(call: Callable[[], T]) -> T:
         executor.shutdown(wait=False)
 
 
-def _texts_to_train_on(work: Work, census: Census) -> Iterator[str]:
-    """The training side; of very much text a sample that depends on nothing but the text."""
-    threshold = int(min(1.0, TOKENIZER_TRAINING_CHARS / census.num_chars) * 2**64)
-    for unit in units_of(work.sources, census.split, "reading"):
+def _texts_to_train_on(work: Work, scan: RowScan) -> Iterator[str]:
+    """Texts of the training side; of very much text a sample by content."""
+    threshold = int(min(1.0, TOKENIZER_TRAINING_CHARS / scan.num_chars) * 2**64)
+    for unit in units_of(work.sources, scan.split, "reading"):
         if not unit.is_held_out and content_hash(unit.content) < threshold:
             yield from texts_of(unit.content)
 
@@ -314,31 +309,31 @@ def _check_enough(request: PrepareRequest, rows: Rows) -> None:
             "and a weight below 1 takes that share of the rows; give more text, or a higher weight"
         )
     if not len(rows.held_out) and (request.eval_share is not None or request.eval_files):
-        asked = "its source" if request.eval_share is None else f"{request.eval_share:.3%} of the text"
+        part = "its source" if request.eval_share is None else f"{request.eval_share:.3%} of the text"
         raise InputError(
-            f"data.eval: {asked} has no document of two tokens, so there is nothing to predict;\n"
+            f"data.eval: {part} has no document of two tokens, so there is nothing to predict;\n"
             "hold out more (data.eval=10%), or give data.eval=none"
         )
 
 
-def _notes(request: PrepareRequest, census: Census, rows: Rows) -> Iterator[str]:
+def _notes(request: PrepareRequest, scan: RowScan, rows: Rows) -> Iterator[str]:
     if request.revisions:
         yield f"from the hub: {', '.join(request.revisions)}"
-    if census.bad_rows.num:
-        yield f"{census.bad_rows.num} bad rows were left out: {census.bad_rows}"
+    if scan.bad_rows.num:
+        yield f"{scan.bad_rows.num} bad rows were left out: {scan.bad_rows}"
     if rows.num_cut:
         yield f"{rows.num_cut} documents were longer than {request.seq_len} tokens and lost their end"
-    if census.split.piece_chars:
-        yield f"few documents: the held-out part is pieces of {census.split.piece_chars} characters out of them"
+    if scan.split.piece_chars:
+        yield f"few documents: the held-out part is pieces of {scan.split.piece_chars} characters out of them"
 
 
-def write_rows(work: Work, census: Census, tokenizer: TextTokenizer | None) -> Rows:
+def write_rows(work: Work, scan: RowScan, tokenizer: TextTokenizer | None) -> Rows:
     """Every example that can be used, as rows; InputError where too many turn out not to be."""
-    dtype, num_rows = np.dtype("<u2" if work.request.vocab_size <= 2**16 else "<u4"), census.num_rows
+    dtype, num_rows = np.dtype("<u2" if work.request.vocab_size <= 2**16 else "<u4"), scan.num_rows
     with RowWriter(work.folder, dtype, _row_shape(work, tokenizer)) as writer:
-        for unit, made in _rendered(work, census, tokenizer):
+        for unit, made in _rendered(work, scan, tokenizer):
             if isinstance(made, str):
-                census.bad_rows.add(BadRow(unit.where, made))
+                scan.bad_rows.add(BadRow(unit.where, made))
             elif isinstance(made, PreferenceIds):
                 writer.add_pair(made.chosen, made.rejected, is_held_out=unit.is_held_out, weight=unit.weight)
             else:
@@ -349,7 +344,7 @@ def write_rows(work: Work, census: Census, tokenizer: TextTokenizer | None) -> R
                     weight=unit.weight,
                     is_learned=made.is_learned,
                 )
-        census.bad_rows.check(work.request, num_rows=num_rows)
+        scan.bad_rows.check(work.request, num_rows=num_rows)
         return writer.finish()
 
 
@@ -370,9 +365,9 @@ def _row_shape(work: Work, tokenizer: TextTokenizer | None) -> RowShape:
     )
 
 
-def _rendered(work: Work, census: Census, tokenizer: TextTokenizer | None) -> Iterator[tuple[Unit, Rendered]]:
-    """Every unit in order with its token ids, or with the reason why it has none."""
-    batches = _batches(units_of(work.sources, census.split, "tokenising"))
+def _rendered(work: Work, scan: RowScan, tokenizer: TextTokenizer | None) -> Iterator[tuple[Unit, Rendered]]:
+    """Every unit in order with its token ids, or the reason why it has none."""
+    batches = _batches(units_of(work.sources, scan.split, "tokenising"))
     request = work.request
     if tokenizer is None or work.facts.encoding is Encoding.TOKENS:
         for batch in batches:
@@ -385,7 +380,7 @@ def _rendered(work: Work, census: Census, tokenizer: TextTokenizer | None) -> It
     else:
         settings = RenderSettings(str(work.folder / "tokenizer"), None, request.loss_on, request.seq_len)
         pairs = ((batch, [unit.content for unit in batch]) for batch in batches)
-        for batch, answers in rendered(pairs, settings, num_workers=worker_count(census.num_documents)):
+        for batch, answers in rendered(pairs, settings, num_workers=worker_count(scan.num_documents)):
             for unit, answer in zip(batch, answers, strict=True):
                 yield unit, _known(answer, tokenizer, request)
 
@@ -416,7 +411,7 @@ def _batches(stream: Iterable[Unit]) -> Iterator[list[Unit]]:
 
 
 def _prepare_or_explain(request: PrepareRequest) -> DataProfile:
-    """`prepare`, with what the system refuses as an EnvironmentFaultError."""
+    """As `prepare`; an OSError becomes an EnvironmentFaultError."""
     try:
         return prepare(request, report_progress)
     except OSError as error:

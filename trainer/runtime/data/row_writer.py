@@ -1,34 +1,26 @@
 """Cuts documents into rows and writes them as they come, in bounded memory: all but their lengths goes to disk.
 
 Packed: a document is ended by the eos token; one longer than `seq_len` is cut into full rows and a rest. Documents and
-rests are then packed by best-fit decreasing, whole, with the starts of documents in a second file, since
-a row is to be learned as if each of its documents stood alone. Rows may end short. Not packed: a row is one document
-with its eos token, and what exceeds `seq_len` is dropped and counted. Preference pairs: an example is two rows, the
-chosen answer's and the rejected one's, never apart and never packed. The sides of the split and the sources of
-different weight are packed apart, so that a row never mixes them.
+rests are then packed whole by best-fit decreasing, with the starts of documents in a second file, since a row is to be
+learned as if each of its documents stood alone. Rows may end short. Not packed: a row is one document with its eos
+token, and what exceeds `seq_len` is dropped and counted. Preference pairs: an example is two rows, the chosen answer's
+and the rejected one's, never apart and never packed. Sides of the split and sources of different weight are packed
+apart, so that a row never mixes them.
 
-What has no target is dropped and counted: the first token of a row or of a document in it is nobody's, and where a
-mask comes with the ids, only the tokens that it names are learned. An example that has a row without a target is
-dropped whole.
+What has no target is dropped and counted: the first token of a row or of a document is no target, and where ids come
+with a mask, only the tokens that it names are learned. An example that has a row without a target is dropped whole.
 
 Weights: the examples of a source of weight w stand floor(w) times in an epoch, and an evenly spaced share w - floor(w)
 of them once more. Held-out examples stand once.
 
+Best-fit decreasing: the longest document that is left goes into the fullest row that still has room for it, or into a
+new row (Ding et al., "Fewer Truncations Improve Language Modeling", arXiv:2404.10830, section 3.2); never more than
+11/9 of the fewest possible rows, and 4 (Johnson et al., "Worst-Case Performance Bounds for Simple One-Dimensional
+Packing Algorithms", 1974). Documents of one length are placed together, and rows of equal room are filled alike, so
+that the work is that of the lengths that differ. Which rooms there are is a bit each in one large number; the smallest
+that suffices is its lowest bit from there on.
+
 Memory: 32 bytes a document or row, a few times that while they are packed. Disk: packed tokens lie there twice then.
-
-Token ids on disk as they come, and beside them which are learned, where those are not all.
-
-Packs documents into rows by best-fit decreasing, so that hardly any document is cut and hardly any row ends short.
-
-The longest document that is left goes into the fullest row that still has room for it, or into a new row (Ding et al.,
-"Fewer Truncations Improve Language Modeling", arXiv:2404.10830, section 3.2). Never more
-than 11/9 of the fewest rows that would do, and 4 (Johnson et al., "Worst-Case Performance Bounds for Simple
-One-Dimensional Packing Algorithms", 1974).
-
-Documents of one length are placed together: as many as fit go into the fullest row with room, which then is still the
-fullest, and rows of equal room are filled alike. So the work is that of the lengths that differ, not of the documents,
-and each step moves many rows at once. Which rooms there are is a bit each in one large number; the smallest that
-suffices is its lowest bit from there on.
 """
 
 from array import array

@@ -1,4 +1,4 @@
-"""The prepared data as it lies on disk, and how a rank reads it: memory-mapped, by row number.
+"""The prepared data on disk, and how a rank reads it: memory-mapped, by row number.
 
     <cache>/data/<fingerprint>/
         layout.json       how to read the rest
@@ -12,21 +12,15 @@
 
 Every token is predicted from those before it in its document. So a row of n tokens has n - 1 targets, and one less for
 each document that starts after its first token; under a mask as many as are learned, which a first token never is. The
-pieces of a document that is longer than a row are documents of their own.
+pieces of a document that is longer than a row are documents of their own. An example is a row, or the two rows of a
+preference pair, the chosen answer's and the rejected one's, which stand one after the other in the table.
 
-An example is what training draws: a row, or the two rows of a preference pair, the chosen answer's and the rejected
-one's, which stand one after the other in the table.
-
-How long the documents are, and what batches of them would look like padded: counted once, when data is prepared.
-
-A padded batch is as wide as its longest row, rounded up as `trainer.runtime.data.token_rows.padded_width` does. How
-wide batches are on average is counted on the rows themselves, shuffled by a fixed seed, for every power of two: an
-expectation from a histogram would be off by the width of its bins. Of very many rows a sample is taken.
-
-Rows that are not packed are learned grouped by length (trainer.spec.data.order), in windows of a number of steps. How
-many rows a step has is not known here. It is taken to be 32, what a job has that says nothing (65,536 tokens a step,
-2,048 a row), or one micro batch if that is more. Larger steps have less padding, smaller ones more: of lognormal
-lengths (sigma 0.9) in micro batches of 8, 3.9 % at 8 rows a step, 1.6 % at 32, 0.9 % at 256, and 62 % unsorted.
+The mean width of padded batches is counted on the rows themselves, shuffled by a fixed seed, for every power of two: an
+expectation from a histogram would be off by the width of its bins. Rows that are not packed are grouped by length
+(trainer.spec.data.order) in windows of a number of steps. The rows of a step, not known here, are taken to be 32, the
+default (65,536 tokens a step, 2,048 a row), or one micro batch if that is more. Larger steps have less padding: of
+lognormal lengths (sigma 0.9) in micro batches of 8, 3.9 % at 8 rows a step, 1.6 % at 32, 0.9 % at 256, and 62 %
+unsorted.
 """
 
 from collections.abc import Sequence

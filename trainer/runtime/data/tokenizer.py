@@ -1,10 +1,10 @@
-"""Text to token ids: a Hugging Face tokenizer folder, or a byte-level BPE trained on the spot and saved as one.
+"""Text to token ids: a Hugging Face tokenizer folder, or a byte-level BPE trained on the data and saved as one.
 
-The `tokenizers` library is used directly: it is what transformers' fast tokenizers are made of, works on all cores and
-is imported in milliseconds. transformers is imported only for a folder without tokenizer.json, to convert it.
+The `tokenizers` library, on which transformers' fast tokenizers are built, uses all cores and is imported in
+milliseconds. transformers is imported only to convert a folder without tokenizer.json.
 
-A document is [bos] + ids + eos: eos always, as the boundary that packing needs; bos where the tokenizer itself puts
-one before a text (Llama does, GPT-2 and Qwen do not).
+A document is [bos] + ids + eos: eos always, as the boundary that packing needs; bos where the tokenizer itself puts one
+before a text (Llama does, GPT-2 and Qwen do not).
 """
 
 import json
@@ -108,7 +108,7 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
 
 
 def add_special_tokens(loaded: TextTokenizer, tokens: Sequence[str], folder: Path) -> None:
-    """Gives the tokenizer tokens of their own for these texts, and `folder` the tokenizer.json that has them."""
+    """Adds special tokens to the tokenizer, and writes its tokenizer.json into `folder`."""
     loaded.tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
     _write_tokenizer_json(loaded, folder)
 
@@ -116,7 +116,7 @@ def add_special_tokens(loaded: TextTokenizer, tokens: Sequence[str], folder: Pat
 def copy_tokenizer(loaded: TextTokenizer, source: Path, folder: Path) -> None:
     """Copies the tokenizer's files out of `source`; writes tokenizer.json where `source` has none.
 
-    Code of its own (`auto_map`) is not named any more: tokenizer.json says all that it was asked for.
+    The copy names no code of its own (`auto_map`): tokenizer.json replaces it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in _tokenizer_files(source):
@@ -131,12 +131,12 @@ def copy_tokenizer(loaded: TextTokenizer, source: Path, folder: Path) -> None:
 
 
 def _write_tokenizer_json(tokenizer: TextTokenizer, folder: Path) -> None:
-    """By our own hand: `Tokenizer.save` answers a full disk with a plain Exception."""
+    """As `Tokenizer.save`, which raises a plain Exception on a full disk."""
     (folder / "tokenizer.json").write_text(tokenizer.tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
 def tokenizer_digest(folder: Path) -> bytes:
-    """A digest of everything in `folder` that decides how text becomes ids."""
+    """Digest of all files in `folder` from which ids follow."""
     digest = blake2b(digest_size=32)
     for path in _tokenizer_files(folder):
         try:
@@ -157,7 +157,7 @@ def named_tokens(folder: Path) -> dict[str, str]:
 
 
 def special_tokens(tokenizer: TextTokenizer) -> tuple[str, ...]:
-    """The texts that become one token each and are no part of what anybody says; eos is one of them."""
+    """The texts of the special tokens, eos among them."""
     added = tokenizer.tokenizer.get_added_tokens_decoder().values()
     special = [token.content for token in added if token.special]
     eos = tokenizer.tokenizer.id_to_token(tokenizer.eos_id)
@@ -204,8 +204,7 @@ def _converted(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
 
     if _has_code(_settings_of(folder)):
         raise InputError(
-            f"model.tokenizer: {folder} cuts text by code of its own, which is not run; name a folder with a "
-            "tokenizer.json"
+            f"model.tokenizer: {folder} has code of its own, which is not run; name a folder with a tokenizer.json"
         )
     try:
         slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

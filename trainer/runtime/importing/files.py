@@ -1,18 +1,17 @@
-"""Files of a stranger's checkpoint: plain ones inside its folder, of a size that is worth reading.
+"""Files of an untrusted checkpoint: which trainer wrote it, which files are its weights, and checked access to them.
 
-A name in an index may not lead out of the folder, and neither may a link. The one exception is the hub's cache, whose
-snapshots are folders of links into the `blobs` beside them.
-
-Who wrote a checkpoint, told by the files in it, and which of its files are the weights.
+Only plain files inside the folder are opened, and those that are read whole up to a bounded size. A name in an index
+may not lead out of the folder, and neither may a link; the exception is the hub's cache, whose snapshots are folders of
+links into the `blobs` beside them.
 
 A folder may hold the weights in several forms: a Trainer's folder under DeepSpeed has 16-bit safetensors and, further
-down, the fp32 masters. The first of `_FORMS` that is there is taken, and the others are named.
+down, the fp32 masters. The first form in `_FORMS_OF` is imported, and the others are reported.
 """
 
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +37,19 @@ _TOKENIZER_FILES = (
     "chat_template.json",
 )
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+ADAPTER_CONFIG = "adapter_config.json"
+NAMES = {
+    ImportKind.HUGGINGFACE: "a Hugging Face model folder",
+    ImportKind.TRAINER: "a checkpoint of transformers' Trainer",
+    ImportKind.ACCELERATE: "a state that Accelerate saved",
+    ImportKind.DEEPSPEED: "a DeepSpeed checkpoint",
+    ImportKind.DCP: "a torch distributed checkpoint",
+    ImportKind.PEFT: "a PEFT adapter",
+}
+_PICKLED_STATE = (
+    r"(optimizer|scheduler|training_args|scaler|rng_state.*|random_states_.*|optimizer_\d+|dl_state_dict.*)"
+)
+_NOT_READ = re.compile(rf"{_PICKLED_STATE}\.(pt|pth|bin|pkl)")
 
 
 def checked_file(folder: Path, name: str, *, most_bytes: int | None = None) -> Path:
@@ -74,7 +86,7 @@ def checked_folder(folder: Path, name: str) -> Path:
 
 
 def read_weight_map(folder: Path, name: str) -> dict[str, str]:
-    """Which file an index says each tensor is in; the files are looked at when they are opened."""
+    """The file of each tensor by an index; the files are checked when they are opened."""
     path = checked_file(folder, name, most_bytes=INDEX_BYTES)
     weight_map = codec.read_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
@@ -111,7 +123,7 @@ def numbered(folder: Path, pattern: str) -> dict[int, Path]:
 
 
 def printable(text: str) -> str:
-    """At most three lines, without what a terminal would act on: names in a checkpoint are a stranger's."""
+    """At most three lines without control characters: names in a checkpoint are untrusted."""
     lines = text.strip("\n").split("\n")[:3]
     return "\n".join("".join(each if each.isprintable() else "?" for each in line) for line in lines)
 
@@ -125,21 +137,6 @@ def _blobs_of(folder: Path) -> Path | None:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 80 else f"{text[:77]}...")
-
-
-ADAPTER_CONFIG = "adapter_config.json"
-NAMES = {
-    ImportKind.HUGGINGFACE: "a Hugging Face model folder",
-    ImportKind.TRAINER: "a checkpoint of transformers' Trainer",
-    ImportKind.ACCELERATE: "a state that Accelerate saved",
-    ImportKind.DEEPSPEED: "a DeepSpeed checkpoint",
-    ImportKind.DCP: "a torch distributed checkpoint",
-    ImportKind.PEFT: "a PEFT adapter",
-}
-_PICKLED_STATE = (
-    r"(optimizer|scheduler|training_args|scaler|rng_state.*|random_states_.*|optimizer_\d+|dl_state_dict.*)"
-)
-_NOT_READ = re.compile(rf"{_PICKLED_STATE}\.(pt|pth|bin|pkl)")
 
 
 class Form(Enum):
@@ -174,7 +171,8 @@ def find_kind(folder: Path, kind: ImportKind | None) -> Found:
         return Found(chosen, form, folder, name, not_read=_not_read(folder))
     found = list(_forms(folder, _FORMS_OF[chosen]))
     if not found:
-        raise InputError(f"{folder}: holds no weights of {NAMES[chosen]}{_hint(folder, chosen)}")
+        hint = "" if kind is None else f"; it looks like {NAMES[_kind_of(folder)]}"
+        raise InputError(f"{folder}: holds no weights of {NAMES[chosen]}{hint}")
     form, place, name = found[0]
     others = tuple((other, called) for other, _, called in found[1:])
     return Found(chosen, form, place, name, others, _not_read(folder))
@@ -213,49 +211,36 @@ def _refuse_ours(folder: Path) -> None:
 def _forms(folder: Path, forms: tuple[Form, ...]) -> Iterator[tuple[Form, Path, str]]:
     """The weights in a folder, the form that is preferred first."""
     for form in forms:
-        found = _FINDERS[form](folder)
+        found = _find(folder, form)
         if found is not None:
             yield form, *found
 
 
-def _find_safetensors(folder: Path) -> tuple[Path, str] | None:
-    if has_file(folder, "model_1.safetensors"):
-        raise InputError(f"{folder}: holds several models (model_1.safetensors); give each its own folder")
-    name = find_weights(folder, "model", ".safetensors")
-    return None if name is None else (folder, name)
+def _find(folder: Path, form: Form) -> tuple[Path, str] | None:
+    """The folder and the name of the weights in one form."""
+    match form:
+        case Form.SAFETENSORS | Form.TORCH:
+            stem, ending = ("model", ".safetensors") if form is Form.SAFETENSORS else ("pytorch_model", ".bin")
+            if has_file(folder, f"{stem}_1{ending}"):
+                raise InputError(f"{folder}: holds several models ({stem}_1{ending}); give each its own folder")
+            name = find_weights(folder, stem, ending)
+            if name is None and form is Form.TORCH:
+                name = find_weights(folder, "pytorch_model_fsdp", ".bin")
+            return None if name is None else (folder, name)
+        case Form.DCP:
+            if has_file(folder, ".metadata"):
+                return folder, folder.name
+            nested = "pytorch_model_fsdp_0"
+            return (checked_folder(folder, nested), nested) if has_file(folder, nested) else None
+        case Form.ZERO:
+            states = find_states(folder)
+            return None if states is None else (states, states.name)
 
 
-def _find_torch(folder: Path) -> tuple[Path, str] | None:
-    if has_file(folder, "pytorch_model_1.bin"):
-        raise InputError(f"{folder}: holds several models (pytorch_model_1.bin); give each its own folder")
-    name = find_weights(folder, "pytorch_model", ".bin") or find_weights(folder, "pytorch_model_fsdp", ".bin")
-    return None if name is None else (folder, name)
-
-
-def _find_dcp(folder: Path) -> tuple[Path, str] | None:
-    if has_file(folder, ".metadata"):
-        return folder, folder.name
-    if has_file(folder, "pytorch_model_fsdp_0"):
-        return checked_folder(folder, "pytorch_model_fsdp_0"), "pytorch_model_fsdp_0"
-    return None
-
-
-def _find_zero(folder: Path) -> tuple[Path, str] | None:
-    states = find_states(folder)
-    return None if states is None else (states, states.name)
-
-
-_FINDERS: Mapping[Form, Callable[[Path], tuple[Path, str] | None]] = {
-    Form.SAFETENSORS: _find_safetensors,
-    Form.TORCH: _find_torch,
-    Form.DCP: _find_dcp,
-    Form.ZERO: _find_zero,
-}
-_ALL = (Form.SAFETENSORS, Form.TORCH, Form.DCP, Form.ZERO)
 _FORMS_OF = {
     ImportKind.HUGGINGFACE: (Form.SAFETENSORS, Form.TORCH),
-    ImportKind.TRAINER: _ALL,
-    ImportKind.ACCELERATE: _ALL,
+    ImportKind.TRAINER: tuple(Form),
+    ImportKind.ACCELERATE: tuple(Form),
     ImportKind.DEEPSPEED: (Form.ZERO,),
     ImportKind.DCP: (Form.DCP,),
 }
@@ -288,12 +273,3 @@ def find_weights(folder: Path, stem: str, ending: str) -> str | None:
 
 def _not_read(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(path.name for path in folder.iterdir() if _NOT_READ.fullmatch(path.name)))
-
-
-def _hint(folder: Path, kind: ImportKind) -> str:
-    found = [name for other, name in NAMES.items() if other is not kind and _is(folder, other)]
-    return f"; it looks like {found[0]}" if found else ""
-
-
-def _is(folder: Path, kind: ImportKind) -> bool:
-    return has_file(folder, ADAPTER_CONFIG) if kind is ImportKind.PEFT else bool([*_forms(folder, _FORMS_OF[kind])])

@@ -1,16 +1,16 @@
-"""Names of tensors: what wrappers and state dicts have put before them taken off, and each held against the model.
+"""Names of tensors: prefixes of wrappers and state dicts removed, each compared with the model; adapters merged.
 
-The model is built without weights from its config. Which name of a file is which of the model is transformers' own
-table, as when it loads a folder (`weight_reader`), so that what is imported here is what it will find.
+The model is built without weights from its config. The mapping from names in a file to those of the model is
+transformers' own table, as when it loads a folder (`weight_files`), so that it will find what is imported here.
 
-A PEFT adapter put into its base while that is copied, tensor by tensor.
+A PEFT adapter is merged into its base while that is copied, tensor by tensor.
 
     W' = W + s B A                                   LoRA; s = alpha / rank, or alpha / sqrt(rank) for rsLoRA
     W' = m (W + s B A) / |W + s B A|_row             DoRA (arXiv:2402.09353)
     E' = E + s (B A)^T                               LoRA of an embedding, A [rank, vocabulary], B [width, rank]
 
-Sums are made in fp32 and rounded once, to the type of the base. Weights that the adapter has whole (`modules_to_save`)
-take the place of the base's. Any other kind of adapter is refused by its name.
+Sums are computed in fp32 and rounded once, to the type of the base. Weights that the adapter has whole
+(`modules_to_save`) replace the base's. Any other kind of adapter is refused.
 """
 
 import math
@@ -33,6 +33,19 @@ from shardwise.trainer.spec.errors import InputError
 _ANYWHERE = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _IN_FRONT = re.compile(r"^(module\.|base_model\.model\.)+")
 _SHOWN = 3
+_PREFIX = "base_model.model."
+_PART = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?"
+)
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initial values that are taken off the base
+_UNKNOWN = (
+    "use_qalora",
+    "layer_replication",
+    "megatron_config",
+    "trainable_token_indices",
+    "lora_bias",
+    "alora_invocation_tokens",
+)
 _REFUSALS = (
     ValueError,
     TypeError,
@@ -223,21 +236,6 @@ def _copies(model: PreTrainedModel, matched: _Matcher, origin: str) -> set[str]:
 def _some(names: Sequence[str]) -> str:
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-_PREFIX = "base_model.model."
-_PART = re.compile(
-    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?"
-)
-_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initial values that are taken off the base
-_UNKNOWN = (
-    "use_qalora",
-    "layer_replication",
-    "megatron_config",
-    "trainable_token_indices",
-    "lora_bias",
-    "alora_invocation_tokens",
-)
 
 
 class _Lora(NamedTuple):

@@ -1,20 +1,16 @@
-"""Makes a plain Hugging Face folder of a foreign checkpoint, weights only, on the CPU.
+"""Writes a plain Hugging Face folder from a foreign checkpoint, weights only, on the CPU.
 
     python -m shardwise.trainer.runtime.importing.run REQUEST.json ANSWER.json
 
-    1  what the folder is, and which of its files are the weights        import_kinds
-    2  names, shapes and types of their tensors; nothing is run          import_tensors, import_dcp, import_zero
-    3  each held against the model of the config, built without weights  import_names
-    4  written tensor by tensor beside OUT, each looked at for NaN       import_writer
+    1  which kind of folder it is, and which of its files are the weights          files
+    2  names, shapes and types of their tensors; nothing is executed               tensors, sharded
+    3  each compared with the model of the config, built without weights           names
+    4  written tensor by tensor beside OUT, each checked for NaN; then renamed     here
 
-Only then is the folder called OUT. The answer is a value in a file, progress goes to stdout; an error is one to three
-lines on stderr and the exit code of its kind.
-
-Safetensors files written tensor by tensor, so that no more than one tensor is in memory.
-
-The format (https://github.com/huggingface/safetensors#format): the header's length in 8 little-endian bytes, a JSON
-header, then the tensors' bytes without gaps. Files are of at most 5 GB, as transformers writes them, but for a single
-tensor that is larger; several have an index.
+No more than one tensor is in memory. Safetensors files (https://github.com/huggingface/safetensors#format) have the
+header's length in 8 little-endian bytes, a JSON header, then the tensors' bytes without gaps. They are of at most 5 GB,
+as transformers writes them, but for a single tensor that is larger; several have an index. Progress goes to stdout; an
+error is one to three lines on stderr and the exit code of its kind.
 """
 
 import json
@@ -62,6 +58,8 @@ from shardwise.trainer.spec.messages.worker_requests import Imported, ImportKind
 from shardwise.trainer.spec.units import format_bytes
 
 REPORT_EVERY_S = 10.0
+FILE_BYTES = 5 * 10**9
+_BLOCK_ELEMENTS = 1 << 24  # checked for NaN at a time
 _TYPES = {WeightType.FP32: torch.float32, WeightType.BF16: torch.bfloat16, WeightType.FP16: torch.float16}
 
 
@@ -74,7 +72,7 @@ class _Opened(NamedTuple):
 
 
 class _Config(NamedTuple):
-    """A config.json, and what it is called in messages."""
+    """A config.json, and its name in messages."""
 
     content: dict[str, Any]
     origin: str
@@ -118,17 +116,17 @@ def import_checkpoint(request: ImportRequest, report: Callable[[str], None] = la
 
 
 class _Progress:
-    """Tensors that say, when one is read, how much has been read."""
+    """Tensors of which each reports, when it is read, how much has been read."""
 
     def __init__(self, tensors: Tensors, report: Callable[[str], None]) -> None:
         self._total_bytes = sum(stored.num_bytes for stored in tensors.values())
-        self._num_bytes, self._told_s, self._report = 0, time.monotonic(), report
+        self._num_bytes, self._last_s, self._report = 0, time.monotonic(), report
         self.tensors = {name: each._replace(read=partial(self._read, each)) for name, each in tensors.items()}
 
     def _read(self, stored: Stored) -> Tensor:
         self._num_bytes += stored.num_bytes
-        if time.monotonic() - self._told_s >= REPORT_EVERY_S:
-            self._told_s = time.monotonic()
+        if time.monotonic() - self._last_s >= REPORT_EVERY_S:
+            self._last_s = time.monotonic()
             self._report(f"{format_bytes(self._num_bytes)} of {format_bytes(self._total_bytes)}")
         return stored.read()
 
@@ -183,7 +181,7 @@ def _merged_adapter(request: ImportRequest, found: Found) -> tuple[_Config, _Ope
 
 
 def _link(opened: _Opened, placed: Placed, found: Found, dtype: torch.dtype | None, staging: Path) -> bool:
-    """Takes over safetensors files as they are, where nothing in them changes: checked, and linked or copied."""
+    """Links or copies safetensors files, checked, if nothing in them changes; else returns False."""
     is_same = placed.tensors.keys() == opened.tensors.keys()
     changes = [each for each in placed.tensors.values() if dtype not in (None, each.dtype)]
     if not opened.files or not is_same or changes:
@@ -197,11 +195,7 @@ def _link(opened: _Opened, placed: Placed, found: Found, dtype: torch.dtype | No
         except OSError:  # another file system, or one without links
             shutil.copyfile(path, staging / name)
     if found.name.endswith(".index.json"):
-        index = {
-            "metadata": {"total_size": sum(stored.num_bytes for stored in placed.tensors.values())},
-            "weight_map": read_weight_map(found.folder, found.name),
-        }
-        (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _write_index(placed.tensors, read_weight_map(found.folder, found.name), staging)
     return True
 
 
@@ -238,7 +232,7 @@ def _notes(found: Found) -> Iterator[str]:
 
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
-    """An empty folder beside `out` that gets its name at the end, and goes where anything fails."""
+    """An empty folder beside `out` that gets its name at the end, and is removed after an error."""
     staging = out.with_name(f".{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -277,10 +271,6 @@ def main(arguments: Sequence[str]) -> int:
     )
 
 
-FILE_BYTES = 5 * 10**9
-_BLOCK_ELEMENTS = 1 << 24  # looked at for NaN at a time
-
-
 def write_tensors(tensors: Tensors, folder: Path, *, dtype: torch.dtype | None, origin: str) -> None:
     """Writes model.safetensors, or several files and their index; floating-point numbers in `dtype`, if given.
 
@@ -296,11 +286,12 @@ def write_tensors(tensors: Tensors, folder: Path, *, dtype: torch.dtype | None, 
             stream.flush()
             os.fsync(stream.fileno())
     if len(files) > 1:
-        index = {
-            "metadata": {"total_size": sum(stored.num_bytes for stored in planned.values())},
-            "weight_map": {name: file for file, names in files.items() for name in names},
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _write_index(planned, {name: file for file, names in files.items() for name in names}, folder)
+
+
+def _write_index(tensors: Tensors, weight_map: Mapping[str, str], folder: Path) -> None:
+    index = {"metadata": {"total_size": num_bytes(tensors, None)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def check_finite(name: str, tensor: Tensor, origin: str, *, stored: Tensor | None = None) -> None:

@@ -1,20 +1,20 @@
-"""A folder of torch's distributed checkpoints (DCP), as torch, torchtitan and Accelerate under FSDP2 write it.
+"""Weights that are cut into parts: torch's distributed checkpoints and DeepSpeed's, put together tensor by tensor.
 
-`.metadata` says of each tensor into which boxes it was cut, and for each box the file and the bytes there, which are a
-file of `torch.save` with that box alone (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html). The boxes
-of a tensor are put together when it is read; no more than that and one box is in memory.
+`.metadata` of a distributed checkpoint (DCP; torch, torchtitan, Accelerate under FSDP2) lists for each tensor the boxes
+into which it was cut, and for each box the file and the bytes there, which are a file of `torch.save` with that box
+alone (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html). One tensor and one box are in memory.
 
-A DeepSpeed checkpoint: the fp32 masters of ZeRO 1, 2 and 3, put together parameter by parameter.
+Of a DeepSpeed checkpoint the fp32 masters of ZeRO 1, 2 and 3 are read:
 
     latest                                        the name of the folder that is meant
     global_stepN/mp_rank_00_model_states.pt       names and shapes of the parameters; 16-bit weights (stages 1 and 2)
     global_stepN/zero_pp_rank_R_mp_rank_00_...    one per rank under stage 3, whose 16-bit weights are placeholders
     global_stepN/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    the masters that rank R updates, flat
 
-Under stages 1 and 2 a group's parameters lie one behind the other, cut into as many parts as there are ranks. Under
-stage 3 each parameter is cut by itself into ceil(elements / ranks), and a rank's parts lie one behind the other. This
-is what DeepSpeed's own zero_to_fp32.py goes by (deepspeed 0.19.8), which unpickles whatever the files name and holds
-the model in memory; here the files are mapped and one parameter is held.
+Under stages 1 and 2 a group's parameters are concatenated and cut into as many parts as there are ranks. Under stage 3
+each parameter is cut by itself into ceil(elements / ranks), and a rank's parts are concatenated (source: DeepSpeed's
+zero_to_fp32.py, 0.19.8, which unpickles untrusted files and holds the model in memory; here files are mapped and one
+parameter is in memory).
 """
 
 import re
@@ -35,7 +35,7 @@ from shardwise.trainer.runtime.importing.tensors import (
     StandIn,
     Stored,
     checked_tensor,
-    held,
+    in_memory,
     load_metadata,
     load_pickled,
     load_pickled_bytes,
@@ -45,6 +45,11 @@ from shardwise.trainer.spec.units import MIB
 
 METADATA = ".metadata"
 _OVERHEAD_BYTES = MIB  # of a box's zip beside its numbers; measured: 1.5 KB
+_RANKS_STATE = r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt"
+_RANKS_MASTERS = r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt"
+_ONE_STATE = "mp_rank_00_model_states.pt"
+_OTHER_PARALLELISM = r"(?:.*mp_rank_(?!00_).*|layer_.*|expp_rank_.*|.*_expert_.*)_(?:model|optim)_states\.pt"
+_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
 
 
 class _Box(NamedTuple):
@@ -144,7 +149,7 @@ def _index(record: object, origin: Path) -> tuple[str, tuple[int, ...] | None]:
 
 def _dims(values: object, origin: Path) -> tuple[int, ...]:
     if not isinstance(values, tuple) or not all(type(value) is int and value >= 0 for value in values):
-        raise _damaged(origin, "sizes that are no whole numbers")
+        raise _damaged(origin, "a size that is no list of whole numbers")
     return values
 
 
@@ -161,15 +166,8 @@ def _damaged(origin: Path, what: str) -> InputError:
     return InputError(f"{origin}: is damaged: it has {what}")
 
 
-_RANKS_STATE = r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt"
-_RANKS_MASTERS = r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt"
-_ONE_STATE = "mp_rank_00_model_states.pt"
-_OTHER_PARALLELISM = r"(?:.*mp_rank_(?!00_).*|layer_.*|expp_rank_.*|.*_expert_.*)_(?:model|optim)_states\.pt"
-_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
-
-
 class ZeroCheckpoint(NamedTuple):
-    """The tensors of a DeepSpeed checkpoint, and what it was in words."""
+    """The tensors of a DeepSpeed checkpoint, and its description."""
 
     tensors: dict[str, Stored]
     described: str
@@ -209,7 +207,7 @@ def read_zero(folder: Path) -> ZeroCheckpoint:
         tensors = _buffers(first, paths[0]) | _frozen([first, *others], paths[0])
         tensors |= _cut_by_parameter(flats, _shapes_by_group(first, paths[0]), paths[0])
     else:
-        tensors = {name: _widened(stored) for name, stored in _whole_weights(first, paths[0]).items()}  # of frozen ones
+        tensors = {name: _widened(stored) for name, stored in _whole_weights(first, paths[0]).items()}  # frozen ones
         tensors |= _cut_by_group(flats, _shapes_by_group(first, paths[0]), loaded[0], paths[0])
     for alias, name in _mapping(first, "shared_params", paths[0]).items():
         if name in tensors:
@@ -324,7 +322,7 @@ def _frozen(states: Sequence[Mapping[str, Any]], path: Path) -> dict[str, Stored
     """Parameters that are not trained have no masters; under stage 3 every rank has a part of each."""
     tensors: dict[str, Stored] = {}
     for name, size in _mapping(states[0], "frozen_param_shapes", path).items():
-        shape = _shape(size, path)
+        shape = _dims(size, path)
         fragments = [_mapping(state, "frozen_param_fragments", path).get(name) for state in states]
         parts = [checked_tensor(fragment, path, str(name)).reshape(-1) for fragment in fragments]
         pieces = [_Part(part, 0, part.numel()) for part in parts]
@@ -342,7 +340,7 @@ def _buffers(state: Mapping[str, Any], path: Path) -> dict[str, Stored]:
 def _whole_weights(state: Mapping[str, Any], path: Path) -> dict[str, Stored]:
     """The weights as the model holds them, mostly in 16 bit."""
     weights = {str(name): each for name, each in state["module"].items() if isinstance(each, Tensor)}
-    return {name: held(checked_tensor(each, path, name)) for name, each in weights.items()}
+    return {name: in_memory(checked_tensor(each, path, name)) for name, each in weights.items()}
 
 
 def _widened(stored: Stored) -> Stored:
@@ -356,13 +354,7 @@ def _shapes_by_group(state: Mapping[str, Any], path: Path) -> list[dict[str, tup
     groups = state.get("param_shapes")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise InputError(f"{path}: says nothing of the parameters' shapes")
-    return [{str(name): _shape(size, path) for name, size in group.items()} for group in groups]
-
-
-def _shape(size: object, path: Path) -> tuple[int, ...]:
-    if not isinstance(size, tuple) or not all(type(dim) is int and dim >= 0 for dim in size):
-        raise InputError(f"{path}: has a shape that is none")
-    return tuple(size)
+    return [{str(name): _dims(size, path) for name, size in group.items()} for group in groups]
 
 
 def _mapping(state: Mapping[str, Any], name: str, path: Path) -> Mapping[Any, Any]:

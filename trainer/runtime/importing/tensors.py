@@ -1,14 +1,12 @@
-"""Tensors that lie in a stranger's files: their names, shapes and types at once, their values one at a time.
-
-Pickled files of a stranger's checkpoint, read without running anything that they name.
+"""Tensors in untrusted files: their names, shapes and types at once, their values one at a time.
 
 A pickle is a program: it may name any function and have it called. So, for a file of `torch.save`:
 
 1. It must be a plain zip: nothing compressed, one pickle of bounded size, no code.
 2. The names in its pickle are read without running it, and must be on a list: tensors, their storages and types, and
-   the few classes of other libraries that stand in such files beside them.
-3. Only then `torch.load(weights_only=True)` reads it, to which those classes are stand-ins that keep what they are
-   given and do nothing: DeepSpeed is never imported for it. Storages are mapped, not read.
+   the few classes of other libraries that occur in such files.
+3. Only then `torch.load(weights_only=True)` reads it; for those classes it uses stand-ins that keep their arguments and
+   do nothing: DeepSpeed is never imported for it. Storages are mapped, not read.
 
 `.metadata` of torch's distributed checkpoints is a bare pickle, which torch itself reads by `pickle.load`; here by an
 unpickler that knows a dozen names, each of them a stand-in, a size, a type or a path.
@@ -20,6 +18,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -39,108 +38,11 @@ SAFETENSORS_TYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 _TORCH_TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
-_NESTS = ("state_dict", "model", "module")  # what scripts put the weights under, beside their own things
-
-
-class Stored(NamedTuple):
-    """A tensor in a file."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-Tensors = Mapping[str, Stored]
-
-
-def held(tensor: Tensor) -> Stored:
-    """A tensor that is there already: in memory, or mapped."""
-    return Stored(tuple(tensor.shape), tensor.dtype, lambda: tensor)
-
-
-def read_safetensors(folder: Path, name: str) -> tuple[dict[str, Stored], tuple[Path, ...]]:
-    """The tensors of a safetensors file, or of those that an index names, and the files."""
-    return _read_parts(folder, name, ".safetensors.index.json", _open_safetensors)
-
-
-def read_torch_files(folder: Path, name: str) -> dict[str, Stored]:
-    """The tensors of a file of `torch.save`, or of those that an index names."""
-    return _read_parts(folder, name, ".bin.index.json", _open_torch)[0]
-
-
-def _read_parts(
-    folder: Path, name: str, index_ending: str, read: Callable[[Path], Iterator[tuple[str, Stored]]]
-) -> tuple[dict[str, Stored], tuple[Path, ...]]:
-    weight_map = read_weight_map(folder, name) if name.endswith(index_ending) else None
-    files = [name] if weight_map is None else sorted({*weight_map.values()})
-    paths = tuple(checked_file(folder, file) for file in files)
-    tensors: dict[str, Stored] = {}
-    for path in paths:
-        inside = dict(read(path))
-        tensors |= {key: each for key, each in inside.items() if weight_map is None or weight_map.get(key) == path.name}
-    lost = sorted({*weight_map} - {*tensors}) if weight_map is not None else []
-    if lost:
-        raise InputError(f"{folder / name}: places {lost[0]} in {(weight_map or {})[lost[0]]}, which lacks it")
-    return tensors, paths
-
-
-def _open_safetensors(path: Path) -> Iterator[tuple[str, Stored]]:
-    try:
-        opened: Any = safe_open(path, framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise InputError(f"{path}: is damaged, or no safetensors file: {error}") from error
-    for key in opened.keys():  # noqa: SIM118  # no mapping
-        part = opened.get_slice(key)
-        dtype = _TORCH_TYPES.get(part.get_dtype())
-        if dtype is None:
-            raise InputError(f"{path}: {key} is of type {part.get_dtype()}; import the 16- or 32-bit weights")
-        yield key, Stored(tuple(part.get_shape()), dtype, _reader(part))
-
-
-def _reader(part: Any) -> Callable[[], Tensor]:  # noqa: ANN401  # safetensors' slice, untyped
-    def read() -> Tensor:
-        tensor = part[...]
-        assert isinstance(tensor, Tensor)
-        return tensor
-
-    return read
-
-
-def _open_torch(path: Path) -> Iterator[tuple[str, Stored]]:
-    loaded = load_pickled(path)
-    for nest in _NESTS:
-        if isinstance(loaded, dict) and isinstance(loaded.get(nest), dict):
-            loaded = loaded[nest]
-            break
-    if not isinstance(loaded, dict):
-        raise InputError(f"{path}: holds no weights by name, but a {type(loaded).__name__}")
-    for key, tensor in loaded.items():
-        yield str(key), held(checked_tensor(tensor, path, str(key)))
-
-
-def checked_tensor(tensor: object, origin: Path, name: str) -> Tensor:
-    """The tensor without what a pickle may have put on it; InputError for anything but dense numbers on the CPU."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
-        raise InputError(f"{origin}: {name[:80]!r} is no tensor")
-    plain = Tensor.detach(tensor)  # type: ignore[arg-type] # the class's own method: a pickle sets attributes
-    is_dense = plain.layout is torch.strided and plain.device.type == "cpu" and not plain.is_quantized
-    if not is_dense or plain.dtype not in SAFETENSORS_TYPES:
-        raise InputError(f"{origin}: {name[:80]} is no plain tensor of numbers ({plain.layout}, {plain.dtype})")
-    return plain
-
-
 PICKLE_BYTES = 64 * MIB  # of data.pkl, which holds no tensor
 METADATA_BYTES = 512 * MIB  # 250 bytes for each piece of each tensor
 
 _STORAGES = ("Float", "Half", "BFloat16", "Double", "Long", "Int", "Short", "Char", "Byte", "Bool")
-_TYPES = (
-    "float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool",
-    "float8_e4m3fn", "float8_e5m2",
-)  # fmt: skip
+_TYPES = tuple(str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_TYPES)
 _PLAIN = {
     "collections.OrderedDict",
     "_codecs.encode",  # how protocol 2 writes bytes
@@ -205,10 +107,93 @@ _DAMAGES = (
     struct.error,
     zipfile.BadZipFile,
 )  # what readers of a format end with at bytes that are not of it
+_NESTS = ("state_dict", "model", "module")  # keys under which scripts save the weights, beside other things
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+Tensors = Mapping[str, Stored]
+
+
+def in_memory(tensor: Tensor) -> Stored:
+    """A tensor that is loaded already, or mapped."""
+    return Stored(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
+def read_safetensors(folder: Path, name: str) -> tuple[dict[str, Stored], tuple[Path, ...]]:
+    """The tensors of a safetensors file, or of those that an index names, and the files."""
+    return _read_parts(folder, name, ".safetensors.index.json", _open_safetensors)
+
+
+def read_torch_files(folder: Path, name: str) -> dict[str, Stored]:
+    """The tensors of a file of `torch.save`, or of those that an index names."""
+    return _read_parts(folder, name, ".bin.index.json", _open_torch)[0]
+
+
+def _read_parts(
+    folder: Path, name: str, index_ending: str, read: Callable[[Path], Iterator[tuple[str, Stored]]]
+) -> tuple[dict[str, Stored], tuple[Path, ...]]:
+    weight_map = read_weight_map(folder, name) if name.endswith(index_ending) else None
+    files = [name] if weight_map is None else sorted({*weight_map.values()})
+    paths = tuple(checked_file(folder, file) for file in files)
+    tensors: dict[str, Stored] = {}
+    for path in paths:
+        inside = dict(read(path))
+        tensors |= {key: each for key, each in inside.items() if weight_map is None or weight_map.get(key) == path.name}
+    lost = sorted({*weight_map} - {*tensors}) if weight_map is not None else []
+    if lost:
+        raise InputError(f"{folder / name}: places {lost[0]} in {(weight_map or {})[lost[0]]}, which lacks it")
+    return tensors, paths
+
+
+def _open_safetensors(path: Path) -> Iterator[tuple[str, Stored]]:
+    try:
+        opened: Any = safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise InputError(f"{path}: is damaged, or no safetensors file: {error}") from error
+    for key in opened.keys():  # noqa: SIM118  # no mapping
+        part = opened.get_slice(key)
+        dtype = _TORCH_TYPES.get(part.get_dtype())
+        if dtype is None:
+            raise InputError(f"{path}: {key} is of type {part.get_dtype()}; import the 16- or 32-bit weights")
+        yield key, Stored(tuple(part.get_shape()), dtype, partial(part.__getitem__, ...))
+
+
+def _open_torch(path: Path) -> Iterator[tuple[str, Stored]]:
+    loaded = load_pickled(path)
+    for nest in _NESTS:
+        if isinstance(loaded, dict) and isinstance(loaded.get(nest), dict):
+            loaded = loaded[nest]
+            break
+    if not isinstance(loaded, dict):
+        raise InputError(f"{path}: holds no weights by name, but a {type(loaded).__name__}")
+    for key, tensor in loaded.items():
+        yield str(key), in_memory(checked_tensor(tensor, path, str(key)))
+
+
+def checked_tensor(tensor: object, origin: Path, name: str) -> Tensor:
+    """The tensor without what a pickle may have put on it; InputError for anything but dense numbers on the CPU."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise InputError(f"{origin}: {name[:80]!r} is no tensor")
+    plain = Tensor.detach(tensor)  # type: ignore[arg-type] # the class's own method: a pickle sets attributes
+    is_dense = plain.layout is torch.strided and plain.device.type == "cpu" and not plain.is_quantized
+    if not is_dense or plain.dtype not in SAFETENSORS_TYPES:
+        raise InputError(f"{origin}: {name[:80]} is no plain tensor of numbers ({plain.layout}, {plain.dtype})")
+    return plain
 
 
 class StandIn:
-    """In the place of a class or function that a pickle names: keeps what it is given, does nothing."""
+    """Takes the place of a class or function that a pickle names: keeps its arguments and state, does nothing."""
 
     arguments: tuple[Any, ...]
     state: Any

@@ -1,35 +1,27 @@
-"""Turns examples into token ids and says which of them are learned.
+"""Turns examples into token ids and marks which of them are learned, on all cores.
 
     text                 its ids and nothing around them: it may be a stretch of a long document
-    prompt, completion   [bos] + prompt + completion + eos; the two are cut into tokens where generation would cut them
-    messages             what the chat template makes of them, bos and all, as one text, tokenised once: as transformers
-                         does (`apply_chat_template`), and as the model will be asked
+    prompt, completion   [bos] + prompt + completion + eos, cut into tokens at their border, as generation cuts them
+    messages             the text of the chat template, bos included, tokenised once, as `apply_chat_template` does
 
-What is learned (`data.loss_on`; auto: all of a text, the assistant of a chat, the completion otherwise):
+Learned are (`data.loss_on`; auto: all of a text, the assistant of a chat, the completion otherwise):
 
     all          every token
     assistant    every turn of the assistant
     completion   the last of them; of a prompt with a completion, all of the completion
 
-A turn is learned from after the generation prompt through the token that ends it, which the model must learn to write;
-what the template puts between turns, such as a newline, is not. A template's own {% generation %} marks are taken as
-they are; for others see `chat_turns`. A token belongs where its first character does: one that begins in the prompt and
-ends in the answer is not learned, as generation never has the choice of it. Where a template ends the last answer
-without any special token, eos is put after it, or the model would never stop.
+A turn is learned from after the generation prompt through the token that ends it; what the template puts between turns,
+such as a newline, is not. {% generation %} marks of a template are used; for templates without them see `turns`. A
+token belongs where its first character does: one that begins in the prompt and ends in the answer is not learned, as
+generation never produces it. Where a template ends the last answer without a special token, eos is added, or the model
+would never stop. A marker in a message (`<|im_end|>` typed by a user) becomes the special token, as in transformers; it
+never ends a turn.
 
-A marker in somebody's words (`<|im_end|>` typed by a user) becomes the special token, as it does for everyone who uses
-the template through transformers; it is never taken for the end of a turn.
+An example that cannot be used is rendered as its reason, a sentence for the list of bad rows.
 
-An example that cannot be used answers with the reason, a sentence for the list of bad rows.
-
-Renders batches of examples on all cores, in the order in which they came.
-
-The tokenizers library uses every core by itself, but filling a chat template is Python. So where there are many
-conversations, processes of their own render them, each with its own tokenizer and template; few are rendered here, as a
-process takes half a second to start. What comes out is the same: batches are answered in their order, and no example
-knows of another.
-
-A worker ends with the process that started it, however that ends.
+Filling a template is Python, so many conversations are rendered by processes, each with its own tokenizer and template;
+few are rendered here, as a process takes half a second to start. Results come in the order of the batches. A worker
+ends with the process that started it.
 """
 
 import multiprocessing
@@ -60,6 +52,11 @@ from shardwise.trainer.runtime.run.process import end_with_parent
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import LossOn
 
+LEAST_EXAMPLES = 4000  # for which starting processes pays
+BATCHES_AHEAD = 4  # of each worker: bounds what is held in memory
+
+T = TypeVar("T")
+
 
 class PreferenceIds(NamedTuple):
     """Two answers to one prompt; of each the prompt comes first and is not learned."""
@@ -71,12 +68,6 @@ class PreferenceIds(NamedTuple):
 Rendered = TokenIds | PreferenceIds | str  # str: why the example cannot be used
 
 
-class _Text(NamedTuple):
-    """Plain text."""
-
-    text: str
-
-
 class _Continued(NamedTuple):
     """A prompt and the same with its completion."""
 
@@ -85,7 +76,7 @@ class _Continued(NamedTuple):
     learns_prompt: bool
 
 
-class _Told(NamedTuple):
+class _Conversation(NamedTuple):
     """A conversation; `spans` are the characters [begin, end) that are learned, None: all."""
 
     text: str
@@ -93,7 +84,7 @@ class _Told(NamedTuple):
     adds_eos: bool
 
 
-_Draft = _Text | _Continued | _Told
+_Draft = str | _Continued | _Conversation
 
 
 class Renderer:
@@ -115,17 +106,15 @@ class Renderer:
         InputError where an example holds messages and there is no template.
         """
         drafts = [self._drafts(content) for content in contents]
-        texts = [
-            text for drafted in drafts if not isinstance(drafted, str) for draft in drafted for text in _texts(draft)
-        ]
+        texts = [text for drafted in drafts if isinstance(drafted, list) for draft in drafted for text in _texts(draft)]
         encodings = iter(self._tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False))
         return [
-            drafted if isinstance(drafted, str) else self._rendered(content, drafted, encodings)
+            self._rendered(content, drafted, encodings) if isinstance(drafted, list) else drafted
             for content, drafted in zip(contents, drafts, strict=True)
         ]
 
     def _drafts(self, content: Content) -> list[_Draft] | str:
-        """One sequence, two of a preference, none of what came tokenised; or the reason against it."""
+        """One sequence, two of a preference, none of token ids; or the reason why the example cannot be used."""
         try:
             if isinstance(content, TokenIds):
                 return []
@@ -140,12 +129,10 @@ class Renderer:
         except TemplateRefusalError as refusal:
             return str(refusal)
 
-    def _text(self, text: str) -> _Text:
+    def _text(self, text: str) -> str:
         if self._loss_on in (LossOn.ASSISTANT, LossOn.COMPLETION):
-            raise TemplateRefusalError(
-                f"is plain text, in which nothing is told apart as {self._loss_on} (data.loss_on)"
-            )
-        return _Text(text)
+            raise TemplateRefusalError(f"is plain text, which has no {self._loss_on} to learn (data.loss_on)")
+        return text
 
     def _completion(self, content: Completion, loss_on: LossOn) -> _Draft:
         prompt, completion = content
@@ -154,16 +141,18 @@ class Renderer:
         before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
         first = 0 if loss_on is LossOn.ASSISTANT else len(before)
-        return self._told([*before, *after], None, None if loss_on is LossOn.ALL else first)
+        return self._conversation([*before, *after], None, None if loss_on is LossOn.ALL else first)
 
     def _chat(self, content: Chat) -> _Draft:
         if self._loss_on is LossOn.ALL:
-            return self._told(*content, None)
+            return self._conversation(*content, None)
         roles = [message.get("role") for message in content.messages if isinstance(message, dict)]
         only_last = self._loss_on is LossOn.COMPLETION and "assistant" in roles
-        return self._told(*content, len(roles) - 1 - roles[::-1].index("assistant") if only_last else 0)
+        return self._conversation(*content, len(roles) - 1 - roles[::-1].index("assistant") if only_last else 0)
 
-    def _told(self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int | None) -> _Told:
+    def _conversation(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int | None
+    ) -> _Conversation:
         """A conversation in which the assistant is learned from message `first` on; None: everything is learned."""
         if self._template is None:
             raise InputError(
@@ -173,29 +162,29 @@ class Renderer:
         given = plain_messages(messages, takes_parts=self._takes_parts)
         objects = with_arguments(given, as_text=False)
         try:
-            return self._told_as(self._template, objects, tools, first)
+            return self._conversation_as(self._template, objects, tools, first)
         except TemplateRefusalError:
             texts = with_arguments(given, as_text=True)
             if texts == objects:
                 raise
-            return self._told_as(self._template, texts, tools, first)
+            return self._conversation_as(self._template, texts, tools, first)
 
-    def _told_as(
+    def _conversation_as(
         self, template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Any] | None, first: int | None
-    ) -> _Told:
+    ) -> _Conversation:
         text, marked = template.render(messages, tools)
-        _check_tools_are_told(messages, tools, text)
+        _check_tools_are_written(messages, tools, text)
         adds_eos = messages[-1]["role"] == "assistant" and not text.rstrip().endswith(self._special)
         if first is None:
-            return _Told(text, None, adds_eos)
+            return _Conversation(text, None, adds_eos)
         if self._finder is not None:
             turns = self._finder.turns(messages, tools, text)
-            return _Told(text, [(turn.begin, turn.end) for turn in turns if turn.message >= first], adds_eos)
+            return _Conversation(text, [(turn.begin, turn.end) for turn in turns if turn.message >= first], adds_eos)
         if first > 0:
             prompt = template.render(messages[:first], tools, add_generation_prompt=True).text
             begin = num_shared(prompt, text)
             marked = tuple(span for span in marked if span[1] > begin)
-        return _Told(text, marked, adds_eos)
+        return _Conversation(text, marked, adds_eos)
 
     def _rendered(self, content: Content, drafts: Sequence[_Draft], encodings: Iterator[Encoding]) -> Rendered:
         if isinstance(content, TokenIds):
@@ -214,7 +203,7 @@ class Renderer:
         return PreferenceIds(chosen, rejected) if chosen != rejected else "chosen and rejected are the same tokens"
 
     def _token_ids(self, draft: _Draft, encodings: Iterator[Encoding]) -> TokenIds:
-        if isinstance(draft, _Text):
+        if isinstance(draft, str):
             return TokenIds(next(encodings).ids)
         if isinstance(draft, _Continued):
             return self._continued(draft, next(encodings).ids, next(encodings).ids)
@@ -246,15 +235,17 @@ class Renderer:
 
 
 def _texts(draft: _Draft) -> tuple[str, ...]:
-    return (draft.prompt, draft.whole) if isinstance(draft, _Continued) else (draft.text,)
+    if isinstance(draft, _Continued):
+        return draft.prompt, draft.whole
+    return (draft if isinstance(draft, str) else draft.text,)
 
 
-def _check_tools_are_told(messages: Sequence[Message], tools: Sequence[Any] | None, text: str) -> None:
-    """TemplateRefusalError where the template passes over a tool or a call of one in silence, as many do."""
+def _check_tools_are_written(messages: Sequence[Message], tools: Sequence[Any] | None, text: str) -> None:
+    """TemplateRefusalError where the template leaves out a tool or a call of one, as many do without an error."""
     functions = [*(tools or ()), *(call for message in messages for call in message.get("tool_calls") or ())]
     for function in functions:
-        told = function.get("function", function) if isinstance(function, dict) else {}
-        name = told.get("name") if isinstance(told, dict) else None
+        described = function.get("function", function) if isinstance(function, dict) else {}
+        name = described.get("name") if isinstance(described, dict) else None
         if isinstance(name, str) and name not in text:
             raise TemplateRefusalError(
                 f"the chat template leaves out the tool {name}; name another (data.chat_template)"
@@ -272,16 +263,10 @@ def _are_within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, i
 
 
 def _nothing_learned(sequence: TokenIds) -> str | None:
-    """A reason where no token is learned; the first has none before it that could tell it."""
+    """A reason where no token is learned; the first cannot be, as it has none before it."""
     if sequence.is_learned is None or any(sequence.is_learned[1:]):
         return None
     return "nothing of it is learned: no answer of the assistant is in it"
-
-
-LEAST_EXAMPLES = 4000  # for which starting processes pays
-BATCHES_AHEAD = 4  # of each worker: bounds what is held in memory
-
-T = TypeVar("T")
 
 
 class RenderSettings(NamedTuple):
@@ -323,7 +308,7 @@ def rendered(
 
 
 def worker_count(num_examples: int) -> int:
-    """Processes for so many examples: one for each core, none beside this one for few."""
+    """Number of processes for so many examples: one for each core, or 1, this process, for few."""
     return len(os.sched_getaffinity(0)) if num_examples >= LEAST_EXAMPLES else 1
 
 

@@ -2,27 +2,22 @@
 
 A template gets what `apply_chat_template` of transformers gives it (utils/chat_template_utils.py): `messages` without
 keys that hold nothing, `tools`, `add_generation_prompt`, the tokenizer's named tokens, `raise_exception`, a `tojson`
-that escapes no HTML, loop controls and {% generation %} blocks, in jinja2's immutable sandbox, as a template from a
-hub is code of others. transformers itself is not imported: that takes a second in each process, and its generation
-blocks are placed wrongly inside macros.
+that escapes no HTML, loop controls and {% generation %} blocks, in jinja2's immutable sandbox, as a template from a hub
+is untrusted code. transformers itself is not imported: that takes a second in each process, and its generation blocks
+are placed wrongly inside macros.
 
-`strftime_now` answers with one fixed day, the one that the templates of Llama 3.1 and 3.2 fall back to. Today's date
-would put the day of the preparation into every row: the same data would become other ids tomorrow, in a cache that is
-keyed by content, and after a resume; and the model would learn one date in either case. `prints_date` tells a caller
-that a template asks for it.
+`strftime_now` returns one fixed day, the default of the templates of Llama 3.1 and 3.2: today's date would make other
+ids of the same data tomorrow, in a cache that is keyed by content, and after a resume. `prints_date` is true for
+templates that use it.
 
-The marks that a template puts around what the assistant wrote travel through jinja2 as noncharacters of Unicode, which
-text never holds; a message that does is refused.
+The marks that a template puts around the assistant's text travel through jinja2 as noncharacters of Unicode, which text
+never holds; a message that does is refused.
 
-Brings messages into the form that chat templates read, as transformers does before it renders them.
-
-Keys that hold nothing are left out, since many templates print "None" for them; reasoning is given under every name
-that a template may read it by; and what is not plain JSON (a date of a Parquet file) becomes text, as a template from a
-hub must not be handed objects with methods.
-
-Beyond what transformers does: a list of parts that are all text becomes one text where the template reads no lists, and
-the arguments of a tool call, which rows in OpenAI's form hold as JSON in a string, become the object that templates
-print; for a template that puts strings together (DeepSeek's) they become the string.
+Messages are prepared as transformers does: keys that hold nothing are removed, since many templates print "None" for
+them; reasoning is given under every name that a template may read; values that are not plain JSON (a date of a Parquet
+file) become text, as a template must not be handed objects with methods. Beyond transformers: a list of parts that are
+all text becomes one text where the template reads no lists, and the arguments of a tool call, in OpenAI's form JSON in
+a string, become the object that templates print, or the string for a template that concatenates strings (DeepSeek's).
 """
 
 import json
@@ -52,8 +47,10 @@ _FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, Ar
 _TOKEN = re.compile(r"<\|[^\s|<>]+\|>|<\uff5c[^\s\uff5c<>]+\uff5c>|<(?:start|end)_of_turn>")
 _TEMPLATES = Path(__file__).with_name("templates")
 TEMPLATE_NAMES = tuple(TEMPLATE_TOKENS)
-_TOOL_USE = "tool_use"  # what transformers calls the template for conversations with tools
+_TOOL_USE = "tool_use"  # transformers' name of the template for conversations with tools
 _MORE_TEMPLATES = "additional_chat_templates"
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+_PROBE = "a part of a message"
 
 
 class TemplateRefusalError(Exception):
@@ -70,8 +67,8 @@ class ChatText(NamedTuple):
 class ChatTemplate:
     """One chat template, or two where a tokenizer has another for conversations with tools.
 
-    `source` and `tool_source` are what must go into the name of a cache; `named_tokens` what {{ bos_token }} and its
-    like stand for.
+    `source` and `tool_source` belong into the name of a cache; `named_tokens` are the values of {{ bos_token }} and its
+    like.
     """
 
     def __init__(
@@ -80,10 +77,10 @@ class ChatTemplate:
         """InputError for a source that jinja2 does not read; `name` is that of one of ours."""
         self.source, self.tool_source, self.name = source, tool_source, name
         self.named_tokens = dict(tokens)
-        self._plain = _environment().from_string(_checked(source))
-        self._with_tools = self._plain if tool_source is None else _environment().from_string(_checked(tool_source))
         sources = [source] if tool_source is None else [source, tool_source]
-        trees = [_environment().parse(text) for text in sources]
+        trees = [_parsed(text) for text in sources]
+        self._plain, *others = (_environment().from_string(text) for text in sources)
+        self._with_tools = others[0] if others else self._plain
         self.prints_date = any(name.name == "strftime_now" for tree in trees for name in tree.find_all(nodes.Name))
         self.marks_learned = all(_has_generation_block(text) for text in sources)
         self.literals = tuple(literal for tree in trees for literal in _literals(tree))
@@ -103,16 +100,16 @@ class ChatTemplate:
                 **self.named_tokens,
             )
         except _FAULTS as error:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise TemplateRefusalError(f"the chat template refuses it: {said}") from error
+            message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise TemplateRefusalError(f"the chat template refuses it: {message}") from error
         return _without_marks(text)
 
 
 def load_chat_template(choice: str | None, tokenizer_folder: Path | None) -> ChatTemplate | None:
-    """The template that `data.chat_template` chooses: None is the tokenizer's own, and answers None if it has none.
+    """The template that `data.chat_template` chooses: one of TEMPLATE_NAMES, one of the tokenizer, or a file.
 
-    Otherwise one of TEMPLATE_NAMES, another named one of the tokenizer, or a file. `tokenizer_folder` is None for a
-    tokenizer that is made from the data. InputError for a choice that is none of these.
+    None chooses the tokenizer's own, if it has one. `tokenizer_folder` is None for a tokenizer that is trained on the
+    data. InputError for any other choice.
     """
     tokens = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
     own: dict[str, str] = {}
@@ -135,14 +132,13 @@ def load_chat_template(choice: str | None, tokenizer_folder: Path | None) -> Cha
 def missing_tokens(template: ChatTemplate, tokenizer: TextTokenizer) -> tuple[str, ...]:
     """Tokens that the template writes and the tokenizer would cut into pieces, in the order of the template.
 
-    Of one of ours its special tokens; of any other whatever in its text looks like one, `<|...|>` or `<..._of_turn>`.
-    A model does learn such a marker spelt in pieces, but slowly, and nothing that serves it stops there.
+    A model learns such a marker in pieces slowly, and no server stops there.
     """
     return tuple(token for token in written_tokens(template) if tokenizer.tokenizer.token_to_id(token) is None)
 
 
 def written_tokens(template: ChatTemplate) -> tuple[str, ...]:
-    """The special tokens that the template writes itself."""
+    """The special tokens of the template; of a template that is not ours, all that looks like one."""
     if template.name is not None:
         return TEMPLATE_TOKENS[template.name]
     return tuple(dict.fromkeys(_TOKEN.findall("\0".join(template.literals))))
@@ -166,13 +162,11 @@ def _templates_of(folder: Path) -> dict[str, str]:
         return files
     try:
         found = json.loads(_read(path)).get("chat_template")
-        return {each["name"]: each["template"] for each in found} if isinstance(found, list) else _default(found)
+        if isinstance(found, list):
+            return {each["name"]: each["template"] for each in found}
+        return {} if found is None else {"default": found}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: its chat_template cannot be read: {error}") from error
-
-
-def _default(found: str | None) -> dict[str, str]:
-    return {} if found is None else {"default": found}
 
 
 def _read(path: Path) -> str:
@@ -184,18 +178,17 @@ def _read(path: Path) -> str:
         raise InputError(f"{path}: is not text in UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def _checked(source: str) -> str:
+def _parsed(source: str) -> nodes.Template:
     try:
-        _environment().parse(source)
+        return _environment().parse(source)
     except TemplateSyntaxError as error:
         raise InputError(
             f"data.chat_template: jinja2 does not read the template: line {error.lineno}: {error.message}"
         ) from error
-    return source
 
 
 class _GenerationBlocks(Extension):
-    """{% generation %} ... {% endgeneration %}: what stands in it is the assistant's."""
+    """{% generation %} ... {% endgeneration %} around the assistant's text."""
 
     tags = {"generation"}
 
@@ -272,10 +265,6 @@ def _tested_words(tree: nodes.Template) -> list[str]:
             operands.extend(call.args)
     words = [operand.value for operand in operands if isinstance(operand, nodes.Const)]
     return [word for word in words if isinstance(word, str) and len(word.strip()) > 2]
-
-
-_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-_PROBE = "a part of a message"
 
 
 def plain_messages(messages: Sequence[Message], *, takes_parts: bool) -> list[Message]:

@@ -1,10 +1,10 @@
-"""Finds what the assistant wrote in a rendered conversation, for templates that do not mark it.
+"""Finds the assistant's turns in a rendered conversation, for templates that do not mark them.
 
-The conversation is rendered a second time with a sentinel in place of every stretch of content: an outline, in which
-nothing a person wrote can be taken for a part of the template. The outline, filled in again, must be the text that the
-template made of the real conversation, to the character; then every place in the outline is a place in the text. A
-template that strips or moves content does it to the sentinels too. Around the sentinels stay the outer white space and
-the words that the template looks for in a message (`</think>`), so that it takes the same branches.
+The conversation is rendered a second time with a sentinel in place of every stretch of content: an outline, in which no
+message can be taken for a part of the template. The outline, filled in again, must equal the text of the real
+conversation to the character; then every place in the outline is a place in the text. A template that strips or moves
+content does it to the sentinels too. Around the sentinels stay the outer white space and the words that the template
+looks for in a message (`</think>`), so that it takes the same branches.
 
 In the outline a turn of the assistant
 
@@ -15,8 +15,8 @@ In the outline a turn of the assistant
             what the model stops with; the last turn with the content
 
 Both are checked: a turn holds its own content and no other's. An outline depends on the shape of a conversation (roles,
-what else its messages hold, which contents are empty), not on its words, so it is kept for the next of that shape.
-What does not come out is refused with the reason; there is no guess.
+keys of its messages, which contents are empty), not on its words, so it is cached. A conversation whose turns are not
+clear is refused with the reason.
 """
 
 import json
@@ -66,7 +66,7 @@ class _Slot(NamedTuple):
 
 
 class _Outline(NamedTuple):
-    """A conversation as its template sees it, without the words; or why its turns cannot be told."""
+    """A rendered conversation without its words, or the reason why its turns are unclear."""
 
     text: str
     slots: tuple[_Slot, ...]  # in the order of the text
@@ -306,7 +306,7 @@ class _Drawing:
 
 
 def num_shared(one: str, other: str) -> int:
-    """With how many characters both begin."""
+    """Number of characters with which both begin."""
     return next(
         (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )

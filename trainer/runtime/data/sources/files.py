@@ -1,18 +1,13 @@
-"""Opens the files that were listed, as the bytes that were meant: checked against the listing, and decompressed.
+"""Reads the files of rows that were listed: JSON lines and arrays, CSV and TSV, Parquet, Arrow, plain or compressed.
 
-What is compressed is said by the last suffix (`.gz`, `.bz2`, `.xz`, `.zst`). A stream that is cut off or is not what
-its name says is an InputError when the reader gets there: a damaged file is not a bad row, as nobody knows what of it
+The last suffix names the compression (`.gz`, `.bz2`, `.xz`, `.zst`). A row is a mapping from column to value. Rows are
+numbered from 1 as a person counts them: by line in JSON lines (blank lines have a number and are no rows), by record
+below the header in CSV (a record may span lines), by position elsewhere. A row that cannot be read is a BadRow at its
+number. A file that changed since it was listed, or that is damaged, is an InputError, because nobody knows what of it
 is missing.
 
-Reads files of rows: JSON lines and arrays, CSV and TSV, Parquet, Arrow, each as it is or compressed.
-
-A row is a mapping from column to value. Rows are numbered from 1 as a person counts them: by line in JSON lines (blank
-lines have a number and are no rows), by record below the header in CSV (a record may span lines), by place elsewhere.
-A row that cannot be read is a BadRow at its number; a file that cannot be read on, or not at all, is an InputError,
-because nobody knows what is lost.
-
 Everything is read in bounded memory: lines one by one, Parquet at most a row group at a time. The exceptions are a
-`.json` array, as JSON has no way to read half of one, and a row itself.
+`.json` array, of which JSON has no way to read half, and a row itself.
 """
 
 import bz2
@@ -36,8 +31,17 @@ import pyarrow.parquet as pq
 from shardwise.trainer.spec.data.profile import ROW_SUFFIXES, SourceFile, compression, content_suffix
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
+READ_BYTES = 2**20
+BATCH_BYTES = 2**24
+BATCH_ROWS = 2**12
+CELL_CHARS = 2**26
+_ARROW_FILE_MAGIC = b"ARROW1"
+_ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError)  # of pyarrow at damaged bytes
+_DELIMITERS = ",;\t|"
+
 _NAMES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "Zstandard"}
 _DAMAGES = (EOFError, zlib.error, lzma.LZMAError, OSError)  # BadGzipFile is an OSError, as are bz2's and pyarrow's
+Row = dict[str, Any]
 
 
 class BadRow(NamedTuple):
@@ -78,19 +82,19 @@ def open_content(file: SourceFile) -> BinaryIO:
 
 
 def open_for_seeking(file: SourceFile) -> BinaryIO:
-    """The content as a file that can be read from anywhere: of a compressed one a copy that nobody else sees."""
+    """The content as a file that can be read from anywhere: of a compressed one, a temporary copy."""
     stream = open_content(file)
     if compression(file.path) is None:
         return stream
     with stream:
-        copy = tempfile.TemporaryFile(prefix="shardwise-")  # noqa: SIM115 - whoever reads it closes it
+        copy = tempfile.TemporaryFile(prefix="shardwise-")  # noqa: SIM115 - the reader closes it
         copyfileobj(stream, copy)
     copy.seek(0)
     return cast("BinaryIO", copy)
 
 
 class _Decompressed(io.RawIOBase):
-    """Decompressed bytes; whatever a library says of a damaged stream is one sentence here."""
+    """Decompressed bytes; a library's error at a damaged stream becomes an InputError."""
 
     def __init__(self, stream: BinaryIO, suffix: str, path: str) -> None:
         self._file, self._suffix, self._path = stream, suffix, path
@@ -137,17 +141,6 @@ def _decompressor(stream: BinaryIO, suffix: str) -> BinaryIO:
             return cast("BinaryIO", pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), "zstd"))
 
 
-READ_BYTES = 2**20
-BATCH_BYTES = 2**24
-BATCH_ROWS = 2**12
-CELL_CHARS = 2**26
-_ARROW_FILE_MAGIC = b"ARROW1"
-_ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError)  # what pyarrow says of damaged bytes
-_DELIMITERS = ",;\t|"
-
-Row = dict[str, Any]
-
-
 def holds_rows(file: SourceFile) -> bool:
     """Whether the file holds a document a row; any other is one text."""
     return content_suffix(file.path) in ROW_SUFFIXES
@@ -164,7 +157,7 @@ def read_rows(file: SourceFile) -> Iterator[tuple[int, Row | BadRow]]:
 
 
 def decode_json(content: bytes | str) -> Any:  # noqa: ANN401 - any JSON
-    """What is written in `content`; ValueError, whose text completes "the row ...", where it is not JSON."""
+    """The value in `content`; ValueError, whose text completes "the row ...", where it is not JSON."""
     try:
         return msgspec.json.decode(content)
     except UnicodeDecodeError as error:
@@ -176,7 +169,7 @@ def decode_json(content: bytes | str) -> Any:  # noqa: ANN401 - any JSON
 
 
 def kind_of(value: object) -> str:
-    """What a value is, as a person would say it."""
+    """Name of the kind of a value, for messages."""
     names = {str: "text", bytes: "bytes", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
@@ -273,7 +266,7 @@ def _record(record: list[str], header: list[str], where: str, line: int) -> Row 
 def _batched_rows(
     file: SourceFile, batches_of: Callable[[BinaryIO], Iterator[pa.RecordBatch]]
 ) -> Iterator[tuple[int, Row | BadRow]]:
-    """The rows of each batch; what pyarrow says of damaged bytes is one sentence with the place."""
+    """The rows of each batch; InputError with the place at damaged bytes."""
     num_rows = 0
     with open_for_seeking(file) as stream:
         batches = batches_of(stream)
@@ -298,7 +291,7 @@ def _rows_of_batch(batch: pa.RecordBatch, path: str, num_before: int) -> list[Ro
 
 
 def _is_of_no_use(kind: pa.DataType) -> bool:
-    """Times and decimals: no example has them, and Python cannot say all that Arrow can."""
+    """True for times and decimals: no example has them, and Python cannot hold all that Arrow can."""
     return bool(pa.types.is_temporal(kind) or pa.types.is_decimal(kind))
 
 

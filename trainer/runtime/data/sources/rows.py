@@ -1,24 +1,21 @@
-"""Which column of a row holds what: our name, another usual one, or the one that `data.fields` names.
+"""Rows as examples: which columns hold what, which shape the rows of a job have, and the example that each row is.
 
-What the rows of a job are, seen from their columns (trainer/spec/data/row_fields.py), and one row as an example.
+Columns are found by our name, by other usual names, or by those in `data.fields` (trainer/spec/data/row_fields.py). All
+rows of a job are of one shape; within it, each may be of another dialect.
 
-All rows of a job are of one shape; within it, each may be of another dialect.
+Messages are brought into the form that chat templates read. Accepted are OpenAI's (`role`, `content`, `tool_calls`) and
+ShareGPT's (`from`, `value`), each as a list of objects, as an object of lists (how some libraries store it in columns),
+or as JSON in a column of text; other names of keys and roles are mapped by `data.fields`. Content may be a list of
+parts if all are text. Nulls, which columnar files have where another row has a key, are removed.
 
-Messages as rows hold them, brought into the one form that chat templates read: `role`, `content` and what else is.
-
-Read are OpenAI's form (`role`, `content`, `tool_calls`) and ShareGPT's (`from`, `value`), each as a list of objects, as
-an object of lists (how some libraries store it in columns), or as JSON in a column of text. Names of keys and of roles
-that are neither are mapped by `data.fields`. Content may be a list of parts, if all are text, as these models read
-text. Nulls, which columnar files put where another row has a key, are taken out.
-
-Rows of a better and a worse answer, in the forms in which people publish them, as one prompt and two answers.
+Preferences are read as one prompt and two answers:
 
 | `prompt` | `chosen`, `rejected` | read as |
 |---|---|---|
-| text | text | what it says |
-| messages | messages | what it says |
-| messages | text | each answer one message of the assistant's |
-| text | messages of the assistant's | the prompt as one message of the user's |
+| text | text | itself |
+| messages | messages | itself |
+| messages | text | each answer one message of the assistant |
+| text | messages of the assistant | the prompt as one message of the user |
 | none, or text again | whole conversations | the prompt is the messages that both begin with |
 | none | whole texts | the prompt is the shared beginning, up to `Assistant:` or the end of a line |
 | `conversations` | one message each | LLaMA-Factory's form of ShareGPT |
@@ -46,13 +43,28 @@ from shardwise.trainer.spec.data.shapes import (
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import DataFormat
 
+NUM_ROWS_TO_DETECT = 100
+UNLEARNED_LABEL = -100  # ignored by cross entropy in torch, and in everything built on it
+_ANSWER_MARK = "\n\nAssistant:"  # of Anthropic's hh-rlhf, whose rows have no prompt
+_ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
+_ALIASES = {
+    **{role: role for role in ROLES},
+    "developer": "system",
+    "human": "user",
+    "gpt": "assistant",
+    "model": "assistant",
+    "function": "tool",
+    "observation": "tool",
+}
+TextOrMessages = str | list[Message]
+
 
 class UnusableRowError(ValueError):
     """Why a row cannot be used; its text completes "the row ..."."""
 
 
 class Cell(NamedTuple):
-    """What one column of a row holds."""
+    """A column of a row and its value."""
 
     column: str
     value: Any
@@ -101,10 +113,6 @@ def listed(row: Mapping[str, Any]) -> str:
     return ", ".join(map(str, row)) or "none"
 
 
-NUM_ROWS_TO_DETECT = 100
-UNLEARNED_LABEL = -100  # what cross entropy leaves out in torch, and in everything built on it
-
-
 FormatRow = Callable[[Row], Row | None]  # None: the row is left out
 
 
@@ -118,14 +126,14 @@ class RowReading(NamedTuple):
 
 
 def detect_shape(
-    files: Sequence[SourceFile], asked: DataFormat, fields: Mapping[str, str], format_row: FormatRow | None = None
+    files: Sequence[SourceFile], requested: DataFormat, fields: Mapping[str, str], format_row: FormatRow | None = None
 ) -> DataFormat:
-    """The shape of all rows: what was asked for, or what the columns of the first rows say.
+    """The shape of all rows: the requested one, or that of the columns of the first rows.
 
     InputError where two files differ, where no shape has such columns, and for fields that the shape does not have.
     """
-    found, example = asked, None
-    if asked is DataFormat.AUTO:
+    found, example = requested, None
+    if requested is DataFormat.AUTO:
         for file in _one_of_each_kind(files):
             shape = _shape_of_file(file, fields, format_row)
             if example is not None and shape is not found:
@@ -146,12 +154,8 @@ def detect_shape(
 
 def _one_of_each_kind(files: Sequence[SourceFile]) -> Sequence[SourceFile]:
     """The first file of rows of each folder and suffix: those of one data set alike, a thousand need not be opened."""
-    return tuple({_kind_of_file(file): file for file in reversed(files) if holds_rows(file)}.values())[::-1]
-
-
-def _kind_of_file(file: SourceFile) -> tuple[str, str]:
-    path = Path(file.path)
-    return str(path.parent), path.suffix
+    by_kind = {(Path(each.path).parent, Path(each.path).suffix): each for each in reversed(files) if holds_rows(each)}
+    return tuple(by_kind.values())[::-1]
 
 
 def _shape_of_file(file: SourceFile, fields: Mapping[str, str], format_row: FormatRow | None) -> DataFormat:
@@ -159,7 +163,7 @@ def _shape_of_file(file: SourceFile, fields: Mapping[str, str], format_row: Form
     fitting = fitting_shapes(fields)
     read = [row for _, row in islice(read_rows(file), NUM_ROWS_TO_DETECT) if isinstance(row, dict) and row]
     rows = read if format_row is None else [made for row in read if (made := format_row(row))]
-    for allowed in (fitting, list(BY_PRECEDENCE)):  # the second finds what is then said not to have such fields
+    for allowed in (fitting, list(BY_PRECEDENCE)):  # the second finds a shape that then is refused for its fields
         for row in rows:
             shape = shape_of_row(partial(_has, row, fields), allowed)
             if shape is not None:
@@ -198,10 +202,6 @@ def example_of(row: Row, where: str, reading: RowReading) -> Content | BadRow | 
         return BadRow(where, str(fault))
 
 
-def _text(row: Row, reading: RowReading) -> Content:
-    return require_text(row, "text", reading.fields)
-
-
 def _completion(row: Row, reading: RowReading) -> Content:
     cells = require_cell(row, "prompt", reading.fields), require_cell(row, "completion", reading.fields)
     prompt, completion = (text_or_messages(cell.value, cell.column, reading.fields) for cell in cells)
@@ -230,7 +230,7 @@ def _chat(row: Row, reading: RowReading) -> Content:
 
 
 def _is_alpaca(row: Row, fields: Mapping[str, str]) -> bool:
-    """Whether the row is meant so, whole or not."""
+    """True if the row has a column of Alpaca's form, and none of messages."""
     if "messages" in fields or any(name in row for name in column_names("messages", fields)):
         return False
     return any(name in row for field in ("instruction", "output") for name in column_names(field, fields))
@@ -238,30 +238,20 @@ def _is_alpaca(row: Row, fields: Mapping[str, str]) -> bool:
 
 def _alpaca(row: Row, fields: Mapping[str, str]) -> Chat:
     """Instruction and input are one message, a line each, as LLaMA-Factory joins them."""
-    asked = [require_text(row, "instruction", fields), find_text(row, "input", fields)]
+    question = [require_text(row, "instruction", fields), find_text(row, "input", fields)]
     answer = require_text(row, "output", fields)
     system = find_text(row, "system", fields)
     messages = [{"role": "system", "content": system}] if system else []
-    for turn in _history(row):
-        if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(said, str) for said in turn):
+    history = parsed(row.get("history") or [], "history")
+    for turn in history if isinstance(history, list) else [None]:
+        if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise UnusableRowError('field "history" is not a list of pairs of texts')
         messages += _turn(*turn)
-    return Chat([*messages, *_turn("\n".join(filter(None, asked)), answer)])
+    return Chat([*messages, *_turn("\n".join(filter(None, question)), answer)])
 
 
-def _history(row: Row) -> list[object]:
-    history = parsed(row.get("history") or [], "history")
-    if not isinstance(history, list):
-        raise UnusableRowError('field "history" is not a list of pairs of texts')
-    return history
-
-
-def _turn(asked: str, answer: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-
-
-def _preference(row: Row, reading: RowReading) -> Content:
-    return read_preference(row, reading.fields)
+def _turn(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _tokens(row: Row, reading: RowReading) -> Content:
@@ -309,25 +299,13 @@ def _whole_numbers(value: object, column: str, what: str) -> list[int]:
     return numbers
 
 
-READERS = {
-    DataFormat.TEXT: _text,
+READERS: Mapping[DataFormat, Callable[[Row, RowReading], Content]] = {
+    DataFormat.TEXT: lambda row, reading: require_text(row, "text", reading.fields),
     DataFormat.TOKENS: _tokens,
     DataFormat.PROMPT_COMPLETION: _completion,
     DataFormat.CHAT: _chat,
-    DataFormat.PREFERENCE: _preference,
+    DataFormat.PREFERENCE: lambda row, reading: read_preference(row, reading.fields),
 }
-
-
-_ALIASES = {
-    **{role: role for role in ROLES},
-    "developer": "system",
-    "human": "user",
-    "gpt": "assistant",
-    "model": "assistant",
-    "function": "tool",
-    "observation": "tool",
-}
-_ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
 
 
 def read_messages(value: Any, column: str, fields: Mapping[str, str]) -> list[Message]:  # noqa: ANN401 - any row
@@ -369,7 +347,7 @@ def parsed(value: Any, column: str) -> Any:  # noqa: ANN401 - any row
         raise UnusableRowError(f'field "{column}" is text that {error}') from None
 
 
-def text_or_messages(value: Any, column: str, fields: Mapping[str, str]) -> str | list[Message]:  # noqa: ANN401
+def text_or_messages(value: Any, column: str, fields: Mapping[str, str]) -> TextOrMessages:  # noqa: ANN401
     """Text that is not empty, or messages; text that is a JSON list of messages is taken for them."""
     if not isinstance(value, str):
         if not isinstance(value, list | dict):
@@ -402,11 +380,11 @@ def _of_columns(value: dict[str, Any]) -> Any:  # noqa: ANN401 - any row
 
 
 class _Names(NamedTuple):
-    """Keys of a message and words for roles, ours or those of `data.fields`."""
+    """Keys of a message and names of roles, ours or those of `data.fields`."""
 
     role_keys: tuple[str, ...]
     content_keys: tuple[str, ...]
-    roles: Mapping[str, str]  # from the row's word to ours
+    roles: Mapping[str, str]  # from the row's name to ours
 
 
 def _names(fields: Mapping[str, str]) -> _Names:
@@ -421,7 +399,10 @@ def _message(entry: Any, names: _Names) -> Message:  # noqa: ANN401 - any row
     """The message; UnusableRowError, whose text completes "message 3 ...", where it is none."""
     if not isinstance(entry, dict):
         raise UnusableRowError(f"is {kind_of(entry)}, not an object")
-    role_key, content_key = _key(entry, names.role_keys), _key(entry, names.content_keys)
+    role_key, content_key = (
+        next((key for key in keys if entry.get(key) is not None), None)
+        for keys in (names.role_keys, names.content_keys)
+    )
     if role_key is None:
         raise UnusableRowError(f'has no "{names.role_keys[0]}"; its fields: {listed(entry)}')
     role = _role(entry[role_key], names)
@@ -436,13 +417,6 @@ def _message(entry: Any, names: _Names) -> Message:  # noqa: ANN401 - any row
         others = {key: other for key, other in entry.items() if key not in (role_key, content_key)}
         message |= _without_nulls(others)
     return message
-
-
-def _key(entry: dict[str, Any], keys: tuple[str, ...]) -> str | None:
-    for key in keys:
-        if entry.get(key) is not None:
-            return key
-    return None
 
 
 def _role(value: object, names: _Names) -> str:
@@ -480,11 +454,6 @@ def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - any JSON
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
-_ANSWER_MARK = "\n\nAssistant:"  # of Anthropic's hh-rlhf, whose rows have no prompt
-
-Said = str | list[Message]
-
-
 def read_preference(row: Row, fields: Mapping[str, str]) -> Preference:
     """The pair in `row`; UnusableRowError where it is none."""
     cells = require_cell(row, "chosen", fields), require_cell(row, "rejected", fields)
@@ -500,12 +469,12 @@ def read_preference(row: Row, fields: Mapping[str, str]) -> Preference:
     )
 
 
-def _prompt(row: Row, fields: Mapping[str, str]) -> Said | None:
+def _prompt(row: Row, fields: Mapping[str, str]) -> TextOrMessages | None:
     cell = find_cell(row, "prompt", fields) or find_cell(row, "messages", fields)
     return None if cell is None else text_or_messages(cell.value, cell.column, fields)
 
 
-def _of_texts(prompt: Said | None, chosen: str, rejected: str) -> Preference:
+def _of_texts(prompt: TextOrMessages | None, chosen: str, rejected: str) -> Preference:
     if isinstance(prompt, str):
         return Preference(prompt, chosen, rejected)
     if prompt is not None:
@@ -535,12 +504,12 @@ def _of_conversations(chosen: list[Message], rejected: list[Message], cells: tup
     return Preference(chosen[:num_shared], chosen[num_shared:], rejected[num_shared:])
 
 
-def _of_messages(prompt: Said | None, chosen: list[Message], rejected: list[Message]) -> Preference:
+def _of_messages(prompt: TextOrMessages | None, chosen: list[Message], rejected: list[Message]) -> Preference:
     if prompt is None:
         raise UnusableRowError('has no field "prompt", and its two answers share no beginning that could be it')
     return Preference([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, chosen, rejected)
 
 
-def _require_answers(chosen: Said, rejected: Said) -> None:
+def _require_answers(chosen: TextOrMessages, rejected: TextOrMessages) -> None:
     if not chosen or not rejected:
         raise UnusableRowError("one of its answers is the beginning of the other; there is no prompt that both answer")

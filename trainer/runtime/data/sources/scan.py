@@ -1,25 +1,15 @@
-"""Reads the documents of text files and of rows of text, block by block, and says which are bad.
+"""Documents of text files and of rows, block by block: digests, bad rows, and what is held out.
 
 A text file is one document. Documents come in blocks of at most about a million characters, cut at line ends, so that
-a file of any size is read in bounded memory. A text file is good or bad as a whole: `survey` reads it once, for its
-digest and for the first thing that is not text, before any block of it is used. Rows are read by `row_files` and made
-examples by `rows`; what cannot be used is yielded as a BadRow in the order of reading.
+memory is bounded. `check_sources` reads each file once, for its digest and for the first byte that is not text: a text
+file is good or bad as a whole. `scan_rows` then decodes every row, applies the job's policy for bad ones and chooses
+the split. `units_of` yields what can be used, in order, each stretch with its side.
 
-One look at every file and every row before anything is tokenised: what is there, what is bad, what is held out.
-
-`survey_sources` reads each file once, for its digest and for bytes that are not text. `take_census` then decodes every
-row, judges the bad ones by the job's policy and lets the split be chosen. `units_of` is how later passes read: what
-can be used, in order, each stretch with its side.
-
-Which part of the training sources is held out for evaluation: decided by content, so that it never changes.
-
-A unit of text is held out when the hash of its content is below a threshold. New data, another order or another folder
-never moves a unit from one side to the other, and a copy of a text is always on the same side as the original, so that
-nothing that is learned is scored.
-
-A unit is a whole document (of a very long one, each block). Where few documents make one side miss its share by more
-than a factor of two, units are pieces of 4096 characters cut at line ends; and where even these leave a side empty, the
-one piece with the lowest or highest hash goes there.
+The split depends on content alone: a unit is held out if the hash of its content is below a threshold. New data,
+another order or another folder never move a unit to the other side, and copies of a text are on one side, so that
+nothing that is learned is scored. A unit is a whole document (each block of a very long one). Where few documents make
+one side miss its share by more than a factor of two, units are pieces of 4096 characters cut at line ends; where even
+these leave a side empty, the piece with the lowest or highest hash goes there.
 """
 
 import codecs
@@ -48,7 +38,12 @@ from shardwise.trainer.spec.messages.extension import Hook
 
 READ_BYTES = 2**20
 BLOCK_CHARS = 2**20
+PIECE_CHARS = 4096
+NUM_BAD_ROWS_SHOWN = 5
+PROGRESS_INTERVAL_S = 1.0
 _BYTE_ORDER_MARK = "\ufeff"
+_HASH_BYTES = 8
+_HASH_END = 2 ** (8 * _HASH_BYTES)
 
 
 class Block(NamedTuple):
@@ -60,89 +55,191 @@ class Block(NamedTuple):
     where: str  # the file, or file:row
 
 
-class Survey(NamedTuple):
-    """What one pass over a file's bytes tells."""
+class Split(NamedTuple):
+    """Units whose hash is below `threshold` are held out."""
 
+    threshold: int
+    piece_chars: int | None = None  # None: documents are not cut
+
+
+class Unit(NamedTuple):
+    """A stretch of one document that lies on one side of the split."""
+
+    content: Content
+    weight: float
+    opens_document: bool  # nothing of the same document precedes it directly on its side
+    is_held_out: bool
+    where: str  # the file, or file:row
+
+
+ALL_TRAIN = Split(threshold=0)
+ALL_HELD_OUT = Split(threshold=_HASH_END)
+
+
+class CheckedFile(NamedTuple):
+    """A file after one pass over its bytes."""
+
+    source: SourceFile
     digest: bytes
     defect: str | None  # why a text file is not text; None for files of rows, which are judged row by row
 
 
-def survey(file: SourceFile) -> Survey:
+class Sources(NamedTuple):
+    """The files for training, those for evaluation alone, how rows are read, and where progress is reported."""
+
+    train: Sequence[CheckedFile]
+    held_out: Sequence[CheckedFile]
+    reading: RowReading
+    report: Callable[[str], None]
+    window: Sequence[Block | BadRow] | None = None  # of a stream: what was read of the training files; None: all is
+    drops_held_out: bool = False  # what the split holds out is neither learned nor scored
+
+
+class RejectedRows:
+    """The rows that cannot be used: all are counted, the first few kept."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._kept: list[BadRow] = []
+
+    def add(self, row: BadRow) -> None:
+        self.num += 1
+        if self.num <= NUM_BAD_ROWS_SHOWN:
+            self._kept.append(row)
+
+    def __str__(self) -> str:
+        """The first of them in one line."""
+        more = "" if self.num <= len(self._kept) else f"; and {self.num - len(self._kept)} more"
+        return "; ".join(map(str, self._kept)) + more
+
+    def check(self, request: PrepareRequest, *, num_rows: int) -> None:
+        """InputError where they are more of all `num_rows` than the job allows."""
+        skips = request.bad_rows is BadRows.SKIP
+        allowed = request.bad_rows_max * num_rows if skips else 0
+        if self.num <= allowed:
+            return
+        remedy = (
+            f"data.bad_rows_max lets {request.bad_rows_max:.3%} pass, {int(allowed)} rows; mend the others or raise it"
+            if skips
+            else "mend them, or leave out a few with data.bad_rows=skip"
+        )
+        raise InputError(
+            f"data: {self}"
+            if num_rows == 1
+            else f"data: {self.num} of {num_rows} rows cannot be used: {self}\n{remedy}"
+        )
+
+
+class RowScan(NamedTuple):
+    """Result of the pass over every row."""
+
+    split: Split
+    num_chars: int  # of text that can be used, both sides; tokens where the data came tokenised
+    num_documents: int
+    bad_rows: RejectedRows
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, those that cannot be used included."""
+        return self.num_documents + self.bad_rows.num
+
+
+def check_sources(request: PrepareRequest, report: Callable[[str], None]) -> Sources:
+    """Every file with its digest; InputError where their rows are of a shape that is not read."""
+    listed = [*request.files, *request.eval_files]
+    format_row = format_row_of(request)
+    shape = detect_shape(listed, request.format, request.fields, format_row)
+    progress = _Progress(report, "reading", listed)
+    files = []
+    for source in listed:
+        files.append(check_file(source))
+        progress.finished(source)
+    num_train = len(request.files)
+    reading = RowReading(shape, request.fields, request.vocab_size, format_row)
+    return Sources(files[:num_train], files[num_train:], reading, report)
+
+
+def check_file(file: SourceFile) -> CheckedFile:
     """Digest and first defect of the file; InputError if it is not the file that was listed."""
     digest = blake2b(digest_size=32)
-    is_plain_text = not holds_rows(file) and compression(file.path) is None
-    judge = _TextJudge() if is_plain_text else None
+    judge = None if holds_rows(file) else _TextJudge()
+    is_compressed = compression(file.path) is not None
     with open_listed(file) as stream:
         while chunk := stream.read(READ_BYTES):
             digest.update(chunk)
-            if judge:
+            if judge and not is_compressed:
+                judge.read(chunk)
+    if judge and is_compressed:
+        with open_content(file) as stream:
+            while judge.defect is None and (chunk := stream.read(READ_BYTES)):
                 judge.read(chunk)
     if judge:
         judge.read(b"")
-        return Survey(digest.digest(), judge.defect)
-    return Survey(digest.digest(), None if holds_rows(file) else _defect_of_content(file))
-
-
-def _defect_of_content(file: SourceFile) -> str | None:
-    """The first thing in compressed text that is not text; offsets are those of the text."""
-    judge = _TextJudge()
-    with open_content(file) as stream:
-        while judge.defect is None and (chunk := stream.read(READ_BYTES)):
-            judge.read(chunk)
-    judge.read(b"")
-    return judge.defect
+    return CheckedFile(file, digest.digest(), judge.defect if judge else None)
 
 
 class _TextJudge:
-    """Is given text chunk by chunk, at the end an empty one; `defect` is the first thing that is not UTF-8 text."""
+    """Finds the first byte that is not UTF-8 text, in chunks of which the last is empty."""
 
     def __init__(self) -> None:
         self.defect: str | None = None
         self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._offset = 0
+        self._offset = 0  # of the chunk in the file's content
 
     def read(self, chunk: bytes) -> None:
-        if self.defect is None:
-            self.defect = _defect(chunk, self._decoder, self._offset)
-            self._offset += len(chunk)
+        if self.defect is not None:
+            return
+        num_kept, nul = len(self._decoder.getstate()[0]), chunk.find(b"\0")
+        try:
+            self._decoder.decode(chunk if nul < 0 else chunk[:nul], final=not chunk or nul >= 0)
+        except UnicodeDecodeError as error:
+            byte, place = error.object[error.start], self._offset - num_kept + error.start
+            self.defect = f"is not text: byte 0x{byte:02x} at offset {place} is not UTF-8 ({error.reason})"
+        else:
+            self.defect = None if nul < 0 else f"is not text: NUL byte at offset {self._offset + nul}"
+        self._offset += len(chunk)
 
 
-def _defect(chunk: bytes, decoder: codecs.IncrementalDecoder, offset: int) -> str | None:
-    """The first byte of `chunk`, which stands at `offset` in the file, that text in UTF-8 does not have."""
-    kept = len(decoder.getstate()[0])
-    nul = chunk.find(b"\0")
-    try:
-        decoder.decode(chunk if nul < 0 else chunk[:nul], final=not chunk or nul >= 0)
-    except UnicodeDecodeError as error:
-        place = offset - kept + error.start
-        return f"is not text: byte 0x{error.object[error.start]:02x} at offset {place} is not UTF-8 ({error.reason})"
-    return None if nul < 0 else f"is not text: NUL byte at offset {offset + nul}"
+def format_row_of(request: PrepareRequest) -> FormatRow | None:
+    """The function of the user's extensions file that rows go through; InputError from it where it fails."""
+    hooks = load_hooks(request.extension)
+    if hooks is None or not hooks.has(Hook.FORMAT_ROW):
+        return None
+    call = hooks.call
+
+    def format_row(row: Row) -> Row | None:
+        made = call(Hook.FORMAT_ROW, row)
+        if made is not None and not isinstance(made, dict):
+            raise InputError(
+                f"extensions: format_row returned {kind_of(made)}; a row is a dict, and None leaves it out"
+            )
+        return made
+
+    return format_row
 
 
-def read_blocks(file: SourceFile, defect: str | None, reading: RowReading) -> Iterator[Block | BadRow]:
-    """The blocks of all documents of `file`, in order; `defect` is what its survey found."""
+def read_blocks(file: SourceFile, reading: RowReading, *, defect: str | None = None) -> Iterator[Block | BadRow]:
+    """The blocks of all documents of `file`, in order; `defect` is what `check_file` found."""
     if defect is not None:
         yield BadRow(file.path, defect)
     elif holds_rows(file):
         for number, row in read_rows(file):
             where = f"{file.path}:{number}"
             content = row if isinstance(row, BadRow) else example_of(row, where, reading)
-            if content is None:
-                continue
             if isinstance(content, BadRow):
                 yield content
             elif isinstance(content, str):
                 yield from _blocks_of_text(iter([content]), file.weight, where)
-            else:
+            elif content is not None:
                 yield Block(content, file.weight, opens_document=True, where=where)
     else:
         yield from _blocks_of_text(_decoded(_chunks(file)), file.weight, file.path)
 
 
-def read_unsurveyed_blocks(file: SourceFile, reading: RowReading) -> Iterator[Block | BadRow]:
-    """As `read_blocks` of a file that nobody surveyed: text is used up to the megabyte before its first defect."""
+def read_unchecked_blocks(file: SourceFile, reading: RowReading) -> Iterator[Block | BadRow]:
+    """As `read_blocks`, without `check_file` before: text is used up to the megabyte before its first defect."""
     if holds_rows(file):
-        yield from read_blocks(file, None, reading)
+        yield from read_blocks(file, reading)
         return
     judge = _TextJudge()
     yield from _blocks_of_text(_decoded(_judged(_chunks(file), judge)), file.weight, file.path)
@@ -158,14 +255,14 @@ def _chunks(file: SourceFile) -> Iterator[bytes]:
 
 def _judged(chunks: Iterator[bytes], judge: _TextJudge) -> Iterator[bytes]:
     """Each chunk once the one after it is known to be text too; ends before a defect."""
-    held = b""
+    before = b""
     for chunk in chain(chunks, (b"",)):
         judge.read(chunk)
         if judge.defect is not None:
             return
-        if held:
-            yield held
-        held = chunk
+        if before:
+            yield before
+        before = chunk
 
 
 def _decoded(chunks: Iterator[bytes]) -> Iterator[str]:
@@ -201,149 +298,12 @@ def cut_at_line_ends(text: str, max_chars: int) -> Iterator[str]:
         start = end
 
 
-NUM_BAD_ROWS_SHOWN = 5
-PROGRESS_INTERVAL_S = 1.0
-
-
-PIECE_CHARS = 4096
-
-
-_HASH_BYTES = 8
-
-
-_HASH_END = 2 ** (8 * _HASH_BYTES)
-
-
-class Split(NamedTuple):
-    """The rule: units whose hash is below `threshold` are held out."""
-
-    threshold: int
-    piece_chars: int | None = None  # None: documents are not cut
-
-
-class Unit(NamedTuple):
-    """A stretch of one document that lies on one side of the split."""
-
-    content: Content
-    weight: float
-    opens_document: bool  # nothing of the same document precedes it directly on its side
-    is_held_out: bool
-    where: str  # the file, or file:row
-
-
-ALL_TRAIN = Split(threshold=0)
-
-
-ALL_HELD_OUT = Split(threshold=_HASH_END)
-
-
-class SurveyedFile(NamedTuple):
-    """A file and what one pass over its bytes told."""
-
-    source: SourceFile
-    survey: Survey
-
-
-class Sources(NamedTuple):
-    """The files that are learned from, those that are only scored, how rows are read, and who hears of progress."""
-
-    train: Sequence[SurveyedFile]
-    held_out: Sequence[SurveyedFile]
-    reading: RowReading
-    report: Callable[[str], None]
-    window: Sequence[Block | BadRow] | None = None  # of a stream: what was read of the training files; None: all is
-    drops_held_out: bool = False  # what the split holds out is neither learned nor scored
-
-
-class RejectedRows:
-    """The rows that cannot be used: all are counted, the first few kept."""
-
-    def __init__(self) -> None:
-        self.num = 0
-        self._kept: list[BadRow] = []
-
-    def add(self, row: BadRow) -> None:
-        """Notes one more."""
-        self.num += 1
-        if self.num <= NUM_BAD_ROWS_SHOWN:
-            self._kept.append(row)
-
-    def __str__(self) -> str:
-        """The first of them in one line."""
-        more = "" if self.num <= len(self._kept) else f"; and {self.num - len(self._kept)} more"
-        return "; ".join(map(str, self._kept)) + more
-
-    def check(self, request: PrepareRequest, *, num_rows: int) -> None:
-        """InputError where they are more of all `num_rows` than the job lets pass."""
-        skips = request.bad_rows is BadRows.SKIP
-        allowed = request.bad_rows_max * num_rows if skips else 0
-        if self.num <= allowed:
-            return
-        remedy = (
-            f"data.bad_rows_max lets {request.bad_rows_max:.3%} pass, {int(allowed)} rows; mend the others or raise it"
-            if skips
-            else "mend them, or leave out a few with data.bad_rows=skip"
-        )
-        raise InputError(
-            f"data: {self}"
-            if num_rows == 1
-            else f"data: {self.num} of {num_rows} rows cannot be used: {self}\n{remedy}"
-        )
-
-
-class Census(NamedTuple):
-    """What the look at every row found."""
-
-    split: Split
-    num_chars: int  # of text that can be used, both sides; tokens where the data came tokenised
-    num_documents: int
-    bad_rows: RejectedRows
-
-    @property
-    def num_rows(self) -> int:
-        """Those that cannot be used included."""
-        return self.num_documents + self.bad_rows.num
-
-
-def survey_sources(request: PrepareRequest, report: Callable[[str], None]) -> Sources:
-    """Every file with its digest; InputError where their rows are of a shape that is not read."""
-    listed = [*request.files, *request.eval_files]
-    format_row = format_row_of(request)
-    shape = detect_shape(listed, request.format, request.fields, format_row)
-    progress = _Progress(report, "reading", listed)
-    files = []
-    for source in listed:
-        files.append(SurveyedFile(source, survey(source)))
-        progress.finished(source)
-    num_train = len(request.files)
-    reading = RowReading(shape, request.fields, request.vocab_size, format_row)
-    return Sources(files[:num_train], files[num_train:], reading, report)
-
-
-def format_row_of(request: PrepareRequest) -> FormatRow | None:
-    """The function of the user's extensions file that rows go through; InputError from it where it fails."""
-    hooks = load_hooks(request.extension)
-    if hooks is None or not hooks.has(Hook.FORMAT_ROW):
-        return None
-    call = hooks.call
-
-    def format_row(row: Row) -> Row | None:
-        made = call(Hook.FORMAT_ROW, row)
-        if made is not None and not isinstance(made, dict):
-            raise InputError(
-                f"extensions: format_row returned {kind_of(made)}; a row is a dict, and None leaves it out"
-            )
-        return made
-
-    return format_row
-
-
-def take_census(request: PrepareRequest, sources: Sources) -> Census:
-    """The counts and the split; InputError where there is nothing to use or more bad rows than the job lets pass."""
-    split_census = None if request.eval_share is None else SplitCensus(request.eval_share)
+def scan_rows(request: PrepareRequest, sources: Sources) -> RowScan:
+    """The counts and the split; InputError where there is nothing to use or more bad rows than the job allows."""
+    search = None if request.eval_share is None else SplitSearch(request.eval_share)
     num_chars = num_documents = 0
     bad_rows = RejectedRows()
-    train = ((item, split_census) for item in _read_train(sources, "checking"))
+    train = ((item, search) for item in _read_train(sources, "checking"))
     held_out = ((item, None) for item in _read(sources, sources.held_out, "checking"))
     for item, side in chain(train, held_out):
         if isinstance(item, BadRow):
@@ -353,12 +313,12 @@ def take_census(request: PrepareRequest, sources: Sources) -> Census:
         num_documents += item.opens_document
         if side is not None:
             side.add(item)
-    census = Census(ALL_TRAIN, num_chars, num_documents, bad_rows)
-    bad_rows.check(request, num_rows=census.num_rows)
+    scan = RowScan(ALL_TRAIN, num_chars, num_documents, bad_rows)
+    bad_rows.check(request, num_rows=scan.num_rows)
     if not num_documents:
         first = request.files[0].path
         raise InputError(f"data.train: holds nothing but blanks ({len(request.files)} files, the first {first})")
-    return census if split_census is None else census._replace(split=split_census.split())
+    return scan if search is None else scan._replace(split=search.split())
 
 
 def units_of(sources: Sources, split: Split, verb: str) -> Iterator[Unit]:
@@ -373,11 +333,11 @@ def _read_train(sources: Sources, verb: str) -> Iterator[Block | BadRow]:
     return _read(sources, sources.train, verb) if sources.window is None else iter(sources.window)
 
 
-def _read(sources: Sources, files: Sequence[SurveyedFile], verb: str) -> Iterator[Block | BadRow]:
+def _read(sources: Sources, files: Sequence[CheckedFile], verb: str) -> Iterator[Block | BadRow]:
     progress = _Progress(sources.report, verb, [file.source for file in files])
     for file in files:
         num_chars = 0
-        for item in read_blocks(file.source, file.survey.defect, sources.reading):
+        for item in read_blocks(file.source, sources.reading, defect=file.defect):
             yield item
             num_chars += size_of(item.content) if isinstance(item, Block) else 0
             progress.reached(file.source, num_chars)
@@ -385,31 +345,29 @@ def _read(sources: Sources, files: Sequence[SurveyedFile], verb: str) -> Iterato
 
 
 class _Progress:
-    """Says how far a pass over the files is, a line a second at most."""
+    """Reports how far a pass over the files is, a line a second at most."""
 
     def __init__(self, report: Callable[[str], None], verb: str, files: Sequence[SourceFile]) -> None:
         self._report, self._verb = report, verb
         self._total_bytes = sum(file.size_bytes for file in files)
         self._finished_bytes = 0
-        self._said_s = time.monotonic()
+        self._last_s = time.monotonic()
 
     def finished(self, file: SourceFile) -> None:
         self._finished_bytes += file.size_bytes
-        self._say(self._finished_bytes)
+        self.reached(file, 0)
 
     def reached(self, file: SourceFile, num_chars: int) -> None:
         """Somewhere in `file`; characters stand for bytes, which they are in most text."""
-        self._say(self._finished_bytes + min(num_chars, file.size_bytes))
-
-    def _say(self, num_bytes: int) -> None:
         now_s = time.monotonic()
-        if now_s - self._said_s >= PROGRESS_INTERVAL_S:
-            self._said_s = now_s
+        if now_s - self._last_s >= PROGRESS_INTERVAL_S:
+            self._last_s = now_s
+            num_bytes = self._finished_bytes + min(num_chars, file.size_bytes)
             self._report(f"{self._verb} {num_bytes / 1e6:.1f} of {self._total_bytes / 1e6:.1f} MB")
 
 
-class SplitCensus:
-    """Sees every block once and then names the split that comes near the share asked for."""
+class SplitSearch:
+    """Is given every block once, and then names the split that comes nearest to the requested share."""
 
     def __init__(self, share: float) -> None:
         if not 0 < share < 1:
@@ -466,18 +424,11 @@ def units(blocks: Iterator[Block], split: Split) -> Iterator[Unit]:
     for block in blocks:
         if block.opens_document:
             was_held_out = None
-        for content, is_held_out in _sides(block, split):
+        pieces = _cut(block.content, split)
+        for is_held_out, neighbours in groupby(pieces, key=lambda piece: content_hash(piece) < split.threshold):
+            content = "".join(map(str, neighbours)) if isinstance(block.content, str) else block.content
             yield Unit(content, block.weight, is_held_out is not was_held_out, is_held_out, block.where)
             was_held_out = is_held_out
-
-
-def _sides(block: Block, split: Split) -> Iterator[tuple[Content, bool]]:
-    if not isinstance(block.content, str):
-        yield block.content, content_hash(block.content) < split.threshold
-        return
-    pieces = _cut(block.content, split)
-    for is_held_out, neighbours in groupby(pieces, key=lambda piece: content_hash(piece) < split.threshold):
-        yield "".join(map(str, neighbours)), is_held_out
 
 
 def _cut(content: Content, split: Split) -> Iterator[Content]:

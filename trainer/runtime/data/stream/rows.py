@@ -1,23 +1,19 @@
 """A stream as a rank sees it: the window that a step learns from, waited for where it is not there yet.
 
-Window k has floor(examples / sequences of a step) steps, and what is left of it is dropped: a step never spans two
-windows. So the window of a step follows from the sizes of the windows before it, which stand in an index. The run keeps
-it (`stream/index.json`): a resumed run begins at the window of its step, at the place in the stream where that began.
-Without it the stream is read again from the start, up to there.
+Window k has floor(examples / sequences of a step) steps, and the rest of it is dropped: a step never spans two windows.
+So the window of a step follows from the sizes of the windows before it. The run keeps an index of them: a resumed run
+begins at the window of its step, at the place in the stream where that began; without the index the stream is read
+again from the start, up to there. Within a window the order is that of any prepared data (trainer.spec.data.order),
+with a seed of its own: a function of the step, whatever the ranks, the micro batch or the attempt.
 
-Within a window the order is that of any prepared data (trainer.spec.data.order), with a seed of its own: a function of
-the step, whatever the ranks, the micro batch or the attempt.
-
-What the processes of a stream tell each other: places in it, windows, and what the producer is asked.
-
-data/FINGERPRINT/     the first window as prepared data, with the held-out rows and the tokenizer:
-    stream.json       StreamStart: how every later window is made, and where the first one ended
-    listing.json      the PrepareRequest with the files as they were last listed
-streams/NAME/         the folder of one start of a run on one machine, while it lasts
-    window-00000007/  rows as in prepared data, and window.json (a Window)
-    reader-R          the number of the window that local rank R reads from
-    error.json        a Failure: why no window will come any more
-RUN/stream/           index.json (a StreamIndex) and listing.json: what a resumed run finds its place by
+    data/FINGERPRINT/     the first window as prepared data, with the held-out rows and the tokenizer:
+        stream.json       StreamStart: how every later window is made, and where the first one ended
+        listing.json      the PrepareRequest with the files as they were last listed
+    streams/NAME/         the folder of one start of a run on one machine, while it lasts
+        window-00000007/  rows as in prepared data, and window.json (a Window)
+        reader-R          the number of the window that local rank R reads from
+        error.json        a Failure: why no more windows will come
+    RUN/stream/           index.json (a StreamIndex) and listing.json, for a resumed run
 """
 
 import contextlib
@@ -33,7 +29,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.trainer.runtime.data.cache_folders import hold_folder, remove_held
+from shardwise.trainer.runtime.data.cache_folders import lock_folder, remove_locked
 from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.runtime.run.report_writer import RunPaths, start_of_launch
 from shardwise.trainer.runtime.run.state import IncidentKind, IncidentLog
@@ -49,20 +45,10 @@ GRACE_S = 5.0
 _PRODUCER_NAME = "producer.json"
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _ENVIRONMENT = {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "true"}
-
-
 START_NAME = "stream.json"
-
-
 ENTRY_NAME = "window.json"
-
-
 ERROR_NAME = "error.json"
-
-
 INDEX_NAME = "index.json"
-
-
 WINDOWS_AHEAD = 2  # of the one in use
 
 
@@ -102,7 +88,7 @@ class StreamIndex(Value, frozen=True, kw_only=True):
 
 
 class ProducerRequest(Value, frozen=True, kw_only=True):
-    """Request of `python -m shardwise.trainer.runtime.data.stream.windows`: windows from `number` on."""
+    """Request to the process that prepares windows, from `number` on."""
 
     cache_dir: str  # of the first window
     folder: str
@@ -125,7 +111,7 @@ def window_folder(folder: Path, number: int) -> Path:
 
 
 class StepRows(NamedTuple):
-    """Where a step of the run is: a step of one window, counted from 0, and the seed of its order."""
+    """A step of the run as a step of one window, counted from 0, and the seed of its order."""
 
     rows: TokenRows
     step: int
@@ -133,7 +119,7 @@ class StepRows(NamedTuple):
 
 
 class NodePlace(NamedTuple):
-    """Which of its machine's ranks this is."""
+    """Position of this rank among those of its machine."""
 
     local_rank: int
     num_local_ranks: int
@@ -173,12 +159,12 @@ class StreamRows:
         for window in self._windows:
             self._append_start(window)
         self._rows: TokenRows | None = None
-        self._number = self._asked = self._waited_for = -1
+        self._number = self._requested = self._waited_for = -1
 
     def at(self, step: int) -> StepRows:
-        """Where step `step` of the run is, counted from 0; steps are asked for in ascending order.
+        """Place of step `step` of the run, counted from 0; steps come in ascending order.
 
-        Waits for its window. Raises what the producer ended with.
+        Waits for its window. Raises the error that the producer ended with.
         """
         number = self._number_of(step)
         while number is None:
@@ -197,7 +183,7 @@ class StreamRows:
         """True if that window is ready; raises the error with which the producer ended."""
         number = self._number_of(step)
         number = len(self._windows) if number is None else number
-        return number == 0 or self._is_whole(self._ask_for(number), number)
+        return number == 0 or self._is_complete(self._request_window(number), number)
 
     def close(self) -> None:
         """Ends the producer, where this rank started it."""
@@ -218,8 +204,8 @@ class StreamRows:
             if not self._is_trial:  # a few steps are measured alone
                 self._start_producer(1)
         else:
-            folder = self._ask_for(number)
-            while not self._is_whole(folder, number):
+            folder = self._request_window(number)
+            while not self._is_complete(folder, number):
                 time.sleep(POLL_S)
         self._rows = None
         gc.collect()  # rows and their order refer to each other; what is mapped stays on the disk, removed or not
@@ -239,7 +225,7 @@ class StreamRows:
                 which = f"source {source + 1} of the stream" if len(window.end) > 1 else "the stream"
                 self._incidents.note(f"{which} came to its end, and began again in the window of step {step + 1}")
         if window.num_bad_rows:
-            self._tell_bad_rows()
+            self._report_bad_rows()
 
     def _append_start(self, window: Window) -> None:
         num_steps = window.num_examples // self._sequences
@@ -250,7 +236,7 @@ class StreamRows:
             )
         self._starts.append(self._starts[-1] + num_steps)
 
-    def _tell_bad_rows(self) -> None:
+    def _report_bad_rows(self) -> None:
         """One incident for all windows, kept up to date."""
         bad = [window for window in self._windows[1:] if window.num_bad_rows]
         count = sum(window.num_bad_rows for window in bad)
@@ -286,22 +272,27 @@ class StreamRows:
     def _start_producer(self, number: int) -> None:
         """Where this rank is the first of its machine; others wait for the folder that it makes."""
         if self._node.local_rank == 0 and self._producer is None:
-            known = self._windows[number].begin if number < len(self._windows) else self._windows[number - 1].end
-            self._producer = _Producer(
-                self._cache_dir, self._folder, number, known, self._node.num_local_ranks, self._environment
+            request = ProducerRequest(
+                cache_dir=str(self._cache_dir),
+                folder=str(self._folder),
+                number=number,
+                begin=self._windows[number].begin if number < len(self._windows) else self._windows[number - 1].end,
+                num_readers=self._node.num_local_ranks,
+                parent_pid=os.getpid(),
             )
+            self._producer = _Producer(request, self._environment)
         while not self._folder.is_dir():
             time.sleep(POLL_S)
 
-    def _ask_for(self, number: int) -> Path:
-        """Says that this rank has left the windows before this one; where it will be."""
+    def _request_window(self, number: int) -> Path:
+        """Publishes that this rank has finished the windows before this one; the folder that this one will have."""
         self._start_producer(number)
-        if self._asked != number:
+        if self._requested != number:
             codec.write_bytes(self._folder / f"reader-{self._node.local_rank}", str(number).encode())
-            self._asked = number
+            self._requested = number
         return window_folder(self._folder, number)
 
-    def _is_whole(self, folder: Path, number: int) -> bool:
+    def _is_complete(self, folder: Path, number: int) -> bool:
         if folder.is_dir():
             return True
         if (self._folder / ERROR_NAME).is_file():
@@ -317,35 +308,14 @@ class StreamRows:
 class _Producer:
     """The process that prepares windows, and the folder that it shares with the ranks of its machine."""
 
-    def __init__(
-        self,
-        cache_dir: Path,
-        folder: Path,
-        number: int,
-        begin: tuple[Place, ...],
-        num_readers: int,
-        environment: dict[str, str],
-    ) -> None:
-        self._folder = folder
-        self._lock = hold_folder(folder)
-        request = ProducerRequest(
-            cache_dir=str(cache_dir),
-            folder=str(folder),
-            number=number,
-            begin=begin,
-            num_readers=num_readers,
-            parent_pid=os.getpid(),
-        )
-        codec.write(folder / _PRODUCER_NAME, request)
+    def __init__(self, request: ProducerRequest, environment: dict[str, str]) -> None:
+        self._folder = folder = Path(request.folder)
+        self._lock = lock_folder(folder)
+        path = folder / _PRODUCER_NAME
+        codec.write(path, request)
         with (folder / "errors.txt").open("wb") as errors:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "shardwise.trainer.runtime.data.stream.windows",
-                    str(folder / _PRODUCER_NAME),
-                ],
+                [sys.executable, "-P", "-m", "shardwise.trainer.runtime.data.stream.windows", str(path)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
@@ -355,34 +325,28 @@ class _Producer:
             )
 
     def check(self) -> None:
-        """Leaves a Failure for every rank where the process has ended without one."""
+        """Writes a Failure for every rank if the process has ended without one."""
         code = self._process.poll()
         if code is None or (self._folder / ERROR_NAME).is_file():
             return
         lines = (self._folder / "errors.txt").read_text(errors="replace").strip().splitlines()
         if code < 0:
-            name = signal.Signals(-code).name
-            message = (
-                f"the process that prepares the stream was ended by {name}; SIGKILL often means that host memory ran "
-                "out:\ngo on from the last checkpoint with --resume"
-            )
-            failure = Failure(message=message, exit_code=int(ExitCode.ENVIRONMENT))
+            how = f"was ended by {signal.Signals(-code).name}; SIGKILL often means that host memory ran out"
+            rest, exit_code = "go on from the last checkpoint with --resume", ExitCode.ENVIRONMENT
         else:
-            message = (
-                f"the process that prepares the stream failed with exit code {code}:\n{lines[-1] if lines else ''}"
-            )
-            failure = Failure(message=message, exit_code=int(ExitCode.INTERNAL))
-        codec.write(self._folder / ERROR_NAME, failure)
+            how, rest, exit_code = f"failed with exit code {code}", lines[-1] if lines else "", ExitCode.INTERNAL
+        message = f"the process that prepares the stream {how}:\n{rest}"
+        codec.write(self._folder / ERROR_NAME, Failure(message=message, exit_code=int(exit_code)))
 
     def end(self) -> None:
-        """Asks the process to go, kills it if it does not, and removes the folder."""
+        """Ends the process and removes the folder."""
         self._process.terminate()
         try:
             self._process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        remove_held(self._folder)
+        remove_locked(self._folder)
         with contextlib.suppress(OSError):
             os.close(self._lock)
 

@@ -1,29 +1,22 @@
-"""Reads a stream of documents window by window: of every source its share, in the order of its files.
+"""Windows of a stream: read from the files of its sources, written as rows, and prepared ahead of the ranks.
 
-The stream is the listed files in order. A window is the consecutive documents whose text reaches its size; a text that
-is longer is cut at a line end, and its rest begins the next window. Of several sources each gives a share of every
-window, its weight times its bytes; their documents are mixed when the rows are shuffled. A source that ends begins
-again, its files in another order. Within one window a source is not read more often than its weight says, so that
-small data give small windows.
+The stream is the listed files in order. A window is the consecutive documents whose text reaches its size; a longer
+text is cut at a line end, and its rest begins the next window. Of several sources each gives a share of every window,
+its weight times its bytes; their documents are mixed when the rows are shuffled. A source that ends begins again, its
+files in another order; within one window it is not read more often than its weight allows, so that small data give
+small windows. A place counts what was read of a file: going on there reads the file again up to it, and tokenises
+nothing.
 
-A place is a count of what was read of a file: going on there reads the file again up to it, and tokenises nothing.
+No file is read to its end before training starts: the shape of the rows is that of the first rows of each source. The
+split is that of the first window, as are the held-out rows; what a later window would hold out is dropped.
 
-Windows of a stream as rows on disk: the first one, which settles how, and those that follow it.
+Files of the hub are fetched when they are read and removed afterwards; at its commit a file never changes. Only listed
+names are fetched: rows and text, by suffix, never a script.
 
-No file is read to its end before it is trained on: nothing takes a digest of the content, and the shape of the rows is
-that of the first rows of each source. What is held out is decided by content, as ever, at the rule that fits the first
-window; the held-out rows are those of the first window, and what a later one would hold out is never learned.
-
-The files of a stream on this machine: those of the hub come when they are read, and go when they were.
-
-A file of a data set never changes at its commit, so that one that was removed can be fetched again. Only the names that
-were listed are fetched: rows and text, by suffix, never a script.
-
-Prepares windows of a stream ahead of the ranks: `python -m shardwise.trainer.runtime.data.stream.windows REQUEST.json`.
-
-One process a machine, started by its first rank (stream_rows) and ended with it. It builds a window while at most
-WINDOWS_AHEAD beyond the one in use are there, and removes those that every rank has left. A window is built under
-another name and renamed, so that what can be seen of it is whole. What goes wrong is left in `error.json` for them.
+`python -m shardwise.trainer.runtime.data.stream.windows REQUEST.json` is one process per machine, started by its first
+rank (`stream.rows`) and ended with it. It builds a window while at most WINDOWS_AHEAD beyond the one in use are there,
+and removes those that no rank reads any more. A window is built under another name and renamed when it is complete. An
+error is left in `error.json` for the ranks.
 """
 
 import math
@@ -38,21 +31,19 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from shardwise.trainer.runtime.data.cache_folders import remove_held, scratch_folder
+from shardwise.trainer.runtime.data.cache_folders import remove_locked, scratch_folder
 from shardwise.trainer.runtime.data.prepare import Work, build, prepare_cached, write_rows
 from shardwise.trainer.runtime.data.sources.examples import size_of
 from shardwise.trainer.runtime.data.sources.files import BadRow, holds_rows
 from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape
 from shardwise.trainer.runtime.data.sources.scan import (
     Block,
-    Census,
     Sources,
     Split,
-    SurveyedFile,
+    check_file,
     format_row_of,
-    read_unsurveyed_blocks,
-    survey,
-    take_census,
+    read_unchecked_blocks,
+    scan_rows,
 )
 from shardwise.trainer.runtime.data.stream.rows import (
     ENTRY_NAME,
@@ -66,7 +57,7 @@ from shardwise.trainer.runtime.data.stream.rows import (
     Window,
     window_folder,
 )
-from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer
+from shardwise.trainer.runtime.data.tokenizer import load_tokenizer
 from shardwise.trainer.runtime.run.process import end_with_parent
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.order import permuted
@@ -83,10 +74,11 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, Shard
 from shardwise.trainer.spec.job.sections import DataFormat
 
 Item = Block | BadRow
+_PARTIAL = ".partial"
 
 
 class FileFetcher:
-    """Fetches files into a folder that somebody else removes at last."""
+    """Fetches files into a folder, which the caller removes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -210,64 +202,44 @@ class _SourceReader:
     def _read_file(self, file: SourceFile) -> Iterator[Item]:
         with self._fetcher.opened(file) as local:
             alike = replace(local, weight=1.0)  # the share of a source is that of its windows
-            for item in read_unsurveyed_blocks(alike, self._reading):
+            for item in read_unchecked_blocks(alike, self._reading):
                 yield item._replace(where=item.where.replace(local.path, file.path))
-
-
-_PARTIAL = ".partial"
 
 
 def prepare_first_window(request: PrepareRequest, report: Callable[[str], None]) -> DataProfile:
     """The profile of the first window, prepared in the cache as any data, with what later windows are built by."""
+    assert request.window_bytes is not None
     with scratch_folder(Path(request.cache_root, "streams"), "first") as scratch:
-        reader = FirstWindow(request, FileFetcher(scratch), report)
-        return prepare_cached(request, reader.sources, lambda work: _build_first(work, reader))
+        fetcher = FileFetcher(scratch)
+        reading = _reading_of(request, _detected_shape(request, fetcher))
+        reader = StreamReader(request.files, request.window_bytes, (), reading, fetcher)
+        sources = Sources((), [check_file(file) for file in request.eval_files], reading, report)
+        return prepare_cached(request, sources, lambda work: _build_first(work, reader))
 
 
-def _build_first(work: Work, reader: "FirstWindow") -> DataProfile:
+def _build_first(work: Work, reader: StreamReader) -> DataProfile:
     """Fills the folder with the first window of a stream."""
-    window = reader.read()
-    built = build(work._replace(sources=work.sources._replace(window=window)))
-    codec.write(work.folder / START_NAME, reader.start(built.profile.num_rows, built.census))
+    assert work.request.window_bytes is not None
+    work.sources.report("reading the first window of the stream")
+    begin, window = reader.places, reader.read_window()
+    profile, scan = build(work._replace(sources=work.sources._replace(window=window)))
+    first = Window(
+        number=0,
+        num_examples=profile.num_rows,
+        begin=begin,
+        end=reader.places,
+        num_bad_rows=scan.bad_rows.num,
+        bad_rows=str(scan.bad_rows),
+    )
+    split = scan.split
+    start = StreamStart(format=work.shape, threshold=split.threshold, piece_chars=split.piece_chars, first=first)
+    codec.write(work.folder / START_NAME, start)
     return replace(
-        built.profile,
+        profile,
         is_stream=True,
         longest_row=work.request.seq_len,  # the next window may have one
-        notes=(*built.profile.notes, stream_note(reader.window_bytes, eval_share=work.request.eval_share)),
+        notes=(*profile.notes, stream_note(work.request.window_bytes, eval_share=work.request.eval_share)),
     )
-
-
-class FirstWindow:
-    """Reads the first window of a stream, and says what it settled."""
-
-    def __init__(self, request: PrepareRequest, fetcher: FileFetcher, report: Callable[[str], None]) -> None:
-        assert request.window_bytes is not None
-        self.window_bytes = request.window_bytes
-        reading = _reading_of(request, _detected_shape(request, fetcher))
-        held_out = [SurveyedFile(file, survey(file)) for file in request.eval_files]
-        self.sources = Sources((), held_out, reading, report)
-        self._reader = StreamReader(request.files, request.window_bytes, (), reading, fetcher)
-        self._begin = self._reader.places
-
-    def read(self) -> Sequence[Item]:
-        """Items of the window."""
-        self.sources.report("reading the first window of the stream")
-        return self._reader.read_window()
-
-    def start(self, num_examples: int, census: Census) -> StreamStart:
-        """Settings for all later windows, from the rows of this one."""
-        first = Window(
-            number=0,
-            num_examples=num_examples,
-            begin=self._begin,
-            end=self._reader.places,
-            num_bad_rows=census.bad_rows.num,
-            bad_rows=str(census.bad_rows),
-        )
-        split = census.split
-        return StreamStart(
-            format=self.sources.reading.format, threshold=split.threshold, piece_chars=split.piece_chars, first=first
-        )
 
 
 class WindowWriter:
@@ -282,7 +254,8 @@ class WindowWriter:
         self._reading = _reading_of(listed, start.format)
         self._reader = StreamReader(listed.files, listed.window_bytes, begin, self._reading, FileFetcher(folder))
         self._tokenizer_folder, self._folder = cache_dir / "tokenizer", folder
-        self._tokenizer = self._load_tokenizer()
+        has_tokenizer = self._tokenizer_folder.is_dir()
+        self._tokenizer = load_tokenizer(self._tokenizer_folder) if has_tokenizer else None
 
     def write(self, number: int) -> Window:
         """The next window, whole in its folder when this returns; InputError as of any data."""
@@ -292,27 +265,20 @@ class WindowWriter:
         if self._tokenizer is not None:
             (partial / "tokenizer").symlink_to(self._tokenizer_folder.absolute(), target_is_directory=True)
         begin, items = self._reader.places, self._reader.read_window()
-        sources = Sources((), (), self._reading, _silent, window=items, drops_held_out=True)
-        census = take_census(self._request, sources)._replace(split=self._split)
-        rows = write_rows(Work(self._request, sources, "", partial), census, self._tokenizer)
+        sources = Sources((), (), self._reading, lambda _: None, window=items, drops_held_out=True)
+        scan = scan_rows(self._request, sources)._replace(split=self._split)
+        rows = write_rows(Work(self._request, sources, "", partial), scan, self._tokenizer)
         window = Window(
             number=number,
             num_examples=len(rows.train) // SHAPES[self._reading.format].rows_per_example,
             begin=begin,
             end=self._reader.places,
-            num_bad_rows=census.bad_rows.num,
-            bad_rows=str(census.bad_rows) if census.bad_rows.num else "",
+            num_bad_rows=scan.bad_rows.num,
+            bad_rows=str(scan.bad_rows) if scan.bad_rows.num else "",
         )
         codec.write(partial / ENTRY_NAME, window)
         partial.rename(window_folder(self._folder, number))
         return window
-
-    def _load_tokenizer(self) -> TextTokenizer | None:
-        return load_tokenizer(self._tokenizer_folder) if self._tokenizer_folder.is_dir() else None
-
-
-def _silent(_line: str) -> None:
-    """Nobody watches the producer."""
 
 
 def _reading_of(request: PrepareRequest, shape: DataFormat) -> RowReading:
@@ -437,7 +403,7 @@ def main(arguments: Sequence[str]) -> int:
         codec.write(Path(request.folder, ERROR_NAME), failure)
         return error.exit_code
     except SystemExit:  # asked to end: nobody reads here any more
-        remove_held(Path(request.folder))
+        remove_locked(Path(request.folder))
         raise
     return ExitCode.DONE
 
