@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.calibrate import after_trials, corrections_of
+from shardwise.trainer.planning.calibrate import Corrections, after_trials, corrections_of
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.reasons import notes, reasons
@@ -25,7 +25,7 @@ from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.job.sections import Job
-from shardwise.trainer.spec.messages.extension import Extension
+from shardwise.trainer.spec.messages.extension import Extension, Hook
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Candidate, Fp8Gain, Plan, Schedule, TrialResult
 from shardwise.trainer.spec.strategy import Method
@@ -59,19 +59,15 @@ def make_plan(
     learned = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
     corrections = after_trials(learned, trials)
     contexts = {
-        method: with_fp8_gain(
-            replace(_context(job, hardware, shape, data, method), corrections=corrections, hooks=hooks), fp8_gain
-        )
+        method: with_fp8_gain(_context(job, hardware, shape, data, method, corrections, hooks), fp8_gain)
         for method in Method
     }
     check_pins(contexts[wanted[0]])
     taken, rankings = _rank_methods(contexts, wanted, trials)
     methods = method_rows(contexts, rankings, taken)
+    context, ranking = contexts[taken or wanted[0]], rankings[taken or wanted[0]]
     if taken is None:
-        first = wanted[0]
-        raise nothing_fits(contexts[first], tuple(rankings[first].smallest.values()), methods)
-    context, ranking = contexts[taken], rankings[taken]
-    chosen = ranking.candidates[0]
+        raise nothing_fits(context, tuple(ranking.smallest.values()), methods)
     return Plan(
         name=name,
         job=job,
@@ -82,7 +78,7 @@ def make_plan(
         tokenizer_path=tokenizer_path,
         data=data,
         device_kind=hardware.device_kind,
-        schedule=schedule_with(chosen, job, data, shape),
+        schedule=schedule_with(ranking.candidates[0], job, data, shape),
         candidates=_explained(context, ranking.candidates),
         rejections=with_remedies(context, ranking),
         methods=methods,
@@ -132,20 +128,17 @@ def open_contexts(
     """Each method that the job leaves open, for questions on what a machine can hold."""
     check_job(job, shape, data)
     corrections = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
-    return {
-        method: replace(_context(job, hardware, shape, data, method), corrections=corrections)
-        for method in _methods(job, data)
-    }
+    return {method: _context(job, hardware, shape, data, method, corrections) for method in _methods(job, data)}
 
 
 def context_of(plan: Plan) -> PlanningContext:
     """The context a plan was made in."""
-    context = _context(plan.job, plan.hardware, plan.model_shape, plan.data, plan.chosen.method)
     learned = corrections_of(
         plan.calibration, shape=plan.model_shape, hardware=plan.hardware, version=plan.versions.get("shardwise")
     )
+    corrections = after_trials(learned, plan.trials)
     hooks = () if plan.extension is None else plan.extension.hooks
-    context = replace(context, corrections=after_trials(learned, plan.trials), hooks=hooks)
+    context = _context(plan.job, plan.hardware, plan.model_shape, plan.data, plan.chosen.method, corrections, hooks)
     return with_fp8_gain(context, plan.fp8_gain)
 
 
@@ -178,7 +171,15 @@ def _methods(job: Job, data: DataProfile) -> tuple[Method, ...]:
     return tuple(method for method in Method if method.freezes_base or not needs_frozen)
 
 
-def _context(job: Job, hardware: Hardware, shape: ModelShape, data: DataProfile, method: Method) -> PlanningContext:
+def _context(
+    job: Job,
+    hardware: Hardware,
+    shape: ModelShape,
+    data: DataProfile,
+    method: Method,
+    corrections: Corrections,
+    hooks: tuple[Hook, ...] = (),
+) -> PlanningContext:
     return PlanningContext(
         job=job,
         hardware=hardware,
@@ -188,6 +189,8 @@ def _context(job: Job, hardware: Hardware, shape: ModelShape, data: DataProfile,
         method=method,
         num_eval_tokens=data.num_eval_tokens,
         data=data,
+        corrections=corrections,
+        hooks=hooks,
     )
 
 

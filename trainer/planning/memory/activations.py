@@ -310,10 +310,10 @@ class HeadMemory(Value, frozen=True, kw_only=True):
 
     kept: int  # final norm and cast weight, from the forward until the head's backward
     forward_logits: int
-    backward_logits: int  # backward of cross-entropy
-    backward_extra: int  # beside them: gradients of hidden states and of the weight
-    gradient_logits: int  # in the backward of lm_head's matrix product; 0 where that is part of the above
-    gradient_extra: int
+    backward_logits: int = 0  # backward of cross-entropy
+    backward_extra: int = 0  # beside them: gradients of hidden states and of the weight
+    gradient_logits: int = 0  # in the backward of lm_head's matrix product; 0 where that is part of the above
+    gradient_extra: int = 0
 
 
 def head_memory(setting: Setting, recipe: Recipe, dims: Dims) -> HeadMemory:
@@ -323,7 +323,6 @@ def head_memory(setting: Setting, recipe: Recipe, dims: Dims) -> HeadMemory:
     cast_head = c * dims.embedding if recipe.is_autocast and not recipe.is_frozen else 0
     kept = _final_norm_bytes(recipe, dims) * tokens + cast_head
     cast_gradient = 0 if recipe.is_frozen else c * dims.embedding
-    sums = recipe.sum_bytes * (dims.hidden * tokens if recipe.is_frozen else dims.embedding)
     # Autocast hands the gradient of its cast weight on in fp32.
     gradient = cast_gradient + (recipe.weight_bytes * dims.embedding if recipe.is_autocast and cast_gradient else 0)
     foreign = recipe.stack.logits.get(setting.loss)
@@ -337,41 +336,33 @@ def head_memory(setting: Setting, recipe: Recipe, dims: Dims) -> HeadMemory:
             gradient_logits=c * logits if is_whole else 0,
             gradient_extra=gradient + hidden if is_whole else 0,
         )
-    if setting.loss is LossHead.EAGER:
-        # Autocast casts the weight's gradient to fp32 once the product has freed its inputs.
-        capped = c if dims.caps_logits else 0  # the tanh
-        at_cast = gradient - cast_head - hidden - c * logits if recipe.is_autocast else 0
-        return HeadMemory(
-            kept=kept,
-            forward_logits=(8 + (0 if c == 4 else c) + capped) * logits,
-            backward_logits=(12 + capped) * logits,
-            backward_extra=0,
-            gradient_logits=c * logits,
-            gradient_extra=max(cast_gradient + sums, at_cast) + hidden,
-        )
-    if setting.loss is LossHead.FUSED:
-        # The logits once; only a slice of them is ever fp32, and where they are fp32 the gradient takes their place.
-        in_slice = dims.vocab * min(tokens, FUSED_SLICE_TOKENS)
-        own = (0 if c == 4 else 4) + (4 if dims.caps_logits else 0)
-        at_cast = gradient - cast_head - hidden - c * logits if recipe.is_autocast else 0
-        return HeadMemory(
-            kept=kept + 4 * tokens,
-            forward_logits=c * logits + max((8 if dims.caps_logits else 4) * in_slice, recipe.sum_bytes * logits),
-            backward_logits=c * logits + own * in_slice,
-            backward_extra=0,
-            gradient_logits=c * logits,
-            gradient_extra=max(cast_gradient + sums, at_cast) + hidden,
-        )
+    if setting.loss is LossHead.CHUNKED:
+        return _chunked(setting, recipe, dims, kept=kept, cast_gradient=cast_gradient)
     if setting.loss is LossHead.FUSED_LINEAR:
         in_slice = min(logits, 2 * dims.hidden * tokens)
-        return HeadMemory(
-            kept=kept + hidden + cast_gradient,
-            forward_logits=(c + 4) * in_slice // 2,
-            backward_logits=0,
-            backward_extra=0,
-            gradient_logits=0,
-            gradient_extra=0,
-        )
+        return HeadMemory(kept=kept + hidden + cast_gradient, forward_logits=(c + 4) * in_slice // 2)
+    sums = recipe.sum_bytes * (dims.hidden * tokens if recipe.is_frozen else dims.embedding)
+    # Autocast casts the weight's gradient to fp32 once the product has freed its inputs.
+    at_cast = gradient - cast_head - hidden - c * logits if recipe.is_autocast else 0
+    product = {"gradient_logits": c * logits, "gradient_extra": max(cast_gradient + sums, at_cast) + hidden}
+    if setting.loss is LossHead.EAGER:
+        capped = c if dims.caps_logits else 0  # the tanh
+        forward, backward = (8 + (0 if c == 4 else c) + capped) * logits, (12 + capped) * logits
+        return HeadMemory(kept=kept, forward_logits=forward, backward_logits=backward, **product)
+    # The logits once; only a slice of them is ever fp32, and where they are fp32 the gradient takes their place.
+    in_slice = dims.vocab * min(tokens, FUSED_SLICE_TOKENS)
+    own = (0 if c == 4 else 4) + (4 if dims.caps_logits else 0)
+    return HeadMemory(
+        kept=kept + 4 * tokens,
+        forward_logits=c * logits + max((8 if dims.caps_logits else 4) * in_slice, recipe.sum_bytes * logits),
+        backward_logits=c * logits + own * in_slice,
+        **product,
+    )
+
+
+def _chunked(setting: Setting, recipe: Recipe, dims: Dims, *, kept: int, cast_gradient: int) -> HeadMemory:
+    tokens, c = recipe.tokens, recipe.compute_bytes
+    hidden = c * dims.hidden * tokens
     in_slice = min(tokens, setting.loss_chunk_tokens or DEFAULT_CHUNK_TOKENS)
     slice_logits, is_fp32 = dims.vocab * in_slice, c == 4
     own = (4 if is_fp32 else 4 + c) + (4 if dims.caps_logits else 0)  # the slope of a cap

@@ -44,10 +44,10 @@ adapters alone. DeepSpeed hands its optimizer one flat partition.
 from collections.abc import Iterator
 
 from shardwise.trainer.planning.memory.recipe import Dims, Recipe, adapted_linears, adapter_parameters, adapts_all
-from shardwise.trainer.planning.memory.sharding import largest_shard
+from shardwise.trainer.planning.memory.sharding import largest_shard, share
 from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.spec.optimizers import OptimizerFacts, StateKind
-from shardwise.trainer.spec.strategy import Method, Offload, Optimizer, Precision, Quant, Sharding
+from shardwise.trainer.spec.strategy import Method, Offload, Optimizer, Precision, Quant, Strategy
 from shardwise.trainer.spec.units import MIB
 from shardwise.trainer.spec.value import Value
 
@@ -64,20 +64,20 @@ class States(Value, frozen=True, kw_only=True):
     weights: int
     quant_state: int
     adapters: int
-    master_weights: int
-    gradients: int  # complete, at the end of the last backward
-    optimizer_state: int
-    optimizer_temporaries: int
-    table_temporaries: int  # of the embedding's update, under optimizer_in_backward
-    managed: int  # paged optimizer state: CUDA managed memory
-    pinned: int
-    pageable: int
-    nvme: int
+    master_weights: int = 0
+    gradients: int = 0  # complete, at the end of the last backward
+    optimizer_state: int = 0
+    optimizer_temporaries: int = 0
+    table_temporaries: int = 0  # of the embedding's update, under optimizer_in_backward
+    managed: int = 0  # paged optimizer state: CUDA managed memory
+    pinned: int = 0
+    pageable: int = 0
+    nvme: int = 0
 
 
 def model_states(setting: Setting, recipe: Recipe, dims: Dims) -> States:
     """The states of one rank in the setting."""
-    sharding, offload = setting.strategy.sharding, setting.strategy.offload
+    sharding = setting.strategy.sharding
     degree, width = recipe.shard_degree, recipe.trained_bytes
     trained_degree = 1 if recipe.replicates_adapters else degree
     adapter_elements = dims.layers * adapter_parameters(setting, dims)
@@ -88,89 +88,75 @@ def model_states(setting: Setting, recipe: Recipe, dims: Dims) -> States:
     adapters = 0
     if recipe.is_frozen:
         adapter_width = recipe.compute_bytes if recipe.uses_deepspeed else width
-        adapters = _share(adapter_width * trained, 1 if recipe.replicates_adapters else weight_degree)
-    masters = _share(width * trained, degree) if recipe.uses_deepspeed else 0
+        adapters = share(adapter_width * trained, 1 if recipe.replicates_adapters else weight_degree)
+    masters = share(width * trained, degree) if recipe.uses_deepspeed else 0
     optimizer = optimizer_bytes(setting, recipe, dims, num_trained=trained)
-    state, temporaries = _share(optimizer.state, trained_degree), _share(optimizer.temporaries, trained_degree)
+    state, temporaries = share(optimizer.state, trained_degree), share(optimizer.temporaries, trained_degree)
     saved = width * trained + optimizer.state
-    managed = _share(optimizer.paged, trained_degree) if recipe.is_cuda else 0  # a CPU's "managed" memory is its own
+    managed = share(optimizer.paged, trained_degree) if recipe.is_cuda else 0  # a CPU's "managed" memory is its own
     state -= managed
-    gradients = _gradients(sharding, recipe, trained, trained_degree)
+    gradient_bytes = recipe.compute_bytes if recipe.uses_deepspeed else width
+    gradients = share(gradient_bytes * trained, trained_degree if sharding.shards_gradients else 1)
     if recipe.uses_fsdp and not recipe.is_frozen and not recipe.stack.uses_fsdp1:
         held = largest_shard(dims, degree)
         weights, gradients = recipe.weight_bytes * held, width * held
         whole = (optimizer.state, optimizer.temporaries, optimizer.paged if recipe.is_cuda else 0)
         state, temporaries, managed = (-(-num_bytes * held // trained) for num_bytes in whole)
         state -= managed
-    if offload is Offload.NONE:
-        return States(
-            num_trained=trained,
-            saved=saved,
-            weights=weights,
-            quant_state=quant_state,
-            adapters=adapters,
-            master_weights=masters,
-            gradients=gradients,
-            optimizer_state=state,
-            optimizer_temporaries=temporaries,
-            table_temporaries=_share(optimizer.table_temporaries, degree),
-            managed=managed,
-            pinned=0,
-            pageable=0,
-            nvme=0,
-        )
-    partition = width * trained // degree
-    moved = adapters + weights if offload.moves_parameters else 0
-    pinned, pageable, nvme = 0, 0, 0
-    if recipe.uses_fsdp:
-        pinned, pageable = moved + partition, state + temporaries
-    else:
-        pinned = masters + state + partition + moved + recipe.compute_bytes * trained // degree
-        if offload.uses_nvme:
-            nvme = masters + state + partition + (moved if offload is Offload.NVME_ALL else 0)
-            pinned = min(pinned, NVME_WINDOW_BYTES + partition)
-    return States(
+    on_device = States(
         num_trained=trained,
         saved=saved,
-        weights=0 if offload.moves_parameters else weights,
-        quant_state=0 if offload.moves_parameters else quant_state,
-        adapters=0 if offload.moves_parameters else adapters,
-        master_weights=0,
-        gradients=gradients if sharding.facts.deepspeed_stage == 1 else 0,
-        optimizer_state=0,
-        optimizer_temporaries=0,
-        table_temporaries=0,
-        managed=0,
+        weights=weights,
+        quant_state=quant_state,
+        adapters=adapters,
+        master_weights=masters,
+        gradients=gradients,
+        optimizer_state=state,
+        optimizer_temporaries=temporaries,
+        table_temporaries=share(optimizer.table_temporaries, degree),
+        managed=managed,
+    )
+    return on_device if setting.strategy.offload is Offload.NONE else _offloaded(on_device, setting.strategy, recipe)
+
+
+def _offloaded(states: States, strategy: Strategy, recipe: Recipe) -> States:
+    """The states with those that an offload moves in host RAM or on NVMe."""
+    offload, degree = strategy.offload, recipe.shard_degree
+    partition = recipe.trained_bytes * states.num_trained // degree
+    moved = states.adapters + states.weights if offload.moves_parameters else 0
+    pageable, nvme = 0, 0
+    if recipe.uses_fsdp:
+        pinned, pageable = moved + partition, states.optimizer_state + states.optimizer_temporaries
+    else:
+        state = states.master_weights + states.optimizer_state + partition
+        pinned = state + moved + recipe.compute_bytes * states.num_trained // degree
+        if offload.uses_nvme:
+            nvme = state + (moved if offload is Offload.NVME_ALL else 0)
+            pinned = min(pinned, NVME_WINDOW_BYTES + partition)
+    stays = 0 if offload.moves_parameters else 1
+    return States(
+        num_trained=states.num_trained,
+        saved=states.saved,
+        weights=stays * states.weights,
+        quant_state=stays * states.quant_state,
+        adapters=stays * states.adapters,
+        gradients=states.gradients if strategy.sharding.facts.deepspeed_stage == 1 else 0,
         pinned=pinned,
         pageable=pageable,
         nvme=nvme,
     )
 
 
-def _share(num_bytes: int, degree: int) -> int:
-    """The largest share of a rank."""
-    return -(-num_bytes // degree)
-
-
 def _base_weights(setting: Setting, recipe: Recipe, dims: Dims, degree: int) -> tuple[int, int]:
     """(weights, quantisation scales) of the base model on one rank."""
     if setting.method is not Method.QLORA:
-        return _share(recipe.weight_bytes * dims.parameters, degree), 0
+        return share(recipe.weight_bytes * dims.parameters, degree), 0
     quantised = dims.block_linears
     packed = round(NF4_WEIGHT_BYTES * quantised)
     scales = round(
         NF4_SCALE_BYTES[recipe.stack.quant or setting.quant] * quantised
     )  # replicated: they are not parameters
-    return _share(packed + recipe.compute_bytes * (dims.parameters - quantised), degree), scales
-
-
-def _gradients(sharding: Sharding, recipe: Recipe, trained: int, degree: int) -> int:
-    """Gradients at the end of the last backward, as the optimizer step finds them."""
-    if sharding.facts.deepspeed_stage == 1:
-        return recipe.compute_bytes * trained
-    if recipe.uses_deepspeed:
-        return _share(recipe.compute_bytes * trained, degree)
-    return _share(recipe.trained_bytes * trained, degree)
+    return share(packed + recipe.compute_bytes * (dims.parameters - quantised), degree), scales
 
 
 PROCESS_BYTES = 2048 * MIB  # a rank that drives a GPU: interpreter, libraries and CUDA's host side
