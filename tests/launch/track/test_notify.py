@@ -63,50 +63,32 @@ def test_the_message_says_who_how_far_and_where(tmp_path):
         "host": None,
     }
     assert told["host"]
+    died = message(End(None, "the supervisor died"), run_dir=tmp_path, name="bot-1")
+    assert (died["ending"], died["step"], died["error"]) == ("failed", 0, "the supervisor died")
 
 
-def test_a_url_gets_a_post(tmp_path):
+def test_a_url_gets_a_post_and_its_password_is_in_a_header_alone(tmp_path, monkeypatch):
     with listening() as server:
-        tell(tmp_path, f"http://127.0.0.1:{server.server_port}/hook?to=me")
-    ((path, headers, told),) = server.got
-    assert (path, headers["Content-Type"], told["ending"]) == ("/hook?to=me", "application/json", "finished")
-
-
-def test_a_url_in_a_variable_is_read_when_somebody_is_told(tmp_path, monkeypatch):
-    with listening() as server:
-        monkeypatch.setenv("TEAM_WEBHOOK", f"http://127.0.0.1:{server.server_port}/hook")
+        tell(tmp_path, f"http://me:pa%20ss@127.0.0.1:{server.server_port}/hook?to=me")
+        monkeypatch.setenv("TEAM_WEBHOOK", f"http://127.0.0.1:{server.server_port}/other")
         tell(tmp_path, "$TEAM_WEBHOOK")
-    ((path, _, told),) = server.got
-    assert (path, told["ending"]) == ("/hook", "finished")
-
-
-def test_a_variable_that_is_gone_by_then_is_a_sentence(tmp_path, monkeypatch):
-    monkeypatch.delenv("TEAM_WEBHOOK", raising=False)
+    (path, headers, told), (other, _, again) = server.got
+    assert (path, headers["Content-Type"], told["ending"]) == ("/hook?to=me", "application/json", "finished")
+    assert headers["Authorization"] == "Basic bWU6cGEgc3M="
+    assert "pa" not in headers["Host"] and "ss@" not in json.dumps(told)
+    assert (other, again["ending"]) == ("/other", "finished")
+    monkeypatch.delenv("TEAM_WEBHOOK")
     with pytest.raises(NotifyError, match=r"\$TEAM_WEBHOOK"):
         tell(tmp_path, "$TEAM_WEBHOOK")
 
 
-def test_user_and_password_go_into_a_header_and_nowhere_else(tmp_path):
-    with listening() as server:
-        tell(tmp_path, f"http://me:pa%20ss@127.0.0.1:{server.server_port}/")
-    ((path, headers, told),) = server.got
-    assert headers["Authorization"] == "Basic bWU6cGEgc3M="
-    assert "@" not in path and "pa" not in headers["Host"] and "ss@" not in json.dumps(told)
-
-
-def test_an_answer_that_refuses_names_the_host_and_no_more(tmp_path):
-    with listening(403) as server, pytest.raises(NotifyError) as caught:
-        tell(tmp_path, f"http://me:word@127.0.0.1:{server.server_port}/services/T0/secret")
-    assert "127.0.0.1" in str(caught.value) and "403" in str(caught.value)
-    assert "secret" not in str(caught.value) and "word" not in str(caught.value)
-
-
-@pytest.mark.parametrize("url", ["http://me:word@127.0.0.1:9/secret", "http://me:word@127.0.0.1:99999/secret"])
-def test_a_host_that_is_not_there_is_a_sentence_without_the_url(url, tmp_path):
-    with pytest.raises(NotifyError) as caught:
-        tell(tmp_path, url)
-    assert "127.0.0.1" in str(caught.value)
-    assert "secret" not in str(caught.value) and "word" not in str(caught.value)
+def test_an_error_names_the_host_and_nothing_else_of_the_url(tmp_path):
+    with listening(403) as server:
+        for port, fact in ((server.server_port, "403"), (9, "refused"), (99999, "was not notified")):
+            with pytest.raises(NotifyError) as caught:
+                tell(tmp_path, f"http://me:word@127.0.0.1:{port}/services/T0/secret")
+            assert "127.0.0.1" in str(caught.value) and fact in str(caught.value)
+            assert "secret" not in str(caught.value) and "word" not in str(caught.value)
 
 
 def test_a_command_gets_its_words_as_they_are_and_the_message_on_standard_input(tmp_path):
@@ -118,23 +100,16 @@ def test_a_command_gets_its_words_as_they_are_and_the_message_on_standard_input(
     assert told["name"] == "bot-1"
 
 
-def test_a_command_that_fails_is_its_exit_code_and_its_last_line(tmp_path):
-    program = write_program(tmp_path, "import sys\nsys.exit('first\\nno such person')")
-    with pytest.raises(NotifyError, match=r"^program .* 1: no such person$"):
-        tell(tmp_path, str(program))
-
-
-def test_a_command_that_hangs_is_ended(tmp_path):
-    program = str(write_program(tmp_path, "import time\ntime.sleep(600)"))
-    with pytest.raises(NotifyError, match=r"program .* 0\.3 s"):
-        NotifyTracker(tmp_path, name="bot-1", notify=(program,), command_timeout_s=0.3).end(FINISHED)
-
-
-def test_a_command_that_cannot_be_started_is_a_sentence(tmp_path):
-    with pytest.raises(NotifyError, match=r"gone .*No such file"):
-        tell(tmp_path, str(tmp_path / "gone"))
-
-
-def test_a_supervisor_that_died_is_a_failure(tmp_path):
-    told = message(End(None, "the supervisor died"), run_dir=tmp_path, name="bot-1")
-    assert (told["ending"], told["step"], told["error"]) == ("failed", 0, "the supervisor died")
+@pytest.mark.parametrize(
+    ("text", "limit_s", "error"),
+    [
+        ("import sys\nsys.exit('first\\nno such person')", 300, r"^program .* 1: no such person$"),
+        ("import time\ntime.sleep(600)", 0.3, r"program .* 0\.3 s"),
+        (None, 300, r"gone .*No such file"),
+    ],
+    ids=["fails", "hangs", "cannot be started"],
+)
+def test_a_command_that_does_not_end_well_is_an_error(tmp_path, text, limit_s, error):
+    program = tmp_path / "gone" if text is None else write_program(tmp_path, text)
+    with pytest.raises(NotifyError, match=error):
+        NotifyTracker(tmp_path, name="bot-1", notify=(str(program),), command_timeout_s=limit_s).end(FINISHED)

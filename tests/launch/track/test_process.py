@@ -24,7 +24,7 @@ from tracker_factory import (
     tracker_order,
     write_program,
 )
-from wandb_stand_in import WAYS, write_stand_in
+from wandb_stand_in import write_stand_in
 
 from shardwise.launch.attempt.supervisor import StopKind, StopRequest
 from shardwise.launch.rundir.process_record import read_state
@@ -62,14 +62,9 @@ def catches(pid, number):
     return bool(int(rest.split()[0], 16) >> (number - 1) & 1)
 
 
-def test_a_job_without_trackers_starts_no_process(run_dir, tmp_path):
-    trackers = Trackers(run_dir, tracker_order(), tracker_environment(tmp_path))
-    trackers.process.tick()
-    assert trackers.end() == ""
-    assert not (run_dir / "logs").exists()
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if "hangs" not in way])
+@pytest.mark.parametrize(
+    "way", ["raises when a run begins", "exits when a run begins", "ends its process when a run begins"]
+)
 def test_a_tracker_that_fails_is_a_line_and_the_others_go_on(way, run_dir, tmp_path, told):
     path = write_stand_in(tmp_path / "stand in", way)
     order = tracker_order(wandb=WandbMode.OFFLINE, notify=notify(tmp_path, told))
@@ -86,11 +81,9 @@ def test_a_tracker_that_fails_is_a_line_and_the_others_go_on(way, run_dir, tmp_p
     assert json.loads(told.read_text())["ending"] == "finished"
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if "hangs" in way])
-@pytest.mark.cold
-def test_a_tracker_that_hangs_is_ended_and_the_others_were_told(way, run_dir, tmp_path, told, monkeypatch):
+def test_a_tracker_that_hangs_is_ended_and_the_others_get_the_end(run_dir, tmp_path, told, monkeypatch):
     monkeypatch.setattr(track_start, "END_S", 4.0)
-    path = write_stand_in(tmp_path / "stand in", way)
+    path = write_stand_in(tmp_path / "stand in", "hangs when it is loaded")
     order = tracker_order(wandb=WandbMode.ONLINE, notify=notify(tmp_path, told))
     trackers = Trackers(run_dir, order, tracker_environment(tmp_path, PYTHONPATH=str(path)))
     shown = trackers.end()
@@ -110,7 +103,6 @@ def test_a_job_that_goes_back_to_its_scheduler_waits_less(run_dir, tmp_path, mon
     assert " 1 s" in trackers.end()
 
 
-@pytest.mark.cold
 def test_what_was_ended_leaves_no_process(run_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(track_start, "END_S", 2.0)
     pids = f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{os.getppid()}}')"
@@ -164,24 +156,21 @@ def test_a_folder_that_vanishes_disturbs_nobody(kind, run_dir, tmp_path, told):
     assert json.loads(told.read_text())["error"] == "why"
 
 
-def test_stop_requests_are_not_for_the_trackers(run_dir, tmp_path, told):
-    trackers = Trackers(run_dir, tracker_order(notify=notify(tmp_path, told)), tracker_environment(tmp_path))
-    log = run_dir / "logs" / "sinks.log"
+def test_trackers_ignore_stop_requests_and_end_by_themselves_if_the_supervisor_dies(run_dir, tmp_path, told):
+    """An earlier report is not that of this supervisor."""
+    codec.write(run_dir / "report.json", make_report(ending=Ending.PREEMPTED))
+    order = tracker_order(notify=notify(tmp_path, told), first_attempt=2)
+    trackers = Trackers(run_dir, order, tracker_environment(tmp_path))
     process, numbers = trackers.process._process, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     wait_until(lambda: all(catches(process.pid, number) for number in numbers))
     for number in numbers:
         os.kill(process.pid, number)
-    trackers.end()
-    assert process.returncode == 0 and log.read_text() == "" and told.exists()
-
-
-def test_a_supervisor_that_dies_leaves_trackers_that_end_by_themselves(run_dir, tmp_path, told):
-    trackers = Trackers(run_dir, tracker_order(notify=notify(tmp_path, told)), tracker_environment(tmp_path))
-    process = trackers.process._process
     process.stdin.close()
     assert process.wait(30) == 0
     trackers.process._process = None
-    assert json.loads(told.read_text())["error"].startswith("the supervisor")
+    message = json.loads(told.read_text())
+    assert message["error"].startswith("the supervisor") and message["ending"] == "failed"
+    assert (run_dir / "logs" / "sinks.log").read_text() == ""
 
 
 def test_a_run_that_cannot_even_start_is_told_of(tmp_path, told):
@@ -196,34 +185,21 @@ def test_a_run_that_cannot_even_start_is_told_of(tmp_path, told):
     assert (message["ending"], message["step"], message["error"]) == ("failed", 0, "attempts/1: no space")
 
 
-def test_an_earlier_report_is_not_taken_for_this_one(run_dir, tmp_path, told):
-    codec.write(run_dir / "report.json", make_report(ending=Ending.PREEMPTED))
-    trackers = Trackers(
-        run_dir, tracker_order(notify=notify(tmp_path, told), first_attempt=2), tracker_environment(tmp_path)
-    )
-    trackers.end(EndNotice(has_report=False, error="no disk"))
-    assert json.loads(told.read_text())["ending"] == "failed"
-
-
-def test_what_is_asked_of_the_trackers_is_what_the_job_says(tmp_path):
+def test_the_order_follows_the_job_the_sweep_and_the_trial(run_dir, tmp_path):
     plan = logged_plan(wandb=WandbMode.ONLINE, project="mine", name="first", tensorboard=True, notify=("tell",))
-    order = order_of(plan, tmp_path / "bot-1", {})
-    assert order == tracker_order(
+    expected = tracker_order(
         name="first", project="mine", wandb=WandbMode.ONLINE, tensorboard=True, notify=("tell",), group=None
     )
-
-
-def test_without_a_name_it_is_the_run_directory_and_a_point_says_its_sweep(tmp_path):
+    assert order_of(plan, tmp_path / "bot-1", {}) == expected
+    assert order_of(replace(plan, is_trial=True), tmp_path, {}).is_empty
     assert order_of(logged_plan(), tmp_path / "bot-1", {}).name == "bot-1"
     write_submission(tmp_path / "sweep-1" / "point-3", point=3)
     point = order_of(logged_plan(), tmp_path / "sweep-1" / "point-3", {})
     assert (point.name, point.group) == ("sweep-1 point-3", "sweep-1")
     assert order_of(logged_plan(name="mine"), tmp_path / "sweep-1" / "point-3", {}).name == "mine point-3"
-
-
-def test_a_trial_has_no_trackers(tmp_path):
-    plan = replace(logged_plan(wandb=WandbMode.OFFLINE, tensorboard=True, notify=("tell",)), is_trial=True)
-    assert order_of(plan, tmp_path, {}).is_empty
+    trackers = Trackers(run_dir, tracker_order(), tracker_environment(tmp_path))
+    trackers.process.tick()
+    assert trackers.end() == "" and not (run_dir / "logs").exists(), "no process without trackers"
 
 
 def test_no_secret_of_the_environment_is_in_the_log(run_dir, tmp_path):

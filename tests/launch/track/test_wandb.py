@@ -145,6 +145,7 @@ def test_a_killed_process_loses_and_doubles_no_line(flush_s, run_dir, tmp_path):
 
 def test_online_a_run_goes_on_where_the_server_has_it(run_dir, tmp_path, server):
     environment = online(tmp_path, server)
+    kill_trackers(run_dir, environment, mode=WandbMode.ONLINE)
     shown = supervise(run_dir, environment, mode=WandbMode.ONLINE)
     append_steps(run_dir, [2, 3], attempt=2, loss=2.5)
     write_plan(run_dir, 2)
@@ -155,27 +156,6 @@ def test_online_a_run_goes_on_where_the_server_has_it(run_dir, tmp_path, server)
     assert run.summary["train/loss"] == {"min": 2.5, "last": 2.5}
     assert run.names == {"bot-1"}
     assert f"wandb: {server.url}/somebody/shardwise/runs/{identity}" in shown
-
-
-def test_online_a_killed_process_loses_no_line(run_dir, tmp_path, server):
-    environment = online(tmp_path, server)
-    kill_trackers(run_dir, environment, mode=WandbMode.ONLINE)
-    append_steps(run_dir, [4])
-    supervise(run_dir, environment, mode=WandbMode.ONLINE)
-    ((_, run),) = server.runs.items()
-    assert [row["_step"] for row in run.rows] == [0, 1, 2, 3]
-
-
-def test_a_server_that_refuses_makes_the_run_offline_with_what_to_do(run_dir, tmp_path):
-    environment = tracker_environment(
-        tmp_path, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY=KEY, WANDB_INIT_TIMEOUT="1"
-    )
-    shown = supervise(run_dir, environment, mode=WandbMode.ONLINE)
-    assert f"shardwise status {run_dir} --sync" in shown
-    (log,) = offline_logs(run_dir)
-    assert len(LoggedRun(log).history) == 3
-    assert unsynced_folders(run_dir) == [log.parent]
-    assert not files_with_the_key(tmp_path)
 
 
 def test_what_was_written_offline_is_sent_in_order_and_once(run_dir, tmp_path, server, capfd, monkeypatch):
@@ -192,16 +172,13 @@ def test_what_was_written_offline_is_sent_in_order_and_once(run_dir, tmp_path, s
     assert unsynced_folders(run_dir) == []
     assert "nothing to send" in capfd.readouterr().out
     assert not (tmp_path / "wandb").exists(), "nothing is left where the command was given"
-    assert not files_with_the_key(tmp_path)
-
-
-def test_what_is_online_again_needs_not_be_sent(run_dir, tmp_path, server):
+    append_steps(run_dir, [6])
     supervise(run_dir, tracker_environment(tmp_path))
-    append_steps(run_dir, [4])
+    append_steps(run_dir, [7])
     supervise(run_dir, online(tmp_path, server), mode=WandbMode.ONLINE)
-    ((_, run),) = server.runs.items()
-    assert [row["_step"] for row in run.rows] == [0, 1, 2, 3]
-    assert unsynced_folders(run_dir) == []
+    assert [row["_step"] for row in run.rows] == list(range(7))
+    assert unsynced_folders(run_dir) == [], "a run that is online again has sent what was written offline"
+    assert not files_with_the_key(tmp_path)
 
 
 @pytest.fixture
@@ -214,20 +191,13 @@ def folder(run_dir):
     return path
 
 
-def test_a_folder_that_may_still_be_written_to_waits(run_dir, folder, capsys):
+def test_what_is_not_sent_is_named_with_its_reason(run_dir, tmp_path, folder, capsys):
+    environment = tracker_environment(tmp_path, WANDB_BASE_URL="http://127.0.0.1:9")
+    with pytest.raises(EnvironmentFaultError, match=r"http.*wandb login"):
+        sync_runs([(run_dir, RunState.FINISHED)], Console(), environment)
+    with pytest.raises(EnvironmentFaultError, match=re.escape(str(run_dir))):
+        sync_runs([(run_dir, RunState.FINISHED)], Console(), {**environment, "WANDB_API_KEY": KEY})
+    assert unsynced_folders(run_dir) == [folder]
     write_wandb_run(run_dir, replace(read_wandb_run(run_dir), writing=folder.name))
     sync_runs([(run_dir, RunState.RUNNING)], Console(), {})
-    assert folder.name in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("folder")
-def test_sending_without_a_login_says_how_to_log_in(run_dir, tmp_path):
-    with pytest.raises(EnvironmentFaultError, match=r"http.*wandb login"):
-        sync_runs([(run_dir, RunState.FINISHED)], Console(), tracker_environment(tmp_path))
-
-
-def test_sending_that_fails_names_the_run(run_dir, tmp_path, folder):
-    environment = tracker_environment(tmp_path, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY=KEY)
-    with pytest.raises(EnvironmentFaultError, match=re.escape(str(run_dir))):
-        sync_runs([(run_dir, RunState.FINISHED)], Console(), environment)
-    assert unsynced_folders(run_dir) == [folder]
+    assert folder.name in capsys.readouterr().out, "it may still be written to"

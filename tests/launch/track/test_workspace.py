@@ -18,37 +18,23 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError
 KEY = "canary" + "0123456789" * 4
 
 
-def test_every_series_of_a_chart_is_one_that_is_sent(chosen):
+def test_every_series_of_a_chart_is_one_that_is_sent():
+    chosen = run_plan().chosen
+    chosen = replace(chosen, speed=replace(chosen.speed, mfu=0.5))
     sent = {series_name(field) for field in StepMetrics.__struct_fields__} | predicted_series(chosen).keys()
     charts = [chart for section in SECTIONS for chart in section.charts]
     assert charts and {series for chart in charts for series in series_of(chart)} - sent == set()
-
-
-@pytest.fixture
-def chosen():
-    candidate = run_plan().chosen
-    return replace(candidate, speed=replace(candidate.speed, mfu=0.5))
-
-
-def test_memory_and_throughput_are_drawn_beside_what_was_predicted():
-    for section in ("memory", "throughput"):
-        charts = next(each.charts for each in SECTIONS if each.name == section)
-        assert sum(bool(chart.predicted) for chart in charts) >= 4
-
-
-def test_charts_of_a_section_do_not_overlap():
+    for section in SECTIONS[:2]:
+        assert sum(bool(chart.predicted) for chart in section.charts) >= 4, section.name
     for section in workspace()["section"]["panelBankConfig"]["sections"]:
         places = [(panel["layout"]["x"], panel["layout"]["y"]) for panel in section["panels"]]
         assert len(set(places)) == len(places)
         assert all(panel["config"]["xAxis"] == STEP for panel in section["panels"])
 
 
-def test_json_prints_the_view_and_asks_nobody(capsys, tmp_path):
+def test_it_is_saved_once_and_changed_the_next_time(capsys, tmp_path):
     run_workspace(WorkspaceOptions(as_json=True), Console(), environment={})
     assert json.loads(capsys.readouterr().out) == workspace()
-
-
-def test_it_is_saved_once_and_changed_the_next_time(capsys, tmp_path):
     with wandb_server() as server:
         server.projects.add("mine")
         environment = tracker_environment(tmp_path, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
@@ -66,8 +52,5 @@ def test_a_project_that_is_not_there_is_said_with_what_would_do(tmp_path):
         environment = tracker_environment(tmp_path, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
         run_workspace(WorkspaceOptions(project="other", entity="team"), Console(), environment=environment)
     assert "team/other" in str(caught.value) and "--project" in str(caught.value)
-
-
-def test_without_a_login_it_says_how_to_log_in(tmp_path):
     with pytest.raises(EnvironmentFaultError, match="wandb login"):
         run_workspace(WorkspaceOptions(), Console(), environment=tracker_environment(tmp_path))
