@@ -21,13 +21,20 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from shardwise.launch.attempt.end import launcher_log, rank_reports
 from shardwise.launch.attempt.watchdog import Stack, read_stack
+from shardwise.launch.engine.command import launch_command, launch_environment
+from shardwise.launch.engine.offload import check_nvme, held_folder, nvme_folder
+from shardwise.launch.engine.operators import remove_stale_locks
+from shardwise.launch.inputs.staging import copy_staged
 from shardwise.launch.probe.host import read_oom_kills
 from shardwise.launch.rundir.process_record import (
     ProcessRecord,
@@ -39,6 +46,7 @@ from shardwise.launch.rundir.process_record import (
 )
 from shardwise.trainer.spec.codec import write_bytes
 from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending
 from shardwise.trainer.spec.secrets import names_secret, redact
 
@@ -157,6 +165,38 @@ class LocalRanks:
             int(name.removeprefix("rank-")): record for name, record in records.items() if name.startswith("rank-")
         }
         return found if self._ranks is None else {rank: found[rank] for rank in self._ranks if rank in found}
+
+
+@contextmanager
+def started_ranks(
+    plan: Plan,
+    attempt_dir: Path,
+    *,
+    extensions_dir: Path,
+    num_cores: int | None,
+    environment: Mapping[str, str],
+    on_progress: Callable[[str], None],
+    node_rank: int = 0,
+    ranks: range | None = None,
+    more_environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[LocalRanks]:
+    """Starts this machine's ranks of an attempt with what they read here; holds their NVMe folder while the block runs.
+
+    `more_environment` overrides what the plan sets. EnvironmentFaultError if something is missing here.
+    """
+    remove_stale_locks(extensions_dir, on_progress=on_progress)  # an earlier rank may have left one
+    copy_staged(plan.staged, on_progress=on_progress)
+    check_nvme(plan)
+    variables = launch_environment(environment, plan, extensions_dir=extensions_dir, cores=num_cores or 1)
+    argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable, node_rank=node_rank)
+    with held_folder(nvme_folder(plan, attempt_dir.parent.parent, int(attempt_dir.name))):
+        yield LocalRanks(
+            argv,
+            attempt_dir=attempt_dir,
+            environment={**variables, **more_environment},
+            node_rank=node_rank,
+            ranks=ranks,
+        )
 
 
 def write_environment(attempt_dir: Path, environment: Mapping[str, str], *, node_rank: int = 0) -> None:

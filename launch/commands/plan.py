@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardwise.launch.options import PlanOptions
-from shardwise.launch.plan.asked_nodes import AskedNodes
-from shardwise.launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs
+from shardwise.launch.plan.gather import NodeOptions, PlanInputs, plan_inputs, profile_data, read_inputs
 from shardwise.launch.terminal import Console, write_page
 from shardwise.trainer.planning.explain.plan_page import compare_plans, comparison_page, explain_plan, plan_page
 from shardwise.trainer.planning.page.content import Section
@@ -60,7 +59,7 @@ def _section(lines: Sequence[str]) -> list[str]:
 def machines(options: PlanOptions) -> list[tuple[str, PlanInputs]]:
     """The inputs for each machine that is asked about, by its name on the command line."""
     specs: Sequence[str | None] = options.specs or [None]
-    nodes = AskedNodes(options.partition, options.nodes, options.constraint)
+    nodes = NodeOptions(options.partition, options.nodes, options.constraint)
     if any(nodes) and len(specs) > 1:
         raise InputError("--partition is one machine, whose cards one --hardware may state; leave out the others")
     found = []

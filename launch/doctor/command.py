@@ -34,9 +34,8 @@ from shardwise.launch.engine.operators import check_toolchain, needed_operators
 from shardwise.launch.job import folders
 from shardwise.launch.job.layers import read_job_layers, read_personal_folders
 from shardwise.launch.options import DoctorOptions
-from shardwise.launch.plan.asked_nodes import AskedNodes
 from shardwise.launch.plan.checkpoints import check_disk, needed_disk_bytes
-from shardwise.launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs
+from shardwise.launch.plan.gather import NodeOptions, PlanInputs, plan_inputs, profile_data, read_inputs
 from shardwise.launch.probe.program import Beside
 from shardwise.launch.run.fetch_needs import check_room_of, data_need, data_sources, model_need
 from shardwise.launch.rundir.paths import output_base
@@ -169,7 +168,7 @@ def check_job(requested: RequestedJob, machine: Machine) -> Iterator[Finding]:
         inputs = read_inputs(
             requested.path,
             requested.overrides,
-            nodes=AskedNodes(),
+            nodes=NodeOptions(),
             describes_models=True,
             environment=machine.environment,
         )

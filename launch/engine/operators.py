@@ -16,7 +16,6 @@ toolkit is looked up as torch does. `cpu_adam` uses the builder of the CPU on ev
 builds ahead of time.
 """
 
-import fcntl
 import hashlib
 import os
 import re
@@ -26,11 +25,11 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from shardwise.launch.probe.installed import installed_ns
 from shardwise.launch.probe.program import ask
+from shardwise.launch.rundir.lock import exclusive
 from shardwise.launch.worker import python_environment, run
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -110,7 +109,11 @@ def build_operators(
         extensions_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EnvironmentFaultError(f"{extensions_dir}: cannot be made: {error.strerror}") from error
-    with _only_builder(extensions_dir, on_progress):
+
+    def report_wait(owner: str) -> None:
+        on_progress(f"waiting: {owner} is building DeepSpeed's operators in {extensions_dir}")
+
+    with exclusive(extensions_dir / ".builder", on_wait=report_wait):
         remove_stale_locks(extensions_dir, on_progress=on_progress)
         missing = [name for name in names if not _built_file(extensions_dir, name).is_file()]
         if missing:
@@ -208,24 +211,6 @@ def _digest(text: str) -> str:
 def _built_file(extensions_dir: Path, name: str) -> Path:
     """Written after the operator was built and loaded; a library file alone may be incomplete."""
     return extensions_dir / f"{name}.built"
-
-
-@contextmanager
-def _only_builder(extensions_dir: Path, on_progress: Report) -> Iterator[None]:
-    """Locks the folder; waits, with a message, while another process has the lock, which ends with that process."""
-    descriptor = os.open(extensions_dir / ".builder", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-            on_progress(f"waiting: process {owner} is building DeepSpeed's operators in {extensions_dir}")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _build(

@@ -7,17 +7,16 @@ under a temporary name, after a check of the free space, and renamed when it is 
 and times of the source, so an outdated copy is never used.
 """
 
-import fcntl
 import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from shardwise.launch.rundir.lock import exclusive
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import Stage
 from shardwise.trainer.spec.plan import Plan
@@ -70,7 +69,8 @@ def _files(source: Path) -> list[tuple[Path, int, int]]:
 
 def _copy(source: Path, place: Path, on_progress: Callable[[str], None]) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
-    with _only_copier(place.parent / ".lock", on_progress):
+    waiting = f"waiting: another process is copying to {place.parent}"
+    with exclusive(place.parent / ".lock", on_wait=lambda _: on_progress(waiting)):  # jobs of one node share the copy
         if place.is_dir():
             return
         num_bytes = sum(size for _, size, _ in _files(source))
@@ -87,18 +87,3 @@ def _copy(source: Path, place: Path, on_progress: Callable[[str], None]) -> None
         shutil.copytree(source, beside)
         beside.rename(place)
         on_progress(f"  copied in {format_seconds(time.monotonic() - started)}")
-
-
-@contextmanager
-def _only_copier(lock: Path, on_progress: Callable[[str], None]) -> Iterator[None]:
-    """Locks the destination: several jobs of one node may make the same copy."""
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_progress(f"waiting: another process is copying to {lock.parent}")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

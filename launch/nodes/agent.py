@@ -20,13 +20,10 @@ from typing import NamedTuple
 import msgspec
 import yaml
 
-from shardwise.launch.attempt.local_ranks import LocalRanks
+from shardwise.launch.attempt.local_ranks import LocalRanks, started_ranks
 from shardwise.launch.attempt.supervisor import StopKind, StopRequest
-from shardwise.launch.engine.command import launch_command, launch_environment
 from shardwise.launch.engine.config import accelerate_config, accelerate_file
-from shardwise.launch.engine.offload import check_nvme, held_folder, nvme_folder
-from shardwise.launch.engine.operators import build_needed, remove_stale_locks
-from shardwise.launch.inputs.staging import copy_staged
+from shardwise.launch.engine.operators import build_needed
 from shardwise.launch.inputs.trusted_code import fetch_flash_kernel
 from shardwise.launch.nodes.channel import (
     Bye,
@@ -216,25 +213,29 @@ def start_on_node(
     plan = codec.read(attempt_dir / "plan.json", Plan)
     host = read_host()
     _check_folders(plan)
-    copy_staged(plan.staged, on_progress=on_progress)
-    check_nvme(plan)
     fetch_flash_kernel(plan, on_progress=on_progress, should_stop=should_stop)
     here = msgspec.structs.replace(plan, hardware=msgspec.structs.replace(plan.hardware, host=host))
     extensions = build_needed(here, cache_home=cache, on_progress=on_progress, should_stop=should_stop)
-    remove_stale_locks(extensions, on_progress=on_progress)  # of an earlier rank
     settings = accelerate_config(plan, attempt_dir=attempt_dir, node_rank=node_rank, head=start.head, port=start.port)
     codec.write_bytes(accelerate_file(attempt_dir, node_rank), yaml.safe_dump(settings, sort_keys=False).encode())
-    argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable, node_rank=node_rank)
-    variables = launch_environment(environment, plan, extensions_dir=extensions, cores=host.num_cores or 1)
     interfaces = _interface_settings(environment, start, plan.device_kind)
     on_each = plan.chosen.num_ranks // plan.num_machines
     ranks = range(node_rank * on_each, (node_rank + 1) * on_each)
     way = " by " + " ".join(f"{name}={value}" for name, value in interfaces.items()) if interfaces else ""
     on_progress(f"ranks {ranks.start} to {ranks.stop - 1} meet at {start.head}:{start.port}{way}")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(held_folder(nvme_folder(plan, attempt_dir.parent.parent, int(attempt_dir.name))))
-        started = LocalRanks(
-            argv, attempt_dir=attempt_dir, environment=variables | interfaces, node_rank=node_rank, ranks=ranks
+        started = stack.enter_context(
+            started_ranks(
+                plan,
+                attempt_dir,
+                extensions_dir=extensions,
+                num_cores=host.num_cores,
+                environment=environment,
+                on_progress=on_progress,
+                node_rank=node_rank,
+                ranks=ranks,
+                more_environment=interfaces,
+            )
         )
         return NodeAttempt(started, stack.pop_all(), attempt_dir, ranks)
 

@@ -17,7 +17,6 @@ from shardwise.launch.inputs.prepare_data import find_prepared
 from shardwise.launch.inputs.trusted_code import offered_code, read_extension, read_model_code
 from shardwise.launch.job import folders
 from shardwise.launch.job.layers import ResolvedJob, read_job_layers
-from shardwise.launch.plan.asked_nodes import AskedNodes, read_asked_nodes
 from shardwise.launch.plan.calibration_store import read_calibration
 from shardwise.launch.probe.gpu_selection import select_gpus
 from shardwise.launch.probe.installed import installed_version
@@ -36,13 +35,21 @@ from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelCode, Mo
 from shardwise.trainer.spec.plan import Fp8Gain, Plan, TrialResult
 from shardwise.trainer.spec.strategy import Precision
 
-if TYPE_CHECKING:  # read where a partition is asked for
+if TYPE_CHECKING:  # imported only for plans of a partition
     from shardwise.slurm.partition_hardware import PartitionHardware
 
 RECORDED_LIBRARIES = (
     "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes", "galore-torch", "lion-pytorch",
     "flash-attn", "kernels", "transformer-engine", "torchao", "liger-kernel", "tokenizers", "safetensors",
 )  # fmt: skip
+
+
+class NodeOptions(NamedTuple):
+    """Options of the command line that choose nodes of a Slurm partition."""
+
+    partition: str | None = None
+    num_nodes: int | None = None
+    constraint: str | None = None
 
 
 class PlanInputs(NamedTuple):
@@ -69,16 +76,16 @@ def read_inputs(
     hardware_spec: str | None = None,
     describes_models: bool = False,
     machines: Hardware | None = None,
-    nodes: AskedNodes | None = None,
+    nodes: NodeOptions | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> PlanInputs:
     """Reads the job, the model's config and the machine; every problem of the input shows here, before any work.
 
-    `machines` are those of a run on several, which have been asked already. With `nodes` the machine is nodes of a
-    partition where the command line asks for some, or where this is a login node and the job names a partition.
+    `machines` is the hardware of a run on several machines. With `nodes`, a partition is planned for if an option names
+    nodes, or if this is a login node and the job names a partition.
 
-    With `describes_models` an architecture that no reader knows is described from the model that transformers builds,
-    and always one that brings code: its own where the job trusts that, else what transformers has under its type.
+    With `describes_models` an architecture that no reader knows is described from the model that transformers builds.
+    So is every model that brings code: from its own if the job trusts it, else from what transformers has for its type.
     """
     resolved = read_job_layers(
         job_path,
@@ -95,13 +102,23 @@ def read_inputs(
     cache = folders.cache_home(environment, configured=resolved.folders.get("cache"))
     request = make_request(job, shape=shape, tokenizer_path=model.tokenizer_path, cache_root=cache, hub_home=hub_home)
     cap = vram_cap_bytes if vram_cap_bytes is not None else job.limits.vram
-    found = None if nodes is None else read_asked_nodes(nodes, job, spec=hardware_spec, environment=environment)
+    found = _read_nodes(nodes, job, hardware_spec, environment)
     if machines is None:
         partition = None if found is None else found.hardware
         hardware = read_machine(hardware_spec, gpus=gpus, vram_cap_bytes=cap, partition=partition)
     else:
         hardware = replace(machines, vram_cap_bytes=cap)
     return PlanInputs(resolved, model, shape, hardware, request, cache, hub_home, model_code=code, partition=found)
+
+
+def _read_nodes(
+    options: NodeOptions | None, job: Job, spec: str | None, environment: Mapping[str, str]
+) -> "PartitionHardware | None":
+    if options is None or not (any(options) or (job.slurm.partition is not None and spec is None)):
+        return None
+    from shardwise.launch.plan.partition import read_nodes_to_plan
+
+    return read_nodes_to_plan(options, job, spec=spec, environment=environment)
 
 
 def _read_shape(job: Job, model: ModelFiles, code: ModelCode | None, *, describes_models: bool) -> ModelShape:

@@ -7,7 +7,6 @@ step learns from. The report of the run tells of every attempt.
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ import msgspec
 
 from shardwise.launch.attempt.end import AttemptEnd
 from shardwise.launch.attempt.limits import Deadline, LimitWatch
-from shardwise.launch.attempt.local_ranks import LocalRanks, Ranks
+from shardwise.launch.attempt.local_ranks import Ranks, started_ranks
 from shardwise.launch.attempt.retries import (
     MAX_SAME_STEP,
     Begin,
@@ -32,10 +31,8 @@ from shardwise.launch.attempt.retries import (
 )
 from shardwise.launch.attempt.supervisor import StopKind, StopRequest, watch_attempt
 from shardwise.launch.attempt.watchdog import Watchdog, WatchLimits
-from shardwise.launch.engine.command import launch_command, launch_environment, prepare_attempt
-from shardwise.launch.engine.offload import check_nvme, held_folder, nvme_folder
-from shardwise.launch.engine.operators import build_operators, needed_operators, remove_stale_locks
-from shardwise.launch.inputs.staging import copy_staged
+from shardwise.launch.engine.command import prepare_attempt
+from shardwise.launch.engine.operators import build_operators, needed_operators
 from shardwise.launch.nodes.ranks import Cluster, ClusterRanks
 from shardwise.launch.plan.checkpoints import newest_facts, obstacle_to_resume
 from shardwise.launch.rundir import paths as run_dirs
@@ -192,14 +189,15 @@ def _started(around: Surroundings, plan: Plan, attempt_dir: Path) -> Iterator[Ra
         yield ClusterRanks(around.cluster, attempt_dir=attempt_dir, stop=around.stop)
         return
     _build_operators(around, plan.chosen)  # a run that is resumed with a fallback may not have them
-    remove_stale_locks(around.extensions_dir, on_progress=around.console.line)  # a rank before may have left one
-    copy_staged(plan.staged, on_progress=around.console.line)
-    check_nvme(plan)
-    cores = plan.hardware.host.num_cores or 1
-    environment = launch_environment(around.environment, plan, extensions_dir=around.extensions_dir, cores=cores)
-    argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable)
-    with held_folder(nvme_folder(plan, around.run_dir, int(attempt_dir.name))):
-        yield LocalRanks(argv, attempt_dir=attempt_dir, environment=environment)
+    with started_ranks(
+        plan,
+        attempt_dir,
+        extensions_dir=around.extensions_dir,
+        num_cores=plan.hardware.host.num_cores,
+        environment=around.environment,
+        on_progress=around.console.line,
+    ) as ranks:
+        yield ranks
 
 
 def _after(course: _Course, end: AttemptEnd, number: int, around: Surroundings) -> Decision:

@@ -16,7 +16,6 @@ from shardwise.launch.inputs.hub import hub_cache
 from shardwise.launch.inputs.trusted_code import kernel_of
 from shardwise.launch.job import folders
 from shardwise.launch.job.layers import ResolvedJob, read_job_layers
-from shardwise.launch.plan.asked_nodes import charge_of, sbatch_option
 from shardwise.launch.plan.checkpoints import needed_disk_bytes
 from shardwise.launch.plan.gather import (
     PlanInputs,
@@ -26,7 +25,7 @@ from shardwise.launch.plan.gather import (
     read_machine,
     recorded_versions,
 )
-from shardwise.launch.plan.partition_hardware import read_partition_hardware
+from shardwise.launch.plan.partition import charge_of, read_partition_hardware, sbatch_option
 from shardwise.launch.probe import disks
 from shardwise.launch.run.fetch_needs import missing_for
 from shardwise.launch.rundir.paths import output_base

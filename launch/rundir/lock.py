@@ -7,8 +7,8 @@ lock: a run that starts at that moment would be refused.
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,21 +35,32 @@ class LockOwner(NamedTuple):
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Holds the lock while the block runs; EnvironmentFaultError names another living owner."""
-    path = run_dir / LOCK
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise EnvironmentFaultError(f"{run_dir}: cannot be written: {error.strerror}") from error
+
+    def refuse(owner: str) -> None:
+        raise EnvironmentFaultError(
+            f"{run_dir}: is in use by {owner}; wait for it, or stop it with: shardwise cancel {run_dir}"
+        )
+
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(exclusive(run_dir / LOCK, on_wait=refuse))
+        except OSError as error:
+            raise EnvironmentFaultError(f"{run_dir}: cannot be written: {error.strerror}") from error
+        yield
+
+
+@contextmanager
+def exclusive(path: Path, *, on_wait: Callable[[str], None]) -> Iterator[None]:
+    """Holds the lock of a file while the block runs; waits for another process after `on_wait` got its name."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = parse_owner(os.read(descriptor, 512)) or "an unknown process"
-            raise EnvironmentFaultError(
-                f"{run_dir}: is in use by {owner}; wait for it, or stop it with: shardwise cancel {run_dir}"
-            ) from None
+            on_wait(str(parse_owner(os.read(descriptor, 512)) or "an unknown process"))
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
+        os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)

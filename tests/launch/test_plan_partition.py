@@ -10,8 +10,7 @@ from slurm_cluster import SlurmCluster
 from slurm_texts import install_slurm
 from typed_command import Answer, Run, in_empty_home, typed, write_rows
 
-from shardwise.launch.plan.asked_nodes import sbatch_option
-from shardwise.launch.plan.partition_hardware import read_partition_hardware
+from shardwise.launch.plan.partition import read_partition_hardware, sbatch_option
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode
 from shardwise.trainer.spec.hardware import Hardware

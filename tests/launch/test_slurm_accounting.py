@@ -7,7 +7,7 @@ import pytest
 from slurm_texts import install_slurm
 
 from shardwise.launch.cli import main
-from shardwise.launch.plan.partition_hardware import read_partition_hardware
+from shardwise.launch.plan.partition import read_partition_hardware
 from shardwise.trainer.spec.errors import ExitCode
 
 JOB = """\

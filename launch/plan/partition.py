@@ -1,16 +1,19 @@
-"""The hardware of a partition, read from Slurm on a login node."""
+"""The hardware of a Slurm partition, and the nodes that a plan is made for on a login node."""
 
 import getpass
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from shardwise.launch.probe.machine import read_libraries
+from shardwise.launch.plan.gather import NodeOptions
+from shardwise.launch.probe.host import read_host
+from shardwise.launch.probe.machine import read_hardware, read_libraries
 from shardwise.slurm.access import Access, access_to
+from shardwise.slurm.allocation import is_login_node
 from shardwise.slurm.cluster import JobLimits, Partition
-from shardwise.slurm.job_limits import NodeShare, in_order
+from shardwise.slurm.job_limits import NodeShare, in_order, share_of_job
 from shardwise.slurm.node_groups import choose_group
 from shardwise.slurm.partition_hardware import WHOLE_NODES, PartitionHardware, hardware_of
 from shardwise.slurm.queries import read_associations, read_config, read_nodes, read_partitions, read_qos_limits
@@ -18,10 +21,35 @@ from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
 from shardwise.trainer.spec.hardware import Hardware, Host
-
-__all__ = ["PartitionHardware", "read_partition_hardware"]
+from shardwise.trainer.spec.job.sections import Job, SlurmJob
 
 _NAMES_SHOWN = 12
+
+
+def read_nodes_to_plan(
+    options: NodeOptions, job: Job, *, spec: str | None, environment: Mapping[str, str]
+) -> PartitionHardware | None:
+    """The nodes to plan for; None if --hardware or this machine is planned for.
+
+    Options without a partition mean the job's partition, or else the cluster's default one.
+    """
+    name = options.partition or job.slurm.partition
+    if not any(options) and not _is_login_node(environment):
+        return None
+    found = read_partition_hardware(
+        name,
+        nodes=options.num_nodes or job.slurm.nodes or 1,
+        spec=spec,
+        constraint=options.constraint or job.slurm.constraint or sbatch_option(job.slurm.extra, "--constraint", "-C"),
+        **charge_of(job.slurm, environment),
+        share=share_of_job(job.slurm),
+        environment=environment,
+    )
+    if options.partition is not None:
+        return found
+    which = "the cluster's default" if name is None else "which the job file names (slurm.partition)"
+    said = f"planned for partition {found.partition.name}, {which}"
+    return replace(found, hardware=replace(found.hardware, notes=(said, *found.hardware.notes)))
 
 
 def read_partition_hardware(
@@ -37,9 +65,9 @@ def read_partition_hardware(
 ) -> PartitionHardware:
     """Hardware for a job of `nodes` nodes of a partition; None stands for the default partition.
 
-    `spec` is the value of --hardware, which states what Slurm does not say: a SPEC, or a file of `shardwise probe -o`.
-    InputError for a partition, a constraint or a number of nodes that Slurm does not have, and where `spec` disagrees
-    with it; EnvironmentFaultError where Slurm does not answer, or the partition starts no jobs.
+    `spec`, the value of --hardware, states what Slurm does not know: a SPEC, or a file of `shardwise probe -o`.
+    InputError if Slurm has no such partition, constraint or number of nodes, or `spec` disagrees with it;
+    EnvironmentFaultError if Slurm does not answer or the partition starts no jobs.
     """
     found = _find(partition, read_partitions(environment))
     stated = None if spec is None else _stated(spec)
@@ -54,6 +82,34 @@ def read_partition_hardware(
     if not hardware.libraries:  # the nodes see the same files, so jobs run this Python
         hardware = replace(hardware, libraries=read_libraries())
     return replace(answer, hardware=hardware)
+
+
+def charge_of(slurm: SlurmJob, environment: Mapping[str, str]) -> dict[str, str | None]:
+    """`account` and `qos` as sbatch will read them: of the job file, of slurm.extra, of the environment."""
+    return {
+        "account": slurm.account or sbatch_option(slurm.extra, "--account", "-A") or environment.get("SBATCH_ACCOUNT"),
+        "qos": slurm.qos or sbatch_option(slurm.extra, "--qos", "-q") or environment.get("SBATCH_QOS"),
+    }
+
+
+def sbatch_option(extra: Sequence[str], long: str, short: str) -> str | None:
+    """The value of an option in slurm.extra: `--constraint=a100`, `--constraint a100`, `-Ca100` or `-C a100`."""
+    words = [part for option in extra for part in option.split(maxsplit=1)]
+    for number, word in enumerate(words):
+        if word in (long, short):
+            return words[number + 1] if number + 1 < len(words) else None
+        if word.startswith(f"{long}="):
+            return word.removeprefix(f"{long}=")
+        if word.startswith(short) and not word.startswith("--"):
+            return word.removeprefix(short).removeprefix("=")
+    return None
+
+
+def _is_login_node(environment: Mapping[str, str]) -> bool:
+    slurm = read_host(environment=environment).slurm
+    if slurm is None or not slurm.has_sbatch or slurm.job_id is not None:
+        return False  # without a query of the GPUs
+    return is_login_node(read_hardware(environment=environment))
 
 
 def _find(name: str | None, partitions: tuple[Partition, ...]) -> Partition:

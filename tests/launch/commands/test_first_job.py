@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.launch.inputs.first_job import job_template
+from shardwise.launch.commands.housekeeping import job_template
 from shardwise.launch.inputs.model_files import preset_names, read_preset
 from shardwise.launch.job.yaml_text import read_yaml
 from shardwise.trainer.spec.job.reading import read_job
