@@ -1,16 +1,15 @@
-"""How far the predictions are from 195 published measurements, beside what is asked of them, and from 100 others.
+"""Errors of the predictions on 195 published measurements, compared with their targets, and on 100 others.
 
     python benchmarks/accuracy.py [--rows] [--ours | --write]
     make bench runs the same as `accuracy`
 
---rows lists every row; --ours leaves the other tools out, which load torch; --write renews the tables of
-docs/accuracy.md and keeps the figures under benchmarks/results/. It ends with 1 where a figure misses what is asked of
-it.
+--rows lists every row; --ours omits the other tools, which load torch; --write updates the tables of
+docs/accuracy.md and stores the figures under benchmarks/results/. The exit code is 1 if a figure misses its target.
 
-Each row is scored on the counters that its source measured and on no other: torch's peak, steady and reserved bytes,
-what nvidia-smi showed, tokens a second, and whether the run went out of memory. An error is prediction / measurement
-- 1; 90 % of the absolute errors are at most the 90th percentile. docs/accuracy.md says what the figures mean and what
-no row measures. `accuracy_tools` answers the same rows as two other tools do.
+Each row is scored only on the counters that its source measured: torch's peak, steady and reserved bytes, nvidia-smi
+bytes, tokens per second, and whether the run went out of memory. An error is prediction / measurement - 1; 90 % of the
+absolute errors are at most the 90th percentile. docs/accuracy.md explains the figures and lists what no row measures.
+`accuracy_tools` scores two other tools on the same rows.
 """
 
 import argparse
@@ -27,12 +26,12 @@ ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "benchmarks" / "measured_public.jsonl"
 UNFITTED_ROWS = ROOT / "benchmarks" / "measured_unfitted.jsonl"
 GIB = 2**30
-# Two runs whose measured speeds differ by less are as fast.
+# Two runs whose measured speeds differ by less count as equally fast.
 SAME_SPEED = 0.05
 
 
 class Row(NamedTuple):
-    """A published measurement beside the answer to its case."""
+    """A published measurement and the prediction for its case."""
 
     id: str
     stack: str
@@ -42,7 +41,7 @@ class Row(NamedTuple):
 
 
 class Score(NamedTuple):
-    """One figure over `num_rows`, and what is asked of it: `at_most` or `at_least`, None where nothing is."""
+    """One figure over `num_rows` and its target: `at_most` or `at_least`, None if it has none."""
 
     name: str
     value: float
@@ -59,7 +58,7 @@ class Score(NamedTuple):
 
 
 def read_rows(path: Path = ROWS) -> list[Row]:
-    """Every measurement with its answer."""
+    """Every measurement with its prediction."""
     from shardwise.trainer.planning.cases import answer_case
 
     rows = (json.loads(line) for line in path.read_text().splitlines())
@@ -83,7 +82,7 @@ def predicted(row: Row, counter: str) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of the values do not exceed, between neighbours in proportion; 0 of none."""
+    """The value that `share` of the values do not exceed, interpolated; 0 for no values."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -102,7 +101,7 @@ def score_counter(
     p90: float | None = None,
     stack_median: float | None = None,
 ) -> list[Score]:
-    """Median and 90th percentile of the absolute errors of a counter over all rows, then the median of each stack."""
+    """Median and 90th percentile of the absolute errors of a counter over all rows, then the median of each trainer."""
     by_stack: dict[str, list[float]] = defaultdict(list)
     for row, error in errors(rows, counter):
         by_stack[row.stack].append(abs(error))
@@ -117,7 +116,7 @@ def score_counter(
 
 
 def score_fits(rows: Sequence[Row]) -> list[Score]:
-    """How often the verdict is wrong: the costly mistake first."""
+    """How often the verdict is wrong: the costly error first."""
     answered = [row for row in rows if "error" not in row.answer]
     crashed = [row for row in answered if row.truth.get("oom")]
     ran = [row for row in answered if not row.truth.get("oom")]
@@ -130,7 +129,7 @@ def score_fits(rows: Sequence[Row]) -> list[Score]:
 
 
 def score_order(rows: Sequence[Row]) -> Score:
-    """Of two runs of one stack, model and machine that differ in measured speed, how often the right one is faster."""
+    """How often two runs of one trainer, model and machine that differ in measured speed are ranked correctly."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if "tokens_per_s_per_gpu" in row.truth and "error" not in row.answer:
@@ -147,7 +146,7 @@ def score_order(rows: Sequence[Row]) -> Score:
 
 
 def constants_behind(rows: Sequence[Row]) -> tuple[str, ...]:
-    """The constants of the speed model that a predicted speed of the rows rests on: changing one changes the speed."""
+    """The constants of the speed model that affect a predicted speed of the rows."""
     cases = [row.case for row in rows if "tokens_per_s_per_gpu" in row.truth and "error" not in row.answer]
     names = _constant_names()
     assert names, "trainer/planning/speed/constants.py has no constants"
@@ -185,7 +184,7 @@ def _is_speed_module(module: object) -> bool:
 
 
 def score_constants(rows: Sequence[Row]) -> list[Score]:
-    """A model with a constant for every few rows would predict them and nothing else."""
+    """The number of constants in use: a model with one for every few rows would be overfitted."""
     num_all = len(_constant_names())
     behind = constants_behind(rows)
     return [
@@ -195,7 +194,7 @@ def score_constants(rows: Sequence[Row]) -> list[Score]:
 
 
 def score_unfitted(rows: Sequence[Row]) -> list[Score]:
-    """Throughputs that no constant was fitted on, by stack."""
+    """Throughputs that no constant was fitted on, by trainer."""
     by_stack: dict[str, list[float]] = defaultdict(list)
     for row, error in errors(rows, "tokens_per_s_per_gpu"):
         by_stack[row.stack].append(abs(error))
@@ -230,13 +229,13 @@ def figure(score: Score) -> dict[str, object]:
         "figure": score.name,
         "rows": score.num_rows if score.num_rows or is_empty else "",
         "value": "not measured" if is_empty else write.format(score.value),
-        "asked": "" if limit is None else f"{sign} {limit:.0%}" if score.is_share else f"{sign} {limit:g}",
+        "target": "" if limit is None else f"{sign} {limit:.0%}" if score.is_share else f"{sign} {limit:g}",
         "verdict": "" if limit is None else "met" if score.is_met else "MISSED",
     }
 
 
 def row_line(row: Row) -> str:
-    """A row: what was measured, and by how much the prediction is off."""
+    """A row: its measurements and the errors of the predictions."""
     if "error" in row.answer:
         return f"{row.id} {row.stack}: {row.answer['error']}"
     off = [
@@ -260,12 +259,12 @@ def text_table(rows: Sequence[dict[str, object]]) -> str:
 
 
 def run_accuracy(*, write: bool, list_rows: bool = False, only_ours: bool = False) -> bool:
-    """Prints our scores and those of the other tools; false where one of ours is missed."""
+    """Prints our scores and those of the other tools; false if one of ours misses its target."""
     rows = read_rows()
     if list_rows:
         print(*map(row_line, rows), sep="\n")
     scores, unanswered = score_rows(rows), [row for row in rows if "error" in row.answer]
-    print(f"\naccuracy, {len(rows)} published measurements, {len(unanswered)} not answered")
+    print(f"\naccuracy, {len(rows)} published measurements, {len(unanswered)} without a prediction")
     print(text_table([figure(score) for score in scores]))
     if not only_ours:
         _compare(rows, scores, write=write)
@@ -284,12 +283,12 @@ def _compare(rows: Sequence[Row], scores: Sequence[Score], *, write: bool) -> No
 
 
 def main() -> int:
-    """Scores every row; 1 where a target is missed."""
+    """Scores every row; 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", action="store_true", help="list every row")
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--ours", action="store_true", help="leave the other tools out, which load torch")
-    group.add_argument("--write", action="store_true", help="renew docs/accuracy.md and keep the figures")
+    group.add_argument("--ours", action="store_true", help="omit the other tools, which load torch")
+    group.add_argument("--write", action="store_true", help="update docs/accuracy.md and store the figures")
     options = parser.parse_args()
     return 0 if run_accuracy(write=options.write, list_rows=options.rows, only_ours=options.ours) else 1
 

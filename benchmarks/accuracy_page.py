@@ -1,4 +1,4 @@
-"""Writes the tables of docs/accuracy.md, between the markers that the page has for them, and keeps the figures."""
+"""Writes the tables of docs/accuracy.md between its markers, and stores the figures."""
 
 import json
 import platform
@@ -16,24 +16,24 @@ PAGE = ROOT / "docs" / "accuracy.md"
 def page_tables(
     scores: Sequence[Score], tools: Sequence[dict[str, object]], versions: dict[str, str]
 ) -> dict[str, str]:
-    """The parts of the page by the name of their place."""
+    """The generated parts of the page by the name of their markers."""
     used = ", ".join(f"{name} {version}" for name, version in versions.items())
     return {"scores": scores_table(scores), "tools": f"{_table(tools)}\nWith {used}.\n"}
 
 
 def scores_table(scores: Sequence[Score]) -> str:
-    """Our own figures."""
+    """Our own scores."""
     return _table([figure(score) for score in scores])
 
 
 def write_page(scores: Sequence[Score], tools: Sequence[dict[str, object]], *, versions: dict[str, str]) -> None:
-    """Renews both tables of docs/accuracy.md."""
+    """Updates both tables of docs/accuracy.md."""
     PAGE.write_text(with_tables(PAGE.read_text(), page_tables(scores, tools, versions)))
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
 
 def write_results(scores: Sequence[Score], tools: Sequence[dict[str, object]]) -> Path:
-    """Keeps the figures under benchmarks/results/."""
+    """Stores the figures under benchmarks/results/."""
     date = f"{datetime.now(UTC):%Y-%m-%d}"
     path = ROOT / "benchmarks" / "results" / f"accuracy-{date}.json"
     names = ("shardwise", "accelerate", "deepspeed", "transformers", "torch")

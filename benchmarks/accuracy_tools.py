@@ -1,15 +1,15 @@
-"""What two other tools answer to the rows of `accuracy`, by their own functions.
+"""Predictions of two other tools for the rows of `accuracy`, by their own functions.
 
 `accelerate estimate-memory` (accelerate/commands/estimate.py) builds the model with AutoModel on the meta device in
-fp32, takes its size S and answers "Training using Adam" as the largest of `estimate_training_usage(S, dtype)`: 4 S in
-float32, 2 S in float16, nothing in int8 and int4. It knows of no sharding, adapters, batch or sequence. A row is asked
-in the type of its precision; qlora in int4, to which there is no answer. As a kindness the same figure is scored
-divided by the ranks of a sharded row too.
+fp32 and returns "Training using Adam" from its size S as the largest of `estimate_training_usage(S, dtype)`: 4 S in
+float32, 2 S in float16, nothing in int8 and int4. It does not consider sharding, adapters, batch or sequence. A row
+is estimated in the type of its precision; qlora in int4, for which there is no estimate. For sharded rows the same
+figure divided by the ranks is scored too.
 
-DeepSpeed (`estimate_zero2_model_states_mem_needs` and the one of ZeRO-3) answers from the number of parameters, those
-of the largest layer and the number of GPUs, in mixed precision with Adam. The closest call of a row is that of ZeRO-3,
-without offload, where the row shards weights, and that of ZeRO-2 on one GPU, where nothing is sharded. Both promise
-model states and leave activations out, as their documentation says; neither tool predicts speed.
+DeepSpeed (`estimate_zero2_model_states_mem_needs` and the one of ZeRO-3) estimates from the number of parameters, those
+of the largest layer and the number of GPUs, in mixed precision with Adam. The closest call for a row is that of ZeRO-3
+without offload if the row shards weights, and that of ZeRO-2 on one GPU. Both cover model states and exclude
+activations, as documented; neither tool predicts speed.
 """
 
 import statistics
@@ -24,19 +24,19 @@ TYPES = {"fp32": "float32", "fp16-mixed": "float16", "bf16-mixed": "float16", "b
 
 
 class ToolAnswer(NamedTuple):
-    """Bytes a GPU needs by a tool; None where it has no answer."""
+    """Bytes per GPU by a tool; None if it has no estimate."""
 
     need_bytes: float | None
     fits: bool | None
 
 
 def tool_versions() -> dict[str, str]:
-    """The versions whose functions were called."""
+    """The versions of the called libraries."""
     return {name: metadata.version(name) for name in ("accelerate", "deepspeed", "transformers")}
 
 
 def score_tools(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """One line a tool, ours first: how far its answers are from the same measurements."""
+    """One line per tool, ours first: its errors on the same measurements."""
     lines = [_line("shardwise", rows, [ToolAnswer(_our_peak(row), row.answer["fits"]) for row in rows])]
     for name, need in TOOLS.items():
         lines.append(_line(name, rows, [_answer(need(row), row) for row in rows]))
@@ -71,10 +71,10 @@ def _line(name: str, rows: Sequence[Row], answers: Sequence[ToolAnswer]) -> dict
         "peaks": len(every),
         "median": f"{percentile(every, 0.5):.1%}",
         "p90": f"{percentile(every, 0.9):.1%}",
-        **{f"{method}, median": f"{statistics.median(e):.1%}" if e else "no answer" for method, e in off.items()},
+        **{f"{method}, median": f"{statistics.median(e):.1%}" if e else "not predicted" for method, e in off.items()},
         "OOM called fitting": f"{sum(crashed)} of {len(crashed)}",
         "success called not fitting": f"{sum(not fits for fits in ran)} of {len(ran)}",
-        "tokens/s, median": _speed(rows) if name == "shardwise" else "no answer",
+        "tokens/s, median": _speed(rows) if name == "shardwise" else "not predicted",
     }
 
 
@@ -88,7 +88,7 @@ def _num_gpus(row: Row) -> int:
 
 
 def accelerate_training_bytes(row: Row) -> float | None:
-    """The column "Training using Adam" of `accelerate estimate-memory`; None where it prints N/A."""
+    """The column "Training using Adam" of `accelerate estimate-memory`; None if it prints N/A."""
     from accelerate.commands.estimate import estimate_training_usage
 
     train = row.case["train"]
@@ -99,13 +99,13 @@ def accelerate_training_bytes(row: Row) -> float | None:
 
 
 def accelerate_training_bytes_by_rank(row: Row) -> float | None:
-    """The same spread over the GPUs, as a reader would who knows that everything is sharded."""
+    """The same divided by the GPUs, as if everything were sharded."""
     usage = accelerate_training_bytes(row)
     return None if usage is None else usage / _num_gpus(row)
 
 
 def deepspeed_zero2_bytes(row: Row) -> float:
-    """Bytes a GPU by DeepSpeed's estimate for ZeRO-2 without offload."""
+    """Bytes per GPU by DeepSpeed's estimate for ZeRO-2 without offload."""
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
     _, parameters, _ = _sizes(_key(row.case["model"]))
@@ -120,7 +120,7 @@ def deepspeed_zero2_bytes(row: Row) -> float:
 
 
 def deepspeed_zero3_bytes(row: Row) -> float:
-    """Bytes a GPU by DeepSpeed's estimate for ZeRO-3 without offload."""
+    """Bytes per GPU by DeepSpeed's estimate for ZeRO-3 without offload."""
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 
     _, parameters, largest_layer = _sizes(_key(row.case["model"]))
@@ -137,7 +137,7 @@ def deepspeed_zero3_bytes(row: Row) -> float:
 
 
 def deepspeed_closest_bytes(row: Row) -> float:
-    """ZeRO-3's estimate where a row shards its weights, ZeRO-2's on one GPU."""
+    """ZeRO-3's estimate if a row shards its weights, ZeRO-2's on one GPU."""
     return deepspeed_zero2_bytes(row) if _num_gpus(row) == 1 else deepspeed_zero3_bytes(row)
 
 
@@ -168,6 +168,6 @@ def _sizes(config: tuple[tuple[str, Any], ...]) -> tuple[int, int, int]:
         bare = AutoModel.from_config(described, dtype=torch.float32)
         trained = AutoModelForCausalLM.from_config(described, dtype=torch.float32)
     total, _ = calculate_maximum_sizes(bare)
-    # DeepSpeed's own count tells tensors apart by their address, which meta tensors do not have.
+    # DeepSpeed's own count distinguishes tensors by their address, which meta tensors do not have.
     layers = (sum(p.numel() for p in module.parameters(recurse=False)) for module in trained.modules())
     return total, sum(p.numel() for p in trained.parameters()), max(layers)

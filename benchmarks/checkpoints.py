@@ -1,9 +1,9 @@
-"""Saving and loading a checkpoint, beside torch's distributed checkpoint and Accelerate's `save_state`.
+"""Saving and loading a checkpoint, compared with torch's distributed checkpoint and Accelerate's `save_state`.
 
-One process, fp32 weights and AdamW's moments of the same model, in turn, round by round. A save counts until what it
-wrote is on the disk (`sync` after it, for all three: Accelerate does not wait for it), a load from files that are not
-in memory any more. shardwise also hashes every byte and looks for NaN, when it saves and again when it loads, which the
-others do not. Then the stall of a save in the background, as a share of one that is waited for.
+One process, fp32 weights and AdamW's moments of the same model, alternating in every round. The time of a save includes
+`sync` for all three, which Accelerate does not call itself; a load reads files that are no longer in the page cache.
+shardwise also hashes every byte and checks for NaN on saving and loading, which the others do not. The last figure is
+the stall of a background save, as a share of a synchronous one.
 """
 
 import json
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from shardwise.trainer.runtime.checkpoint.save import Save
 
 ROOT = Path(__file__).resolve().parent.parent
-ROUNDS = 15  # disks of rented machines take twice as long in some of them
-ASKED = 1.1  # times the faster of the others
+ROUNDS = 15  # in some of them, disks of rented machines are half as fast
+TARGET = 1.1  # times the faster of the others
 OURS = "shardwise"
 MODEL: dict[str, Any] = {
     "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6,
@@ -36,7 +36,7 @@ MODEL: dict[str, Any] = {
 
 
 def bench_checkpoints() -> list[dict[str, object]]:
-    """MB/s of saving and of loading, and how long each takes as a multiple of the faster of the others."""
+    """MB/s of saving and of loading, and the time of each as a multiple of the faster of the others."""
     words = [sys.executable, str(Path(__file__)), "measure"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -55,8 +55,8 @@ def bench_checkpoints() -> list[dict[str, object]]:
                     "mb_per_s": round(measured["num_bytes"] / 1e6 / statistics.median(values)),
                     "times_the_faster_other": round(ratio, 2),
                     "share_of_a_save": "",
-                    "asked": f"at most {ASKED}" if name == OURS else "",
-                    "verdict": "" if name != OURS else "met" if ratio <= ASKED else "MISSED",
+                    "target": f"at most {TARGET}" if name == OURS else "",
+                    "verdict": "" if name != OURS else "met" if ratio <= TARGET else "MISSED",
                 }
             )
     stall = statistics.median(
@@ -104,8 +104,8 @@ def _measure() -> None:
     found: dict[str, Any] = {"num_bytes": num_bytes, "stall": []}
     found |= {what: {name: [] for name in savers} for what in ("save", "load")}
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-", dir=_disk()) as name:
-        for number in range(ROUNDS + 1):  # the first is not counted
-            order = [*savers][number % 3 :] + [*savers][: number % 3]  # none always after the same other
+        for number in range(ROUNDS + 1):  # the first is a warm-up
+            order = [*savers][number % 3 :] + [*savers][: number % 3]  # each follows each of the others
             for who in order:
                 folder = Path(name) / who
                 shutil.rmtree(folder, ignore_errors=True)
@@ -165,7 +165,7 @@ def _timed(seconds: list[float], *, counts: bool) -> Iterator[None]:
 
 
 def _disk() -> str | None:
-    """Not memory that looks like a disk, where there is a choice."""
+    """The folder for checkpoints, if set: /tmp may be in memory."""
     return os.environ.get("SHARDWISE_BENCH_DIR")
 
 

@@ -1,8 +1,8 @@
-"""What the planner takes for the jobs that docs/choices.md argues about; the tables there are written by this command.
+"""The tables of docs/choices.md: the planner's choices for its jobs.
 
     python benchmarks/choices.py            prints the tables
-    python benchmarks/choices.py --write    puts them into docs/choices.md
-    python benchmarks/choices.py --check    says whether docs/choices.md is up to date (exit code 1 where it is not)
+    python benchmarks/choices.py --write    writes them into docs/choices.md
+    python benchmarks/choices.py --check    checks that docs/choices.md is up to date (exit code 1 if it is not)
 
 Every row is a job file under examples/ on a machine from the catalogue. No figure depends on the machine this runs on.
 """
@@ -26,7 +26,7 @@ from shardwise.trainer.spec.plan import Plan  # noqa: E402
 from shardwise.trainer.spec.units import format_bytes, format_seconds  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "choices.md"
-NOBODY = {"HOME": "/nonexistent"}  # no personal settings, no earlier runs
+NO_SETTINGS = {"HOME": "/nonexistent"}  # no personal settings, no earlier runs
 
 
 class Case(NamedTuple):
@@ -38,14 +38,14 @@ class Case(NamedTuple):
     overrides: tuple[str, ...] = ()
 
     def plan(self, *overrides: str) -> Plan:
-        """What is taken; NothingFitsError or InputError where nothing can be."""
+        """The plan; NothingFitsError or InputError if there is none."""
         inputs = read_inputs(
             ROOT / "examples" / self.example,
             (*self.overrides, *overrides),
             hardware_spec=self.hardware,
-            environment=NOBODY,
+            environment=NO_SETTINGS,
         )
-        return plan_inputs(inputs, profile_data(inputs), environment=NOBODY)
+        return plan_inputs(inputs, profile_data(inputs), environment=NO_SETTINGS)
 
 
 GOLDEN = (
@@ -71,15 +71,16 @@ WITHIN_8_GB = (
 
 
 def tables() -> dict[str, str]:
-    """The tables of docs/choices.md by the name of their place."""
+    """The tables of docs/choices.md by the name of their markers."""
     return {
-        "golden": markdown_table(("job and machine", "takes"), [(case.words, _answer(case)) for case in GOLDEN]),
+        "golden": markdown_table(("job and machine", "choice"), [(case.words, _answer(case)) for case in GOLDEN]),
         "combinations": markdown_table(
-            ("row of the table", "as the row says", "the planner's own choice (`train.method: auto`)"),
+            ("row of the table", "as in the row", "the planner's own choice (`train.method: auto`)"),
             [(case.words, _answer(case), _answer(case, "train.method=auto")) for case in COMBINATIONS],
         ),
         "within-8-gb": markdown_table(
-            ("job", "takes", "beside the card"), [(case.words, _answer(case), _beside(case)) for case in WITHIN_8_GB]
+            ("job", "choice", "outside the card"),
+            [(case.words, _answer(case), _off_the_card(case)) for case in WITHIN_8_GB],
         ),
     }
 
@@ -94,14 +95,14 @@ def _answer(case: Case, *overrides: str) -> str:
         return f"nothing fits: needs {first.partition(' needs ')[2]}"
     chosen = plan.chosen
     hours = run_hours(context_of(plan), chosen)
-    kept = ", kept in host RAM" if chosen.activation_offload else ""
+    moved = ", activations in host RAM" if chosen.activation_offload else ""
     return (
         f"{chosen.method}, `{chosen.strategy.name}`, {chosen.micro_batch} x {chosen.accumulation}, recompute "
-        f"{chosen.checkpointing}{kept}; {format_bytes(chosen.memory.need_bytes)}, {format_seconds(hours * 3600)}"
+        f"{chosen.checkpointing}{moved}; {format_bytes(chosen.memory.need_bytes)}, {format_seconds(hours * 3600)}"
     )
 
 
-def _beside(case: Case) -> str:
+def _off_the_card(case: Case) -> str:
     memory = case.plan().chosen.memory
     nvme = f", {format_bytes(memory.nvme_bytes)} on NVMe" if memory.nvme_bytes else ""
     return f"{format_bytes(memory.pinned_bytes + memory.host_bytes)} of host RAM{nvme}"

@@ -1,12 +1,12 @@
-"""Processor seconds of a rank from its start to the end of its first step, beside the libraries that it must import.
+"""Processor seconds of a rank from its start to the end of its first step, compared with the libraries it imports.
 
-The run is the smallest plain one: a Llama of two layers on one CPU rank with AdamW, nothing sharded, one thread. An
-extensions file notes the processor time when the rank loads it, which is after the imports and before the model is
-built, and again when the first step has ended, where it ends the process. `shardwise train` makes the plan once; the
-rank then starts from plan.json by itself, in turn with the other commands.
+The run is minimal: a Llama of two layers on one CPU rank with AdamW, nothing sharded, one thread. An extensions file
+records the processor time when the rank loads it, after the imports and before the model is built, and at the end of
+the first step, where it ends the process. `shardwise train` makes the plan once; the rank then starts directly from
+plan.json, alternating with the other commands.
 
-With another checkout (`--against DIR`) ranks of both take turns, A B, B A, and the ratio is the median over the rounds:
-processor time grows with what else the machine does, the ratio hardly.
+With another checkout (`--against DIR`) ranks of both alternate, A B, B A, and the ratio is the median over the rounds:
+processor time increases with the load of the machine, the ratio hardly does.
 """
 
 import json
@@ -20,9 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 5
-MOST_OF_LIBRARIES = 1.1  # of what `LIBRARIES` takes by itself
+MOST_OF_LIBRARIES = 1.1  # times the imports of `LIBRARIES` alone
 TORCH, LIBRARIES = "import torch", "import torch, accelerate, transformers.modeling_utils"
-LAUNCHER = "import accelerate.commands.launch"  # what a rank's launcher does first
+LAUNCHER = "import accelerate.commands.launch"  # the first import of a rank's launcher
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -35,7 +35,7 @@ MODEL = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": True,
 }
-_FILE_VARIABLE = "FIRST_STEP_FILE"  # where the marks go; without it the run goes on
+_FILE_VARIABLE = "FIRST_STEP_FILE"  # path of the marks; if unset the run continues
 _MARKS = f"""
 import os
 import time
@@ -52,7 +52,7 @@ def on_step(step, metrics):
 
 
 def bench_first_step(*, against: Path | None = None) -> list[dict[str, object]]:
-    """A row a part; with `against` also what the rank of that checkout takes, and the ratio of the two."""
+    """One row per part; with `against` also the time of that checkout's rank, and the ratio of the two."""
     checkouts = [ROOT] if against is None else [ROOT, against.resolve()]
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as name:
         plans = [_plan(checkout, Path(name, str(number))) for number, checkout in enumerate(checkouts)]
@@ -64,7 +64,7 @@ def bench_first_step(*, against: Path | None = None) -> list[dict[str, object]]:
             order = range(len(checkouts)) if turn % 2 else reversed(range(len(checkouts)))
             for number in order:
                 ranks[number].append(_marks(checkouts[number], plans[number]))
-    counted = {code: seconds[1:] for code, seconds in alone.items()}  # the first round fills the page cache
+    counted = {code: seconds[1:] for code, seconds in alone.items()}  # the first round is a warm-up
     return _rows(counted, [marks[1:] for marks in ranks])
 
 
@@ -78,7 +78,7 @@ def _rows(alone: dict[str, list[float]], ranks: list[list[tuple[float, float]]])
     rows = [_row(f"python -c '{code}'", [seconds], libraries) for code, seconds in alone.items()]
     rows += [_row(part, seconds, libraries) for part, seconds in parts.items()]
     share = _ratio([ended for _, ended in ranks[0]], libraries)
-    rows[-1]["asked"] = f"at most {MOST_OF_LIBRARIES} of the libraries"
+    rows[-1]["target"] = f"at most {MOST_OF_LIBRARIES} of the libraries"
     rows[-1]["verdict"] = "met" if share <= MOST_OF_LIBRARIES else "MISSED"
     return rows
 
@@ -91,18 +91,18 @@ def _row(part: str, seconds: list[list[float]], libraries: list[float]) -> dict[
         "of_libraries": round(_ratio(seconds[0], libraries), 2),
         "cpu_s_other_checkout": round(statistics.median(seconds[1]), 2) if has_other else "",
         "ratio": round(_ratio(seconds[0], seconds[1]), 2) if has_other else "",
-        "asked": "",
+        "target": "",
         "verdict": "",
     }
 
 
 def _ratio(seconds: list[float], others: list[float]) -> float:
-    """The median over the rounds, each of which took both."""
+    """The median ratio over the rounds."""
     return statistics.median(own / other for own, other in zip(seconds, others, strict=True))
 
 
 def _plan(checkout: Path, folder: Path) -> Path:
-    """plan.json of an attempt that has ended: a rank can be started with it again, and writes elsewhere."""
+    """plan.json of a finished attempt, from which a rank can be started again."""
     folder.mkdir()
     (folder / "model.json").write_text(json.dumps(MODEL))
     (folder / "marks.py").write_text(_MARKS)
@@ -121,12 +121,12 @@ def _plan(checkout: Path, folder: Path) -> Path:
     if run.returncode != 0:
         raise RuntimeError(f"{checkout}: the run that makes the plan failed:\n{run.stdout}{run.stderr}")
     attempt = folder / "run" / "attempts" / "1"
-    shutil.rmtree(attempt / "pids")  # a rank ends where the launcher recorded there is gone
+    shutil.rmtree(attempt / "pids")  # a rank ends if the launcher recorded there no longer exists
     return attempt / "plan.json"
 
 
 def _marks(checkout: Path, plan: Path) -> tuple[float, float]:
-    """Processor seconds of a rank when its imports were done, and when its first step had ended."""
+    """Processor seconds of a rank after its imports, and after its first step."""
     marks = plan.with_name("marks.txt")
     argv = [sys.executable, "-P", "-m", "shardwise.trainer", str(plan), "--log-dir", str(plan.parent / "logs-again")]
     environment = _environment(checkout) | {_FILE_VARIABLE: str(marks)}
@@ -145,5 +145,5 @@ def _seconds_of(code: str) -> float:
 
 
 def _environment(checkout: Path) -> dict[str, str]:
-    """One thread: with more, a busy machine adds the time that OpenMP's threads spin waiting for each other."""
+    """One thread: on a busy machine, several OpenMP threads spend processor time waiting for each other."""
     return os.environ | {"PYTHONPATH": str(checkout), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}

@@ -1,16 +1,16 @@
-"""Half an hour on a card: does everything run, is it as predicted, how fast is it beside other trainers.
+"""Half an hour on a GPU: does everything run, are predictions right, how fast is it compared with other trainers.
 
     python benchmarks/gpu.py [--minutes 30] [--out DIR] [--only REGEX] [--write]
 
-One programme, the most valuable first: (1) every engine and method, (2) predictions against measurements, and caps at
-the prediction and below it, (3) an 8B model beside TRL and plain Accelerate, (4) FP8, (5) small cards under --vram.
-A call ends before its minutes are over; the next one goes on with the steps that are left. Models have random weights:
+One programme, the most important first: (1) every engine and method, (2) predictions and measurements, and caps at
+the prediction and below it, (3) an 8B model compared with TRL and plain Accelerate, (4) FP8, (5) small cards under
+--vram. A call ends within its time limit; the next one continues with the remaining steps. Models have random weights:
 nothing is downloaded. Without a GPU, all of it is rehearsed with tiny models on the CPU.
 
-DIR (runs/bench-gpu) holds steps-DEVICE.jsonl, DEVICE.json (every figure, with hardware and versions) and calibration
-lines. --write copies them to benchmarks/results/ and tests/calibration/ and renews docs/benchmarks.md.
+DIR (runs/bench-gpu) contains steps-DEVICE.jsonl, DEVICE.json (every figure, with hardware and versions) and calibration
+lines. --write copies them to benchmarks/results/ and tests/calibration/ and updates docs/benchmarks.md.
 
-Exit code 0: no step failed (the last line says how many are left). 1: a step failed. 130: interrupted.
+Exit code 0: no step failed (the last line has the number of remaining ones). 1: a step failed. 130: interrupted.
 """
 
 import argparse
@@ -44,12 +44,12 @@ from shardwise.trainer.spec.units import format_bytes  # noqa: E402
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 RESULTS, CALIBRATION = ROOT / "benchmarks" / "results", ROOT / "tests" / "calibration"
 MINUTES = 30.0
-CORES_EACH, MOST_TOGETHER = 2, 7  # of runs side by side: starting one takes cores, not the card
-NOT_MEASURED = "It has not been measured on a GPU yet: no figure here is of one.\n"
+CORES_EACH, MOST_TOGETHER = 2, 7  # of concurrent runs: starting one needs cores, not the card
+NOT_MEASURED = "Not measured on a GPU yet: no figure here is from one.\n"
 
 
 class Part(NamedTuple):
-    """One of the five questions; caps have a table of their own."""
+    """One of the five parts; caps have a separate table."""
 
     name: str
     about: str
@@ -59,10 +59,10 @@ class Part(NamedTuple):
 
 PARTS = (
     Part(engines.PART, "Every engine and method", engines.summary, engines.table),
-    Part(predicted.PART, "Predicted against measured", predicted.summary, predicted.table),
+    Part(predicted.PART, "Predicted and measured", predicted.summary, predicted.table),
     Part(predicted.CAPS, "Caps at the prediction and 3 % below", predicted.caps_summary, predicted.caps_table),
-    Part(peers.PART, "Beside TRL and plain Accelerate", peers.summary, peers.table),
-    Part(fp8.PART, "FP8 against bf16", fp8.summary, fp8.table),
+    Part(peers.PART, "Compared with TRL and plain Accelerate", peers.summary, peers.table),
+    Part(fp8.PART, "FP8 and bf16", fp8.summary, fp8.table),
     Part(small_cards.PART, "Small cards", small_cards.summary, small_cards.table),
 )
 
@@ -83,26 +83,26 @@ def main() -> int:
         log = StepLog(out / f"steps-{slug_of(bench)}.jsonl", versions=bench.versions)
         steps = matching(programme(bench), options.only, first=options.first)
         together = options.together or _together(bench)
-        console.line(f"{len(steps)} steps on {bench.device_name}, up to {together} side by side")
+        console.line(f"{len(steps)} steps on {bench.device_name}, up to {together} concurrently")
         progress = run_steps(steps, bench, log, until_s=until_s, together=together)
     rows = {part.name: log.rows(part.name) for part in PARTS}
     write_results(bench, rows, out, is_published=options.write)
     console.line(summary_table(rows))
-    console.line(f"{progress.num_new} steps done, {progress.num_left} left: the next call goes on with them")
+    console.line(f"{progress.num_new} steps done, {progress.num_left} left: the next call continues with them")
     if stop.kind is not None and not progress.is_time_over:
         return int(ExitCode.INTERRUPTED)
     return 1 if num_failed(rows) else 0
 
 
 def num_failed(rows: Mapping[str, Mapping[str, Row]]) -> int:
-    """Steps that raised, or whose run ended neither in order nor for want of memory."""
+    """Steps that raised, or whose run neither finished nor ran out of memory."""
     return sum(row.get("outcome") == Outcome.FAILED for of_part in rows.values() for row in of_part.values())
 
 
 def write_results(bench: Bench, rows: Mapping[str, Mapping[str, Row]], out: Path, *, is_published: bool) -> None:
-    """Writes results and calibration lines into `out`; published, also into the repository, with the page.
+    """Writes results and calibration lines into `out` and, if published, into the repository, with the page.
 
-    Of a rehearsal, only its counts are published: figures of tiny models on a CPU are of no use to a reader.
+    A rehearsal publishes only its counts: figures of tiny models on a CPU are of no use to a reader.
     """
     name, date = slug_of(bench), f"{datetime.now(UTC):%Y-%m-%d}"
     facts = provenance(bench, date)
@@ -115,14 +115,14 @@ def write_results(bench: Bench, rows: Mapping[str, Mapping[str, Row]], out: Path
     for older in RESULTS.glob(f"{name}-????-??-??.json"):
         older.unlink()
     _write_json(RESULTS / f"{name}-{date}.json", facts | {"parts": counts if bench.is_tiny else rows})
-    if len(rows[predicted.PART]) >= len(predicted.CASES):  # a part of them does not replace an older file
+    if len(rows[predicted.PART]) >= len(predicted.CASES):  # an incomplete set does not replace an older file
         write_peaks(CALIBRATION, name, date, peaks)
     page = with_tables(DOCUMENT.read_text(encoding="utf-8"), page_tables(bench, rows, date))
     DOCUMENT.write_text(page, encoding="utf-8")
 
 
 def provenance(bench: Bench, date: str) -> dict[str, object]:
-    """Where the figures are from."""
+    """Device, date, versions and hardware of the figures."""
     return {
         "kind": "rehearsal on a CPU" if bench.is_tiny else "measured on a GPU",
         "device": bench.device_name,
@@ -134,7 +134,7 @@ def provenance(bench: Bench, date: str) -> dict[str, object]:
 
 
 def page_tables(bench: Bench, rows: Mapping[str, Mapping[str, Row]], date: str) -> dict[str, str]:
-    """Markdown for the places of docs/benchmarks.md."""
+    """The generated parts of docs/benchmarks.md by the name of their markers."""
     gpu = bench.hardware.gpus[0] if bench.hardware.gpus else None
     host = bench.hardware.host
     memory = "" if gpu is None else f", {format_bytes(gpu.memory_bytes)}, driver {gpu.driver or 'unknown'}"
@@ -186,7 +186,7 @@ def peaks_of(bench: Bench, rows: Mapping[str, Row]) -> list[Peak]:
 
 
 def slug_of(bench: Bench) -> str:
-    """The name of a device in the name of a file; a CPU's widest instructions decide how it computes products."""
+    """The name of a device for file names; for a CPU its widest instructions, which determine its product kernels."""
     name = bench.device_name if bench.hardware.gpus else " ".join(bench.hardware.host.cpu_flags[-1:])
     kind = "" if not bench.is_tiny else "rehearsal " if bench.hardware.gpus else "cpu rehearsal "
     name = f"{kind}{name}"
@@ -214,13 +214,13 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
 def _options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--minutes", type=float, default=MINUTES, help="no step begins that would end later; default 30")
-    add("--out", type=Path, default=ROOT / "runs" / "bench-gpu", help="models, rows, and what was measured")
+    add("--minutes", type=float, default=MINUTES, help="time limit; default 30")
+    add("--out", type=Path, default=ROOT / "runs" / "bench-gpu", help="models, rows and results")
     add("--only", default="", metavar="REGEX", help="steps with this in `part: name`")
     add("--first", type=int, metavar="N", help="the first N steps of each part")
-    add("--together", type=int, metavar="N", help="runs side by side where only memory counts; default by cores")
+    add("--together", type=int, metavar="N", help="concurrent runs if only memory counts; default by cores")
     add("--tiny", action="store_true", help="rehearse with tiny models, also on a GPU")
-    add("--write", action="store_true", help="renew benchmarks/results/, tests/calibration/ and docs/benchmarks.md")
+    add("--write", action="store_true", help="update benchmarks/results/, tests/calibration/ and docs/benchmarks.md")
     return parser.parse_args(argv)
 
 

@@ -1,11 +1,12 @@
-"""Wheels for a GPU machine without a network, in bundles that a small channel takes, and the commands to run there.
+"""Wheels for a GPU machine without a network, in bundles of limited size, and the commands to run there.
 
     python benchmarks/offline_wheels.py [--out DIR] [--python 3.12] [--machine x86_64] [--bundle-mib 60]
 
-The machine is expected to have Python, a CUDA build of torch, transformers, accelerate and peft; these and what they
-bring are not in the bundles. Versions are those of the lock files, or the newest that pyproject.toml allows. DeepSpeed
-publishes no wheel, so one is built here, without operators: cpu_adam is compiled there and needs g++ and Python's
-headers. Bundle 1 holds the tracked files of this repository and what `benchmarks/gpu.py` cannot do without.
+The machine is expected to have Python, a CUDA build of torch, transformers, accelerate and peft; these and their
+dependencies are not in the bundles. Versions are those of the lock files, or the newest that pyproject.toml allows.
+DeepSpeed publishes no wheel, so one is built here, without operators: cpu_adam is compiled on the machine and needs g++
+and Python's headers. Bundle 1 has the tracked files of this repository and the packages that `benchmarks/gpu.py`
+requires.
 """
 
 import argparse
@@ -29,11 +30,11 @@ class Package(NamedTuple):
 
     name: str
     needed_for: str
-    bound: str = ""  # where no lock file has it
+    bound: str = ""  # if no lock file has it
     is_built_here: bool = False
 
 
-PACKAGES = (  # in the order of the bundles: the first ones are enough for most of the programme
+PACKAGES = (  # in the order of the bundles: the first ones suffice for most of the programme
     Package("msgspec", "everything"),
     Package("bitsandbytes", "QLoRA, 8-bit and paged optimizers"),
     Package("galore-torch", "GaLore"),
@@ -53,7 +54,7 @@ PACKAGES = (  # in the order of the bundles: the first ones are enough for most 
     Package("pyarrow", "datasets"),
 )
 COMMANDS = """
-copy the bundles to the machine, and there, in the folder that holds them:
+copy the bundles to the machine, and there, in their folder:
 
     for bundle in bundle-*.tar; do tar xf "$bundle"; done
     mkdir -p shardwise && tar xzf {source} -C shardwise
@@ -61,7 +62,7 @@ copy the bundles to the machine, and there, in the folder that holds them:
     export PYTHONPATH="$PWD/site" HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
     cd shardwise && python3 benchmarks/gpu.py --minutes 30 --out ../out
 
-a call again goes on with the steps that are left; bring back ../out/*.json and ../out/*.jsonl
+run it again to continue with the remaining steps; copy back ../out/*.json and ../out/*.jsonl
 """
 
 
@@ -69,7 +70,7 @@ def main() -> int:
     options = _options()
     out: Path = options.out
     wheels = out / "wheels"
-    shutil.rmtree(wheels, ignore_errors=True)  # of other versions, perhaps
+    shutil.rmtree(wheels, ignore_errors=True)  # may have other versions
     wheels.mkdir(parents=True)
     locked = locked_versions("\n".join((ROOT / name).read_text() for name in LOCKS))
     for package in PACKAGES:
@@ -94,7 +95,7 @@ def main() -> int:
 
 
 def pip_command(package: Package, locked: Mapping[str, str], wheels: Path, *, python: str, machine: str) -> list[str]:
-    """The command that puts the wheel of a package into `wheels`."""
+    """The command that downloads or builds the wheel of a package into `wheels`."""
     version = locked.get(package.name)
     wanted = f"{package.name}=={version}" if version else f"{package.name}{package.bound}"
     pip = [sys.executable, "-m", "pip", "--quiet"]
@@ -117,7 +118,7 @@ def wheels_of(name: str, folder: Path) -> list[Path]:
 
 
 def bundles_of(sizes: Mapping[str, int], *, limit_bytes: int) -> list[list[str]]:
-    """Names in their order, each in the first bundle that has room for it; ValueError for one that fits none."""
+    """Names in their order, each in the first bundle with enough space; ValueError if one exceeds the limit."""
     bundles: list[list[str]] = []
     for name, size in sizes.items():
         if size > limit_bytes:

@@ -1,18 +1,18 @@
-"""What `make bench` runs. What is timed is timed in turn, A B A B, in one run, and told as ratios of medians.
+"""The benchmarks of `make bench`. Timed commands alternate, A B A B, in one run; results are ratios of medians.
 
-    python benchmarks/run.py [NAME ...] [--write]      --write keeps the table under benchmarks/results/
-    python benchmarks/run.py first_step --against DIR  beside the same benchmark of another checkout, in turn
+    python benchmarks/run.py [NAME ...] [--write]      --write stores the table under benchmarks/results/
+    python benchmarks/run.py first_step --against DIR  compared with another checkout, alternating
 
-startup     how long `probe`, `plan`, `report` take cold, beside an empty Python and beside `import torch`
+startup     cold start time of `probe`, `plan`, `report`, compared with an empty Python and with `import torch`
 first_step  processor seconds of a rank from its start to its first step (`first_step.py`)
-estimate    cases a second and memory of `shardwise estimate`, for a few and for many cases
-accuracy    the predictions beside published measurements, and what other tools answer to the same (`accuracy.py`)
-tokenising  chats a second from a file to prepared rows, beside `datasets.map` (`tokenising.py`)
-checkpoints MB a second of saving and loading, beside torch's distributed checkpoint and Accelerate (`checkpoints.py`)
-metrics     what measuring a step costs, beside a step of 50 ms (`metrics_cost.py`)
-trainers    tokens a second of a step, beside a bare loop, transformers' Trainer and TRL's (`trainers.py`)
+estimate    cases per second and memory of `shardwise estimate`, for a few and for many cases
+accuracy    errors of the predictions on published measurements, and those of other tools (`accuracy.py`)
+tokenising  chats per second from a file to prepared rows, compared with `datasets.map` (`tokenising.py`)
+checkpoints MB per second of saving and loading, compared with torch's and Accelerate's (`checkpoints.py`)
+metrics     cost of measuring a step, compared with a step of 50 ms (`metrics_cost.py`)
+trainers    tokens per second of a step, compared with a bare loop, transformers' Trainer and TRL's (`trainers.py`)
 
-A benchmark whose figures are asked for something says so in the column `verdict`; one MISSED ends the run with 1.
+The column `verdict` compares a figure with its target; the exit code is 1 if one is MISSED.
 """
 
 import argparse
@@ -42,7 +42,7 @@ ROUNDS = 7
 
 
 def time_in_turn(commands: dict[str, list[str]], *, rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """Wall seconds of each command, one after the other in every round; one warm-up round is not counted."""
+    """Wall seconds of each command, one after the other in every round, after a warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for number in range(rounds + 1):
         for name, argv in commands.items():
@@ -54,7 +54,7 @@ def time_in_turn(commands: dict[str, list[str]], *, rounds: int = ROUNDS) -> dic
 
 
 def bench_startup() -> list[dict[str, object]]:
-    """Commands that answer questions, cold, beside what they must not cost."""
+    """Cold start of commands that do not train, compared with `import torch`."""
     shardwise = [sys.executable, "-P", "-m", "shardwise.launch.cli"]
     commands = {
         "python -c pass": [sys.executable, "-c", "pass"],
@@ -82,7 +82,7 @@ def bench_startup() -> list[dict[str, object]]:
 
 
 def bench_estimate() -> list[dict[str, object]]:
-    """A stream of different cases through one process: the published rows with other batches and sequences."""
+    """A stream of different cases in one process: the published rows with other batches and sequence lengths."""
     return [_estimate(num_cases) for num_cases in (1000, 10_000, 30_000)]
 
 
@@ -100,14 +100,14 @@ def _estimate(num_cases: int) -> dict[str, object]:
         argv = [sys.executable, "-P", "-c", _ESTIMATE, cases.name]
         run = subprocess.run(argv, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
-    # One process without a pause: on an idle machine its processor time is the time that passes.
+    # One process without a pause: on an idle machine its processor time equals wall time.
     rate = num_cases / (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return {
         "cases": num_cases,
         "cases_per_s_of_cpu": round(rate),
         "cases_per_s": round(num_cases / seconds),
         "peak_rss_mib": round(int(run.stderr) / 1024, 1),
-        "asked": "2000 a second of processor time, start included",
+        "target": "2000 a second of processor time, start included",
         "verdict": "met" if rate >= 2000 else "MISSED",
     }
 
@@ -122,7 +122,7 @@ print(re.search("VmHWM:(.*)kB", Path("/proc/self/status").read_text())[1], file=
 
 
 def machine() -> dict[str, object]:
-    """What the figures were taken on."""
+    """The machine and versions of the figures."""
     return {
         "cpu": next(
             (
@@ -139,7 +139,7 @@ def machine() -> dict[str, object]:
 
 
 def run_table(name: str, bench: Callable[[], list[dict[str, object]]], *, write: bool) -> bool:
-    """Runs a benchmark of one table, prints it, keeps it with `write`; false where it missed what is asked of it."""
+    """Runs a benchmark of one table, prints it, stores it with `write`; false if it missed a target."""
     rows = bench()
     print(f"\n{name}, {machine()['cpu']}")
     print(text_table(rows))
@@ -164,15 +164,15 @@ BENCHMARKS: dict[str, Callable[..., bool]] = {
 
 
 def main() -> int:
-    """Runs the named benchmarks, or all of them; 1 where one missed what is asked of it."""
+    """Runs the named benchmarks, or all of them; 1 if one missed a target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="default: all")
-    parser.add_argument("--write", action="store_true", help="keep the figures under benchmarks/results/")
+    parser.add_argument("--write", action="store_true", help="store the figures under benchmarks/results/")
     parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, for first_step")
     options = parser.parse_args()
     names = options.names or list(BENCHMARKS)
     if options.against is not None and names != ["first_step"]:
-        parser.error("--against goes with first_step alone")
+        parser.error("--against works only with first_step")
     chosen = dict(BENCHMARKS)
     if options.against is not None:
         chosen["first_step"] = partial(run_table, "first_step", partial(bench_first_step, against=options.against))

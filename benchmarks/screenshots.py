@@ -1,9 +1,9 @@
 """The pictures of docs/reports.md: pages of real runs of the quickstart, on this machine, in a headless browser.
 
-    python benchmarks/screenshots.py --write                trains three short runs, renews docs/images/
-    python benchmarks/screenshots.py --write RUN RUN ...    takes runs that are there
+    python benchmarks/screenshots.py --write                trains three short runs, updates docs/images/
+    python benchmarks/screenshots.py --write RUN RUN ...    uses existing runs
 
-The first run is shown by itself, all of them side by side, and the plan of a machine that is not here. Needs Chromium.
+Shows the first run alone, all runs side by side, and a plan for a machine of the catalogue. Needs Chromium.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Shot(NamedTuple):
 
     name: str
     page: str
-    first: str  # what the heading of its first section begins with
+    first: str  # prefix of the heading of its first section
     last: str
     width: int
     is_dark: bool
@@ -50,10 +50,10 @@ SHOTS = (
 
 
 def main() -> int:
-    """1 where there is no browser."""
+    """Writes the pictures; 1 if there is no browser."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", action="store_true", required=True, help="renew docs/images/")
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="default: three that are trained now")
+    parser.add_argument("--write", action="store_true", required=True, help="update docs/images/")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="default: three new runs")
     options = parser.parse_args()
     obstacle = lacks_browser()
     if obstacle is not None:
@@ -92,7 +92,7 @@ def shardwise(*words: str) -> None:
 
 
 def write_shot(browser: Browser, shot: Shot, folder: Path) -> None:
-    """The picture; AssertionError where it is too large for a document."""
+    """Writes the picture; AssertionError if it is too large for a document."""
     page = folder / f"{shot.page}.html"
     opened = browser.open(page, width=shot.width, is_dark=shot.is_dark, clip=between(shot.first, shot.last))
     assert opened.said == [] and opened.requests == []

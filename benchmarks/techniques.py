@@ -1,10 +1,10 @@
-"""What each technique saves on this machine's CPU; the table of docs/techniques.md is written by this command.
+"""The savings of each technique on this machine's CPU; writes the table of docs/techniques.md.
 
     python benchmarks/techniques.py            measures, prints the table
-    python benchmarks/techniques.py --write    measures, keeps the figures under benchmarks/results/, writes the table
+    python benchmarks/techniques.py --write    measures, stores the figures under benchmarks/results/, writes the table
 
-One process trains a small Llama a few steps by each technique, with the trainer that ranks run, and reads what the
-profiled step of each run says: peak and steady allocated bytes. The predicted peak is the planner's.
+One process trains a small Llama for a few steps with each technique, with the trainer of the ranks, and reads peak and
+steady allocated bytes of the profiled step. The predicted peak is the planner's.
 """
 
 import argparse
@@ -49,11 +49,11 @@ MODEL: dict[str, Any] = {
 }
 _PAGED = (Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT)  # a CPU pages nothing
 _FULL = {"checkpointing": Checkpointing.FULL}
-_FEW = {"checkpointing": Checkpointing.FULL, "micro_batch": 1}  # so that states and gradients weigh most
+_FEW = {"checkpointing": Checkpointing.FULL, "micro_batch": 1}  # so that states and gradients dominate
 
 
 class Measured(NamedTuple):
-    """Of one technique."""
+    """The figures of one technique."""
 
     name: str
     peak_bytes: int
@@ -63,7 +63,7 @@ class Measured(NamedTuple):
 
 
 def cases() -> list[GpuCase]:
-    """The first is what the others of a group are compared with."""
+    """All techniques; the others of a group are compared with its first."""
     galore = {"galore": GaloreJob(rank=64, update_gap=4)}
     return [
         GpuCase("fp32, nothing saved", {}),
@@ -97,7 +97,7 @@ def cases() -> list[GpuCase]:
 
 
 def measure(case: GpuCase, folder: Path) -> Measured:
-    """Trains it in this process."""
+    """Trains a case in this process."""
     from accelerate.state import AcceleratorState, GradientState
 
     from shardwise.trainer.runtime.loop.course import train
@@ -133,7 +133,7 @@ def measure(case: GpuCase, folder: Path) -> Measured:
 
 
 def table_of(rows: list[Measured]) -> str:
-    """Each row against the last one above it whose name does not begin with dots."""
+    """Each row relative to the last one above it whose name does not begin with dots."""
     lines = []
     plain = base = rows[0]
     for row in rows:
@@ -153,12 +153,12 @@ def table_of(rows: list[Measured]) -> str:
 
 
 def main() -> int:
-    """Measures all cases; a case that fails is named and left out."""
+    """Measures all cases."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--only", default="", help="part of a name")
     options = parser.parse_args()
-    os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # here alone: with it a group of ranks is no DeepSpeed one
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # only here: with it a group of ranks does not use DeepSpeed
     rows: list[Measured] = []
     with tempfile.TemporaryDirectory() as name:
         write_full_rows(Path(name) / "rows")

@@ -1,8 +1,8 @@
-"""Conversations a second from a file of chats to rows on disk, beside `datasets.map` alone on the same file.
+"""Conversations per second from a file of chats to rows on disk, compared with only `datasets.map` on the same file.
 
 shardwise reads, checks, splits by hash, renders, tokenises with a mask, packs and writes; `datasets` loads the JSON
 lines and maps transformers' `apply_chat_template` over them, without a mask, a split or rows. Both start cold, with an
-empty cache, on all cores, in processes of their own, in turn.
+empty cache, on all cores, in separate processes, alternating.
 """
 
 import json
@@ -47,7 +47,7 @@ assert profile.num_documents + profile.num_eval_rows >= {num_chats} * 0.98
 
 
 def bench_tokenising() -> list[dict[str, object]]:
-    """Chats a second of each, and ours as a multiple of the other's in the same round."""
+    """Chats per second of each, and the ratio of ours to the other's in the same round."""
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as name:
         folder = Path(name)
         chats = folder / "chats.jsonl"

@@ -1,10 +1,9 @@
-"""Tokens a second of the same model on the same rows under shardwise and under other trainers, on this machine's CPU.
+"""Tokens per second of the same model on the same rows with shardwise and other trainers, on this machine's CPU.
 
-Each is a process of its own, and they take turns step by step, A B C D, B C D A, ..., while the others wait: what slows
-the machine slows all alike. A step counts from where a process is let go to where its step ends, with all that a
-trainer does between; the first SKIPPED are left out. All start from one config and take the rows that shardwise
-prepared, with AdamW, a clipped gradient and a cosine rate; what else is chosen, each trainer chooses for itself, as a
-person gets it who asks for no more.
+Each trainer is a separate process; they alternate step by step, A B C D, B C D A, ..., while the others wait, so that
+load on the machine affects all alike. A step counts from the release of a process to the end of its step, including
+everything that the trainer does in between; the first SKIPPED are omitted. All use the same config and the rows that
+shardwise prepared, with AdamW, gradient clipping and a cosine schedule; all other settings are each trainer's defaults.
 
     bare         a loop of a dozen lines: transformers' model with its own loss, torch's AdamW
     shardwise    `shardwise train` with the planner's choice of optimizer and loss head
@@ -46,27 +45,27 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 LEAST_SHARE = 0.98  # of the bare loop
-# What each process does at the end of a step: it says how long the step took, and waits for its next turn. The
-# pipes are opened at the first step, so that whoever only looks at this file takes none of what they carry.
+# Called at the end of a step in each process: reports the duration of the step, and waits for the next turn. The pipes
+# are opened at the first step, so that loading this file alone reads nothing from them.
 _CLOCK = """
 import time
 
 _pipes = []
-_let_go_at = None
+_released_at = None
 
 def on_step(step, metrics):
-    global _let_go_at
+    global _released_at
     if not _pipes:
         _pipes.extend((open({turn!r}), open({ended!r}, "w")))
-    seconds = time.perf_counter() - (_let_go_at or time.perf_counter())
+    seconds = time.perf_counter() - (_released_at or time.perf_counter())
     print(seconds, file=_pipes[1], flush=True)
     _pipes[0].readline()
-    _let_go_at = time.perf_counter()
+    _released_at = time.perf_counter()
 """
 
 
 def bench_trainers() -> list[dict[str, object]]:
-    """Median tokens a second of each, and the median over the turns of its share of the bare loop's."""
+    """Median tokens per second of each, and the median ratio to the bare loop over the turns."""
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as name, ExitStack() as stack:
         folder = Path(name)
         cache = _prepared(folder)
@@ -77,25 +76,25 @@ def bench_trainers() -> list[dict[str, object]]:
         for number in range(1, NUM_STEPS):
             first = number % len(TRAINERS)
             for trainer in TRAINERS[first:] + TRAINERS[:first]:
-                runs[trainer].let_go()
+                runs[trainer].release()
                 seconds[trainer].append(runs[trainer].wait())
     rows = []
     for trainer, found in seconds.items():
         counted, bare = found[SKIPPED - 1 :], seconds["bare"][SKIPPED - 1 :]
         share = statistics.median(other / own for own, other in zip(counted, bare, strict=True))
-        asked = trainer == "shardwise"
+        has_target = trainer == "shardwise"
         rows.append({
             "trainer": trainer,
             "tokens_per_s": round(ROWS * SEQ_LEN / statistics.median(counted)),
             "of_bare_loop": round(share, 3),
-            "asked": f"at least {LEAST_SHARE}" if asked else "",
-            "verdict": "" if not asked else "met" if share >= LEAST_SHARE else "MISSED",
+            "target": f"at least {LEAST_SHARE}" if has_target else "",
+            "verdict": "" if not has_target else "met" if share >= LEAST_SHARE else "MISSED",
         })  # fmt: skip
     return rows
 
 
 class _Run:
-    """A process that trains one step whenever it is let go."""
+    """A process that trains one step each time it is released."""
 
     def __init__(self, trainer: str, folder: Path, cache: str) -> None:
         self._trainer = trainer
@@ -105,7 +104,7 @@ class _Run:
         os.mkfifo(turn)
         os.mkfifo(ended)
         (out / "clock.py").write_text(_CLOCK.format(turn=str(turn), ended=str(ended)))
-        self._turn, self._ended = (os.open(path, os.O_RDWR) for path in (turn, ended))  # which waits for nobody
+        self._turn, self._ended = (os.open(path, os.O_RDWR) for path in (turn, ended))  # does not block
         if trainer == "shardwise":
             (out / "job.yaml").write_text("{}\n")
             words = [
@@ -129,7 +128,7 @@ class _Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.write(self._turn, b"\n" * NUM_STEPS)  # to the end
+        os.write(self._turn, b"\n" * NUM_STEPS)  # releases all remaining steps
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
@@ -138,23 +137,23 @@ class _Run:
             os.close(descriptor)
         self._log.close()
 
-    def let_go(self) -> None:
-        """The next step may run."""
+    def release(self) -> None:
+        """Starts the next step."""
         os.write(self._turn, b"\n")
 
     def wait(self) -> float:
-        """Seconds of the step that ends; SystemExit where none does."""
+        """Seconds of the step that ends; SystemExit if none does."""
         give_up_at = time.monotonic() + LONGEST_TURN_S
         while not select.select([self._ended], [], [], 1.0)[0]:
             if self._process.poll() is not None or time.monotonic() > give_up_at:
                 self._log.seek(0)
-                said = self._log.read()[-2000:].decode(errors="replace")
-                raise SystemExit(f"{self._trainer} does not train ({self._process.poll()}):\n{said}")
+                output = self._log.read()[-2000:].decode(errors="replace")
+                raise SystemExit(f"{self._trainer} does not train ({self._process.poll()}):\n{output}")
         return float(os.read(self._ended, 64))
 
 
 def _job(folder: Path, out: Path) -> list[str]:
-    """The words of the job, as key=value."""
+    """The settings of the job, as key=value."""
     return [
         f"model.config={folder / 'model.json'}", "model.tokenizer=train", "data.train=python-stdlib", "data.eval=none",
         f"train.seq_len={SEQ_LEN}", f"train.tokens_per_step={ROWS * SEQ_LEN}", f"train.steps={NUM_STEPS}",
@@ -164,7 +163,7 @@ def _job(folder: Path, out: Path) -> list[str]:
 
 
 def _prepared(folder: Path) -> str:
-    """The folder of the rows that all are given."""
+    """The folder of the rows of all trainers."""
     from shardwise.launch.inputs.prepare_data import prepare_data
     from shardwise.launch.plan.gather import read_inputs
 
@@ -197,14 +196,14 @@ def _model() -> "PreTrainedModel":
 
 
 def _on_step(out: Path) -> Callable[..., None]:
-    """What the clock of this folder does at the end of a step."""
+    """The `on_step` of the clock in this folder."""
     names: dict[str, Callable[..., None]] = {}
     exec((out / "clock.py").read_text(), names)  # written above
     return names["on_step"]
 
 
 def run_bare(cache: str, out: Path) -> None:
-    """What one writes by hand."""
+    """A training loop written by hand."""
     import torch
     from transformers import get_cosine_schedule_with_warmup
 
@@ -228,11 +227,11 @@ def run_trainer(name: str, cache: str, out: Path) -> None:
     from datasets import Dataset
     from transformers import TrainerCallback
 
-    tell = _on_step(out)
+    on_step = _on_step(out)
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: object, **__: object) -> None:
-            tell(0, {})
+            on_step(0, {})
 
     ids = [row for batch in _batches(cache) for row in batch]
     settings: dict[str, Any] = {

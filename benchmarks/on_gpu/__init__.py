@@ -1,7 +1,7 @@
-"""The programme of `benchmarks/gpu.py`: five questions to one card, asked by real runs of a few steps.
+"""The programme of `benchmarks/gpu.py`: five parts of real runs of a few steps on one card.
 
-programme    the steps in their order, the log that a later call resumes from, several steps side by side
+programme    the ordered steps, the log that a later call resumes from, concurrent steps
 case, models, bench    a configuration, its model with random weights, its plan and its run
 engines, predicted, peers, fp8, small_cards    the five parts
-tables, peaks    what is printed and kept
+tables, peaks    printed tables and stored measurements
 """

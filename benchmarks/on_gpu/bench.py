@@ -1,7 +1,7 @@
-"""Plans a case as a user's job is planned, and runs a few steps of it in processes of its own, whether it fits or not.
+"""Plans a case like a user's job, and runs a few steps of it in separate processes, whether it fits or not.
 
-The prediction is made from the plan alone: records of earlier runs on the machine are hidden from it, and what is
-measured never reaches it. Without a GPU every case is rehearsed with a tiny form of its model.
+The prediction uses the plan alone: records of earlier runs on the machine are hidden, and measurements do not affect
+it. Without a GPU every case is rehearsed with a tiny version of its model.
 """
 
 import json
@@ -40,10 +40,10 @@ from shardwise.trainer.spec.report import Figures, predicted_figures
 from shardwise.trainer.spec.strategy import Sharding
 
 LEAST_ROWS = 32
-TINY_SEQ_LEN, LEAST_SEQ_LEN = 64, 16  # a rehearsal cuts 4,096 tokens to 64, and shorter rows in proportion
+TINY_SEQ_LEN, LEAST_SEQ_LEN = 64, 16  # a rehearsal shortens 4,096 tokens to 64, and shorter rows in proportion
 START_S = 25.0  # of a run on a GPU: processes, libraries, the end
-LOAD_BYTES_PER_S, WRITE_BYTES_PER_S = 1e9, 0.3e9  # weights that are read, and weights that are made first
-TIMED_FLOPS_PER_S = 2e14  # far below the rate of any step, for the time that is set aside for it
+LOAD_BYTES_PER_S, WRITE_BYTES_PER_S = 1e9, 0.3e9  # to read weights, and to create them first
+TIMED_FLOPS_PER_S = 2e14  # far below the rate of any step: a bound for its time
 _SETTING_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Setting))
 
 
@@ -93,12 +93,12 @@ class Bench:
 
     @property
     def card_bytes(self) -> int:
-        """Memory that runs side by side may take; 0 without a GPU, where they take turns."""
+        """Memory for concurrent runs; 0 without a GPU, where they run one after the other."""
         return device_of(self.hardware).usable_bytes if self.hardware.gpus else 0
 
     def seq_len_of(self, case: Case) -> int:
-        """Tokens of a row; of a rehearsal, few, but in the same order as those of the cases."""
-        if not self.is_tiny or case.rows is RowKind.PAIRS:  # whose chat template alone takes a dozen tokens
+        """Tokens of a row; few in a rehearsal, but in the same order as in the cases."""
+        if not self.is_tiny or case.rows is RowKind.PAIRS:  # the chat template of pairs alone has a dozen tokens
             return case.seq_len
         return max(LEAST_SEQ_LEN, min(case.seq_len, case.seq_len * TINY_SEQ_LEN // 4096))
 
@@ -107,7 +107,7 @@ class Bench:
         return model_folder(name, self.work / "models", is_tiny=self.is_tiny)
 
     def rows_of(self, case: Case, num_rows: int = LEAST_ROWS) -> Path:
-        """A file of rows. A few tokens of the vocabulary make up most of them, so that a loss can fall."""
+        """A file of rows. A few tokens of the vocabulary dominate, so that the loss can decrease."""
         vocab, seq_len = int(model_config(case.model, is_tiny=self.is_tiny)["vocab_size"]), self.seq_len_of(case)
         path = self.work / "rows" / f"{vocab}-{seq_len}-{num_rows}-{case.rows}.jsonl"
         if not path.is_file():
@@ -118,7 +118,7 @@ class Bench:
         return path
 
     def plan_of(self, case: Case) -> Plan:
-        """The plan of a case, whether it fits or not; a ShardwiseError if it cannot run on this device at all."""
+        """The plan of a case, whether it fits or not; ShardwiseError if it cannot run on this device at all."""
         key = msgspec.json.encode(case)
         if key not in self._plans:
             try:
@@ -131,14 +131,14 @@ class Bench:
         return plan
 
     def need_bytes(self, case: Case) -> int:
-        """Bytes of the card that a case is planned to take; 0 if it is refused."""
+        """Planned bytes of a case on the card; 0 if it is refused."""
         try:
             return self.plan_of(case).chosen.memory.need_bytes
         except ShardwiseError:
             return 0
 
     def expected_s(self, case: Case) -> float:
-        """Seconds that a case takes at most on a card, the making of its weights included."""
+        """Upper bound of the seconds of a case on a card, including the creation of its weights."""
         shape = read_model_shape(model_config(case.model, is_tiny=self.is_tiny))
         weight_bytes = 2 * shape.num_parameters
         flops = 8 * shape.num_parameters * case.seq_len * case.sequences_per_step * case.num_steps
@@ -147,7 +147,7 @@ class Bench:
         return START_S + load_s + flops / TIMED_FLOPS_PER_S
 
     def inputs_of(self, case: Case) -> tuple[PlanInputs, DataProfile]:
-        """What the plan of a case is made from: the job without limits of time, and its prepared rows."""
+        """The inputs of the plan of a case: the job without time limits, and its prepared rows."""
         rows = self.rows_of(case, max(LEAST_ROWS, case.sequences_per_step))
         words = job_of(case, model=str(self.model_of(case.model)), rows=str(rows), seq_len=self.seq_len_of(case))
         inputs = read_inputs(
@@ -202,7 +202,7 @@ class Bench:
         return _result_of(case, plan.chosen, run, steps, time.monotonic() - started)
 
     def end(self) -> None:
-        """Ends all that runs at once, as a second Ctrl-C does."""
+        """Ends all runs at once, like a second Ctrl-C."""
         self.stop.kind, self.stop.num_interrupts = self.stop.kind or StopKind.INTERRUPT, 2
 
 
@@ -225,7 +225,7 @@ def _rows(kind: RowKind, vocab: int, seq_len: int, num_rows: int) -> list[dict[s
 
 
 def with_engine(plan: Plan, sharding: Sharding) -> Plan:
-    """The plan with another engine: one that the planner refuses on one rank, because nothing is divided there."""
+    """The plan with another engine, which the planner refuses on one rank because it has nothing to shard."""
     chosen = plan.chosen
     strategy = replace(
         chosen.strategy,
@@ -241,7 +241,7 @@ def with_engine(plan: Plan, sharding: Sharding) -> Plan:
 
 
 def portable_hardware(hardware: Hardware) -> Hardware:
-    """The machine without what identifies it: disks, networks, serial numbers, processes of other users."""
+    """The machine without identifying facts: disks, networks, serial numbers, processes of other users."""
     host = replace(hardware.host, disks=(), interfaces=(), slurm=None)
     gpus = tuple(replace(gpu, uuid=None, holders=()) for gpu in hardware.gpus)
     return replace(hardware, gpus=gpus, host=host, excluded=(), notes=())
@@ -275,6 +275,6 @@ def _result_of(case: Case, chosen: Candidate, run: ShortRun, steps: Sequence[Ste
 
 
 def _short_figures(figures: Figures) -> Figures:
-    """The figures without their parts, which would be most of a results file."""
+    """The figures without their parts, which would dominate a results file."""
     memory = replace(figures.memory, parts={}, peaks={}, timeline=())
     return Figures(memory=memory, speed=replace(figures.speed, parts={}))

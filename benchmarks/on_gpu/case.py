@@ -1,4 +1,4 @@
-"""A case: a model, rows of one kind, settings of the job. A result: its prediction beside what was measured."""
+"""Cases (a model, rows of one kind, settings of the job) and their results (predictions and measurements)."""
 
 from enum import StrEnum
 from typing import Any
@@ -8,7 +8,7 @@ import msgspec
 from shardwise.trainer.spec.report import Figures
 from shardwise.trainer.spec.value import Value
 
-Row = dict[str, Any]  # what one line of the log holds: plain values of JSON
+Row = dict[str, Any]  # one line of the log: plain JSON values
 
 
 class Outcome(StrEnum):
@@ -16,7 +16,7 @@ class Outcome(StrEnum):
 
     RAN = "ran"
     OUT_OF_MEMORY = "out of memory"
-    REFUSED = "refused"  # the device or a library does not have it; the reason names which
+    REFUSED = "refused"  # the device or a library does not support it; the reason names which
     FAILED = "failed"
 
 
@@ -38,11 +38,11 @@ class Case(Value, frozen=True, kw_only=True):
     micro_batch: int | None = 1  # None: the planner's choice
     accumulation: int = 1
     vram_bytes: int | None = None  # the cap that --vram sets
-    cap_share: float | None = None  # the cap as a share of what the plan says it needs, instead of `vram_bytes`
-    must_fit: bool = False  # refused, as for a user, if no strategy fits; else it runs whatever the plan says
-    num_steps: int = 6  # two that allocate and warm up, one whose memory is measured, the others are timed
+    cap_share: float | None = None  # the cap as a share of the planned need, instead of `vram_bytes`
+    must_fit: bool = False  # refused, as for a user, if no strategy fits; otherwise it runs even if it does not fit
+    num_steps: int = 6  # two warm-up steps, one with measured memory, the others are timed
     rows: RowKind = RowKind.FULL
-    engine: str | None = None  # an engine that the planner refuses on one rank, put in place of none
+    engine: str | None = None  # an engine that the planner refuses on one rank, used instead of none
 
     @property
     def sequences_per_step(self) -> int:
@@ -65,26 +65,26 @@ class CaseResult(Value, frozen=True, kw_only=True):
     peak_event: str | None = None
     need_bytes: int | None = None  # predicted: the smallest memory that works, context included
     usable_bytes: int | None = None
-    facts: dict[str, str] = {}  # what the ranks observed after the first step
+    facts: dict[str, str] = {}  # verified by the ranks after the first step
     losses: tuple[float, ...] = ()
     wall_s: float = 0.0  # of the whole run
-    is_shared: bool = False  # other runs were on the card, so that speed and device bytes are not its own
+    is_shared: bool = False  # other runs were on the card, so speed and device bytes are not its own
 
     @property
     def peak_error(self) -> float | None:
-        """Relative error of the predicted peak, prediction / measurement - 1; None where no step was measured."""
+        """Relative error of the predicted peak, prediction / measurement - 1; None if no step was measured."""
         predicted, measured = (side.memory.peak_allocated_bytes for side in (self.predicted, self.measured))
         return predicted / measured - 1 if predicted and measured and self.outcome is Outcome.RAN else None
 
     @property
     def steady_error(self) -> float | None:
-        """The same of what stays allocated between steps."""
+        """The same for the bytes allocated between steps."""
         predicted, measured = (side.memory.steady_allocated_bytes for side in (self.predicted, self.measured))
         return predicted / measured - 1 if predicted and measured and self.outcome is Outcome.RAN else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Measured tokens per second; None where other runs shared the card."""
+        """Measured tokens per second; None if other runs shared the card."""
         return self.measured.speed.tokens_per_s_per_gpu
 
     @property
@@ -95,12 +95,12 @@ class CaseResult(Value, frozen=True, kw_only=True):
 
 
 def row_of(result: CaseResult, **more: object) -> Row:
-    """A result as a line of the log, without what is empty; `more` are figures of its part."""
+    """A result as a line of the log, without empty values; `more` are figures of its part."""
     return {"result": _without_empty(msgspec.to_builtins(result)), "outcome": str(result.outcome), **more}
 
 
 def result_of(row: Row) -> CaseResult | None:
-    """The result in a line of the log; None where the step raised, or is of another kind."""
+    """The result in a line of the log; None if the step raised, or is of another kind."""
     return msgspec.convert(row["result"], CaseResult) if "result" in row else None
 
 
@@ -113,8 +113,8 @@ def without_shared_figures(row: Row) -> Row:
     return row | {"result": row["result"] | {"measured": {"memory": memory}, "is_shared": True}}
 
 
-def _without_empty(value: Any) -> Any:  # noqa: ANN401  # any value of JSON
+def _without_empty(value: Any) -> Any:  # noqa: ANN401  # any JSON value
     if not isinstance(value, dict):
         return value
-    kept = {key: _without_empty(item) for key, item in value.items()}
-    return {key: item for key, item in kept.items() if item not in (None, {}, [], ())}
+    items = {key: _without_empty(item) for key, item in value.items()}
+    return {key: item for key, item in items.items() if item not in (None, {}, [], ())}

@@ -1,8 +1,8 @@
 """Part 1: every engine and method runs on this card, is verified as planned, and lowers the loss; its peak is measured.
 
-The ranks themselves stop a run whose engine, precision, optimizer, loss head or attention differs from the plan. What
-shows only after a step is compared here: patterns of the facts that a report holds. A case whose library is missing,
-or whose card is too old, is refused with the reason.
+The ranks themselves stop a run whose engine, precision, optimizer, loss head or attention differs from the plan. Facts
+of the report that exist only after a step are matched with patterns here. A case whose library is missing, or whose
+card is too old, is refused with the reason.
 """
 
 import re
@@ -49,11 +49,11 @@ _QLORA = _LORA | {"train.method": "qlora", "pin.optimizer": "paged_adamw"}
 
 
 class EngineCase(NamedTuple):
-    """A configuration, and what must be seen of it."""
+    """A configuration, and the facts that its report must have."""
 
     case: Case
     seen: tuple[tuple[str, str], ...] = ()  # (fact of the report, pattern)
-    learns: bool = True  # a few steps lower the loss
+    learns: bool = True  # a few steps decrease the loss
 
 
 def _case(
@@ -86,7 +86,7 @@ def _offload(sharding: str, offload: str, method: Mapping[str, str] | None = Non
     return _case(name, words)
 
 
-ENGINES_OF_ONE = ("zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op")  # DDP wraps nothing on one rank
+ENGINES_OF_ONE = ("zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op")  # DDP does not wrap the model on one rank
 CASES: tuple[EngineCase, ...] = (
     _case("bf16-mixed"),
     _case("packed rows", {"data.packing": "true"}, rows=RowKind.SHORT),
@@ -134,15 +134,15 @@ CASES: tuple[EngineCase, ...] = (
 
 
 def steps(bench: Bench) -> list[Step]:
-    """One step for each case, side by side: only memory, facts and losses count."""
+    """One step per case, run concurrently: only memory, facts and losses count."""
     cases = CASES
-    if bench.is_tiny:  # tensors of less than 100,000 elements are not paged
+    if bench.is_tiny:  # tensors below 100,000 elements are not paged
         cases = tuple(each._replace(seen=tuple(fact for fact in each.seen if fact != _PAGED)) for each in CASES)
     return [case_step(PART, bench, each.case, judge=partial(judge, each)) for each in cases]
 
 
 def judge(engine_case: EngineCase, row: Row) -> Row:
-    """The verdict: `as planned`, or what differs."""
+    """The verdict: `as planned`, or the differences."""
     result = result_of(row)
     if result is None or result.outcome is not Outcome.RAN:
         return {}
@@ -164,7 +164,7 @@ def summary(rows: Mapping[str, Row]) -> str:
 
 
 def table(rows: Mapping[str, Row]) -> str:
-    """Markdown: each case with its verdict, its peak and the error of the prediction."""
+    """A Markdown table of cases with verdict, peak and error of the prediction."""
     lines = []
     for name, row in rows.items():
         result = result_of(row)

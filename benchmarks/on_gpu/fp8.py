@@ -1,7 +1,7 @@
-"""Part 4: FP8 against bf16. What matrix products of the model's own shapes gain, and what whole runs gain.
+"""Part 4: FP8 compared with bf16: the speedup of matrix products of the model's own shapes, and of whole runs.
 
-FP8 keeps fp32 weights, as bf16-mixed does, so bf16-mixed is what a ratio is against. Both are compiled: that is where
-FP8 pays. Recipes of Transformer Engine and of torchao run where the library is installed; the others are refused.
+FP8 has fp32 weights, like bf16-mixed, so bf16-mixed is the baseline. Both are compiled, where FP8 is faster. Recipes of
+Transformer Engine and of torchao run if the library is installed; the others are refused.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from shardwise.trainer.spec.messages.worker_requests import Fp8GainRequest
 from shardwise.trainer.spec.strategy import Fp8Recipe
 
 PART = "fp8"
-MODEL, MICRO_BATCH, SEQ_LEN = "llama-3.2-3b", 2, 4096  # fp32 weights and states of 36 GiB: fits a card of 80
+MODEL, MICRO_BATCH, SEQ_LEN = "llama-3.2-3b", 2, 4096  # fp32 weights and states of 36 GiB: fits an 80 GB card
 GAIN = "products of"
 RECIPES = (Fp8Recipe.TORCHAO_TENSORWISE, Fp8Recipe.TORCHAO_ROWWISE, Fp8Recipe.CURRENT)
 BASE = "bf16-mixed"
@@ -43,7 +43,7 @@ def case_of(precision: str, recipe: Fp8Recipe | None = None) -> Case:
 
 
 def steps(bench: Bench) -> list[Step]:
-    """bf16-mixed, then of each recipe the products and the run, and bf16 for the pace without FP8."""
+    """bf16-mixed, then for each recipe the products and the run, then bf16."""
     found = [case_step(PART, bench, case_of(BASE), is_timed=True)]
     for recipe in RECIPES:
         found.append(Step(PART, f"{GAIN} {recipe}", partial(_gain_row, bench, recipe), expected_s=45))
@@ -52,7 +52,7 @@ def steps(bench: Bench) -> list[Step]:
 
 
 def _gain_row(bench: Bench, recipe: Fp8Recipe) -> Row:
-    """The product's own timing of the model's matrix shapes, or why there is none."""
+    """shardwise's own timing of the model's matrix shapes, or the reason why there is none."""
     request = Fp8GainRequest(
         model_config=model_config(MODEL, is_tiny=bench.is_tiny), tokens=MICRO_BATCH * SEQ_LEN, recipe=recipe
     )
@@ -79,7 +79,7 @@ def summary(rows: Mapping[str, Row]) -> str:
 
 
 def table(rows: Mapping[str, Row]) -> str:
-    """Markdown: each run beside bf16-mixed, with what its products alone gain."""
+    """A Markdown table of runs relative to bf16-mixed, with the speedup of their products alone."""
     base, lines = rates(rows).get(BASE), []
     for name, row in rows.items():
         if name.startswith(GAIN):

@@ -1,4 +1,4 @@
-"""Models with random weights, as folders that a job names: nothing is downloaded, and they load as any model does."""
+"""Models with random weights, as folders for a job: nothing is downloaded, and they load like any model."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from shardwise.launch.inputs.model_files import read_preset
 SMALL = "llama-160m"
 _PATH = (Path(__file__).resolve().parents[1], Path(__file__).resolve().parents[2])  # benchmarks/ and the repository
 OWN: dict[str, dict[str, Any]] = {
-    SMALL: {  # fp32 states of 2.5 GiB under AdamW; every side is a multiple of 128, as FP8 wants it
+    SMALL: {  # fp32 states of 2.5 GiB under AdamW; every dimension is a multiple of 128, as FP8 requires
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 32000,
@@ -25,7 +25,7 @@ OWN: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
     }
 }
-TINY: dict[str, Any] = {  # the sizes that a rehearsal gives to any of them
+TINY: dict[str, Any] = {  # the sizes in a rehearsal
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -40,7 +40,7 @@ TINY: dict[str, Any] = {  # the sizes that a rehearsal gives to any of them
 
 
 def model_config(name: str, *, is_tiny: bool) -> dict[str, Any]:
-    """The config of a model; in a rehearsal, the same architecture in the smallest size that has all its parts."""
+    """The config of a model; in a rehearsal, the same architecture in the smallest complete size."""
     config = dict(OWN.get(name) or read_preset(name))
     if is_tiny:
         config |= {key: value for key, value in TINY.items() if key in config or key == "head_dim"}
@@ -49,9 +49,9 @@ def model_config(name: str, *, is_tiny: bool) -> dict[str, Any]:
 
 
 def model_folder(name: str, root: Path, *, is_tiny: bool) -> Path:
-    """The folder of a model below `root`: bf16 safetensors and a tokenizer. It is made if it does not exist.
+    """The folder of a model below `root`: bf16 safetensors and a tokenizer. It is created if it does not exist.
 
-    A process of its own makes it: this one never loads torch, and holds no memory of the card.
+    A separate process creates it: this one never loads torch, and uses no memory of the card.
     """
     folder = root / (f"{name}-tiny" if is_tiny else name)
     if not folder.is_dir():
@@ -79,9 +79,9 @@ def write_tokenizer(folder: Path, *, vocab_size: int) -> None:
 
 
 def write_weights(folder: Path, *, seed: int = 0) -> None:
-    """Writes model.safetensors beside a config.json: matrices normal with a deviation of 0.02, norms 1, biases 0.
+    """Writes model.safetensors next to a config.json: matrices normal with a deviation of 0.02, norms 1, biases 0.
 
-    They are made on the card if there is one: 8 billion take a CPU minutes.
+    They are created on the card if there is one: 8 billion need minutes on a CPU.
     """
     import torch
     from safetensors.torch import save_file

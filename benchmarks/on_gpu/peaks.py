@@ -1,8 +1,8 @@
-"""Measured peaks as tests keep them: what a prediction is made from, beside what the run came to; no path of a machine.
+"""Measured peaks for the tests: the inputs of a prediction and the measurement, without paths of a machine.
 
-A line of tests/calibration/ holds a job relative to a preset, the machine as it was probed, and the bytes that were
-measured, so that today's planner can predict the same run again without running anything. A file is of one device; a
-newer one of the same device replaces it, because what the runtime allocates changes.
+A line of tests/calibration/ has a job relative to a preset, the probed machine and the measured bytes, so that the
+current planner can predict the same run again without running anything. A file is of one device; a newer one of the
+same device replaces it, because the allocations of the runtime change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,20 +23,20 @@ from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import MemoryFigures
 from shardwise.trainer.spec.value import Value
 
-ROWS_NAME = "rows.jsonl"  # stands for the rows, which were random
+ROWS_NAME = "rows.jsonl"  # replaces the rows, which were random
 
 
 class Peak(Value, frozen=True, kw_only=True):
-    """One run, and everything that its prediction depends on."""
+    """One run, and all inputs of its prediction."""
 
     name: str
     outcome: Outcome  # ran, or out of memory
-    job: dict[str, str]  # as on the command line, of a preset
+    job: dict[str, str]  # as on the command line, with a preset
     num_rows: int
-    model_config: dict[str, Any] | None = None  # of a model that is not the preset's own
+    model_config: dict[str, Any] | None = None  # if it differs from the preset's own
     hardware: Hardware
     versions: dict[str, str]
-    measured: MemoryFigures  # if memory ran out, what was held by then
+    measured: MemoryFigures  # if memory ran out, up to that moment
 
     @property
     def is_rehearsal(self) -> bool:
@@ -62,7 +62,7 @@ def write_peaks(folder: Path, device: str, date: str, peaks: Sequence[Peak]) -> 
 
 
 def plan_again(peak: Peak, folder: Path) -> Plan:
-    """Today's plan of a run that was measured; `folder` is any that can be written to."""
+    """The current plan of a measured run; `folder` is any writable one."""
     return plan_stated(peak.job, peak.hardware, folder, num_rows=peak.num_rows, model_config=peak.model_config)
 
 
@@ -75,10 +75,10 @@ def plan_stated(
     model_config: Mapping[str, Any] | None = None,
     vram_bytes: int | None = None,
 ) -> Plan:
-    """The plan of a job on a machine that is stated, whether it fits or not; nothing is measured or looked up here.
+    """The plan of a job on a given machine, whether it fits or not; nothing is measured or probed here.
 
-    `folder` receives a file that stands for the rows; records of earlier runs are looked for below it alone.
-    `model_config` is of a model that is not the preset's own.
+    `folder` receives a placeholder file for the rows; records of earlier runs are searched only below it.
+    `model_config` is given if it differs from the preset's own.
     """
     rows = folder / ROWS_NAME
     rows.write_text("{}\n")
@@ -98,7 +98,7 @@ def _with_model(inputs: PlanInputs, config: Mapping[str, Any]) -> PlanInputs:
 
 
 def _full_rows(num_rows: int, seq_len: int, vocab_size: int) -> DataProfile:
-    """Rows of token ids that are all as long as they may be."""
+    """Rows of token ids, all of the maximum length."""
     return DataProfile(
         source="prepared",
         num_rows=num_rows,

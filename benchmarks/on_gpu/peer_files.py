@@ -1,7 +1,7 @@
-"""The files that a person writes to train with shardwise, TRL and plain Accelerate: generated for a contest.
+"""The files that a user writes to train with shardwise, TRL and plain Accelerate, generated for a contest.
 
 All have the same model, rows in the same order, precision, recomputation, optimizer and learning rate. shardwise is
-compared twice: with these settings pinned, and with everything but the job and its precision left to the planner.
+compared twice: with these settings pinned, and with everything except the job and its precision chosen by the planner.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ class Contest(Value, frozen=True, kw_only=True):
     name: str
     model: str  # a preset of trainer/presets
     method: str  # full, lora, qlora
-    precision: str  # bf16: weights, state and computation; bf16-mixed: autocast, and what is frozen is bf16
+    precision: str  # bf16: weights, state and computation; bf16-mixed: autocast, frozen weights in bf16
     micro_batch: int
     lr: float
     seq_len: int = 2048
@@ -31,13 +31,13 @@ class Contest(Value, frozen=True, kw_only=True):
 
 
 class PeerJob(NamedTuple):
-    """A contest with the paths that a trainer is given."""
+    """A contest with the paths for a trainer."""
 
     contest: Contest
     seq_len: int
     model: Path
     rows: Path  # lines of {"input_ids": [...], "labels": [...], "attention_mask": [...]}, in the order of training
-    own_rows: Path  # the rows as shardwise is given them: it makes that order itself
+    own_rows: Path  # the rows for shardwise, which makes that order itself
     folder: Path
     is_cuda: bool
 
@@ -51,7 +51,7 @@ class PeerJob(NamedTuple):
 
 
 class Code(str):
-    """An expression: its repr is itself, also inside of another value."""
+    """An expression: its repr is itself, also inside another value."""
 
     __slots__ = ()
 
@@ -65,7 +65,7 @@ def planned_job(job: PeerJob) -> str:
 
 
 def pinned_job(job: PeerJob) -> str:
-    """shardwise with the settings that the others have."""
+    """shardwise with the settings of the others."""
     contest = job.contest
     pins = {
         "pin.sharding": "none",
@@ -176,7 +176,7 @@ def accelerate_script(job: PeerJob) -> str:
 
 
 def _trainer_arguments(job: PeerJob) -> dict[str, Any]:
-    """Arguments of transformers' Trainer, on which TRL is built."""
+    """Arguments of transformers' Trainer, which TRL is based on."""
     contest, is_checkpointed = job.contest, job.contest.checkpointing != "none"
     return {
         "output_dir": str(job.folder / "out"),

@@ -1,7 +1,7 @@
-"""Part 3: tokens per second of an 8B model beside TRL and plain Accelerate, one after the other on the same card.
+"""Part 3: tokens per second of an 8B model compared with TRL and plain Accelerate, sequentially on the same card.
 
-Each trainer is a process of its own that trains a few steps; a clock inside of it notes when a step has ended and the
-device is idle. The losses are kept beside the speed: trainers that do the same work have the same ones.
+Each trainer is a separate process that trains a few steps; a clock inside it records when a step has ended and the
+device is idle. The losses are stored with the speed: trainers that do the same work have the same ones.
 """
 
 import json
@@ -46,10 +46,10 @@ _OFFLINE = {
 
 
 class Trainer(NamedTuple):
-    """One of those that are compared."""
+    """A trainer of the comparison."""
 
     name: str
-    package: str | None  # as pip names it; None: shardwise itself
+    package: str | None  # as pip names it; None for shardwise itself
     file: str
     write: Callable[[PeerJob], str]
 
@@ -64,11 +64,11 @@ TRAINERS = (
 
 
 class PeerError(Exception):
-    """A trainer that did not train, with the reason in one line."""
+    """A trainer did not finish; the message is the reason in one line."""
 
 
 def steps(bench: Bench) -> list[Step]:
-    """Each trainer in each contest, by itself."""
+    """Each trainer in each contest, alone on the card."""
     return [
         Step(PART, f"{contest.name}: {trainer.name}", partial(run_trainer, bench, contest, trainer), EXPECTED_S)
         for contest in CONTESTS
@@ -110,7 +110,7 @@ def figures(lines: list[Row], *, tokens: int) -> Row:
 
 
 def peer_job(bench: Bench, contest: Contest, folder: Path) -> PeerJob:
-    """The contest on this machine; makes model and rows if they do not exist."""
+    """The contest on this machine; creates model and rows if they do not exist."""
     case = Case(name=contest.name, model=contest.model, seq_len=contest.seq_len, micro_batch=contest.micro_batch)
     own_rows = bench.rows_of(case, contest.num_steps * contest.micro_batch)
     return PeerJob(
@@ -125,7 +125,7 @@ def peer_job(bench: Bench, contest: Contest, folder: Path) -> PeerJob:
 
 
 def _ordered_rows(bench: Bench, case: Case, own_rows: Path, *, num_steps: int) -> Path:
-    """The rows in the order in which shardwise takes them."""
+    """The rows in the order in which shardwise trains on them."""
     path = own_rows.with_name(f"{own_rows.stem}-by-{case.sequences_per_step}.jsonl")
     if not path.is_file():
         lines = [json.loads(line)["input_ids"] for line in own_rows.read_text().splitlines()]
@@ -139,7 +139,7 @@ def _ordered_rows(bench: Bench, case: Case, own_rows: Path, *, num_steps: int) -
 
 
 def _order(bench: Bench, case: Case, own_rows: Path, *, num_steps: int) -> Iterator[int]:
-    """Numbers of the lines of `own_rows`; InputError if the prepared rows are not these lines."""
+    """Numbers of the lines of `own_rows`; InputError if the prepared rows differ from these lines."""
     from shardwise.trainer.runtime.data.token_rows import TokenRows
 
     settings = {"data.train": str(own_rows), "train.seed": str(SEED)}
@@ -163,7 +163,7 @@ def _lines_of(bench: Bench, trainer: Trainer, job: PeerJob) -> list[Row]:
     environment = {**bench.environment, **_OFFLINE}
     if bench.hardware.gpus:
         visible = environment.get("CUDA_VISIBLE_DEVICES") or "0"
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]  # transformers' Trainer would take every card
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]  # transformers' Trainer would use every card
     log_path = job.folder / "log.txt"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -180,8 +180,7 @@ def _lines_of(bench: Bench, trainer: Trainer, job: PeerJob) -> list[Row]:
 
 
 def argv_of(trainer: Trainer, file: Path) -> list[str]:
-    """The process to start, its clock included: shardwise has a hook at the end of a step, for the others there is a
-    wrapper."""
+    """The command of a trainer with its clock: a hook of shardwise, a wrapper for the others."""
     if trainer.package is not None:
         return [sys.executable, str(SCRIPTS / "with_clock.py"), str(file.parent), str(file)]
     hook = file.parent / "clock.py"
@@ -265,7 +264,7 @@ def summary(rows: Mapping[str, Row]) -> str:
 
 
 def table(rows: Mapping[str, Row]) -> str:
-    """Markdown: each trainer of each contest, its speed as a ratio to shardwise with the same settings."""
+    """A Markdown table of trainers and contests, with the speed relative to shardwise with the same settings."""
     lines = []
     for contest, trainers in _groups(rows).items():
         base = trainers.get(PINNED, {}).get("tokens_per_s")

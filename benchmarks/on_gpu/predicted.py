@@ -1,11 +1,10 @@
-"""Part 2: predicted against measured, in 60 configurations; and caps: does the smallest card that the plan names work?
+"""Part 2: predictions and measurements of 60 configurations; and caps: does a card of the predicted size work?
 
-Every mechanism of a case is pinned, so that its plan is this case. The first twenty stand for all the others. Cases of
-`TIMED` have the card to themselves, so that their speed is compared too; of the others only memory is.
+Every setting of a case is pinned, so that its plan is this case. The first twenty represent all the others. Cases of
+`TIMED` run alone on the card, so that their speed is compared too; for the others only memory is.
 
-Of each case of `CAPPED` two more runs are made under `--vram`: one with the memory that the plan says it needs, which
-must run, and one with 3 % less, which must run out of memory. The first fails if the plan promises too much, the
-second survives if it asks for too much.
+Each case of `CAPPED` has two more runs under `--vram`: one with the predicted memory, which must run, and one with 3 %
+less, which must run out of memory. The first fails if the prediction is too low, the second if it is too high.
 """
 
 import statistics
@@ -22,7 +21,7 @@ from on_gpu.programme import Step, case_step
 from on_gpu.tables import bytes_cell, markdown_table, number, percent
 
 PART, CAPS = "predicted", "caps"
-LESS = 0.97  # of what a plan needs
+LESS = 0.97  # of the need of a plan
 NUM_STEPS, NUM_STEPS_LONG, CAP_STEPS, LONG_ROWS = 8, 5, 4, 16384
 _ALLOW = "[offload_cpu, bf16_weights, optimizer_8bit, optimizer_approx, fp8, compile]"
 Q05, Q15, Q3 = "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b"
@@ -32,7 +31,7 @@ _ALL_ON_HOST = {"sharding": "zero3", "offload": "optimizer+params"}
 
 
 def case_of(line: str, **pins: str) -> Case:
-    """A case from "model method precision optimizer checkpointing loss rows"; `pins` are what else differs.
+    """A case from "model method precision optimizer checkpointing loss rows"; `pins` are other settings.
 
     Rows are "4x2048": the sequences of a micro batch and the tokens of each.
     """
@@ -54,7 +53,7 @@ def case_of(line: str, **pins: str) -> Case:
 
 
 CASES: tuple[Case, ...] = (
-    # Twenty that stand for all: every model, method, loss head, precision and place of state, short rows and long ones.
+    # Twenty that represent all: every model, method, loss head, precision and offload, short and long rows.
     case_of(f"{Q05} full bf16-mixed adamw_fused none eager 4x2048"),
     case_of(f"{L1} full bf16 adamw_fused full fused 4x2048"),
     case_of(f"{L1} lora bf16-mixed adamw_fused none chunked 4x2048"),
@@ -75,7 +74,7 @@ CASES: tuple[Case, ...] = (
     case_of(f"{Q3} lora bf16 adamw_fused selective eager 8x1024"),
     case_of(f"{L3} full bf16-mixed adamw_fused none chunked 2x2048"),
     case_of(f"{Q05} full bf16-mixed adamw_fused none eager 8x2048"),
-    # Loss heads and recomputation on one model, all else equal.
+    # Loss heads and recomputation on one model, everything else equal.
     *(case_of(f"{Q05} full bf16-mixed adamw_fused none {loss} 4x2048") for loss in ("chunked", "fused")),
     case_of(f"{Q05} full bf16-mixed adamw_fused none fused_linear 4x2048"),
     case_of(f"{Q05} full bf16-mixed adamw_fused full eager 4x2048"),
@@ -121,8 +120,8 @@ CASES: tuple[Case, ...] = (
     case_of(f"{L1} full bf16 adamw_fused none chunked 4x4096", activation_offload="true"),
 )  # fmt: skip
 TIMED = CASES[:8]
-# What decides how much a card must have differs: logits, the optimizer's step, the backward of a block, adapters, 8-bit
-# state, kept activations, projections, 4-bit weights.
+# The peak has a different cause in each: logits, the optimizer's step, the backward of a block, adapters, 8-bit state,
+# saved activations, projections, 4-bit weights.
 CAPPED: tuple[Case, ...] = (
     CASES[0], CASES[1], CASES[2], CASES[3], CASES[5], CASES[11], CASES[12],
     next(case for case in CASES if case.name == f"{Q05} full bf16-mixed adamw_fused full chunked 4x2048"),
@@ -145,7 +144,7 @@ def _cap_steps(bench: Bench) -> list[Step]:
 
 
 def judge_cap(share: float, row: Row) -> Row:
-    """Whether a capped run did what the plan says of a card of this size."""
+    """Whether a capped run behaved as the plan predicts for a card of this size."""
     result = result_of(row)
     assert result is not None
     facts: Row = {"cap_bytes": None if result.need_bytes is None else round(share * result.need_bytes)}
@@ -182,7 +181,7 @@ def caps_summary(rows: Mapping[str, Row]) -> str:
 
 
 def table(rows: Mapping[str, Row]) -> str:
-    """Markdown: the errors by method, and every case."""
+    """Markdown tables of the errors by method, and of every case."""
     results = results_in(rows)
     methods = {result.name: result.name.split()[1] for result in results}
     lines = []
@@ -216,7 +215,7 @@ def _case_cells(result: CaseResult) -> tuple[str, ...]:
 
 
 def caps_table(rows: Mapping[str, Row]) -> str:
-    """Markdown: each capped run with its verdict."""
+    """A Markdown table of capped runs with their verdicts."""
     lines = [(name, bytes_cell(row.get("cap_bytes")), _verdict(row)) for name, row in rows.items()]
     return markdown_table(("configuration and cap", "cap", "verdict"), lines)
 

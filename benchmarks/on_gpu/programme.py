@@ -1,8 +1,8 @@
-"""The programme: steps in the order of their value, the log that a later call resumes from, and how steps are run.
+"""The programme: steps in the order of their importance, the log that a later call resumes from, and how steps run.
 
-A step that ends is a line of `steps-DEVICE.jsonl`; a later call goes on with the steps that have none. A line counts
-for the versions of shardwise and torch that it was measured with. Steps that measure memory alone run side by side
-while the sum of their planned needs fits the card; a step that measures speed has the card to itself.
+A finished step is a line of `steps-DEVICE.jsonl`; a later call continues with the steps that have none. A line counts
+only for the versions of shardwise and torch that it was measured with. Steps that measure only memory run concurrently
+while the sum of their planned needs fits the card; a step that measures speed runs alone.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from on_gpu.bench import Bench
 from on_gpu.case import Case, Outcome, Row, row_of, without_shared_figures
 
-END_S = 5.0  # before the minutes are over, what still runs is ended
+END_S = 5.0  # before the time limit, when running steps are ended
 POLL_S = 0.2
 
 
@@ -27,12 +27,12 @@ class Step(NamedTuple):
     part: str
     name: str  # unique within its part
     run: Callable[[], Row]
-    expected_s: float  # on a GPU, at most: it does not begin if fewer seconds are left
-    need_bytes: Callable[[], int] | None = None  # of the card; None: it needs the card to itself
+    expected_s: float  # upper bound on a GPU: the step does not begin if fewer seconds are left
+    need_bytes: Callable[[], int] | None = None  # of the card; None: it must run alone
 
 
 class Progress(NamedTuple):
-    """What one call did."""
+    """The outcome of one call."""
 
     num_new: int = 0
     num_left: int = 0
@@ -53,7 +53,7 @@ def case_step(
 
 
 class StepLog:
-    """The rows of the steps that ended, by part and name; a line is appended as soon as its step ends."""
+    """The rows of finished steps, by part and name; a line is appended as soon as its step ends."""
 
     def __init__(self, path: Path, *, versions: Mapping[str, str]) -> None:
         self._path = path
@@ -81,8 +81,8 @@ class StepLog:
 def run_steps(steps: Sequence[Step], bench: Bench, log: StepLog, *, until_s: float, together: int = 1) -> Progress:
     """Runs the steps that have no row, in order, until `until_s` of the monotonic clock.
 
-    At most `together` run at once. A step that raises has a row with its error, and the others go on. A step that ran
-    out of memory while others shared the card is repeated by itself.
+    At most `together` run at once. A step that raises has a row with its error, and the others continue. A step that
+    ran out of memory while others shared the card is repeated alone.
     """
     together = together if bench.card_bytes else 1
     waiting = [step for step in steps if not log.has(step)]
@@ -136,11 +136,11 @@ def words_of(row: Row) -> str:
 
 
 def _timed(step: Step, bench: Bench, *, is_shared: bool) -> Row:
-    """The row of a step, without a folder of this machine, with the seconds that it took."""
+    """The row of a step with its duration, without folders of this machine."""
     started = time.monotonic()
     try:
         row = step.run()
-    except Exception as error:  # noqa: BLE001  # whatever it is, the other steps are worth their figures
+    except Exception as error:  # noqa: BLE001  # any error: the other steps still run
         row = {"outcome": str(Outcome.FAILED), "error": f"{type(error).__name__}: {error}"}
     row = without_shared_figures(row) if is_shared else row
     row = without_folders(row, (bench.work, Path(sys.prefix), Path.home(), Path(__file__).resolve().parents[2]))
@@ -148,20 +148,20 @@ def _timed(step: Step, bench: Bench, *, is_shared: bool) -> Row:
 
 
 def _need_of(step: Step) -> int | None:
-    """Bytes of the card that a step is planned to take; None if it needs all of it.
+    """Planned bytes of a step on the card; None if it must run alone.
 
-    Planning makes the step's model and rows, in this thread: two steps with one model never make it twice.
+    Planning creates the step's model and rows in this thread, so that steps with one model never create it twice.
     """
     if step.need_bytes is None:
         return None
     try:
         return step.need_bytes()
-    except Exception:  # noqa: BLE001  # the step itself raises it again, and has a row that names it
+    except Exception:  # noqa: BLE001  # the step itself raises it again, and records it in its row
         return None
 
 
 def _needs_the_card(step: Step, row: Row) -> bool:
-    """Whether a step has to be repeated by itself: its memory ran out, and its neighbours may be why."""
+    """Whether a step must be repeated alone: it ran out of memory, perhaps because of concurrent steps."""
     is_out, has_cap = row.get("outcome") == Outcome.OUT_OF_MEMORY, row.get("cap_bytes") is not None
     return is_out and not has_cap and bool(row.get("result", {}).get("is_shared")) and step.need_bytes is not None
 
@@ -176,7 +176,7 @@ def without_folders(row: Row, folders: Sequence[Path]) -> Row:
 
 
 def matching(steps: Sequence[Step], only: str, *, first: int | None = None) -> list[Step]:
-    """The steps with this pattern in `part: name`, and of each part only so many."""
+    """The steps with this pattern in `part: name`, at most `first` of each part."""
     found: dict[str, list[Step]] = {}
     for step in steps:
         if re.search(only, f"{step.part}: {step.name}"):

@@ -1,7 +1,7 @@
-"""Part 5: small cards on a large one. A job under `--vram`, everything else the planner's choice, is run as planned.
+"""Part 5: small cards on a large one. Jobs under `--vram`, with everything else chosen by the planner, run as planned.
 
-Torch's allocator is held to the cap less the CUDA context. What a paged optimizer keeps in managed memory is not the
-allocator's; `device` shows whether a run stayed within the cap with it.
+The cap less the CUDA context limits torch's allocator, but not the managed memory of a paged optimizer; `device` shows
+whether a run stayed within the cap with it.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def _case(cap_gib: int, words: str, model: str, settings: Mapping[str, str], *, 
         settings=dict(settings),
         seq_len=seq_len,
         micro_batch=None,
-        accumulation=16,  # all rows of a step; the planner divides them into micro batches
+        accumulation=16,  # all rows of a step; the planner splits them into micro batches
         vram_bytes=cap_gib * GIB,
         must_fit=True,
         num_steps=5,
@@ -43,18 +43,18 @@ CASES = (
 
 
 def steps(bench: Bench) -> list[Step]:
-    """One step for each job, by itself: its speed counts."""
+    """One step per job, run alone: its speed counts."""
     return [case_step(PART, bench, case, is_timed=True, judge=judge) for case in CASES]
 
 
 def judge(row: Row) -> Row:
-    """`ran within the cap`, or what happened."""
+    """The verdict: `ran within the cap`, or the problem."""
     result = result_of(row)
     if result is None or result.outcome is not Outcome.RAN or result.usable_bytes is None:
         return {}
     device_bytes = result.measured.memory.device_bytes
     is_within = device_bytes is None or device_bytes <= result.usable_bytes
-    return {"verdict": "ran within the cap" if is_within else "ran, and took more of the card than the cap"}
+    return {"verdict": "ran within the cap" if is_within else "ran, and used more of the card than the cap"}
 
 
 def summary(rows: Mapping[str, Row]) -> str:
@@ -64,7 +64,7 @@ def summary(rows: Mapping[str, Row]) -> str:
 
 
 def table(rows: Mapping[str, Row]) -> str:
-    """Markdown: each job with the strategy that the planner chose."""
+    """A Markdown table of jobs with the planner's strategies."""
     lines = []
     for name, row in rows.items():
         result = result_of(row)

@@ -1,4 +1,4 @@
-"""Cells and tables of Markdown for the parts, as docs/benchmarks.md and the summary of a call show them."""
+"""Markdown cells and tables for docs/benchmarks.md and the summary of a call."""
 
 from written_page import markdown_table
 

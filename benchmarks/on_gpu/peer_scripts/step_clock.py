@@ -1,6 +1,6 @@
 """Inside the process of a trainer: a line of JSON at the end of each step, with its seconds, loss and peak memory.
 
-Only the standard library and a torch that the trainer has imported already.
+Uses only the standard library and the torch that the trainer has imported.
 """
 
 import json

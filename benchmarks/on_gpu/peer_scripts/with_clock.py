@@ -1,7 +1,7 @@
-"""Runs a training script as it is, with a clock at the end of each step: python with_clock.py FOLDER SCRIPT.py
+"""Runs a training script unchanged, with a clock at the end of each step: python with_clock.py FOLDER SCRIPT.py
 
-A step ends where transformers' Trainer says so, also under what is built on it, or where the script prints the number
-of a step and its loss.
+A step ends with the callback of transformers' Trainer and its subclasses, or when the script prints the number of a
+step and its loss.
 """
 
 import runpy
@@ -13,7 +13,7 @@ from step_clock import StepClock
 
 
 def main() -> None:
-    """Adds the clock, then becomes the script."""
+    """Adds the clock, then runs the script."""
     folder, script = sys.argv[1:]
     clock = StepClock(Path(folder))
     if "Trainer" in Path(script).read_text():
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def _add_callback(clock: StepClock) -> None:
-    """Adds a callback to those that every Trainer of transformers begins with."""
+    """Adds a callback to the defaults of every transformers Trainer."""
     import transformers.trainer
     from transformers import TrainerCallback
 
