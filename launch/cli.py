@@ -62,7 +62,7 @@ def _run(words: list[str]) -> ExitCode:
     command, options = parse_words(words)
     module, _, function = command.run.partition(":")
     consoles = (Console(), Console(sys.stderr)) if command.has_notes else (Console(),)
-    exit_code: ExitCode = getattr(importlib.import_module(module), function)(options, *consoles)
+    exit_code: ExitCode = getattr(importlib.import_module(f"shardwise.launch.{module}"), function)(options, *consoles)
     return exit_code
 
 

@@ -83,6 +83,18 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _number(flag: str, text: str) -> _Argument:
+    return _Argument(flag, type=_positive, metavar="N", help=text)
+
+
+def _file(flag: str, text: str) -> _Argument:
+    return _Argument(flag, type=Path, metavar="FILE", help=text)
+
+
+def _text(flag: str, metavar: str, text: str) -> _Argument:
+    return _Argument(flag, metavar=metavar, help=text)
+
+
 _JOB = _Argument(type=Path, help="job file")
 _Job = Annotated[Path, _JOB]
 _Overrides = Annotated[Sequence[str], _Argument(nargs="*", metavar="key=value", help="e.g. train.lr=1e-4")]
@@ -92,13 +104,13 @@ _Json = Annotated[bool, _switch("--json")]
 _JsonBeside = Annotated[bool, _switch("--json", "the figures on stdout, everything else on stderr")]
 _RunDir = Annotated[Path | None, _Argument("--run-dir", type=Path, help="default: runs/<name>-<UTC time>")]
 _Run = _Argument(metavar="RUN_DIR", type=Path)
-_Take = Annotated[int, _Argument("--take", type=_positive, metavar="N", help="put the N-th candidate first")]
-_TRIAL = _Argument("--trial", type=_positive, metavar="N", help="run the N best for a few steps and choose the fastest")
+_Take = Annotated[int, _number("--take", "put the N-th candidate first")]
+_TRIAL = _number("--trial", "run the N best for a few steps and choose the fastest")
 _DTYPES = ("fp32", "bf16", "fp16")
 
 
 def _checkpoint(default: str) -> _Argument:
-    return _Argument("--checkpoint", metavar="best|last|step-N", help=f"default: {default}")
+    return _text("--checkpoint", "best|last|step-N", f"default: {default}")
 
 
 class InitOptions(NamedTuple):
@@ -135,22 +147,17 @@ class PlanOptions(NamedTuple):
     longest_seq: Annotated[bool, _switch("--longest-seq", "the longest sequence that fits")] = False
     largest_batch: Annotated[bool, _switch("--largest-batch", "the largest micro batch that fits")] = False
     largest_model: Annotated[bool, _switch("--largest-model", "the largest preset that fits")] = False
-    html: Annotated[
-        Path | None, _Argument("--html", type=Path, metavar="FILE", help="the plan as one page with charts")
-    ] = None
+    html: Annotated[Path | None, _file("--html", "the plan as one page with charts")] = None
     partition: Annotated[
-        str | None,
-        _Argument("--partition", metavar="P", help="plan for nodes of a Slurm partition, from a login node"),
+        str | None, _text("--partition", "P", "plan for nodes of a Slurm partition, from a login node")
     ] = None
     nodes: Annotated[
         int | None,
-        _Argument(
-            "--nodes", type=_positive, metavar="N", help="number of nodes; default: slurm.nodes of the job, else 1"
-        ),
+        _number("--nodes", "number of nodes; default: slurm.nodes of the job, else 1"),
     ] = None
-    constraint: Annotated[
-        str | None, _Argument("--constraint", metavar="FEATURES", help="nodes with these features, as for sbatch")
-    ] = None
+    constraint: Annotated[str | None, _text("--constraint", "FEATURES", "nodes with these features, as for sbatch")] = (
+        None
+    )
     as_json: _Json = False
 
 
@@ -171,22 +178,14 @@ class TrainOptions(NamedTuple):
     run_dir: _RunDir = None
     resume: Annotated[bool, _switch("--resume", "continue the newest run of this name, or --run-dir")] = False
     dry_run: Annotated[bool, _switch("--dry-run", "write the run directory, start nothing")] = False
-    take: Annotated[
-        int, _Argument("--take", type=_positive, metavar="N", help="run the N-th candidate of the plan")
-    ] = 1
+    take: Annotated[int, _number("--take", "run the N-th candidate of the plan")] = 1
     here: Annotated[bool, _switch("--here", "train on a Slurm login node nevertheless")] = False
     trial: Annotated[int | None, _TRIAL] = None
-    nodes: Annotated[
-        int | None,
-        _Argument("--nodes", type=_positive, metavar="N", help="number of machines, without Slurm"),
-    ] = None
+    nodes: Annotated[int | None, _number("--nodes", "number of machines, without Slurm")] = None
     node_rank: Annotated[
         int | None, _Argument("--node-rank", type=int, metavar="I", help="number of this machine, from 0")
     ] = None
-    head: Annotated[
-        str | None,
-        _Argument("--head", metavar="HOST[:PORT]", help="the machine of rank 0, as the others reach it"),
-    ] = None
+    head: Annotated[str | None, _text("--head", "HOST[:PORT]", "the machine of rank 0, as the others reach it")] = None
     as_json: Annotated[bool, _switch("--json", "the report on stdout, everything else on stderr")] = False
 
 
@@ -195,34 +194,25 @@ class SubmitOptions(NamedTuple):
 
     job: _Job
     overrides: _Overrides = ()
-    partition: Annotated[str | None, _Argument("--partition", metavar="P", help="default: the cluster's")] = None
-    nodes: Annotated[int | None, _Argument("--nodes", type=_positive, metavar="N", help="default: 1")] = None
-    gpus: Annotated[
-        int | None,
-        _Argument("--gpus-per-node", type=_positive, metavar="N", help="default: all that a node has"),
-    ] = None
-    time: Annotated[
-        str | None,
-        _Argument("--time", metavar="T", help="limit of one job; default: the prediction with a margin"),
-    ] = None
-    account: Annotated[str | None, _Argument("--account", metavar="A", help="account to charge")] = None
-    qos: Annotated[str | None, _Argument("--qos", metavar="Q", help="quality of service")] = None
-    constraint: Annotated[str | None, _Argument("--constraint", metavar="C", help="features that nodes must have")] = (
+    partition: Annotated[str | None, _text("--partition", "P", "default: the cluster's")] = None
+    nodes: Annotated[int | None, _number("--nodes", "default: 1")] = None
+    gpus: Annotated[int | None, _number("--gpus-per-node", "default: all that a node has")] = None
+    time: Annotated[str | None, _text("--time", "T", "limit of one job; default: the prediction with a margin")] = None
+    account: Annotated[str | None, _text("--account", "A", "account to charge")] = None
+    qos: Annotated[str | None, _text("--qos", "Q", "quality of service")] = None
+    constraint: Annotated[str | None, _text("--constraint", "C", "features that nodes must have")] = None
+    reservation: Annotated[str | None, _text("--reservation", "R", "reservation to use")] = None
+    mail: Annotated[str | None, _text("--mail", "ADDRESS", "is notified when the job ends")] = None
+    container: Annotated[str | None, _text("--container-image", "IMAGE", "docker://NAME, a .sqsh or a .sif file")] = (
         None
     )
-    reservation: Annotated[str | None, _Argument("--reservation", metavar="R", help="reservation to use")] = None
-    mail: Annotated[str | None, _Argument("--mail", metavar="ADDRESS", help="is notified when the job ends")] = None
-    container: Annotated[
-        str | None,
-        _Argument("--container-image", metavar="IMAGE", help="docker://NAME, a .sqsh or a .sif file"),
-    ] = None
     chain: Annotated[
         int | None,
-        _Argument("--chain", type=_positive, metavar="N", help="number of jobs, each resuming the one before it"),
+        _number("--chain", "number of jobs, each resuming the one before it"),
     ] = None
     spec: Annotated[
         str | None,
-        _Argument("--hardware", metavar="FILE|SPEC", help="facts about the nodes that Slurm does not report"),
+        _text("--hardware", "FILE|SPEC", "facts about the nodes that Slurm does not report"),
     ] = None
     run_dir: _RunDir = None
     sweeps: Annotated[
@@ -249,8 +239,7 @@ class FetchOptions(NamedTuple):
 
 class StatusOptions(NamedTuple):
     run: Annotated[
-        str | None,
-        _Argument(nargs="?", metavar="RUN|JOBID", help="default: your runs in ./runs and in the queue"),
+        str | None, _Argument(nargs="?", metavar="RUN|JOBID", help="default: your runs in ./runs and in the queue")
     ] = None
     as_json: _Json = False
     sync: Annotated[bool, _switch("--sync", "send what was written offline to wandb")] = False
@@ -261,9 +250,7 @@ class LogsOptions(NamedTuple):
         None
     )
     rank: Annotated[int | None, _Argument("--rank", type=_count, metavar="N", help="the log of this rank")] = None
-    attempt: Annotated[int | None, _Argument("--attempt", type=_positive, metavar="N", help="default: the newest")] = (
-        None
-    )
+    attempt: Annotated[int | None, _number("--attempt", "default: the newest")] = None
     follow: Annotated[bool, _switch("--follow", "until the run ends, or Ctrl-C", short=("-f",))] = False
     num_lines: Annotated[int, _Argument("-n", "--lines", type=_count, metavar="N", help="default: 50")] = 50
 
@@ -279,17 +266,10 @@ class LadderOptions(NamedTuple):
     overrides: _Overrides = ()
     vram_cap_bytes: _Vram = None
     gpus: _Gpus = None
-    rungs: Annotated[
-        str | None,
-        _Argument("--rungs", metavar="A,B,C", help="values of pins: fp32,bf16-mixed,full,chunked,lora"),
-    ] = None
-    num_steps: Annotated[
-        int, _Argument("--steps", type=_positive, metavar="N", help=f"of each run; default: {LADDER_STEPS}")
-    ] = LADDER_STEPS
-    csv: Annotated[Path | None, _Argument("--csv", type=Path, metavar="FILE", help="the figures as CSV")] = None
-    html: Annotated[
-        Path | None, _Argument("--html", type=Path, metavar="FILE", help="the table and charts as one page")
-    ] = None
+    rungs: Annotated[str | None, _text("--rungs", "A,B,C", "values of pins: fp32,bf16-mixed,full,chunked,lora")] = None
+    num_steps: Annotated[int, _number("--steps", f"of each run; default: {LADDER_STEPS}")] = LADDER_STEPS
+    csv: Annotated[Path | None, _file("--csv", "the figures as CSV")] = None
+    html: Annotated[Path | None, _file("--html", "the table and charts as one page")] = None
     as_json: _JsonBeside = False
 
 
@@ -301,9 +281,7 @@ class ProfileOptions(NamedTuple):
     out: Annotated[
         Path | None, _Argument("--out", type=Path, metavar="DIR", help="default: runs/<name>-profile-<UTC time>")
     ] = None
-    num_steps: Annotated[int, _Argument("--steps", type=_positive, metavar="N", help=f"default: {PROFILE_STEPS}")] = (
-        PROFILE_STEPS
-    )
+    num_steps: Annotated[int, _number("--steps", f"default: {PROFILE_STEPS}")] = PROFILE_STEPS
     only_time: Annotated[bool, _switch("--time", "time alone, extrapolated to the whole job")] = False
     as_json: _JsonBeside = False
 
@@ -335,9 +313,7 @@ class ReportOptions(NamedTuple):
         Sequence[Path],
         _Argument(type=Path, nargs="+", metavar="RUN_DIR", help="several, or a sweep's, are shown side by side"),
     ]
-    html: Annotated[
-        Path | None, _Argument("--html", type=Path, metavar="FILE", help="the report as one page with charts")
-    ] = None
+    html: Annotated[Path | None, _file("--html", "the report as one page with charts")] = None
     as_json: _Json = False
 
 
@@ -349,13 +325,10 @@ class ExportOptions(NamedTuple):
         str, _Argument("--format", choices=("hf", "onnx"), help="hf: a Hugging Face folder, the default")
     ] = "hf"
     dtype: Annotated[
-        str | None,
-        _Argument("--dtype", choices=_DTYPES, help="default: as trained; of merged weights, the base's"),
+        str | None, _Argument("--dtype", choices=_DTYPES, help="default: as trained; of merged weights, the base's")
     ] = None
     checkpoint: Annotated[str | None, _checkpoint("the last; of a job with eval.early_stop, the best")] = None
-    push: Annotated[
-        str | None, _Argument("--push", metavar="USER/NAME", help="upload it to the Hugging Face hub, private")
-    ] = None
+    push: Annotated[str | None, _text("--push", "USER/NAME", "upload it to the Hugging Face hub, private")] = None
     public: Annotated[bool, _switch("--public", "with --push: visible to everybody")] = False
     check: Annotated[bool, _switch("--no-check", "do not load it again to compare its logits", value=False)] = True
     as_json: _Json = False
@@ -374,11 +347,9 @@ class ImportOptions(NamedTuple):
     ] = None
     config: Annotated[
         str | None,
-        _Argument("--config", metavar="FOLDER|HUB-ID|PRESET", help="the model; default: CHECKPOINT/config.json"),
+        _text("--config", "FOLDER|HUB-ID|PRESET", "the model; default: CHECKPOINT/config.json"),
     ] = None
-    base: Annotated[
-        str | None, _Argument("--base", metavar="FOLDER|HUB-ID", help="the model that an adapter is merged into")
-    ] = None
+    base: Annotated[str | None, _text("--base", "FOLDER|HUB-ID", "the model that an adapter is merged into")] = None
     dtype: Annotated[str | None, _Argument("--dtype", choices=_DTYPES, help="default: as it was saved")] = None
     as_json: _Json = False
 
@@ -386,25 +357,19 @@ class ImportOptions(NamedTuple):
 class ChatOptions(NamedTuple):
     run_dir: Annotated[Path, _Run]
     checkpoint: Annotated[str | None, _checkpoint("the run's export, else as for export")] = None
-    max_new_tokens: Annotated[
-        int, _Argument("--max-new-tokens", type=_positive, metavar="N", help="of a reply; default: 512")
-    ] = 512
+    max_new_tokens: Annotated[int, _number("--max-new-tokens", "of a reply; default: 512")] = 512
     temperature: Annotated[
         float | None,
         _Argument("--temperature", type=_temperature, metavar="T", help="0 takes the likeliest token each time"),
     ] = None
-    system: Annotated[
-        str | None, _Argument("--system", metavar="TEXT", help="a system message for the chat template")
-    ] = None
+    system: Annotated[str | None, _text("--system", "TEXT", "a system message for the chat template")] = None
 
 
 class WorkspaceOptions(NamedTuple):
-    project: Annotated[
-        str | None, _Argument("--project", metavar="P", help="default: shardwise, as of a job that names none")
-    ] = None
+    project: Annotated[str | None, _text("--project", "P", "default: shardwise, as of a job that names none")] = None
     entity: Annotated[
         str | None,
-        _Argument("--entity", metavar="E", help="owner of the project; default: WANDB_ENTITY, else your own"),
+        _text("--entity", "E", "owner of the project; default: WANDB_ENTITY, else your own"),
     ] = None
     as_json: Annotated[bool, _switch("--json", "print the view; nothing is read or sent")] = False
 
@@ -417,101 +382,71 @@ class Command(NamedTuple):
     """`run` takes the options, a console on stdout, and, if `has_notes`, one on stderr."""
 
     options: Any
-    run: str  # module:function
+    run: str  # module under shardwise.launch:function
     text: str
     has_notes: bool = False
 
 
 COMMANDS = {
-    "init": Command(InitOptions, "shardwise.launch.commands.housekeeping:run_init", "write a commented job file"),
-    "probe": Command(ProbeOptions, "shardwise.launch.commands.housekeeping:run_probe", "show what this machine offers"),
-    "plan": Command(
-        PlanOptions, "shardwise.launch.commands.plan:run_plan", "choose a strategy and explain it; nothing is started"
-    ),
+    "init": Command(InitOptions, "commands.housekeeping:run_init", "write a commented job file"),
+    "probe": Command(ProbeOptions, "commands.housekeeping:run_probe", "show what this machine offers"),
+    "plan": Command(PlanOptions, "commands.plan:run_plan", "choose a strategy and explain it; nothing is started"),
     "data": Command(
-        DataOptions,
-        "shardwise.launch.commands.data:run_data",
-        "prepare the data, show the first example as the model sees it",
+        DataOptions, "commands.data:run_data", "prepare the data, show the first example as the model sees it"
     ),
     "estimate": Command(
-        EstimateOptions,
-        "shardwise.launch.commands.estimate:run_estimate",
-        "memory and speed of cases that pin everything",
+        EstimateOptions, "commands.estimate:run_estimate", "memory and speed of cases that pin everything"
     ),
-    "train": Command(
-        TrainOptions, "shardwise.launch.commands.train:run_train", "plan, train, evaluate, export, report"
-    ),
+    "train": Command(TrainOptions, "commands.train:run_train", "plan, train, evaluate, export, report"),
     "submit": Command(
         SubmitOptions,
-        "shardwise.launch.commands.cluster:run_submit",
+        "commands.cluster:run_submit",
         "plan for a Slurm partition, write train.sbatch, submit it",
         has_notes=True,
     ),
     "fetch": Command(
         FetchOptions,
-        "shardwise.launch.commands.cluster:run_fetch",
+        "commands.cluster:run_fetch",
         "download everything that a job needs from a network: weights, data, tokens",
     ),
     "status": Command(
-        StatusOptions,
-        "shardwise.launch.commands.follow:run_status",
-        "state of runs: queue, step, loss, speed, time left",
+        StatusOptions, "commands.follow:run_status", "state of runs: queue, step, loss, speed, time left"
     ),
     "logs": Command(
-        LogsOptions,
-        "shardwise.launch.commands.follow:run_logs",
-        "last lines that a run logged, and with -f the lines to come",
+        LogsOptions, "commands.follow:run_logs", "last lines that a run logged, and with -f the lines to come"
     ),
-    "watch": Command(
-        WatchOptions, "shardwise.launch.commands.watch:run_watch", "the live view of a run, from another shell"
-    ),
+    "watch": Command(WatchOptions, "commands.watch:run_watch", "the live view of a run, from another shell"),
     "ladder": Command(
         LadderOptions,
-        "shardwise.launch.commands.measure:run_ladder",
+        "commands.measure:run_ladder",
         "savings of each technique here, switched on one after the other",
         has_notes=True,
     ),
     "profile": Command(
         ProfileOptions,
-        "shardwise.launch.commands.measure:run_profile",
+        "commands.measure:run_profile",
         "memory and time of the parts of a step, and duration of the job",
         has_notes=True,
     ),
     "cancel": Command(
-        CancelOptions,
-        "shardwise.launch.commands.follow:run_cancel",
-        "have a run save a checkpoint and end, with all of its jobs",
+        CancelOptions, "commands.follow:run_cancel", "have a run save a checkpoint and end, with all of its jobs"
     ),
     "doctor": Command(
-        DoctorOptions,
-        "shardwise.launch.doctor.command:run_doctor",
-        "problems here that would make training fail or slow, with remedies",
+        DoctorOptions, "doctor.command:run_doctor", "problems here that would make training fail or slow, with remedies"
     ),
     "cache": Command(
-        CacheOptions,
-        "shardwise.launch.commands.cache:run_cache",
-        "list what is stored outside of runs, and free what can be made again",
+        CacheOptions, "commands.cache:run_cache", "list what is stored outside of runs, and free what can be made again"
     ),
-    "report": Command(ReportOptions, "shardwise.launch.commands.report:run_report", "predicted beside measured"),
+    "report": Command(ReportOptions, "commands.report:run_report", "predicted beside measured"),
     "export": Command(
-        ExportOptions,
-        "shardwise.launch.commands.convert:run_export",
-        "write a folder that other libraries load, from a run",
+        ExportOptions, "commands.convert:run_export", "write a folder that other libraries load, from a run"
     ),
-    "import": Command(
-        ImportOptions,
-        "shardwise.launch.commands.convert:run_import",
-        "make a foreign checkpoint a folder to train from",
-    ),
-    "chat": Command(ChatOptions, "shardwise.launch.commands.convert:run_chat", "chat with the model of a run"),
+    "import": Command(ImportOptions, "commands.convert:run_import", "make a foreign checkpoint a folder to train from"),
+    "chat": Command(ChatOptions, "commands.convert:run_chat", "chat with the model of a run"),
     "workspace": Command(
-        WorkspaceOptions,
-        "shardwise.launch.track.workspace:run_workspace",
-        "save charts of memory and throughput in a wandb project",
+        WorkspaceOptions, "track.workspace:run_workspace", "save charts of memory and throughput in a wandb project"
     ),
-    "schema": Command(
-        SchemaOptions, "shardwise.launch.commands.housekeeping:run_schema", "print the JSON Schema of the job file"
-    ),
+    "schema": Command(SchemaOptions, "commands.housekeeping:run_schema", "print the JSON Schema of the job file"),
 }
 
 

@@ -270,7 +270,7 @@ def _other_gpus(node: Node, used: Gres | None) -> tuple[Gres, ...]:
 
 
 def _by_ram(nodes: Sequence[Node]) -> list[list[Node]]:
-    """The nodes split where one has clearly less RAM than the first of its part."""
+    """The nodes split before each that has clearly less RAM than the first of its part."""
     parts: list[list[Node]] = []
     for node in sorted(nodes, key=lambda each: -(each.ram_bytes or 0)):
         largest = parts[-1][0].ram_bytes if parts else None

@@ -397,7 +397,7 @@ def prune(entries: tuple[Entry, ...]) -> tuple[tuple[Entry, ...], tuple[str, ...
 
 
 def _remove(entry: Entry) -> bool:
-    """False where somebody has taken the lock, or the entry, meanwhile."""
+    """False if somebody has taken the lock, or the entry, meanwhile."""
     path = Path(entry.path)
     with ExitStack() as held:
         if entry.lock is not None and not held.enter_context(held_lock(Path(entry.lock))):
@@ -468,7 +468,7 @@ def read_storage(folder: Path, *, root: Path = Path("/")) -> Storage:
 
 
 def used_paths(*, processes: Path = Path("/proc")) -> frozenset[str]:
-    """Paths that processes of this machine have open, mapped or stand in; those of others where we may look."""
+    """Paths that processes of this machine have open, mapped or as working directory, as far as readable."""
     return frozenset(_used(processes))
 
 
@@ -512,7 +512,7 @@ def held_lock(path: Path) -> Iterator[bool]:
 
 
 def is_lock_free(path: Path) -> bool:
-    """Asked for a moment; a lock that may not be opened counts as held."""
+    """True if no process holds the lock; one that cannot be opened counts as held."""
     try:
         with held_lock(path) as is_free:
             return is_free

@@ -231,7 +231,7 @@ def _as_json(options: SubmitOptions, target: Target, run_dir: Path, job_ids: Seq
 
 
 def run_fetch(options: FetchOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> ExitCode:
-    """Fetches what is missing and says what was there; EnvironmentFaultError where the hub or a disk is in the way."""
+    """Fetches what is missing and lists what was there; EnvironmentFaultError where the hub or a disk is in the way."""
     resolved = read_job_layers(
         options.job,
         options.overrides,

@@ -46,7 +46,7 @@ def run_export(options: ExportOptions, console: Console) -> ExitCode:
     check_run(options.run_dir)
     _check_output(options.output)
     if options.public and options.push is None:
-        raise InputError("--public: says how --push uploads; add --push USER/NAME, or leave it out")
+        raise InputError("--public: has an effect only with --push; add --push USER/NAME, or leave it out")
     target = check_target(options.push, is_public=options.public) if options.push is not None else None
     for line in _export(options):
         notes.line(line)

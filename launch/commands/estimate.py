@@ -29,7 +29,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def run_estimate(options: EstimateOptions, _console: Console) -> ExitCode:
-    """Answers every case of the file, or of stdin for `-`; INPUT where one of them could not be."""
+    """Answers every case of the file, or of stdin for `-`; INPUT if one of them could not be."""
     path = options.cases
     if path == STDIN:
         return _answer_stream(sys.stdin.buffer, sys.stdout.buffer)

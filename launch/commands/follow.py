@@ -292,7 +292,7 @@ def _jobs(runs: Sequence[RunFiles], environment: Mapping[str, str]) -> list[Queu
 
 
 def _end_here(files: RunFiles, options: CancelOptions, console: Console, queue: Queue) -> str | None:
-    """Signals the supervisor where no job holds it; why that is not possible, in words."""
+    """Signals the supervisor of a run without a job; returns the reason if that is not possible."""
     if queue.problem is not None and files.submission is not None:
         return f"{files.run_dir} is marked, so that no job goes on with it, but its jobs stay: {queue.problem}"
     if queue.problem is None and queue.jobs_of_run(files):

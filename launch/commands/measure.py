@@ -60,7 +60,7 @@ _UNTIMED_STEPS = 3
 def run_ladder(
     options: LadderOptions, console: Console, progress: Console, *, environment: Mapping[str, str] = os.environ
 ) -> ExitCode:
-    """Climbs and tells; whatever is wrong with the input shows before the first rung."""
+    """Runs and shows the ladder; every fault of the input is reported before the first rung."""
     if options.num_steps < LEAST_LADDER_STEPS:
         raise InputError(f"--steps {options.num_steps}: the third step is the first that is measured; give 3 or more")
     rungs = None if options.rungs is None else parse_rungs(options.rungs)
@@ -175,7 +175,7 @@ def _plan_to_profile(inputs: PlanInputs, progress: Console, environment: Mapping
 
 @contextmanager
 def _place(options: ProfileOptions, inputs: PlanInputs, plan: Plan) -> Iterator[Path]:
-    """The run directory; of times alone one that goes when they are told, unless it was asked for."""
+    """The run directory; with --time alone a temporary one, unless --out names one."""
     if options.only_time and options.out is None:
         with scratch_folder(inputs.cache / PROFILE_FOLDER) as scratch:
             run_dir = scratch / "run"

@@ -13,7 +13,7 @@ from shardwise.trainer.spec.errors import ExitCode, InputError
 
 
 def run_report(options: ReportOptions, console: Console) -> ExitCode:
-    """Prints the reports, and writes the page where one is asked for; InputError for what is no run."""
+    """Prints the reports, and writes the page of --html; InputError if a folder is no run."""
     runs = recorded_runs(options.run_dirs)
     if options.html is not None:
         _write_page(options.html, runs)
@@ -29,9 +29,9 @@ def report_json(run: RecordedRun) -> dict[str, Any]:
     """The report with the run's directory and what would help; InputError where there is none."""
     if run.report is None:
         raise InputError(f"{run.run_dir}: {run.problem}: the run has not ended, or was killed before it could")
-    told: dict[str, Any] = msgspec.to_builtins(run.report)
+    figures: dict[str, Any] = msgspec.to_builtins(run.report)
     recommended = msgspec.to_builtins(run.recommended)
-    return {"run_dir": str(run.run_dir), **told, "recommendations": recommended}
+    return {"run_dir": str(run.run_dir), **figures, "recommendations": recommended}
 
 
 def _text(runs: Sequence[RecordedRun]) -> str:

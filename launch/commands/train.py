@@ -122,7 +122,7 @@ def _cancelled(run_dir: Path, console: Console) -> RunOutcome:
 
 
 def _find_run_dir(options: TrainOptions, plan: Plan) -> tuple[Path, Plan | None]:
-    """The run directory, and the plan it was started with where this is a resumption."""
+    """The run directory, and, if it is resumed, the plan that it was started with."""
     base = run_dirs.output_base(plan.job.output, plan.name)
     if not options.resume:
         check_disk(plan, options.run_dir or base)

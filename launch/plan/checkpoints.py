@@ -33,7 +33,7 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_facts(checkpoint: Path) -> SavedFacts | None:
-    """Of a checkpoint's folder; None where its manifest cannot be read: the ranks will say why."""
+    """Of a checkpoint's folder; None if its manifest cannot be read: the ranks will say why."""
     try:
         return msgspec.json.decode((checkpoint / "MANIFEST.json").read_bytes(), type=_Manifest).facts
     except (OSError, msgspec.DecodeError):
@@ -41,13 +41,13 @@ def read_facts(checkpoint: Path) -> SavedFacts | None:
 
 
 def newest_facts(run_dir: Path) -> SavedFacts | None:
-    """Of the newest checkpoint of a run whose manifest can be read; None where there is none."""
+    """Of the newest checkpoint of a run whose manifest can be read; None if there is none."""
     facts = (read_facts(folder) for folder in reversed(committed_checkpoints(run_dir)))
     return next((each for each in facts if each is not None), None)
 
 
 def obstacle_to_resume(saved: SavedFacts | None, candidate: Candidate) -> str | None:
-    """Why the candidate cannot go on from what was saved, after its name in a sentence; None where it can."""
+    """Why the candidate cannot go on from what was saved, after its name in a sentence; None if it can."""
     if saved is None:
         return None
     strategy, method = candidate.strategy, candidate.method
@@ -73,7 +73,7 @@ def needed_disk_bytes(plan: Plan) -> int:
 
 
 def check_disk(plan: Plan, run_dir: Path) -> None:
-    """EnvironmentFaultError with both numbers where the run would fill a disk, or a quota on it."""
+    """EnvironmentFaultError with both numbers if the run would fill a disk, or a quota on it."""
     check_nvme(plan)
     check_room(
         run_dir,

@@ -115,7 +115,7 @@ def describe_simulation(simulation: Simulation, predicted: MemoryEstimate, *, is
     """Lines: predicted beside simulated, event by event and part by part, with the relative difference.
 
     The closed form counts the matrix library's workspaces, which no dry run sees: they are taken out of its figures.
-    Reserved is as a run is started: with expandable segments where the device has them.
+    Reserved is as a run is started: with expandable segments if the device has them.
     """
     workspace = predicted.parts.get(_WORKSPACE, 0)
     seen = named_events(simulation.events, predicted.events)
@@ -158,7 +158,7 @@ MAX_DRY_RUNS = 6
 
 
 def after_dry_run(plan: Plan, console: Console) -> Plan:
-    """The plan of an architecture that no closed form knows, by its dry run; as it is where nothing has one."""
+    """The plan of an architecture that no closed form knows, by its dry run; unchanged if it has none."""
     if not plan.model_shape.is_described:
         return plan
     try:
@@ -170,9 +170,9 @@ def after_dry_run(plan: Plan, console: Console) -> Plan:
 
 
 def simulated_plan(plan: Plan, console: Console) -> tuple[Plan, list[str]]:
-    """The plan that takes the first candidate whose dry run fits, and what the dry run says beside the closed form.
+    """The plan with the first candidate whose dry run fits, and lines that compare it with the closed form.
 
-    NothingFitsError where none does, InputError where no candidate of an unknown architecture has a dry run.
+    NothingFitsError if none does, InputError if no candidate of an unknown architecture has a dry run.
     """
     shape, is_cpu = plan.model_shape, plan.device_kind is DeviceKind.CPU
     obstacle = obstacle_to_dry_run(plan.chosen, shape, is_cpu=is_cpu)

@@ -1,12 +1,10 @@
-"""Has FP8 timed on a model's own matrix shapes before `shardwise train` takes a plan, in a process with an end.
+"""The gain of FP8 on a model's own matrix shapes, timed by a worker before `shardwise train` plans, and its cache.
 
-Only where the answer could change what is taken: the job allows FP8 and does not pin it, and a row in it could run.
-What was timed is kept in the cache. What could not be timed is told in a line, and FP8 is not taken by that plan.
+Only if the answer could change the choice: the job allows FP8 and does not pin it, and a row in it could run. If the
+timing fails, one line says why, and the plan does not choose FP8.
 
-The cache's memory of what FP8 gained: one file for each model shape, device, versions, recipe and tokens.
-
-A file that cannot be read, or that answers another question, is told in a line and passed over: the next
-`shardwise train` times it anew.
+The cache has one file for each model shape, device, versions, recipe and number of tokens. A file that cannot be read,
+or was written for other values, is reported in a line, and the next `shardwise train` measures again.
 """
 
 import hashlib
@@ -34,7 +32,7 @@ from shardwise.trainer.spec.units import format_seconds
 FOLDER = "fp8"
 LIBRARIES = ("torch", "transformer-engine", "torchao")
 # A micro batch is not known before it is planned. From some thousand tokens on the casts of the weights, which more
-# tokens share, are a small part, so what is timed is a power of two up to here, or a single row where that is longer.
+# tokens share, are a small part, so what is timed is a power of two up to here, or a single row if that is longer.
 USUAL_TOKENS, MOST_TOKENS = 4096, 8192
 
 
@@ -80,7 +78,7 @@ def read_fp8_gain(cache: Path, key: Fp8GainKey) -> tuple[Fp8Gain | None, str | N
 
 
 def keep_fp8_gain(cache: Path, key: Fp8GainKey, gain: Fp8Gain) -> str | None:
-    """Writes what was timed; the reason where it cannot be kept."""
+    """Writes what was timed; the reason if it cannot be kept."""
     path = _path(cache, key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

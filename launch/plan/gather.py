@@ -61,7 +61,7 @@ class PlanInputs(NamedTuple):
     hardware: Hardware
     request: PrepareRequest
     cache: Path  # of token caches and operators
-    hub_home: Path | None  # Hugging Face's home folder where a config.yaml names one
+    hub_home: Path | None  # Hugging Face's home folder if a config.yaml names one
     fp8_gain: Fp8Gain | None = None  # timed just now; None: what the cache holds
     model_code: ModelCode | None = None  # that the job trusts
     partition: "PartitionHardware | None" = None  # whose nodes `hardware` describes
@@ -136,7 +136,7 @@ def _read_shape(job: Job, model: ModelFiles, code: ModelCode | None, *, describe
 
 
 def with_weights(inputs: PlanInputs) -> PlanInputs:
-    """The same inputs with the model's weights on this machine; downloads them where they are not."""
+    """The same inputs with the model's weights on this machine; downloads missing ones."""
     if not inputs.model.needs_download:
         return inputs
     job = inputs.resolved.job
@@ -263,7 +263,7 @@ def _only(hardware: Hardware, gpus: tuple[int, ...]) -> Hardware:
 
 
 def profile_data(inputs: PlanInputs) -> DataProfile:
-    """The prepared profile where the cache has it, else an estimate from file sizes."""
+    """The prepared profile if the cache has it, else an estimate from file sizes."""
     prepared = None if inputs.model.needs_download else find_prepared(inputs.request)
     if prepared is not None:
         return prepared

@@ -169,7 +169,7 @@ def _read_limits(
     qos: str | None,
     environment: Mapping[str, str],
 ) -> tuple[JobLimits, ...]:
-    """Of the partition's own QOS, of the job's and of its account; none where the cluster holds jobs to none."""
+    """Of the partition's own QOS, of the job's and of its account; none if the cluster holds jobs to none."""
     if not _enforced(config) & {"limits", "safe", "all"}:
         return ()
     job_qos = qos or (access.job_qos if access is not None else None)

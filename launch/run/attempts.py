@@ -2,7 +2,7 @@
 
 After an out of memory comes the plan's next fallback, after a death or a hang the same again (`retries`), from the
 newest checkpoint. The global batch stays: a fallback differs in micro batch, accumulation or mechanism, never in what a
-step learns from. The report of the run tells of every attempt.
+step learns from. The report of the run has every attempt.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ class Surroundings(NamedTuple):
     stop: StopRequest
     environment: Mapping[str, str]
     limits: WatchLimits
-    cluster: Cluster | None  # the machines, where there are several
+    cluster: Cluster | None  # of a run on several machines
     deadline: Deadline | None
     trackers: TrackerProcess
 
@@ -109,7 +109,7 @@ def _run_all(around: Surroundings, *, resume: bool) -> RunOutcome:
         end = _run_one(around, attempt_dir, course, spending)
         decision = _after(course, end, number, around)
         number = None if stop.kind is not None else decision.candidate
-        report = _told(end, decision, stop, run_dir)
+        report = _run_report(end, decision, stop, run_dir)
         course.history.append(attempt_record(end, report, attempt_dir, begin))
         course.roll_backs += report.roll_backs
         course.incidents += [*end.report.incidents, *spending.incidents(report)]
@@ -233,7 +233,7 @@ def _after(course: _Course, end: AttemptEnd, number: int, around: Surroundings) 
 
 
 def _obstacle_to_build(around: Surroundings, candidate: Candidate) -> str | None:
-    """Builds the operators of a fallback that the run comes to; why they cannot be, after its name in a sentence."""
+    """Builds the operators of a fallback; if that fails, the end of a sentence that begins with its name."""
     if around.plan.num_machines > 1:
         return None  # each machine builds its own when it starts the attempt
     try:
@@ -255,7 +255,7 @@ def _build_operators(around: Surroundings, candidate: Candidate) -> None:
 
 
 def _after_lost_machine(course: _Course, end: AttemptEnd, around: Surroundings) -> Decision:
-    """A job that has lost a node gets no other: Slurm starts it again on nodes that are there."""
+    """A job that lost a node gets no replacement: Slurm has to start it again on other nodes."""
     if around.stop.kind is None and num_at_step(course.history, end.report.step) + 1 >= MAX_SAME_STEP:
         return Decision(None, f"it was the {MAX_SAME_STEP}rd time at step {end.report.step}: not given back to Slurm")
     if around.stop.kind is None:
@@ -277,7 +277,7 @@ def _saved_step(run_dir: Path) -> int:
 
 
 def _place_of_last(run_dir: Path, candidates: tuple[Candidate, ...], console: Console) -> int:
-    """The candidate of the newest attempt: a run whose memory ran out before goes on with the fallback it came to."""
+    """The candidate of the newest attempt, which may be a fallback."""
     newest = run_dir / "attempts" / str(run_dirs.next_attempt(run_dir) - 1) / "plan.json"
     try:
         place = candidates.index(codec.read(newest, Plan).chosen)
@@ -288,11 +288,11 @@ def _place_of_last(run_dir: Path, candidates: tuple[Candidate, ...], console: Co
     return place
 
 
-def _told(end: AttemptEnd, decision: Decision, stop: StopRequest, run_dir: Path) -> Report:
-    """The attempt's report with the ending and the exit code of the run, and the checkpoint that it leaves.
+def _run_report(end: AttemptEnd, decision: Decision, stop: StopRequest, run_dir: Path) -> Report:
+    """The attempt's report with the ending, exit code and newest checkpoint of the run.
 
-    Only this process knows whether Ctrl-C or TERM and USR1 asked for the end. An attempt that failed meanwhile, and
-    would have been followed by another, was stopped all the same: whoever starts it again goes on from there.
+    Only this process knows whether Ctrl-C, or TERM or USR1, was the request to stop. A stopped run whose attempt failed
+    meanwhile, and would have been followed by another, counts as stopped: it can be resumed.
     """
     report = end.report
     ending = Ending.OUT_OF_MEMORY if decision.is_out_of_fallbacks else report.ending

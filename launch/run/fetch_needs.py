@@ -52,7 +52,7 @@ class Source(NamedTuple):
 
 
 def model_need(job: Job, model: ModelFiles, hub_home: Path | None) -> Need | None:
-    """The weights; None where they are a folder of this machine, or the model starts from scratch."""
+    """The weights; None if they are a folder of this machine, or the model starts from scratch."""
     cache, repository = hub_cache(hub_home), model.repository
     if repository is None:
         return None
@@ -86,7 +86,7 @@ def data_need(source: Source, hub_home: Path | None) -> Need:
 
 
 def check_room(folder: Path, *, num_bytes: int, num_files: int, what: str) -> None:
-    """EnvironmentFaultError with both numbers where a cache's file system, or a quota, leaves too little."""
+    """EnvironmentFaultError with both numbers if a cache's file system, or a quota, leaves too little."""
     disks.check_room(
         folder,
         num_bytes=num_bytes,

@@ -110,7 +110,7 @@ class Rung(Value, frozen=True, kw_only=True):
 
 
 class RungResult(Value, frozen=True, kw_only=True):
-    """One rung after its steps; the report is there where it ran, or ran out of memory."""
+    """One rung after its steps; `report` is None if it neither ran nor ran out of memory."""
 
     rung: Rung
     outcome: Outcome
@@ -125,7 +125,7 @@ class RungResult(Value, frozen=True, kw_only=True):
 
 
 def climb(around: Climb, rungs: Sequence[Rung]) -> tuple[RungResult, ...]:
-    """Runs the rungs from the lowest up; ends early where a stop is asked for."""
+    """Runs the rungs from the lowest up; ends early after a stop request."""
     results: list[RungResult] = []
     settings = common_settings(around)
     with scratch_folder(around.inputs.cache / "ladder") as scratch:
@@ -279,7 +279,7 @@ def _value_names(kind: type[StrEnum]) -> Sequence[str]:
 
 
 def ladder_rows(results: Sequence[RungResult]) -> list[dict[str, Any]]:
-    """One mapping a rung, with plain figures: bytes, seconds, shares; None where there is no figure."""
+    """One mapping a rung, with plain figures: bytes, seconds, shares; None if there is no figure."""
     rows: list[dict[str, Any]] = []
     below: dict[str, Any] = {}
     for result in results:
@@ -330,7 +330,7 @@ def ladder_csv(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def ladder_page(title: str, results: Sequence[RungResult], *, common: str) -> Page:
-    """The ladder for a terminal and for HTML; `common` says what is the same on every rung."""
+    """The ladder for a terminal and for HTML; `common` states what every rung shares."""
     rows = ladder_rows(results)
     seen = [row for row in rows if row["peak_bytes"] is not None or row["outcome"] == Outcome.OUT_OF_MEMORY]
     blocks = (

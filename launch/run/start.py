@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
     """A plan whose data is on this machine."""
 
     plan: Plan
-    resolved: ResolvedJob | None  # None where a kept plan was given
+    resolved: ResolvedJob | None  # None if a kept plan was given
     cache: Path
 
     @property
@@ -130,7 +130,7 @@ def _check_several(options: TrainOptions, machines: Machines) -> None:
 
 
 def _as_submitted(found: Hardware, run_dir: Path | None, console: Console) -> Hardware:
-    """The hardware that was found, with as many ranks on its CPU as the run had; tells what was planned otherwise."""
+    """The hardware found here, with the run's number of ranks on a CPU; reports differences from the plan."""
     if run_dir is None or not (run_dir / "hardware.json").is_file():
         return found
     planned = codec.read(run_dir / "hardware.json", Hardware)
@@ -167,7 +167,7 @@ def _prepare_kept_plan(
 
 
 def _hardware_of_run(plan: Plan, here: Hardware) -> Hardware:
-    """The machine with the cards that a kept plan names; those found here where it was made for cards of no machine."""
+    """The machine with the cards that a kept plan names; those found here if it names none."""
     if plan.hardware.source != "probe" or plan.hardware.num_nodes > 1:
         return here
     return msgspec.structs.replace(plan.hardware, gpus=plan.hardware.gpus[: plan.chosen.num_ranks])

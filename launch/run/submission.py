@@ -74,7 +74,7 @@ class Target(NamedTuple):
 
     points: tuple[Point, ...]
     hardware: Hardware
-    found: PartitionHardware | None  # None: no Slurm is here, and the hardware is what --hardware says
+    found: PartitionHardware | None  # None: no Slurm is here, and the hardware is that of --hardware
 
     @property
     def resolved(self) -> ResolvedJob:
@@ -255,7 +255,7 @@ def _folders(target: Target, run_dir: Path, environment: Mapping[str, str]) -> l
 
 
 def node_counts_section(inputs: PlanInputs, plan: Plan) -> Section | None:
-    """The numbers of nodes side by side, and jobs at the time limit; None where the machine is no partition's nodes."""
+    """The numbers of nodes side by side, and jobs at the time limit; None if the machine is no partition's nodes."""
     found = inputs.partition
     if found is None:
         return None
@@ -286,7 +286,7 @@ def _plan_for(num_nodes: int, inputs: PlanInputs, plan: Plan) -> NodeCount:
 
 
 def check_network(inputs: PlanInputs, plan: Plan, *, job_name: str) -> str | None:
-    """A line on what the job will download, None where there is nothing; InputError where its nodes reach no hub."""
+    """A line on what the job will download, None if there is nothing; InputError where its nodes reach no hub."""
     network = inputs.resolved.job.slurm.network
     missing = missing_for(inputs, kernel=kernel_of(plan))
     if not missing:
@@ -306,7 +306,7 @@ def check_network(inputs: PlanInputs, plan: Plan, *, job_name: str) -> str | Non
 
 
 def check_output_room(plans: Sequence[Plan], run_dir: Path) -> None:
-    """EnvironmentFaultError with both numbers where the run directory's disk, or a quota, lacks bytes or inodes."""
+    """EnvironmentFaultError with both numbers if the run directory's disk, or a quota, lacks bytes or inodes."""
     folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if not os.access(folder, os.W_OK):
         raise EnvironmentFaultError(f"{folder}: no permission to write; name another place with output or --run-dir")

@@ -42,7 +42,7 @@ TRIAL_STEPS = 6
 
 
 class Trial(NamedTuple):
-    """One candidate after its steps; `report` is None where it could not run."""
+    """One candidate after its steps; `report` is None if it could not run."""
 
     candidate: Candidate
     report: Report | None
@@ -64,7 +64,7 @@ class Trial(NamedTuple):
 
 
 class TrialsStoppedError(ShardwiseError):
-    """A stop was asked for: nothing is left running, and nothing was decided."""
+    """A stop request arrived: no process is left, and nothing was decided."""
 
     def __init__(self, stop: StopRequest) -> None:
         super().__init__("stopped in a trial: nothing was trained")

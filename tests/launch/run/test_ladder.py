@@ -1,15 +1,69 @@
-"""The figures of the ladder: what changed against which rung, and what is said of a rung that has none."""
+"""Rungs are written as in a job file, figures are compared with the rung below, and limits hold what does not fit."""
 
 import csv
 import io
 
 import pytest
 from msgspec.structs import replace
+from planning_factory import machine, plan_of
 from report_factory import MIB, make_candidate, make_report
 
-from shardwise.launch.run.ladder import Outcome, RungResult, ladder_csv, ladder_page, ladder_rows, parse_rungs
+from shardwise.launch.run.ladder import (
+    Outcome,
+    RungResult,
+    default_rungs,
+    held_to,
+    ladder_csv,
+    ladder_page,
+    ladder_rows,
+    parse_rungs,
+)
+from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.page.content import page_text
+from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.report import Ending, Figures, MemoryFigures, SpeedFigures
+from shardwise.trainer.spec.units import GIB
+
+
+@pytest.mark.parametrize(
+    ("word", "settings"),
+    [
+        ("bf16-mixed", {"pin.precision": "bf16-mixed"}),
+        ("qlora", {"train.method": "qlora"}),
+        ("compile", {"pin.compile": "true"}),
+        ("loss=eager", {"pin.loss": "eager"}),
+        ("micro_batch=2", {"pin.micro_batch": "2"}),
+        ("lora+train.lora.rank=4", {"train.method": "lora", "train.lora.rank": "4"}),
+    ],
+)
+def test_a_rung_is_what_it_would_be_in_a_job_file(word, settings):
+    (rung,) = parse_rungs(word)
+    assert (rung.name, rung.settings) == (word, settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("fp32,eager", "attention=eager or loss=eager"),
+        ("chunkd", r"did you mean chunked\?"),
+        ("data.train=other", r"data\.train"),
+        ("", "technique"),
+    ],
+)
+def test_what_is_no_rung_is_answered_with_what_would_be(text, fact):
+    with pytest.raises(InputError, match=fact):
+        parse_rungs(text)
+
+
+def test_the_default_rungs_compute_in_what_the_card_has():
+    newest, old = default_rungs(machine("1xRTX-4090")), default_rungs(machine("1xT4"))
+    assert [rung.name for rung in newest] == [
+        "fp32", "bf16-mixed", "full", "sdpa", "flash", "chunked", "adamw_8bit", "lora", "qlora"
+    ]  # fmt: skip
+    assert [rung.name for rung in old][1] == "fp16-mixed"
+    unknown = machine("1xT4")
+    unknown = replace(unknown, gpus=tuple(replace(gpu, compute_capability=None) for gpu in unknown.gpus))
+    assert default_rungs(unknown)[1].name == "bf16-mixed"
 
 
 def ran(name: str, *, peak: int, predicted: int, step_s: float | None = 1.0) -> RungResult:
@@ -69,3 +123,23 @@ def test_the_csv_reads_back_to_the_rows():
     assert [row["rung"] for row in read] == ["fp32", "bf16-mixed", "flash", "full", "lora"]
     assert read[3]["peak_bytes"] == str(100 * MIB) and read[0]["peak_bytes"] == ""
     assert read[3]["settings"] == "pin.checkpointing=full"
+
+
+def test_a_cpu_without_a_cap_is_capped_at_what_is_usable():
+    plan, here = plan_of("tiny", "1xCPU"), machine("1xCPU")
+    held = held_to(plan, here)
+    assert held.hardware.vram_cap_bytes == held.chosen.memory.usable_bytes == device_of(here).usable_bytes
+
+
+def test_a_cap_that_was_asked_for_stays():
+    here = replace(machine("1xCPU"), vram_cap_bytes=GIB)
+    held = held_to(plan_of("tiny", "1xCPU"), here)
+    assert held.hardware == here and held.chosen.memory.usable_bytes == GIB
+
+
+def test_a_card_limits_itself():
+    here = machine("1xRTX-4090")
+    held = held_to(plan_of("tiny", "8xH100-SXM5-80GB"), here)
+    assert held.hardware == here
+    assert held.chosen.memory.usable_bytes == device_of(here).usable_bytes < 24 * GIB
+    assert len(held.candidates) == 1
