@@ -18,10 +18,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from shardwise.launch.attempt.supervisor import StopRequest
-from shardwise.launch.inputs.prepare_data import prepare_data
 from shardwise.launch.options import LadderOptions, ProfileOptions
-from shardwise.launch.plan.gather import PlanInputs, plan_inputs, read_inputs, with_weights
-from shardwise.launch.probe.torch_fit import check_torch
+from shardwise.launch.plan.gather import PlanInputs, plan_inputs, read_inputs
 from shardwise.launch.run.attempts import stop_code
 from shardwise.launch.run.ladder import (
     Climb,
@@ -34,7 +32,7 @@ from shardwise.launch.run.ladder import (
     ladder_rows,
     parse_rungs,
 )
-from shardwise.launch.run.trials import check_trials_can_run, run_short, scratch_folder, short_plan
+from shardwise.launch.run.trials import check_trials_can_run, ready_inputs, run_short, scratch_folder, short_plan
 from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.rundir.lock import locked
 from shardwise.launch.show.report.profile import profile_json, profile_page
@@ -73,9 +71,7 @@ def run_ladder(
         environment=environment,
     )
     check_trials_can_run(inputs.hardware, what="shardwise ladder")
-    inputs = inputs._replace(hardware=check_torch(inputs.hardware, environment))
-    inputs = with_weights(inputs)
-    data = prepare_data(inputs.request, on_progress=progress.line)
+    inputs, data = ready_inputs(inputs, console=progress, environment=environment)
     stop = StopRequest()
     around = Climb(options.job, options.overrides, inputs, data, options.num_steps, progress, stop, environment)
     with stop.listening():
@@ -158,19 +154,13 @@ def run_profile(
         environment=environment,
     )
     check_trials_can_run(inputs.hardware, what="shardwise profile")
-    inputs = inputs._replace(hardware=check_torch(inputs.hardware, environment))
     if options.out is not None:
         run_dirs.refuse_used(options.out)
-    plan, inputs = _plan_to_profile(inputs, progress, environment)
+    inputs, data = ready_inputs(inputs, console=progress, environment=environment)
+    plan = plan_inputs(inputs, data, environment=environment)
     stop = StopRequest()
     with stop.listening(), _place(options, inputs, plan) as run_dir:
         return _profile(options, inputs, plan, run_dir, stop, console, progress, environment)
-
-
-def _plan_to_profile(inputs: PlanInputs, progress: Console, environment: Mapping[str, str]) -> tuple[Plan, PlanInputs]:
-    inputs = with_weights(inputs)
-    data = prepare_data(inputs.request, on_progress=progress.line)
-    return plan_inputs(inputs, data, environment=environment), inputs
 
 
 @contextmanager

@@ -115,17 +115,13 @@ def missing_for(
 
     Config, tokenizer and data that is not streamed are here already, as nothing could be planned without them.
     """
-    return tuple(_missing(inputs, kernel, environment))
-
-
-def _missing(inputs: PlanInputs, kernel: str | None, environment: Mapping[str, str]) -> Iterator[str]:
-    if inputs.model.needs_download:
-        yield f"the weights of {inputs.model.repository}"
+    missing = [f"the weights of {inputs.model.repository}"] if inputs.model.needs_download else []
     listed = (*inputs.request.files, *inputs.request.eval_files)
     remote = {
         file.hub.partition("@")[0].removeprefix("hf://datasets/") for file in listed if file.is_remote and file.hub
     }
     if remote:
-        yield f"the data of {', '.join(sorted(remote))}"
+        missing.append(f"the data of {', '.join(sorted(remote))}")
     if kernel is not None and not has_kernel(kernel, environment):
-        yield f"the kernel {kernel}"
+        missing.append(f"the kernel {kernel}")
+    return tuple(missing)

@@ -162,9 +162,8 @@ def common_settings(around: Climb) -> dict[str, str]:
 
 def rung_plan(around: Climb, settings: dict[str, str]) -> Plan:
     """The plan with these settings, whether it fits or not; InputError and NothingFitsError where there is none."""
-    inputs = around.inputs
-    resolved = replace(inputs.resolved, job=_job_of(around, settings))
-    return plan_regardless(inputs._replace(resolved=resolved), around.data, environment=around.environment)
+    resolved = replace(around.inputs.resolved, job=_job_of(around, settings))
+    return plan_regardless(around.inputs._replace(resolved=resolved), around.data, environment=around.environment)
 
 
 def _job_of(around: Climb, settings: dict[str, str]) -> Job:
@@ -245,16 +244,14 @@ def _setting_of(word: str) -> tuple[str, str]:
     if equals:
         return _named(name), value
     if name in _AMBIGUOUS:
-        examples = " or ".join(
-            f"{key.removeprefix('pin.')}={name}" for key, kind in _VALUES if name in _value_names(kind)
-        )
+        examples = " or ".join(f"{key.removeprefix('pin.')}={name}" for key, kind in _VALUES if name in [*kind])
         raise InputError(f"--rungs: {name} could be of several settings; write {examples}")
     if name in _SWITCHES:
         return f"pin.{name}", "true"
     for key, kind in _VALUES:
-        if name in _value_names(kind):
+        if name in [*kind]:
             return key, name
-    meant = close_matches(name, _known())
+    meant = close_matches(name, [*(value for _, kind in _VALUES for value in kind), *_SWITCHES])
     hint = f"did you mean {meant[0]}?" if meant else "a rung is a value of a pin, such as bf16-mixed, full, chunked"
     raise InputError(f"--rungs: {name!r} is not a technique; {hint}")
 
@@ -266,16 +263,6 @@ def _named(name: str) -> str:
     if not path.startswith(_SECTIONS):
         raise InputError(f"--rungs: {name} cannot be a rung: batch, data and seed are the same on all of them")
     return path
-
-
-def _known() -> Iterator[str]:
-    for _, kind in _VALUES:
-        yield from _value_names(kind)
-    yield from _SWITCHES
-
-
-def _value_names(kind: type[StrEnum]) -> Sequence[str]:
-    return [member.value for member in kind]
 
 
 def ladder_rows(results: Sequence[RungResult]) -> list[dict[str, Any]]:
@@ -343,7 +330,7 @@ def ladder_page(title: str, results: Sequence[RungResult], *, common: str) -> Pa
     phases = [row for row in seen if any(row[f"{phase}_peak_bytes"] for phase in PHASES)]
     if phases:
         sections.append(Section(title="Peak by phase of the step", blocks=(_phase_table(phases),)))
-    others = tuple(_told(results, rows))
+    others = tuple(_remarks(results, rows))
     if others:
         sections.append(Section(title="Not measured", blocks=others))
     return Page(title=title, sections=tuple(sections))
@@ -368,13 +355,12 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _phase_table(rows: Sequence[dict[str, Any]]) -> Table:
-    cells = [(row["rung"], *(_bytes(row[f"{phase}_peak_bytes"]) for phase in PHASES)) for row in rows]
-    between = [_bytes(row["steady_bytes"]) for row in rows]
-    table = [(*row, steady) for row, steady in zip(cells, between, strict=True)]
-    return Table(rows=(("rung", *PHASES, "between steps"), *table), right=(1, 2, 3, 4))
+    columns = (*(f"{phase}_peak_bytes" for phase in PHASES), "steady_bytes")
+    cells = [(row["rung"], *(_bytes(row[column]) for column in columns)) for row in rows]
+    return Table(rows=(("rung", *PHASES, "between steps"), *cells), right=(1, 2, 3, 4))
 
 
-def _told(results: Sequence[RungResult], rows: Sequence[dict[str, Any]]) -> Iterator[Sentence]:
+def _remarks(results: Sequence[RungResult], rows: Sequence[dict[str, Any]]) -> Iterator[Sentence]:
     """Remarks that do not fit the table."""
     for result, row in zip(results, rows, strict=True):
         if result.outcome is Outcome.OUT_OF_MEMORY:
@@ -403,7 +389,7 @@ def _percent(value: float | None) -> str:
 
 
 def plan_regardless(inputs: PlanInputs, data: DataProfile, *, environment: Mapping[str, str] = os.environ) -> Plan:
-    """The plan of these inputs, whether it fits or not; InputError and NothingFitsError where there is none."""
+    """The plan of these inputs, whether it fits or not; InputError and NothingFitsError if there is none."""
     try:
         return plan_inputs(inputs, data, environment=environment)
     except NothingFitsError:
@@ -421,7 +407,7 @@ def held_to(plan: Plan, hardware: Hardware) -> Plan:
 
 
 def without_limits(limits: Limits) -> Limits:
-    """Neither time nor money limits a few steps."""
+    """Limits without time and money, which a few steps do not need."""
     return replace(limits, hours=_AMPLE_HOURS, cost=None)
 
 

@@ -90,12 +90,18 @@ def check_trials_can_run(hardware: Hardware, *, what: str = "--trial") -> None:
         raise EnvironmentFaultError(f"this is a Slurm login node: {what} belongs on a compute node")
 
 
+def ready_inputs(
+    inputs: PlanInputs, *, console: Console, environment: Mapping[str, str]
+) -> tuple[PlanInputs, DataProfile]:
+    """The inputs with torch checked and weights downloaded, and the prepared data."""
+    inputs = with_weights(inputs._replace(hardware=check_torch(inputs.hardware, environment)))
+    return inputs, prepare_data(inputs.request, on_progress=console.line)
+
+
 def tried_plan(inputs: PlanInputs, num: int, *, console: Console, environment: Mapping[str, str] = os.environ) -> Plan:
     """The plan of a job after trials of its best `num` candidates; prepares the data they need."""
     check_trials_can_run(inputs.hardware)
-    inputs = inputs._replace(hardware=check_torch(inputs.hardware, environment))
-    inputs = with_weights(inputs)
-    data = prepare_data(inputs.request, on_progress=console.line)
+    inputs, data = ready_inputs(inputs, console=console, environment=environment)
     return plan_after_trials(inputs, data, num, console=console, environment=environment)
 
 
@@ -131,7 +137,12 @@ def run_trials(
             console.line(f"{head} ...")
             run_dir = scratch / str(number)
             report, words = _run_trial(
-                trial_plan(plan, candidate), run_dir, cache=cache, console=console, stop=stop, environment=environment
+                short_plan(plan, candidate, num_steps=TRIAL_STEPS),
+                run_dir,
+                cache=cache,
+                console=console,
+                stop=stop,
+                environment=environment,
             )
             if stop.kind is not None:
                 raise TrialsStoppedError(stop)
@@ -140,11 +151,6 @@ def run_trials(
             if report is not None:
                 shutil.rmtree(run_dir)
     return tuple(trials)
-
-
-def trial_plan(plan: Plan, candidate: Candidate) -> Plan:
-    """`plan` cut down to a few steps of one candidate, with nothing to score, save or decode."""
-    return short_plan(plan, candidate, num_steps=TRIAL_STEPS)
 
 
 def _run_trial(

@@ -1,12 +1,12 @@
 """`shardwise fetch` downloads enough to train without a network, and asks the hub nothing about complete files."""
 
-import array
 import json
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hub_server import COMMIT, Hub, serving
+from safetensors.numpy import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from workplace_factory import SENTENCES, TINY_CONFIG, Workplace
 
@@ -16,28 +16,18 @@ ROWS = [{"text": f"{SENTENCES[number % 4]} {number}"} for number in range(240)]
 
 def weights() -> bytes:
     """model.safetensors of the tiny Llama, drawn at random."""
-    width, inner, layers = (
-        TINY_CONFIG["hidden_size"],
-        TINY_CONFIG["intermediate_size"],
-        TINY_CONFIG["num_hidden_layers"],
-    )
+    width, inner = TINY_CONFIG["hidden_size"], TINY_CONFIG["intermediate_size"]
     key = width * TINY_CONFIG["num_key_value_heads"] // TINY_CONFIG["num_attention_heads"]
-    shapes: dict[str, Sequence[int]] = {"model.embed_tokens.weight": (320, width), "model.norm.weight": (width,)}
-    for layer in range(layers):
-        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-        shapes |= {f"{attention}.q_proj.weight": (width, width), f"{attention}.o_proj.weight": (width, width)}
-        shapes |= {f"{attention}.{name}_proj.weight": (key, width) for name in "kv"}
-        shapes |= {f"{mlp}.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
-        shapes |= {f"{mlp}.down_proj.weight": (width, inner)}
-        shapes |= {f"model.layers.{layer}.{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
-    draw, header, content = random.Random(7), {}, b""
-    for name, shape in shapes.items():
-        size = shape[0] * (shape[1] if len(shape) > 1 else 1)
-        numbers = array.array("f", (1.0 if len(shape) == 1 else draw.gauss(0, 0.05) for _ in range(size)))
-        begin, content = len(content), content + numbers.tobytes()
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, len(content)]}
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + content
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (320, width), "norm": (width,)}
+    for layer in range(TINY_CONFIG["num_hidden_layers"]):
+        shapes |= {f"layers.{layer}.self_attn.{name}_proj": (width, width) for name in "qo"}
+        shapes |= {f"layers.{layer}.self_attn.{name}_proj": (key, width) for name in "kv"}
+        shapes |= {f"layers.{layer}.mlp.{name}_proj": (inner, width) for name in ("gate", "up")}
+        shapes |= {f"layers.{layer}.mlp.down_proj": (width, inner)}
+        shapes |= {f"layers.{layer}.{name}_layernorm": (width,) for name in ("input", "post_attention")}
+    draw = np.random.default_rng(7)
+    drawn = {name: draw.normal(0, 0.05, shape) if len(shape) > 1 else np.ones(shape) for name, shape in shapes.items()}
+    return save({f"model.{name}.weight": values.astype(np.float32) for name, values in drawn.items()})
 
 
 def tokenizer() -> bytes:

@@ -9,14 +9,13 @@ import signal
 import struct
 import subprocess
 import termios
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from small_terminal import SmallTerminal
-from workplace_factory import LIMIT_S, Workplace
+from workplace_factory import LIMIT_S, Workplace, wait_for
 
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.report import Ending, Report
@@ -68,13 +67,6 @@ def read_all(master: int) -> str:
         content += more
     os.close(master)
     return content.decode().replace("\r\n", "\n")
-
-
-def wait_for(found: object, what: str) -> None:
-    until = time.monotonic() + LIMIT_S
-    while not found():  # type: ignore[operator]
-        assert time.monotonic() < until, f"waited for {what}"
-        time.sleep(0.05)
 
 
 def test_a_run_and_its_watcher_show_the_same_on_terminals(workplace: Workplace, started):

@@ -2,14 +2,13 @@
 
 import json
 import signal
-import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tracker_factory import write_program
 from wandb_log import LoggedRun
 from wandb_stand_in import write_stand_in
-from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics
+from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics, wait_for
 
 from shardwise.launch.track.offline import offline_logs, read_wandb_run
 from shardwise.launch.track.tracker import measured_series, predicted_series
@@ -34,10 +33,10 @@ def told(place: Workplace) -> list[dict]:
 def stop_in_the_middle(place: Workplace) -> str:
     """USR1 at the third step: the run goes back to a scheduler."""
     process = place.start("train", "job.yaml")
-    until = time.monotonic() + LIMIT_S
-    while not any((place.folder / "runs").glob("*/metrics.jsonl")) or len(read_metrics(place.only_run())) < 3:
-        assert time.monotonic() < until and process.poll() is None
-        time.sleep(0.05)
+    metrics = "runs/*/metrics.jsonl"
+    wait_for(
+        lambda: [path for path in place.folder.glob(metrics) if path.read_text().count("\n") > 2], "3 steps", process
+    )
     process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 75, output

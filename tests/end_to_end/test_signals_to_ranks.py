@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fault_factory import Fault, losses_of, run_plan, with_faults
 from rank_factory import rank_plan, write_rows
-from workplace_factory import LIMIT_S, Workplace
+from workplace_factory import LIMIT_S, Workplace, wait_for
 
 from shardwise.launch.attempt.supervisor import StopRequest
 from shardwise.launch.rundir.process_record import descendants, read_records
@@ -30,16 +30,11 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     )
 
 
-def beside(work: Callable[[Callable[[], bool]], None], until: threading.Event) -> threading.Thread:
-    thread = threading.Thread(target=work, args=(until.is_set,))
-    thread.start()
-    return thread
-
-
 def run_beside(plan: Plan, run_dir: Path, work: Callable[[Callable[[], bool]], None], stop: StopRequest) -> Report:
     """The report of a run while `work` disturbs it; it is asked to end by what it is called with."""
     is_over = threading.Event()
-    thread = beside(work, is_over)
+    thread = threading.Thread(target=work, args=(is_over.is_set,))
+    thread.start()
     try:
         outcome, printed = run_plan(plan, run_dir, stop=stop)
     finally:
@@ -95,16 +90,10 @@ def test_a_request_during_a_save_waits_for_it_and_saves_what_came_after(plan, tm
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_request_while_the_data_is_prepared_ends_in_order(workplace: Workplace, number: signal.Signals):
     process = workplace.start("train", "job.yaml")
-    deadline = time.monotonic() + LIMIT_S
-    while not descendants(process.pid):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: descendants(process.pid), "a process of the preparation", process)
     family = descendants(process.pid)
     os.kill(process.pid, number)
     output = process.communicate(timeout=LIMIT_S)[0]
     assert process.returncode == ExitCode.REQUEUE, output
     assert "Traceback" not in output
-    deadline = time.monotonic() + LIMIT_S
-    while any(each.is_alive for each in family):
-        assert time.monotonic() < deadline, "its helpers outlived it"
-        time.sleep(0.05)
+    wait_for(lambda: not any(each.is_alive for each in family), "the end of its helpers")

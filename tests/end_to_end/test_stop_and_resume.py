@@ -5,12 +5,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics
+from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics, wait_for
 
 from shardwise.launch.rundir.cancel_flag import is_cancelled, write_cancel_flag
 from shardwise.launch.rundir.process_record import ProcessRecord, descendants, read_records, record_of
@@ -51,13 +50,6 @@ def straight_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     place.write_job(**LONG)
     place.run("train", "job.yaml")
     return losses(place.only_run())
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited for {what}"
-        time.sleep(0.02)
 
 
 def num_steps_done(place: Workplace) -> int:
@@ -191,14 +183,6 @@ def keep_capped_plan(place: Workplace, *, cap_bytes: int, micro_batches: tuple[i
     kept = place.folder / "kept.json"
     kept.write_text(json.dumps(plan))
     return kept
-
-
-def test_a_kept_plan_keeps_its_fallbacks(workplace):
-    kept = keep_capped_plan(workplace, cap_bytes=2**40, micro_batches=(64,))
-    workplace.run("train", kept, "--dry-run")
-    plan = codec.read(workplace.only_run() / "plan.json", Plan)
-    assert [fallback.micro_batch for fallback in plan.fallbacks] == [64]
-    assert plan.notes == codec.read(kept, Plan).notes
 
 
 @pytest.mark.parametrize(

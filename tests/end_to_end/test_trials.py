@@ -2,13 +2,12 @@
 
 import io
 import signal
-import time
 from pathlib import Path
 
 import msgspec
 import pytest
 from msgspec.structs import replace
-from workplace_factory import LIMIT_S, Workplace
+from workplace_factory import LIMIT_S, Workplace, wait_for
 
 from shardwise.launch.run.trials import Trial, run_trials
 from shardwise.launch.rundir.process_record import descendants
@@ -97,10 +96,8 @@ def test_what_runs_out_of_memory_in_a_trial_is_out_of_the_plan(workplace):
 @pytest.mark.cold
 def test_an_interrupt_in_a_trial_leaves_nothing_running_and_nothing_behind(workplace):
     process = workplace.start("train", "job.yaml", "--trial", "2")
-    deadline = time.monotonic() + LIMIT_S
-    while not list(workplace.folder.glob("cache/trials/*/1/attempts/1/pids/rank-0.json")):
-        assert time.monotonic() < deadline and process.poll() is None, "no rank of a trial was seen"
-        time.sleep(0.02)
+    rank = "cache/trials/*/1/attempts/1/pids/rank-0.json"
+    wait_for(lambda: list(workplace.folder.glob(rank)), "a rank of a trial", process)
     family = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=LIMIT_S)[0]

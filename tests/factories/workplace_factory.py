@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +83,15 @@ class Workplace(NamedTuple):
     def only_run(self) -> Path:
         (run_dir,) = sorted((self.folder / "runs").iterdir())
         return run_dir
+
+
+def wait_for(condition: Callable[[], object], what: str, process: subprocess.Popen[Any] | None = None) -> None:
+    """Waits until `condition` holds; fails if that takes too long, or `process` ends before."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        assert process is None or process.poll() is None, f"ended before {what}"
+        time.sleep(0.02)
 
 
 def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:

@@ -121,39 +121,26 @@ def is_in_use(environment, why: str) -> bool:
 
 
 def test_prepared_data_goes_by_its_last_use(environment, prepared, tmp_path, home):
-    folder = prepared
-    assert f"today  {folder}" in run(environment) and run(environment, prune=True) == NOTHING_STALE
-    age(folder, 31)
+    assert f"today  {prepared}" in run(environment) and run(environment, prune=True) == NOTHING_STALE
+    age(prepared, 31)
     listed = run(environment)
     assert "30 days" in listed and "1 entry" in listed and "shardwise cache --prune" in listed
     shown = run(environment, prune=True, dry_run=True)
-    assert str(folder) in shown and "would" in shown and folder.is_dir()
+    assert str(prepared) in shown and "would" in shown and prepared.is_dir()
     freed = run(environment, prune=True).splitlines()[-1]
-    assert "freed" in freed and "1 entry" in freed and not folder.exists()
+    assert "freed" in freed and "1 entry" in freed and not prepared.exists()
     assert run(environment, prune=True) == NOTHING_STALE  # the second time there is nothing to do
-    assert prepare(tmp_path / "again", home / "cache") == folder and folder.is_dir()  # it is made again
+    assert prepare(tmp_path / "again", home / "cache") == prepared and prepared.is_dir()  # it is made again
 
 
 def test_data_that_a_process_reads_is_never_freed(environment, prepared):
-    folder = prepared
-    with (folder / "tokens.bin").open("rb") as stream:
+    with (prepared / "tokens.bin").open("rb") as stream:
         rows = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    age(folder, 100)
-    assert is_in_use(environment, "process") and folder.is_dir()
+    age(prepared, 100)
+    assert is_in_use(environment, "process") and prepared.is_dir()
     rows.close()
     run(environment, prune=True)
-    assert not folder.exists()
-
-
-def test_data_whose_lock_is_held_is_never_freed(environment, prepared):
-    folder = prepared
-    age(folder, 100)
-    lock = folder.parent / "locks" / folder.name
-    with lock.open("r+") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        assert is_in_use(environment, "lock") and folder.is_dir()
-    run(environment, prune=True)
-    assert not folder.exists() and not lock.exists()
+    assert not prepared.exists()
 
 
 def test_a_preparation_that_was_killed_is_a_leftover_and_one_at_work_is_not(environment, home):
@@ -168,8 +155,7 @@ def test_a_preparation_that_was_killed_is_a_leftover_and_one_at_work_is_not(envi
 
 
 def test_a_disk_that_keeps_no_times_of_reading_frees_nothing_by_age(environment, prepared):
-    folder = prepared
-    age(folder, 100)
+    age(prepared, 100)
     noatime = Storage(is_shared=False, keeps_reads=False)
     (kept,) = (entry for entry in entries(environment, storage=noatime) if entry.kind is Kind.DATA)
     assert kept.state is State.KEPT and "noatime" in kept.why
@@ -283,23 +269,21 @@ def test_files_whose_writing_was_cut_off_are_leftovers_after_a_day(environment, 
 
 
 def test_json_names_what_there_was_and_what_was_freed(environment, prepared):
-    folder = prepared
-    age(folder, 31)
-    size = read_extent(folder).num_bytes
+    age(prepared, 31)
+    size = read_extent(prepared).num_bytes
     before = json.loads(run(environment, as_json=True))
     assert [(row["kind"], row["state"], row["num_bytes"]) for row in before["entries"]] == [
         ("prepared data", "stale", size)
     ]
     after = json.loads(run(environment, as_json=True, prune=True))
-    assert (after["freed"], after["freed_bytes"]) == ([str(folder)], size)
+    assert (after["freed"], after["freed_bytes"]) == ([str(prepared)], size)
 
 
 def test_what_was_used_since_it_was_listed_stays(environment, prepared):
-    folder = prepared
-    age(folder, 31)
+    age(prepared, 31)
     stale = tuple(entry for entry in entries(environment) if entry.state is State.STALE)
-    age(folder, 0)
-    assert prune(stale) == ((), ()) and folder.is_dir()
+    age(prepared, 0)
+    assert prune(stale) == ((), ()) and prepared.is_dir()
 
 
 def test_what_a_process_opens_once_it_was_listed_stays(environment, prepared):

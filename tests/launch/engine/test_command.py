@@ -193,7 +193,7 @@ def test_accelerate_starts_every_rank_on_a_cpu_without_a_question_or_a_warning(
     [(Sharding.NONE, 1), pytest.param(Sharding.DDP, 2, marks=pytest.mark.long), (Sharding.ZERO2, 2)],
 )
 def test_a_trainer_in_the_working_directory_is_not_taken_for_ours(tmp_path: Path, sharding: Sharding, num_ranks: int):
-    for name in ("trainer", "launch", "slurm", "accelerate"):
+    for name in ("shardwise", "accelerate"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('SHADOWED')")
     plan = engine_plan(sharding, num_ranks=num_ranks)
     write_attempt(plan, tmp_path / "attempt")
