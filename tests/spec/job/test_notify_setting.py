@@ -1,17 +1,10 @@
 """`log.notify`: a URL is one word, a command is its words, and no shell ever reads either."""
 
-from typing import Any
-
 import pytest
 
 from shardwise.trainer.spec.errors import InputProblemsError
 from shardwise.trainer.spec.job.fields import job_tree
 from shardwise.trainer.spec.job.reading import read_job
-
-
-def notify_of(value: Any) -> tuple[str, ...] | None:
-    return read_job({**JOB, "log": {"notify": value}}, origin="job.yaml").log.notify
-
 
 JOB = {"model": {"name": "a/b"}, "data": {"train": "x"}}
 
@@ -26,38 +19,30 @@ JOB = {"model": {"name": "a/b"}, "data": {"train": "x"}}
         ("mail -s done me@example.org", ("mail", "-s", "done", "me@example.org")),
         ("tell 'two words' $HOME;rm", ("tell", "two words", "$HOME;rm")),
         (["tell", "two words"], ("tell", "two words")),
-        (["tell it"], ("tell it",)),
-        ("$TEAM_WEBHOOK", ("$TEAM_WEBHOOK",)),
         ("${TEAM_WEBHOOK}", ("$TEAM_WEBHOOK",)),
         ("$HOME/tell", ("$HOME/tell",)),
     ],
 )
 def test_what_is_written_is_read(written, read):
-    assert notify_of(written) == read
-
-
-@pytest.mark.parametrize("value", ["https://example.org/hook", "tell 'two words'", ["tell it"], "${HOOK}", None])
-def test_what_was_read_is_read_again_from_what_is_written_back(value):
-    job = read_job({**JOB, "log": {"notify": value}}, origin="job.yaml")
-    assert read_job(job_tree(job), origin="job.yaml").log.notify == job.log.notify
+    job = read_job({**JOB, "log": {"notify": written}}, origin="job.yaml")
+    assert job.log.notify == read
+    assert read_job(job_tree(job), origin="job.yaml").log.notify == read
 
 
 @pytest.mark.parametrize(
     ("value", "words"),
     [
         ("", "a URL, $NAME of a variable that holds one, a command or a list of its words"),
-        ([], "a URL, $NAME of a variable that holds one, a command or a list of its words"),
         (3, "put it in quotes"),
         ("ftp://example.org", "a URL begins with http:// or https://"),
         ("https:///hook", "names no host"),
-        ("https://me:word@/hook", "names no host"),
         ("https://example.org/a b", "holds a space"),
         ("tell 'it", "cannot be split into words"),
     ],
 )
 def test_what_is_neither_is_refused_with_what_is_expected(value, words):
     with pytest.raises(InputProblemsError) as caught:
-        notify_of(value)
+        read_job({**JOB, "log": {"notify": value}}, origin="job.yaml")
     (line,) = caught.value.problems
     assert line.startswith("job.yaml: log.notify is ")
     assert words in line
