@@ -65,10 +65,6 @@ def test_the_rate_is_positive_and_never_rises_after_warmup(
     assert after == sorted(after, reverse=True)
 
 
-def test_cosine_ends_near_a_tenth() -> None:
-    assert rate(1000, num_steps=1000) == pytest.approx(0.1, abs=1e-5)
-
-
 def test_steps_count_from_one() -> None:
     with pytest.raises(ValueError, match="step 0 "):
         rate(0)

@@ -73,9 +73,7 @@ def one_gpu(**changes):
 
 MALFORMED = [
     (case_of(id=DELETED), "id is missing"),
-    (case_of(id=7), "id: "),
     (case_of(model=DELETED), "model is missing"),
-    (case_of(model="llama"), "model: "),
     (case_of(model__model_type="alexnet"), "model_type 'alexnet'"),
     (case_of(model__num_hidden_layers=DELETED), "num_hidden_layers"),
     (case_of(model__hidden_size=10**12), "parameters"),
@@ -83,57 +81,31 @@ MALFORMED = [
     (case_of(train__shardng="fsdp"), "sharding?"),
     (case_of(train__seq_len=DELETED), "train.seq_len is missing"),
     (case_of(train__seq_len="4k"), "train.seq_len"),
-    (case_of(train__seq_len=1.5), "train.seq_len"),
     (case_of(train__micro_batch=0), "train.micro_batch"),
     (case_of(train__micro_batch=10**30), "train.micro_batch"),
-    (case_of(train__compile=1), "train.compile"),
     (case_of(train__sharding="fdsp"), "none, ddp, zero1"),
-    (case_of(train__quant="int8"), "nf4, nf4-dq"),
     (case_of(recipe__residual_dtype="fp64"), "fp32, fp16, bf16"),
-    (case_of(recipe__network=1), "recipe.network"),
     (case_of(recipe__node_network_bytes_per_s=0), "recipe.node_network_bytes_per_s"),
     (case_of(hardware__gpu="A100-SXM4"), "A100-SXM4-40GB"),
     (case_of(hardware__gpu=DELETED), "hardware.gpu is missing"),
-    (case_of(hardware__nodes=0), "hardware.nodes"),
     (case_of(hardware__vram=1), "gpu, gpus_per_node, nodes, vram_bytes"),
     (case_of(hardware={"gpus": []}), "hardware.host is missing"),
 ]
 PHYSICAL = [
     (case_of(train__precision="fp8"), "8.9; A100-SXM4-80GB has 8.0"),
-    (
-        one_gpu(hardware__gpu="V100-32GB", train__attention="flash", train__precision="fp16-mixed"),
-        "7.5; V100-32GB has 7.0",
-    ),
-    (case_of(train__attention="flash", train__precision="fp32"), "flash computes in 16 bit"),
     (case_of(train__checkpointing="every_n"), "every_n needs n"),
     (case_of(train__checkpointing="full", train__n=2), "checkpointing: every_n"),
     (case_of(train__checkpointing="every_n", train__n=33), "32 blocks"),
     (case_of(train__loss="eager", train__loss_chunk_tokens=256), "loss: chunked"),
     (case_of(train__sharding="fsdp", train__offload="nvme_all"), "zero3, not fsdp"),
-    (case_of(train__sharding="zero2", train__offload="optimizer+params"), "zero3, not zero2"),
-    (case_of(train__optimizer="deepspeed_cpu_adam"), "needs an offload"),
-    (
-        case_of(train__optimizer="deepspeed_cpu_adam", train__offload="optimizer+params"),
-        "zero1, zero2 or zero3, not fsdp",
-    ),
-    (one_gpu(train__method="galore", train__optimizer="lion"), "inside galore runs"),
     (one_gpu(train__layerwise=True), "layerwise is of method: galore"),
     (
         one_gpu(train__method="galore", train__optimizer="adamw", train__layerwise=True, train__grad_accum=2),
         "layerwise",
     ),
     (one_gpu(train__optimizer_in_backward=True, train__grad_accum=2), "grad_accum 1, not 2"),
-    (one_gpu(train__optimizer="lomo", train__grad_accum=2), "optimizer: lomo"),
-    (
-        case_of(train__sharding="zero2", train__optimizer="adamw", train__optimizer_in_backward=True),
-        "DeepSpeed",
-    ),
     (case_of(train__quant="nf4"), "method: qlora"),
     (case_of(train__fp8_recipe="delayed"), "precision: fp8"),
-    (
-        case_of(hardware__gpu="H200", train__precision="fp8", train__fp8_recipe="mxfp8"),
-        "10.0; H200 has 9.0",
-    ),
     (
         case_of(train__method="lora", train__lora_targets=["wq"]),
         "q_proj",
@@ -144,26 +116,13 @@ PHYSICAL = [
 ]
 OURS = [
     (case_of(train__sharding="none"), "8 GPUs"),
-    (
-        one_gpu(hardware__gpu="T4", train__attention="flash", train__precision="fp16-mixed"),
-        "8.0; T4 has 7.5",
-    ),
-    (
-        case_of(train__method="galore", train__sharding="zero3", train__optimizer="adamw"),
-        "sharding: zero3",
-    ),
     (one_gpu(train__method="galore", train__optimizer="paged_adamw_8bit"), "inside galore runs"),
     (
         case_of(train__method="lora", train__lora_targets=["q_proj", "lm_head"]),
         "'lm_head'",
     ),
-    (one_gpu(train__offload="optimizer"), "zero1, zero2 or zero3, not none"),
-    (case_of(train__optimizer="adamw_8bit"), "adamw_8bit"),
-    (case_of(train__sharding="ddp", train__optimizer="lomo"), "lomo"),
     (one_gpu(hardware__gpu="V100-32GB"), "8.0; V100-32GB has 7.0"),
     (case_of(train__sharding="hsdp"), "fsdp"),
-    (case_of(train__method="qlora", train__sharding="zero3", train__optimizer="adamw"), "4-bit"),
-    (one_gpu(train__method="lora", train__optimizer="muon"), "muon"),
 ]
 
 
@@ -184,18 +143,6 @@ def test_what_is_physically_impossible_is_so_for_every_stack(case, fact):
 @pytest.mark.parametrize("case", [case for case, _ in OURS], ids=lambda case: str(case["train"])[:60])
 def test_what_only_our_runtime_cannot_is_answered_for_other_software(case):
     assert "error" not in answer_case({**case, "stack": "some-other-trainer"})
-
-
-def test_a_target_that_no_layer_has_adds_nothing_to_the_adapters_of_other_software():
-    named = one_gpu(stack="peft", train__method="lora", train__lora_targets=["q_proj"])
-    with_head = one_gpu(stack="peft", train__method="lora", train__lora_targets=["q_proj", "lm_head"])
-    assert answer_case(named) == answer_case(with_head)
-
-
-def test_flash_attention_on_turing_keeps_no_scores():
-    turing = {"hardware__gpu": "T4", "train__precision": "fp16-mixed", "stack": "flash-attn 1", "train__seq_len": 8192}
-    flash = answer_case(one_gpu(train__attention="flash", **turing))["memory"]["peak_allocated_bytes"]
-    assert flash < answer_case(one_gpu(train__attention="sdpa", **turing))["memory"]["peak_allocated_bytes"]
 
 
 def test_paged_state_takes_what_the_card_has_left_and_no_more():
@@ -232,13 +179,6 @@ def test_the_parts_of_every_published_case_sum_to_its_peak(row):
     assert memory["peak_reserved_bytes"] <= memory["device_bytes"]
     assert memory["low_bytes"] <= memory["peak_allocated_bytes"] <= memory["high_bytes"]
     assert sum(speed["parts"].values()) == pytest.approx(speed["step_s"])
-
-
-@pytest.mark.parametrize("row", ROWS[::20], ids=lambda row: row["id"])
-def test_an_answer_survives_json(row):
-    answer = answer_case(row["case"])
-    assert json.loads(msgspec.json.encode(answer)) == answer
-    assert answer["id"] == row["id"]
 
 
 def test_fits_compares_the_need_with_what_the_card_grants():
@@ -364,9 +304,5 @@ B200 B300 GB200""".split()  # noqa: SIM905 - as many lines as names otherwise
 )
 
 
-@pytest.mark.parametrize("gpu", GPUS)
-def test_every_gpu_that_a_case_may_name_is_answered_with_a_speed(gpu):
-    answer = answer_case(one_gpu(hardware__gpu=gpu, train__precision="fp32"))
-    assert answer["speed"]["mfu"] > 0
-    spec = GPU_SPECS[gpu]
-    assert spec.source and spec.memory_bytes_per_s and spec.pcie_bytes_per_s
+def test_every_gpu_that_a_case_may_name_is_a_row():
+    assert set(GPUS) <= set(GPU_SPECS)

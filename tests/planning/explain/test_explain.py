@@ -10,12 +10,12 @@ from planning_factory import data_of, machine, plan_of, shape_of
 from shardwise.trainer.planning.candidates import run_hours
 from shardwise.trainer.planning.explain.choice import kv_cache_bytes
 from shardwise.trainer.planning.explain.plan_page import compare_plans, explain_plan, machine_words
-from shardwise.trainer.planning.page.content import letters, paragraph, stacked_bar, table
+from shardwise.trainer.planning.page.content import paragraph, stacked_bar, table
 from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.spec.errors import NothingFitsError
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Optimizer, Sharding
 from shardwise.trainer.spec.units import GIB, format_bytes, format_seconds
 
 EVERY_N = Checkpointing.EVERY_N
@@ -164,20 +164,7 @@ def test_every_rejected_row_is_counted_and_those_with_a_number_stand_alone(node:
     assert sum(counted) + len(by_number) == len(node.rejections)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "would train 4 different models on 4 ranks; instead: ddp",
-        "rows): needs compute capability 8.9; A100-SXM4-80GB has 8.0",
-        "allow: [bf16_weights]",
-        "1 node is fsdp",
-    ],
-)
-def test_rules_stand_with_what_they_took_and_what_to_use_instead(text: str, words: str) -> None:
-    assert words in " ".join(section(text, "rejected").split())
-
-
-@pytest.mark.parametrize("width", [80, 100, 140])
+@pytest.mark.parametrize("width", [80, 140])
 def test_no_line_is_wider_than_asked(width: int) -> None:
     """Of wide tables the column with the strategy or the verdict stands in lines of its own."""
     plans = [
@@ -212,7 +199,6 @@ def test_a_cpu_plan_speaks_of_ranks_and_no_gpu() -> None:
     [
         ("1b", "1xRTX-4090", {}, "weights fp32, computed in bf16; gradients fp32; adamw_fused with state in fp32"),
         ("1b", "1xV100-32GB", {}, "weights fp32, computed in fp16; gradients fp32"),
-        ("1b", "1xA100-SXM4-80GB", {"pin": {"checkpointing": EVERY_N}}, "checkpointing every_n, n = 2"),
         (
             "1b",
             "1xA100-SXM4-80GB",
@@ -237,13 +223,6 @@ def test_a_cpu_plan_speaks_of_ranks_and_no_gpu() -> None:
             "8xH100-SXM5-80GB",
             {"pin": {"optimizer": Optimizer.DEEPSPEED_CPU_ADAM}},
             "deepspeed_cpu_adam with state in fp32 in host RAM",
-        ),
-        (
-            "8b",
-            "8xH100-SXM5-80GB",
-            {"pin": {"precision": Precision.BF16}},
-            "weights bf16, computed in bf16; gradients bf16, added up over ranks in bf16; "
-            "adamw_fused with state in bf16",
         ),
         (
             "8b",
@@ -316,10 +295,6 @@ def test_a_bar_is_filled_by_shares_and_ends_with_what_is_free() -> None:
     assert stacked_bar([50, 25], total=100, width=8) == "[aaaabb..]"
     assert stacked_bar([50, 75], total=100, width=8) == "[aaaabbbb]"
     assert stacked_bar([1, 1, 98], total=100, width=10) == "[cccccccccc]"
-
-
-def test_letters_go_round_after_z() -> None:
-    assert letters(28)[-3:] == "zab"
 
 
 def test_tables_align_and_paragraphs_hang() -> None:

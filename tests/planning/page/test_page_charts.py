@@ -15,7 +15,6 @@ from shardwise.trainer.planning.page.charts import (
     averaged,
     axes_of,
     line_path,
-    parts_of,
     stacked,
     thinned,
     ticks,
@@ -136,7 +135,3 @@ def test_averaged_lines_of_the_same_steps_keep_the_same_steps() -> None:
     assert len(found) == 100 and [x for x, _ in found] == [x for x, _ in beside]
     assert {y for _, y in found} == {0.5} and beside[0] == (9.0, None) and beside[1] == (19.0, 1.0)
     assert averaged(points[:5]) == points[:5]
-
-
-def test_runs_of_figures_between_gaps() -> None:
-    assert list(parts_of(((0, 1.0), (1, None), (2, 2.0), (3, 3.0)))) == [[(0, 1.0)], [(2, 2.0), (3, 3.0)]]

@@ -77,12 +77,7 @@ def test_charts_show_the_parts_of_memory_and_its_events(plan: Plan, html: str) -
         assert event in told
 
 
-def test_colours_follow_light_and_dark(html: str) -> None:
-    assert "color-scheme: light dark" in html
-    assert "prefers-color-scheme: dark" in html
-
-
-@pytest.mark.parametrize("name", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a & b < c"])
+@pytest.mark.parametrize("name", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>'])
 def test_what_a_person_named_is_only_text(plan: Plan, name: str) -> None:
     hostile = replace(
         plan,
@@ -105,10 +100,6 @@ def written(*blocks: object) -> str:
     html = pages_html([page], title="t")
     read_page(html)
     return html
-
-
-def test_a_page_may_be_empty() -> None:
-    assert "<h1>t</h1>" in pages_html([Page(title="t", sections=())], title="t")
 
 
 def test_numbers_stand_to_the_right_and_the_best_have_a_star() -> None:

@@ -12,9 +12,9 @@ from pasted_pip import requirements_in
 from planning_factory import context_for, fp8_gain_of, machine, shape_of
 
 from shardwise.trainer.planning.device import device_of
-from shardwise.trainer.planning.rules.combination import Combination, Incompatibility, Reach, first_broken
+from shardwise.trainer.planning.rules.combination import Combination, Incompatibility, first_broken
 from shardwise.trainer.planning.rules.incompatible import LAYOUTS, ROWS, SETTINGS
-from shardwise.trainer.planning.rules.rule import OF_THE_JOB, RULES, may_run, obstacle_to, refuse
+from shardwise.trainer.planning.rules.rule import RULES, may_run, obstacle_to, refuse
 from shardwise.trainer.planning.search.input_checks import check_pins
 from shardwise.trainer.planning.search.settings import first_setting
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
@@ -47,7 +47,6 @@ OF_A_CONTEXT: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("pinned", "8xH100-SXM5-80GB", {"pin": {"sharding": Sharding.DDP}}, "zero2/bf16-mixed/adamw", "pin.sharding: ddp"),
     ("several_ranks_share_nothing", "2xRTX-4090", {}, "none/bf16-mixed/adamw_fused", "2 different models"),
     ("one_rank_has_no_peer", "1xRTX-4090", {}, "ddp/bf16-mixed/adamw_fused", "there is one"),
-    ("one_rank_has_no_peer", "1xRTX-4090", {}, "zero3/bf16-mixed/adamw_fused", "there is one"),
     ("hsdp_needs_nodes", "8xH100-SXM5-80GB", {}, "hsdp/bf16-mixed/adamw_fused", "1 node is fsdp"),
     ("hsdp_needs_shards", "4x1xH100-SXM5-80GB", {}, "hsdp/bf16-mixed/adamw_fused", "one device each are ddp"),
     ("bf16_needs_ampere", "1xV100-16GB", {}, "none/bf16-mixed/adamw_fused", "8.0; V100-16GB has 7.0"),
@@ -290,18 +289,6 @@ def test_every_rule_is_tested_above() -> None:
     assert tested == {rule.name for rule in RULES} | {rule.name for rule in INCOMPATIBILITIES}
 
 
-def test_names_of_rules_are_unique() -> None:
-    names = [rule.name for rule in INCOMPATIBILITIES] + [rule.name for rule in OF_THE_JOB]
-    assert len(names) == len(set(names))
-
-
-@pytest.mark.parametrize("rule", [*INCOMPATIBILITIES, *OF_THE_JOB], ids=lambda rule: rule.name)
-def test_every_rule_has_its_evidence_and_says_what_to_use_instead(rule: Any) -> None:
-    assert 10 < len(rule.evidence) <= 110, "one short sentence"
-    assert rule.evidence != rule.reason
-    assert rule.instead or rule.name == "not_yet"
-
-
 def layouts() -> Iterator[Strategy]:
     """Every sharding, offload and optimizer, whether the catalogue has it or not."""
     for sharding, offload, optimizer in product(Sharding, Offload, Optimizer):
@@ -334,10 +321,6 @@ def test_plain_settings_break_no_rule() -> None:
             assert first_broken(SETTINGS, settled) is None
 
 
-def test_what_binds_all_software_binds_ours() -> None:
-    assert Reach.PLANNER < Reach.OURS < Reach.ALL
-
-
 @pytest.mark.parametrize("spec", ["1xCPU", "2xCPU", "1xT4", "1xRTX-4090", "8xH100-SXM5-80GB", "2x8xA100-SXM4-80GB"])
 def test_a_row_may_run_where_no_rule_refuses_it(spec: str) -> None:
     for method, pin in product(Method, ({}, {"precision": Precision.FP8}, {"checkpointing": Checkpointing.ATTENTION})):
@@ -345,40 +328,29 @@ def test_a_row_may_run_where_no_rule_refuses_it(spec: str) -> None:
         for row in CATALOGUE:
             refusal = refuse(context, row)
             assert may_run(context, row) is (refusal is None)
-
-
-def test_a_reason_is_filled_for_every_row_of_every_machine() -> None:
-    for spec in ("1xCPU", "2xCPU", "1xV100-16GB", "8xA100-SXM4-80GB", "2x8xH100-SXM5-80GB"):
-        for method in Method:
-            context = context_for("8b", spec, method=method)
-            for row in CATALOGUE:
-                refusal = refuse(context, row)
-                if refusal is not None:
-                    assert refusal.reason
-                    assert "{" not in refusal.reason + (refusal.instead or "")
+            if refusal is not None:
+                assert refusal.reason and "{" not in refusal.reason + (refusal.instead or "")
 
 
 @pytest.mark.parametrize(
-    ("spec", "pin", "row"),
+    ("spec", "facts", "given", "row"),
     [
-        ("1xRTX-4090", {"precision": Precision.FP32}, "none/fp32/adamw_fused"),
-        ("1xRTX-4090", {"precision": Precision.BF16}, "none/bf16/adamw_fused"),
-        ("1xCPU", {"precision": Precision.BF16_MIXED}, "none/bf16-mixed/adamw_fused"),
-        ("1xCPU", {"precision": Precision.FP16_MIXED}, "none/fp16-mixed/adamw_fused"),
-        ("1xCPU", {"optimizer": Optimizer.PAGED_ADAMW}, "none/fp32/paged_adamw"),
-        ("1xRTX-4090", {"optimizer": Optimizer.SGD}, "none/bf16-mixed/sgd"),
-        ("2xCPU", {"offload": Offload.OPTIMIZER}, "zero2+optimizer/fp32/deepspeed_cpu_adam"),
+        ("1xRTX-4090", {}, {"pin": {"precision": Precision.FP32}}, "none/fp32/adamw_fused"),
+        ("1xRTX-4090", {}, {"pin": {"precision": Precision.BF16}}, "none/bf16/adamw_fused"),
+        ("1xCPU", {}, {"pin": {"precision": Precision.BF16_MIXED}}, "none/bf16-mixed/adamw_fused"),
+        ("1xCPU", {}, {"pin": {"precision": Precision.FP16_MIXED}}, "none/fp16-mixed/adamw_fused"),
+        ("1xCPU", {}, {"pin": {"optimizer": Optimizer.PAGED_ADAMW}}, "none/fp32/paged_adamw"),
+        ("1xRTX-4090", {}, {"pin": {"optimizer": Optimizer.SGD}}, "none/bf16-mixed/sgd"),
+        ("2xCPU", {}, {"pin": {"offload": Offload.OPTIMIZER}}, "zero2+optimizer/fp32/deepspeed_cpu_adam"),
+        ("1xRTX-4090", {"allow": ()}, {"pin": {"offload": Offload.OPTIMIZER}}, OFFLOADED),
+        (machine("1xRTX-4090", ram_bytes=None), {}, {"host_ram": 256 * GIB}, OFFLOADED),
     ],
 )
-def test_a_pin_overrides_what_would_only_be_slower_or_riskier(spec: str, pin: dict[str, Any], row: str) -> None:
-    assert refuse(context_for("tiny", spec), ROWS_BY_NAME[row]) is not None
-    assert refuse(context_for("tiny", spec, pin=pin), ROWS_BY_NAME[row]) is None
-
-
-def test_a_pin_overrides_a_missing_allowance() -> None:
-    row = ROWS_BY_NAME["zero3+optimizer/bf16-mixed/deepspeed_cpu_adam"]
-    assert refuse(context_for("8b", "1xRTX-4090", allow=()), row) is not None
-    assert refuse(context_for("8b", "1xRTX-4090", allow=(), pin={"offload": Offload.OPTIMIZER}), row) is None
+def test_a_pin_or_a_limit_of_the_job_opens_what_would_be_refused_without(
+    spec: Any, facts: dict[str, Any], given: dict[str, Any], row: str
+) -> None:
+    assert refuse(context_for("tiny", spec, **facts), ROWS_BY_NAME[row]) is not None
+    assert refuse(context_for("tiny", spec, **facts, **given), ROWS_BY_NAME[row]) is None
 
 
 def test_no_pin_makes_the_impossible_possible() -> None:
@@ -398,13 +370,6 @@ def test_no_pin_makes_the_impossible_possible() -> None:
             "deepspeed_makes_the_update",
             "zero2/bf16-mixed/adamw_fused",
             "fsdp/bf16-mixed/adamw_fused",
-        ),
-        (
-            "2xRTX-4090",
-            {"optimizer_in_backward": True},
-            "backward_update_needs_reduced_gradients",
-            "ddp/bf16-mixed/adamw_fused",
-            None,
         ),
         ("1xRTX-4090", {"optimizer": Optimizer.LOMO, "micro_batch": 1}, "backward_update_adds_nothing_up",
          "none/bf16-mixed/lomo", None),
@@ -455,13 +420,6 @@ def test_a_setting_of_a_row_is_asked_after_what_it_adds_to_the_row() -> None:
         assert broken.name == name
 
 
-def test_offload_is_taken_once_host_ram_is_given() -> None:
-    row = ROWS_BY_NAME["zero2+optimizer/bf16-mixed/deepspeed_cpu_adam"]
-    unknown = machine("1xRTX-4090", ram_bytes=None)
-    assert refuse(context_for("8b", unknown), row) is not None
-    assert refuse(context_for("8b", unknown, host_ram=256 * GIB), row) is None
-
-
 def test_nvme_is_taken_with_leave_and_a_path() -> None:
     context = context_for("8b", "1xRTX-4090", allow=(Allowance.OFFLOAD_NVME,))
     limits = Limits(nvme=NvmeLimit(path="/scratch", size=1000 * GIB))
@@ -470,13 +428,10 @@ def test_nvme_is_taken_with_leave_and_a_path() -> None:
     assert allowed.nvme_bytes == 1000 * GIB
 
 
-def test_every_engine_but_hsdp_is_left_on_a_node() -> None:
-    context = context_for("8b", "8xH100-SXM5-80GB")
-    left = {row.sharding for row in CATALOGUE if refuse(context, row) is None}
-    assert left == set(Sharding) - {Sharding.NONE, Sharding.HSDP}
-
-
-def test_every_engine_is_left_on_several_nodes() -> None:
-    context = context_for("8b", "2x8xH100-SXM5-80GB")
-    left = {row.sharding for row in CATALOGUE if refuse(context, row) is None}
-    assert left == set(Sharding) - {Sharding.NONE}
+@pytest.mark.parametrize(
+    ("spec", "missing"),
+    [("8xH100-SXM5-80GB", {Sharding.NONE, Sharding.HSDP}), ("2x8xH100-SXM5-80GB", {Sharding.NONE})],
+)
+def test_every_engine_is_left_on_nodes_that_it_can_run_on(spec: str, missing: set[Sharding]) -> None:
+    context = context_for("8b", spec)
+    assert {row.sharding for row in CATALOGUE if refuse(context, row) is None} == set(Sharding) - missing

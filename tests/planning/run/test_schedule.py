@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from planning_factory import CONFIGS, data_of, job_of, shape_of
+from planning_factory import data_of, job_of, shape_of
 
 from shardwise.trainer.planning.run import make_schedule
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.kinds import Every, Warmup
 from shardwise.trainer.spec.job.sections import CheckpointJob, DataFormat, EvalJob, LrSchedule, TrainJob
 from shardwise.trainer.spec.plan import Schedule, learning_rate
-from shardwise.trainer.spec.strategy import Method, Optimizer
+from shardwise.trainer.spec.strategy import Method
 
 
 def schedule(num_rows: int = 10_000, *, model: str = "8b", num_eval_rows: int = 100, **facts: Any) -> Schedule:
@@ -92,16 +92,6 @@ def test_a_pair_is_two_sequences_of_the_global_batch() -> None:
         make_schedule(job_of(tokens_per_step=2048), preferences, shape_of("8b"))
 
 
-@pytest.mark.parametrize("model", CONFIGS)
-@pytest.mark.parametrize("method", Method)
-@pytest.mark.parametrize("from_scratch", [True, False])
-def test_an_open_rate_is_published_and_says_where(model: str, method: Method, *, from_scratch: bool) -> None:
-    job = job_of(from_scratch=from_scratch, seq_len=512)
-    made = make_schedule(job, data_of(), shape_of(model), method=method)
-    assert 1e-6 < made.lr <= 1e-2
-    assert " parameters: " in made.lr_source
-
-
 @pytest.mark.parametrize(
     ("model", "method", "from_scratch", "lr"),
     [
@@ -120,15 +110,6 @@ def test_an_open_rate_is_published_and_says_where(model: str, method: Method, *,
 def test_rates_are_those_of_published_runs(model: str, method: Method, lr: float, *, from_scratch: bool) -> None:
     made = make_schedule(job_of(from_scratch=from_scratch, seq_len=512), data_of(), shape_of(model), method=method)
     assert made.lr == lr
-
-
-def test_a_rate_of_the_job_file_is_kept() -> None:
-    made = schedule(lr=7e-5)
-    assert (made.lr, made.lr_source) == (7e-5, "train.lr of the job file")
-
-
-def test_sgd_has_a_rate_of_its_own() -> None:
-    assert schedule(pin={"optimizer": Optimizer.SGD}).lr > 100 * schedule().lr
 
 
 def test_a_run_is_scored_ten_times_and_saved_with_each_score() -> None:

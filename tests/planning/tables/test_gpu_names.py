@@ -73,20 +73,13 @@ AMBIGUOUS = [
     ("A100", 2, "A100-PCIe-40GB", "A100-SXM4-80GB"),
     ("A100 80GB", 8, "A100-SXM4-80GB", "A100-PCIe-80GB"),
     ("H100", 8, "H100-SXM5-80GB", "H100-PCIe-80GB"),
-    ("V100 32GB PCIe or so", 1, None, None),
     ("RTX 6000", 1, "Quadro-RTX-6000", "RTX-6000-Ada"),
     ("H100 1g.10gb", 1, "H100-PCIe-80GB-MIG-1g.10gb", "H100-SXM5-80GB"),
 ]
 
 
 @pytest.mark.parametrize(("name", "count", "expected", "other"), AMBIGUOUS)
-def test_a_name_of_several_rows_says_which_was_taken(
-    name: str, count: int, expected: str | None, other: str | None
-) -> None:
-    if expected is None or other is None:
-        with pytest.raises(InputError):
-            match_card(name, count=count)
-        return
+def test_a_name_of_several_rows_says_which_was_taken(name: str, count: int, expected: str, other: str) -> None:
     hardware = hardware_from_spec(f"{count}x{name}", local_host=lambda: CPU_HOST)
     assert {gpu.spec_name for gpu in hardware.gpus} == {expected}
     (note,) = hardware.notes
@@ -104,6 +97,7 @@ def test_a_name_of_several_rows_says_which_was_taken(
         ("L4 1g.5gb", "L4"),
         ("quantum", "V100-16GB"),
         ("Radeon 7900", "known"),
+        ("V100 32GB PCIe or so", "V100"),
     ],
 )
 def test_an_unknown_name_is_answered_with_what_there_is(name: str, hint: str) -> None:
@@ -184,21 +178,10 @@ def test_a_row_makes_a_machine(spec: GpuSpec) -> None:
     assert hardware.host.ram_bytes is None and hardware.host.num_cores is None
 
 
-def test_a_cpu_spec_shares_this_machine() -> None:
-    hardware = hardware_from_spec("2xCPU", local_host=lambda: CPU_HOST)
-    assert hardware.device_kind is DeviceKind.CPU
-    assert (hardware.num_devices, hardware.host) == (2, CPU_HOST)
-
-
 def test_cpu_ranks_of_several_machines_have_machines_like_this_one() -> None:
     hardware = hardware_from_spec("3x2xCPU", local_host=lambda: CPU_HOST)
     assert (hardware.num_nodes, hardware.num_devices_per_node, hardware.num_devices) == (3, 2, 6)
     assert (hardware.device_kind, hardware.host) == (DeviceKind.CPU, CPU_HOST)
-
-
-def test_a_bare_name_is_one_card() -> None:
-    assert hardware_from_spec("H200", local_host=lambda: CPU_HOST).num_devices == 1
-    assert hardware_from_spec("RTX-4090", local_host=lambda: CPU_HOST).num_devices == 1
 
 
 @pytest.mark.parametrize("text", ["", "8x", "0xH200", "1x0xH200", "8xH300", "-1xH200", "0x2xCPU", "1x2x3xH200"])

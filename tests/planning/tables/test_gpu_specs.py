@@ -148,7 +148,3 @@ def test_slices_of_a_card_are_parts_of_it(spec: GpuSpec) -> None:
         assert part.usable_bytes == pytest.approx(spec.memory_bytes * profile.memory_eighths / 8, rel=0.12)
         figures = asdict(part)
         assert {key for key, value in asdict(spec).items() if value is None and figures[key] is not None} == set()
-
-
-def test_no_other_name_is_a_row() -> None:
-    assert gpu_spec(None) is gpu_spec("") is gpu_spec("RTX-4090-MIG-1g.5gb") is gpu_spec("A30-MIG-1g.5gb") is None
