@@ -23,8 +23,9 @@ from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.rundir.files import point_of
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.notify import NotifyError, url_in
-from shardwise.launch.track.tracker import SHOWN, EndNotice, TrackerOrder
-from shardwise.trainer.spec.errors import InputError, InputProblemsError
+from shardwise.launch.track.tracker import SHOWN, EndNotice, TrackerOrder, ViewRequest, WandbAnswer
+from shardwise.launch.worker import ask
+from shardwise.trainer.spec.errors import InputError, InputProblemsError, ShardwiseError
 from shardwise.trainer.spec.job.kinds import is_url, variable_of
 from shardwise.trainer.spec.job.sections import Job, NodeNetwork, WandbMode
 from shardwise.trainer.spec.packages import extra_line, pip_line
@@ -77,28 +78,22 @@ def wandb_mode(job: Job, environment: Mapping[str, str], *, on_node: bool | None
 
 
 def login_problem(environment: Mapping[str, str]) -> str | None:
-    """The reason why wandb cannot be online, with the remedy; None if it can. Reads no key.
+    """The reason why wandb cannot be online, with the remedy; None if it can. Reads no key."""
+    problem = ask_wandb("login", None, environment, timeout_s=_LOGIN_TIMEOUT_S).problem
+    return None if problem is None else f"{problem}; run wandb login, or set WANDB_API_KEY"
 
-    A process of its own imports wandb.
-    """
+
+def ask_wandb(
+    command: str, request: ViewRequest | None, environment: Mapping[str, str], *, timeout_s: float
+) -> WandbAnswer:
+    """The answer of a process of its own that imports wandb; without a terminal, wandb does not prompt."""
+    module = "shardwise.launch.track.wandb"
     try:
-        answer = subprocess.run(
-            [sys.executable, "-P", "-m", "shardwise.launch.track.wandb", "login"],
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_LOGIN_TIMEOUT_S,
-            start_new_session=True,  # without a terminal, wandb does not prompt
-            check=False,
+        return ask(
+            module, request, WandbAnswer, subject="wandb", flags=(command,), inherited=environment, timeout_s=timeout_s
         )
-    except subprocess.TimeoutExpired:
-        return f"wandb did not report within {_LOGIN_TIMEOUT_S:.0f} s whether there is a login"
-    if answer.returncode == 0:
-        return None
-    lines = answer.stdout.splitlines() or answer.stderr.splitlines() or ["wandb did not report its login"]
-    return f"{lines[-1]}; run wandb login, or set WANDB_API_KEY"
+    except ShardwiseError as error:
+        return WandbAnswer(problem=str(error))
 
 
 def tracker_order(plan: Plan, run_dir: Path, environment: Mapping[str, str]) -> TrackerOrder:

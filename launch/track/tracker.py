@@ -62,6 +62,23 @@ class EndNotice(Value, frozen=True, kw_only=True):
     error: str | None = None  # the reason of the end, if it is in no report
 
 
+class ViewRequest(Value, frozen=True, kw_only=True):
+    """A saved view for a project of wandb; without `entity`, that of the login."""
+
+    entity: str | None
+    project: str
+    identity: str
+    title: str
+    view: dict[str, Any]
+
+
+class WandbAnswer(Value, frozen=True, kw_only=True):
+    """The answer of a command of `launch.track.wandb`: a problem, or the URL of a saved view."""
+
+    problem: str | None = None
+    url: str | None = None
+
+
 class Run(NamedTuple):
     """A run whose first attempt is about to begin."""
 

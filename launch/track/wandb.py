@@ -14,7 +14,7 @@ wandb's server if the run is online, else from the logs in the run directory (`o
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,19 @@ from shardwise.launch.track.offline import (
     read_wandb_run,
     write_wandb_run,
 )
-from shardwise.launch.track.tracker import STEP, End, Incident, Line, Run, Summaries, predicted_series, show, summary_of
+from shardwise.launch.track.tracker import (
+    STEP,
+    End,
+    Incident,
+    Line,
+    Run,
+    Summaries,
+    ViewRequest,
+    WandbAnswer,
+    predicted_series,
+    show,
+    summary_of,
+)
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.fields import job_tree
@@ -258,52 +270,48 @@ mutation UpsertView(
 """
 
 
-def save_view(request: dict[str, Any]) -> dict[str, Any]:
-    """Creates the view of a project, or replaces the view that has its name; returns its URL, or the problem.
-
-    The request has `entity` (None: that of the login), `project`, `identity`, `view_name`, `title` and `view`.
-    """
+def save_view(request: ViewRequest) -> WandbAnswer:
+    """Creates the view of a project, or replaces the view that has its name."""
     api = wandb.Api()
 
     def ask(query: str, variables: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = api._service_api.execute_graphql(query, variables=variables)
         return answer
 
-    entity, project = request["entity"] or (ask(_ENTITY, {}).get("viewer") or {}).get("entity"), request["project"]
+    view_name = f"nw-{request.identity}-v"
+    entity, project = request.entity or (ask(_ENTITY, {}).get("viewer") or {}).get("entity"), request.project
     kind = "project-view"
-    found = ask(_FIND, {"entityName": entity, "name": project, "viewType": kind, "viewName": request["view_name"]})
+    found = ask(_FIND, {"entityName": entity, "name": project, "viewType": kind, "viewName": view_name})
     if found.get("project") is None:
-        return {"problem": f"there is no project {entity}/{project} that this login can see"}
+        return WandbAnswer(problem=f"there is no project {entity}/{project} that this login can see")
     edges = (found["project"].get("allViews") or {}).get("edges") or []
     variables = {
         "entityName": entity,
         "projectName": project,
         "type": kind,
-        "name": request["view_name"],
-        "displayName": request["title"],
-        "spec": json.dumps(request["view"]),
+        "name": view_name,
+        "displayName": request.title,
+        "spec": json.dumps(request.view),
     }
     saved = ask(_SAVE, variables | ({"id": edges[0]["node"]["id"]} if edges else {}))
     if (saved.get("upsertView") or {}).get("view") is None:
-        return {"problem": f"{entity}/{project}: the view was not saved; does this login have write access?"}
-    return {"url": f"{str(wandb.setup().settings.app_url).rstrip('/')}/{entity}/{project}?nw={request['identity']}"}
+        return WandbAnswer(problem=f"{entity}/{project}: the view was not saved; does this login have write access?")
+    url = str(wandb.setup().settings.app_url).rstrip("/")
+    return WandbAnswer(url=f"{url}/{entity}/{project}?nw={request.identity}")
 
 
-def main(argv: Sequence[str]) -> int:
-    """`login`: exit code 0, or 1 and a line with the problem. `save-view`: JSON on standard input and output."""
-    if argv[1] == "login":
-        problem = login_problem()
-        if problem is not None:
-            sys.stdout.write(f"{problem}\n")
-        return 0 if problem is None else 1
+def main(command: str, request: Path, answer: Path) -> None:
+    """`login` or `save-view`, for `launch.worker.ask`."""
     try:
-        answer = save_view(json.load(sys.stdin))
+        answered = (
+            WandbAnswer(problem=login_problem()) if command == "login" else save_view(codec.read(request, ViewRequest))
+        )
     except Exception as error:  # noqa: BLE001 - wandb raises many types; the first line of the message is shown
-        answer = {"problem": redact(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")}
-    sys.stdout.write(json.dumps(answer) + "\n")
-    return 0
+        problem = redact(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        answered = WandbAnswer(problem=problem)
+    codec.write(answer, answered)
 
 
 if __name__ == "__main__":
     with redacted_output():
-        sys.exit(main(sys.argv))
+        main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

@@ -7,21 +7,18 @@ the view of the same name. Only the settings that differ from those of an empty 
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shardwise.launch.options import WorkspaceOptions
 from shardwise.launch.terminal import Console
-from shardwise.launch.track.start import login_problem
-from shardwise.launch.track.tracker import PREDICTED, STEP, series_name
+from shardwise.launch.track.start import ask_wandb, login_problem
+from shardwise.launch.track.tracker import PREDICTED, STEP, ViewRequest, series_name
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 from shardwise.trainer.spec.job.sections import LogJob
 
 NAME = "shardwise: memory and throughput"
 IDENTITY = "shardwisememory"  # of the view in every project
-VIEW_NAME = f"nw-{IDENTITY}-v"
 _TIMEOUT_S = 120.0
 _COLUMNS = 2
 _WIDTH, _HEIGHT = 12, 8  # of a chart, in wandb's grid
@@ -98,43 +95,21 @@ def run_workspace(
     problem = login_problem(environment)
     if problem is not None:
         raise EnvironmentFaultError(f"shardwise workspace: {problem}")
-    answer = _save(options, environment)
-    if "url" not in answer:
+    request = ViewRequest(
+        entity=options.entity or environment.get("WANDB_ENTITY"),
+        project=options.project or LogJob().project,
+        identity=IDENTITY,
+        title=NAME,
+        view=workspace(),
+    )
+    answer = ask_wandb("save-view", request, environment, timeout_s=_TIMEOUT_S)
+    if answer.url is None:
         raise EnvironmentFaultError(
-            f"shardwise workspace: {answer.get('problem', 'wandb returned nothing')};\n"
+            f"shardwise workspace: {answer.problem};\n"
             "a project exists once a run was sent to it; name another with --project and --entity"
         )
-    console.line(f"saved as {NAME!r}: {answer['url']}")
+    console.line(f"saved as {NAME!r}: {answer.url}")
     return ExitCode.DONE
-
-
-def _save(options: WorkspaceOptions, environment: Mapping[str, str]) -> dict[str, Any]:
-    request = {
-        "entity": options.entity or environment.get("WANDB_ENTITY"),
-        "project": options.project or LogJob().project,
-        "identity": IDENTITY,
-        "view_name": VIEW_NAME,
-        "title": NAME,
-        "view": workspace(),
-    }
-    try:
-        finished = subprocess.run(
-            [sys.executable, "-P", "-m", "shardwise.launch.track.wandb", "save-view"],
-            input=json.dumps(request),
-            env=dict(environment),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            start_new_session=True,  # without a terminal, wandb does not prompt
-            check=False,
-        )
-        answer = json.loads(finished.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        return {"problem": f"wandb did not respond within {_TIMEOUT_S:.0f} s"}
-    except (ValueError, IndexError):
-        return {}
-    return answer if isinstance(answer, dict) else {}
 
 
 def workspace() -> dict[str, Any]:

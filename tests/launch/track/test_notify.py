@@ -46,7 +46,7 @@ def listening(status=200):
 
 
 def tell(run_dir, *notify, end=FINISHED):
-    NotifyTracker(run_dir, name="bot-1", notify=notify).end(end)
+    NotifyTracker(run_dir, name="bot-1", notify=notify, command_timeout_s=300).end(end)
 
 
 def test_the_message_says_who_how_far_and_where(tmp_path):

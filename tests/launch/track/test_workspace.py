@@ -11,7 +11,7 @@ from wandb_server import ENTITY, wandb_server
 from shardwise.launch.options import WorkspaceOptions
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.tracker import STEP, predicted_series, series_name
-from shardwise.launch.track.workspace import NAME, SECTIONS, VIEW_NAME, run_workspace, series_of, workspace
+from shardwise.launch.track.workspace import IDENTITY, NAME, SECTIONS, run_workspace, series_of, workspace
 from shardwise.trainer.runtime.loop.metrics import StepMetrics
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 
@@ -41,7 +41,7 @@ def test_it_is_saved_once_and_changed_the_next_time(capsys, tmp_path):
         for _ in range(2):
             run_workspace(WorkspaceOptions(project="mine"), Console(), environment=environment)
     first, second = server.views
-    assert (first["entityName"], first["projectName"], first["name"]) == (ENTITY, "mine", VIEW_NAME)
+    assert (first["entityName"], first["projectName"], first["name"]) == (ENTITY, "mine", f"nw-{IDENTITY}-v")
     assert first["displayName"] == NAME and json.loads(first["spec"]) == workspace()
     assert "id" not in first and second["id"] == "view-1"
     assert f"{server.url}/{ENTITY}/mine?nw=" in capsys.readouterr().out
