@@ -125,16 +125,3 @@ def test_what_the_ranks_compute_is_the_global_batch_of_every_step(name, arrangem
     for step, of_ranks in enumerate(steps):
         assert Counter(row for computed in of_ranks for row in computed) == rows_of_step(rows, step)
     assert all(all(of_ranks) for of_ranks in steps), "no rank is idle"
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_every_row_is_computed_once_an_epoch(name, data, folders):
-    rows = data[name].rows
-    table = Counter(_learned(rows, number) for example in range(len(rows)) for number in rows.rows_of(example))
-    for arrangement in ARRANGEMENTS:
-        steps = steps_of(folders[name, arrangement], arrangement)
-        seen = Counter(row for of_ranks in steps for computed in of_ranks for row in computed)
-        for row, count in table.items():
-            assert NUM_EPOCHS * count <= seen[row] <= (NUM_EPOCHS + 1) * count
-        more = len(steps) * SEQUENCES_PER_STEP - NUM_EPOCHS * len(rows)
-        assert seen.total() == NUM_EPOCHS * table.total() + more * rows.layout.rows_per_example

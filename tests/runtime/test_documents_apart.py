@@ -99,24 +99,9 @@ def only_unchanged(packed: Packed, batch: MicroBatch) -> MicroBatch:
     return batch._replace(labels=labels)
 
 
-def test_the_data_knows_where_documents_start(packed):
+@pytest.mark.parametrize(("name", "path"), CASES)
+def test_the_loss_and_gradients_of_a_document_do_not_depend_on_the_others_in_its_row(name, path, build, packed):
     assert packed.batch.document_bounds == document_bounds(packed.batch.position_ids)
-
-
-@pytest.mark.parametrize(("name", "path"), CASES)
-def test_the_logits_of_a_document_do_not_depend_on_the_others_in_its_row(name, path, build, packed):
-    model = build(name, path)
-    with torch.no_grad():
-        before, after = (
-            forward(model, batch, CPU, answer=Answer.LOGITS) for batch in (packed.batch, with_others_changed(packed))
-        )
-    for row, place in packed.documents:
-        is_same = torch.equal(before[row, place], after[row, place])
-        assert is_same is ((row, place) not in changed_documents(packed))
-
-
-@pytest.mark.parametrize(("name", "path"), CASES)
-def test_the_gradients_of_a_document_do_not_depend_on_the_others_in_its_row(name, path, build, packed):
     found = []
     for batch in (packed.batch, with_others_changed(packed)):
         model = build(name, path).train()

@@ -96,5 +96,5 @@ def test_a_file_that_changed_or_went_since_it_was_listed_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"changed .*\b4 bytes.*\b9\b"):
         check_file(file)
     (tmp_path / "a.txt").unlink()
-    with pytest.raises(InputError, match=r"a\.txt: is gone"):
+    with pytest.raises(InputError, match=r"a\.txt: is missing"):
         list(read_blocks(file, TEXT))

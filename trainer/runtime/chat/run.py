@@ -70,7 +70,7 @@ class ChatModel(NamedTuple):
 
 
 def load_chat_model(run_dir: Path, *, checkpoint: str | None) -> ChatModel:
-    """The model and tokenizer of a run; InputError where it has none of either, or its base is gone."""
+    """The model and tokenizer of a run; InputError where one of them or the base is missing."""
     plan = read_plan(run_dir)
     if plan.tokenizer_path is None:
         raise InputError(f"{run_dir}: was trained on token ids without a tokenizer; there is no text to chat in")

@@ -143,7 +143,7 @@ _REMEDY = "give data.packing=false"
 
 
 def check_documents_apart(model: nn.Module, plan: Plan, device: torch.device) -> None:
-    """InputError for a model whose packed documents see each other; asks nothing of one without code of its own."""
+    """InputError for a model whose packed documents see each other; only models with code of their own are checked."""
     if plan.model_code is None or not plan.data.is_packed:
         return
     was_training = model.training
@@ -152,7 +152,7 @@ def check_documents_apart(model: nn.Module, plan: Plan, device: torch.device) ->
         one, other = (_score(model, plan, first, device) for first in (0, 1))
     except TypeError as error:
         raise InputError(
-            f"data.packing: the code of {plan.model_code.repository} does not take what tells documents apart "
+            f"data.packing: the code of {plan.model_code.repository} does not accept the boundaries of documents "
             f"({error}); {_REMEDY}"
         ) from error
     finally:

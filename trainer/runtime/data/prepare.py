@@ -99,7 +99,7 @@ class Work(NamedTuple):
 
 
 def is_packed(request: PrepareRequest, shape: DataFormat) -> bool:
-    """Packed unless the job says otherwise; rows that came tokenised stay the rows they are, and pairs are two."""
+    """The job's setting, or the default: rows of token ids and pairs are not packed."""
     return SHAPES[shape].packs_by_default if request.packing is None else request.packing
 
 
@@ -133,7 +133,7 @@ def _check_shape(request: PrepareRequest, shape: DataFormat) -> None:
         raise InputError("data.packing: pairs of rows are compared and cannot be packed; leave it out")
     if facts.encoding is not Encoding.RENDERED and request.loss_on in (LossOn.COMPLETION, LossOn.ASSISTANT):
         raise InputError(
-            f"data.loss_on: {request.loss_on} is asked for, and the rows are {shape}, in which nobody is told apart;\n"
+            f"data.loss_on: {request.loss_on} is requested, and the rows are {shape}, which have no such part;\n"
             "leave it out, or give rows of chats or of prompts and completions"
         )
 
@@ -143,6 +143,7 @@ def _fingerprint(request: PrepareRequest, sources: Sources) -> str:
 
     Paths are not part of it.
     """
+    template = _template(request, sources.reading.format)
     settings: dict[str, object] = {
         "cache_format": CACHE_FORMAT,
         "train": [_identity(file) for file in sources.train],
@@ -156,7 +157,7 @@ def _fingerprint(request: PrepareRequest, sources: Sources) -> str:
         "seq_len": request.seq_len,
         "vocab_size": request.vocab_size,
         "loss_on": request.loss_on,
-        "template": _template_identity(request, sources.reading.format),
+        "template": None if template is None else (template.source, template.tool_source),
         "format_row": None if sources.reading.format_row is None else request.extension,
     }
     if request.window_bytes is not None:
@@ -174,11 +175,6 @@ def _identity_in_stream(file: SourceFile) -> tuple[str, int, int, float, int]:
     """Name, size and time or commit of a file of a stream, whose content is not read."""
     name, mtime_ns = (file.hub, 0) if file.hub is not None else (Path(file.path).name, file.mtime_ns)
     return name, file.size_bytes, mtime_ns, file.weight, file.source
-
-
-def _template_identity(request: PrepareRequest, shape: DataFormat) -> tuple[str, str | None] | None:
-    template = _template(request, shape)
-    return None if template is None else (template.source, template.tool_source)
 
 
 def _template(request: PrepareRequest, shape: DataFormat) -> ChatTemplate | None:

@@ -118,7 +118,7 @@ class TokenFile:
                 stream.write(np.packbits(is_learned, bitorder="little").tobytes())
 
     def close(self) -> None:
-        """Closes the files; the mask is gone then."""
+        """Closes the files, and removes the mask."""
         if self._ignored is not None:
             self._ignored.close()
         self._stream.close()
@@ -168,14 +168,15 @@ class RowWriter:
     ) -> None:
         """Appends ids to the open document of their side and weight; one that opens a document ends that before it.
 
-        `is_learned` says so for each of the ids; None: all that have a token before them in their document.
+        `is_learned` is one flag for each of the ids; None: all that have a token before them in their document.
         """
         if is_learned is not None and len(is_learned) != len(ids):
             raise ValueError(f"{len(ids)} ids and a mask of {len(is_learned)}")
         side = self._sides.setdefault((is_held_out, 1.0 if is_held_out else weight), _Side())
         if opens_document:
             self._end_document(side)
-            side.open_document()
+            side.ids, side.is_learned, side.last_id = array("q"), bytearray(), None
+            side.document_tokens, side.has_open_document = 0, True
             if prefix := self._shape.document_prefix:
                 self._extend(side, prefix, None if is_learned is None else (False,) * len(prefix))
         self._extend(side, ids, is_learned)
@@ -320,12 +321,6 @@ class _Side:
         self.row_is_cut = False
         self.num_cut = 0
         self.num_dropped = 0
-
-    def open_document(self) -> None:
-        self.ids, self.is_learned = array("q"), bytearray()
-        self.document_tokens = 0
-        self.last_id = None
-        self.has_open_document = True
 
     def table(self) -> NDArray[np.int64]:
         return np.array(self.rows, np.int64).reshape(-1, 3)

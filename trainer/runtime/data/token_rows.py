@@ -132,7 +132,7 @@ class TokenRows:
         return self.num_targets(example) if self.layout.rows_per_example == 1 else 1
 
     def example_length(self, example: int) -> int:
-        """Tokens of the longest row of an example: the width that it asks for."""
+        """Tokens of the longest row of an example: the width that it needs."""
         return max(self.length(number) for number in self.rows_of(example))
 
     @cached_property

@@ -76,7 +76,7 @@ def build_empty(config: Mapping[str, Any], origin: str, *, most_layers: int) -> 
         raise InputError(f"{origin}: names no model_type; is it the config.json of a transformers model?")
     for setting in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
         if isinstance(config.get(setting), int) and config[setting] > most_layers:
-            raise InputError(f"{origin}: says {setting} {config[setting]}, and there are {most_layers} tensors")
+            raise InputError(f"{origin}: has {setting} {config[setting]}, and there are {most_layers} tensors")
     fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
     try:
         made = AutoConfig.for_model(model_type, **fields)
@@ -322,7 +322,7 @@ def _lora(module: str, found: Mapping[str, Stored], config: Mapping[str, Any], o
         raise InputError(f"{origin}: A {a.shape} and B {b.shape} of {module} do not make a product")
     alpha = _of_pattern(config.get("alpha_pattern") or {}, module, config.get("lora_alpha"))
     if not isinstance(alpha, int | float):
-        raise InputError(f"{origin}: says no lora_alpha of {module}")
+        raise InputError(f"{origin}: has no lora_alpha of {module}")
     scaling = alpha / (math.sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0])
     is_transposed = bool(config.get("fan_in_fan_out")) and not is_embedding
     return _Lora(a, b, found.get("lora_magnitude_vector"), scaling, is_embedding, is_transposed)

@@ -80,7 +80,7 @@ class _Config(NamedTuple):
 
 
 def import_checkpoint(request: ImportRequest, report: Callable[[str], None] = lambda _: None) -> Imported:
-    """Writes the folder that was asked for; `report` is given lines of progress.
+    """Writes the requested folder; `report` is given lines of progress.
 
     InputError where the checkpoint is damaged, unsafe, incomplete or of another model; EnvironmentFaultError where the
     disk is in the way.
@@ -157,9 +157,7 @@ def _config_of(request: ImportRequest, *folders: Path) -> _Config:
         if has_file(folder, "config.json"):
             path = checked_file(folder, "config.json", most_bytes=CONFIG_BYTES)
             return _Config(codec.read_object(path), str(path), folder)
-    raise InputError(
-        f"{folders[0]}: holds no config.json; say which model it is of: --config FOLDER, a hub id or a preset"
-    )
+    raise InputError(f"{folders[0]}: holds no config.json; name the model: --config FOLDER, a hub id or a preset")
 
 
 def _merged_adapter(request: ImportRequest, found: Found) -> tuple[_Config, _Opened, Placed]:
@@ -296,7 +294,7 @@ def _write_index(tensors: Tensors, weight_map: Mapping[str, str], folder: Path) 
 
 def check_finite(name: str, tensor: Tensor, origin: str, *, stored: Tensor | None = None) -> None:
     """InputError where a number is NaN or infinite; `stored` is what it was rounded from."""
-    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:  # not of 8 bit, of which torch cannot say
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:  # torch has no check for 8 bit
         return
     for block in tensor.reshape(-1).split(_BLOCK_ELEMENTS):
         if not bool(torch.isfinite(block).all()):
@@ -361,7 +359,7 @@ def _write_tensor(stream: BinaryIO, name: str, stored: Stored, origin: str) -> N
     found = stored.read()
     tensor = found.to(stored.dtype).contiguous()
     if tuple(tensor.shape) != stored.shape:
-        raise InputError(f"{origin}: {name} is {tuple(tensor.shape)} and was said to be {stored.shape}")
+        raise InputError(f"{origin}: {name} is {tuple(tensor.shape)} and was described as {stored.shape}")
     check_finite(name, tensor, origin, stored=found)
     stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 

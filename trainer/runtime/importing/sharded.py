@@ -130,7 +130,7 @@ def _read_box(folder: Path, name: str, box: _Box, dtype: torch.dtype) -> Tensor:
         raise InputError(f"{path}: is truncated: it ends within {name}; copy it again")
     tensor = checked_tensor(load_pickled_bytes(content, path), path, name)
     if tuple(tensor.shape) != box.sizes or tensor.dtype is not dtype:
-        raise InputError(f"{path}: what it holds of {name} is not what {METADATA} says")
+        raise InputError(f"{path}: {name} in it is not as {METADATA} describes it")
     return tensor
 
 
@@ -353,7 +353,7 @@ def _widened(stored: Stored) -> Stored:
 def _shapes_by_group(state: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ...]]]:
     groups = state.get("param_shapes")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise InputError(f"{path}: says nothing of the parameters' shapes")
+        raise InputError(f"{path}: has no shapes of the parameters")
     return [{str(name): _dims(size, path) for name, size in group.items()} for group in groups]
 
 

@@ -45,6 +45,7 @@ RESERVED = (OPENS_LEARNED, CLOSES_LEARNED, OPENS_SLOT, CLOSES_SLOT)
 # What a template may raise on a conversation it was not made for; jinja2's own errors are TemplateErrors.
 _FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _TOKEN = re.compile(r"<\|[^\s|<>]+\|>|<\uff5c[^\s\uff5c<>]+\uff5c>|<(?:start|end)_of_turn>")
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TEMPLATES = Path(__file__).with_name("templates")
 TEMPLATE_NAMES = tuple(TEMPLATE_TOKENS)
 _TOOL_USE = "tool_use"  # transformers' name of the template for conversations with tools
@@ -82,7 +83,7 @@ class ChatTemplate:
         self._plain, *others = (_environment().from_string(text) for text in sources)
         self._with_tools = others[0] if others else self._plain
         self.prints_date = any(name.name == "strftime_now" for tree in trees for name in tree.find_all(nodes.Name))
-        self.marks_learned = all(_has_generation_block(text) for text in sources)
+        self.marks_learned = all(_GENERATION.search(text) for text in sources)
         self.literals = tuple(literal for tree in trees for literal in _literals(tree))
         self.tested_words = frozenset(word for tree in trees for word in _tested_words(tree))
 
@@ -226,10 +227,6 @@ def _to_json(
 
 def _raise_exception(message: object) -> None:
     raise TemplateError(str(message))
-
-
-def _has_generation_block(source: str) -> bool:
-    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
 
 
 def _without_marks(text: str) -> ChatText:

@@ -15,7 +15,7 @@ In the outline a turn of the assistant
             what the model stops with; the last turn with the content
 
 Both are checked: a turn holds its own content and no other's. An outline depends on the shape of a conversation (roles,
-keys of its messages, which contents are empty), not on its words, so it is cached. A conversation whose turns are not
+keys of its messages, which contents are empty), not on its content, so it is cached. A conversation whose turns are not
 clear is refused with the reason.
 """
 
@@ -66,7 +66,7 @@ class _Slot(NamedTuple):
 
 
 class _Outline(NamedTuple):
-    """A rendered conversation without its words, or the reason why its turns are unclear."""
+    """A rendered conversation without its content, or the reason why its turns are unclear."""
 
     text: str
     slots: tuple[_Slot, ...]  # in the order of the text
@@ -74,7 +74,7 @@ class _Outline(NamedTuple):
     refusal: str | None = None
 
     def fill(self, chunks: Sequence[Sequence[str]]) -> tuple[str, tuple[Turn, ...]]:
-        """The text with the words in it, and where the turns are then."""
+        """The text with its content, and the turns in it."""
         pieces: list[str] = []
         place = 0
         moves = []  # (where in the outline, how far what follows has moved)
@@ -109,7 +109,7 @@ class TurnFinder:
         key = f"{sketch!r}{tools!r}"
         outline = self._outlines.get(key)
         if outline is None:
-            outline = self._drawn(sketch, tools)
+            outline = self._build_outline(sketch, tools)
             if len(self._outlines) >= _NUM_OUTLINES:
                 self._outlines.clear()
             self._outlines[key] = outline
@@ -124,20 +124,20 @@ class TurnFinder:
     def _turns_among_real_words(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, refusal: str | None
     ) -> tuple[Turn, ...]:
-        """For a template that decides by what the others say, or rewrites it: only answers become sentinels."""
+        """For a template that depends on the other messages, or rewrites them: only answers become sentinels."""
         sketch, chunks = self._sketch(messages, frozenset({"assistant"}))
-        outline = self._drawn(sketch, tools)
+        outline = self._build_outline(sketch, tools)
         if outline.refusal is not None:
             raise TemplateRefusalError(refusal or outline.refusal)
         filled, turns = outline.fill(chunks)
         if filled != text:
             raise TemplateRefusalError(
-                refusal or "the chat template rewrites what the messages say, so that what is learned cannot be told"
+                refusal or "the chat template rewrites what the messages say, so that the learned part is not clear"
             )
         return turns
 
     def _sketch(self, messages: Sequence[Message], roles: frozenset[str]) -> tuple[list[Message], list[list[str]]]:
-        """The messages with sentinels for what these roles say, and for each message what they stand for."""
+        """The messages with sentinels for the content of these roles, and that content by message."""
         sketch, chunks = [], []
         for number, message in enumerate(messages):
             words: list[str] = []
@@ -163,9 +163,9 @@ class TurnFinder:
             pieces[place] = _with_sentinel(pieces[place], number, words)
         return "".join(pieces)
 
-    def _drawn(self, sketch: Sequence[Message], tools: Sequence[Any] | None) -> _Outline:
+    def _build_outline(self, sketch: Sequence[Message], tools: Sequence[Any] | None) -> _Outline:
         try:
-            return _Drawing(self._template, self._special, sketch, tools).outline()
+            return _OutlineBuilder(self._template, self._special, sketch, tools).outline()
         except TemplateRefusalError as error:
             return _Outline("", (), (), str(error))
 
@@ -179,8 +179,8 @@ def _with_sentinel(piece: str, number: int, words: list[str]) -> str:
     return f"{piece[:begin]}{_sentinel(number, len(words) - 1)}{piece[begin + len(core) :]}"
 
 
-class _Drawing:
-    """One outline in the making."""
+class _OutlineBuilder:
+    """Builds one outline."""
 
     def __init__(
         self,
@@ -191,7 +191,9 @@ class _Drawing:
     ) -> None:
         self.template, self.special, self.sketch, self.tools = template, special, sketch, tools
         self.text = self._rendered(sketch)
-        self.slots = _slots(self.text)
+        self.slots = tuple(
+            _Slot(found.start(), found.end(), int(found[1]), int(found[2])) for found in _SLOT.finditer(self.text)
+        )
 
     def outline(self) -> _Outline:
         self._check_nothing_is_lost()
@@ -240,9 +242,9 @@ class _Drawing:
         for cut in (len(prompt), len(_OPENED_REASONING.sub("", prompt))):
             if self.text.startswith(prompt[:cut]):
                 return cut
-            told = tail[: len(tail) - len(prompt) + cut] if tail else ""
-            if tail is not None and self.text.startswith(told, before[-1].end):
-                return before[-1].end + len(told)
+            header = tail[: len(tail) - len(prompt) + cut] if tail else ""
+            if tail is not None and self.text.startswith(header, before[-1].end):
+                return before[-1].end + len(header)
         return self._begin_after_header(number, own)
 
     def _begin_after_header(self, number: int, own: Sequence[_Slot]) -> int:
@@ -277,7 +279,8 @@ class _Drawing:
             for found in [*self.special.finditer(shared)][-1:]:
                 if self._ends_a_turn(found[0], number, last):
                     return place + found.end()
-        first = self.special.search(self._up_to_next_slot(place))
+        next_slot = next((slot.begin for slot in self.slots if slot.begin >= place), len(self.text))
+        first = self.special.search(self.text[place:next_slot])
         if first is None or not self._ends_a_turn(first[0], number, last):
             raise _unclear(number)
         return place + first.end()
@@ -288,7 +291,7 @@ class _Drawing:
         if last and not calls:
             return True
         exchange = [{"role": role, "content": _sentinel(place, 0)} for place, role in enumerate(("user", "assistant"))]
-        plain = _Drawing(self.template, self.special, exchange, None)
+        plain = _OutlineBuilder(self.template, self.special, exchange, None)
         [turn] = plain.outline().turns
         return plain.text[: turn.end].endswith(token) and token not in json.dumps(calls, ensure_ascii=False)
 
@@ -301,19 +304,12 @@ class _Drawing:
         after = _after(other, before[-1])
         return after[len(header) :] if after is not None and after.startswith(header) else None
 
-    def _up_to_next_slot(self, place: int) -> str:
-        return self.text[place : next((slot.begin for slot in self.slots if slot.begin >= place), len(self.text))]
-
 
 def num_shared(one: str, other: str) -> int:
     """Number of characters with which both begin."""
     return next(
         (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )
-
-
-def _slots(text: str) -> tuple[_Slot, ...]:
-    return tuple(_Slot(found.start(), found.end(), int(found[1]), int(found[2])) for found in _SLOT.finditer(text))
 
 
 def _after(text: str, slot: _Slot) -> str | None:
@@ -324,6 +320,6 @@ def _after(text: str, slot: _Slot) -> str | None:
 
 def _unclear(number: int) -> TemplateRefusalError:
     return TemplateRefusalError(
-        f"where the answer of message {number + 1} begins and ends cannot be told from the chat template; "
+        f"where the answer of message {number + 1} begins and ends are not clear from the chat template; "
         "put {% generation %} marks into it, or name another (data.chat_template)"
     )

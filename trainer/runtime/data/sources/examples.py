@@ -1,6 +1,6 @@
 """One training example as its row states it, before any tokenizer has seen it.
 
-`rows` makes these out of rows of any file; `rendering` turns them into token ids and says which are learned.
+`rows` makes these out of rows of any file; `rendering` turns them into token ids and marks which are learned.
 
     str          plain text, or a stretch of a long one
     TokenIds     a row that came tokenised
@@ -35,7 +35,7 @@ class Completion(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """A conversation; `tools` are the functions it may call, as a template is told of them."""
+    """A conversation; `tools` are the functions it may call, as a template reads them."""
 
     messages: list[Message]
     tools: list[Any] | None = None
@@ -53,7 +53,7 @@ Content = str | TokenIds | Completion | Chat | Preference
 
 
 def size_of(content: Content) -> int:
-    """Characters of all that is said, or tokens where it came tokenised."""
+    """Characters of all text, or tokens of token ids."""
     return len(content.ids) if isinstance(content, TokenIds) else sum(map(len, texts_of(content)))
 
 

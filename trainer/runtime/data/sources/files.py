@@ -60,7 +60,7 @@ def open_listed(file: SourceFile) -> BinaryIO:
     try:
         stream = path.open("rb")
     except FileNotFoundError:
-        raise InputError(f"{path}: is gone since the sources were listed; start again") from None
+        raise InputError(f"{path}: is missing since the sources were listed; start again") from None
     except OSError as error:
         raise EnvironmentFaultError(f"{path}: cannot be read: {error.strerror}") from error
     status = path.stat()
@@ -213,7 +213,9 @@ def _delimited_rows(file: SourceFile, delimiter: str | None) -> Iterator[tuple[i
     with open_content(file) as stream:
         lines = (line.decode("utf-8", "surrogateescape") for line in stream)
         first = next(lines, "").removeprefix("\ufeff")
-        records = csv.reader(chain([first], lines), delimiter=delimiter or _delimiter_of(first), strict=True)
+        if delimiter is None:  # the comma, unless the header has none and something else that separates columns
+            delimiter = "," if "," in first else max(_DELIMITERS, key=lambda mark: (first.count(mark), mark == ","))
+        records = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
         header = _header(records, file.path)
         number = 0
         while True:
@@ -229,11 +231,6 @@ def _delimited_rows(file: SourceFile, delimiter: str | None) -> Iterator[tuple[i
             if record:
                 number += 1
                 yield number, _record(record, header, f"{file.path}:{number}", records.line_num)
-
-
-def _delimiter_of(header: str) -> str:
-    """The comma, unless the header has none and something else that separates columns."""
-    return "," if "," in header else max(_DELIMITERS, key=lambda mark: (header.count(mark), mark == ","))
 
 
 def _header(records: Iterator[list[str]], path: str) -> list[str]:
@@ -283,16 +280,12 @@ def _batched_rows(
 
 
 def _rows_of_batch(batch: pa.RecordBatch, path: str, num_before: int) -> list[Row | BadRow]:
-    batch = batch.select([place for place, kind in enumerate(batch.schema.types) if not _is_of_no_use(kind)])
+    kinds = enumerate(batch.schema.types)  # without times and decimals, of which Python cannot hold all that Arrow can
+    batch = batch.select([n for n, kind in kinds if not pa.types.is_temporal(kind) and not pa.types.is_decimal(kind)])
     try:
         return batch.to_pylist()  # type: ignore[no-any-return]
     except UnicodeDecodeError:  # somewhere in these rows; the others can be used
         return [_one_row(batch, number, f"{path}:{num_before + number + 1}") for number in range(batch.num_rows)]
-
-
-def _is_of_no_use(kind: pa.DataType) -> bool:
-    """True for times and decimals: no example has them, and Python cannot hold all that Arrow can."""
-    return bool(pa.types.is_temporal(kind) or pa.types.is_decimal(kind))
 
 
 def _one_row(batch: pa.RecordBatch, number: int, where: str) -> Row | BadRow:

@@ -56,6 +56,7 @@ _ALIASES = {
     "function": "tool",
     "observation": "tool",
 }
+_NO_PROMPT = 'has no field "prompt", and its two answers share no beginning that could be it'
 TextOrMessages = str | list[Message]
 
 
@@ -269,7 +270,7 @@ def _tokens(row: Row, reading: RowReading) -> Content:
 
 
 def _learned(row: Row, ids: list[int], fields: Mapping[str, str]) -> list[bool] | None:
-    """Which ids are learned; None where the row does not say, which is all of them."""
+    """Which ids are learned; None where the row has no mask: all of them."""
     cell = find_cell(row, "labels", fields) or find_cell(row, "mask", fields)
     if cell is None:
         return None
@@ -338,7 +339,7 @@ def read_tools(value: Any, column: str) -> list[Any] | None:  # noqa: ANN401 - a
 
 
 def parsed(value: Any, column: str) -> Any:  # noqa: ANN401 - any row
-    """What a column of JSON text says; anything else as it is."""
+    """The value of JSON text; any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -410,7 +411,8 @@ def _message(entry: Any, names: _Names) -> Message:  # noqa: ANN401 - any row
     if content_key is None and not calls:
         raise UnusableRowError(f'has no "{names.content_keys[0]}"; its fields: {listed(entry)}')
     content = "" if content_key is None else _checked_content(entry[content_key])
-    if role in ("user", "assistant") and not calls and _is_blank(content):
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    if role in ("user", "assistant") and not calls and not text.strip():
         raise UnusableRowError(f"({role}) is empty")
     message = {"role": role, "content": content}
     if len(entry) > 2:
@@ -442,11 +444,6 @@ def _checked_content(content: Any) -> str | list[Any]:  # noqa: ANN401 - any row
     return [_without_nulls(part) for part in content]
 
 
-def _is_blank(content: str | list[Any]) -> bool:
-    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    return not text or text.isspace()
-
-
 def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - any JSON
     """A copy in which no object has a key of null."""
     if isinstance(value, dict):
@@ -461,7 +458,15 @@ def read_preference(row: Row, fields: Mapping[str, str]) -> Preference:
     if chosen == rejected:
         raise UnusableRowError(f'"{cells[0].column}" equals "{cells[1].column}"; nothing is preferred')
     if isinstance(chosen, list) and isinstance(rejected, list):
-        return _of_conversations(chosen, rejected, cells) or _of_messages(_prompt(row, fields), chosen, rejected)
+        pair = _of_conversations(chosen, rejected, cells)
+        if pair is not None:
+            return pair
+        prompt = _prompt(row, fields)
+        if prompt is None:
+            raise UnusableRowError(_NO_PROMPT)
+        return Preference(
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, chosen, rejected
+        )
     if isinstance(chosen, str) and isinstance(rejected, str):
         return _of_texts(_prompt(row, fields), chosen, rejected)
     raise UnusableRowError(
@@ -483,7 +488,7 @@ def _of_texts(prompt: TextOrMessages | None, chosen: str, rejected: str) -> Pref
     mark = shared.rfind(_ANSWER_MARK)
     end = mark + len(_ANSWER_MARK) if mark >= 0 else shared.rfind("\n") + 1
     if not shared[:end].strip():
-        raise UnusableRowError('has no field "prompt", and its two answers share no beginning that could be it')
+        raise UnusableRowError(_NO_PROMPT)
     _require_answers(chosen[end:].strip(), rejected[end:].strip())
     return Preference(shared[:end], chosen[end:], rejected[end:])
 
@@ -502,12 +507,6 @@ def _of_conversations(chosen: list[Message], rejected: list[Message], cells: tup
         raise UnusableRowError(f'"{cells[0].column}" and "{cells[1].column}" do not answer the same prompt')
     _require_answers(chosen[num_shared:], rejected[num_shared:])
     return Preference(chosen[:num_shared], chosen[num_shared:], rejected[num_shared:])
-
-
-def _of_messages(prompt: TextOrMessages | None, chosen: list[Message], rejected: list[Message]) -> Preference:
-    if prompt is None:
-        raise UnusableRowError('has no field "prompt", and its two answers share no beginning that could be it')
-    return Preference([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, chosen, rejected)
 
 
 def _require_answers(chosen: TextOrMessages, rejected: TextOrMessages) -> None:

@@ -131,7 +131,7 @@ class NodePlace(NamedTuple):
 
 
 class StreamRows:
-    """The windows of a run, one at a time, from that of the first step asked for."""
+    """The windows of a run, one at a time, from that of the first step read."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class StreamRows:
         try:
             index = codec.read(path, StreamIndex)
         except InputError:
-            self._incidents.note(f"{path} is gone or damaged: the stream is read again from its start")
+            self._incidents.note(f"{path} is missing or damaged: the stream is read again from its start")
             return [first]
         if index.fingerprint != self._fingerprint or [window.end for window in index.windows[:1]] != [first.end]:
             raise InputError(
@@ -359,8 +359,8 @@ def _name_of_launch(paths: RunPaths, node: NodePlace) -> str:
     """The same on every rank of one launch on one machine, and of no other."""
     started = start_of_launch(world_size=node.num_local_ranks)
     launcher = os.getppid() if node.num_local_ranks > 1 else os.getpid()
-    words = f"{paths.attempt_dir.resolve()} {os.uname().nodename} {launcher} {started.isoformat()}"
-    return f"run-{blake2b(words.encode(), digest_size=8).hexdigest()}"
+    identity = f"{paths.attempt_dir.resolve()} {os.uname().nodename} {launcher} {started.isoformat()}"
+    return f"run-{blake2b(identity.encode(), digest_size=8).hexdigest()}"
 
 
 def _error_of(failure: Failure) -> ShardwiseError:

@@ -85,7 +85,7 @@ class FileFetcher:
 
     @contextmanager
     def opened(self, file: SourceFile) -> Iterator[SourceFile]:
-        """The file as it is on this machine; a fetched one is gone afterwards."""
+        """The file as it is on this machine; a fetched one is removed afterwards."""
         if not file.is_remote:
             yield file
             return
@@ -185,19 +185,15 @@ class _SourceReader:
         num_passes, first_file, num_items = place.num_passes, place.file, place.num_items
         while True:
             for number in range(first_file, len(self._files)):
-                file = self._files[self._file_of(number, num_passes)]
+                # the first pass is in the order of the listing
+                mixed = permuted(number, num_rows=len(self._files), seed=0, epoch=num_passes) if num_passes else number
+                file = self._files[mixed]
                 for count, item in enumerate(self._read_file(file), start=1):
                     if count > num_items:
                         yield item, Place(num_passes=num_passes, file=number, num_items=count)
                 num_items = 0
             num_passes, first_file = num_passes + 1, 0
             yield None, Place(num_passes=num_passes)
-
-    def _file_of(self, number: int, num_passes: int) -> int:
-        """The first pass is in the order of the listing."""
-        if num_passes == 0:
-            return number
-        return permuted(number, num_rows=len(self._files), seed=0, epoch=num_passes)
 
     def _read_file(self, file: SourceFile) -> Iterator[Item]:
         with self._fetcher.opened(file) as local:
@@ -294,7 +290,7 @@ def _detected_shape(request: PrepareRequest, fetcher: FileFetcher) -> DataFormat
 
 
 _HUB = "hf://datasets/"
-_PAUSES_S = (10.0, 60.0)  # between attempts at one file, in each of which the library asks six times in half a minute
+_PAUSES_S = (10.0, 60.0)  # between attempts at one file, in each of which the library tries six times in half a minute
 
 
 def _parsed(path: str) -> tuple[str, str, str]:
@@ -314,8 +310,8 @@ def _download(repository: str, commit: str, name: str, folder: Path) -> None:
             hf_hub_download(repository, name, repo_type="dataset", revision=commit, local_dir=folder)
         except (transport_error, OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                words = os.strerror(error.errno)
-                raise EnvironmentFaultError(f"{folder}: {name} cannot be written there: {words}") from error
+                reason = os.strerror(error.errno)
+                raise EnvironmentFaultError(f"{folder}: {name} cannot be written there: {reason}") from error
             if pause_s is None or _is_final(error):
                 raise EnvironmentFaultError(
                     f"data.train: {repository}@{commit}: {name} cannot be fetched: {_words(error)}\n"
@@ -378,7 +374,7 @@ def produce(request: ProducerRequest) -> None:
 
 
 def window_in_use(folder: Path, *, num_readers: int) -> int:
-    """The oldest window that a rank of this machine reads from; 0 until all have said."""
+    """The oldest window that a rank of this machine reads from; 0 until all have published theirs."""
     numbers = []
     for reader in range(num_readers):
         try:
@@ -395,14 +391,14 @@ def main(arguments: Sequence[str]) -> int:
         return ExitCode.INPUT
     request = codec.read(Path(arguments[0]), ProducerRequest)
     try:
-        if os.getppid() != request.parent_pid:  # it ended before this process asked to be told
+        if os.getppid() != request.parent_pid:  # it ended before this process could watch it
             raise SystemExit(ExitCode.ENVIRONMENT)
         _produce_or_explain(request)
     except ShardwiseError as error:
         failure = Failure(message=str(error), exit_code=int(error.exit_code))
         codec.write(Path(request.folder, ERROR_NAME), failure)
         return error.exit_code
-    except SystemExit:  # asked to end: nobody reads here any more
+    except SystemExit:  # requested to end: no rank reads here any more
         remove_locked(Path(request.folder))
         raise
     return ExitCode.DONE
