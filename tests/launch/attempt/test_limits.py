@@ -128,13 +128,14 @@ def test_the_report_names_the_limit_that_ended_the_run(tmp_path: Path):
     assert limits.incidents(make_report(ending=Ending.FINISHED)) == ()
 
 
+def write_stopped(run_dir: Path, **changes: float) -> None:
+    write_attempt(run_dir, steps=[500])
+    report = write_report(run_dir, Ending.STOPPED, step=500)
+    codec.write(run_dir / "report.json", replace(report, history=(replace(report.history[0], **changes),)))
+
+
 def test_a_spent_limit_is_refused_until_it_is_raised(tmp_path: Path):
-    write_attempt(tmp_path, steps=[500])
-    report = write_report(tmp_path, Ending.STOPPED, step=500)
-    (record,) = report.history
-    codec.write(
-        tmp_path / "report.json", replace(report, history=(replace(record, duration_s=10 * HOUR_S, num_ranks=4),))
-    )
+    write_stopped(tmp_path, duration_s=10 * HOUR_S, num_ranks=4)
     refuse_spent(tmp_path, plan(hours=11))
     codec.write(tmp_path / SPENT_FILE, SpentLimit(limit="limits.cost", allowed_hours=100))
     refuse_spent(tmp_path, plan(hours=11))
@@ -151,11 +152,7 @@ def test_a_spent_limit_is_refused_until_it_is_raised(tmp_path: Path):
 
 
 def test_the_limit_that_ended_a_run_is_spent_although_seconds_of_it_are_left(tmp_path: Path):
-    write_attempt(tmp_path, steps=[500])
-    report = write_report(tmp_path, Ending.STOPPED, step=500)
-    (record,) = report.history
-    almost = replace(record, duration_s=10 * HOUR_S - 20)
-    codec.write(tmp_path / "report.json", replace(report, history=(almost,)))
+    write_stopped(tmp_path, duration_s=10 * HOUR_S - 20)
     refuse_spent(tmp_path, plan(hours=10))
     LimitWatch(tmp_path, plan(hours=10), took(10), num_ranks=1).stop_in_time(
         StopRequest(), Watchdog(tmp_path / "attempts" / "1", num_ranks=1), Console(io.StringIO())

@@ -27,66 +27,47 @@ CANDIDATES = tuple(make_candidate(micro_batch=size) for size in (4, 2, 1))
 KILLED, HUNG, ERROR, MEMORY = Fault.KILLED, Fault.HUNG, Fault.ERROR, Fault.OUT_OF_MEMORY
 
 
-def nothing_in_the_way(_candidate: Candidate) -> str | None:
-    return None
+FIRST = Tried(0, ERROR, 7, 6, cause="a bug")
+AGAIN = Tried(0, ERROR, 6, 6, cause="a bug", had_no_chance=True)  # before the first step of a restart
+REFUSED = Tried(1, ERROR, 6, 6, is_final=True, had_no_chance=True)
+NEXT = {
+    "killed": ([Tried(1, KILLED, 7, 6)], 1),
+    "hung": ([Tried(1, HUNG, 7, 6)], 1),
+    "error": ([Tried(1, ERROR, 7, 6)], 1),
+    "an error that only a person can correct": ([Tried(0, ERROR, 7, 6, is_final=True)], None),
+    "an error before any step": ([Tried(0, ERROR, 0, 0, had_no_chance=True)], None),
+    "another error before the first step of a restart": ([FIRST, AGAIN._replace(cause="another")], 0),
+    "the same error before the first step of a restart": ([FIRST, AGAIN], None),
+    "twice at one step": ([FIRST, FIRST], 0),
+    "three times at one step": ([FIRST, FIRST, FIRST], None),
+    "other steps between": ([FIRST, Tried(0, ERROR, 8, 6), FIRST, Tried(0, HUNG, 7, 6)], None),
+    "the last restart from one checkpoint": ([Tried(0, KILLED, 7 + n, 6) for n in range(MAX_RESTARTS)], 0),
+    "one more": ([Tried(0, KILLED, 7 + n, 6) for n in range(MAX_RESTARTS + 1)], None),
+    "always a newer checkpoint": ([Tried(0, KILLED, 7 + 3 * n, 6 + 3 * n) for n in range(4 * MAX_RESTARTS)], 0),
+    "twice at each of two steps": ([Tried(0, KILLED, n + 1, n) for n in (6, 6, 8, 8)], 0),
+    "out of memory": ([Tried(0, MEMORY, 0, 0)], 1),
+    "out of memory twice": ([Tried(0, MEMORY, 0, 0), Tried(1, MEMORY, 3, 0)], 2),
+    "out of memory in the last fallback": ([Tried(2, MEMORY, 3, 0)], None),
+    "out of host memory": ([Tried(0, Fault.HOST_OUT_OF_MEMORY, 0, 0)], 1),
+    "out of memory is no restart": ([Tried(0, MEMORY, 7, 6), Tried(1, KILLED, 7, 6), Tried(1, KILLED, 7, 6)], 1),
+    "a fallback that is refused at its start": ([Tried(0, MEMORY, 7, 6), REFUSED], 2),
+    "a fallback that trained": ([Tried(0, MEMORY, 7, 6), REFUSED._replace(had_no_chance=False)], None),
+    "refused, and memory was not the reason": ([REFUSED], None),
+}
 
 
-def after(*tried: Tried) -> int | None:
-    return decide(tried, CANDIDATES, nothing_in_the_way).candidate
+@pytest.mark.parametrize(("tried", "expected"), NEXT.values(), ids=NEXT)
+def test_what_follows_an_attempt(tried: list[Tried], expected: int | None):
+    assert decide(tried, CANDIDATES, lambda _: None).candidate == expected
 
 
-@pytest.mark.parametrize("fault", [KILLED, HUNG, ERROR])
-def test_a_death_a_hang_and_an_error_are_followed_by_the_same_again(fault: Fault):
-    decision = decide([Tried(1, fault, 7, 6)], CANDIDATES, nothing_in_the_way)
-    assert decision.candidate == 1 and "step 6" in decision.reason
-
-
-def test_an_error_that_would_repeat_is_not_retried():
-    assert after(Tried(0, ERROR, 7, 6, is_final=True)) is None, "a person has to mend it"
-    assert after(Tried(0, ERROR, 0, 0, had_no_chance=True)) is None, "before any step"
-
-
-def test_an_error_before_the_first_step_of_a_restart_is_tried_again_unless_it_is_the_same():
-    first = Tried(0, ERROR, 7, 6, cause="a bug")
-    assert after(first, Tried(0, ERROR, 6, 6, cause="another", had_no_chance=True)) == 0
-    assert after(first, Tried(0, ERROR, 6, 6, cause="a bug", had_no_chance=True)) is None
-
-
-def test_the_third_failure_of_one_step_is_the_last():
-    same = Tried(0, ERROR, 7, 6)
-    assert after(same, same) == 0
-    decision = decide([same, same, same], CANDIDATES, nothing_in_the_way)
-    assert decision.candidate is None and "step 7" in decision.reason
-
-
-def test_other_steps_between_do_not_hide_a_step_that_always_fails():
-    assert after(Tried(0, ERROR, 7, 6), Tried(0, ERROR, 8, 6), Tried(0, ERROR, 7, 6), Tried(0, HUNG, 7, 6)) is None
-
-
-def test_restarts_are_bounded_while_no_newer_checkpoint_comes():
-    tried = [Tried(0, KILLED, step, 6) for step in range(7, 8 + MAX_RESTARTS)]
-    assert after(*tried[:-1]) == 0
-    assert after(*tried) is None
-
-
-def test_a_newer_checkpoint_starts_the_count_again():
-    tried = [Tried(0, KILLED, 7 + 3 * number, 6 + 3 * number) for number in range(4 * MAX_RESTARTS)]
-    assert after(*tried) == 0
-    same_step = [Tried(0, KILLED, 7, 6), Tried(0, KILLED, 7, 6), Tried(0, KILLED, 9, 8), Tried(0, KILLED, 9, 8)]
-    assert after(*same_step) == 0
-
-
-@pytest.mark.parametrize("fault", [Fault.OUT_OF_MEMORY, Fault.HOST_OUT_OF_MEMORY])
-def test_out_of_memory_takes_the_next_fallback_until_none_is_left(fault: Fault):
-    assert after(Tried(0, fault, 0, 0)) == 1
-    assert after(Tried(0, fault, 0, 0), Tried(1, fault, 3, 0)) == 2
-    decision = decide([Tried(2, fault, 3, 0)], CANDIDATES, nothing_in_the_way)
-    assert decision.candidate is None and decision.is_out_of_fallbacks
-
-
-def test_out_of_memory_does_not_count_as_a_restart():
-    tried = [Tried(0, MEMORY, 7, 6), Tried(1, KILLED, 7, 6), Tried(1, KILLED, 7, 6)]
-    assert after(*tried) == 1
+@pytest.mark.parametrize(
+    ("tried", "fact", "is_out_of_fallbacks"),
+    [([FIRST], "step 6", False), ([FIRST] * 3, "step 7", False), ([Tried(2, MEMORY, 3, 0)], "", True)],
+)
+def test_a_decision_has_its_reason(tried: list[Tried], fact: str, is_out_of_fallbacks: bool):
+    decision = decide(tried, CANDIDATES, lambda _: None)
+    assert fact in decision.reason and decision.is_out_of_fallbacks is is_out_of_fallbacks
 
 
 def test_fallbacks_that_are_no_help_are_passed_over_and_named():
@@ -96,13 +77,6 @@ def test_fallbacks_that_are_no_help_are_passed_over_and_named():
     assert decide([Tried(0, MEMORY, 7, 6)], CANDIDATES, refuses_halves).candidate == 2
     none = decide([Tried(0, MEMORY, 7, 6)], CANDIDATES, lambda candidate: "cannot go on")
     assert none.candidate is None and none.is_out_of_fallbacks and "none/fp32/adamw cannot go on" in none.reason
-
-
-def test_a_fallback_that_is_refused_at_its_start_is_followed_by_the_next():
-    refused = Tried(1, ERROR, 6, 6, is_final=True, had_no_chance=True)
-    assert after(Tried(0, MEMORY, 7, 6), refused) == 2
-    assert after(Tried(0, MEMORY, 7, 6), refused._replace(had_no_chance=False)) is None, "it did train"
-    assert after(refused) is None, "memory was not the reason that it ran"
 
 
 def killed(run_dir: Path, number: int, *, step: int) -> None:
