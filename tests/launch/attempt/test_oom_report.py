@@ -74,6 +74,9 @@ def test_it_shows_the_memory_of_the_rank_and_fragmentation(plan):
     assert not lacking(text, "gradients 60 MiB 30%", "Fragmentation: 500 MiB .*25%", "512 MiB, 128 MiB")
     assert not lacking(text, "free on the device 10 MiB", r"\| Allocated memory \| 1500 MiB \|")
     assert "data limit" not in text
+    capped = replace(STATE, tensors={}, largest_blocks=(), reserved_bytes=None, data_limit_bytes=2 * GIB)
+    text = text_of(MemoryEnd(1, plan, failed(), (capped,)))
+    assert "its data limit 2 GiB" in text and "Fragmentation" not in text and "Largest blocks" not in text
 
 
 def test_it_names_the_processes_that_hold_the_card(plan):
@@ -87,6 +90,12 @@ def test_it_names_the_processes_that_hold_the_card(plan):
     text = text_of(MemoryEnd(1, plan, failed(), cards=(card,)))
     assert "3 4711 python 9 GiB" in text
     assert "4711" not in text_of(MemoryEnd(1, plan, failed(), cards=(replace(card, holders=()),)))
+
+
+def test_it_names_the_fallback_that_follows(plan):
+    following = replace(failed().plan, micro_batch=1)
+    text = text_of(MemoryEnd(1, plan, failed(), next_candidate=following, decision="the next fallback is tried"))
+    assert not lacking(text, r"The next fallback is tried\.", "micro batch 1 .*predicted to need 1.17 GiB")
 
 
 def test_without_a_fallback_it_offers_configurations_that_need_less(plan):

@@ -109,6 +109,7 @@ def test_attempts_without_a_report_are_read_from_heartbeats(tmp_path):
 
 
 def test_a_run_that_dies_at_one_step_each_time_is_not_started_again(tmp_path):
+    refuse_endless_restarts(tmp_path)
     for number in (1, 2):
         killed(tmp_path, number, step=5)
     refuse_endless_restarts(tmp_path)

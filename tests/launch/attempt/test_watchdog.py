@@ -183,6 +183,7 @@ def test_of_two_that_are_equally_far_the_one_outside_a_collective_hangs(tmp_path
     waiting = stack_of(tmp_path, "/lib/torch/distributed/distributed_c10d.py", "all_reduce")
     busy = stack_of(tmp_path, "/home/me/mine.py", "loss")
     assert waiting.is_waiting and not busy.is_waiting
+    assert read_stack(tmp_path / "none", begin=0, pid=None).frame is None
     words = with_stacks(SILENCE, {0: waiting, 1: busy})
     assert words.startswith("rank 1 ") and "backward of step 7" in words and "loss (mine.py, line 12)" in words
 

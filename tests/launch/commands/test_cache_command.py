@@ -176,6 +176,7 @@ def test_a_stream_is_its_runs_until_that_ends(environment, home):
 
 
 def test_operators_of_other_versions_go_and_those_in_use_stay(environment):
+    assert run(environment) == "nothing is kept\n"
     mine, older = operators(environment), operators(environment, torch="2.0.0")
     other_python, being_built = operators(environment, python="3.9.1"), operators(environment, torch="2.1.0")
     for folder in (mine, older, other_python, being_built):
@@ -187,6 +188,10 @@ def test_operators_of_other_versions_go_and_those_in_use_stay(environment):
     assert [states[folder] for folder in (mine, older, being_built)] == [State.KEPT, State.STALE, State.HELD]
     assert "2 entries" in freed.splitlines()[-1]
     assert [folder.is_dir() for folder in (mine, older, other_python, being_built)] == [True, False, False, True]
+    elsewhere = mine.with_name(f"{mine.name[:-1]}_")  # for the same versions in another installation
+    write_file(elsewhere / "cpu_adam" / "cpu_adam.so")
+    age(elsewhere, 31)
+    assert "30 days" in run(environment, prune=True) and not elsewhere.exists()
 
 
 def test_operators_on_a_shared_disk_may_be_another_machines_of_today(environment):

@@ -45,7 +45,7 @@ def test_without_slurm_rank_0_of_the_newest_attempt_is_shown(run_dir: Path):
         "rank 0 did step 100",
         "rank 0 did step 101",
     ]
-    assert logs(run=str(run_dir), attempt=1, num_lines=1)[1:] == ["rank 0 did step 100"]
+    assert logs(attempt=1, num_lines=1)[1:] == ["rank 0 did step 100"], "of the newest run"
 
 
 def test_the_output_of_slurm_comes_first_and_the_last_words_of_launchers_and_agents_after(run_dir: Path):

@@ -76,11 +76,12 @@ def test_one_machine_that_fits_is_enough(run: Run) -> None:
 # --- questions --------------------------------------------------------------------------------------------------
 
 
-def test_questions_are_answered_in_text_and_in_json(run: Run) -> None:
+def test_questions_are_answered_in_text_on_a_page_and_in_json(run: Run, tmp_path: Path) -> None:
     sizes = {"longest_seq": "seq_len", "largest_batch": "micro_batch", "largest_model": "num_parameters"}
     options = [f"--{question.replace('_', '-')}" for question in sizes]
-    code, out, _ = run("plan", "--hardware", "1xRTX-4090", *options)
-    assert code == ExitCode.DONE and "takes " not in out
+    page = tmp_path / "limits.html"
+    code, out, _ = run("plan", "--hardware", "1xRTX-4090", *options, "--html", str(page))
+    assert code == ExitCode.DONE and "takes " not in out and page.read_text().count("<h1>") == 1
     assert all(f"the {question.split('_')[0]}" in out for question in sizes)
     code, out, _ = run("plan", "--hardware", "1xRTX-4090", "--hardware", "1xL4", *options, "--json")
     answers: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]

@@ -146,6 +146,11 @@ def test_weights_on_nvme_are_not_kept_for_reuse_and_few_are_gathered_ahead():
     assert zero["stage3_prefetch_bucket_size"] == MANY_BUCKETS.prefetch_elements
 
 
+def test_weights_in_bf16_have_gradients_and_states_in_bf16():
+    config = deepspeed_config(engine_plan(Sharding.ZERO2, precision=Precision.BF16))
+    assert config["bf16"] == {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
 def test_a_hole_that_nothing_fills_is_an_error():
     with pytest.raises(ValueError, match=r"zero_optimization\.sub_group_size"):
         fill({"zero_optimization": {"sub_group_size": "auto"}}, engine_plan(Sharding.ZERO3), nvme_path=None)

@@ -16,6 +16,7 @@ from shardwise.launch.engine.offload import (
     check_locked_memory,
     check_nvme,
     held_folder,
+    nvme_folder,
     remove_stale_folders,
 )
 from shardwise.launch.plan.checkpoints import check_disk
@@ -53,6 +54,8 @@ def test_deepspeed_is_told_the_folder_of_its_attempt(tmp_path: Path):
     zero = msgspec.json.decode((attempt / "ds_config.json").read_bytes())["zero_optimization"]
     expected = str(tmp_path / "nvme" / "shardwise-bot-1")
     assert zero["offload_optimizer"]["nvme_path"] == zero["offload_param"]["nvme_path"] == expected
+    in_memory = plan_under(tmp_path / "nvme", offload=Offload.OPTIMIZER_PARAMS)
+    assert nvme_folder(in_memory, tmp_path / "bot", 1) is None
 
 
 def test_the_folder_goes_with_everything_in_it_however_the_attempt_ends(tmp_path: Path):
