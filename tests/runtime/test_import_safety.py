@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from shardwise.trainer.runtime.importing.run import main
-from shardwise.trainer.runtime.importing.tensors import load_metadata
+from shardwise.trainer.runtime.importing.tensors import load_metadata, load_pickled
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.messages.worker_requests import ImportKind, ImportRequest
@@ -135,6 +135,17 @@ def test_bombs_in_files_that_are_not_needed_are_not_even_opened(base, marker, tm
     (folder / "modeling_llama.py").write_text(f"open({str(marker)!r}, 'w')")
     assert imported(folder, tmp_path / "out").kind is ImportKind.TRAINER
     assert not marker.exists()
+
+
+def test_classes_that_stand_in_deepspeeds_files_are_not_imported(tmp_path):
+    """A pickle of a class on the list is read, though there is no such class here and it takes no such state."""
+    content = b"\x80\x02cdeepspeed.runtime.fp16.loss_scaler\nDynamicLossScaler\n)\x81}X\x05\x00\x00\x00scaleK\x03sb."
+    with zipfile.ZipFile(tmp_path / "file.pt", "w") as archive:
+        archive.writestr("file/data.pkl", content)
+        archive.writestr("file/byteorder", "little")
+        archive.writestr("file/version", "3\n")
+    read = load_pickled(tmp_path / "file.pt")
+    assert type(read).__module__ == "shardwise.trainer.runtime.importing.tensors" and read.state == {"scale": 3}
 
 
 @pytest.mark.parametrize(
