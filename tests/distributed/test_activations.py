@@ -10,11 +10,10 @@ from typing import NamedTuple
 import msgspec
 import pytest
 import torch
+from attempt_runs import engaged_of
 from engine_plan_factory import TINY_LLAMA
 from rank_factory import rank_plan, write_attempt
 
-from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.report import Engaged
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Sharding
 
 NUM_BLOCKS = 4
@@ -126,7 +125,7 @@ def test_steps_with_dropout_end_where_they_do_when_everything_is_kept(case, runs
 @EACH
 def test_every_rank_saw_what_was_recomputed_and_moved(case, runs):
     for rank in (0, 1):
-        engaged = codec.read(runs[case] / "attempts" / "1" / f"engaged-{rank}.json", Engaged)
+        engaged = engaged_of(runs[case], rank)
         assert engaged.facts.get("checkpointing") == FACTS.get(case.checkpointing)
         moved = engaged.facts.get("activation_offload", "")
         assert ("of 3 blocks" in moved) is case.moves
@@ -146,7 +145,7 @@ def test_compiled_blocks_train_alike_under_every_engine(cases, tmp_path, cache_d
     for case, plain in zip(cases, eager, strict=True):
         course, expected = read_course(run_dirs[case]), read_course(run_dirs[plain])
         assert course.losses == pytest.approx(expected.losses, abs=1e-5), case.name
-        engaged = codec.read(run_dirs[case] / "attempts" / "1" / "engaged-1.json", Engaged)
+        engaged = engaged_of(run_dirs[case], 1)
         assert engaged.facts["compile"].startswith(f"{NUM_BLOCKS} of {NUM_BLOCKS} blocks, as "), case.name
 
 

@@ -1,6 +1,6 @@
 """Every pair of values of any two axes, run for real on CPU: each point trains like the plain run of the same update.
 
-The points are a covering set of what the planner's rules let a CPU run (`covering_factory`): 120 of 34,000, in which
+The points are a covering set of what the planner's rules let a CPU run (`covering_factory`): 121 of 37,000, in which
 every pair of values meets. The first 48, the core, hold every value, and every pair of where state lives with method,
 precision and checkpointing; the others belong to test-long. covering_points.txt lists them, so that collecting tests
 computes nothing. A point is held against a run of one process in fp32, with nothing recomputed, moved or cut, of the
@@ -15,12 +15,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from attempt_runs import engaged_of, losses_of
 from covering_factory import Point, core, points
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
-from point_runs import NUM_STEPS, is_clipped, losses, name_of, reference_of, run_points, tolerance
+from point_runs import NUM_STEPS, is_clipped, name_of, reference_of, run_points, tolerance
 
-from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.report import Engaged
 from shardwise.trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision, Sharding
 
 LISTED = Path(__file__).with_name("covering_points.txt")
@@ -72,7 +71,7 @@ def folder(point: Point, runs: Callable[[Point], Path]) -> Path:
 @each_point
 def test_a_point_trains_like_the_plain_run_of_its_update(point, folder):
     clip = float(is_clipped(point))
-    found, expected = (losses(folder / name_of(each, clip=clip)) for each in (point, reference_of(point)))
+    found, expected = (losses_of(folder / name_of(each, clip=clip)) for each in (point, reference_of(point)))
     assert len(found) == NUM_STEPS
     assert expected[-1] < expected[0] or point.optimizer in (Optimizer.LOMO, Optimizer.SGD)
     assert found == pytest.approx(expected, abs=tolerance(point))
@@ -81,7 +80,7 @@ def test_a_point_trains_like_the_plain_run_of_its_update(point, folder):
 @each_point
 def test_a_point_is_what_its_plan_says(point, folder):
     run_dir = folder / name_of(point, clip=float(is_clipped(point)))
-    engaged = codec.read(run_dir / "attempts" / "1" / "engaged-0.json", Engaged)
+    engaged = engaged_of(run_dir)
     assert engaged.world_size == point.num_ranks
     assert engaged.precision == point.precision
     assert engaged.loss == point.loss

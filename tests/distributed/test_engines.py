@@ -10,11 +10,10 @@ from typing import NamedTuple
 import msgspec
 import pytest
 import torch
+from attempt_runs import engaged_of
 from rank_factory import NUM_STEPS, rank_plan, write_attempt
 from safetensors.torch import load_file
 
-from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.report import Engaged
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Offload, Sharding
 
 TOLERANCE = 1e-5
@@ -126,7 +125,7 @@ def test_every_step_equals_that_of_a_single_process_of_plain_pytorch(case, run_d
 
 @each(TORCH_CASES + DEEPSPEED_CASES)
 def test_the_engine_of_the_plan_is_the_one_that_ran(case, run_dir):
-    ranks = [codec.read(run_dir / "attempts" / "1" / f"engaged-{rank}.json", Engaged) for rank in (0, 1)]
+    ranks = [engaged_of(run_dir, rank) for rank in (0, 1)]
     for engaged in ranks:
         assert engaged.world_size == 2 and engaged.backend == "gloo"
         assert engaged.engine_class == ENGINE_CLASSES[case.sharding]

@@ -5,12 +5,12 @@ holds its share and no more, that a run goes back on all ranks alike, and that a
 How its checkpoints move is in `test_moving`, and what it goes with in `test_covering`.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attempt_runs import engaged_of, metrics_of
 from estimate_factory import config, cpu, setting, shape_of
 from msgspec.structs import replace
 from rank_factory import NUM_STEPS, SEQ_LEN, rank_plan, write_attempt
@@ -21,10 +21,8 @@ from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.runtime.checkpoint import read_weights
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
 from shardwise.trainer.runtime.run.state import STEPS_UNTIL_ROLL_BACK, PassedOver
-from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.job.sections import CheckpointJob, EvalJob
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.report import Engaged
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Optimizer, Precision, Sharding
 
 NUM_RANKS, NUM_COPIES, NUM_SHARDS = 4, 2, 2
@@ -101,10 +99,6 @@ def runs(tmp_path_factory, cache_dir, run_ranks) -> Path:
     return folder
 
 
-def lines_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("name", CLIPPED)
 def test_every_step_equals_that_of_a_single_process_of_plain_pytorch(name, runs, reference, read_course):
     course = read_course(runs / name)
@@ -119,16 +113,15 @@ def test_an_update_within_the_backward_pass_sees_gradients_of_all_copies(runs, c
     """Not clipped, so held against a run of one process that is not clipped either."""
     plan = rank_plan(cache_dir, clip=0.0, num_steps=NUM_STEPS)
     losses, _ = train_plainly(plan, {step: step for step in range(1, plan.schedule.num_steps + 1)})
-    found = [line["loss"] for line in lines_of(runs / "inside-the-backward")]
+    found = [line["loss"] for line in metrics_of(runs / "inside-the-backward")]
     assert found == pytest.approx(list(losses.values()), abs=TOLERANCE)
-    facts = codec.read(runs / "inside-the-backward" / "attempts" / "1" / "engaged-3.json", Engaged).facts
+    facts = engaged_of(runs / "inside-the-backward", 3).facts
     assert "inside the backward pass" in facts["updates"]
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_engine_of_the_plan_is_the_one_that_ran(name, runs):
-    attempt = runs / name / "attempts" / "1"
-    ranks = [codec.read(attempt / f"engaged-{rank}.json", Engaged) for rank in range(NUM_RANKS)]
+    ranks = [engaged_of(runs / name, rank) for rank in range(NUM_RANKS)]
     for engaged in ranks:
         assert (engaged.world_size, engaged.backend, engaged.precision) == (NUM_RANKS, "gloo", "fp32")
         assert (engaged.engine_class, engaged.sharded_parameters) == ("FSDPLlamaForCausalLM", NUM_PARAMETERS)
@@ -151,7 +144,7 @@ def predicted():
 
 def test_a_rank_holds_its_share_of_its_machine(runs, predicted):
     """Bytes between steps are those of two shards, not of four."""
-    measured = lines_of(runs / "shares")[-1]["memory_allocated_bytes"]
+    measured = metrics_of(runs / "shares")[-1]["memory_allocated_bytes"]
     assert predicted.steady_allocated_bytes == pytest.approx(measured, rel=0.005)
 
 
@@ -161,7 +154,7 @@ def test_a_rank_peaks_about_where_predicted(runs, predicted):
 
     In 24 runs, half of them on a busy machine, the prediction was 0.889 to 0.987 of the peak, in five steps.
     """
-    assert 0.85 < predicted.peak_allocated_bytes / lines_of(runs / "shares")[-1]["memory_peak_bytes"] < 1.15
+    assert 0.85 < predicted.peak_allocated_bytes / metrics_of(runs / "shares")[-1]["memory_peak_bytes"] < 1.15
 
 
 def test_a_run_goes_back_on_all_ranks_alike(runs, cache_dir, read_course):
@@ -179,7 +172,7 @@ def test_a_run_goes_back_on_all_ranks_alike(runs, cache_dir, read_course):
 
 
 def test_the_export_is_of_the_best_step(runs):
-    losses = [line["eval_loss"] for line in lines_of(runs / "best")]
+    losses = [line["eval_loss"] for line in metrics_of(runs / "best")]
     best = losses.index(min(losses)) + 1
     assert best == len(losses) - PATIENCE < 40
     kept, last = (

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from attempt_runs import engaged_of, losses_of
 from msgspec.structs import replace
 from peft import LoraConfig, get_peft_model
 from rank_factory import LR, NUM_STEPS, SEED, rank_plan, write_attempt
@@ -21,10 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardwise.trainer.runtime.data.batches import step_micro_batches
 from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.runtime.models.methods import seed_adapters
-from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.job.sections import LoraJob, LrSchedule
 from shardwise.trainer.spec.plan import Plan, learning_rate
-from shardwise.trainer.spec.report import Engaged
 from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision, Sharding
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks
@@ -96,14 +95,6 @@ def plan_of(sharding: Sharding, cache_dir: Path, settings: Mapping[str, Any]) ->
     return rank_plan(cache_dir, sharding, num_ranks=2, micro_batch=4, accumulation=1, **settings)
 
 
-def losses(run_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def engaged(run_dir: Path, rank: int = 0) -> Engaged:
-    return codec.read(run_dir / "attempts" / "1" / f"engaged-{rank}.json", Engaged)
-
-
 @pytest.fixture(scope="module")
 def reference(cache_dir) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and adapters of PEFT's own model in one process, with transformers' own logits."""
@@ -137,7 +128,7 @@ def reference(cache_dir) -> tuple[list[float], dict[str, torch.Tensor]]:
 def test_every_step_equals_that_of_peft_in_a_single_process(sharding, kind, runs, reference):
     expected, adapters = reference
     run_dir = runs(sharding, kind)
-    assert losses(run_dir) == pytest.approx(expected, abs=EXACT)
+    assert losses_of(run_dir) == pytest.approx(expected, abs=EXACT)
     assert expected[-1] < expected[0] - 0.1, "the reference learns, so that a difference would show"
     exported = load_file(run_dir / "export" / "adapter_model.safetensors")
     assert exported.keys() == adapters.keys()
@@ -147,7 +138,7 @@ def test_every_step_equals_that_of_peft_in_a_single_process(sharding, kind, runs
 
 @each([run for run in (*TORCH_RUNS, *ZERO_RUNS) if run[1] in ("dropped", "noisy", "qlora") and run[0] is not TORCH[0]])
 def test_a_sharding_engine_trains_adapters_as_ddp_does(sharding, kind, runs):
-    found, expected = losses(runs(sharding, kind)), losses(runs(Sharding.DDP, kind))
+    found, expected = losses_of(runs(sharding, kind)), losses_of(runs(Sharding.DDP, kind))
     assert found == pytest.approx(expected, abs=EXACT)
     assert expected[-1] < expected[0]
 
@@ -161,15 +152,15 @@ def test_a_sharding_engine_trains_adapters_as_ddp_does(sharding, kind, runs):
     ]
 )
 def test_in_16_bit_too_up_to_rounding(sharding, kind, runs):
-    found = losses(runs(sharding, kind))
-    assert found == pytest.approx(losses(runs(Sharding.DDP, kind)), abs=2e-3)
-    exact = losses(runs(Sharding.DDP, "lora" if kind == "mixed" else "qlora"))
+    found = losses_of(runs(sharding, kind))
+    assert found == pytest.approx(losses_of(runs(Sharding.DDP, kind)), abs=2e-3)
+    exact = losses_of(runs(Sharding.DDP, "lora" if kind == "mixed" else "qlora"))
     assert found[0] == pytest.approx(exact[0], abs=5e-3), "before the first update DoRA changes nothing"
 
 
 @each([run for run in (*TORCH_RUNS, *ZERO_RUNS) if run[1] not in ("resumed", "straight")])
 def test_the_method_of_the_plan_is_the_one_that_ran(sharding, kind, runs):
-    seen = engaged(runs(sharding, kind))
+    seen = engaged_of(runs(sharding, kind))
     facts = seen.facts
     is_mixed, is_zero = "mixed" in kind, sharding.uses_deepspeed
     trained = {"qlora": NUM_ADAPTERS + NUM_LENGTHS, "dropped": 2048}.get(kind, NUM_ADAPTERS)
@@ -194,7 +185,7 @@ def _num_parameters(kind: str) -> int:
 
 def test_fsdp_leaves_each_rank_half_of_the_packed_weights(runs):
     """81,920 weights in 14 layers are 20,480 pairs of bytes; embeddings, head and norms stay whole numbers."""
-    owned = [engaged(runs(Sharding.FSDP, "qlora-mixed"), rank).partition_elements for rank in (0, 1)]
+    owned = [engaged_of(runs(Sharding.FSDP, "qlora-mixed"), rank).partition_elements for rank in (0, 1)]
     whole = 106_816 - 73_728 + 73_728 // 4 + NUM_ADAPTERS
     assert sum(owned) == whole
     assert max(owned) <= 0.51 * whole
@@ -202,7 +193,7 @@ def test_fsdp_leaves_each_rank_half_of_the_packed_weights(runs):
 
 @each([(Sharding.ZERO1, "lora"), (Sharding.ZERO2, "qlora-mixed"), (Sharding.ZERO3, "mixed")])
 def test_deepspeed_keeps_masters_of_adapters_only(sharding, kind, runs):
-    owned = [engaged(runs(sharding, kind), rank).partition_elements for rank in (0, 1)]
+    owned = [engaged_of(runs(sharding, kind), rank).partition_elements for rank in (0, 1)]
     assert owned == [NUM_ADAPTERS // 2, NUM_ADAPTERS // 2]
 
 
@@ -219,7 +210,7 @@ def test_a_run_leaves_adapters_and_no_base_behind(sharding, kind, runs):
 
 def test_a_run_on_two_ranks_that_was_resumed_ends_bitwise_like_one_that_was_not(runs):
     resumed, straight = runs(Sharding.DDP, "resumed"), runs(Sharding.DDP, "straight")
-    assert losses(resumed) == losses(straight)
+    assert losses_of(resumed) == losses_of(straight)
     for folder in (resumed, straight):
         assert (folder / "checkpoints" / f"step-{NUM_STEPS:08d}").is_dir()
     ends = [load_file(folder / "export" / "adapter_model.safetensors") for folder in (resumed, straight)]

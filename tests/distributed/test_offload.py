@@ -11,17 +11,16 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from attempt_runs import engaged_of
 from engine_plan_factory import TINY_LLAMA
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 from rank_factory import NUM_STEPS, rank_plan, write_attempt
 from safetensors.torch import load_file
 
 from shardwise.launch.engine.offload import check_nvme, offload_buffers
-from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.job.sections import Limits, NvmeLimit
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import Buckets, Plan
-from shardwise.trainer.spec.report import Engaged
 from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
 from shardwise.trainer.spec.units import MIB, format_bytes
 
@@ -93,10 +92,6 @@ def runs(tmp_path_factory, cache_dir, run_ranks) -> Path:
     return folder
 
 
-def engaged(run_dir: Path, rank: int) -> Engaged:
-    return codec.read(run_dir / "attempts" / "1" / f"engaged-{rank}.json", Engaged)
-
-
 def each(cases):
     return pytest.mark.parametrize("case", cases, ids=[name_of(case) for case in cases])
 
@@ -116,7 +111,7 @@ def test_every_step_equals_that_of_ddp(case, runs, read_course):
 @each(CASES)
 def test_the_optimizer_is_deepspeeds_cpu_adam_and_its_state_is_off_the_device(case, runs):
     for rank in (0, 1):
-        seen = engaged(runs / name_of(case), rank)
+        seen = engaged_of(runs / name_of(case), rank)
         assert seen.optimizer_class == "DeepSpeedCPUAdam"
         assert seen.engine_class == "DeepSpeedEngine"
         place = "nvme" if case[1].uses_nvme else "cpu"
@@ -126,7 +121,7 @@ def test_the_optimizer_is_deepspeeds_cpu_adam_and_its_state_is_off_the_device(ca
 @each([case for case in CASES if case[1].moves_parameters])
 def test_weights_lie_off_the_device(case, runs):
     place = "nvme" if case[1].uses_nvme else "cpu"
-    assert f"float32 on {place}" in engaged(runs / name_of(case), 0).facts["weights"]
+    assert f"float32 on {place}" in engaged_of(runs / name_of(case), 0).facts["weights"]
 
 
 def swap_files(runs: Path, case: Case, kind: str, rank: int) -> list[Path]:
@@ -143,7 +138,7 @@ def test_master_weights_gradients_and_both_moments_of_the_tables_are_files(case,
     for moment in ("exp_avg-", "exp_avg_sq-"):
         sizes = [path.stat().st_size for path in files if path.name.startswith(moment)]
         assert sum(sizes) >= 4 * TABLE_ELEMENTS, "a rank's halves of both tables"
-    facts = engaged(runs / name_of(case), rank).facts
+    facts = engaged_of(runs / name_of(case), rank).facts
     assert facts["optimizer on NVMe"].startswith(f"{len(files)} files, ")
 
 
@@ -180,14 +175,14 @@ def test_several_sub_groups_fit_into_little_memory(runs, cache_dir):
     """The plan of weights on NVMe cuts each rank's partition into more than one."""
     plan = plan_of((Sharding.ZERO3, Offload.NVME_ALL), cache_dir, runs)
     assert offload_buffers(plan).sub_group_elements < plan.model_shape.num_parameters // 4
-    assert "elements in 3" in engaged(runs / "zero3+nvme_all", 0).facts["partitions"]
+    assert "elements in 3" in engaged_of(runs / "zero3+nvme_all", 0).facts["partitions"]
 
 
 @pytest.mark.parametrize("case", PURE, ids=name_of_pure)
 def test_pure_bf16_under_zero_has_no_fp32_copy_and_trains_nearly_as_well(case, runs, reference, read_course):
     """The keys `bf16_master_weights_and_grads` and `bf16_optimizer_states`: partitions and both moments are bf16."""
     for rank in (0, 1):
-        seen = engaged(runs / name_of_pure(case), rank)
+        seen = engaged_of(runs / name_of_pure(case), rank)
         assert (seen.precision, seen.engine_class, seen.optimizer_class) == ("bf16", "DeepSpeedEngine", "AdamW")
         half = format_bytes(2 * seen.partition_elements)
         assert seen.facts["master weights"] == f"bfloat16 on cpu {half}"

@@ -1,13 +1,11 @@
 """Optimizers on what engines leave a rank: ZeRO's flat partitions, FSDP2's shards, and inside FSDP2's backward pass."""
 
-import json
 from pathlib import Path
 
 import pytest
+from attempt_runs import engaged_of, losses_of
 from rank_factory import NUM_STEPS, rank_plan, write_attempt
 
-from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.report import Engaged
 from shardwise.trainer.spec.strategy import Optimizer, Sharding
 
 ZERO = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
@@ -57,18 +55,14 @@ def runs(tmp_path_factory, cache_dir, run_ranks) -> Path:
     return folder
 
 
-def losses(run_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize(("sharding", "optimizer", "inside", "tolerance", "state"), CASES)
 def test_a_sharded_optimizer_steps_as_one_with_whole_tensors(runs, sharding, optimizer, inside, tolerance, state):
     run_dir = runs / name_of(sharding, optimizer, inside=inside)
-    whole = losses(runs / name_of(Sharding.DDP, optimizer, inside=inside))
-    assert max(abs(a - b) for a, b in zip(losses(run_dir), whole, strict=True)) < tolerance
+    whole = losses_of(runs / name_of(Sharding.DDP, optimizer, inside=inside))
+    assert max(abs(a - b) for a, b in zip(losses_of(run_dir), whole, strict=True)) < tolerance
     assert whole[-1] < whole[0] - 0.5
     for rank in (0, 1):
-        facts = codec.read(run_dir / "attempts" / "1" / f"engaged-{rank}.json", Engaged).facts
+        facts = engaged_of(run_dir, rank).facts
         assert state in facts["optimizer_state"]
         assert ("inside the backward pass" in facts.get("updates", "")) == inside
 
@@ -76,8 +70,7 @@ def test_a_sharded_optimizer_steps_as_one_with_whole_tensors(runs, sharding, opt
 @pytest.mark.parametrize("sharding", ZERO)
 def test_all_matrices_of_a_rank_are_one_8_bit_partition_of_half_the_elements(runs, sharding):
     """Two flat tensors a rank: the matrices' share in 8 bit, the norms' 160 elements in fp32 as they are few."""
-    attempt = runs / name_of(sharding, Optimizer.ADAMW_8BIT, inside=False) / "attempts" / "1"
-    facts = codec.read(attempt / "engaged-0.json", Engaged).facts
+    facts = engaged_of(runs / name_of(sharding, Optimizer.ADAMW_8BIT, inside=False)).facts
     assert "state1: uint8 (1 tensors), float32 (1 tensors)" in facts["optimizer_state"]
     matrices = (2 * 256 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)) // 2
     norms = 5 * 64 // 2

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from attempt_runs import engaged_of, metrics_of
 from fp16_units import HAS_FP16_UNITS, NO_FP16_UNITS
 from rank_factory import NUM_STEPS, rank_plan, write_attempt
 from safetensors.torch import load_file
 
 from shardwise.trainer.runtime.precision.mixed_precision import INIT_SCALE
-from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.report import Engaged
 from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, Optimizer, Precision, Sharding
 
@@ -93,7 +93,7 @@ class Run(NamedTuple):
 
     @property
     def lines(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return metrics_of(self.folder)
 
     @property
     def losses(self) -> list[float]:
@@ -104,7 +104,7 @@ class Run(NamedTuple):
         return load_file(self.folder / "export" / "model.safetensors")
 
     def engaged(self, rank: int) -> Engaged:
-        return codec.read(self.folder / "attempts" / "1" / f"engaged-{rank}.json", Engaged)
+        return engaged_of(self.folder, rank)
 
     def seen(self, rank: int) -> dict:
         return json.loads((self.folder / "attempts" / "1" / f"seen-{rank}.json").read_text())

@@ -7,14 +7,15 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from attempt_runs import losses_of
 from covering_factory import Point, points
 from outcome_file import DIFFERENCES, Difference
-from point_runs import NUM_STEPS, is_clipped, losses, name_of, reference_of, run_points, tolerance
+from point_runs import NUM_STEPS, is_clipped, name_of, reference_of, run_points, tolerance
 
 from shardwise.trainer.spec.strategy import LossHead, Precision
 
 pytestmark = pytest.mark.long
-BATCH, NUM_BATCHES = 40, 23  # points of one process group
+BATCH, NUM_BATCHES = 40, 25  # points of one process group
 
 
 @cache
@@ -46,7 +47,7 @@ def test_every_point_trains_like_the_plain_run_of_its_update(
     differences = {}
     for point in batch:
         clip = float(is_clipped(point))
-        found, expected = (losses(folder / name_of(each, clip=clip)) for each in (point, reference_of(point)))
+        found, expected = (losses_of(folder / name_of(each, clip=clip)) for each in (point, reference_of(point)))
         assert len(found) == NUM_STEPS
         differences[point] = max(abs(one - other) for one, other in zip(found, expected, strict=True))
     record_property(DIFFERENCES, [Difference(group_of(point), tolerance(point), differences[point]) for point in batch])

@@ -13,8 +13,9 @@ from shardwise.trainer.runtime.loop.course import train
 from shardwise.trainer.runtime.loop.session import Session, build_session
 from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
 from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.report import Ending, Engaged
 
 
 def reset_accelerate() -> None:
@@ -54,3 +55,8 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def losses_of(run_dir: Path) -> list[float]:
     return [line["loss"] for line in metrics_of(run_dir)]
+
+
+def engaged_of(run_dir: Path, rank: int = 0) -> Engaged:
+    """What one rank of the first attempt verified."""
+    return codec.read(run_dir / "attempts" / "1" / f"engaged-{rank}.json", Engaged)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from attempt_runs import losses_of
 from rank_factory import rank_plan, write_attempt
 
 from shardwise.trainer.runtime.checkpoint import CheckpointFolder
@@ -168,8 +169,7 @@ class Yard:
         )
 
     def losses(self, name: str) -> list[float]:
-        lines = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
-        return [line["loss"] for line in lines]
+        return losses_of(self.folder / name)
 
     def incidents(self, name: str) -> list[str]:
         """What the report would tell."""

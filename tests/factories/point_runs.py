@@ -1,6 +1,5 @@
 """Points of the product of all axes as attempts that ranks run, and the plain run that each is held against."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -104,8 +103,3 @@ def run_points(
     for (num_ranks, _), attempts in groups.items():
         run_ranks(attempts, num_ranks)
     return folder
-
-
-def losses(run_dir: Path) -> list[float]:
-    """The loss of every step."""
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

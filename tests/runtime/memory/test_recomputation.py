@@ -44,10 +44,8 @@ def test_a_recomputation_that_did_not_happen_is_not_reported():
 
 
 @pytest.mark.parametrize("checkpointing", RECOMPUTING)
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_recomputing_keeps_less_and_changes_no_gradient(checkpointing, dropout):
-    config = {"attention_dropout": dropout}
-    plain, recomputed = (backward(build_blocks(each, config=config)) for each in (Checkpointing.NONE, checkpointing))
+def test_recomputing_keeps_less_and_changes_no_gradient(checkpointing):
+    plain, recomputed = (backward(build_blocks(each)) for each in (Checkpointing.NONE, checkpointing))
     assert recomputed.kept_bytes < plain.kept_bytes * (0.95 if checkpointing is Checkpointing.ATTENTION else 0.75)
     assert_same_gradients(recomputed, plain)
 

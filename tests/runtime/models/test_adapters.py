@@ -32,24 +32,6 @@ def adapted(precision: Precision, lora: LoraJob | None = None, method: Method = 
     return model
 
 
-@pytest.mark.parametrize(
-    ("precision", "base", "adapters"),
-    [
-        (Precision.BF16_MIXED, torch.bfloat16, torch.float32),
-        (Precision.FP16_MIXED, torch.float16, torch.float32),
-        (Precision.BF16, torch.bfloat16, torch.bfloat16),
-        (Precision.FP32, torch.float32, torch.float32),
-    ],
-)
-def test_the_base_is_in_the_computing_type_and_the_adapters_in_that_of_the_masters(
-    precision: Precision, base: torch.dtype, adapters: torch.dtype
-) -> None:
-    model = adapted(precision)
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    assert {p.dtype for p in frozen} == {base}
-    assert {p.dtype for p in trained_parameters(model)} == {adapters}
-
-
 def test_without_adapters_the_weights_are_those_that_are_trained() -> None:
     assert base_type(Method.FULL, Precision.BF16_MIXED) is torch.float32
     assert base_type(Method.GALORE, Precision.BF16) is torch.bfloat16
@@ -127,21 +109,6 @@ def test_dropout_is_on_the_adapters_input_and_only_in_training() -> None:
     assert not torch.equal(layer(rows), layer(rows))
     layer.eval()
     assert torch.equal(layer(rows), layer(rows))
-
-
-@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])
-def test_masks_repeat_when_a_block_is_computed_again(checkpointing: Checkpointing) -> None:
-    ids = torch.arange(16).reshape(1, 16)
-    gradients = []
-    for each in (Checkpointing.NONE, checkpointing):
-        model = adapted(Precision.FP32, LoraJob(rank=RANK, dropout=0.5))
-        make_trainable(model, each, LossHead.EAGER, loss_chunk_tokens=None)
-        for parameter in trained_parameters(model):
-            torch.nn.init.constant_(parameter, 0.05)
-        torch.manual_seed(3)
-        model(input_ids=ids, labels=ids).backward()
-        gradients.append([parameter.grad for parameter in trained_parameters(model)])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
 def test_layers_that_keep_their_weights_transposed_are_adapted_the_right_way_round() -> None:

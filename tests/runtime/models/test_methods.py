@@ -63,6 +63,7 @@ def test_adapters_are_the_same_whatever_lies_beneath_them(method, folder):
     [
         (Precision.FP32, torch.float32, torch.float32),
         (Precision.BF16_MIXED, torch.bfloat16, torch.float32),
+        (Precision.FP16_MIXED, torch.float16, torch.float32),
         (Precision.BF16, torch.bfloat16, torch.bfloat16),
     ],
 )
