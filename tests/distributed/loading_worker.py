@@ -27,11 +27,12 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.trainer.runtime.engines.accelerator import build_accelerator, read_ds_config
+from shardwise.trainer.runtime.engines import engine_of, running_engine
+from shardwise.trainer.runtime.engines.accelerator import build_accelerator
+from shardwise.trainer.runtime.engines.sharded_loading import loads_sharded
 from shardwise.trainer.runtime.loop.memory_profile import anonymous_bytes
 from shardwise.trainer.runtime.loop.session import build_session
-from shardwise.trainer.runtime.models.build import build_model, build_skeleton, is_deepspeed, plain_model
-from shardwise.trainer.runtime.models.sharded_loading import load_into_fsdp, load_into_zero3, loads_sharded
+from shardwise.trainer.runtime.models.build import build_model, build_skeleton, plain_model
 from shardwise.trainer.runtime.optimizers import unwrapped
 from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
 from shardwise.trainer.runtime.run.state import RunState
@@ -65,7 +66,7 @@ def main(arguments: list[str]) -> None:
 def look_at_start(path: Path, plan: Plan, rank: int) -> dict[str, object]:
     paths = run_paths(path, started_at=datetime.now(UTC))
     session = build_session(plan, paths, ReportWriter(paths, rank=rank), RunState())
-    model = plain_model(session.model)
+    model, engine = plain_model(session.model), running_engine(session.model)
     whole = {name: tensor.detach() for name, tensor in named_tensors(build_model(plan))}
     seen = dict(gathered(model))
     if plan.chosen.strategy.sharding is Sharding.ZERO3:  # which holds its weights in the computing type
@@ -76,7 +77,7 @@ def look_at_start(path: Path, plan: Plan, rank: int) -> dict[str, object]:
         "surplus": sorted(seen.keys() - whole.keys()),
         "num_tensors": len(seen),
         "loads_sharded": loads_sharded(plan),
-        "is_updated": is_deepspeed(session.model) or updated(session.optimizer) == trained(model),
+        "is_updated": engine.updates_in_last_backward or updated(session.optimizer) == trained(model),
     }
 
 
@@ -122,8 +123,8 @@ def gathering(tensor: torch.Tensor, model: nn.Module):
 
 
 def take_peak(path: Path, plan: Plan, *, is_whole: bool) -> dict[str, int]:
-    sharding = plan.chosen.strategy.sharding
-    accelerator = build_accelerator(plan, ds_config=read_ds_config(path.parent, sharding))
+    engine = engine_of(plan.chosen.strategy.sharding)
+    accelerator = build_accelerator(plan, ds_config=engine.read_config(path.parent))
     with Peak() as peak:
         kept = load(plan, accelerator, is_whole=is_whole)
     del kept
@@ -134,10 +135,9 @@ def load(plan: Plan, accelerator, *, is_whole: bool) -> object:
     if is_whole:
         return build_model(plan)
     skeleton, _ = build_skeleton(plan)
-    if plan.chosen.strategy.sharding.uses_fsdp:
-        load_into_fsdp(skeleton, accelerator)
-    else:
-        load_into_zero3(skeleton, accelerator, plan.chosen.strategy.precision)
+    engine = engine_of(plan.chosen.strategy.sharding)
+    engine.load_shards(skeleton, accelerator)
+    engine.cut_loaded(skeleton, accelerator, plan.chosen.strategy.precision)
     return skeleton.model
 
 

@@ -221,8 +221,8 @@ def test_ranks_stop_where_deepspeed_does_something_else(wrong_run):
 READS_TWICE = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
-from shardwise.trainer.runtime.engines import accelerator
-accelerator.read_each_weight_once = lambda: None
+from shardwise.trainer.runtime.engines import zero
+zero.read_each_weight_once = lambda: None
 import engine_worker
 engine_worker.main(sys.argv[1:])
 """

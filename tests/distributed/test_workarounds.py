@@ -105,7 +105,10 @@ def test_w55_deepspeed_drops_the_type_of_weights_where_there_is_no_fp16():
 
 
 def test_weights_on_nvme_have_the_type_of_the_engine_where_there_is_no_fp16():
-    ours = "from shardwise.trainer.runtime.engines.nvme_reads import swap_weights_in_their_type as ours\nours()\nours()"
+    ours = (
+        "from shardwise.trainer.runtime.engines import zero_patches\n"
+        + 2 * "zero_patches.swap_weights_in_their_type()\n"
+    )
     assert "type: torch.float32" in run_python(TYPE_OF_WEIGHTS.format(before=ours), DS_ACCELERATOR="cpu")
 
 

@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.data.batches import step_micro_batches
 from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
+from shardwise.trainer.runtime.engines.zero import EngineScaler
 from shardwise.trainer.runtime.loop.evaluation import evaluate
 from shardwise.trainer.runtime.loop.step import StepResult, run_step
 from shardwise.trainer.runtime.models.build import build_trainable
@@ -21,10 +23,7 @@ from shardwise.trainer.runtime.optimizers import build_optimizer
 from shardwise.trainer.runtime.precision.mixed_precision import (
     INIT_SCALE,
     AmpScaler,
-    EngineScaler,
-    LossScaler,
     install_precision,
-    loss_scaler,
     precision_facts,
 )
 from shardwise.trainer.runtime.run.clock import Clock
@@ -56,7 +55,8 @@ class Training:
         self.installed = install_precision(model, installed, chosen, DeviceKind.CPU)
         optimizer = build_optimizer(chosen.strategy.optimizer, model, lr=1.0, weight_decay=weight_decay)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.scaler: LossScaler | None = loss_scaler(self.model, chosen.strategy.precision, DeviceKind.CPU)
+        engine = running_engine(self.model)
+        self.scaler = engine.loss_scaler(self.model, chosen.strategy.precision, DeviceKind.CPU)
         self.rows = TokenRows.open(Path(plan.data.cache_dir), "train")
         self.step = 0
 

@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+from shardwise.trainer.runtime import engines as runtime_engines
+from shardwise.trainer.runtime.checkpoint import engines as checkpoint_engines
 from shardwise.trainer.runtime.optimizers import rules
 from shardwise.trainer.spec import engines, optimizers
 from shardwise.trainer.spec.optimizers import Optimizer
@@ -33,11 +35,13 @@ def without_row(module: ModuleType, table: str, member: str) -> str:
         (optimizers, "OPTIMIZERS", "Optimizer.SGD"),
         (rules, "UPDATE_RULES", "Optimizer.SGD"),
         (engines, "ENGINES", "Sharding.HSDP"),
+        (runtime_engines, "ENGINES", "facts.Engine.FSDP"),
+        (checkpoint_engines, "ADAPTERS", "Engine.FSDP"),
     ],
 )
 def test_a_member_without_a_row_is_an_error_on_import(module: ModuleType, table: str, member: str) -> None:
     source = without_row(module, table, member)
-    with pytest.raises(LookupError, match=rf"{table} has no row for {re.escape(member)}$"):
+    with pytest.raises(LookupError, match=rf"{table} has no row for {re.escape(member.removeprefix('facts.'))}$"):
         exec(compile(source, table, "exec"), {"__name__": module.__name__})
 
 

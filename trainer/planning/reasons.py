@@ -30,9 +30,9 @@ from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.plan import Candidate, Plan, Rejection, TrialResult
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Offload, Precision, Sharding, Strategy
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Offload, Precision, Strategy
 from shardwise.trainer.spec.units import format_bytes, format_seconds
-from shardwise.trainer.spec.value import Value, complete
+from shardwise.trainer.spec.value import Value
 
 WORTH_SAYING = 0.005  # of the tokens
 
@@ -154,22 +154,6 @@ def _is_well_known(device: Device) -> bool:
     return device.name.startswith(WELL_KNOWN_CARDS) and MIG_MARK not in device.name
 
 
-_WHY_SHARDING = complete(
-    Sharding,
-    {
-        Sharding.NONE: "one device: nothing to share",
-        Sharding.DDP: "the whole state fits on every device, and ddp exchanges gradients only",
-        Sharding.ZERO1: "optimizer state is spread over the ranks",
-        Sharding.ZERO2: "optimizer state and gradients are spread over the ranks",
-        Sharding.ZERO3: "weights, gradients and optimizer state are spread over the ranks",
-        Sharding.FSDP: "weights, gradients and optimizer state are spread over the ranks",
-        Sharding.FSDP_GRAD_OP: "gradients and optimizer state are spread; weights stay gathered until the "
-        "backward ends",
-        Sharding.HSDP: "state is spread inside each node and replicated across nodes",
-    },
-    "_WHY_SHARDING",
-)
-
 _TIMES_FP8_FIRST = "`shardwise train` times it on this model's matrix shapes first and takes it only where it pays"
 
 
@@ -224,7 +208,7 @@ def _update_notes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
 def _why_sharding(row: Strategy, num_ranks: int) -> str:
     if num_ranks == 1 and row.offload is not Offload.NONE:
         return f"one device: nothing to spread, but its engine does the offload ({row.offload})"
-    return _WHY_SHARDING[row.sharding]
+    return row.sharding.facts.reason
 
 
 def _why_precision(context: PlanningContext, precision: Precision) -> str:

@@ -33,7 +33,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from shardwise.trainer.runtime.engines.accelerator import EngineChoice, accelerator_of
+from shardwise.trainer.runtime import engines
+from shardwise.trainer.runtime.engines.engine import EngineChoice
 from shardwise.trainer.runtime.models.build import Installed, make_trainable, model_from_config
 from shardwise.trainer.runtime.models.methods import add_adapters, base_type
 from shardwise.trainer.runtime.models.model_code import faults_of, load_model_code
@@ -130,7 +131,7 @@ def engine_of(
         os.environ["LOCAL_RANK"] = "0"
         dist.init_process_group("fake", rank=0, world_size=request.num_ranks, store=FakeStore())
     try:
-        accelerator = accelerator_of(_choice(request, model), ds_config=ds_config)
+        accelerator = engines.engine_of(request.sharding).accelerator(_choice(request, model), ds_config)
         mesh = None if is_alone else init_device_mesh("cuda", (request.num_ranks,))  # reads the numbers of its ranks
         with (
             replaced(_fully_shard, _init_default_mesh=lambda *_, **__: mesh),

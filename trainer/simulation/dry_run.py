@@ -37,14 +37,15 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 from transformers import PreTrainedModel
 
 from shardwise.trainer import FOLDER
+from shardwise.trainer.runtime import engines
 from shardwise.trainer.runtime.data.batches import MicroBatch
-from shardwise.trainer.runtime.engines.engine_state import partitions
+from shardwise.trainer.runtime.engines.sharded_loading import shard_without_memory
+from shardwise.trainer.runtime.engines.zero import partitions
 from shardwise.trainer.runtime.loop.objectives import DpoLoss, no_reference, plain_base, turn_dropout_off
 from shardwise.trainer.runtime.loop.step import Objective, TokenLoss
 from shardwise.trainer.runtime.models.methods import trained_parameters
-from shardwise.trainer.runtime.models.sharded_loading import prepare_loaded, shard_without_memory
 from shardwise.trainer.runtime.optimizers import build_optimizer
-from shardwise.trainer.runtime.precision.mixed_precision import install_autocast, loss_scaler
+from shardwise.trainer.runtime.precision.mixed_precision import install_autocast
 from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.simulation.allocator import min_capacity_bytes, replay
 from shardwise.trainer.simulation.build import (
@@ -146,12 +147,15 @@ def _load(model: PreTrainedModel, request: SimulationRequest, accelerator: Accel
     else:
         materialise(model, device.type)
         keep_in_place(model)
-    prepared, optimizer = prepare_loaded(accelerator, model, _optimizer(request, model))
+    engine = engines.engine_of(request.sharding)
+    prepared, optimizer = engine.prepare(accelerator, model, _optimizer(request, model))
     if request.sharding.uses_deepspeed:
         mark_zero(prepared, tracker)
     else:
         tracker.mark([*prepared.parameters(), *prepared.buffers()], Kind.WEIGHTS)
-    return Engine(accelerator, prepared, optimizer, loss_scaler(prepared, request.precision, request.device_kind))
+    return Engine(
+        accelerator, prepared, optimizer, engine.loss_scaler(prepared, request.precision, request.device_kind)
+    )
 
 
 def _optimizer(request: SimulationRequest, model: nn.Module) -> TorchOptimizer:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses import fake_impls
 
 from shardwise.trainer.runtime.data.batches import MicroBatch
+from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.loop.step import Objective, run_step
-from shardwise.trainer.runtime.models.build import is_deepspeed
 from shardwise.trainer.runtime.optimizers import unwrapped
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler
 from shardwise.trainer.runtime.run.clock import Clock
@@ -58,7 +58,7 @@ class Engine(NamedTuple):
                 seed=0,
                 lr=LEARNING_RATE,
                 clip=CLIP_NORM,
-                clock=_EventClock(tracker, reads_in_backward=is_deepspeed(self.model)),
+                clock=_EventClock(tracker, reads_in_backward=running_engine(self.model).updates_in_last_backward),
                 scaler=self.scaler,
                 objective=objective,
             )
@@ -125,7 +125,7 @@ def told(
     hooks.append(blocks[0].register_forward_pre_hook(_input_hook(tracker, COMPLETE), with_kwargs=True))
     hooks.append(head.register_forward_pre_hook(_input_hook(tracker, NORM), with_kwargs=True))
     hooks.append(head.register_forward_hook(_head_hook(tracker)))
-    if is_deepspeed(engine.model):
+    if running_engine(engine.model).updates_in_last_backward:
         _tell_step(engine.model, tracker)
     else:
         hooks.append(unwrapped(engine.optimizer).register_step_pre_hook(lambda *_: tracker.begin(STEP)))

@@ -86,6 +86,7 @@ class EngineFacts(Value, frozen=True, kw_only=True):
     """One row."""
 
     engine: Engine
+    reason: str  # for which a plan chooses it
     is_one_rank: bool = False  # it drives one device; every other sharding needs two ranks or more
     # Distribution of state
     zero_stage: int = 0  # ranks share 1: optimizer state, 2: gradients too, 3: weights too (ZeRO, arXiv:1910.02054)
@@ -94,6 +95,7 @@ class EngineFacts(Value, frozen=True, kw_only=True):
     keeps_gradient_buckets: bool = False  # gradients are views of buckets that stay between steps
     # Updates
     pieces: Pieces  # the form in which the optimizer receives weights
+    has_own_fp16: bool = False  # the library computes in fp16 and scales the loss by itself
     updates_in_backward: bool = False  # a hook after the gradient of a weight sees the gradient to update with
     # Offload
     offloads: tuple[Offload, ...] = ()  # that the library has
@@ -114,11 +116,22 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
     Sharding,
     {
         Sharding.NONE: EngineFacts(
-            engine=Engine.TORCH, is_one_rank=True, pieces=Pieces.WHOLE, updates_in_backward=True
+            engine=Engine.TORCH,
+            reason="one device: nothing to share",
+            is_one_rank=True,
+            pieces=Pieces.WHOLE,
+            updates_in_backward=True,
         ),
-        Sharding.DDP: EngineFacts(engine=Engine.TORCH, keeps_gradient_buckets=True, pieces=Pieces.WHOLE),
+        Sharding.DDP: EngineFacts(
+            engine=Engine.TORCH,
+            reason="the whole state fits on every device, and ddp exchanges gradients only",
+            keeps_gradient_buckets=True,
+            pieces=Pieces.WHOLE,
+        ),
         Sharding.ZERO1: EngineFacts(
             engine=Engine.DEEPSPEED,
+            reason="optimizer state is spread over the ranks",
+            has_own_fp16=True,
             zero_stage=1,
             pieces=Pieces.FLAT,
             offloads=(Offload.OPTIMIZER,),
@@ -126,6 +139,8 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
         ),
         Sharding.ZERO2: EngineFacts(
             engine=Engine.DEEPSPEED,
+            reason="optimizer state and gradients are spread over the ranks",
+            has_own_fp16=True,
             zero_stage=2,
             pieces=Pieces.FLAT,
             offloads=(Offload.OPTIMIZER,),
@@ -136,6 +151,8 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
         ),
         Sharding.ZERO3: EngineFacts(
             engine=Engine.DEEPSPEED,
+            reason="weights, gradients and optimizer state are spread over the ranks",
+            has_own_fp16=True,
             zero_stage=3,
             pieces=Pieces.FLAT,
             offloads=(Offload.OPTIMIZER, Offload.OPTIMIZER_PARAMS, Offload.NVME_OPTIMIZER, Offload.NVME_ALL),
@@ -149,6 +166,7 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
         ),
         Sharding.FSDP_GRAD_OP: EngineFacts(
             engine=Engine.FSDP,
+            reason="gradients and optimizer state are spread; weights stay gathered until the backward ends",
             zero_stage=3,
             keeps_weights_gathered=True,
             pieces=Pieces.SHARDS,
@@ -158,6 +176,7 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
         ),
         Sharding.FSDP: EngineFacts(
             engine=Engine.FSDP,
+            reason="weights, gradients and optimizer state are spread over the ranks",
             zero_stage=3,
             pieces=Pieces.SHARDS,
             updates_in_backward=True,
@@ -169,6 +188,7 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
         ),
         Sharding.HSDP: EngineFacts(
             engine=Engine.FSDP,
+            reason="state is spread inside each node and replicated across nodes",
             zero_stage=3,
             shards_within_node=True,
             pieces=Pieces.SHARDS,

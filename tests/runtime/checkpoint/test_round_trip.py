@@ -9,7 +9,6 @@ from safetensors import safe_open
 from torch import nn
 
 from shardwise.trainer.runtime.checkpoint import import_state, import_weights
-from shardwise.trainer.runtime.checkpoint.engines import ENGINES
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.strategy import Sharding
 
@@ -205,10 +204,6 @@ def test_freezing_or_thawing_on_resume_is_refused(tiny, newest, tmp_path):
     fewer = torch.optim.AdamW(list(model.parameters())[1:])
     with pytest.raises(InputError, match=r"embed_tokens\.weight: was trained .* is frozen"):
         import_state(model, fewer, newest(tmp_path), sharding=Sharding.NONE)
-
-
-def test_every_engine_has_checkpoints():
-    assert set(ENGINES) == set(Sharding)
 
 
 def test_state_that_the_format_does_not_know_is_refused_not_dropped(tiny, tmp_path):

@@ -18,9 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
-from shardwise.trainer.runtime.engines.engine_state import meshes, ranks_of_copy
-from shardwise.trainer.runtime.engines.verification import check_engagement, sharding_of
+from shardwise.trainer.runtime.engines.fsdp import meshes, ranks_of_copy
+from shardwise.trainer.runtime.engines.verification import check_engagement
 from shardwise.trainer.runtime.models.build import build_trainable
 from shardwise.trainer.runtime.optimizers import build_optimizer
 from shardwise.trainer.runtime.precision.mixed_precision import install_precision
@@ -218,7 +219,7 @@ def test_the_ranks_of_a_copy_are_read_off_its_shards(ranks, sharding, mesh, copy
         device_mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("copies", "shards")[-torch.tensor(ranks).ndim :])
         for module in (block, root):
             fully_shard(module, mesh=device_mesh, reshard_after_forward=True)
-        assert sharding_of(root) is sharding
+        assert running_engine(root).sharding_of(root) is sharding
         assert meshes(root) == {mesh}
         assert ranks_of_copy(root) == [copy]
 

@@ -1,6 +1,6 @@
-"""The engine table: for each sharding, the model and optimizer state that a rank holds.
+"""The state adapters: for each engine, the model and optimizer state that a rank holds.
 
-An engine returns `Piece`s: views of live memory, each a flat range of a logical tensor. Writing and reading are the
+An adapter returns `Piece`s: views of live memory, each a flat range of a logical tensor. Writing and reading are the
 same view in two directions, so a new engine is four functions and a row here; nothing else in this package knows
 engines.
 
@@ -34,7 +34,9 @@ from shardwise.trainer.runtime.checkpoint.optimizer_state import (
 )
 from shardwise.trainer.runtime.checkpoint.optimizer_state import create_state as create_parameter_state
 from shardwise.trainer.runtime.checkpoint.pieces import Piece, Replica, flat, named_state, type_of
+from shardwise.trainer.spec.engines import Engine
 from shardwise.trainer.spec.strategy import Sharding
+from shardwise.trainer.spec.value import complete
 
 
 def describe(model: nn.Module, optimizer: TorchOptimizer) -> dict[str, ParameterEntry]:
@@ -116,8 +118,8 @@ def _fsdp_piece(name: str, state: str | None, tensor: torch.Tensor) -> Piece:
     return Piece(name, state, offset[0] * prod(tensor.shape[1:]), flat(tensor.to_local(), name=name), replica=replica)
 
 
-class Engine(NamedTuple):
-    """How one engine's state is seen."""
+class StateAdapter(NamedTuple):
+    """The view of one engine's state."""
 
     describe: Callable[[nn.Module, TorchOptimizer], dict[str, ParameterEntry]]
     """Every parameter's entry, without chunks; the same on every rank."""
@@ -129,22 +131,15 @@ class Engine(NamedTuple):
     """Once pieces have been filled, makes what the model computes with follow them; collective."""
 
 
-_REPLICATED = Engine(describe, held_pieces, create_state, settle)
+_REPLICATED = StateAdapter(describe, held_pieces, create_state, settle)
 _FSDP = _REPLICATED._replace(held_pieces=fsdp_pieces)  # a DTensor has the shape of the whole
-_ZERO = Engine(zero.describe, zero.held_pieces, zero.create_state, zero.settle)
+_ZERO = StateAdapter(zero.describe, zero.held_pieces, zero.create_state, zero.settle)
 
-ENGINES: dict[Sharding, Engine] = {
-    Sharding.NONE: _REPLICATED,
-    Sharding.DDP: _REPLICATED,
-    Sharding.FSDP: _FSDP,
-    Sharding.FSDP_GRAD_OP: _FSDP,
-    Sharding.HSDP: _FSDP,
-    Sharding.ZERO1: _ZERO,
-    Sharding.ZERO2: _ZERO,
-    Sharding.ZERO3: _ZERO,
-}
+ADAPTERS: dict[Engine, StateAdapter] = complete(
+    Engine, {Engine.TORCH: _REPLICATED, Engine.FSDP: _FSDP, Engine.DEEPSPEED: _ZERO}, "ADAPTERS"
+)
 
 
-def engine_of(sharding: Sharding) -> Engine:
-    """The row of a sharding."""
-    return ENGINES[sharding]
+def adapter_of(sharding: Sharding) -> StateAdapter:
+    """The adapter of a sharding."""
+    return ADAPTERS[sharding.facts.engine]

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.trainer.runtime.checkpoint.engines import engine_of
+from shardwise.trainer.runtime.checkpoint.engines import adapter_of
 from shardwise.trainer.runtime.checkpoint.folders import (
     check_hashes,
     none_whole,
@@ -123,7 +123,7 @@ def read_weights(checkpoint: CheckpointFolder) -> dict[str, torch.Tensor]:
 def import_state(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> int:
     """`fill_engine`, and what the engine computes with follows; collective under an engine that shards weights."""
     num_coded_anew = fill_engine(model, optimizer, checkpoint, sharding=sharding)
-    engine_of(sharding).settle(model)
+    adapter_of(sharding).settle(model)
     return num_coded_anew
 
 
@@ -143,7 +143,7 @@ def fill_engine(
     the checkpoint. The copy that an engine computes with is not refreshed. The sha256 of each file of `hashed`, which
     is read whole, goes into `digests`.
     """
-    engine, inner, manifest = engine_of(sharding), unwrapped(optimizer), checkpoint.manifest
+    engine, inner, manifest = adapter_of(sharding), unwrapped(optimizer), checkpoint.manifest
     check_supported(inner)
     ours = engine.describe(model, inner)
     _check_names(ours, manifest)
@@ -161,7 +161,7 @@ def fill_engine(
 
 def load_weights(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> None:
     """Fills the weights of a prepared model, and leaves the optimizer's state as it is; collective."""
-    engine, inner = engine_of(sharding), unwrapped(optimizer)
+    engine, inner = adapter_of(sharding), unwrapped(optimizer)
     ours = engine.describe(model, inner)
     _check_names(ours, checkpoint.manifest)
     _check_weights(ours, checkpoint.manifest)
@@ -334,7 +334,7 @@ class Resumption:
                 continue
             if problem is not None:
                 raise problem
-            engine_of(sharding).settle(model)
+            adapter_of(sharding).settle(model)
             return num_coded_anew
 
     def _take_next(self) -> None:
@@ -369,7 +369,7 @@ _BLOCK_ELEMENTS = 1 << 20
 
 def state_digest(model: nn.Module, optimizer: object, *, sharding: Sharding) -> str:
     """Hash over every weight, moment and step count this rank holds, by name: equal where all bits are equal."""
-    engine, inner = engine_of(sharding), unwrapped(optimizer)
+    engine, inner = adapter_of(sharding), unwrapped(optimizer)
     digest = hashlib.sha256()
     for name, entry in sorted(engine.describe(model, inner).items()):
         digest.update(f"{name} {entry.tied_to} {entry.step}\n".encode())
@@ -406,7 +406,7 @@ def check_read_back(folder: Path, *, model: nn.Module, optimizer: object, shardi
     Collective, and to be called before the state changes again. Rank 0 hashes every file, each rank compares what it
     holds; nothing is held twice but a block.
     """
-    engine, inner = engine_of(sharding), unwrapped(optimizer)
+    engine, inner = adapter_of(sharding), unwrapped(optimizer)
     doing = f"{folder}: was written and cannot be read back"
 
     def hash_files() -> bytes:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from shardwise.trainer.runtime.checkpoint.engines import Engine, engine_of
+from shardwise.trainer.runtime.checkpoint.engines import StateAdapter, adapter_of
 from shardwise.trainer.runtime.checkpoint.folders import OnPoint, commit, prune, staging_folder
 from shardwise.trainer.runtime.checkpoint.manifest import (
     CheckpointFacts,
@@ -73,7 +73,7 @@ class Save:
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
-        engine, inner = engine_of(sharding), unwrapped(optimizer)
+        engine, inner = adapter_of(sharding), unwrapped(optimizer)
         self.final = root / folder_name(facts.step)
         self.step, self.ranks, self.on_point = facts.step, ranks, on_point
         self._root, self._facts = root, facts
@@ -165,7 +165,7 @@ class Save:
 
 
 def _pieces_to_write(
-    engine: Engine, model: nn.Module, optimizer: TorchOptimizer, *, facts: CheckpointFacts, ranks: Ranks
+    engine: StateAdapter, model: nn.Module, optimizer: TorchOptimizer, *, facts: CheckpointFacts, ranks: Ranks
 ) -> list[Piece]:
     """Pieces that this rank writes: all that it alone holds, and its share by bytes of those that others hold too."""
     check_supported(optimizer)

@@ -34,7 +34,7 @@ from shardwise.trainer.runtime.checkpoint.optimizer_state import (
 )
 from shardwise.trainer.runtime.checkpoint.optimizer_state import create_state as create_partition_state
 from shardwise.trainer.runtime.checkpoint.pieces import Piece, flat, named_state, type_of
-from shardwise.trainer.runtime.engines.engine_state import partition_sizes, partition_type, partitions, updated_groups
+from shardwise.trainer.runtime.engines.zero import partition_sizes, partition_type, partitions, updated_groups
 from shardwise.trainer.spec.errors import InputError
 
 

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows, padded_width
+from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.loss.head import IGNORED, Answer
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.plan import Plan
@@ -157,9 +157,7 @@ def check_documents_apart(model: nn.Module, plan: Plan, device: torch.device) ->
         ) from error
     finally:
         model.train(was_training)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # what a forward gathers at the root stays until a backward
+        running_engine(model).release_gathered(model)
     if not abs(one - other) <= _TOLERANCE * abs(one):
         raise InputError(
             f"data.packing: the attention of {plan.model_code.model_class} looks across the documents of a packed "

@@ -12,15 +12,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.attention.choice import attention_facts, attention_name, attention_of
 from shardwise.trainer.runtime.attention.kernels import attention_kernel_rows
-from shardwise.trainer.runtime.engines import engine_state
-from shardwise.trainer.runtime.models.build import Installed, is_deepspeed, plain_model
+from shardwise.trainer.runtime.engines import engine_of, running_engine
+from shardwise.trainer.runtime.engines.engine import Row
+from shardwise.trainer.runtime.models.build import Installed, plain_model
 from shardwise.trainer.runtime.models.methods import method_facts
 from shardwise.trainer.runtime.optimizers import (
     NO_DECAY,
@@ -35,11 +33,7 @@ from shardwise.trainer.runtime.run.types import compute_type, weight_type
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.plan import Candidate
 from shardwise.trainer.spec.report import Engaged
-from shardwise.trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision, Sharding
-
-_ZERO_STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3}
-
-Row = tuple[str, object, object]  # what, planned, found
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision
 
 
 def check_engagement(
@@ -73,8 +67,8 @@ def observe(
     installed: Installed,
 ) -> Engaged:
     """The engine, precision and optimizer that run, read from the objects themselves."""
-    plain = plain_model(model)
-    sharded, elements = _sharded(model, plain)
+    plain, engine = plain_model(model), running_engine(model)
+    sharded, elements = engine.owned(model)
     return Engaged(
         world_size=dist.get_world_size() if dist.is_initialized() else 1,
         engine_class=type(model).__name__,
@@ -84,7 +78,7 @@ def observe(
         attention=attention_of(plain),
         loss=str(installed.loss.head),
         precision=str(precision_of(accelerator, model, installed)),
-        accumulation=_accumulation(accelerator, model),
+        accumulation=engine.accumulation(accelerator, model),
         backend=dist.get_backend() if dist.is_initialized() else None,
         checkpointed_blocks=len(installed.recomputations),
     )
@@ -97,7 +91,7 @@ def facts_after_step(
     plain = plain_model(model)
     return {
         **method_facts(plain),
-        **engine_state.engine_facts(model, unwrapped(optimizer)),
+        **running_engine(model).facts(model, unwrapped(optimizer)),
         **optimizer_facts(optimizer),
         **installed.activation_facts(plain),
         **attention_facts(plain),
@@ -105,30 +99,10 @@ def facts_after_step(
     }
 
 
-def sharding_of(model: nn.Module) -> Sharding:
-    """The engine that wraps the model."""
-    if is_deepspeed(model):
-        stage = int(model.zero_optimization_stage())  # type: ignore[operator]  # DeepSpeedEngine, untyped
-        return {number: sharding for sharding, number in _ZERO_STAGES.items()}.get(stage, Sharding.NONE)
-    if isinstance(model, FSDPModule):
-        if any(len(mesh) > 1 for mesh, _ in engine_state.meshes(model)):
-            return Sharding.HSDP
-        return Sharding.FSDP if _reshards_after_forward(model) else Sharding.FSDP_GRAD_OP
-    return Sharding.DDP if isinstance(model, DistributedDataParallel) else Sharding.NONE
-
-
 def precision_of(accelerator: Accelerator, model: nn.Module, installed: Installed) -> Precision | str:
     """The precision in which matrix products run, from the engine's own switches and the type of what is trained."""
-    weights = next(p.dtype for p in plain_model(model).parameters() if p.requires_grad)
     autocast = installed.autocast
-    if is_deepspeed(model):
-        compute, masters = _deepspeed_types(model)
-    elif isinstance(model, FSDPModule):
-        policy = model._get_fsdp_state()._mp_policy
-        compute, masters = policy.param_dtype or weights, weights
-    else:
-        compute = _ACCELERATE_TYPES[accelerator.mixed_precision] if accelerator.native_amp else weights
-        compute, masters = autocast or compute, weights
+    compute, masters = running_engine(model).types(accelerator, model, autocast)
     if autocast is not None and autocast != compute:
         return f"{autocast} around {compute}"
     for precision in (Precision.FP32, Precision.FP16_MIXED, Precision.BF16_MIXED, Precision.BF16):
@@ -142,34 +116,6 @@ def num_fp8_layers(installed: Installed) -> int:
     return 0 if installed.fp8 is None else len(installed.fp8.layers)
 
 
-_ACCELERATE_TYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def _deepspeed_types(model: Any) -> tuple[torch.dtype, torch.dtype]:  # noqa: ANN401  # DeepSpeedEngine, untyped
-    """(computing type, type of the masters)."""
-    compute = torch.bfloat16 if model.bfloat16_enabled() else torch.float16 if model.fp16_enabled() else torch.float32
-    return compute, engine_state.partition_type(model)
-
-
-def _sharded(model: nn.Module, plain: nn.Module) -> tuple[int, int | None]:
-    """(parameters of which this rank holds a part, elements it owns); (0, None) where nothing is sharded."""
-    if is_deepspeed(model):
-        parted = sum(hasattr(parameter, "ds_tensor") for parameter in plain.parameters())
-        return parted, sum(engine_state.partition_sizes(model))
-    shards = [p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor)]
-    return len(shards), sum(shards) if shards else None
-
-
-def _reshards_after_forward(model: FSDPModule) -> bool:
-    blocks = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]  # type: ignore[attr-defined]  # also an nn.Module
-    groups = [group for block in blocks if (group := block._get_fsdp_state()._fsdp_param_group) is not None]
-    return any(group.post_forward_mesh_info is not None for group in groups)
-
-
-def _accumulation(accelerator: Accelerator, model: Any) -> int:  # noqa: ANN401  # DeepSpeedEngine, untyped
-    return int(model.gradient_accumulation_steps() if is_deepspeed(model) else accelerator.gradient_accumulation_steps)
-
-
 def _comparisons(
     accelerator: Accelerator,
     model: nn.Module,
@@ -180,11 +126,11 @@ def _comparisons(
     hybrid_mesh: tuple[int, int] | None,
 ) -> Iterator[Row]:
     """Everything that a plan fixes."""
-    sharding, plain = chosen.strategy.sharding, plain_model(model)
+    sharding, plain, engine = chosen.strategy.sharding, plain_model(model), running_engine(model)
     yield "ranks", chosen.num_ranks, engaged.world_size
     yield "ranks as Accelerate counts them", chosen.num_ranks, accelerator.num_processes
-    yield "sharding", str(sharding), str(sharding_of(model))
-    yield "offload", str(chosen.strategy.offload), str(engine_state.offload_of(model))
+    yield "sharding", str(sharding), str(engine.sharding_of(model))
+    yield "offload", str(chosen.strategy.offload), str(engine.offload_of(model))
     yield "precision", str(chosen.strategy.precision), engaged.precision
     yield "accumulation", chosen.accumulation, engaged.accumulation
     yield "accumulation as Accelerate counts it", chosen.accumulation, accelerator.gradient_accumulation_steps
@@ -201,10 +147,8 @@ def _comparisons(
         yield "this rank owns a share of the state", True, owns
     if sharding.shards_weights:
         yield "weights are sharded", True, engaged.sharded_parameters > 0
-    if sharding.uses_fsdp and isinstance(model, FSDPModule):
-        yield from _mesh_rows(model, (chosen.num_ranks,) if hybrid_mesh is None else hybrid_mesh)
-    if is_deepspeed(model):
-        yield from _deepspeed_rows(model, plain, chosen)
+    if engine is engine_of(sharding):
+        yield from engine.rows(model, chosen, hybrid_mesh)
 
 
 def _optimizer_rows(model: nn.Module, optimizer: Any, chosen: Candidate, engaged: Engaged) -> Iterator[Row]:  # noqa: ANN401  # Accelerate's wrapper
@@ -214,12 +158,15 @@ def _optimizer_rows(model: nn.Module, optimizer: Any, chosen: Candidate, engaged
     yield "optimizer", name, engaged.optimizer_class
     planned = expected_groups(kind, is_galore=is_galore)
     found = tuple(group.get("name") for group in inner.param_groups)
-    if is_deepspeed(model):  # which leaves out groups without parameters: adapters have no norms
+    engine = running_engine(model)
+    if engine.drops_empty_groups:
         planned = tuple(each for each in planned if each in found)
     yield "parameter groups", planned, found
     trained = [parameter for parameter in plain_model(model).parameters() if parameter.requires_grad]
-    yield "parameters that are updated", len(trained), len(_updated(model, inner))
-    yield "parameters without weight decay", sum(_num_dims(each) < 2 for each in trained), _num_undecayed(model, inner)
+    updated = engine.updated_groups(model, inner)
+    undecayed = sum(len(group) for name, group in updated if name == NO_DECAY)
+    yield "parameters that are updated", len(trained), sum(len(group) for _, group in updated)
+    yield "parameters without weight decay", sum(_num_dims(each) < 2 for each in trained), undecayed
     if kind.facts.updates_on_host:
         yield "decoupled weight decay", True, getattr(inner, "adam_w_mode", None)
     if kind in (Optimizer.ADAMW, Optimizer.ADAMW_FUSED) and not is_galore:
@@ -227,19 +174,6 @@ def _optimizer_rows(model: nn.Module, optimizer: Any, chosen: Candidate, engaged
     if not is_galore:  # whose layerwise variant is a setting of the job
         planned_in_backward = chosen.optimizer_in_backward or kind.facts.updates_in_backward
         yield "the optimizer runs in the backward pass", planned_in_backward, updates_in_backward(optimizer)
-
-
-def _updated(model: nn.Module, inner: Any) -> list[nn.Parameter]:  # noqa: ANN401  # torch's
-    if is_deepspeed(model):
-        return engine_state.updated_parameters(model)
-    return [parameter for group in inner.param_groups for parameter in group["params"]]
-
-
-def _num_undecayed(model: nn.Module, inner: Any) -> int:  # noqa: ANN401  # torch's
-    """Parameters in the group without weight decay."""
-    if is_deepspeed(model):
-        return sum(len(group) for name, group in engine_state.updated_groups(model) if name == NO_DECAY)
-    return sum(len(group["params"]) for group in inner.param_groups if group.get("name") == NO_DECAY)
 
 
 def _num_dims(parameter: Any) -> int:  # noqa: ANN401  # ZeRO-3 keeps the shape of a parameter whose pieces are flat
@@ -264,29 +198,6 @@ def _activation_rows(plain: PreTrainedModel, installed: Installed, chosen: Candi
     yield "compiled blocks", chosen.compile, compiled
 
 
-def _mesh_rows(model: nn.Module, planned: tuple[int, ...]) -> Iterator[Row]:
-    """Every shard lies over the same ranks, and the ranks of a copy are neighbours: those of one machine."""
-    *copies, shards = planned
-    placements = (*(Replicate() for _ in copies), Shard(0))
-    yield "mesh and placements of the shards", [(planned, placements)], sorted(engine_state.meshes(model), key=str)
-    begin = dist.get_rank() // shards * shards
-    yield "ranks of this rank's copy", [(*range(begin, begin + shards),)], engine_state.ranks_of_copy(model)
-
-
-def _deepspeed_rows(model: nn.Module, plain: PreTrainedModel, chosen: Candidate) -> Iterator[Row]:
-    if chosen.strategy.offload.uses_nvme:
-        swapped, large = engine_state.swapped_partitions(model)
-        yield "partitions on NVMe", large, swapped
-        swapped, large = engine_state.swapped_weights(plain)
-        yield "weights on NVMe", large if chosen.strategy.offload.moves_parameters else 0, swapped
-    if chosen.buckets is None:
-        return
-    for name, taken in engine_state.taken_buckets(model).items():
-        if name == "prefetch_elements" and chosen.strategy.offload.uses_nvme:
-            continue  # fewer, so that swap buffers suffice
-        yield f"buckets: {name.replace('_', ' ')}", getattr(chosen.buckets, name), taken
-
-
 def _owns_a_share(
     accelerator: Accelerator, model: nn.Module, engaged: Engaged, *, num_ranks: int, num_copies: int
 ) -> bool:
@@ -298,8 +209,13 @@ def _owns_a_share(
     total = torch.tensor([owned], dtype=torch.int64, device=accelerator.device)
     if dist.is_initialized():
         dist.all_reduce(total)
-    parameters = engine_state.updated_parameters(model) if is_deepspeed(model) else list(model.parameters())
-    whole = sum(map(engine_state.num_elements, parameters))
+    parameters = running_engine(model).partitioned(model)
+    whole = sum(map(_num_elements, parameters))
     padding = 2 * num_ranks * (len(parameters) + 4)
     least, share = num_copies * whole, int(total) / num_ranks
     return 0 < least <= int(total) <= least + padding and owned <= 1.5 * share + 4096
+
+
+def _num_elements(parameter: Any) -> int:  # noqa: ANN401  # ZeRO-3 adds attributes to parameters
+    """Elements of the whole parameter, however little of it is here."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))

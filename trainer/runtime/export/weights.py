@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.trainer.runtime.checkpoint import canonical_name
-from shardwise.trainer.runtime.models.build import is_deepspeed, plain_model
+from shardwise.trainer.runtime.engines import running_engine
+from shardwise.trainer.runtime.models.build import plain_model
 from shardwise.trainer.runtime.models.methods import ADAPTER, is_adapted, quantised_layers
 
 
@@ -128,24 +127,9 @@ def gathered_weights(accelerator: Accelerator, model: nn.Module) -> Mapping[str,
 
     Collective under a sharding engine, which gathers no more than is answered.
     """
-    plain = plain_model(model)
+    plain, engine = plain_model(model), running_engine(model)
     trained = [(name, parameter) for name, parameter in plain.named_parameters() if parameter.requires_grad]
     if is_adapted(name for name, _ in trained):
         with torch.no_grad():
-            return {canonical_name(name): _gathered(parameter) for name, parameter in trained}
-    if isinstance(model, FSDPModule) or is_deepspeed(model):
-        weights: Mapping[str, torch.Tensor] = accelerator.get_state_dict(model)
-        return weights
-    return plain.state_dict()
-
-
-def _gathered(parameter: torch.Tensor) -> torch.Tensor:
-    """All elements of a parameter on the CPU; collective where ranks hold parts of it."""
-    if isinstance(parameter, DTensor):
-        return parameter.full_tensor().cpu()
-    if hasattr(parameter, "ds_id"):  # ZeRO-3
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().cpu().clone()
-    return parameter.detach().cpu()
+            return {canonical_name(name): engine.gathered(parameter) for name, parameter in trained}
+    return engine.whole_weights(accelerator, model)

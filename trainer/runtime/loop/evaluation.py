@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardwise.trainer.runtime.data.batches import MicroBatch, eval_micro_batches
 from shardwise.trainer.runtime.data.token_rows import TokenRows
-from shardwise.trainer.runtime.engines.engine_state import release_gathered
+from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.loop.step import Means, Objective, Sums, Terms, forward
 from shardwise.trainer.runtime.loss.head import Answer
 from shardwise.trainer.spec.plan import Plan
@@ -59,7 +59,7 @@ def evaluate(
         ):
             sums.add(objective(model, micro_batch, accelerator.device))
     model.train(was_training)
-    release_gathered(model)
+    running_engine(model).release_gathered(model)
     means = sums.means()
     return _of_pairs(means, step) if "reward_margin" in means.figures else _of_tokens(means, step, plan)
 
@@ -108,7 +108,7 @@ SEED, TEMPERATURE, TOP_K = 0, 0.8, 40
 
 def can_sample(sharding: Sharding) -> bool:
     """True where each rank holds whole weights in a plain model."""
-    return sharding in (Sharding.NONE, Sharding.DDP)
+    return sharding.is_replicated
 
 
 def prompt_of(rows: TokenRows) -> list[int]:

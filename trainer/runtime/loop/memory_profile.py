@@ -33,8 +33,7 @@ from torch._C._autograd import DeviceType  # torch.autograd has it under no publ
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from shardwise.trainer.runtime.engines.engine_state import partitions
-from shardwise.trainer.runtime.models.build import is_deepspeed
+from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.optimizers import unwrapped
 from shardwise.trainer.runtime.optimizers.facts import projectors
 from shardwise.trainer.runtime.run.clock import Clock, Span
@@ -186,7 +185,7 @@ def held_bytes(model: nn.Module, optimizer: Any) -> dict[str, int]:  # noqa: ANN
     states = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
     states += [matrix for state in inner.state.values() for matrix in projectors(state)]
     masters = [p for group in inner.param_groups for p in group["params"]]  # DeepSpeed's fp32 partitions; else weights
-    masters += partitions(model) if is_deepspeed(model) else []  # ZeRO-3 hands them over one by one
+    masters += running_engine(model).masters(model)
     held_weights = storage_bytes(weights)
     return {
         WEIGHTS: held_weights,
@@ -204,8 +203,7 @@ def _held_gradients(model: nn.Module) -> int:
 
 
 def _zero3_gradients(model: nn.Module) -> Tensor | None:
-    zero: Any = model.optimizer if is_deepspeed(model) else None
-    flat = getattr(zero, "grad_partitions_flat_buffer", None)
+    flat = getattr(getattr(model, "optimizer", None), "grad_partitions_flat_buffer", None)
     return flat if isinstance(flat, Tensor) else None
 
 

@@ -31,19 +31,15 @@ from shardwise.trainer.runtime.checkpoint.save import BackgroundSave
 from shardwise.trainer.runtime.data.batches import check_documents_apart
 from shardwise.trainer.runtime.data.stream.rows import StreamRows
 from shardwise.trainer.runtime.data.token_rows import TokenRows
-from shardwise.trainer.runtime.engines.accelerator import build_accelerator, read_ds_config
+from shardwise.trainer.runtime.engines import engine_of
+from shardwise.trainer.runtime.engines.accelerator import build_accelerator
+from shardwise.trainer.runtime.engines.sharded_loading import loads_sharded
 from shardwise.trainer.runtime.engines.verification import check_engagement
 from shardwise.trainer.runtime.loop.memory_profile import cap_memory
 from shardwise.trainer.runtime.models.build import Installed, build_skeleton, build_trainable
-from shardwise.trainer.runtime.models.sharded_loading import (
-    load_into_fsdp,
-    load_into_zero3,
-    loads_sharded,
-    prepare_loaded,
-)
 from shardwise.trainer.runtime.models.skeleton import Skeleton, blank
 from shardwise.trainer.runtime.optimizers import build_optimizer, check_in_backward
-from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, install_precision, loss_scaler
+from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, install_precision
 from shardwise.trainer.runtime.run.extension import Hooks, load_hooks
 from shardwise.trainer.runtime.run.report_writer import ReportWriter, RunPaths, installed_versions
 from shardwise.trainer.runtime.run.state import RunState
@@ -91,7 +87,8 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     """Builds the engine, the model and the optimizer, checks that they are the planned ones, and resumes."""
     writer.write_status("starting the engine")
     sharding = plan.chosen.strategy.sharding
-    accelerator = build_accelerator(plan, ds_config=read_ds_config(paths.plan_dir, sharding))
+    engine = engine_of(sharding)
+    accelerator = build_accelerator(plan, ds_config=engine.read_config(paths.plan_dir))
     ranks = Ranks.distributed() if dist.is_initialized() and dist.get_world_size() > 1 else Ranks.alone()
     writer.write_status("loading the data")
     train_rows, eval_rows = _open_rows(plan)
@@ -112,18 +109,18 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     chosen = plan.chosen
     installed = install_precision(model, installed, chosen, plan.device_kind)
     check_in_backward(chosen, is_layerwise=plan.job.train.galore.layerwise)
-    if skeleton is not None and sharding.uses_fsdp:
-        load_into_fsdp(skeleton, accelerator)
+    if skeleton is not None:
+        engine.load_shards(skeleton, accelerator)
     optimizer = _build_optimizer(plan, model)
-    if skeleton is not None and sharding.uses_deepspeed:
-        load_into_zero3(skeleton, accelerator, chosen.strategy.precision)
+    if skeleton is not None:
+        engine.cut_loaded(skeleton, accelerator, chosen.strategy.precision)
     writer.write_status("preparing the engine")
-    wrapped, wrapped_optimizer = prepare_loaded(accelerator, model, optimizer)
+    wrapped, wrapped_optimizer = engine.prepare(accelerator, model, optimizer)
     state.engaged = check_engagement(
         accelerator, wrapped, wrapped_optimizer, installed, chosen, hybrid_mesh=plan.hybrid_mesh
     )
     check_documents_apart(wrapped, plan, accelerator.device)
-    scaler = loss_scaler(wrapped, chosen.strategy.precision, plan.device_kind)
+    scaler = engine.loss_scaler(wrapped, chosen.strategy.precision, plan.device_kind)
     if resumption is not None:
         own = resumption.load(wrapped, wrapped_optimizer, sharding=sharding)
         num_blocks = sum(map(int, ranks.exchange(str(own).encode())))

@@ -28,12 +28,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from shardwise.trainer.runtime.attention.packed import known_rows
 from shardwise.trainer.runtime.data.batches import MicroBatch
-from shardwise.trainer.runtime.engines.engine_veto import asked_before_update
+from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.loss.head import Answer
 from shardwise.trainer.runtime.optimizers import set_learning_rate, unwrapped, updates_in_backward
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, check_scale
@@ -111,7 +110,7 @@ def run_step(
     set_learning_rate(unwrapped(optimizer), lr)
     sums = Sums(objective, accelerator.device)
     decision = Decision(sums, judge, may_overflow=scaler is not None)
-    is_deepspeed = accelerator.distributed_type is DistributedType.DEEPSPEED  # its engine knows the last micro batch
+    engine = running_engine(model)
     assert len(micro_batches) == accelerator.gradient_accumulation_steps
     scale = accelerator.num_processes * len(micro_batches) / num_terms
     loss_scale = None if scaler is None else scaler.loss_scale  # before it moves on, in DeepSpeed's last backward
@@ -119,12 +118,12 @@ def run_step(
         is_last = index == len(micro_batches) - 1
         seed_dropout(seed, step, index * accelerator.num_processes + accelerator.process_index)
         accelerator.sync_gradients = is_last
-        with nullcontext() if is_last or is_deepspeed else accelerator.no_sync(model):
+        with nullcontext() if is_last else engine.without_sync(accelerator, model):
             with clock.measure("forward"):
                 terms = objective(model, micro_batch, accelerator.device)
             sums.add(terms)
-            veto = asked_before_update(model, decision.takes) if is_last and is_deepspeed else nullcontext()
-            with clock.measure("backward"), veto:
+            deciding = engine.deciding_update(model, decision.takes) if is_last else nullcontext()
+            with clock.measure("backward"), deciding:
                 loss = terms.loss * scale
                 accelerator.backward(loss if scaler is None else scaler.scale(loss))
     with clock.measure("optimizer"):
@@ -267,7 +266,7 @@ def _update(
         decision.takes(None)  # each gradient was used and freed as it came
         return False
     is_taken, has_overflown = decision.fault is None, False
-    if accelerator.distributed_type is not DistributedType.DEEPSPEED:
+    if not running_engine(model).updates_in_last_backward:
         if scaler is not None:
             scaler.unscale(optimizer)
         norm = accelerator.clip_grad_norm_(model.parameters(), clip if clip > 0 else float("inf"))

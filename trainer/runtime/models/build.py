@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.trainer.runtime.attention.choice import attention_name, check_attention
@@ -174,17 +173,12 @@ def make_trainable(
     return Installed(loss=loss_forward, recomputations=recomputations, offload=offload)
 
 
-def is_deepspeed(model: nn.Module) -> bool:
-    """True for DeepSpeed's engine, without importing DeepSpeed where it is not used."""
-    return type(model).__name__ == "DeepSpeedEngine"
-
-
 def plain_model(model: nn.Module) -> PreTrainedModel:
     """The model inside an engine's wrapper; FSDP2 has none, it changes the model's own class.
 
     Accelerate's `unwrap_model` would import DeepSpeed to find out, which takes seconds.
     """
-    inner = model.module if isinstance(model, DistributedDataParallel) or is_deepspeed(model) else model
+    inner = model if isinstance(model, PreTrainedModel) else model.module
     assert isinstance(inner, PreTrainedModel)
     return inner
 

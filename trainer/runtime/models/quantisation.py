@@ -31,8 +31,9 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.optimizers import Pieces
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Precision, Quant, Sharding
+from shardwise.trainer.spec.strategy import Precision, Quant
 
 BLOCK, SCALE_BLOCK = 64, 256  # weights that share a scale, scales that share one
 SLICE_ELEMENTS = 1 << 20  # of a tensor that is quantised on a CPU; a multiple of BLOCK
@@ -52,7 +53,8 @@ class Packing(NamedTuple):
 def packing_of(plan: Plan) -> Packing:
     """The packing of a plan's base on this rank; InputError where the engine cannot hold one."""
     strategy, cpu = plan.chosen.strategy, torch.device("cpu")
-    if strategy.sharding is Sharding.ZERO3:
+    is_sharded = strategy.sharding.facts.pieces is Pieces.SHARDS
+    if strategy.sharding.shards_weights and not is_sharded:
         raise InputError("qlora: ZeRO-3 cuts weights anywhere, and 4-bit ones have blocks; take fsdp or zero2")
     compute = compute_type(strategy.precision)
     is_cuda = plan.device_kind is DeviceKind.CUDA
@@ -60,9 +62,9 @@ def packing_of(plan: Plan) -> Packing:
     return Packing(
         quant=Quant.NF4_DQ,
         compute=compute,
-        storage=storage_type(strategy.precision) if strategy.sharding.uses_fsdp else torch.uint8,
+        storage=storage_type(strategy.precision) if is_sharded else torch.uint8,
         works_on=works_on,
-        lives_on=cpu if strategy.sharding.uses_fsdp else works_on,
+        lives_on=cpu if is_sharded else works_on,
     )
 
 

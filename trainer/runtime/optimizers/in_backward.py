@@ -19,9 +19,6 @@ from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.plan import Candidate
 from shardwise.trainer.spec.strategy import Method, Precision, Sharding
 
-# Of the others none gives a hook a whole gradient.
-_SHARDINGS = (Sharding.NONE, Sharding.FSDP, Sharding.FSDP_GRAD_OP, Sharding.HSDP)
-
 
 class BackwardUpdates:
     """The hooks of one optimizer."""
@@ -86,10 +83,10 @@ def check_in_backward(chosen: Candidate, *, is_layerwise: bool = False) -> None:
             f"{what} leaves no gradients to add up over {chosen.accumulation} micro batches; "
             f"take pin.micro_batch: {chosen.micro_batch * chosen.accumulation}, or an update after the backward pass"
         )
-    if strategy.sharding not in _SHARDINGS:
+    if not strategy.sharding.facts.updates_in_backward:
         raise InputError(
             f"{what} uses gradients before {strategy.sharding} has summed them over the ranks; "
-            f"take pin.sharding: {' or '.join(_SHARDINGS)}"
+            f"take pin.sharding: {' or '.join(each for each in Sharding if each.facts.updates_in_backward)}"
         )
     if strategy.precision is Precision.FP16_MIXED:
         raise InputError(f"{what} uses gradients before fp16's loss scale is taken out; take bf16-mixed or fp32")

@@ -15,10 +15,10 @@ from functools import wraps
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from shardwise.trainer.runtime.models.build import Installed, is_deepspeed
+from shardwise.trainer.runtime.models.build import Installed
 from shardwise.trainer.runtime.optimizers import unwrapped
 from shardwise.trainer.runtime.precision.fp8 import fp8_facts, install_fp8
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
@@ -107,41 +107,6 @@ class AmpScaler:
         return False
 
 
-class EngineScaler:
-    """View of DeepSpeed's own loss scaling, which has clipped and stepped in the last backward."""
-
-    def __init__(self, engine: Any) -> None:  # noqa: ANN401  # DeepSpeedEngine, untyped
-        self.num_skipped = 0
-        self._engine = engine
-
-    @property
-    def loss_scale(self) -> float:
-        return float(self._engine.optimizer.loss_scale)
-
-    @property
-    def growth_tracker(self) -> int:
-        inner = self._engine.optimizer.loss_scaler
-        return int(inner.cur_iter - inner.last_overflow_iter - 1)
-
-    def restore(self, loss_scale: float, growth_tracker: int) -> None:
-        inner = self._engine.optimizer.loss_scaler
-        inner.cur_scale, inner.cur_iter, inner.last_overflow_iter = loss_scale, growth_tracker, -1
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss
-
-    def unscale(self, optimizer: object) -> None:
-        """The engine has."""
-
-    def step(self, optimizer: Any) -> bool:  # noqa: ANN401  # Accelerate's wrapper
-        was_skipped = bool(optimizer.step_was_skipped)
-        self.num_skipped += was_skipped
-        return was_skipped
-
-    def pass_over(self) -> bool:
-        return False  # the engine has thrown the gradients away
-
-
 def install_precision(model: PreTrainedModel, installed: Installed, chosen: Candidate, kind: DeviceKind) -> Installed:
     """Makes the model's forward run in the planned precision if neither Accelerate nor the engine does; before
     `prepare`. InputError if this device cannot."""
@@ -151,7 +116,7 @@ def install_precision(model: PreTrainedModel, installed: Installed, chosen: Cand
         return replace(installed, fp8=install_fp8(model, chosen))
     if precision is Precision.FP16_MIXED:
         _check_updates_can_wait(chosen)
-        if chosen.strategy.sharding.uses_deepspeed:
+        if chosen.strategy.sharding.facts.has_own_fp16:
             _check_engine_has_fp16(kind)
         else:
             install_autocast(model, kind, torch.float16)
@@ -170,13 +135,6 @@ def install_autocast(model: PreTrainedModel, kind: DeviceKind, dtype: torch.dtyp
 
     replaceable: Any = model
     replaceable.forward = autocast_forward
-
-
-def loss_scaler(model: nn.Module, precision: Precision, kind: DeviceKind) -> LossScaler | None:
-    """The scaler of an fp16 run, after `prepare`; None where nothing is scaled."""
-    if precision is not Precision.FP16_MIXED:
-        return None
-    return EngineScaler(model) if is_deepspeed(model) else AmpScaler(str(kind))
 
 
 def check_scale(scaler: LossScaler) -> None:

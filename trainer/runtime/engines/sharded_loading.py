@@ -119,19 +119,6 @@ def load_into_zero3(skeleton: Skeleton, accelerator: Accelerator, precision: Pre
         buffer.data = buffer.data.to(accelerator.device)
 
 
-def prepare_loaded(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:  # noqa: ANN401  # torch's, Accelerate's wrapper
-    """Accelerate's `prepare` of a model that was loaded into its shards.
-
-    Accelerate finds the optimizer's parameters again by the address of their memory, which empty shards share (W37).
-    """
-    groups = [list(group["params"]) for group in optimizer.param_groups]
-    wrapped, wrapped_optimizer = accelerator.prepare(model, optimizer)
-    if any(isinstance(parameter, DTensor) for parameters in groups for parameter in parameters):
-        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = parameters
-    return wrapped, wrapped_optimizer
-
-
 class _Lengths:
     """DoRA's lengths of the rows of a weight, which are known when the weight is."""
 

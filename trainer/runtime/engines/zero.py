@@ -1,0 +1,305 @@
+"""DeepSpeed's ZeRO-1, -2 and -3, with offload to host RAM and NVMe.
+
+Its engine clips, decides and updates within the last backward of a step. Read off its own objects, which are untyped
+(0.19.8):
+
+    ZeRO-1, -2   single_partition_of_fp32_groups        the flat master partition of each parameter group
+    ZeRO-3       fp32_partitioned_groups_flat           the same of each sub-group; empty while it is on NVMe
+                 fp16_partitioned_groups_flat_numel     how many elements it has, wherever it is
+    both         optimizer                              whose state is keyed by those partitions
+    ZeRO-3       ds_tensor of a parameter               this rank's piece; `final_location` nvme where it is a file
+
+The masters are called fp32 there also where they are bf16.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer as TorchOptimizer
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from shardwise.trainer.runtime.engines import cpu_ranks
+from shardwise.trainer.runtime.engines.engine import Engine, EngineChoice, Row, places, process_group, state_tensors
+from shardwise.trainer.runtime.engines.sharded_loading import load_into_zero3
+from shardwise.trainer.runtime.engines.zero_patches import (
+    asked_before_update,
+    read_each_weight_once,
+    swap_gradients_between_blocks,
+    swap_weights_in_their_type,
+)
+from shardwise.trainer.runtime.models.skeleton import Skeleton
+from shardwise.trainer.runtime.precision.mixed_precision import LossScaler
+from shardwise.trainer.runtime.run.operators import answer_for_processor, use_built_operators
+from shardwise.trainer.runtime.run.types import accelerate_precision
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
+from shardwise.trainer.spec.units import format_bytes
+
+SMALLEST_SWAPPED_BYTES = 1 << 20  # DeepSpeed keeps what is smaller in RAM (MIN_AIO_BYTES)
+_NVME = "nvme"
+_STAGES = {1: Sharding.ZERO1, 2: Sharding.ZERO2, 3: Sharding.ZERO3}
+_CONFIG = "ds_config.json"
+
+
+class Zero(Engine):
+    """Accelerate with its DeepSpeed plugin."""
+
+    updates_in_last_backward = True
+    drops_empty_groups = True  # adapters have no norms
+
+    def accelerator(self, choice: EngineChoice, ds_config: Mapping[str, Any] | None) -> Accelerator:
+        assert ds_config is not None, f"the row needs {_CONFIG}"
+        if choice.device_kind is DeviceKind.CPU:
+            cpu_ranks.choose_deepspeed_cpu()
+        answer_for_processor()
+        use_built_operators()
+        if choice.offload.uses_nvme:
+            swap_gradients_between_blocks()
+        if choice.offload is Offload.NVME_ALL:
+            read_each_weight_once()
+            swap_weights_in_their_type()
+        # Accelerate would replace the optimizer under offload otherwise (W5).
+        config = {**ds_config, "zero_force_ds_cpu_optimizer": False}
+        accelerator = Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False),
+            mixed_precision=accelerate_precision(choice.precision),
+            gradient_accumulation_steps=choice.accumulation,
+            kwargs_handlers=[process_group(choice.device_kind)],
+        )
+        unset_hf_deepspeed_config()  # else transformers shards the model while it is built, whatever the flag says (W4)
+        return accelerator
+
+    def read_config(self, attempt_dir: Path) -> dict[str, Any] | None:
+        path = attempt_dir / _CONFIG
+        try:
+            config = json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise EnvironmentFaultError(f"{path}: ZeRO needs it, and it cannot be read: {error}") from error
+        assert isinstance(config, dict)
+        return config
+
+    def runs(self, model: nn.Module) -> bool:
+        return type(model).__name__ == "DeepSpeedEngine"  # importing DeepSpeed where it is not used takes seconds
+
+    def sharding_of(self, model: Any) -> Sharding:  # noqa: ANN401  # DeepSpeedEngine, untyped, here and below
+        return _STAGES.get(int(model.zero_optimization_stage()), Sharding.NONE)
+
+    def cut_loaded(self, skeleton: Skeleton, accelerator: Accelerator, precision: Precision) -> None:
+        load_into_zero3(skeleton, accelerator, precision)
+
+    def loss_scaler(self, model: nn.Module, precision: Precision, kind: DeviceKind) -> LossScaler | None:
+        return EngineScaler(model) if precision is Precision.FP16_MIXED else None
+
+    def without_sync(self, accelerator: Accelerator, model: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def deciding_update(self, model: nn.Module, takes: Callable[[Tensor], bool]) -> AbstractContextManager[None]:
+        return asked_before_update(model, takes)
+
+    def release_gathered(self, model: Any) -> None:  # noqa: ANN401
+        """ZeRO-3 leaves what the next forward will use, up to `stage3_max_reuse_distance`, and forgets that it counts
+        to the limit of live parameters."""
+        if hasattr(model.optimizer, "empty_partition_cache"):
+            model.optimizer.empty_partition_cache()
+
+    def offload_of(self, model: Any) -> Offload:  # noqa: ANN401
+        zero = model.optimizer
+        if hasattr(zero, "cpu_offload"):  # ZeRO-1 and -2
+            return Offload.OPTIMIZER if zero.cpu_offload else Offload.NONE
+        moves = (zero.offload_optimizer, zero.swap_optimizer, zero.offload_param, zero.params_in_nvme_and_cpu)
+        return {
+            (True, False, False, False): Offload.OPTIMIZER,
+            (True, False, True, False): Offload.OPTIMIZER_PARAMS,
+            (True, True, False, False): Offload.NVME_OPTIMIZER,
+            (True, True, True, True): Offload.NVME_ALL,
+        }.get(moves, Offload.NONE)
+
+    def types(
+        self,
+        accelerator: Accelerator,
+        model: Any,  # noqa: ANN401
+        autocast: torch.dtype | None,
+    ) -> tuple[torch.dtype, torch.dtype]:
+        is_bf16, is_fp16 = model.bfloat16_enabled(), model.fp16_enabled()
+        return torch.bfloat16 if is_bf16 else torch.float16 if is_fp16 else torch.float32, partition_type(model)
+
+    def accumulation(self, accelerator: Accelerator, model: Any) -> int:  # noqa: ANN401
+        return int(model.gradient_accumulation_steps())
+
+    def owned(self, model: nn.Module) -> tuple[int, int | None]:
+        return len(_parted(model)), sum(partition_sizes(model))
+
+    def partitioned(self, model: nn.Module) -> list[nn.Parameter]:
+        return [parameter for _, group in updated_groups(model) for parameter in group]
+
+    def updated_groups(self, model: nn.Module, optimizer: Any) -> list[tuple[str, list[nn.Parameter]]]:  # noqa: ANN401
+        return updated_groups(model)
+
+    def rows(self, model: nn.Module, chosen: Candidate, hybrid_mesh: tuple[int, int] | None) -> Iterator[Row]:
+        offload = chosen.strategy.offload
+        if offload.uses_nvme:
+            large, swapped = _swapped_partitions(model)
+            yield "partitions on NVMe", large, swapped
+            large, swapped = _swapped_weights(model)
+            yield "weights on NVMe", large if offload.moves_parameters else 0, swapped
+        if chosen.buckets is None:
+            return
+        for name, taken in _buckets(model).items():
+            if name == "prefetch_elements" and offload.uses_nvme:
+                continue  # fewer, so that swap buffers suffice
+            yield f"buckets: {name.replace('_', ' ')}", getattr(chosen.buckets, name), taken
+
+    def facts(self, model: nn.Module, optimizer: TorchOptimizer) -> dict[str, str]:
+        masters, parted = list(zip(partitions(model), partition_sizes(model), strict=True)), _parted(model)
+        found = {
+            "partitions": f"{sum(size for _, size in masters):,} elements in {len(masters)}",
+            "master weights": places(
+                (flat, size, flat.numel() < size, partition_type(model)) for flat, size in masters
+            ),
+            "place of optimizer state": places((each, each.numel(), False) for each in state_tensors(optimizer)),
+        }
+        if parted:
+            found["weights"] = places(
+                (each.ds_tensor, each.ds_tensor.ds_numel, _is_on_nvme(each), each.dtype) for each in parted
+            )
+        return found | _swap_files(model, parted)
+
+    def masters(self, model: nn.Module) -> list[Tensor]:
+        return partitions(model)  # ZeRO-3 hands them over one by one
+
+    def gathered(self, parameter: Tensor) -> Tensor:
+        if not hasattr(parameter, "ds_id"):
+            return super().gathered(parameter)
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().cpu().clone()
+
+
+class EngineScaler:
+    """View of DeepSpeed's own loss scaling, which has clipped and stepped in the last backward."""
+
+    def __init__(self, engine: Any) -> None:  # noqa: ANN401  # DeepSpeedEngine, untyped
+        self.num_skipped = 0
+        self._engine = engine
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self._engine.optimizer.loss_scale)
+
+    @property
+    def growth_tracker(self) -> int:
+        inner = self._engine.optimizer.loss_scaler
+        return int(inner.cur_iter - inner.last_overflow_iter - 1)
+
+    def restore(self, loss_scale: float, growth_tracker: int) -> None:
+        inner = self._engine.optimizer.loss_scaler
+        inner.cur_scale, inner.cur_iter, inner.last_overflow_iter = loss_scale, growth_tracker, -1
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale(self, optimizer: object) -> None:
+        """The engine has."""
+
+    def step(self, optimizer: Any) -> bool:  # noqa: ANN401  # Accelerate's wrapper
+        was_skipped = bool(optimizer.step_was_skipped)
+        self.num_skipped += was_skipped
+        return was_skipped
+
+    def pass_over(self) -> bool:
+        return False  # the engine has thrown the gradients away
+
+
+def partitions(engine: Any) -> list[torch.Tensor]:  # noqa: ANN401  # DeepSpeedEngine, untyped
+    """The master partitions that this rank owns; those on NVMe are empty tensors, of no type in particular."""
+    zero = engine.optimizer
+    flats = getattr(zero, "fp32_partitioned_groups_flat", None)
+    return list(zero.single_partition_of_fp32_groups if flats is None else flats)
+
+
+def partition_sizes(engine: Any) -> list[int]:  # noqa: ANN401  # DeepSpeedEngine, untyped
+    """Elements of each master partition, wherever it lies."""
+    sizes = getattr(engine.optimizer, "fp16_partitioned_groups_flat_numel", None)
+    return [flat.numel() for flat in partitions(engine)] if sizes is None else [int(size) for size in sizes]
+
+
+def partition_type(engine: Any) -> torch.dtype:  # noqa: ANN401  # DeepSpeedEngine, untyped
+    """The type of the master partitions; one that is on NVMe meanwhile has forgotten its own."""
+    held = (flat.dtype for flat in partitions(engine) if flat.numel())
+    return next(held, engine.optimizer.master_weights_and_grads_dtype)
+
+
+def updated_groups(engine: Any) -> list[tuple[str, list[nn.Parameter]]]:  # noqa: ANN401  # DeepSpeedEngine, untyped
+    """(name of its parameter group, the parameters) of every partition; ZeRO-3 cuts a group into several."""
+    zero = engine.optimizer
+    names = [str(group.get("name")) for group in zero.optimizer.param_groups]
+    if hasattr(zero, "bit16_groups"):  # ZeRO-1 and -2
+        return list(zip(names, zero.bit16_groups, strict=True))
+    owners = (zero.sub_group_to_group_id[index] for index in range(len(zero.fp16_groups)))
+    return [(names[owner], group) for owner, group in zip(owners, zero.fp16_groups, strict=True)]
+
+
+def _swapped_partitions(engine: Any) -> tuple[int, int]:  # noqa: ANN401  # DeepSpeedEngine, untyped
+    """(master partitions large enough to lie on NVMe, those that do)."""
+    sizes, width = partition_sizes(engine), partition_type(engine).itemsize
+    large = sum(size * width >= SMALLEST_SWAPPED_BYTES for size in sizes)
+    return large, sum(flat.numel() == 0 < size for flat, size in zip(partitions(engine), sizes, strict=True))
+
+
+def _swapped_weights(model: nn.Module) -> tuple[int, int]:
+    """(weights whose piece of this rank is large enough to be a file, those that are)."""
+    parted = _parted(model)
+    large = sum(each.ds_tensor.ds_numel * each.element_size() >= SMALLEST_SWAPPED_BYTES for each in parted)
+    return large, sum(_is_on_nvme(each) for each in parted)
+
+
+def _buckets(engine: Any) -> dict[str, int]:  # noqa: ANN401  # DeepSpeedEngine, untyped
+    """Sizes of ZeRO's buffers as DeepSpeed took them, in elements, by the name they have in a plan."""
+    zero = engine.optimizer
+    taken = {"reduce_elements": int(zero.reduce_bucket_size)}
+    offload = getattr(zero, "parameter_offload", None)
+    if offload is not None:
+        taken |= {
+            "prefetch_elements": int(offload._prefetch_bucket_sz),
+            "live_parameters": int(offload._max_available_parameters_in_numel),
+            "persistence_elements": int(offload.param_numel_persistence_threshold),
+        }
+    return taken
+
+
+def _parted(model: nn.Module) -> list[Any]:
+    """The parameters that ZeRO-3 has cut."""
+    return [parameter for parameter in model.parameters() if hasattr(parameter, "ds_tensor")]
+
+
+def _is_on_nvme(parameter: Any) -> bool:  # noqa: ANN401  # a parameter that ZeRO-3 has cut
+    place = parameter.ds_tensor.final_location
+    return str(getattr(place, "value", place)) == _NVME
+
+
+def _swap_files(engine: Any, parted: list[Any]) -> dict[str, str]:  # noqa: ANN401  # DeepSpeedEngine, untyped
+    """Swap files on the disk, by parameter."""
+    folders = {}
+    swapper = getattr(engine.optimizer, "optimizer_swapper", None)
+    if swapper is not None:
+        folders["optimizer on NVMe"] = Path(swapper.swap_folder)
+    swappers = (getattr(parameter, "nvme_swapper", None) for parameter in parted)
+    of_weights = next((each for each in swappers if each is not None), None)
+    if of_weights is not None:
+        folders["weights on NVMe"] = Path(of_weights.swap_folder)
+    facts = {}
+    for name, folder in folders.items():
+        written = [path.stat().st_size for path in folder.glob("*.swp")]
+        facts[name] = f"{len(written)} files, {format_bytes(sum(written))}"
+        if not written:
+            facts[name] = f"nothing: no piece has {format_bytes(SMALLEST_SWAPPED_BYTES)}"
+    return facts
