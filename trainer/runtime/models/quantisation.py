@@ -270,19 +270,10 @@ def _materialise(module: nn.Module, made: dict[Tensor, Tensor]) -> bool:
 
 
 @cache
-def _config_class() -> Any:  # noqa: ANN401  # a class made here, as its bases take seconds to import
-    """transformers' settings of a quantiser of ours, and the quantiser itself, entered in its tables."""
+def _pack_class() -> Any:  # noqa: ANN401  # a class made here, as its base takes seconds to import
+    """transformers' operation that quantises one weight as it is read."""
     from transformers.core_model_loading import ConversionOps
-    from transformers.quantizers.auto import register_quantization_config, register_quantizer
-    from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import get_module_from_name
-    from transformers.utils.quantization_config import QuantizationConfigMixin
-
-    @register_quantization_config(_METHOD)
-    class Nf4Config(QuantizationConfigMixin):
-        def __init__(self, packing: Packing) -> None:
-            self.quant_method: Any = _METHOD
-            self.packing = packing
 
     class Pack(ConversionOps):
         """One weight as it is read."""
@@ -305,6 +296,23 @@ def _config_class() -> Any:  # noqa: ANN401  # a class made here, as its bases t
                 layer._is_hf_initialized = True
             return answer
 
+    return Pack
+
+
+@cache
+def _config_class() -> Any:  # noqa: ANN401  # a class made here, as its bases take seconds to import
+    """transformers' settings of a quantiser of ours, and the quantiser itself, entered in its tables."""
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import get_module_from_name
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    @register_quantization_config(_METHOD)
+    class Nf4Config(QuantizationConfigMixin):
+        def __init__(self, packing: Packing) -> None:
+            self.quant_method: Any = _METHOD
+            self.packing = packing
+
     @register_quantizer(_METHOD)
     class Nf4Quantizer(HfQuantizer):
         quantization_config: Nf4Config
@@ -321,8 +329,8 @@ def _config_class() -> Any:  # noqa: ANN401  # a class made here, as its bases t
             layer, name = get_module_from_name(model, param_name)
             return hasattr(layer, "is_transposed") and name == "weight"
 
-        def get_quantize_ops(self) -> Pack:
-            return Pack(self.quantization_config.packing)
+        def get_quantize_ops(self) -> Any:  # noqa: ANN401  # our ConversionOps
+            return _pack_class()(self.quantization_config.packing)
 
         def is_serializable(self) -> bool:
             return False
