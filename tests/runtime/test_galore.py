@@ -21,7 +21,7 @@ from shardwise.trainer.runtime.optimizers import (
     updates_in_backward,
 )
 from shardwise.trainer.runtime.optimizers.galore import PROJECTIONS
-from shardwise.trainer.runtime.optimizers.groups import block_matrices
+from shardwise.trainer.runtime.optimizers.rules import block_matrices
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import GaloreJob
 from shardwise.trainer.spec.strategy import Optimizer

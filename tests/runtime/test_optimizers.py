@@ -18,8 +18,7 @@ from shardwise.trainer.runtime.optimizers import (
     set_learning_rate,
     unwrapped,
 )
-from shardwise.trainer.runtime.optimizers.groups import block_matrices
-from shardwise.trainer.runtime.optimizers.rules import UPDATE_RULES
+from shardwise.trainer.runtime.optimizers.rules import UPDATE_RULES, block_matrices
 from shardwise.trainer.spec.strategy import Optimizer
 
 # DeepSpeed's is compiled: tests/distributed steps it.
@@ -75,7 +74,7 @@ def test_matrices_decay_and_everything_else_does_not():
             "transformers.optimization.Adafactor",
             {"scale_parameter": True, "relative_step": False, "beta1": None, "clip_threshold": 1.0},
         ),
-        (Optimizer.MUON, "shardwise.trainer.runtime.optimizers.muon.MuonAndAdamW", {}),
+        (Optimizer.MUON, "shardwise.trainer.runtime.optimizers.rules.MuonAndAdamW", {}),
         (Optimizer.LOMO, "shardwise.trainer.runtime.optimizers.lomo.Lomo", {}),
         (Optimizer.ADALOMO, "shardwise.trainer.runtime.optimizers.lomo.AdaLomo", {"clip_threshold": 1.0}),
     ],

@@ -19,13 +19,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.models.methods import add_adapters
 from shardwise.trainer.runtime.precision.fp8 import (
+    ADAPTER,
+    EDGE,
+    EXPERT,
+    OUTSIDE,
+    ROUTER,
     check_fp8_ran,
     check_some_backend,
     fp8_facts,
+    fp8_layers,
     install_fp8,
     padded_to_multiple,
 )
-from shardwise.trainer.runtime.precision.fp8_layers import ADAPTER, EDGE, EXPERT, OUTSIDE, ROUTER, fp8_layers
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Precision

@@ -24,7 +24,7 @@ from shardwise.trainer.runtime.checkpoint.manifest import HyperParameter, Parame
 from shardwise.trainer.runtime.checkpoint.pieces import Coded
 from shardwise.trainer.runtime.checkpoint.shards import OpenShards
 from shardwise.trainer.runtime.optimizers.facts import projectors
-from shardwise.trainer.runtime.optimizers.groups import MATRICES
+from shardwise.trainer.runtime.optimizers.rules import MATRICES
 from shardwise.trainer.spec.errors import InputError
 
 BLOCK_ELEMENTS = 256
@@ -355,7 +355,7 @@ LAYOUTS: dict[str, Callable[[Made], dict[str, Any]]] = {  # by the path of the c
     "shardwise.trainer.runtime.optimizers.lamb_8bit.Lamb8bit": _bitsandbytes,
     "lion_pytorch.lion_pytorch.Lion": lambda made: {"exp_avg": made.zeros("exp_avg")},
     "transformers.optimization.Adafactor": _factored,
-    "shardwise.trainer.runtime.optimizers.muon.MuonAndAdamW": _muon,
+    "shardwise.trainer.runtime.optimizers.rules.MuonAndAdamW": _muon,
     "shardwise.trainer.runtime.optimizers.lomo.Lomo": lambda made: {},
     "shardwise.trainer.runtime.optimizers.lomo.AdaLomo": lambda made: _factored(made, has_rms=False),
     "galore_torch.adamw.AdamW": _galore(_galore_adam),

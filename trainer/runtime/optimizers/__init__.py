@@ -1,6 +1,6 @@
 """The optimizer of a plan: one object over named groups of parameters, whatever updates them and when.
 
-`rules` is the table of all optimizers, `groups` says which parameters go together, `galore` projects the matrices of
+`rules` is the table of all optimizers and of the parameters that go together, `galore` projects the matrices of
 the blocks, `in_backward` runs any of them while gradients come, `facts` looks at what was kept. The learning rate is
 set before every step by the loop.
 """
@@ -12,20 +12,23 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from shardwise.trainer.runtime.optimizers.facts import state_facts
 from shardwise.trainer.runtime.optimizers.galore import build_galore, galore_class_name
-from shardwise.trainer.runtime.optimizers.groups import (
-    DECAY,
-    MATRICES,
-    NO_DECAY,
-    Group,
-    matrix_groups,
-    parameter_groups,
-)
 from shardwise.trainer.runtime.optimizers.in_backward import (
     backward_updates,
     check_in_backward,
     run_in_backward,
 )
-from shardwise.trainer.runtime.optimizers.rules import BETAS, EPSILON, UPDATE_RULES, WITH_MATRICES
+from shardwise.trainer.runtime.optimizers.rules import (
+    BETAS,
+    DECAY,
+    EPSILON,
+    MATRICES,
+    NO_DECAY,
+    UPDATE_RULES,
+    WITH_MATRICES,
+    Group,
+    matrix_groups,
+    parameter_groups,
+)
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import GaloreJob
 from shardwise.trainer.spec.strategy import Optimizer

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from shardwise.trainer.runtime.optimizers.groups import MATRICES, Group, matrix_groups
-from shardwise.trainer.runtime.optimizers.rules import BETAS, EPSILON
+from shardwise.trainer.runtime.optimizers.rules import BETAS, EPSILON, MATRICES, Group, matrix_groups
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import GaloreJob
 from shardwise.trainer.spec.strategy import Optimizer

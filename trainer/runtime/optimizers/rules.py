@@ -19,21 +19,25 @@ Where each is from, and why that one:
                               the update is, and the schedule of the rate is ours. torch.optim.Adafactor keeps factors
                               in the weights' type, where 16 bit lose shares of t^-0.8 within a thousand steps, decays
                               by the rate that is not yet scaled, and caps the rate at 1/sqrt(t)
-    muon                      torch's for the matrices of the blocks, with AdamW (`muon`)
+    muon                      torch's for the matrices of the blocks, with AdamW (`MuonAndAdamW`)
     lomo, adalomo             ours (`lomo`), always inside the backward pass
 
 bitsandbytes and galore-torch are imported where they are asked for: they take seconds.
+
+Groups: weight decay applies to matrices (two or more dimensions); norms and biases have none. A matrix of a block is
+what Muon orthogonalises and what GaLore projects: every trained weight of two dimensions, except embedding tables and
+the head, whose rows are tokens. Weights of experts that lie in one tensor of three dimensions are none: neither rule is
+defined for them here.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, overload
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from shardwise.trainer.runtime.optimizers.groups import DECAY, MATRICES, NO_DECAY, Group
 from shardwise.trainer.runtime.optimizers.lomo import AdaLomo, Lomo
-from shardwise.trainer.runtime.optimizers.muon import MuonAndAdamW
 from shardwise.trainer.runtime.run.operators import answer_for_processor, use_built_operators
 from shardwise.trainer.spec.strategy import Optimizer
 from shardwise.trainer.spec.value import complete
@@ -43,7 +47,12 @@ LION_BETAS = (0.95, 0.98)
 ADEMAMIX_BETAS, ADEMAMIX_ALPHA = (0.9, 0.999, 0.9999), 5.0
 EPSILON = 1e-8
 
+DECAY, NO_DECAY = "decay", "no_decay"
+MATRICES = "matrices"  # of the blocks, updated by a rule of their own
 WITH_MATRICES = (MATRICES, DECAY, NO_DECAY)
+MUON_MOMENTUM = 0.95  # Muon's author's, and torch's default
+
+Group = dict[str, Any]  # as torch keeps them
 
 
 class UpdateRule(NamedTuple):
@@ -163,3 +172,68 @@ UPDATE_RULES: dict[Optimizer, UpdateRule] = complete(
     },
     "UPDATE_RULES",
 )
+
+
+def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[Group]:
+    """Two groups, `decay` and `no_decay`, of the parameters that are trained."""
+    return _by_decay(trained_parameters(model), weight_decay)
+
+
+def matrix_groups(model: nn.Module, *, weight_decay: float) -> list[Group]:
+    """Three groups: `matrices` of the blocks, which decay, then `decay` and `no_decay` of everything else."""
+    matrices = block_matrices(model)
+    taken = {id(parameter) for parameter in matrices}
+    others = [parameter for parameter in trained_parameters(model) if id(parameter) not in taken]
+    return [{"params": matrices, "weight_decay": weight_decay, "name": MATRICES}, *_by_decay(others, weight_decay)]
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Every parameter that is trained, a tied one once, in the model's order."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def block_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trained weights of two dimensions that are neither an embedding table nor the head."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]  # transformers' models have it
+    if head is not None:
+        tables.add(id(head.weight))
+    return [parameter for parameter in trained_parameters(model) if parameter.ndim == 2 and id(parameter) not in tables]
+
+
+def _by_decay(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[Group]:
+    listed = list(parameters)
+    return [
+        {"params": [p for p in listed if p.ndim >= 2], "weight_decay": weight_decay, "name": DECAY},
+        {"params": [p for p in listed if p.ndim < 2], "weight_decay": 0.0, "name": NO_DECAY},
+    ]
+
+
+class MuonAndAdamW(TorchOptimizer):
+    """Muon for the matrices of the blocks, AdamW for embeddings, head, norms and biases: one state, one list of groups.
+
+    torch's Muon orthogonalises the momentum of a matrix by five Newton-Schulz steps. It is defined for matrices inside
+    the network (https://kellerjordan.github.io/posts/muon/). With `match_rms_adamw` an m x n update is scaled by
+    0.2 sqrt(max(m, n)), so that its root mean square is AdamW's and both rules share one learning rate and one weight
+    decay (arXiv:2502.16982, section 2.2).
+    """
+
+    def __init__(self, groups: list[Group], lr: float, *, betas: tuple[float, float], eps: float) -> None:
+        matrices = [group for group in groups if group["name"] == MATRICES]
+        others = [group for group in groups if group["name"] != MATRICES]
+        self._muon = torch.optim.Muon(matrices, lr=lr, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
+        self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, foreach=True)
+        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {"lr": lr})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every group by its own rule."""
+        assert closure is None, "gradients are complete when a step is taken"
+        for group in self.param_groups:  # read anew: loading a state replaces them, an update in backward shows one
+            rule = self._muon if group["name"] == MATRICES else self._adamw
+            rule.param_groups, rule.state = [group], self.state
+            rule.step()  # type: ignore[no-untyped-call]  # torch.optim.Muon has no annotations
+        return None

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.trainer.runtime.models.build import model_from_config
-from shardwise.trainer.runtime.precision.fp8 import fp8_region, library_of
-from shardwise.trainer.runtime.precision.fp8_layers import fp8_layers, token_multiple
+from shardwise.trainer.runtime.precision.fp8 import fp8_layers, fp8_region, library_of, token_multiple
 from shardwise.trainer.runtime.run.clock import best_seconds
 from shardwise.trainer.runtime.run.process import answer as answer_request
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
