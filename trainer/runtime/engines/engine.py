@@ -98,7 +98,7 @@ class Engine(ABC):
         return context
 
     def deciding_update(self, model: nn.Module, takes: Callable[[Tensor], bool]) -> AbstractContextManager[None]:
-        """Around the last backward of a step: an engine that updates in it asks `takes` with the gradient norm."""
+        """Around the last backward of a step: an engine that updates in it calls `takes` with the gradient norm."""
         return nullcontext()
 
     def release_gathered(self, model: nn.Module) -> None:

@@ -36,7 +36,7 @@ from shardwise.trainer.spec.report import Engaged
 from shardwise.trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision
 
 
-def check_engagement(
+def verify_engine(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: Any,  # noqa: ANN401  # Accelerate's wrapper

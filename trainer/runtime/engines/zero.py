@@ -28,7 +28,7 @@ from shardwise.trainer.runtime.engines import cpu_ranks
 from shardwise.trainer.runtime.engines.engine import Engine, EngineChoice, Row, places, process_group, state_tensors
 from shardwise.trainer.runtime.engines.sharded_loading import load_into_zero3
 from shardwise.trainer.runtime.engines.zero_patches import (
-    asked_before_update,
+    decide_before_update,
     read_each_weight_once,
     swap_gradients_between_blocks,
     swap_weights_in_their_type,
@@ -102,7 +102,7 @@ class Zero(Engine):
         return nullcontext()
 
     def deciding_update(self, model: nn.Module, takes: Callable[[Tensor], bool]) -> AbstractContextManager[None]:
-        return asked_before_update(model, takes)
+        return decide_before_update(model, takes)
 
     def release_gathered(self, model: Any) -> None:  # noqa: ANN401
         """ZeRO-3 leaves what the next forward will use, up to `stage3_max_reuse_distance`, and forgets that it counts

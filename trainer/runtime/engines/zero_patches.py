@@ -23,14 +23,14 @@ from torch import Tensor
 
 
 @contextmanager
-def asked_before_update(engine: Any, takes: Callable[[Tensor], bool]) -> Iterator[None]:  # noqa: ANN401  # DeepSpeedEngine, untyped
-    """While the block runs, the engine asks `takes` with the gradient norm, and throws the gradients away at False.
+def decide_before_update(engine: Any, takes: Callable[[Tensor], bool]) -> Iterator[None]:  # noqa: ANN401  # DeepSpeedEngine, untyped
+    """While the block runs, the engine calls `takes` with the gradient norm and discards the gradients if it is False.
 
-    Every rank asks, once the gradients are summed, with the same norm: infinity for what is no number. An fp16 step
-    that overflows is thrown away without a question.
+    Every rank calls it with the same norm, once the gradients are summed: infinity for what is no number. An fp16 step
+    that overflows is discarded without a call.
     """
     zero = engine.optimizer
-    own = _Question(zero, takes).attributes()
+    own = _Decision(zero, takes).attributes()
     before = {name: vars(zero)[name] for name in own if name in vars(zero)}
     vars(zero).update(own)
     try:
@@ -41,7 +41,7 @@ def asked_before_update(engine: Any, takes: Callable[[Tensor], bool]) -> Iterato
         vars(zero).update(before)
 
 
-class _Question:
+class _Decision:
     """Replacements for methods of a ZeRO optimizer."""
 
     def __init__(self, zero: Any, takes: Callable[[Tensor], bool]) -> None:  # noqa: ANN401  # untyped
@@ -52,30 +52,30 @@ class _Question:
         self._norm = zero._get_norm_groups if _is_zero3(zero) else zero.scaled_global_norm
 
     def attributes(self) -> dict[str, Any]:
-        """Attributes of the optimizer, in the place of those of its class."""
+        """Attributes that replace those of the optimizer's class."""
         own: dict[str, Any] = {"_update_scale": self.update_scale}
         if _is_zero3(self._zero):
             return own | {"_get_norm_groups": self.norm_groups}
-        own |= {"scaled_global_norm": self.norm, "check_grad_overflow": True}  # else bf16 believes in any norm
+        own |= {"scaled_global_norm": self.norm, "check_grad_overflow": True}  # else bf16 does not check the norm
         if self._zero.dtype != torch.float16:
-            own["check_overflow"] = _no_check  # a look at every gradient; the norm tells as much
+            own["check_overflow"] = _no_check  # it reads every gradient; the norm suffices
         return own
 
     def norm(self, norm_type: int = 2) -> Tensor:
-        """Of all gradients, for ZeRO-1 and -2."""
-        return self._answer(self._norm(norm_type))
+        """Norm of all gradients, for ZeRO-1 and -2."""
+        return self._decided(self._norm(norm_type))
 
     def norm_groups(self) -> list[Tensor]:
-        """One norm of all gradients, in the place of those of ZeRO-3's sub-groups, which it combines."""
+        """One norm of all gradients, instead of those of ZeRO-3's sub-groups, which it combines."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
-        return [self._answer(combine_grad_norm_groups(self._norm()))]
+        return [self._decided(combine_grad_norm_groups(self._norm()))]
 
     def update_scale(self, has_overflow: bool = False) -> None:  # noqa: FBT001, FBT002  # DeepSpeed's signature
         """Moves the loss scale on; for it, a step that was refused did not overflow."""
         self._update_scale(has_overflow and not self._is_refused)
 
-    def _answer(self, scaled_norm: Tensor) -> Tensor:
+    def _decided(self, scaled_norm: Tensor) -> Tensor:
         self._is_refused = not self._takes(scaled_norm / self._zero.loss_scale)
         return torch.full_like(scaled_norm, torch.inf) if self._is_refused else scaled_norm
 
@@ -89,7 +89,7 @@ def _no_check(partition_gradients: bool = True) -> None:  # noqa: FBT001, FBT002
 
 
 def read_each_weight_once() -> None:
-    """Leaves out the second mention of a weight in every read from here on, for all engines of this process."""
+    """Skips the second occurrence of a weight in every read, for all engines of this process."""
     from deepspeed.runtime.swap_tensor import partitioned_param_swapper
 
     swapper: Any = partitioned_param_swapper.AsyncPartitionedParameterSwapper  # untyped
@@ -109,7 +109,7 @@ def swap_weights_in_their_type() -> None:
     from deepspeed.runtime.zero.partition_parameters import Init
 
     choose = Init._set_dtype
-    if hasattr(choose, "takes_what_is_asked"):
+    if hasattr(choose, "keeps_requested_type"):
         return
 
     def set_dtype(self: Any, ds_config: Any, dtype: Any) -> None:  # noqa: ANN401  # DeepSpeed's own signature
@@ -117,7 +117,7 @@ def swap_weights_in_their_type() -> None:
         if dtype is not None:
             self.dtype = dtype
 
-    set_dtype.takes_what_is_asked = True  # type: ignore[attr-defined]  # so that it is wrapped once
+    set_dtype.keeps_requested_type = True  # type: ignore[attr-defined]  # so that it is wrapped once
     Init._set_dtype = set_dtype
 
 

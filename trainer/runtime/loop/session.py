@@ -34,7 +34,7 @@ from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.runtime.engines import engine_of
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
 from shardwise.trainer.runtime.engines.sharded_loading import loads_sharded
-from shardwise.trainer.runtime.engines.verification import check_engagement
+from shardwise.trainer.runtime.engines.verification import verify_engine
 from shardwise.trainer.runtime.loop.memory_profile import cap_memory
 from shardwise.trainer.runtime.models.build import Installed, build_skeleton, build_trainable
 from shardwise.trainer.runtime.models.skeleton import Skeleton, blank
@@ -116,7 +116,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         engine.cut_loaded(skeleton, accelerator, chosen.strategy.precision)
     writer.write_status("preparing the engine")
     wrapped, wrapped_optimizer = engine.prepare(accelerator, model, optimizer)
-    state.engaged = check_engagement(
+    state.engaged = verify_engine(
         accelerator, wrapped, wrapped_optimizer, installed, chosen, hybrid_mesh=plan.hybrid_mesh
     )
     check_documents_apart(wrapped, plan, accelerator.device)

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
 from shardwise.trainer.runtime.engines.fsdp import meshes, ranks_of_copy
-from shardwise.trainer.runtime.engines.verification import check_engagement
+from shardwise.trainer.runtime.engines.verification import verify_engine
 from shardwise.trainer.runtime.models.build import build_trainable
 from shardwise.trainer.runtime.optimizers import build_optimizer
 from shardwise.trainer.runtime.precision.mixed_precision import install_precision
@@ -70,7 +70,7 @@ def changed(chosen: Candidate, change: dict[str, object]) -> Candidate:
 
 def test_what_runs_as_planned_is_reported(built):
     model, optimizer, accelerator, installed, chosen = built
-    engaged = check_engagement(accelerator, model, optimizer, installed, chosen)
+    engaged = verify_engine(accelerator, model, optimizer, installed, chosen)
     assert (engaged.engine_class, engaged.optimizer_class) == ("LlamaForCausalLM", "AdamW")
     assert (engaged.precision, engaged.loss, engaged.attention, engaged.accumulation) == ("fp32", "chunked", "sdpa", 2)
     assert (engaged.sharded_parameters, engaged.partition_elements, engaged.backend) == (0, None, None)
@@ -88,7 +88,7 @@ def test_fp32_products_are_rounded_where_the_plan_says_so(built):
     try:
         install_precision(model, installed, planned, DeviceKind.CPU)
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-        check_engagement(accelerator, model, optimizer, installed, planned)
+        verify_engine(accelerator, model, optimizer, installed, planned)
     finally:
         install_precision(model, installed, chosen, DeviceKind.CPU)
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
@@ -134,7 +134,7 @@ def test_fp32_products_are_rounded_where_the_plan_says_so(built):
 def test_each_difference_stops_the_run_with_both_values(built, change, what, planned, found):
     model, optimizer, accelerator, installed, chosen = built
     with pytest.raises(EnvironmentFaultError, match=difference(what, planned, found)):
-        check_engagement(accelerator, model, optimizer, installed, changed(chosen, change))
+        verify_engine(accelerator, model, optimizer, installed, changed(chosen, change))
 
 
 @pytest.mark.parametrize(
@@ -158,9 +158,9 @@ def test_each_difference_stops_the_run_with_both_values(built, change, what, pla
 )
 def test_what_a_plan_switches_on_is_seen_and_stops_a_plan_that_does_not(engine):
     with session(**engine) as (model, optimizer, accelerator, installed, chosen):
-        assert check_engagement(accelerator, model, optimizer, installed, chosen).precision == chosen.strategy.precision
+        assert verify_engine(accelerator, model, optimizer, installed, chosen).precision == chosen.strategy.precision
         with pytest.raises(EnvironmentFaultError):
-            check_engagement(accelerator, model, optimizer, installed, changed(chosen, PLAIN))
+            verify_engine(accelerator, model, optimizer, installed, changed(chosen, PLAIN))
 
 
 PLAIN: dict[str, object] = {
@@ -177,7 +177,7 @@ def test_a_parameter_that_the_optimizer_forgot_is_missed():
     with session() as (model, optimizer, accelerator, installed, chosen):
         optimizer.param_groups[0]["params"].pop()
         with pytest.raises(EnvironmentFaultError, match=difference("parameters that are updated", 21, 20)):
-            check_engagement(accelerator, model, optimizer, installed, chosen)
+            verify_engine(accelerator, model, optimizer, installed, chosen)
 
 
 def test_matrices_among_what_is_not_decayed_are_seen():
@@ -185,14 +185,14 @@ def test_matrices_among_what_is_not_decayed_are_seen():
         decayed, others = (group["params"] for group in optimizer.param_groups)
         others.append(decayed.pop())
         with pytest.raises(EnvironmentFaultError, match=difference("parameters without weight decay", 5, 6)):
-            check_engagement(accelerator, model, optimizer, installed, chosen)
+            verify_engine(accelerator, model, optimizer, installed, chosen)
 
 
 def test_autocast_of_another_type_than_planned_is_named():
     with session(precision=Precision.FP16_MIXED) as (model, optimizer, accelerator, installed, chosen):
         installed = dataclasses.replace(installed, autocast=torch.bfloat16)
         with pytest.raises(EnvironmentFaultError, match=difference("precision", "fp16-mixed", "bf16-mixed")):
-            check_engagement(accelerator, model, optimizer, installed, chosen)
+            verify_engine(accelerator, model, optimizer, installed, chosen)
 
 
 @contextmanager
