@@ -4,7 +4,6 @@ Whatever stayed behind on the CPU raises at the first operator that meets it. Se
 move that is missing, show that it does. In fp32 the numbers are a CPU's, as the kernels are.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attempt_runs import losses_of
 from cuda_stand_in import H100, Machine, machine_environment, needs_no_cuda
 from msgspec.structs import replace
 from pair_factory import pair_plan, write_pairs
@@ -70,7 +70,7 @@ def losses(tmp_path_factory) -> dict[tuple[str, DeviceKind], list[float]]:
     plain = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     on_card = machine_environment(Machine(cards=(H100,)), folder / "machine")
     on_card["PYTHONPATH"] = os.pathsep.join([on_card["PYTHONPATH"], root])
-    found = {}
+    found: dict[tuple[str, DeviceKind], list[float]] = {}
     for kind, environment in ((DeviceKind.CPU, plain), (DeviceKind.CUDA, {**plain, **on_card})):
         runs = {name: folder / kind.value / name for name in CASES}
         paths = [write_attempt(run, plan_of(name, kind, caches)) for name, run in runs.items()]
@@ -79,9 +79,7 @@ def losses(tmp_path_factory) -> dict[tuple[str, DeviceKind], list[float]]:
             env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-        for name, run in runs.items():
-            lines = (run / "metrics.jsonl").read_text().splitlines()
-            found[name, kind] = [json.loads(line)["loss"] for line in lines]
+        found |= {(name, kind): losses_of(run) for name, run in runs.items()}
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from architecture_factory import TINY
+from attempt_runs import losses_of
 from hub_kernel_factory import COMMIT, KERNEL, REPOSITORY, hub_environment, put_kernel
 from rank_factory import rank_plan, write_attempt, write_packed_rows
 from transformers.utils.import_utils import KERNELS_MIN_VERSION, is_kernels_available
@@ -72,7 +73,7 @@ def test_the_name_is_the_pinned_kernels_for_flash_alone():
 @pytest.mark.skipif(is_kernels_available(), reason="kernels is installed")
 def test_without_the_package_the_versions_that_would_do_are_said():
     facts = (
-        rf"{KERNEL} .*{KERNELS_MIN_VERSION}(?s:.*)pin\.attention=sdpa(?s:.*)-m pip install 'transformers\[kernels\]'"
+        rf"{KERNEL} .*{KERNELS_MIN_VERSION}(?s:.*)pin\.attention=sdpa(?s:.*)-m pip install 'shardwise\[hub-kernels\]'"
     )
     with pytest.raises(EnvironmentFaultError, match=facts):
         load_flash_kernel(KERNEL)
@@ -127,8 +128,7 @@ def trained(run_dir: Path, plan: Plan, environment: dict[str, str]) -> tuple[Rep
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    metrics = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return codec.read(plan_path.with_name("report.json"), Report), [json.loads(line)["loss"] for line in metrics]
+    return codec.read(plan_path.with_name("report.json"), Report), losses_of(run_dir)
 
 
 @FINDS_KERNELS

@@ -1,23 +1,20 @@
 """What a run exports is read back from the disk and held against memory: nothing else gets the export's name."""
 
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from architecture_factory import TINY, VARIANTS
+from attempt_runs import run_attempt
 from engine_plan_factory import TINY_LLAMA
-from rank_factory import rank_plan, write_attempt, write_rows
+from rank_factory import rank_plan, write_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_utils
 
 from shardwise.trainer.runtime.export import folder as export_folder
-from shardwise.trainer.runtime.loop.course import train
 from shardwise.trainer.runtime.models import weight_files
 from shardwise.trainer.runtime.models.weight_files import check_model_written, check_written
-from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.job.sections import LoraJob
@@ -91,15 +88,6 @@ def test_a_tensor_is_read_in_slices_to_its_end(row, tmp_path, monkeypatch):
         check_written(tmp_path, WEIGHTS | {"a": other})
 
 
-@pytest.fixture
-def no_accelerate_state() -> Iterator[None]:
-    """Accelerate's state is global."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-@pytest.mark.usefixtures("no_accelerate_state")
 @pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
 def test_a_run_whose_disk_lies_fails_with_its_checkpoint_and_keeps_no_export(method, tmp_path, monkeypatch):
     """The two functions that write safetensors files stand for the disk: both lose a bit of what they are given."""
@@ -114,9 +102,9 @@ def test_a_run_whose_disk_lies_fails_with_its_checkpoint_and_keeps_no_export(met
         write_rows(tmp_path / "rows"), method=method, train={"lora": LoraJob(rank=4)}, model_config=TINY_LLAMA,
         num_steps=2, micro_batch=8, accumulation=1,
     )  # fmt: skip
-    paths, state = run_paths(write_attempt(tmp_path / "run", plan), started_at=datetime.now(UTC)), RunState()
+    state = RunState()
     with pytest.raises(EnvironmentFaultError, match=r"safetensors: what was written is not what the disk gives back"):
-        train(plan, paths, ReportWriter(paths, rank=0), state, lambda: False)
+        run_attempt(tmp_path / "run", plan, state=state)
     assert (state.export, state.checkpoint) == (None, "checkpoints/step-00000002")
     assert not [path for path in (tmp_path / "run").iterdir() if "export" in path.name]
     kept = tmp_path / "run" / "checkpoints" / "step-00000002"
