@@ -227,12 +227,12 @@ def _by_kind(live: Sequence[LiveStorage]) -> dict[str, int]:
 
 
 def _by_place(live: Sequence[LiveStorage]) -> tuple[LiveGroup, ...]:
-    groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    sizes_of: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for storage in live:
-        groups[storage.kind.value, storage.module, storage.operation].append(storage.num_bytes)
+        sizes_of[storage.kind.value, storage.module, storage.operation].append(storage.num_bytes)
     rows = [
         LiveGroup(kind=kind, module=module, operation=operation, num_tensors=len(sizes), num_bytes=sum(sizes))
-        for (kind, module, operation), sizes in groups.items()
+        for (kind, module, operation), sizes in sizes_of.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.num_bytes)[:NUM_LIVE_GROUPS])
 
