@@ -63,26 +63,18 @@ def yard(move: Move, moved: Callable[[Move], Yard]) -> Yard:
 
 
 @each(EXACT, MORE_EXACT)
-def test_state_arrives_to_the_bit(move, yard):
+def test_state_arrives_to_the_bit_and_the_next_steps_are_those_of_staying(move, yard):
     left, arrived = yard.checkpoint(move.left), yard.checkpoint(str(move))
     assert checkpoint_digest(left) == checkpoint_digest(arrived)
     assert arrived.facts.step == STEP and arrived.facts.sharding is move.target.sharding
     assert yard.incidents(str(move)) == []
-
-
-@each(EXACT, MORE_EXACT)
-def test_the_steps_after_a_move_are_those_of_staying(move, yard):
     assert yard.difference(move) <= (0.0 if move.source == move.target else TOLERANCE)
 
 
 @each(ANEW, MORE_ANEW)
-def test_blocks_that_lie_otherwise_are_coded_anew_and_told(move, yard):
-    (incident,) = yard.incidents(str(move))  # not again when what was saved at once is loaded, to go on from
+def test_blocks_that_lie_otherwise_are_coded_anew_and_reported_while_weights_and_counts_are_exact(move, yard):
+    (incident,) = yard.incidents(str(move))  # not again when what was saved at once is loaded to continue from
     assert "256" in incident
     assert 0 < yard.difference(move) <= ANEW_TOLERANCE
-
-
-@each(ANEW, MORE_ANEW)
-def test_weights_and_counts_are_exact_even_then(move, yard):
     left, arrived = (yard.checkpoint(name).manifest.parameters for name in (move.left, str(move)))
     assert {name: entry.step for name, entry in left.items()} == {name: entry.step for name, entry in arrived.items()}

@@ -120,6 +120,7 @@ def test_what_is_saved_in_the_background_is_of_the_step_at_which_the_save_began(
     while not saving.poll():
         assert find_checkpoint(tmp_path, on_skip=pytest.fail) is None, "it is committed by a poll alone"
     assert saving.poll() and saving.is_over
+    saving.finish()
     assert newest(tmp_path).step == 1 and tiny.digest(*tiny.resume(newest(tmp_path))) == then
     before = (tmp_path / "step-00000001" / "MANIFEST.json").stat().st_mtime_ns
     tiny.train(*trained, start=4, stop=5)

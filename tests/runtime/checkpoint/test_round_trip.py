@@ -211,6 +211,8 @@ def test_state_that_the_format_does_not_know_is_refused_not_dropped(tiny, tmp_pa
     optimizer.state[model.lm_head.weight]["mystery"] = torch.zeros(3)
     with pytest.raises(InputError, match="checkpoints do not know the state mystery that AdamW keeps"):
         tiny.save(tmp_path, model, optimizer, 1)
+    with pytest.raises(InputError, match="there are no checkpoints of RMSprop"):
+        tiny.save(tmp_path, model, torch.optim.RMSprop(model.parameters()), 1)
 
 
 def test_facts_come_back(tiny, newest, tmp_path):

@@ -21,6 +21,7 @@ initial weights. Every row of both splits is run, also if the run takes fewer st
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -152,13 +153,13 @@ class RowLogps:
         """Those of a micro batch, [B]; 0 for a row without a target."""
         keys = row_keys(micro_batch)
         places = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-        is_asked = keys != 0
-        if (self.keys[places] != keys)[is_asked].any():
+        has_target = keys != 0
+        if (self.keys[places] != keys)[has_target].any():
             raise EnvironmentFaultError(
                 f"{REFERENCE_NAME}: does not hold every row of this step; the data has changed since it was written: "
                 "undo the change, or start a new run without --resume"
             )
-        found = torch.from_numpy(np.where(is_asked, self.logps[places], 0.0))
+        found = torch.from_numpy(np.where(has_target, self.logps[places], 0.0))
         return found.to(device, non_blocking=True)
 
 
@@ -175,7 +176,7 @@ def row_keys(micro_batch: MicroBatch) -> NDArray[np.uint64]:
     return keys
 
 
-def ask_rows(
+def logps_of_rows(
     model: nn.Module,
     micro_batches: Iterable[MicroBatch],
     device: torch.device,
@@ -307,24 +308,17 @@ def _reference(session: "Session", wants_stop: Callable[[], bool]) -> Reference 
                 "changed weights cannot give again;\nput it back, or start a new run without --resume"
             )
         return found
-    path = paths.run_dir / REFERENCE_NAME
-    found = _of_an_earlier_attempt(session, fingerprint)
+    path, found = paths.run_dir / REFERENCE_NAME, None
+    with suppress(InputError):  # of another start: it is computed anew
+        found = read_reference(path, fingerprint=fingerprint, ranks=ranks)  # of an attempt without a checkpoint
     if found is None:
-        found = _ask_the_start(session, wants_stop)
+        found = _run_every_row(session, wants_stop)
         if found is not None:
             write_reference(path, found, fingerprint=fingerprint, ranks=ranks)
     return found
 
 
-def _of_an_earlier_attempt(session: "Session", fingerprint: str) -> RowLogps | None:
-    """The reference of an attempt that ended before its first checkpoint."""
-    try:
-        return read_reference(session.paths.run_dir / REFERENCE_NAME, fingerprint=fingerprint, ranks=session.ranks)
-    except InputError:
-        return None  # of another start: it is written anew
-
-
-def _ask_the_start(session: "Session", wants_stop: Callable[[], bool]) -> RowLogps | None:
+def _run_every_row(session: "Session", wants_stop: Callable[[], bool]) -> RowLogps | None:
     """Runs the model on every row of both splits; progress is reported in tenths."""
     splits = [rows for rows in (session.train_rows, session.eval_rows) if rows is not None]
     accelerator, micro_batch = session.accelerator, session.plan.chosen.micro_batch
@@ -342,4 +336,4 @@ def _ask_the_start(session: "Session", wants_stop: Callable[[], bool]) -> RowLog
     every = chain.from_iterable(
         eval_micro_batches(rows, rank=rank, num_ranks=num_ranks, micro_batch=micro_batch) for rows in splits
     )
-    return ask_rows(session.model, every, accelerator.device, session.ranks, goes_on=goes_on)
+    return logps_of_rows(session.model, every, accelerator.device, session.ranks, goes_on=goes_on)

@@ -137,13 +137,8 @@ class CardWatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._newest = CardSample()
+        self.newest = CardSample()  # the last answer; empty before the first
         self._stop = threading.Event()
-
-    @property
-    def newest(self) -> CardSample:
-        """The last answer; empty before the first."""
-        return self._newest
 
     @contextmanager
     def watching(self) -> Iterator["CardWatch"]:
@@ -162,7 +157,7 @@ class CardWatch:
     def _sample(self, uuid: str) -> None:
         with suppress(Exception):  # whatever NVML or its binding has: the run continues without figures of the card
             for sample in card_samples(uuid, self._stop):
-                self._newest = sample
+                self.newest = sample
 
 
 def card_samples(uuid: str, stop: threading.Event, *, every_s: float = SAMPLED_EVERY_S) -> Iterator[CardSample]:

@@ -68,8 +68,6 @@ class ReportWriter:
     """Writes one rank's heartbeats, status and report."""
 
     def __init__(self, paths: RunPaths, *, rank: int) -> None:
-        self._paths = paths
-        self._rank = rank
         self.attempt_dir, self.rank = paths.attempt_dir, rank
         self._num_beats, self._step = 0, 0
         self._phase, self._written_at = "", 0.0  # of status.json, and when it was written
@@ -82,11 +80,11 @@ class ReportWriter:
         """
         self.beat(phase, step=step)
         now = time.monotonic()
-        if self._rank == 0 and (phase != self._phase or now - self._written_at >= STATUS_INTERVAL_S):
+        if self.rank == 0 and (phase != self._phase or now - self._written_at >= STATUS_INTERVAL_S):
             self._phase, self._written_at = phase, now
             status = {"phase": phase, "step": step}
             with suppress(OSError):
-                codec.write_bytes(self._paths.attempt_dir / "status.json", json.dumps(status).encode())
+                codec.write_bytes(self.attempt_dir / "status.json", json.dumps(status).encode())
 
     def beat(self, phase: str, *, step: int) -> None:
         """Writes a heartbeat: one small write, cheap enough for every phase of a step."""
@@ -95,13 +93,13 @@ class ReportWriter:
         beat = Heartbeat(count=self._num_beats, phase=phase, step=step)
         with suppress(OSError):
             if self._heartbeat is None:
-                self._heartbeat = _open_heartbeat(heartbeat_path(self._paths.attempt_dir, self._rank))
+                self._heartbeat = _open_heartbeat(heartbeat_path(self.attempt_dir, self.rank))
             os.pwrite(self._heartbeat, encode_heartbeat(beat), 0)
 
     def write_report(self, report: Report) -> None:
         """Writes this rank's report."""
-        name = "report.json" if self._rank == 0 else f"report-rank-{self._rank}.json"
-        codec.write_redacted(self._paths.attempt_dir / name, report)
+        name = "report.json" if self.rank == 0 else f"report-rank-{self.rank}.json"
+        codec.write_redacted(self.attempt_dir / name, report)
 
 
 def _open_heartbeat(path: Path) -> int:

@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -64,7 +63,8 @@ def _grow_file(path: Path, out: Path, before: int, num_rows: int) -> int:
     try:
         with safe_open(path, framework="pt") as stream:
             names = list(stream.keys())
-            grown = [name for name in names if name.endswith(_NAMES) and _num_rows(stream, name) == before]
+            named = [name for name in names if name.endswith(_NAMES)]
+            grown = [name for name in named if stream.get_slice(name).get_shape()[0] == before]
             if not grown:
                 out.symlink_to(path.resolve())
                 return 0
@@ -76,10 +76,6 @@ def _grow_file(path: Path, out: Path, before: int, num_rows: int) -> int:
         tensors[name] = _with_rows(tensors[name], num_rows)
     save_file(tensors, out, metadata=metadata)
     return len(grown)
-
-
-def _num_rows(stream: Any, name: str) -> int:  # noqa: ANN401  # an open file of safetensors, untyped
-    return int(stream.get_slice(name).get_shape()[0])
 
 
 def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:
