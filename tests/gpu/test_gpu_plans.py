@@ -84,7 +84,7 @@ def test_a_case_can_be_started(case: GpuCase, rows: Path, tmp_path: Path) -> Non
         offloaded = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
         assert (offloaded == "cpu") is (plan.chosen.strategy.offload is not Offload.NONE)
     argv = launch_command(attempt_dir, log_dir=None, python=sys.executable)
-    assert argv[-2:] == ["trainer", str(attempt_dir / "plan.json")]
+    assert argv[-2:] == ["shardwise.trainer", str(attempt_dir / "plan.json")]
     environment = launch_environment(os.environ, plan, extensions_dir=tmp_path, cores=8)
     assert environment["DS_ACCELERATOR"] == "cuda"
 
