@@ -113,3 +113,10 @@ def test_a_request_that_cannot_be_met_is_error_2_and_leaves_nothing(words, messa
     refused = export(run_dir, tmp_path / "out", *words)
     assert (refused.returncode, message in refused.stderr) == (2, True), refused.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_something_is_refused_and_stays_as_it_is(run_dir, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    refused = export(run_dir, tmp_path)
+    assert (refused.returncode, str(tmp_path) in refused.stderr) == (2, True), refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

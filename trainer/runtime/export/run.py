@@ -85,12 +85,10 @@ class _Written(NamedTuple):
 def export_run(request: ExportRequest) -> Done:
     """Exports a checkpoint of a run.
 
-    InputError if there is none, the folder is in use, or the request does not fit the run; EnvironmentFaultError if a
+    InputError if there is none, or the request does not fit the run; EnvironmentFaultError if a
     library is missing, or what was written does not give the logits of what was trained.
     """
     run_dir, out = Path(request.run_dir), Path(request.out)
-    if out.exists() and any(out.iterdir()):
-        raise InputError(f"{out}: is not empty; name another folder")
     plan = read_plan(run_dir)
     _check_request(plan, request)
     checkpoint, notes = checkpoint_of(run_dir, plan, request.checkpoint)
