@@ -64,10 +64,6 @@ def _answer(request: ExampleRequest) -> Lines:
     return Lines(lines=(first_example(Path(request.cache_dir), width=request.width, colour=request.colour),))
 
 
-if __name__ == "__main__":
-    answer_and_exit(ExampleRequest, _answer)
-
-
 _BOLD, _DIM, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _MARGINS = {True: "learned | ", False: "read    | "}
 _MORE = "        | "
@@ -151,3 +147,7 @@ def _printable(line: str) -> str:
 def _visible(text: str) -> str:
     """Control characters, which a terminal would obey, by their escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+if __name__ == "__main__":
+    answer_and_exit(ExampleRequest, _answer)
