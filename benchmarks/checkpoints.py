@@ -126,7 +126,9 @@ def _save(folder: Path, model: "nn.Module", optimizer: "Optimizer") -> "Save":
     from shardwise.trainer.runtime.checkpoint.manifest import CheckpointFacts
     from shardwise.trainer.runtime.checkpoint.ranks import Ranks
     from shardwise.trainer.runtime.checkpoint.save import Save
-    from shardwise.trainer.spec.strategy import Optimizer, Precision, Sharding
+    from shardwise.trainer.spec.engines import Sharding
+    from shardwise.trainer.spec.optimizers import Optimizer
+    from shardwise.trainer.spec.strategy import Precision
 
     facts = CheckpointFacts(
         run_name="bench", step=1, tokens_seen=1, seed=0, sequences_per_step=1, tokens_per_step=1,
@@ -140,7 +142,7 @@ def _save(folder: Path, model: "nn.Module", optimizer: "Optimizer") -> "Save":
 
 def _load(folder: Path, model: "nn.Module", optimizer: "Optimizer") -> None:
     from shardwise.trainer.runtime.checkpoint.load import begin_resumption
-    from shardwise.trainer.spec.strategy import Sharding
+    from shardwise.trainer.spec.engines import Sharding
 
     resumption = begin_resumption(folder, check=lambda checkpoint: None, on_skip=print)
     assert resumption is not None

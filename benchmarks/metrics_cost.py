@@ -66,7 +66,8 @@ def _pieces(folder: Path) -> Sequence[tuple[str, Callable[[], object]]]:
     from shardwise.trainer.runtime.run.report_writer import STATUS_INTERVAL_S, ReportWriter, run_paths
     from shardwise.trainer.runtime.run.state import RunState
     from shardwise.trainer.spec import codec
-    from shardwise.trainer.spec.strategy import Optimizer, Precision
+    from shardwise.trainer.spec.optimizers import Optimizer
+    from shardwise.trainer.spec.strategy import Precision
 
     write_full_rows(folder / "rows")
     settings = {"precision": Precision.FP32, "optimizer": Optimizer.ADAMW_FUSED, "micro_batch": 2}

@@ -6,20 +6,12 @@ from typing import NamedTuple
 from shardwise.trainer.planning.device import Device, device_of
 from shardwise.trainer.planning.rules.combination import Combination
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import Host
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.strategy import (
-    Checkpointing,
-    Fp8Recipe,
-    LossHead,
-    Method,
-    Offload,
-    Optimizer,
-    Precision,
-    Sharding,
-    Strategy,
-)
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Method, Precision, Strategy
 from shardwise.trainer.spec.units import GIB
 
 _HOST = Host(cpu_name=None, num_cores=8, ram_bytes=1024 * GIB, ram_available_bytes=1024 * GIB)

@@ -30,17 +30,10 @@ from written_page import markdown_table, run_page  # noqa: E402
 from shardwise.trainer.planning.rules.combination import Incompatibility, Reach, first_broken  # noqa: E402
 from shardwise.trainer.planning.rules.incompatible import LAYOUTS, RECIPE_CAPABILITY, ROWS, SETTINGS  # noqa: E402  # noqa: E402
 from shardwise.trainer.planning.rules.rule import RULES  # noqa: E402
+from shardwise.trainer.spec.engines import Offload, Sharding  # noqa: E402
+from shardwise.trainer.spec.optimizers import Optimizer  # noqa: E402
 from shardwise.trainer.spec.packages import extra_words  # noqa: E402
-from shardwise.trainer.spec.strategy import (  # noqa: E402
-    Checkpointing,
-    Fp8Recipe,
-    LossHead,
-    Method,
-    Offload,
-    Optimizer,
-    Precision,
-    Sharding,
-)
+from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Method, Precision  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "support-matrix.md"
 INCOMPATIBILITIES: tuple[Incompatibility, ...] = (*LAYOUTS, *ROWS, *SETTINGS)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from support_cells import Cell
 
-from shardwise.trainer.spec.strategy import Fp8Recipe, LossHead, Method, Offload, Precision, Sharding
+from shardwise.trainer.spec.engines import Offload, Sharding
+from shardwise.trainer.spec.strategy import Fp8Recipe, LossHead, Method, Precision
 
 
 class Proof(NamedTuple):

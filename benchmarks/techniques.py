@@ -32,7 +32,8 @@ from shardwise.launch.engine.command import prepare_attempt  # noqa: E402
 from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths  # noqa: E402
 from shardwise.trainer.spec import codec  # noqa: E402
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob  # noqa: E402
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision  # noqa: E402
+from shardwise.trainer.spec.optimizers import Optimizer  # noqa: E402
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "techniques.md"
 MIB = 2**20

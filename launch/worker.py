@@ -11,8 +11,8 @@ A worker has a session of its own: Ctrl-C reaches this process alone, which then
 """
 
 import contextlib
+import importlib.util
 import os
-import re
 import select
 import signal
 import subprocess
@@ -148,9 +148,17 @@ def run_together(
 
 def python_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` for a Python that need not have our packages installed: they are found first."""
-    inherited = environment.get("PYTHONPATH")
-    packages = f"{FOLDER.parent}{os.pathsep}{inherited}" if inherited else str(FOLDER.parent)
-    return {**environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": packages, "PYTHONWARNINGS": "ignore"}
+    return {**environment, **import_settings(environment), "PYTHONWARNINGS": "ignore"}
+
+
+def import_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which this installation is imported first, in any working directory."""
+    return {"PYTHONSAFEPATH": "1", "PYTHONPATH": with_first(FOLDER.parent, environment.get("PYTHONPATH", ""))}
+
+
+def with_first(folder: Path, path: str) -> str:
+    """`path` with `folder` before its entries; an empty entry, which means the working directory, is dropped."""
+    return os.pathsep.join([str(folder), *(entry for entry in path.split(os.pathsep) if entry)])
 
 
 def _start(
@@ -228,9 +236,8 @@ def _error_of(exit_code: int, folder: Path, subject: str, memory_hint: str) -> S
     written = folder / ERROR_NAME
     lines = _last_lines((folder / "stderr").read_text(errors="replace")) or ["no message"]
     message = written.read_text().strip() if written.is_file() else "\n".join(lines)
-    absent = re.fullmatch(r"ModuleNotFoundError: No module named '([\w.]+)'", lines[-1])
-    if absent is not None:
-        return EnvironmentFaultError(f"{subject} needs {absent[1]}, not installed here:\n{extra_line('train')}")
+    if lines[-1].startswith("ModuleNotFoundError") and importlib.util.find_spec("torch") is None:
+        return EnvironmentFaultError(f"{subject} needs torch, which is not installed here:\n{extra_line('train')}")
     kind = _ERRORS.get(exit_code)
     return ShardwiseError(f"{subject} failed: {lines[-1]}") if kind is None else kind(message)
 

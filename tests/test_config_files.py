@@ -13,9 +13,10 @@ from engine_plan_factory import engine_plan
 
 from shardwise.launch.engine.config import HOLE, accelerate_config, deepspeed_config
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware, Host
 from shardwise.trainer.spec.plan import Buckets, Plan
-from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
+from shardwise.trainer.spec.strategy import Precision
 
 ROOT = Path(__file__).parent.parent
 ENGINE_CONFIGS = {(row.sharding, row.offload): row.base_config for row in CATALOGUE if row.base_config}

@@ -20,10 +20,9 @@ from gpu_factory import GPU_CASES
 from shardwise.launch.job.yaml_text import read_yaml
 from shardwise.launch.options import build_parser
 from shardwise.trainer.runtime.loop.metrics import StepMetrics
-from shardwise.trainer.spec.engines import ENGINES
+from shardwise.trainer.spec.engines import ENGINES, Sharding
 from shardwise.trainer.spec.errors import ExitCode
 from shardwise.trainer.spec.job.reading import read_job
-from shardwise.trainer.spec.strategy import Sharding
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()

@@ -2,4 +2,6 @@
 
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[1]  # of the package `shardwise`: files that are not code are in it, here and in a wheel
+# Of the package `shardwise`, which also holds the files that are not code, in a checkout and in a wheel alike. Resolved
+# after `parents`: in a checkout this folder is a link.
+FOLDER = Path(__file__).parents[1].resolve()

@@ -32,12 +32,12 @@ from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.search.settings import smallest_buckets
 from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import ShardwiseError
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.report import Figures, predicted_figures
-from shardwise.trainer.spec.strategy import Sharding
 
 LEAST_ROWS = 32
 TINY_SEQ_LEN, LEAST_SEQ_LEN = 64, 16  # a rehearsal shortens 4,096 tokens to 64, and shorter rows in proportion

@@ -144,7 +144,7 @@ def _cap_steps(bench: Bench) -> list[Step]:
 
 
 def judge_cap(share: float, row: Row) -> Row:
-    """Whether a capped run behaved as the plan predicts for a card of this size."""
+    """True if a capped run behaved as the plan predicts for a card of this size."""
     result = result_of(row)
     assert result is not None
     facts: Row = {"cap_bytes": None if result.need_bytes is None else round(share * result.need_bytes)}

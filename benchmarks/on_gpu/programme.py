@@ -161,7 +161,7 @@ def _need_of(step: Step) -> int | None:
 
 
 def _needs_the_card(step: Step, row: Row) -> bool:
-    """Whether a step must be repeated alone: it ran out of memory, perhaps because of concurrent steps."""
+    """True if a step must be repeated alone: it ran out of memory, perhaps because of concurrent steps."""
     is_out, has_cap = row.get("outcome") == Outcome.OUT_OF_MEMORY, row.get("cap_bytes") is not None
     return is_out and not has_cap and bool(row.get("result", {}).get("is_shared")) and step.need_bytes is not None
 

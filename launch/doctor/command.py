@@ -42,10 +42,10 @@ from shardwise.launch.rundir.paths import output_base
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.start import check_trackers
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.secrets import redact
-from shardwise.trainer.spec.strategy import Offload
 from shardwise.trainer.spec.units import format_bytes
 
 

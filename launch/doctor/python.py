@@ -24,7 +24,7 @@ OLDEST, NEWEST = (3, 11), (3, 13)
 # often share a name with.
 _IMPORTED = (
     "shardwise", "torch", "accelerate", "transformers", "deepspeed", "peft", "tokenizers",
-    "safetensors", "yaml", "msgspec", "numpy", "rich", "wandb", "ninja", "pyarrow", "jinja2", "huggingface_hub",
+    "safetensors", "yaml", "msgspec", "numpy", "wandb", "ninja", "pyarrow", "jinja2", "huggingface_hub",
     "code", "copy", "inspect", "json", "logging", "profile", "queue", "random", "signal", "statistics", "test",
     "time", "token", "types", "typing",
 )  # fmt: skip

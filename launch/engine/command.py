@@ -25,7 +25,7 @@ from shardwise.launch.engine.config import accelerate_config, accelerate_file, d
 from shardwise.launch.engine.offload import nvme_folder
 from shardwise.launch.probe.gpu_selection import cuda_variables
 from shardwise.launch.rundir import paths as run_dirs
-from shardwise.trainer import FOLDER
+from shardwise.launch.worker import import_settings, with_first
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -65,9 +65,8 @@ def launch_environment(base: Mapping[str, str], plan: Plan, *, extensions_dir: P
     inherited = {name: value for name, value in base.items() if not _is_stale(name)}
     ranks_here = max(1, plan.chosen.num_ranks // plan.num_machines)
     ours = {
-        "PYTHONSAFEPATH": "1",
-        "PYTHONPATH": _first(FOLDER.parent, inherited.get("PYTHONPATH", "")),
-        "PATH": _first(_PROGRAMS, inherited.get("PATH", os.defpath)),
+        **import_settings(inherited),
+        "PATH": with_first(_PROGRAMS, inherited.get("PATH", os.defpath)),
         "OMP_NUM_THREADS": str(max(1, cores // ranks_here)),
         "TOKENIZERS_PARALLELISM": "false",  # the ranks fork; a tokenizer's threads would not survive it
         "TORCH_EXTENSIONS_DIR": str(extensions_dir),
@@ -81,11 +80,6 @@ def launch_environment(base: Mapping[str, str], plan: Plan, *, extensions_dir: P
 
 def _is_stale(name: str) -> bool:
     return name in _STALE_NAMES or name.startswith(_STALE_PREFIXES)
-
-
-def _first(folder: Path, path: str) -> str:
-    """`path` with `folder` before its entries; an empty entry, which means the working directory, is dropped."""
-    return os.pathsep.join([str(folder), *(entry for entry in path.split(os.pathsep) if entry)])
 
 
 def _cuda(inherited: Mapping[str, str], plan: Plan) -> dict[str, str]:

@@ -25,10 +25,11 @@ import yaml
 from shardwise.launch.engine.offload import offload_buffers
 from shardwise.launch.probe.gpu_selection import rank_gpu_names
 from shardwise.trainer import FOLDER
+from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Buckets, Plan
-from shardwise.trainer.spec.strategy import Offload, Precision
+from shardwise.trainer.spec.strategy import Precision
 
 HOLE = "auto"
 

@@ -44,10 +44,10 @@ from pathlib import Path
 
 from shardwise.launch.probe.host import memlock_limit
 from shardwise.trainer.planning.memory.states import NVME_WINDOW_BYTES
+from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Offload
 from shardwise.trainer.spec.units import MIB, format_bytes
 from shardwise.trainer.spec.value import Value
 

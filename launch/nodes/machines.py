@@ -20,7 +20,8 @@ from shardwise.launch.attempt.supervisor import StopRequest
 from shardwise.launch.nodes.agent import Head, parse_head, run_agent
 from shardwise.launch.nodes.channel import NodeServer
 from shardwise.launch.nodes.hardware import combined_hardware, parse_labelled_probes
-from shardwise.launch.nodes.ranks import Cluster, Step, agent_argv, agent_environment
+from shardwise.launch.nodes.ranks import Cluster, Step, agent_argv
+from shardwise.launch.worker import import_settings
 from shardwise.slurm.allocation import Allocation, find_allocation, srun_argv
 from shardwise.slurm.jobs import read_seconds_left
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
@@ -129,7 +130,7 @@ class Machines:
             yield Cluster(server, self._steps(argv), is_slurm=True, cache=cache, on_line=on_line)
 
     def _steps(self, argv: list[str]) -> Callable[[Path], Step]:
-        environment = agent_environment(self._environment)
+        environment = {**self._environment, **import_settings(self._environment)}
         return lambda attempt_dir: Step(argv, environment=environment, log=attempt_dir / "logs" / "agents.log")
 
 
@@ -187,7 +188,7 @@ def _probe_nodes(allocation: Allocation, environment: Mapping[str, str]) -> list
     try:
         done = subprocess.run(
             argv,
-            env=agent_environment(environment),
+            env={**environment, **import_settings(environment)},
             capture_output=True,
             text=True,
             timeout=PROBE_S,

@@ -21,7 +21,6 @@ from shardwise.launch.attempt.local_ranks import DUMP_S
 from shardwise.launch.attempt.supervisor import StopRequest
 from shardwise.launch.attempt.watchdog import Stack
 from shardwise.launch.nodes.channel import Command, Ended, NodeServer, Order, Stacks, Start, StopRequested, head_address
-from shardwise.trainer import FOLDER
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from shardwise.trainer.spec.report import Ending
 
@@ -218,10 +217,3 @@ def agent_argv(run_dir: Path, head: str, *, node_rank: int | None = None) -> lis
     """The command that starts an agent; without a rank it uses Slurm's number of the node."""
     argv = [sys.executable, "-m", "shardwise.launch.nodes.agent", str(run_dir.absolute()), "--head", head]
     return argv if node_rank is None else [*argv, "--node-rank", str(node_rank)]
-
-
-def agent_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` with this installation first on the import path, in any working directory."""
-    packages = str(FOLDER.parent)
-    rest = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return {**environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join([packages, *rest])}

@@ -12,9 +12,9 @@ import msgspec
 from shardwise.launch.engine.offload import check_nvme
 from shardwise.launch.probe.disks import check_room
 from shardwise.launch.rundir.paths import committed_checkpoints
-from shardwise.trainer.spec.optimizers import have_same_state
+from shardwise.trainer.spec.optimizers import Optimizer, have_same_state
 from shardwise.trainer.spec.plan import Candidate, Plan
-from shardwise.trainer.spec.strategy import Method, Optimizer, Precision
+from shardwise.trainer.spec.strategy import Method, Precision
 
 
 class SavedFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,21 +30,14 @@ from shardwise.launch.terminal import Console
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.page.content import Page, PairedBars, Section, Sentence, Table, Unit
 from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError, NothingFitsError, close_matches
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware
 from shardwise.trainer.spec.job.sections import Job, Limits
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.report import Figures, Report
-from shardwise.trainer.spec.strategy import (
-    Attention,
-    Checkpointing,
-    LossHead,
-    Method,
-    Offload,
-    Optimizer,
-    Precision,
-    Sharding,
-)
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
 from shardwise.trainer.spec.units import format_bytes, format_seconds
 from shardwise.trainer.spec.value import Value
 

@@ -20,8 +20,9 @@ from rank_factory import rank_plan, write_attempt, write_packed_rows, write_rows
 
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 
 pytestmark = needs_no_cuda
 WORKER = Path(__file__).parents[1] / "distributed" / "engine_worker.py"

@@ -38,8 +38,8 @@ from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Sharding
 
 INTERVAL_S = 0.002
 

@@ -14,7 +14,8 @@ from attempt_runs import engaged_of
 from engine_plan_factory import TINY_LLAMA
 from rank_factory import rank_plan, write_attempt
 
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Sharding
+from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead
 
 NUM_BLOCKS = 4
 NUM_STEPS = 2

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from shardwise.trainer.runtime.checkpoint import read_weights
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import CheckpointJob, EvalJob
-from shardwise.trainer.spec.strategy import Precision, Sharding
+from shardwise.trainer.spec.strategy import Precision
 
 PATIENCE = 2
 CASES = (

@@ -20,7 +20,9 @@ from covering_factory import Point, core, points
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 from point_runs import NUM_STEPS, is_clipped, name_of, reference_of, run_points, tolerance
 
-from shardwise.trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
 
 LISTED = Path(__file__).with_name("covering_points.txt")
 PROGRAM = "import covering_factory as c; print('\\n'.join(point.name for point in c.covering(list(c.points()))))"

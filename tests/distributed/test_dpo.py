@@ -20,9 +20,10 @@ from safetensors.numpy import load_file
 from shardwise.trainer.runtime.data.batches import step_micro_batches
 from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import LoraJob, LrSchedule
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import LossHead, Method, Sharding
+from shardwise.trainer.spec.strategy import LossHead, Method
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks
 

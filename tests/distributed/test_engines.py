@@ -14,7 +14,8 @@ from attempt_runs import engaged_of
 from rank_factory import NUM_STEPS, rank_plan, write_attempt
 from safetensors.torch import load_file
 
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Offload, Sharding
+from shardwise.trainer.spec.engines import Offload, Sharding
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead
 
 TOLERANCE = 1e-5
 NUM_ELEMENTS = 106_816  # parameters of the tiny Llama

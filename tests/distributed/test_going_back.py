@@ -20,10 +20,11 @@ from spoilt_rows import spoil, train_plainly
 from shardwise.launch.engine.offload import check_nvme
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
 from shardwise.trainer.runtime.run.state import STEPS_UNTIL_ROLL_BACK, PassedOver
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Limits, NvmeLimit
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import LossHead, Offload, Precision, Sharding
+from shardwise.trainer.spec.strategy import LossHead, Precision
 from shardwise.trainer.spec.units import MIB
 
 NUM_STEPS, SAVE_EVERY = 10, 3

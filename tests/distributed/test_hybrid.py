@@ -21,9 +21,11 @@ from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.runtime.checkpoint import read_weights
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
 from shardwise.trainer.runtime.run.state import STEPS_UNTIL_ROLL_BACK, PassedOver
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import CheckpointJob, EvalJob
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Precision
 
 NUM_RANKS, NUM_COPIES, NUM_SHARDS = 4, 2, 2
 TOLERANCE = 1e-5

@@ -20,8 +20,10 @@ from rank_factory import SEQ_LEN, rank_plan, write_attempt
 
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.search.settings import smallest_buckets
+from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Buckets, Plan
-from shardwise.trainer.spec.strategy import LossHead, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.strategy import LossHead, Precision
 
 FIELDS = config(4096, 192, 512, 4, 6, 2, is_tied=True, head_dim=32)
 SHAPE = shape_of(FIELDS)

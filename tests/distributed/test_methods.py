@@ -22,9 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardwise.trainer.runtime.data.batches import step_micro_batches
 from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.runtime.models.methods import seed_adapters
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import LoraJob, LrSchedule
 from shardwise.trainer.spec.plan import Plan, learning_rate
-from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision, Sharding
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks
 

@@ -11,8 +11,9 @@ from rank_factory import rank_plan, write_attempt
 from registered_code import transformers_as_it_was
 
 from shardwise.trainer.simulation.describe import describe
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.model.shape import DescriptionRequest
-from shardwise.trainer.spec.strategy import Checkpointing, Sharding
+from shardwise.trainer.spec.strategy import Checkpointing
 
 WORKER = Path(__file__).with_name("loading_worker.py")
 SHARDINGS = (Sharding.FSDP, Sharding.ZERO3)

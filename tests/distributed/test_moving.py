@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.trainer.runtime.checkpoint import checkpoint_digest
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint, verified
-from shardwise.trainer.spec.strategy import Offload, Sharding
+from shardwise.trainer.spec.engines import Offload, Sharding
 
 pytestmark = pytest.mark.timeout(1800)  # the first test makes all moves
 TOLERANCE = 1e-5

@@ -15,7 +15,7 @@ from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 
 from shardwise.trainer.runtime.checkpoint import checkpoint_digest
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
-from shardwise.trainer.spec.strategy import Offload, Sharding
+from shardwise.trainer.spec.engines import Offload, Sharding
 
 SINGLE = Place(Sharding.NONE, 1)
 NVME, NVME_ALL = Place(Sharding.ZERO3, 2, Offload.NVME_OPTIMIZER), Place(Sharding.ZERO3, 2, Offload.NVME_ALL)

@@ -11,7 +11,7 @@ import pytest
 from moving_factory import STEP, Move, Place, Yard
 
 from shardwise.trainer.runtime.checkpoint import checkpoint_digest
-from shardwise.trainer.spec.strategy import Sharding
+from shardwise.trainer.spec.engines import Sharding
 
 TOLERANCE = 1e-5
 ANEW_TOLERANCE = 5e-4  # values of moments are off by up to half a code's step, as after every 8-bit update

@@ -18,10 +18,11 @@ from rank_factory import NUM_STEPS, rank_plan, write_attempt
 from safetensors.torch import load_file
 
 from shardwise.launch.engine.offload import check_nvme, offload_buffers
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Limits, NvmeLimit
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import Buckets, Plan
-from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
+from shardwise.trainer.spec.strategy import Precision
 from shardwise.trainer.spec.units import MIB, format_bytes
 
 MODEL = {**TINY_LLAMA, "vocab_size": 8192}

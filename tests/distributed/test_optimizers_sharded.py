@@ -6,7 +6,8 @@ import pytest
 from attempt_runs import engaged_of, losses_of
 from rank_factory import NUM_STEPS, rank_plan, write_attempt
 
-from shardwise.trainer.spec.strategy import Optimizer, Sharding
+from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.spec.optimizers import Optimizer
 
 ZERO = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 CUT_ANYWHERE = 1e-5  # element by element

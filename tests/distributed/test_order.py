@@ -20,9 +20,10 @@ from rank_factory import SEED, rank_plan, write_attempt
 from shardwise.trainer.runtime.data.prepare import prepare
 from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import LoraJob, Objective
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Method, Sharding
+from shardwise.trainer.spec.strategy import Method
 
 WORKER = str(Path(__file__).parent / "order_worker.py")
 SEQ_LEN, SEQUENCES_PER_STEP, NUM_EPOCHS = 64, 6, 2

@@ -16,9 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.plan import Plan, learning_rate
 from shardwise.trainer.spec.report import Engaged
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Sharding
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead
 
 NUM_STEPS = 4
 TOLERANCE = 1e-5

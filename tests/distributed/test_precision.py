@@ -19,8 +19,10 @@ from rank_factory import NUM_STEPS, rank_plan, write_attempt
 from safetensors.torch import load_file
 
 from shardwise.trainer.runtime.precision.mixed_precision import INIT_SCALE
+from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.report import Engaged
-from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, Precision
 
 WORKER = Path(__file__).with_name("precision_worker.py")
 FAKE_TE = Path(__file__).parents[1] / "factories" / "fake_te"

@@ -9,8 +9,8 @@ from rank_factory import rank_plan, write_attempt
 
 from shardwise.trainer.runtime.checkpoint import read_weights
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.model.readers import read_model_shape
-from shardwise.trainer.spec.strategy import Offload, Sharding
 from shardwise.trainer.spec.units import MIB
 
 WORKER = Path(__file__).with_name("saving_worker.py")

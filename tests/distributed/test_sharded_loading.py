@@ -17,10 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
 from shardwise.trainer.planning.memory.states import loading_bytes
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Method, Offload, Precision, Sharding
+from shardwise.trainer.spec.strategy import Method, Precision
 
 WORKER = Path(__file__).with_name("loading_worker.py")
 MIXED, BF16 = Precision.BF16_MIXED, Precision.BF16

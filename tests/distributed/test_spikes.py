@@ -22,10 +22,11 @@ from spoilt_rows import train_plainly
 
 from shardwise.launch.engine.offload import check_nvme
 from shardwise.trainer.runtime.precision.mixed_precision import INIT_SCALE
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Limits, NvmeLimit
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
+from shardwise.trainer.spec.strategy import Precision
 from shardwise.trainer.spec.units import MIB
 
 WORKER = Path(__file__).with_name("spike_worker.py")

@@ -9,10 +9,11 @@ from workplace_factory import Workplace
 
 from shardwise.launch.run.trials import short_plan
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import ExitCode
 from shardwise.trainer.spec.messages.rank_files import MemoryState, memory_state_path
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import LossHead, Sharding
+from shardwise.trainer.spec.strategy import LossHead
 
 
 def capped_plan(place: Workplace) -> Plan:

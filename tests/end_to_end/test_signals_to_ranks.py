@@ -15,11 +15,12 @@ from workplace_factory import LIMIT_S, Workplace, wait_for
 from shardwise.launch.attempt.supervisor import StopRequest
 from shardwise.launch.rundir.process_record import descendants, read_records
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import ExitCode
 from shardwise.trainer.spec.messages.rank_files import read_heartbeat
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Report
-from shardwise.trainer.spec.strategy import LossHead, Sharding
+from shardwise.trainer.spec.strategy import LossHead
 
 
 @pytest.fixture(scope="module")

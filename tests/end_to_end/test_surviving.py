@@ -15,10 +15,12 @@ from small_disk import mounted_disk
 from workplace_factory import LIMIT_S
 
 from shardwise.trainer.spec import codec, report
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending
-from shardwise.trainer.spec.strategy import LossHead, Offload, Optimizer, Sharding
+from shardwise.trainer.spec.strategy import LossHead
 
 NUM_STEPS = 14
 

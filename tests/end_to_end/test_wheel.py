@@ -92,3 +92,27 @@ def test_an_installed_shardwise_trains_beside_files_and_packages_of_the_names_of
     assert str(REPOSITORY) not in place_of_ours
     assert any(line.startswith("trainer/trainer.py True") for line in of_theirs)
     assert not [line for line in of_theirs if " True " not in line]
+
+
+def test_without_torch_it_plans_and_training_ends_with_the_line_that_installs_it(wheel: Path, tmp_path: Path):
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", wheel], check=True, timeout=LIMIT_S)
+    place = make_workplace(tmp_path / "elsewhere")
+    shutil.copy(REPOSITORY / "examples" / "quickstart.yaml", place.folder / "quickstart.yaml")
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [python.with_name("shardwise"), *words, "data.train=text"],
+            cwd=place.folder, env=place.environment, capture_output=True, text=True, check=False, timeout=LIMIT_S,
+        )  # fmt: skip
+
+    planned = run("plan", "quickstart.yaml")
+    assert (planned.returncode, planned.stderr) == (0, ""), planned.stderr
+    everything_missing, first_missing = ("torch", "accelerate", "deepspeed"), ("torch",)
+    for command, missing in (("train", everything_missing), ("plan --simulate", first_missing)):
+        refused = run(*command.split(), "quickstart.yaml")
+        assert refused.returncode == 4, refused.stderr
+        assert all(name in refused.stderr for name in missing), refused.stderr
+        assert "-m pip install 'shardwise[train]'" in refused.stderr
+    assert not (place.folder / "runs").exists()

@@ -16,17 +16,10 @@ from planning_factory import context_for, job_of
 
 from shardwise.trainer.planning.rules.rule import may_run
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Allowance, NvmeLimit
-from shardwise.trainer.spec.strategy import (
-    Checkpointing,
-    LossHead,
-    Method,
-    Offload,
-    Optimizer,
-    Precision,
-    Sharding,
-    Strategy,
-)
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision, Strategy
 
 PRECISIONS = (Precision.FP32, Precision.BF16_MIXED, Precision.BF16, Precision.FP16_MIXED)
 LOSSES = (LossHead.EAGER, LossHead.CHUNKED, LossHead.FUSED)

@@ -9,20 +9,12 @@ from shardwise.launch.probe.host import read_host
 from shardwise.trainer.planning.device import Device, device_of
 from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import DeviceKind, Host
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.strategy import (
-    Attention,
-    Checkpointing,
-    LossHead,
-    Method,
-    Offload,
-    Optimizer,
-    Precision,
-    Sharding,
-    Strategy,
-)
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Strategy
 from shardwise.trainer.spec.units import GIB
 
 UNKNOWN_HOST = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)

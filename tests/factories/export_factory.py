@@ -16,13 +16,14 @@ from shardwise.trainer.runtime.export.run import Done, export_run, plan_on
 from shardwise.trainer.runtime.loop.session import facts_of
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import LoraJob, ModelJob
 from shardwise.trainer.spec.messages.worker_requests import ExportRequest
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation
-from shardwise.trainer.spec.strategy import Method, Precision, Sharding
+from shardwise.trainer.spec.strategy import Method, Precision
 
 TINY_GPT2: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": SEQ_LEN,

@@ -28,22 +28,14 @@ from shardwise.trainer.planning.run import row_recipe
 from shardwise.trainer.planning.search.settings import smallest_buckets
 from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.job.sections import GaloreJob, Job, Limits, LoraJob, TrainJob
 from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.report import Report
-from shardwise.trainer.spec.strategy import (
-    Attention,
-    Checkpointing,
-    Fp8Recipe,
-    LossHead,
-    Method,
-    Offload,
-    Optimizer,
-    Precision,
-    Sharding,
-)
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method, Precision
 
 SEQ_LEN, MICRO_BATCH = 512, 4
 NUM_STEPS, NUM_ROWS, NUM_EVAL_ROWS = 6, 64, 4

@@ -12,10 +12,12 @@ from rank_factory import rank_plan, write_attempt
 
 from shardwise.trainer.runtime.checkpoint import CheckpointFolder
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import GaloreJob, Limits, LoraJob, NvmeLimit
 from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Method, Offload, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.strategy import Method, Precision
 from shardwise.trainer.spec.units import MIB
 
 WORKER = Path(__file__).parents[1] / "distributed" / "moving_worker.py"

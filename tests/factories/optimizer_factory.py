@@ -18,8 +18,9 @@ from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.optimizers import build_optimizer, set_learning_rate, updates_in_backward
 from shardwise.trainer.spec.job.sections import GaloreJob
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import learning_rate
-from shardwise.trainer.spec.strategy import Method, Optimizer
+from shardwise.trainer.spec.strategy import Method
 
 GALORE = GaloreJob(rank=8, update_gap=20)
 NUM_STEPS = 40

@@ -6,9 +6,11 @@ from pathlib import Path
 from covering_factory import IN_BACKWARD, Point
 from rank_factory import rank_plan, write_attempt
 
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import GaloreJob, Limits, LoraJob, NvmeLimit
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Offload, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 
 NUM_STEPS = 6  # GaLore finds its projectors anew in the fifth
 LR = 1e-3  # differences of rounding grow with it

@@ -14,9 +14,9 @@ from shardwise.launch.engine.config import deepspeed_config
 from shardwise.trainer.runtime.data.row_writer import RowShape, RowWriter
 from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Job, Limits, TrainJob
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Offload, Sharding
 
 SEQ_LEN = 48
 NUM_EVAL_ROWS = 24

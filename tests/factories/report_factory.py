@@ -2,6 +2,8 @@
 
 import msgspec
 
+from shardwise.trainer.spec.engines import Offload, Sharding
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate
 from shardwise.trainer.spec.report import (
     Ending,
@@ -13,17 +15,7 @@ from shardwise.trainer.spec.report import (
     Sample,
     SpeedFigures,
 )
-from shardwise.trainer.spec.strategy import (
-    Attention,
-    Checkpointing,
-    LossHead,
-    Method,
-    Offload,
-    Optimizer,
-    Precision,
-    Sharding,
-    Strategy,
-)
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Strategy
 
 MIB = 2**20
 

@@ -12,12 +12,12 @@ from report_factory import make_report
 
 from shardwise.launch.rundir.lock import LOCK
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import Hardware, Host
 from shardwise.trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
 from shardwise.trainer.spec.messages.submission import FILE_NAME, JOBS_FILE, SCRIPT_NAME, Submission
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import AttemptRecord, Ending, Report
-from shardwise.trainer.spec.strategy import Sharding
 
 
 def run_plan(num_steps: int = 100) -> Plan:

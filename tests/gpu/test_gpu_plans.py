@@ -24,10 +24,12 @@ from planning_factory import context_for, job_of, machine
 from shardwise.launch.engine.command import launch_command, launch_environment, prepare_attempt
 from shardwise.trainer.planning.rules.rule import obstacle_to, refuse
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending
-from shardwise.trainer.spec.strategy import Offload, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.strategy import Precision
 
 LIBRARIES = ("transformer_engine", "torchao", "flash_attn", "liger_kernel", "triton", "bitsandbytes")
 CARDS = {(10, 0): "1xB200", (9, 0): "1xH200", (8, 9): "1xL40S", (8, 0): "1xA100-SXM4-40GB", (7, 0): "1xV100-16GB"}

@@ -28,8 +28,9 @@ from msgspec.structs import replace
 
 from shardwise.launch.probe.machine import read_hardware
 from shardwise.trainer.runtime.attention.choice import attention_name
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.report import Ending
-from shardwise.trainer.spec.strategy import Attention, LossHead, Precision, Sharding
+from shardwise.trainer.spec.strategy import Attention, LossHead, Precision
 
 pytestmark = pytest.mark.gpu
 ENGINES = {

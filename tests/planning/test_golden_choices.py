@@ -16,10 +16,11 @@ from shardwise.trainer.planning.candidates import run_hours
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.search.choice import handicap
 from shardwise.trainer.planning.search.settings import SAME_SPEED
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import NothingFitsError
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Checkpointing, Method, Offload, Sharding
+from shardwise.trainer.spec.strategy import Checkpointing, Method
 from shardwise.trainer.spec.units import GIB
 
 REPOSITORY = Path(__file__).parents[2]

@@ -20,10 +20,10 @@ from estimate_factory import gpu, setting
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.setting import RecipeChoices, Setting
 from shardwise.trainer.simulation.golden import read_golden
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.messages.simulation import GoldenAnswer, GoldenRow, SimulationRequest
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import MemoryEstimate
-from shardwise.trainer.spec.strategy import Sharding
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dry_run.jsonl"
 TOLERANCE = 0.01

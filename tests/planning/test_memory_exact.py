@@ -14,8 +14,10 @@ from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
 from shardwise.trainer.planning.memory.states import States, model_states
 from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
-from shardwise.trainer.spec.strategy import Checkpointing, Method, Offload, Optimizer, Precision, Quant, Sharding
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision, Quant
 
 P, L, V, H, F, KV = 8_030_261_248, 6_979_321_856, 128_256, 4096, 14_336, 1024
 A = 32 * 16 * (2 * (H + H) + 2 * (H + KV) + 3 * (H + F))

@@ -21,8 +21,10 @@ from shardwise.trainer.runtime.loss.head import install_loss_head
 from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing
 from shardwise.trainer.runtime.optimizers import build_optimizer
 from shardwise.trainer.runtime.run.types import weight_type
+from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.report import MemoryFigures
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Precision
 
 FP32, MIXED, BF16 = Precision.FP32, Precision.BF16_MIXED, Precision.BF16
 FULL, EAGER, CHUNKED = Checkpointing.FULL, LossHead.EAGER, LossHead.CHUNKED

@@ -17,7 +17,8 @@ from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.optimizers import build_optimizer
 from shardwise.trainer.spec.data.profile import DataProfile, LengthHistogram
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Optimizer, Precision
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Precision
 
 VOCAB, HIDDEN, FFN, LAYERS, HEADS = 1024, 128, 352, 2, 4
 SEQ_LEN, MICRO_BATCH, DOCUMENT = 256, 2, 64

@@ -17,18 +17,11 @@ from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
 from shardwise.trainer.planning.memory.stacks import STACKS
 from shardwise.trainer.planning.memory.states import LEAST_8BIT_ELEMENTS, States, model_states
 from shardwise.trainer.planning.setting import RecipeChoices, Setting
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.strategy import (
-    Attention,
-    Checkpointing,
-    LossHead,
-    Method,
-    Offload,
-    Optimizer,
-    Precision,
-    Sharding,
-)
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
 
 PRESET_FILES = (FOLDER / "trainer" / "presets").glob("*.json")
 PRESETS = [read_model_shape(json.loads(path.read_text())) for path in sorted(PRESET_FILES)]

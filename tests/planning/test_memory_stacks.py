@@ -20,8 +20,10 @@ from shardwise.trainer.planning.memory.overheads import OVERHEADS, Line
 from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
 from shardwise.trainer.planning.memory.stacks import STACKS, stack_of
 from shardwise.trainer.planning.setting import OUR_STACK, RecipeChoices
+from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import MemoryEstimate
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 from shardwise.trainer.spec.units import GIB
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "measured_public.jsonl"

@@ -21,7 +21,8 @@ from shardwise.trainer.runtime.optimizers import build_optimizer, set_learning_r
 from shardwise.trainer.runtime.precision.mixed_precision import install_precision
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 
 FIELDS = config(2048, 128, 352, 4, 4, 2, is_tied=True, head_dim=32)
 LORA, GALORE = LoraJob(rank=8), GaloreJob(rank=16)

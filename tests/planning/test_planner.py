@@ -26,20 +26,13 @@ from shardwise.trainer.planning.search.settings import (
     micro_batches,
 )
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError, NothingFitsError
 from shardwise.trainer.spec.hardware import Disk
 from shardwise.trainer.spec.job.sections import Allowance, Limits, NvmeLimit
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan, TrialResult
-from shardwise.trainer.spec.strategy import (
-    Attention,
-    Checkpointing,
-    LossHead,
-    Method,
-    Offload,
-    Optimizer,
-    Precision,
-    Sharding,
-)
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
 from shardwise.trainer.spec.units import GIB
 
 MACHINES = [

@@ -8,11 +8,12 @@ from planning_factory import data_of, plan_of
 from report_factory import make_report
 
 from shardwise.trainer.planning.recommend import LEAST_GAIN, MOST_SAID, Observed, recommendations, unused_bytes
+from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.hardware import MeasuredRates
 from shardwise.trainer.spec.job.sections import DataFormat
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault, Report, predicted_figures
-from shardwise.trainer.spec.strategy import Checkpointing, Offload
+from shardwise.trainer.spec.strategy import Checkpointing
 from shardwise.trainer.spec.units import GIB
 
 CARDS = "4xA100-SXM4-80GB"

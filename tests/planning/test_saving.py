@@ -7,8 +7,9 @@ from planning_factory import job_of, machine, plan_of
 from shardwise.trainer.planning.explain.plan_page import explain_plan
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.rank_files import SavingChoice, saving_choice
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Method, Optimizer
+from shardwise.trainer.spec.strategy import Method
 from shardwise.trainer.spec.units import GIB
 
 LLAMA_1B = 1_235_814_400

@@ -29,8 +29,9 @@ from shardwise.trainer.runtime.precision.mixed_precision import (
 from shardwise.trainer.runtime.run.clock import Clock
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Checkpointing, Optimizer, Precision
+from shardwise.trainer.spec.strategy import Checkpointing, Precision
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from shardwise.trainer.runtime.optimizers.galore import PROJECTIONS
 from shardwise.trainer.runtime.optimizers.rules import block_matrices
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import GaloreJob
-from shardwise.trainer.spec.strategy import Optimizer
+from shardwise.trainer.spec.optimizers import Optimizer
 
 GALORE = GaloreJob(rank=8, update_gap=2, scale=0.5)
 

@@ -19,7 +19,7 @@ from shardwise.trainer.runtime.optimizers import (
     unwrapped,
 )
 from shardwise.trainer.runtime.optimizers.rules import UPDATE_RULES, block_matrices
-from shardwise.trainer.spec.strategy import Optimizer
+from shardwise.trainer.spec.optimizers import Optimizer
 
 # DeepSpeed's is compiled: tests/distributed steps it.
 STEPPED = [pytest.param(kind, id=kind) for kind in Optimizer if kind is not Optimizer.DEEPSPEED_CPU_ADAM]

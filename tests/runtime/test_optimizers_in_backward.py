@@ -18,8 +18,10 @@ from shardwise.trainer.runtime.optimizers import (
     set_learning_rate,
     updates_in_backward,
 )
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.strategy import Checkpointing, Method, Offload, Optimizer, Precision, Sharding, Strategy
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision, Strategy
 
 ANY_TIME = [
     pytest.param(kind, id=kind)

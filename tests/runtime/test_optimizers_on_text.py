@@ -4,7 +4,7 @@ import pytest
 from optimizer_factory import GALORE, losses_on_text
 from rank_factory import write_packed_rows
 
-from shardwise.trainer.spec.strategy import Optimizer
+from shardwise.trainer.spec.optimizers import Optimizer
 
 NUM_LAST = 5  # losses that the end is the mean of
 WHOLE = [pytest.param(kind, None, id=kind) for kind in Optimizer if kind is not Optimizer.DEEPSPEED_CPU_ADAM]

@@ -16,8 +16,9 @@ from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.loss.head import IGNORED, install_loss_head
 from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing
 from shardwise.trainer.runtime.optimizers import build_optimizer
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.report import MemoryFigures
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Optimizer, Precision
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Precision
 
 WIDTH = 48
 LENGTHS = ((20, 1, 27), (3, 30, 15))

@@ -13,12 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 from rank_factory import NUM_EVAL_ROWS, rank_plan, write_attempt, write_rows
+from spoilt_rows import spoil
 
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import ExitCode
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.report import Ending, Report
-from shardwise.trainer.spec.strategy import LossHead, Sharding
+from shardwise.trainer.spec.report import Ending, Report, RollBack
+from shardwise.trainer.spec.strategy import LossHead
 
 TIMEOUT_S = 300
 POLL_S = 0.02
@@ -99,6 +101,16 @@ def test_a_finished_attempt_reports_what_was_measured(finished):
     assert report.measured.speed.step_s is not None and report.measured.speed.tokens_per_s_per_gpu is not None
     assert report.final_loss == losses_of(finished.parents[2])[6]
     assert report.checkpoint == "checkpoints/step-00000006" and report.export == "export"
+
+
+def test_a_return_to_a_checkpoint_is_in_the_report(tmp_path, cache_dir):
+    """Weights that a NaN has reached within the backward pass are those of the last checkpoint again."""
+    plan = plan_with(
+        cache_dir, optimizer_in_backward=True, micro_batch=8, accumulation=1, clip=0.0, loss=LossHead.EAGER
+    )
+    plan_path = write_attempt(tmp_path / "run", spoil(plan, tmp_path / "extension", [5]))
+    run(plan_path)
+    assert report_of(plan_path).roll_backs == (RollBack(from_step=5, to_step=3),)
 
 
 def test_the_parts_that_can_be_counted_are_exact(finished):

@@ -12,10 +12,11 @@ from msgspec.structs import replace
 
 from shardwise.trainer import simulation
 from shardwise.trainer.simulation.checks import check_supported
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.simulation import SimulationRequest
-from shardwise.trainer.spec.strategy import Attention, Method, Precision, Sharding
+from shardwise.trainer.spec.strategy import Attention, Method, Precision
 
 WORKER = Path(__file__).with_name("broken_worker.py")
 SUPPORTED = SimulationRequest(model_config=config(64, 16, 32, 1, 2, 1))

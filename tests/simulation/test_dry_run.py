@@ -7,9 +7,11 @@ from dry_run_factory import run_dry
 from estimate_factory import config
 from msgspec.structs import replace
 
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.messages.simulation import GoldenAnswer, SimulationRequest
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 
 VOCAB, HIDDEN, FFN, LAYERS = 4096, 256, 512, 2
 LLAMA = config(VOCAB, HIDDEN, FFN, LAYERS, 8, 4)

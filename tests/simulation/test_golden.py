@@ -7,8 +7,10 @@ from dry_run_factory import run_dry
 from msgspec.structs import replace
 
 from shardwise.trainer.simulation.golden import read_golden
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.messages.simulation import GoldenAnswer, GoldenRow
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dry_run.jsonl"
 ROWS = read_golden(GOLDEN)

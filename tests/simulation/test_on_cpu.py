@@ -14,8 +14,9 @@ from shardwise.trainer.runtime.run.types import weight_type
 from shardwise.trainer.simulation.dry_run import simulate
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.simulation import SimulationRequest
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.report import MemoryFigures
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Optimizer, Precision
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Precision
 
 VOCAB = 4096
 TOLERANCE = 0.0005

@@ -7,12 +7,12 @@ from engine_plan_factory import engine_plan
 
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import Gpu, Hardware, Host
 from shardwise.trainer.spec.job.reading import read_job
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Sharding
 
 PROFILE = DataProfile(
     source="prepared", num_rows=3, num_tokens=700, longest_row=256, is_packed=True, fingerprint="ab", vocab_size=4096

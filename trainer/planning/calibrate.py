@@ -24,10 +24,11 @@ from itertools import groupby
 from msgspec.structs import replace
 
 from shardwise.trainer.spec.calibration import Calibration, CalibrationRecord, RatesSource
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import Hardware, MeasuredRates
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import MemoryEstimate, SpeedEstimate, TrialResult
-from shardwise.trainer.spec.strategy import Method, Offload, Precision, Sharding, Strategy
+from shardwise.trainer.spec.strategy import Method, Precision, Strategy
 from shardwise.trainer.spec.value import Value
 
 COMPARABLE_SIZE = 4.0  # ratio of parameters

@@ -28,11 +28,13 @@ from shardwise.trainer.planning.setting import OUR_STACK, RecipeChoices, Setting
 from shardwise.trainer.planning.speed.step import estimate_speed
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE, EXACT_OPTIMIZERS, EXACT_PRECISIONS
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec, match_card
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError, close_matches
 from shardwise.trainer.spec.hardware import Hardware, Host, LinkKind
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.model.shape import ModelShape, Positions
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import MemoryEstimate, SpeedEstimate
 from shardwise.trainer.spec.strategy import (
     Attention,
@@ -40,11 +42,8 @@ from shardwise.trainer.spec.strategy import (
     Fp8Recipe,
     LossHead,
     Method,
-    Offload,
-    Optimizer,
     Precision,
     Quant,
-    Sharding,
     Strategy,
 )
 from shardwise.trainer.spec.value import Value

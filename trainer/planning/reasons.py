@@ -26,11 +26,12 @@ from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.planning.tables.gpu_specs import MIG_MARK
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import SHAPES
+from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.plan import Candidate, Plan, Rejection, TrialResult
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Offload, Precision, Strategy
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Precision, Strategy
 from shardwise.trainer.spec.units import format_bytes, format_seconds
 from shardwise.trainer.spec.value import Value
 

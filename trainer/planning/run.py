@@ -27,8 +27,9 @@ from shardwise.trainer.spec.job.kinds import Every, Warmup
 from shardwise.trainer.spec.job.sections import DataFormat, Job, Objective, TrainJob
 from shardwise.trainer.spec.learning_rates import ADAMW, PublishedRate, Rates, two_digits
 from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Schedule
-from shardwise.trainer.spec.strategy import Method, Optimizer
+from shardwise.trainer.spec.strategy import Method
 from shardwise.trainer.spec.units import format_count
 
 

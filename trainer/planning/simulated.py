@@ -18,10 +18,11 @@ from shardwise.trainer.planning.planner import context_of, schedule_with
 from shardwise.trainer.planning.reasons import notes, reasons
 from shardwise.trainer.planning.run import longest_width
 from shardwise.trainer.planning.search.fallbacks import fallbacks
+from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.messages.simulation import Simulation
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan, Rejection
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method, Offload, Precision
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method, Precision
 from shardwise.trainer.spec.units import format_bytes
 from shardwise.trainer.spec.value import Value
 

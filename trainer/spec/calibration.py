@@ -11,7 +11,8 @@ predictions of its speed.
 
 from enum import StrEnum
 
-from shardwise.trainer.spec.strategy import Method, Offload, Precision, Sharding
+from shardwise.trainer.spec.engines import Offload, Sharding
+from shardwise.trainer.spec.strategy import Method, Precision
 from shardwise.trainer.spec.value import Value
 
 

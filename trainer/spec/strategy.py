@@ -5,9 +5,8 @@ Every member's value is its one name everywhere: job file, plan.json, command li
 
 from enum import StrEnum
 
-from shardwise.trainer.spec.engines import Offload as Offload
-from shardwise.trainer.spec.engines import Sharding as Sharding
-from shardwise.trainer.spec.optimizers import Optimizer as Optimizer
+from shardwise.trainer.spec.engines import Offload, Sharding
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.value import Value
 
 

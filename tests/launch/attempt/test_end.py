@@ -12,8 +12,8 @@ from report_factory import make_report
 
 from shardwise.launch.attempt.end import AttemptEnd, Observed, attempt_end, killed_rank
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.report import Ending, Fault
-from shardwise.trainer.spec.strategy import Sharding
 
 KILLED = "failed (exitcode: -{number}) local_rank: 1 (pid: 77) of binary: python"
 LEFT = "failed (exitcode: {code}) local_rank: 1 (pid: 77) of binary: python"

@@ -17,11 +17,11 @@ from shardwise.launch.attempt.retries import (
     refuse_endless_restarts,
 )
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
 from shardwise.trainer.spec.plan import Candidate
 from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault
-from shardwise.trainer.spec.strategy import Sharding
 
 CANDIDATES = tuple(make_candidate(micro_batch=size) for size in (4, 2, 1))
 KILLED, HUNG, ERROR, MEMORY = Fault.KILLED, Fault.HUNG, Fault.ERROR, Fault.OUT_OF_MEMORY

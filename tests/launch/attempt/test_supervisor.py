@@ -18,8 +18,8 @@ from shardwise.launch.attempt.supervisor import StopKind, StoppedEarlyError, Sto
 from shardwise.launch.attempt.watchdog import Watchdog, WatchLimits
 from shardwise.launch.rundir.process_record import ProcessRecord, read_records, record_of, write_record
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.report import Ending, Fault, Report
-from shardwise.trainer.spec.strategy import Sharding
 
 # A rank registers, waits for USR1, and then writes the report it was given; its launcher gives it its own session.
 RANK = """

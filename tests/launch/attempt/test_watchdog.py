@@ -7,6 +7,7 @@ from engine_plan_factory import TINY_LLAMA, engine_plan
 from msgspec.structs import replace
 
 from shardwise.launch.attempt.watchdog import Silence, Stack, Watchdog, WatchLimits, read_stack, with_stacks
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.messages.rank_files import (
     HEARTBEAT_BYTES,
     Heartbeat,
@@ -15,7 +16,6 @@ from shardwise.trainer.spec.messages.rank_files import (
     read_heartbeat,
 )
 from shardwise.trainer.spec.model.readers import read_model_shape
-from shardwise.trainer.spec.strategy import Sharding
 
 LIMITS = WatchLimits(phase_s=1000, least_step_s=100, end_s=10)
 

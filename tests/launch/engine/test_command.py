@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from shardwise.launch.engine.command import launch_command, launch_environment
 from shardwise.launch.engine.config import accelerate_config, deepspeed_config
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware, Host, MeasuredRates, PeerCopy
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Sharding
 
 EXTENSIONS = Path("/cache/operators/one")
 ROOT = Path(__file__).parents[3]

@@ -10,12 +10,13 @@ from msgspec.structs import replace
 
 from shardwise.launch.engine.config import accelerate_config, deepspeed_config, fill, read_base
 from shardwise.launch.engine.offload import offload_buffers
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Hardware, Host
 from shardwise.trainer.spec.job.sections import Job, Limits, NvmeLimit, TrainJob
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import Buckets, Plan
-from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
+from shardwise.trainer.spec.strategy import Precision
 from shardwise.trainer.spec.units import MIB
 
 BUCKETS = Buckets(

@@ -22,11 +22,11 @@ from shardwise.launch.engine.offload import (
 from shardwise.launch.plan.checkpoints import check_disk
 from shardwise.launch.run.attempts import run_attempts
 from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.job.sections import Job, Limits, NvmeLimit
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending
-from shardwise.trainer.spec.strategy import Offload, Sharding
 
 HOLDER = """
 import sys, time

@@ -24,9 +24,9 @@ from shardwise.launch.engine.operators import (
     needed_operators,
 )
 from shardwise.trainer.planning.tables.catalogue import LAYOUTS
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.strategy import Offload, Sharding
 
 VERSIONS = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "python": "3.11.2"}
 HOME = Path("/home/ada/.cache/shardwise")

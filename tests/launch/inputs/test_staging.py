@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from small_disk import mounted_disk
 
 from shardwise.launch.inputs.staging import copy_staged, with_stages
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import Job, SlurmJob, Stage
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Sharding
 
 
 @pytest.fixture

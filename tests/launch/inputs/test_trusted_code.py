@@ -24,13 +24,13 @@ from shardwise.launch.inputs.trusted_code import (
     read_extension,
     read_model_code,
 )
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.reading import read_job
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.model.shape import ModelCode
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Sharding
 
 PROGRAM = """
 import json, sys

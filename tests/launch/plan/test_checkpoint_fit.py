@@ -8,9 +8,11 @@ from msgspec.structs import replace
 from report_factory import make_candidate
 
 from shardwise.launch.plan.checkpoints import SavedFacts, obstacle_to_resume, read_facts
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import LoraJob
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Candidate
-from shardwise.trainer.spec.strategy import Method, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.strategy import Method, Precision
 
 SAVED = SavedFacts(step=30, optimizer=Optimizer.ADAMW, precision=Precision.FP32)
 ADAPTERS = msgspec.to_builtins(LoraJob())

@@ -21,13 +21,14 @@ from shardwise.launch.terminal import Console
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.simulated import Simulated, obstacle_to_dry_run, plan_of_simulated, simulated_memory
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError, NothingFitsError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import DataFormat, Job, LoraJob, TrainJob
 from shardwise.trainer.spec.messages.simulation import LiveGroup, Simulation, SimulationRequest
 from shardwise.trainer.spec.plan import MemoryEstimate, Plan
 from shardwise.trainer.spec.report import Ending, Report
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method, Offload, Precision, Sharding
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method, Precision
 from shardwise.trainer.spec.units import GIB, MIB
 
 TINY = SimulationRequest(model_config=TINY_LLAMA, seq_len=64)

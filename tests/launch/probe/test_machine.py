@@ -11,6 +11,7 @@ from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import notes
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import (
     DeviceKind,
@@ -25,7 +26,6 @@ from shardwise.trainer.spec.hardware import (
     PeerCopy,
     SlurmEnvironment,
 )
-from shardwise.trainer.spec.strategy import Sharding
 from shardwise.trainer.spec.units import GIB, MIB
 
 UNKNOWN_HOST = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)

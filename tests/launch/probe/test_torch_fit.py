@@ -21,10 +21,10 @@ from shardwise.launch.engine.command import launch_environment
 from shardwise.launch.probe.gpu_selection import select_gpus
 from shardwise.launch.probe.machine import read_hardware
 from shardwise.launch.probe.torch_fit import check_torch, runs_on
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Hardware
 from shardwise.trainer.spec.packages import OLDEST_CAPABILITY, TORCH_VERSION, lacks_code
-from shardwise.trainer.spec.strategy import Sharding
 
 ROOT = Path(__file__).parents[3]
 EXPANDABLE = "expandable_segments:True"

@@ -10,9 +10,10 @@ from planning_factory import plan_of
 
 from shardwise.launch.run.start import plan_to_resume
 from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Optimizer, Sharding
 
 
 @pytest.fixture

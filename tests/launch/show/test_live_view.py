@@ -20,8 +20,8 @@ from shardwise.launch.show.live.view import (
     sparkline,
     view_of,
 )
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.strategy import Sharding
 from shardwise.trainer.spec.units import GIB, MIB
 
 

@@ -14,7 +14,8 @@ from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import LinkKind
-from shardwise.trainer.spec.strategy import Optimizer, Quant
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Quant
 from shardwise.trainer.spec.units import GIB
 
 ROWS = [

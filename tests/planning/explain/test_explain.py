@@ -12,10 +12,12 @@ from shardwise.trainer.planning.explain.choice import kv_cache_bytes
 from shardwise.trainer.planning.explain.plan_page import compare_plans, explain_plan, machine_words
 from shardwise.trainer.planning.page.content import paragraph, stacked_bar, table
 from shardwise.trainer.planning.planner import context_of, take_candidate
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import NothingFitsError
 from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Checkpointing, Method, Optimizer, Sharding
+from shardwise.trainer.spec.strategy import Checkpointing, Method
 from shardwise.trainer.spec.units import GIB, format_bytes, format_seconds
 
 EVERY_N = Checkpointing.EVERY_N

@@ -18,21 +18,12 @@ from shardwise.trainer.planning.rules.rule import RULES, may_run, obstacle_to, r
 from shardwise.trainer.planning.search.input_checks import check_pins
 from shardwise.trainer.planning.search.settings import first_setting
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import Allowance, GaloreJob, Limits, LoraJob, NvmeLimit
 from shardwise.trainer.spec.model.readers import read_model_shape
-from shardwise.trainer.spec.strategy import (
-    Attention,
-    Checkpointing,
-    Fp8Recipe,
-    LossHead,
-    Method,
-    Offload,
-    Optimizer,
-    Precision,
-    Sharding,
-    Strategy,
-)
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method, Precision, Strategy
 from shardwise.trainer.spec.units import GIB
 
 ROWS_BY_NAME = {row.name: row for row in CATALOGUE}

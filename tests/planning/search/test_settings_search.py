@@ -39,9 +39,11 @@ from shardwise.trainer.planning.search.settings import (
 from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Candidate
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Optimizer, Sharding, Strategy
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Strategy
 from shardwise.trainer.spec.units import GIB
 
 ROWS = {row.name: row for row in CATALOGUE}

@@ -14,19 +14,12 @@ from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.speed.rates import rates_of
 from shardwise.trainer.planning.speed.step import estimate_speed, evaluation_seconds, flops_per_token, speed_notes
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import Gpu, Hardware
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
-from shardwise.trainer.spec.strategy import (
-    Attention,
-    Checkpointing,
-    LossHead,
-    Method,
-    Offload,
-    Optimizer,
-    Precision,
-    Sharding,
-)
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
 from shardwise.trainer.spec.units import GIB
 
 P = 8_030_261_248

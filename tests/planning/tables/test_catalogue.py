@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS, optimizers_of
-from shardwise.trainer.spec.engines import Engine
-from shardwise.trainer.spec.strategy import Offload, Optimizer, Precision, Sharding, Strategy
+from shardwise.trainer.spec.engines import Engine, Offload, Sharding
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Precision, Strategy
 
 
 def row_of(name: str) -> Strategy:

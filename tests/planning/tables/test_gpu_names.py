@@ -5,7 +5,7 @@ from estimate_factory import CPU_HOST
 
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.speed.step import speed_notes
-from shardwise.trainer.planning.tables.gpu_names import find_gpu_spec, hardware_from_spec, match_card, match_gpu_name
+from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec, match_card, match_gpu_name
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS, GpuSpec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -51,7 +51,7 @@ TYPED = [
 
 @pytest.mark.parametrize(("name", "expected"), TYPED)
 def test_names_that_people_type(name: str, expected: str) -> None:
-    assert find_gpu_spec(name).name == expected
+    assert match_card(name).spec.name == expected
     hardware = hardware_from_spec(f"1x{name}", local_host=lambda: CPU_HOST)
     assert (len(hardware.gpus), hardware.gpus[0].spec_name) == (1, expected)
 
@@ -102,7 +102,7 @@ def test_a_name_of_several_rows_says_which_was_taken(name: str, count: int, expe
 )
 def test_an_unknown_name_is_answered_with_what_there_is(name: str, hint: str) -> None:
     with pytest.raises(InputError, match=f"unknown GPU '{name}'") as caught:
-        find_gpu_spec(name)
+        match_card(name)
     assert hint in str(caught.value)
     assert len(str(caught.value)) < 250
 

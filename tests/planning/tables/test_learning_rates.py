@@ -10,7 +10,8 @@ from planning_factory import data_of, job_of, shape_of
 from shardwise.trainer.planning import run
 from shardwise.trainer.planning.run import default_rate, make_schedule, shares_rate
 from shardwise.trainer.spec.job.sections import Objective
-from shardwise.trainer.spec.strategy import Method, Optimizer
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Method
 
 SIZES = (1e5, 15e6, 1.2e8, 1e9, 7e9, 7e10)
 ADAMW_ALIKE = (

@@ -3,8 +3,10 @@
 import pytest
 
 from shardwise.trainer.runtime.checkpoint import check_compatible, config_sha256
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputProblemsError
-from shardwise.trainer.spec.strategy import Optimizer, Precision, Sharding
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Precision
 
 DIFFERENCES = {
     "model_config_sha256": ("cd" * 32, "model", "abababababab", "cdcdcdcdcdcd"),

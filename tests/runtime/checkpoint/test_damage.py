@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from shardwise.trainer.runtime.checkpoint import check_compatible, find_checkpoint, import_weights
 from shardwise.trainer.runtime.checkpoint.folders import verified
 from shardwise.trainer.runtime.checkpoint.load import begin_resumption
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
-from shardwise.trainer.spec.strategy import Sharding
 
 SHARD, MANIFEST = "shard-00000.safetensors", "MANIFEST.json"
 

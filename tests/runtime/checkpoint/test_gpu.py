@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise.trainer.runtime.checkpoint import import_state, import_weights
-from shardwise.trainer.spec.strategy import Sharding
+from shardwise.trainer.spec.engines import Sharding
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from shardwise.trainer.runtime.checkpoint import Ranks
 from shardwise.trainer.runtime.checkpoint.load import check_read_back
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError
-from shardwise.trainer.spec.strategy import Sharding
 
 
 def flip_a_bit_on_the_disk(folder, model, optimizer):

@@ -9,8 +9,8 @@ from safetensors import safe_open
 from torch import nn
 
 from shardwise.trainer.runtime.checkpoint import import_state, import_weights
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.strategy import Sharding
 
 
 def build(tiny: Any, kind: str = "foreach", *, steps: int = 0, **settings: Any) -> tuple[Any, torch.optim.Optimizer]:

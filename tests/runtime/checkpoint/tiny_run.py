@@ -44,8 +44,10 @@ from shardwise.trainer.runtime.checkpoint import (
 from shardwise.trainer.runtime.checkpoint.folders import OnPoint
 from shardwise.trainer.runtime.checkpoint.load import begin_resumption
 from shardwise.trainer.runtime.checkpoint.save import BackgroundSave
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import ShardwiseError
-from shardwise.trainer.spec.strategy import Optimizer, Precision, Sharding
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Precision
 
 VOCABULARY, SEQ_LEN, SEQUENCES = 127, 16, 4
 MOST_STEPS = 400  # of two ranks that nobody kills

@@ -25,19 +25,12 @@ from shardwise.trainer.runtime.engines.verification import verify_engine
 from shardwise.trainer.runtime.models.build import build_trainable
 from shardwise.trainer.runtime.optimizers import build_optimizer
 from shardwise.trainer.runtime.precision.mixed_precision import install_precision
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Candidate
-from shardwise.trainer.spec.strategy import (
-    Attention,
-    Checkpointing,
-    LossHead,
-    Method,
-    Offload,
-    Optimizer,
-    Precision,
-    Sharding,
-)
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
 
 
 @contextmanager

@@ -20,8 +20,9 @@ from shardwise.trainer.runtime.loop.saving import export_model, save_state
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.job.sections import GaloreJob
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.report import Evaluation
-from shardwise.trainer.spec.strategy import Method, Optimizer
+from shardwise.trainer.spec.strategy import Method
 
 NOBODY = 65534
 

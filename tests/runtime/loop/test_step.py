@@ -17,10 +17,10 @@ from shardwise.trainer.runtime.loop.step import StepResult, run_step, seed_dropo
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.optimizers import build_optimizer
 from shardwise.trainer.runtime.run.clock import Clock
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import Hardware, Host
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Sharding
 
 
 def prepared(plan: Plan) -> tuple[Accelerator, torch.nn.Module, Any]:

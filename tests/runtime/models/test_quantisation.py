@@ -26,10 +26,11 @@ from shardwise.trainer.runtime.models.quantisation import (
     reading_options,
     storage_type,
 )
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Method, Precision, Quant, Sharding
+from shardwise.trainer.spec.strategy import Method, Precision, Quant
 
 TIMEOUT_S = 300
 CPU = torch.device("cpu")

@@ -51,7 +51,8 @@ import os
 import deepspeed.accelerator
 from engine_plan_factory import engine_plan
 from shardwise.trainer.runtime.precision.mixed_precision import install_precision
-from shardwise.trainer.spec.strategy import Precision, Sharding
+from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.spec.strategy import Precision
 plan = engine_plan(Sharding.ZERO2, precision=Precision.FP16_MIXED, num_ranks=2)
 for limit in ("AVX2", "DEFAULT"):
     if pid := os.fork():

@@ -12,9 +12,10 @@ from planning_factory import fp8_gain_of
 from shardwise.trainer.runtime.precision.fp8 import timed_facts
 from shardwise.trainer.runtime.tools.fp8_gain import linear_shapes, main, time_shapes
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.messages.worker_requests import Fp8GainRequest
 from shardwise.trainer.spec.plan import Fp8Gain, ShapeTimes
-from shardwise.trainer.spec.strategy import Fp8Recipe, Precision, Sharding
+from shardwise.trainer.spec.strategy import Fp8Recipe, Precision
 
 FAKE_TE = Path(__file__).parents[2] / "factories" / "fake_te"
 

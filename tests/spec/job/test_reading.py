@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputProblemsError
 from shardwise.trainer.spec.job.fields import BY_PATH, FIELDS, SECTIONS, children, job_tree
 from shardwise.trainer.spec.job.kinds import Every, Warmup, shown
@@ -21,7 +22,7 @@ from shardwise.trainer.spec.job.sections import (
     WandbMode,
 )
 from shardwise.trainer.spec.job.sources import DataSource
-from shardwise.trainer.spec.strategy import Method, Offload, Sharding
+from shardwise.trainer.spec.strategy import Method
 from shardwise.trainer.spec.units import GIB
 
 MODEL = {"name": "org/model"}

@@ -8,12 +8,13 @@ from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
 from shardwise.trainer.planning.page.content import Section, Sentence
 from shardwise.trainer.spec.data.shapes import SHAPES
+from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.messages.rank_files import saving_choice
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.optimizers import StateKind
+from shardwise.trainer.spec.optimizers import Optimizer, StateKind
 from shardwise.trainer.spec.plan import Candidate, Plan
-from shardwise.trainer.spec.strategy import LossHead, Method, Offload, Optimizer, Precision
+from shardwise.trainer.spec.strategy import LossHead, Method, Precision
 from shardwise.trainer.spec.units import format_bytes, format_count
 
 _CACHE_BYTES = 2  # bf16

@@ -15,8 +15,8 @@ from shardwise.trainer.planning.reasons import Leave, leaves
 from shardwise.trainer.planning.search.budget import ENERGY_RULE, RunTotals, run_totals
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.errors import NothingFitsError
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Candidate, Plan, Rejection
-from shardwise.trainer.spec.strategy import Optimizer
 from shardwise.trainer.spec.units import format_bytes, format_seconds
 
 

@@ -29,8 +29,9 @@ as large as its padded form.
 
 from shardwise.trainer.planning.memory.recipe import Dims, Recipe, adapter_parameters
 from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.plan import Buckets
-from shardwise.trainer.spec.strategy import Method, Offload
+from shardwise.trainer.spec.strategy import Method
 from shardwise.trainer.spec.value import Value
 
 

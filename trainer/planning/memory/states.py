@@ -46,8 +46,9 @@ from collections.abc import Iterator
 from shardwise.trainer.planning.memory.recipe import Dims, Recipe, adapted_linears, adapter_parameters, adapts_all
 from shardwise.trainer.planning.memory.sharding import largest_shard, share
 from shardwise.trainer.planning.setting import Setting
-from shardwise.trainer.spec.optimizers import OptimizerFacts, StateKind
-from shardwise.trainer.spec.strategy import Method, Offload, Optimizer, Precision, Quant, Strategy
+from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.optimizers import Optimizer, OptimizerFacts, StateKind
+from shardwise.trainer.spec.strategy import Method, Precision, Quant, Strategy
 from shardwise.trainer.spec.units import MIB
 from shardwise.trainer.spec.value import Value
 

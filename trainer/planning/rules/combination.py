@@ -11,21 +11,13 @@ from enum import IntEnum
 
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.setting import Setting
-from shardwise.trainer.spec.engines import shardings_with
+from shardwise.trainer.spec.engines import Offload, shardings_with
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.kinds import one_of
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.packages import extra_lines
-from shardwise.trainer.spec.strategy import (
-    Attention,
-    Checkpointing,
-    Fp8Recipe,
-    LossHead,
-    Method,
-    Offload,
-    Strategy,
-)
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method, Strategy
 from shardwise.trainer.spec.value import Value
 
 FP8_TILES = {Fp8Recipe.BLOCK: 128, Fp8Recipe.MXFP8: 32, Fp8Recipe.NVFP4: 32}  # the others: 16

@@ -10,15 +10,8 @@ The first broken row of a table is the reason, so the more fundamental one comes
 
 from shardwise.trainer.planning.rules.combination import Combination, Incompatibility, Reach
 from shardwise.trainer.planning.tables.catalogue import LAYOUTS as CATALOGUED
-from shardwise.trainer.spec.strategy import (
-    Attention,
-    Checkpointing,
-    Fp8Recipe,
-    LossHead,
-    Method,
-    Offload,
-    Precision,
-)
+from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method, Precision
 
 BF16 = (Precision.BF16_MIXED, Precision.BF16, Precision.FP8)
 

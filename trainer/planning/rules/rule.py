@@ -22,8 +22,9 @@ from shardwise.trainer.planning.rules.combination import (
 from shardwise.trainer.planning.rules.combination import capability_words as words_of_capability
 from shardwise.trainer.planning.rules.incompatible import BF16, ROWS, SETTINGS
 from shardwise.trainer.planning.setting import Setting, fp8_recipe_of
+from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.job.sections import Allowance
-from shardwise.trainer.spec.strategy import Attention, LossHead, Method, Offload, Precision, Strategy
+from shardwise.trainer.spec.strategy import Attention, LossHead, Method, Precision, Strategy
 from shardwise.trainer.spec.value import Value
 
 

@@ -33,8 +33,9 @@ from shardwise.trainer.planning.search.settings import (
 )
 from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.plan import Candidate, MethodRow, Rejection, TrialResult
-from shardwise.trainer.spec.strategy import Method, Offload, Sharding, Strategy
+from shardwise.trainer.spec.strategy import Method, Strategy
 from shardwise.trainer.spec.value import Value
 
 # A choice of ours, from when such runs could not be resumed: without it two CPU ranks take ZeRO, and 1B on one RTX 4090

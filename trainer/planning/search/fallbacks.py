@@ -30,10 +30,11 @@ from shardwise.trainer.planning.search.settings import (
 )
 from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import NothingFitsError
 from shardwise.trainer.spec.job.sections import Allowance, Pin
 from shardwise.trainer.spec.plan import Candidate, MethodRow
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Offload, Sharding, Strategy
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Strategy
 from shardwise.trainer.spec.units import format_bytes, format_count
 
 MIN_GAIN = 0.02  # of the peak, to be worth a restart

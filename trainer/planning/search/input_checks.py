@@ -14,11 +14,13 @@ from shardwise.trainer.planning.search.settings import attention_words, every_n,
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import objective_of, shapes_for
+from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.errors import InputError, InputProblemsError
 from shardwise.trainer.spec.job.sections import Job, Objective
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.strategy import Attention, LossHead, Method, Offload, Optimizer, Precision, Strategy
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Attention, LossHead, Method, Precision, Strategy
 
 _ROW_AXES = ("sharding", "offload", "optimizer", "precision")
 _OF_SETTINGS = frozenset(rule.name for rule in SETTINGS)

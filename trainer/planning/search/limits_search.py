@@ -30,9 +30,10 @@ from shardwise.trainer.planning.search.settings import (
 )
 from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Candidate
-from shardwise.trainer.spec.strategy import Method, Offload, Strategy
+from shardwise.trainer.spec.strategy import Method, Strategy
 from shardwise.trainer.spec.value import Value
 
 SEQ_UNIT = 128  # tokens; lengths are multiples of it

@@ -46,10 +46,11 @@ from shardwise.trainer.planning.speed.compute import (
 )
 from shardwise.trainer.planning.speed.rates import Rates, rates_of, speed_notes
 from shardwise.trainer.planning.speed.work import Work, adapters_of, tokens_computed, trained_parameters, work_of
+from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import SpeedEstimate
-from shardwise.trainer.spec.strategy import Method, Offload, Precision
+from shardwise.trainer.spec.strategy import Method, Precision
 
 __all__ = ["estimate_speed", "evaluation_seconds", "flops_per_token", "speed_notes", "step_seconds"]
 

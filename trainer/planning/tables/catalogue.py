@@ -7,9 +7,9 @@ on a layout (`spec.optimizers`), and the precisions. What a machine, a job or a 
 change it; the optimizer and the precision may.
 """
 
-from shardwise.trainer.spec.engines import ENGINES
-from shardwise.trainer.spec.optimizers import OPTIMIZERS
-from shardwise.trainer.spec.strategy import Offload, Optimizer, Precision, Sharding, Strategy
+from shardwise.trainer.spec.engines import ENGINES, Offload, Sharding
+from shardwise.trainer.spec.optimizers import OPTIMIZERS, Optimizer
+from shardwise.trainer.spec.strategy import Precision, Strategy
 
 # From the least machinery to the most: of two rows that are as fast, the earlier is taken.
 LAYOUTS: tuple[tuple[Sharding, Offload], ...] = tuple(

@@ -140,11 +140,6 @@ def mig_profile(text: str) -> tuple[str | None, str]:
     return f"{match[1]}g.{match[2]}gb", f"{text[: match.start()]} {text[match.end() :]}"
 
 
-def find_gpu_spec(name: str) -> GpuSpec:
-    """The row that a name means; InputError names the nearest ones."""
-    return match_card(name).spec
-
-
 def match_card(name: str, *, count: int = 1) -> CardMatch:
     """The row that a name means for `count` equal cards of a node; InputError names the nearest ones."""
     stated = re.search(r"[\s_-](\d{2,4})\s*w\b", name, re.IGNORECASE)

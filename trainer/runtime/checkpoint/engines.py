@@ -34,8 +34,7 @@ from shardwise.trainer.runtime.checkpoint.optimizer_state import (
 )
 from shardwise.trainer.runtime.checkpoint.optimizer_state import create_state as create_parameter_state
 from shardwise.trainer.runtime.checkpoint.pieces import Piece, Replica, flat, named_state, type_of
-from shardwise.trainer.spec.engines import Engine
-from shardwise.trainer.spec.strategy import Sharding
+from shardwise.trainer.spec.engines import Engine, Sharding
 from shardwise.trainer.spec.value import complete
 
 

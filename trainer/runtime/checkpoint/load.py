@@ -61,9 +61,9 @@ from shardwise.trainer.runtime.checkpoint.pieces import (
 from shardwise.trainer.runtime.checkpoint.ranks import Ranks, on_first, together
 from shardwise.trainer.runtime.checkpoint.shards import BLOCK_BYTES, OpenShards, check_shards, read_pieces
 from shardwise.trainer.runtime.optimizers import unwrapped
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, InputProblemsError, ShardwiseError
 from shardwise.trainer.spec.optimizers import have_same_state
-from shardwise.trainer.spec.strategy import Sharding
 
 _SHOWN = 3  # names in a message
 

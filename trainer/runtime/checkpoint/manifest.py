@@ -21,11 +21,13 @@ import msgspec
 from msgspec import Meta
 
 from shardwise.trainer.runtime.run.state import SpikeRecord
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation
-from shardwise.trainer.spec.strategy import Optimizer, Precision, Sharding
+from shardwise.trainer.spec.strategy import Precision
 from shardwise.trainer.spec.value import Value
 
 

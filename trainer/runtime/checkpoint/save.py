@@ -43,7 +43,7 @@ from shardwise.trainer.runtime.checkpoint.shards import (
 )
 from shardwise.trainer.runtime.optimizers import unwrapped
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.strategy import Sharding
+from shardwise.trainer.spec.engines import Sharding
 
 
 class Save:

@@ -7,7 +7,7 @@ from shardwise.trainer.runtime.engines.fsdp import Fsdp
 from shardwise.trainer.runtime.engines.replicated import Replicated
 from shardwise.trainer.runtime.engines.zero import Zero
 from shardwise.trainer.spec import engines as facts
-from shardwise.trainer.spec.strategy import Sharding
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.value import complete
 
 ENGINES: dict[facts.Engine, Engine] = complete(

@@ -3,7 +3,7 @@
 `Engine` is the interface; its defaults are those of an engine whose ranks hold every tensor whole. One module of this
 room is one engine, and the table of all is `shardwise.trainer.runtime.engines.ENGINES`. The parts that decide before
 anything runs are the row of facts in `trainer/spec/engines.py`; the view of its state for checkpoints is its row in
-`trainer/runtime/checkpoint/layout/engines.py`.
+`trainer/runtime/checkpoint/engines.py`.
 """
 
 # ruff: noqa: B027  # a default may do nothing
@@ -26,9 +26,10 @@ from shardwise.trainer.runtime.engines import cpu_ranks
 from shardwise.trainer.runtime.models.build import plain_model
 from shardwise.trainer.runtime.models.skeleton import Skeleton
 from shardwise.trainer.runtime.precision.mixed_precision import AmpScaler, LossScaler
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Candidate
-from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
+from shardwise.trainer.spec.strategy import Precision
 from shardwise.trainer.spec.units import format_bytes
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may load or save for long while the others wait

@@ -25,9 +25,10 @@ from shardwise.trainer.runtime.engines.engine import (
 from shardwise.trainer.runtime.engines.sharded_loading import load_into_fsdp
 from shardwise.trainer.runtime.models.skeleton import Skeleton
 from shardwise.trainer.runtime.run.types import accelerate_precision, compute_type
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Candidate
-from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
+from shardwise.trainer.spec.strategy import Precision
 
 
 class Fsdp(Engine):

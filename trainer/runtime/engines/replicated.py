@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.trainer.runtime.engines.engine import Engine, EngineChoice, process_group
 from shardwise.trainer.runtime.models.build import plain_model
 from shardwise.trainer.runtime.run.types import accelerate_precision
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.strategy import Sharding
 
 
 class Replicated(Engine):

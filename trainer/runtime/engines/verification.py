@@ -31,9 +31,10 @@ from shardwise.trainer.runtime.optimizers import (
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, precision_facts
 from shardwise.trainer.runtime.run.types import compute_type, weight_type
 from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Candidate
 from shardwise.trainer.spec.report import Engaged
-from shardwise.trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
 
 
 def verify_engine(

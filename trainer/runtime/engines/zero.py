@@ -37,10 +37,11 @@ from shardwise.trainer.runtime.models.skeleton import Skeleton
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler
 from shardwise.trainer.runtime.run.operators import answer_for_processor, use_built_operators
 from shardwise.trainer.runtime.run.types import accelerate_precision
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Candidate
-from shardwise.trainer.spec.strategy import Offload, Precision, Sharding
+from shardwise.trainer.spec.strategy import Precision
 from shardwise.trainer.spec.units import format_bytes
 
 SMALLEST_SWAPPED_BYTES = 1 << 20  # DeepSpeed keeps what is smaller in RAM (MIN_AIO_BYTES)

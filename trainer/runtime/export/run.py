@@ -46,12 +46,13 @@ from shardwise.trainer.runtime.models.methods import base_type
 from shardwise.trainer.runtime.models.model_code import as_its_user, write_model_code
 from shardwise.trainer.runtime.run.process import answer_and_exit
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.worker_requests import ExportFormat, ExportRequest, Lines, WeightType
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation, Report
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Offload, Precision, Sharding
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
 
 DTYPES = {WeightType.FP32: torch.float32, WeightType.BF16: torch.bfloat16, WeightType.FP16: torch.float16}
 _NAMES = {dtype: str(name) for name, dtype in DTYPES.items()}

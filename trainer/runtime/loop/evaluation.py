@@ -22,9 +22,9 @@ from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.loop.step import Means, Objective, Sums, Terms, forward
 from shardwise.trainer.runtime.loss.head import Answer
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation
-from shardwise.trainer.spec.strategy import Sharding
 
 
 class TokenScore(NamedTuple):

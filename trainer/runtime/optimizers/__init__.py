@@ -31,7 +31,7 @@ from shardwise.trainer.runtime.optimizers.rules import (
 )
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import GaloreJob
-from shardwise.trainer.spec.strategy import Optimizer
+from shardwise.trainer.spec.optimizers import Optimizer
 
 __all__ = [
     "BETAS",

@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 from shardwise.trainer.runtime.optimizers.rules import BETAS, EPSILON, MATRICES, Group, matrix_groups
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import GaloreJob
-from shardwise.trainer.spec.strategy import Optimizer
+from shardwise.trainer.spec.optimizers import Optimizer
 
 PROJECTIONS = ("std", "reverse_std", "right", "left", "full")
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.plan import Candidate
-from shardwise.trainer.spec.strategy import Method, Precision, Sharding
+from shardwise.trainer.spec.strategy import Method, Precision
 
 
 class BackwardUpdates:

@@ -39,7 +39,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from shardwise.trainer.runtime.optimizers.lomo import AdaLomo, Lomo
 from shardwise.trainer.runtime.run.operators import answer_for_processor, use_built_operators
-from shardwise.trainer.spec.strategy import Optimizer
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.value import complete
 
 BETAS = (0.9, 0.95)  # Llama-type training (Llama 2, arXiv:2307.09288, section 2.2)

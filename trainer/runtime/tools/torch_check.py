@@ -49,7 +49,7 @@ def try_device(index: int) -> DeviceTrial:
 
 
 def _expands_segments() -> bool | None:
-    """Whether every segment of the allocator is an expandable one."""
+    """True if every segment of the allocator is an expandable one."""
     kinds = [segment.get("is_expandable") for segment in torch.cuda.memory_snapshot()]
     return None if not kinds or None in kinds else all(kinds)
 

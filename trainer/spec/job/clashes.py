@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shardwise.trainer.spec.data.shapes import SHAPES, Encoding, encoding_of, shapes_for
-from shardwise.trainer.spec.engines import shardings_with
+from shardwise.trainer.spec.engines import Offload, Sharding, shardings_with
 from shardwise.trainer.spec.job.kinds import one_of
 from shardwise.trainer.spec.job.sections import BadRows, DataFormat, Job, LossOn, Objective
-from shardwise.trainer.spec.strategy import Checkpointing, Method, Offload, Optimizer, Precision, Sharding
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
 
 GALORE_OPTIMIZERS = tuple(each for each in Optimizer if each.facts.runs_inside_galore)
 

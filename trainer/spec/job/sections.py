@@ -9,6 +9,7 @@ None in a field means "auto" or "off"; `Setting.none` is its spelling in the fil
 from enum import StrEnum
 from typing import Annotated
 
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.kinds import (
     Every,
     Setting,
@@ -28,17 +29,8 @@ from shardwise.trainer.spec.job.kinds import (
     whole,
 )
 from shardwise.trainer.spec.job.sources import DataSource, held_out_rows, sources
-from shardwise.trainer.spec.strategy import (
-    Attention,
-    Checkpointing,
-    Fp8Recipe,
-    LossHead,
-    Method,
-    Offload,
-    Optimizer,
-    Precision,
-    Sharding,
-)
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method, Precision
 from shardwise.trainer.spec.value import Value
 
 

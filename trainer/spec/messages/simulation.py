@@ -6,19 +6,12 @@ and what was alive at the peak.
 
 from typing import Any
 
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.model.shape import ModelCode
-from shardwise.trainer.spec.strategy import (
-    Attention,
-    Checkpointing,
-    LossHead,
-    Method,
-    Optimizer,
-    Precision,
-    Quant,
-    Sharding,
-)
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Quant
 from shardwise.trainer.spec.value import Value
 
 

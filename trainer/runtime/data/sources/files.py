@@ -73,7 +73,7 @@ def open_listed(file: SourceFile) -> BinaryIO:
 
 
 def open_content(file: SourceFile) -> BinaryIO:
-    """What the file holds, decompressed on the way; reading raises InputError where it is damaged."""
+    """The content of the file, decompressed on the way; reading raises InputError where it is damaged."""
     stream = open_listed(file)
     suffix = compression(file.path)
     if suffix is None:
@@ -142,7 +142,7 @@ def _decompressor(stream: BinaryIO, suffix: str) -> BinaryIO:
 
 
 def holds_rows(file: SourceFile) -> bool:
-    """Whether the file holds a document a row; any other is one text."""
+    """True if the file holds a document a row; any other is one text."""
     return content_suffix(file.path) in ROW_SUFFIXES
 
 
@@ -189,7 +189,7 @@ def _json_rows(file: SourceFile) -> Iterator[tuple[int, Row | BadRow]]:
 
 
 def _holds_one_document(file: SourceFile) -> bool:
-    """Whether a `.json` file is an array, or an object over several lines; else it is JSON lines by another name."""
+    """True if a `.json` file is an array, or an object over several lines; else it is JSON lines by another name."""
     with open_content(file) as stream:
         start = stream.read(READ_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
     first_line = start.partition(b"\n")[0].rstrip()

@@ -1,6 +1,6 @@
 """Rows as examples: which columns hold what, which shape the rows of a job have, and the example that each row is.
 
-Columns are found by our name, by other usual names, or by those in `data.fields` (trainer/spec/data/row_fields.py). All
+Columns are found by our name, by other usual names, or by those in `data.fields` (trainer/spec/data/shapes.py). All
 rows of a job are of one shape; within it, each may be of another dialect.
 
 Messages are brought into the form that chat templates read. Accepted are OpenAI's (`role`, `content`, `tool_calls`) and
