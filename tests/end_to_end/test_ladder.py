@@ -54,17 +54,17 @@ def test_the_whole_ladder_of_the_quickstart(workplace):
 
 
 def big_steps(place: Workplace) -> tuple[str | Path, ...]:
-    """A job whose steps need two hundred MiB where all logits are held, in one micro batch."""
-    place.write_job(train={"steps": 2, "seq_len": 128, "tokens_per_step": 16384})
-    return "ladder", "job.yaml", "pin.micro_batch=128", "--steps", "3", "--json"
+    """A job whose steps need four hundred MiB where all logits are held, in one micro batch."""
+    place.write_job(train={"steps": 2, "seq_len": 128, "tokens_per_step": 32768})
+    return "ladder", "job.yaml", "pin.micro_batch=256", "--steps", "3", "--json"
 
 
 def test_a_rung_that_runs_out_of_memory_is_shown_and_the_ladder_goes_on(workplace):
     rungs = "fp32,full+chunked+micro_batch=32"
-    answer = workplace.run(*big_steps(workplace), "--vram", "64MiB", "--rungs", rungs)
+    answer = workplace.run(*big_steps(workplace), "--vram", "144MiB", "--rungs", rungs)
     first, last = json.loads(answer.stdout)
     assert (first["outcome"], first["exit_code"], first["peak_bytes"]) == ("out of memory", 5, None)
-    assert first["need_bytes"] > first["limit_bytes"] == 64 * 2**20
+    assert first["need_bytes"] > first["limit_bytes"] == 144 * 2**20
     assert (last["outcome"], last["exit_code"]) == ("ran", 0)
     assert last["peak_change"] is None
     assert "exit code 5" in answer.stderr
