@@ -118,7 +118,7 @@ def test_rows_come_in_small_batches_in_order(tmp_path, monkeypatch, name, batch_
         ("a.jsonl", b"", {}),
         ("a.json", b"", {}),
         ("a.csv", b"", {}),
-        ("a.jsonl.gz", gzip.compress(b""), {}),
+        ("a.jsonl.gz", gzip.compress(b"", mtime=0), {}),
     ],
 )
 def test_rows_are_numbered_as_a_person_counts_them(tmp_path, name, content, rows):
