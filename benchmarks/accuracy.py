@@ -34,7 +34,7 @@ class Row(NamedTuple):
     """A published measurement and the prediction for its case."""
 
     id: str
-    stack: str
+    reference: str
     case: dict[str, Any]
     truth: dict[str, Any]
     answer: dict[str, Any]
@@ -104,14 +104,16 @@ def score_counter(
     """Median and 90th percentile of the absolute errors of a counter over all rows, then the median of each trainer."""
     by_stack: dict[str, list[float]] = defaultdict(list)
     for row, error in errors(rows, counter):
-        by_stack[row.stack].append(abs(error))
+        by_stack[row.reference].append(abs(error))
     every = [error for values in by_stack.values() for error in values]
     scores = [
         Score(f"{name}, median", percentile(every, 0.5), len(every), at_most=median),
         Score(f"{name}, 90th percentile", percentile(every, 0.9), len(every), at_most=p90),
     ]
-    for stack, values in sorted(by_stack.items()):
-        scores.append(Score(f"{name}, median of {stack}", statistics.median(values), len(values), at_most=stack_median))
+    for reference, values in sorted(by_stack.items()):
+        scores.append(
+            Score(f"{name}, median of {reference}", statistics.median(values), len(values), at_most=stack_median)
+        )
     return scores
 
 
@@ -133,7 +135,7 @@ def score_order(rows: Sequence[Row]) -> Score:
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if "tokens_per_s_per_gpu" in row.truth and "error" not in row.answer:
-            key = (row.stack, row.case["model"], row.case["hardware"])
+            key = (row.reference, row.case["model"], row.case["hardware"])
             groups[json.dumps(key, sort_keys=True)].append(row)
     right = pairs = 0
     for group in groups.values():
@@ -197,10 +199,10 @@ def score_unfitted(rows: Sequence[Row]) -> list[Score]:
     """Throughputs that no constant was fitted on, by trainer."""
     by_stack: dict[str, list[float]] = defaultdict(list)
     for row, error in errors(rows, "tokens_per_s_per_gpu"):
-        by_stack[row.stack].append(abs(error))
+        by_stack[row.reference].append(abs(error))
     return [
-        Score(f"tokens/s, not fitted on, {words} of {stack}", percentile(values, share), len(values))
-        for stack, values in sorted(by_stack.items())
+        Score(f"tokens/s, not fitted on, {words} of {reference}", percentile(values, share), len(values))
+        for reference, values in sorted(by_stack.items())
         for words, share in (("median", 0.5), ("90th percentile", 0.9))
     ]
 
@@ -237,7 +239,7 @@ def figure(score: Score) -> dict[str, object]:
 def row_line(row: Row) -> str:
     """A row: its measurements and the errors of the predictions."""
     if "error" in row.answer:
-        return f"{row.id} {row.stack}: {row.answer['error']}"
+        return f"{row.id} {row.reference}: {row.answer['error']}"
     off = [
         f"{counter} {row.truth[counter]:g} {predicted(row, counter) / row.truth[counter] - 1:+.1%}"
         for counter in row.truth
@@ -246,7 +248,7 @@ def row_line(row: Row) -> str:
     verdict = f"fits {row.answer['fits']}{', measured OOM' if row.truth.get('oom') else ''}"
     train = row.case["train"]
     what = f"{train['method']} {train['sharding']} {train['micro_batch']}x{train['seq_len']}"
-    return f"{row.id} {row.stack} {what} {row.answer['memory']['peak_event']}: {'; '.join([*off, verdict])}"
+    return f"{row.id} {row.reference} {what} {row.answer['memory']['peak_event']}: {'; '.join([*off, verdict])}"
 
 
 def text_table(rows: Sequence[dict[str, object]]) -> str:

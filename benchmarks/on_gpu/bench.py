@@ -27,10 +27,10 @@ from shardwise.launch.run.trials import ShortRun, run_short, short_plan
 from shardwise.launch.show.report.runs import Step as StepLine
 from shardwise.launch.show.report.runs import last_of_each, read_steps
 from shardwise.launch.terminal import Console
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.search.settings import smallest_buckets
-from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.search.configurations import smallest_buckets
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import ShardwiseError
@@ -44,7 +44,7 @@ TINY_SEQ_LEN, LEAST_SEQ_LEN = 64, 16  # a rehearsal shortens 4,096 tokens to 64,
 START_S = 25.0  # of a run on a GPU: processes, libraries, the end
 LOAD_BYTES_PER_S, WRITE_BYTES_PER_S = 1e9, 0.3e9  # to read weights, and to create them first
 TIMED_FLOPS_PER_S = 2e14  # far below the rate of any step: a bound for its time
-_SETTING_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Setting))
+_SETTING_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Configuration))
 
 
 def job_of(case: Case, *, model: str, rows: str, seq_len: int) -> dict[str, str]:
@@ -235,8 +235,8 @@ def with_engine(plan: Plan, sharding: Sharding) -> Plan:
     )
     chosen = replace(chosen, strategy=strategy, buckets=smallest_buckets(plan.model_shape, strategy))
     shared = {name: getattr(chosen, name) for name in chosen.__struct_fields__ if name in _SETTING_FIELDS}
-    setting = Setting(**shared, ranks_per_node=1, lora=plan.job.train.lora, galore=plan.job.train.galore)
-    memory = estimate_memory(plan.model_shape, setting, device_of(plan.hardware))
+    configuration = Configuration(**shared, ranks_per_node=1, lora=plan.job.train.lora, galore=plan.job.train.galore)
+    memory = estimate_memory(plan.model_shape, configuration, device_of(plan.hardware))
     return replace(plan, candidates=(replace(chosen, memory=memory),))
 
 

@@ -30,7 +30,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from shardwise.launch.attempt.end import launcher_log, rank_reports
-from shardwise.launch.attempt.watchdog import Stack, read_stack
+from shardwise.launch.attempt.watchdog import ReferenceTrainer, read_stack
 from shardwise.launch.engine.command import launch_command, launch_environment
 from shardwise.launch.engine.offload import check_nvme, held_folder, nvme_folder
 from shardwise.launch.engine.operators import remove_stale_locks
@@ -72,7 +72,7 @@ class Ranks(Protocol):
     def has_failed(self) -> bool:
         """True if a rank reported a failure, or ended without a report."""
 
-    def dump_stacks(self) -> dict[int, Stack]:
+    def dump_stacks(self) -> dict[int, ReferenceTrainer]:
         """Has every rank write its stacks into its log; returns them by rank."""
 
     def end(self) -> None:
@@ -129,7 +129,7 @@ class LocalRanks:
             return False
         return not gone <= rank_reports(self._attempt_dir).keys()  # it may have been written in between
 
-    def dump_stacks(self) -> dict[int, Stack]:
+    def dump_stacks(self) -> dict[int, ReferenceTrainer]:
         records = self._records()
         logs = {rank: self._attempt_dir / "logs" / f"rank-{rank}.log" for rank in records}
         ends = {rank: log.stat().st_size if log.is_file() else 0 for rank, log in logs.items()}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shardwise.launch.attempt.end import AttemptEnd, Observed, attempt_end
 from shardwise.launch.attempt.local_ranks import Ranks
-from shardwise.launch.attempt.watchdog import Silence, Watchdog, with_stacks
+from shardwise.launch.attempt.watchdog import Silence, Watchdog, with_reference_trainers
 
 POLL_S = 0.1
 END_GRACE_S = 15.0  # torchrun has reported by then which rank failed first
@@ -83,7 +83,7 @@ def watch_attempt(
     hung: str | None = None
     try:
         silence = _watch(ranks, stop, on_tick, watchdog)
-        hung = None if silence is None else with_stacks(silence, ranks.dump_stacks())
+        hung = None if silence is None else with_reference_trainers(silence, ranks.dump_stacks())
         return_code = ranks.poll()
     finally:
         ranks.end()

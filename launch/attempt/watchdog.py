@@ -190,7 +190,7 @@ def _note(rank: _Rank, beat: Heartbeat | None, passed_s: float) -> None:
         rank.since_step_s = 0.0
 
 
-class Stack(NamedTuple):
+class ReferenceTrainer(NamedTuple):
     """The position of a rank in its code."""
 
     frame: str | None  # the innermost: `loss (mine.py, line 12)`; None: it wrote no stack
@@ -198,7 +198,7 @@ class Stack(NamedTuple):
     state: str | None  # of a process that cannot write its stack
 
 
-def read_stack(log: Path, *, begin: int, pid: int | None) -> Stack:
+def read_stack(log: Path, *, begin: int, pid: int | None) -> ReferenceTrainer:
     """The stack that a rank wrote into its log after byte `begin`, with the state of its process if it is stopped."""
     try:
         with log.open("rb") as stream:
@@ -209,7 +209,7 @@ def read_stack(log: Path, *, begin: int, pid: int | None) -> Stack:
     dump = _CURRENT_THREAD.search(text)
     frames = _FRAME.findall(dump[1]) if dump else []
     state = None if pid is None else read_state(pid)
-    return Stack(
+    return ReferenceTrainer(
         frame=None if not frames else f"{frames[0][2]} ({Path(frames[0][0]).name}, line {frames[0][1]})",
         is_waiting=any("/torch/distributed/" in path for path, _, _ in frames),
         state=None if state is None else _STATES.get(state[0]),
@@ -220,7 +220,7 @@ _CURRENT_THREAD = re.compile(r"^Current thread [^\n]*\n((?:  File [^\n]*\n)+)", 
 _FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 
 
-def with_stacks(silence: Silence, stacks: dict[int, Stack]) -> str:
+def with_reference_trainers(silence: Silence, stacks: dict[int, ReferenceTrainer]) -> str:
     """The message of a silence, with the ranks that hang according to their stacks, and their positions.
 
     Of ranks that are equally far, those whose process is stopped hang, else those outside a collective, else all.
@@ -235,5 +235,5 @@ def with_stacks(silence: Silence, stacks: dict[int, Stack]) -> str:
     return message + (f"; it stands in {' and '.join(positions)}" if positions else "")
 
 
-def _position(stack: Stack) -> str | None:
+def _position(stack: ReferenceTrainer) -> str | None:
     return stack.frame if stack.state is None else f"a process that is {stack.state}"

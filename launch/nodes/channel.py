@@ -25,7 +25,7 @@ from typing import Self
 
 import msgspec
 
-from shardwise.launch.attempt.watchdog import Stack
+from shardwise.launch.attempt.watchdog import ReferenceTrainer
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 from shardwise.trainer.spec.hardware import Hardware
@@ -66,7 +66,7 @@ class Note(Value, frozen=True, kw_only=True, tag="note"):
 class Stacks(Value, frozen=True, kw_only=True, tag="stacks"):
     """Reply to `Order.DUMP_STACKS`."""
 
-    stacks: dict[int, Stack]  # by rank
+    stacks: dict[int, ReferenceTrainer]  # by rank
 
 
 class Ended(Value, frozen=True, kw_only=True, tag="ended"):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from shardwise.launch.attempt.end import rank_reports
 from shardwise.launch.attempt.local_ranks import DUMP_S
 from shardwise.launch.attempt.supervisor import StopRequest
-from shardwise.launch.attempt.watchdog import Stack
+from shardwise.launch.attempt.watchdog import ReferenceTrainer
 from shardwise.launch.nodes.channel import Command, Ended, NodeServer, Order, Stacks, Start, StopRequested, head_address
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from shardwise.trainer.spec.report import Ending
@@ -103,7 +103,7 @@ class ClusterRanks:
         self._server, self._stop, self._is_slurm = cluster.server, stop, cluster.is_slurm
         self._attempt_dir = attempt_dir.absolute()
         self._ended: dict[int, Ended] = {}
-        self._stacks: dict[int, dict[int, Stack]] = {}
+        self._stacks: dict[int, dict[int, ReferenceTrainer]] = {}
         self._lost: str | None = None
         self._running: set[int] = set()  # machines between Start and Ended
         self._is_over = False
@@ -143,7 +143,7 @@ class ClusterRanks:
         is_reported = any(report.ending in failed for report in rank_reports(self._attempt_dir).values())
         return is_reported or any(ended.return_code for ended in self._ended.values())
 
-    def dump_stacks(self) -> dict[int, Stack]:
+    def dump_stacks(self) -> dict[int, ReferenceTrainer]:
         self._stacks = {}
         self._server.send(Command(order=Order.DUMP_STACKS))
         end = time.monotonic() + 5 * DUMP_S  # an agent that does not reply hangs as well

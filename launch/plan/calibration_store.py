@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from shardwise.trainer.planning.calibrate import NO_CORRECTIONS, rates_source
-from shardwise.trainer.planning.candidates import candidate_of, setting_of
+from shardwise.trainer.planning.candidates import candidate_of, configuration_of
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.run import longest_row_decides
 from shardwise.trainer.spec.calibration import Calibration, CalibrationRecord, RecordSource
@@ -98,7 +98,7 @@ def record_of_run(
 def _uncorrected(plan: Plan, candidate: Candidate) -> Candidate:
     """The candidate as the formulas alone predict it: a correction must not be learned from its own results."""
     context = msgspec.structs.replace(context_of(plan), corrections=NO_CORRECTIONS)
-    return candidate_of(context, setting_of(context, candidate))
+    return candidate_of(context, configuration_of(context, candidate))
 
 
 def append_calibration(state_home: Path, record: CalibrationRecord) -> None:

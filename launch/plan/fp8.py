@@ -17,8 +17,8 @@ import msgspec
 from shardwise.launch.probe.measure import measuring_environment
 from shardwise.launch.terminal import Console
 from shardwise.launch.worker import ask
+from shardwise.trainer.planning.configuration import fp8_recipe_of
 from shardwise.trainer.planning.device import device_of
-from shardwise.trainer.planning.setting import fp8_recipe_of
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
 from shardwise.trainer.spec.hardware import Gpu, Hardware

@@ -32,7 +32,7 @@ from shardwise.trainer.runtime.engines.accelerator import build_accelerator
 from shardwise.trainer.runtime.engines.sharded_loading import loads_sharded
 from shardwise.trainer.runtime.loop.memory_profile import anonymous_bytes
 from shardwise.trainer.runtime.loop.session import build_session
-from shardwise.trainer.runtime.models.build import build_model, build_skeleton, plain_model
+from shardwise.trainer.runtime.models.build import build_meta_model, build_model, plain_model
 from shardwise.trainer.runtime.optimizers import unwrapped
 from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
 from shardwise.trainer.runtime.run.state import RunState
@@ -134,11 +134,11 @@ def take_peak(path: Path, plan: Plan, *, is_whole: bool) -> dict[str, int]:
 def load(plan: Plan, accelerator, *, is_whole: bool) -> object:
     if is_whole:
         return build_model(plan)
-    skeleton, _ = build_skeleton(plan)
+    meta_model, _ = build_meta_model(plan)
     engine = engine_of(plan.chosen.strategy.sharding)
-    engine.load_shards(skeleton, accelerator)
-    engine.cut_loaded(skeleton, accelerator, plan.chosen.strategy.precision)
-    return skeleton.model
+    engine.load_shards(meta_model, accelerator)
+    engine.cut_loaded(meta_model, accelerator, plan.chosen.strategy.precision)
+    return meta_model.model
 
 
 class Peak:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attempt_runs import engaged_of, metrics_of
-from estimate_factory import config, cpu, setting, shape_of
+from estimate_factory import config, configuration, cpu, shape_of
 from msgspec.structs import replace
 from rank_factory import NUM_STEPS, SEQ_LEN, rank_plan, write_attempt
 from safetensors.torch import load_file
@@ -137,7 +137,7 @@ def test_the_engine_of_the_plan_is_the_one_that_ran(name, runs):
 
 @pytest.fixture(scope="module")
 def predicted():
-    chosen = setting(
+    chosen = configuration(
         Sharding.HSDP, precision=Precision.FP32, optimizer=Optimizer.ADAMW_FUSED, num_ranks=NUM_RANKS,
         ranks_per_node=NUM_SHARDS, seq_len=SEQ_LEN, loss=LossHead.CHUNKED, loss_chunk_tokens=CHUNK_TOKENS,
     )  # fmt: skip

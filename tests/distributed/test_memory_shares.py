@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from estimate_factory import config, cpu, setting, shape_of
+from estimate_factory import config, configuration, cpu, shape_of
 from msgspec.structs import replace
 from rank_factory import SEQ_LEN, rank_plan, write_attempt
 
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.search.settings import smallest_buckets
+from shardwise.trainer.planning.search.configurations import smallest_buckets
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Buckets, Plan
@@ -71,7 +71,7 @@ def measured(tmp_path_factory, cache_dir, run_ranks) -> Callable[[Sharding], Byt
 
 
 def predicted(sharding: Sharding) -> Bytes:
-    chosen = setting(
+    chosen = configuration(
         sharding, precision=Precision.FP32, optimizer=Optimizer.ADAMW_FUSED, num_ranks=2, ranks_per_node=2,
         seq_len=SEQ_LEN, loss=LossHead.CHUNKED, loss_chunk_tokens=CHUNK_TOKENS,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.plan import Plan, learning_rate
-from shardwise.trainer.spec.report import Engaged
+from shardwise.trainer.spec.report import Verified
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead
 
 NUM_STEPS = 4
@@ -99,7 +99,7 @@ def test_packed_rows_are_learned_as_their_documents_one_by_one(
     run_ranks(attempts, 2)
     for case, folder, attempt in zip(cases, folders, attempts, strict=True):
         assert read_course(folder).losses == pytest.approx(reference, abs=TOLERANCE), folder.name
-        engaged = codec.read(attempt.with_name("engaged-0.json"), Engaged)
+        engaged = codec.read(attempt.with_name("engaged-0.json"), Verified)
         assert (engaged.loss, engaged.attention) == (case[2], case[3]), folder.name
     assert reference[-1] < reference[0]
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from shardwise.trainer.runtime.precision.mixed_precision import INIT_SCALE
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.report import Engaged
+from shardwise.trainer.spec.report import Verified
 from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, Precision
 
 WORKER = Path(__file__).with_name("precision_worker.py")
@@ -105,7 +105,7 @@ class Run(NamedTuple):
     def weights(self) -> dict[str, torch.Tensor]:
         return load_file(self.folder / "export" / "model.safetensors")
 
-    def engaged(self, rank: int) -> Engaged:
+    def engaged(self, rank: int) -> Verified:
         return engaged_of(self.folder, rank)
 
     def seen(self, rank: int) -> dict:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from architecture_factory import TINY
 from engine_plan_factory import TINY_LLAMA
+from estimate_factory import configuration as configuration_of
 from estimate_factory import cpu
-from estimate_factory import setting as setting_of
 from msgspec.structs import replace
 from rank_factory import rank_plan, write_attempt
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
+from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.memory.states import loading_bytes
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import LoraJob
@@ -164,9 +164,10 @@ def test_so_they_are_on_four_ranks(sharding, runs):
 def test_no_rank_ever_holds_more_than_its_shard_and_two_tensors(num_ranks, sharding, origin, runs):
     """The planner's host RAM of loading, beside the shard, which is on the device where there is one."""
     shape = read_model_shape({**BIG, "max_position_embeddings": 48})
-    setting = setting_of(sharding, precision=Precision.FP32, num_ranks=num_ranks)
+    configuration = configuration_of(sharding, precision=Precision.FP32, num_ranks=num_ranks)
     whole, shard = 4 * shape.num_parameters, 4 * shape.num_parameters / num_ranks
-    bound = shard + loading_bytes(setting, recipe_of(setting, cpu(num_ranks), dims_of(shape)), dims_of(shape)) + SLACK
+    needed = loading_bytes(configuration, policy_of(configuration, cpu(num_ranks), dims_of(shape)), dims_of(shape))
+    bound = shard + needed + SLACK
     assert bound < 0.75 * whole, "a rank that held the model would be seen"
     for rank in range(num_ranks):
         seen = answer(runs / f"{num_ranks}-{sharding}-{origin}", "peak", rank)

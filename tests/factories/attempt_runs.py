@@ -15,7 +15,7 @@ from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.report import Ending, Engaged
+from shardwise.trainer.spec.report import Ending, Verified
 
 
 def reset_accelerate() -> None:
@@ -57,6 +57,6 @@ def losses_of(run_dir: Path) -> list[float]:
     return [line["loss"] for line in metrics_of(run_dir)]
 
 
-def engaged_of(run_dir: Path, rank: int = 0) -> Engaged:
+def engaged_of(run_dir: Path, rank: int = 0) -> Verified:
     """What one rank of the first attempt verified."""
-    return codec.read(run_dir / "attempts" / "1" / f"engaged-{rank}.json", Engaged)
+    return codec.read(run_dir / "attempts" / "1" / f"engaged-{rank}.json", Verified)

@@ -6,8 +6,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from shardwise.launch.probe.host import read_host
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import Device, device_of
-from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import DeviceKind, Host
@@ -76,7 +76,7 @@ def this_cpu() -> Device:
     return cpu(flags=tuple(flag for flag in read_host().cpu_flags if flag not in withheld))
 
 
-def setting(
+def configuration(
     sharding: Sharding = Sharding.NONE,
     *,
     precision: Precision = Precision.BF16_MIXED,
@@ -85,7 +85,7 @@ def setting(
     num_ranks: int = 1,
     ranks_per_node: int = 8,
     **more: Any,
-) -> Setting:
+) -> Configuration:
     fields: dict[str, Any] = {
         "method": Method.FULL,
         "micro_batch": 1,
@@ -99,4 +99,6 @@ def setting(
     strategy = Strategy(
         name="test", sharding=sharding, offload=offload, optimizer=optimizer, precision=precision, is_exact=True
     )
-    return Setting(strategy=strategy, num_ranks=num_ranks, ranks_per_node=min(num_ranks, ranks_per_node), **fields)
+    return Configuration(
+        strategy=strategy, num_ranks=num_ranks, ranks_per_node=min(num_ranks, ranks_per_node), **fields
+    )

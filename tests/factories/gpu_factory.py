@@ -22,11 +22,11 @@ from engine_plan_factory import engine_plan
 from operator_cache import folder_with_operators
 
 from shardwise.launch.engine.command import launch_command, launch_environment, prepare_attempt
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.run import row_recipe
-from shardwise.trainer.planning.search.settings import smallest_buckets
-from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.run import row_policy
+from shardwise.trainer.planning.search.configurations import smallest_buckets
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import Hardware
@@ -89,13 +89,13 @@ class GpuCase(NamedTuple):
         return Precision(self.settings.get("precision", Precision.BF16_MIXED))
 
 
-def _fp8(recipe: Fp8Recipe, least: tuple[int, int], library: str, sharding: Sharding = Sharding.NONE) -> GpuCase:
+def _fp8(policy: Fp8Recipe, least: tuple[int, int], library: str, sharding: Sharding = Sharding.NONE) -> GpuCase:
     return GpuCase(
-        f"fp8-{recipe}" if sharding is Sharding.NONE else f"fp8-{recipe}-{sharding}",
-        {"precision": Precision.FP8, "fp8_recipe": recipe, "sharding": sharding},
+        f"fp8-{policy}" if sharding is Sharding.NONE else f"fp8-{policy}-{sharding}",
+        {"precision": Precision.FP8, "fp8_recipe": policy, "sharding": sharding},
         capability=least,
         libraries=(library,),
-        seen=(("fp8 products", r"^[1-9]"), ("fp8 recipe", recipe), ("fp8 library", library)),
+        seen=(("fp8 products", r"^[1-9]"), ("fp8 recipe", policy), ("fp8 library", library)),
     )
 
 
@@ -322,23 +322,23 @@ def gpu_plan(case: GpuCase, cache_dir: Path, hardware: Hardware, *, config: dict
         ),
         is_trial=True,  # a few steps, nothing scored, saved or exported
     )
-    setting = setting_of_case(plan)
-    memory = estimate_memory(plan.model_shape, setting, device_of(hardware))
-    chosen = msgspec.structs.replace(plan.chosen, memory=memory, buckets=setting.buckets)
+    configuration = setting_of_case(plan)
+    memory = estimate_memory(plan.model_shape, configuration, device_of(hardware))
+    chosen = msgspec.structs.replace(plan.chosen, memory=memory, buckets=configuration.buckets)
     return msgspec.structs.replace(plan, candidates=(chosen,))
 
 
-def setting_of_case(plan: Plan) -> Setting:
+def setting_of_case(plan: Plan) -> Configuration:
     """What the predictions take for a plan of this file."""
     chosen, train = plan.chosen, plan.job.train
     shared = {
         field.name: getattr(chosen, field.name)
-        for field in msgspec.structs.fields(Setting)
+        for field in msgspec.structs.fields(Configuration)
         if field.name in _CANDIDATE_FIELDS
     }
     shared["buckets"] = smallest_buckets(plan.model_shape, chosen.strategy)
-    recipe = row_recipe(plan.data, seq_len=chosen.seq_len)
-    return Setting(**shared, ranks_per_node=1, lora=train.lora, galore=train.galore, recipe=recipe)
+    policy = row_policy(plan.data, seq_len=chosen.seq_len)
+    return Configuration(**shared, ranks_per_node=1, lora=train.lora, galore=train.galore, policy=policy)
 
 
 class GpuRun(NamedTuple):

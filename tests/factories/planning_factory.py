@@ -179,7 +179,7 @@ def context_for(
     return with_fp8_gain(context, fp8_gain)
 
 
-def fp8_gain_of(speedup: float, *, recipe: Fp8Recipe = Fp8Recipe.CURRENT, tokens: int = 4096) -> Fp8Gain:
+def fp8_gain_of(speedup: float, *, policy: Fp8Recipe = Fp8Recipe.CURRENT, tokens: int = 4096) -> Fp8Gain:
     """A timing that found FP8 so many times as fast as bf16."""
     times = ShapeTimes(in_features=4096, out_features=4096, count=2, bf16_s=speedup * 1e-3, fp8_s=1e-3)
-    return Fp8Gain(recipe=recipe, tokens=tokens, library="transformer-engine 2.10.0", shapes=(times,))
+    return Fp8Gain(recipe=policy, tokens=tokens, library="transformer-engine 2.10.0", shapes=(times,))

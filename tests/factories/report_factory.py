@@ -7,13 +7,13 @@ from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate
 from shardwise.trainer.spec.report import (
     Ending,
-    Engaged,
     Evaluation,
     Figures,
     MemoryFigures,
     Report,
     Sample,
     SpeedFigures,
+    Verified,
 )
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Strategy
 
@@ -76,7 +76,7 @@ def make_report(**changes: object) -> Report:
             memory=MemoryFigures(peak_allocated_bytes=25 * MIB, parts={"weights": 10 * MIB, "gradients": 3 * MIB}),
             speed=SpeedFigures(step_s=0.8, tokens_per_s_per_gpu=1280.0),
         ),
-        engaged=Engaged(
+        engaged=Verified(
             world_size=1,
             engine_class="LlamaForCausalLM",
             sharded_parameters=0,

@@ -36,11 +36,11 @@ def test_what_is_asked_of_the_predictions_holds(score):
 
 def test_nothing_that_is_asked_goes_unmeasured():
     asked = {score.name: score.at_most if score.at_least is None else score.at_least for score in ASKED}
-    stacks = {row.stack for row in ROWS if "peak_allocated_gib" in row.truth}
+    references = {row.reference for row in ROWS if "peak_allocated_gib" in row.truth}
     assert asked == {
         "peak allocated, median": 0.02,
         "peak allocated, 90th percentile": 0.08,
-        **{f"peak allocated, median of {stack}": 0.08 for stack in stacks},
+        **{f"peak allocated, median of {reference}": 0.08 for reference in references},
         "steady allocated, median": 0.01,
         "device, median": 0.06,
         "measured OOM called fitting": 0,
@@ -50,7 +50,7 @@ def test_nothing_that_is_asked_goes_unmeasured():
         "pairs ordered right by tokens/s": 0.96,
         "physical constants behind these speeds": 15,
     }
-    assert len(stacks) == 4
+    assert len(references) == 4
     assert all(score.num_rows for score in ASKED if score.name != "physical constants behind these speeds")
 
 

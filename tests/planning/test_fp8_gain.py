@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import context_for, fp8_gain_of, machine, plan_of
 
-from shardwise.trainer.planning.candidates import candidate_of, setting_of
+from shardwise.trainer.planning.candidates import candidate_of, configuration_of
 from shardwise.trainer.planning.explain.plan_page import explain_plan
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.rules.rule import refuse
@@ -97,19 +97,23 @@ def test_a_plan_without_fp8_does_not_speak_of_it() -> None:
 def test_its_products_run_at_the_measured_multiple_of_bf16s() -> None:
     context = context_for("8b", HOPPERS, fp8_gain=fp8_gain_of(1.25), **AT_EASE)
     (candidate, *_) = in_fp8(plan(None, AT_EASE).candidates)
-    setting = setting_of(context, candidate)
-    rates = rates_of(setting, context.device)
+    configuration = configuration_of(context, candidate)
+    rates = rates_of(configuration, context.device)
     assert rates.linear == pytest.approx(1.25 * rates.matmul)
-    bf16 = replace(setting, strategy=replace(setting.strategy, precision=Precision.BF16_MIXED), fp8_recipe=None)
+    bf16 = replace(
+        configuration, strategy=replace(configuration.strategy, precision=Precision.BF16_MIXED), fp8_recipe=None
+    )
     assert rates_of(bf16, context.device).linear == rates.matmul
 
 
 def test_as_fast_as_bf16_it_takes_as_long() -> None:
     """The casts are in what was measured and are not counted again."""
     context = context_for("8b", HOPPERS, fp8_gain=fp8_gain_of(1.0), **PINNED)
-    setting = setting_of(context, plan(None, PINNED).chosen)
-    bf16 = replace(setting, strategy=replace(setting.strategy, precision=Precision.BF16_MIXED), fp8_recipe=None)
-    assert candidate_of(context, setting).speed.step_s == pytest.approx(
+    configuration = configuration_of(context, plan(None, PINNED).chosen)
+    bf16 = replace(
+        configuration, strategy=replace(configuration.strategy, precision=Precision.BF16_MIXED), fp8_recipe=None
+    )
+    assert candidate_of(context, configuration).speed.step_s == pytest.approx(
         candidate_of(context, bf16).speed.step_s, rel=1e-3
     )
 
@@ -119,7 +123,7 @@ def test_a_plan_that_was_written_is_judged_by_the_same_figure() -> None:
     read = codec.decode(codec.encode(made), Plan, origin="plan.json")
     assert read.fp8_gain == fp8_gain_of(1.31)
     context = context_of(read)
-    again = candidate_of(context, setting_of(context, read.chosen))
+    again = candidate_of(context, configuration_of(context, read.chosen))
     assert again.speed.step_s == pytest.approx(made.chosen.speed.step_s)
     slow = context_of(replace(read, fp8_gain=fp8_gain_of(0.9)))
     refusal = refuse(slow, read.chosen.strategy)

@@ -15,7 +15,7 @@ from shardwise.launch.plan.gather import plan_inputs, profile_data, read_inputs
 from shardwise.trainer.planning.candidates import run_hours
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.search.choice import handicap
-from shardwise.trainer.planning.search.settings import SAME_SPEED
+from shardwise.trainer.planning.search.configurations import SAME_SPEED
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import NothingFitsError
 from shardwise.trainer.spec.job.sections import Allowance

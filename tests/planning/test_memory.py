@@ -13,19 +13,19 @@ from estimate_factory import (
     QWEN_HALF_B,
     TINY,
     config,
+    configuration,
     cpu,
     gpu,
-    setting,
     shape_of,
 )
 from msgspec.structs import replace
 
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.memory import estimate_memory, grouped
 from shardwise.trainer.planning.memory.activations import block_activations, head_memory
-from shardwise.trainer.planning.memory.recipe import attention_kernel, dims_of, recipe_of
+from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of, policy_of
 from shardwise.trainer.planning.memory.sharding import default_buckets, sharding_memory
 from shardwise.trainer.planning.memory.states import States, model_states
-from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
 from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
@@ -41,13 +41,13 @@ MIXED, BF16, FP32 = Precision.BF16_MIXED, Precision.BF16, Precision.FP32
 FULL = Checkpointing.FULL
 
 
-def estimate(shape: ModelShape, chosen: Setting, spec: str = "8xA100-SXM4-80GB") -> MemoryEstimate:
+def estimate(shape: ModelShape, chosen: Configuration, spec: str = "8xA100-SXM4-80GB") -> MemoryEstimate:
     return estimate_memory(shape, chosen, gpu(spec))
 
 
-def states(chosen: Setting, shape: ModelShape = LLAMA_8B) -> States:
+def states(chosen: Configuration, shape: ModelShape = LLAMA_8B) -> States:
     dims = dims_of(shape)
-    return model_states(chosen, recipe_of(chosen, gpu(), dims), dims)
+    return model_states(chosen, policy_of(chosen, gpu(), dims), dims)
 
 
 def test_the_parameter_counts_that_the_tables_below_use() -> None:
@@ -76,7 +76,7 @@ STATE_BYTES: list[tuple[Sharding, Precision, int, tuple[float, float, float, flo
 def test_states_are_bytes_a_parameter_over_the_ranks_that_share_them(
     sharding: Sharding, precision: Precision, num_ranks: int, expected: tuple[float, ...]
 ) -> None:
-    found = states(setting(sharding, precision=precision, num_ranks=num_ranks))
+    found = states(configuration(sharding, precision=precision, num_ranks=num_ranks))
     assert (found.weights, found.master_weights, found.gradients, found.optimizer_state) == tuple(
         round(num_bytes * P) for num_bytes in expected
     )
@@ -96,18 +96,18 @@ OPTIMIZER_BYTES = [
 
 @pytest.mark.parametrize(("optimizer", "per_parameter"), OPTIMIZER_BYTES)
 def test_optimizer_state_is_bytes_a_parameter(optimizer: Optimizer, per_parameter: float) -> None:
-    assert states(setting(optimizer=optimizer)).optimizer_state == round(per_parameter * P)
+    assert states(configuration(optimizer=optimizer)).optimizer_state == round(per_parameter * P)
 
 
 def test_adafactor_keeps_a_row_and_a_column_of_each_matrix() -> None:
     per_block = (4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 14336) * 3 + 2 * 4096
     tables = 2 * (128256 + 4096) + 4096
-    assert states(setting(optimizer=Optimizer.ADAFACTOR)).optimizer_state == 4 * (32 * per_block + tables)
+    assert states(configuration(optimizer=Optimizer.ADAFACTOR)).optimizer_state == 4 * (32 * per_block + tables)
 
 
 def test_paged_state_is_outside_the_allocator_but_on_the_device_side() -> None:
-    paged = estimate(LLAMA_8B, setting(optimizer=Optimizer.PAGED_ADAMW))
-    plain = estimate(LLAMA_8B, setting())
+    paged = estimate(LLAMA_8B, configuration(optimizer=Optimizer.PAGED_ADAMW))
+    plain = estimate(LLAMA_8B, configuration())
     norms = 65 * 4096  # too small to be paged
     assert paged.steady_allocated_bytes == plain.steady_allocated_bytes - 8 * (P - norms)
 
@@ -115,18 +115,18 @@ def test_paged_state_is_outside_the_allocator_but_on_the_device_side() -> None:
 def test_the_optimizers_of_bitsandbytes_keep_small_tensors_in_fp32_and_page_large_ones_alone() -> None:
     adapters: dict[str, Any] = {"method": Method.LORA, "lora": LoraJob(rank=8, targets=("k_proj", "v_proj"))}
     a, b = 64 * 8 * 4096, 64 * 8 * 1024  # 32,768 elements of each A and 8,192 of each B: 8 bit, and none paged
-    found = states(setting(optimizer=Optimizer.PAGED_ADAMW_8BIT, **adapters))
+    found = states(configuration(optimizer=Optimizer.PAGED_ADAMW_8BIT, **adapters))
     assert (found.optimizer_state, found.managed) == (2 * round((1 + 4 / 256) * (a + b)), 0)
     adapters["lora"] = LoraJob(rank=2, targets=("k_proj", "v_proj"))  # 2,048 of each B: fp32
-    found = states(setting(optimizer=Optimizer.ADAMW_8BIT, **adapters))
+    found = states(configuration(optimizer=Optimizer.ADAMW_8BIT, **adapters))
     assert found.optimizer_state == 2 * round((1 + 4 / 256) * a / 4) + 8 * b // 4
-    found = states(setting(optimizer=Optimizer.PAGED_ADAMW, precision=Precision.BF16))
+    found = states(configuration(optimizer=Optimizer.PAGED_ADAMW, precision=Precision.BF16))
     assert (found.weights, found.managed, found.optimizer_state) == (2 * P, 8 * (P - 65 * 4096), 8 * 65 * 4096)
 
 
 def test_foreach_takes_one_more_copy_of_the_weights_in_the_step() -> None:
     """Mistral-7B, FSDP over four ranks: 33.74 GiB measured by fms-acceleration, 20 B a parameter and rank."""
-    chosen = setting(
+    chosen = configuration(
         Sharding.FSDP, optimizer=Optimizer.ADAMW, num_ranks=4, seq_len=1024, checkpointing=FULL, loss=LossHead.CHUNKED
     )
     foreach = estimate(MISTRAL_7B, chosen)
@@ -165,14 +165,14 @@ SIMULATED: list[tuple[ModelShape, Precision, Checkpointing, int, int, float]] = 
 def test_one_rank_agrees_with_the_simulated_step(
     shape: ModelShape, precision: Precision, checkpointing: Checkpointing, micro_batch: int, seq_len: int, gib: float
 ) -> None:
-    chosen = setting(precision=precision, checkpointing=checkpointing, micro_batch=micro_batch, seq_len=seq_len)
+    chosen = configuration(precision=precision, checkpointing=checkpointing, micro_batch=micro_batch, seq_len=seq_len)
     found = estimate(shape, chosen)
     assert (found.peak_allocated_bytes - CUBLAS_BYTES) / GIB == pytest.approx(gib, rel=0.001)
 
 
 def test_fully_shard_gathers_head_and_embedding_as_groups_of_their_own() -> None:
     """8B over 64 ranks: every event is a sum of gathered groups, gradients on their way and one block's tensors."""
-    chosen = setting(Sharding.FSDP, num_ranks=64, checkpointing=FULL, seq_len=8192)
+    chosen = configuration(Sharding.FSDP, num_ranks=64, checkpointing=FULL, seq_len=8192)
     found = estimate(LLAMA_8B, chosen)
     tokens, table, block = 8192, 128256 * 4096, LLAMA_8B.parameters_per_block
     held = found.steady_allocated_bytes + 24 * tokens + 2 * 2 * tokens * 128  # labels, cosines and sines
@@ -190,9 +190,9 @@ def test_fully_shard_gathers_head_and_embedding_as_groups_of_their_own() -> None
 
 
 def test_a_tied_head_stays_gathered_for_the_whole_step() -> None:
-    chosen = setting(Sharding.FSDP, num_ranks=8, checkpointing=FULL, loss=LossHead.EAGER)
+    chosen = configuration(Sharding.FSDP, num_ranks=8, checkpointing=FULL, loss=LossHead.EAGER)
     root, block = 2 * (128256 * 2048 + 2048), 2 * LLAMA_1B.parameters_per_block
-    gathered = sharding_memory(chosen, recipe_of(chosen, gpu(), dims_of(LLAMA_1B)), dims_of(LLAMA_1B))
+    gathered = sharding_memory(chosen, policy_of(chosen, gpu(), dims_of(LLAMA_1B)), dims_of(LLAMA_1B))
     assert (gathered.gathered_loss, gathered.gathered_top, gathered.gathered_bottom) == (
         root,
         root + 2 * block,
@@ -202,7 +202,7 @@ def test_a_tied_head_stays_gathered_for_the_whole_step() -> None:
 
 def test_lora_under_autocast_agrees_with_the_simulated_step() -> None:
     lora: dict[str, Any] = {"method": Method.LORA, "lora": LoraJob(rank=16)}
-    plain, checkpointed = setting(**lora), setting(checkpointing=FULL, **lora)
+    plain, checkpointed = configuration(**lora), configuration(checkpointing=FULL, **lora)
     assert (estimate(LLAMA_8B, plain).peak_allocated_bytes - CUBLAS_BYTES) / GIB == pytest.approx(31.713, rel=0.002)
     assert (estimate(LLAMA_8B, checkpointed).peak_allocated_bytes - CUBLAS_BYTES) / GIB == pytest.approx(
         18.894, rel=0.001
@@ -216,8 +216,8 @@ def test_a_block_saves_what_its_operations_read_backwards() -> None:
         (BF16, 200_840, 0),
         (MIXED, 241_800, 2 * LINEAR // 32),
     ):
-        chosen = setting(precision=precision)
-        found = block_activations(chosen, recipe_of(chosen, gpu(), dims), dims)
+        chosen = configuration(precision=precision)
+        found = block_activations(chosen, policy_of(chosen, gpu(), dims), dims)
         assert found.whole == per_token * 2048 + per_block
         assert found.kept == 32 * found.whole
 
@@ -225,15 +225,15 @@ def test_a_block_saves_what_its_operations_read_backwards() -> None:
 def test_full_checkpointing_keeps_the_inputs_of_blocks() -> None:
     dims = dims_of(LLAMA_8B)
     for precision, width in ((BF16, 2), (MIXED, 4), (FP32, 4)):
-        chosen = setting(precision=precision, checkpointing=FULL)
-        assert block_activations(chosen, recipe_of(chosen, gpu(), dims), dims).kept == 32 * width * 4096 * 2048
+        chosen = configuration(precision=precision, checkpointing=FULL)
+        assert block_activations(chosen, policy_of(chosen, gpu(), dims), dims).kept == 32 * width * 4096 * 2048
 
 
 def test_of_every_n_blocks_the_first_recomputes_and_what_fills_no_group_does_not() -> None:
     dims = dims_of(LLAMA_8B)
     for every, num_recomputed in ((4, 8), (5, 6), (32, 1)):
-        chosen = setting(precision=BF16, checkpointing=Checkpointing.EVERY_N, checkpoint_every_n=every)
-        found = block_activations(chosen, recipe_of(chosen, gpu(), dims), dims)
+        chosen = configuration(precision=BF16, checkpointing=Checkpointing.EVERY_N, checkpoint_every_n=every)
+        found = block_activations(chosen, policy_of(chosen, gpu(), dims), dims)
         assert found.kept == num_recomputed * 2 * 4096 * 2048 + (32 - num_recomputed) * found.whole
 
 
@@ -251,28 +251,28 @@ LOGITS = 128256 * 2048
     ],
 )
 def test_bytes_a_logit_of_each_loss_head(loss: LossHead, chunk: int | None, forward: int, backward: int) -> None:
-    chosen = setting(precision=BF16, loss=loss, loss_chunk_tokens=chunk)
+    chosen = configuration(precision=BF16, loss=loss, loss_chunk_tokens=chunk)
     dims = dims_of(LLAMA_8B)
-    found = head_memory(chosen, recipe_of(chosen, gpu(), dims), dims)
+    found = head_memory(chosen, policy_of(chosen, gpu(), dims), dims)
     assert (found.forward_logits, found.backward_logits) == (forward, backward)
 
 
 def test_qlora_stores_four_bits_and_scales() -> None:
     for quant, scale in ((Quant.NF4, 4 / 64), (Quant.NF4_DQ, 1 / 64 + 4 / 16384)):
-        found = states(setting(method=Method.QLORA, quant=quant))
+        found = states(configuration(method=Method.QLORA, quant=quant))
         assert found.weights == LINEAR // 2 + 2 * (P - LINEAR)
         assert found.quant_state == round(scale * LINEAR)
 
 
 def test_adapters_are_fp32_with_their_own_gradients_and_state() -> None:
-    found = states(setting(method=Method.LORA, lora=LoraJob(rank=8, targets=("q_proj", "v_proj"))))
+    found = states(configuration(method=Method.LORA, lora=LoraJob(rank=8, targets=("q_proj", "v_proj"))))
     adapters = 32 * 8 * ((4096 + 4096) + (4096 + 1024))
     assert (found.num_trained, found.adapters) == (adapters, 4 * adapters)
     assert (found.gradients, found.optimizer_state, found.weights) == (4 * adapters, 8 * adapters, 2 * P)
 
 
 def test_galore_keeps_low_rank_moments_and_a_projector() -> None:
-    found = states(setting(method=Method.GALORE, galore=GaloreJob(rank=128)))
+    found = states(configuration(method=Method.GALORE, galore=GaloreJob(rank=128)))
     long_sides = 4096 * 4 + 14336 * 3
     short_sides = 4096 * 2 + 1024 * 2 + 4096 * 3
     elements = 32 * 128 * (2 * long_sides + short_sides) + 2 * (P - LINEAR)
@@ -282,7 +282,7 @@ def test_galore_keeps_low_rank_moments_and_a_projector() -> None:
 
 def test_optimizer_offload_moves_masters_and_state_to_pinned_host_ram() -> None:
     """ZeRO-2 over 8 ranks: the device keeps 2 P; the host 4 P masters, 8 P state, 4 P fp32 and 2 P 16-bit gradients."""
-    chosen = setting(
+    chosen = configuration(
         Sharding.ZERO2,
         num_ranks=8,
         offload=Offload.OPTIMIZER,
@@ -295,7 +295,7 @@ def test_optimizer_offload_moves_masters_and_state_to_pinned_host_ram() -> None:
 
 
 def test_parameter_offload_leaves_a_window_of_gathered_weights_on_the_device() -> None:
-    chosen = setting(
+    chosen = configuration(
         Sharding.ZERO3,
         num_ranks=8,
         offload=Offload.OPTIMIZER_PARAMS,
@@ -316,14 +316,14 @@ def test_zero_2_reduces_from_two_buckets_and_converts_one_to_fp32(
     precision: Precision, width: int, to_fp32: int
 ) -> None:
     dims = dims_of(LLAMA_8B)
-    chosen = setting(Sharding.ZERO2, precision=precision, num_ranks=8)
+    chosen = configuration(Sharding.ZERO2, precision=precision, num_ranks=8)
     bucket, largest = 4096 * 4096, 128256 * 4096  # the largest gradient is copied into a bucket
-    found = sharding_memory(chosen, recipe_of(chosen, gpu(), dims), dims)
+    found = sharding_memory(chosen, policy_of(chosen, gpu(), dims), dims)
     assert found.buffers_backward == (2 * width + to_fp32) * bucket + width * largest
 
 
 def test_nvme_takes_the_state_and_leaves_buffers_in_host_ram() -> None:
-    chosen = setting(
+    chosen = configuration(
         Sharding.ZERO3,
         num_ranks=8,
         offload=Offload.NVME_ALL,
@@ -336,8 +336,8 @@ def test_nvme_takes_the_state_and_leaves_buffers_in_host_ram() -> None:
 
 
 def test_every_rank_of_a_node_builds_the_whole_model_in_host_ram_where_it_keeps_all_weights() -> None:
-    eight = estimate(LLAMA_8B, setting(Sharding.DDP, num_ranks=8, checkpointing=FULL))
-    four = estimate(LLAMA_8B, setting(Sharding.DDP, num_ranks=4, checkpointing=FULL))
+    eight = estimate(LLAMA_8B, configuration(Sharding.DDP, num_ranks=8, checkpointing=FULL))
+    four = estimate(LLAMA_8B, configuration(Sharding.DDP, num_ranks=4, checkpointing=FULL))
     assert eight.host_bytes > 8 * 4 * P
     assert eight.host_bytes == 2 * four.host_bytes
 
@@ -345,43 +345,43 @@ def test_every_rank_of_a_node_builds_the_whole_model_in_host_ram_where_it_keeps_
 @pytest.mark.parametrize("sharding", [Sharding.FSDP, Sharding.ZERO3])
 def test_a_rank_that_keeps_a_shard_of_the_weights_loads_one_tensor_at_a_time(sharding: Sharding) -> None:
     """The embedding, and one more like it on its way, in fp32; beside two GiB for the process."""
-    found = estimate(LLAMA_8B, setting(sharding, num_ranks=8, checkpointing=FULL))
+    found = estimate(LLAMA_8B, configuration(sharding, num_ranks=8, checkpointing=FULL))
     assert found.host_bytes == 8 * (2 * GIB + 2 * 4 * LLAMA_8B.embedding_parameters)
 
 
 def test_70b_loads_on_nodes_of_1_tib() -> None:
     """Eight copies in fp32 would be 2.1 TiB."""
-    found = estimate(LLAMA_70B, setting(Sharding.FSDP, num_ranks=16, checkpointing=FULL))
+    found = estimate(LLAMA_70B, configuration(Sharding.FSDP, num_ranks=16, checkpointing=FULL))
     assert found.host_bytes < 100 * GIB
 
 
 def test_fp8_converts_the_layers_of_a_whole_model_on_every_rank() -> None:
-    chosen = setting(Sharding.FSDP, num_ranks=8, checkpointing=FULL, precision=Precision.FP8)
+    chosen = configuration(Sharding.FSDP, num_ranks=8, checkpointing=FULL, precision=Precision.FP8)
     assert estimate(LLAMA_8B, chosen).host_bytes > 8 * 4 * P
 
 
 def test_ddp_keeps_its_gradients_between_steps() -> None:
-    alone, together = setting(checkpointing=FULL), setting(Sharding.DDP, num_ranks=8, checkpointing=FULL)
+    alone, together = configuration(checkpointing=FULL), configuration(Sharding.DDP, num_ranks=8, checkpointing=FULL)
     held = estimate(LLAMA_8B, together).steady_allocated_bytes - estimate(LLAMA_8B, alone).steady_allocated_bytes
     assert held == 4 * P
 
 
 def test_accumulation_keeps_gradients_through_the_next_forward() -> None:
-    once = estimate(LLAMA_8B, setting(checkpointing=FULL))
-    twice = estimate(LLAMA_8B, setting(checkpointing=FULL, accumulation=2))
+    once = estimate(LLAMA_8B, configuration(checkpointing=FULL))
+    twice = estimate(LLAMA_8B, configuration(checkpointing=FULL, accumulation=2))
     assert twice.events["forward_end"] - once.events["forward_end"] == 4 * P
 
 
 def test_fsdp_accumulates_whole_gradients_in_the_reduce_type() -> None:
     fields: dict[str, Any] = {"num_ranks": 8, "checkpointing": FULL}
-    once = estimate(LLAMA_8B, setting(Sharding.FSDP, **fields))
-    twice = estimate(LLAMA_8B, setting(Sharding.FSDP, accumulation=2, **fields))
+    once = estimate(LLAMA_8B, configuration(Sharding.FSDP, **fields))
+    twice = estimate(LLAMA_8B, configuration(Sharding.FSDP, accumulation=2, **fields))
     assert twice.events["forward_end"] - once.events["forward_end"] == 4 * P
 
 
 def test_a_tied_head_needs_another_table_when_gradients_are_complete() -> None:
-    tied = estimate_memory(TINY, setting(precision=FP32, loss=LossHead.CHUNKED), cpu())
-    eager = estimate_memory(TINY, setting(precision=FP32), cpu())
+    tied = estimate_memory(TINY, configuration(precision=FP32, loss=LossHead.CHUNKED), cpu())
+    eager = estimate_memory(TINY, configuration(precision=FP32), cpu())
     table = 4 * 4096 * 192
     assert eager.events["gradients_complete"] - tied.events["gradients_complete"] == table
 
@@ -399,26 +399,26 @@ def test_a_tied_head_needs_another_table_when_gradients_are_complete() -> None:
 def test_the_attention_kernel_depends_on_chip_and_type(
     spec: str, precision: Precision, shape: ModelShape, kernel: AttentionKernel
 ) -> None:
-    assert attention_kernel(setting(precision=precision), gpu(spec), dims_of(shape)) is kernel
+    assert attention_kernel(configuration(precision=precision), gpu(spec), dims_of(shape)) is kernel
 
 
 def test_eager_attention_keeps_probabilities_that_grow_with_the_square_of_the_row() -> None:
     def kept(seq_len: int) -> int:
-        chosen = setting(attention=Attention.EAGER, precision=BF16, seq_len=seq_len)
+        chosen = configuration(attention=Attention.EAGER, precision=BF16, seq_len=seq_len)
         dims = dims_of(LLAMA_8B)
-        return block_activations(chosen, recipe_of(chosen, gpu(), dims), dims).whole
+        return block_activations(chosen, policy_of(chosen, gpu(), dims), dims).whole
 
     probabilities = 32 * 6 * (4096 * 4096 - 2 * 2048 * 2048)
     assert kept(4096) - 2 * kept(2048) == probabilities
 
 
 def test_two_handles_hold_a_larger_workspace_on_hopper() -> None:
-    assert estimate(TINY, setting(), "1xH200").parts["workspace"] == 64 * 2**20
-    assert "workspace" not in estimate_memory(TINY, setting(precision=FP32), cpu()).parts
+    assert estimate(TINY, configuration(), "1xH200").parts["workspace"] == 64 * 2**20
+    assert "workspace" not in estimate_memory(TINY, configuration(precision=FP32), cpu()).parts
 
 
 def test_grouped_parts_keep_the_sum() -> None:
-    found = estimate(LLAMA_8B, setting(Sharding.ZERO2, num_ranks=8, checkpointing=FULL))
+    found = estimate(LLAMA_8B, configuration(Sharding.ZERO2, num_ranks=8, checkpointing=FULL))
     groups = grouped(found.parts)
     assert set(groups) == {"weights", "optimizer_state", "gradients", "activations"}
     assert sum(groups.values()) == found.peak_allocated_bytes
@@ -426,32 +426,32 @@ def test_grouped_parts_keep_the_sum() -> None:
 
 
 def test_what_fits_is_decided_with_margin_context_and_communicators() -> None:
-    found = estimate(LLAMA_8B, setting(Sharding.FSDP, num_ranks=8, checkpointing=FULL))
+    found = estimate(LLAMA_8B, configuration(Sharding.FSDP, num_ranks=8, checkpointing=FULL))
     device = gpu()
     assert found.usable_bytes == device.usable_bytes
     assert found.need_bytes > found.peak_allocated_bytes + device.context_bytes
     assert found.fits
-    assert not estimate(LLAMA_8B, setting(checkpointing=FULL)).fits
+    assert not estimate(LLAMA_8B, configuration(checkpointing=FULL)).fits
     assert found.outside_bytes == found.device_bytes - found.peak_reserved_bytes > device.context_bytes
 
 
 def test_the_margin_is_smaller_where_the_optimizer_step_is_the_peak() -> None:
     """4 % of activations and gradients, 19 % of logits that the allocator may not reuse; 1 % of the step."""
     device = gpu("1xA100-SXM4-80GB")
-    backward = estimate(LLAMA_1B, setting(precision=BF16, micro_batch=4), "1xA100-SXM4-80GB")
+    backward = estimate(LLAMA_1B, configuration(precision=BF16, micro_batch=4), "1xA100-SXM4-80GB")
     assert backward.peak_event == "loss_backward"
     logits = 12 * 128256 * 4 * 2048
     expected = 1.04 * backward.peak_allocated_bytes + 0.19 * logits + device.context_bytes
     assert backward.need_bytes == pytest.approx(expected, abs=2)
     step = estimate(
-        LLAMA_8B, setting(precision=BF16, checkpointing=FULL, loss=LossHead.CHUNKED, optimizer=Optimizer.ADAMW)
+        LLAMA_8B, configuration(precision=BF16, checkpointing=FULL, loss=LossHead.CHUNKED, optimizer=Optimizer.ADAMW)
     )
     assert step.peak_event == "optimizer_step"
     assert step.need_bytes == pytest.approx(1.01 * step.peak_allocated_bytes + device.context_bytes, abs=2)
 
 
 def test_a_cpu_keeps_a_margin_for_workspaces_and_the_process() -> None:
-    found = estimate_memory(TINY, setting(precision=FP32), cpu())
+    found = estimate_memory(TINY, configuration(precision=FP32), cpu())
     assert found.need_bytes == pytest.approx(1.05 * found.peak_allocated_bytes + cpu().context_bytes, abs=2)
     assert found.peak_reserved_bytes == found.peak_allocated_bytes
 
@@ -462,7 +462,7 @@ def test_bf16_products_take_fp32_sums_where_the_cpu_has_no_bf16():
     rows: dict[str, Any] = {"loss": LossHead.FUSED, "checkpointing": FULL, "micro_batch": 8, "seq_len": 512}
 
     def found(precision: Precision, *flags: str) -> MemoryEstimate:
-        return estimate_memory(shape, setting(precision=precision, **rows), cpu(flags=flags))
+        return estimate_memory(shape, configuration(precision=precision, **rows), cpu(flags=flags))
 
     native, apart = found(BF16, "avx512f", "avx512_bf16"), found(BF16, "avx512f")
     assert (native.peak_event, apart.peak_event) == ("forward_end", "forward_end")

@@ -15,10 +15,10 @@ that moment to what the allocator of a real one sees).
 from pathlib import Path
 
 import pytest
-from estimate_factory import gpu, setting
+from estimate_factory import configuration, gpu
 
+from shardwise.trainer.planning.configuration import Configuration, PolicyChoices
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.setting import RecipeChoices, Setting
 from shardwise.trainer.simulation.golden import read_golden
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.messages.simulation import GoldenAnswer, GoldenRow, SimulationRequest
@@ -58,8 +58,8 @@ ROWS = [
 ZERO_ROWS = [row for row in ALL_ROWS if row.request.sharding.uses_deepspeed]
 
 
-def setting_of(request: SimulationRequest) -> Setting:
-    chosen: Setting = setting(
+def configuration_of(request: SimulationRequest) -> Configuration:
+    chosen: Configuration = configuration(
         request.sharding,
         precision=request.precision,
         optimizer=request.optimizer,
@@ -76,14 +76,14 @@ def setting_of(request: SimulationRequest) -> Setting:
         activation_offload=request.activation_offload,
         lora=request.lora,
         quant=request.quant,
-        recipe=RecipeChoices(rows_per_example=request.rows_per_example, document_tokens=request.document_tokens),
+        policy=PolicyChoices(rows_per_example=request.rows_per_example, document_tokens=request.document_tokens),
     )
     return chosen
 
 
 def predicted(row: GoldenRow) -> tuple[MemoryEstimate, int]:
     """The estimate, and the bytes of it that a dry run has not."""
-    found = estimate_memory(read_model_shape(row.request.model_config), setting_of(row.request), gpu("8xH200"))
+    found = estimate_memory(read_model_shape(row.request.model_config), configuration_of(row.request), gpu("8xH200"))
     return found, found.parts.get("workspace", 0)
 
 

@@ -8,12 +8,12 @@ is wrong in the code and wrong here in the same way is what the dry runs are for
 from typing import Any, NamedTuple
 
 import pytest
-from estimate_factory import CUBLAS_BYTES, LLAMA_8B, cpu, gpu, setting
+from estimate_factory import CUBLAS_BYTES, LLAMA_8B, configuration, cpu, gpu
 
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
+from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.memory.states import States, model_states
-from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
 from shardwise.trainer.spec.optimizers import Optimizer
@@ -116,7 +116,7 @@ ROWS: dict[str, Row] = {
         at(Sharding.FSDP, 8, optimizer=Optimizer.ADAMW_8BIT), 4 * P / 8, 4 * P / 8, MOMENTS * P / 8
     ),
     "hf-trainer keeps the embedding's moments in fp32": Row(
-        at(optimizer=Optimizer.ADAMW_8BIT, stack="hf-trainer"), 4 * P, 4 * P, MOMENTS * (P - V * H) + 8 * V * H
+        at(optimizer=Optimizer.ADAMW_8BIT, reference="hf-trainer"), 4 * P, 4 * P, MOMENTS * (P - V * H) + 8 * V * H
     ),
     "paged_adamw": Row(at(optimizer=Optimizer.PAGED_ADAMW), 4 * P, 4 * P, 8 * NORMS, managed=8 * (P - NORMS)),
     "paged_adamw_8bit": Row(
@@ -156,15 +156,15 @@ ROWS: dict[str, Row] = {
 }
 
 
-def chosen_of(row: Row) -> Setting:
+def chosen_of(row: Row) -> Configuration:
     fields = {"lora": LoraJob(rank=16), **row.chosen}
-    chosen: Setting = setting(fields.pop("sharding"), **fields)
+    chosen: Configuration = configuration(fields.pop("sharding"), **fields)
     return chosen
 
 
-def states(chosen: Setting) -> States:
+def states(chosen: Configuration) -> States:
     dims = dims_of(LLAMA_8B)
-    return model_states(chosen, recipe_of(chosen, gpu(), dims), dims)
+    return model_states(chosen, policy_of(chosen, gpu(), dims), dims)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -197,41 +197,43 @@ STEP_TEMPORARIES = [
 
 @pytest.mark.parametrize(("optimizer", "num_bytes"), STEP_TEMPORARIES)
 def test_temporaries_of_an_optimizer_step(optimizer: Optimizer, num_bytes: int) -> None:
-    found = states(setting(optimizer=optimizer))
+    found = states(configuration(optimizer=optimizer))
     assert found.optimizer_temporaries == num_bytes
 
 
 def test_galore_makes_two_copies_of_what_it_does_not_project_beside_one_of_the_embedding() -> None:
     """galore_torch: an embedding, then a head of its own; what the first made is let go when the second has its own."""
-    assert states(setting(method=GALORE)).optimizer_temporaries == 3 * 4 * V * H
+    assert states(configuration(method=GALORE)).optimizer_temporaries == 3 * 4 * V * H
 
 
 def test_a_new_projector_of_galore_works_on_one_fp32_matrix_at_a_time() -> None:
-    found = states(setting(method=GALORE, optimizer=Optimizer.ADAMW_8BIT))  # whose kernel needs no copies
+    found = states(configuration(method=GALORE, optimizer=Optimizer.ADAMW_8BIT))  # whose kernel needs no copies
     assert found.optimizer_temporaries == 4 * (3 * F * H + H * H)  # gradient, its copy, both sets of vectors
 
 
 def test_without_a_kernel_8_bit_state_goes_through_fp32_copies_of_one_tensor() -> None:
-    chosen, device = setting(optimizer=Optimizer.ADAMW_8BIT, precision=FP32), cpu()
+    chosen, device = configuration(optimizer=Optimizer.ADAMW_8BIT, precision=FP32), cpu()
     dims = dims_of(LLAMA_8B)
-    found = model_states(chosen, recipe_of(chosen, device, dims), dims)
+    found = model_states(chosen, policy_of(chosen, device, dims), dims)
     assert found.optimizer_temporaries == 5 * 4 * V * H
 
 
 @pytest.mark.parametrize(("precision", "copies"), [(FP32, 3), (BF16, 4)])
 def test_paged_state_on_a_cpu_is_updated_in_copies_of_one_tensor(precision: Precision, copies: int) -> None:
-    chosen, dims = setting(optimizer=Optimizer.PAGED_ADAMW, precision=precision), dims_of(LLAMA_8B)
-    found = [model_states(chosen, recipe_of(chosen, device, dims), dims) for device in (cpu(), gpu())]
+    chosen, dims = configuration(optimizer=Optimizer.PAGED_ADAMW, precision=precision), dims_of(LLAMA_8B)
+    found = [model_states(chosen, policy_of(chosen, device, dims), dims) for device in (cpu(), gpu())]
     assert [each.optimizer_temporaries for each in found] == [copies * 4 * V * H, 0]
     assert found[0].optimizer_state == found[1].optimizer_state + found[1].managed
 
 
 def test_galore_around_adafactor_keeps_rows_and_columns_of_what_is_projected() -> None:
     r = 128
-    found = states(setting(method=GALORE, galore=GaloreJob(rank=r), optimizer=Optimizer.ADAFACTOR))
+    found = states(configuration(method=GALORE, galore=GaloreJob(rank=r), optimizer=Optimizer.ADAFACTOR))
     factors = 32 * (4 * (r + H) + 3 * (r + F) + 2 * H) + 2 * (V + H) + H
     assert found.optimizer_state == 4 * (factors + GALORE_PROJECTORS)
-    in_16_bit = states(setting(method=GALORE, galore=GaloreJob(rank=r), optimizer=Optimizer.ADAFACTOR, precision=BF16))
+    in_16_bit = states(
+        configuration(method=GALORE, galore=GaloreJob(rank=r), optimizer=Optimizer.ADAFACTOR, precision=BF16)
+    )
     assert in_16_bit.optimizer_state == 4 * (factors + GALORE_PROJECTORS)  # projectors of fp32 gradients
     assert in_16_bit.optimizer_temporaries == 5 * 4 * V * H  # of the head, beside one of the embedding's
 
@@ -275,7 +277,7 @@ def test_the_copies_of_the_gradients_are_in_the_peak_where_that_is_the_optimizer
     ],
 )
 def test_updates_inside_the_backward_leave_no_gradients_to_a_step(more: dict[str, Any]) -> None:
-    plain, inside = (estimate_memory(LLAMA_8B, setting(**each), gpu()) for each in ({}, more))
+    plain, inside = (estimate_memory(LLAMA_8B, configuration(**each), gpu()) for each in ({}, more))
     assert "optimizer_step" in plain.events
     assert "optimizer_step" not in inside.events
     assert inside.events["gradients_complete"] - inside.steady_allocated_bytes < 4 * P / 4

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from estimate_factory import TINY, config, cpu, setting, shape_of, this_cpu
+from estimate_factory import TINY, config, configuration, cpu, shape_of, this_cpu
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -147,7 +147,7 @@ def test_predicted_peak_is_what_the_allocator_sees_under_ddp(case: Case) -> None
 
 
 def check(case: Case, figures: MemoryFigures) -> None:
-    chosen = setting(
+    chosen = configuration(
         case.sharding,
         num_ranks=1 if case.sharding is Sharding.NONE else 2,
         precision=case.precision,
@@ -175,7 +175,7 @@ def test_the_configurations_reach_every_kind_of_peak() -> None:
     peaks = {
         estimate_memory(
             TINY,
-            setting(
+            configuration(
                 precision=case.precision,
                 optimizer=case.optimizer,
                 micro_batch=case.micro_batch,

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from estimate_factory import LLAMA_8B, config, cpu, gpu, setting, shape_of
+from estimate_factory import LLAMA_8B, config, configuration, cpu, gpu, shape_of
 from msgspec.structs import replace
 from rank_factory import rank_plan
 
+from shardwise.trainer.planning.configuration import PolicyChoices
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.run import document_tokens
-from shardwise.trainer.planning.setting import RecipeChoices
 from shardwise.trainer.planning.speed.step import estimate_speed
 from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.models.build import build_model
@@ -87,7 +87,7 @@ def measured(fields: dict[str, Any], document: int | None, chosen: dict[str, Any
 
 
 def predicted(fields: dict[str, Any], document: float | None, chosen: dict[str, Any]) -> int:
-    rows = setting(optimizer=Optimizer.SGD, recipe=RecipeChoices(document_tokens=document), **chosen)
+    rows = configuration(optimizer=Optimizer.SGD, policy=PolicyChoices(document_tokens=document), **chosen)
     return estimate_memory(shape_of(fields), rows, cpu()).peak_allocated_bytes
 
 
@@ -124,8 +124,8 @@ def test_the_document_of_an_average_token_is_longer_than_the_average_document():
 
 
 def test_attention_of_packed_rows_takes_the_time_of_their_documents():
-    def seconds(**recipe: Any) -> float:
-        rows = setting(seq_len=16384, attention=Attention.FLASH, recipe=RecipeChoices(**recipe))
+    def seconds(**policy: Any) -> float:
+        rows = configuration(seq_len=16384, attention=Attention.FLASH, policy=PolicyChoices(**policy))
         return estimate_speed(LLAMA_8B, rows, gpu()).parts["compute_s"]
 
     whole, packed = seconds(), seconds(document_tokens=1024.0)

@@ -3,20 +3,20 @@
 import json
 from typing import Any
 
-from estimate_factory import LLAMA_1B, LLAMA_2_7B, LLAMA_8B, QWEN_HALF_B, TINY, cpu, gpu, setting
+from estimate_factory import LLAMA_1B, LLAMA_2_7B, LLAMA_8B, QWEN_HALF_B, TINY, configuration, cpu, gpu
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shardwise.trainer import FOLDER
+from shardwise.trainer.planning.configuration import Configuration, PolicyChoices
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory import estimate_memory, held_bytes, least_bytes, needed_bytes, step_memory
 from shardwise.trainer.planning.memory.activations import block_activations
 from shardwise.trainer.planning.memory.events import resident_bytes, step_events
-from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
-from shardwise.trainer.planning.memory.stacks import STACKS
+from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
+from shardwise.trainer.planning.memory.reference_trainers import REFERENCE_TRAINERS
 from shardwise.trainer.planning.memory.states import LEAST_8BIT_ELEMENTS, States, model_states
-from shardwise.trainer.planning.setting import RecipeChoices, Setting
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.model.shape import ModelShape
@@ -36,7 +36,7 @@ SHARDED = [Sharding.DDP, Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3]
 
 
 @st.composite
-def settings_of(draw: st.DrawFn) -> Setting:
+def configurations_of(draw: st.DrawFn) -> Configuration:
     sharding = draw(st.sampled_from(list(Sharding)))
     num_ranks = 1 if sharding is Sharding.NONE else draw(st.sampled_from([2, 8, 64]))
     fields: dict[str, Any] = {
@@ -55,20 +55,20 @@ def settings_of(draw: st.DrawFn) -> Setting:
         "optimizer_in_backward": draw(st.booleans()),
         "activation_offload": draw(st.booleans()),
         "compile": draw(st.booleans()),
-        "stack": draw(st.sampled_from(list(STACKS))),
-        "recipe": RecipeChoices(
+        "reference": draw(st.sampled_from(list(REFERENCE_TRAINERS))),
+        "policy": PolicyChoices(
             residual_bytes=draw(st.sampled_from([None, 4])),
             adapter_bytes=draw(st.sampled_from([None, 2, 4])),
             reduce_bytes=draw(st.sampled_from([None, 2, 4])),
             reduces_every_micro_batch=draw(st.sampled_from([None, True, False])),
         ),
     }
-    return setting(sharding, num_ranks=num_ranks, **fields)
+    return configuration(sharding, num_ranks=num_ranks, **fields)
 
 
-def states_of(shape: ModelShape, chosen: Setting, device: Device) -> States:
+def states_of(shape: ModelShape, chosen: Configuration, device: Device) -> States:
     dims = dims_of(shape)
-    return model_states(chosen, recipe_of(chosen, device, dims), dims)
+    return model_states(chosen, policy_of(chosen, device, dims), dims)
 
 
 def on_device(found: States) -> int:
@@ -76,16 +76,18 @@ def on_device(found: States) -> int:
     return kept + found.gradients
 
 
-@given(SHAPES, settings_of(), DEVICES)
-def test_parts_sum_to_the_peak_and_no_part_is_negative(shape: ModelShape, chosen: Setting, device: Device) -> None:
+@given(SHAPES, configurations_of(), DEVICES)
+def test_parts_sum_to_the_peak_and_no_part_is_negative(
+    shape: ModelShape, chosen: Configuration, device: Device
+) -> None:
     found = estimate_memory(shape, chosen, device)
     assert sum(found.parts.values()) == found.peak_allocated_bytes == max(found.events.values())
     assert found.events[found.peak_event] == found.peak_allocated_bytes
     assert all(num_bytes > 0 for num_bytes in found.parts.values())
 
 
-@given(SHAPES, settings_of(), DEVICES)
-def test_figures_are_ordered(shape: ModelShape, chosen: Setting, device: Device) -> None:
+@given(SHAPES, configurations_of(), DEVICES)
+def test_figures_are_ordered(shape: ModelShape, chosen: Configuration, device: Device) -> None:
     found = estimate_memory(shape, chosen, device)
     assert found.low_bytes <= found.peak_allocated_bytes <= found.high_bytes
     assert found.steady_allocated_bytes <= found.peak_allocated_bytes <= found.peak_reserved_bytes
@@ -94,9 +96,9 @@ def test_figures_are_ordered(shape: ModelShape, chosen: Setting, device: Device)
     assert min(found.pinned_bytes, found.host_bytes, found.nvme_bytes) >= 0
 
 
-@given(SHAPES, settings_of(), DEVICES)
+@given(SHAPES, configurations_of(), DEVICES)
 def test_longer_rows_and_larger_micro_batches_never_need_less(
-    shape: ModelShape, chosen: Setting, device: Device
+    shape: ModelShape, chosen: Configuration, device: Device
 ) -> None:
     found = estimate_memory(shape, chosen, device)
     longer = estimate_memory(shape, replace(chosen, seq_len=2 * chosen.seq_len), device)
@@ -106,9 +108,9 @@ def test_longer_rows_and_larger_micro_batches_never_need_less(
     assert found.need_bytes <= larger.need_bytes
 
 
-@given(SHAPES, settings_of(), DEVICES)
+@given(SHAPES, configurations_of(), DEVICES)
 def test_more_ranks_never_need_more_weights_gradients_or_state_each(
-    shape: ModelShape, chosen: Setting, device: Device
+    shape: ModelShape, chosen: Configuration, device: Device
 ) -> None:
     if chosen.strategy.sharding is Sharding.NONE:
         return
@@ -121,9 +123,9 @@ def test_more_ranks_never_need_more_weights_gradients_or_state_each(
     assert is_tiny or many.optimizer_state + many.managed <= few.optimizer_state + few.managed
 
 
-@given(SHAPES, settings_of(), DEVICES, st.sampled_from([2, 8, 64]))
+@given(SHAPES, configurations_of(), DEVICES, st.sampled_from([2, 8, 64]))
 def test_each_stage_of_zero_holds_no_more_state_than_the_one_before(
-    shape: ModelShape, chosen: Setting, device: Device, num_ranks: int
+    shape: ModelShape, chosen: Configuration, device: Device, num_ranks: int
 ) -> None:
     held = []
     for sharding in SHARDED:
@@ -136,9 +138,14 @@ def test_each_stage_of_zero_holds_no_more_state_than_the_one_before(
     assert held[3] <= held[2] <= held[1]
 
 
-@given(SHAPES, settings_of(), st.sampled_from([Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP]), st.sampled_from([2, 8]))
+@given(
+    SHAPES,
+    configurations_of(),
+    st.sampled_from([Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP]),
+    st.sampled_from([2, 8]),
+)
 def test_offload_never_holds_more_state_on_the_device(
-    shape: ModelShape, chosen: Setting, sharding: Sharding, num_ranks: int
+    shape: ModelShape, chosen: Configuration, sharding: Sharding, num_ranks: int
 ) -> None:
     base = replace(chosen, num_ranks=num_ranks, ranks_per_node=num_ranks)
     kept = []
@@ -148,13 +155,13 @@ def test_offload_never_holds_more_state_on_the_device(
     assert all(offloaded <= kept[0] for offloaded in kept[1:])
 
 
-@given(SHAPES, settings_of(), DEVICES)
-def test_checkpointing_never_keeps_more_than_none(shape: ModelShape, chosen: Setting, device: Device) -> None:
+@given(SHAPES, configurations_of(), DEVICES)
+def test_checkpointing_never_keeps_more_than_none(shape: ModelShape, chosen: Configuration, device: Device) -> None:
     dims = dims_of(shape)
 
     def kept(checkpointing: Checkpointing) -> int:
         other = replace(chosen, checkpointing=checkpointing)
-        activations = block_activations(other, recipe_of(other, device, dims), dims)
+        activations = block_activations(other, policy_of(other, device, dims), dims)
         return activations.kept + activations.offloaded
 
     without = kept(Checkpointing.NONE)
@@ -169,20 +176,22 @@ NAMED_BUFFERS = {"communication_buffers", "gathered_weights", "reduce_scatter", 
 HELD_AS_BUCKETS = {"gradients"}  # DDP's buckets are its gradients, from step to step
 
 
-def events_of(shape: ModelShape, chosen: Setting, device: Device) -> dict[str, dict[str, int]]:
+def events_of(shape: ModelShape, chosen: Configuration, device: Device) -> dict[str, dict[str, int]]:
     step = step_memory(shape, chosen, device)
     return step_events(step, resident_bytes(step))
 
 
-@given(SHAPES, settings_of(), DEVICES)
-def test_any_rise_over_one_rank_is_a_buffer_with_a_name(shape: ModelShape, chosen: Setting, device: Device) -> None:
+@given(SHAPES, configurations_of(), DEVICES)
+def test_any_rise_over_one_rank_is_a_buffer_with_a_name(
+    shape: ModelShape, chosen: Configuration, device: Device
+) -> None:
     """At every event, all terms but the buffers of the engine are no larger than without it."""
     if chosen.strategy.sharding is Sharding.NONE or chosen.strategy.offload is not Offload.NONE:
         return
     # DeepSpeed and FSDP2 compute in a 16-bit model, which is compared with a 16-bit model.
     precision = Precision.FP32 if chosen.strategy.precision is Precision.FP32 else Precision.BF16
     strategy = replace(chosen.strategy, precision=precision)
-    sharded = replace(chosen, strategy=strategy, method=Method.FULL, stack="shardwise", recipe=RecipeChoices())
+    sharded = replace(chosen, strategy=strategy, method=Method.FULL, reference="shardwise", policy=PolicyChoices())
     alone = replace(sharded, strategy=replace(strategy, sharding=Sharding.NONE), num_ranks=1, ranks_per_node=1)
     without = events_of(shape, alone, device)
     buffers = NAMED_BUFFERS | (
@@ -199,8 +208,10 @@ def test_any_rise_over_one_rank_is_a_buffer_with_a_name(shape: ModelShape, chose
         assert rise <= named, name
 
 
-@given(SHAPES, settings_of(), DEVICES)
-def test_any_rise_with_more_ranks_is_a_buffer_with_a_name(shape: ModelShape, chosen: Setting, device: Device) -> None:
+@given(SHAPES, configurations_of(), DEVICES)
+def test_any_rise_with_more_ranks_is_a_buffer_with_a_name(
+    shape: ModelShape, chosen: Configuration, device: Device
+) -> None:
     """FSDP2 pads what does not divide: 8 experts over 64 ranks are gathered and reduced as 64."""
     if chosen.strategy.sharding is Sharding.NONE:
         return
@@ -213,9 +224,9 @@ def test_any_rise_with_more_ranks_is_a_buffer_with_a_name(shape: ModelShape, cho
         assert rise <= sum(max(0, event.get(buffer, 0) - few[name].get(buffer, 0)) for buffer in named), name
 
 
-@given(SHAPES, settings_of(), st.sampled_from([Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP]))
+@given(SHAPES, configurations_of(), st.sampled_from([Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP]))
 def test_offload_never_raises_the_peak_but_for_copies_on_their_way(
-    shape: ModelShape, chosen: Setting, sharding: Sharding
+    shape: ModelShape, chosen: Configuration, sharding: Sharding
 ) -> None:
     base = replace(chosen, num_ranks=8, ranks_per_node=8, strategy=replace(chosen.strategy, sharding=sharding))
     for offload in OFFLOADS.get(sharding, [Offload.NONE, Offload.OPTIMIZER]):
@@ -227,11 +238,13 @@ def test_offload_never_raises_the_peak_but_for_copies_on_their_way(
         assert moved.peak_allocated_bytes <= kept.peak_allocated_bytes + copies
 
 
-@given(SHAPES, settings_of(), DEVICES)
-def test_activation_offload_moves_bytes_to_pinned_host_ram(shape: ModelShape, chosen: Setting, device: Device) -> None:
+@given(SHAPES, configurations_of(), DEVICES)
+def test_activation_offload_moves_bytes_to_pinned_host_ram(
+    shape: ModelShape, chosen: Configuration, device: Device
+) -> None:
     on, off = (replace(chosen, activation_offload=each) for each in (True, False))
     with_it, without = (
-        block_activations(each, recipe_of(each, device, dims_of(shape)), dims_of(shape)) for each in (on, off)
+        block_activations(each, policy_of(each, device, dims_of(shape)), dims_of(shape)) for each in (on, off)
     )
     assert without.offloaded == 0
     moved = with_it.kept + with_it.offloaded
@@ -240,36 +253,36 @@ def test_activation_offload_moves_bytes_to_pinned_host_ram(shape: ModelShape, ch
     assert moved <= without.kept if is_fused else moved == without.kept
 
 
-@given(SHAPES, settings_of(), DEVICES)
-def test_no_event_has_a_negative_term(shape: ModelShape, chosen: Setting, device: Device) -> None:
+@given(SHAPES, configurations_of(), DEVICES)
+def test_no_event_has_a_negative_term(shape: ModelShape, chosen: Configuration, device: Device) -> None:
     for name, event in events_of(shape, chosen, device).items():
         assert min(event.values(), default=0) >= 0, name
 
 
-@given(SHAPES, settings_of(), DEVICES, st.sampled_from(list(Checkpointing)), st.sampled_from(list(LossHead)))
+@given(SHAPES, configurations_of(), DEVICES, st.sampled_from(list(Checkpointing)), st.sampled_from(list(LossHead)))
 def test_what_a_row_holds_between_steps_is_the_same_in_every_start_and_never_more_than_the_need(
-    shape: ModelShape, chosen: Setting, device: Device, checkpointing: Checkpointing, loss: LossHead
+    shape: ModelShape, chosen: Configuration, device: Device, checkpointing: Checkpointing, loss: LossHead
 ) -> None:
     held = held_bytes(shape, chosen, device)
     other = replace(chosen, checkpointing=checkpointing, loss=loss, micro_batch=3, loss_chunk_tokens=128)
-    if chosen.stack == "shardwise":  # adapters of other stacks may follow their loss head
+    if chosen.reference == "shardwise":  # adapters of other stacks may follow their loss head
         assert held_bytes(shape, other, device) == held
     assert estimate_memory(shape, chosen, device).need_bytes >= held
 
 
-@given(SHAPES, settings_of(), DEVICES)
-def test_the_need_alone_is_that_of_the_whole_estimate(shape: ModelShape, chosen: Setting, device: Device) -> None:
+@given(SHAPES, configurations_of(), DEVICES)
+def test_the_need_alone_is_that_of_the_whole_estimate(shape: ModelShape, chosen: Configuration, device: Device) -> None:
     assert needed_bytes(shape, chosen, device) == estimate_memory(shape, chosen, device).need_bytes
 
 
-@given(SHAPES, settings_of(), DEVICES, st.integers(1, 64), st.integers(1, 16), st.sampled_from(list(LossHead)))
+@given(SHAPES, configurations_of(), DEVICES, st.integers(1, 64), st.integers(1, 16), st.sampled_from(list(LossHead)))
 def test_the_least_need_of_a_start_is_above_what_it_holds_and_below_the_need_at_every_size_and_loss_head(
-    shape: ModelShape, start: Setting, device: Device, micro_batch: int, accumulation: int, loss: LossHead
+    shape: ModelShape, start: Configuration, device: Device, micro_batch: int, accumulation: int, loss: LossHead
 ) -> None:
     least = least_bytes(shape, start, device)(micro_batch, accumulation)
     other = replace(start, micro_batch=micro_batch, accumulation=accumulation, loss_chunk_tokens=128)
     assert held_bytes(shape, start, device) <= least <= needed_bytes(shape, other, device)
-    if start.stack == "shardwise":  # kernels of other stacks may follow their loss head
+    if start.reference == "shardwise":  # kernels of other stacks may follow their loss head
         other = replace(other, loss=loss)
         assert least <= needed_bytes(shape, other, device)
         assert least_bytes(shape, other, device)(micro_batch, accumulation) == least

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from estimate_factory import config, setting, shape_of, this_cpu
+from estimate_factory import config, configuration, shape_of, this_cpu
 from msgspec.structs import replace
 from rank_factory import rank_plan
 
@@ -154,7 +154,7 @@ def measured(choices: Choices) -> Bytes:
 def predicted(choices: Choices) -> Bytes:
     chosen = defaults(choices)
     chunk = CHUNK_TOKENS if chosen["loss"] is LossHead.CHUNKED else None
-    estimate = estimate_memory(shape_of(FIELDS), setting(**chosen, loss_chunk_tokens=chunk), this_cpu())
+    estimate = estimate_memory(shape_of(FIELDS), configuration(**chosen, loss_chunk_tokens=chunk), this_cpu())
     return Bytes(estimate.peak_allocated_bytes, estimate.steady_allocated_bytes)
 
 

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from planning_factory import context_for, data_of, job_of, machine, plan_of
 
-from shardwise.trainer.planning.candidates import candidate_of, run_hours, setting_of
+from shardwise.trainer.planning.candidates import candidate_of, configuration_of, run_hours
 from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.planning.search.budget import excess
 from shardwise.trainer.planning.search.choice import PAGED_HANDICAP, handicap
-from shardwise.trainer.planning.search.fallbacks import fallbacks, memory_remedy, nothing_fits
-from shardwise.trainer.planning.search.settings import (
+from shardwise.trainer.planning.search.configurations import (
     EAGER_HANDICAP,
     SAME_SPEED,
     best_candidate,
@@ -25,6 +24,7 @@ from shardwise.trainer.planning.search.settings import (
     least_need,
     micro_batches,
 )
+from shardwise.trainer.planning.search.fallbacks import fallbacks, memory_remedy, nothing_fits
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError, NothingFitsError
@@ -226,7 +226,7 @@ def test_larger_buckets_need_more(name: str) -> None:
     row = next(row for row in CATALOGUE if row.name == name)
     context = context_for("8b", "2xA100-SXM4-80GB", seq_len=512)
     ladder = bucket_ladder(context.shape, row)
-    base = setting_of(context, plan_of("tiny", "2xCPU", pin={"sharding": row.sharding}).chosen)
+    base = configuration_of(context, plan_of("tiny", "2xCPU", pin={"sharding": row.sharding}).chosen)
     needs = [candidate_of(context, replace(base, strategy=row, buckets=b)).memory.need_bytes for b in ladder]
     assert needs == sorted(needs)
     assert len(ladder) > 3

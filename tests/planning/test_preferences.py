@@ -3,14 +3,14 @@
 from typing import Any
 
 import pytest
-from estimate_factory import LLAMA_8B, gpu, setting
+from estimate_factory import LLAMA_8B, configuration, gpu
 from msgspec.structs import replace
 from planning_factory import data_of, job_of, plan_of
 
+from shardwise.trainer.planning.configuration import PolicyChoices
 from shardwise.trainer.planning.explain.plan_page import explain_plan
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.run import estimate_data
-from shardwise.trainer.planning.setting import RecipeChoices
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import assumed_shape
 from shardwise.trainer.spec.errors import InputError
@@ -31,8 +31,8 @@ def planned(method: Method, data: DataProfile) -> Plan:
 
 @pytest.mark.parametrize("method", [Method.FULL, Method.LORA, Method.QLORA])
 def test_a_pair_takes_the_memory_of_two_rows_whatever_its_reference(method: Method) -> None:
-    device, rows = gpu("1xH100-SXM5-80GB"), setting(method=method, micro_batch=4)
-    paired = replace(rows, micro_batch=2, recipe=RecipeChoices(rows_per_example=2))
+    device, rows = gpu("1xH100-SXM5-80GB"), configuration(method=method, micro_batch=4)
+    paired = replace(rows, micro_batch=2, policy=PolicyChoices(rows_per_example=2))
     assert estimate_memory(LLAMA_8B, paired, device) == estimate_memory(LLAMA_8B, rows, device)
 
 

@@ -6,7 +6,7 @@ import pytest
 from planning_factory import plan_of
 
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.reasons import leaves
+from shardwise.trainer.planning.reasons import opt_ins
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Precision
@@ -20,7 +20,7 @@ def plan(spec: str, *allow: Allowance, pin: dict[str, Any] = FP32) -> Plan:
 
 def offered(found: Plan) -> dict[Allowance, float]:
     """Seconds of a step that each entry of `allow` would lead to."""
-    return {leave.allowance: leave.candidate.speed.step_s for leave in leaves(context_of(found), found)}
+    return {leave.allowance: leave.candidate.speed.step_s for leave in opt_ins(context_of(found), found)}
 
 
 def test_a_pinned_fp32_is_told_what_tf32_would_gain():

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from architecture_factory import TINY, VARIANTS
-from estimate_factory import config, cpu, setting, shape_of
+from estimate_factory import config, configuration, cpu, shape_of
 from flash_stand_in import load_stand_in
 from hub_kernel_factory import KERNEL
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_flash_attention_utils
@@ -141,7 +141,7 @@ def measured(fields: dict[str, Any], precision: Precision, checkpointing: Checkp
 def test_packed_rows_need_the_memory_that_is_predicted_for_rows_of_one_document(precision, checkpointing):
     """Within 2 %, the tolerance of the closed form; a mask of row x row would be a sixth too much."""
     fields = config(4096, 192, 512, 4, 6, 2, is_tied=True, head_dim=32)
-    chosen = setting(
+    chosen = configuration(
         precision=precision, checkpointing=checkpointing, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN,
         optimizer=Optimizer.ADAMW, loss=LossHead.CHUNKED,
     )  # fmt: skip

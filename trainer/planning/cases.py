@@ -19,12 +19,12 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, PolicyChoices, fp8_recipe_of
 from shardwise.trainer.planning.device import Device, device_of
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.rules.combination import Reach, capability_words, combination_of, facts_of, first_broken
 from shardwise.trainer.planning.rules.incompatible import LAYOUTS, RECIPE_CAPABILITY, ROWS, SETTINGS
-from shardwise.trainer.planning.search.settings import chunk_tokens
-from shardwise.trainer.planning.setting import OUR_STACK, RecipeChoices, Setting, fp8_recipe_of
+from shardwise.trainer.planning.search.configurations import chunk_tokens
 from shardwise.trainer.planning.speed.step import estimate_speed
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE, EXACT_OPTIMIZERS, EXACT_PRECISIONS
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec, match_card
@@ -110,7 +110,7 @@ class TrainInput(Value, frozen=True, kw_only=True):
         return GaloreJob(rank=self.galore_rank or GaloreJob().rank, layerwise=self.layerwise)
 
 
-class RecipeInput(Value, frozen=True, kw_only=True):
+class PolicyInput(Value, frozen=True, kw_only=True):
     """Behaviour of software or machine beyond the axes; null: as the reference trainer or the catalogue says."""
 
     longest_seq: Count | None = None
@@ -129,8 +129,8 @@ class CaseInput(Value, frozen=True, kw_only=True):
     model: dict[str, Any]
     hardware: dict[str, Any]
     train: TrainInput
-    stack: str = OUR_STACK
-    recipe: RecipeInput = RecipeInput()
+    stack: str = SHARDWISE  # the reference trainer
+    recipe: PolicyInput = PolicyInput()
 
     def machine(self) -> MachineInput | Hardware:
         """The hardware, in whichever of its two forms."""
@@ -147,7 +147,7 @@ def parse_case(case: Mapping[str, Any]) -> CaseInput:
 _SECTIONS: dict[str, type[Value]] = {
     "": CaseInput,
     "train": TrainInput,
-    "recipe": RecipeInput,
+    "recipe": PolicyInput,
     "hardware": MachineInput,
 }
 
@@ -195,7 +195,7 @@ def _members(section: type[Value], name: str) -> list[str]:
     return [member.value for member in enum]
 
 
-Check = Callable[[ModelShape, Setting], str | None]
+Check = Callable[[ModelShape, Configuration], str | None]
 
 _INCOMPATIBILITIES = (*LAYOUTS, *ROWS, *SETTINGS)
 # A case has GPUs where a plan has ranks.
@@ -205,15 +205,15 @@ _IN_OTHER_WORDS = {
 }
 
 
-def impossibility(shape: ModelShape, device: Device, setting: Setting) -> str | None:
+def impossibility(shape: ModelShape, device: Device, configuration: Configuration) -> str | None:
     """Why this setting cannot run on this device, or None where it can."""
-    is_ours = setting.stack == OUR_STACK
-    combination = combination_of(setting, shape, device, trusts_unknown_cards=True)
+    is_ours = configuration.reference == SHARDWISE
+    combination = combination_of(configuration, shape, device, trusts_unknown_cards=True)
     broken = first_broken(_INCOMPATIBILITIES, combination, reach=Reach.OURS if is_ours else Reach.ALL)
     if broken is not None:
         said = _IN_OTHER_WORDS.get(broken.name, broken.reason).format(**facts_of(combination))
         return said if broken.instead is None else f"{said}; use {broken.instead_of(combination)}"
-    return next((sentence for check in VALUES if (sentence := check(shape, setting)) is not None), None)
+    return next((sentence for check in VALUES if (sentence := check(shape, configuration)) is not None), None)
 
 
 def misplaced(train: TrainInput, device: Device) -> str | None:
@@ -231,13 +231,13 @@ def misplaced(train: TrainInput, device: Device) -> str | None:
     return None
 
 
-def _layerwise(_shape: ModelShape, setting: Setting) -> str | None:
-    is_misplaced = setting.galore.layerwise and setting.method is not Method.GALORE
+def _layerwise(_shape: ModelShape, configuration: Configuration) -> str | None:
+    is_misplaced = configuration.galore.layerwise and configuration.method is not Method.GALORE
     return "layerwise is of method: galore" if is_misplaced else None
 
 
-def _every_n(shape: ModelShape, setting: Setting) -> str | None:
-    num_blocks, is_every_n = setting.checkpoint_every_n, setting.checkpointing is Checkpointing.EVERY_N
+def _every_n(shape: ModelShape, configuration: Configuration) -> str | None:
+    num_blocks, is_every_n = configuration.checkpoint_every_n, configuration.checkpointing is Checkpointing.EVERY_N
     if num_blocks is None:
         return (
             "checkpointing: every_n needs n, the number of blocks from one checkpoint to the next"
@@ -245,38 +245,38 @@ def _every_n(shape: ModelShape, setting: Setting) -> str | None:
             else None
         )
     if not is_every_n:
-        return f"n is of checkpointing: every_n, not of {setting.checkpointing}"
+        return f"n is of checkpointing: every_n, not of {configuration.checkpointing}"
     return f"n is {num_blocks}, and the model has {shape.num_layers} blocks" if num_blocks > shape.num_layers else None
 
 
-def _slices(_shape: ModelShape, setting: Setting) -> str | None:
-    if setting.loss_chunk_tokens is None or setting.loss is LossHead.CHUNKED:
+def _slices(_shape: ModelShape, configuration: Configuration) -> str | None:
+    if configuration.loss_chunk_tokens is None or configuration.loss is LossHead.CHUNKED:
         return None
-    return f"loss_chunk_tokens is of loss: chunked, not of {setting.loss}"
+    return f"loss_chunk_tokens is of loss: chunked, not of {configuration.loss}"
 
 
-def _positions(shape: ModelShape, setting: Setting) -> str | None:
-    longest = setting.recipe.longest_seq or setting.seq_len
+def _positions(shape: ModelShape, configuration: Configuration) -> str | None:
+    longest = configuration.policy.longest_seq or configuration.seq_len
     if shape.positions is not Positions.LEARNED or shape.max_positions is None or longest <= shape.max_positions:
         return None
     return f"a sequence of {longest} tokens is longer than the model's table of {shape.max_positions} positions"
 
 
-def _longest(_shape: ModelShape, setting: Setting) -> str | None:
-    longest = setting.recipe.longest_seq
-    if longest is None or longest >= setting.seq_len:
+def _longest(_shape: ModelShape, configuration: Configuration) -> str | None:
+    longest = configuration.policy.longest_seq
+    if longest is None or longest >= configuration.seq_len:
         return None
-    return f"recipe.longest_seq is {longest}, less than train.seq_len {setting.seq_len}"
+    return f"recipe.longest_seq is {longest}, less than train.seq_len {configuration.seq_len}"
 
 
-def _targets(shape: ModelShape, setting: Setting) -> str | None:
+def _targets(shape: ModelShape, configuration: Configuration) -> str | None:
     """PEFT passes over a name that no layer has, as long as another name finds one; so may any foreign stack."""
-    if not setting.method.freezes_base or setting.lora.targets == ("all-linear",):
+    if not configuration.method.freezes_base or configuration.lora.targets == ("all-linear",):
         return None
     names = tuple(dict.fromkeys(linear.name for linear in shape.linears))
-    unknown = [target for target in setting.lora.targets if target not in names]
-    is_foreign = setting.stack != OUR_STACK
-    if setting.lora.targets and (not unknown or (is_foreign and len(unknown) < len(setting.lora.targets))):
+    unknown = [target for target in configuration.lora.targets if target not in names]
+    is_foreign = configuration.reference != SHARDWISE
+    if configuration.lora.targets and (not unknown or (is_foreign and len(unknown) < len(configuration.lora.targets))):
         return None
     said = repr(unknown[0]) if unknown else "an empty list"
     return f"lora_targets: {said} names no linear layer of this model; it has {', '.join(names)}, or all-linear"
@@ -302,7 +302,7 @@ class PredictionCase(Value, frozen=True, kw_only=True):
     id: str
     shape: ModelShape
     device: Device
-    setting: Setting
+    configuration: Configuration
 
 
 def read_case(case: Mapping[str, Any]) -> PredictionCase:
@@ -310,11 +310,11 @@ def read_case(case: Mapping[str, Any]) -> PredictionCase:
     fields = parse_case(case)
     shape = _shape_of(msgspec.json.encode(fields.model))
     device = _device_of(fields)
-    setting = _setting_of(fields, shape, device)
-    reason = misplaced(fields.train, device) or impossibility(shape, device, setting)
+    configuration = _setting_of(fields, shape, device)
+    reason = misplaced(fields.train, device) or impossibility(shape, device, configuration)
     if reason is not None:
         raise InputError(reason)
-    return PredictionCase(id=fields.id, shape=shape, device=device, setting=setting)
+    return PredictionCase(id=fields.id, shape=shape, device=device, configuration=configuration)
 
 
 def answer_case(case: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,8 +323,8 @@ def answer_case(case: Mapping[str, Any]) -> dict[str, Any]:
         read = read_case(case)
     except InputError as error:
         return {"id": case.get("id"), "error": " ".join(str(error).split())}
-    memory = estimate_memory(read.shape, read.setting, read.device)
-    speed = estimate_speed(read.shape, read.setting, read.device)
+    memory = estimate_memory(read.shape, read.configuration, read.device)
+    speed = estimate_speed(read.shape, read.configuration, read.device)
     if not math.isfinite(speed.step_s):  # JSON has no word for it, and it is no answer
         return {"id": read.id, "error": "a size of the model or of the machine is so large that no speed follows"}
     return {
@@ -373,12 +373,12 @@ def _shape_of(config: bytes) -> ModelShape:
 
 
 def _device_of(fields: CaseInput) -> Device:
-    machine, recipe = fields.machine(), fields.recipe
+    machine, policy = fields.machine(), fields.recipe
     device = _catalogue_device(machine) if isinstance(machine, MachineInput) else _probed_device(machine)
-    if recipe.node_network_bytes_per_s is not None:
-        device = replace(device, network_bytes_per_s=round(recipe.node_network_bytes_per_s))
-    if recipe.pcie_p2p is not None and device.link_kind is not LinkKind.NVLINK:
-        device = replace(device, has_peer_access=recipe.pcie_p2p)
+    if policy.node_network_bytes_per_s is not None:
+        device = replace(device, network_bytes_per_s=round(policy.node_network_bytes_per_s))
+    if policy.pcie_p2p is not None and device.link_kind is not LinkKind.NVLINK:
+        device = replace(device, has_peer_access=policy.pcie_p2p)
     return device
 
 
@@ -404,12 +404,12 @@ def _probed_device(hardware: Hardware) -> Device:
     return device
 
 
-def _setting_of(fields: CaseInput, shape: ModelShape, device: Device) -> Setting:
-    train, recipe = fields.train, fields.recipe
+def _setting_of(fields: CaseInput, shape: ModelShape, device: Device) -> Configuration:
+    train, policy = fields.train, fields.recipe
     slice_tokens = train.loss_chunk_tokens
     if slice_tokens is None and train.loss is LossHead.CHUNKED:
         slice_tokens = chunk_tokens(shape)
-    return Setting(
+    return Configuration(
         strategy=_strategy_of(train),
         method=train.method,
         num_ranks=device.num_devices,
@@ -429,13 +429,13 @@ def _setting_of(fields: CaseInput, shape: ModelShape, device: Device) -> Setting
         lora=train.lora,
         galore=train.galore,
         quant=train.quant or Quant.NF4_DQ,
-        stack=fields.stack,
-        recipe=RecipeChoices(
-            longest_seq=recipe.longest_seq,
-            residual_bytes=_width(recipe.residual_dtype),
-            adapter_bytes=_width(recipe.adapter_dtype),
-            reduce_bytes=_width(recipe.reduce_dtype),
-            reduces_every_micro_batch=recipe.reduce_every_micro_batch,
+        reference=fields.stack,
+        policy=PolicyChoices(
+            longest_seq=policy.longest_seq,
+            residual_bytes=_width(policy.residual_dtype),
+            adapter_bytes=_width(policy.adapter_dtype),
+            reduce_bytes=_width(policy.reduce_dtype),
+            reduces_every_micro_batch=policy.reduce_every_micro_batch,
         ),
     )
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from shardwise.trainer.planning.calibrate import Correction, Corrections, Factor
-from shardwise.trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
+from shardwise.trainer.planning.candidates import candidate_of, configuration_of, with_micro_batch
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.rules.rule import Rule, capability_words, may_run, rule_named
 from shardwise.trainer.planning.run import padding_share, widths_at
 from shardwise.trainer.planning.search.choice import best_of, one_a_layout
-from shardwise.trainer.planning.search.settings import (
+from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,
     attention,
     micro_batches,
@@ -253,7 +253,7 @@ def _why_micro_batch(context: PlanningContext, candidate: Candidate) -> str:
     larger = next((size for size in micro_batches(context, candidate.strategy) if size > candidate.micro_batch), None)
     if larger is None:
         return "a rank's whole share of a step at once"
-    other = candidate_of(context, with_micro_batch(context, setting_of(context, candidate), larger))
+    other = candidate_of(context, with_micro_batch(context, configuration_of(context, candidate), larger))
     if not other.memory.fits:
         return f"{larger} would need {format_bytes(other.memory.need_bytes)}"
     gain = candidate.speed.step_s / other.speed.step_s - 1
@@ -264,8 +264,10 @@ def _why_checkpointing(context: PlanningContext, candidate: Candidate) -> str:
     if context.job.pin.checkpointing is not None:
         return f"the job file pins it{_every_n_words(context, candidate)}"
     is_kept = candidate.checkpointing is Checkpointing.NONE
-    setting = setting_of(context, candidate)
-    other = candidate_of(context, replace(setting, checkpointing=Checkpointing.FULL if is_kept else Checkpointing.NONE))
+    configuration = configuration_of(context, candidate)
+    other = candidate_of(
+        context, replace(configuration, checkpointing=Checkpointing.FULL if is_kept else Checkpointing.NONE)
+    )
     if is_kept:
         share = other.speed.step_s / candidate.speed.step_s - 1
         return f"activations fit; recomputing them would cost {share:.0%} of the speed"
@@ -340,17 +342,17 @@ def _engine_notes(candidates: Sequence[Candidate]) -> Iterator[str]:
 
 
 WORTH_A_LINE = 1.10  # times as fast
-WORTH_LEAVE = 1.25  # times the memory
+WORTH_OPTING_IN = 1.25  # times the memory
 
 
-class Leave(Value, frozen=True, kw_only=True):
+class OptIn(Value, frozen=True, kw_only=True):
     """The best candidate that an entry of `allow` would open."""
 
     allowance: Allowance
     candidate: Candidate
 
 
-def leaves(context: PlanningContext, plan: Plan) -> tuple[Leave, ...]:
+def opt_ins(context: PlanningContext, plan: Plan) -> tuple[OptIn, ...]:
     """Opt-ins that are missing from `allow` and would be faster or need less memory than the chosen candidate."""
     waiting = list(_waiting(plan.rejections))
     found = (
@@ -359,9 +361,9 @@ def leaves(context: PlanningContext, plan: Plan) -> tuple[Leave, ...]:
         if allowance not in context.job.allow
     )
     return tuple(
-        Leave(allowance=allowance, candidate=candidate)
+        OptIn(allowance=allowance, candidate=candidate)
         for allowance, candidate in found
-        if candidate is not None and _is_worth_leave(candidate, plan.chosen)
+        if candidate is not None and _is_worth_opting_in(candidate, plan.chosen)
     )
 
 
@@ -370,7 +372,7 @@ def _waiting(rejections: Sequence[Rejection]) -> Iterator[tuple[Strategy, Rule]]
     rows = {row.name: row for row in CATALOGUE}
     for rejection in rejections:
         rule = None if rejection.rule is None else rule_named(rejection.rule)
-        if rule is not None and rule.asks_leave:
+        if rule is not None and rule.needs_opt_in:
             yield rows[rejection.strategy], rule
 
 
@@ -386,6 +388,6 @@ def _opened_by(
     return best
 
 
-def _is_worth_leave(candidate: Candidate, chosen: Candidate) -> bool:
+def _is_worth_opting_in(candidate: Candidate, chosen: Candidate) -> bool:
     gains_time = chosen.speed.step_s > WORTH_A_LINE * candidate.speed.step_s
-    return gains_time or candidate.memory.need_bytes < chosen.memory.need_bytes / WORTH_LEAVE
+    return gains_time or candidate.memory.need_bytes < chosen.memory.need_bytes / WORTH_OPTING_IN

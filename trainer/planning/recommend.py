@@ -18,7 +18,7 @@ from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import usual_error
 from shardwise.trainer.planning.search.choice import survey
-from shardwise.trainer.planning.search.settings import best_candidate, loss_handicap
+from shardwise.trainer.planning.search.configurations import best_candidate, loss_handicap
 from shardwise.trainer.spec.calibration import RatesSource
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.job.sections import Allowance

@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from shardwise.trainer.planning.setting import RecipeChoices
+from shardwise.trainer.planning.configuration import PolicyChoices
 from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile, LengthHistogram, stream_note
 from shardwise.trainer.spec.data.shapes import SHAPES, objective_of, rows_per_example
 from shardwise.trainer.spec.errors import InputError
@@ -173,9 +173,9 @@ def mean_width(data: DataProfile | None, micro_batch: int, *, seq_len: int) -> f
     return min(float(seq_len), widths_at(data, micro_batch).mean_width_sorted)  # the order that training takes
 
 
-def row_recipe(data: DataProfile | None, *, seq_len: int) -> RecipeChoices:
+def row_policy(data: DataProfile | None, *, seq_len: int) -> PolicyChoices:
     """Facts about the rows that the data determines."""
-    return RecipeChoices(
+    return PolicyChoices(
         rows_per_example=1 if data is None else SHAPES[data.format].rows_per_example,
         document_tokens=document_tokens(data, seq_len=seq_len),
     )

@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.candidates import at_longest, setting_of
+from shardwise.trainer.planning.candidates import at_longest, configuration_of
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.memory import on_device, step_memory
 from shardwise.trainer.planning.memory.events import StepMemory, resident_bytes, step_events
@@ -84,7 +84,7 @@ def simulated_memory(context: PlanningContext, candidate: Candidate, simulation:
     }
     parts = {name: totals.get(name, 0) for name in predicted}
     held = StepBytes(
-        recipe=step.recipe,
+        policy=step.policy,
         device=context.device,
         num_ranks=candidate.num_ranks,
         events={**{name: {} for name in totals}, **predicted},
@@ -143,8 +143,8 @@ def plan_of_simulated(plan: Plan, taken: Simulated, failed: Sequence[Simulated])
 
 def _step_of(context: PlanningContext, candidate: Candidate) -> StepMemory:
     """The closed form of the candidate's step."""
-    setting = at_longest(context, setting_of(context, candidate))
-    return step_memory(context.shape, setting, context.device)
+    configuration = at_longest(context, configuration_of(context, candidate))
+    return step_memory(context.shape, configuration, context.device)
 
 
 def named_events(events: Mapping[str, int], predicted: Container[str]) -> dict[str, int]:

@@ -72,7 +72,7 @@ class Figures(Value, frozen=True, kw_only=True):
     speed: SpeedFigures = SpeedFigures()
 
 
-class Engaged(Value, frozen=True, kw_only=True):
+class Verified(Value, frozen=True, kw_only=True):
     """Configuration that was verified after everything was built, as opposed to requested."""
 
     world_size: int
@@ -144,7 +144,7 @@ class Report(Value, frozen=True, kw_only=True):
     plan: Candidate
     predicted: Figures
     measured: Figures
-    engaged: Engaged | None
+    engaged: Verified | None
     incidents: tuple[str, ...]
     roll_backs: tuple[RollBack, ...] = ()
     versions: dict[str, str]

@@ -12,9 +12,9 @@ from shardwise.launch.show.report.text import (
     FAULTS,
     attempt_line,
     comparison_rows,
-    engaged_lines,
     loss_lines,
     parts_line,
+    verified_lines,
 )
 from shardwise.trainer.planning.explain.choice import choice_section, machine_words
 from shardwise.trainer.planning.explain.plan_page import nearest_rejections, runners_up_section
@@ -61,7 +61,7 @@ def run_page(run: RecordedRun) -> Page:
         _section("attempts", _attempts(run)),
         *_planned(run),
         _section("sample", _sample(run)),
-        _section("seen to run", [] if run.report is None else _sentences(engaged_lines(run.report))),
+        _section("seen to run", [] if run.report is None else _sentences(verified_lines(run.report))),
         _section("hardware", [] if run.plan is None else list(_hardware(run.plan))),
         _section("versions", _versions(run)),
     )

@@ -44,7 +44,7 @@ def render_report(report: Report, *, run_dir: Path, recommended: Sequence[Recomm
     lines += [f"  {line}" for line in loss_lines(report)]
     lines += ["", *_comparison_lines(report.predicted, report.measured)]
     lines += [line for words in [parts_line(report.measured.speed.parts)] if words for line in ("", words)]
-    lines += ["", *engaged] if (engaged := engaged_lines(report)) else []
+    lines += ["", *engaged] if (engaged := verified_lines(report)) else []
     lines += _sample_lines(report)
     if recommended:
         lines += ["", "what would help:", *(line for each in recommended for line in paragraph(each.text, width=100))]
@@ -135,7 +135,7 @@ def _comparison_lines(predicted: Figures, measured: Figures) -> list[str]:
     ]
 
 
-def engaged_lines(report: Report) -> list[str]:
+def verified_lines(report: Report) -> list[str]:
     """Lines about the verified engine; empty if no attempt got that far."""
     engaged = report.engaged
     if engaged is None:

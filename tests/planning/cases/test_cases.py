@@ -191,7 +191,7 @@ def test_fits_compares_the_need_with_what_the_card_grants():
 
 def _estimated(case):
     read = read_case(case)
-    return read.shape, read.setting, read.device
+    return read.shape, read.configuration, read.device
 
 
 def test_a_cap_never_raises_the_memory_of_a_card():
@@ -222,11 +222,11 @@ def test_an_offloaded_state_is_counted_in_host_ram_or_on_nvme():
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused", "deepspeed_cpu_adam"])
 def test_adam_of_an_offloaded_state_is_deepspeeds_whatever_it_is_called(optimizer):
     case = case_of(train__sharding="zero2", train__offload="optimizer", train__optimizer=optimizer)
-    assert read_case(case).setting.strategy.optimizer is Optimizer.DEEPSPEED_CPU_ADAM
+    assert read_case(case).configuration.strategy.optimizer is Optimizer.DEEPSPEED_CPU_ADAM
 
 
 def test_a_recipe_reaches_the_estimates():
-    recipe = {
+    policy = {
         "longest_seq": 8192,
         "residual_dtype": "fp32",
         "adapter_dtype": "bf16",
@@ -235,8 +235,8 @@ def test_a_recipe_reaches_the_estimates():
         "node_network_bytes_per_s": 25e9,
         "pcie_p2p": False,
     }
-    read = read_case(case_of(recipe=recipe, hardware__gpu="RTX-A6000"))
-    choices = read.setting.recipe
+    read = read_case(case_of(recipe=policy, hardware__gpu="RTX-A6000"))
+    choices = read.configuration.policy
     assert (choices.longest_seq, choices.reduces_every_micro_batch) == (8192, True)
     assert (choices.residual_bytes, choices.adapter_bytes, choices.reduce_bytes) == (4, 2, 2)
     assert (read.device.network_bytes_per_s, read.device.has_peer_access) == (25_000_000_000, False)
@@ -263,11 +263,15 @@ def test_what_runs_reaches_the_estimates():
             train__optimizer_in_backward=True,
         )
     )
-    setting = read.setting
-    assert (setting.quant, setting.lora.rank, setting.lora.targets) == (Quant.NF4, 64, ("q_proj", "v_proj"))
-    assert (setting.checkpoint_every_n, setting.loss_chunk_tokens) == (4, 256)
-    assert setting.compile and setting.activation_offload and setting.optimizer_in_backward
-    galore = read_case(one_gpu(train__method="galore", train__optimizer="adamw", train__galore_rank=512)).setting
+    configuration = read.configuration
+    assert (configuration.quant, configuration.lora.rank, configuration.lora.targets) == (
+        Quant.NF4,
+        64,
+        ("q_proj", "v_proj"),
+    )
+    assert (configuration.checkpoint_every_n, configuration.loss_chunk_tokens) == (4, 256)
+    assert configuration.compile and configuration.activation_offload and configuration.optimizer_in_backward
+    galore = read_case(one_gpu(train__method="galore", train__optimizer="adamw", train__galore_rank=512)).configuration
     assert galore.galore.rank == 512
 
 

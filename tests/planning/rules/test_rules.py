@@ -15,8 +15,8 @@ from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.rules.combination import Combination, Incompatibility, first_broken
 from shardwise.trainer.planning.rules.incompatible import LAYOUTS, ROWS, SETTINGS
 from shardwise.trainer.planning.rules.rule import RULES, may_run, obstacle_to, refuse
+from shardwise.trainer.planning.search.configurations import first_setting
 from shardwise.trainer.planning.search.input_checks import check_pins
-from shardwise.trainer.planning.search.settings import first_setting
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError
@@ -393,10 +393,10 @@ def test_a_pinned_pair_that_the_catalogue_lacks_is_an_error_with_its_reason() ->
 def test_a_setting_of_a_row_is_asked_after_what_it_adds_to_the_row() -> None:
     """What a search asks of every setting; the row itself is taken."""
     context = context_for("8b", "1xRTX-4090", seq_len=2048, tokens_per_step=8192)
-    setting = first_setting(
+    configuration = first_setting(
         context, ROWS_BY_NAME["none/bf16-mixed/lomo"], checkpointing=Checkpointing.FULL, loss=LossHead.CHUNKED
     )
-    at_once = replace(setting, micro_batch=4, accumulation=1)
+    at_once = replace(configuration, micro_batch=4, accumulation=1)
     assert obstacle_to(context, at_once) is None
     for changes, name in (
         ({"micro_batch": 1, "accumulation": 4}, "backward_update_adds_nothing_up"),

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import context_for, data_of, plan_of
 
-from shardwise.trainer.planning.candidates import candidate_of, setting_of
+from shardwise.trainer.planning.candidates import candidate_of, configuration_of
 from shardwise.trainer.planning.reasons import data_words
 from shardwise.trainer.planning.run import longest_width, mean_width, widths_at
 from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile, LengthHistogram
@@ -50,13 +50,13 @@ def test_widths_between_those_that_were_counted_lie_on_a_line(micro_batch: int, 
 
 def test_the_longest_row_sets_the_memory_and_the_mean_width_the_time() -> None:
     context = context_for("8b", H100, seq_len=2048)
-    setting = setting_of(context, plan_of("8b", "8xH100-SXM5-80GB").chosen)
-    setting = replace(setting, micro_batch=4, accumulation=8)
+    configuration = configuration_of(context, plan_of("8b", "8xH100-SXM5-80GB").chosen)
+    configuration = replace(configuration, micro_batch=4, accumulation=8)
 
     def at(seq_len: int) -> Any:
-        return candidate_of(context, replace(setting, seq_len=seq_len))
+        return candidate_of(context, replace(configuration, seq_len=seq_len))
 
-    found = candidate_of(replace(context, data=padded()), setting)
+    found = candidate_of(replace(context, data=padded()), configuration)
     assert found.memory.peak_allocated_bytes == at(1504).memory.peak_allocated_bytes
     assert found.speed.step_s == at(205).speed.step_s
     assert found.speed.tokens_per_s_per_gpu == pytest.approx(at(205).speed.tokens_per_s_per_gpu * 196 / 205)

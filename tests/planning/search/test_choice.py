@@ -6,13 +6,13 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import context_for, data_of, job_of
 
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import may_run
 from shardwise.trainer.planning.search import choice
 from shardwise.trainer.planning.search.budget import excess
 from shardwise.trainer.planning.search.choice import best_of, in_order, one_a_layout, survey
-from shardwise.trainer.planning.search.settings import Bounded, best_candidate, best_setting, bounded_starts
-from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.search.configurations import Bounded, best_candidate, best_setting, bounded_starts
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import BatchWidth
 from shardwise.trainer.spec.job.sections import Allowance
@@ -69,7 +69,7 @@ def test_rows_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     context = context_for("8b", "8xH100-SXM5-80GB", method=Method.LORA)
     searched = []
 
-    def counted(context: PlanningContext, row: Strategy, starts: list[Bounded]) -> Setting | None:
+    def counted(context: PlanningContext, row: Strategy, starts: list[Bounded]) -> Configuration | None:
         searched.append(row)
         return best_setting(context, row, starts)
 

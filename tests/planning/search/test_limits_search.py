@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import CONFIGS, data_of, job_of, machine, shape_of
 
-from shardwise.trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
+from shardwise.trainer.planning.candidates import candidate_of, configuration_of, with_micro_batch
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.explain.limits import Question, limits_json, limits_section
 from shardwise.trainer.planning.page.content import Page, page_text
@@ -49,8 +49,8 @@ def contexts(model: str, hardware: Hardware, **facts: Any) -> dict[Method, Plann
 
 
 def fits(context: PlanningContext, candidate: Candidate, **changes: Any) -> bool:
-    setting = replace(setting_of(context, candidate), **changes)
-    return excess(context, candidate_of(context, setting)) is None
+    configuration = replace(configuration_of(context, candidate), **changes)
+    return excess(context, candidate_of(context, configuration)) is None
 
 
 @pytest.mark.parametrize(("model", "hardware"), CASES)
@@ -74,7 +74,7 @@ def test_the_largest_batch_fits_and_one_sequence_more_does_not(model: str, hardw
     by_method = contexts(model, hardware)
     for rung in largest_batches(by_method):
         context = by_method[rung.method]
-        more = with_micro_batch(context, setting_of(context, rung.candidate), rung.size + 1)
+        more = with_micro_batch(context, configuration_of(context, rung.candidate), rung.size + 1)
         assert rung.size == rung.candidate.micro_batch
         assert fits(context, rung.candidate)
         assert excess(context, candidate_of(context, more)) is not None

@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
-from estimate_factory import LLAMA_2_7B, LLAMA_8B, MISTRAL_7B, TINY, UNKNOWN_HOST, cpu, gpu, setting
+from estimate_factory import LLAMA_2_7B, LLAMA_8B, MISTRAL_7B, TINY, UNKNOWN_HOST, configuration, cpu, gpu
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from shardwise.trainer.planning.configuration import PolicyChoices
 from shardwise.trainer.planning.device import Device, device_of
-from shardwise.trainer.planning.setting import RecipeChoices
 from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.speed.rates import rates_of
 from shardwise.trainer.planning.speed.step import estimate_speed, evaluation_seconds, flops_per_token, speed_notes
@@ -41,7 +41,7 @@ def test_flops_of_a_token_follow_the_stated_convention() -> None:
 
 
 SETTINGS = st.builds(
-    setting,
+    configuration,
     st.sampled_from(
         [Sharding.DDP, Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP, Sharding.FSDP_GRAD_OP, Sharding.HSDP]
     ),
@@ -100,7 +100,7 @@ def test_more_tokens_take_longer_and_amortise_the_step(shape: ModelShape, chosen
 
 
 def test_a_faster_card_is_faster() -> None:
-    chosen = setting(checkpointing=FULL_AC, micro_batch=4)
+    chosen = configuration(checkpointing=FULL_AC, micro_batch=4)
     cards = ["RTX-3090", "A100-SXM4-80GB", "H100-SXM5-80GB", "B200"]
     seconds = [estimate_speed(LLAMA_8B, chosen, gpu(f"1x{card}")).step_s for card in cards]
     assert seconds == sorted(seconds, reverse=True)
@@ -108,18 +108,18 @@ def test_a_faster_card_is_faster() -> None:
 
 @pytest.mark.parametrize("card", GPU_SPECS)
 def test_every_card_of_the_catalogue_has_a_speed(card: str) -> None:
-    found = estimate_speed(MISTRAL_7B, setting(precision=Precision.FP16_MIXED, micro_batch=4), gpu(f"1x{card}"))
+    found = estimate_speed(MISTRAL_7B, configuration(precision=Precision.FP16_MIXED, micro_batch=4), gpu(f"1x{card}"))
     assert found.mfu is not None and 0.02 < found.mfu < 0.85
 
 
 def test_pcie_without_peer_access_costs_more_than_nvlink() -> None:
-    chosen = setting(Sharding.FSDP, num_ranks=2, checkpointing=FULL_AC)
+    chosen = configuration(Sharding.FSDP, num_ranks=2, checkpointing=FULL_AC)
     parts = [estimate_speed(LLAMA_8B, chosen, gpu(spec)).parts for spec in ("2xA100-SXM4-80GB", "2xRTX-4090")]
     assert parts[0]["communication_s"] * 10 < parts[1]["communication_s"]
 
 
 def test_across_nodes_the_network_is_the_link() -> None:
-    chosen = setting(Sharding.FSDP, num_ranks=16, checkpointing=FULL_AC)
+    chosen = configuration(Sharding.FSDP, num_ranks=16, checkpointing=FULL_AC)
     inside = estimate_speed(LLAMA_8B, replace(chosen, num_ranks=8), gpu("8xA100-SXM4-80GB"))
     across = estimate_speed(LLAMA_8B, chosen, gpu("2x8xA100-SXM4-80GB"))
     hybrid = replace(chosen, strategy=replace(chosen.strategy, sharding=Sharding.HSDP))
@@ -135,7 +135,7 @@ def test_hybrid_sharding_over_more_nodes_sends_no_less_across_them() -> None:
     network = 10**8
     slow = replace(gpu("2x8xA100-SXM4-80GB"), network_bytes_per_s=network)
     found = {
-        nodes: estimate_speed(LLAMA_8B, setting(Sharding.HSDP, num_ranks=8 * nodes, seq_len=128), slow)
+        nodes: estimate_speed(LLAMA_8B, configuration(Sharding.HSDP, num_ranks=8 * nodes, seq_len=128), slow)
         for nodes in (2, 4, 16)
     }
     seconds = [found[nodes].parts["communication_s"] for nodes in found]
@@ -146,7 +146,7 @@ def test_hybrid_sharding_over_more_nodes_sends_no_less_across_them() -> None:
 
 
 def test_measured_rates_replace_the_datasheet() -> None:
-    device, chosen = gpu("1xRTX-4090"), setting(precision=BF16, micro_batch=4)
+    device, chosen = gpu("1xRTX-4090"), configuration(precision=BF16, micro_batch=4)
     slow = replace(device, matmul_flops_per_s=10**12)
     assert estimate_speed(LLAMA_8B, chosen, slow).step_s > 10 * estimate_speed(LLAMA_8B, chosen, device).step_s
     assert "datasheet" in speed_notes(device)[0]
@@ -154,7 +154,7 @@ def test_measured_rates_replace_the_datasheet() -> None:
 
 
 def test_an_unknown_card_ranks_but_promises_nothing() -> None:
-    device, chosen = stranger(), setting(precision=Precision.FP16_MIXED)
+    device, chosen = stranger(), configuration(precision=Precision.FP16_MIXED)
     found = estimate_speed(LLAMA_8B, chosen, device)
     assert found.mfu is None and found.peak_flops_per_s is None
     assert found.tokens_per_s_per_gpu < estimate_speed(LLAMA_8B, chosen, gpu("1xRTX-3060-12GB")).tokens_per_s_per_gpu
@@ -163,14 +163,14 @@ def test_an_unknown_card_ranks_but_promises_nothing() -> None:
 
 
 def test_a_cpu_has_no_mfu_and_says_that_its_speed_is_assumed() -> None:
-    found = estimate_speed(TINY, setting(precision=Precision.FP32), cpu())
+    found = estimate_speed(TINY, configuration(precision=Precision.FP32), cpu())
     assert found.mfu is None
     (note,) = speed_notes(cpu())
     assert "assumed" in note and "80 GFLOP/s" in note
 
 
 def test_a_type_without_a_unit_is_emulated_slowly() -> None:
-    t4, chosen = gpu("1xT4"), setting(precision=Precision.FP16_MIXED, micro_batch=4)
+    t4, chosen = gpu("1xT4"), configuration(precision=Precision.FP16_MIXED, micro_batch=4)
     emulated = replace(chosen, strategy=replace(chosen.strategy, precision=Precision.BF16_MIXED))
     assert estimate_speed(LLAMA_8B, emulated, t4).step_s > 5 * estimate_speed(LLAMA_8B, chosen, t4).step_s
 
@@ -188,7 +188,7 @@ COLLECTIVE_BYTES = [  # a parameter of the model, through the link of one of two
 @pytest.mark.parametrize(("sharding", "per_parameter"), COLLECTIVE_BYTES)
 def test_a_slow_link_is_paid_for_every_byte_that_a_sharding_moves(sharding: Sharding, per_parameter: int) -> None:
     slow = replace(gpu("2xA100-SXM4-80GB"), link_bytes_per_s=10**7)
-    chosen = setting(sharding, num_ranks=2, accumulation=2, seq_len=128)
+    chosen = configuration(sharding, num_ranks=2, accumulation=2, seq_len=128)
     seconds = estimate_speed(LLAMA_8B, chosen, slow).parts["communication_s"]
     assert seconds == pytest.approx(per_parameter * P * (1 / 2) / (constants.LINK_SHARE * 10**7), rel=0.01)
 
@@ -198,7 +198,7 @@ def test_a_slow_link_is_paid_for_every_byte_that_a_sharding_moves(sharding: Shar
 
 def seconds(shape: ModelShape, device: Device | None = None, /, **fields: Any) -> dict[str, float]:
     sharding = fields.pop("sharding", Sharding.NONE)
-    return estimate_speed(shape, setting(sharding, **fields), device or gpu("1xA100-SXM4-80GB")).parts
+    return estimate_speed(shape, configuration(sharding, **fields), device or gpu("1xA100-SXM4-80GB")).parts
 
 
 def test_a_token_pays_for_the_experts_it_is_sent_to_and_memory_for_all() -> None:
@@ -243,7 +243,7 @@ def test_a_window_costs_its_keys() -> None:
     device = gpu("1xA100-SXM4-80GB")
     rate = constants.ATTENTION_SHARE * A100_FLOPS
     for row in (4096, 32768):
-        chosen = setting(seq_len=row)
+        chosen = configuration(seq_len=row)
         full, some = (estimate_speed(shape, chosen, device).parts["compute_s"] for shape in (MISTRAL_7B, windowed))
         keys_saved = row / 2 - (4096 - 4096**2 / (2 * row))
         assert full - some == pytest.approx(3.5 * 4 * row * keys_saved * 4096 * 32 / rate, rel=1e-6, abs=1e-9)
@@ -255,7 +255,7 @@ def test_a_window_costs_its_keys() -> None:
 @pytest.mark.parametrize(("method", "per_weight"), [(Method.FULL, 18), (Method.LORA, 6)])
 def test_each_slice_of_logits_reads_the_head_and_adds_to_its_gradient(method: Method, per_weight: int) -> None:
     device, table = gpu("1xA100-SXM4-80GB"), 128256 * 4096
-    base = setting(method=method, loss=LossHead.CHUNKED, micro_batch=4)
+    base = configuration(method=method, loss=LossHead.CHUNKED, micro_batch=4)
     few, many = (
         estimate_speed(LLAMA_8B, replace(base, loss_chunk_tokens=tokens), device).parts["compute_s"]
         for tokens in (2048, 256)
@@ -268,9 +268,9 @@ def test_each_slice_of_logits_reads_the_head_and_adds_to_its_gradient(method: Me
 
 
 def test_padding_is_computed_and_not_counted() -> None:
-    device, packed = gpu("1xA100-SXM4-80GB"), setting(seq_len=1024, micro_batch=4)
-    padded = replace(packed, recipe=RecipeChoices(longest_seq=2048))
-    longer = setting(seq_len=2048, micro_batch=4)
+    device, packed = gpu("1xA100-SXM4-80GB"), configuration(seq_len=1024, micro_batch=4)
+    padded = replace(packed, policy=PolicyChoices(longest_seq=2048))
+    longer = configuration(seq_len=2048, micro_batch=4)
     found = estimate_speed(LLAMA_8B, padded, device)
     assert found.parts == estimate_speed(LLAMA_8B, longer, device).parts
     assert found.tokens_per_s_per_gpu * found.step_s == pytest.approx(4 * 1024)
@@ -278,7 +278,7 @@ def test_padding_is_computed_and_not_counted() -> None:
 
 @pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
 def test_an_evaluation_is_about_a_third_of_training_on_the_same_tokens(method: Method) -> None:
-    device, chosen = gpu("8xA100-SXM4-80GB"), setting(Sharding.FSDP, num_ranks=8, micro_batch=4, method=method)
+    device, chosen = gpu("8xA100-SXM4-80GB"), configuration(Sharding.FSDP, num_ranks=8, micro_batch=4, method=method)
     trained = estimate_speed(LLAMA_8B, chosen, device)
     evaluated = evaluation_seconds(LLAMA_8B, chosen, device, 8 * 4 * 2048)
     assert 0.2 < evaluated / trained.step_s < 0.45
@@ -286,8 +286,8 @@ def test_an_evaluation_is_about_a_third_of_training_on_the_same_tokens(method: M
 
 
 def test_a_pair_is_two_rows_and_its_reference_one_forward_of_them_where_it_is_the_frozen_base() -> None:
-    device, one = gpu("1xA100-SXM4-80GB"), setting(micro_batch=4, checkpointing=Checkpointing.FULL)
-    pairs = replace(one, recipe=RecipeChoices(rows_per_example=2))
+    device, one = gpu("1xA100-SXM4-80GB"), configuration(micro_batch=4, checkpointing=Checkpointing.FULL)
+    pairs = replace(one, policy=PolicyChoices(rows_per_example=2))
     assert estimate_speed(LLAMA_8B, pairs, device) == estimate_speed(LLAMA_8B, replace(one, micro_batch=8), device)
     adapted, base = replace(pairs, method=Method.LORA), replace(one, micro_batch=8, method=Method.LORA)
     found, plain = estimate_speed(LLAMA_8B, adapted, device), estimate_speed(LLAMA_8B, base, device)
@@ -303,7 +303,7 @@ def test_projecting_gradients_takes_products_and_now_and_then_a_decomposition() 
 
     def optimizer_s(gap: int, rank: int) -> float:
         galore = GaloreJob(update_gap=gap, rank=rank)
-        chosen = setting(method=Method.GALORE, galore=galore, precision=BF16)
+        chosen = configuration(method=Method.GALORE, galore=galore, precision=BF16)
         return estimate_speed(LLAMA_2_7B, chosen, card).parts["optimizer_s"]
 
     # 7B: the decompositions of one update take minutes, as published
@@ -317,7 +317,7 @@ def test_projecting_gradients_takes_products_and_now_and_then_a_decomposition() 
 def test_muon_takes_five_rounds_of_products() -> None:
     card = gpu("1xA100-SXM4-80GB")
     plain, muon = (
-        estimate_speed(TINY, setting(optimizer=optimizer, precision=BF16), card).parts["optimizer_s"]
+        estimate_speed(TINY, configuration(optimizer=optimizer, precision=BF16), card).parts["optimizer_s"]
         for optimizer in (Optimizer.SGD, Optimizer.MUON)
     )
     flops = sum(
@@ -331,7 +331,7 @@ def test_muon_takes_five_rounds_of_products() -> None:
 
 def test_paged_state_crosses_pcie_only_where_it_does_not_fit() -> None:
     def optimizer_s(spec: str, optimizer: Optimizer) -> float:
-        chosen = setting(optimizer=optimizer, precision=BF16, optimizer_in_backward=True)
+        chosen = configuration(optimizer=optimizer, precision=BF16, optimizer_in_backward=True)
         return estimate_speed(LLAMA_8B, chosen, gpu(spec)).parts["optimizer_s"]
 
     paged, plain = Optimizer.PAGED_ADAMW_8BIT, Optimizer.ADAMW_8BIT
@@ -350,7 +350,7 @@ def test_the_host_updates_what_is_offloaded_as_fast_as_its_software() -> None:
     device = gpu("8xA100-SXM4-80GB")
 
     def offload_s(sharding: Sharding, optimizer: Optimizer, offload: Offload = Offload.OPTIMIZER) -> float:
-        chosen = setting(sharding, num_ranks=8, offload=offload, optimizer=optimizer)
+        chosen = configuration(sharding, num_ranks=8, offload=offload, optimizer=optimizer)
         return estimate_speed(LLAMA_8B, chosen, device).parts["offload_s"]
 
     fast = offload_s(Sharding.ZERO2, Optimizer.DEEPSPEED_CPU_ADAM)
@@ -390,13 +390,13 @@ def test_each_measured_rate_replaces_its_share_of_the_datasheet(
 
 def test_a_capped_board_loses_less_than_in_proportion() -> None:
     device = gpu("1xH100-SXM5-80GB")
-    full, capped = (rates_of(setting(), replace(device, board_watts=watts)).matmul for watts in (700.0, 350.0))
+    full, capped = (rates_of(configuration(), replace(device, board_watts=watts)).matmul for watts in (700.0, 350.0))
     assert 0.5 < capped / full < 0.75
-    assert rates_of(setting(), replace(device, board_watts=None)).matmul >= full
+    assert rates_of(configuration(), replace(device, board_watts=None)).matmul >= full
 
 
 def test_cards_whose_peak_is_halved_come_nearer_to_it() -> None:
-    found = {card: rates_of(setting(), gpu(f"1x{card}")).matmul for card in ("RTX-4090", "A100-SXM4-80GB")}
+    found = {card: rates_of(configuration(), gpu(f"1x{card}")).matmul for card in ("RTX-4090", "A100-SXM4-80GB")}
     assert found["RTX-4090"] == pytest.approx(constants.HALVED_MATMUL_SHARE * GPU_SPECS["RTX-4090"].fp16_flops_per_s)
     assert found["A100-SXM4-80GB"] == pytest.approx(constants.MATMUL_SHARE * A100_FLOPS)
 
@@ -405,33 +405,33 @@ def test_cards_whose_peak_is_halved_come_nearer_to_it() -> None:
 
 
 def test_an_old_attention_kernel_shows_on_long_rows() -> None:
-    chosen = setting(seq_len=32768, checkpointing=FULL_AC)
+    chosen = configuration(seq_len=32768, checkpointing=FULL_AC)
     ours, theirs = (
-        estimate_speed(LLAMA_8B, replace(chosen, stack=stack), gpu("1xA100-SXM4-80GB")).parts["compute_s"]
-        for stack in ("shardwise", "llm-foundry")
+        estimate_speed(LLAMA_8B, replace(chosen, reference=reference), gpu("1xA100-SXM4-80GB")).parts["compute_s"]
+        for reference in ("shardwise", "llm-foundry")
     )
     assert theirs > 1.25 * ours
 
 
 def test_adapters_that_are_units_of_fsdp_keep_the_host_busy() -> None:
-    chosen = setting(Sharding.FSDP, num_ranks=2, method=Method.QLORA, seq_len=256)
+    chosen = configuration(Sharding.FSDP, num_ranks=2, method=Method.QLORA, seq_len=256)
     ours, theirs = (
-        estimate_speed(LLAMA_8B, replace(chosen, stack=stack), gpu("2xA100-SXM4-80GB")).parts["host_s"]
-        for stack in ("shardwise", "hf-trainer")
+        estimate_speed(LLAMA_8B, replace(chosen, reference=reference), gpu("2xA100-SXM4-80GB")).parts["host_s"]
+        for reference in ("shardwise", "hf-trainer")
     )
     assert theirs > 1.5 * ours
 
 
 def test_reducing_every_micro_batch_is_paid_for_every_micro_batch() -> None:
     slow = replace(gpu("2xA100-SXM4-80GB"), link_bytes_per_s=10**7)
-    chosen = setting(Sharding.FSDP, num_ranks=2, accumulation=4, seq_len=128)
-    every = replace(chosen, recipe=RecipeChoices(reduces_every_micro_batch=True))
+    chosen = configuration(Sharding.FSDP, num_ranks=2, accumulation=4, seq_len=128)
+    every = replace(chosen, policy=PolicyChoices(reduces_every_micro_batch=True))
     once, always = (estimate_speed(LLAMA_8B, each, slow).parts["communication_s"] for each in (chosen, every))
     assert always - once == pytest.approx(3 * 4 * P / 2 / (constants.LINK_SHARE * 10**7), rel=0.01)
 
 
 def host_s(**choices: Any) -> float:
-    return estimate_speed(LLAMA_8B, setting(seq_len=256, loss=LossHead.EAGER, **choices), cpu()).parts["host_s"]
+    return estimate_speed(LLAMA_8B, configuration(seq_len=256, loss=LossHead.EAGER, **choices), cpu()).parts["host_s"]
 
 
 def test_eager_selective_recomputation_asks_the_host_about_every_operator() -> None:
@@ -443,8 +443,8 @@ def test_eager_selective_recomputation_asks_the_host_about_every_operator() -> N
     assert selective - full == pytest.approx(6 * none / 3)
     compiled = host_s(checkpointing=Checkpointing.SELECTIVE, compile=True)
     assert compiled == pytest.approx(host_s(checkpointing=FULL_AC, compile=True))
-    assert host_s(checkpointing=Checkpointing.SELECTIVE, stack="torchtitan") == pytest.approx(
-        host_s(checkpointing=FULL_AC, stack="torchtitan")
+    assert host_s(checkpointing=Checkpointing.SELECTIVE, reference="torchtitan") == pytest.approx(
+        host_s(checkpointing=FULL_AC, reference="torchtitan")
     )
 
 
@@ -452,20 +452,20 @@ def test_fused_in_plain_torch_lies_between_whole_logits_and_a_second_product() -
     """It reads and writes a logit more often than eager, and multiplies with the head once rather than twice."""
 
     def compute_s(loss: LossHead, **choices: Any) -> float:
-        return estimate_speed(LLAMA_8B, setting(seq_len=8192, loss=loss, **choices), gpu()).parts["compute_s"]
+        return estimate_speed(LLAMA_8B, configuration(seq_len=8192, loss=loss, **choices), gpu()).parts["compute_s"]
 
     eager, fused, chunked = (compute_s(loss) for loss in (LossHead.EAGER, LossHead.FUSED, LossHead.CHUNKED))
     assert eager < fused < chunked
-    moved = (66 - 40) * 8192 * LLAMA_8B.vocab_size / rates_of(setting(), gpu()).memory
+    moved = (66 - 40) * 8192 * LLAMA_8B.vocab_size / rates_of(configuration(), gpu()).memory
     assert fused - eager == pytest.approx(moved)
-    assert compute_s(LossHead.FUSED, stack="hf-trainer+fused-kernels") < compute_s(LossHead.FUSED)
+    assert compute_s(LossHead.FUSED, reference="hf-trainer+fused-kernels") < compute_s(LossHead.FUSED)
 
 
 @pytest.mark.parametrize(("precision", "squares", "weights"), [(BF16, 4, 14), (Precision.BF16_MIXED, 12, 38)])
 def test_dora_measures_every_weight_in_every_forward(precision: Precision, squares: int, weights: int) -> None:
     """Of a batch of one token nothing else is left: the identity's products, and weights through memory."""
     device = gpu()
-    chosen = setting(method=Method.LORA, precision=precision, seq_len=1, lora=LoraJob(targets=("down_proj",)))
+    chosen = configuration(method=Method.LORA, precision=precision, seq_len=1, lora=LoraJob(targets=("down_proj",)))
     dora = replace(chosen, lora=LoraJob(targets=("down_proj",), dora=True))
     plain, measuring = (estimate_speed(LLAMA_8B, each, device).parts["compute_s"] for each in (chosen, dora))
     rates = rates_of(chosen, device)

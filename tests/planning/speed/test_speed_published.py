@@ -30,7 +30,7 @@ FITTED = {
 
 
 def predicted(case: PredictionCase) -> float:
-    return estimate_speed(case.shape, case.setting, case.device).tokens_per_s_per_gpu
+    return estimate_speed(case.shape, case.configuration, case.device).tokens_per_s_per_gpu
 
 
 def test_published_throughputs_are_met_and_ordered() -> None:
@@ -49,11 +49,11 @@ def test_published_throughputs_are_met_and_ordered() -> None:
 
 
 def test_a_stack_whose_plain_adamw_is_fused_updates_as_fast_as_with_the_fused_one() -> None:
-    def optimizer_s(stack: str, optimizer: str) -> float:
-        case = {**ROWS[0]["case"], "stack": stack}
+    def optimizer_s(reference: str, optimizer: str) -> float:
+        case = {**ROWS[0]["case"], "stack": reference}
         case["train"] = {**case["train"], "optimizer": optimizer}
         read = read_case(case)
-        return estimate_speed(read.shape, read.setting, read.device).parts["optimizer_s"]
+        return estimate_speed(read.shape, read.configuration, read.device).parts["optimizer_s"]
 
     assert optimizer_s("torchtune", "adamw") == optimizer_s("torchtune", "adamw_fused")
     assert optimizer_s("hf-trainer", "adamw") > 2 * optimizer_s("hf-trainer", "adamw_fused")
@@ -107,10 +107,10 @@ def foundry(gpu: str, row: tuple[Any, ...]) -> tuple[dict[str, Any], float]:
     return made, measured
 
 
-def case(model: dict[str, Any], gpu: str, train: dict[str, Any], stack: str, *, gpus: int = 1) -> dict[str, Any]:
+def case(model: dict[str, Any], gpu: str, train: dict[str, Any], reference: str, *, gpus: int = 1) -> dict[str, Any]:
     full = {"method": "full", "optimizer": "adamw", "loss": "eager", "offload": "none", **train}
     hardware = {"gpu": gpu, "gpus_per_node": min(gpus, 8), "nodes": -(-gpus // 8)}
-    return {"id": "held out", "model": model, "hardware": hardware, "train": full, "stack": stack}
+    return {"id": "held out", "model": model, "hardware": hardware, "train": full, "stack": reference}
 
 
 def titan(gpus: int, measured: float, **train: Any) -> tuple[dict[str, Any], float]:

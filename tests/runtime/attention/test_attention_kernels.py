@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from estimate_factory import LLAMA_8B, gpu, setting
+from estimate_factory import LLAMA_8B, configuration, gpu
 from torch.nn.attention import SDPBackend
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
-from shardwise.trainer.planning.memory.recipe import attention_kernel, dims_of
+from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of
 from shardwise.trainer.runtime.attention.kernels import (
     attention_kernel_rows,
     choose_attention_kernels,
@@ -78,7 +78,7 @@ def test_a_choice_that_was_undone_is_seen(unchosen):
 )
 def test_plan_dry_run_measurement_and_ranks_name_one_kernel(spec, precision):
     device, dtype = gpu(spec), compute_type(precision)
-    planned = attention_kernel(setting(precision=precision), device, dims_of(LLAMA_8B))
+    planned = attention_kernel(configuration(precision=precision), device, dims_of(LLAMA_8B))
     assert planned is (FLASH if device.compute_capability >= (8, 0) and precision is not Precision.FP32 else EFFICIENT)
     with as_if_available(device.compute_capability), FakeDeviceMode():
         query, *_ = heads(dtype)

@@ -20,7 +20,7 @@ from shardwise.trainer.runtime.export.check import SAME, logits_of, prompt_ids, 
 from shardwise.trainer.runtime.export.folder import write_model_folder
 from shardwise.trainer.runtime.export.run import plan_on
 from shardwise.trainer.runtime.loop.evaluation import continue_prompt
-from shardwise.trainer.runtime.models.build import build_model, build_skeleton, build_trainable
+from shardwise.trainer.runtime.models.build import build_meta_model, build_model, build_trainable
 from shardwise.trainer.runtime.models.model_code import as_its_user, load_model_code
 from shardwise.trainer.runtime.run.blocks import blocks_of
 from shardwise.trainer.simulation.describe import describe
@@ -117,13 +117,13 @@ def test_a_skeleton_and_a_whole_build_have_the_same_weights_and_buffers(origin, 
     folder = write_custom_model(tmp_path / "tiny", recomputes_buffers=recomputes_buffers)
     plan = plan_with(folder)
     plan = plan if origin == "read" else replace(plan, model_path=None)
-    model, (skeleton, _) = build_model(plan), build_skeleton(plan)
+    model, (meta_model, _) = build_model(plan), build_meta_model(plan)
     (frequencies,) = (buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq"))
     assert torch.equal(frequencies, 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8))
-    for name, buffer in skeleton.model.named_buffers():
+    for name, buffer in meta_model.model.named_buffers():
         assert torch.equal(buffer, model.get_buffer(name)), name
     found = {}
-    skeleton.source.deliver(lambda name, values: found.update({name: values.whole().clone()}))
+    meta_model.source.deliver(lambda name, values: found.update({name: values.whole().clone()}))
     assert found.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(weight, model.get_parameter(name)) for name, weight in found.items())
 

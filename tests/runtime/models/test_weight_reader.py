@@ -12,7 +12,7 @@ from architecture_factory import TINY
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from shardwise.trainer.runtime.models.skeleton import Skeleton, is_placeholder, skeleton_from_folder
+from shardwise.trainer.runtime.models.meta_model import MetaModel, is_placeholder, meta_model_from_folder
 from shardwise.trainer.runtime.models.weight_files import WeightReader
 from shardwise.trainer.spec.errors import InputError
 
@@ -43,9 +43,9 @@ def reader_of(folder: Path, dtype: torch.dtype = torch.float32) -> WeightReader:
     return WeightReader(model, str(folder), types=types)
 
 
-def skeleton_of(folder: Path, dtype: torch.dtype = torch.float32) -> Skeleton:
+def skeleton_of(folder: Path, dtype: torch.dtype = torch.float32) -> MetaModel:
     config = AutoConfig.from_pretrained(folder)
-    return skeleton_from_folder(str(folder), config, dtype=dtype, attention="eager", key_mapping=None)
+    return meta_model_from_folder(str(folder), config, dtype=dtype, attention="eager", key_mapping=None)
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -97,17 +97,17 @@ def test_rows_of_stacked_experts_are_read_without_the_other_experts(model_type, 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_a_skeleton_is_the_loaded_model_but_for_its_weights(name, dtype, folder_of):
     folder = folder_of(name)
-    skeleton, model = skeleton_of(folder, dtype), loaded(folder, dtype)
-    ours, theirs = dict(skeleton.model.named_parameters()), dict(model.named_parameters())
+    meta_model, model = skeleton_of(folder, dtype), loaded(folder, dtype)
+    ours, theirs = dict(meta_model.model.named_parameters()), dict(model.named_parameters())
     assert [(n, p.shape, p.dtype) for n, p in ours.items()] == [(n, p.shape, p.dtype) for n, p in theirs.items()]
     assert all(is_placeholder(parameter) and parameter.untyped_storage().nbytes() <= 4 for parameter in ours.values())
     buffers = dict(model.named_buffers())
-    assert {name: None for name, _ in skeleton.model.named_buffers()} == dict.fromkeys(buffers)
-    assert all(torch.equal(buffer, buffers[name]) for name, buffer in skeleton.model.named_buffers())
+    assert {name: None for name, _ in meta_model.model.named_buffers()} == dict.fromkeys(buffers)
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in meta_model.model.named_buffers())
     filled = {}
-    skeleton.source.deliver(lambda name, values: filled.update({name: values.whole().clone()}))
-    assert filled.keys() == skeleton.wanted.keys()
-    for name, tensor in skeleton.wanted.items():
+    meta_model.source.deliver(lambda name, values: filled.update({name: values.whole().clone()}))
+    assert filled.keys() == meta_model.wanted.keys()
+    for name, tensor in meta_model.wanted.items():
         assert torch.equal(filled[name].to(tensor.dtype), model.state_dict()[name])
 
 
@@ -115,11 +115,11 @@ def test_what_transformers_saves_beside_the_weights_is_kept(tmp_path):
     saved = write_folder(tmp_path, TINY["mixtral"])
     saved.generation_config.max_new_tokens = 77
     saved.generation_config.save_pretrained(tmp_path)
-    skeleton, model = skeleton_of(tmp_path).model, loaded(tmp_path)
-    assert skeleton.generation_config.max_new_tokens == 77
-    assert skeleton.generation_config.to_dict() == model.generation_config.to_dict()
-    assert skeleton.config.to_dict() == model.config.to_dict()
-    assert [*map(str, vars(skeleton)["_weight_conversions"])] == [*map(str, vars(model)["_weight_conversions"])]
+    meta_model, model = skeleton_of(tmp_path).model, loaded(tmp_path)
+    assert meta_model.generation_config.max_new_tokens == 77
+    assert meta_model.generation_config.to_dict() == model.generation_config.to_dict()
+    assert meta_model.config.to_dict() == model.config.to_dict()
+    assert [*map(str, vars(meta_model)["_weight_conversions"])] == [*map(str, vars(model)["_weight_conversions"])]
 
 
 def test_weights_that_a_model_keeps_in_fp32_are_read_so(tmp_path, monkeypatch):
@@ -154,18 +154,18 @@ def test_a_head_that_is_in_the_file_and_is_the_embedding_is_tied(tmp_path):
 def test_a_head_that_is_in_the_file_and_is_another_is_not_tied(tmp_path):
     write_folder(tmp_path, TIED, max_shard_size=2**30)
     spoil(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
-    skeleton, model = skeleton_of(tmp_path), loaded(tmp_path)
-    assert skeleton.model.get_output_embeddings().weight is not skeleton.model.get_input_embeddings().weight
+    meta_model, model = skeleton_of(tmp_path), loaded(tmp_path)
+    assert meta_model.model.get_output_embeddings().weight is not meta_model.model.get_input_embeddings().weight
     assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
-    assert "lm_head.weight" in skeleton.wanted
+    assert "lm_head.weight" in meta_model.wanted
 
 
 def test_an_embedding_that_is_only_there_as_the_head_is_read_from_it(tmp_path):
     write_folder(tmp_path, TIED, max_shard_size=2**30)
     spoil(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
-    skeleton = skeleton_of(tmp_path)
-    assert skeleton.wanted["lm_head.weight"] is skeleton.model.get_input_embeddings().weight
-    assert "model.embed_tokens.weight" not in skeleton.wanted
+    meta_model = skeleton_of(tmp_path)
+    assert meta_model.wanted["lm_head.weight"] is meta_model.model.get_input_embeddings().weight
+    assert "model.embed_tokens.weight" not in meta_model.wanted
 
 
 def test_a_weight_that_is_missing_is_named(tmp_path):

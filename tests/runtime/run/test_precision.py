@@ -10,7 +10,7 @@ import pytest
 import torch
 from rank_factory import rank_plan
 
-from shardwise.trainer.planning.setting import fp8_recipe_of
+from shardwise.trainer.planning.configuration import fp8_recipe_of
 from shardwise.trainer.runtime.precision.fp8 import check_precision
 from shardwise.trainer.runtime.run.types import accelerate_precision, compute_type, weight_type
 from shardwise.trainer.spec import codec

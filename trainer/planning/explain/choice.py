@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from shardwise.trainer.planning.candidates import setting_of
+from shardwise.trainer.planning.candidates import configuration_of
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
-from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
+from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.page.content import Section, Sentence
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.engines import Offload
@@ -44,7 +44,7 @@ def choice_section(plan: Plan, context: PlanningContext) -> Section:
     chosen = plan.chosen
     sentences = (
         _batch_line(plan),
-        recipe_line(chosen, context),
+        policy_line(chosen, context),
         _steps_line(plan),
         _data_line(plan),
         _saving_line(plan),
@@ -80,26 +80,26 @@ def kv_cache_bytes(shape: ModelShape, num_tokens: int) -> int:
     return per_block * ((shape.num_layers - sliding) * num_tokens + sliding * within)
 
 
-def recipe_line(chosen: Candidate, context: PlanningContext) -> str:
+def policy_line(chosen: Candidate, context: PlanningContext) -> str:
     """The type of everything, since a figure without its recipe says little."""
-    return "; ".join(_recipe_parts(chosen, context))
+    return "; ".join(_policy_parts(chosen, context))
 
 
-def _recipe_parts(chosen: Candidate, context: PlanningContext) -> Iterator[str]:
-    recipe = recipe_of(setting_of(context, chosen), context.device, dims_of(context.shape))
+def _policy_parts(chosen: Candidate, context: PlanningContext) -> Iterator[str]:
+    policy = policy_of(configuration_of(context, chosen), context.device, dims_of(context.shape))
     row = chosen.strategy
     half = "fp16" if row.precision is Precision.FP16_MIXED else "bf16"
     names = {4: "fp32", 2: half}
-    weight, compute, trained = names[recipe.weight_bytes], names[recipe.compute_bytes], names[recipe.trained_bytes]
+    weight, compute, trained = names[policy.weight_bytes], names[policy.compute_bytes], names[policy.trained_bytes]
     frozen = chosen.method.freezes_base
     stored = f"nf4, embeddings, head and norms {weight}" if chosen.method is Method.QLORA else weight
-    masters = f" and {trained} masters" if recipe.uses_deepspeed and not frozen and weight != trained else ""
+    masters = f" and {trained} masters" if policy.uses_deepspeed and not frozen and weight != trained else ""
     yield (
         f"weights {stored}{' (frozen), adapters ' + trained if frozen else ''}{masters}, computed in "
         f"{'fp8' if row.precision is Precision.FP8 else compute}{', products in tf32' if chosen.tf32 else ''}"
     )
-    gradients = compute if recipe.uses_deepspeed else trained
-    added = f", added up over ranks in {names[recipe.reduce_bytes]}" if chosen.num_ranks > 1 else ""
+    gradients = compute if policy.uses_deepspeed else trained
+    added = f", added up over ranks in {names[policy.reduce_bytes]}" if chosen.num_ranks > 1 else ""
     yield f"gradients {gradients}{added}"
     yield f"{row.optimizer} {_state_words(row.optimizer, trained)}{_PLACES[row.offload]}"
     chunk = f" of {chosen.loss_chunk_tokens} tokens" if chosen.loss_chunk_tokens else ""

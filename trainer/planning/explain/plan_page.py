@@ -11,7 +11,7 @@ from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.explain.choice import cache_section, choice_section, heading, machine_words
 from shardwise.trainer.planning.page.content import Bars, Page, Section, Sentence, StackedBar, Table, page_text
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.reasons import Leave, leaves
+from shardwise.trainer.planning.reasons import OptIn, opt_ins
 from shardwise.trainer.planning.search.budget import ENERGY_RULE, RunTotals, run_totals
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.errors import NothingFitsError
@@ -167,12 +167,12 @@ def _settings(candidate: Candidate) -> tuple[object, ...]:
     return row.sharding, row.offload, row.precision, optimizer, sizes, candidate.checkpointing
 
 
-def leave_section(leaves: Sequence[Leave], plan: Plan) -> Section | None:
+def opt_in_section(opt_ins: Sequence[OptIn], plan: Plan) -> Section | None:
     """Opt-ins that the job does not allow, and their gains."""
-    if not leaves:
+    if not opt_ins:
         return None
     rows = [("allow", "memory", "time", "", "strategy")]
-    for leave in leaves:
+    for leave in opt_ins:
         candidate = leave.candidate
         effect = "rounds products" if candidate.tf32 else "changes the update"
         effect = "exact" if candidate.strategy.is_exact and not candidate.tf32 else effect
@@ -396,7 +396,7 @@ def plan_page(plan: Plan, *, top: int = 3, more: Sequence[Section] = ()) -> Page
         _sentences("why", plan.chosen.reasons),
         methods_section(plan),
         runners_up_section(plan, context, top),
-        leave_section(leaves(context, plan), plan),
+        opt_in_section(opt_ins(context, plan), plan),
         fallbacks_section(plan),
         rejections_section(plan.rejections),
         *more,

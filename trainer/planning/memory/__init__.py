@@ -16,6 +16,7 @@ from functools import cache
 
 from msgspec.structs import replace
 
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.activations import block_activations, head_memory
 from shardwise.trainer.planning.memory.events import StepMemory, resident_bytes, step_events
@@ -27,27 +28,26 @@ from shardwise.trainer.planning.memory.overheads import (
     needed,
     overheads,
 )
-from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
+from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.memory.sharding import accumulated_gradients, sharding_memory
 from shardwise.trainer.planning.memory.states import States, host_memory, model_states
-from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import MemoryEstimate
 
 
 def estimate_memory(
-    shape: ModelShape, setting: Setting, device: Device, table: OverheadTable = OVERHEADS
+    shape: ModelShape, configuration: Configuration, device: Device, table: OverheadTable = OVERHEADS
 ) -> MemoryEstimate:
     """Bytes of one device, and of its node's host, at the worst event of a step of `setting`."""
-    step = step_memory(shape, setting, device)
-    recipe, held = step.recipe, _bytes_of(step, setting, device)
+    step = step_memory(shape, configuration, device)
+    policy, held = step.policy, _bytes_of(step, configuration, device)
     totals = held.totals
     peak_event = max(totals, key=totals.__getitem__)
     steady = held.steady - step.sharding.root
-    if recipe.stack.uses_fsdp1 and recipe.uses_fsdp and not recipe.updates_in_backward:
+    if policy.reference.uses_fsdp1 and policy.uses_fsdp and not policy.updates_in_backward:
         steady += step.states.gradients  # flat parameters keep their sharded gradients until the next backward
     around = overheads(held, table)
-    host = host_memory(setting, recipe, step.dims, step.states, activations=step.blocks.offloaded)
+    host = host_memory(configuration, policy, step.dims, step.states, activations=step.blocks.offloaded)
     return MemoryEstimate(
         parts={name: num_bytes for name, num_bytes in held.events[peak_event].items() if num_bytes},
         peak_event=peak_event,
@@ -68,58 +68,58 @@ def estimate_memory(
     )
 
 
-def needed_bytes(shape: ModelShape, setting: Setting, device: Device) -> int:
+def needed_bytes(shape: ModelShape, configuration: Configuration, device: Device) -> int:
     """`need_bytes` of `estimate_memory` alone, for a search over settings: a quarter less work."""
-    return needed(_bytes_of(step_memory(shape, setting, device), setting, device), OVERHEADS)
+    return needed(_bytes_of(step_memory(shape, configuration, device), configuration, device), OVERHEADS)
 
 
-def least_bytes(shape: ModelShape, start: Setting, device: Device) -> Callable[[int, int], int]:
+def least_bytes(shape: ModelShape, start: Configuration, device: Device) -> Callable[[int, int], int]:
     """A lower bound of `needed_bytes` for `start` with another micro batch and accumulation.
 
     What is alive when the last block runs backwards: states, earlier gradients, all activations, gathered parameters.
     In our runtime it is the same for every loss head.
     """
     dims = dims_of(shape)
-    recipe = recipe_of(start, device, dims)
-    states, sharding = model_states(start, recipe, dims), sharding_memory(start, recipe, dims)
+    policy = policy_of(start, device, dims)
+    states, sharding = model_states(start, policy, dims), sharding_memory(start, policy, dims)
     held = _held(states) + sharding.buffers + sharding.buffers_backward + sharding.gathered_top
 
     @cache
     def least(micro_batch: int, accumulation: int) -> int:
-        setting = replace(start, micro_batch=micro_batch, accumulation=accumulation)
+        configuration = replace(start, micro_batch=micro_batch, accumulation=accumulation)
         blocks = block_activations(
-            setting, replace(recipe, tokens=recipe.tokens // start.micro_batch * micro_batch), dims
+            configuration, replace(policy, tokens=policy.tokens // start.micro_batch * micro_batch), dims
         )
-        earlier = accumulated_gradients(setting, recipe, states.num_trained, states.gradients)
+        earlier = accumulated_gradients(configuration, policy, states.num_trained, states.gradients)
         alive = held + max(0, earlier - sharding.reduce_head)
         alive += blocks.kept + blocks.temporaries + blocks.recomputed_by_last
-        return least_needed(alive, recipe, device, start.num_ranks, OVERHEADS)
+        return least_needed(alive, policy, device, start.num_ranks, OVERHEADS)
 
     return least
 
 
-def held_bytes(shape: ModelShape, setting: Setting, device: Device) -> int:
+def held_bytes(shape: ModelShape, configuration: Configuration, device: Device) -> int:
     """States on the device between steps: of a row the same at every micro batch, recomputation and loss head."""
     dims = dims_of(shape)
-    return _held(model_states(setting, recipe_of(setting, device, dims), dims))
+    return _held(model_states(configuration, policy_of(configuration, device, dims), dims))
 
 
 def _held(states: States) -> int:
     return states.weights + states.master_weights + states.quant_state + states.adapters + states.optimizer_state
 
 
-def step_memory(shape: ModelShape, setting: Setting, device: Device) -> StepMemory:
+def step_memory(shape: ModelShape, configuration: Configuration, device: Device) -> StepMemory:
     """The parts from which `step_events` computes every byte of every event of a step."""
     dims = dims_of(shape)
-    recipe = recipe_of(setting, device, dims)
+    policy = policy_of(configuration, device, dims)
     return StepMemory(
-        setting=setting,
-        recipe=recipe,
+        configuration=configuration,
+        policy=policy,
         dims=dims,
-        states=model_states(setting, recipe, dims),
-        blocks=block_activations(setting, recipe, dims),
-        head=head_memory(setting, recipe, dims),
-        sharding=sharding_memory(setting, recipe, dims),
+        states=model_states(configuration, policy, dims),
+        blocks=block_activations(configuration, policy, dims),
+        head=head_memory(configuration, policy, dims),
+        sharding=sharding_memory(configuration, policy, dims),
     )
 
 
@@ -128,13 +128,13 @@ def on_device(num_bytes: int, managed_bytes: int, device: Device) -> int:
     return min(num_bytes + managed_bytes, max(num_bytes, device.usable_bytes))
 
 
-def _bytes_of(step: StepMemory, setting: Setting, device: Device) -> StepBytes:
+def _bytes_of(step: StepMemory, configuration: Configuration, device: Device) -> StepBytes:
     resident = resident_bytes(step)
     events = step_events(step, resident)
     return StepBytes(
-        recipe=step.recipe,
+        policy=step.policy,
         device=device,
-        num_ranks=setting.num_ranks,
+        num_ranks=configuration.num_ranks,
         events=events,
         totals={name: sum(event.values()) for name, event in events.items()},
         steady=sum(resident.values()) + step.sharding.root,

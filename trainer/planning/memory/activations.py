@@ -37,7 +37,15 @@ On a CPU whose bf16 products sum in an fp32 array, 4 V T stand beside the logits
 The final norm saves what the norms of a block do. Under autocast the head's weight is cast, 2 V h.
 """
 
-from shardwise.trainer.planning.memory.recipe import Dims, Recipe, adapted_linears, adapter_parameters, adapts_all
+from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.memory.precision_policy import (
+    Dims,
+    PrecisionPolicy,
+    adapted_linears,
+    adapter_parameters,
+    adapts_all,
+)
+from shardwise.trainer.planning.memory.reference_trainers import AdapterInputs
 from shardwise.trainer.planning.memory.saved_tensors import (
     NormMoment,
     SavedTensors,
@@ -52,8 +60,6 @@ from shardwise.trainer.planning.memory.saved_tensors import (
     uses_dora,
     windowed_attention_bytes,
 )
-from shardwise.trainer.planning.memory.stacks import AdapterInputs
-from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
 from shardwise.trainer.spec.model.shape import Norm
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead
@@ -83,27 +89,29 @@ class BlockActivations(Value, frozen=True, kw_only=True):
     cached_casts: int  # those of all blocks that no block keeps, alive until the forward ends
 
 
-def block_activations(setting: Setting, recipe: Recipe, dims: Dims) -> BlockActivations:
+def block_activations(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> BlockActivations:
     """Bytes that the blocks of the model keep and need."""
-    tokens = recipe.tokens
-    boundary = recipe.residual_bytes * dims.hidden * tokens
-    cast_weights = _cast_weights(setting, recipe, dims)
-    saved = saved_tensors(setting, recipe, dims)
-    whole = saved.total * tokens + cast_weights + _adapted_experts(setting, recipe, dims)
-    whole += row_bytes(setting, dims)
-    shared = boundary if keeps_input(recipe, dims) else 0
-    in_attention = _in_attention(setting, recipe, dims) if setting.checkpointing is Checkpointing.ATTENTION else 0
-    part = _recomputed_part(setting, recipe, dims, whole=whole, boundary=boundary, in_attention=in_attention)
-    num_recomputed, every = _num_recomputed(setting, dims)
+    tokens = policy.tokens
+    boundary = policy.residual_bytes * dims.hidden * tokens
+    cast_weights = _cast_weights(configuration, policy, dims)
+    saved = saved_tensors(configuration, policy, dims)
+    whole = saved.total * tokens + cast_weights + _adapted_experts(configuration, policy, dims)
+    whole += row_bytes(configuration, dims)
+    shared = boundary if keeps_input(policy, dims) else 0
+    in_attention = (
+        _in_attention(configuration, policy, dims) if configuration.checkpointing is Checkpointing.ATTENTION else 0
+    )
+    part = _recomputed_part(configuration, policy, dims, whole=whole, boundary=boundary, in_attention=in_attention)
+    num_recomputed, every = _num_recomputed(configuration, dims)
     kept = num_recomputed * part.kept + (dims.layers - num_recomputed) * whole
     if dims.windowed_layers:
-        by_mask = (windowed_attention_bytes(setting, recipe, dims) - saved.attention) * tokens
+        by_mask = (windowed_attention_bytes(configuration, policy, dims) - saved.attention) * tokens
         whole += max(0, by_mask)
         kept += by_mask * dims.windowed_layers * (dims.layers - num_recomputed) // dims.layers
     again = 0
-    if setting.checkpointing is Checkpointing.SELECTIVE:
+    if configuration.checkpointing is Checkpointing.SELECTIVE:
         again = max(0, whole + boundary - shared + part.unused - part.kept)
-    elif setting.checkpointing is not Checkpointing.ATTENTION:
+    elif configuration.checkpointing is not Checkpointing.ATTENTION:
         again = whole - shared
 
     def is_recomputed(index: int) -> bool:
@@ -113,20 +121,20 @@ def block_activations(setting: Setting, recipe: Recipe, dims: Dims) -> BlockActi
         return part.kept if is_recomputed(index) else whole
 
     last = dims.layers - 1
-    moves = setting.activation_offload and setting.checkpointing is not Checkpointing.SELECTIVE
+    moves = configuration.activation_offload and configuration.checkpointing is not Checkpointing.SELECTIVE
     leaving = max(0, kept - kept_by(last)) if moves else 0
-    kept_as_views = _kept_as_views(recipe, dims)
+    kept_as_views = _kept_as_views(policy, dims)
     offloaded = max(0, leaving - kept_as_views * sum(not is_recomputed(index) for index in range(last)))
-    in_mlp, at_scores = _temporaries(setting, recipe, dims, saved), _score_temporaries(recipe, dims, saved)
-    if setting.checkpointing is Checkpointing.ATTENTION:
-        at_scores = _attention_temporaries(recipe, dims, saved, in_attention=in_attention)
+    in_mlp, at_scores = _temporaries(configuration, policy, dims, saved), _score_temporaries(policy, dims, saved)
+    if configuration.checkpointing is Checkpointing.ATTENTION:
+        at_scores = _attention_temporaries(policy, dims, saved, in_attention=in_attention)
     recomputed = again if is_recomputed(0) else 0
     return BlockActivations(
         boundary=boundary,
         whole=whole,
         kept=kept - leaving,
         offloaded=offloaded,
-        fetched=min(offloaded, kept_by(last - 1)) if recipe.is_cuda else 0,
+        fetched=min(offloaded, kept_by(last - 1)) if policy.is_cuda else 0,
         kept_by_first=kept_by(0),
         kept_by_last=kept_by(last),
         recomputed=recomputed,
@@ -134,24 +142,26 @@ def block_activations(setting: Setting, recipe: Recipe, dims: Dims) -> BlockActi
         recomputed_after_last=again if is_recomputed(max(0, last - 1)) else 0,
         recomputed_beside_mlp=max(0, recomputed - saved.mlp * tokens),
         temporaries=max(in_mlp, at_scores),
-        norms=norm_moment(setting, recipe, dims, saved.mlp),
+        norms=norm_moment(configuration, policy, dims, saved.mlp),
         peaks_at_scores=at_scores > in_mlp,
         cast_weights=cast_weights,
-        cached_casts=_cached_casts(setting, recipe, dims, cast_weights, num_recomputed, moves=moves),
+        cached_casts=_cached_casts(configuration, policy, dims, cast_weights, num_recomputed, moves=moves),
     )
 
 
-def _kept_as_views(recipe: Recipe, dims: Dims) -> int:
+def _kept_as_views(policy: PrecisionPolicy, dims: Dims) -> int:
     """Of a fused product of query, key and value, what its views hold on a device and no copy in host RAM does.
 
     Query and key are rotated into tensors of their own; the value alone is copied.
     """
-    is_held = dims.is_qkv_fused and dims.has_rotary and recipe.kernel.is_fused
-    return recipe.compute_bytes * (dims.query + dims.kv) * recipe.tokens if is_held else 0
+    is_held = dims.is_qkv_fused and dims.has_rotary and policy.kernel.is_fused
+    return policy.compute_bytes * (dims.query + dims.kv) * policy.tokens if is_held else 0
 
 
-def _in_attention(setting: Setting, recipe: Recipe, dims: Dims) -> int:
-    saved = attention_module_bytes(setting, recipe, dims) * recipe.tokens + _attention_casts(setting, recipe, dims)
+def _in_attention(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
+    saved = attention_module_bytes(configuration, policy, dims) * policy.tokens + _attention_casts(
+        configuration, policy, dims
+    )
     return max(0, saved)  # below: its input is more than all it saves
 
 
@@ -162,140 +172,148 @@ class _Part(Value, frozen=True, kw_only=True):
     unused: int = 0
 
 
-def _num_recomputed(setting: Setting, dims: Dims) -> tuple[int, int]:
+def _num_recomputed(configuration: Configuration, dims: Dims) -> tuple[int, int]:
     """(blocks that recompute something, from one to the next): the first of every n, as the runtime has it."""
-    if setting.checkpointing is Checkpointing.NONE:
+    if configuration.checkpointing is Checkpointing.NONE:
         return 0, 1
-    if setting.checkpointing is not Checkpointing.EVERY_N:
+    if configuration.checkpointing is not Checkpointing.EVERY_N:
         return dims.layers, 1
-    every = setting.checkpoint_every_n or 1
+    every = configuration.checkpoint_every_n or 1
     return dims.layers // every, every
 
 
 def _recomputed_part(
-    setting: Setting, recipe: Recipe, dims: Dims, *, whole: int, boundary: int, in_attention: int
+    configuration: Configuration, policy: PrecisionPolicy, dims: Dims, *, whole: int, boundary: int, in_attention: int
 ) -> _Part:
-    if setting.checkpointing is Checkpointing.ATTENTION:
+    if configuration.checkpointing is Checkpointing.ATTENTION:
         return _Part(kept=whole - in_attention)
-    if setting.checkpointing is not Checkpointing.SELECTIVE:
+    if configuration.checkpointing is not Checkpointing.SELECTIVE:
         return _Part(kept=boundary)
-    c = recipe.compute_bytes
-    outputs = _product_elements(setting, recipe, dims)
-    log_sums = 4 * dims.heads if recipe.kernel.is_fused else 0
-    kept = boundary + c * sum(outputs[::2]) + (c * dims.query + log_sums) * recipe.tokens
+    c = policy.compute_bytes
+    outputs = _product_elements(configuration, policy, dims)
+    log_sums = 4 * dims.heads if policy.kernel.is_fused else 0
+    kept = boundary + c * sum(outputs[::2]) + (c * dims.query + log_sums) * policy.tokens
     # The output of the last product is kept where their number is odd: only the next block reads it.
     unused = c * outputs[-1] if len(outputs) % 2 else 0
     return _Part(kept=min(whole + boundary, kept), unused=unused)
 
 
-def _product_elements(setting: Setting, recipe: Recipe, dims: Dims) -> list[int]:
+def _product_elements(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> list[int]:
     """Elements that each matrix product of a block makes, in the order they run."""
-    adapted = {name for name, _, _ in adapted_linears(setting, dims)} if setting.method.freezes_base else set()
-    rank, tokens = setting.lora.rank, recipe.tokens
+    adapted = (
+        {name for name, _, _ in adapted_linears(configuration, dims)} if configuration.method.freezes_base else set()
+    )
+    rank, tokens = configuration.lora.rank, policy.tokens
     elements = []
     for (name, num_inputs, _), (_, num_outputs) in zip(dims.linears, dims.products, strict=True):
         elements.append(num_outputs * tokens)
         if name in adapted:
-            elements += [rank * num_inputs, num_outputs * num_inputs] if uses_dora(setting) else []
+            elements += [rank * num_inputs, num_outputs * num_inputs] if uses_dora(configuration) else []
             elements += [rank * tokens, num_outputs * tokens]
     return elements
 
 
-def _cast_weights(setting: Setting, recipe: Recipe, dims: Dims) -> int:
-    if not recipe.is_autocast or (recipe.is_fp8 and not recipe.is_frozen):
+def _cast_weights(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
+    if not policy.is_autocast or (policy.is_fp8 and not policy.is_frozen):
         return 0  # the fp8 copies are counted with the weights
-    trained = adapter_parameters(setting, dims) if recipe.is_frozen else dims.linear
-    return recipe.compute_bytes * trained
+    trained = adapter_parameters(configuration, dims) if policy.is_frozen else dims.linear
+    return policy.compute_bytes * trained
 
 
-def _adapted_experts(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+def _adapted_experts(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
     """Adapters on experts make each expert's weight anew, and its product keeps it."""
-    return recipe.compute_bytes * dims.bare_adapted_weights if recipe.is_frozen and adapts_all(setting) else 0
+    return policy.compute_bytes * dims.bare_adapted_weights if policy.is_frozen and adapts_all(configuration) else 0
 
 
-def _attention_casts(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+def _attention_casts(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
     """Autocast's copies of the weights of attention."""
-    cast_weights = _cast_weights(setting, recipe, dims)
+    cast_weights = _cast_weights(configuration, policy, dims)
     return cast_weights * dims.attention // dims.linear
 
 
 def _cached_casts(
-    setting: Setting, recipe: Recipe, dims: Dims, cast_weights: int, num_recomputed: int, *, moves: bool
+    configuration: Configuration,
+    policy: PrecisionPolicy,
+    dims: Dims,
+    cast_weights: int,
+    num_recomputed: int,
+    *,
+    moves: bool,
 ) -> int:
     if moves:  # the host has copies of them
         return (dims.layers if num_recomputed == dims.layers else dims.layers - 1) * cast_weights
-    if setting.checkpointing is Checkpointing.ATTENTION:
-        return dims.layers * _attention_casts(setting, recipe, dims)
+    if configuration.checkpointing is Checkpointing.ATTENTION:
+        return dims.layers * _attention_casts(configuration, policy, dims)
     return num_recomputed * cast_weights
 
 
-def _temporaries(setting: Setting, recipe: Recipe, dims: Dims, saved: SavedTensors) -> int:
-    c, h, f, tokens = recipe.compute_bytes, dims.hidden, dims.ffn, recipe.tokens
-    in_mlp = max((2 if dims.is_gated else 1) * c, c + recipe.sum_bytes) * f + _activation_temporaries(recipe, dims) * f
-    in_mlp += recipe.residual_bytes * h
-    if recipe.is_frozen:
-        in_mlp = max(in_mlp, _frozen_temporaries(setting, recipe, dims))
-        if uses_dora(setting):  # the products of the last layer and its adapter are gone by then
-            in_mlp = max(in_mlp - 2 * c * h, backward_bytes(setting, recipe, dims))
-    elif recipe.stack.keeps_block_output and recipe.is_checkpointed:
-        in_mlp += recipe.residual_bytes * h
+def _temporaries(configuration: Configuration, policy: PrecisionPolicy, dims: Dims, saved: SavedTensors) -> int:
+    c, h, f, tokens = policy.compute_bytes, dims.hidden, dims.ffn, policy.tokens
+    in_mlp = max((2 if dims.is_gated else 1) * c, c + policy.sum_bytes) * f + _activation_temporaries(policy, dims) * f
+    in_mlp += policy.residual_bytes * h
+    if policy.is_frozen:
+        in_mlp = max(in_mlp, _frozen_temporaries(configuration, policy, dims))
+        if uses_dora(configuration):  # the products of the last layer and its adapter are gone by then
+            in_mlp = max(in_mlp - 2 * c * h, backward_bytes(configuration, policy, dims))
+    elif policy.reference.keeps_block_output and policy.is_checkpointed:
+        in_mlp += policy.residual_bytes * h
     # RMSNorm after the MLP is done with: six fp32 arrays, its saved input counted already, its output gone.
-    if not recipe.is_frozen:
-        in_norm = (NORM_BACKWARD_BYTES - 4 - 2 * c + recipe.residual_bytes) * h - saved.mlp
+    if not policy.is_frozen:
+        in_norm = (NORM_BACKWARD_BYTES - 4 - 2 * c + policy.residual_bytes) * h - saved.mlp
         in_mlp = max(in_mlp, in_norm)
     return in_mlp * tokens
 
 
-def _score_temporaries(recipe: Recipe, dims: Dims, saved: SavedTensors) -> int:
+def _score_temporaries(policy: PrecisionPolicy, dims: Dims, saved: SavedTensors) -> int:
     """Softmax backward: gradients of probabilities and scores, by when the second half of the block is gone."""
-    if recipe.kernel.is_fused:
+    if policy.kernel.is_fused:
         return 0
-    return max(0, _score_gradients(recipe, dims) - _gone_before_attention(recipe, dims, saved)) * recipe.tokens
+    return max(0, _score_gradients(policy, dims) - _gone_before_attention(policy, dims, saved)) * policy.tokens
 
 
-def _attention_temporaries(recipe: Recipe, dims: Dims, saved: SavedTensors, *, in_attention: int) -> int:
+def _attention_temporaries(policy: PrecisionPolicy, dims: Dims, saved: SavedTensors, *, in_attention: int) -> int:
     """Backward of an attention module that was just recomputed, by when the feed-forward half is gone."""
-    if recipe.kernel.is_fused:
-        read = keys_and_values(dims, is_repeated=recipe.repeats_kv)
-        gradients = recipe.compute_bytes * (2 * dims.query + read) + recipe.residual_bytes * dims.hidden
+    if policy.kernel.is_fused:
+        read = keys_and_values(dims, is_repeated=policy.repeats_kv)
+        gradients = policy.compute_bytes * (2 * dims.query + read) + policy.residual_bytes * dims.hidden
     else:
-        gradients = _score_gradients(recipe, dims)
-    gone = _gone_before_attention(recipe, dims, saved) - recipe.compute_bytes * dims.query
-    return max(0, in_attention + (gradients - gone) * recipe.tokens)
+        gradients = _score_gradients(policy, dims)
+    gone = _gone_before_attention(policy, dims, saved) - policy.compute_bytes * dims.query
+    return max(0, in_attention + (gradients - gone) * policy.tokens)
 
 
-def _score_gradients(recipe: Recipe, dims: Dims) -> int:
+def _score_gradients(policy: PrecisionPolicy, dims: Dims) -> int:
     """Of probabilities and scores, and of the residual stream."""
-    c = recipe.compute_bytes
-    in_16_bit = 0 if c == 4 else c if recipe.kernel is AttentionKernel.MATH else -c
-    return dims.heads * recipe.seq_len * (8 + in_16_bit) + recipe.residual_bytes * dims.hidden
+    c = policy.compute_bytes
+    in_16_bit = 0 if c == 4 else c if policy.kernel is AttentionKernel.MATH else -c
+    return dims.heads * policy.seq_len * (8 + in_16_bit) + policy.residual_bytes * dims.hidden
 
 
-def _gone_before_attention(recipe: Recipe, dims: Dims, saved: SavedTensors) -> int:
+def _gone_before_attention(policy: PrecisionPolicy, dims: Dims, saved: SavedTensors) -> int:
     """Bytes freed by the backward of the feed-forward half and of the output projection."""
-    c = recipe.compute_bytes
+    c = policy.compute_bytes
     return saved.mlp + saved.norms // 2 + c * dims.query + 2 * c * dims.hidden
 
 
-def _frozen_temporaries(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+def _frozen_temporaries(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
     """Adapters cast their inputs and the gradients of them; where they share the product, its gradient replaces it."""
-    c, h, f = recipe.compute_bytes, dims.hidden, dims.ffn
-    if recipe.has_fp32_products:
+    c, h, f = policy.compute_bytes, dims.hidden, dims.ffn
+    if policy.has_fp32_products:
         return (3 * 4 - c) * f + (4 + c) * h
-    if recipe.adapter_inputs is AdapterInputs.SHARED and shares_product(setting, dims):
+    if policy.adapter_inputs is AdapterInputs.SHARED and shares_product(configuration, dims):
         return c * (2 * f + h)
     if not dims.is_gated:
         return c * (4 * f + 2 * h)
-    return c * (3 * f + recipe.stack.frozen_block_arrays * h)
+    return c * (3 * f + policy.reference.frozen_block_arrays * h)
 
 
-def _activation_temporaries(recipe: Recipe, dims: Dims) -> int:
+def _activation_temporaries(policy: PrecisionPolicy, dims: Dims) -> int:
     """Gradients inside an activation function that is written out in Python, an element."""
     if dims.activation != "gelu_new":
         return 0
-    if recipe.is_autocast:
-        return 2 * 4 + (0 if recipe.is_frozen else recipe.compute_bytes)
-    return recipe.compute_bytes
+    if policy.is_autocast:
+        return 2 * 4 + (0 if policy.is_frozen else policy.compute_bytes)
+    return policy.compute_bytes
 
 
 DEFAULT_CHUNK_TOKENS = 1024
@@ -316,18 +334,18 @@ class HeadMemory(Value, frozen=True, kw_only=True):
     gradient_extra: int = 0
 
 
-def head_memory(setting: Setting, recipe: Recipe, dims: Dims) -> HeadMemory:
+def head_memory(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> HeadMemory:
     """Bytes of the loss head."""
-    tokens, c = recipe.tokens, recipe.compute_bytes
+    tokens, c = policy.tokens, policy.compute_bytes
     logits, hidden = dims.vocab * tokens, c * dims.hidden * tokens
-    cast_head = c * dims.embedding if recipe.is_autocast and not recipe.is_frozen else 0
-    kept = _final_norm_bytes(recipe, dims) * tokens + cast_head
-    cast_gradient = 0 if recipe.is_frozen else c * dims.embedding
+    cast_head = c * dims.embedding if policy.is_autocast and not policy.is_frozen else 0
+    kept = _final_norm_bytes(policy, dims) * tokens + cast_head
+    cast_gradient = 0 if policy.is_frozen else c * dims.embedding
     # Autocast hands the gradient of its cast weight on in fp32.
-    gradient = cast_gradient + (recipe.weight_bytes * dims.embedding if recipe.is_autocast and cast_gradient else 0)
-    foreign = recipe.stack.logits.get(setting.loss)
+    gradient = cast_gradient + (policy.weight_bytes * dims.embedding if policy.is_autocast and cast_gradient else 0)
+    foreign = policy.reference.logits.get(configuration.loss)
     if foreign is not None:
-        is_whole = setting.loss is not LossHead.FUSED_LINEAR
+        is_whole = configuration.loss is not LossHead.FUSED_LINEAR
         return HeadMemory(
             kept=kept,
             forward_logits=round(foreign.forward * logits),
@@ -336,16 +354,16 @@ def head_memory(setting: Setting, recipe: Recipe, dims: Dims) -> HeadMemory:
             gradient_logits=c * logits if is_whole else 0,
             gradient_extra=gradient + hidden if is_whole else 0,
         )
-    if setting.loss is LossHead.CHUNKED:
-        return _chunked(setting, recipe, dims, kept=kept, cast_gradient=cast_gradient)
-    if setting.loss is LossHead.FUSED_LINEAR:
+    if configuration.loss is LossHead.CHUNKED:
+        return _chunked(configuration, policy, dims, kept=kept, cast_gradient=cast_gradient)
+    if configuration.loss is LossHead.FUSED_LINEAR:
         in_slice = min(logits, 2 * dims.hidden * tokens)
         return HeadMemory(kept=kept + hidden + cast_gradient, forward_logits=(c + 4) * in_slice // 2)
-    sums = recipe.sum_bytes * (dims.hidden * tokens if recipe.is_frozen else dims.embedding)
+    sums = policy.sum_bytes * (dims.hidden * tokens if policy.is_frozen else dims.embedding)
     # Autocast casts the weight's gradient to fp32 once the product has freed its inputs.
-    at_cast = gradient - cast_head - hidden - c * logits if recipe.is_autocast else 0
+    at_cast = gradient - cast_head - hidden - c * logits if policy.is_autocast else 0
     product = {"gradient_logits": c * logits, "gradient_extra": max(cast_gradient + sums, at_cast) + hidden}
-    if setting.loss is LossHead.EAGER:
+    if configuration.loss is LossHead.EAGER:
         capped = c if dims.caps_logits else 0  # the tanh
         forward, backward = (8 + (0 if c == 4 else c) + capped) * logits, (12 + capped) * logits
         return HeadMemory(kept=kept, forward_logits=forward, backward_logits=backward, **product)
@@ -354,21 +372,23 @@ def head_memory(setting: Setting, recipe: Recipe, dims: Dims) -> HeadMemory:
     own = (0 if c == 4 else 4) + (4 if dims.caps_logits else 0)
     return HeadMemory(
         kept=kept + 4 * tokens,
-        forward_logits=c * logits + max((8 if dims.caps_logits else 4) * in_slice, recipe.sum_bytes * logits),
+        forward_logits=c * logits + max((8 if dims.caps_logits else 4) * in_slice, policy.sum_bytes * logits),
         backward_logits=c * logits + own * in_slice,
         **product,
     )
 
 
-def _chunked(setting: Setting, recipe: Recipe, dims: Dims, *, kept: int, cast_gradient: int) -> HeadMemory:
-    tokens, c = recipe.tokens, recipe.compute_bytes
+def _chunked(
+    configuration: Configuration, policy: PrecisionPolicy, dims: Dims, *, kept: int, cast_gradient: int
+) -> HeadMemory:
+    tokens, c = policy.tokens, policy.compute_bytes
     hidden = c * dims.hidden * tokens
-    in_slice = min(tokens, setting.loss_chunk_tokens or DEFAULT_CHUNK_TOKENS)
+    in_slice = min(tokens, configuration.loss_chunk_tokens or DEFAULT_CHUNK_TOKENS)
     slice_logits, is_fp32 = dims.vocab * in_slice, c == 4
     own = (4 if is_fp32 else 4 + c) + (4 if dims.caps_logits else 0)  # the slope of a cap
-    fp32_gradient = 0 if recipe.is_frozen else 4 * dims.embedding
+    fp32_gradient = 0 if policy.is_frozen else 4 * dims.embedding
     # In 16 bit each slice's product is a tensor of its own, which the CPU casts to fp32 before it adds it.
-    product = 0 if is_fp32 or recipe.is_frozen else cast_gradient + (0 if recipe.is_cuda else fp32_gradient)
+    product = 0 if is_fp32 or policy.is_frozen else cast_gradient + (0 if policy.is_cuda else fp32_gradient)
     return HeadMemory(
         kept=kept + 4 * tokens,
         forward_logits=8 * slice_logits,
@@ -379,15 +399,15 @@ def _chunked(setting: Setting, recipe: Recipe, dims: Dims, *, kept: int, cast_gr
     )
 
 
-def _final_norm_bytes(recipe: Recipe, dims: Dims) -> int:
+def _final_norm_bytes(policy: PrecisionPolicy, dims: Dims) -> int:
     """Bytes per token kept by the last norm and the input of the head."""
-    c, h = recipe.compute_bytes, dims.hidden
-    if dims.norm is Norm.LAYER and not recipe.is_autocast:
+    c, h = policy.compute_bytes, dims.hidden
+    if dims.norm is Norm.LAYER and not policy.is_autocast:
         return 2 * c * h + 8
-    if recipe.is_fused:
+    if policy.is_fused:
         return 2 * c * h + 4
-    if recipe.is_frozen:
-        return (4 + (c if recipe.stack.keeps_block_output else 0)) * h + 4
-    if recipe.is_autocast:
+    if policy.is_frozen:
+        return (4 + (c if policy.reference.keeps_block_output else 0)) * h + 4
+    if policy.is_autocast:
         return (4 + 4 + c) * h + 4
     return (4 + 2 * c) * h + 4

@@ -28,6 +28,7 @@ tables are alive when gradients are complete where one remains; out of place, th
 (the gradient of a plain linear layer is the transpose of a product). With accumulation the remaining one is separate.
 """
 
+from shardwise.trainer.planning.configuration import SHARDWISE, Configuration
 from shardwise.trainer.planning.memory.activations import (
     NORM_BACKWARD_BYTES,
     POSITION_BYTES,
@@ -35,10 +36,9 @@ from shardwise.trainer.planning.memory.activations import (
     BlockActivations,
     HeadMemory,
 )
-from shardwise.trainer.planning.memory.recipe import Dims, Recipe
+from shardwise.trainer.planning.memory.precision_policy import Dims, PrecisionPolicy
 from shardwise.trainer.planning.memory.sharding import ShardingMemory, accumulated_gradients, reduces_every_micro_batch
 from shardwise.trainer.planning.memory.states import States
-from shardwise.trainer.planning.setting import OUR_STACK, Setting
 from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
 from shardwise.trainer.spec.model.shape import Norm
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
@@ -51,8 +51,8 @@ Event = dict[str, int]
 class StepMemory(Value, frozen=True, kw_only=True):
     """Everything that the events of a step are put together from."""
 
-    setting: Setting
-    recipe: Recipe
+    configuration: Configuration
+    policy: PrecisionPolicy
     dims: Dims
     states: States
     blocks: BlockActivations
@@ -62,25 +62,27 @@ class StepMemory(Value, frozen=True, kw_only=True):
     @property
     def waits_for_last_micro_batch(self) -> bool:
         """True if whole gradients stay on this rank until the last micro batch reduces them."""
-        is_accumulating = self.setting.accumulation > 1 and not self.recipe.updates_in_backward
-        return is_accumulating and self.recipe.uses_fsdp and not reduces_every_micro_batch(self.setting, self.recipe)
+        is_accumulating = self.configuration.accumulation > 1 and not self.policy.updates_in_backward
+        return (
+            is_accumulating and self.policy.uses_fsdp and not reduces_every_micro_batch(self.configuration, self.policy)
+        )
 
     @property
     def holds_earlier_gradients(self) -> bool:
         """True if a new gradient is added to an existing one: DDP's bucket, or that of an earlier micro batch."""
-        is_accumulating = self.setting.accumulation > 1 and not self.recipe.updates_in_backward
+        is_accumulating = self.configuration.accumulation > 1 and not self.policy.updates_in_backward
         return is_accumulating or self.sharding.holds_gradients
 
 
 def head_gradient(step: StepMemory) -> int:
     """The gradient of lm_head while the blocks run backwards, where it is not counted among earlier ones."""
-    recipe, dims = step.recipe, step.dims
-    if recipe.is_frozen or (step.recipe.updates_in_backward and not dims.is_tied):
+    policy, dims = step.policy, step.dims
+    if policy.is_frozen or (step.policy.updates_in_backward and not dims.is_tied):
         return 0
-    if recipe.uses_fsdp:
-        return recipe.compute_bytes * dims.embedding  # whole, until its group is reduced
+    if policy.uses_fsdp:
+        return policy.compute_bytes * dims.embedding  # whole, until its group is reduced
     is_added = step.holds_earlier_gradients and not dims.is_tied
-    return 0 if is_added else recipe.weight_bytes * dims.embedding
+    return 0 if is_added else policy.weight_bytes * dims.embedding
 
 
 def block_gradient(step: StepMemory) -> int:
@@ -88,24 +90,24 @@ def block_gradient(step: StepMemory) -> int:
 
     That of down_proj, the first; where attention keeps all scores, those of everything behind them.
     """
-    recipe, dims = step.recipe, step.dims
-    if recipe.is_frozen:
+    policy, dims = step.policy, step.dims
+    if policy.is_frozen:
         return 0
     num_elements = dims.hidden * dims.ffn
     if step.blocks.peaks_at_scores:
         num_elements = dims.block - dims.attention + dims.query * dims.hidden
-    if recipe.uses_fsdp:
-        return recipe.compute_bytes * num_elements
-    return 0 if step.holds_earlier_gradients else recipe.weight_bytes * num_elements
+    if policy.uses_fsdp:
+        return policy.compute_bytes * num_elements
+    return 0 if step.holds_earlier_gradients else policy.weight_bytes * num_elements
 
 
 def gradients_at_top(step: StepMemory, backward: Event) -> Event:
     """In the backward of the last block, where the head's gradient may have been reduced already."""
-    if not step.sharding.reduce_head or step.recipe.updates_in_backward:
+    if not step.sharding.reduce_head or step.policy.updates_in_backward:
         return {}
     reduced = _share_of(step, step.dims.head)
     if step.waits_for_last_micro_batch:
-        return {"gradients": backward["gradients"] - step.recipe.reduce_bytes * step.dims.head + reduced}
+        return {"gradients": backward["gradients"] - step.policy.reduce_bytes * step.dims.head + reduced}
     return {} if step.holds_earlier_gradients else {"gradients": reduced}
 
 
@@ -114,10 +116,10 @@ def gradients_at_bottom(step: StepMemory, backward: Event) -> Event:
     finished = (step.dims.layers - 1) * gradients_of_block(step)
     if step.sharding.reduce_head:
         finished += _share_of(step, step.dims.head)
-    if step.waits_for_last_micro_batch and not step.recipe.is_frozen:
-        waiting = step.recipe.reduce_bytes * (step.dims.block + step.dims.root)
+    if step.waits_for_last_micro_batch and not step.policy.is_frozen:
+        waiting = step.policy.reduce_bytes * (step.dims.block + step.dims.root)
         return {"gradients": min(backward["gradients"], waiting) + finished}
-    if not step.holds_earlier_gradients and not step.recipe.updates_in_backward:
+    if not step.holds_earlier_gradients and not step.policy.updates_in_backward:
         return {"gradients": finished}
     if step.sharding.holds_gradients and "gradients" in backward:
         return {"gradients": _gradients_beside_buckets(step, gradients_of_block(step) + _table(step))}
@@ -128,7 +130,7 @@ def gradients_at_end(step: StepMemory, backward: Event) -> Event:
     """When the embedding's gradient is there."""
     if step.waits_for_last_micro_batch:
         return {}  # of a micro batch before the last: all are whole
-    if not step.holds_earlier_gradients and not step.recipe.updates_in_backward:
+    if not step.holds_earlier_gradients and not step.policy.updates_in_backward:
         return {"gradients": step.states.gradients}
     if step.sharding.holds_gradients and "gradients" in backward:
         return {"gradients": _gradients_beside_buckets(step, _table(step))}
@@ -137,14 +139,14 @@ def gradients_at_end(step: StepMemory, backward: Event) -> Event:
 
 def table_gradients(step: StepMemory) -> int:
     """Gradients of embedding and head beyond their place among the complete gradients."""
-    recipe, dims = step.recipe, step.dims
-    if recipe.is_frozen:
+    policy, dims = step.policy, step.dims
+    if policy.is_frozen:
         return 0
-    if recipe.uses_fsdp:
+    if policy.uses_fsdp:
         return _gathered_table_gradients(step)
     table = _table(step)
-    is_view = dims.is_tied and step.setting.loss is LossHead.EAGER and not recipe.is_autocast
-    if step.recipe.updates_in_backward:
+    is_view = dims.is_tied and step.configuration.loss is LossHead.EAGER and not policy.is_autocast
+    if step.policy.updates_in_backward:
         return max((1 + dims.is_tied + is_view) * table, table + step.states.table_temporaries)
     if not dims.is_tied:
         return table if step.holds_earlier_gradients else 0
@@ -153,29 +155,31 @@ def table_gradients(step: StepMemory) -> int:
 
 def _gathered_table_gradients(step: StepMemory) -> int:
     """The whole gradient of the last group, and the input of its reduce-scatter."""
-    recipe, dims = step.recipe, step.dims
-    if not recipe.is_cuda:  # gloo's copy of the reduce-scatter's input, by when only the head's gradient is left
-        return 2 * recipe.master_bytes * dims.root + recipe.compute_bytes * dims.embedding
-    if recipe.stack.uses_fsdp1:
-        return recipe.compute_bytes * dims.root
+    policy, dims = step.policy, step.dims
+    if not policy.is_cuda:  # gloo's copy of the reduce-scatter's input, by when only the head's gradient is left
+        return 2 * policy.master_bytes * dims.root + policy.compute_bytes * dims.embedding
+    if policy.reference.uses_fsdp1:
+        return policy.compute_bytes * dims.root
     group = dims.root - (dims.head + dims.hidden if step.sharding.reduce_head else 0)
-    return (recipe.compute_bytes + (0 if step.waits_for_last_micro_batch else recipe.reduce_bytes)) * group
+    return (policy.compute_bytes + (0 if step.waits_for_last_micro_batch else policy.reduce_bytes)) * group
 
 
 def _gradients_beside_buckets(step: StepMemory, not_yet_copied: int) -> int:
     """DDP's buckets, and of the sums of earlier micro batches those that wait for their last share."""
-    is_accumulating = step.setting.accumulation > 1 and step.setting.strategy.sharding.facts.keeps_gradient_buckets
+    is_accumulating = (
+        step.configuration.accumulation > 1 and step.configuration.strategy.sharding.facts.keeps_gradient_buckets
+    )
     return step.states.gradients + (min(step.states.gradients, not_yet_copied) if is_accumulating else 0)
 
 
 def _table(step: StepMemory) -> int:
     """The gradient of the embedding."""
-    return 0 if step.recipe.is_frozen else step.recipe.weight_bytes * step.dims.embedding
+    return 0 if step.policy.is_frozen else step.policy.weight_bytes * step.dims.embedding
 
 
 def gradients_of_block(step: StepMemory) -> int:
     """Gradients that one finished block leaves behind on this rank."""
-    if step.recipe.is_frozen:
+    if step.policy.is_frozen:
         return step.states.gradients // step.dims.layers
     return _share_of(step, step.dims.block)
 
@@ -193,7 +197,7 @@ _NORM_BYTES = 8  # DeepSpeed 0.19.8, stage_1_and_2.py, get_grad_norm_direct
 def step_events(step: StepMemory, resident: Event) -> dict[str, Event]:
     """Every event of a step, in the order they happen; `resident` is what is on the device between steps."""
     forward = {**resident, "inputs": _input_bytes(step)}
-    accumulated = accumulated_gradients(step.setting, step.recipe, step.states.num_trained, step.states.gradients)
+    accumulated = accumulated_gradients(step.configuration, step.policy, step.states.num_trained, step.states.gradients)
     if accumulated:
         forward["gradients"] = accumulated
     backward = dict(forward)
@@ -206,14 +210,14 @@ def step_events(step: StepMemory, resident: Event) -> dict[str, Event]:
         **_block_backward(step, backward),
         "gradients_complete": _gradients_complete(step, backward),
     }
-    if not step.recipe.updates_in_backward:
+    if not step.policy.updates_in_backward:
         events["optimizer_step"] = _optimizer_step(step, resident)
     return events
 
 
 def resident_bytes(step: StepMemory) -> Event:
     """Bytes on the device between steps."""
-    states, sharding, recipe = step.states, step.sharding, step.recipe
+    states, sharding, policy = step.states, step.sharding, step.policy
     event = {
         "weights": states.weights,
         "master_weights": states.master_weights,
@@ -222,19 +226,19 @@ def resident_bytes(step: StepMemory) -> Event:
         "optimizer_state": states.optimizer_state,
         "communication_buffers": sharding.buffers,
         "gradients": states.gradients if sharding.holds_gradients else 0,
-        "workspace": _workspace(recipe),
+        "workspace": _workspace(policy),
         "mask": step.dims.mask_buffer,
     }
-    if step.setting.strategy.precision is Precision.FP8:
+    if step.configuration.strategy.precision is Precision.FP8:
         # An fp8 copy of each weight and its transpose, kept from micro batch to micro batch.
-        event["fp8_weights"] = 2 * step.dims.block_linears // (recipe.shard_degree if recipe.uses_fsdp else 1)
+        event["fp8_weights"] = 2 * step.dims.block_linears // (policy.shard_degree if policy.uses_fsdp else 1)
     return {name: num_bytes for name, num_bytes in event.items() if num_bytes}
 
 
-def _workspace(recipe: Recipe) -> int:
-    if not recipe.is_cuda:
+def _workspace(policy: PrecisionPolicy) -> int:
+    if not policy.is_cuda:
         return 0
-    return 2 * (CUBLAS_WORKSPACE_BYTES_HOPPER if recipe.is_hopper_or_later else CUBLAS_WORKSPACE_BYTES)
+    return 2 * (CUBLAS_WORKSPACE_BYTES_HOPPER if policy.is_hopper_or_later else CUBLAS_WORKSPACE_BYTES)
 
 
 def _input_bytes(step: StepMemory) -> int:
@@ -242,41 +246,43 @@ def _input_bytes(step: StepMemory) -> int:
 
     Packed rows have positions of their own, and so cosines and sines each; some model types are given a mask of theirs.
     """
-    recipe, dims = step.recipe, step.dims
-    width, seq_len = recipe.residual_bytes, recipe.seq_len
-    is_masked = recipe.kernel is AttentionKernel.EAGER and step.setting.checkpointing is not Checkpointing.NONE
-    mask = width * recipe.tokens * seq_len if is_masked else 0
-    positions = recipe.tokens if recipe.is_packed else seq_len
-    if recipe.is_packed:
-        mask += POSITION_BYTES * recipe.tokens
-        if dims.masks_documents and recipe.kernel is not AttentionKernel.EAGER:
-            mask += recipe.tokens * seq_len  # one byte a pair
-    return TOKEN_BYTES * recipe.tokens + 2 * width * positions * dims.rotary_dim + mask
+    policy, dims = step.policy, step.dims
+    width, seq_len = policy.residual_bytes, policy.seq_len
+    is_masked = policy.kernel is AttentionKernel.EAGER and step.configuration.checkpointing is not Checkpointing.NONE
+    mask = width * policy.tokens * seq_len if is_masked else 0
+    positions = policy.tokens if policy.is_packed else seq_len
+    if policy.is_packed:
+        mask += POSITION_BYTES * policy.tokens
+        if dims.masks_documents and policy.kernel is not AttentionKernel.EAGER:
+            mask += policy.tokens * seq_len  # one byte a pair
+    return TOKEN_BYTES * policy.tokens + 2 * width * positions * dims.rotary_dim + mask
 
 
 def _load(step: StepMemory, resident: Event) -> Event:
     """Weights are built in host RAM; what is wider than its place on the device passes through it in pieces."""
-    recipe, dims, sharding = step.recipe, step.dims, step.setting.strategy.sharding
+    policy, dims, sharding = step.policy, step.dims, step.configuration.strategy.sharding
     kept = ("weights", "master_weights", "quant_state", "adapters")
     event: Event = {name: num_bytes for name, num_bytes in resident.items() if name in kept}
-    if recipe.uses_fsdp:
+    if policy.uses_fsdp:
         # fully_shard moves a whole group to the device before it cuts its shard; ours cuts a model without memory.
-        group = dims.parameters if recipe.stack.loads_whole_model else max(dims.block, dims.root)
-        event["gathered_weights"] = 0 if _is_cut_first(step) else recipe.weight_bytes * group
+        group = dims.parameters if policy.reference.loads_whole_model else max(dims.block, dims.root)
+        event["gathered_weights"] = 0 if _is_cut_first(step) else policy.weight_bytes * group
     elif sharding.facts.keeps_gradient_buckets:
         event["gradients"] = step.states.gradients  # the buckets
     elif sharding.facts.deepspeed_stage == 3:
-        event["gathered_weights"] = recipe.weight_bytes * dims.largest_tensor
-    elif recipe.uses_deepspeed and step.states.master_weights:
+        event["gathered_weights"] = policy.weight_bytes * dims.largest_tensor
+    elif policy.uses_deepspeed and step.states.master_weights:
         # Zeros in the masters' type that initialise the optimizer's state.
-        event["gradient_copies"] = -(-recipe.master_bytes * step.states.num_trained // recipe.shard_degree)
+        event["gradient_copies"] = -(-policy.master_bytes * step.states.num_trained // policy.shard_degree)
     return event
 
 
 def _is_cut_first(step: StepMemory) -> bool:
     """True if a rank loads its shards alone (runtime/models); FP8 and QLoRA may build the whole model."""
-    setting = step.setting
-    return step.recipe.stack.name == OUR_STACK and not step.recipe.is_fp8 and setting.method is not Method.QLORA
+    configuration = step.configuration
+    return (
+        step.policy.reference.name == SHARDWISE and not step.policy.is_fp8 and configuration.method is not Method.QLORA
+    )
 
 
 def _kept(step: StepMemory, running: Event, gathered: int) -> Event:
@@ -291,11 +297,11 @@ def with_gathered(event: Event, gathered: int) -> Event:
 
 def _forward_end(step: StepMemory, forward: Event) -> Event:
     event = {**_kept(step, forward, step.sharding.gathered_forward), "logits": step.head.forward_logits}
-    recipe, dims = step.recipe, step.dims
-    if recipe.is_autocast:
+    policy, dims = step.policy, step.dims
+    if policy.is_autocast:
         # The cache of cast weights lives until the forward ends; what is not recomputed keeps them anyway.
         event["cast_weights"] = step.blocks.cached_casts
-        event["head_temporaries"] = recipe.residual_bytes * dims.hidden * recipe.tokens
+        event["head_temporaries"] = policy.residual_bytes * dims.hidden * policy.tokens
     norms = step.blocks.norms
     if not norms.alone:
         return event
@@ -307,7 +313,7 @@ def _forward_end(step: StepMemory, forward: Event) -> Event:
 def _loss_backward(step: StepMemory, backward: Event) -> dict[str, Event]:
     head, sharding = step.head, step.sharding
     # A loss that is computed inside the head runs backwards with the head.
-    is_in_head = not head.gradient_logits or step.setting.loss is LossHead.CHUNKED
+    is_in_head = not head.gradient_logits or step.configuration.loss is LossHead.CHUNKED
     kept = _kept(step, backward, sharding.gathered_head if is_in_head else sharding.gathered_loss)
     events = {"loss_backward": {**kept, "logits": head.backward_logits, "head_temporaries": head.backward_extra}}
     if head.gradient_logits or head.gradient_extra:
@@ -318,21 +324,21 @@ def _loss_backward(step: StepMemory, backward: Event) -> dict[str, Event]:
 
 def _norm_backward(step: StepMemory, backward: Event) -> Event:
     """The chain of fp32 operations of the last norm, or the reduction of the head's gradient right after it."""
-    recipe, dims, sharding = step.recipe, step.dims, step.sharding
+    policy, dims, sharding = step.policy, step.dims, step.sharding
     kept = _kept(step, backward, sharding.gathered_head) | {"head_activations": 0}
-    chain = NORM_BACKWARD_BYTES if dims.norm is Norm.RMS else 2 * recipe.residual_bytes
+    chain = NORM_BACKWARD_BYTES if dims.norm is Norm.RMS else 2 * policy.residual_bytes
     event = {
         **kept,
-        "block_temporaries": chain * dims.hidden * recipe.tokens,
+        "block_temporaries": chain * dims.hidden * policy.tokens,
         "fresh_gradients": head_gradient(step),
     }
     if not sharding.reduce_head:
         return event
     is_added = step.waits_for_last_micro_batch
     reduced = {
-        **with_gathered(kept, sharding.gathered_head - recipe.compute_bytes * (dims.head + dims.hidden)),
-        "block_temporaries": recipe.residual_bytes * dims.hidden * recipe.tokens,
-        "fresh_gradients": 0 if is_added else recipe.compute_bytes * dims.head,
+        **with_gathered(kept, sharding.gathered_head - policy.compute_bytes * (dims.head + dims.hidden)),
+        "block_temporaries": policy.residual_bytes * dims.hidden * policy.tokens,
+        "fresh_gradients": 0 if is_added else policy.compute_bytes * dims.head,
         "reduce_scatter": sharding.reduce_head,
         **gradients_at_top(step, backward),
     }
@@ -373,7 +379,7 @@ def _block_backward(step: StepMemory, backward: Event) -> dict[str, Event]:
 def _middle(step: StepMemory, top: Event, bottom: Event) -> Event:
     """The block after the last or the one before the first, while the gradients of its neighbour are being reduced."""
     blocks, sharding, one = step.blocks, step.sharding, gradients_of_block(step)
-    given_up = step.recipe.reduce_bytes * step.dims.block if step.waits_for_last_micro_batch else 0
+    given_up = step.policy.reduce_bytes * step.dims.block if step.waits_for_last_micro_batch else 0
     after_last = {
         **with_gathered(top, sharding.gathered_top - sharding.freed_by_last),
         "activations": blocks.kept - blocks.kept_by_last + blocks.fetched,
@@ -392,15 +398,15 @@ def _middle(step: StepMemory, top: Event, bottom: Event) -> Event:
 
 def _mlp_finished(step: StepMemory, event: Event) -> Event:
     """The same block when the gradients of its feed-forward half are there and the activations of that are gone."""
-    recipe, dims = step.recipe, step.dims
-    trained = 0 if recipe.is_frozen else recipe.compute_bytes * (dims.block - dims.attention)
+    policy, dims = step.policy, step.dims
+    trained = 0 if policy.is_frozen else policy.compute_bytes * (dims.block - dims.attention)
     # The gradient of a token comes back from each of its experts.
-    tokens = recipe.tokens * max(1, dims.experts_per_token)
+    tokens = policy.tokens * max(1, dims.experts_per_token)
     fresh = event["fresh_gradients"] - block_gradient(step) + trained
     return {
         **event,
         "recomputed_block": min(event["recomputed_block"], step.blocks.recomputed_beside_mlp),
-        "block_temporaries": recipe.compute_bytes * dims.hidden * tokens,
+        "block_temporaries": policy.compute_bytes * dims.hidden * tokens,
         "fresh_gradients": fresh,
     }
 
@@ -411,8 +417,10 @@ def _total(event: Event) -> int:
 
 def _retained(step: StepMemory) -> Event:
     """Inputs of frozen blocks and their gradients, which FSDP1 holds until the backward ends."""
-    recipe, blocks = step.recipe, step.blocks
-    retains = recipe.stack.retains_frozen_inputs and recipe.uses_fsdp and recipe.is_frozen and recipe.is_checkpointed
+    policy, blocks = step.policy, step.blocks
+    retains = (
+        policy.reference.retains_frozen_inputs and policy.uses_fsdp and policy.is_frozen and policy.is_checkpointed
+    )
     if not retains:
         return {}
     # One of the gradients is the output gradient of the block at work.
@@ -427,16 +435,16 @@ def _gradients_complete(step: StepMemory, backward: Event) -> Event:
 
 
 def _optimizer_step(step: StepMemory, resident: Event) -> Event:
-    recipe, states = step.recipe, step.states
+    policy, states = step.policy, step.states
     event = {**resident, "gradients": states.gradients, "optimizer_temporaries": states.optimizer_temporaries}
-    if recipe.uses_deepspeed and states.master_weights:
+    if policy.uses_deepspeed and states.master_weights:
         # When the backward ends, each rank keeps the gradients of its partition (also ZeRO-1). They are copied into one
         # flat tensor, and that into one of the masters' type, before either is freed.
-        share = -(-states.num_trained // recipe.shard_degree)
-        event["gradients"] = min(states.gradients, recipe.compute_bytes * share)
-        flat = recipe.compute_bytes if recipe.compute_bytes != recipe.master_bytes else 0
-        copied = {**event, "gradient_copies": (flat + recipe.master_bytes) * share}
-        if recipe.is_frozen or step.setting.strategy.sharding.facts.deepspeed_stage == 3:
+        share = -(-states.num_trained // policy.shard_degree)
+        event["gradients"] = min(states.gradients, policy.compute_bytes * share)
+        flat = policy.compute_bytes if policy.compute_bytes != policy.master_bytes else 0
+        copied = {**event, "gradient_copies": (flat + policy.master_bytes) * share}
+        if policy.is_frozen or step.configuration.strategy.sharding.facts.deepspeed_stage == 3:
             return copied
         # Before that the norm is taken, of each gradient in double precision.
         doubles = _NORM_BYTES * min(share, step.dims.largest_tensor)

@@ -15,7 +15,7 @@ On CPU there is no caching allocator; the margin covers workspaces that oneDNN t
 """
 
 from shardwise.trainer.planning.device import Device
-from shardwise.trainer.planning.memory.recipe import Recipe
+from shardwise.trainer.planning.memory.precision_policy import PrecisionPolicy
 from shardwise.trainer.spec.units import GIB, MIB
 from shardwise.trainer.spec.value import Value
 
@@ -73,7 +73,7 @@ _BLOCKS = ("block_backward_top", "block_backward_middle", "block_backward_bottom
 class StepBytes(Value, frozen=True, kw_only=True):
     """Bytes on one of `num_ranks` devices at each event of a step, by part and in total (`totals`)."""
 
-    recipe: Recipe
+    policy: PrecisionPolicy
     device: Device
     num_ranks: int
     events: dict[str, Event]
@@ -93,15 +93,15 @@ class Overheads(Value, frozen=True, kw_only=True):
 
 def overheads(held: StepBytes, table: OverheadTable) -> Overheads:
     """Overheads around the largest total."""
-    recipe, peak = held.recipe, max(held.totals.values())
+    policy, peak = held.policy, max(held.totals.values())
     need = needed(held, table)
-    if not recipe.is_cuda:
+    if not policy.is_cuda:
         return _on_cpu(peak, need, _context_bytes(held.device, table), table)
     outside, block = _outside_bytes(held.device, held.num_ranks, table), _block_bytes(held)
     limit = table.given_back.likely * max(0, held.device.usable_bytes - outside)
     disjoint = _disjoint(held, block, table)
-    waste = table.fragmentation_sharded if recipe.uses_fsdp else table.fragmentation_alone
-    wasted = waste.likely * (block if recipe.uses_fsdp else max(0, peak - held.steady))
+    waste = table.fragmentation_sharded if policy.uses_fsdp else table.fragmentation_alone
+    wasted = waste.likely * (block if policy.uses_fsdp else max(0, peak - held.steady))
     reserved = round(max(table.least_reserved.likely * peak, min(max(disjoint, peak) + wasted, limit)))
     return Overheads(
         reserved=reserved,
@@ -114,16 +114,16 @@ def overheads(held: StepBytes, table: OverheadTable) -> Overheads:
 
 def needed(held: StepBytes, table: OverheadTable) -> int:
     """Bytes the device must have for every event of a step to work, context and communicator included."""
-    if not held.recipe.is_cuda:
+    if not held.policy.is_cuda:
         peak = max(held.totals.values())
         return peak + round(table.cpu_margin.likely * peak) + _context_bytes(held.device, table)
     inside = max(_needed(held, name, event, table) for name, event in held.events.items())
     return round(inside) + _outside_bytes(held.device, held.num_ranks, table)
 
 
-def least_needed(num_bytes: int, recipe: Recipe, device: Device, num_ranks: int, table: OverheadTable) -> int:
+def least_needed(num_bytes: int, policy: PrecisionPolicy, device: Device, num_ranks: int, table: OverheadTable) -> int:
     """A lower bound of `needed` when `num_bytes` are alive in a forward or a backward."""
-    if not recipe.is_cuda:
+    if not policy.is_cuda:
         return num_bytes + round(table.cpu_margin.likely * num_bytes) + _context_bytes(device, table)
     return int((1 + table.margin.likely) * num_bytes) + _outside_bytes(device, num_ranks, table)
 
@@ -160,7 +160,7 @@ def _needed(held: StepBytes, name: str, event: Event, table: OverheadTable) -> f
     if name == "optimizer_step":
         return (1 + table.step_margin.likely) * total
     needed = (1 + table.margin.likely) * total + table.logits_margin.likely * event.get("logits", 0)
-    if held.recipe.uses_fsdp and name in _BLOCKS:
+    if held.policy.uses_fsdp and name in _BLOCKS:
         kept = event["activations"] + event.get("retained_gradients", 0)
         needed += table.sharded_margin.likely * max(0, total - held.steady - kept)
     return needed
@@ -168,14 +168,14 @@ def _needed(held: StepBytes, name: str, event: Event, table: OverheadTable) -> f
 
 def _disjoint(held: StepBytes, block: int, table: OverheadTable) -> float:
     """The sum of a step's phases, each less what the phase before left that it can use."""
-    recipe, events = held.recipe, held.events
+    policy, events = held.policy, held.events
     loss = max("forward_end", "loss_backward", key=held.totals.__getitem__)
     reuse = table.loss_not_reused_alone
-    if recipe.uses_fsdp:
-        reuse = table.loss_not_reused_frozen if recipe.is_frozen else table.loss_not_reused_sharded
+    if policy.uses_fsdp:
+        reuse = table.loss_not_reused_frozen if policy.is_frozen else table.loss_not_reused_sharded
     beside = max(0, min(held.totals[loss] - held.steady, block) - events[loss]["activations"])
     disjoint = held.steady + block + reuse.likely * beside
     step = events.get("optimizer_step", {})
-    if recipe.uses_fsdp:
+    if policy.uses_fsdp:
         disjoint += step.get("gradients", 0) + step.get("optimizer_temporaries", 0)
     return disjoint

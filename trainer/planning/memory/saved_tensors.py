@@ -40,9 +40,9 @@ Counted in torch 2.13 and PEFT 0.21 with dry runs; `lora.dropout` multiplies wit
 
 from collections.abc import Iterable, Iterator
 
-from shardwise.trainer.planning.memory.recipe import Dims, Recipe, adapted_linears
-from shardwise.trainer.planning.memory.stacks import AdapterInputs
-from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.memory.precision_policy import Dims, PrecisionPolicy, adapted_linears
+from shardwise.trainer.planning.memory.reference_trainers import AdapterInputs
 from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
 from shardwise.trainer.spec.model.shape import Norm
 from shardwise.trainer.spec.strategy import Attention, Method
@@ -66,33 +66,35 @@ class NormMoment(Value, frozen=True, kw_only=True):
 _NOTHING = NormMoment(forward=0, again=0, alone=0)
 
 
-def uses_dora(setting: Setting) -> bool:
+def uses_dora(configuration: Configuration) -> bool:
     """True if magnitudes are trained (DoRA)."""
-    return setting.lora.dora and setting.method.freezes_base
+    return configuration.lora.dora and configuration.method.freezes_base
 
 
-def row_bytes(setting: Setting, dims: Dims) -> int:
+def row_bytes(configuration: Configuration, dims: Dims) -> int:
     """Of the rows of one block's adapted weights, what the graph keeps besides tokens."""
-    return _ROW_BYTES * sum(o for _, _, o in adapted_linears(setting, dims)) if uses_dora(setting) else 0
+    return _ROW_BYTES * sum(o for _, _, o in adapted_linears(configuration, dims)) if uses_dora(configuration) else 0
 
 
-def saved_product_bytes(setting: Setting, recipe: Recipe, dims: Dims, adapted: Iterable[tuple[str, int, int]]) -> int:
+def saved_product_bytes(
+    configuration: Configuration, policy: PrecisionPolicy, dims: Dims, adapted: Iterable[tuple[str, int, int]]
+) -> int:
     """Bytes of a token that the products of these layers and their adapters keep."""
-    if not uses_dora(setting):
+    if not uses_dora(configuration):
         return 0
     # A 4-bit layer answers in fp32 where its input is fp32, which attention's output is not.
     output = dims.linears[1 if dims.is_qkv_fused else 3]
-    wide = 4 if recipe.has_fp32_products else recipe.compute_bytes
+    wide = 4 if policy.has_fp32_products else policy.compute_bytes
     return sum(
-        (recipe.compute_bytes + (recipe.compute_bytes if each == output else wide)) * each[2] for each in adapted
+        (policy.compute_bytes + (policy.compute_bytes if each == output else wide)) * each[2] for each in adapted
     )
 
 
-def norm_moment(setting: Setting, recipe: Recipe, dims: Dims, mlp_bytes: int) -> NormMoment:
+def norm_moment(configuration: Configuration, policy: PrecisionPolicy, dims: Dims, mlp_bytes: int) -> NormMoment:
     """The worst moment of one block; `mlp_bytes` is what a token saves in the feed-forward half."""
-    if not uses_dora(setting):
+    if not uses_dora(configuration):
         return _NOTHING
-    layers = _Layers(setting, recipe, dims)
+    layers = _Layers(configuration, policy, dims)
     last_of_size = {tuple(sizes): index for index, (_, *sizes) in enumerate(layers.adapted)}  # by when most is saved
     moments = [_NOTHING, *(layers.moment(index, mlp_bytes) for index in last_of_size.values())]
     return NormMoment(
@@ -102,54 +104,54 @@ def norm_moment(setting: Setting, recipe: Recipe, dims: Dims, mlp_bytes: int) ->
     )
 
 
-def backward_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+def backward_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
     """Bytes of a token in the backward of one block: the widest output, scaled, by when a shared product is gone."""
-    if not uses_dora(setting):
+    if not uses_dora(configuration):
         return 0
-    c = recipe.compute_bytes
-    gone = c * (dims.ffn + dims.hidden) if recipe.adapter_inputs is AdapterInputs.SHARED else 0
+    c = policy.compute_bytes
+    gone = c * (dims.ffn + dims.hidden) if policy.adapter_inputs is AdapterInputs.SHARED else 0
     if not dims.is_gated:  # nothing else of the half is left: the last layer's products are gone
         gone += 2 * c * dims.hidden
-    widest = max((o for _, _, o in adapted_linears(setting, dims)), default=0)
-    return _OUTPUTS * _magnitude_bytes(recipe) * widest - gone
+    widest = max((o for _, _, o in adapted_linears(configuration, dims)), default=0)
+    return _OUTPUTS * _magnitude_bytes(policy) * widest - gone
 
 
-def _magnitude_bytes(recipe: Recipe) -> int:
+def _magnitude_bytes(policy: PrecisionPolicy) -> int:
     """Of an element of what a magnitude is multiplied with: engines cast it, autocast does not."""
-    return recipe.trained_bytes if recipe.is_autocast else recipe.compute_bytes
+    return policy.trained_bytes if policy.is_autocast else policy.compute_bytes
 
 
 class _Layers:
     """The adapted layers of one block in the order they run."""
 
-    def __init__(self, setting: Setting, recipe: Recipe, dims: Dims) -> None:
-        self._setting, self._recipe, self._dims = setting, recipe, dims
-        self.adapted = adapted_linears(setting, dims)
-        self._casts_inputs = recipe.adapter_inputs is AdapterInputs.AUTOCAST
+    def __init__(self, configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> None:
+        self._configuration, self._policy, self._dims = configuration, policy, dims
+        self.adapted = adapted_linears(configuration, dims)
+        self._casts_inputs = policy.adapter_inputs is AdapterInputs.AUTOCAST
         num_attention = 2 if dims.is_qkv_fused else 4
         self._num_in_attention = sum(each in self.adapted for each in dims.linears[:num_attention])
 
     def moment(self, index: int, mlp_bytes: int) -> NormMoment:
         """While layer `index` runs."""
-        recipe, rank = self._recipe, self._setting.lora.rank
+        policy, rank = self._policy, self._configuration.lora.rank
         _, num_inputs, num_outputs = self.adapted[index]
-        c, eye = recipe.compute_bytes, _magnitude_bytes(recipe)
+        c, eye = policy.compute_bytes, _magnitude_bytes(policy)
         wide = 4 if self._casts_inputs else c  # of the layer's input, which the weight is cast to
-        is_made = wide != c or self._setting.method is Method.QLORA
+        is_made = wide != c or self._configuration.method is Method.QLORA
         square, weight = num_inputs**2, num_inputs * num_outputs
-        cast = c * square if recipe.is_autocast and eye != c else 0
+        cast = c * square if policy.is_autocast and eye != c else 0
         kept_eye = cast or eye * square
         at_eye = eye * square + cast + c * weight
         at_norm = kept_eye + (3 + is_made) * wide * weight
         at_output = kept_eye + (1 + is_made) * wide * weight
         own = c * (num_outputs + rank) + (c * num_inputs if self._casts_inputs else 0)  # saved after the norm
         # The input itself, and in fp32 as PEFT casts it for the adapter.
-        both = wide if recipe.has_fp32_products else c + wide
+        both = wide if policy.has_fp32_products else c + wide
         inputs = both * num_inputs if self._casts_inputs else 0
-        hidden = recipe.residual_bytes * self._dims.hidden
-        scaled, tokens = eye * num_outputs, recipe.tokens
+        hidden = policy.residual_bytes * self._dims.hidden
+        scaled, tokens = eye * num_outputs, policy.tokens
         # A recomputation ends where the output is scaled, unless a dropout saves its mask behind it.
-        has_dropout = self._dims.has_hidden_dropout and self._setting.has_dropout
+        has_dropout = self._dims.has_hidden_dropout and self._configuration.has_dropout
         is_last = index + 1 == len(self.adapted) and not has_dropout
         other = inputs - self._saved_after(index, mlp_bytes)
         at_weight = max(at_eye, at_norm) - own * tokens
@@ -167,8 +169,8 @@ class _Layers:
         )
 
     def _num_hidden_again(self) -> int:
-        recipe = self._recipe
-        if recipe.residual_bytes == recipe.compute_bytes and self._casts_inputs:
+        policy = self._policy
+        if policy.residual_bytes == policy.compute_bytes and self._casts_inputs:
             return _HIDDEN_AFTER_NORM if self._dims.norm is Norm.RMS else _HIDDEN
         return _HIDDEN_AGAIN
 
@@ -180,24 +182,24 @@ class _Layers:
         if index + 1 == len(self.adapted):
             return later
         # The layer's own output, and where the last one shares its input with its adapter, their product.
-        product = self._recipe.compute_bytes * self._dims.ffn
+        product = self._policy.compute_bytes * self._dims.ffn
         is_split = self._dims.is_gated and not self._dims.is_gate_up_fused
         return later + (product if is_split else mlp_bytes) + (0 if self._casts_inputs else product)
 
     def _adapter_bytes(self, linear: tuple[str, int, int]) -> int:
-        products = saved_product_bytes(self._setting, self._recipe, self._dims, (linear,))
+        products = saved_product_bytes(self._configuration, self._policy, self._dims, (linear,))
         copied = linear[1] if self._casts_inputs else 0
-        return products + self._recipe.compute_bytes * (self._setting.lora.rank + copied)
+        return products + self._policy.compute_bytes * (self._configuration.lora.rank + copied)
 
 
 _EXPERT_INDICES = 4 * 8  # order of the tokens, its inverse, the tokens' weights and experts: 8 bytes each an expert
 
 
-def keeps_input(recipe: Recipe, dims: Dims) -> bool:
+def keeps_input(policy: PrecisionPolicy, dims: Dims) -> bool:
     """True if the first norm saves the block's input itself, not a copy in another dtype."""
     if dims.norm is Norm.LAYER:
-        return recipe.residual_bytes == 4 or not recipe.is_autocast
-    return recipe.residual_bytes == 4 or recipe.is_fused
+        return policy.residual_bytes == 4 or not policy.is_autocast
+    return policy.residual_bytes == 4 or policy.is_fused
 
 
 class SavedTensors(Value, frozen=True, kw_only=True):
@@ -214,77 +216,77 @@ class SavedTensors(Value, frozen=True, kw_only=True):
         return self.norms + self.linear_inputs + self.attention + self.mlp + self.dropout
 
 
-def saved_tensors(setting: Setting, recipe: Recipe, dims: Dims) -> SavedTensors:
+def saved_tensors(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> SavedTensors:
     """Bytes that one block saves without recomputation, including its input if the first norm saves it."""
-    hidden_masks = 2 * dims.hidden if dims.has_hidden_dropout and setting.has_dropout else 0
+    hidden_masks = 2 * dims.hidden if dims.has_hidden_dropout and configuration.has_dropout else 0
     return SavedTensors(
-        norms=_norm_bytes(recipe, dims) + _head_norm_bytes(recipe, dims),
-        linear_inputs=_linear_input_bytes(setting, recipe, dims),
-        attention=attention_bytes(setting, recipe, dims),
-        mlp=mlp_bytes(recipe, dims),
+        norms=_norm_bytes(policy, dims) + _head_norm_bytes(policy, dims),
+        linear_inputs=_linear_input_bytes(configuration, policy, dims),
+        attention=attention_bytes(configuration, policy, dims),
+        mlp=mlp_bytes(policy, dims),
         dropout=hidden_masks,
     )
 
 
-def _norm_bytes(recipe: Recipe, dims: Dims) -> int:
+def _norm_bytes(policy: PrecisionPolicy, dims: Dims) -> int:
     """The norms of a block, without what they hand on."""
     h, inputs, norms = dims.hidden, dims.num_norm_inputs, dims.num_norms
     if dims.norm is Norm.LAYER:
         # Autocast runs it in fp32: where the residual stream is 16 bit, each norm keeps a copy of its own.
-        own_copies = recipe.is_autocast and recipe.residual_bytes != 4
-        return (norms * 4 if own_copies else inputs * recipe.residual_bytes) * h + 8 * norms
-    if recipe.is_fused:
-        return inputs * recipe.residual_bytes * h + 4 * norms
+        own_copies = policy.is_autocast and policy.residual_bytes != 4
+        return (norms * 4 if own_copies else inputs * policy.residual_bytes) * h + 8 * norms
+    if policy.is_fused:
+        return inputs * policy.residual_bytes * h + 4 * norms
     normalised = 0
-    if not recipe.is_frozen:
-        normalised = 4 if dims.has_fp32_norms else max(recipe.residual_bytes, recipe.compute_bytes)
+    if not policy.is_frozen:
+        normalised = 4 if dims.has_fp32_norms else max(policy.residual_bytes, policy.compute_bytes)
     return inputs * 4 * h + norms * (normalised * h + 4)
 
 
-def _head_norm_bytes(recipe: Recipe, dims: Dims) -> int:
+def _head_norm_bytes(policy: PrecisionPolicy, dims: Dims) -> int:
     """Norms of query and key; their inputs are products in the computing type."""
     if not dims.has_qk_norm:
         return 0
     if dims.norm is Norm.LAYER:
-        return recipe.compute_bytes * (dims.query + dims.kv) + 8 * (dims.heads + dims.kv_heads)
-    normalised = 0 if recipe.is_frozen else 4 if dims.has_fp32_norms else recipe.compute_bytes
+        return policy.compute_bytes * (dims.query + dims.kv) + 8 * (dims.heads + dims.kv_heads)
+    normalised = 0 if policy.is_frozen else 4 if dims.has_fp32_norms else policy.compute_bytes
     return (4 + normalised) * (dims.query + dims.kv) + 4 * (dims.heads + dims.kv_heads)
 
 
-def _linear_input_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+def _linear_input_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
     """Inputs of linear layers that nothing else keeps: those that come from norms."""
-    c, h = recipe.compute_bytes, dims.hidden
-    if recipe.is_frozen:
-        return _adapter_input_bytes(setting, recipe, dims) + saved_product_bytes(
-            setting, recipe, dims, adapted_linears(setting, dims)
+    c, h = policy.compute_bytes, dims.hidden
+    if policy.is_frozen:
+        return _adapter_input_bytes(configuration, policy, dims) + saved_product_bytes(
+            configuration, policy, dims, adapted_linears(configuration, dims)
         )
-    if recipe.is_autocast:
-        return dims.num_normed_linears * (1 if recipe.is_fp8 else c) * h
+    if policy.is_autocast:
+        return dims.num_normed_linears * (1 if policy.is_fp8 else c) * h
     return dims.num_norm_outputs * c * h
 
 
-def _adapter_input_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
-    c, adapted, rank = recipe.compute_bytes, adapted_linears(setting, dims), setting.lora.rank
-    if recipe.adapter_inputs is AdapterInputs.AUTOCAST:
-        return c * (sum(copied_inputs(recipe, dims, adapted)) + rank * len(adapted))
-    if recipe.adapter_inputs is AdapterInputs.FP32:
+def _adapter_input_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
+    c, adapted, rank = policy.compute_bytes, adapted_linears(configuration, dims), configuration.lora.rank
+    if policy.adapter_inputs is AdapterInputs.AUTOCAST:
+        return c * (sum(copied_inputs(policy, dims, adapted)) + rank * len(adapted))
+    if policy.adapter_inputs is AdapterInputs.FP32:
         return sum(4 * num_inputs for _, num_inputs, _ in adapted) + 4 * rank * len(adapted)
-    if recipe.adapter_inputs is AdapterInputs.FUSED:
+    if policy.adapter_inputs is AdapterInputs.FUSED:
         return sum(c * num_inputs for _, num_inputs, _ in adapted[1:])
     names = {name for name, _, _ in adapted}
     distinct = sum(num_inputs for sources, num_inputs in _sources(dims) if names & sources)
     return c * (distinct + rank * len(adapted))
 
 
-def copied_inputs(recipe: Recipe, dims: Dims, adapted: Iterable[tuple[str, int, int]]) -> Iterator[int]:
+def copied_inputs(policy: PrecisionPolicy, dims: Dims, adapted: Iterable[tuple[str, int, int]]) -> Iterator[int]:
     """Inputs of each of these layers that its adapter casts and keeps; attention's output is 16 bit already."""
-    output = dims.linears[1 if dims.is_qkv_fused else 3] if recipe.has_fp32_products else None
+    output = dims.linears[1 if dims.is_qkv_fused else 3] if policy.has_fp32_products else None
     return (linear[1] for linear in adapted if linear != output)
 
 
-def shares_product(setting: Setting, dims: Dims) -> bool:
+def shares_product(configuration: Configuration, dims: Dims) -> bool:
     """True if an adapter reads the input of the last layer of the MLP."""
-    return any(name in _MLP_OUTPUTS for name, _, _ in adapted_linears(setting, dims))
+    return any(name in _MLP_OUTPUTS for name, _, _ in adapted_linears(configuration, dims))
 
 
 def _sources(dims: Dims) -> tuple[tuple[frozenset[str], int], ...]:
@@ -302,73 +304,75 @@ _MLP_INPUTS = frozenset(("gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h"
 _MLP_OUTPUTS = frozenset(("down_proj", "dense_4h_to_h", "fc2"))
 
 
-def attention_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+def attention_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
     """Query, key, value, output and what the kernel keeps."""
-    c, q, k = recipe.compute_bytes, dims.query, dims.kv
-    if recipe.kernel.is_fused:
+    c, q, k = policy.compute_bytes, dims.query, dims.kv
+    if policy.kernel.is_fused:
         # Flash lays its output out as its query is: where that was put together anew, the next product needs a copy.
         # The kernels of packed rows lay it out for the product.
-        is_copied = dims.is_rotary_joined and recipe.kernel is AttentionKernel.FLASH and not recipe.is_packed
-        is_copied = is_copied and (not recipe.is_frozen or recipe.has_fp32_products)
-        inputs = _attention_inputs(dims, is_repeated=recipe.repeats_kv)
-        if recipe.has_fp32_products:  # attention casts them
-            inputs = q + keys_and_values(dims, is_repeated=recipe.repeats_kv)
+        is_copied = dims.is_rotary_joined and policy.kernel is AttentionKernel.FLASH and not policy.is_packed
+        is_copied = is_copied and (not policy.is_frozen or policy.has_fp32_products)
+        inputs = _attention_inputs(dims, is_repeated=policy.repeats_kv)
+        if policy.has_fp32_products:  # attention casts them
+            inputs = q + keys_and_values(dims, is_repeated=policy.repeats_kv)
         # Documents that run one by one keep an output each, and the next product that of the row.
-        is_one_by_one = recipe.is_packed and recipe.kernel is AttentionKernel.EFFICIENT
-        is_copied = is_copied or (is_one_by_one and _reads_attention(setting, recipe, dims))
+        is_one_by_one = policy.is_packed and policy.kernel is AttentionKernel.EFFICIENT
+        is_copied = is_copied or (is_one_by_one and _reads_attention(configuration, policy, dims))
         return c * (inputs + (2 * q if is_copied else q)) + 4 * dims.heads
-    scores = dims.heads * recipe.seq_len
-    if recipe.kernel is AttentionKernel.EAGER:
+    scores = dims.heads * policy.seq_len
+    if policy.kernel is AttentionKernel.EAGER:
         return 4 * c * q + scores * (4 + (c if c != 4 else 0) + (c if dims.caps_scores else 0))
     # PyTorch's own product of query, key and value runs in fp32, on as many heads unless it broadcasts them.
-    output = c * q if _reads_attention(setting, recipe, dims) else 0  # no kernel keeps it here
+    output = c * q if _reads_attention(configuration, policy, dims) else 0  # no kernel keeps it here
     return 4 * (q + 2 * (k if dims.broadcasts_heads else q)) + output + 4 * scores
 
 
-def _reads_attention(setting: Setting, recipe: Recipe, dims: Dims) -> bool:
+def _reads_attention(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> bool:
     """True if the layer after attention, or its adapter, saves the output of attention unchanged."""
-    if not recipe.is_frozen:
+    if not policy.is_frozen:
         return True
-    adapted = {name for name, _, _ in adapted_linears(setting, dims)}
-    return recipe.adapter_inputs is AdapterInputs.SHARED and bool(adapted & _ATTENTION_OUTPUTS)
+    adapted = {name for name, _, _ in adapted_linears(configuration, dims)}
+    return policy.adapter_inputs is AdapterInputs.SHARED and bool(adapted & _ATTENTION_OUTPUTS)
 
 
-def attention_module_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+def attention_module_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
     """Bytes freed by recomputing the attention module: all it saves except its input."""
-    inside = attention_bytes(setting, recipe, dims) + _head_norm_bytes(recipe, dims)
-    c, h = recipe.compute_bytes, dims.hidden
-    if recipe.is_frozen:
-        inside += _attention_adapter_bytes(setting, recipe, dims)
-        names = {name for name, _, _ in adapted_linears(setting, dims)}
-        is_shared = recipe.adapter_inputs is AdapterInputs.SHARED and bool(names & _ATTENTION_INPUTS)
+    inside = attention_bytes(configuration, policy, dims) + _head_norm_bytes(policy, dims)
+    c, h = policy.compute_bytes, dims.hidden
+    if policy.is_frozen:
+        inside += _attention_adapter_bytes(configuration, policy, dims)
+        names = {name for name, _, _ in adapted_linears(configuration, dims)}
+        is_shared = policy.adapter_inputs is AdapterInputs.SHARED and bool(names & _ATTENTION_INPUTS)
         return inside - (0 if is_shared else c * h)
-    if recipe.is_autocast:  # a cast copy for each product that reads the input
-        return inside + (1 if dims.is_qkv_fused else 3) * (1 if recipe.is_fp8 else c) * h - recipe.residual_bytes * h
+    if policy.is_autocast:  # a cast copy for each product that reads the input
+        return inside + (1 if dims.is_qkv_fused else 3) * (1 if policy.is_fp8 else c) * h - policy.residual_bytes * h
     return inside
 
 
-def _attention_adapter_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+def _attention_adapter_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
     """Bytes that the adapters of the attention module save, without an input that they share."""
-    if recipe.adapter_inputs not in (AdapterInputs.AUTOCAST, AdapterInputs.SHARED):
+    if policy.adapter_inputs not in (AdapterInputs.AUTOCAST, AdapterInputs.SHARED):
         return 0
-    c, adapted = recipe.compute_bytes, adapted_linears(setting, dims)
+    c, adapted = policy.compute_bytes, adapted_linears(configuration, dims)
     inside = [each for each in dims.linears[: 2 if dims.is_qkv_fused else 4] if each in adapted]
-    is_copied = recipe.adapter_inputs is AdapterInputs.AUTOCAST
-    copied = sum(copied_inputs(recipe, dims, inside)) if is_copied else 0
-    return c * (setting.lora.rank * len(inside) + copied) + saved_product_bytes(setting, recipe, dims, inside)
+    is_copied = policy.adapter_inputs is AdapterInputs.AUTOCAST
+    copied = sum(copied_inputs(policy, dims, inside)) if is_copied else 0
+    return c * (configuration.lora.rank * len(inside) + copied) + saved_product_bytes(
+        configuration, policy, dims, inside
+    )
 
 
-def windowed_attention_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+def windowed_attention_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
     """The same in a block that sees a window only, where PyTorch's attention needs a mask for that.
 
     It then runs its memory-efficient kernel on as many key and value heads as queries, and keeps the mask as numbers.
     """
-    needs_mask = dims.window is not None and recipe.seq_len >= dims.window and setting.attention is Attention.SDPA
-    needs_mask = needs_mask and not recipe.is_packed  # a window is the kernel's own there
-    if not needs_mask or not recipe.kernel.is_fused:
-        return attention_bytes(setting, recipe, dims)
-    c, q = recipe.compute_bytes, dims.query
-    return c * (_attention_inputs(dims, is_repeated=True) + q + recipe.seq_len) + 4 * dims.heads
+    needs_mask = dims.window is not None and policy.seq_len >= dims.window and configuration.attention is Attention.SDPA
+    needs_mask = needs_mask and not policy.is_packed  # a window is the kernel's own there
+    if not needs_mask or not policy.kernel.is_fused:
+        return attention_bytes(configuration, policy, dims)
+    c, q = policy.compute_bytes, dims.query
+    return c * (_attention_inputs(dims, is_repeated=True) + q + policy.seq_len) + 4 * dims.heads
 
 
 def keys_and_values(dims: Dims, *, is_repeated: bool) -> int:
@@ -387,22 +391,22 @@ def _attention_inputs(dims: Dims, *, is_repeated: bool) -> int:
     return read + (dims.query if dims.has_rotary else fused)
 
 
-def mlp_bytes(recipe: Recipe, dims: Dims) -> int:
+def mlp_bytes(policy: PrecisionPolicy, dims: Dims) -> int:
     """The feed-forward half without its input."""
-    c = 4 if recipe.has_fp32_products else recipe.compute_bytes
+    c = 4 if policy.has_fp32_products else policy.compute_bytes
     # A frozen output layer does not keep its input; a compiler computes a gated activation again.
-    products = (2 if dims.is_gated else 0) + (not recipe.is_frozen) - (recipe.is_compiled and dims.is_gated)
-    each = _activation_bytes(recipe, dims) + products * c
+    products = (2 if dims.is_gated else 0) + (not policy.is_frozen) - (policy.is_compiled and dims.is_gated)
+    each = _activation_bytes(policy, dims) + products * c
     if not dims.experts_per_token:
         return each * dims.ffn
-    wide = recipe.residual_bytes if recipe.is_autocast else c
+    wide = policy.residual_bytes if policy.is_autocast else c
     expert = wide * (2 * dims.hidden + (1 + products) * dims.ffn) + _EXPERT_INDICES
     return dims.experts_per_token * expert + 4 * dims.experts + each * dims.shared_ffn
 
 
-def _activation_bytes(recipe: Recipe, dims: Dims) -> int:
+def _activation_bytes(policy: PrecisionPolicy, dims: Dims) -> int:
     """Bytes per element that the activation function saves; most are one kernel that saves its input."""
-    c = 4 if recipe.has_fp32_products else recipe.compute_bytes
+    c = 4 if policy.has_fp32_products else policy.compute_bytes
     if dims.activation == "gelu_new":  # x, tanh, 1 + tanh and x / 2; autocast computes powers in fp32
-        return 3 * 4 + c if recipe.is_autocast else 4 * c
+        return 3 * 4 + c if policy.is_autocast else 4 * c
     return 3 * c if dims.activation == "quick_gelu" else c

@@ -27,8 +27,8 @@ ranks are 64 rows, 56 of them empty. The first rank then holds a row of everythi
 as large as its padded form.
 """
 
-from shardwise.trainer.planning.memory.recipe import Dims, Recipe, adapter_parameters
-from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.memory.precision_policy import Dims, PrecisionPolicy, adapter_parameters
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.plan import Buckets
 from shardwise.trainer.spec.strategy import Method
@@ -94,57 +94,59 @@ def default_buckets(dims: Dims) -> Buckets:
     )
 
 
-def sharding_memory(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMemory:
+def sharding_memory(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> ShardingMemory:
     """Bytes on one rank that are due to sharding."""
-    sharding = setting.strategy.sharding
-    if recipe.uses_fsdp:
-        return _fsdp(setting, recipe, dims)
+    sharding = configuration.strategy.sharding
+    if policy.uses_fsdp:
+        return _fsdp(configuration, policy, dims)
     if sharding.facts.deepspeed_stage == 3:
-        return _zero3(setting, recipe, dims)
-    if recipe.uses_deepspeed:
-        buckets = setting.buckets or default_buckets(dims)
+        return _zero3(configuration, policy, dims)
+    if policy.uses_deepspeed:
+        buckets = configuration.buckets or default_buckets(dims)
         elements = buckets.reduce_elements
-        to_fp32 = 4 * elements if recipe.compute_bytes != 4 else 0
-        largest = recipe.compute_bytes * dims.largest_tensor  # one gradient being copied into a bucket
-        if setting.strategy.offload is not Offload.NONE:
+        to_fp32 = 4 * elements if policy.compute_bytes != 4 else 0
+        largest = policy.compute_bytes * dims.largest_tensor  # one gradient being copied into a bucket
+        if configuration.strategy.offload is not Offload.NONE:
             largest += 4 * dims.largest_tensor  # fp32 copy on its way to the host
-        return ShardingMemory(buffers_backward=2 * recipe.compute_bytes * elements + to_fp32 + largest)
+        return ShardingMemory(buffers_backward=2 * policy.compute_bytes * elements + to_fp32 + largest)
     return ShardingMemory(holds_gradients=sharding.facts.keeps_gradient_buckets)
 
 
-def accumulated_gradients(setting: Setting, recipe: Recipe, num_trained: int, gradients: int) -> int:
+def accumulated_gradients(
+    configuration: Configuration, policy: PrecisionPolicy, num_trained: int, gradients: int
+) -> int:
     """Gradients of earlier micro batches, alive in every forward and backward but the first."""
-    if setting.accumulation == 1 or recipe.updates_in_backward:
+    if configuration.accumulation == 1 or policy.updates_in_backward:
         return 0
-    if recipe.uses_fsdp:
-        return gradients if reduces_every_micro_batch(setting, recipe) else recipe.reduce_bytes * num_trained
-    return (2 if setting.strategy.sharding.facts.keeps_gradient_buckets else 1) * gradients
+    if policy.uses_fsdp:
+        return gradients if reduces_every_micro_batch(configuration, policy) else policy.reduce_bytes * num_trained
+    return (2 if configuration.strategy.sharding.facts.keeps_gradient_buckets else 1) * gradients
 
 
-def reduces_every_micro_batch(setting: Setting, recipe: Recipe) -> bool:
+def reduces_every_micro_batch(configuration: Configuration, policy: PrecisionPolicy) -> bool:
     """True if gradients are reduced before the last micro batch, so that no rank holds whole ones."""
-    chosen = setting.recipe.reduces_every_micro_batch
-    return recipe.stack.reduces_every_micro_batch if chosen is None else chosen
+    chosen = configuration.policy.reduces_every_micro_batch
+    return policy.reference.reduces_every_micro_batch if chosen is None else chosen
 
 
-def _gathered_block(setting: Setting, recipe: Recipe, dims: Dims) -> int:
-    adapters = recipe.compute_bytes * adapter_parameters(setting, dims)
-    if setting.method is Method.QLORA:
-        return dims.linear // 2 + recipe.compute_bytes * (dims.block - dims.linear) + adapters
-    padded = recipe.shard_degree * block_shard(dims, recipe.shard_degree) if recipe.uses_fsdp else dims.block
-    return recipe.compute_bytes * max(padded, dims.block) + adapters
+def _gathered_block(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
+    adapters = policy.compute_bytes * adapter_parameters(configuration, dims)
+    if configuration.method is Method.QLORA:
+        return dims.linear // 2 + policy.compute_bytes * (dims.block - dims.linear) + adapters
+    padded = policy.shard_degree * block_shard(dims, policy.shard_degree) if policy.uses_fsdp else dims.block
+    return policy.compute_bytes * max(padded, dims.block) + adapters
 
 
-def _fsdp(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMemory:
+def _fsdp(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> ShardingMemory:
     """fully_shard or FSDP1; gathers and reductions of neighbouring groups overlap, so two are alive at a time."""
-    c, stack, block = recipe.compute_bytes, recipe.stack, _gathered_block(setting, recipe, dims)
+    c, reference, block = policy.compute_bytes, policy.reference, _gathered_block(configuration, policy, dims)
     root = c * dims.root
-    whole = dims.layers * block if setting.strategy.sharding.facts.keeps_weights_gathered else 0
-    prefetched = min(dims.layers - 1, stack.prefetched_blocks) * block
-    degree = recipe.shard_degree
-    trained = adapter_parameters(setting, dims) if recipe.is_frozen else degree * block_shard(dims, degree)
-    reduce_block = recipe.reduce_bytes * trained
-    if stack.uses_fsdp1:
+    whole = dims.layers * block if configuration.strategy.sharding.facts.keeps_weights_gathered else 0
+    prefetched = min(dims.layers - 1, reference.prefetched_blocks) * block
+    degree = policy.shard_degree
+    trained = adapter_parameters(configuration, dims) if policy.is_frozen else degree * block_shard(dims, degree)
+    reduce_block = policy.reduce_bytes * trained
+    if reference.uses_fsdp1:
         return ShardingMemory(
             root=root,
             gathered_forward=root + whole,
@@ -154,7 +156,7 @@ def _fsdp(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMemory:
             gathered_bottom=root + block,
             gathered_end=root,
         )
-    if dims.is_tied or not stack.splits_tables:
+    if dims.is_tied or not reference.splits_tables:
         return ShardingMemory(
             root=root,
             gathered_forward=root + (whole or block),  # what the last block was gathered into stays for a moment
@@ -169,7 +171,7 @@ def _fsdp(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMemory:
     head, embedding = c * (dims.head + dims.hidden), c * dims.embedding
     rest = root - head - embedding
     stays = whole + embedding if whole else 0
-    buffer = block if setting.runs_reference and not whole else head
+    buffer = block if configuration.runs_reference and not whole else head
     return ShardingMemory(
         root=rest,
         gathered_forward=rest + head + buffer + stays,  # the group, and what the last one was gathered into
@@ -180,20 +182,20 @@ def _fsdp(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMemory:
         gathered_end=rest,
         freed_by_last=min(whole, block),
         freed_before_first=max(0, whole - 2 * block),
-        reduce_head=0 if recipe.is_frozen else recipe.reduce_bytes * dims.head,
+        reduce_head=0 if policy.is_frozen else policy.reduce_bytes * dims.head,
         reduce_block=reduce_block,
     )
 
 
-def _zero3(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMemory:
-    buckets = setting.buckets or default_buckets(dims)
-    block, c = _gathered_block(setting, recipe, dims), recipe.compute_bytes
+def _zero3(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> ShardingMemory:
+    buckets = configuration.buckets or default_buckets(dims)
+    block, c = _gathered_block(configuration, policy, dims), policy.compute_bytes
     head = c * max(dims.embedding, dims.head)
     whole = dims.layers * block + c * dims.root
     # What is at work is gathered whatever the limit says.
     at_work = max(block, head) + c * buckets.prefetch_elements
     gathered = min(whole, max(at_work, c * buckets.live_parameters))
-    largest = 4 * dims.largest_tensor if setting.strategy.offload is not Offload.NONE else 0
+    largest = 4 * dims.largest_tensor if configuration.strategy.offload is not Offload.NONE else 0
     return ShardingMemory(
         gathered_forward=gathered,
         gathered_loss=gathered,
@@ -203,5 +205,5 @@ def _zero3(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMemory:
         gathered_end=min(gathered, head + block),
         buffers=4 * buckets.reduce_elements,
         buffers_backward=c * dims.largest_tensor + largest,
-        holds_gradients=setting.strategy.offload is Offload.NONE,
+        holds_gradients=configuration.strategy.offload is Offload.NONE,
     )

@@ -43,9 +43,15 @@ adapters alone. DeepSpeed hands its optimizer one flat partition.
 
 from collections.abc import Iterator
 
-from shardwise.trainer.planning.memory.recipe import Dims, Recipe, adapted_linears, adapter_parameters, adapts_all
+from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.memory.precision_policy import (
+    Dims,
+    PrecisionPolicy,
+    adapted_linears,
+    adapter_parameters,
+    adapts_all,
+)
 from shardwise.trainer.planning.memory.sharding import largest_shard, share
-from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.optimizers import Optimizer, OptimizerFacts, StateKind
 from shardwise.trainer.spec.strategy import Method, Precision, Quant, Strategy
@@ -76,32 +82,32 @@ class States(Value, frozen=True, kw_only=True):
     nvme: int = 0
 
 
-def model_states(setting: Setting, recipe: Recipe, dims: Dims) -> States:
+def model_states(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> States:
     """The states of one rank in the setting."""
-    sharding = setting.strategy.sharding
-    degree, width = recipe.shard_degree, recipe.trained_bytes
-    trained_degree = 1 if recipe.replicates_adapters else degree
-    adapter_elements = dims.layers * adapter_parameters(setting, dims)
-    trained = adapter_elements if recipe.is_frozen else dims.parameters
+    sharding = configuration.strategy.sharding
+    degree, width = policy.shard_degree, policy.trained_bytes
+    trained_degree = 1 if policy.replicates_adapters else degree
+    adapter_elements = dims.layers * adapter_parameters(configuration, dims)
+    trained = adapter_elements if policy.is_frozen else dims.parameters
     shards_weights = sharding.shards_weights
     weight_degree = degree if shards_weights else 1
-    weights, quant_state = _base_weights(setting, recipe, dims, weight_degree)
+    weights, quant_state = _base_weights(configuration, policy, dims, weight_degree)
     adapters = 0
-    if recipe.is_frozen:
-        adapter_width = recipe.compute_bytes if recipe.uses_deepspeed else width
-        adapters = share(adapter_width * trained, 1 if recipe.replicates_adapters else weight_degree)
-    masters = share(width * trained, degree) if recipe.uses_deepspeed else 0
-    optimizer = optimizer_bytes(setting, recipe, dims, num_trained=trained)
+    if policy.is_frozen:
+        adapter_width = policy.compute_bytes if policy.uses_deepspeed else width
+        adapters = share(adapter_width * trained, 1 if policy.replicates_adapters else weight_degree)
+    masters = share(width * trained, degree) if policy.uses_deepspeed else 0
+    optimizer = optimizer_bytes(configuration, policy, dims, num_trained=trained)
     state, temporaries = share(optimizer.state, trained_degree), share(optimizer.temporaries, trained_degree)
     saved = width * trained + optimizer.state
-    managed = share(optimizer.paged, trained_degree) if recipe.is_cuda else 0  # a CPU's "managed" memory is its own
+    managed = share(optimizer.paged, trained_degree) if policy.is_cuda else 0  # a CPU's "managed" memory is its own
     state -= managed
-    gradient_bytes = recipe.compute_bytes if recipe.uses_deepspeed else width
+    gradient_bytes = policy.compute_bytes if policy.uses_deepspeed else width
     gradients = share(gradient_bytes * trained, trained_degree if sharding.shards_gradients else 1)
-    if recipe.uses_fsdp and not recipe.is_frozen and not recipe.stack.uses_fsdp1:
+    if policy.uses_fsdp and not policy.is_frozen and not policy.reference.uses_fsdp1:
         held = largest_shard(dims, degree)
-        weights, gradients = recipe.weight_bytes * held, width * held
-        whole = (optimizer.state, optimizer.temporaries, optimizer.paged if recipe.is_cuda else 0)
+        weights, gradients = policy.weight_bytes * held, width * held
+        whole = (optimizer.state, optimizer.temporaries, optimizer.paged if policy.is_cuda else 0)
         state, temporaries, managed = (-(-num_bytes * held // trained) for num_bytes in whole)
         state -= managed
     on_device = States(
@@ -117,20 +123,24 @@ def model_states(setting: Setting, recipe: Recipe, dims: Dims) -> States:
         table_temporaries=share(optimizer.table_temporaries, degree),
         managed=managed,
     )
-    return on_device if setting.strategy.offload is Offload.NONE else _offloaded(on_device, setting.strategy, recipe)
+    return (
+        on_device
+        if configuration.strategy.offload is Offload.NONE
+        else _offloaded(on_device, configuration.strategy, policy)
+    )
 
 
-def _offloaded(states: States, strategy: Strategy, recipe: Recipe) -> States:
+def _offloaded(states: States, strategy: Strategy, policy: PrecisionPolicy) -> States:
     """The states with those that an offload moves in host RAM or on NVMe."""
-    offload, degree = strategy.offload, recipe.shard_degree
-    partition = recipe.trained_bytes * states.num_trained // degree
+    offload, degree = strategy.offload, policy.shard_degree
+    partition = policy.trained_bytes * states.num_trained // degree
     moved = states.adapters + states.weights if offload.moves_parameters else 0
     pageable, nvme = 0, 0
-    if recipe.uses_fsdp:
+    if policy.uses_fsdp:
         pinned, pageable = moved + partition, states.optimizer_state + states.optimizer_temporaries
     else:
         state = states.master_weights + states.optimizer_state + partition
-        pinned = state + moved + recipe.compute_bytes * states.num_trained // degree
+        pinned = state + moved + policy.compute_bytes * states.num_trained // degree
         if offload.uses_nvme:
             nvme = state + (moved if offload is Offload.NVME_ALL else 0)
             pinned = min(pinned, NVME_WINDOW_BYTES + partition)
@@ -148,16 +158,16 @@ def _offloaded(states: States, strategy: Strategy, recipe: Recipe) -> States:
     )
 
 
-def _base_weights(setting: Setting, recipe: Recipe, dims: Dims, degree: int) -> tuple[int, int]:
+def _base_weights(configuration: Configuration, policy: PrecisionPolicy, dims: Dims, degree: int) -> tuple[int, int]:
     """(weights, quantisation scales) of the base model on one rank."""
-    if setting.method is not Method.QLORA:
-        return share(recipe.weight_bytes * dims.parameters, degree), 0
+    if configuration.method is not Method.QLORA:
+        return share(policy.weight_bytes * dims.parameters, degree), 0
     quantised = dims.block_linears
     packed = round(NF4_WEIGHT_BYTES * quantised)
     scales = round(
-        NF4_SCALE_BYTES[recipe.stack.quant or setting.quant] * quantised
+        NF4_SCALE_BYTES[policy.reference.quant or configuration.quant] * quantised
     )  # replicated: they are not parameters
-    return share(packed + recipe.compute_bytes * (dims.parameters - quantised), degree), scales
+    return share(packed + policy.compute_bytes * (dims.parameters - quantised), degree), scales
 
 
 PROCESS_BYTES = 2048 * MIB  # a rank that drives a GPU: interpreter, libraries and CUDA's host side
@@ -171,23 +181,27 @@ class HostMemory(Value, frozen=True, kw_only=True):
     nvme: int
 
 
-def host_memory(setting: Setting, recipe: Recipe, dims: Dims, states: States, *, activations: int) -> HostMemory:
+def host_memory(
+    configuration: Configuration, policy: PrecisionPolicy, dims: Dims, states: States, *, activations: int
+) -> HostMemory:
     """Bytes of RAM and NVMe that the ranks of one node need."""
-    num_ranks = min(setting.ranks_per_node, setting.num_ranks)
+    num_ranks = min(configuration.ranks_per_node, configuration.num_ranks)
     pinned = states.pinned + activations
-    if not recipe.is_cuda:
+    if not policy.is_cuda:
         return HostMemory(pinned=0, pageable=num_ranks * (pinned + states.pageable), nvme=num_ranks * states.nvme)
-    building = loading_bytes(setting, recipe, dims)
+    building = loading_bytes(configuration, policy, dims)
     # The built model is given back as it is sharded, before the offloaded state is complete.
     pageable = PROCESS_BYTES + states.managed + max(building, states.pageable)
     return HostMemory(pinned=num_ranks * pinned, pageable=num_ranks * pageable, nvme=num_ranks * states.nvme)
 
 
-def loading_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+def loading_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
     """Bytes of host RAM that a rank takes while it loads the model, beside what it keeps."""
-    width = recipe.compute_bytes if recipe.is_frozen else recipe.master_bytes
-    loads_sharded = setting.strategy.sharding.shards_weights and setting.strategy.precision is not Precision.FP8
-    if setting.method is Method.QLORA or loads_sharded:
+    width = policy.compute_bytes if policy.is_frozen else policy.master_bytes
+    loads_sharded = (
+        configuration.strategy.sharding.shards_weights and configuration.strategy.precision is not Precision.FP8
+    )
+    if configuration.method is Method.QLORA or loads_sharded:
         return 2 * width * dims.largest_tensor
     return width * dims.parameters
 
@@ -219,22 +233,24 @@ class StateTensors(Value, frozen=True, kw_only=True):
         return num_moments * (4 * (self.num_elements(least) - compact) + round(EIGHT_BIT_BYTES * compact))
 
 
-def state_tensors(setting: Setting, recipe: Recipe, dims: Dims, *, num_trained: int) -> StateTensors:
+def state_tensors(
+    configuration: Configuration, policy: PrecisionPolicy, dims: Dims, *, num_trained: int
+) -> StateTensors:
     """The tensors that are trained, `num_trained` elements together."""
-    if recipe.uses_deepspeed:
-        return StateTensors(groups=((num_trained // recipe.shard_degree, recipe.shard_degree),))
-    groups = tuple(_adapters(setting, dims) if recipe.is_frozen else _weights(dims))
+    if policy.uses_deepspeed:
+        return StateTensors(groups=((num_trained // policy.shard_degree, policy.shard_degree),))
+    groups = tuple(_adapters(configuration, dims) if policy.is_frozen else _weights(dims))
     return StateTensors(groups=groups)
 
 
-def _adapters(setting: Setting, dims: Dims) -> Iterator[tuple[int, int]]:
-    rank = setting.lora.rank
-    for _, num_inputs, num_outputs in adapted_linears(setting, dims):
+def _adapters(configuration: Configuration, dims: Dims) -> Iterator[tuple[int, int]]:
+    rank = configuration.lora.rank
+    for _, num_inputs, num_outputs in adapted_linears(configuration, dims):
         yield rank * num_inputs, dims.layers
         yield rank * num_outputs, dims.layers
-        if setting.lora.dora:
+        if configuration.lora.dora:
             yield num_outputs, dims.layers
-    if adapts_all(setting) and dims.bare_adapter_elements:
+    if adapts_all(configuration) and dims.bare_adapter_elements:
         yield rank * dims.bare_adapter_elements, dims.layers
 
 
@@ -262,53 +278,57 @@ class OptimizerBytes(Value, frozen=True, kw_only=True):
     paged: int = 0  # of the state, what lives in CUDA managed memory, outside torch's counters
 
 
-def optimizer_bytes(setting: Setting, recipe: Recipe, dims: Dims, *, num_trained: int) -> OptimizerBytes:
+def optimizer_bytes(
+    configuration: Configuration, policy: PrecisionPolicy, dims: Dims, *, num_trained: int
+) -> OptimizerBytes:
     """State and step temporaries of the optimizer over `num_trained` elements."""
-    optimizer, width = setting.strategy.optimizer, recipe.trained_bytes
-    if setting.method is Method.GALORE:
+    optimizer, width = configuration.strategy.optimizer, policy.trained_bytes
+    if configuration.method is Method.GALORE:
         at_table = 0 if optimizer.facts.is_8bit else 2 * width * dims.embedding
         if optimizer.facts.state is StateKind.FACTORED:
-            at_table, width = _temporaries(optimizer, recipe, dims.embedding, dims.embedding), 4
+            at_table, width = _temporaries(optimizer, policy, dims.embedding, dims.embedding), 4
         # galore_torch keeps the last of them until the next tensor's is there: the head's beside the embedding's.
         at_both = at_table + (width * dims.head if at_table else 0)
         return OptimizerBytes(
-            state=_galore_bytes(setting, recipe, dims),
+            state=_galore_bytes(configuration, policy, dims),
             temporaries=max(_projection_bytes(dims), at_both),
             table_temporaries=at_table,
         )
     facts = optimizer.facts
-    tensors = state_tensors(setting, recipe, dims, num_trained=num_trained)
-    table = 0 if recipe.is_frozen else dims.embedding
+    tensors = state_tensors(configuration, policy, dims, num_trained=num_trained)
+    table = 0 if policy.is_frozen else dims.embedding
     if facts.matrix_scratch is None:
-        largest = _largest(facts, recipe, dims, tensors, num_trained=num_trained)
-        temporaries = _temporaries(optimizer, recipe, num_trained, largest)
+        largest = _largest(facts, policy, dims, tensors, num_trained=num_trained)
+        temporaries = _temporaries(optimizer, policy, num_trained, largest)
     else:
         largest = max(i * o * copies for i, o, copies in dims.matrices)
-        others = 0 if recipe.is_frozen else num_trained - dims.block_linears
+        others = 0 if policy.is_frozen else num_trained - dims.block_linears
         of_matrices = facts.matrix_scratch.num_bytes(width=width, num_elements=largest, largest=largest)
-        temporaries = max(of_matrices, _temporaries(optimizer, recipe, others, others))
+        temporaries = max(of_matrices, _temporaries(optimizer, policy, others, others))
     return OptimizerBytes(
-        state=_state_bytes(facts, recipe, dims, tensors),
+        state=_state_bytes(facts, policy, dims, tensors),
         temporaries=temporaries,
-        table_temporaries=_temporaries(optimizer, recipe, table, table),
+        table_temporaries=_temporaries(optimizer, policy, table, table),
         paged=tensors.state_bytes(is_8bit=facts.is_8bit, num_moments=facts.num_moments, least=LEAST_PAGED_ELEMENTS)
         if facts.is_paged
         else 0,
     )
 
 
-def _largest(facts: OptimizerFacts, recipe: Recipe, dims: Dims, tensors: StateTensors, *, num_trained: int) -> int:
+def _largest(
+    facts: OptimizerFacts, policy: PrecisionPolicy, dims: Dims, tensors: StateTensors, *, num_trained: int
+) -> int:
     """Elements of what is updated at once, over all ranks; of a flat partition all, where the memory bears it."""
-    if recipe.uses_deepspeed:
+    if policy.uses_deepspeed:
         return num_trained
     return tensors.largest_8bit if facts.is_8bit else min(num_trained, dims.largest_tensor)
 
 
-def _state_bytes(facts: OptimizerFacts, recipe: Recipe, dims: Dims, tensors: StateTensors) -> int:
-    width, num_trained, num_moments = recipe.trained_bytes, tensors.num_elements(), facts.num_moments
+def _state_bytes(facts: OptimizerFacts, policy: PrecisionPolicy, dims: Dims, tensors: StateTensors) -> int:
+    width, num_trained, num_moments = policy.trained_bytes, tensors.num_elements(), facts.num_moments
     match facts.state:
         case StateKind.BLOCKWISE_8BIT:
-            table = 0 if recipe.is_frozen or not recipe.stack.keeps_table_state else dims.embedding
+            table = 0 if policy.is_frozen or not policy.reference.keeps_table_state else dims.embedding
             in_fp32 = round(num_moments * (4 - EIGHT_BIT_BYTES) * table)
             return in_fp32 + tensors.state_bytes(is_8bit=True, num_moments=num_moments)
         case StateKind.FP32:
@@ -322,14 +342,14 @@ def _state_bytes(facts: OptimizerFacts, recipe: Recipe, dims: Dims, tensors: Sta
             return width * (facts.num_matrix_moments * matrices + num_moments * (num_trained - matrices))
 
 
-def _temporaries(optimizer: Optimizer, recipe: Recipe, num_elements: int, largest: int) -> int:
+def _temporaries(optimizer: Optimizer, policy: PrecisionPolicy, num_elements: int, largest: int) -> int:
     """Of the update of `num_elements`, the largest of whose tensors has `largest`."""
-    width, facts = recipe.trained_bytes, optimizer.facts
-    if recipe.stack.fuses_adamw and facts.fused_form is not None:
+    width, facts = policy.trained_bytes, optimizer.facts
+    if policy.reference.fuses_adamw and facts.fused_form is not None:
         facts = facts.fused_form.facts
-    if recipe.stack.dequantises_states and facts.is_8bit and not facts.is_paged:
+    if policy.reference.dequantises_states and facts.is_8bit and not facts.is_paged:
         return 3 * 4 * largest + facts.scratch.num_bytes(width=width, num_elements=num_elements, largest=largest)
-    scratch = facts.scratch if recipe.is_cuda or facts.scratch_on_cpu is None else facts.scratch_on_cpu
+    scratch = facts.scratch if policy.is_cuda or facts.scratch_on_cpu is None else facts.scratch_on_cpu
     return scratch.num_bytes(width=width, num_elements=num_elements, largest=largest)
 
 
@@ -344,14 +364,14 @@ def _rows_and_columns(dims: Dims) -> int:
     return dims.layers * per_block + tables + dims.hidden
 
 
-def _galore_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+def _galore_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
     """Low-rank moments with their projectors; inside Adafactor rows and columns of what is projected."""
-    optimizer, width = setting.strategy.optimizer, recipe.trained_bytes
-    moments, projectors = _galore_elements(setting, dims)
+    optimizer, width = configuration.strategy.optimizer, policy.trained_bytes
+    moments, projectors = _galore_elements(configuration, dims)
     if optimizer.facts.state is StateKind.FACTORED:
         projected = 0
         for num_inputs, num_outputs, copies in dims.matrices:
-            rank = min(setting.galore.rank, num_inputs, num_outputs)
+            rank = min(configuration.galore.rank, num_inputs, num_outputs)
             projected += copies * (rank + max(num_inputs, num_outputs))
         projected += 2 * dims.hidden  # the norms, unfactored
         tables = (2 if dims.head else 1) * (dims.vocab + dims.hidden)
@@ -359,12 +379,12 @@ def _galore_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
     return round(moments * (1.0 if optimizer.facts.is_8bit else float(width))) + projectors * width
 
 
-def _galore_elements(setting: Setting, dims: Dims) -> tuple[int, int]:
+def _galore_elements(configuration: Configuration, dims: Dims) -> tuple[int, int]:
     """(elements of all moments, elements of all projectors): low rank in the blocks' matrices, full elsewhere."""
     moments = projectors = 0
     for num_inputs, num_outputs, copies in dims.matrices:
         long, short = max(num_inputs, num_outputs), min(num_inputs, num_outputs)
-        rank = min(setting.galore.rank, short)
+        rank = min(configuration.galore.rank, short)
         moments += copies * 2 * rank * long
         projectors += copies * rank * short
     outside = dims.parameters - dims.block_linears

@@ -9,8 +9,8 @@ use instead, and the evidence: what was measured, or which source, issue or pape
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import Device
-from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.spec.engines import Offload, shardings_with
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.kinds import one_of
@@ -78,7 +78,7 @@ class Combination(Value, frozen=True, kw_only=True):
 
 
 def combination_of(
-    setting: Setting,
+    configuration: Configuration,
     shape: ModelShape,
     device: Device,
     *,
@@ -87,21 +87,21 @@ def combination_of(
 ) -> Combination:
     """A setting with model and device: all is settled but the host, of which it knows `libraries` at most."""
     return Combination(
-        strategy=setting.strategy,
-        method=setting.method,
-        num_ranks=setting.num_ranks,
+        strategy=configuration.strategy,
+        method=configuration.method,
+        num_ranks=configuration.num_ranks,
         device=device,
         shape=shape,
-        accumulation=setting.accumulation,
-        checkpointing=setting.checkpointing,
-        attention=setting.attention,
-        loss=setting.loss,
-        compile=setting.compile,
-        activation_offload=setting.activation_offload,
-        optimizer_in_backward=setting.optimizer_in_backward,
-        fp8_recipe=setting.fp8_recipe,
-        lora=setting.lora,
-        galore=setting.galore,
+        accumulation=configuration.accumulation,
+        checkpointing=configuration.checkpointing,
+        attention=configuration.attention,
+        loss=configuration.loss,
+        compile=configuration.compile,
+        activation_offload=configuration.activation_offload,
+        optimizer_in_backward=configuration.optimizer_in_backward,
+        fp8_recipe=configuration.fp8_recipe,
+        lora=configuration.lora,
+        galore=configuration.galore,
         libraries=libraries,
         trusts_unknown_cards=trusts_unknown_cards,
     )

@@ -10,6 +10,7 @@ No rule knows a number of bytes: memory, host RAM, hours and money are budgets (
 from collections.abc import Callable
 from enum import StrEnum
 
+from shardwise.trainer.planning.configuration import Configuration, fp8_recipe_of
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.combination import (
     Combination,
@@ -21,7 +22,6 @@ from shardwise.trainer.planning.rules.combination import (
 )
 from shardwise.trainer.planning.rules.combination import capability_words as words_of_capability
 from shardwise.trainer.planning.rules.incompatible import BF16, ROWS, SETTINGS
-from shardwise.trainer.planning.setting import Setting, fp8_recipe_of
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.strategy import Attention, LossHead, Method, Precision, Strategy
@@ -34,7 +34,7 @@ class Kind(StrEnum):
     PIN = "pin"  # the job file says so
     INCOMPATIBLE = "incompatible"
     NEED = "need"  # something that can be installed or given
-    LEAVE = "leave"  # an entry of `allow` would lift it
+    OPT_IN = "leave"  # an entry of `allow` would lift it
     SLOWER = "slower"
 
 
@@ -50,29 +50,29 @@ class Rule(Value, frozen=True, kw_only=True):
     yields_to: str | None = None  # the pin that overrides it
 
     @property
-    def asks_leave(self) -> bool:
+    def needs_opt_in(self) -> bool:
         """True if an entry of `allow` would lift the rule."""
-        return self.kind is Kind.LEAVE
+        return self.kind is Kind.OPT_IN
 
 
 def _lacks(allowance: Allowance) -> Callable[[PlanningContext], bool]:
     return lambda context: allowance not in context.job.allow
 
 
-_needs_cpu_leave = _lacks(Allowance.OFFLOAD_CPU)
-_needs_nvme_leave = _lacks(Allowance.OFFLOAD_NVME)
-_needs_8bit_leave = _lacks(Allowance.OPTIMIZER_8BIT)
-_needs_approx_leave = _lacks(Allowance.OPTIMIZER_APPROX)
-_needs_bf16_leave = _lacks(Allowance.BF16_WEIGHTS)
-_needs_fp8_leave = _lacks(Allowance.FP8)
+_needs_cpu_opt_in = _lacks(Allowance.OFFLOAD_CPU)
+_needs_nvme_opt_in = _lacks(Allowance.OFFLOAD_NVME)
+_needs_8bit_opt_in = _lacks(Allowance.OPTIMIZER_8BIT)
+_needs_approx_opt_in = _lacks(Allowance.OPTIMIZER_APPROX)
+_needs_bf16_opt_in = _lacks(Allowance.BF16_WEIGHTS)
+_needs_fp8_opt_in = _lacks(Allowance.FP8)
 
 
 OF_THE_JOB: tuple[Rule, ...] = (
     # What the job does not allow.
     Rule(
         name="nvme_not_allowed",
-        kind=Kind.LEAVE,
-        is_broken=lambda s, row: row.offload.uses_nvme and _needs_nvme_leave(s),
+        kind=Kind.OPT_IN,
+        is_broken=lambda s, row: row.offload.uses_nvme and _needs_nvme_opt_in(s),
         reason="{offload} is slow and wears the disk; the job does not allow it",
         instead="allow: [offload_nvme]",
         yields_to="offload",
@@ -88,8 +88,8 @@ OF_THE_JOB: tuple[Rule, ...] = (
     ),
     Rule(
         name="cpu_offload_not_allowed",
-        kind=Kind.LEAVE,
-        is_broken=lambda s, row: row.offload is not Offload.NONE and not row.offload.uses_nvme and _needs_cpu_leave(s),
+        kind=Kind.OPT_IN,
+        is_broken=lambda s, row: row.offload is not Offload.NONE and not row.offload.uses_nvme and _needs_cpu_opt_in(s),
         reason="{offload} keeps state in host RAM, which the job does not allow",
         instead="allow: [offload_cpu]",
         yields_to="offload",
@@ -105,8 +105,8 @@ OF_THE_JOB: tuple[Rule, ...] = (
     ),
     Rule(
         name="paged_not_allowed",
-        kind=Kind.LEAVE,
-        is_broken=lambda s, row: row.optimizer.facts.is_paged and _needs_cpu_leave(s),
+        kind=Kind.OPT_IN,
+        is_broken=lambda s, row: row.optimizer.facts.is_paged and _needs_cpu_opt_in(s),
         reason="{optimizer} pages its state to host RAM, which the job does not allow",
         instead="allow: [offload_cpu]",
         yields_to="optimizer",
@@ -114,8 +114,8 @@ OF_THE_JOB: tuple[Rule, ...] = (
     ),
     Rule(
         name="8bit_not_allowed",
-        kind=Kind.LEAVE,
-        is_broken=lambda s, row: row.optimizer.facts.is_8bit and _needs_8bit_leave(s),
+        kind=Kind.OPT_IN,
+        is_broken=lambda s, row: row.optimizer.facts.is_8bit and _needs_8bit_opt_in(s),
         reason="{optimizer} keeps 8-bit state, which changes the update; the job does not allow it",
         instead="allow: [optimizer_8bit]",
         yields_to="optimizer",
@@ -123,8 +123,8 @@ OF_THE_JOB: tuple[Rule, ...] = (
     ),
     Rule(
         name="approximation_not_allowed",
-        kind=Kind.LEAVE,
-        is_broken=lambda s, row: row.optimizer.facts.changes_update and _needs_approx_leave(s),
+        kind=Kind.OPT_IN,
+        is_broken=lambda s, row: row.optimizer.facts.changes_update and _needs_approx_opt_in(s),
         reason="{optimizer} is not AdamW; the job does not allow another update",
         instead="allow: [optimizer_approx]",
         yields_to="optimizer",
@@ -141,8 +141,8 @@ OF_THE_JOB: tuple[Rule, ...] = (
     ),
     Rule(
         name="bf16_weights_not_allowed",
-        kind=Kind.LEAVE,
-        is_broken=lambda s, row: row.precision is Precision.BF16 and _needs_bf16_leave(s),
+        kind=Kind.OPT_IN,
+        is_broken=lambda s, row: row.precision is Precision.BF16 and _needs_bf16_opt_in(s),
         reason="{precision} keeps no fp32 master weights and loses small updates; the job does not allow it",
         instead="allow: [bf16_weights]",
         yields_to="precision",
@@ -150,8 +150,8 @@ OF_THE_JOB: tuple[Rule, ...] = (
     ),
     Rule(
         name="fp8_not_allowed",
-        kind=Kind.LEAVE,
-        is_broken=lambda s, row: row.precision is Precision.FP8 and _needs_fp8_leave(s),
+        kind=Kind.OPT_IN,
+        is_broken=lambda s, row: row.precision is Precision.FP8 and _needs_fp8_opt_in(s),
         reason="{precision} rounds the inputs of matrix products; the job does not allow it",
         instead="allow: [fp8]",
         yields_to="precision",
@@ -287,14 +287,14 @@ def _broken_by_job(context: PlanningContext, strategy: Strategy) -> Rule | None:
     return None
 
 
-def obstacle_to(context: PlanningContext, setting: Setting) -> Incompatibility | None:
+def obstacle_to(context: PlanningContext, configuration: Configuration) -> Incompatibility | None:
     """Why a setting of a row cannot be taken, where the row itself can; None where it can.
 
     A search asks it of thousands, most of which settle nothing that could be in the way.
     """
-    if not _is_remarkable(setting):
+    if not _is_remarkable(configuration):
         return None
-    combination = combination_of(setting, context.shape, context.device, libraries=_libraries(context))
+    combination = combination_of(configuration, context.shape, context.device, libraries=_libraries(context))
     return first_broken(SETTINGS, combination, reach=Reach.OURS)
 
 
@@ -355,17 +355,17 @@ def _cpu_flags(context: PlanningContext, strategy: Strategy) -> frozenset[str] |
     return frozenset(context.hardware.host.cpu_flags) if asks else None
 
 
-def _is_remarkable(setting: Setting) -> bool:
+def _is_remarkable(configuration: Configuration) -> bool:
     """True if any rule of `SETTINGS` could be broken."""
     return (
-        setting.compile
-        or setting.activation_offload
-        or setting.optimizer_in_backward
-        or setting.fp8_recipe is not None
-        or setting.attention is Attention.FLASH
-        or setting.loss is LossHead.FUSED_LINEAR
-        or setting.strategy.optimizer.facts.updates_in_backward
-        or (setting.method is Method.GALORE and setting.galore.layerwise)
+        configuration.compile
+        or configuration.activation_offload
+        or configuration.optimizer_in_backward
+        or configuration.fp8_recipe is not None
+        or configuration.attention is Attention.FLASH
+        or configuration.loss is LossHead.FUSED_LINEAR
+        or configuration.strategy.optimizer.facts.updates_in_backward
+        or (configuration.method is Method.GALORE and configuration.galore.layerwise)
     )
 
 

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from shardwise.trainer.planning.candidates import candidate_of
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import may_run, refuse
 from shardwise.trainer.planning.search.budget import excess, run_totals
-from shardwise.trainer.planning.search.fallbacks import remedy_for
-from shardwise.trainer.planning.search.settings import (
+from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,
     Bounded,
     best_candidate,
@@ -31,7 +31,7 @@ from shardwise.trainer.planning.search.settings import (
     loss_handicap,
     with_grown_buckets,
 )
-from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.search.fallbacks import remedy_for
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.plan import Candidate, MethodRow, Rejection, TrialResult
@@ -102,20 +102,20 @@ def best_of(context: PlanningContext, rows: Iterable[Strategy]) -> tuple[Candida
     bounded = [(_least_rank(context, row, starts := bounded_starts(context, row)), row, starts) for row in rows]
     candidates: list[Candidate] = []
     beyond: dict[str, Candidate] = {}
-    settings: dict[str, Setting] = {}
+    settings: dict[str, Configuration] = {}
     best: tuple[bool, float] | None = None
     for (is_approximate, bound), row, starts in sorted(bounded, key=lambda entry: entry[0]):
         if best is not None and (is_approximate, bound) > (best[0], (1 + SAME_SPEED) * best[1]):
             break
-        setting = best_setting(context, row, starts)
-        if setting is None:
+        configuration = best_setting(context, row, starts)
+        if configuration is None:
             continue
-        candidate = candidate_of(context, setting)  # larger buffers change neither its time nor its host RAM
+        candidate = candidate_of(context, configuration)  # larger buffers change neither its time nor its host RAM
         if excess(context, candidate) is not None:
             beyond[row.name] = candidate
             continue
         candidates.append(candidate)
-        settings[row.name] = setting
+        settings[row.name] = configuration
         rank = is_approximate, _predicted_seconds(context, candidate)
         best = rank if best is None else min(best, rank)
     if not candidates:

@@ -14,13 +14,14 @@ from itertools import cycle, islice
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.candidates import candidate_of, run_cost, run_hours, setting_of, with_micro_batch
+from shardwise.trainer.planning.candidates import candidate_of, configuration_of, run_cost, run_hours, with_micro_batch
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.rules.rule import obstacle_to, refuse
 from shardwise.trainer.planning.run import shares_rate
 from shardwise.trainer.planning.search.budget import Excess, excess, whole_gib
-from shardwise.trainer.planning.search.settings import (
+from shardwise.trainer.planning.search.configurations import (
     MIN_CHUNK_TOKENS,
     best_candidate,
     can_fit,
@@ -28,7 +29,6 @@ from shardwise.trainer.planning.search.settings import (
     smallest_buckets,
     updates_in_backward,
 )
-from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import NothingFitsError
@@ -43,12 +43,12 @@ MIN_GAIN = 0.02  # of the peak, to be worth a restart
 def fallbacks(context: PlanningContext, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Ordered settings for after an out of memory of `candidates[0]`."""
     chain = [candidates[0]]
-    setting = setting_of(context, candidates[0])
+    configuration = configuration_of(context, candidates[0])
     while True:
-        lower = _next_lower(context, setting, chain[-1])
+        lower = _next_lower(context, configuration, chain[-1])
         if lower is None:
             break
-        setting, candidate = lower
+        configuration, candidate = lower
         chain.append(candidate)
     for other in candidates[1:]:
         if _keeps_the_update(other, candidates[0]) and _layout(other) not in {_layout(link) for link in chain}:
@@ -67,13 +67,15 @@ def _layout(candidate: Candidate) -> tuple[Sharding, Offload]:
     return candidate.strategy.sharding, candidate.strategy.offload
 
 
-def _next_lower(context: PlanningContext, setting: Setting, last: Candidate) -> tuple[Setting, Candidate] | None:
-    for smaller in _smaller_settings(context, setting):
+def _next_lower(
+    context: PlanningContext, configuration: Configuration, last: Candidate
+) -> tuple[Configuration, Candidate] | None:
+    for smaller in _smaller_settings(context, configuration):
         if obstacle_to(context, smaller) is not None:
             continue
         candidate = candidate_of(context, smaller)
         # Half a micro batch also answers activations that were predicted too low: any gain will do.
-        if _is_lower(candidate, last, gain=0 if smaller.micro_batch < setting.micro_batch else MIN_GAIN):
+        if _is_lower(candidate, last, gain=0 if smaller.micro_batch < configuration.micro_batch else MIN_GAIN):
             return smaller, candidate
     return None
 
@@ -85,26 +87,26 @@ def _is_lower(candidate: Candidate, last: Candidate, *, gain: float = MIN_GAIN) 
     )
 
 
-def _smaller_settings(context: PlanningContext, setting: Setting) -> Iterator[Setting]:
+def _smaller_settings(context: PlanningContext, configuration: Configuration) -> Iterator[Configuration]:
     """One step down on each axis that a pin leaves free, the cheapest first."""
     pin = context.job.pin
-    is_one = pin.micro_batch is not None or updates_in_backward(context, setting.strategy)
-    micro_batch = 1 if is_one else setting.micro_batch
+    is_one = pin.micro_batch is not None or updates_in_backward(context, configuration.strategy)
+    micro_batch = 1 if is_one else configuration.micro_batch
     while micro_batch > 1:  # the first halves may need more: gradients that add up take room of their own
         micro_batch //= 2
-        yield with_micro_batch(context, setting, micro_batch)
-    if setting.checkpointing in (Checkpointing.NONE, Checkpointing.SELECTIVE) and pin.checkpointing is None:
-        yield replace(setting, checkpointing=Checkpointing.FULL)
-    if setting.loss is LossHead.EAGER and pin.loss is None:
-        yield replace(setting, loss=LossHead.CHUNKED, loss_chunk_tokens=MIN_CHUNK_TOKENS)
-    if setting.loss_chunk_tokens is not None and setting.loss_chunk_tokens > MIN_CHUNK_TOKENS:
-        half = min(setting.loss_chunk_tokens, setting.tokens_per_micro_batch) // 2
-        yield replace(setting, loss_chunk_tokens=max(MIN_CHUNK_TOKENS, half))
-    least = smallest_buckets(context.shape, setting.strategy)
-    if setting.buckets != least:
-        yield replace(setting, buckets=least)
-    if setting.accumulation > 1 and pin.micro_batch is None:  # a share at once keeps no gradients beside its own
-        yield with_micro_batch(context, setting, context.sequences_per_rank)
+        yield with_micro_batch(context, configuration, micro_batch)
+    if configuration.checkpointing in (Checkpointing.NONE, Checkpointing.SELECTIVE) and pin.checkpointing is None:
+        yield replace(configuration, checkpointing=Checkpointing.FULL)
+    if configuration.loss is LossHead.EAGER and pin.loss is None:
+        yield replace(configuration, loss=LossHead.CHUNKED, loss_chunk_tokens=MIN_CHUNK_TOKENS)
+    if configuration.loss_chunk_tokens is not None and configuration.loss_chunk_tokens > MIN_CHUNK_TOKENS:
+        half = min(configuration.loss_chunk_tokens, configuration.tokens_per_micro_batch) // 2
+        yield replace(configuration, loss_chunk_tokens=max(MIN_CHUNK_TOKENS, half))
+    least = smallest_buckets(context.shape, configuration.strategy)
+    if configuration.buckets != least:
+        yield replace(configuration, buckets=least)
+    if configuration.accumulation > 1 and pin.micro_batch is None:  # a share at once keeps no gradients beside its own
+        yield with_micro_batch(context, configuration, context.sequences_per_rank)
 
 
 _MIN_SEQ_LEN = 128

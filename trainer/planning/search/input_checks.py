@@ -10,7 +10,7 @@ from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.combination import first_broken
 from shardwise.trainer.planning.rules.incompatible import LAYOUTS, SETTINGS
 from shardwise.trainer.planning.rules.rule import Refusal, pinned_combination, refuse
-from shardwise.trainer.planning.search.settings import attention_words, every_n, missing_flash, obstacle_to_flash
+from shardwise.trainer.planning.search.configurations import attention_words, every_n, missing_flash, obstacle_to_flash
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import objective_of, shapes_for

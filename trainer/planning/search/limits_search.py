@@ -16,11 +16,12 @@ from msgspec.structs import replace
 
 from shardwise.trainer.planning.calibrate import NO_CORRECTIONS
 from shardwise.trainer.planning.candidates import candidate_of, predicted_memory, predicted_speed, with_micro_batch
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import may_run, obstacle_to
 from shardwise.trainer.planning.search.budget import excess
 from shardwise.trainer.planning.search.choice import OFFLOAD_HANDICAP, one_a_layout, survey
-from shardwise.trainer.planning.search.settings import (
+from shardwise.trainer.planning.search.configurations import (
     activation_offloads,
     checkpointings,
     chunk_sizes,
@@ -28,7 +29,6 @@ from shardwise.trainer.planning.search.settings import (
     losses,
     micro_batches,
 )
-from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.model.shape import ModelShape
@@ -83,7 +83,7 @@ def _without_deadline(context: PlanningContext) -> PlanningContext:
 
 
 def _ladders(
-    contexts: Mapping[Method, PlanningContext], reach: Callable[[PlanningContext, Setting], Setting | None]
+    contexts: Mapping[Method, PlanningContext], reach: Callable[[PlanningContext, Configuration], Configuration | None]
 ) -> tuple[Rung, ...]:
     return tuple(
         rung
@@ -92,7 +92,9 @@ def _ladders(
     )
 
 
-def _reached(context: PlanningContext, reach: Callable[[PlanningContext, Setting], Setting | None]) -> list[Rung]:
+def _reached(
+    context: PlanningContext, reach: Callable[[PlanningContext, Configuration], Configuration | None]
+) -> list[Rung]:
     """Limits that each allowed mechanism reaches."""
     rows = [row for row in CATALOGUE if may_run(context, row)]
     starts = [
@@ -104,16 +106,18 @@ def _reached(context: PlanningContext, reach: Callable[[PlanningContext, Setting
         for checkpointing in checkpointings(context)
         for offloads in activation_offloads(context)
     ]
-    settings = [setting for start in starts if (setting := reach(context, start)) is not None]
+    settings = [configuration for start in starts if (configuration := reach(context, start)) is not None]
     is_sequence = reach is _longest
     return [
         Rung(
             method=context.method,
-            size=setting.seq_len if is_sequence else setting.micro_batch,
-            candidate=candidate_of(context, setting),
-            slowdown=_seconds_per_token(context, setting if not is_sequence else _at_the_jobs_length(context, setting)),
+            size=configuration.seq_len if is_sequence else configuration.micro_batch,
+            candidate=candidate_of(context, configuration),
+            slowdown=_seconds_per_token(
+                context, configuration if not is_sequence else _at_the_jobs_length(context, configuration)
+            ),
         )
-        for setting in settings
+        for configuration in settings
     ]
 
 
@@ -139,18 +143,18 @@ def _with_slowdowns(rungs: Sequence[Rung]) -> list[Rung]:
     return [replace(rung, slowdown=rung.slowdown / fastest) for rung in rungs]
 
 
-def _seconds_per_token(context: PlanningContext, setting: Setting) -> float:
-    return 1 / predicted_speed(context, setting).tokens_per_s_per_gpu
+def _seconds_per_token(context: PlanningContext, configuration: Configuration) -> float:
+    return 1 / predicted_speed(context, configuration).tokens_per_s_per_gpu
 
 
-def _at_the_jobs_length(context: PlanningContext, setting: Setting) -> Setting:
-    return with_micro_batch(context, replace(setting, seq_len=context.job.train.seq_len), 1)
+def _at_the_jobs_length(context: PlanningContext, configuration: Configuration) -> Configuration:
+    return with_micro_batch(context, replace(configuration, seq_len=context.job.train.seq_len), 1)
 
 
-def _longest(context: PlanningContext, start: Setting) -> Setting | None:
+def _longest(context: PlanningContext, start: Configuration) -> Configuration | None:
     tokens, num_ranks = context.schedule.tokens_per_step, context.num_ranks
 
-    def at(seq_len: int) -> Setting:
+    def at(seq_len: int) -> Configuration:
         sequences = max(1, tokens // seq_len)
         return replace(start, micro_batch=1, seq_len=seq_len, accumulation=-(-sequences // num_ranks))
 
@@ -158,16 +162,16 @@ def _longest(context: PlanningContext, start: Setting) -> Setting | None:
     return _largest_fitting(context, at, first_at_once=max(SEQ_UNIT, at_once), unit=SEQ_UNIT, limit=MAX_SEQ_LEN)
 
 
-def _largest_batch(context: PlanningContext, start: Setting) -> Setting | None:
-    def at(micro_batch: int) -> Setting:
+def _largest_batch(context: PlanningContext, start: Configuration) -> Configuration | None:
+    def at(micro_batch: int) -> Configuration:
         return with_micro_batch(context, start, micro_batch)
 
     return _largest_fitting(context, at, first_at_once=context.sequences_per_rank, unit=1, limit=MAX_MICRO_BATCH)
 
 
 def _largest_fitting(
-    context: PlanningContext, at: Callable[[int], Setting], *, first_at_once: int, unit: int, limit: int
-) -> Setting | None:
+    context: PlanningContext, at: Callable[[int], Configuration], *, first_at_once: int, unit: int, limit: int
+) -> Configuration | None:
     """The largest size that fits: a share taken at once is searched first, then smaller ones that add up."""
     for low, high in ((first_at_once, limit), (unit, first_at_once - unit)):
         if low <= high and _fits(context, at(low)):
@@ -188,8 +192,8 @@ def _bisect(fits: Callable[[int], bool], low: int, high: int, unit: int) -> int:
     return low
 
 
-def _fits(context: PlanningContext, setting: Setting) -> bool:
-    return obstacle_to(context, setting) is None and excess(context, candidate_of(context, setting)) is None
+def _fits(context: PlanningContext, configuration: Configuration) -> bool:
+    return obstacle_to(context, configuration) is None and excess(context, candidate_of(context, configuration)) is None
 
 
 def _largest_model(context: PlanningContext, presets: Mapping[str, ModelShape]) -> Rung | None:
@@ -221,7 +225,7 @@ def _may_fit(context: PlanningContext) -> bool:
     )
 
 
-def _smallest_start(context: PlanningContext, row: Strategy) -> Setting:
+def _smallest_start(context: PlanningContext, row: Strategy) -> Configuration:
     start = first_setting(context, row, checkpointing=checkpointings(context)[0], loss=losses(context)[0])
     return replace(
         start,

@@ -16,13 +16,13 @@ are trained, s the length of a row, R, A and M the rates of products, attention 
 
 import math
 
+from shardwise.trainer.planning.configuration import SHARDWISE, Configuration
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.activations import FUSED_SLICE_TOKENS
-from shardwise.trainer.planning.memory.recipe import attention_kernel, dims_of
+from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of
 from shardwise.trainer.planning.memory.saved_tensors import keys_and_values
-from shardwise.trainer.planning.setting import OUR_STACK, Setting
 from shardwise.trainer.planning.speed import constants as constants
-from shardwise.trainer.planning.speed.constants import speed_stack_of
+from shardwise.trainer.planning.speed.constants import reference_speed_of
 from shardwise.trainer.planning.speed.rates import Rates
 from shardwise.trainer.planning.speed.work import (
     LOGIT_BYTES,
@@ -95,9 +95,9 @@ FORWARD = Passes(
 )
 
 
-def training_passes(setting: Setting) -> Passes:
+def training_passes(configuration: Configuration) -> Passes:
     """Forward, recomputation and backward."""
-    again, learns = recomputation(setting), not setting.method.freezes_base
+    again, learns = recomputation(configuration), not configuration.method.freezes_base
     return Passes(
         products=2 + again + learns,
         adapter_products=3 + again,
@@ -105,17 +105,23 @@ def training_passes(setting: Setting) -> Passes:
         elementwise=3 + (again > 0),
         attention=3.5 + (again == 1),
         kept_scores=3 + again,
-        head_products=2 + learns + (setting.loss is LossHead.CHUNKED),
+        head_products=2 + learns + (configuration.loss is LossHead.CHUNKED),
         head_bytes=1,
         learns_head=learns,
     )
 
 
 def device_seconds(
-    shape: ModelShape, setting: Setting, work: Work, adapters: Adapters, rates: Rates, device: Device, passes: Passes
+    shape: ModelShape,
+    configuration: Configuration,
+    work: Work,
+    adapters: Adapters,
+    rates: Rates,
+    device: Device,
+    passes: Passes,
 ) -> float:
     """Seconds of one micro batch on the device."""
-    tokens, precision = tokens_computed(setting), setting.strategy.precision
+    tokens, precision = tokens_computed(configuration), configuration.strategy.precision
     width = precision.compute_bytes
     seconds = bytes_moved = 0.0
     for group in work.linears:
@@ -127,86 +133,90 @@ def device_seconds(
         if precision is Precision.FP8 and device.measured_fp8_speedup is None:
             # Casts of input, output gradient and weight; a speed-up of whole layers has them in it.
             bytes_moved += group.num_layers * 2 * traffic
-    if setting.method is Method.QLORA:  # four bits in, sixteen out
+    if configuration.method is Method.QLORA:  # four bits in, sixteen out
         bytes_moved += (passes.products) * 2.5 * work.linear_parameters
     if adapters.count:
-        seconds += passes.adapter_products * 2 * tokens * setting.lora.rank * adapters.sizes / rates.matmul
-        if setting.lora.dora:  # both matrices times an identity matrix, to no gradient
-            products = 2 * setting.lora.rank * (adapters.squares + adapters.weights)
+        seconds += passes.adapter_products * 2 * tokens * configuration.lora.rank * adapters.sizes / rates.matmul
+        if configuration.lora.dora:  # both matrices times an identity matrix, to no gradient
+            products = 2 * configuration.lora.rank * (adapters.squares + adapters.weights)
             seconds += passes.weight_norms * products / rates.matmul
-            bytes_moved += passes.weight_norms * weight_norm_bytes(setting, adapters)
-    if is_autocast(setting) and not setting.method.freezes_base:
+            bytes_moved += passes.weight_norms * weight_norm_bytes(configuration, adapters)
+    if is_autocast(configuration) and not configuration.method.freezes_base:
         bytes_moved += _CAST_BYTES * passes.products * work.linear_parameters
-    bytes_moved += passes.elementwise * tokens * elementwise_bytes(setting, work, adapters)
-    seconds += _attention_seconds(shape, setting, work, rates, device, passes)
-    return seconds + bytes_moved / rates.memory + _head_seconds(shape, setting, work, rates, passes)
+    bytes_moved += passes.elementwise * tokens * elementwise_bytes(configuration, work, adapters)
+    seconds += _attention_seconds(shape, configuration, work, rates, device, passes)
+    return seconds + bytes_moved / rates.memory + _head_seconds(shape, configuration, work, rates, passes)
 
 
-def host_seconds(setting: Setting, work: Work, adapters: Adapters, *, is_cpu: bool) -> float:
+def host_seconds(configuration: Configuration, work: Work, adapters: Adapters, *, is_cpu: bool) -> float:
     """Seconds the host takes to start the operators of one micro batch."""
     an_operator = constants.CPU_OPERATOR_S if is_cpu else constants.OPERATOR_S
-    in_blocks, slices = operators(setting, work, adapters), _num_slices(setting)
-    if _is_own_fused(setting):
-        slices = math.ceil(tokens_computed(setting) / FUSED_SLICE_TOKENS)
-    seconds = an_operator * ((3 + (recomputation(setting) > 0)) * in_blocks + SLICE_OPERATORS * (slices - 1))
-    if setting.checkpointing is Checkpointing.SELECTIVE and setting.stack == OUR_STACK and not setting.compile:
+    in_blocks, slices = operators(configuration, work, adapters), _num_slices(configuration)
+    if _is_own_fused(configuration):
+        slices = math.ceil(tokens_computed(configuration) / FUSED_SLICE_TOKENS)
+    seconds = an_operator * ((3 + (recomputation(configuration) > 0)) * in_blocks + SLICE_OPERATORS * (slices - 1))
+    if (
+        configuration.checkpointing is Checkpointing.SELECTIVE
+        and configuration.reference == SHARDWISE
+        and not configuration.compile
+    ):
         seconds += SELECTIVE_OPERATOR_S * in_blocks
     return seconds
 
 
-def forward_host_seconds(setting: Setting, work: Work, adapters: Adapters, *, is_cpu: bool) -> float:
+def forward_host_seconds(configuration: Configuration, work: Work, adapters: Adapters, *, is_cpu: bool) -> float:
     """The same of a forward without a backward, in which nothing is recomputed."""
-    return operators(setting, work, adapters) * (constants.CPU_OPERATOR_S if is_cpu else constants.OPERATOR_S)
+    return operators(configuration, work, adapters) * (constants.CPU_OPERATOR_S if is_cpu else constants.OPERATOR_S)
 
 
 def _attention_seconds(
-    shape: ModelShape, setting: Setting, work: Work, rates: Rates, device: Device, passes: Passes
+    shape: ModelShape, configuration: Configuration, work: Work, rates: Rates, device: Device, passes: Passes
 ) -> float:
-    tokens, row = tokens_computed(setting), setting.recipe.longest_seq or setting.seq_len
+    tokens, row = tokens_computed(configuration), configuration.policy.longest_seq or configuration.seq_len
     dims = dims_of(shape)
-    kernel = attention_kernel(setting, device, dims)
+    kernel = attention_kernel(configuration, device, dims)
     if kernel.is_fused:
-        seen = setting.recipe.document_tokens  # no token of packed rows sees another document
+        seen = configuration.policy.document_tokens  # no token of packed rows sees another document
         width = row if seen is None or dims.masks_documents else min(row, seen)
         window = min(width, shape.sliding_window or width)
         keys = work.scored * width / 2 + work.scored_in_window * window * (1 - window / (2 * width))
         seconds = passes.attention * 4 * tokens * keys / rates.attention
         if kernel is AttentionKernel.EFFICIENT:
-            seconds += passes.elementwise * tokens * _repeated_bytes(shape, setting) / rates.memory
+            seconds += passes.elementwise * tokens * _repeated_bytes(shape, configuration) / rates.memory
         return seconds
     scores = tokens * row * (work.scored + work.scored_in_window)
     moved = SCORE_BYTES * scores / shape.head_dim
     return passes.kept_scores * (4 * scores / rates.matmul + moved / rates.memory)
 
 
-def _repeated_bytes(shape: ModelShape, setting: Setting) -> int:
+def _repeated_bytes(shape: ModelShape, configuration: Configuration) -> int:
     """Bytes that one token moves in one forward to repeat grouped key and value heads: read once, written for each."""
     dims = dims_of(shape)
     repeated = keys_and_values(dims, is_repeated=True)
     if repeated == 2 * dims.kv:
         return 0
-    return shape.num_layers * setting.strategy.precision.compute_bytes * (2 * dims.kv + repeated)
+    return shape.num_layers * configuration.strategy.precision.compute_bytes * (2 * dims.kv + repeated)
 
 
-def _head_seconds(shape: ModelShape, setting: Setting, work: Work, rates: Rates, passes: Passes) -> float:
-    tokens, width = tokens_computed(setting), setting.strategy.precision.compute_bytes / 2
-    a_logit = OWN_FUSED_LOGIT_BYTES if _is_own_fused(setting) else LOGIT_BYTES[setting.loss]
-    if setting.loss is LossHead.EAGER:
-        fused = LOGIT_BYTES[LossHead.FUSED] if setting.compile else None
-        a_logit = speed_stack_of(setting.stack).eager_logit_bytes or fused or a_logit
+def _head_seconds(shape: ModelShape, configuration: Configuration, work: Work, rates: Rates, passes: Passes) -> float:
+    tokens, width = tokens_computed(configuration), configuration.strategy.precision.compute_bytes / 2
+    a_logit = OWN_FUSED_LOGIT_BYTES if _is_own_fused(configuration) else LOGIT_BYTES[configuration.loss]
+    if configuration.loss is LossHead.EAGER:
+        fused = LOGIT_BYTES[LossHead.FUSED] if configuration.compile else None
+        a_logit = reference_speed_of(configuration.reference).eager_logit_bytes or fused or a_logit
     a_weight = SLICE_WEIGHT_BYTES
-    if setting.loss is LossHead.CHUNKED and passes.learns_head:
+    if configuration.loss is LossHead.CHUNKED and passes.learns_head:
         a_weight += SLICE_GRADIENT_BYTES
-    moved = a_logit * tokens * shape.vocab_size + width * a_weight * _num_slices(setting) * work.table
+    moved = a_logit * tokens * shape.vocab_size + width * a_weight * _num_slices(configuration) * work.table
     return passes.head_products * 2.0 * tokens * work.table / rates.matmul + passes.head_bytes * moved / rates.memory
 
 
-def _is_own_fused(setting: Setting) -> bool:
-    return setting.loss is LossHead.FUSED and setting.stack == OUR_STACK
+def _is_own_fused(configuration: Configuration) -> bool:
+    return configuration.loss is LossHead.FUSED and configuration.reference == SHARDWISE
 
 
-def _num_slices(setting: Setting) -> int:
+def _num_slices(configuration: Configuration) -> int:
     """Of logits; those of `chunked` are products of their own."""
-    if setting.loss is not LossHead.CHUNKED:
+    if configuration.loss is not LossHead.CHUNKED:
         return 1
-    return math.ceil(tokens_computed(setting) / (setting.loss_chunk_tokens or DEFAULT_SLICE_TOKENS))
+    return math.ceil(tokens_computed(configuration) / (configuration.loss_chunk_tokens or DEFAULT_SLICE_TOKENS))

@@ -4,8 +4,8 @@
 source weighted by the root of its rows); no row has a constant of its own. The others are from the source beside them
 and were not moved to please a row. docs/speed-model.md repeats this table with what each of them is worth.
 
-`SpeedStack` holds the properties of a reference trainer that affect only time, read from its source; those that affect
-memory are in `memory.stacks`. A stack without a row is computed as ours.
+`ReferenceSpeed` holds the properties of a reference trainer that affect time alone, read from its source; those of
+memory are in `memory.reference_trainers`. A trainer without a row is computed as ours.
 """
 
 from shardwise.trainer.spec.value import Value
@@ -39,7 +39,7 @@ CPU_STEP_S = 0.005
 CPU_ATTENTION_SHARE = 0.3  # of the rate of its matrix products
 
 
-class SpeedStack(Value, frozen=True, kw_only=True):
+class ReferenceSpeed(Value, frozen=True, kw_only=True):
     """One row; every default is what our runtime does."""
 
     source: str
@@ -48,15 +48,17 @@ class SpeedStack(Value, frozen=True, kw_only=True):
     wraps_adapters: bool = False  # each matrix of an adapter is a unit of FSDP: gathered and reduced by itself
 
 
-OURS = SpeedStack(source="trainer/runtime: FSDP2 units are blocks")
+OURS = ReferenceSpeed(source="trainer/runtime: FSDP2 units are blocks")
 _ROWS = {
     # PEFT's fsdp_auto_wrap_policy makes a unit of every module without children whose weight is trained.
     **dict.fromkeys(
         ("hf-trainer", "trl", "axolotl", "llama-factory"),
-        SpeedStack(source="peft utils/other.py, fsdp_auto_wrap_policy", wraps_adapters=True),
+        ReferenceSpeed(source="peft utils/other.py, fsdp_auto_wrap_policy", wraps_adapters=True),
     ),
-    "fsdp_qlora": SpeedStack(source="fsdp_qlora train.py, get_wrapping_policy: the same policy", wraps_adapters=True),
-    "llm-foundry": SpeedStack(
+    "fsdp_qlora": ReferenceSpeed(
+        source="fsdp_qlora train.py, get_wrapping_policy: the same policy", wraps_adapters=True
+    ),
+    "llm-foundry": ReferenceSpeed(
         source="llm-foundry 0.1 to 0.3: flash-attn 1.0, whose cross-entropy replaces torch's",
         flash_generation=1,
         eager_logit_bytes=14,
@@ -64,6 +66,6 @@ _ROWS = {
 }
 
 
-def speed_stack_of(name: str) -> SpeedStack:
+def reference_speed_of(name: str) -> ReferenceSpeed:
     """The row of a stack; our own where there is none."""
     return _ROWS.get(name, OURS)

@@ -5,10 +5,10 @@ copy or collective had the machine to itself; in a step it shares memory with pr
 take off. Where nothing is known a rate is so low that nothing is promised, and `speed_notes` says so.
 """
 
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import Device
-from shardwise.trainer.planning.setting import Setting
 from shardwise.trainer.planning.speed import constants as constants
-from shardwise.trainer.planning.speed.constants import speed_stack_of
+from shardwise.trainer.planning.speed.constants import reference_speed_of
 from shardwise.trainer.planning.tables.gpu_chips import Generation
 from shardwise.trainer.planning.tables.gpu_names import GDDR_GENERATIONS
 from shardwise.trainer.spec.hardware import DeviceKind, LinkKind
@@ -55,17 +55,19 @@ class Rates(Value, frozen=True, kw_only=True):
     nvme: float
 
 
-def rates_of(setting: Setting, device: Device) -> Rates:
+def rates_of(configuration: Configuration, device: Device) -> Rates:
     """The rates that the formulas of `speed` divide by."""
-    precision = setting.strategy.precision
+    precision = configuration.strategy.precision
     exact = _matmul_rate(device, precision)
-    matmul = max(exact, _tf32_rate(device)) if setting.tf32 else exact
+    matmul = max(exact, _tf32_rate(device)) if configuration.tf32 else exact
     inner = _inner_link(device)
-    spans_nodes = setting.num_ranks > setting.ranks_per_node
+    spans_nodes = configuration.num_ranks > configuration.ranks_per_node
     return Rates(
         matmul=matmul,
         linear=_fp8_rate(device, matmul) if precision is Precision.FP8 else matmul,
-        attention=_attention_rate(device, precision, exact, speed_stack_of(setting.stack).flash_generation),
+        attention=_attention_rate(
+            device, precision, exact, reference_speed_of(configuration.reference).flash_generation
+        ),
         fp32=device.peak_flops_per_s.get(Precision.FP32) or matmul,
         memory=_memory_rate(device),
         link=_ring(device, inner) if spans_nodes else inner,

@@ -24,16 +24,16 @@ Clipping reads each gradient twice and writes it: 6 bytes. Under offload the CPU
 
 FSDP gathers a block's weights for each forward and backward, or once where they stay gathered, and reduces gradients
 with the last micro batch; DeepSpeed's ZeRO-2 and 3 reduce with each, DDP and ZeRO-1 once a step. Some programs
-reduce with each micro batch whatever the engine: a row of `memory.stacks`, or of the case.
+reduce with each micro batch whatever the engine: a row of `memory.reference_trainers`, or of the case.
 
 Offload (DeepSpeed and FSDP alike): gradients of a shard to the host after each micro batch, the CPU's update of
 fp32 weight and moments (28 bytes a parameter), new 16-bit weights back; parameters on the host cross PCIe for each
 forward and backward; NVMe holds 12 bytes a parameter, read and written once a step. Copies are pinned.
 """
 
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import Device
-from shardwise.trainer.planning.memory.stacks import stack_of
-from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.memory.reference_trainers import reference_of
 from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.speed.compute import (
     FORWARD,
@@ -66,61 +66,63 @@ def flops_per_token(shape: ModelShape, seq_len: int, method: Method) -> float:
     return per_parameter * work.used_parameters + 12.0 * work.blocks * shape.query_size * seq_len
 
 
-def estimate_speed(shape: ModelShape, setting: Setting, device: Device) -> SpeedEstimate:
+def estimate_speed(shape: ModelShape, configuration: Configuration, device: Device) -> SpeedEstimate:
     """Seconds of one optimizer step of `setting`, by part; the parts sum to the step."""
-    return _estimate(shape, setting, device, _parts(shape, setting, device))
+    return _estimate(shape, configuration, device, _parts(shape, configuration, device))
 
 
-def step_seconds(shape: ModelShape, setting: Setting, device: Device) -> float:
+def step_seconds(shape: ModelShape, configuration: Configuration, device: Device) -> float:
     """`step_s` of `estimate_speed` alone, for a search over settings."""
-    return sum(_parts(shape, setting, device).values())
+    return sum(_parts(shape, configuration, device).values())
 
 
-def _parts(shape: ModelShape, setting: Setting, device: Device) -> dict[str, float]:
-    work, rates, adapters = work_of(shape), rates_of(setting, device), adapters_of(shape, setting)
+def _parts(shape: ModelShape, configuration: Configuration, device: Device) -> dict[str, float]:
+    work, rates, adapters = work_of(shape), rates_of(configuration, device), adapters_of(shape, configuration)
     is_cpu = device.kind is DeviceKind.CPU
-    trained = trained_parameters(setting, work, adapters)
-    busy = device_seconds(shape, setting, work, adapters, rates, device, training_passes(setting))
-    host = host_seconds(setting, work, adapters, is_cpu=is_cpu)
-    wire, wire_step = collective_seconds(setting, work, rates, trained)
-    moved, moved_step = offload_seconds(setting, work, rates, trained)
-    if setting.runs_reference:
-        busy += device_seconds(shape, setting, work, adapters, rates, device, FORWARD)
-        host += forward_host_seconds(setting, work, adapters, is_cpu=is_cpu)
-        wire += collective_seconds(setting, work, rates, 0)[0] / 2
+    trained = trained_parameters(configuration, work, adapters)
+    busy = device_seconds(shape, configuration, work, adapters, rates, device, training_passes(configuration))
+    host = host_seconds(configuration, work, adapters, is_cpu=is_cpu)
+    wire, wire_step = collective_seconds(configuration, work, rates, trained)
+    moved, moved_step = offload_seconds(configuration, work, rates, trained)
+    if configuration.runs_reference:
+        busy += device_seconds(shape, configuration, work, adapters, rates, device, FORWARD)
+        host += forward_host_seconds(configuration, work, adapters, is_cpu=is_cpu)
+        wire += collective_seconds(configuration, work, rates, 0)[0] / 2
     computing = busy + host if is_cpu else fed(busy, host)
     micro = both(computing, wire + moved)
     exposed = micro - computing
     on_wire = exposed * wire / (wire + moved) if wire + moved else 0.0
-    waits = max(0.0, activation_copy_seconds(shape, setting, rates) - micro)
-    accumulation = setting.accumulation
+    waits = max(0.0, activation_copy_seconds(shape, configuration, rates) - micro)
+    accumulation = configuration.accumulation
     return {
         "compute_s": accumulation * busy,
         "host_s": accumulation * (computing - busy),
         "communication_s": accumulation * on_wire + both(computing, wire_step) - computing,
         "offload_s": accumulation * (exposed - on_wire + waits) + moved_step,
-        "optimizer_s": optimizer_seconds(setting, work, rates, device, trained),
+        "optimizer_s": optimizer_seconds(configuration, work, rates, device, trained),
         "overhead_s": constants.CPU_STEP_S if is_cpu else constants.STEP_S,
     }
 
 
-def evaluation_seconds(shape: ModelShape, setting: Setting, device: Device, num_tokens: int) -> float:
+def evaluation_seconds(shape: ModelShape, configuration: Configuration, device: Device, num_tokens: int) -> float:
     """Seconds that a forward over `num_tokens`, shared by the ranks, takes in the micro batches of training."""
-    work, rates, adapters = work_of(shape), rates_of(setting, device), adapters_of(shape, setting)
+    work, rates, adapters = work_of(shape), rates_of(configuration, device), adapters_of(shape, configuration)
     is_cpu = device.kind is DeviceKind.CPU
-    busy = device_seconds(shape, setting, work, adapters, rates, device, FORWARD)
-    host = forward_host_seconds(setting, work, adapters, is_cpu=is_cpu)
-    wire, _ = collective_seconds(setting, work, rates, 0)
+    busy = device_seconds(shape, configuration, work, adapters, rates, device, FORWARD)
+    host = forward_host_seconds(configuration, work, adapters, is_cpu=is_cpu)
+    wire, _ = collective_seconds(configuration, work, rates, 0)
     micro = both(busy + host if is_cpu else fed(busy, host), wire / 2)
-    return micro * num_tokens / setting.tokens_per_micro_batch / setting.num_ranks
+    return micro * num_tokens / configuration.tokens_per_micro_batch / configuration.num_ranks
 
 
-def _estimate(shape: ModelShape, setting: Setting, device: Device, parts: dict[str, float]) -> SpeedEstimate:
+def _estimate(
+    shape: ModelShape, configuration: Configuration, device: Device, parts: dict[str, float]
+) -> SpeedEstimate:
     step_s = sum(parts.values())
-    flops = flops_per_token(shape, setting.seq_len, setting.method)
-    rate = setting.accumulation * setting.tokens_per_micro_batch / step_s
-    precision = setting.strategy.precision
-    peak = device.tf32_flops_per_s if setting.tf32 else device.peak_flops_per_s.get(precision)
+    flops = flops_per_token(shape, configuration.seq_len, configuration.method)
+    rate = configuration.accumulation * configuration.tokens_per_micro_batch / step_s
+    precision = configuration.strategy.precision
+    peak = device.tf32_flops_per_s if configuration.tf32 else device.peak_flops_per_s.get(precision)
     return SpeedEstimate(
         parts=parts,
         step_s=step_s,
@@ -135,26 +137,26 @@ _CLIPPING_BYTES = 6
 _NEWTON_SCHULZ_STEPS = 5
 
 
-def optimizer_seconds(setting: Setting, work: Work, rates: Rates, device: Device, trained: int) -> float:
+def optimizer_seconds(configuration: Configuration, work: Work, rates: Rates, device: Device, trained: int) -> float:
     """Seconds of the update itself; 0 where the host does it."""
-    strategy = setting.strategy
+    strategy = configuration.strategy
     if strategy.offload is not Offload.NONE:
         return 0.0
-    mine = trained / (setting.num_ranks if strategy.sharding.shards_optimizer else 1)
+    mine = trained / (configuration.num_ranks if strategy.sharding.shards_optimizer else 1)
     facts = strategy.optimizer.facts
-    if facts.fused_form is not None and stack_of(setting.stack).fuses_adamw:
+    if facts.fused_form is not None and reference_of(configuration.reference).fuses_adamw:
         facts = facts.fused_form.facts
     moved = facts.passes * strategy.precision.master_bytes + facts.state_traffic_bytes + _CLIPPING_BYTES
     seconds = mine * moved / rates.memory
-    if setting.method is Method.GALORE:
-        seconds += _projection_seconds(setting, work, rates)
+    if configuration.method is Method.GALORE:
+        seconds += _projection_seconds(configuration, work, rates)
     if facts.orthogonalises_matrices:
         seconds += _orthogonalisation_seconds(work, rates)
-    return seconds + 2 * _bytes_paged_out(setting, device, mine) / rates.pcie
+    return seconds + 2 * _bytes_paged_out(configuration, device, mine) / rates.pcie
 
 
-def _projection_seconds(setting: Setting, work: Work, rates: Rates) -> float:
-    rank, gap = setting.galore.rank, setting.galore.update_gap
+def _projection_seconds(configuration: Configuration, work: Work, rates: Rates) -> float:
+    rank, gap = configuration.galore.rank, configuration.galore.update_gap
     products = decompositions = 0.0
     for group in work.linears:
         count, short = group.num_layers * group.num_copies, min(group.inputs, group.outputs)
@@ -171,13 +173,13 @@ def _orthogonalisation_seconds(work: Work, rates: Rates) -> float:
     return _NEWTON_SCHULZ_STEPS * flops / rates.matmul
 
 
-def _bytes_paged_out(setting: Setting, device: Device, mine: float) -> float:
+def _bytes_paged_out(configuration: Configuration, device: Device, mine: float) -> float:
     """State in managed memory that has no room on the device between two steps."""
-    state = setting.strategy.optimizer.facts.paged_bytes * mine
+    state = configuration.strategy.optimizer.facts.paged_bytes * mine
     if not state:
         return 0.0
-    gradient = 0 if setting.optimizer_in_backward else setting.strategy.precision.master_bytes
-    held = mine * (setting.strategy.precision.master_bytes + gradient)
+    gradient = 0 if configuration.optimizer_in_backward else configuration.strategy.precision.master_bytes
+    held = mine * (configuration.strategy.precision.master_bytes + gradient)
     return min(state, max(0.0, held + state + device.context_bytes - device.usable_bytes))
 
 
@@ -186,80 +188,82 @@ NVME_STATE_BYTES = 12  # a parameter: fp32 weight and two moments
 NF4_BYTES = 0.52  # a weight, its scales included
 
 
-def collective_seconds(setting: Setting, work: Work, rates: Rates, trained: int) -> tuple[float, float]:
+def collective_seconds(configuration: Configuration, work: Work, rates: Rates, trained: int) -> tuple[float, float]:
     """Seconds of collectives (of each micro batch, of each step)."""
-    num_ranks, sharding = setting.num_ranks, setting.strategy.sharding
+    num_ranks, sharding = configuration.num_ranks, configuration.strategy.sharding
     if num_ranks == 1 or sharding.facts.is_one_rank:
         return 0.0, 0.0
     if sharding.facts.shards_within_node:
-        return _hybrid_seconds(setting, work, rates, trained)
+        return _hybrid_seconds(configuration, work, rates, trained)
     share, latency = (num_ranks - 1) / num_ranks, (work.blocks + 1) * num_ranks * constants.HOP_S
-    reduction = trained * _gradient_bytes(setting) * share / rates.link + latency
+    reduction = trained * _gradient_bytes(configuration) * share / rates.link + latency
     if not sharding.shards_gradients:
-        reduction += trained * _gradient_bytes(setting) * share / rates.link  # all-reduced, or gathered as weights
-        return _per_micro_batch_or_step(setting, 0.0, reduction)
-    gathered = gathered_bytes(setting, work) * share / rates.link + latency
+        reduction += (
+            trained * _gradient_bytes(configuration) * share / rates.link
+        )  # all-reduced, or gathered as weights
+        return _per_micro_batch_or_step(configuration, 0.0, reduction)
+    gathered = gathered_bytes(configuration, work) * share / rates.link + latency
     if not sharding.shards_weights:
-        weights = trained * setting.strategy.precision.compute_bytes * share / rates.link
+        weights = trained * configuration.strategy.precision.compute_bytes * share / rates.link
         return reduction, weights
     gathers = 1 if sharding.facts.keeps_weights_gathered else 2
     if sharding.uses_deepspeed:
         return gathers * gathered + reduction, 0.0
-    return _per_micro_batch_or_step(setting, gathers * gathered, reduction)
+    return _per_micro_batch_or_step(configuration, gathers * gathered, reduction)
 
 
-def gathered_bytes(setting: Setting, work: Work) -> float:
+def gathered_bytes(configuration: Configuration, work: Work) -> float:
     """Bytes of the whole model as ranks gather it."""
-    width = setting.strategy.precision.compute_bytes
-    linear = NF4_BYTES if setting.method is Method.QLORA else float(width)
+    width = configuration.strategy.precision.compute_bytes
+    linear = NF4_BYTES if configuration.method is Method.QLORA else float(width)
     return work.linear_parameters * linear + work.num_tables * work.table * width
 
 
-def offload_seconds(setting: Setting, work: Work, rates: Rates, trained: int) -> tuple[float, float]:
+def offload_seconds(configuration: Configuration, work: Work, rates: Rates, trained: int) -> tuple[float, float]:
     """PCIe, the host's optimizer and NVMe: seconds (of each micro batch, of each step)."""
-    offload = setting.strategy.offload
+    offload = configuration.strategy.offload
     if offload is Offload.NONE:
         return 0.0, 0.0
-    mine = trained / (setting.num_ranks if setting.strategy.sharding.shards_optimizer else 1)
-    on_node = mine * min(setting.ranks_per_node, setting.num_ranks)
-    is_fast = setting.strategy.optimizer.facts.updates_on_host
+    mine = trained / (configuration.num_ranks if configuration.strategy.sharding.shards_optimizer else 1)
+    on_node = mine * min(configuration.ranks_per_node, configuration.num_ranks)
+    is_fast = configuration.strategy.optimizer.facts.updates_on_host
     host_rate = rates.host_adam * (1.0 if is_fast else constants.TORCH_CPU_ADAM_SHARE)
     micro, step = 2.0 * mine / rates.pcie, mine * 2 / rates.pcie + ADAM_BYTES * on_node / host_rate
     if offload.moves_parameters:
-        micro += 2 * gathered_bytes(setting, work) / setting.num_ranks / rates.pcie
+        micro += 2 * gathered_bytes(configuration, work) / configuration.num_ranks / rates.pcie
     if offload.uses_nvme:
         step += 2 * NVME_STATE_BYTES * on_node / rates.nvme
     return micro, step
 
 
-def activation_copy_seconds(shape: ModelShape, setting: Setting, rates: Rates) -> float:
+def activation_copy_seconds(shape: ModelShape, configuration: Configuration, rates: Rates) -> float:
     """Block inputs to the host and back, by copy engines beside the computation."""
-    if not setting.activation_offload:
+    if not configuration.activation_offload:
         return 0.0
-    width = setting.recipe.residual_bytes or setting.strategy.precision.compute_bytes
-    return 2.0 * width * tokens_computed(setting) * shape.hidden_size * shape.num_layers / rates.pcie
+    width = configuration.policy.residual_bytes or configuration.strategy.precision.compute_bytes
+    return 2.0 * width * tokens_computed(configuration) * shape.hidden_size * shape.num_layers / rates.pcie
 
 
-def _per_micro_batch_or_step(setting: Setting, gathered: float, reduction: float) -> tuple[float, float]:
-    every = setting.recipe.reduces_every_micro_batch
+def _per_micro_batch_or_step(configuration: Configuration, gathered: float, reduction: float) -> tuple[float, float]:
+    every = configuration.policy.reduces_every_micro_batch
     if every is None:
-        every = stack_of(setting.stack).reduces_every_micro_batch
+        every = reference_of(configuration.reference).reduces_every_micro_batch
     return (gathered + reduction, 0.0) if every else (gathered, reduction)
 
 
-def _hybrid_seconds(setting: Setting, work: Work, rates: Rates, trained: int) -> tuple[float, float]:
+def _hybrid_seconds(configuration: Configuration, work: Work, rates: Rates, trained: int) -> tuple[float, float]:
     """Full sharding inside a node, one all-reduce of the shards across nodes."""
-    inside = min(setting.ranks_per_node, setting.num_ranks)
+    inside = min(configuration.ranks_per_node, configuration.num_ranks)
     share, latency = (inside - 1) / inside, (work.blocks + 1) * inside * constants.HOP_S
-    gathered = gathered_bytes(setting, work) * share / rates.inner_link
-    gradients = trained * _gradient_bytes(setting)
-    across = 2 * gradients / inside / rates.link if setting.num_ranks > inside else 0.0
+    gathered = gathered_bytes(configuration, work) * share / rates.inner_link
+    gradients = trained * _gradient_bytes(configuration)
+    across = 2 * gradients / inside / rates.link if configuration.num_ranks > inside else 0.0
     reduction = gradients * share / rates.inner_link + latency + across
-    return _per_micro_batch_or_step(setting, 2 * (gathered + latency), reduction)
+    return _per_micro_batch_or_step(configuration, 2 * (gathered + latency), reduction)
 
 
-def _gradient_bytes(setting: Setting) -> float:
+def _gradient_bytes(configuration: Configuration) -> float:
     """Of a gradient as ranks add it up: fp32 but where everything is bf16."""
-    precision = setting.strategy.precision
-    chosen = setting.recipe.reduce_bytes or stack_of(setting.stack).reduce_bytes
+    precision = configuration.strategy.precision
+    chosen = configuration.policy.reduce_bytes or reference_of(configuration.reference).reduce_bytes
     return float(chosen or (2 if precision is Precision.BF16 else 4))

@@ -20,9 +20,9 @@ block's experts: transformers sorts tokens by expert and multiplies in groups, h
 
 from functools import lru_cache
 
-from shardwise.trainer.planning.memory.stacks import stack_of
-from shardwise.trainer.planning.setting import Setting
-from shardwise.trainer.planning.speed.constants import speed_stack_of
+from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.memory.reference_trainers import reference_of
+from shardwise.trainer.planning.speed.constants import reference_speed_of
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 from shardwise.trainer.spec.value import Value
@@ -158,9 +158,9 @@ def _shared_experts(shape: ModelShape) -> int:
     return (shape.num_layers - shape.num_dense_layers) * shared
 
 
-def adapters_of(shape: ModelShape, setting: Setting) -> Adapters:
+def adapters_of(shape: ModelShape, configuration: Configuration) -> Adapters:
     """The adapters of a setting; none for methods without."""
-    return _adapters(shape, setting.lora.targets) if setting.method.freezes_base else _NO_ADAPTERS
+    return _adapters(shape, configuration.lora.targets) if configuration.method.freezes_base else _NO_ADAPTERS
 
 
 @lru_cache(maxsize=256)
@@ -182,94 +182,98 @@ def _adapters(shape: ModelShape, targets: tuple[str, ...]) -> Adapters:
     )
 
 
-def trained_parameters(setting: Setting, work: Work, adapters: Adapters) -> int:
-    if not setting.method.freezes_base:
+def trained_parameters(configuration: Configuration, work: Work, adapters: Adapters) -> int:
+    if not configuration.method.freezes_base:
         return work.parameters
-    return setting.lora.rank * adapters.sizes + (adapters.outputs if setting.lora.dora else 0)
+    return configuration.lora.rank * adapters.sizes + (adapters.outputs if configuration.lora.dora else 0)
 
 
-def tokens_computed(setting: Setting) -> int:
+def tokens_computed(configuration: Configuration) -> int:
     """Tokens of a micro batch with padding: every row is as long as the longest."""
-    recipe = setting.recipe
-    return setting.micro_batch * recipe.rows_per_example * (recipe.longest_seq or setting.seq_len)
+    policy = configuration.policy
+    return configuration.micro_batch * policy.rows_per_example * (policy.longest_seq or configuration.seq_len)
 
 
-def recomputation(setting: Setting) -> float:
+def recomputation(configuration: Configuration) -> float:
     """How much of a block's forward runs again in its backward."""
-    if setting.checkpointing is Checkpointing.EVERY_N:
-        return 1 / (setting.checkpoint_every_n or 1)
-    return _AGAIN.get(setting.checkpointing, 1.0)
+    if configuration.checkpointing is Checkpointing.EVERY_N:
+        return 1 / (configuration.checkpoint_every_n or 1)
+    return _AGAIN.get(configuration.checkpointing, 1.0)
 
 
-def has_fused_kernels(setting: Setting) -> bool:
+def has_fused_kernels(configuration: Configuration) -> bool:
     """True if norms and rotary embeddings are one kernel each."""
-    return setting.compile or (setting.loss is not LossHead.EAGER and stack_of(setting.stack).has_fused_kernels)
+    return configuration.compile or (
+        configuration.loss is not LossHead.EAGER and reference_of(configuration.reference).has_fused_kernels
+    )
 
 
-def is_autocast(setting: Setting) -> bool:
+def is_autocast(configuration: Configuration) -> bool:
     """True if torch.autocast casts fp32 weights and activations: mixed precision without an engine of its own."""
-    sharding, precision = setting.strategy.sharding, setting.strategy.precision
+    sharding, precision = configuration.strategy.sharding, configuration.strategy.precision
     return precision not in (Precision.FP32, Precision.BF16) and sharding.is_replicated
 
 
-def elementwise_bytes(setting: Setting, work: Work, adapters: Adapters) -> float:
+def elementwise_bytes(configuration: Configuration, work: Work, adapters: Adapters) -> float:
     """Bytes that one token moves outside matrix products in one forward of all blocks."""
-    is_fused, width = has_fused_kernels(setting), setting.strategy.precision.compute_bytes / 2
-    casts = is_autocast(setting) and not setting.method.freezes_base
-    residual = setting.recipe.residual_bytes or (4 if casts else 2 * width)
+    is_fused, width = has_fused_kernels(configuration), configuration.strategy.precision.compute_bytes / 2
+    casts = is_autocast(configuration) and not configuration.method.freezes_base
+    residual = configuration.policy.residual_bytes or (4 if casts else 2 * width)
     norm = 2 * residual if is_fused or work.has_layer_norm else 36 if residual == 2 else 28
     moved = norm * work.normed + (3 * residual + 5 * work.has_dropout) * work.added
     rotary = 4 if is_fused else 20
     moved += width * (
-        rotary * work.rotated + 4 * work.moved + _activation_bytes(setting, work, is_fused=is_fused) * work.activated
+        rotary * work.rotated
+        + 4 * work.moved
+        + _activation_bytes(configuration, work, is_fused=is_fused) * work.activated
     )
     moved += width * 12 * work.routed
     if casts:
         moved += 6 * work.linear_inputs
-    per_input, per_output = _adapter_bytes(setting)
+    per_input, per_output = _adapter_bytes(configuration)
     return moved + per_input * adapters.inputs + per_output * adapters.outputs
 
 
-def _activation_bytes(setting: Setting, work: Work, *, is_fused: bool) -> int:
+def _activation_bytes(configuration: Configuration, work: Work, *, is_fused: bool) -> int:
     if work.is_gated:
         return 6 if is_fused else 10
-    return 0 if setting.compile else 4
+    return 0 if configuration.compile else 4
 
 
-def _adapter_bytes(setting: Setting) -> tuple[int, int]:
+def _adapter_bytes(configuration: Configuration) -> tuple[int, int]:
     """Bytes of each input and output that an adapter moves beside its products."""
-    stack, precision = stack_of(setting.stack), setting.strategy.precision
-    own = setting.recipe.adapter_bytes or stack.adapter_bytes or precision.master_bytes
-    is_fused = setting.compile or (
-        stack.fuses_adapters and setting.method is Method.QLORA and setting.loss is not LossHead.EAGER
+    reference, precision = reference_of(configuration.reference), configuration.strategy.precision
+    own = configuration.policy.adapter_bytes or reference.adapter_bytes or precision.master_bytes
+    is_fused = configuration.compile or (
+        reference.fuses_adapters and configuration.method is Method.QLORA and configuration.loss is not LossHead.EAGER
     )
-    in_one_type, is_dora = is_fused or own == precision.compute_bytes, setting.lora.dora
+    in_one_type, is_dora = is_fused or own == precision.compute_bytes, configuration.lora.dora
     if in_one_type:
         return 2 * precision.compute_bytes, (12 if is_dora else 4) * precision.compute_bytes
     return 23, 48 if is_dora else 12
 
 
-def weight_norm_bytes(setting: Setting, adapters: Adapters) -> float:
+def weight_norm_bytes(configuration: Configuration, adapters: Adapters) -> float:
     """Bytes that DoRA moves in one forward for the lengths of its weights' rows."""
-    if not setting.lora.dora:
+    if not configuration.lora.dora:
         return 0.0
-    width, stack = setting.strategy.precision.compute_bytes, stack_of(setting.stack)
-    own = setting.recipe.adapter_bytes or stack.adapter_bytes or setting.strategy.precision.master_bytes
+    width, reference = configuration.strategy.precision.compute_bytes, reference_of(configuration.reference)
+    own = configuration.policy.adapter_bytes or reference.adapter_bytes or configuration.strategy.precision.master_bytes
     if own == width:  # identity written and read; product, its multiple, sum and length
         return 2 * width * adapters.squares + 7 * width * adapters.weights
     return 12 * adapters.squares + 38 * adapters.weights
 
 
-def operators(setting: Setting, work: Work, adapters: Adapters) -> int:
+def operators(configuration: Configuration, work: Work, adapters: Adapters) -> int:
     """Operators that the host starts in one forward of all blocks."""
-    is_fused = has_fused_kernels(setting)
+    is_fused = has_fused_kernels(configuration)
     count = work.fused_operators if is_fused else work.plain_operators
-    count += (4 if setting.compile else 10) * (3 if setting.lora.dora else 1) * adapters.count
-    if setting.method is Method.QLORA:
-        count += (2 if setting.compile else 8) * work.linear_operators
-    if setting.strategy.sharding.is_replicated:
+    count += (4 if configuration.compile else 10) * (3 if configuration.lora.dora else 1) * adapters.count
+    if configuration.method is Method.QLORA:
+        count += (2 if configuration.compile else 8) * work.linear_operators
+    if configuration.strategy.sharding.is_replicated:
         return count
     units = work.blocks
-    if speed_stack_of(setting.stack).wraps_adapters:
+    if reference_speed_of(configuration.reference).wraps_adapters:
         units += 2 * adapters.count
     return count + 20 * units

@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from shardwise.trainer.runtime.engines import cpu_ranks
 from shardwise.trainer.runtime.models.build import plain_model
-from shardwise.trainer.runtime.models.skeleton import Skeleton
+from shardwise.trainer.runtime.models.meta_model import MetaModel
 from shardwise.trainer.runtime.precision.mixed_precision import AmpScaler, LossScaler
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -76,10 +76,10 @@ class Engine(ABC):
         """The filled configuration file beside plan.json; None for an engine without one."""
         return None
 
-    def load_shards(self, skeleton: Skeleton, accelerator: Accelerator) -> None:
+    def load_shards(self, meta_model: MetaModel, accelerator: Accelerator) -> None:
         """Cuts and fills the model before the optimizer is built, which takes the shards; collective."""
 
-    def cut_loaded(self, skeleton: Skeleton, accelerator: Accelerator, precision: Precision) -> None:
+    def cut_loaded(self, meta_model: MetaModel, accelerator: Accelerator, precision: Precision) -> None:
         """Fills and cuts the model once the optimizer has grouped its parameters; collective."""
 
     def prepare(self, accelerator: Accelerator, model: nn.Module, optimizer: TorchOptimizer) -> tuple[nn.Module, Any]:

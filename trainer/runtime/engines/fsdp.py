@@ -23,7 +23,7 @@ from shardwise.trainer.runtime.engines.engine import (
     trained_type,
 )
 from shardwise.trainer.runtime.engines.sharded_loading import load_into_fsdp
-from shardwise.trainer.runtime.models.skeleton import Skeleton
+from shardwise.trainer.runtime.models.meta_model import MetaModel
 from shardwise.trainer.runtime.run.types import accelerate_precision, compute_type
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -70,8 +70,8 @@ class Fsdp(Engine):
             return Sharding.HSDP
         return Sharding.FSDP if _reshards_after_forward(model) else Sharding.FSDP_GRAD_OP
 
-    def load_shards(self, skeleton: Skeleton, accelerator: Accelerator) -> None:
-        load_into_fsdp(skeleton, accelerator)
+    def load_shards(self, meta_model: MetaModel, accelerator: Accelerator) -> None:
+        load_into_fsdp(meta_model, accelerator)
 
     def prepare(self, accelerator: Accelerator, model: nn.Module, optimizer: TorchOptimizer) -> tuple[nn.Module, Any]:
         """Puts shards that were loaded already back into the groups.

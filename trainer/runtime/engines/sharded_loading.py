@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
+from shardwise.trainer.runtime.models.meta_model import MetaModel, Values, Whole, is_placeholder
 from shardwise.trainer.runtime.models.methods import ADAPTER
 from shardwise.trainer.runtime.models.quantisation import pack
-from shardwise.trainer.runtime.models.skeleton import Skeleton, Values, Whole, is_placeholder
 from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.plan import Plan
@@ -42,11 +42,11 @@ def loads_sharded(plan: Plan) -> bool:
     return chosen.method is not Method.QLORA or (is_read and not plan.job.train.lora.dora)
 
 
-def load_into_fsdp(skeleton: Skeleton, accelerator: Accelerator) -> None:
+def load_into_fsdp(meta_model: MetaModel, accelerator: Accelerator) -> None:
     """Shards the model and fills each rank's rows; before the optimizer is built, which takes the shards."""
-    model = skeleton.model
+    model = meta_model.model
     paths = {tensor: path for path, tensor in reversed([*model.named_parameters(), *_persistent_buffers(model)])}
-    wanted = {name: paths[tensor] for name, tensor in skeleton.wanted.items()}
+    wanted = {name: paths[tensor] for name, tensor in meta_model.wanted.items()}
     ready = {path: p.detach() for path, p in model.named_parameters() if not is_placeholder(p)}
     lengths = _Lengths(model)
     shard_without_memory(model, accelerator)
@@ -57,16 +57,16 @@ def load_into_fsdp(skeleton: Skeleton, accelerator: Accelerator) -> None:
         if path is None:
             return
         if path in lengths.of:
-            weight = values.whole().to(skeleton.wanted[name].dtype)
+            weight = values.whole().to(meta_model.wanted[name].dtype)
             _fill(shards[lengths.of[path]], Whole(lengths.of_weight(path, weight, ready)))
             values = Whole(weight)
-        if name in skeleton.packed:
-            values = Whole(_pack(skeleton, name, values, accelerator.device))
+        if name in meta_model.packed:
+            values = Whole(_pack(meta_model, name, values, accelerator.device))
         _fill(shards[path], values)
 
     for path, tensor in ready.items():
         _fill(shards[path], Whole(tensor))
-    skeleton.source.deliver(put)
+    meta_model.source.deliver(put)
     assert not wanted, f"{len(wanted)} tensors were not delivered"
 
 
@@ -77,11 +77,11 @@ def shard_without_memory(model: nn.Module, accelerator: Accelerator) -> None:
     _allocate(model, accelerator)
 
 
-def load_into_zero3(skeleton: Skeleton, accelerator: Accelerator, precision: Precision) -> None:
+def load_into_zero3(meta_model: MetaModel, accelerator: Accelerator, precision: Precision) -> None:
     """Fills and cuts every parameter, in the type the engine computes in; after the optimizer has grouped them."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    model, wanted = skeleton.model, dict(skeleton.wanted)
+    model, wanted = meta_model.model, dict(meta_model.wanted)
     plugin: Any = accelerator.state.deepspeed_plugin
     dtype = compute_type(precision)
     cutter = Init(module=nn.Module(), config_dict_or_path=plugin.deepspeed_config, dtype=dtype)
@@ -110,7 +110,7 @@ def load_into_zero3(skeleton: Skeleton, accelerator: Accelerator, precision: Pre
         elif tensor is not None:
             tensor.copy_(values.whole())
 
-    skeleton.source.deliver(put)
+    meta_model.source.deliver(put)
     assert not wanted, f"{len(wanted)} tensors were not delivered"
     parameters = dict(model.named_parameters())
     for path, tensor in ready.items():
@@ -145,9 +145,9 @@ class _Lengths:
         return fresh.weight.detach()
 
 
-def _pack(skeleton: Skeleton, name: str, values: Values, device: torch.device) -> Tensor:
+def _pack(meta_model: MetaModel, name: str, values: Values, device: torch.device) -> Tensor:
     """Quantises a whole weight, and leaves its scales with its layer, where the engine computes."""
-    layer, packing = skeleton.packed[name], skeleton.packing
+    layer, packing = meta_model.packed[name], meta_model.packing
     assert packing is not None
     whole = values.whole()
     packed = pack((whole.t() if layer.is_transposed else whole).to(packing.compute), layer, packing)

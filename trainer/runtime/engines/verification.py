@@ -33,7 +33,7 @@ from shardwise.trainer.runtime.run.types import compute_type, weight_type
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Candidate
-from shardwise.trainer.spec.report import Engaged
+from shardwise.trainer.spec.report import Verified
 from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
 
 
@@ -45,7 +45,7 @@ def verify_engine(
     chosen: Candidate,
     *,
     hybrid_mesh: tuple[int, int] | None = None,
-) -> Engaged:
+) -> Verified:
     """Returns what runs; raises EnvironmentFaultError with every difference from the plan and both values.
 
     Of hybrid sharding a plan fixes (replicas, shards) as well.
@@ -66,11 +66,11 @@ def observe(
     model: nn.Module,
     optimizer: Any,  # noqa: ANN401  # Accelerate's wrapper
     installed: Installed,
-) -> Engaged:
+) -> Verified:
     """The engine, precision and optimizer that run, read from the objects themselves."""
     plain, engine = plain_model(model), running_engine(model)
     sharded, elements = engine.owned(model)
-    return Engaged(
+    return Verified(
         world_size=dist.get_world_size() if dist.is_initialized() else 1,
         engine_class=type(model).__name__,
         sharded_parameters=sharded,
@@ -123,7 +123,7 @@ def _comparisons(
     optimizer: Any,  # noqa: ANN401  # Accelerate's wrapper
     installed: Installed,
     chosen: Candidate,
-    engaged: Engaged,
+    engaged: Verified,
     hybrid_mesh: tuple[int, int] | None,
 ) -> Iterator[Row]:
     """Everything that a plan fixes."""
@@ -152,7 +152,7 @@ def _comparisons(
         yield from engine.rows(model, chosen, hybrid_mesh)
 
 
-def _optimizer_rows(model: nn.Module, optimizer: Any, chosen: Candidate, engaged: Engaged) -> Iterator[Row]:  # noqa: ANN401  # Accelerate's wrapper
+def _optimizer_rows(model: nn.Module, optimizer: Any, chosen: Candidate, engaged: Verified) -> Iterator[Row]:  # noqa: ANN401  # Accelerate's wrapper
     kind, inner = chosen.strategy.optimizer, unwrapped(optimizer)
     is_galore = chosen.method is Method.GALORE
     name = expected_class_name(kind, is_galore=is_galore)
@@ -200,7 +200,7 @@ def _activation_rows(plain: PreTrainedModel, installed: Installed, chosen: Candi
 
 
 def _owns_a_share(
-    accelerator: Accelerator, model: nn.Module, engaged: Engaged, *, num_ranks: int, num_copies: int
+    accelerator: Accelerator, model: nn.Module, engaged: Verified, *, num_ranks: int, num_copies: int
 ) -> bool:
     """True where the ranks together own each copy of what is partitioned, padding aside, and none more than its share.
 

@@ -33,7 +33,7 @@ from shardwise.trainer.runtime.engines.zero_patches import (
     swap_gradients_between_blocks,
     swap_weights_in_their_type,
 )
-from shardwise.trainer.runtime.models.skeleton import Skeleton
+from shardwise.trainer.runtime.models.meta_model import MetaModel
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler
 from shardwise.trainer.runtime.run.operators import answer_for_processor, use_built_operators
 from shardwise.trainer.runtime.run.types import accelerate_precision
@@ -93,8 +93,8 @@ class Zero(Engine):
     def sharding_of(self, model: Any) -> Sharding:  # noqa: ANN401  # DeepSpeedEngine, untyped, here and below
         return _STAGES.get(int(model.zero_optimization_stage()), Sharding.NONE)
 
-    def cut_loaded(self, skeleton: Skeleton, accelerator: Accelerator, precision: Precision) -> None:
-        load_into_zero3(skeleton, accelerator, precision)
+    def cut_loaded(self, meta_model: MetaModel, accelerator: Accelerator, precision: Precision) -> None:
+        load_into_zero3(meta_model, accelerator, precision)
 
     def loss_scaler(self, model: nn.Module, precision: Precision, kind: DeviceKind) -> LossScaler | None:
         return EngineScaler(model) if precision is Precision.FP16_MIXED else None

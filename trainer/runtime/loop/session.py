@@ -36,8 +36,8 @@ from shardwise.trainer.runtime.engines.accelerator import build_accelerator
 from shardwise.trainer.runtime.engines.sharded_loading import loads_sharded
 from shardwise.trainer.runtime.engines.verification import verify_engine
 from shardwise.trainer.runtime.loop.memory_profile import cap_memory
-from shardwise.trainer.runtime.models.build import Installed, build_skeleton, build_trainable
-from shardwise.trainer.runtime.models.skeleton import Skeleton, blank
+from shardwise.trainer.runtime.models.build import Installed, build_meta_model, build_trainable
+from shardwise.trainer.runtime.models.meta_model import MetaModel, blank
 from shardwise.trainer.runtime.optimizers import build_optimizer, check_in_backward
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, install_precision
 from shardwise.trainer.runtime.run.extension import Hooks, load_hooks
@@ -98,22 +98,22 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     writer.write_status("loading the model")
     hooks = load_hooks(plan.extension)
     resumption = _begin_resumption(plan, paths, state, ranks)
-    skeleton: Skeleton | None = None
+    meta_model: MetaModel | None = None
     if loads_sharded(plan):
-        skeleton, installed = build_skeleton(plan)
-        model = skeleton.model
+        meta_model, installed = build_meta_model(plan)
+        model = meta_model.model
     else:
         model, installed = build_trainable(plan, hooks)
-    if resumption is not None and skeleton is not None and not plan.chosen.method.freezes_base:
-        skeleton = blank(skeleton)
+    if resumption is not None and meta_model is not None and not plan.chosen.method.freezes_base:
+        meta_model = blank(meta_model)
     chosen = plan.chosen
     installed = install_precision(model, installed, chosen, plan.device_kind)
     check_in_backward(chosen, is_layerwise=plan.job.train.galore.layerwise)
-    if skeleton is not None:
-        engine.load_shards(skeleton, accelerator)
+    if meta_model is not None:
+        engine.load_shards(meta_model, accelerator)
     optimizer = _build_optimizer(plan, model)
-    if skeleton is not None:
-        engine.cut_loaded(skeleton, accelerator, chosen.strategy.precision)
+    if meta_model is not None:
+        engine.cut_loaded(meta_model, accelerator, chosen.strategy.precision)
     writer.write_status("preparing the engine")
     wrapped, wrapped_optimizer = engine.prepare(accelerator, model, optimizer)
     state.engaged = verify_engine(

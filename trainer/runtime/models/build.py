@@ -25,6 +25,7 @@ from shardwise.trainer.runtime.loss.head import LossForward, install_loss_head
 from shardwise.trainer.runtime.memory.activation_offload import ActivationOffload, offload_activations
 from shardwise.trainer.runtime.memory.compilation import Compilation, compile_blocks
 from shardwise.trainer.runtime.memory.recomputation import Recomputation, apply_checkpointing, recomputation_facts
+from shardwise.trainer.runtime.models.meta_model import MetaModel, meta_model_from_config, meta_model_from_folder
 from shardwise.trainer.runtime.models.methods import apply_method, base_type
 from shardwise.trainer.runtime.models.model_code import compute_buffers, load_model_code
 from shardwise.trainer.runtime.models.quantisation import (
@@ -35,7 +36,6 @@ from shardwise.trainer.runtime.models.quantisation import (
     reading_options,
     refuse_quantised,
 )
-from shardwise.trainer.runtime.models.skeleton import Skeleton, skeleton_from_config, skeleton_from_folder
 from shardwise.trainer.runtime.run.blocks import blocks_of
 from shardwise.trainer.runtime.run.extension import Hooks
 from shardwise.trainer.spec.errors import InputError
@@ -93,7 +93,7 @@ def build_trainable(plan: Plan, hooks: Hooks | None = None) -> tuple[PreTrainedM
     return model, _complete(model, plan)
 
 
-def build_skeleton(plan: Plan) -> tuple[Skeleton, Installed]:
+def build_meta_model(plan: Plan) -> tuple[MetaModel, Installed]:
     """The same model without its weights, and where they come from; InputError if the folder lacks one."""
     _check_model(plan)
     chosen, config = plan.chosen, plan.model_config
@@ -101,7 +101,7 @@ def build_skeleton(plan: Plan) -> tuple[Skeleton, Installed]:
     if plan.model_path is not None:
         folder = plan.place_of(plan.model_path)
         folder_config, key_mapping = _read_config(folder, model_type=config["model_type"])
-        skeleton = skeleton_from_folder(
+        meta_model = meta_model_from_folder(
             folder,
             folder_config,
             dtype=dtype,
@@ -111,8 +111,8 @@ def build_skeleton(plan: Plan) -> tuple[Skeleton, Installed]:
         )
     else:
         build = partial(model_from_config, config, attention=chosen.attention, flash_kernel=chosen.flash_kernel)
-        skeleton = skeleton_from_config(partial(build, dtype=torch.float32), dtype=dtype, seed=plan.job.train.seed)
-    return skeleton, _complete(skeleton.model, plan)
+        meta_model = meta_model_from_config(partial(build, dtype=torch.float32), dtype=dtype, seed=plan.job.train.seed)
+    return meta_model, _complete(meta_model.model, plan)
 
 
 def _check_model(plan: Plan) -> None:

@@ -88,7 +88,7 @@ class WeightReader:
             rows = self._slice_of(name)[start:stop]
             assert isinstance(rows, Tensor)
             return rows
-        if source.stacks_rows and all(len(keys) == self._shapes[name][0] for _, keys in source.keys):
+        if source.reference_rows and all(len(keys) == self._shapes[name][0] for _, keys in source.keys):
             some = {pattern: [self._slices[key] for key in keys[start:stop]] for pattern, keys in source.keys}
             return self._make(source, some)[name]
         return self.read(name)[start:stop]
@@ -179,7 +179,7 @@ class _Source(NamedTuple):
         return self.converter is None
 
     @property
-    def stacks_rows(self) -> bool:
+    def reference_rows(self) -> bool:
         """True if each row of the one tensor that is made comes from one tensor of each pattern."""
         if self.converter is None or len(self.targets) > 1:
             return False

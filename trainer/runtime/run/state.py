@@ -21,7 +21,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.report import Engaged, Evaluation, Figures, MemoryFigures, RollBack, SpeedFigures
+from shardwise.trainer.spec.report import Evaluation, Figures, MemoryFigures, RollBack, SpeedFigures, Verified
 from shardwise.trainer.spec.value import Value
 
 WINDOW_STEPS = 128
@@ -156,7 +156,7 @@ class RunState:
     resumed_from_step: int | None = None
     checkpoint: str | None = None  # newest committed, relative to the run directory
     export: str | None = None
-    engaged: Engaged | None = None
+    engaged: Verified | None = None
     memory: MemoryFigures = field(default_factory=MemoryFigures)
     evaluations: list[Evaluation] = field(default_factory=list)
     log: IncidentLog = field(default_factory=IncidentLog)

@@ -10,16 +10,16 @@ from planning_factory import CONFIGS, context_for, data_of
 from shardwise.trainer.planning.calibrate import Correction, Corrections, Factor
 from shardwise.trainer.planning.candidates import (
     candidate_of,
+    configuration_of,
     predicted_memory,
     predicted_need,
     predicted_speed,
-    setting_of,
     with_micro_batch,
 )
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import obstacle_to
-from shardwise.trainer.planning.search.fallbacks import fallbacks
-from shardwise.trainer.planning.search.settings import (
+from shardwise.trainer.planning.search.configurations import (
     EAGER_HANDICAP,
     MIN_CHUNK_TOKENS,
     SAME_SPEED,
@@ -36,7 +36,7 @@ from shardwise.trainer.planning.search.settings import (
     micro_batches,
     time_class,
 )
-from shardwise.trainer.planning.setting import Setting
+from shardwise.trainer.planning.search.fallbacks import fallbacks
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile
 from shardwise.trainer.spec.engines import Sharding
@@ -70,28 +70,28 @@ PADDED = data_of(
 )
 
 
-def needs(context: PlanningContext, setting: Setting) -> int:
-    return predicted_memory(context, setting).need_bytes
+def needs(context: PlanningContext, configuration: Configuration) -> int:
+    return predicted_memory(context, configuration).need_bytes
 
 
-def key_of(context: PlanningContext, setting: Setting) -> tuple[int, int]:
+def key_of(context: PlanningContext, configuration: Configuration) -> tuple[int, int]:
     """What is minimised: the class of the handicapped time, then the micro batch."""
-    handicap = EAGER_HANDICAP if setting.loss is LossHead.EAGER else 1.0
-    return time_class(predicted_speed(context, setting).step_s * handicap), setting.micro_batch
+    handicap = EAGER_HANDICAP if configuration.loss is LossHead.EAGER else 1.0
+    return time_class(predicted_speed(context, configuration).step_s * handicap), configuration.micro_batch
 
 
-def every_setting(context: PlanningContext, strategy: Strategy, *, offloads: bool = False) -> list[Setting]:
+def every_setting(context: PlanningContext, strategy: Strategy, *, offloads: bool = False) -> list[Configuration]:
     """All that a row may be, buffers at their smallest, with what is kept on the device or in host RAM."""
     return [
-        setting
+        configuration
         for checkpointing in checkpointings(context)
         for loss in losses(context)
         for chunk in chunk_sizes(context.shape, loss)
         for first in [first_setting(context, strategy, checkpointing=checkpointing, loss=loss)]
         for start in [replace(first, loss_chunk_tokens=chunk, activation_offload=offloads)]
         for micro_batch in micro_batches(context)
-        for setting in [with_micro_batch(context, start, micro_batch)]
-        if obstacle_to(context, setting) is None
+        for configuration in [with_micro_batch(context, start, micro_batch)]
+        if obstacle_to(context, configuration) is None
     ]
 
 
@@ -101,10 +101,10 @@ def with_usable(model: str, spec: str, usable_bytes: int, **facts: Any) -> Plann
     return replace(context, device=replace(context.device, usable_bytes=usable_bytes))
 
 
-def fitting_sizes(context: PlanningContext, start: Setting) -> list[int]:
+def fitting_sizes(context: PlanningContext, start: Configuration) -> list[int]:
     """The micro batches of a start that fit, ascending."""
     groups = by_accumulation(context, start, micro_batches(context))
-    return sorted(setting.micro_batch for group in groups for setting in fitting(context, group))
+    return sorted(configuration.micro_batch for group in groups for configuration in fitting(context, group))
 
 
 def test_a_whole_share_fits_where_half_of_it_does_not() -> None:
@@ -126,7 +126,7 @@ def test_a_whole_share_fits_where_half_of_it_does_not() -> None:
 def test_every_micro_batch_that_fits_is_found(model: str, spec: str, row: str, share: float) -> None:
     """The device is cut to where some of the micro batches fit."""
     whole = context_for(model, spec)
-    by_need = sorted(needs(whole, setting) for setting in every_setting(whole, ROWS[row]))
+    by_need = sorted(needs(whole, configuration) for configuration in every_setting(whole, ROWS[row]))
     context = with_usable(model, spec, by_need[int(share * len(by_need))])
     for checkpointing in checkpointings(context):
         for loss in losses(context):
@@ -143,16 +143,16 @@ def test_nothing_that_fits_is_faster_than_what_is_taken(
 ) -> None:
     """Branch and bound gives what trying everything gives, on a device that is cut to where most settings fit."""
     whole = context_for(model, spec)
-    by_need = sorted(needs(whole, setting) for setting in every_setting(whole, ROWS[row]))
+    by_need = sorted(needs(whole, configuration) for configuration in every_setting(whole, ROWS[row]))
     context = replace(with_usable(model, spec, by_need[int(0.7 * len(by_need))]), data=data)
     keys = [
-        (key_of(context, setting), setting)
-        for setting in every_setting(context, ROWS[row])
-        if needs(context, setting) <= context.device.usable_bytes
+        (key_of(context, configuration), configuration)
+        for configuration in every_setting(context, ROWS[row])
+        if needs(context, configuration) <= context.device.usable_bytes
     ]
     best = best_candidate(context, ROWS[row])
     assert best is not None
-    assert key_of(context, replace(setting_of(context, best), buckets=None)) == min(key for key, _ in keys)
+    assert key_of(context, replace(configuration_of(context, best), buckets=None)) == min(key for key, _ in keys)
 
 
 @pytest.mark.parametrize("model", ["1b", "8b"])
@@ -258,17 +258,17 @@ def test_the_need_alone_is_the_need_of_the_whole_prediction(
     if measured is not None:
         correction = Correction(peak=Factor(value=measured, num_runs=3))
         context = replace(context, corrections=Corrections(by_precision={ROWS[row].precision: correction}))
-    for setting in every_setting(context, ROWS[row]):
-        assert predicted_need(context, setting) == predicted_memory(context, setting).need_bytes
+    for configuration in every_setting(context, ROWS[row]):
+        assert predicted_need(context, configuration) == predicted_memory(context, configuration).need_bytes
 
 
 @pytest.mark.parametrize(("model", "spec", "row"), CASES)
 def test_the_least_need_is_the_least_of_all_settings(model: str, spec: str, row: str) -> None:
     context = context_for(model, spec)
     least = min(
-        needs(context, setting)
+        needs(context, configuration)
         for offloads in activation_offloads(context)
-        for setting in every_setting(context, ROWS[row], offloads=offloads)
+        for configuration in every_setting(context, ROWS[row], offloads=offloads)
     )
     assert least_need(context, ROWS[row]).memory.need_bytes == least
 

@@ -20,9 +20,9 @@ Everything here is a function of model, setting and device alone.
 from functools import lru_cache
 from typing import Any
 
+from shardwise.trainer.planning.configuration import SHARDWISE, Configuration
 from shardwise.trainer.planning.device import Device
-from shardwise.trainer.planning.memory.stacks import AdapterInputs, Stack, stack_of
-from shardwise.trainer.planning.setting import OUR_STACK, Setting
+from shardwise.trainer.planning.memory.reference_trainers import AdapterInputs, ReferenceTrainer, reference_of
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.model.attention_kernel import AttentionKernel, sdpa_kernel
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
@@ -188,43 +188,43 @@ def _structure(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def adapter_parameters(setting: Setting, dims: Dims) -> int:
+def adapter_parameters(configuration: Configuration, dims: Dims) -> int:
     """Elements of the adapters of one block, magnitudes of DoRA included; 0 where the method has none."""
-    if setting.method not in (Method.LORA, Method.QLORA):
+    if configuration.method not in (Method.LORA, Method.QLORA):
         return 0
-    adapted = adapted_linears(setting, dims)
-    elements = sum(i + o for _, i, o in adapted) + (dims.bare_adapter_elements if adapts_all(setting) else 0)
-    return setting.lora.rank * elements + (sum(o for _, _, o in adapted) if setting.lora.dora else 0)
+    adapted = adapted_linears(configuration, dims)
+    elements = sum(i + o for _, i, o in adapted) + (dims.bare_adapter_elements if adapts_all(configuration) else 0)
+    return configuration.lora.rank * elements + (sum(o for _, _, o in adapted) if configuration.lora.dora else 0)
 
 
-def adapts_all(setting: Setting) -> bool:
-    return setting.lora.targets == ("all-linear",)
+def adapts_all(configuration: Configuration) -> bool:
+    return configuration.lora.targets == ("all-linear",)
 
 
-def adapted_linears(setting: Setting, dims: Dims) -> tuple[tuple[str, int, int], ...]:
+def adapted_linears(configuration: Configuration, dims: Dims) -> tuple[tuple[str, int, int], ...]:
     """The linear layers of a block that carry an adapter."""
-    if adapts_all(setting):
+    if adapts_all(configuration):
         return dims.modules
-    return tuple(linear for linear in dims.modules if linear[0] in setting.lora.targets)
+    return tuple(linear for linear in dims.modules if linear[0] in configuration.lora.targets)
 
 
 __all__ = [
     "Dims",
-    "Recipe",
+    "PrecisionPolicy",
     "adapted_linears",
     "adapter_parameters",
     "adapts_all",
     "attention_kernel",
     "dims_of",
-    "recipe_of",
+    "policy_of",
     "shard_degree",
 ]
 
 
-class Recipe(Value, frozen=True, kw_only=True):
+class PrecisionPolicy(Value, frozen=True, kw_only=True):
     """Bytes an element of each kind of tensor has in a setting, and the degrees it is spread over."""
 
-    stack: Stack
+    reference: ReferenceTrainer
     tokens: int  # of a micro batch on a rank
     seq_len: int  # of its longest row, which the others are padded to
     is_packed: bool  # rows of several documents, with positions of their own
@@ -254,32 +254,34 @@ class Recipe(Value, frozen=True, kw_only=True):
     is_hopper_or_later: bool
 
 
-def recipe_of(setting: Setting, device: Device, dims: Dims) -> Recipe:
+def policy_of(configuration: Configuration, device: Device, dims: Dims) -> PrecisionPolicy:
     """The recipe of a setting: as its stack does, unless the setting says otherwise."""
-    stack, choices = stack_of(setting.stack), setting.recipe
-    sharding, precision = setting.strategy.sharding, setting.strategy.precision
+    reference, choices = reference_of(configuration.reference), configuration.policy
+    sharding, precision = configuration.strategy.sharding, configuration.strategy.precision
     compute, master = precision.compute_bytes, precision.master_bytes
-    is_frozen = setting.method.freezes_base
+    is_frozen = configuration.method.freezes_base
     uses_deepspeed, uses_fsdp = sharding.uses_deepspeed, sharding.uses_fsdp
     is_mixed = precision not in (Precision.FP32, Precision.BF16)
     is_autocast = is_mixed and not uses_deepspeed and not uses_fsdp
-    has_fp32_products = is_autocast and setting.method is Method.QLORA
-    has_fp32_products = has_fp32_products and (dims.norm is Norm.LAYER or setting.lora.dora)
-    fuses_adapters = stack.fuses_adapters and setting.method is Method.QLORA and setting.loss is not LossHead.EAGER
+    has_fp32_products = is_autocast and configuration.method is Method.QLORA
+    has_fp32_products = has_fp32_products and (dims.norm is Norm.LAYER or configuration.lora.dora)
+    fuses_adapters = (
+        reference.fuses_adapters and configuration.method is Method.QLORA and configuration.loss is not LossHead.EAGER
+    )
     replicates_adapters = fuses_adapters and uses_fsdp
     trained = master
     if is_frozen:
-        trained = choices.adapter_bytes or (compute if replicates_adapters else stack.adapter_bytes or master)
-    seq_len = choices.longest_seq or setting.seq_len
-    kernel = attention_kernel(setting, device, dims)
-    return Recipe(
-        stack=stack,
-        tokens=setting.micro_batch * choices.rows_per_example * seq_len,
+        trained = choices.adapter_bytes or (compute if replicates_adapters else reference.adapter_bytes or master)
+    seq_len = choices.longest_seq or configuration.seq_len
+    kernel = attention_kernel(configuration, device, dims)
+    return PrecisionPolicy(
+        reference=reference,
+        tokens=configuration.micro_batch * choices.rows_per_example * seq_len,
         seq_len=seq_len,
         is_packed=choices.document_tokens is not None,
         master_bytes=master,
         trained_bytes=trained,
-        reduce_bytes=choices.reduce_bytes or stack.reduce_bytes or trained,
+        reduce_bytes=choices.reduce_bytes or reference.reduce_bytes or trained,
         weight_bytes=compute if uses_deepspeed or is_frozen else master,
         compute_bytes=compute,
         residual_bytes=choices.residual_bytes
@@ -289,78 +291,87 @@ def recipe_of(setting: Setting, device: Device, dims: Dims) -> Recipe:
         adapter_inputs=AdapterInputs.FUSED
         if fuses_adapters
         else _adapter_inputs(
-            stack,
-            setting,
-            is_autocast=is_autocast and _casts_adapter_inputs(setting, device, has_fp32_products=has_fp32_products),
+            reference,
+            configuration,
+            is_autocast=is_autocast
+            and _casts_adapter_inputs(configuration, device, has_fp32_products=has_fp32_products),
         ),
         replicates_adapters=replicates_adapters,
         is_autocast=is_autocast,
-        is_fused=setting.compile or (stack.has_fused_kernels and setting.loss is not LossHead.EAGER),
-        is_compiled=setting.compile,
-        is_checkpointed=setting.checkpointing is not Checkpointing.NONE,
-        updates_in_backward=_updates_in_backward(setting),
+        is_fused=configuration.compile or (reference.has_fused_kernels and configuration.loss is not LossHead.EAGER),
+        is_compiled=configuration.compile,
+        is_checkpointed=configuration.checkpointing is not Checkpointing.NONE,
+        updates_in_backward=_updates_in_backward(configuration),
         is_fp8=precision is Precision.FP8,
         is_frozen=is_frozen,
         uses_deepspeed=uses_deepspeed,
         uses_fsdp=uses_fsdp,
-        shard_degree=shard_degree(setting),
+        shard_degree=shard_degree(configuration),
         kernel=kernel,
-        repeats_kv=_repeats_kv(setting, stack, kernel),
+        repeats_kv=_repeats_kv(configuration, reference, kernel),
         is_cuda=device.kind is DeviceKind.CUDA,
         is_hopper_or_later=(device.compute_capability or (0, 0)) >= (9, 0),
     )
 
 
-def _updates_in_backward(setting: Setting) -> bool:
-    is_layerwise = setting.method is Method.GALORE and setting.galore.layerwise
-    return setting.optimizer_in_backward or is_layerwise or setting.strategy.optimizer.facts.updates_in_backward
+def _updates_in_backward(configuration: Configuration) -> bool:
+    is_layerwise = configuration.method is Method.GALORE and configuration.galore.layerwise
+    return (
+        configuration.optimizer_in_backward
+        or is_layerwise
+        or configuration.strategy.optimizer.facts.updates_in_backward
+    )
 
 
-def _casts_adapter_inputs(setting: Setting, device: Device, *, has_fp32_products: bool) -> bool:
+def _casts_adapter_inputs(configuration: Configuration, device: Device, *, has_fp32_products: bool) -> bool:
     """True if PEFT casts the input of an adapter to the adapter's dtype, so that autocast makes a copy for each.
 
     A 4-bit layer does so unless it sees autocast, and it looks for that of CUDA alone.
     """
-    return setting.method is Method.LORA or has_fp32_products or device.kind is DeviceKind.CPU
+    return configuration.method is Method.LORA or has_fp32_products or device.kind is DeviceKind.CPU
 
 
-def _adapter_inputs(stack: Stack, setting: Setting, *, is_autocast: bool) -> AdapterInputs:
-    strategy = setting.strategy
-    if strategy.sharding.uses_fsdp and strategy.precision is Precision.BF16 and stack.adapter_inputs_pure_fsdp:
-        return stack.adapter_inputs_pure_fsdp
+def _adapter_inputs(reference: ReferenceTrainer, configuration: Configuration, *, is_autocast: bool) -> AdapterInputs:
+    strategy = configuration.strategy
+    if strategy.sharding.uses_fsdp and strategy.precision is Precision.BF16 and reference.adapter_inputs_pure_fsdp:
+        return reference.adapter_inputs_pure_fsdp
     # A 4-bit layer does not cast its adapter's input, which is 16 bit already unless a LayerNorm made it fp32.
-    return stack.adapter_inputs or (AdapterInputs.AUTOCAST if is_autocast else AdapterInputs.SHARED)
+    return reference.adapter_inputs or (AdapterInputs.AUTOCAST if is_autocast else AdapterInputs.SHARED)
 
 
-def shard_degree(setting: Setting) -> int:
+def shard_degree(configuration: Configuration) -> int:
     """Ranks over which what a sharding shards is spread; hsdp shards inside a node."""
-    sharding = setting.strategy.sharding
+    sharding = configuration.strategy.sharding
     if sharding.facts.shards_within_node:
-        return max(1, min(setting.ranks_per_node, setting.num_ranks))
-    return setting.num_ranks if sharding.shards_optimizer else 1
+        return max(1, min(configuration.ranks_per_node, configuration.num_ranks))
+    return configuration.num_ranks if sharding.shards_optimizer else 1
 
 
-def attention_kernel(setting: Setting, device: Device, dims: Dims) -> AttentionKernel:
+def attention_kernel(configuration: Configuration, device: Device, dims: Dims) -> AttentionKernel:
     """The kernel that runs, without an attention mask: rows are padded on the right and attention is causal.
 
     flash-attn 1.x takes 16 bit from compute capability 7.5. Where PyTorch's memory-efficient kernel runs, our runtime
     repeats grouped key and value heads for it; a program that does not is left the sequence x sequence path.
     """
-    if setting.attention is Attention.EAGER:
+    if configuration.attention is Attention.EAGER:
         return AttentionKernel.EAGER
     if device.kind is DeviceKind.CPU:
         return AttentionKernel.FLASH
-    if dims.broadcasts_heads and setting.attention is Attention.SDPA:
+    if dims.broadcasts_heads and configuration.attention is Attention.SDPA:
         return AttentionKernel.MATH
-    is_16_bit = setting.strategy.precision is not Precision.FP32
+    is_16_bit = configuration.strategy.precision is not Precision.FP32
     capability = device.compute_capability
-    if setting.attention is Attention.FLASH and is_16_bit and (capability or (7, 5)) >= (7, 5):
+    if configuration.attention is Attention.FLASH and is_16_bit and (capability or (7, 5)) >= (7, 5):
         return AttentionKernel.FLASH
     head_dim = dims.query // dims.heads
     kernel = sdpa_kernel(device.kind, capability, is_16_bit=is_16_bit, head_dim=head_dim)
-    repeats = setting.stack == OUR_STACK or stack_of(setting.stack).repeats_kv or dims.kv_heads == dims.heads
+    repeats = (
+        configuration.reference == SHARDWISE
+        or reference_of(configuration.reference).repeats_kv
+        or dims.kv_heads == dims.heads
+    )
     return kernel if repeats or kernel is AttentionKernel.FLASH else AttentionKernel.MATH
 
 
-def _repeats_kv(setting: Setting, stack: Stack, kernel: AttentionKernel) -> bool:
-    return setting.attention is Attention.SDPA and (stack.repeats_kv or kernel is AttentionKernel.EFFICIENT)
+def _repeats_kv(configuration: Configuration, reference: ReferenceTrainer, kernel: AttentionKernel) -> bool:
+    return configuration.attention is Attention.SDPA and (reference.repeats_kv or kernel is AttentionKernel.EFFICIENT)

@@ -4,7 +4,7 @@ A stack never changes a formula, only the values that the formulas read; the fir
 rows say what published measurements of those programs can be compared with. A stack without a row answers as ours.
 
 Where a value is from: S the program's source (named in `source`), M measured on published rows of that stack whose
-configuration is complete. Values of one row are about 16-bit training; `RecipeChoices` of a case overrides the ones
+configuration is complete. Values of one row are about 16-bit training; `PolicyChoices` of a case overrides the ones
 that differ between two runs of the same program.
 """
 
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.setting import OUR_STACK
+from shardwise.trainer.planning.configuration import SHARDWISE
 from shardwise.trainer.spec.strategy import LossHead, Quant
 from shardwise.trainer.spec.value import Value
 
@@ -34,7 +34,7 @@ class LogitBytes(Value, frozen=True, kw_only=True):
     num_head_gradients: int = 0
 
 
-class Stack(Value, frozen=True, kw_only=True):
+class ReferenceTrainer(Value, frozen=True, kw_only=True):
     """One row; every default is what our runtime does."""
 
     name: str
@@ -67,7 +67,7 @@ class Stack(Value, frozen=True, kw_only=True):
 
 _IN_LOGITS_TYPE = LogitBytes(forward=4, backward=8)  # logits, log-softmax; their two gradients
 
-_HF_TRAINER = Stack(
+_HF_TRAINER = ReferenceTrainer(
     name="hf-trainer",
     source="transformers 4.4x modeling_llama.py (16-bit logits, logits.float(), shifted copy, log-softmax: "
     "2 + 4 + 4 + 4 B), PEFT (fp32 adapters), torch FSDP1, fms-acceleration framework_plugin_bnb.py (double "
@@ -100,12 +100,12 @@ _TRAINERS_SUBCLASSES = tuple(
     replace(_HF_TRAINER, name=name, source="general knowledge: subclasses transformers' Trainer; its values")
     for name in ("trl", "axolotl", "llama-factory")
 )
-_DEEPSPEED = Stack(
+_DEEPSPEED = ReferenceTrainer(
     name="deepspeed",
     source="deepspeed runtime/engine.py, _configure_basic_optimizer: AdamW of a DeepSpeed configuration is FusedAdam",
     fuses_adamw=True,
 )
-_TORCHTITAN = Stack(
+_TORCHTITAN = ReferenceTrainer(
     name="torchtitan",
     source="torchtitan: fully_shard on each block, reduce_dtype fp32, cross_entropy(pred.float())",
     logits={LossHead.EAGER: LogitBytes(forward=10, backward=12)},
@@ -135,7 +135,7 @@ _KEMPNERFORGE = replace(
     logits={LossHead.EAGER: _IN_LOGITS_TYPE},
     splits_tables=False,
 )
-_LITGPT = Stack(
+_LITGPT = ReferenceTrainer(
     name="litgpt",
     source="litgpt finetune/lora.py: FSDP1 on Block, logits in slices of 128 tokens that all stay, "
     "chunked_cross_entropy in their 16-bit type, adapters in the model's type",
@@ -157,7 +157,7 @@ _FSDP_QLORA = replace(
     quant=None,
     reduces_every_micro_batch=True,
 )
-_LLM_FOUNDRY = Stack(
+_LLM_FOUNDRY = ReferenceTrainer(
     name="llm-foundry",
     source="Composer's FSDP1 with 16-bit reduction of every micro batch; flash-attn's cross-entropy in place of the "
     "logits",
@@ -167,10 +167,10 @@ _LLM_FOUNDRY = Stack(
     fuses_adamw=True,
 )
 
-STACKS: dict[str, Stack] = {
-    stack.name: stack
-    for stack in (
-        Stack(name=OUR_STACK, source="trainer/runtime, agreed with simulated and measured steps"),
+REFERENCE_TRAINERS: dict[str, ReferenceTrainer] = {
+    reference.name: reference
+    for reference in (
+        ReferenceTrainer(name=SHARDWISE, source="trainer/runtime, agreed with simulated and measured steps"),
         _HF_TRAINER,
         _FUSED_KERNELS,
         *_TRAINERS_SUBCLASSES,
@@ -185,6 +185,6 @@ STACKS: dict[str, Stack] = {
 }
 
 
-def stack_of(name: str) -> Stack:
+def reference_of(name: str) -> ReferenceTrainer:
     """The row of a stack; our own where there is none."""
-    return STACKS.get(name) or STACKS[OUR_STACK]
+    return REFERENCE_TRAINERS.get(name) or REFERENCE_TRAINERS[SHARDWISE]

@@ -258,7 +258,7 @@ class Source(Protocol):
         """Hands all of them over, one after the other; only rows that are asked for are read or copied."""
 
 
-class Skeleton(NamedTuple):
+class MetaModel(NamedTuple):
     """A model of placeholders, and what each of them is to become."""
 
     model: PreTrainedModel
@@ -275,7 +275,7 @@ def is_placeholder(tensor: Tensor) -> bool:
     return tensor.dim() > 0 and not any(tensor.stride())
 
 
-def skeleton_from_config(build: Build, *, dtype: torch.dtype, seed: int) -> Skeleton:
+def meta_model_from_config(build: Build, *, dtype: torch.dtype, seed: int) -> MetaModel:
     """A model whose weights are drawn; `build` makes it in fp32 on torch's default device."""
     with torch.device("meta"):
         model = build()
@@ -285,10 +285,10 @@ def skeleton_from_config(build: Build, *, dtype: torch.dtype, seed: int) -> Skel
     compute_buffers(model, torch.float32, with_persistent=True)
     _put_placeholders(model, {name: tensor.dtype for name, tensor in model.named_parameters()})
     source = _DrawnWeights(build, seed, [name for name, _ in model.named_parameters()])
-    return Skeleton(model, source, dict(model.named_parameters()), {}, None)
+    return MetaModel(model, source, dict(model.named_parameters()), {}, None)
 
 
-def skeleton_from_folder(
+def meta_model_from_folder(
     folder: str,
     config: Any,  # noqa: ANN401  # transformers' config, of whatever class
     *,
@@ -296,7 +296,7 @@ def skeleton_from_folder(
     attention: str,
     key_mapping: dict[str, str] | None,
     packing: Packing | None = None,
-) -> Skeleton:
+) -> MetaModel:
     """A model whose weights are read, and with `packing` quantised; InputError where the folder lacks one, or has
     another shape for it."""
     with torch.device("meta"), no_tie_weights():
@@ -312,12 +312,12 @@ def skeleton_from_folder(
     if (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     packed = {} if packing is None else _put_packed(model, packing)
-    return Skeleton(model, _ReadWeights(reader), _wanted(model, reader, folder), packed, packing)
+    return MetaModel(model, _ReadWeights(reader), _wanted(model, reader, folder), packed, packing)
 
 
-def blank(skeleton: Skeleton) -> Skeleton:
+def blank(meta_model: MetaModel) -> MetaModel:
     """The same model with zeros to be filled with, which cost no memory: its weights come into the prepared engine."""
-    return skeleton._replace(source=_Zeros({name: tensor.shape for name, tensor in skeleton.wanted.items()}))
+    return meta_model._replace(source=_Zeros({name: tensor.shape for name, tensor in meta_model.wanted.items()}))
 
 
 class _Zeros:

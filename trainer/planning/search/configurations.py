@@ -31,10 +31,10 @@ from shardwise.trainer.planning.candidates import (
     relative_seconds,
     with_micro_batch,
 )
+from shardwise.trainer.planning.configuration import Configuration, fp8_recipe_of
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import capability_words, obstacle_to
-from shardwise.trainer.planning.run import row_recipe
-from shardwise.trainer.planning.setting import Setting, fp8_recipe_of
+from shardwise.trainer.planning.run import row_policy
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.model.shape import ModelShape
@@ -237,16 +237,16 @@ def _buckets(shape: ModelShape, strategy: Strategy, num_elements: int) -> Bucket
 
 def first_setting(
     context: PlanningContext, strategy: Strategy, *, checkpointing: Checkpointing, loss: LossHead
-) -> Setting:
+) -> Configuration:
     """The smallest micro batch and buffers of a row under two choices."""
     micro_batch = micro_batches(context, strategy)[0]
     taken = attention(context, strategy.precision)[0]
-    return Setting(
+    return Configuration(
         strategy=strategy,
         method=context.method,
         num_ranks=context.num_ranks,
         ranks_per_node=context.hardware.num_devices_per_node,
-        recipe=row_recipe(context.data, seq_len=context.job.train.seq_len),
+        policy=row_policy(context.data, seq_len=context.job.train.seq_len),
         micro_batch=micro_batch,
         accumulation=-(-context.schedule.sequences_per_step // (context.num_ranks * micro_batch)),
         seq_len=context.job.train.seq_len,
@@ -286,7 +286,7 @@ class Bounded(NamedTuple):
 
     seconds: float
     micro_batch: int | None  # which takes them; None where none may
-    start: Setting
+    start: Configuration
 
 
 def bounded_starts(context: PlanningContext, strategy: Strategy) -> list[Bounded]:
@@ -300,7 +300,7 @@ def best_candidate(context: PlanningContext, strategy: Strategy) -> Candidate | 
     return None if best is None else with_grown_buckets(context, best)
 
 
-def best_setting(context: PlanningContext, strategy: Strategy, starts: Sequence[Bounded]) -> Setting | None:
+def best_setting(context: PlanningContext, strategy: Strategy, starts: Sequence[Bounded]) -> Configuration | None:
     """The fastest setting of a row with its smallest buffers; `starts` are the row's `bounded_starts`."""
     if never_fits(context, starts[0].start):
         return None
@@ -318,12 +318,12 @@ def least_need(context: PlanningContext, strategy: Strategy) -> Candidate:
     """
     sizes = micro_batches(context, strategy)
     settings = [
-        setting
+        configuration
         for offloads in activation_offloads(context)
         for start in _starts(context, strategy, offloads=offloads)
         if start.loss_chunk_tokens == chunk_sizes(context.shape, start.loss)[-1]
         for micro_batch in sorted({sizes[0], sizes[-1]})
-        if obstacle_to(context, setting := with_micro_batch(context, start, micro_batch)) is None
+        if obstacle_to(context, configuration := with_micro_batch(context, start, micro_batch)) is None
     ]
     return candidate_of(context, least_needy(context, settings))
 
@@ -334,21 +334,21 @@ def can_fit(context: PlanningContext, strategy: Strategy) -> bool:
     return not never_fits(context, first) and least_need(context, strategy).memory.fits
 
 
-def _fastest(context: PlanningContext, starts: Sequence[Bounded]) -> Setting | None:
+def _fastest(context: PlanningContext, starts: Sequence[Bounded]) -> Configuration | None:
     """The fastest setting that fits, by branch and bound.
 
     Where rows are not padded smaller micro batches are no faster. Smaller slices of logits never are: they are looked
     at for the micro batches that do not fit with larger ones.
     """
-    best: tuple[tuple[int, int], Setting] | None = None
+    best: tuple[tuple[int, int], Configuration] | None = None
     cuts = not _is_padded(context)
     possible: dict[tuple[Checkpointing, bool], list[int]] = {}
     found_of: dict[tuple[Checkpointing, LossHead, bool], set[int]] = {}
 
-    def key_of(setting: Setting, bounded: Bounded) -> tuple[int, int]:
-        is_bound = setting.micro_batch == bounded.micro_batch
-        seconds = bounded.seconds if is_bound else _seconds_of(context, setting)
-        return time_class(seconds), setting.micro_batch
+    def key_of(configuration: Configuration, bounded: Bounded) -> tuple[int, int]:
+        is_bound = configuration.micro_batch == bounded.micro_batch
+        seconds = bounded.seconds if is_bound else _seconds_of(context, configuration)
+        return time_class(seconds), configuration.micro_batch
 
     for bounded in starts:
         if best is not None and time_class(bounded.seconds) > best[0][0]:
@@ -362,37 +362,39 @@ def _fastest(context: PlanningContext, starts: Sequence[Bounded]) -> Setting | N
             if best is not None and cuts and settings and key_of(settings[-1], bounded)[0] > best[0][0]:
                 break
             found = fitting(context, settings)
-            known.update(setting.micro_batch for setting in found)
-            for setting in reversed(found):
-                key = key_of(setting, bounded)
+            known.update(configuration.micro_batch for configuration in found)
+            for configuration in reversed(found):
+                key = key_of(configuration, bounded)
                 if best is None or key < best[0]:
-                    best = key, setting
+                    best = key, configuration
                 elif cuts and key[0] > best[0][0]:
                     break
     return None if best is None else best[1]
 
 
-def _possible_sizes(context: PlanningContext, start: Setting) -> list[int]:
+def _possible_sizes(context: PlanningContext, start: Configuration) -> list[int]:
     """The micro batches that would fit if logits took no room, which is the same for every loss head."""
     groups = by_accumulation(context, start, micro_batches(context, start.strategy))
     floor, usable = need_floor(context, start), context.device.usable_bytes
-    return sorted(setting.micro_batch for group in groups for setting in group[: _num_within(group, usable, floor)])
+    return sorted(
+        configuration.micro_batch for group in groups for configuration in group[: _num_within(group, usable, floor)]
+    )
 
 
 def by_accumulation(
-    context: PlanningContext, start: Setting, sizes: Iterable[int]
-) -> tuple[list[Setting], list[Setting]]:
+    context: PlanningContext, start: Configuration, sizes: Iterable[int]
+) -> tuple[list[Configuration], list[Configuration]]:
     """`start` with those micro batches that can run: the whole share at once, and what is added up to it."""
     settings = [
-        setting
+        configuration
         for micro_batch in sizes
-        if obstacle_to(context, setting := with_micro_batch(context, start, micro_batch)) is None
+        if obstacle_to(context, configuration := with_micro_batch(context, start, micro_batch)) is None
     ]
-    at_once = [setting for setting in settings if setting.accumulation == 1]
-    return at_once, [setting for setting in settings if setting.accumulation > 1]
+    at_once = [configuration for configuration in settings if configuration.accumulation == 1]
+    return at_once, [configuration for configuration in settings if configuration.accumulation > 1]
 
 
-def fitting(context: PlanningContext, settings: Sequence[Setting]) -> Sequence[Setting]:
+def fitting(context: PlanningContext, settings: Sequence[Configuration]) -> Sequence[Configuration]:
     """Those of one accumulation that fit the device: need grows with the micro batch."""
     return settings[: _num_within(settings, context.device.usable_bytes, partial(predicted_need, context))]
 
@@ -410,11 +412,11 @@ def _bounded(context: PlanningContext, strategy: Strategy, *, offloads: bool) ->
     return sorted(found, key=lambda bounded: bounded.seconds)
 
 
-def _bound(context: PlanningContext, start: Setting) -> Bounded:
+def _bound(context: PlanningContext, start: Configuration) -> Bounded:
     """No micro batch is faster: the largest, which is a rank's whole share, but for rows padded to the longest."""
     sizes = micro_batches(context, start.strategy)
     settings = [with_micro_batch(context, start, size) for size in (sizes if _is_padded(context) else sizes[-1:])]
-    seconds, at = min((_seconds_of(context, setting), setting.micro_batch) for setting in settings)
+    seconds, at = min((_seconds_of(context, configuration), configuration.micro_batch) for configuration in settings)
     return Bounded(seconds, at, start)
 
 
@@ -422,12 +424,12 @@ def _is_padded(context: PlanningContext) -> bool:
     return context.data is not None and not context.data.is_packed
 
 
-def _seconds_of(context: PlanningContext, setting: Setting) -> float:
+def _seconds_of(context: PlanningContext, configuration: Configuration) -> float:
     """Seconds by which settings of a strategy are compared."""
-    return relative_seconds(context, setting) * loss_handicap(setting.loss)
+    return relative_seconds(context, configuration) * loss_handicap(configuration.loss)
 
 
-def _starts(context: PlanningContext, strategy: Strategy, *, offloads: bool) -> Iterator[Setting]:
+def _starts(context: PlanningContext, strategy: Strategy, *, offloads: bool) -> Iterator[Configuration]:
     """Each choice of checkpointing, loss head and slice, at the smallest micro batch and buffers."""
     kinds, heads = checkpointings(context), losses(context)
     first = first_setting(context, strategy, checkpointing=kinds[0], loss=heads[0])
@@ -440,21 +442,21 @@ def _starts(context: PlanningContext, strategy: Strategy, *, offloads: bool) -> 
                     yield replace(start, loss=loss, loss_chunk_tokens=tokens, compile=is_compiled)
 
 
-def with_grown_buckets(context: PlanningContext, setting: Setting) -> Candidate:
+def with_grown_buckets(context: PlanningContext, configuration: Configuration) -> Candidate:
     """A setting that fits, with the buffers that half of what it leaves has room for."""
-    ladder = bucket_ladder(context.shape, setting.strategy)
+    ladder = bucket_ladder(context.shape, configuration.strategy)
     if len(ladder) == 1:
-        return candidate_of(context, setting)
-    budget = (predicted_need(context, setting) + context.device.usable_bytes) // 2
-    largest = replace(setting, buckets=ladder[-1])
+        return candidate_of(context, configuration)
+    budget = (predicted_need(context, configuration) + context.device.usable_bytes) // 2
+    largest = replace(configuration, buckets=ladder[-1])
     if predicted_need(context, largest) <= budget:  # as a rule
         return candidate_of(context, largest)
-    grown = [replace(setting, buckets=buckets) for buckets in ladder]
+    grown = [replace(configuration, buckets=buckets) for buckets in ladder]
     num_within = bisect_right(grown, budget, lo=1, hi=len(grown) - 1, key=partial(predicted_need, context))
     return candidate_of(context, grown[num_within - 1])
 
 
-def _num_within(settings: Sequence[Setting], budget: int, need_of: Callable[[Setting], int]) -> int:
+def _num_within(settings: Sequence[Configuration], budget: int, need_of: Callable[[Configuration], int]) -> int:
     """How many of `settings`, in ascending order of need, need at most `budget` bytes.
 
     The ends are asked first: as a rule all fit or none does.

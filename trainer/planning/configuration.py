@@ -14,10 +14,10 @@ from shardwise.trainer.spec.strategy import (
 )
 from shardwise.trainer.spec.value import Value
 
-OUR_STACK = "shardwise"
+SHARDWISE = "shardwise"
 
 
-class RecipeChoices(Value, frozen=True, kw_only=True):
+class PolicyChoices(Value, frozen=True, kw_only=True):
     """Choices about its software beyond the axes, and facts about its rows; None: as its stack does."""
 
     rows_per_example: int = 1  # 2: a micro batch holds pairs of rows, chosen and rejected
@@ -30,7 +30,7 @@ class RecipeChoices(Value, frozen=True, kw_only=True):
     reduces_every_micro_batch: bool | None = None
 
 
-class Setting(Value, frozen=True, kw_only=True):
+class Configuration(Value, frozen=True, kw_only=True):
     """A strategy with everything that decides its memory and its speed for a given model and device."""
 
     strategy: Strategy
@@ -55,22 +55,22 @@ class Setting(Value, frozen=True, kw_only=True):
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
     quant: Quant = Quant.NF4_DQ
-    stack: str = OUR_STACK  # whose software: a row of `memory.stacks`
-    recipe: RecipeChoices = RecipeChoices()
+    reference: str = SHARDWISE  # whose software: a row of `memory.reference_trainers`
+    policy: PolicyChoices = PolicyChoices()
 
     @property
     def tokens_per_micro_batch(self) -> int:
-        return self.micro_batch * self.recipe.rows_per_example * self.seq_len
+        return self.micro_batch * self.policy.rows_per_example * self.seq_len
 
     @property
     def runs_reference(self) -> bool:
         """True if a step also runs the frozen base: the reference of DPO, with the adapters disabled."""
-        return self.recipe.rows_per_example == 2 and self.method.freezes_base
+        return self.policy.rows_per_example == 2 and self.method.freezes_base
 
     @property
     def has_dropout(self) -> bool:
         """True if the dropout of the model's config is active; DPO disables it."""
-        return self.recipe.rows_per_example == 1
+        return self.policy.rows_per_example == 1
 
 
 def fp8_recipe_of(precision: Precision, pinned: Fp8Recipe | None) -> Fp8Recipe | None:

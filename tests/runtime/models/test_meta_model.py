@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.trainer.runtime.models.build import model_from_config
-from shardwise.trainer.runtime.models.skeleton import Values, draw, plan_drawing, skeleton_from_config
+from shardwise.trainer.runtime.models.meta_model import Values, draw, meta_model_from_config, plan_drawing
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.strategy import Attention
 
@@ -96,13 +96,13 @@ def test_a_model_that_cannot_be_drawn_by_tensors_is_built_as_a_whole(kind):
         return kind(OwnConfig())
 
     assert plan_drawing(build) is None
-    skeleton = skeleton_from_config(build, dtype=torch.float32, seed=7)
+    meta_model = meta_model_from_config(build, dtype=torch.float32, seed=7)
     found: dict[str, torch.Tensor] = {}
 
     def put(name: str, values: Values) -> None:
         found[name] = values.whole().clone()
 
-    skeleton.source.deliver(put)
+    meta_model.source.deliver(put)
     whole, _ = whole_model(build)
     assert found.keys() == dict(whole.named_parameters()).keys()
     assert all(torch.equal(found[name], parameter) for name, parameter in whole.named_parameters())

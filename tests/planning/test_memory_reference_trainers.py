@@ -11,15 +11,15 @@ from statistics import median, quantiles
 from typing import Any
 
 import pytest
-from estimate_factory import LLAMA_8B, MISTRAL_7B, gpu, setting
+from estimate_factory import LLAMA_8B, MISTRAL_7B, configuration, gpu
 from msgspec.structs import replace
 
 from shardwise.trainer.planning.cases import read_case
+from shardwise.trainer.planning.configuration import SHARDWISE, PolicyChoices
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.memory.overheads import OVERHEADS, Line
-from shardwise.trainer.planning.memory.recipe import dims_of, recipe_of
-from shardwise.trainer.planning.memory.stacks import STACKS, stack_of
-from shardwise.trainer.planning.setting import OUR_STACK, RecipeChoices
+from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
+from shardwise.trainer.planning.memory.reference_trainers import REFERENCE_TRAINERS, reference_of
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import MemoryEstimate
@@ -35,7 +35,7 @@ def rows() -> list[tuple[dict[str, Any], dict[str, float], MemoryEstimate]]:
     for line in MEASURED.read_text().splitlines():
         row = json.loads(line)
         case = read_case(row["case"])
-        found.append((row["case"], row["truth"], estimate_memory(case.shape, case.setting, case.device)))
+        found.append((row["case"], row["truth"], estimate_memory(case.shape, case.configuration, case.device)))
     return found
 
 
@@ -80,35 +80,40 @@ def test_runs_that_worked_are_called_fitting() -> None:
 
 
 def test_every_stack_that_was_measured_has_a_row() -> None:
-    assert {case["stack"] for case, _, _ in ROWS} <= set(STACKS)
+    assert {case["stack"] for case, _, _ in ROWS} <= set(REFERENCE_TRAINERS)
 
 
 def test_a_stack_without_a_row_answers_as_ours() -> None:
-    chosen = setting(Sharding.FSDP, num_ranks=8, checkpointing=FULL)
+    chosen = configuration(Sharding.FSDP, num_ranks=8, checkpointing=FULL)
     ours = estimate_memory(LLAMA_8B, chosen, gpu())
-    assert estimate_memory(LLAMA_8B, replace(chosen, stack="a trainer that nobody knows"), gpu()) == ours
-    assert stack_of("a trainer that nobody knows") is STACKS[OUR_STACK]
+    assert estimate_memory(LLAMA_8B, replace(chosen, reference="a trainer that nobody knows"), gpu()) == ours
+    assert reference_of("a trainer that nobody knows") is REFERENCE_TRAINERS[SHARDWISE]
 
 
-@pytest.mark.parametrize("name", [name for name in STACKS if name != OUR_STACK])
+@pytest.mark.parametrize("name", [name for name in REFERENCE_TRAINERS if name != SHARDWISE])
 def test_a_row_names_its_source_and_changes_something(name: str) -> None:
-    ours, stack = STACKS[OUR_STACK], STACKS[name]
-    assert len(stack.source) > len("trainer/runtime")
-    assert replace(stack, name=ours.name, source=ours.source) != ours
+    ours, reference = REFERENCE_TRAINERS[SHARDWISE], REFERENCE_TRAINERS[name]
+    assert len(reference.source) > len("trainer/runtime")
+    assert replace(reference, name=ours.name, source=ours.source) != ours
 
 
 def peak(chosen: Any) -> int:
     return estimate_memory(MISTRAL_7B, chosen, gpu()).peak_allocated_bytes
 
 
-LORA = setting(
-    method=Method.LORA, precision=Precision.BF16, checkpointing=FULL, seq_len=4096, micro_batch=4, stack="hf-trainer"
+LORA = configuration(
+    method=Method.LORA,
+    precision=Precision.BF16,
+    checkpointing=FULL,
+    seq_len=4096,
+    micro_batch=4,
+    reference="hf-trainer",
 )
 
 
 def test_an_fp32_residual_stream_keeps_twice_the_boundaries() -> None:
     """A k-bit preparation that casts norms to fp32 does that: 2 h L more a token were measured, to the byte."""
-    wide = replace(LORA, recipe=RecipeChoices(residual_bytes=4))
+    wide = replace(LORA, policy=PolicyChoices(residual_bytes=4))
     before, after = (estimate_memory(MISTRAL_7B, each, gpu()).events["forward_end"] for each in (LORA, wide))
     tokens = 4 * 4096
     rotary = 2 * 2 * 4096 * 128  # its cosines and sines
@@ -116,29 +121,31 @@ def test_an_fp32_residual_stream_keeps_twice_the_boundaries() -> None:
 
 
 def test_the_longest_row_sets_the_peak_where_rows_are_padded_to_it() -> None:
-    padded = replace(LORA, seq_len=512, recipe=RecipeChoices(longest_seq=4096))
+    padded = replace(LORA, seq_len=512, policy=PolicyChoices(longest_seq=4096))
     assert peak(padded) == peak(LORA)
 
 
 def test_adapters_in_16_bit_halve_their_state() -> None:
     dims = dims_of(MISTRAL_7B)
-    narrow = replace(LORA, recipe=RecipeChoices(adapter_bytes=2))
-    assert recipe_of(LORA, gpu(), dims).trained_bytes == 4
+    narrow = replace(LORA, policy=PolicyChoices(adapter_bytes=2))
+    assert policy_of(LORA, gpu(), dims).trained_bytes == 4
     steady = [estimate_memory(MISTRAL_7B, each, gpu()).steady_allocated_bytes for each in (LORA, narrow)]
     adapters = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
     assert steady[0] - steady[1] == (12 - 6) * adapters
 
 
 def test_reducing_every_micro_batch_leaves_no_whole_gradients() -> None:
-    chosen = setting(Sharding.FSDP, num_ranks=8, checkpointing=FULL, accumulation=4)
-    reduced = replace(chosen, recipe=RecipeChoices(reduces_every_micro_batch=True))
+    chosen = configuration(Sharding.FSDP, num_ranks=8, checkpointing=FULL, accumulation=4)
+    reduced = replace(chosen, policy=PolicyChoices(reduces_every_micro_batch=True))
     whole, sharded = (estimate_memory(LLAMA_8B, each, gpu()).events["forward_end"] for each in (chosen, reduced))
     assert whole - sharded == 4 * LLAMA_8B.num_parameters - 4 * LLAMA_8B.num_parameters // 8
 
 
 def test_fsdp1_keeps_sharded_gradients_between_steps() -> None:
     fields: dict[str, Any] = {"num_ranks": 4, "checkpointing": FULL, "optimizer": Optimizer.ADAMW}
-    ours, theirs = (setting(Sharding.FSDP, stack=stack, **fields) for stack in (OUR_STACK, "hf-trainer"))
+    ours, theirs = (
+        configuration(Sharding.FSDP, reference=reference, **fields) for reference in (SHARDWISE, "hf-trainer")
+    )
     steady = [estimate_memory(MISTRAL_7B, each, gpu()).steady_allocated_bytes for each in (ours, theirs)]
     assert steady[1] - steady[0] == MISTRAL_7B.num_parameters * 4 // 4
 
@@ -153,7 +160,7 @@ def test_frozen_blocks_under_fsdp1_are_retained_until_the_backward_ends() -> Non
 
 
 def test_an_overhead_can_be_replaced() -> None:
-    chosen = setting(Sharding.FSDP, num_ranks=8, checkpointing=FULL)
+    chosen = configuration(Sharding.FSDP, num_ranks=8, checkpointing=FULL)
     measured = replace(
         OVERHEADS, communicator_bytes=Line(low=GIB, likely=2 * GIB, high=3 * GIB, source="measured here")
     )
@@ -164,8 +171,8 @@ def test_an_overhead_can_be_replaced() -> None:
 @pytest.mark.parametrize("name", ["trl", "axolotl", "llama-factory"])
 def test_a_subclass_of_transformers_trainer_holds_what_the_trainer_holds(name: str) -> None:
     ours, trainer, subclass = (
-        estimate_memory(LLAMA_8B, setting(loss=LossHead.EAGER, stack=stack), gpu()).peak_allocated_bytes
-        for stack in (OUR_STACK, "hf-trainer", name)
+        estimate_memory(LLAMA_8B, configuration(loss=LossHead.EAGER, reference=reference), gpu()).peak_allocated_bytes
+        for reference in (SHARDWISE, "hf-trainer", name)
     )
     assert subclass == trainer != ours
 
@@ -174,9 +181,11 @@ def test_adamw_of_deepspeed_itself_takes_no_square_roots_of_all_moments_at_once(
     of_trainer, of_deepspeed = (
         estimate_memory(
             LLAMA_8B,
-            setting(Sharding.ZERO2, optimizer=Optimizer.ADAMW, num_ranks=8, checkpointing=FULL, stack=stack),
+            configuration(
+                Sharding.ZERO2, optimizer=Optimizer.ADAMW, num_ranks=8, checkpointing=FULL, reference=reference
+            ),
             gpu(),
         ).events["optimizer_step"]
-        for stack in ("hf-trainer", "deepspeed")
+        for reference in ("hf-trainer", "deepspeed")
     )
     assert of_trainer - of_deepspeed == pytest.approx(4 * LLAMA_8B.num_parameters / 8, rel=0.01)
