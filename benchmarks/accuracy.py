@@ -59,10 +59,10 @@ class Score(NamedTuple):
 
 def read_rows(path: Path = ROWS) -> list[Row]:
     """Every measurement with its prediction."""
-    from shardwise.trainer.planning.cases import answer_case
+    from shardwise.trainer.planning.cases import estimate_case
 
     rows = (json.loads(line) for line in path.read_text().splitlines())
-    return [Row(row["id"], row["case"]["stack"], row["case"], row["truth"], answer_case(row["case"])) for row in rows]
+    return [Row(row["id"], row["case"]["stack"], row["case"], row["truth"], estimate_case(row["case"])) for row in rows]
 
 
 def errors(rows: Iterable[Row], counter: str) -> list[tuple[Row, float]]:
@@ -163,21 +163,21 @@ def _constant_names() -> list[str]:
 
 
 def _speeds(cases: Sequence[dict[str, Any]]) -> list[float]:
-    from shardwise.trainer.planning.cases import answer_case
+    from shardwise.trainer.planning.cases import estimate_case
 
-    return [answer_case(case)["speed"]["tokens_per_s_per_gpu"] for case in cases]
+    return [estimate_case(case)["speed"]["tokens_per_s_per_gpu"] for case in cases]
 
 
 def _speeds_with(name: str, cases: Sequence[dict[str, Any]]) -> list[float]:
     """The same with one constant a tenth larger, in every module that imported it."""
-    holders = [module for module in list(sys.modules.values()) if _is_speed_module(module) and hasattr(module, name)]
-    value = getattr(holders[0], name)
+    processes = [module for module in list(sys.modules.values()) if _is_speed_module(module) and hasattr(module, name)]
+    value = getattr(processes[0], name)
     try:
-        for module in holders:
+        for module in processes:
             setattr(module, name, 1.1 * value)
         return _speeds(cases)
     finally:
-        for module in holders:
+        for module in processes:
             setattr(module, name, value)
 
 

@@ -32,7 +32,7 @@ from shardwise.trainer.planning.rules.incompatible import LAYOUTS, RECIPE_CAPABI
 from shardwise.trainer.planning.rules.rule import RULES  # noqa: E402
 from shardwise.trainer.spec.engines import Offload, Sharding  # noqa: E402
 from shardwise.trainer.spec.optimizers import Optimizer  # noqa: E402
-from shardwise.trainer.spec.packages import extra_words  # noqa: E402
+from shardwise.trainer.spec.packages import extra_text  # noqa: E402
 from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Method, Precision  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "support-matrix.md"
@@ -192,7 +192,7 @@ def _footnotes() -> str:
 def _plain(template: str) -> str:
     """A template with the names of its fields in italics, and `pip install ...` for install lines."""
     template = re.sub(
-        r"\{install\[([\w-]+)\]\}", lambda name: f"`{shlex.join(('pip', 'install', *extra_words(name[1])))}`", template
+        r"\{install\[([\w-]+)\]\}", lambda name: f"`{shlex.join(('pip', 'install', *extra_text(name[1])))}`", template
     )
     return re.sub(r"\{(\w+)\}", lambda name: f"*{name[1].replace('_', ' ')}*", template)
 

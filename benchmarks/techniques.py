@@ -129,7 +129,7 @@ def measure(case: GpuCase, folder: Path) -> Measured:
         peak_bytes=state.memory.peak_allocated_bytes,
         predicted_bytes=plan.chosen.memory.peak_allocated_bytes,
         steady_bytes=state.memory.steady_allocated_bytes,
-        facts=state.engaged.facts if state.engaged else {},
+        facts=state.verified.facts if state.verified else {},
     )
 
 

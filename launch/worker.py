@@ -39,7 +39,7 @@ QUIET = MappingProxyType(
         "HF_HUB_OFFLINE": "1",
     }
 )
-REQUEST_NAME, ANSWER_NAME, ERROR_NAME = "request.json", "answer.json", "answer.error"
+REQUEST_NAME, RESULT_NAME, ERROR_NAME = "request.json", "answer.json", "answer.error"
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _ERRORS: dict[int, type[ShardwiseError]] = {
     each.exit_code: each for each in (InputError, NothingFitsError, EnvironmentFaultError)
@@ -57,7 +57,7 @@ class WorkerTimeoutError(EnvironmentFaultError):
 def ask(
     module: str,
     request: Value | None,
-    answer_type: type[V],
+    result_type: type[V],
     *,
     subject: str,
     flags: Sequence[str] = (),
@@ -76,7 +76,7 @@ def ask(
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-worker-") as name:
         folder = Path(name)
-        arguments = [*flags, str(folder / REQUEST_NAME), str(folder / ANSWER_NAME)]
+        arguments = [*flags, str(folder / REQUEST_NAME), str(folder / RESULT_NAME)]
         codec.write_bytes(folder / REQUEST_NAME, b"" if request is None else codec.encode(request))
         with (folder / "stderr").open("wb") as errors:
             process = _start(
@@ -90,7 +90,7 @@ def ask(
             raise WorkerTimeoutError(f"{subject} took longer than {timeout_s:g} s")
         if process.returncode:
             raise _error_of(process.returncode, folder, subject, memory_hint)
-        return codec.read(folder / ANSWER_NAME, answer_type)
+        return codec.read(folder / RESULT_NAME, result_type)
 
 
 def run(

@@ -104,7 +104,7 @@ def access_to(
     A cluster that does not restrict jobs to the QOS of their account (`holds_to_qos`) allows any.
     """
     here = [one for one in associations if one.partition in (None, partition.name)]
-    granted = [one for one in here if _takes_account(partition, one.account)]
+    granted = [one for one in here if _accepts_account(partition, one.account)]
     every_qos = _taken_qos(partition, granted)
     access = Access(accounts=_names(granted), qos=every_qos)
     refusal = _closed(partition, here, granted, every_qos)
@@ -128,7 +128,7 @@ def access_to(
     return replace(access, job_qos=used, states_qos=qos is None and used != _default_qos(own), limits=own.limits)
 
 
-def _takes_account(partition: Partition, account: str) -> bool:
+def _accepts_account(partition: Partition, account: str) -> bool:
     if partition.allowed_accounts is not None:
         return account in partition.allowed_accounts
     return account not in partition.denied_accounts

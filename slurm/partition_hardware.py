@@ -177,7 +177,7 @@ def _links(probed: Hardware, num_gpus: int) -> tuple[Link, ...]:
 
 def _elsewhere(gpu: Gpu, number: int) -> Gpu:
     """The same card in another node: without processes and identity."""
-    return replace(gpu, index=number, uuid=None, free_bytes=None, holders=())
+    return replace(gpu, index=number, uuid=None, free_bytes=None, processes=())
 
 
 def _which_card(partition: Partition, group: NodeGroup) -> str:

@@ -46,7 +46,7 @@ class BatchJob(Value, frozen=True, kw_only=True):
     uses_gres_option: bool = False  # --gres in place of --gpus-per-node
     num_cores: int | None = None
     memory_bytes: int | None = None
-    takes_whole_nodes: bool = True
+    uses_whole_nodes: bool = True
     time_limit_s: int | None = None
     warning_s: int = MIN_WARNING_S
     partition: str | None = None
@@ -138,7 +138,7 @@ def _devices(job: BatchJob) -> list[str]:
 
 
 def _share(job: BatchJob) -> list[str]:
-    if job.takes_whole_nodes:
+    if job.uses_whole_nodes:
         return ["--exclusive", "--mem=0"]
     cores = [f"--cpus-per-task={job.num_cores}"] if job.num_cores is not None else []
     memory = [f"--mem={-(-job.memory_bytes // MIB)}M"] if job.memory_bytes is not None else []

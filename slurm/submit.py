@@ -12,7 +12,7 @@ from shardwise.slurm.sbatch import BatchJob, sbatch_options
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
 LIMIT_S = 120.0  # a busy controller replies late, and a job must not be submitted twice
-_KEPT_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+_RETAINED_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 _OTHER_NAMES = {"time": "TIMELIMIT", "array": "ARRAY_INX", "mem": "MEM_PER_NODE", "no-requeue": "NO_REQUEUE"}
 _CLASHING = ("SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU", "SBATCH_WAIT", "SBATCH_ARRAY_INX")
 _PREFIX = re.compile(r"^(sbatch: |srun: )?(error: |fatal: )?(allocation failure: |Batch job submission failed: )?")
@@ -64,7 +64,7 @@ def submit_environment(environment: Mapping[str, str], job: BatchJob) -> dict[st
     return {
         name: value
         for name, value in environment.items()
-        if name not in overruling and (not name.startswith("SLURM_") or name in _KEPT_SLURM)
+        if name not in overruling and (not name.startswith("SLURM_") or name in _RETAINED_SLURM)
     }
 
 

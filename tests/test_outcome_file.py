@@ -43,7 +43,7 @@ def outcome_of(tmp_path: Path, *words: str, tests: str = TESTS, code: int = 1) -
     """Of a pytest of its own."""
     (tmp_path / "test_some.py").write_text(tests)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    kept = tmp_path / "new" / "outcome.json"
+    retained = tmp_path / "new" / "outcome.json"
     answer = subprocess.run(
         [
             sys.executable,
@@ -54,7 +54,7 @@ def outcome_of(tmp_path: Path, *words: str, tests: str = TESTS, code: int = 1) -
             "-p",
             "no:cacheprovider",
             "--outcome",
-            str(kept),
+            str(retained),
             *words,
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests" / "factories"), str(REPOSITORY)])},
@@ -64,7 +64,7 @@ def outcome_of(tmp_path: Path, *words: str, tests: str = TESTS, code: int = 1) -
         check=False,
     )
     assert answer.returncode == code, answer.stdout + answer.stderr
-    return json.loads(kept.read_text())
+    return json.loads(retained.read_text())
 
 
 @pytest.fixture(scope="module")

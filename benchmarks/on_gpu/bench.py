@@ -243,7 +243,7 @@ def with_engine(plan: Plan, sharding: Sharding) -> Plan:
 def portable_hardware(hardware: Hardware) -> Hardware:
     """The machine without identifying facts: disks, networks, serial numbers, processes of other users."""
     host = replace(hardware.host, disks=(), interfaces=(), slurm=None)
-    gpus = tuple(replace(gpu, uuid=None, holders=()) for gpu in hardware.gpus)
+    gpus = tuple(replace(gpu, uuid=None, processes=()) for gpu in hardware.gpus)
     return replace(hardware, gpus=gpus, host=host, excluded=(), notes=())
 
 
@@ -269,7 +269,7 @@ def _result_of(case: Case, chosen: Candidate, run: ShortRun, steps: Sequence[Ste
         outcome=Outcome.OUT_OF_MEMORY if run.ran_out_of_memory else Outcome.RAN,
         reason=run.report.error,
         measured=_short_figures(run.report.measured),
-        facts=run.report.engaged.facts if run.report.engaged is not None else {},
+        facts=run.report.verified.facts if run.report.verified is not None else {},
         losses=tuple(round(step.loss, 4) for step in steps if step.loss is not None),
     )
 

@@ -145,7 +145,7 @@ def _report_without_ranks(attempt_dir: Path, seen: Observed) -> Report:
         plan=plan.chosen,
         predicted=predicted_figures(plan.chosen),
         measured=Figures(),
-        engaged=None,
+        verified=None,
         incidents=(),
         versions=plan.versions,
         step=seen.step,

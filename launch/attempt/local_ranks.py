@@ -124,10 +124,10 @@ class LocalRanks:
         reports = rank_reports(self._attempt_dir)
         if any(report.ending in (Ending.OUT_OF_MEMORY, Ending.FAILED) for report in reports.values()):
             return True
-        gone = {rank for rank, record in self._records().items() if not record.is_alive}
-        if gone <= reports.keys():
+        ended = {rank for rank, record in self._records().items() if not record.is_alive}
+        if ended <= reports.keys():
             return False
-        return not gone <= rank_reports(self._attempt_dir).keys()  # it may have been written in between
+        return not ended <= rank_reports(self._attempt_dir).keys()  # it may have been written in between
 
     def dump_stacks(self) -> dict[int, ReferenceTrainer]:
         records = self._records()

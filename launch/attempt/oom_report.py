@@ -72,8 +72,8 @@ def oom_page(end: MemoryEnd) -> Page:
         Section(title="Predicted", blocks=(*_predicted(candidate),)),
     ]
     sections += [_state_section(state, candidate) for state in end.states]
-    if any(card.holders for card in end.cards):
-        sections.append(Section(title="Who holds the card now", blocks=(_holders(end.cards),)))
+    if any(card.processes for card in end.cards):
+        sections.append(Section(title="Who holds the card now", blocks=(_processes(end.cards),)))
     sections.append(Section(title="Next", blocks=(*_next(end),)))
     summaries = [state for state in end.states if state.summary]
     if summaries:
@@ -173,7 +173,7 @@ def _fragmentation(allocated: int, reserved: int) -> str:
     )
 
 
-def _holders(cards: Iterable[Gpu]) -> Table:
+def _processes(cards: Iterable[Gpu]) -> Table:
     rows = [
         (
             str(card.index),
@@ -182,7 +182,7 @@ def _holders(cards: Iterable[Gpu]) -> Table:
             "-" if holder.memory_bytes is None else format_bytes(holder.memory_bytes),
         )
         for card in cards
-        for holder in card.holders
+        for holder in card.processes
     ]
     return Table(rows=(("card", "process", "name", "holds"), *rows), right=(3,))
 

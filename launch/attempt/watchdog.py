@@ -33,7 +33,7 @@ from shardwise.trainer.spec.units import format_seconds
 _LOOK_EVERY_S = 0.5
 _MAX_INTERVAL_S = 5.0  # between two looks; for any longer this process was stopped, and so were the ranks
 _NUM_WARM_STEPS = 2  # with allocation, compilation and cold caches
-_NUM_STEPS_KEPT = 50
+_NUM_STEPS_RETAINED = 50
 _DISK_BYTES_PER_S = 50e6  # of a slow shared file system
 _STATE_BYTES_PER_PARAMETER = 16  # weights, gradients and both moments in fp32
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for a disk or a driver", "Z": "dead"}
@@ -185,8 +185,8 @@ def _note(rank: _Rank, beat: Heartbeat | None, passed_s: float) -> None:
     elif before is not None and beat.step > before.step:
         if rank.since_step_s is not None:
             done = beat.step - before.step
-            rank.steps_s = [*rank.steps_s, *[rank.since_step_s / done] * min(done, _NUM_STEPS_KEPT)]
-            del rank.steps_s[_NUM_WARM_STEPS:-_NUM_STEPS_KEPT]
+            rank.steps_s = [*rank.steps_s, *[rank.since_step_s / done] * min(done, _NUM_STEPS_RETAINED)]
+            del rank.steps_s[_NUM_WARM_STEPS:-_NUM_STEPS_RETAINED]
         rank.since_step_s = 0.0
 
 

@@ -47,7 +47,7 @@ from shardwise.trainer.spec.value import Value
 DEFAULT_DAYS = 30
 DAY_S = 86400.0
 _WRITING = re.compile(r"\..+\.[0-9a-f]{8}")  # of codec.write_bytes
-_GROWING = re.compile(r"\.[0-9a-f]{32}\.(\d+)")  # of grow_vocabulary
+_GROWING = re.compile(r"\.[0-9a-f]{32}\.(\d+)")  # of extend_vocabulary
 _GOING = ".partial-"  # of data: what `data_cache` and the next prune take for abandoned
 _SHARED = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "cifs", "smb3", "fuse.sshfs"}
@@ -73,7 +73,7 @@ class Kind(StrEnum):
 class State(StrEnum):
     """Treatment of an entry by `--prune`."""
 
-    KEPT = "kept"
+    RETAINED = "kept"
     HELD = "in use"
     STALE = "stale"
 
@@ -91,7 +91,7 @@ class Entry(Value, frozen=True, kw_only=True):
     lock: str | None = None  # held by a process while it makes or uses the entry
 
 
-class CacheAnswer(Value, frozen=True, kw_only=True):
+class CacheResult(Value, frozen=True, kw_only=True):
     """Output of `--json`: the entries found, and those that were freed."""
 
     entries: tuple[Entry, ...]
@@ -138,7 +138,7 @@ def run_cache(options: CacheOptions, console: Console, *, environment: Mapping[s
     stale = tuple(entry for entry in entries if entry.state is State.STALE)
     freed, problems = prune(stale) if options.prune and not options.dry_run else ((), ())
     if options.as_json:
-        answer = CacheAnswer(
+        answer = CacheResult(
             entries=entries,
             freed=tuple(entry.path for entry in freed),
             freed_bytes=sum(entry.num_bytes for entry in freed),
@@ -191,7 +191,7 @@ def render_entries(entries: Sequence[Entry], *, now_s: float) -> str:
 
 
 def _line(entry: Entry, now_s: float) -> str:
-    state = "" if entry.state is State.KEPT else f"{entry.state}: "
+    state = "" if entry.state is State.RETAINED else f"{entry.state}: "
     words = f"  ({state}{entry.why})" if entry.why else ""
     return f"{format_bytes(entry.num_bytes):>9}  {_ago(now_s - entry.last_used_s):>14}  {entry.path}{words}"
 
@@ -258,7 +258,7 @@ def _operators(survey: Survey) -> Iterator[Entry]:
         if path == survey.operators:
             held = is_lock_free(lock)
             words = "for this environment" if held else "are being built"
-            yield _entry(survey, Kind.OPERATORS, path, State.KEPT if held else State.HELD, words, lock)
+            yield _entry(survey, Kind.OPERATORS, path, State.RETAINED if held else State.HELD, words, lock)
         elif _without_environment(path.name) == _without_environment(survey.operators.name):
             yield _by_age(survey, Kind.OPERATORS, path, lock)
         else:
@@ -270,7 +270,9 @@ def _operators(survey: Survey) -> Iterator[Entry]:
 def _of_others(survey: Survey, path: Path, lock: Path) -> Entry:
     """For other versions or another CPU, which on a shared disk may be another machine's of today."""
     if survey.storage.is_shared and not _is_old(survey, path, days=1):
-        return _entry(survey, Kind.OPERATORS, path, State.KEPT, "used within a day, perhaps on another machine", lock)
+        return _entry(
+            survey, Kind.OPERATORS, path, State.RETAINED, "used within a day, perhaps on another machine", lock
+        )
     return _unless_held(survey, Kind.OPERATORS, path, lock, "for other versions or another CPU")
 
 
@@ -306,22 +308,28 @@ def _leftovers(survey: Survey) -> Iterator[Entry]:
 def _measured(survey: Survey) -> Iterator[Entry]:
     timings = survey.cache / "fp8"
     if timings.is_dir():
-        yield _entry(survey, Kind.FP8, timings, State.KEPT, "measured")
+        yield _entry(survey, Kind.FP8, timings, State.RETAINED, "measured")
     calibration = survey.state / "calibration.jsonl"
     if calibration.is_file():
-        yield _entry(survey, Kind.CALIBRATION, calibration, State.KEPT, "measured by runs; plans are corrected by it")
+        yield _entry(
+            survey, Kind.CALIBRATION, calibration, State.RETAINED, "measured by runs; plans are corrected by it"
+        )
 
 
 def _others(survey: Survey) -> Iterator[Entry]:
     known = ("data", "streams", "models", "operators", "trials", "fp8")
     for path in _entries(survey.cache, but=known):
-        yield _entry(survey, Kind.OTHER, path, State.KEPT, "not of a kind that this version makes")
+        yield _entry(survey, Kind.OTHER, path, State.RETAINED, "not of a kind that this version makes")
 
 
 def _hub(survey: Survey) -> Iterator[Entry]:
     if survey.hub.is_dir():
         yield _entry(
-            survey, Kind.HUB, survey.hub, State.KEPT, "other programs use it: hf cache ls, hf cache rm, hf cache prune"
+            survey,
+            Kind.HUB,
+            survey.hub,
+            State.RETAINED,
+            "other programs use it: hf cache ls, hf cache rm, hf cache prune",
         )
 
 
@@ -334,10 +342,10 @@ def last_used_s(kind: Kind, path: Path) -> float:
 def _by_age(survey: Survey, kind: Kind, path: Path, lock: Path | None) -> Entry:
     """Stale once it was not used for so many days."""
     if not _is_old(survey, path, days=survey.older_than_days, kind=kind):
-        return _entry(survey, kind, path, State.KEPT, "", lock)
+        return _entry(survey, kind, path, State.RETAINED, "", lock)
     if not survey.storage.keeps_reads and not survey.is_age_stated:
         words = "the disk keeps no times of reading (noatime): --older-than goes by writing"
-        return _entry(survey, kind, path, State.KEPT, words, lock)
+        return _entry(survey, kind, path, State.RETAINED, words, lock)
     return _unless_held(survey, kind, path, lock, f"not used for {survey.older_than_days} days")
 
 

@@ -48,13 +48,13 @@ from shardwise.launch.run.submission import (
     check_output_room,
     read_target,
     time_limit_s,
-    time_words,
+    time_text,
 )
 from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.terminal import Console
 from shardwise.slurm.sbatch import BatchJob, render_script
 from shardwise.slurm.submit import check_script, submit_script
-from shardwise.trainer.planning.explain.choice import machine_words
+from shardwise.trainer.planning.explain.choice import machine_text
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.job.sections import Job
@@ -93,7 +93,7 @@ def run_submit(
     if options.dry_run:
         return ExitCode.DONE
     job_ids = _submit(options, target, job, script, notes, environment)
-    _tell(options, target, run_dir, job_ids, console)
+    _report_submission(options, target, run_dir, job_ids, console)
     return ExitCode.DONE
 
 
@@ -192,14 +192,16 @@ def _remove(run_dir: Path, *, was_there: bool) -> None:
         shutil.rmtree(run_dir)
 
 
-def _tell(options: SubmitOptions, target: Target, run_dir: Path, job_ids: Sequence[str], console: Console) -> None:
+def _report_submission(
+    options: SubmitOptions, target: Target, run_dir: Path, job_ids: Sequence[str], console: Console
+) -> None:
     if options.as_json:
         console.line(json.dumps(_as_json(options, target, run_dir, job_ids)))
         return
     what = f"array {job_ids[0]} of {len(target.points)} points" if options.sweeps else f"job {' then '.join(job_ids)}"
     assert target.found is not None
-    console.line(f"submitted {what} to partition {target.found.partition.name}: {machine_words(target.hardware)}")
-    console.line(time_words(target))
+    console.line(f"submitted {what} to partition {target.found.partition.name}: {machine_text(target.hardware)}")
+    console.line(time_text(target))
     for number, point in enumerate(target.points, start=1):
         if point.overrides:
             console.line(f"  point {number}: {' '.join(point.overrides)}")

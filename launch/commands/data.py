@@ -41,7 +41,7 @@ def describe_data(profile: DataProfile, job: Job) -> Iterator[str]:
     where = " in the first window of a stream" if profile.is_stream else ""
     num_tokens = format_count(profile.num_tokens)
     yield f"{profile.num_documents:,} {SHAPES[profile.format].plural} to learn from{where}, {num_tokens} tokens"
-    yield f"  objective    {objective}: {_learned_words(profile, job)}"
+    yield f"  objective    {objective}: {_learned_text(profile, job)}"
     if profile.is_packed:
         full = "" if profile.packing_efficiency is None else f", {profile.packing_efficiency:.1%} full"
         yield f"  rows         {rows} of at most {seq_len} tokens, whole documents packed together{full}"
@@ -60,7 +60,7 @@ def describe_data(profile: DataProfile, job: Job) -> Iterator[str]:
         yield from _bars(profile.documents)
 
 
-def _learned_words(profile: DataProfile, job: Job) -> str:
+def _learned_text(profile: DataProfile, job: Job) -> str:
     what = SHAPES[profile.format].learned if job.data.loss_on is LossOn.AUTO else f"loss on {job.data.loss_on}"
     if profile.num_targets is None or SHAPES[profile.format].rows_per_example == 2:
         return what

@@ -17,7 +17,7 @@ import msgspec
 from shardwise.launch.inputs.model_files import preset_names, read_model_config
 from shardwise.launch.options import EstimateOptions
 from shardwise.launch.terminal import Console
-from shardwise.trainer.planning.cases import answer_case
+from shardwise.trainer.planning.cases import estimate_case
 from shardwise.trainer.spec.errors import ExitCode, InputError
 from shardwise.trainer.spec.job.sections import Job, ModelJob
 from shardwise.trainer.spec.units import MIB, format_bytes
@@ -32,34 +32,34 @@ def run_estimate(options: EstimateOptions, _console: Console) -> ExitCode:
     """Answers every case of the file, or of stdin for `-`; INPUT if one of them could not be."""
     path = options.cases
     if path == STDIN:
-        return _answer_stream(sys.stdin.buffer, sys.stdout.buffer)
+        return _result_stream(sys.stdin.buffer, sys.stdout.buffer)
     try:
         stream = path.open("rb")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     with stream:
-        return _answer_stream(stream, sys.stdout.buffer)
+        return _result_stream(stream, sys.stdout.buffer)
 
 
-def answer_line(line: bytes) -> dict[str, Any]:
+def estimate_line(line: bytes) -> dict[str, Any]:
     """The answer to one line, whatever it holds."""
     case: object = None
     try:
         case = _DECODER.decode(line)
         if not isinstance(case, dict):
             return _refusal(None, f"a case is a JSON object, not {line.strip()[:40].decode(errors='replace')}")
-        return answer_case(_with_config(case))
+        return estimate_case(_with_config(case))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return _refusal(None, f"not JSON: {error}")
     except InputError as error:
         return _refusal(case, str(error))
 
 
-def _answer_stream(lines: BinaryIO, output: BinaryIO) -> ExitCode:
+def _result_stream(lines: BinaryIO, output: BinaryIO) -> ExitCode:
     exit_code = ExitCode.DONE
     try:
         for line in _lines(lines):
-            answer = _too_long() if line is None else answer_line(line)
+            answer = _too_long() if line is None else estimate_line(line)
             if "error" in answer:
                 exit_code = ExitCode.INPUT
             output.write(_ENCODER.encode(answer) + b"\n")

@@ -49,15 +49,15 @@ class _EndOfRun:
 
     def __init__(self, environment: Mapping[str, str], ask_s: float) -> None:
         self._environment, self._ask_s = environment, ask_s
-        self._asked_at = float("-inf")
+        self._requested_at = float("-inf")
         self.words: str | None = None
 
     def has_come(self, run_dir: Path) -> bool:
         """True if the run has ended; False as long as its state is unknown. Called while no new lines arrive."""
         now = time.monotonic()
-        if now - self._asked_at < self._ask_s:
+        if now - self._requested_at < self._ask_s:
             return False
-        self._asked_at = now
+        self._requested_at = now
         files = read_run(run_dir)
         judged = judge(
             files, read_liveness(files, Queue(self._environment), environment=self._environment), now_s=time.time()
@@ -276,8 +276,8 @@ def _end_jobs(
     if waiting:
         cancel_waiting(waiting, environment)
         jobs = _jobs(runs, environment)  # one may have started meanwhile
-        gone = [job_id for job_id in waiting if job_id not in {job.job_id for job in jobs}]
-        console.line(f"taken out of the queue: {', '.join(gone)}" if gone else "a job started meanwhile")
+        removed = [job_id for job_id in waiting if job_id not in {job.job_id for job in jobs}]
+        console.line(f"taken out of the queue: {', '.join(removed)}" if removed else "a job started meanwhile")
     running = [job for job in jobs if job.is_running and job.state != "COMPLETING"]
     for job in running:
         signal_batch_script(job.job_id, environment)

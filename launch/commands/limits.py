@@ -9,7 +9,7 @@ from shardwise.launch.options import PlanOptions
 from shardwise.launch.plan.gather import PlanInputs, profile_data, read_calibration_of
 from shardwise.launch.terminal import Console, write_page
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.explain.choice import machine_words
+from shardwise.trainer.planning.explain.choice import machine_text
 from shardwise.trainer.planning.explain.limits import Question, limits_json, limits_section
 from shardwise.trainer.planning.page.content import Page, Section, page_text
 from shardwise.trainer.planning.page.html import pages_html
@@ -23,26 +23,26 @@ from shardwise.trainer.spec.units import format_count
 
 def run_limits(options: PlanOptions, console: Console) -> ExitCode:
     """Answers every question that was asked, for every machine."""
-    asked = [
+    requested = [
         question
-        for question, is_asked in (
+        for question, is_requested in (
             (Question.LONGEST_SEQ, options.longest_seq),
             (Question.LARGEST_BATCH, options.largest_batch),
             (Question.LARGEST_MODEL, options.largest_model),
         )
-        if is_asked
+        if is_requested
     ]
     sections: list[Section] = []
-    has_answer = False
+    has_result = False
     title = ""
     for _, inputs in machines(options):
         contexts = _contexts(inputs)
-        machine, train = machine_words(inputs.hardware), inputs.resolved.job.train
+        machine, train = machine_text(inputs.hardware), inputs.resolved.job.train
         size = format_count(inputs.shape.num_parameters)
         title = f"{inputs.resolved.name}: {inputs.shape.model_type}, {size} parameters"
-        for question in asked:
+        for question in requested:
             rungs = _answer(question, contexts)
-            has_answer |= bool(rungs)
+            has_result |= bool(rungs)
             if options.as_json:
                 console.line(json.dumps(limits_json(question, rungs, machine=machine)))
             section = limits_section(question, rungs, machine=machine, seq_len=train.seq_len, shape=inputs.shape)
@@ -52,7 +52,7 @@ def run_limits(options: PlanOptions, console: Console) -> ExitCode:
         console.line(page_text(page, width=100))
     if options.html is not None:
         write_page(options.html, pages_html([page], title=title))
-    return ExitCode.DONE if has_answer else ExitCode.NOTHING_FITS
+    return ExitCode.DONE if has_result else ExitCode.NOTHING_FITS
 
 
 def _contexts(inputs: PlanInputs) -> dict[Method, PlanningContext]:

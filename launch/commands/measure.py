@@ -37,7 +37,7 @@ from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.rundir.lock import locked
 from shardwise.launch.show.report.profile import profile_json, profile_page
 from shardwise.launch.terminal import Console
-from shardwise.trainer.planning.explain.choice import machine_words
+from shardwise.trainer.planning.explain.choice import machine_text
 from shardwise.trainer.planning.page.content import Page, page_text
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
@@ -113,7 +113,7 @@ def _page(options: LadderOptions, inputs: PlanInputs, results: Sequence[RungResu
     ran = next((result.candidate for result in results if result.candidate is not None), None)
     micro = "" if ran is None else f"micro batch {ran.micro_batch} x {ran.accumulation}, "
     common = (
-        f"{machine_words(inputs.hardware)}. Every rung: {micro}rows of {job.train.seq_len} tokens, "
+        f"{machine_text(inputs.hardware)}. Every rung: {micro}rows of {job.train.seq_len} tokens, "
         f"{job.train.tokens_per_step} tokens a step, seed {job.train.seed}, {options.num_steps} steps; allocated "
         "bytes of one device."
     )

@@ -26,15 +26,15 @@ def run_plan(options: PlanOptions, console: Console) -> ExitCode:
         from shardwise.launch.commands.limits import run_limits
 
         return run_limits(options, console)
-    asked = machines(options)
-    answers = [_answer(spec, inputs, options) for spec, inputs in asked]
+    requested = machines(options)
+    answers = [_answer(spec, inputs, options) for spec, inputs in requested]
     dry_runs: dict[str, list[str]] = {}
     if options.simulate:
-        from shardwise.launch.plan.dry_run import simulated_answers
+        from shardwise.launch.plan.dry_run import simulated_results
 
-        answers, dry_runs = simulated_answers(answers, Console(sys.stderr))  # progress beside the answer, not in it
+        answers, dry_runs = simulated_results(answers, Console(sys.stderr))  # progress beside the answer, not in it
     plans = [(spec, answer) for spec, answer in answers if isinstance(answer, Plan)]
-    more = {} if options.as_json and options.html is None else _partition_sections(dict(asked), plans)
+    more = {} if options.as_json and options.html is None else _partition_sections(dict(requested), plans)
     if options.html is not None:
         _write_html(options.html, answers, top=options.top, more=more)
     for spec, plan in plans:
@@ -100,14 +100,14 @@ def _plan(inputs: PlanInputs, options: PlanOptions) -> Plan:
 
 
 def _partition_sections(
-    asked: Mapping[str, PlanInputs], plans: Sequence[tuple[str, Plan]]
+    requested: Mapping[str, PlanInputs], plans: Sequence[tuple[str, Plan]]
 ) -> dict[str, tuple[Section, ...]]:
     """Of each machine that is nodes of a partition, how many of them are worth it."""
-    if all(inputs.partition is None for inputs in asked.values()):
+    if all(inputs.partition is None for inputs in requested.values()):
         return {}
     from shardwise.launch.run.submission import node_counts_section
 
-    sections = {spec: node_counts_section(asked[spec], plan) for spec, plan in plans}
+    sections = {spec: node_counts_section(requested[spec], plan) for spec, plan in plans}
     return {spec: (section,) for spec, section in sections.items() if section is not None}
 
 

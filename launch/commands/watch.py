@@ -55,8 +55,8 @@ def ending_lines(look: Look, *, base: Path) -> list[str]:
     """The end or the state of the run, with its newest incidents and the commands that show more."""
     report, place = look.files.report, shown_path(str(look.files.run_dir), base)
     lines = [f"{place}: {look.judged.reason}"]
-    has_told = report is not None and look.files.has_final_report and not look.judged.state.is_alive
-    if report is None or not has_told:
+    is_reported = report is not None and look.files.has_final_report and not look.judged.state.is_alive
+    if report is None or not is_reported:
         return lines
     lines += [f"  error: {line}" for line in (report.error or "").splitlines()[:1]]
     lines += [f"  {incident}" for incident in report.incidents[-NUM_INCIDENTS:]]
@@ -92,7 +92,7 @@ class _Views:
 
     def show(self, look: Look, *, is_last: bool) -> None:
         screen = self._output.screen
-        if screen.is_gone:
+        if screen.is_closed:
             raise BrokenPipeError
         if not screen.is_block and look.view.state != self._state:
             screen.print_line(f"{look.view.title}: {look.view.state}")

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from shardwise.launch.inputs.hub import hub_cache
 from shardwise.launch.job import folders
 from shardwise.launch.probe.machine import read_hardware
-from shardwise.launch.probe.torch_fit import TorchAnswer, ask_torch
+from shardwise.launch.probe.torch_fit import TorchResult, ask_torch
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.units import format_seconds
@@ -55,12 +55,12 @@ class Diagnosis(Value, frozen=True, kw_only=True):
 
 def diagnosis_of(findings: Iterable[Finding]) -> Diagnosis:
     """The findings in order; a sentence of two checks appears once."""
-    kept = list({finding.sentence: finding for finding in reversed(list(findings))}.values())[::-1]
+    retained = list({finding.sentence: finding for finding in reversed(list(findings))}.values())[::-1]
     order = list(Level)
     return Diagnosis(
-        findings=tuple(sorted(kept, key=lambda finding: order.index(finding.level))),
-        num_faults=sum(finding.level is Level.FAULT for finding in kept),
-        num_warnings=sum(finding.level is Level.WARNING for finding in kept),
+        findings=tuple(sorted(retained, key=lambda finding: order.index(finding.level))),
+        num_faults=sum(finding.level is Level.FAULT for finding in retained),
+        num_warnings=sum(finding.level is Level.WARNING for finding in retained),
     )
 
 
@@ -142,7 +142,7 @@ class Machine(Value, frozen=True, kw_only=True):
     place: Place
     hardware: Hardware | None  # None: the driver of a GPU that is here fails
     obstacle: str | None = None  # its sentence and remedy
-    torch: TorchAnswer = TorchAnswer()
+    torch: TorchResult = TorchResult()
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -186,7 +186,7 @@ def read_machine(place: Place, *, timeout_s: float = TORCH_TIMEOUT_S, smi_timeou
         hardware = read_hardware(root=place.root, environment=place.environment, smi_timeout_s=smi_timeout_s)
     except EnvironmentFaultError as error:
         obstacle = str(error)
-    torch = TorchAnswer()
+    torch = TorchResult()
     if not place.is_quick:
         torch = ask_torch(hardware, place.environment, python=place.python, timeout_s=timeout_s)
     return Machine(place=place, hardware=hardware, obstacle=obstacle, torch=torch)

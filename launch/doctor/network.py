@@ -122,8 +122,8 @@ def check_hub(machine: Machine) -> Iterator[Finding]:
     endpoint = (environment.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     token = hub_token(environment)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    asked = f"{endpoint}/api/{'whoami-v2' if token else 'models?limit=1'}"
-    reply = fetch(asked, environment, headers, timeout_s=machine.place.server_timeout_s)
+    requested = f"{endpoint}/api/{'whoami-v2' if token else 'models?limit=1'}"
+    reply = fetch(requested, environment, headers, timeout_s=machine.place.server_timeout_s)
     shown = redact(endpoint, environment)
     if reply.status is None or reply.status >= 500:
         problem = reply.problem or f"status {reply.status}"
@@ -188,15 +188,15 @@ def check_wandb(machine: Machine) -> Iterator[Finding]:
         return
     server = (environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").rstrip("/")
     has_key = has_wandb_key(environment, server)
-    kept = "a key is kept" if has_key else "no key is kept (for log.wandb=online: wandb login)"
+    login = "a key is stored" if has_key else "no key is stored (for log.wandb=online: wandb login)"
     reply = fetch(f"{server}/healthz", environment, {}, timeout_s=machine.place.server_timeout_s)
     shown = redact(server, environment)
     if reply.status is not None:
-        yield fine(f"{shown} answers; {kept}")
+        yield fine(f"{shown} answers; {login}")
     elif has_key:
-        yield warning(f"{shown} does not answer: {reply.problem}; {kept}", "log.wandb=offline, and wandb sync later")
+        yield warning(f"{shown} does not answer: {reply.problem}; {login}", "log.wandb=offline, and wandb sync later")
     else:
-        yield fine(f"{shown} does not answer ({reply.problem}), and {kept}: jobs that log online would fail")
+        yield fine(f"{shown} does not answer ({reply.problem}), and {login}: jobs that log online would fail")
 
 
 def has_wandb_key(environment: Mapping[str, str], server: str) -> bool:

@@ -22,7 +22,7 @@ from shardwise.launch.engine.operators import (
     find_stale_locks,
     read_toolkit,
 )
-from shardwise.launch.probe.gpu_selection import held_bytes, name_holders
+from shardwise.launch.probe.gpu_selection import held_bytes, name_processes
 from shardwise.launch.probe.gpus import find_nvidia_smi
 from shardwise.launch.probe.installed import installed_version
 from shardwise.launch.probe.measure import measure_gather
@@ -135,11 +135,11 @@ def check_memory_held(machine: Machine) -> Iterator[Finding]:
         return
     held = [gpu for gpu in machine.hardware.gpus if held_bytes(gpu) > _HELD_SHARE * gpu.memory_bytes]
     for gpu in held:
-        pids = " ".join(str(holder.pid) for holder in gpu.holders)
+        pids = " ".join(str(holder.pid) for holder in gpu.processes)
         end = f"end them (kill {pids})" if pids else "see `nvidia-smi`, on the host where this is a container"
         yield warning(
             f"GPU {gpu.index} ({gpu.name}): {format_bytes(held_bytes(gpu))} of {format_bytes(gpu.memory_bytes)} are "
-            f"held by {name_holders(gpu.holders)}",
+            f"held by {name_processes(gpu.processes)}",
             f"{end}, or name other cards with --gpus",
         )
     if not held:

@@ -43,7 +43,7 @@ from shardwise.trainer.spec.job.sources import DataSource
 PYTHON_STDLIB = "python-stdlib"
 STDLIB_MAX_BYTES = 8_000_000
 STDLIB_MIN_BYTES = 500_000
-STDLIB_LEFT_OUT = frozenset({
+STDLIB_EXCLUDED = frozenset({
     "test", "tests", "idle_test", "site-packages", "dist-packages", "lib-dynload", "__pycache__",
     "lib2to3", "idlelib", "turtledemo", "distutils", "ensurepip", "encodings", "pydoc_data",
 })  # fmt: skip
@@ -242,7 +242,7 @@ def python_stdlib_files(folder: Path) -> Sequence[FoundFile]:
     """The standard library's own modules in `folder`, sorted, up to STDLIB_MAX_BYTES."""
     files: list[FoundFile] = []
     num_bytes = 0
-    for found in _walk(folder, left_out=STDLIB_LEFT_OUT, takes=_is_stdlib_source):
+    for found in _walk(folder, excluded=STDLIB_EXCLUDED, accepts=_is_stdlib_source):
         if num_bytes + found.size_bytes > STDLIB_MAX_BYTES:
             break
         if found.size_bytes:
@@ -262,17 +262,17 @@ def _is_stdlib_source(name: str) -> bool:
 
 
 def _walk(
-    folder: Path, *, left_out: frozenset[str] = frozenset(), takes: Callable[[str], bool] = lambda _: True
+    folder: Path, *, excluded: frozenset[str] = frozenset(), accepts: Callable[[str], bool] = lambda _: True
 ) -> Iterator[FoundFile]:
     """Every file that is not hidden and whose name is taken, in sorted order, top level first."""
     for parent, folders, names in os.walk(folder, onerror=_cannot_be_listed):
         folders[:] = sorted(
             name
             for name in folders
-            if name not in left_out and not name.startswith(".") and not (left_out and name.startswith("config-"))
+            if name not in excluded and not name.startswith(".") and not (excluded and name.startswith("config-"))
         )
         for name in sorted(names):
-            if not name.startswith(".") and takes(name):
+            if not name.startswith(".") and accepts(name):
                 found = _found(f"{parent}{os.sep}{name}")
                 if found is not None:
                     yield found

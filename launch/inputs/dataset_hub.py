@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.launch.inputs.dataset_splits import SETTINGS_FILES, Part, files_of_part
-from shardwise.launch.inputs.hub import ANSWER_TIMEOUT_S, HUB_ID, cached_commit, hub_errors_explained, repository_folder
+from shardwise.launch.inputs.hub import HUB_ID, REPLY_TIMEOUT_S, cached_commit, hub_errors_explained, repository_folder
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.profile import ROW_SUFFIXES, content_suffix
 from shardwise.trainer.spec.errors import InputError
@@ -192,7 +192,7 @@ def _request_listing(wanted: _Wanted, *, with_sizes: bool) -> tuple[str, Listing
     from huggingface_hub import HfApi
 
     described = HfApi().dataset_info(
-        wanted.repository, revision=wanted.revision, timeout=ANSWER_TIMEOUT_S, files_metadata=with_sizes
+        wanted.repository, revision=wanted.revision, timeout=REPLY_TIMEOUT_S, files_metadata=with_sizes
     )
     siblings, commit = described.siblings or (), described.sha
     assert commit is not None, "the hub answers with a commit"

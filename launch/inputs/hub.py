@@ -27,8 +27,8 @@ _SMALL_FILES = (
     "*.jinja",
 )
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
-ANSWER_TIMEOUT_S = 4.0  # of the first request; the library's own timeouts and retries add up to minutes
-_LEFT_OUT = ("*/*", "consolidated*")  # other formats' folders, and a second copy of the weights
+REPLY_TIMEOUT_S = 4.0  # of the first request; the library's own timeouts and retries add up to minutes
+_EXCLUDED = ("*/*", "consolidated*")  # other formats' folders, and a second copy of the weights
 _MAY_WRITE = ("admin", "write", "contributor")  # roles in an organisation
 _LOG_IN = "log in with: hf auth login (a token with write access), or set HF_TOKEN"
 
@@ -78,7 +78,7 @@ def download_snapshot(
     cache: Path,
     setting: str,
     with_weights: bool,
-    timeout_s: float = ANSWER_TIMEOUT_S,
+    timeout_s: float = REPLY_TIMEOUT_S,
 ) -> Path:
     """Downloads config, tokenizer and, on request, weights; returns their folder. `timeout_s` limits the first request.
 
@@ -97,7 +97,7 @@ def download_snapshot(
             revision=revision,
             cache_dir=cache,
             allow_patterns=[*_SMALL_FILES, *(_WEIGHT_FILES if with_weights else ())],
-            ignore_patterns=list(_LEFT_OUT),
+            ignore_patterns=list(_EXCLUDED),
         )
     return Path(folder)
 
@@ -115,9 +115,9 @@ def list_snapshot(repository: str, *, revision: str | None, cache: Path, setting
     from huggingface_hub.utils import filter_repo_objects
 
     with hub_errors_explained(repository, revision=revision, cache=cache, setting=setting, what="a model"):
-        described = HfApi().model_info(repository, revision=revision, timeout=ANSWER_TIMEOUT_S, files_metadata=True)
+        described = HfApi().model_info(repository, revision=revision, timeout=REPLY_TIMEOUT_S, files_metadata=True)
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in described.siblings or ()}
-    wanted = filter_repo_objects(sizes, allow_patterns=[*_SMALL_FILES, *_WEIGHT_FILES], ignore_patterns=list(_LEFT_OUT))
+    wanted = filter_repo_objects(sizes, allow_patterns=[*_SMALL_FILES, *_WEIGHT_FILES], ignore_patterns=list(_EXCLUDED))
     assert described.sha is not None, "the hub answers with a commit"
     return RepositoryFiles(described.sha, {name: sizes[name] for name in wanted})
 

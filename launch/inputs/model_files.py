@@ -29,7 +29,7 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.shapes import TEMPLATE_TOKENS
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
 from shardwise.trainer.spec.job.sections import Job, ModelJob
-from shardwise.trainer.spec.messages.worker_requests import GrowRequest, Lines
+from shardwise.trainer.spec.messages.worker_requests import ExtendVocabularyRequest, Lines
 from shardwise.trainer.spec.model.readers import text_part
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.value import Value
@@ -342,7 +342,7 @@ def with_new_rows(files: ModelFiles, *, cache: Path, on_progress: Callable[[str]
     return msgspec.structs.replace(files, model_path=str(folder), new_rows=0)
 
 
-def kept_plan_with_new_rows(plan: Plan, *, cache: Path, on_progress: Callable[[str], None]) -> Plan:
+def retained_plan_with_new_rows(plan: Plan, *, cache: Path, on_progress: Callable[[str], None]) -> Plan:
     """A stored plan, with the model's embeddings extended to the size in the plan if they are smaller."""
     config = None if plan.model_path is None else Path(plan.model_path, "config.json")
     if config is None or not config.is_file():
@@ -393,9 +393,9 @@ def _key(folder: Path, num_rows: int) -> str:
 def _extend_embeddings(folder: Path, num_rows: int, out: Path) -> None:
     from shardwise.launch.worker import ask  # a plan that computes needs none of it
 
-    request = GrowRequest(folder=str(folder), num_rows=num_rows, out=str(out))
+    request = ExtendVocabularyRequest(folder=str(folder), num_rows=num_rows, out=str(out))
     ask(
-        "shardwise.trainer.runtime.tools.grow_vocabulary",
+        "shardwise.trainer.runtime.tools.extend_vocabulary",
         request,
         Lines,
         subject="model.name: enlarging its embeddings",

@@ -131,12 +131,12 @@ def write_index(listed: PrepareRequest, profile: DataProfile, started_ns: int) -
 
 def refuse_other_stream(run_dir: Path, data: DataProfile, earlier: DataProfile) -> None:
     """Raises InputError with the files that changed since the run in `run_dir` read its stream."""
-    kept = run_dir / "stream" / LISTING_NAME
-    if not (data.is_stream and earlier.is_stream) or data.fingerprint == earlier.fingerprint or not kept.is_file():
+    retained = run_dir / "stream" / LISTING_NAME
+    if not (data.is_stream and earlier.is_stream) or data.fingerprint == earlier.fingerprint or not retained.is_file():
         return
     assert data.cache_dir is not None
     now = codec.read(Path(data.cache_dir, LISTING_NAME), PrepareRequest).files
-    changes = list(_changes(codec.read(kept, PrepareRequest).files, now))
+    changes = list(_changes(codec.read(retained, PrepareRequest).files, now))
     if changes:
         more = f"; and {len(changes) - _NUM_SHOWN} more" if len(changes) > _NUM_SHOWN else ""
         raise InputError(

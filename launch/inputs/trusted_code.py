@@ -79,18 +79,18 @@ def keep_model_code(plan: Plan, run_dir: Path) -> Plan:
     if code is None:
         return plan
     digest = sha256("".join(f"{name} {code.files[name]}\n" for name in sorted(code.files)).encode()).hexdigest()
-    kept = run_dir / "model_code" / digest[:8]
+    retained = run_dir / "model_code" / digest[:8]
     try:
         for name, expected in code.files.items():
-            source = kept / name if (kept / name).is_file() else Path(code.folder) / name
+            source = retained / name if (retained / name).is_file() else Path(code.folder) / name
             content = source.read_bytes()
             if sha256(content).hexdigest() != expected:
                 raise InputError(f"{SETTING}: {source} changed since the plan was made; start again")
-            (kept / name).parent.mkdir(parents=True, exist_ok=True)
-            (kept / name).write_bytes(content)
+            (retained / name).parent.mkdir(parents=True, exist_ok=True)
+            (retained / name).write_bytes(content)
     except OSError as error:
         raise InputError(f"{SETTING}: {error.filename} cannot be read or kept: {error.strerror}") from error
-    return replace(plan, model_code=replace(code, folder=str(kept.absolute())))
+    return replace(plan, model_code=replace(code, folder=str(retained.absolute())))
 
 
 def _auto_map(config: Mapping[str, Any]) -> dict[str, str]:
@@ -260,16 +260,16 @@ def keep_extension(plan: Plan, run_dir: Path) -> Plan:
     if extension is None:
         return plan
     source = Path(extension.path)
-    kept = run_dir / "extensions" / f"{extension.sha256[:8]}-{source.name.removeprefix(f'{extension.sha256[:8]}-')}"
+    retained = run_dir / "extensions" / f"{extension.sha256[:8]}-{source.name.removeprefix(f'{extension.sha256[:8]}-')}"
     try:
-        content = kept.read_bytes() if kept.is_file() else source.read_bytes()
+        content = retained.read_bytes() if retained.is_file() else source.read_bytes()
         if sha256(content).hexdigest() != extension.sha256:
             raise InputError(f"extensions: {source} changed since the plan was made; start again")
-        kept.parent.mkdir(exist_ok=True)
-        kept.write_bytes(content)
+        retained.parent.mkdir(exist_ok=True)
+        retained.write_bytes(content)
     except OSError as error:
         raise InputError(f"extensions: {error.filename} cannot be read or kept: {error.strerror}") from error
-    return replace(plan, extension=replace(extension, path=str(kept)))
+    return replace(plan, extension=replace(extension, path=str(retained)))
 
 
 def _check_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef, hook: Hook, path: str) -> None:
@@ -279,9 +279,9 @@ def _check_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef, hook: Hoo
     arguments, wanted = function.args, ARGUMENTS[hook]
     positional = [*arguments.posonlyargs, *arguments.args]
     required = len(positional) - len(arguments.defaults)
-    takes_more = arguments.vararg is not None or len(positional) >= len(wanted)
+    accepts_more = arguments.vararg is not None or len(positional) >= len(wanted)
     has_keyword_only = any(default is None for default in arguments.kw_defaults)
-    if required > len(wanted) or not takes_more or has_keyword_only:
+    if required > len(wanted) or not accepts_more or has_keyword_only:
         raise InputError(f"{where} must be callable as {hook}({', '.join(wanted)})")
 
 

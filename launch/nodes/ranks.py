@@ -29,7 +29,7 @@ FILES_S = 65.0  # for a file of another machine to appear: NFS refreshes a folde
 STEP_END_S = 40.0  # for srun to end; Slurm's own KillWait is 30 s by default
 _POLL_S = 0.1
 # Messages of Slurm on a node that does not respond, by version. The agents' own messages are in the same log.
-_NODE_IS_GONE = re.compile(
+_NODE_IS_LOST = re.compile(
     r"^(srun|slurmstepd)\b.*(node failure|communication connection failure|launch .*failed|not responding|timed out"
     r"|no route to host|connection (refused|reset)|nodes? .*\b(down|fail))",
     re.IGNORECASE | re.MULTILINE,
@@ -71,7 +71,7 @@ class Step:
     def check_nodes(self) -> None:
         """Raises EnvironmentFaultError if it ended for another reason than a lost node: that would happen again."""
         failure = self.failure
-        if failure is not None and _NODE_IS_GONE.search(self.log.read_text(errors="replace")) is None:
+        if failure is not None and _NODE_IS_LOST.search(self.log.read_text(errors="replace")) is None:
             raise EnvironmentFaultError(f"the nodes could not be started: {failure}\nlog: {self.log}")
 
     def end(self, grace_s: float = STEP_END_S) -> None:

@@ -198,7 +198,7 @@ def simulated_plan(plan: Plan, console: Console) -> tuple[Plan, list[str]]:
     raise NothingFitsError(_nothing_fits(failed))
 
 
-def simulated_answers(answers: Sequence[Answer], console: Console) -> tuple[list[Answer], dict[str, list[str]]]:
+def simulated_results(answers: Sequence[Answer], console: Console) -> tuple[list[Answer], dict[str, list[str]]]:
     """Every machine's plan after its dry run, and what was found, by the name of the machine.
 
     NothingFitsError where only one machine is asked about; of several the others are told all the same.

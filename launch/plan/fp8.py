@@ -23,7 +23,7 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
 from shardwise.trainer.spec.hardware import Gpu, Hardware
 from shardwise.trainer.spec.job.sections import Job
-from shardwise.trainer.spec.messages.worker_requests import Fp8GainKey, Fp8GainRequest, KeptFp8Gain
+from shardwise.trainer.spec.messages.worker_requests import Fp8GainKey, Fp8GainRequest, StoredFp8Gain
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Fp8Gain, Plan
 from shardwise.trainer.spec.strategy import Fp8Recipe, Precision
@@ -67,14 +67,14 @@ def read_fp8_gain(cache: Path, key: Fp8GainKey) -> tuple[Fp8Gain | None, str | N
     """The stored timing under `key` or None, and a line about a file that could not be used."""
     path = _path(cache, key)
     try:
-        kept = codec.decode(path.read_bytes(), KeptFp8Gain, origin=str(path))
+        retained = codec.decode(path.read_bytes(), StoredFp8Gain, origin=str(path))
     except (FileNotFoundError, NotADirectoryError):
         return None, None
     except (OSError, InputError):
         return None, f"{path}: is no timing of FP8 that this version can read, and counts for nothing"
-    if kept.key != key:
+    if retained.key != key:
         return None, f"{path}: is a timing of FP8 for another model or machine, and counts for nothing"
-    return kept.gain, None
+    return retained.gain, None
 
 
 def keep_fp8_gain(cache: Path, key: Fp8GainKey, gain: Fp8Gain) -> str | None:
@@ -82,7 +82,7 @@ def keep_fp8_gain(cache: Path, key: Fp8GainKey, gain: Fp8Gain) -> str | None:
     path = _path(cache, key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        codec.write(path, KeptFp8Gain(key=key, gain=gain))
+        codec.write(path, StoredFp8Gain(key=key, gain=gain))
     except OSError as error:
         return f"{path}: cannot be written: {error.strerror}"
     return None
@@ -97,7 +97,7 @@ MODULE = "shardwise.trainer.runtime.tools.fp8_gain"
 _WHAT = "timing FP8 on the model's own matrix shapes"
 
 
-def asks_for_timing(plan: Plan) -> bool:
+def needs_timing(plan: Plan) -> bool:
     """True if `plan` ranks FP8 candidates by an assumed speed and may choose one of them."""
     is_open = plan.job.pin.precision is None and plan.fp8_gain is None
     return is_open and any(candidate.strategy.precision is Precision.FP8 for candidate in plan.candidates)
@@ -105,7 +105,7 @@ def asks_for_timing(plan: Plan) -> bool:
 
 def fp8_gain_for(plan: Plan, *, cache: Path, console: Console) -> Fp8Gain | None:
     """Gain of FP8 on this machine, timed now and stored; None if `plan` does not need it."""
-    if not asks_for_timing(plan):
+    if not needs_timing(plan):
         return None
     key = key_of(plan)
     request = Fp8GainRequest(model_config=plan.model_config, tokens=key.tokens, recipe=key.recipe)

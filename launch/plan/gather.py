@@ -253,11 +253,11 @@ def _read_local_host() -> Host:
 
 def _only(hardware: Hardware, gpus: tuple[int, ...]) -> Hardware:
     chosen, excluded = select_gpus(hardware.gpus, wanted=gpus)
-    kept = {gpu.index for gpu in chosen}
+    retained = {gpu.index for gpu in chosen}
     return replace(
         hardware,
         gpus=chosen,
-        links=tuple(link for link in hardware.links if {link.a, link.b} <= kept),
+        links=tuple(link for link in hardware.links if {link.a, link.b} <= retained),
         excluded=(*hardware.excluded, *excluded),
     )
 

@@ -48,8 +48,8 @@ def read_nodes_to_plan(
     if options.partition is not None:
         return found
     which = "the cluster's default" if name is None else "which the job file names (slurm.partition)"
-    said = f"planned for partition {found.partition.name}, {which}"
-    return replace(found, hardware=replace(found.hardware, notes=(said, *found.hardware.notes)))
+    note = f"planned for partition {found.partition.name}, {which}"
+    return replace(found, hardware=replace(found.hardware, notes=(note, *found.hardware.notes)))
 
 
 def read_partition_hardware(
@@ -77,8 +77,8 @@ def read_partition_hardware(
     access, unknown = _read_access(found, config, account, qos, environment)
     limits = _read_limits(found, config, access, qos, environment)
     answer = hardware_of(found, choice, num_nodes=nodes, stated=stated, access=access, limits=limits, share=share)
-    said = access.summary if access is not None else unknown
-    hardware = replace(answer.hardware, notes=(*answer.hardware.notes, said))
+    note = access.summary if access is not None else unknown
+    hardware = replace(answer.hardware, notes=(*answer.hardware.notes, note))
     if not hardware.libraries:  # the nodes see the same files, so jobs run this Python
         hardware = replace(hardware, libraries=read_libraries())
     return replace(answer, hardware=hardware)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from shardwise.trainer.planning.tables.gpu_names import spec_of
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Hardware, Holder
+from shardwise.trainer.spec.hardware import DeviceKind, Gpu, GpuProcess, Hardware
 from shardwise.trainer.spec.packages import lacks_code
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.units import format_bytes
@@ -85,13 +85,13 @@ def name_gpus(indices: Sequence[int]) -> str:
 def held_bytes(gpu: Gpu) -> int:
     """Memory of a GPU that other processes use now."""
     if gpu.free_bytes is None:
-        return sum(holder.memory_bytes or 0 for holder in gpu.holders)
+        return sum(holder.memory_bytes or 0 for holder in gpu.processes)
     return max(0, (gpu.usable_bytes or gpu.memory_bytes) - gpu.free_bytes)
 
 
-def name_holders(holders: Sequence[Holder]) -> str:
+def name_processes(processes: Sequence[GpuProcess]) -> str:
     """`python (pid 4242)`, the largest first, at most three."""
-    ordered = sorted(holders, key=lambda holder: holder.memory_bytes or 0, reverse=True)
+    ordered = sorted(processes, key=lambda holder: holder.memory_bytes or 0, reverse=True)
     named = [f"{holder.name or 'a process'} (pid {holder.pid})" for holder in ordered[:3]]
     more = [f"{len(ordered) - 3} more"] if len(ordered) > 3 else []
     return ", ".join(named + more) or "a process that is not visible from here"
@@ -130,7 +130,7 @@ def _not_busy(gpus: Sequence[Gpu]) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
         idle = _most_free_memory(gpus)
     skipped = [gpu for gpu in gpus if gpu not in idle]
     return tuple(idle), tuple(
-        f"GPU {gpu.index} is busy: {name_holders(gpu.holders)} uses {format_bytes(held_bytes(gpu))} of "
+        f"GPU {gpu.index} is busy: {name_processes(gpu.processes)} uses {format_bytes(held_bytes(gpu))} of "
         f"{format_bytes(gpu.memory_bytes)}; --gpus {gpu.index} uses it all the same"
         for gpu in skipped
     )
@@ -140,8 +140,8 @@ def _most_free_memory(gpus: Sequence[Gpu]) -> list[Gpu]:
     """Of busy cards, the number with the largest sum when each counts only as much as the fullest of them."""
     ordered = sorted(gpus, key=lambda gpu: gpu.free_bytes or 0, reverse=True)
     best = max(range(1, len(ordered) + 1), key=lambda count: count * (ordered[count - 1].free_bytes or 0))
-    kept = {gpu.index for gpu in ordered[:best]}
-    return [gpu for gpu in gpus if gpu.index in kept]
+    retained = {gpu.index for gpu in ordered[:best]}
+    return [gpu for gpu in gpus if gpu.index in retained]
 
 
 def _best_uniform(gpus: Sequence[Gpu]) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:

@@ -141,7 +141,7 @@ def _assemble(
     silent = [
         " ".join(wanted[topic]) for topic, answer in zip(wanted, answers, strict=True) if answer.exit_code is None
     ]
-    gpus, without_slice = _split_by_mig(_with_table_holders(usable, texts.get("table", "")), rows, texts)
+    gpus, without_slice = _split_by_mig(_with_table_processes(usable, texts.get("table", "")), rows, texts)
     gpus = with_card_facts(gpus)
     topology = parse_topology(texts.get("topology", ""))
     gpus = tuple(
@@ -172,7 +172,7 @@ def _assemble(
 
 
 def _usable_cards(rows: Sequence[GpuRow], apps: Answer, root: Path) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    holders = parse_compute_apps(apps.printed if apps.exit_code == 0 else "")
+    processes = parse_compute_apps(apps.printed if apps.exit_code == 0 else "")
     gpus, excluded = [], []
     for row in rows:
         gpu = row.gpu
@@ -194,7 +194,7 @@ def _usable_cards(rows: Sequence[GpuRow], apps: Answer, root: Path) -> tuple[tup
                 memory_bytes=memory_bytes,
                 free_bytes=free_bytes,
                 numa_node=_numa_node(row.bus_id, root),
-                holders=holders.get(gpu.uuid or "", ()),
+                processes=processes.get(gpu.uuid or "", ()),
             )
         )
     return tuple(gpus), tuple(excluded)
@@ -216,19 +216,19 @@ def _further_queries(gpus: Sequence[Gpu]) -> dict[str, tuple[str, ...]]:
 def _unexplained_bytes(gpu: Gpu) -> int:
     if gpu.free_bytes is None:
         return 0
-    return held_bytes(gpu) - sum(holder.memory_bytes or 0 for holder in gpu.holders)
+    return held_bytes(gpu) - sum(holder.memory_bytes or 0 for holder in gpu.processes)
 
 
-def _with_table_holders(gpus: Sequence[Gpu], table: str) -> tuple[Gpu, ...]:
+def _with_table_processes(gpus: Sequence[Gpu], table: str) -> tuple[Gpu, ...]:
     processes = parse_table_processes(table)
     return tuple(
         msgspec.structs.replace(
             gpu,
-            holders=gpu.holders
+            processes=gpu.processes
             + tuple(
                 process.holder
                 for process in processes
-                if process.gpu_index == gpu.index and process.holder.pid not in {one.pid for one in gpu.holders}
+                if process.gpu_index == gpu.index and process.holder.pid not in {one.pid for one in gpu.processes}
             ),
         )
         for gpu in gpus

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardwise.launch.probe.gpu_selection import free_memory_note, name_holders, select_gpus, visible_gpus
+from shardwise.launch.probe.gpu_selection import free_memory_note, name_processes, select_gpus, visible_gpus
 from shardwise.launch.probe.gpus import TIMEOUT_S, GpuFindings, amd_notes, read_gpus
 from shardwise.launch.probe.host import read_host
 from shardwise.launch.probe.installed import installed_version, unfit_version
@@ -66,14 +66,14 @@ def read_hardware(
     findings = read_gpus(root=root, environment=environment, timeout_s=smi_timeout_s)
     failure_notes = _failure_notes(findings, hides_all=setting is not None and setting.strip() in _HIDES_ALL)
     visible, hidden = visible_gpus(findings.gpus, setting)
-    chosen, left_out = select_gpus(visible, wanted=gpus, torch_version=installed_version("torch"))
+    chosen, excluded = select_gpus(visible, wanted=gpus, torch_version=installed_version("torch"))
     uneven = free_memory_note(chosen)
     host = read_host(root=root, environment=environment)
     hardware = Hardware(
         gpus=chosen,
         host=host,
         links=tuple(link for link in findings.links if {link.a, link.b} <= {gpu.index for gpu in chosen}),
-        excluded=(*findings.excluded, *hidden, *left_out),
+        excluded=(*findings.excluded, *hidden, *excluded),
         notes=(
             *findings.notes,
             *failure_notes,
@@ -190,7 +190,7 @@ def _gpu_lines(gpu: Gpu) -> list[str]:
         f"driver {gpu.driver}" if gpu.driver else None,
         None if gpu.spec_name or gpu.is_mig_on else _rating_note(gpu),
     )
-    return [line] + ([f"   memory is also held by {name_holders(gpu.holders)}"] if gpu.holders else [])
+    return [line] + ([f"   memory is also held by {name_processes(gpu.processes)}"] if gpu.processes else [])
 
 
 def _rating_note(gpu: Gpu) -> str:

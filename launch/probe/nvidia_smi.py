@@ -17,7 +17,7 @@ from pathlib import PurePosixPath
 from statistics import median
 
 from shardwise.trainer.planning.tables.gpu_names import match_gpu_name
-from shardwise.trainer.spec.hardware import Gpu, Holder, Link, LinkKind
+from shardwise.trainer.spec.hardware import Gpu, GpuProcess, Link, LinkKind
 from shardwise.trainer.spec.units import MIB
 from shardwise.trainer.spec.value import Value
 
@@ -100,7 +100,7 @@ class TableProcess(Value, frozen=True, kw_only=True):
 
     gpu_index: int
     kind: str
-    holder: Holder
+    holder: GpuProcess
 
 
 def known(text: str) -> str | None:
@@ -127,18 +127,18 @@ def unknown_field(output: str) -> str | None:
     return match[1] if match else None
 
 
-def parse_compute_apps(text: str) -> dict[str, tuple[Holder, ...]]:
+def parse_compute_apps(text: str) -> dict[str, tuple[GpuProcess, ...]]:
     """Compute processes by the UUID of their card, from `--query-compute-apps` with COMPUTE_APP_FIELDS."""
-    holders: dict[str, tuple[Holder, ...]] = {}
+    processes: dict[str, tuple[GpuProcess, ...]] = {}
     for line in text.splitlines():
         cells = line.split(",")
         if len(cells) < len(COMPUTE_APP_FIELDS) or not cells[1].strip().isdigit():
             continue
         name = known(",".join(cells[2:-1]))  # a path may hold commas
-        holder = Holder(pid=int(cells[1]), name=name and _program(name), memory_bytes=_mebibytes(cells[-1]))
+        holder = GpuProcess(pid=int(cells[1]), name=name and _program(name), memory_bytes=_mebibytes(cells[-1]))
         uuid = cells[0].strip()
-        holders[uuid] = (*holders.get(uuid, ()), holder)
-    return holders
+        processes[uuid] = (*processes.get(uuid, ()), holder)
+    return processes
 
 
 def parse_table_processes(text: str) -> tuple[TableProcess, ...]:
@@ -151,7 +151,7 @@ def parse_table_processes(text: str) -> tuple[TableProcess, ...]:
         TableProcess(
             gpu_index=int(index),
             kind=kind,
-            holder=Holder(pid=int(pid), name=_program(name), memory_bytes=int(memory) * MIB if memory else None),
+            holder=GpuProcess(pid=int(pid), name=_program(name), memory_bytes=int(memory) * MIB if memory else None),
         )
         for index, pid, kind, name, memory in pattern.findall(text)
     )

@@ -34,7 +34,7 @@ _NO_EXPANDING = "expandable segments fail on this GPU: its runs use the allocato
 _ARCHITECTURE = re.compile(r"(?:sm|compute)_(\d+)(\d)[a-z]?")
 
 
-class TorchAnswer(Value, frozen=True, kw_only=True):
+class TorchResult(Value, frozen=True, kw_only=True):
     """The result of `torch_check`, or the reason why there is none."""
 
     facts: TorchFacts | None = None
@@ -70,7 +70,7 @@ def ask_torch(
     *,
     python: str = sys.executable,
     timeout_s: float = TIMEOUT_S,
-) -> TorchAnswer:
+) -> TorchResult:
     """Result of `runtime.tools.torch_check` in the environment of the ranks; without hardware, of the GPUs torch sees.
 
     If a card fails, the check runs once more without the settings of the allocator, which may be the cause.
@@ -87,7 +87,7 @@ def ask_torch(
     return replace(plain, refused={name: value for name, value in settings.items() if name in environment})
 
 
-def _run_check(environment: Mapping[str, str], python: str, timeout_s: float) -> TorchAnswer:
+def _run_check(environment: Mapping[str, str], python: str, timeout_s: float) -> TorchResult:
     try:
         facts = ask(
             "shardwise.trainer.runtime.tools.torch_check",
@@ -99,19 +99,19 @@ def _run_check(environment: Mapping[str, str], python: str, timeout_s: float) ->
             python=python,
         )
     except WorkerTimeoutError:
-        return TorchAnswer(problem=f"it did not load within {timeout_s:g} s", is_slow=True)
+        return TorchResult(problem=f"it did not load within {timeout_s:g} s", is_slow=True)
     except ShardwiseError as error:
-        return TorchAnswer(problem=str(error))
-    return TorchAnswer(facts=facts)
+        return TorchResult(problem=str(error))
+    return TorchResult(facts=facts)
 
 
-def _has_failed(answer: TorchAnswer) -> bool:
+def _has_failed(answer: TorchResult) -> bool:
     """True if a card cannot be used, for another reason than that other processes use its memory."""
     trials = () if answer.facts is None else answer.facts.devices
     return any(trial.problem is not None and not trial.is_out_of_memory for trial in trials)
 
 
-def find_fault(hardware: Hardware, answer: TorchAnswer) -> tuple[str, ...]:
+def find_fault(hardware: Hardware, answer: TorchResult) -> tuple[str, ...]:
     """Why torch cannot use the GPUs of a run, then the remedy; empty if it can."""
     gpus, facts = hardware.gpus, answer.facts
     if not gpus or facts is None:

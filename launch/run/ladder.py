@@ -165,15 +165,17 @@ def _job_of(around: Climb, settings: dict[str, str]) -> Job:
     Adapters on weights that are drawn are no training, and refused as such; what they hold is measured all the same.
     """
     method = settings[METHOD]
-    is_on_drawn_weights = method in (Method.LORA, Method.QLORA) and around.inputs.resolved.job.model.config is not None
-    read = settings | {METHOD: Method.FULL.value} if is_on_drawn_weights else settings
+    is_on_initial_weights = (
+        method in (Method.LORA, Method.QLORA) and around.inputs.resolved.job.model.config is not None
+    )
+    read = settings | {METHOD: Method.FULL.value} if is_on_initial_weights else settings
     job = read_job_layers(
         around.job_path,
         [*around.overrides, *(f"{path}={value}" for path, value in read.items())],
         config_home=folders.config_home(around.environment),
         site_config=folders.site_config(around.environment),
     ).job
-    train = replace(job.train, method=Method(method)) if is_on_drawn_weights else job.train
+    train = replace(job.train, method=Method(method)) if is_on_initial_weights else job.train
     return replace(job, train=train, limits=without_limits(job.limits))
 
 

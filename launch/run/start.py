@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from shardwise.launch.inputs.model_files import kept_plan_with_new_rows, refuse_frozen_rows, with_new_rows
+from shardwise.launch.inputs.model_files import refuse_frozen_rows, retained_plan_with_new_rows, with_new_rows
 from shardwise.launch.inputs.prepare_data import prepare_data, refuse_other_stream
 from shardwise.launch.job import folders
 from shardwise.launch.job.layers import ResolvedJob
@@ -77,7 +77,7 @@ def prepare(options: TrainOptions, console: Console, environment: Mapping[str, s
     """The plan of a job file, or one that was kept, with its data prepared; InputError for whatever is wrong."""
     require_libraries_of_training()
     if options.job.suffix == ".json":
-        return _prepare_kept_plan(options, console, environment, machines)
+        return _prepare_retained_plan(options, console, environment, machines)
     _check_several(options, machines)
     inputs = read_inputs(
         options.job,
@@ -142,7 +142,7 @@ def _as_submitted(found: Hardware, run_dir: Path | None, console: Console) -> Ha
     return found
 
 
-def _prepare_kept_plan(
+def _prepare_retained_plan(
     options: TrainOptions, console: Console, environment: Mapping[str, str], machines: Machines
 ) -> Prepared:
     if options.overrides:
@@ -162,7 +162,7 @@ def _prepare_kept_plan(
     plan = msgspec.structs.replace(plan, hardware=expanding)
     check_trackers(plan.job, environment)
     cache = folders.cache_home(environment)
-    plan = kept_plan_with_new_rows(plan, cache=cache, on_progress=console.line)
+    plan = retained_plan_with_new_rows(plan, cache=cache, on_progress=console.line)
     return Prepared(_with_data(plan, console, cache), None, cache)
 
 

@@ -37,7 +37,7 @@ from shardwise.slurm.partition_hardware import PartitionHardware
 from shardwise.slurm.sbatch import BatchJob, warning_s
 from shardwise.slurm.submit import knows_pyxis
 from shardwise.trainer.planning import node_counts
-from shardwise.trainer.planning.explain.choice import machine_words
+from shardwise.trainer.planning.explain.choice import machine_text
 from shardwise.trainer.planning.node_counts import NodeCount, counts_to_try, planned
 from shardwise.trainer.planning.page.content import Section
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, NothingFitsError
@@ -130,7 +130,7 @@ def batch_job(target: Target, run_dir: Path, *, num_points: int | None, environm
     save_s = first.chosen.memory.checkpoint_bytes / SAVE_BYTES_PER_S
     return BatchJob(
         name=output_base(target.resolved.job.output, target.resolved.name).name,
-        summary=f"{first.chosen.strategy.name} on {machine_words(target.hardware)}, {time_words(target)}",
+        summary=f"{first.chosen.strategy.name} on {machine_text(target.hardware)}, {time_text(target)}",
         written_by=f"shardwise {recorded_versions()['shardwise']}",
         run_dir=str(run_dir),
         workdir=str(Path.cwd()),
@@ -140,7 +140,7 @@ def batch_job(target: Target, run_dir: Path, *, num_points: int | None, environm
         uses_gres_option=found is not None and (found.group.is_mig or bool(found.group.other_gpus)),
         num_cores=slurm.cores if found is None else host.num_cores,
         memory_bytes=slurm.memory if found is None else host.ram_bytes,
-        takes_whole_nodes=share.is_whole,
+        uses_whole_nodes=share.is_whole,
         time_limit_s=time_s,
         warning_s=warning_s(step_s=first.chosen.speed.step_s, save_s=save_s, time_limit_s=time_s),
         partition=slurm.partition,
@@ -163,20 +163,20 @@ def batch_job(target: Target, run_dir: Path, *, num_points: int | None, environm
 def time_limit_s(target: Target) -> int:
     """Of one job: as asked, else what is predicted with a margin, at most what the partition allows."""
     most = None if target.found is None else target.found.time_limit_s
-    asked = parse_duration(target.slurm.time)
-    if asked is not None:
-        if most is not None and asked > most:
+    requested = parse_duration(target.slurm.time)
+    if requested is not None:
+        if most is not None and requested > most:
             raise InputError(
                 f"slurm.time is {target.slurm.time}; a job may take {format_duration(most)} at most there.\n"
                 "Leave it out: a run that is not done by then goes on in a further job"
             )
-        return asked
+        return requested
     wanted = target.hours * 3600 * TIME_MARGIN + SETUP_S
     rounded = round(-(-wanted // ROUNDED_TO_S) * ROUNDED_TO_S)
     return rounded if most is None else min(rounded, most)
 
 
-def time_words(target: Target) -> str:
+def time_text(target: Target) -> str:
     """`predicted 38 h 10 min: 2 jobs of 1-00:00:00`."""
     limit = time_limit_s(target)
     jobs = num_jobs(target.hours, limit)
@@ -259,12 +259,12 @@ def node_counts_section(inputs: PlanInputs, plan: Plan) -> Section | None:
     found = inputs.partition
     if found is None:
         return None
-    asked, place = plan.hardware.num_nodes, found.partition.name
+    requested, place = plan.hardware.num_nodes, found.partition.name
     counts = [
-        planned(count, plan) if count == asked else _plan_for(count, inputs, plan)
-        for count in counts_to_try(found.num_allowed_nodes, asked)
+        planned(count, plan) if count == requested else _plan_for(count, inputs, plan)
+        for count in counts_to_try(found.num_allowed_nodes, requested)
     ]
-    (own,) = (count for count in counts if count.num_nodes == asked)
+    (own,) = (count for count in counts if count.num_nodes == requested)
     hours = own.totals.hours if own.totals is not None else 0.0
     wanted = parse_duration(plan.job.slurm.time)
     limit, words = found.time_limit_s, []
@@ -272,7 +272,7 @@ def node_counts_section(inputs: PlanInputs, plan: Plan) -> Section | None:
         words = [f"slurm.time {plan.job.slurm.time} is more than {place} allows, {format_duration(limit)}"]
     elif wanted is not None:
         limit = wanted
-    nodes = f"{asked} node{'s' if asked > 1 else ''}"
+    nodes = f"{requested} node{'s' if requested > 1 else ''}"
     words.append(f"on {nodes}: {describe_num_jobs(hours, limit, place=place)}")
     return node_counts.node_counts_section(counts, place=place, allowed=found.num_allowed_nodes, sentences=words)
 

@@ -37,7 +37,7 @@ def render_status(status: RunStatus, *, base: Path) -> str:
     if status.ended_job is not None and describe_ended(status.ended_job) not in status.words:
         lines.append(f"  {describe_ended(status.ended_job)}")
     lines += [f"  error: {line}" for line in (status.error or "").splitlines()[:1]]
-    lines += [f"  {words}" for words in (_plan_words(status), _learning(status), _clock(status)) if words]
+    lines += [f"  {words}" for words in (_plan_text(status), _learning(status), _clock(status)) if words]
     lines += _history(status)
     lines += [f"  checkpoint: {status.checkpoint}"] if status.checkpoint else []
     lines += [f"  last line: {status.last_line}"] if status.last_line else []
@@ -74,7 +74,7 @@ def _figures(status: RunStatus) -> str:
     return "  ".join([*parts, *status.overrides])
 
 
-def _plan_words(status: RunStatus) -> str:
+def _plan_text(status: RunStatus) -> str:
     if status.strategy is None:
         return ""
     ranks = "1 rank" if status.num_ranks == 1 else f"{status.num_ranks} ranks"

@@ -23,7 +23,7 @@ from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.rundir.files import point_of
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.notify import NotifyError, url_in
-from shardwise.launch.track.tracker import SHOWN, EndNotice, TrackerOrder, ViewRequest, WandbAnswer
+from shardwise.launch.track.tracker import SHOWN, EndNotice, TrackerOrder, ViewRequest, WandbResult
 from shardwise.launch.worker import ask
 from shardwise.trainer.spec.errors import InputError, InputProblemsError, ShardwiseError
 from shardwise.trainer.spec.job.kinds import is_url, variable_of
@@ -85,15 +85,15 @@ def login_problem(environment: Mapping[str, str]) -> str | None:
 
 def ask_wandb(
     command: str, request: ViewRequest | None, environment: Mapping[str, str], *, timeout_s: float
-) -> WandbAnswer:
+) -> WandbResult:
     """The answer of a process of its own that imports wandb; without a terminal, wandb does not prompt."""
     module = "shardwise.launch.track.wandb"
     try:
         return ask(
-            module, request, WandbAnswer, subject="wandb", flags=(command,), inherited=environment, timeout_s=timeout_s
+            module, request, WandbResult, subject="wandb", flags=(command,), inherited=environment, timeout_s=timeout_s
         )
     except ShardwiseError as error:
-        return WandbAnswer(problem=str(error))
+        return WandbResult(problem=str(error))
 
 
 def tracker_order(plan: Plan, run_dir: Path, environment: Mapping[str, str]) -> TrackerOrder:

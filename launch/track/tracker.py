@@ -72,7 +72,7 @@ class ViewRequest(Value, frozen=True, kw_only=True):
     view: dict[str, Any]
 
 
-class WandbAnswer(Value, frozen=True, kw_only=True):
+class WandbResult(Value, frozen=True, kw_only=True):
     """The answer of a command of `launch.track.wandb`: a problem, or the URL of a saved view."""
 
     problem: str | None = None

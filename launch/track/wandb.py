@@ -38,7 +38,7 @@ from shardwise.launch.track.tracker import (
     Run,
     Summaries,
     ViewRequest,
-    WandbAnswer,
+    WandbResult,
     predicted_series,
     show,
     summary_of,
@@ -270,7 +270,7 @@ mutation UpsertView(
 """
 
 
-def save_view(request: ViewRequest) -> WandbAnswer:
+def save_view(request: ViewRequest) -> WandbResult:
     """Creates the view of a project, or replaces the view that has its name."""
     api = wandb.Api()
 
@@ -283,7 +283,7 @@ def save_view(request: ViewRequest) -> WandbAnswer:
     kind = "project-view"
     found = ask(_FIND, {"entityName": entity, "name": project, "viewType": kind, "viewName": view_name})
     if found.get("project") is None:
-        return WandbAnswer(problem=f"there is no project {entity}/{project} that this login can see")
+        return WandbResult(problem=f"there is no project {entity}/{project} that this login can see")
     edges = (found["project"].get("allViews") or {}).get("edges") or []
     variables = {
         "entityName": entity,
@@ -295,20 +295,20 @@ def save_view(request: ViewRequest) -> WandbAnswer:
     }
     saved = ask(_SAVE, variables | ({"id": edges[0]["node"]["id"]} if edges else {}))
     if (saved.get("upsertView") or {}).get("view") is None:
-        return WandbAnswer(problem=f"{entity}/{project}: the view was not saved; does this login have write access?")
+        return WandbResult(problem=f"{entity}/{project}: the view was not saved; does this login have write access?")
     url = str(wandb.setup().settings.app_url).rstrip("/")
-    return WandbAnswer(url=f"{url}/{entity}/{project}?nw={request.identity}")
+    return WandbResult(url=f"{url}/{entity}/{project}?nw={request.identity}")
 
 
 def main(command: str, request: Path, answer: Path) -> None:
     """`login` or `save-view`, for `launch.worker.ask`."""
     try:
         answered = (
-            WandbAnswer(problem=login_problem()) if command == "login" else save_view(codec.read(request, ViewRequest))
+            WandbResult(problem=login_problem()) if command == "login" else save_view(codec.read(request, ViewRequest))
         )
     except Exception as error:  # noqa: BLE001 - wandb raises many types; the first line of the message is shown
         problem = redact(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-        answered = WandbAnswer(problem=problem)
+        answered = WandbResult(problem=problem)
     codec.write(answer, answered)
 
 

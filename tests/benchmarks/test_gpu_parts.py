@@ -231,8 +231,8 @@ def rehearse(out: Path, *parts: str, **environment: str) -> tuple[str, dict[str,
     command += ["--only", "|".join(parts)]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    (kept,) = (path for path in out.glob("*.json") if not path.name.startswith("steps"))
-    return done.stdout, json.loads(kept.read_text())["parts"]
+    (retained,) = (path for path in out.glob("*.json") if not path.name.startswith("steps"))
+    return done.stdout, json.loads(retained.read_text())["parts"]
 
 
 def test_a_rehearsal_runs_and_the_next_call_has_nothing_to_do(tmp_path: Path):

@@ -88,12 +88,12 @@ def check(run: Launch, case: Case, *, num_steps: int = 2, num_ranks: int | None 
     """It came to its end on the cards, with what was pinned."""
     report = run.report
     assert report.ending is Ending.FINISHED and report.step == num_steps
-    assert report.engaged is not None and report.engaged.world_size == (num_ranks or len(case.machine.cards))
+    assert report.verified is not None and report.verified.world_size == (num_ranks or len(case.machine.cards))
     if "sharding" in case.pin:
         assert report.plan.strategy.sharding == case.pin["sharding"]
-        assert (report.engaged.backend or "").startswith(("nccl", "cuda:nccl"))
+        assert (report.verified.backend or "").startswith(("nccl", "cuda:nccl"))
     for name, pattern in case.seen.items():
-        assert re.search(pattern, report.engaged.facts[name]), (name, report.engaged.facts)
+        assert re.search(pattern, report.verified.facts[name]), (name, report.verified.facts)
     assert report.measured.memory.peak_allocated_bytes
 
 

@@ -36,8 +36,8 @@ def main(
         state = RunState()
         with around(path, rank):
             train(codec.read(path, Plan), paths, ReportWriter(paths, rank=rank), state, lambda: False)
-        assert state.engaged is not None
-        codec.write(path.with_name(f"engaged-{rank}.json"), state.engaged)
+        assert state.verified is not None
+        codec.write(path.with_name(f"engaged-{rank}.json"), state.verified)
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         os.environ.clear()

@@ -126,8 +126,8 @@ def take_peak(path: Path, plan: Plan, *, is_whole: bool) -> dict[str, int]:
     engine = engine_of(plan.chosen.strategy.sharding)
     accelerator = build_accelerator(plan, ds_config=engine.read_config(path.parent))
     with Peak() as peak:
-        kept = load(plan, accelerator, is_whole=is_whole)
-    del kept
+        retained = load(plan, accelerator, is_whole=is_whole)
+    del retained
     return {"peak": max(peak.highest, peak.at_end), "end": peak.at_end}
 
 

@@ -48,9 +48,9 @@ def run(plan: Plan, paths: RunPaths, *, last: int) -> None:
     assert ending is (Ending.FINISHED if last == plan.schedule.num_steps else Ending.STOPPED)
     assert all(each.startswith("8-bit optimizer state") for each in state.incidents), state.incidents
     if rank == 0:
-        kept = paths.run_dir / "incidents.json"
-        known = json.loads(kept.read_text()) if kept.exists() else []
-        kept.write_text(json.dumps(known + state.incidents))
+        retained = paths.run_dir / "incidents.json"
+        known = json.loads(retained.read_text()) if retained.exists() else []
+        retained.write_text(json.dumps(known + state.incidents))
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ.clear()

@@ -55,8 +55,8 @@ def main(arguments: list[str]) -> None:
         hook = register_module_forward_hook(seen.on_forward)
         train(codec.read(path, Plan), paths, ReportWriter(paths, rank=rank), state, lambda: False)
         hook.remove()
-        assert state.engaged is not None
-        codec.write(path.with_name(f"engaged-{rank}.json"), state.engaged)
+        assert state.verified is not None
+        codec.write(path.with_name(f"engaged-{rank}.json"), state.verified)
         answer = {"gradients": seen.gradients, "te": counted()}
         path.with_name(f"seen-{rank}.json").write_text(json.dumps(answer))
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -40,9 +40,9 @@ class Case(NamedTuple):
         return f"{self.sharding}-{self.checkpointing}{extras}"
 
 
-def cases_of(sharding: Sharding, *kept: Checkpointing, moved: Sequence[Checkpointing] = ()) -> list[Case]:
+def cases_of(sharding: Sharding, *retained: Checkpointing, moved: Sequence[Checkpointing] = ()) -> list[Case]:
     """Everything kept, and what is compared with it."""
-    points = [(Checkpointing.NONE, False), *((each, False) for each in kept), *((each, True) for each in moved)]
+    points = [(Checkpointing.NONE, False), *((each, False) for each in retained), *((each, True) for each in moved)]
     return [Case(sharding, *point) for point in points]
 
 
@@ -126,9 +126,9 @@ def test_steps_with_dropout_end_where_they_do_when_everything_is_kept(case, runs
 @EACH
 def test_every_rank_saw_what_was_recomputed_and_moved(case, runs):
     for rank in (0, 1):
-        engaged = engaged_of(runs[case], rank)
-        assert engaged.facts.get("checkpointing") == FACTS.get(case.checkpointing)
-        moved = engaged.facts.get("activation_offload", "")
+        verified = engaged_of(runs[case], rank)
+        assert verified.facts.get("checkpointing") == FACTS.get(case.checkpointing)
+        moved = verified.facts.get("activation_offload", "")
         assert ("of 3 blocks" in moved) is case.moves
 
 
@@ -146,8 +146,8 @@ def test_compiled_blocks_train_alike_under_every_engine(cases, tmp_path, cache_d
     for case, plain in zip(cases, eager, strict=True):
         course, expected = read_course(run_dirs[case]), read_course(run_dirs[plain])
         assert course.losses == pytest.approx(expected.losses, abs=1e-5), case.name
-        engaged = engaged_of(run_dirs[case], 1)
-        assert engaged.facts["compile"].startswith(f"{NUM_BLOCKS} of {NUM_BLOCKS} blocks, as "), case.name
+        verified = engaged_of(run_dirs[case], 1)
+        assert verified.facts["compile"].startswith(f"{NUM_BLOCKS} of {NUM_BLOCKS} blocks, as "), case.name
 
 
 def without_compile(case: Case, cache_dir: Path):

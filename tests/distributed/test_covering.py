@@ -82,15 +82,15 @@ def test_a_point_trains_like_the_plain_run_of_its_update(point, folder):
 @each_point
 def test_a_point_is_what_its_plan_says(point, folder):
     run_dir = folder / name_of(point, clip=float(is_clipped(point)))
-    engaged = engaged_of(run_dir)
-    assert engaged.world_size == point.num_ranks
-    assert engaged.precision == point.precision
-    assert engaged.loss == point.loss
-    assert engaged.accumulation == point.accumulation
-    assert (engaged.checkpointed_blocks > 0) is (point.checkpointing is not Checkpointing.NONE)
-    assert (engaged.sharded_parameters > 0) is point.sharding.shards_weights
-    assert (engaged.partition_elements is not None) is point.sharding.shards_optimizer
-    assert engaged.facts, "what only a step can show was looked at"
+    verified = engaged_of(run_dir)
+    assert verified.world_size == point.num_ranks
+    assert verified.precision == point.precision
+    assert verified.loss == point.loss
+    assert verified.accumulation == point.accumulation
+    assert (verified.checkpointed_blocks > 0) is (point.checkpointing is not Checkpointing.NONE)
+    assert (verified.sharded_parameters > 0) is point.sharding.shards_weights
+    assert (verified.partition_elements is not None) is point.sharding.shards_optimizer
+    assert verified.facts, "what only a step can show was looked at"
 
 
 @pytest.mark.cold

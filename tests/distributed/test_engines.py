@@ -127,16 +127,16 @@ def test_every_step_equals_that_of_a_single_process_of_plain_pytorch(case, run_d
 @each(TORCH_CASES + DEEPSPEED_CASES)
 def test_the_engine_of_the_plan_is_the_one_that_ran(case, run_dir):
     ranks = [engaged_of(run_dir, rank) for rank in (0, 1)]
-    for engaged in ranks:
-        assert engaged.world_size == 2 and engaged.backend == "gloo"
-        assert engaged.engine_class == ENGINE_CLASSES[case.sharding]
-        assert engaged.optimizer_class == ("AdamW" if case.offload is Offload.NONE else "DeepSpeedCPUAdam")
-        assert engaged.accumulation == case.accumulation
-        assert engaged.loss == case.loss
-        assert engaged.precision == "fp32"
-        assert engaged.checkpointed_blocks == (2 if case.checkpointing is Checkpointing.FULL else 0)
-        assert engaged.sharded_parameters == (NUM_PARAMETERS if case.sharding.shards_weights else 0)
-    owned = [engaged.partition_elements for engaged in ranks]
+    for verified in ranks:
+        assert verified.world_size == 2 and verified.backend == "gloo"
+        assert verified.engine_class == ENGINE_CLASSES[case.sharding]
+        assert verified.optimizer_class == ("AdamW" if case.offload is Offload.NONE else "DeepSpeedCPUAdam")
+        assert verified.accumulation == case.accumulation
+        assert verified.loss == case.loss
+        assert verified.precision == "fp32"
+        assert verified.checkpointed_blocks == (2 if case.checkpointing is Checkpointing.FULL else 0)
+        assert verified.sharded_parameters == (NUM_PARAMETERS if case.sharding.shards_weights else 0)
+    owned = [verified.partition_elements for verified in ranks]
     if case.sharding.shards_optimizer:
         assert all(elements is not None and elements < 0.51 * NUM_ELEMENTS for elements in owned)
         assert NUM_ELEMENTS <= sum(owned) < 1.01 * NUM_ELEMENTS, "together the model once, but for padding"

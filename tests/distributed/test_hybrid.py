@@ -124,12 +124,12 @@ def test_an_update_within_the_backward_pass_sees_gradients_of_all_copies(runs, c
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_engine_of_the_plan_is_the_one_that_ran(name, runs):
     ranks = [engaged_of(runs / name, rank) for rank in range(NUM_RANKS)]
-    for engaged in ranks:
-        assert (engaged.world_size, engaged.backend, engaged.precision) == (NUM_RANKS, "gloo", "fp32")
-        assert (engaged.engine_class, engaged.sharded_parameters) == ("FSDPLlamaForCausalLM", NUM_PARAMETERS)
-        assert engaged.accumulation == TRAINED[name]["accumulation"]
-        assert engaged.facts["copies of the weights"] == str(NUM_COPIES)
-    owned = [engaged.partition_elements for engaged in ranks]
+    for verified in ranks:
+        assert (verified.world_size, verified.backend, verified.precision) == (NUM_RANKS, "gloo", "fp32")
+        assert (verified.engine_class, verified.sharded_parameters) == ("FSDPLlamaForCausalLM", NUM_PARAMETERS)
+        assert verified.accumulation == TRAINED[name]["accumulation"]
+        assert verified.facts["copies of the weights"] == str(NUM_COPIES)
+    owned = [verified.partition_elements for verified in ranks]
     assert owned[:NUM_SHARDS] == owned[NUM_SHARDS:], "both machines cut alike"
     assert sum(owned[:NUM_SHARDS]) == NUM_ELEMENTS
     assert max(owned) < 0.51 * NUM_ELEMENTS
@@ -177,14 +177,14 @@ def test_the_export_is_of_the_best_step(runs):
     losses = [line["eval_loss"] for line in metrics_of(runs / "best")]
     best = losses.index(min(losses)) + 1
     assert best == len(losses) - PATIENCE < 40
-    kept, last = (
+    retained, last = (
         read_weights(open_checkpoint(runs / "best" / "checkpoints" / f"step-{step:08d}"))
         for step in (best, len(losses))
     )
     exported = load_file(runs / "best" / "export" / "model.safetensors")
-    assert exported.keys() == kept.keys()
+    assert exported.keys() == retained.keys()
     for name, weight in exported.items():
-        assert torch.equal(weight, kept[name].to(weight.dtype)), name
+        assert torch.equal(weight, retained[name].to(weight.dtype)), name
         assert not torch.equal(weight, last[name].to(weight.dtype)), name
 
 

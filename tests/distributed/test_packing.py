@@ -99,8 +99,8 @@ def test_packed_rows_are_learned_as_their_documents_one_by_one(
     run_ranks(attempts, 2)
     for case, folder, attempt in zip(cases, folders, attempts, strict=True):
         assert read_course(folder).losses == pytest.approx(reference, abs=TOLERANCE), folder.name
-        engaged = codec.read(attempt.with_name("engaged-0.json"), Verified)
-        assert (engaged.loss, engaged.attention) == (case[2], case[3]), folder.name
+        verified = codec.read(attempt.with_name("engaged-0.json"), Verified)
+        assert (verified.loss, verified.attention) == (case[2], case[3]), folder.name
     assert reference[-1] < reference[0]
 
 

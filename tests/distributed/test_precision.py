@@ -105,7 +105,7 @@ class Run(NamedTuple):
     def weights(self) -> dict[str, torch.Tensor]:
         return load_file(self.folder / "export" / "model.safetensors")
 
-    def engaged(self, rank: int) -> Verified:
+    def verified(self, rank: int) -> Verified:
         return engaged_of(self.folder, rank)
 
     def seen(self, rank: int) -> dict:
@@ -177,7 +177,7 @@ def test_every_step_follows_plain_pytorch_in_fp32(case, run, reference):
     assert run.losses == pytest.approx(reference.losses, abs=TOLERANCE)
     assert run.losses != pytest.approx(reference.losses, abs=1e-6), "sixteen bits round"
     assert run.weights.keys() == reference.weights.keys(), "what is exported is named as in the plain model"
-    assert {run.engaged(rank).precision for rank in range(case.num_ranks)} == {case.precision}
+    assert {run.verified(rank).precision for rank in range(case.num_ranks)} == {case.precision}
 
 
 @each(FP16_CASES)
@@ -185,7 +185,7 @@ def test_the_gradients_of_fp16_carry_the_scale(case, run, torch_runs):
     plain = torch_runs[FP32_CASE.name]
     assert [line["loss_scale"] for line in run.lines] == [INIT_SCALE] * NUM_STEPS
     for rank in (0, 1):
-        facts = run.engaged(rank).facts
+        facts = run.verified(rank).facts
         assert (facts["autocast"], facts["loss scale"], facts["skipped steps"]) == ("float16", "65536", "0")
         if case.accumulation == 1:  # else the micro batches are others
             largest, unscaled = run.seen(rank)["gradients"][0], plain.seen(rank)["gradients"][0]
@@ -196,15 +196,15 @@ def test_the_gradients_of_fp16_carry_the_scale(case, run, torch_runs):
 def test_deepspeed_scales_and_its_scale_is_told(case, run):
     assert [line["loss_scale"] for line in run.lines] == [INIT_SCALE] * NUM_STEPS
     assert not any(line.get("skipped") for line in run.lines)
-    assert run.engaged(0).facts["loss scale"] == "65536"
-    assert "autocast" not in run.engaged(0).facts, "the engine's own copy is fp16"
+    assert run.verified(0).facts["loss scale"] == "65536"
+    assert "autocast" not in run.verified(0).facts, "the engine's own copy is fp16"
 
 
 @each(ZERO_OVERFLOWS)
 def test_what_deepspeed_skips_is_told(case, run):
     assert [bool(line.get("skipped")) for line in run.lines] == [True] + [False] * (NUM_STEPS - 1)
     assert run.lines[0].get("grad_norm") is None and run.lines[1]["grad_norm"] > 0
-    assert {run.engaged(rank).facts["skipped steps"] for rank in (0, 1)} == {"1"}
+    assert {run.verified(rank).facts["skipped steps"] for rank in (0, 1)} == {"1"}
     assert run.losses[-1] < run.losses[0] - 0.5, "it trains on"
 
 
@@ -218,7 +218,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(case, run, torch_runs):
     assert [line["loss_scale"] for line in run.lines] == [INIT_SCALE] + [INIT_SCALE / 2] * (NUM_STEPS - 1)
     assert run.lines[0].get("grad_norm") is None and run.lines[1]["grad_norm"] > 0
     for rank in range(case.num_ranks):
-        facts = run.engaged(rank).facts
+        facts = run.verified(rank).facts
         assert (facts["loss scale"], facts["skipped steps"]) == ("32768", "1")
     plain = torch_runs[FP32_CASE.name]
     assert run.losses[0] == pytest.approx(plain.losses[0], abs=TOLERANCE)
@@ -249,7 +249,7 @@ def test_every_forward_multiplies_in_fp8_recomputation_too(case, run):
 
 @each([*FP8_CASES, HYBRID_FP8])
 def test_the_report_says_what_was_converted_and_what_ran(case, run):
-    facts = run.engaged(0).facts
+    facts = run.verified(0).facts
     assert str(case.recipe) in facts["fp8 recipe"] and RECIPE_CLASSES[case.recipe] in facts["fp8 recipe"]
     assert ("experimental" in facts["fp8 recipe"]) is (case.recipe is Fp8Recipe.MXFP8)
     assert facts["fp8 layers"] == str(NUM_LINEARS)

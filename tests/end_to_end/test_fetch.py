@@ -62,9 +62,9 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def online(workplace: Workplace, hub: Hub) -> Workplace:
-    kept = {name: value for name, value in workplace.environment.items() if "PROXY" not in name.upper()}
-    kept = {name: value for name, value in kept.items() if not name.startswith("HF_")}
-    place = Workplace(workplace.folder, kept | {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"})
+    retained = {name: value for name, value in workplace.environment.items() if "PROXY" not in name.upper()}
+    retained = {name: value for name, value in retained.items() if not name.startswith("HF_")}
+    place = Workplace(workplace.folder, retained | {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"})
     place.write_job(
         model={"name": "org/model", "config": None, "tokenizer": None},
         data={"train": "org/rows", "eval": "10%"},

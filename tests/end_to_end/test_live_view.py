@@ -40,11 +40,11 @@ def on_terminal(place: Workplace, *words: str | Path) -> tuple[subprocess.Popen[
     """The command on a terminal of its own, and our end of it."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
-    kept = {name: value for name, value in place.environment.items() if name not in ("CI", "NO_COLOR", "LC_ALL")}
+    retained = {name: value for name, value in place.environment.items() if name not in ("CI", "NO_COLOR", "LC_ALL")}
     process = subprocess.Popen(
         place.command(*words),
         cwd=place.folder,
-        env={**kept, "TERM": "xterm-256color", "LANG": "C.UTF-8"},
+        env={**retained, "TERM": "xterm-256color", "LANG": "C.UTF-8"},
         stdin=slave,
         stdout=slave,
         stderr=slave,

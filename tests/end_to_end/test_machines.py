@@ -95,7 +95,7 @@ def test_two_machines_train_one_run_through_a_stop_and_the_loss_of_one(machines:
     machines.start(1, "--resume")
     assert machines.wait() == [0, 0], machines.told()
     report = codec.read(machines.run_dir / "report.json", Report)
-    assert report.ending is Ending.FINISHED and report.engaged is not None and report.engaged.world_size == 2
+    assert report.ending is Ending.FINISHED and report.verified is not None and report.verified.world_size == 2
     assert any("n2 (node 1) was lost" in words for words in report.incidents)
 
     alone = make_workplace(tmp_path / "alone")

@@ -28,7 +28,7 @@ def check_run(run_dir: Path) -> Plan:
     """The run keeps and runs the planned code; its memory is that of the dry run."""
     report, plan = codec.read(run_dir / "report.json", Report), codec.read(run_dir / "plan.json", Plan)
     assert report.ending is Ending.FINISHED
-    assert report.engaged is not None and report.engaged.engine_class == "TinyForCausalLM"
+    assert report.verified is not None and report.verified.engine_class == "TinyForCausalLM"
     # The dry run takes documents of one length, the step that was measured those that came.
     measured, predicted = (each.memory.peak_allocated_bytes for each in (report.measured, report.predicted))
     assert measured == pytest.approx(predicted, rel=0.03)

@@ -29,7 +29,7 @@ def test_a_model_that_no_closed_form_knows_trains_within_what_its_dry_run_said(w
     assert "olmo2" in said
     report = codec.read(workplace.only_run() / "report.json", Report)
     assert report.ending is Ending.FINISHED
-    assert report.engaged is not None and report.engaged.engine_class == "Olmo2ForCausalLM"
+    assert report.verified is not None and report.verified.engine_class == "Olmo2ForCausalLM"
     predicted, measured = report.predicted.memory, report.measured.memory
     assert measured.peak_allocated_bytes == pytest.approx(predicted.peak_allocated_bytes, rel=0.05)
 

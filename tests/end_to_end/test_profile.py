@@ -12,9 +12,9 @@ def test_a_profile_names_modules_and_operators_and_leaves_its_files(workplace):
     with gzip.open(folder / "trace.json.gz") as stream:
         events = json.load(stream)["traceEvents"]
     assert any(event.get("name") == "aten::mm" for event in events)
-    kept = {each["place"]: each["num_bytes"] for each in told["profile"]["kept"]}
-    assert any(place.startswith("transformer block 1, ") for place in kept)
-    assert sum(kept.values()) <= told["profile"]["kept_bytes"]
+    retained = {each["place"]: each["num_bytes"] for each in told["profile"]["kept"]}
+    assert any(place.startswith("transformer block 1, ") for place in retained)
+    assert sum(retained.values()) <= told["profile"]["retained_bytes"]
     assert told["profile"]["operators"][0]["seconds"] > 0
     with (folder / "memory-timeline.csv").open() as stream:
         rows = list(csv.DictReader(stream))

@@ -180,9 +180,9 @@ def keep_capped_plan(place: Workplace, *, cap_bytes: int, micro_batches: tuple[i
     fallbacks = [fallback for fallback in plan["fallbacks"] if fallback["checkpointing"] == "none"]
     plan["fallbacks"] = [fallback for fallback in fallbacks if fallback["micro_batch"] in micro_batches]
     plan["hardware"]["vram_cap_bytes"] = cap_bytes
-    kept = place.folder / "kept.json"
-    kept.write_text(json.dumps(plan))
-    return kept
+    retained = place.folder / "kept.json"
+    retained.write_text(json.dumps(plan))
+    return retained
 
 
 @pytest.mark.parametrize(
@@ -196,8 +196,8 @@ def test_out_of_memory_leads_to_the_fallbacks_at_the_same_global_batch_then_to_e
     workplace, cap_bytes, micro_batches, code
 ):
     """Real ones: a data limit on the process refuses what the plan thought was there."""
-    kept = keep_capped_plan(workplace, cap_bytes=cap_bytes, micro_batches=micro_batches)
-    answer = workplace.run("train", kept, check=False)
+    retained = keep_capped_plan(workplace, cap_bytes=cap_bytes, micro_batches=micro_batches)
+    answer = workplace.run("train", retained, check=False)
     assert answer.returncode == code, answer.stdout + answer.stderr
     run_dir = workplace.only_run()
     ran = [

@@ -30,7 +30,7 @@ def test_a_run_leaves_everything_it_promises(trained):
         assert (run_dir / name).exists(), name
     report = codec.read(run_dir / "report.json", Report)
     assert report.ending is Ending.FINISHED and report.exit_code == 0 and report.step == 8
-    assert report.engaged is not None and report.engaged.world_size == 1
+    assert report.verified is not None and report.verified.world_size == 1
     assert report.predicted.memory.parts and report.measured.memory.peak_allocated_bytes
     assert report.measured.speed.tokens_per_s_per_gpu
 

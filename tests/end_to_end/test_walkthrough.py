@@ -85,10 +85,10 @@ def test_chats_add_their_tokens_and_the_export_has_them_and_the_template(place):
 
 @pytest.mark.parametrize(("name", "in_4_bit"), [("3-lora", ""), ("4-qlora", "28 of nf4")])
 def test_adapters_on_such_a_base_are_what_was_trained(place, name, in_4_bit):
-    engaged = place.report(name).engaged
-    assert engaged is not None
-    assert engaged.facts["adapters"] == "float32, on 28 layers"
-    assert engaged.facts.get("4-bit layers", "")[: len("28 of nf4")] == in_4_bit
+    verified = place.report(name).verified
+    assert verified is not None
+    assert verified.facts["adapters"] == "float32, on 28 layers"
+    assert verified.facts.get("4-bit layers", "")[: len("28 of nf4")] == in_4_bit
 
 
 def test_preferences_are_told_apart_better_than_by_chance(place):
@@ -104,8 +104,8 @@ def test_the_extensions_file_reads_the_rows_is_told_of_steps_and_kept_with_the_r
     assert 0.8 * num_used <= plan["data"]["num_documents"] <= num_used
     logs = "".join(path.read_text() for path in (place.folder / "runs" / "6-extensions" / "attempts").rglob("*.log"))
     assert "step 2: loss" in logs
-    (kept,) = (place.folder / "runs" / "6-extensions" / "extensions").iterdir()
-    assert kept.read_bytes() == (JOBS / "support_log.py").read_bytes()
+    (retained,) = (place.folder / "runs" / "6-extensions" / "extensions").iterdir()
+    assert retained.read_bytes() == (JOBS / "support_log.py").read_bytes()
 
 
 @pytest.mark.parametrize("name", ["my-lora", "my-qlora"])

@@ -25,7 +25,7 @@ class Backward(NamedTuple):
 
     loss: Tensor
     gradients: list[Tensor]
-    kept_bytes: int
+    retained_bytes: int
 
 
 def build_blocks(checkpointing: Checkpointing = Checkpointing.NONE, **settings: Any) -> PreTrainedModel:
@@ -59,28 +59,28 @@ def build_installed(
 def kept_storages(model: PreTrainedModel) -> Iterator[dict[int, int]]:
     """The bytes of each storage that is kept for the backward of what runs inside, parameters aside, by address."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
+    retained: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+            retained[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        yield kept
+        yield retained
 
 
 def backward(model: PreTrainedModel, ids: Tensor = IDS) -> Backward:
     """One forward and backward pass, with the same random numbers each time."""
     torch.manual_seed(1)
     model.zero_grad()
-    with kept_storages(model) as kept:
+    with kept_storages(model) as retained:
         loss = model(input_ids=ids, labels=ids)
-        kept_bytes = sum(kept.values())
+        retained_bytes = sum(retained.values())
     loss.backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    return Backward(loss.detach(), gradients, kept_bytes)
+    return Backward(loss.detach(), gradients, retained_bytes)
 
 
 def assert_same_gradients(found: Backward, expected: Backward, *, tolerance: float = 0.0) -> None:

@@ -169,8 +169,8 @@ def chosen(
         for need in needs(point):
             missing.pop(need, None)
     while missing:
-        holders = by_need[next(iter(missing))]
-        some = holders if len(holders) <= tries else random.sample(holders, tries)
+        processes = by_need[next(iter(missing))]
+        some = processes if len(processes) <= tries else random.sample(processes, tries)
         best = max(
             some,
             key=lambda point: (

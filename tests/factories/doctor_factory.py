@@ -11,7 +11,7 @@ from warm_python import SWITCH
 
 from shardwise.launch.doctor.command import CHECKS, run_checks
 from shardwise.launch.doctor.finding import Diagnosis, Level, Machine, Place, diagnosis_of, place_of, read_machine
-from shardwise.launch.probe.torch_fit import TorchAnswer
+from shardwise.launch.probe.torch_fit import TorchResult
 from shardwise.trainer.spec.messages.worker_requests import DeviceTrial, TorchFacts
 
 MEMINFO = "MemTotal:       65536000 kB\nMemAvailable:   60000000 kB\nSwapTotal:             0 kB\n"
@@ -109,7 +109,7 @@ esac"""
         machine = self.read(asks_torch=asks_torch, **limits)
         wanted = tuple(check for check in CHECKS if check.name in names)
         assert len(wanted) == len(names), names
-        answer = machine.torch if asks_torch else TorchAnswer(facts=torch)
+        answer = machine.torch if asks_torch else TorchResult(facts=torch)
         return diagnosis_of(run_checks(replace(machine, torch=answer), wanted))
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 
 from shardwise.trainer.simulation.golden import read_golden
-from shardwise.trainer.spec.messages.simulation import GoldenAnswer, GoldenRow, SimulationRequest
+from shardwise.trainer.spec.messages.simulation import GoldenResult, GoldenRow, SimulationRequest
 
 
-def run_dry(folder: Path, requests: Mapping[str, SimulationRequest]) -> dict[str, GoldenAnswer]:
+def run_dry(folder: Path, requests: Mapping[str, SimulationRequest]) -> dict[str, GoldenResult]:
     """The answers to named requests, run one after the other in one process."""
     path = folder / "rows.jsonl"
     rows = [GoldenRow(name=name, request=request) for name, request in requests.items()]

@@ -15,12 +15,12 @@ NO_HUB = "http://127.0.0.1:9"  # nobody listens there
 
 def ask_hub(program: str, *words: str, home: Path, endpoint: str = NO_HUB, **environment: str) -> list[Any]:
     """The JSON list that the program prints last; it sees no setting of the hub but these."""
-    kept = {
+    retained = {
         name: value for name, value in os.environ.items() if not name.startswith("HF_") and "PROXY" not in name.upper()
     }
     answer = subprocess.run(
         [sys.executable, "-c", program, *words],
-        env={**kept, "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HOME": str(home), **environment},
+        env={**retained, "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HOME": str(home), **environment},
         capture_output=True,
         text=True,
         check=False,

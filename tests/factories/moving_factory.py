@@ -155,11 +155,11 @@ class Yard:
 
     def leave(self, name: str) -> Path:
         """A run directory that holds the middle checkpoint of a run and nothing else."""
-        kept = self.folder / "left" / name / "checkpoints"
-        if not kept.is_dir():
-            kept.mkdir(parents=True)
-            shutil.copytree(self.folder / name / "checkpoints" / f"step-{STEP:08d}", kept / f"step-{STEP:08d}")
-        return kept.parent
+        retained = self.folder / "left" / name / "checkpoints"
+        if not retained.is_dir():
+            retained.mkdir(parents=True)
+            shutil.copytree(self.folder / name / "checkpoints" / f"step-{STEP:08d}", retained / f"step-{STEP:08d}")
+        return retained.parent
 
     def move(self, moves: Sequence[Move]) -> None:
         """Runs every source that has not run yet, then all moves."""

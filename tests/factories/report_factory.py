@@ -76,7 +76,7 @@ def make_report(**changes: object) -> Report:
             memory=MemoryFigures(peak_allocated_bytes=25 * MIB, parts={"weights": 10 * MIB, "gradients": 3 * MIB}),
             speed=SpeedFigures(step_s=0.8, tokens_per_s_per_gpu=1280.0),
         ),
-        engaged=Verified(
+        verified=Verified(
             world_size=1,
             engine_class="LlamaForCausalLM",
             sharded_parameters=0,

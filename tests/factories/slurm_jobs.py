@@ -43,7 +43,7 @@ def batch_job(run_dir: Path | str, **changes: Any) -> BatchJob:
         "run_dir": str(run_dir),
         "workdir": str(Path(run_dir).parent),
         "program_dir": f"{run_dir}/bin",
-        "takes_whole_nodes": False,
+        "uses_whole_nodes": False,
     }
     return BatchJob(**{**plain, **changes})
 

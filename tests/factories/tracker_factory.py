@@ -43,8 +43,8 @@ def tracker_order(**changes: Any) -> TrackerOrder:
 
 def tracker_environment(home: Path, **more: str) -> dict[str, str]:
     """With a home of its own, in which nobody is logged in."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "SLURM"))}
-    return {**kept, "HOME": str(home), **more}
+    retained = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "SLURM"))}
+    return {**retained, "HOME": str(home), **more}
 
 
 class Trackers:

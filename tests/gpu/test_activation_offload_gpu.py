@@ -66,7 +66,7 @@ def peak_of(model: PreTrainedModel, card: torch.device) -> tuple[int, float, tor
 
 @pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL, Checkpointing.ATTENTION])
 def test_what_is_moved_leaves_the_device_and_changes_nothing(checkpointing: Checkpointing, card: torch.device) -> None:
-    kept, loss, gradient = peak_of(build(card, offloads=False, checkpointing=checkpointing)[0], card)
+    retained, loss, gradient = peak_of(build(card, offloads=False, checkpointing=checkpointing)[0], card)
     model, offload = build(card, offloads=True, checkpointing=checkpointing)
     moved, same_loss, same_gradient = peak_of(model, card)
     assert same_loss == loss
@@ -74,7 +74,7 @@ def test_what_is_moved_leaves_the_device_and_changes_nothing(checkpointing: Chec
     assert offload is not None
     moved_bytes = offload.moved_bytes
     one_block = moved_bytes / (NUM_BLOCKS - 1)
-    assert moved_bytes - 2.2 * one_block < kept - moved < 1.05 * moved_bytes, (
+    assert moved_bytes - 2.2 * one_block < retained - moved < 1.05 * moved_bytes, (
         "but for the blocks at work and in transit"
     )
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from shardwise.trainer.runtime.attention.kernels import choose_attention_kernels, kernel_for, takes_grouped_heads
+from shardwise.trainer.runtime.attention.kernels import choose_attention_kernels, kernel_for, supports_grouped_heads
 from shardwise.trainer.runtime.tools.measure import attention_backend
 from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
 
@@ -29,7 +29,7 @@ def test_torch_chooses_the_planned_kernel(dtype: torch.dtype, head_dim: int) -> 
         torch.randn(2, heads, WIDTH, head_dim, device="cuda", dtype=dtype, requires_grad=True)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    is_grouped = takes_grouped_heads(key)
+    is_grouped = supports_grouped_heads(key)
     if not is_grouped:
         key, value = (repeat_kv(each, HEADS // KV_HEADS) for each in (key, value))
     chosen = torch._fused_sdp_choice(query, key, value, None, 0.0, True, enable_gqa=is_grouped)

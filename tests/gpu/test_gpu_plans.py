@@ -122,8 +122,8 @@ def test_the_same_functions_start_and_read_a_run_on_a_cpu(is_packed: bool, tmp_p
     run = run_on_gpu(gpu_plan(case, tmp_path / "rows", machine("1xCPU"), config=config), tmp_path / "run")
     assert run.report.ending is Ending.FINISHED
     assert run.losses[-1] < run.losses[0]
-    assert run.report.engaged is not None
-    assert ("documents" in run.report.engaged.facts) is is_packed
+    assert run.report.verified is not None
+    assert ("documents" in run.report.verified.facts) is is_packed
     measured = run.report.measured.memory.peak_allocated_bytes
     assert measured is not None
     assert run.plan.chosen.memory.peak_allocated_bytes == pytest.approx(measured, rel=0.1)

@@ -39,4 +39,4 @@ def test_operators_have_the_time_of_the_device_and_modules_what_they_keep(folder
     figures = codec.read(folder / FIGURES_FILE, ProfileFigures)
     assert set(figures.files) == {"trace.json.gz", "memory-snapshot.pickle", "memory-summary.txt"}
     assert figures.operators and 0 < sum(each.seconds for each in figures.operators) < figures.step_s
-    assert any(each.place.startswith("transformer block ") for each in figures.kept)
+    assert any(each.place.startswith("transformer block ") for each in figures.retained)

@@ -87,7 +87,7 @@ def _note(run: GpuRun, case: GpuCase) -> None:
         "measured_reserved_bytes": measured.memory.peak_reserved_bytes,
         "step_s": measured.speed.step_s,
         "losses": run.losses,
-        "facts": run.report.engaged.facts if run.report.engaged else {},
+        "facts": run.report.verified.facts if run.report.verified else {},
         "versions": run.report.versions,
     }
     with Path(path).open("a") as file:
@@ -102,15 +102,15 @@ def each(cases: tuple[GpuCase, ...]) -> pytest.MarkDecorator:
 def test_it_is_what_its_plan_says(case: GpuCase, run_of: Callable[[GpuCase], GpuRun]) -> None:
     report = run_of(case).report
     assert report.ending is Ending.FINISHED
-    engaged = report.engaged
-    assert engaged is not None
-    assert engaged.world_size == 1
-    assert engaged.engine_class == ENGINES.get(case.sharding, "DeepSpeedEngine")
-    assert engaged.precision == case.precision
-    assert engaged.loss == case.settings.get("loss", LossHead.CHUNKED)
-    assert engaged.attention == attention_name(case.settings.get("attention", Attention.SDPA))
+    verified = report.verified
+    assert verified is not None
+    assert verified.world_size == 1
+    assert verified.engine_class == ENGINES.get(case.sharding, "DeepSpeedEngine")
+    assert verified.precision == case.precision
+    assert verified.loss == case.settings.get("loss", LossHead.CHUNKED)
+    assert verified.attention == attention_name(case.settings.get("attention", Attention.SDPA))
     for fact, pattern in case.seen:
-        assert re.search(pattern, engaged.facts[fact]), f"{fact}: {engaged.facts[fact]}"
+        assert re.search(pattern, verified.facts[fact]), f"{fact}: {verified.facts[fact]}"
 
 
 @each(tuple(case for case in GPU_CASES if case.learns))

@@ -219,14 +219,14 @@ def test_a_block_saves_what_its_operations_read_backwards() -> None:
         chosen = configuration(precision=precision)
         found = block_activations(chosen, policy_of(chosen, gpu(), dims), dims)
         assert found.whole == per_token * 2048 + per_block
-        assert found.kept == 32 * found.whole
+        assert found.retained == 32 * found.whole
 
 
 def test_full_checkpointing_keeps_the_inputs_of_blocks() -> None:
     dims = dims_of(LLAMA_8B)
     for precision, width in ((BF16, 2), (MIXED, 4), (FP32, 4)):
         chosen = configuration(precision=precision, checkpointing=FULL)
-        assert block_activations(chosen, policy_of(chosen, gpu(), dims), dims).kept == 32 * width * 4096 * 2048
+        assert block_activations(chosen, policy_of(chosen, gpu(), dims), dims).retained == 32 * width * 4096 * 2048
 
 
 def test_of_every_n_blocks_the_first_recomputes_and_what_fills_no_group_does_not() -> None:
@@ -234,7 +234,7 @@ def test_of_every_n_blocks_the_first_recomputes_and_what_fills_no_group_does_not
     for every, num_recomputed in ((4, 8), (5, 6), (32, 1)):
         chosen = configuration(precision=BF16, checkpointing=Checkpointing.EVERY_N, checkpoint_every_n=every)
         found = block_activations(chosen, policy_of(chosen, gpu(), dims), dims)
-        assert found.kept == num_recomputed * 2 * 4096 * 2048 + (32 - num_recomputed) * found.whole
+        assert found.retained == num_recomputed * 2 * 4096 * 2048 + (32 - num_recomputed) * found.whole
 
 
 LOGITS = 128256 * 2048
@@ -403,13 +403,13 @@ def test_the_attention_kernel_depends_on_chip_and_type(
 
 
 def test_eager_attention_keeps_probabilities_that_grow_with_the_square_of_the_row() -> None:
-    def kept(seq_len: int) -> int:
+    def retained(seq_len: int) -> int:
         chosen = configuration(attention=Attention.EAGER, precision=BF16, seq_len=seq_len)
         dims = dims_of(LLAMA_8B)
         return block_activations(chosen, policy_of(chosen, gpu(), dims), dims).whole
 
     probabilities = 32 * 6 * (4096 * 4096 - 2 * 2048 * 2048)
-    assert kept(4096) - 2 * kept(2048) == probabilities
+    assert retained(4096) - 2 * retained(2048) == probabilities
 
 
 def test_two_handles_hold_a_larger_workspace_on_hopper() -> None:

@@ -21,7 +21,7 @@ from shardwise.trainer.planning.configuration import Configuration, PolicyChoice
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.simulation.golden import read_golden
 from shardwise.trainer.spec.engines import Sharding
-from shardwise.trainer.spec.messages.simulation import GoldenAnswer, GoldenRow, SimulationRequest
+from shardwise.trainer.spec.messages.simulation import GoldenResult, GoldenRow, SimulationRequest
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import MemoryEstimate
 
@@ -41,7 +41,7 @@ def sums_tied_tables_at_the_peak(row: GoldenRow) -> bool:
     return read_model_shape(row.request.model_config).is_tied and answer_of(row).peak_event == "gradients_complete"
 
 
-def answer_of(row: GoldenRow) -> GoldenAnswer:
+def answer_of(row: GoldenRow) -> GoldenResult:
     assert row.answer is not None
     return row.answer
 

@@ -72,8 +72,8 @@ def states_of(shape: ModelShape, chosen: Configuration, device: Device) -> State
 
 
 def on_device(found: States) -> int:
-    kept = found.weights + found.quant_state + found.adapters + found.master_weights + found.optimizer_state
-    return kept + found.gradients
+    retained = found.weights + found.quant_state + found.adapters + found.master_weights + found.optimizer_state
+    return retained + found.gradients
 
 
 @given(SHAPES, configurations_of(), DEVICES)
@@ -148,27 +148,27 @@ def test_offload_never_holds_more_state_on_the_device(
     shape: ModelShape, chosen: Configuration, sharding: Sharding, num_ranks: int
 ) -> None:
     base = replace(chosen, num_ranks=num_ranks, ranks_per_node=num_ranks)
-    kept = []
+    retained = []
     for offload in (Offload.NONE, *OFFLOADS[sharding][1:]):
         strategy = replace(chosen.strategy, sharding=sharding, offload=offload)
-        kept.append(estimate_memory(shape, replace(base, strategy=strategy), gpu()).steady_allocated_bytes)
-    assert all(offloaded <= kept[0] for offloaded in kept[1:])
+        retained.append(estimate_memory(shape, replace(base, strategy=strategy), gpu()).steady_allocated_bytes)
+    assert all(offloaded <= retained[0] for offloaded in retained[1:])
 
 
 @given(SHAPES, configurations_of(), DEVICES)
 def test_checkpointing_never_keeps_more_than_none(shape: ModelShape, chosen: Configuration, device: Device) -> None:
     dims = dims_of(shape)
 
-    def kept(checkpointing: Checkpointing) -> int:
+    def retained(checkpointing: Checkpointing) -> int:
         other = replace(chosen, checkpointing=checkpointing)
         activations = block_activations(other, policy_of(other, device, dims), dims)
-        return activations.kept + activations.offloaded
+        return activations.retained + activations.offloaded
 
-    without = kept(Checkpointing.NONE)
+    without = retained(Checkpointing.NONE)
     # Frozen products keep no input where nothing is recomputed; the output of every second one is more than that.
     others = set(Checkpointing) - ({Checkpointing.SELECTIVE} if chosen.method.freezes_base else set())
-    assert all(kept(checkpointing) <= without for checkpointing in others)
-    assert kept(Checkpointing.FULL) == min(kept(checkpointing) for checkpointing in Checkpointing)
+    assert all(retained(checkpointing) <= without for checkpointing in others)
+    assert retained(Checkpointing.FULL) == min(retained(checkpointing) for checkpointing in Checkpointing)
 
 
 # What a sharding engine may hold beside the states it divides: gathered and waiting tensors, each with its name.
@@ -230,12 +230,12 @@ def test_offload_never_raises_the_peak_but_for_copies_on_their_way(
 ) -> None:
     base = replace(chosen, num_ranks=8, ranks_per_node=8, strategy=replace(chosen.strategy, sharding=sharding))
     for offload in OFFLOADS.get(sharding, [Offload.NONE, Offload.OPTIMIZER]):
-        kept, moved = (
+        retained, moved = (
             estimate_memory(shape, replace(base, strategy=replace(base.strategy, offload=each)), gpu())
             for each in (Offload.NONE, offload)
         )
         copies = 4 * dims_of(shape).largest_tensor  # an fp32 gradient on its way to the host
-        assert moved.peak_allocated_bytes <= kept.peak_allocated_bytes + copies
+        assert moved.peak_allocated_bytes <= retained.peak_allocated_bytes + copies
 
 
 @given(SHAPES, configurations_of(), DEVICES)
@@ -247,10 +247,10 @@ def test_activation_offload_moves_bytes_to_pinned_host_ram(
         block_activations(each, policy_of(each, device, dims_of(shape)), dims_of(shape)) for each in (on, off)
     )
     assert without.offloaded == 0
-    moved = with_it.kept + with_it.offloaded
+    moved = with_it.retained + with_it.offloaded
     # Query and key of a fused projection are views that the device counts once each, and one copy in host RAM.
     is_fused = any("query_key_value" in each.name or "qkv" in each.name for each in shape.linears)
-    assert moved <= without.kept if is_fused else moved == without.kept
+    assert moved <= without.retained if is_fused else moved == without.retained
 
 
 @given(SHAPES, configurations_of(), DEVICES)

@@ -90,8 +90,8 @@ def test_a_run_ends_after_so_many_evaluations_without_a_lower_loss(stalled):
 
 def test_the_export_is_of_the_best_step_and_its_checkpoint_stays(stalled, tmp_path, cache_dir):
     run_dir, state = stalled
-    kept = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
-    assert kept == [f"step-{step:08d}" for step in (state.best_step, state.step)], "the best, and the newest of one"
+    retained = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
+    assert retained == [f"step-{step:08d}" for step in (state.best_step, state.step)], "the best, and the newest of one"
     assert state.checkpoint == f"checkpoints/step-{state.step:08d}"
     _, best = run(tmp_path, diverging(cache_dir, num_steps=40), num_steps=state.best_step)
     assert best.step == state.best_step and not (tmp_path / "export").exists()

@@ -182,7 +182,7 @@ def test_out_of_memory_is_an_orderly_end(tmp_path, cache_dir):
     run(plan_path, expected_code=0)
     report = report_of(plan_path)
     assert report.ending is Ending.OUT_OF_MEMORY and report.exit_code == ExitCode.OUT_OF_MEMORY
-    assert report.engaged is not None, "the model itself did fit"
+    assert report.verified is not None, "the model itself did fit"
     assert report.error is not None and "\n" not in report.error
 
 

@@ -29,7 +29,7 @@ REQUEST = SimulationRequest(
 )
 _silu, _attention = functional.silu, functional.scaled_dot_product_attention
 _add = step.Sums.add
-_kept: list[step.Terms] = []
+_retained: list[step.Terms] = []
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def without(owner: object, **attributes: object) -> Iterator[None]:
 
 def keep_terms(self: Any, terms: step.Terms) -> None:
     """The runtime's own, which moreover never lets go of what a forward made."""
-    _kept.append(terms)
+    _retained.append(terms)
     _add(self, terms)
 
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from shardwise.trainer.simulation.golden import read_golden
 from shardwise.trainer.spec.engines import Sharding
-from shardwise.trainer.spec.messages.simulation import GoldenAnswer, GoldenRow
+from shardwise.trainer.spec.messages.simulation import GoldenResult, GoldenRow
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 
@@ -24,7 +24,7 @@ AGAIN = (  # small models that take a second or two each
 )
 
 
-def answer_of(row: GoldenRow) -> GoldenAnswer:
+def answer_of(row: GoldenRow) -> GoldenResult:
     assert row.answer is not None, f"{row.name} has no answer: make golden"
     return row.answer
 
@@ -55,14 +55,14 @@ def test_every_axis_of_the_dry_run_is_covered() -> None:
 
 
 @pytest.fixture(scope="module")
-def again(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GoldenAnswer]:
+def again(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GoldenResult]:
     known = {row.name: row.request for row in ROWS}
     requests = {name: known[name] for name in AGAIN}  # in this order, in one process
     return run_dry(tmp_path_factory.mktemp("golden"), requests)
 
 
 @pytest.mark.parametrize("name", AGAIN)
-def test_a_known_dry_run_comes_out_again(again: dict[str, GoldenAnswer], name: str) -> None:
+def test_a_known_dry_run_comes_out_again(again: dict[str, GoldenResult], name: str) -> None:
     """To the byte: nothing in it depends on the machine."""
     known = next(answer_of(row) for row in ROWS if row.name == name)
     assert again[name] == replace(known, versions=again[name].versions)

@@ -21,12 +21,12 @@ def test_a_storage_counts_until_its_last_tensor_is_gone() -> None:
 def test_the_largest_moment_of_each_event_is_kept() -> None:
     with Tracker("cpu") as tracker:
         tracker.begin("first")
-        kept = torch.empty(KILO)
+        retained = torch.empty(KILO)
         torch.empty(2 * KILO)
         tracker.begin("second")
         more = torch.empty(KILO)
     assert tracker.events == {"first": 12000, "second": 8000}
-    assert (tracker.peak_event, tracker.peak_bytes, kept.numel() + more.numel()) == ("first", 12000, 2 * KILO)
+    assert (tracker.peak_event, tracker.peak_bytes, retained.numel() + more.numel()) == ("first", 12000, 2 * KILO)
 
 
 def test_what_is_known_later_counts_at_the_peak_that_was() -> None:
@@ -56,7 +56,7 @@ def test_a_storage_that_is_resized_in_place_is_freed_and_filled_again() -> None:
 def test_what_the_data_loader_holds_is_left_out() -> None:
     ids = torch.empty(KILO)
     with Tracker("cpu") as tracker:
-        tracker.leave_out([ids])
+        tracker.omit([ids])
         shifted = ids[1:]
         assert (tracker.live_bytes, shifted.numel()) == (0, KILO - 1)
 

@@ -27,7 +27,7 @@ def test_a_whole_job_in_its_options():
         RUN_DIR,
         num_nodes=4,
         gres="gpu:h100:8",
-        takes_whole_nodes=True,
+        uses_whole_nodes=True,
         time_limit_s=36 * 3600,
         warning_s=300,
         partition="h100",

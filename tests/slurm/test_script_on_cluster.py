@@ -163,7 +163,7 @@ def test_a_job_of_a_chain_hands_over_to_the_next(slurm: SlurmCluster, tmp_path: 
 
 def test_two_nodes_of_eight_gpus_show_them_to_every_task(slurm: SlurmCluster, tmp_path: Path):
     program = "#!/bin/sh\nexec srun sh -c 'echo \"$SLURM_NODEID $(hostname) $CUDA_VISIBLE_DEVICES\"'\n"
-    job = batch_job(tmp_path / "run", partition="gpu", num_nodes=2, gres="gpu:8", takes_whole_nodes=True)
+    job = batch_job(tmp_path / "run", partition="gpu", num_nodes=2, gres="gpu:8", uses_whole_nodes=True)
     slurm.wait_for(slurm.submit(write_run(job, program=program)), "COMPLETED")
     lines = sorted(read_output(tmp_path / "run").splitlines())
     assert lines == ["0 g1 0,1,2,3,4,5,6,7", "1 g2 0,1,2,3,4,5,6,7"]

@@ -83,7 +83,7 @@ def test_refusals_of_other_clusters_have_a_remedy(said, expected):
 
 def test_an_accepted_script_has_a_start_and_nodes(slurm: SlurmCluster, tmp_path: Path):
     job = batch_job(
-        tmp_path / "run", partition="h100", num_nodes=4, gres="gpu:h100:8", takes_whole_nodes=True, time_limit_s=86400
+        tmp_path / "run", partition="h100", num_nodes=4, gres="gpu:h100:8", uses_whole_nodes=True, time_limit_s=86400
     )
     answer = check_script(render_script(job), job, None, environment=slurm.environment)
     assert "using 384 processors on nodes c[1-4]" in answer

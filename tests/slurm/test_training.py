@@ -148,7 +148,7 @@ def test_two_nodes_of_two_ranks_have_the_losses_of_one_process(slurm: SlurmClust
     write_job(place, STEPS, sharding=sharding)
     run = Submitted(slurm, place, *TWO_NODES, "--partition", "cpu", "--time", "10")
     report = run.finish()
-    assert report.ending is Ending.FINISHED and report.engaged is not None and report.engaged.world_size == 4
+    assert report.ending is Ending.FINISHED and report.verified is not None and report.verified.world_size == 4
     assert run.losses() == pytest.approx(alone, abs=1e-5)
     assert "n1: ranks 0 to 1 meet at 10." in run.output and "n2: ranks 2 to 3 meet at 10." in run.output
     logs = {path.name for path in (run.run_dir / "attempts" / "1" / "logs").iterdir()}
@@ -166,7 +166,7 @@ def test_a_run_of_two_nodes_goes_on_after_the_loss_of_a_rank_and_after_a_requeue
     slurm.wait_until(lambda: slurm.job(run.job).restarts == 1, "Slurm queues it again", LIMIT_S)
     (place.folder / "quick").touch()
     report = run.finish()
-    assert report.ending is Ending.FINISHED and report.engaged is not None and report.engaged.world_size == 4
+    assert report.ending is Ending.FINISHED and report.verified is not None and report.verified.world_size == 4
     assert run.losses() == pytest.approx(alone, abs=1e-5)
     killed, preempted, _ = report.history
     assert (killed.fault, preempted.fault, preempted.ending) == (Fault.KILLED, None, Ending.PREEMPTED)

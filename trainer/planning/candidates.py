@@ -62,10 +62,10 @@ def least_needy(context: PlanningContext, settings: Iterable[Configuration]) -> 
     least, found = predicted_need(context, first), first
     floors: dict[tuple[Checkpointing, bool, bool], Callable[[Configuration], int]] = {}
     for configuration in others:
-        kept = configuration.checkpointing, configuration.compile, configuration.activation_offload
-        if kept not in floors:
-            floors[kept] = need_floor(context, configuration)
-        if floors[kept](configuration) < least and (need := predicted_need(context, configuration)) < least:
+        retained = configuration.checkpointing, configuration.compile, configuration.activation_offload
+        if retained not in floors:
+            floors[retained] = need_floor(context, configuration)
+        if floors[retained](configuration) < least and (need := predicted_need(context, configuration)) < least:
             least, found = need, configuration
     return found
 

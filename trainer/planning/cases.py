@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, PolicyChoices, fp8_recipe_of
 from shardwise.trainer.planning.device import Device, device_of
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.rules.combination import Reach, capability_words, combination_of, facts_of, first_broken
+from shardwise.trainer.planning.rules.combination import Reach, capability_text, combination_of, facts_of, first_broken
 from shardwise.trainer.planning.rules.incompatible import LAYOUTS, RECIPE_CAPABILITY, ROWS, SETTINGS
 from shardwise.trainer.planning.search.configurations import chunk_tokens
 from shardwise.trainer.planning.speed.step import estimate_speed
@@ -101,8 +101,8 @@ class TrainInput(Value, frozen=True, kw_only=True):
 
     @property
     def lora(self) -> LoraJob:
-        default, said = LoraJob(), self.lora_targets
-        targets = (said,) if isinstance(said, str) else said
+        default, sentence = LoraJob(), self.lora_targets
+        targets = (sentence,) if isinstance(sentence, str) else sentence
         return LoraJob(rank=self.lora_rank or default.rank, targets=default.targets if targets is None else targets)
 
     @property
@@ -161,17 +161,17 @@ def _convert(content: Any, kind: type[V], *, at: str = "") -> V:  # noqa: ANN401
 
 def _sentence(message: str, kind: type[Value], content: Any, at: str) -> str:  # noqa: ANN401 - whatever JSON held
     """msgspec says what it expected and where; this adds what may stand there."""
-    said, _, place = message.partition(" - at `$")
+    sentence, _, place = message.partition(" - at `$")
     steps = [step for step in (at, *place.rstrip("`").split(".")) if step]
     for pattern, write in ((r"Object contains unknown field `(.*)`", _unknown), (r"(Invalid enum value) .*", _member)):
-        found = re.fullmatch(pattern, said)
+        found = re.fullmatch(pattern, sentence)
         section = _SECTIONS.get(".".join(steps[: 1 if write is _member else None])) if kind is not Hardware else None
         if found and section:
             return write(found[1], steps, section, content)
-    missing = re.fullmatch(r"Object missing required field `(.*)`", said)
+    missing = re.fullmatch(r"Object missing required field `(.*)`", sentence)
     if missing:
         return f"{'.'.join([*steps, missing[1]])} is missing"
-    return f"{'.'.join(steps) or 'a case'}: {said[0].lower()}{said[1:].replace('`', '')}"
+    return f"{'.'.join(steps) or 'a case'}: {sentence[0].lower()}{sentence[1:].replace('`', '')}"
 
 
 def _unknown(name: str, steps: list[str], section: type[Value], _content: object) -> str:
@@ -211,9 +211,9 @@ def impossibility(shape: ModelShape, device: Device, configuration: Configuratio
     combination = combination_of(configuration, shape, device, trusts_unknown_cards=True)
     broken = first_broken(_INCOMPATIBILITIES, combination, reach=Reach.OURS if is_ours else Reach.ALL)
     if broken is not None:
-        said = _IN_OTHER_WORDS.get(broken.name, broken.reason).format(**facts_of(combination))
-        return said if broken.instead is None else f"{said}; use {broken.instead_of(combination)}"
-    return next((sentence for check in VALUES if (sentence := check(shape, configuration)) is not None), None)
+        sentence = _IN_OTHER_WORDS.get(broken.name, broken.reason).format(**facts_of(combination))
+        return sentence if broken.instead is None else f"{sentence}; use {broken.instead_of(combination)}"
+    return next((clash for check in VALUES if (clash := check(shape, configuration)) is not None), None)
 
 
 def misplaced(train: TrainInput, device: Device) -> str | None:
@@ -227,7 +227,7 @@ def misplaced(train: TrainInput, device: Device) -> str | None:
     least, capability = RECIPE_CAPABILITY.get(train.fp8_recipe, (8, 9)), device.compute_capability
     if capability is not None and capability < least:
         version = f"{least[0]}.{least[1]}"
-        return f"train.fp8_recipe: {train.fp8_recipe} needs compute capability {version}; {capability_words(device)}"
+        return f"train.fp8_recipe: {train.fp8_recipe} needs compute capability {version}; {capability_text(device)}"
     return None
 
 
@@ -278,8 +278,8 @@ def _targets(shape: ModelShape, configuration: Configuration) -> str | None:
     is_foreign = configuration.reference != SHARDWISE
     if configuration.lora.targets and (not unknown or (is_foreign and len(unknown) < len(configuration.lora.targets))):
         return None
-    said = repr(unknown[0]) if unknown else "an empty list"
-    return f"lora_targets: {said} names no linear layer of this model; it has {', '.join(names)}, or all-linear"
+    sentence = repr(unknown[0]) if unknown else "an empty list"
+    return f"lora_targets: {sentence} names no linear layer of this model; it has {', '.join(names)}, or all-linear"
 
 
 VALUES: tuple[Check, ...] = (_layerwise, _every_n, _slices, _positions, _longest, _targets)
@@ -317,7 +317,7 @@ def read_case(case: Mapping[str, Any]) -> PredictionCase:
     return PredictionCase(id=fields.id, shape=shape, device=device, configuration=configuration)
 
 
-def answer_case(case: Mapping[str, Any]) -> dict[str, Any]:
+def estimate_case(case: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to one case as it is printed: an estimate, or the sentence that says why there is none."""
     try:
         read = read_case(case)
@@ -330,12 +330,12 @@ def answer_case(case: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": read.id,
         "fits": memory.fits and _host_suffices(memory, read.device),
-        "memory": _memory_answer(memory),
-        "speed": _speed_answer(speed),
+        "memory": _memory_result(memory),
+        "speed": _speed_result(speed),
     }
 
 
-def _memory_answer(memory: MemoryEstimate) -> dict[str, Any]:
+def _memory_result(memory: MemoryEstimate) -> dict[str, Any]:
     return {
         "steady_allocated_bytes": memory.steady_allocated_bytes,
         "peak_allocated_bytes": memory.peak_allocated_bytes,
@@ -350,7 +350,7 @@ def _memory_answer(memory: MemoryEstimate) -> dict[str, Any]:
     }
 
 
-def _speed_answer(speed: SpeedEstimate) -> dict[str, Any]:
+def _speed_result(speed: SpeedEstimate) -> dict[str, Any]:
     return {
         "step_s": speed.step_s,
         "tokens_per_s_per_gpu": speed.tokens_per_s_per_gpu,

@@ -70,7 +70,7 @@ class PlanningContext(Value, frozen=True, kw_only=True):
         return name in installed
 
     @property
-    def device_words(self) -> str:
+    def device_text(self) -> str:
         """`H100-SXM5-80GB has 79.1 GiB usable`, the other half of every sentence on memory."""
         capped = self.hardware.vram_cap_bytes
         limit = " (limits.vram)" if capped is not None and capped <= self.device.usable_bytes else ""

@@ -27,10 +27,12 @@ class NodeCount(Value, frozen=True, kw_only=True):
     reason: str = ""
 
 
-def counts_to_try(allowed: int, asked: int) -> tuple[int, ...]:
+def counts_to_try(allowed: int, requested: int) -> tuple[int, ...]:
     """At most MOST_COUNTS numbers of nodes up to what is allowed, doubling, those near `asked` first to be kept."""
     doubling = {2**power for power in range(allowed.bit_length()) if 2**power <= allowed}
-    near = sorted(doubling | {allowed, asked}, key=lambda count: (max(count, asked) / min(count, asked), count))
+    near = sorted(
+        doubling | {allowed, requested}, key=lambda count: (max(count, requested) / min(count, requested), count)
+    )
     return tuple(sorted(near[:MOST_COUNTS]))
 
 
@@ -68,7 +70,7 @@ def node_counts_section(counts: Sequence[NodeCount], *, place: str, allowed: int
         if count.totals is not None
     ]
     return Section(
-        title=f"nodes: {'; '.join((*_ratio_words(ratios), f'{place} allows {allowed}'))}",
+        title=f"nodes: {'; '.join((*_ratio_text(ratios), f'{place} allows {allowed}'))}",
         blocks=(
             *([Table(rows=tuple(rows), right=(0, 1, 2, 3, 4), wide=6)] if len(counts) > 1 else []),
             Bars(caption="tokens a second", rows=tuple(bars)),
@@ -92,7 +94,7 @@ def _row(count: NodeCount, ratio: float | None) -> tuple[str, ...]:
     )
 
 
-def _ratio_words(ratios: dict[int, float]) -> list[str]:
+def _ratio_text(ratios: dict[int, float]) -> list[str]:
     """`2 are 1.9x as fast as 1, 4 are 3.4x`; nothing where there is one number alone."""
     first, *others = ratios or {1: 1.0}
     words = [f"{count} are {ratios[count]:.3g}x" for count in others]

@@ -19,7 +19,7 @@ from shardwise.trainer.planning.reasons import notes, reasons
 from shardwise.trainer.planning.run import make_schedule
 from shardwise.trainer.planning.search.choice import Ranking, method_rows, rank, survey, with_remedies
 from shardwise.trainer.planning.search.fallbacks import fallbacks, nothing_fits
-from shardwise.trainer.planning.search.input_checks import asks_every_row_first, check_job, check_objective, check_pins
+from shardwise.trainer.planning.search.input_checks import check_job, check_objective, check_pins, needs_every_row_first
 from shardwise.trainer.spec.calibration import Calibration
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.errors import InputError
@@ -156,9 +156,9 @@ def _rank_methods(
     taken: Method | None = None
     rankings: dict[Method, Ranking] = {}
     for method, context in contexts.items():
-        is_asked = taken is None and method in wanted
-        rankings[method] = rank(context, trials) if is_asked else survey(context)
-        if is_asked and rankings[method].candidates:
+        is_requested = taken is None and method in wanted
+        rankings[method] = rank(context, trials) if is_requested else survey(context)
+        if is_requested and rankings[method].candidates:
             taken = method
     return taken, rankings
 
@@ -167,7 +167,7 @@ def _methods(job: Job, data: DataProfile) -> tuple[Method, ...]:
     """The methods that may be taken, the most faithful first."""
     if job.train.method is not None:
         return (job.train.method,)
-    needs_frozen = asks_every_row_first(job, data)
+    needs_frozen = needs_every_row_first(job, data)
     return tuple(method for method in Method if method.freezes_base or not needs_frozen)
 
 

@@ -11,14 +11,14 @@ from shardwise.trainer.planning.calibrate import Correction, Corrections, Factor
 from shardwise.trainer.planning.candidates import candidate_of, configuration_of, with_micro_batch
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import Device
-from shardwise.trainer.planning.rules.rule import Rule, capability_words, may_run, rule_named
+from shardwise.trainer.planning.rules.rule import Rule, capability_text, may_run, rule_named
 from shardwise.trainer.planning.run import padding_share, widths_at
 from shardwise.trainer.planning.search.choice import best_of, one_a_layout
 from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,
     attention,
     micro_batches,
-    takes_tf32,
+    supports_tf32,
     updates_in_backward,
 )
 from shardwise.trainer.planning.speed.step import speed_notes
@@ -38,17 +38,17 @@ from shardwise.trainer.spec.value import Value
 WORTH_SAYING = 0.005  # of the tokens
 
 
-def data_words(data: DataProfile, micro_batch: int) -> tuple[str, ...]:
+def data_text(data: DataProfile, micro_batch: int) -> tuple[str, ...]:
     """How long documents are, what padding costs or packing saves at `micro_batch`, and what sets the peak.
 
     Empty where nobody has counted the lengths yet.
     """
     if data.mean_document_tokens is None or data.mean_cut_tokens is None or not data.batch_widths:
         return ()
-    return tuple(_length_words(data, data.mean_document_tokens, data.mean_cut_tokens, micro_batch))
+    return tuple(_length_text(data, data.mean_document_tokens, data.mean_cut_tokens, micro_batch))
 
 
-def _length_words(data: DataProfile, mean_tokens: float, mean_cut: float, micro_batch: int) -> Iterator[str]:
+def _length_text(data: DataProfile, mean_tokens: float, mean_cut: float, micro_batch: int) -> Iterator[str]:
     widths = widths_at(data, micro_batch)
     shuffled = padding_share(widths.mean_width, mean_cut)
     ordered = padding_share(widths.mean_width_sorted, mean_cut)
@@ -60,8 +60,8 @@ def _length_words(data: DataProfile, mean_tokens: float, mean_cut: float, micro_
         saved = (
             f"packing saves {shuffled:.0%} of what padded {batches} would compute ({ordered:.0%} if sorted by length)"
         )
-        kept = f", and keeps {lost:.0%} of the tokens, which would be cut off at the end of a row"
-        yield saved + (kept if lost > WORTH_SAYING else "")
+        retained = f", and keeps {lost:.0%} of the tokens, which would be cut off at the end of a row"
+        yield saved + (retained if lost > WORTH_SAYING else "")
         return
     packing = "" if SHAPES[data.format].rows_per_example == 2 else "; data.packing=true has none"
     yield (
@@ -78,12 +78,12 @@ WELL_KNOWN_SPEED, OTHER_SPEED, ASSUMED_SPEED = 0.15, 0.5, 1.0
 MEMORY = "2 %"
 
 
-def certainty_words(corrections: Corrections, chosen: Candidate, device: Device) -> tuple[str, ...]:
+def certainty_text(corrections: Corrections, chosen: Candidate, device: Device) -> tuple[str, ...]:
     """Certainty of the predictions for `chosen`, from earlier runs or, without any, from published accuracy."""
-    return tuple(_run_words(corrections, chosen, device))
+    return tuple(_run_text(corrections, chosen, device))
 
 
-def trial_words(trials: Sequence[TrialResult]) -> tuple[str, ...]:
+def trial_text(trials: Sequence[TrialResult]) -> tuple[str, ...]:
     """Measurements of trials beside their predictions, in the order they ran; empty without trials."""
     timed = [
         (trial.strategy, trial.step_s, trial.predicted_step_s)
@@ -109,7 +109,7 @@ def usual_error(device: Device) -> float | None:
     return WELL_KNOWN_SPEED if _is_well_known(device) else OTHER_SPEED
 
 
-def _run_words(corrections: Corrections, chosen: Candidate, device: Device) -> Iterator[str]:
+def _run_text(corrections: Corrections, chosen: Candidate, device: Device) -> Iterator[str]:
     correction = corrections.of(chosen.strategy, chosen.method)
     is_tried = chosen.strategy.name in corrections.tried  # the trial's own sentence says what was measured
     if correction.step.num_runs and not is_tried:
@@ -119,7 +119,7 @@ def _run_words(corrections: Corrections, chosen: Candidate, device: Device) -> I
         yield f"peak memory {_applied(correction.peak, 'like this one')}"
     if not correction.step.num_runs and not is_tried:
         unknown = "no run like this one" if corrections.num_unused or correction.peak.num_runs else "no run"
-        expected = [words for words in (_speed_words(device), _memory_words(correction)) if words]
+        expected = [words for words in (_speed_text(device), _memory_text(correction)) if words]
         if expected:
             yield f"{unknown} on this device yet: expect {', '.join(expected)}"
     if corrections.num_unused:
@@ -139,14 +139,14 @@ def _runs(number: int) -> str:
     return "1 run" if number == 1 else f"{number} runs"
 
 
-def _speed_words(device: Device) -> str | None:
+def _speed_text(device: Device) -> str | None:
     error = usual_error(device)
     if error is None:
         return None
     return "tokens/s within " + ("a factor of 2" if error == ASSUMED_SPEED else f"+-{error:.0%}".replace("%", " %"))
 
 
-def _memory_words(correction: Correction) -> str | None:
+def _memory_text(correction: Correction) -> str | None:
     return None if correction.peak.num_runs else f"peak memory within {MEMORY}"
 
 
@@ -181,8 +181,8 @@ def notes(
         *_update_notes(context, chosen),
         *_extension_notes(context),
         *_data_notes(data, chosen),
-        *trial_words(trials),
-        *certainty_words(context.corrections, chosen, context.device),
+        *trial_text(trials),
+        *certainty_text(context.corrections, chosen, context.device),
         *_engine_notes(candidates),
         *_fp8_notes(context, candidates),
         *_host_notes(context, chosen),
@@ -220,18 +220,18 @@ def _why_precision(context: PlanningContext, precision: Precision) -> str:
     if context.is_cpu:
         return "the CPU has amx_bf16" if context.fast_bf16 else "this CPU has no fast 16-bit matrix products"
     if precision in (Precision.FP32, Precision.FP16_MIXED):
-        return f"bf16 needs compute capability 8.0; {capability_words(context)}"
-    return f"bf16 from compute capability 8.0; {capability_words(context)}"
+        return f"bf16 needs compute capability 8.0; {capability_text(context)}"
+    return f"bf16 from compute capability 8.0; {capability_text(context)}"
 
 
 def _why_fp8(context: PlanningContext) -> str:
-    is_pinned, timed = context.job.pin.precision is not None, _fp8_words(context)
+    is_pinned, timed = context.job.pin.precision is not None, _fp8_text(context)
     if is_pinned:
         return f"the job file pins it; {timed}" if timed else "the job file pins it"
     return timed or f"its speed is assumed; {_TIMES_FP8_FIRST}"
 
 
-def _fp8_words(context: PlanningContext) -> str | None:
+def _fp8_text(context: PlanningContext) -> str | None:
     gain = context.fp8_gain
     if gain is None:
         return None
@@ -243,7 +243,7 @@ def _fp8_notes(context: PlanningContext, candidates: Sequence[Candidate]) -> Ite
     chosen = candidates[0].strategy
     if chosen.precision is Precision.FP8 or all(row.strategy.precision is not Precision.FP8 for row in candidates):
         return
-    timed = _fp8_words(context) or f"the speed of its rows is assumed; {_TIMES_FP8_FIRST}"
+    timed = _fp8_text(context) or f"the speed of its rows is assumed; {_TIMES_FP8_FIRST}"
     yield f"fp8: {timed}" + ("; rows that are exact come first" if chosen.is_exact else "")
 
 
@@ -262,13 +262,13 @@ def _why_micro_batch(context: PlanningContext, candidate: Candidate) -> str:
 
 def _why_checkpointing(context: PlanningContext, candidate: Candidate) -> str:
     if context.job.pin.checkpointing is not None:
-        return f"the job file pins it{_every_n_words(context, candidate)}"
-    is_kept = candidate.checkpointing is Checkpointing.NONE
+        return f"the job file pins it{_every_n_text(context, candidate)}"
+    is_retained = candidate.checkpointing is Checkpointing.NONE
     configuration = configuration_of(context, candidate)
     other = candidate_of(
-        context, replace(configuration, checkpointing=Checkpointing.FULL if is_kept else Checkpointing.NONE)
+        context, replace(configuration, checkpointing=Checkpointing.FULL if is_retained else Checkpointing.NONE)
     )
-    if is_kept:
+    if is_retained:
         share = other.speed.step_s / candidate.speed.step_s - 1
         return f"activations fit; recomputing them would cost {share:.0%} of the speed"
     if other.memory.fits:
@@ -278,7 +278,7 @@ def _why_checkpointing(context: PlanningContext, candidate: Candidate) -> str:
     return f"kept activations would need {format_bytes(other.memory.need_bytes)}"
 
 
-def _every_n_words(context: PlanningContext, candidate: Candidate) -> str:
+def _every_n_text(context: PlanningContext, candidate: Candidate) -> str:
     """Which blocks `every_n` recomputes; nothing for other kinds."""
     every, blocks = candidate.checkpoint_every_n, context.shape.num_layers
     if every is None:
@@ -319,7 +319,7 @@ def _batch_notes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
 
 def _data_notes(data: DataProfile, chosen: Candidate) -> Iterator[str]:
     yield from data.notes
-    yield from data_words(data, chosen.micro_batch)
+    yield from data_text(data, chosen.micro_batch)
     if data.source == "estimated":
         yield "the data was not read yet: steps and hours follow from an estimate of its tokens by file size"
 
@@ -382,7 +382,7 @@ def _opened_by(
     """The best of the rows, each with the rule it breaks first, which this leave would open; TF32 speeds up any row."""
     allowed = replace(context, job=replace(context.job, allow=(*context.job.allow, allowance)))
     opened = [row for row, rule in waiting if not rule.is_broken(allowed, row) and may_run(allowed, row)]
-    if allowance is Allowance.TF32 and takes_tf32(allowed, chosen.precision):
+    if allowance is Allowance.TF32 and supports_tf32(allowed, chosen.precision):
         opened = [chosen]
     best, _ = best_of(allowed, one_a_layout(opened))
     return best

@@ -319,10 +319,10 @@ def _tokens_per_row(train: TrainJob, data: DataProfile) -> float:
 
 def _warmup_steps(train: TrainJob, num_steps: int, default: DefaultWarmup) -> tuple[int, str]:
     """Steps until the full rate, and where they are from; at least one step is left after them."""
-    asked, source = train.warmup, "train.warmup of the job file"
-    if asked is None:
-        asked, source = Warmup(share=default.share), f"{default.share:.0%}: {default.source}"
-    wanted = asked.steps if asked.steps is not None else round((asked.share or 0) * num_steps)
+    requested, source = train.warmup, "train.warmup of the job file"
+    if requested is None:
+        requested, source = Warmup(share=default.share), f"{default.share:.0%}: {default.source}"
+    wanted = requested.steps if requested.steps is not None else round((requested.share or 0) * num_steps)
     return min(wanted, num_steps - 1), source
 
 

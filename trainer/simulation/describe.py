@@ -101,7 +101,7 @@ def _shape_of(model: PreTrainedModel) -> ModelShape:
         head_bias_parameters=0 if head.bias is None else head.bias.numel(),
         num_norms=sum(not _is_qk_norm(name) for name, _ in norms),
         has_qk_norm=any(_is_qk_norm(name) for name, _ in norms),
-        is_parallel=config.says("use_parallel_residual") or config.says("parallel_attn"),
+        is_parallel=config.is_true("use_parallel_residual") or config.is_true("parallel_attn"),
         activation=str(config.first(_ACTIVATIONS) or "silu"),
         num_experts=experts,
         experts_per_token=config.whole(*_EXPERTS_PER_TOKEN, default=1) if experts > 1 else 1,
@@ -131,7 +131,7 @@ class _Config:
             value = max((item for item in value if isinstance(item, int)), default=None)
         return value if isinstance(value, int) and value > 0 else default
 
-    def says(self, name: str) -> bool:
+    def is_true(self, name: str) -> bool:
         return self._field(name) is True
 
     def _field(self, name: str) -> Any:  # noqa: ANN401  # whatever it holds
@@ -260,7 +260,7 @@ def _positions(model: PreTrainedModel, config: _Config, inputs: nn.Module, head_
         return {"positions": Positions.LEARNED, "position_parameters": sum(table.numel() for table in tables)}
     angles = [2 * buffer.numel() for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
     is_rotary = bool(angles) or config.first(("rotary_dim",)) is not None
-    if config.says("alibi") or not is_rotary:
+    if config.is_true("alibi") or not is_rotary:
         return {"positions": Positions.ALIBI}
     rotated = config.whole("rotary_dim", default=angles[0] if angles else head_dim)
     return {"positions": Positions.ROTARY, "rotary_dim": None if rotated == head_dim else rotated}
@@ -276,8 +276,8 @@ def _num_sliding_layers(config: _Config, num_layers: int) -> int:
 def _attentions(model: Any, config: _Config) -> tuple[Attention, ...]:  # noqa: ANN401  # transformers' switches
     found = []
     # Where the class lists others, transformers takes one of those for it, from the hub.
-    takes_flash = FLASH in (model._compatible_flash_implementations or (FLASH,))
-    if model._supports_flash_attn and takes_flash and not config.says("alibi"):
+    supports_flash = FLASH in (model._compatible_flash_implementations or (FLASH,))
+    if model._supports_flash_attn and supports_flash and not config.is_true("alibi"):
         found.append(Attention.FLASH)
     if model._supports_sdpa:
         found.append(Attention.SDPA)

@@ -66,7 +66,7 @@ from shardwise.trainer.simulation.fake_device import (
     replaced,
 )
 from shardwise.trainer.simulation.kernels import Kernels
-from shardwise.trainer.simulation.step import CLIP_NORM, LEARNING_RATE, Engine, told
+from shardwise.trainer.simulation.step import CLIP_NORM, LEARNING_RATE, Engine, reporting
 from shardwise.trainer.simulation.tracker import Kind, LiveStorage, Tracker
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -119,12 +119,12 @@ def _run(
 ) -> tuple[int, int]:
     """Loads the model and runs two steps; the live bytes before and after the second one."""
     micro_batches = [_micro_batch(request) for _ in range(request.accumulation)]
-    tracker.leave_out(tensor for batch in micro_batches for tensor in batch if isinstance(tensor, torch.Tensor))
+    tracker.omit(tensor for batch in micro_batches for tensor in batch if isinstance(tensor, torch.Tensor))
     with tracker:
         tracker.begin("load")
         engine = _load(model, request, accelerator, tracker)
         load_bytes = tracker.peak_bytes
-        with told(engine, model, blocks_of(model), model.get_output_embeddings(), tracker):
+        with reporting(engine, model, blocks_of(model), model.get_output_embeddings(), tracker):
             engine.step(micro_batches, tracker, objective)
             steady = tracker.live_bytes
             tracker.start_measuring()
@@ -287,7 +287,7 @@ def deepspeed_as_if_available() -> Iterator[None]:
         "reset_peak_memory_stats": none,
         "empty_cache": none,
     }
-    kept = dict(vars(groups))
+    retained = dict(vars(groups))
     with ExitStack() as stack:
         stack.enter_context(replaced(torch.cuda, **cuda))
         stack.enter_context(replaced(torch.cuda.nvtx, range_push=none, range_pop=none))
@@ -295,7 +295,7 @@ def deepspeed_as_if_available() -> Iterator[None]:
         linear = torch.nn.functional.linear  # ZeRO-3 puts its own in this place and leaves it there
         stack.enter_context(replaced(torch.nn.functional, linear=linear))
         stack.enter_context(replaced(partitioned_param_coordinator, assert_ints_same_as_other_ranks=none))
-        stack.callback(vars(groups).update, kept)
+        stack.callback(vars(groups).update, retained)
         yield
 
 

@@ -38,7 +38,7 @@ _CUDA = 1  # c10::DeviceType::CUDA
 _NUM_DEVICE_TYPES = 21
 _HEADER = 2  # entries before the first virtual function: offset to top, type information
 _DESTRUCTORS = ["~complete", "~deleting"]
-_kept: list[Any] = []  # what torch now points to must outlive this module's functions
+_retained: list[Any] = []  # what torch now points to must outlive this module's functions
 
 
 def enable_fake_cuda() -> None:
@@ -197,7 +197,7 @@ def _install_guard() -> None:
     no_devices = ctypes.CFUNCTYPE(ctypes.c_long)(lambda: 0)
     table = (ctypes.c_void_p * 64)(*[ctypes.cast(no_devices, ctypes.c_void_p).value] * 64)
     dummy = (ctypes.c_void_p * 4)(ctypes.addressof(table), 0, 0, 0)
-    _kept.extend([library, no_devices, table, dummy])
+    _retained.extend([library, no_devices, table, dummy])
     guards[_CUDA] = ctypes.addressof(dummy)
     torch._C._ensureCUDADeviceGuardSet()
     if guards[_CUDA] == ctypes.addressof(dummy):
@@ -216,8 +216,8 @@ def _replace_hooks() -> None:
     ctypes.memmove(table, pointer[0] - _HEADER * word, len(table) * word)
     for name, function in _answers().items():
         table[_HEADER + slots.index(name)] = ctypes.cast(function, ctypes.c_void_p).value
-        _kept.append(function)
-    _kept.extend([library, table])
+        _retained.append(function)
+    _retained.extend([library, table])
     pointer[0] = ctypes.addressof(table) + _HEADER * word
 
 

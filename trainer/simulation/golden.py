@@ -11,7 +11,7 @@ import msgspec
 
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.messages.simulation import GoldenAnswer, GoldenRow, Simulation, SimulationRequest
+from shardwise.trainer.spec.messages.simulation import GoldenResult, GoldenRow, Simulation, SimulationRequest
 
 
 def read_golden(path: Path) -> list[GoldenRow]:
@@ -19,9 +19,9 @@ def read_golden(path: Path) -> list[GoldenRow]:
     return [codec.decode(line, GoldenRow, origin=f"{path}:{number}") for number, line in _lines(path)]
 
 
-def golden_answer(simulation: Simulation) -> GoldenAnswer:
+def golden_result(simulation: Simulation) -> GoldenResult:
     """The stored part of a dry run."""
-    return GoldenAnswer(**{name: getattr(simulation, name) for name in GoldenAnswer.__struct_fields__})
+    return GoldenResult(**{name: getattr(simulation, name) for name in GoldenResult.__struct_fields__})
 
 
 def regenerate(
@@ -36,7 +36,7 @@ def regenerate(
     for number, row in enumerate(rows):
         if row.answer is not None and not runs_all:
             continue
-        answer = golden_answer(simulate(row.request))
+        answer = golden_result(simulate(row.request))
         rows[number] = msgspec.structs.replace(row, answer=answer)
         codec.write_bytes(path, b"".join(msgspec.json.encode(each) + b"\n" for each in rows))
         report(f"{number + 1} of {len(rows)} {row.name}: {answer.peak_allocated_bytes} at {answer.peak_event}")

@@ -32,7 +32,7 @@ COMPLETE, CLIP, STEP = "gradients_complete", "clip", "optimizer_step"
 CLIP_NORM, LEARNING_RATE = 1.0, 1e-4
 _READ = torch.ops.aten._local_scalar_dense.default
 _implementations: Any = fake_impls.op_implementations_dict
-_no_answer = _implementations[_READ]
+_no_result = _implementations[_READ]
 
 
 class Engine(NamedTuple):
@@ -100,11 +100,11 @@ class _EventClock(Clock):
         tracker = self._tracker
         if phase == "forward":
             tracker.begin(FORWARD, is_forward=True)
-            with _reads_as(_no_answer):
+            with _reads_as(_no_result):
                 yield
         elif phase == "backward":
             tracker.begin(LOSS)
-            with nullcontext() if self._reads_in_backward else _reads_as(_no_answer):
+            with nullcontext() if self._reads_in_backward else _reads_as(_no_result):
                 yield
             tracker.block = ""
             tracker.name_gradients()
@@ -115,7 +115,7 @@ class _EventClock(Clock):
 
 
 @contextmanager
-def told(
+def reporting(
     engine: Engine, model: nn.Module, blocks: Sequence[nn.Module], head: nn.Module, tracker: Tracker
 ) -> Iterator[None]:
     """Tells the tracker, for the block, which module runs, which event of the backward and when the update begins."""
@@ -126,7 +126,7 @@ def told(
     hooks.append(head.register_forward_pre_hook(_input_hook(tracker, NORM), with_kwargs=True))
     hooks.append(head.register_forward_hook(_head_hook(tracker)))
     if running_engine(engine.model).updates_in_last_backward:
-        _tell_step(engine.model, tracker)
+        _report_step(engine.model, tracker)
     else:
         hooks.append(unwrapped(engine.optimizer).register_step_pre_hook(lambda *_: tracker.begin(STEP)))
     try:
@@ -136,16 +136,16 @@ def told(
             hook.remove()
 
 
-def _tell_step(engine: Any, tracker: Tracker) -> None:  # noqa: ANN401  # DeepSpeedEngine, untyped
+def _report_step(engine: Any, tracker: Tracker) -> None:  # noqa: ANN401  # DeepSpeedEngine, untyped
     """Its step begins with the norm of the gradients, long before the optimizer's own."""
     step = engine.step
 
-    def told_step(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # DeepSpeed's
+    def reported_step(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # DeepSpeed's
         tracker.name_gradients()
         tracker.begin(STEP)
         return step(*args, **kwargs)
 
-    engine.step = told_step
+    engine.step = reported_step
 
 
 def _short(name: str) -> str:

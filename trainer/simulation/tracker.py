@@ -103,7 +103,7 @@ class Tracker(TorchDispatchMode):
             if found is not None:
                 found.kind = kind
 
-    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+    def omit(self, tensors: Iterable[Tensor]) -> None:
         """Never counts the storages under `tensors`, which are the data loader's."""
         for tensor in tensors:
             self._watch(tensor.untyped_storage())
@@ -122,12 +122,12 @@ class Tracker(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
         tracker, resize = self, self._resize
 
-        def resize_and_tell(storage: torch.UntypedStorage, num_bytes: int) -> Any:  # noqa: ANN401  # torch's
+        def resize_and_report(storage: torch.UntypedStorage, num_bytes: int) -> Any:  # noqa: ANN401  # torch's
             result = resize(storage, num_bytes)
             tracker._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign, assignment]
+        torch.UntypedStorage.resize_ = resize_and_report  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

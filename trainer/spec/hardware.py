@@ -7,6 +7,8 @@ grants.
 
 from enum import StrEnum
 
+from msgspec import field
+
 from shardwise.trainer.spec.value import Value
 
 
@@ -27,7 +29,7 @@ class LinkKind(StrEnum):
     SOCKET = "socket"  # SYS
 
 
-class Holder(Value, frozen=True, kw_only=True):
+class GpuProcess(Value, frozen=True, kw_only=True):
     """A process that holds memory of a GPU."""
 
     pid: int
@@ -57,7 +59,7 @@ class Gpu(Value, frozen=True, kw_only=True):
     max_clock_mhz: int | None = None
     memory_bus_bits: int | None = None
     max_memory_clock_mhz: int | None = None
-    holders: tuple[Holder, ...] = ()
+    processes: tuple[GpuProcess, ...] = field(default=(), name="holders")
 
 
 class Link(Value, frozen=True, kw_only=True):

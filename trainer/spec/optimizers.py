@@ -95,10 +95,10 @@ class OptimizerFacts(Value, frozen=True, kw_only=True):
     is_adamw: bool = False  # AdamW's mathematics, whatever the storage of the state
     changes_update: bool = True  # opened by optimizer_approx
     is_chosen_by_pin_only: bool = False
-    takes: tuple[Pieces, ...] = (Pieces.WHOLE, Pieces.FLAT, Pieces.SHARDS)
+    accepts: tuple[Pieces, ...] = (Pieces.WHOLE, Pieces.FLAT, Pieces.SHARDS)
     needs_whole_matrices: bool = False  # the update of a weight is defined for the matrix as a whole
     needs_whole_tensors: bool = False  # it needs the norm of the whole weight
-    takes_dtensors: bool = True  # bitsandbytes' kernels take plain tensors
+    supports_dtensors: bool = True  # bitsandbytes' kernels take plain tensors
     updates_in_backward: bool = False  # it is nothing but an update inside the backward pass
     updates_on_host: bool = False  # state and update in host RAM, by a CPU kernel of DeepSpeed
     updates_fsdp_shards_on_host: bool = False  # torch's AdamW, on shards that FSDP2 keeps in host RAM
@@ -166,8 +166,8 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
             scratch_on_cpu=Scratch(in_fp32=3, more_in_fp32_if_16_bit=1),  # gradient, denominator, update
             is_adamw=True,
             changes_update=False,
-            takes=_PLAIN_TENSORS,
-            takes_dtensors=False,
+            accepts=_PLAIN_TENSORS,
+            supports_dtensors=False,
             runs_inside_foreign_galore=True,
             rates=learning_rates.ADAMW,
         ),
@@ -179,8 +179,8 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
             scratch_on_cpu=_ADAMW_8BIT_SCRATCH_ON_CPU,
             is_adamw=True,
             changes_update=False,
-            takes=_PLAIN_TENSORS,
-            takes_dtensors=False,
+            accepts=_PLAIN_TENSORS,
+            supports_dtensors=False,
             runs_inside_galore=True,
             runs_inside_foreign_galore=True,
             rates=learning_rates.ADAMW,
@@ -194,8 +194,8 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
             scratch_on_cpu=_ADAMW_8BIT_SCRATCH_ON_CPU,
             is_adamw=True,
             changes_update=False,
-            takes=_PLAIN_TENSORS,
-            takes_dtensors=False,
+            accepts=_PLAIN_TENSORS,
+            supports_dtensors=False,
             runs_inside_foreign_galore=True,
             rates=learning_rates.ADAMW,
         ),
@@ -210,8 +210,8 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
             num_moments=1,
             passes=3,
             scratch_on_cpu=_ADAMW_8BIT_SCRATCH_ON_CPU,
-            takes=_PLAIN_TENSORS,
-            takes_dtensors=False,
+            accepts=_PLAIN_TENSORS,
+            supports_dtensors=False,
             rates=learning_rates.LION,
         ),
         Optimizer.LAMB_8BIT: OptimizerFacts(
@@ -220,8 +220,8 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
             passes=3,
             scratch=Scratch(in_master_type=1),
             scratch_on_cpu=Scratch(in_master_type=1, in_fp32=5, more_in_fp32_if_16_bit=1),
-            takes=(Pieces.WHOLE,),
-            takes_dtensors=False,
+            accepts=(Pieces.WHOLE,),
+            supports_dtensors=False,
             needs_whole_tensors=True,
             rates=learning_rates.LAMB,
         ),
@@ -230,8 +230,8 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
             num_moments=3,  # a fast and a slow mean of gradients, and the squares
             passes=3,
             scratch_on_cpu=Scratch(in_fp32=9, more_in_fp32_if_16_bit=1, in_codes=1),  # both means are there twice
-            takes=_PLAIN_TENSORS,
-            takes_dtensors=False,
+            accepts=_PLAIN_TENSORS,
+            supports_dtensors=False,
             rates=learning_rates.ADAMW,  # its authors train with AdamW's (arXiv:2409.03137)
         ),
         Optimizer.ADAFACTOR: OptimizerFacts(
@@ -240,7 +240,7 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
             passes=12,
             # The update and its square; of 16-bit weights also the weight and its gradient.
             scratch=Scratch(in_fp32=2, more_in_fp32_if_16_bit=2),
-            takes=(Pieces.WHOLE,),
+            accepts=(Pieces.WHOLE,),
             needs_whole_matrices=True,
             runs_inside_galore=True,
             runs_inside_foreign_galore=True,
@@ -253,7 +253,7 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
             scratch=Scratch(in_master_type=1, is_whole_model=True),  # of foreach AdamW
             matrix_scratch=Scratch(in_fp32=3),
             orthogonalises_matrices=True,
-            takes=(Pieces.WHOLE,),
+            accepts=(Pieces.WHOLE,),
             needs_whole_matrices=True,
             trains_adapters=False,
             rates=learning_rates.MUON,
@@ -261,7 +261,7 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
         Optimizer.LOMO: OptimizerFacts(
             num_moments=0,
             passes=4,
-            takes=(Pieces.WHOLE,),
+            accepts=(Pieces.WHOLE,),
             updates_in_backward=True,
             trains_adapters=False,
             rates=learning_rates.LOMO,
@@ -271,7 +271,7 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
             num_moments=1,
             passes=8,
             scratch=Scratch(in_fp32=1),
-            takes=(Pieces.WHOLE,),
+            accepts=(Pieces.WHOLE,),
             updates_in_backward=True,
             trains_adapters=False,
             rates=learning_rates.ADALOMO,
@@ -289,7 +289,7 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
             passes=7,
             is_adamw=True,
             changes_update=False,
-            takes=(),  # nothing that lies on a device
+            accepts=(),  # nothing that lies on a device
             updates_on_host=True,
             rates=learning_rates.ADAMW,
         ),

@@ -19,14 +19,14 @@ def pip_line(*words: str, command: str = "install", python: str | None = None) -
     return shlex.join([python or sys.executable, "-m", "pip", command, *words])
 
 
-def extra_words(extra: str) -> tuple[str, ...]:
+def extra_text(extra: str) -> tuple[str, ...]:
     """Arguments of pip that install an extra."""
     return (*(("--no-build-isolation",) if extra in _BUILDS else ()), f"shardwise[{extra}]")
 
 
 def extra_line(extra: str, *, python: str | None = None) -> str:
     """The line that installs an extra, beside this Python unless another is given."""
-    return pip_line(*extra_words(extra), python=python)
+    return pip_line(*extra_text(extra), python=python)
 
 
 @cache

@@ -18,6 +18,8 @@ The end of a course lies one step behind the last update: no update is spent at 
 import math
 from typing import Any
 
+from msgspec import field
+
 from shardwise.trainer.spec.calibration import Calibration
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware
@@ -45,7 +47,7 @@ class ProfileRequest(Value, frozen=True, kw_only=True):
     num_operators: int = 12  # those that take longest first
 
 
-class KeptBytes(Value, frozen=True, kw_only=True):
+class RetainedBytes(Value, frozen=True, kw_only=True):
     """Bytes that a module allocated in the forward of one micro batch and that are alive at its end."""
 
     module: str  # its path in the model; empty: outside of all modules
@@ -66,9 +68,10 @@ class ProfileFigures(Value, frozen=True, kw_only=True):
 
     step: int
     step_s: float
-    kept_bytes: int  # alive at the end of the first forward that was not before it
-    kept: tuple[KeptBytes, ...]
-    kept_in_all_blocks: tuple[KeptBytes, ...]  # by the name within a block, over all of them
+    retained_bytes: int = field(name="kept_bytes")  # alive at the end of the first forward that was not before it
+    retained: tuple[RetainedBytes, ...] = field(name="kept")
+    # By the name within a block, over all of them:
+    retained_in_all_blocks: tuple[RetainedBytes, ...] = field(name="kept_in_all_blocks")
     operators: tuple[OperatorTime, ...]
     files: dict[str, str]  # name: what it is
 

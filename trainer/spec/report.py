@@ -5,6 +5,8 @@ Rank 0 writes one per attempt; the supervisor writes the run's. Both have this s
 
 from enum import StrEnum
 
+from msgspec import field
+
 from shardwise.trainer.spec.plan import Candidate
 from shardwise.trainer.spec.value import Value
 
@@ -144,7 +146,7 @@ class Report(Value, frozen=True, kw_only=True):
     plan: Candidate
     predicted: Figures
     measured: Figures
-    engaged: Verified | None
+    verified: Verified | None = field(name="engaged")
     incidents: tuple[str, ...]
     roll_backs: tuple[RollBack, ...] = ()
     versions: dict[str, str]

@@ -132,7 +132,7 @@ class WatchedRun:
         self._ask_s, self._settle_s = ask_s, settle_s
         self._tail, self._steps = MetricsTail(run_dir / "metrics.jsonl"), StepLog()
         self._has_looked = False
-        self._queue, self._asked_at = Queue(environment), clock()
+        self._queue, self._requested_at = Queue(environment), clock()
         self._ended: tuple[RunState, int, float] | None = None  # the end, the attempt, and since when it is so
 
     def look(self) -> Look:
@@ -149,8 +149,8 @@ class WatchedRun:
         return Look(view, judged, files, tuple(rows), self._has_ended(files, judged, now))
 
     def _judged(self, files: RunFiles, now: float) -> Judged:
-        if now - self._asked_at >= self._ask_s:
-            self._queue, self._asked_at = Queue(self._environment), now
+        if now - self._requested_at >= self._ask_s:
+            self._queue, self._requested_at = Queue(self._environment), now
         liveness = read_liveness(files, self._queue, reads_ended=False, environment=self._environment)
         return judge(files, liveness, now_s=time.time())
 
@@ -173,14 +173,14 @@ class WatchedRun:
             self._steps,
             files.plan,
             title=self._run_dir.resolve().name,
-            state=state_words(files, judged, now_s=time.time()),
+            state=state_text(files, judged, now_s=time.time()),
             attempt=max(1, files.attempt),
             incidents=report.incidents if report is not None else (),
             is_running=judged.state in (RunState.RUNNING, RunState.UNKNOWN) and not files.has_final_report,
         )
 
 
-def state_words(files: RunFiles, judged: Judged, *, now_s: float) -> str:
+def state_text(files: RunFiles, judged: Judged, *, now_s: float) -> str:
     """`training`, `waiting: job 12 waits`, `running, no heartbeat for 5 min 00 s`."""
     if judged.state is RunState.STARTING:
         return "starting"

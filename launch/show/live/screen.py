@@ -33,11 +33,11 @@ class Outlet:
         self._own: int | None = None
         self._is_open = False
         self._rest = b""
-        self.is_gone = False  # nobody can read any more
+        self.is_closed = False  # nobody can read any more
 
     def write(self, text: str) -> bool:
         """False where the text was left out, as nobody reads or nobody can."""
-        if self.is_gone:
+        if self.is_closed:
             return False
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         content = text.encode(encoding, "replace")
@@ -49,13 +49,13 @@ class Outlet:
         except BlockingIOError:
             return False
         except (OSError, ValueError):  # the terminal, or the stream, was closed
-            self.is_gone = True
+            self.is_closed = True
             return False
 
     def settle(self) -> None:
         """Writes what is left of a text that was begun, so that others can write; not for longer than a second."""
         until = time.monotonic() + _SETTLE_S
-        while self._rest and not self.is_gone and time.monotonic() < until:
+        while self._rest and not self.is_closed and time.monotonic() < until:
             if not self.write(""):
                 time.sleep(0.02)
         self._rest = b""
@@ -94,12 +94,12 @@ class Outlet:
 
     def _has_room(self) -> bool:
         """Of a pipe, whether it takes a line; what has no descriptor always does."""
-        asked = select.poll()
+        requested = select.poll()
         try:
-            asked.register(self._stream.fileno(), select.POLLOUT)
+            requested.register(self._stream.fileno(), select.POLLOUT)
         except (OSError, ValueError):
             return True
-        return bool(asked.poll(0))
+        return bool(requested.poll(0))
 
 
 def _rest_after(descriptor: int, content: bytes) -> bytes:
@@ -118,8 +118,8 @@ _PLAIN_LOCALES = ("C", "POSIX")
 def draws_block(console: Console, environment: Mapping[str, str]) -> bool:
     """True on a terminal that can redraw lines; logs of CI systems and of Slurm keep redrawn lines as well."""
     is_capable = environment.get("TERM", "dumb") not in ("dumb", "unknown", "")
-    is_kept = environment.get("CI", "").lower() not in _UNSAID or bool(environment.get("SLURM_JOB_ID"))
-    return is_capable and not is_kept and console.is_terminal
+    is_retained = environment.get("CI", "").lower() not in _UNSAID or bool(environment.get("SLURM_JOB_ID"))
+    return is_capable and not is_retained and console.is_terminal
 
 
 def glyphs_for(encoding: str | None, environment: Mapping[str, str]) -> Glyphs:
@@ -150,9 +150,9 @@ class Screen:
         self._outlet = Outlet(console.stream)
 
     @property
-    def is_gone(self) -> bool:
+    def is_closed(self) -> bool:
         """True if the reader has closed the stream."""
-        return self._outlet.is_gone
+        return self._outlet.is_closed
 
     @contextmanager
     def shown(self) -> Iterator["Screen"]:
@@ -176,13 +176,13 @@ class Screen:
 
     def draw(self, lines: Sequence[str]) -> None:
         """Replaces the block; of a low terminal by its first lines."""
-        kept = lines[: max(1, self.size.lines - 1)]
-        if not kept or (self._num_drawn and kept == self._drawn):
+        retained = lines[: max(1, self.size.lines - 1)]
+        if not retained or (self._num_drawn and retained == self._drawn):
             return
-        frame, before = self._erasing() + redact("\n".join(kept)), self._num_drawn
-        self._num_drawn = max(before, len(kept))  # Ctrl-C may come right after the write
+        frame, before = self._erasing() + redact("\n".join(retained)), self._num_drawn
+        self._num_drawn = max(before, len(retained))  # Ctrl-C may come right after the write
         if self._outlet.write(frame):
-            self._num_drawn, self._drawn = len(kept), kept
+            self._num_drawn, self._drawn = len(retained), retained
         else:
             self._num_drawn = before
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from shardwise.launch.show.report.page import points_of
-from shardwise.launch.show.report.runs import RecordedRun, ending_words, labels_of, state_line
+from shardwise.launch.show.report.runs import RecordedRun, ending_text, labels_of, state_line
 from shardwise.launch.show.report.text import format_size, shown
 from shardwise.trainer.planning.page.content import (
     Block,
@@ -83,7 +83,7 @@ def _row(run: RecordedRun, label: str) -> tuple[str, ...]:
     not_ended = "not begun" if run.plan is None else "not ended"
     return (
         label,
-        not_ended if run.report is None else ending_words(run.report),
+        not_ended if run.report is None else ending_text(run.report),
         str(run.step),
         shown(_score(run), "{:.4f}".format),
         shown(run.final_loss, "{:.4f}".format),

@@ -16,7 +16,7 @@ from shardwise.launch.show.report.text import (
     parts_line,
     verified_lines,
 )
-from shardwise.trainer.planning.explain.choice import choice_section, machine_words
+from shardwise.trainer.planning.explain.choice import choice_section, machine_text
 from shardwise.trainer.planning.explain.plan_page import nearest_rejections, runners_up_section
 from shardwise.trainer.planning.memory import grouped
 from shardwise.trainer.planning.page.charts import averaged, thinned
@@ -70,7 +70,7 @@ def run_page(run: RecordedRun) -> Page:
 
 
 def _what(plan: Plan) -> str:
-    return f"{plan.chosen.method} training of {plan.model_shape.model_type} on {machine_words(plan.hardware)}"
+    return f"{plan.chosen.method} training of {plan.model_shape.model_type} on {machine_text(plan.hardware)}"
 
 
 def _summary(run: RecordedRun) -> Section:
@@ -175,7 +175,7 @@ def _sample(run: RecordedRun) -> list[Block]:
 
 def _hardware(plan: Plan) -> Iterator[Block]:
     hardware = plan.hardware
-    yield Sentence(text=machine_words(hardware))
+    yield Sentence(text=machine_text(hardware))
     if hardware.gpus:
         rows = [("", "GPU", "memory", "driver", "power limit"), *map(_gpu_row, hardware.gpus)]
         yield Table(rows=tuple(rows), right=(0, 2, 4))
@@ -301,7 +301,7 @@ def attempts_chart(history: Sequence[AttemptRecord]) -> Spans:
     rows, begin = [], 0.0
     for record in history:
         end = begin + record.duration_s
-        rows.append(Span(begin=begin, end=end, text=f"attempt {record.number}: {_end_words(record)}"))
+        rows.append(Span(begin=begin, end=end, text=f"attempt {record.number}: {_end_text(record)}"))
         begin = end
     return Spans(caption="attempts over the time they ran", rows=tuple(rows), unit=Unit.SECONDS)
 
@@ -310,7 +310,7 @@ def marks_of(run: RecordedRun) -> tuple[Mark, ...]:
     """Restarts, returns to a checkpoint and skipped steps, by step."""
     found: list[Mark] = []
     if run.report is not None:
-        found += [Mark(at=float(each.step), text=_end_words(each)) for each in run.report.history[:-1]]
+        found += [Mark(at=float(each.step), text=_end_text(each)) for each in run.report.history[:-1]]
         found += [
             Mark(at=float(each.from_step), text=f"went back to step {each.to_step}") for each in run.report.roll_backs
         ]
@@ -342,6 +342,6 @@ def _phases(timeline: Sequence[MemoryPoint]) -> Iterator[Span]:
             yield Span(begin=begin, end=end, text=phase)
 
 
-def _end_words(record: AttemptRecord) -> str:
+def _end_text(record: AttemptRecord) -> str:
     words = ENDINGS[record.ending] if record.fault is None else FAULTS[record.fault]
     return f"{words} at step {record.step}"

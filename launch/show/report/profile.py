@@ -8,7 +8,7 @@ import msgspec
 from shardwise.launch.show.report.text import format_size, shown
 from shardwise.trainer.planning.memory import grouped
 from shardwise.trainer.planning.page.content import Page, Section, Sentence, Table
-from shardwise.trainer.spec.plan import PROFILE_FOLDER, Candidate, KeptBytes, Plan, ProfileFigures
+from shardwise.trainer.spec.plan import PROFILE_FOLDER, Candidate, Plan, ProfileFigures, RetainedBytes
 from shardwise.trainer.spec.report import Report
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
@@ -51,9 +51,9 @@ def profile_page(plan: Plan, report: Report, figures: ProfileFigures | None, ste
     if figures is not None:
         sections.append(Section(title="Where a step's time goes", blocks=(*_part_blocks(report), _operators(figures))))
         sections.append(Section(title="Memory", blocks=(_memory(report), *_phases(report))))
-        sections.append(Section(title="What one forward keeps for its backward", blocks=(*_kept(figures),)))
+        sections.append(Section(title="What one forward keeps for its backward", blocks=(*_retained(figures),)))
         sections.append(Section(title="Files", blocks=(*_files(figures),)))
-    return Page(title=f"{plan.name}: {_candidate_words(report.plan)}", sections=tuple(sections))
+    return Page(title=f"{plan.name}: {_candidate_text(report.plan)}", sections=tuple(sections))
 
 
 def profile_json(
@@ -72,7 +72,7 @@ def profile_json(
     }
 
 
-def _candidate_words(candidate: Candidate) -> str:
+def _candidate_text(candidate: Candidate) -> str:
     ranks = f" x{candidate.num_ranks}" if candidate.num_ranks > 1 else ""
     return f"{candidate.strategy.name}{ranks}, micro batch {candidate.micro_batch} x {candidate.accumulation}"
 
@@ -134,19 +134,21 @@ def _phases(report: Report) -> Iterator[Table]:
         yield Table(rows=(("phase", "peak"), *rows), right=(1,))
 
 
-def _kept(figures: ProfileFigures) -> Iterator[Sentence | Table]:
-    shown = sum(each.num_bytes for each in figures.kept)
+def _retained(figures: ProfileFigures) -> Iterator[Sentence | Table]:
+    shown = sum(each.num_bytes for each in figures.retained)
     yield Sentence(
-        text=f"{format_bytes(figures.kept_bytes)} of the first micro batch; those that allocated most of it, "
+        text=f"{format_bytes(figures.retained_bytes)} of the first micro batch; those that allocated most of it, "
         f"{format_bytes(shown)} together:"
     )
-    yield _kept_table("module", figures.kept)
-    if figures.kept_in_all_blocks:
-        yield _kept_table("over all transformer blocks", figures.kept_in_all_blocks)
+    yield _retained_table("module", figures.retained)
+    if figures.retained_in_all_blocks:
+        yield _retained_table("over all transformer blocks", figures.retained_in_all_blocks)
 
 
-def _kept_table(header: str, kept: Sequence[KeptBytes]) -> Table:
-    return Table(rows=((header, "kept"), *((each.place, format_bytes(each.num_bytes)) for each in kept)), right=(1,))
+def _retained_table(header: str, retained: Sequence[RetainedBytes]) -> Table:
+    return Table(
+        rows=((header, "kept"), *((each.place, format_bytes(each.num_bytes)) for each in retained)), right=(1,)
+    )
 
 
 def _files(figures: ProfileFigures) -> Iterator[Sentence]:

@@ -107,12 +107,12 @@ def observed(steps: Sequence[Step]) -> Observed:
 def steady_steps(steps: Sequence[Step]) -> list[Step]:
     """Without the first of each attempt, which warm up; all of them where there are no others."""
     seen: dict[int, int] = {}
-    kept = []
+    retained = []
     for step in steps:
         seen[step.attempt] = seen.get(step.attempt, 0) + 1
         if seen[step.attempt] > _WARM_UP:
-            kept.append(step)
-    return kept or list(steps)
+            retained.append(step)
+    return retained or list(steps)
 
 
 def figures_of(steps: Sequence[Step]) -> Figures:
@@ -135,9 +135,9 @@ def figures_of(steps: Sequence[Step]) -> Figures:
 
 def _share(steps: Iterable[Step], part_of: Callable[[Step], float | None]) -> float | None:
     """Of the time of those steps that tell both."""
-    told = [(part, step.step_s) for step in steps if (part := part_of(step)) is not None and step.step_s]
-    whole = sum(seconds for _, seconds in told)
-    return sum(part for part, _ in told) / whole if whole else None
+    recorded = [(part, step.step_s) for step in steps if (part := part_of(step)) is not None and step.step_s]
+    whole = sum(seconds for _, seconds in recorded)
+    return sum(part for part, _ in recorded) / whole if whole else None
 
 
 def _saving_share(steps: Iterable[Step]) -> float | None:
@@ -231,8 +231,8 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def eval_losses(self) -> dict[int, float]:
         """Held-out loss by step."""
         scores = {step.step: step.eval_loss for step in self.curve if step.eval_loss is not None}
-        told = () if self.report is None else self.report.evaluations
-        return dict(sorted((scores | {score.step: score.loss for score in told}).items()))
+        recorded = () if self.report is None else self.report.evaluations
+        return dict(sorted((scores | {score.step: score.loss for score in recorded}).items()))
 
     @cached_property
     def recommended(self) -> tuple[Recommendation, ...]:
@@ -276,7 +276,7 @@ def state_line(run: RecordedRun) -> str:
     return end_line(report)
 
 
-def ending_words(report: Report) -> str:
+def ending_text(report: Report) -> str:
     """`finished`, `stopped by limits.hours`."""
     return ENDINGS[report.ending] if report.limit is None else f"stopped by {report.limit}"
 
@@ -284,7 +284,7 @@ def ending_words(report: Report) -> str:
 def end_line(report: Report) -> str:
     """How a run ended, where, and after how long."""
     return (
-        f"{ending_words(report)} at step {report.step} of {report.num_steps}, {format_count(report.tokens)} tokens "
+        f"{ending_text(report)} at step {report.step} of {report.num_steps}, {format_count(report.tokens)} tokens "
         f"in {format_seconds(report.duration_s)}" + (f", {report.attempts} attempts" if report.attempts > 1 else "")
     )
 

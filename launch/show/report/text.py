@@ -44,7 +44,7 @@ def render_report(report: Report, *, run_dir: Path, recommended: Sequence[Recomm
     lines += [f"  {line}" for line in loss_lines(report)]
     lines += ["", *_comparison_lines(report.predicted, report.measured)]
     lines += [line for words in [parts_line(report.measured.speed.parts)] if words for line in ("", words)]
-    lines += ["", *engaged] if (engaged := verified_lines(report)) else []
+    lines += ["", *verified] if (verified := verified_lines(report)) else []
     lines += _sample_lines(report)
     if recommended:
         lines += ["", "what would help:", *(line for each in recommended for line in paragraph(each.text, width=100))]
@@ -137,16 +137,16 @@ def _comparison_lines(predicted: Figures, measured: Figures) -> list[str]:
 
 def verified_lines(report: Report) -> list[str]:
     """Lines about the verified engine; empty if no attempt got that far."""
-    engaged = report.engaged
-    if engaged is None:
+    verified = report.verified
+    if verified is None:
         return []
-    facts = engaged.facts
+    facts = verified.facts
     fp8 = [facts[name] for name in ("fp8 library", "fp8 recipe", "fp8 gain") if name in facts]
-    ranks = "1 process" if engaged.world_size == 1 else f"{engaged.world_size} processes"
+    ranks = "1 process" if verified.world_size == 1 else f"{verified.world_size} processes"
     return [
-        f"seen to run: {ranks}, {engaged.engine_class}, {engaged.optimizer_class}, {engaged.precision}, "
-        f"attention {engaged.attention}, loss {engaged.loss}, accumulation {engaged.accumulation}"
-        + (f", {engaged.sharded_parameters} sharded parameters" if engaged.sharded_parameters else ""),
+        f"seen to run: {ranks}, {verified.engine_class}, {verified.optimizer_class}, {verified.precision}, "
+        f"attention {verified.attention}, loss {verified.loss}, accumulation {verified.accumulation}"
+        + (f", {verified.sharded_parameters} sharded parameters" if verified.sharded_parameters else ""),
         *([f"fp8: {', '.join(fp8)}"] if fp8 else []),
     ]
 

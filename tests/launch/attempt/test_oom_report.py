@@ -10,7 +10,7 @@ from report_factory import MIB, make_candidate, make_report
 from shardwise.launch.attempt.oom_report import FILE, MemoryEnd, oom_page, write_oom_report
 from shardwise.trainer.planning.page.content import page_text
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Holder
+from shardwise.trainer.spec.hardware import DeviceKind, Gpu, GpuProcess
 from shardwise.trainer.spec.messages.rank_files import MemoryState, memory_state_path
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Report
@@ -85,11 +85,11 @@ def test_it_names_the_processes_that_hold_the_card(plan):
         name="RTX 4090",
         spec_name=None,
         memory_bytes=24 * GIB,
-        holders=(Holder(pid=4711, name="python", memory_bytes=9 * GIB),),
+        processes=(GpuProcess(pid=4711, name="python", memory_bytes=9 * GIB),),
     )
     text = text_of(MemoryEnd(1, plan, failed(), cards=(card,)))
     assert "3 4711 python 9 GiB" in text
-    assert "4711" not in text_of(MemoryEnd(1, plan, failed(), cards=(replace(card, holders=()),)))
+    assert "4711" not in text_of(MemoryEnd(1, plan, failed(), cards=(replace(card, processes=()),)))
 
 
 def test_it_names_the_fallback_that_follows(plan):

@@ -157,8 +157,8 @@ def test_a_preparation_that_was_killed_is_a_leftover_and_one_at_work_is_not(envi
 def test_a_disk_that_keeps_no_times_of_reading_frees_nothing_by_age(environment, prepared):
     age(prepared, 100)
     noatime = Storage(is_shared=False, keeps_reads=False)
-    (kept,) = (entry for entry in entries(environment, storage=noatime) if entry.kind is Kind.DATA)
-    assert kept.state is State.KEPT and "noatime" in kept.why
+    (retained,) = (entry for entry in entries(environment, storage=noatime) if entry.kind is Kind.DATA)
+    assert retained.state is State.RETAINED and "noatime" in retained.why
     (stale,) = (entry for entry in entries(environment, storage=noatime, older_than_days=30) if entry.kind is Kind.DATA)
     assert stale.state is State.STALE
 
@@ -185,7 +185,7 @@ def test_operators_of_other_versions_go_and_those_in_use_stay(environment):
         fcntl.flock(builder, fcntl.LOCK_EX)
         states = {Path(entry.path): entry.state for entry in entries(environment)}
         freed = run(environment, prune=True)
-    assert [states[folder] for folder in (mine, older, being_built)] == [State.KEPT, State.STALE, State.HELD]
+    assert [states[folder] for folder in (mine, older, being_built)] == [State.RETAINED, State.STALE, State.HELD]
     assert "2 entries" in freed.splitlines()[-1]
     assert [folder.is_dir() for folder in (mine, older, other_python, being_built)] == [True, False, False, True]
     elsewhere = mine.with_name(f"{mine.name[:-1]}_")  # for the same versions in another installation
@@ -198,7 +198,7 @@ def test_operators_on_a_shared_disk_may_be_another_machines_of_today(environment
     older = operators(environment, torch="2.0.0")
     write_file(older / "cpu_adam" / "cpu_adam.so")
     shared = Storage(is_shared=True, keeps_reads=True)
-    assert [entry.state for entry in entries(environment, storage=shared)] == [State.KEPT]
+    assert [entry.state for entry in entries(environment, storage=shared)] == [State.RETAINED]
     age(older, 2)
     assert [entry.state for entry in entries(environment, storage=shared)] == [State.STALE]
 

@@ -15,7 +15,7 @@ from shardwise.launch.options import WatchOptions
 from shardwise.launch.rundir.files import read_run
 from shardwise.launch.rundir.lock import LOCK
 from shardwise.launch.rundir.state import Judged, RunState
-from shardwise.launch.show.live.follow import FOREIGN_SETTLE_S, Look, WatchedRun, state_words
+from shardwise.launch.show.live.follow import FOREIGN_SETTLE_S, Look, WatchedRun, state_text
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.report import Ending
@@ -152,10 +152,10 @@ def test_silence_is_said(run_dir: Path):
     files = read_run(run_dir)
     running = Judged(RunState.RUNNING, "")
     assert files.heartbeat_s is not None
-    assert state_words(files, running, now_s=files.heartbeat_s + 60) == "training"
-    assert state_words(files, running, now_s=files.heartbeat_s + 300).endswith(" 5 min 00 s")
+    assert state_text(files, running, now_s=files.heartbeat_s + 60) == "training"
+    assert state_text(files, running, now_s=files.heartbeat_s + 300).endswith(" 5 min 00 s")
     (folder / "status.json").unlink()
-    assert state_words(read_run(run_dir), running, now_s=files.heartbeat_s) == "starting"
+    assert state_text(read_run(run_dir), running, now_s=files.heartbeat_s) == "starting"
 
 
 def test_a_run_that_waits_in_a_queue_is_waited_for(run_dir: Path, tmp_path: Path):

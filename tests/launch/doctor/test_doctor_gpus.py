@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from shardwise.launch.doctor.finding import Level, Machine, diagnosis_of
 from shardwise.launch.doctor.torch import check_collective, check_compiled
-from shardwise.launch.probe.torch_fit import TorchAnswer
+from shardwise.launch.probe.torch_fit import TorchResult
 from shardwise.trainer.spec.hardware import Hardware, Host
 
 CPU_TORCH = replace(CUDA_13, version="2.13.0+cpu", cuda=None, devices=())
@@ -149,7 +149,7 @@ def test_a_library_that_loads_slowly_is_a_warning(broken, with_package):
 
 def test_processes_that_meet_too_late_are_a_warning(broken):
     found = diagnosis_of(check_collective(Machine(place=broken.place(), hardware=Hardware(gpus=(), host=HOST),
-                                                  torch=TorchAnswer(facts=CPU_TORCH)), timeout_s=0.01))  # fmt: skip
+                                                  torch=TorchResult(facts=CPU_TORCH)), timeout_s=0.01))  # fmt: skip
     assert_told(found, Level.WARNING, ("all-gather", "0.01 s"))
 
 

@@ -13,12 +13,12 @@ from safetensors import safe_open
 from shardwise.launch.inputs.model_files import (
     ModelFiles,
     download_model,
-    kept_plan_with_new_rows,
     preset_names,
     read_model_config,
     read_preset,
     read_tokens,
     refuse_frozen_rows,
+    retained_plan_with_new_rows,
 )
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.reading import read_job
@@ -283,18 +283,18 @@ def test_for_tokens_of_the_tokenizer_another_tokenizer_would_do(template):
 
 
 def test_a_kept_plan_gets_the_rows_it_counts(tmp_path: Path) -> None:
-    kept = plan(Method.FULL)
+    retained = plan(Method.FULL)
     folder, said = tmp_path / "model", list[str]()
-    held = write_weights(folder, vocab_size=kept.model_config["vocab_size"] - 40)
-    kept = replace(kept, model_path=str(folder))
-    grown = kept_plan_with_new_rows(kept, cache=tmp_path / "cache", on_progress=said.append)
+    held = write_weights(folder, vocab_size=retained.model_config["vocab_size"] - 40)
+    retained = replace(retained, model_path=str(folder))
+    grown = retained_plan_with_new_rows(retained, cache=tmp_path / "cache", on_progress=said.append)
     assert grown.model_path is not None and Path(grown.model_path).is_relative_to(tmp_path / "cache")
     with safe_open(Path(grown.model_path) / "model.safetensors", framework="np") as weights:
         rows = weights.get_tensor("model.embed_tokens.weight")
-    assert len(rows) == kept.model_config["vocab_size"] == held + 40
+    assert len(rows) == retained.model_config["vocab_size"] == held + 40
     assert len(said) == 1
-    same = replace(kept, model_path=grown.model_path)
-    assert kept_plan_with_new_rows(same, cache=tmp_path / "cache", on_progress=said.append) is same
+    same = replace(retained, model_path=grown.model_path)
+    assert retained_plan_with_new_rows(same, cache=tmp_path / "cache", on_progress=said.append) is same
 
 
 def write_weights(folder: Path, *, vocab_size: int) -> int:

@@ -123,13 +123,13 @@ def test_what_cannot_run_is_refused_in_a_line(tmp_path, config, fact):
 def test_a_run_keeps_the_files_and_goes_on_with_its_own(tmp_path):
     folder, run_dir = write_custom_model(tmp_path / "tiny", has_weights=False), tmp_path / "run"
     plan = replace(plan_of("tiny", "1xRTX-4090"), model_code=code_in(folder))
-    kept = keep_model_code(plan, run_dir).model_code
-    assert kept is not None and plan.model_code is not None
-    assert Path(kept.folder).is_relative_to(run_dir)
-    assert {str(path.relative_to(kept.folder)) for path in Path(kept.folder).rglob("*.py")} == set(RUNS)
+    retained = keep_model_code(plan, run_dir).model_code
+    assert retained is not None and plan.model_code is not None
+    assert Path(retained.folder).is_relative_to(run_dir)
+    assert {str(path.relative_to(retained.folder)) for path in Path(retained.folder).rglob("*.py")} == set(RUNS)
     shutil.rmtree(folder)
-    assert keep_model_code(plan, run_dir).model_code == kept
-    assert keep_model_code(replace(plan, model_code=kept), run_dir).model_code == kept
+    assert keep_model_code(plan, run_dir).model_code == retained
+    assert keep_model_code(replace(plan, model_code=retained), run_dir).model_code == retained
 
 
 def test_files_that_changed_since_the_plan_are_refused(tmp_path):

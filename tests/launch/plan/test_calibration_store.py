@@ -34,7 +34,7 @@ def plan_on(hardware: Hardware, *, torch: str = "2.13.0", **facts: object) -> Pl
     return replace(plan, versions={"torch": torch, "shardwise": "0.2"}, **facts)
 
 
-def kept(plan: Plan, **facts: Any) -> CalibrationRecord:
+def retained(plan: Plan, **facts: Any) -> CalibrationRecord:
     record = record_of_run(make_report(), plan, now=NOON, **facts)
     assert record is not None
     return record
@@ -42,7 +42,7 @@ def kept(plan: Plan, **facts: Any) -> CalibrationRecord:
 
 def test_a_finished_run_is_found_again_under_its_key(tmp_path: Path):
     for hardware, torch in ((CPU, "2.13.0"), (GPU, "2.13.0"), (GPU, "2.11.0")):
-        append_calibration(tmp_path / "state", kept(plan_on(hardware, torch=torch)))
+        append_calibration(tmp_path / "state", retained(plan_on(hardware, torch=torch)))
     (found,) = read_calibration(tmp_path / "state", GPU, torch="2.11.0").records
     assert (found.device, found.driver, found.torch) == ("H200", "580.1", "2.11.0")
     assert (found.measured_peak_bytes, found.measured_step_s) == (25 * MIB, 0.8)
@@ -51,12 +51,12 @@ def test_a_finished_run_is_found_again_under_its_key(tmp_path: Path):
 
 
 def test_a_record_says_what_it_may_be_compared_with():
-    record = kept(plan_on(CPU), source=RecordSource.TRIAL)
+    record = retained(plan_on(CPU), source=RecordSource.TRIAL)
     assert (record.shardwise, record.source, record.rates) == ("0.2", RecordSource.TRIAL, RatesSource.DATASHEET)
     assert (record.sharding, record.precision, record.num_ranks) == (Sharding.NONE, Precision.FP32, 1)
     assert (record.model_type, record.num_parameters) == ("llama", plan_on(CPU).model_shape.num_parameters)
     measured = replace(CPU, rates=MeasuredRates(matmul_flops_per_s=10**11))
-    assert kept(plan_on(measured)).rates is RatesSource.MEASURED
+    assert retained(plan_on(measured)).rates is RatesSource.MEASURED
 
 
 def test_what_a_correction_added_is_no_part_of_what_was_predicted():
@@ -72,7 +72,7 @@ def test_what_a_correction_added_is_no_part_of_what_was_predicted():
     )
     corrected = replace(plain, calibration=calibration_of(*[learned] * 9))
     assert context_of(corrected).corrections.of(plain.chosen.strategy, plain.chosen.method).step.value > 3
-    before, after = kept(plain), kept(corrected)
+    before, after = retained(plain), retained(corrected)
     assert (after.predicted_step_s, after.predicted_peak_bytes) == (
         before.predicted_step_s,
         before.predicted_peak_bytes,
@@ -92,7 +92,7 @@ def test_a_line_of_an_earlier_version_is_still_read(tmp_path: Path):
 
 
 def test_a_line_that_cannot_be_read_is_passed_over(tmp_path: Path):
-    record = kept(plan_on(CPU))
+    record = retained(plan_on(CPU))
     append_calibration(tmp_path, record)
     with (tmp_path / "calibration.jsonl").open("ab") as stream:
         stream.write(b'{"device": "A CP\n{"other": 1}\n')
@@ -102,7 +102,7 @@ def test_a_line_that_cannot_be_read_is_passed_over(tmp_path: Path):
 
 def test_only_the_newest_records_are_read(tmp_path: Path):
     for number in range(MAX_RECORDS + 3):
-        append_calibration(tmp_path, replace(kept(plan_on(CPU)), measured_peak_bytes=number + 1))
+        append_calibration(tmp_path, replace(retained(plan_on(CPU)), measured_peak_bytes=number + 1))
     found = read_calibration(tmp_path, CPU, torch="2.13.0").records
     assert [found[0].measured_peak_bytes, found[-1].measured_peak_bytes] == [4, MAX_RECORDS + 3]
 

@@ -12,8 +12,8 @@ from workplace_factory import make_workplace
 from shardwise.launch.plan.dry_run import (
     describe_simulation,
     simulate,
-    simulated_answers,
     simulated_plan,
+    simulated_results,
     simulation_request,
 )
 from shardwise.launch.plan.gather import read_inputs
@@ -282,7 +282,7 @@ def test_a_dry_run_that_does_not_fit_ends_the_plan_of_that_machine(capsys):
     hardware = replace(plan.hardware, vram_cap_bytes=100 * MIB)
     small = replace(plan, hardware=hardware, candidates=(plan.chosen,), fallbacks=())
     other = replace(plan, candidates=(replace(plan.chosen, checkpointing=Checkpointing.SELECTIVE),))
-    answers, lines = simulated_answers([("small", small), ("other", other)], Console())
+    answers, lines = simulated_results([("small", small), ("other", other)], Console())
     error = str(dict(answers)["small"])
     assert isinstance(dict(answers)["small"], NothingFitsError)
     assert re.match(r".* needs .*; 100 MiB .*\n", error) and "smallest change" in error

@@ -13,11 +13,11 @@ from typed_command import in_empty_home, typed, write_rows
 
 from shardwise.launch.plan.fp8 import (
     FOLDER,
-    asks_for_timing,
     fp8_gain_for,
     fp8_key,
     keep_fp8_gain,
     key_of,
+    needs_timing,
     read_fp8_gain,
     time_fp8,
     timed_tokens,
@@ -209,7 +209,7 @@ def card(spec: str = "1xH100-SXM5-80GB", libraries: tuple[str, ...] = ("transfor
 def test_it_is_timed_where_that_decides(
     hardware: Hardware, facts: dict[str, Any], gain: Fp8Gain | None, asks: bool
 ) -> None:
-    assert asks_for_timing(plan_of("tiny", hardware, fp8_gain=gain, **facts)) is asks
+    assert needs_timing(plan_of("tiny", hardware, fp8_gain=gain, **facts)) is asks
 
 
 def told_by(plan: Plan, cache: Path) -> tuple[Fp8Gain | None, list[str]]:
@@ -231,7 +231,7 @@ def test_where_no_device_answers_it_is_a_line_and_fp8_is_not_taken(tmp_path: Pat
     assert read_fp8_gain(tmp_path, key_of(plan)) == (None, None), "the next run asks again"
     taken = plan_of("tiny", card(), fp8_gain=gain, **ALLOWED)
     assert all(candidate.strategy.precision is not Precision.FP8 for candidate in taken.candidates)
-    assert asks_for_timing(taken) is False
+    assert needs_timing(taken) is False
 
 
 # --- the process, with a stand-in for the module that needs torch and a GPU -----------------------------------------

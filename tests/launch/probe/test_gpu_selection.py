@@ -5,13 +5,13 @@ import pytest
 from shardwise.launch.probe.gpu_selection import (
     free_memory_note,
     name_gpus,
-    name_holders,
+    name_processes,
     select_gpus,
     visible_devices,
     visible_gpus,
 )
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.hardware import Gpu, Holder
+from shardwise.trainer.spec.hardware import Gpu, GpuProcess
 from shardwise.trainer.spec.units import GIB
 
 
@@ -52,8 +52,8 @@ def test_an_index_that_does_not_exist_names_those_that_do():
 
 
 def test_a_busy_card_is_skipped_with_who_holds_it_and_used_where_it_is_asked_for():
-    holder = Holder(pid=4242, name="python", memory_bytes=12 * GIB)
-    gpus = (make_gpu(0), make_gpu(1, free_bytes=12 * GIB, holders=(holder,)))
+    holder = GpuProcess(pid=4242, name="python", memory_bytes=12 * GIB)
+    gpus = (make_gpu(0), make_gpu(1, free_bytes=12 * GIB, processes=(holder,)))
     chosen, (excluded,) = select_gpus(gpus, wanted=None)
     assert indices(chosen) == [0]
     for fact in ("GPU 1 ", "python (pid 4242)", "12 GiB of 24 GiB", "--gpus 1"):
@@ -113,8 +113,8 @@ def test_of_several_models_the_best_equal_ones_are_planned_for_and_the_rest_name
     slices = [make_gpu(index, is_mig_on=True, name="A100 MIG 3g.20gb", spec_name=None) for index in (2, 3)]
     found, (excluded,) = select_gpus(slices, wanted=None)
     assert indices(found) == [2] and "GPU 3" in excluded and "MIG" in excluded
-    found, left_out = select_gpus([make_4090(0), make_gpu(1), make_gpu(2)], wanted=(0, 1))
-    assert indices(found) == [0] and len(left_out) == 2, "also of requested ones"
+    found, others = select_gpus([make_4090(0), make_gpu(1), make_gpu(2)], wanted=(0, 1))
+    assert indices(found) == [0] and len(others) == 2, "also of requested ones"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,9 @@ def test_free_memory_that_differs_is_a_note():
 def test_cards_and_holders_are_named_shortly_and_the_largest_holder_first():
     named = {"GPU 3": [3], "GPUs 0 and 2": [2, 0], "GPUs 4 to 6": [4, 5, 6], "GPUs 0, 1 and 3": [0, 1, 3]}
     assert {text: name_gpus(numbers) for text, numbers in named.items()} == {text: text for text in named}
-    holders = [Holder(pid=pid, name=None if pid == 2 else f"p{pid}", memory_bytes=pid * GIB) for pid in (1, 2, 3, 4, 5)]
-    assert name_holders(holders) == "p5 (pid 5), p4 (pid 4), p3 (pid 3), 2 more"
-    assert name_holders(holders[1:2]) == "a process (pid 2)"
-    assert "pid" not in name_holders([])
+    processes = [
+        GpuProcess(pid=pid, name=None if pid == 2 else f"p{pid}", memory_bytes=pid * GIB) for pid in (1, 2, 3, 4, 5)
+    ]
+    assert name_processes(processes) == "p5 (pid 5), p4 (pid 4), p3 (pid 3), 2 more"
+    assert name_processes(processes[1:2]) == "a process (pid 2)"
+    assert "pid" not in name_processes([])

@@ -38,7 +38,7 @@ def test_a_card_whose_display_holds_memory_takes_one_more_run(tmp_path):
     machine.write("sys/bus/pci/devices/0000:01:00.0/numa_node", "1\n")
     (gpu,) = read(machine).gpus
     assert gpu.numa_node == 1
-    assert [(holder.name, holder.memory_bytes) for holder in gpu.holders] == [
+    assert [(holder.name, holder.memory_bytes) for holder in gpu.processes] == [
         ("ollama", 318 * MIB),
         ("Xorg", 512 * MIB),
         ("gnome-shell", 187 * MIB),

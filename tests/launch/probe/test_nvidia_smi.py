@@ -18,7 +18,7 @@ from shardwise.launch.probe.nvidia_smi import (
     parse_topology,
     pcie_bytes_per_s,
 )
-from shardwise.trainer.spec.hardware import Gpu, Holder, LinkKind
+from shardwise.trainer.spec.hardware import Gpu, GpuProcess, LinkKind
 from shardwise.trainer.spec.units import MIB
 
 
@@ -114,17 +114,17 @@ def test_a_line_that_is_no_card_becomes_a_sentence():
 
 
 def test_compute_processes_are_grouped_by_card():
-    holders = parse_compute_apps(captured("shared_4x_a100", "compute-apps.csv"))
-    assert sorted(len(found) for found in holders.values()) == [1, 2]
+    processes = parse_compute_apps(captured("shared_4x_a100", "compute-apps.csv"))
+    assert sorted(len(found) for found in processes.values()) == [1, 2]
     ((comma,),) = parse_compute_apps(captured("pcie_2x_rtx3090", "compute-apps.csv")).values()
-    assert comma == Holder(pid=98211, name="python", memory_bytes=1230 * MIB), "a comma in a program's path"
+    assert comma == GpuProcess(pid=98211, name="python", memory_bytes=1230 * MIB), "a comma in a program's path"
     ((display, hidden),) = parse_compute_apps(captured("wsl_rtx3080", "compute-apps.csv")).values()
-    assert display == Holder(pid=33, name="Xwayland", memory_bytes=None)
-    assert hidden == Holder(pid=9452, name=None, memory_bytes=None)
+    assert display == GpuProcess(pid=33, name="Xwayland", memory_bytes=None)
+    assert hidden == GpuProcess(pid=9452, name=None, memory_bytes=None)
     assert parse_compute_apps("No running processes found\ngpu_uuid, pid, process_name, used_gpu_memory [MiB]\n") == {}
-    assert holders["GPU-b4d6f8a0-b2c4-4e68-9a0c-2e4f6a8b0c1d"] == (
-        Holder(pid=1403377, name="python3.11", memory_bytes=68210 * MIB),
-        Holder(pid=1403378, name=None, memory_bytes=1024 * MIB),
+    assert processes["GPU-b4d6f8a0-b2c4-4e68-9a0c-2e4f6a8b0c1d"] == (
+        GpuProcess(pid=1403377, name="python3.11", memory_bytes=68210 * MIB),
+        GpuProcess(pid=1403378, name=None, memory_bytes=1024 * MIB),
     )
 
 
@@ -139,7 +139,7 @@ def test_the_table_names_displays_and_browsers():
     assert processes[0].holder.memory_bytes == 512 * MIB
     assert parse_table_processes(captured("nvlink_8x_h100", "table.txt")) == ()
     ((wsl),) = parse_table_processes(captured("wsl_rtx3080", "table.txt"))
-    assert wsl.holder == Holder(pid=33, name="Xwayland", memory_bytes=None)
+    assert wsl.holder == GpuProcess(pid=33, name="Xwayland", memory_bytes=None)
 
 
 def test_slices_become_devices_of_their_own():

@@ -153,7 +153,7 @@ def test_a_terminal_that_nobody_reads_holds_nothing_up_and_goes_on_when_somebody
     screen = Screen(Console(pair.stream), TERMINAL)
     for number in range(5000):
         screen.draw([f"frame {number} " + "x" * 60] * 7)
-    assert not screen.is_gone
+    assert not screen.is_closed
     seen = SmallTerminal(80)
     for frame in ("the last but one", "the last"):
         while readable(pair.master):
@@ -205,7 +205,7 @@ def test_a_terminal_that_is_gone_is_written_to_no_more_and_letters_that_it_lacks
     stream = os.fdopen(writer, "w")
     screen = Screen(Console(stream), TERMINAL)
     screen.print_line("one")
-    assert screen.is_gone
+    assert screen.is_closed
     screen.draw(["two"])
     with suppress(BrokenPipeError):
         stream.close()

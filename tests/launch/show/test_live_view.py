@@ -130,13 +130,13 @@ def test_a_curve_of_a_hundred_thousand_steps_keeps_its_ends_and_its_mean():
     curve = Curve()
     for step in range(1, 100_001):
         curve.add(step, float(step))
-    kept = curve.points
-    assert len(kept) <= 512 and kept[-1] == Point(100_000, 100_000.0)
-    assert sum(point.num_steps for point in kept) == 100_000
-    assert sum(point.value * point.num_steps for point in kept) == pytest.approx(sum(range(1, 100_001)))
+    retained = curve.points
+    assert len(retained) <= 512 and retained[-1] == Point(100_000, 100_000.0)
+    assert sum(point.num_steps for point in retained) == 100_000
+    assert sum(point.value * point.num_steps for point in retained) == pytest.approx(sum(range(1, 100_001)))
     curve.add(99_999, 5.0)
     assert curve.points[-1] == Point(99_999, 5.0), "a run that went back draws its steps once"
-    drawn = sparkline(kept, width=32, levels=LEVELS)
+    drawn = sparkline(retained, width=32, levels=LEVELS)
     assert drawn[0] == "1" and drawn[-1] == "8" and list(drawn) == sorted(drawn)
 
 

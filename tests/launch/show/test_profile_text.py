@@ -7,15 +7,15 @@ from report_factory import MIB, make_report
 
 from shardwise.launch.show.report.profile import forecast, profile_json, profile_page
 from shardwise.trainer.planning.page.content import page_text
-from shardwise.trainer.spec.plan import KeptBytes, OperatorTime, ProfileFigures
+from shardwise.trainer.spec.plan import OperatorTime, ProfileFigures, RetainedBytes
 from shardwise.trainer.spec.report import Figures, MemoryFigures, SpeedFigures
 
 FIGURES = ProfileFigures(
     step=8,
     step_s=1.5,
-    kept_bytes=40 * MIB,
-    kept=(KeptBytes(module="model.layers.3.mlp", place="transformer block 3, mlp", num_bytes=12 * MIB),),
-    kept_in_all_blocks=(KeptBytes(module="mlp", place="mlp", num_bytes=36 * MIB),),
+    retained_bytes=40 * MIB,
+    retained=(RetainedBytes(module="model.layers.3.mlp", place="transformer block 3, mlp", num_bytes=12 * MIB),),
+    retained_in_all_blocks=(RetainedBytes(module="mlp", place="mlp", num_bytes=36 * MIB),),
     operators=(
         OperatorTime(name="aten::mm", num_calls=45, seconds=0.6),
         OperatorTime(name="aten::exp", num_calls=1, seconds=0.2),

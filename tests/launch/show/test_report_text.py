@@ -43,13 +43,13 @@ def test_the_share_of_tokens_that_are_right_and_the_score_of_pairs_are_shown():
 
 
 def test_a_run_in_fp8_names_its_library_its_scales_and_what_was_timed():
-    engaged = make_report().engaged
-    assert engaged is not None
+    verified = make_report().verified
+    assert verified is not None
     facts = {"fp8 library": "transformer-engine 2.10.0", "fp8 recipe": "current: Float8CurrentScaling"}
     without, timed, plain = (
         [line for line in render_report(report, run_dir=Path("r")).splitlines() if line.startswith("fp8")]
         for seen in (facts, facts | {"fp8 gain": "measured 1.31x of bf16"}, {})
-        for report in [make_report(engaged=replace(engaged, facts=seen))]
+        for report in [make_report(verified=replace(verified, facts=seen))]
     )
     assert plain == [] and len(without) == len(timed) == 1
     assert all(value in line for value in facts.values() for line in (*without, *timed))
@@ -59,7 +59,7 @@ def test_a_run_in_fp8_names_its_library_its_scales_and_what_was_timed():
 def test_a_bad_ending_names_its_error_and_incidents():
     report = make_report(
         ending=Ending.FAILED, error="ValueError: no", incidents=("retried once",), attempts=2, resumed_from_step=4,
-        engaged=None, sample=None, evaluations=(), final_loss=None, export=None, checkpoint=None,
+        verified=None, sample=None, evaluations=(), final_loss=None, export=None, checkpoint=None,
     )  # fmt: skip
     text = render_report(report, run_dir=Path("r"))
     assert "r: failed" in text and "2 attempts" in text and "step 4" in text

@@ -45,8 +45,8 @@ def test_a_log_is_read_up_to_its_first_piece_that_is_damaged_or_incomplete(tmp_p
         return list(read_records(log))
 
     assert records(whole) == RECORDS
-    for missing, kept in ((1, 4), (12, 3), (100, 2)):
-        assert records(whole[:-missing]) == RECORDS[:kept]
+    for missing, retained in ((1, 4), (12, 3), (100, 2)):
+        assert records(whole[:-missing]) == RECORDS[:retained]
     damaged = bytearray(whole)
     damaged[BLOCK + 100] ^= 1
     assert records(damaged) == RECORDS[:2]

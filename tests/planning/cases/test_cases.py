@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from planning_factory import machine
 
-from shardwise.trainer.planning.cases import answer_case, read_case
+from shardwise.trainer.planning.cases import estimate_case, read_case
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
 from shardwise.trainer.spec.errors import InputError
@@ -129,7 +129,7 @@ OURS = [
 
 @pytest.mark.parametrize(("case", "fact"), [*MALFORMED, *PHYSICAL, *OURS], ids=lambda value: str(value)[:40])
 def test_a_case_that_cannot_be_is_answered_with_a_sentence(case, fact):
-    answer = answer_case(case)
+    answer = estimate_case(case)
     assert set(answer) == {"id", "error"}
     assert answer["id"] == case.get("id")
     assert fact in answer["error"]
@@ -138,17 +138,17 @@ def test_a_case_that_cannot_be_is_answered_with_a_sentence(case, fact):
 
 @pytest.mark.parametrize(("case", "fact"), PHYSICAL, ids=lambda value: str(value)[:40])
 def test_what_is_physically_impossible_is_so_for_every_stack(case, fact):
-    assert fact in answer_case({**case, "stack": "torchtune"})["error"]
+    assert fact in estimate_case({**case, "stack": "torchtune"})["error"]
 
 
 @pytest.mark.parametrize("case", [case for case, _ in OURS], ids=lambda case: str(case["train"])[:60])
 def test_what_only_our_runtime_cannot_is_answered_for_other_software(case):
-    assert "error" not in answer_case({**case, "stack": "some-other-trainer"})
+    assert "error" not in estimate_case({**case, "stack": "some-other-trainer"})
 
 
 def test_paged_state_takes_what_the_card_has_left_and_no_more():
     """Published: 18.9 GiB peak, on a card of 24 GB, of full training whose state alone takes 15 GiB."""
-    answer = answer_case(
+    answer = estimate_case(
         one_gpu(
             stack="torchtune",
             hardware__gpu="RTX-4090",
@@ -166,13 +166,13 @@ def test_paged_state_takes_what_the_card_has_left_and_no_more():
 
 
 def test_an_unknown_stack_answers_as_ours_does():
-    ours, unknown = answer_case(case_of()), answer_case(case_of(stack="never-heard-of-it"))
+    ours, unknown = estimate_case(case_of()), estimate_case(case_of(stack="never-heard-of-it"))
     assert ours == unknown
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
 def test_the_parts_of_every_published_case_sum_to_its_peak(row):
-    answer = answer_case(row["case"])
+    answer = estimate_case(row["case"])
     memory, speed = answer["memory"], answer["speed"]
     assert sum(memory["parts"].values()) == memory["peak_allocated_bytes"]
     assert all(num_bytes > 0 for num_bytes in memory["parts"].values())
@@ -185,8 +185,8 @@ def test_the_parts_of_every_published_case_sum_to_its_peak(row):
 def test_fits_compares_the_need_with_what_the_card_grants():
     case = case_of()
     need = estimate_memory(*_estimated(case)).need_bytes
-    assert answer_case(case_of(hardware__vram_bytes=need))["fits"]
-    assert not answer_case(case_of(hardware__vram_bytes=need - 1))["fits"]
+    assert estimate_case(case_of(hardware__vram_bytes=need))["fits"]
+    assert not estimate_case(case_of(hardware__vram_bytes=need - 1))["fits"]
 
 
 def _estimated(case):
@@ -202,19 +202,27 @@ def test_a_machine_without_the_host_ram_for_an_offload_does_not_fit():
     offload = {"train__sharding": "zero3", "train__offload": "optimizer", "train__optimizer": "adamw"}
     large = msgspec.to_builtins(machine("8xA100-SXM4-80GB", ram_bytes=1024 * GIB))
     small = msgspec.to_builtins(machine("8xA100-SXM4-80GB", ram_bytes=32 * GIB))
-    assert answer_case(case_of(hardware=large, **offload))["fits"]
-    assert not answer_case(case_of(hardware=small, **offload))["fits"]
+    assert estimate_case(case_of(hardware=large, **offload))["fits"]
+    assert not estimate_case(case_of(hardware=small, **offload))["fits"]
 
 
 def test_a_machine_of_the_catalogue_is_the_machine_of_its_spec():
     spec = msgspec.to_builtins(machine("2x8xA100-SXM4-80GB", ram_bytes=None))
-    named = answer_case(case_of(hardware__nodes=2))
-    assert named == answer_case(case_of(hardware=spec))
+    named = estimate_case(case_of(hardware__nodes=2))
+    assert named == estimate_case(case_of(hardware=spec))
+
+
+def memory_of(**fields):
+    return estimate_case(case_of(**fields))["memory"]
 
 
 def test_an_offloaded_state_is_counted_in_host_ram_or_on_nvme():
-    host = answer_case(case_of(train__sharding="zero3", train__offload="optimizer", train__optimizer="adamw"))["memory"]
-    disk = answer_case(case_of(train__sharding="zero3", train__offload="nvme_all", train__optimizer="adamw"))["memory"]
+    host = estimate_case(case_of(train__sharding="zero3", train__offload="optimizer", train__optimizer="adamw"))[
+        "memory"
+    ]
+    disk = estimate_case(case_of(train__sharding="zero3", train__offload="nvme_all", train__optimizer="adamw"))[
+        "memory"
+    ]
     assert host["host_bytes"] > 12 * 8.03e9 and host["nvme_bytes"] == 0
     assert disk["nvme_bytes"] > 12 * 8.03e9
 
@@ -296,8 +304,8 @@ def test_a_size_without_a_speed_is_no_answer():
         "num_attention_heads": 8,
         "vocab_size": 50304,
     }
-    assert "memory" in answer_case(one_gpu(model=neox))
-    assert "error" in answer_case(one_gpu(model={**neox, "rotary_pct": 1e300}))
+    assert "memory" in estimate_case(one_gpu(model=neox))
+    assert "error" in estimate_case(one_gpu(model={**neox, "rotary_pct": 1e300}))
 
 
 # What a prediction case may name; more may be known.

@@ -9,7 +9,7 @@ from planning_factory import data_of, machine, plan_of, shape_of
 
 from shardwise.trainer.planning.candidates import run_hours
 from shardwise.trainer.planning.explain.choice import kv_cache_bytes
-from shardwise.trainer.planning.explain.plan_page import compare_plans, explain_plan, machine_words
+from shardwise.trainer.planning.explain.plan_page import compare_plans, explain_plan, machine_text
 from shardwise.trainer.planning.page.content import paragraph, stacked_bar, table
 from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.spec.engines import Sharding
@@ -290,7 +290,7 @@ def test_the_verdict_names_the_fastest_and_the_cheapest_machine() -> None:
     ],
 )
 def test_machines_have_short_names(spec: str, words: str) -> None:
-    assert machine_words(machine(spec)) == words
+    assert machine_text(machine(spec)) == words
 
 
 def test_a_bar_is_filled_by_shares_and_ends_with_what_is_free() -> None:

@@ -118,14 +118,14 @@ def test_areas_lie_on_top_of_each_other_and_a_gap_adds_nothing() -> None:
 @given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=500), st.integers(10, 60))
 def test_thinned_lines_keep_their_extremes_their_gaps_and_their_order(heights: list[float | None], most: int) -> None:
     points = tuple((float(x), y) for x, y in enumerate(heights))
-    kept = thinned(points, most)
-    assert len(kept) <= max(most * 1.5 + 3, len(points) if len(points) <= most else 0)
-    assert set(kept) <= set(points) and all(a[0] < b[0] for a, b in pairwise(kept))
+    retained = thinned(points, most)
+    assert len(retained) <= max(most * 1.5 + 3, len(points) if len(points) <= most else 0)
+    assert set(retained) <= set(points) and all(a[0] < b[0] for a, b in pairwise(retained))
     figures = [y for y in heights if y is not None]
     if figures:
-        told = [y for _, y in kept if y is not None]
+        told = [y for _, y in retained if y is not None]
         assert (min(told), max(told)) == (min(figures), max(figures))
-    assert (None in heights) == (None in [y for _, y in kept])
+    assert (None in heights) == (None in [y for _, y in retained])
 
 
 def test_averaged_lines_of_the_same_steps_keep_the_same_steps() -> None:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from planning_factory import context_for, data_of, plan_of
 
 from shardwise.trainer.planning.candidates import candidate_of, configuration_of
-from shardwise.trainer.planning.reasons import data_words
+from shardwise.trainer.planning.reasons import data_text
 from shardwise.trainer.planning.run import longest_width, mean_width, widths_at
 from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile, LengthHistogram
 
@@ -103,11 +103,11 @@ def test_a_plan_for_short_rows_takes_larger_micro_batches_than_for_full_ones() -
 def test_a_plan_says_what_padding_costs_and_packing_saves(
     facts: dict[str, Any], micro_batch: int, figures: tuple[str, ...]
 ) -> None:
-    sentences = data_words(replace(padded(), **facts), micro_batch)
+    sentences = data_text(replace(padded(), **facts), micro_batch)
     for sentence, expected in zip(sentences, figures, strict=True):
         assert re.search(expected, sentence)
 
 
 def test_the_notes_of_a_plan_have_the_words() -> None:
     plan = plan_of("8b", "8xH100-SXM5-80GB", data=padded())
-    assert set(data_words(padded(), plan.chosen.micro_batch)) <= set(plan.notes)
+    assert set(data_text(padded(), plan.chosen.micro_batch)) <= set(plan.notes)

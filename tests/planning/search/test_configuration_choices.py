@@ -20,7 +20,7 @@ def test_every_n_takes_the_n_of_the_job_and_two_where_it_says_none(written, n):
     dims = dims_of(context.shape)
     blocks = block_activations(configuration, policy_of(configuration, context.device, dims), dims)
     recomputed = dims.layers // n
-    assert blocks.kept == recomputed * blocks.boundary + (dims.layers - recomputed) * blocks.whole
+    assert blocks.retained == recomputed * blocks.boundary + (dims.layers - recomputed) * blocks.whole
     assert (blocks.recomputed > 0, blocks.recomputed_by_last) == (True, 0), "the first of each n, so not the last"
 
 

@@ -204,9 +204,9 @@ def test_what_selective_recomputation_keeps_never_goes_to_host_ram() -> None:
 def test_activations_leave_the_card_only_where_nothing_else_fits() -> None:
     row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"micro_batch": 1}
     roomy = with_usable("1b", "1xRTX-4090", 80 * GIB, pin=pin, seq_len=16384)
-    kept = best_candidate(roomy, row)
-    assert kept is not None
-    assert not kept.activation_offload
+    retained = best_candidate(roomy, row)
+    assert retained is not None
+    assert not retained.activation_offload
     tight = replace(roomy, device=replace(roomy.device, usable_bytes=least_need(roomy, row).memory.need_bytes))
     moved = best_candidate(tight, row)
     assert moved is not None

@@ -87,8 +87,8 @@ def test_recomputing_and_offloading_never_speed_a_step_up(shape: ModelShape, cho
     plain = replace(chosen, checkpointing=Checkpointing.NONE)
     full = replace(chosen, checkpointing=Checkpointing.FULL)
     assert estimate_speed(shape, plain, device).step_s <= estimate_speed(shape, full, device).step_s
-    copied, kept = replace(full, activation_offload=True), replace(full, activation_offload=False)
-    assert estimate_speed(shape, kept, device).step_s <= estimate_speed(shape, copied, device).step_s
+    copied, retained = replace(full, activation_offload=True), replace(full, activation_offload=False)
+    assert estimate_speed(shape, retained, device).step_s <= estimate_speed(shape, copied, device).step_s
 
 
 @given(SHAPES, SETTINGS, DEVICES)
@@ -474,5 +474,5 @@ def test_dora_measures_every_weight_in_every_forward(precision: Precision, squar
     assert measuring - plain == pytest.approx(32 * (products + moved), rel=0.001)
     again = replace(dora, checkpointing=FULL_AC)
     recomputed = estimate_speed(LLAMA_8B, again, device).parts["compute_s"]
-    kept = estimate_speed(LLAMA_8B, replace(chosen, checkpointing=FULL_AC), device).parts["compute_s"]
-    assert recomputed - kept == pytest.approx(2 * (measuring - plain), rel=0.001)
+    retained = estimate_speed(LLAMA_8B, replace(chosen, checkpointing=FULL_AC), device).parts["compute_s"]
+    assert recomputed - retained == pytest.approx(2 * (measuring - plain), rel=0.001)

@@ -136,8 +136,8 @@ def test_a_rank_trains_packed_rows_on_the_kernel_and_reports_its_commit_and_buil
     """The losses are those of PyTorch's attention, so documents were kept apart."""
     rows = write_packed_rows(tmp_path / "rows")
     report, losses = trained(tmp_path / "flash", plan_with(rows, Attention.FLASH, KERNEL), hub_environment(cache))
-    assert report.engaged is not None
-    assert report.engaged.attention == KERNEL
-    assert report.engaged.facts["flash"] == "build torch-cpu"
+    assert report.verified is not None
+    assert report.verified.attention == KERNEL
+    assert report.verified.facts["flash"] == "build torch-cpu"
     _, expected = trained(tmp_path / "sdpa", plan_with(rows, Attention.SDPA), dict(os.environ))
     assert losses == pytest.approx(expected, rel=1e-5)

@@ -133,7 +133,7 @@ def test_the_loss_of_a_document_has_no_gradient_from_another(name, implementatio
         install_loss_head(model, LossHead.CHUNKED, chunk_tokens=None)
         embedded: list[torch.Tensor] = []
         model.get_input_embeddings().register_forward_hook(
-            lambda module, inputs, output, kept=embedded: (output.retain_grad(), kept.append(output))[0]
+            lambda module, inputs, output, retained=embedded: (output.retain_grad(), retained.append(output))[0]
         )
         loss = model(input_ids=ids, labels=labels_of(ids, only_unchanged=True), position_ids=POSITIONS)
         loss.backward()
@@ -256,9 +256,9 @@ RECOMPUTED = mostly_long(
 @pytest.mark.parametrize(("name", "checkpointing"), RECOMPUTED)
 def test_recomputed_blocks_see_the_same_bounds(name, checkpointing):
     found = []
-    for kept in (Checkpointing.NONE, checkpointing):
+    for retained in (Checkpointing.NONE, checkpointing):
         model = build(name, "sdpa").train()
-        apply_checkpointing(model, kept)
+        apply_checkpointing(model, retained)
         install_loss_head(model, LossHead.CHUNKED, chunk_tokens=None)
         ids = rows()
         torch.manual_seed(3)
@@ -338,16 +338,16 @@ def test_each_way_is_attention_under_a_mask(monkeypatch, kernel, window, dtype):
 def test_attention_keeps_its_inputs_its_output_and_a_number_for_each_head():
     """As PyTorch's attention does for rows of one document: nothing more, and nothing twice."""
     query, key, value = heads()
-    kept: dict[int, int] = {}
+    retained: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        retained[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         packed_sdpa(Layer(), query, key, value, None, **TOLD)
     num_tokens = 2 * WIDTH
-    assert sum(kept.values()) == num_tokens * (4 * 24 * (6 + 2 + 2 + 6) + 4 * 6)
+    assert sum(retained.values()) == num_tokens * (4 * 24 * (6 + 2 + 2 + 6) + 4 * 6)
 
 
 def test_under_autocast_attention_runs_in_16_bit():

@@ -103,14 +103,14 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(dtype, kind, tiny, newes
     optimizer = build(model, kind)
     train(model, optimizer, start=0, stop=5)
     save(tmp_path, model, optimizer, tiny, 5)
-    saved_digest, kept = digest(model, optimizer), copy.deepcopy(state_facts(unwrapped(optimizer)))
+    saved_digest, retained = digest(model, optimizer), copy.deepcopy(state_facts(unwrapped(optimizer)))
     uninterrupted = train(model, optimizer, start=5, stop=10)
     resumed_model, resumed, num_coded_anew = resume(newest(tmp_path), kind, dtype)
     assert num_coded_anew == 0
     assert digest(resumed_model, resumed) == saved_digest
     facts = state_facts(unwrapped(resumed))
     names = ("optimizer_state", "optimizer_state_bytes", "projectors")
-    assert {name: facts.get(name) for name in names} == {name: kept.get(name) for name in names}
+    assert {name: facts.get(name) for name in names} == {name: retained.get(name) for name in names}
     assert train(resumed_model, resumed, start=5, stop=10) == uninterrupted
     assert digest(resumed_model, resumed) == digest(model, optimizer)
 

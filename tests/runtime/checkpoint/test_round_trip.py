@@ -40,9 +40,9 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(tiny, newest, tmp_path, ki
 
 def test_a_checkpoint_of_format_1_is_read_as_it_was_saved(tiny, newest):
     """Written by 0.4: three steps of the tiny run. Later versions read it to the bit, and continue."""
-    kept = Path(__file__).with_name("format-1")
-    model, optimizer = tiny.resume(newest(kept))
-    assert tiny.digest(model, optimizer) == (kept / "digest").read_text().strip()
+    retained = Path(__file__).with_name("format-1")
+    model, optimizer = tiny.resume(newest(retained))
+    assert tiny.digest(model, optimizer) == (retained / "digest").read_text().strip()
     assert all(loss < 5 for loss in tiny.train(model, optimizer, start=3, stop=5))
 
 

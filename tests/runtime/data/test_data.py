@@ -149,8 +149,8 @@ def test_positions_start_anew_in_each_document_whose_first_token_is_not_a_target
     assert batch.position_ids.dtype == torch.int64
     is_ignored = (batch.labels == IGNORED_LABEL).tolist()
     assert [[place for place, ignored in enumerate(row) if ignored] for row in is_ignored] == [[0, 3, 4], [0], [0, 2]]
-    kept = batch.labels != IGNORED_LABEL
-    assert torch.equal(batch.labels[kept], batch.input_ids[kept])
+    retained = batch.labels != IGNORED_LABEL
+    assert torch.equal(batch.labels[retained], batch.input_ids[retained])
     assert [rows.num_targets(number) for number in range(3)] == [5, 7, 6]
     assert batch.num_targets == 18
 

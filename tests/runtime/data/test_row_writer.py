@@ -179,9 +179,9 @@ def pieces_of(split):
             np.split(split.row(number), starts), np.split(split.labels(number), starts), strict=True
         ):
             assert labels[0] == IGNORED_LABEL
-            kept = labels != IGNORED_LABEL
-            assert (labels[kept] == ids[kept]).all()
-            pieces[tuple(ids.tolist()), tuple(ids[kept].tolist())] += 1
+            retained = labels != IGNORED_LABEL
+            assert (labels[retained] == ids[retained]).all()
+            pieces[tuple(ids.tolist()), tuple(ids[retained].tolist())] += 1
         assert split.num_targets(number) == (split.labels(number) != IGNORED_LABEL).sum()
     return pieces
 

@@ -63,10 +63,15 @@ def changed(chosen: Candidate, change: dict[str, object]) -> Candidate:
 
 def test_what_runs_as_planned_is_reported(built):
     model, optimizer, accelerator, installed, chosen = built
-    engaged = verify_engine(accelerator, model, optimizer, installed, chosen)
-    assert (engaged.engine_class, engaged.optimizer_class) == ("LlamaForCausalLM", "AdamW")
-    assert (engaged.precision, engaged.loss, engaged.attention, engaged.accumulation) == ("fp32", "chunked", "sdpa", 2)
-    assert (engaged.sharded_parameters, engaged.partition_elements, engaged.backend) == (0, None, None)
+    verified = verify_engine(accelerator, model, optimizer, installed, chosen)
+    assert (verified.engine_class, verified.optimizer_class) == ("LlamaForCausalLM", "AdamW")
+    assert (verified.precision, verified.loss, verified.attention, verified.accumulation) == (
+        "fp32",
+        "chunked",
+        "sdpa",
+        2,
+    )
+    assert (verified.sharded_parameters, verified.partition_elements, verified.backend) == (0, None, None)
 
 
 def difference(what: str, planned: object, found: object) -> str:

@@ -12,9 +12,9 @@ from shardwise.trainer.runtime.loop.profile_step import (
     ModuleMarks,
     allocations_of,
     block_names,
-    kept_by_module,
     over_blocks,
     places_of,
+    retained_by_module,
     within_block,
 )
 
@@ -44,12 +44,12 @@ def test_what_is_freed_or_of_another_time_is_not_kept():
         Allocation(14, 1, -1000),
         Allocation(25, 4, 16),  # after it
     ]
-    assert kept_by_module(allocations, ModuleMarks(), begin_ns=10, end_ns=20) == {"": 160}
+    assert retained_by_module(allocations, ModuleMarks(), begin_ns=10, end_ns=20) == {"": 160}
 
 
 def test_words_and_sums_over_blocks():
     sizes = {"model.layers.0.mlp": 8, "": 6, "model.layers.1.mlp": 8, "model.norm": 1, "model.layers.1.attn": 3}
-    words = [(kept.place, kept.num_bytes) for kept in places_of(sizes, BLOCKS)]
+    words = [(retained.place, retained.num_bytes) for retained in places_of(sizes, BLOCKS)]
     assert words == [
         ("transformer block 0, mlp", 8),
         ("outside of the model's modules (the loss)", 6),
@@ -57,7 +57,10 @@ def test_words_and_sums_over_blocks():
         ("model.norm", 1),
         ("transformer block 1, attn", 3),
     ]
-    assert [(kept.place, kept.num_bytes) for kept in over_blocks(sizes, BLOCKS)] == [("mlp", 16), ("attn", 3)]
+    assert [(each.place, each.num_bytes) for each in over_blocks(sizes, BLOCKS)] == [
+        ("mlp", 16),
+        ("attn", 3),
+    ]
 
 
 class Small(nn.Module):
@@ -82,8 +85,8 @@ def test_a_real_forward_keeps_what_its_modules_answered():
         loss = model(rows)
         end_ns = time.time_ns()
         loss.backward()
-    kept = kept_by_module(allocations_of(profiler, "cpu"), marks, begin_ns=begin_ns, end_ns=end_ns)
+    retained = retained_by_module(allocations_of(profiler, "cpu"), marks, begin_ns=begin_ns, end_ns=end_ns)
     answers = {"layers.0.0": 32 * 128 * 4, "layers.0.1": 32 * 128 * 4, "layers.0.2": 32 * 64 * 4, "": 4}
-    assert kept == answers
+    assert retained == answers
     assert block_names(model) == ["layers.0"]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

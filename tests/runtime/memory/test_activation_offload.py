@@ -54,9 +54,9 @@ def test_of_a_recomputed_block_only_its_input_moves():
 def test_each_tensor_moves_once_however_many_operations_save_it():
     """All that the blocks but the last keep, counted by their memory: parameters, small and shared tensors aside."""
     plain, (model, installed) = build_plain(), build()
-    with kept_storages(plain) as kept:
+    with kept_storages(plain) as retained:
         held = plain.model(input_ids=IDS)
-    sizes = [size for size in kept.values() if size >= MIN_BYTES]
+    sizes = [size for size in retained.values() if size >= MIN_BYTES]
     assert held.last_hidden_state.requires_grad
     backward(model)
     in_last_norm = 2 * INPUT_BYTES  # its input and its normalised input
@@ -85,11 +85,11 @@ def test_after_the_backward_nothing_is_left_on_the_shelves():
     model, installed = build()
     loss = model(input_ids=IDS, labels=IDS)
     shelves = installed.offload._shelves.values()
-    kept = [weakref.ref(moved) for shelf in shelves for moved in shelf._moved.values()]
-    assert len(kept) > 30 and all(reference() is not None for reference in kept)
+    retained = [weakref.ref(moved) for shelf in shelves for moved in shelf._moved.values()]
+    assert len(retained) > 30 and all(reference() is not None for reference in retained)
     loss.backward()
     del loss
-    assert all(reference() is None for reference in kept)
+    assert all(reference() is None for reference in retained)
 
 
 def test_nothing_moves_where_no_backward_follows():

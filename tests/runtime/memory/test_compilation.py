@@ -55,7 +55,7 @@ def test_compiled_and_recomputed_blocks_give_the_gradients_of_eager_ones():
     facts = installed.activation_facts(model)
     assert counts(facts["compile"]) == [2, 2, 1, 0], "one compilation serves both blocks, without a break"
     assert counts(facts["checkpointing"]) == [2, 2]
-    assert backward(model).kept_bytes < backward(eager).kept_bytes / 3, "the recomputation was traced"
+    assert backward(model).retained_bytes < backward(eager).retained_bytes / 3, "the recomputation was traced"
 
 
 @pytest.mark.long
@@ -65,11 +65,11 @@ def test_every_kind_of_recomputation_is_traced_with_its_block(checkpointing):
     check_same(model, build_eager())
     graphs = 2 if checkpointing is Checkpointing.EVERY_N else 1
     assert counts(installed.activation_facts(model)["compile"]) == [2, 2, graphs, 0]
-    kept_by_full, kept, kept_by_none = (
-        backward(each).kept_bytes for each in (build(Checkpointing.FULL)[0], model, build()[0])
+    kept_by_full, retained, kept_by_none = (
+        backward(each).retained_bytes for each in (build(Checkpointing.FULL)[0], model, build()[0])
     )
     if checkpointing is not Checkpointing.NONE:
-        assert kept_by_full < kept < kept_by_none
+        assert kept_by_full < retained < kept_by_none
 
 
 @pytest.mark.long
@@ -93,9 +93,9 @@ def test_widths_that_vary_cost_one_more_compilation():
 @pytest.mark.long
 def test_a_compiled_block_that_recomputes_drops_the_same_elements_again():
     dropout = {"attention_dropout": 0.5}
-    kept, again = (backward(build(each, config=dropout)[0]) for each in (Checkpointing.NONE, Checkpointing.FULL))
-    torch.testing.assert_close(again.loss, kept.loss)
-    assert_same_gradients(again, kept, tolerance=TOLERANCE)
+    retained, again = (backward(build(each, config=dropout)[0]) for each in (Checkpointing.NONE, Checkpointing.FULL))
+    torch.testing.assert_close(again.loss, retained.loss)
+    assert_same_gradients(again, retained, tolerance=TOLERANCE)
 
 
 def test_without_a_compiler_it_is_refused_before_anything_runs(monkeypatch):

@@ -46,7 +46,9 @@ def test_a_recomputation_that_did_not_happen_is_not_reported():
 @pytest.mark.parametrize("checkpointing", RECOMPUTING)
 def test_recomputing_keeps_less_and_changes_no_gradient(checkpointing):
     plain, recomputed = (backward(build_blocks(each)) for each in (Checkpointing.NONE, checkpointing))
-    assert recomputed.kept_bytes < plain.kept_bytes * (0.95 if checkpointing is Checkpointing.ATTENTION else 0.75)
+    assert recomputed.retained_bytes < plain.retained_bytes * (
+        0.95 if checkpointing is Checkpointing.ATTENTION else 0.75
+    )
     assert_same_gradients(recomputed, plain)
 
 
@@ -119,9 +121,9 @@ def test_every_kernel_of_pytorch_counts_as_attention():
     for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
         operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
         keeps(SelectiveCheckpointContext(is_recompute=False), operator)
-    assert keeps.num_kept_attentions == 4
+    assert keeps.num_retained_attentions == 4
     keeps(SelectiveCheckpointContext(is_recompute=False), torch.ops.aten.add.Tensor)
-    assert keeps.num_kept_attentions == 4
+    assert keeps.num_retained_attentions == 4
 
 
 def test_what_is_scored_is_not_recomputed():

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.trainer.runtime.models.build import model_from_config
-from shardwise.trainer.runtime.models.meta_model import Values, draw, meta_model_from_config, plan_drawing
+from shardwise.trainer.runtime.models.meta_model import Values, draw, meta_model_from_config, plan_initialization
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.strategy import Attention
 
@@ -34,7 +34,7 @@ def whole_model(build: Callable[[], PreTrainedModel]) -> tuple[PreTrainedModel, 
 def test_every_tensor_and_the_generator_are_those_of_a_whole_build(config):
     build = build_of(config)
     whole, state = whole_model(build)
-    drawing = plan_drawing(build)
+    drawing = plan_initialization(build)
     assert drawing is not None
     drawn: dict[str, torch.Tensor] = {}
 
@@ -52,14 +52,14 @@ def test_every_tensor_and_the_generator_are_those_of_a_whole_build(config):
 
 def test_planning_draws_nothing():
     before = torch.get_rng_state()
-    plan_drawing(build_of(TINY["llama"]))
+    plan_initialization(build_of(TINY["llama"]))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_transformers_builds_models_as_before_when_all_is_done():
     build = build_of(TINY["llama"])
     once, state = whole_model(build)
-    draw(build, plan_drawing(build), lambda _name, _tensor: None)
+    draw(build, plan_initialization(build), lambda _name, _tensor: None)
     again, after = whole_model(build)
     assert torch.equal(state, after)
     assert all(torch.equal(one, other) for one, other in zip(once.parameters(), again.parameters(), strict=True))
@@ -95,7 +95,7 @@ def test_a_model_that_cannot_be_drawn_by_tensors_is_built_as_a_whole(kind):
     def build() -> PreTrainedModel:
         return kind(OwnConfig())
 
-    assert plan_drawing(build) is None
+    assert plan_initialization(build) is None
     meta_model = meta_model_from_config(build, dtype=torch.float32, seed=7)
     found: dict[str, torch.Tensor] = {}
 

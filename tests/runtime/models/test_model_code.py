@@ -174,9 +174,9 @@ def test_documents_of_a_packed_row_are_kept_apart_or_the_run_does_not_begin(keep
 @pytest.mark.parametrize("checkpointing", [Checkpointing.FULL, Checkpointing.ATTENTION, Checkpointing.SELECTIVE])
 def test_blocks_that_are_plain_modules_are_recomputed_with_the_same_gradients(checkpointing, tmp_path):
     folder = write_custom_model(tmp_path / "tiny")
-    kept = build_model(plan_with(folder))
+    retained = build_model(plan_with(folder))
     recomputed, installed = build_trainable(plan_with(folder, checkpointing=checkpointing))
-    gradients = [gradients_of(model) for model in (kept, recomputed)]
+    gradients = [gradients_of(model) for model in (retained, recomputed)]
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     assert [type(block).__name__ for block in blocks_of(recomputed)] == ["TinyBlock"] * 2
     assert [(each.num_forwards, each.num_repeats) for each in installed.recomputations] == [(1, 1)] * 2

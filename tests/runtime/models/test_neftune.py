@@ -109,13 +109,13 @@ def test_gradients_are_those_of_the_disturbed_embeddings():
     """Noise is a constant: the table's gradient is the sum over the places where a token stands."""
     ids, labels = rows(20)
     run = Run()
-    kept: list[Tensor] = []
+    retained: list[Tensor] = []
 
     def keep(module: object, inputs: object, output: Tensor) -> None:
         output.retain_grad()
-        kept.append(output)
+        retained.append(output)
 
     run.model.get_input_embeddings().register_forward_hook(keep)
     run.forward(input_ids=ids, labels=labels).backward()
-    expected = torch.zeros(64, HIDDEN).index_add_(0, ids.flatten(), kept[0].grad.flatten(0, 1))
+    expected = torch.zeros(64, HIDDEN).index_add_(0, ids.flatten(), retained[0].grad.flatten(0, 1))
     torch.testing.assert_close(run.model.get_input_embeddings().weight.grad, expected)

@@ -107,5 +107,5 @@ def test_a_run_whose_disk_lies_fails_with_its_checkpoint_and_keeps_no_export(met
         run_attempt(tmp_path / "run", plan, state=state)
     assert (state.export, state.checkpoint) == (None, "checkpoints/step-00000002")
     assert not [path for path in (tmp_path / "run").iterdir() if "export" in path.name]
-    kept = tmp_path / "run" / "checkpoints" / "step-00000002"
-    assert load_file(next(kept.glob("*.safetensors")))
+    retained = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert load_file(next(retained.glob("*.safetensors")))

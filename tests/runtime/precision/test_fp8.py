@@ -127,7 +127,7 @@ def test_layers_are_chosen_inside_blocks_and_the_others_are_named_with_the_reaso
         "of class FourBitLinear": ("layers.0.odd",),
         OUTSIDE: ("lm_head",),
     }
-    assert "layers.0.router, layers.0.mlp.gate" in found.skipped_words
+    assert "layers.0.router, layers.0.mlp.gate" in found.skipped_text
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ again = CPUAdamBuilder().load(verbose=False)
 print("answer:" + json.dumps([len(asked), again is module, hasattr(module, "create_adam")]))
 """
 OURS = "from shardwise.trainer.runtime.run.operators import use_built_operators as use; use(); use()"
-PLAIN = "from shardwise.trainer.runtime.run.operators import leave_out_debug_symbols; leave_out_debug_symbols()"
+PLAIN = "from shardwise.trainer.runtime.run.operators import omit_debug_symbols; omit_debug_symbols()"
 
 
 def answer_of(program: str, **environment: str) -> Any:
@@ -83,7 +83,7 @@ def counted():
     return ask()
 cpuinfo.get_cpu_info = counted
 from deepspeed.ops.op_builder import CPUAdamBuilder
-from shardwise.trainer.runtime.run.operators import answer_for_processor
+from shardwise.trainer.runtime.run.operators import result_for_processor
 
 def answer():
     asked.clear()
@@ -91,7 +91,7 @@ def answer():
     return [builder.cpu_arch(), builder.simd_width(), cpuinfo.get_cpu_info().get("vendor_id_raw"), len(asked)]
 
 plain = answer()
-answer_for_processor()
+result_for_processor()
 print("answer:" + json.dumps([plain, answer()]))
 """
 

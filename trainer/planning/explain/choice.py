@@ -20,7 +20,7 @@ from shardwise.trainer.spec.units import format_bytes, format_count
 _CACHE_BYTES = 2  # bf16
 
 
-def machine_words(hardware: Hardware) -> str:
+def machine_text(hardware: Hardware) -> str:
     """`4 nodes of 8 x H100-SXM5-80GB`, `1 x RTX-4090`, `2 ranks on Intel Xeon` or `2 nodes of 2 ranks on it`."""
     device = device_of(hardware)
     nodes = f"{hardware.num_nodes} nodes of " if hardware.num_nodes > 1 else ""
@@ -36,7 +36,7 @@ def heading(plan: Plan) -> str:
     """One line: which run, which model, which machine."""
     size = format_count(plan.model_shape.num_parameters)
     what = f"{plan.name}: {plan.chosen.method} training of {plan.model_shape.model_type}, {size} parameters"
-    return f"{what}, on {machine_words(plan.hardware)}"
+    return f"{what}, on {machine_text(plan.hardware)}"
 
 
 def choice_section(plan: Plan, context: PlanningContext) -> Section:
@@ -101,7 +101,7 @@ def _policy_parts(chosen: Candidate, context: PlanningContext) -> Iterator[str]:
     gradients = compute if policy.uses_deepspeed else trained
     added = f", added up over ranks in {names[policy.reduce_bytes]}" if chosen.num_ranks > 1 else ""
     yield f"gradients {gradients}{added}"
-    yield f"{row.optimizer} {_state_words(row.optimizer, trained)}{_PLACES[row.offload]}"
+    yield f"{row.optimizer} {_state_text(row.optimizer, trained)}{_PLACES[row.offload]}"
     chunk = f" of {chosen.loss_chunk_tokens} tokens" if chosen.loss_chunk_tokens else ""
     yield f"loss head {chosen.loss}{chunk}, {_LOGITS[chosen.loss]}"
     yield f"attention {chosen.attention}"
@@ -129,7 +129,7 @@ _LOGITS = {
 }
 
 
-def _state_words(optimizer: Optimizer, trained: str) -> str:
+def _state_text(optimizer: Optimizer, trained: str) -> str:
     if optimizer.facts.num_moments == 0:
         return "without state"
     if optimizer.facts.is_8bit:

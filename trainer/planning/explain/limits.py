@@ -82,11 +82,11 @@ _KEYS = {
 def _row(question: Question, rung: Rung) -> tuple[str, ...]:
     candidate = rung.candidate
     strategy = candidate.strategy.name + ("" if candidate.strategy.is_exact else " (changes the update)")
-    kept = ", kept in host RAM" if candidate.activation_offload else ""
+    retained = ", kept in host RAM" if candidate.activation_offload else ""
     return (
         str(rung.method),
         _size(question, rung),
-        f"{candidate.checkpointing}{kept}",
+        f"{candidate.checkpointing}{retained}",
         format_bytes(candidate.memory.need_bytes),
         f"{candidate.speed.tokens_per_s_per_gpu * candidate.num_ranks:,.0f}",
         "-" if question is Question.LARGEST_MODEL else f"{rung.slowdown:.2f}x",

@@ -8,7 +8,7 @@ and remedies are equal.
 from collections.abc import Iterable, Iterator, Sequence
 
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.explain.choice import cache_section, choice_section, heading, machine_words
+from shardwise.trainer.planning.explain.choice import cache_section, choice_section, heading, machine_text
 from shardwise.trainer.planning.page.content import Bars, Page, Section, Sentence, StackedBar, Table, page_text
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import OptIn, opt_ins
@@ -202,7 +202,7 @@ def fallbacks_section(plan: Plan) -> Section:
             fallback.strategy.name,
             _batch(fallback),
             str(fallback.checkpointing),
-            _loss_words(fallback),
+            _loss_text(fallback),
             format_bytes(fallback.memory.peak_allocated_bytes),
         )
         for number, fallback in enumerate(plan.fallbacks, start=1)
@@ -295,7 +295,7 @@ def _batch(candidate: Candidate) -> str:
     return f"{candidate.micro_batch} x {candidate.accumulation}"
 
 
-def _loss_words(candidate: Candidate) -> str:
+def _loss_text(candidate: Candidate) -> str:
     tokens = f" {candidate.loss_chunk_tokens}" if candidate.loss_chunk_tokens else ""
     return f"{candidate.loss}{tokens}"
 
@@ -371,7 +371,7 @@ def _shared_remedy(rejection: Rejection, head: str) -> str | None:
     return None if head and rejection.remedy and head in rejection.remedy.split() else rejection.remedy
 
 
-__all__ = ["Answer", "compare_plans", "comparison_page", "explain_plan", "machine_words", "plan_page"]
+__all__ = ["Answer", "compare_plans", "comparison_page", "explain_plan", "machine_text", "plan_page"]
 
 
 def explain_plan(plan: Plan, *, top: int = 3, width: int = 100, more: Sequence[Section] = ()) -> str:

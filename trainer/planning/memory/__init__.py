@@ -92,7 +92,7 @@ def least_bytes(shape: ModelShape, start: Configuration, device: Device) -> Call
         )
         earlier = accumulated_gradients(configuration, policy, states.num_trained, states.gradients)
         alive = held + max(0, earlier - sharding.reduce_head)
-        alive += blocks.kept + blocks.temporaries + blocks.recomputed_by_last
+        alive += blocks.retained + blocks.temporaries + blocks.recomputed_by_last
         return least_needed(alive, policy, device, start.num_ranks, OVERHEADS)
 
     return least

@@ -73,11 +73,11 @@ class BlockActivations(Value, frozen=True, kw_only=True):
 
     boundary: int  # input of a block, what full checkpointing keeps
     whole: int  # everything one block saves, its share of cast weights included
-    kept: int  # of all blocks together, between forward and backward
+    retained: int  # of all blocks together, between forward and backward
     offloaded: int  # in host RAM instead
     fetched: int  # brought back from there for the next block, while one runs backwards
-    kept_by_first: int  # what the first block keeps
-    kept_by_last: int
+    retained_by_first: int  # what the first block keeps
+    retained_by_last: int
     recomputed: int  # what the first block's backward makes again on top of what was kept
     recomputed_by_last: int
     recomputed_after_last: int  # by the block before the last
@@ -103,28 +103,28 @@ def block_activations(configuration: Configuration, policy: PrecisionPolicy, dim
     )
     part = _recomputed_part(configuration, policy, dims, whole=whole, boundary=boundary, in_attention=in_attention)
     num_recomputed, every = _num_recomputed(configuration, dims)
-    kept = num_recomputed * part.kept + (dims.layers - num_recomputed) * whole
+    retained = num_recomputed * part.retained + (dims.layers - num_recomputed) * whole
     if dims.windowed_layers:
         by_mask = (windowed_attention_bytes(configuration, policy, dims) - saved.attention) * tokens
         whole += max(0, by_mask)
-        kept += by_mask * dims.windowed_layers * (dims.layers - num_recomputed) // dims.layers
+        retained += by_mask * dims.windowed_layers * (dims.layers - num_recomputed) // dims.layers
     again = 0
     if configuration.checkpointing is Checkpointing.SELECTIVE:
-        again = max(0, whole + boundary - shared + part.unused - part.kept)
+        again = max(0, whole + boundary - shared + part.unused - part.retained)
     elif configuration.checkpointing is not Checkpointing.ATTENTION:
         again = whole - shared
 
     def is_recomputed(index: int) -> bool:
         return index % every == 0 and index < num_recomputed * every
 
-    def kept_by(index: int) -> int:
-        return part.kept if is_recomputed(index) else whole
+    def retained_by(index: int) -> int:
+        return part.retained if is_recomputed(index) else whole
 
     last = dims.layers - 1
     moves = configuration.activation_offload and configuration.checkpointing is not Checkpointing.SELECTIVE
-    leaving = max(0, kept - kept_by(last)) if moves else 0
-    kept_as_views = _kept_as_views(policy, dims)
-    offloaded = max(0, leaving - kept_as_views * sum(not is_recomputed(index) for index in range(last)))
+    leaving = max(0, retained - retained_by(last)) if moves else 0
+    retained_as_views = _retained_as_views(policy, dims)
+    offloaded = max(0, leaving - retained_as_views * sum(not is_recomputed(index) for index in range(last)))
     in_mlp, at_scores = _temporaries(configuration, policy, dims, saved), _score_temporaries(policy, dims, saved)
     if configuration.checkpointing is Checkpointing.ATTENTION:
         at_scores = _attention_temporaries(policy, dims, saved, in_attention=in_attention)
@@ -132,11 +132,11 @@ def block_activations(configuration: Configuration, policy: PrecisionPolicy, dim
     return BlockActivations(
         boundary=boundary,
         whole=whole,
-        kept=kept - leaving,
+        retained=retained - leaving,
         offloaded=offloaded,
-        fetched=min(offloaded, kept_by(last - 1)) if policy.is_cuda else 0,
-        kept_by_first=kept_by(0),
-        kept_by_last=kept_by(last),
+        fetched=min(offloaded, retained_by(last - 1)) if policy.is_cuda else 0,
+        retained_by_first=retained_by(0),
+        retained_by_last=retained_by(last),
         recomputed=recomputed,
         recomputed_by_last=again if is_recomputed(last) else 0,
         recomputed_after_last=again if is_recomputed(max(0, last - 1)) else 0,
@@ -149,7 +149,7 @@ def block_activations(configuration: Configuration, policy: PrecisionPolicy, dim
     )
 
 
-def _kept_as_views(policy: PrecisionPolicy, dims: Dims) -> int:
+def _retained_as_views(policy: PrecisionPolicy, dims: Dims) -> int:
     """Of a fused product of query, key and value, what its views hold on a device and no copy in host RAM does.
 
     Query and key are rotated into tensors of their own; the value alone is copied.
@@ -168,7 +168,7 @@ def _in_attention(configuration: Configuration, policy: PrecisionPolicy, dims: D
 class _Part(Value, frozen=True, kw_only=True):
     """Bytes that a recomputing block keeps, and the part of them that no backward reads."""
 
-    kept: int
+    retained: int
     unused: int = 0
 
 
@@ -186,16 +186,16 @@ def _recomputed_part(
     configuration: Configuration, policy: PrecisionPolicy, dims: Dims, *, whole: int, boundary: int, in_attention: int
 ) -> _Part:
     if configuration.checkpointing is Checkpointing.ATTENTION:
-        return _Part(kept=whole - in_attention)
+        return _Part(retained=whole - in_attention)
     if configuration.checkpointing is not Checkpointing.SELECTIVE:
-        return _Part(kept=boundary)
+        return _Part(retained=boundary)
     c = policy.compute_bytes
     outputs = _product_elements(configuration, policy, dims)
     log_sums = 4 * dims.heads if policy.kernel.is_fused else 0
-    kept = boundary + c * sum(outputs[::2]) + (c * dims.query + log_sums) * policy.tokens
+    retained = boundary + c * sum(outputs[::2]) + (c * dims.query + log_sums) * policy.tokens
     # The output of the last product is kept where their number is odd: only the next block reads it.
     unused = c * outputs[-1] if len(outputs) % 2 else 0
-    return _Part(kept=min(whole + boundary, kept), unused=unused)
+    return _Part(retained=min(whole + boundary, retained), unused=unused)
 
 
 def _product_elements(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> list[int]:
@@ -268,7 +268,7 @@ def _score_temporaries(policy: PrecisionPolicy, dims: Dims, saved: SavedTensors)
     """Softmax backward: gradients of probabilities and scores, by when the second half of the block is gone."""
     if policy.kernel.is_fused:
         return 0
-    return max(0, _score_gradients(policy, dims) - _gone_before_attention(policy, dims, saved)) * policy.tokens
+    return max(0, _score_gradients(policy, dims) - _freed_before_attention(policy, dims, saved)) * policy.tokens
 
 
 def _attention_temporaries(policy: PrecisionPolicy, dims: Dims, saved: SavedTensors, *, in_attention: int) -> int:
@@ -278,8 +278,8 @@ def _attention_temporaries(policy: PrecisionPolicy, dims: Dims, saved: SavedTens
         gradients = policy.compute_bytes * (2 * dims.query + read) + policy.residual_bytes * dims.hidden
     else:
         gradients = _score_gradients(policy, dims)
-    gone = _gone_before_attention(policy, dims, saved) - policy.compute_bytes * dims.query
-    return max(0, in_attention + (gradients - gone) * policy.tokens)
+    freed = _freed_before_attention(policy, dims, saved) - policy.compute_bytes * dims.query
+    return max(0, in_attention + (gradients - freed) * policy.tokens)
 
 
 def _score_gradients(policy: PrecisionPolicy, dims: Dims) -> int:
@@ -289,7 +289,7 @@ def _score_gradients(policy: PrecisionPolicy, dims: Dims) -> int:
     return dims.heads * policy.seq_len * (8 + in_16_bit) + policy.residual_bytes * dims.hidden
 
 
-def _gone_before_attention(policy: PrecisionPolicy, dims: Dims, saved: SavedTensors) -> int:
+def _freed_before_attention(policy: PrecisionPolicy, dims: Dims, saved: SavedTensors) -> int:
     """Bytes freed by the backward of the feed-forward half and of the output projection."""
     c = policy.compute_bytes
     return saved.mlp + saved.norms // 2 + c * dims.query + 2 * c * dims.hidden
@@ -326,7 +326,7 @@ _REDUCTIONS = 24  # bytes a token of the slice: targets, their index, ones
 class HeadMemory(Value, frozen=True, kw_only=True):
     """Bytes on one rank."""
 
-    kept: int  # final norm and cast weight, from the forward until the head's backward
+    retained: int  # final norm and cast weight, from the forward until the head's backward
     forward_logits: int
     backward_logits: int = 0  # backward of cross-entropy
     backward_extra: int = 0  # beside them: gradients of hidden states and of the weight
@@ -339,7 +339,7 @@ def head_memory(configuration: Configuration, policy: PrecisionPolicy, dims: Dim
     tokens, c = policy.tokens, policy.compute_bytes
     logits, hidden = dims.vocab * tokens, c * dims.hidden * tokens
     cast_head = c * dims.embedding if policy.is_autocast and not policy.is_frozen else 0
-    kept = _final_norm_bytes(policy, dims) * tokens + cast_head
+    retained = _final_norm_bytes(policy, dims) * tokens + cast_head
     cast_gradient = 0 if policy.is_frozen else c * dims.embedding
     # Autocast hands the gradient of its cast weight on in fp32.
     gradient = cast_gradient + (policy.weight_bytes * dims.embedding if policy.is_autocast and cast_gradient else 0)
@@ -347,7 +347,7 @@ def head_memory(configuration: Configuration, policy: PrecisionPolicy, dims: Dim
     if foreign is not None:
         is_whole = configuration.loss is not LossHead.FUSED_LINEAR
         return HeadMemory(
-            kept=kept,
+            retained=retained,
             forward_logits=round(foreign.forward * logits),
             backward_logits=round(foreign.backward * logits),
             backward_extra=foreign.num_head_gradients * cast_gradient,
@@ -355,10 +355,10 @@ def head_memory(configuration: Configuration, policy: PrecisionPolicy, dims: Dim
             gradient_extra=gradient + hidden if is_whole else 0,
         )
     if configuration.loss is LossHead.CHUNKED:
-        return _chunked(configuration, policy, dims, kept=kept, cast_gradient=cast_gradient)
+        return _chunked(configuration, policy, dims, retained=retained, cast_gradient=cast_gradient)
     if configuration.loss is LossHead.FUSED_LINEAR:
         in_slice = min(logits, 2 * dims.hidden * tokens)
-        return HeadMemory(kept=kept + hidden + cast_gradient, forward_logits=(c + 4) * in_slice // 2)
+        return HeadMemory(retained=retained + hidden + cast_gradient, forward_logits=(c + 4) * in_slice // 2)
     sums = policy.sum_bytes * (dims.hidden * tokens if policy.is_frozen else dims.embedding)
     # Autocast casts the weight's gradient to fp32 once the product has freed its inputs.
     at_cast = gradient - cast_head - hidden - c * logits if policy.is_autocast else 0
@@ -366,12 +366,12 @@ def head_memory(configuration: Configuration, policy: PrecisionPolicy, dims: Dim
     if configuration.loss is LossHead.EAGER:
         capped = c if dims.caps_logits else 0  # the tanh
         forward, backward = (8 + (0 if c == 4 else c) + capped) * logits, (12 + capped) * logits
-        return HeadMemory(kept=kept, forward_logits=forward, backward_logits=backward, **product)
+        return HeadMemory(retained=retained, forward_logits=forward, backward_logits=backward, **product)
     # The logits once; only a slice of them is ever fp32, and where they are fp32 the gradient takes their place.
     in_slice = dims.vocab * min(tokens, FUSED_SLICE_TOKENS)
     own = (0 if c == 4 else 4) + (4 if dims.caps_logits else 0)
     return HeadMemory(
-        kept=kept + 4 * tokens,
+        retained=retained + 4 * tokens,
         forward_logits=c * logits + max((8 if dims.caps_logits else 4) * in_slice, policy.sum_bytes * logits),
         backward_logits=c * logits + own * in_slice,
         **product,
@@ -379,7 +379,7 @@ def head_memory(configuration: Configuration, policy: PrecisionPolicy, dims: Dim
 
 
 def _chunked(
-    configuration: Configuration, policy: PrecisionPolicy, dims: Dims, *, kept: int, cast_gradient: int
+    configuration: Configuration, policy: PrecisionPolicy, dims: Dims, *, retained: int, cast_gradient: int
 ) -> HeadMemory:
     tokens, c = policy.tokens, policy.compute_bytes
     hidden = c * dims.hidden * tokens
@@ -390,7 +390,7 @@ def _chunked(
     # In 16 bit each slice's product is a tensor of its own, which the CPU casts to fp32 before it adds it.
     product = 0 if is_fp32 or policy.is_frozen else cast_gradient + (0 if policy.is_cuda else fp32_gradient)
     return HeadMemory(
-        kept=kept + 4 * tokens,
+        retained=retained + 4 * tokens,
         forward_logits=8 * slice_logits,
         backward_logits=own * slice_logits + _REDUCTIONS * in_slice,
         backward_extra=fp32_gradient + hidden,

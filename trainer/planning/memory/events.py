@@ -261,8 +261,8 @@ def _input_bytes(step: StepMemory) -> int:
 def _load(step: StepMemory, resident: Event) -> Event:
     """Weights are built in host RAM; what is wider than its place on the device passes through it in pieces."""
     policy, dims, sharding = step.policy, step.dims, step.configuration.strategy.sharding
-    kept = ("weights", "master_weights", "quant_state", "adapters")
-    event: Event = {name: num_bytes for name, num_bytes in resident.items() if name in kept}
+    retained = ("weights", "master_weights", "quant_state", "adapters")
+    event: Event = {name: num_bytes for name, num_bytes in resident.items() if name in retained}
     if policy.uses_fsdp:
         # fully_shard moves a whole group to the device before it cuts its shard; ours cuts a model without memory.
         group = dims.parameters if policy.reference.loads_whole_model else max(dims.block, dims.root)
@@ -285,9 +285,9 @@ def _is_cut_first(step: StepMemory) -> bool:
     )
 
 
-def _kept(step: StepMemory, running: Event, gathered: int) -> Event:
+def _retained(step: StepMemory, running: Event, gathered: int) -> Event:
     """Bytes alive between the forward and the backward."""
-    event = {**running, "activations": step.blocks.kept, "head_activations": step.head.kept}
+    event = {**running, "activations": step.blocks.retained, "head_activations": step.head.retained}
     return with_gathered(event, gathered)
 
 
@@ -296,7 +296,7 @@ def with_gathered(event: Event, gathered: int) -> Event:
 
 
 def _forward_end(step: StepMemory, forward: Event) -> Event:
-    event = {**_kept(step, forward, step.sharding.gathered_forward), "logits": step.head.forward_logits}
+    event = {**_retained(step, forward, step.sharding.gathered_forward), "logits": step.head.forward_logits}
     policy, dims = step.policy, step.dims
     if policy.is_autocast:
         # The cache of cast weights lives until the forward ends; what is not recomputed keeps them anyway.
@@ -314,21 +314,21 @@ def _loss_backward(step: StepMemory, backward: Event) -> dict[str, Event]:
     head, sharding = step.head, step.sharding
     # A loss that is computed inside the head runs backwards with the head.
     is_in_head = not head.gradient_logits or step.configuration.loss is LossHead.CHUNKED
-    kept = _kept(step, backward, sharding.gathered_head if is_in_head else sharding.gathered_loss)
-    events = {"loss_backward": {**kept, "logits": head.backward_logits, "head_temporaries": head.backward_extra}}
+    retained = _retained(step, backward, sharding.gathered_head if is_in_head else sharding.gathered_loss)
+    events = {"loss_backward": {**retained, "logits": head.backward_logits, "head_temporaries": head.backward_extra}}
     if head.gradient_logits or head.gradient_extra:
-        kept = with_gathered(kept, sharding.gathered_head)
-        events["head_backward"] = {**kept, "logits": head.gradient_logits, "head_temporaries": head.gradient_extra}
+        retained = with_gathered(retained, sharding.gathered_head)
+        events["head_backward"] = {**retained, "logits": head.gradient_logits, "head_temporaries": head.gradient_extra}
     return {**events, "norm_backward": _norm_backward(step, backward)}
 
 
 def _norm_backward(step: StepMemory, backward: Event) -> Event:
     """The chain of fp32 operations of the last norm, or the reduction of the head's gradient right after it."""
     policy, dims, sharding = step.policy, step.dims, step.sharding
-    kept = _kept(step, backward, sharding.gathered_head) | {"head_activations": 0}
+    retained = _retained(step, backward, sharding.gathered_head) | {"head_activations": 0}
     chain = NORM_BACKWARD_BYTES if dims.norm is Norm.RMS else 2 * policy.residual_bytes
     event = {
-        **kept,
+        **retained,
         "block_temporaries": chain * dims.hidden * policy.tokens,
         "fresh_gradients": head_gradient(step),
     }
@@ -336,7 +336,7 @@ def _norm_backward(step: StepMemory, backward: Event) -> Event:
         return event
     is_added = step.waits_for_last_micro_batch
     reduced = {
-        **with_gathered(kept, sharding.gathered_head - policy.compute_bytes * (dims.head + dims.hidden)),
+        **with_gathered(retained, sharding.gathered_head - policy.compute_bytes * (dims.head + dims.hidden)),
         "block_temporaries": policy.residual_bytes * dims.hidden * policy.tokens,
         "fresh_gradients": 0 if is_added else policy.compute_bytes * dims.head,
         "reduce_scatter": sharding.reduce_head,
@@ -356,13 +356,13 @@ def _block_backward(step: StepMemory, backward: Event) -> dict[str, Event]:
     at_top = {
         "block_temporaries": recomputing if blocks.recomputed_by_last else blocks.temporaries,
         "recomputed_block": blocks.recomputed_by_last,
-        "activations": blocks.kept + blocks.fetched,
+        "activations": blocks.retained + blocks.fetched,
     }
     at_bottom = {
         "block_temporaries": recomputing if blocks.recomputed else blocks.temporaries,
         "recomputed_block": blocks.recomputed,
-        "activations": blocks.kept_by_first,
-        **_retained(step),
+        "activations": blocks.retained_by_first,
+        **_retained_inputs(step),
     }
     top = with_gathered({**common, **at_top}, sharding.gathered_top)
     bottom = with_gathered({**common, **at_bottom}, sharding.gathered_bottom)
@@ -382,14 +382,14 @@ def _middle(step: StepMemory, top: Event, bottom: Event) -> Event:
     given_up = step.policy.reduce_bytes * step.dims.block if step.waits_for_last_micro_batch else 0
     after_last = {
         **with_gathered(top, sharding.gathered_top - sharding.freed_by_last),
-        "activations": blocks.kept - blocks.kept_by_last + blocks.fetched,
+        "activations": blocks.retained - blocks.retained_by_last + blocks.fetched,
         "recomputed_block": blocks.recomputed_after_last,
         "gradients": max(0, top.get("gradients", 0) - given_up) + one,
         "reduce_scatter": sharding.reduce_block,
     }
     before_first = {
         **with_gathered(bottom, sharding.gathered_top - sharding.freed_before_first),
-        "activations": min(blocks.kept + blocks.fetched, blocks.kept_by_first + blocks.kept_by_last),
+        "activations": min(blocks.retained + blocks.fetched, blocks.retained_by_first + blocks.retained_by_last),
         "gradients": max(0, bottom.get("gradients", 0) - one),
         "reduce_scatter": sharding.reduce_block,
     }
@@ -415,7 +415,7 @@ def _total(event: Event) -> int:
     return sum(event.values())
 
 
-def _retained(step: StepMemory) -> Event:
+def _retained_inputs(step: StepMemory) -> Event:
     """Inputs of frozen blocks and their gradients, which FSDP1 holds until the backward ends."""
     policy, blocks = step.policy, step.blocks
     retains = (
@@ -424,7 +424,7 @@ def _retained(step: StepMemory) -> Event:
     if not retains:
         return {}
     # One of the gradients is the output gradient of the block at work.
-    return {"activations": blocks.kept, "retained_gradients": max(0, step.dims.layers - 2) * blocks.boundary}
+    return {"activations": blocks.retained, "retained_gradients": max(0, step.dims.layers - 2) * blocks.boundary}
 
 
 def _gradients_complete(step: StepMemory, backward: Event) -> Event:

@@ -161,8 +161,8 @@ def _needed(held: StepBytes, name: str, event: Event, table: OverheadTable) -> f
         return (1 + table.step_margin.likely) * total
     needed = (1 + table.margin.likely) * total + table.logits_margin.likely * event.get("logits", 0)
     if held.policy.uses_fsdp and name in _BLOCKS:
-        kept = event["activations"] + event.get("retained_gradients", 0)
-        needed += table.sharded_margin.likely * max(0, total - held.steady - kept)
+        retained = event["activations"] + event.get("retained_gradients", 0)
+        needed += table.sharded_margin.likely * max(0, total - held.steady - retained)
     return needed
 
 

@@ -109,11 +109,11 @@ def backward_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: 
     if not uses_dora(configuration):
         return 0
     c = policy.compute_bytes
-    gone = c * (dims.ffn + dims.hidden) if policy.adapter_inputs is AdapterInputs.SHARED else 0
+    freed = c * (dims.ffn + dims.hidden) if policy.adapter_inputs is AdapterInputs.SHARED else 0
     if not dims.is_gated:  # nothing else of the half is left: the last layer's products are gone
-        gone += 2 * c * dims.hidden
+        freed += 2 * c * dims.hidden
     widest = max((o for _, _, o in adapted_linears(configuration, dims)), default=0)
-    return _OUTPUTS * _magnitude_bytes(policy) * widest - gone
+    return _OUTPUTS * _magnitude_bytes(policy) * widest - freed
 
 
 def _magnitude_bytes(policy: PrecisionPolicy) -> int:
@@ -140,10 +140,10 @@ class _Layers:
         is_made = wide != c or self._configuration.method is Method.QLORA
         square, weight = num_inputs**2, num_inputs * num_outputs
         cast = c * square if policy.is_autocast and eye != c else 0
-        kept_eye = cast or eye * square
+        retained_eye = cast or eye * square
         at_eye = eye * square + cast + c * weight
-        at_norm = kept_eye + (3 + is_made) * wide * weight
-        at_output = kept_eye + (1 + is_made) * wide * weight
+        at_norm = retained_eye + (3 + is_made) * wide * weight
+        at_output = retained_eye + (1 + is_made) * wide * weight
         own = c * (num_outputs + rank) + (c * num_inputs if self._casts_inputs else 0)  # saved after the norm
         # The input itself, and in fp32 as PEFT casts it for the adapter.
         both = wide if policy.has_fp32_products else c + wide

@@ -123,14 +123,14 @@ def thinned(points: Iterable[tuple[float, float | None]], most: int = MOST_POINT
     if len(every) <= most:
         return every
     size = -(-2 * len(every) // most)
-    kept: list[tuple[float, float | None]] = []
+    retained: list[tuple[float, float | None]] = []
     for begin in range(0, len(every), size):
         stretch = every[begin : begin + size]
         figures = [(y, number) for number, (_, y) in enumerate(stretch) if y is not None and math.isfinite(y)]
         gaps = [number for number, (_, y) in enumerate(stretch) if not is_figure(y)][:1]
         numbers = {min(figures)[1], max(figures)[1]} if figures else set()
-        kept += [stretch[number] for number in sorted({*numbers, *gaps})]
-    return tuple(kept)
+        retained += [stretch[number] for number in sorted({*numbers, *gaps})]
+    return tuple(retained)
 
 
 def averaged(points: Iterable[tuple[float, float | None]], most: int = MOST_POINTS) -> Points:

@@ -200,7 +200,7 @@ def bars_svg(bars: Bars) -> Iterator[str]:
     yield f'<svg height="{_ROW_HEIGHT * len(bars.rows)}" role="img">'
     for number, (label, size, words) in enumerate(bars.rows):
         top = number * _ROW_HEIGHT
-        yield from _row_words(label, words, top)
+        yield from _row_text(label, words, top)
         yield _rect("part c0", 0.0, size / largest, top + _THIN_AT, _THIN)
     yield "</svg>"
 
@@ -218,7 +218,7 @@ def paired_bars_html(bars: PairedBars) -> Iterator[str]:
     for number, (label, *sizes) in enumerate(bars.rows):
         top = number * height
         words = " / ".join("-" if size is None else bars.unit.words(size) for size in sizes)
-        yield from _row_words(label, words, top)
+        yield from _row_text(label, words, top)
         for place, size in enumerate(sizes):
             if size is not None:
                 yield _rect(f"part c{place}", 0.0, size / largest, top + _THIN_AT + place * (_THIN + 1), _THIN)
@@ -235,7 +235,7 @@ def spans_svg(spans: Spans) -> Iterator[str]:
     yield f'<svg height="{height + _BELOW}" role="img">'
     for number, span in enumerate(spans.rows):
         top = number * _ROW_HEIGHT
-        yield from _row_words(span.text, "", top)
+        yield from _row_text(span.text, "", top)
         width = max(0.002, (span.end - span.begin) / end)
         yield _rect(f"part c{number % NUM_COLOURS}", span.begin / end, width, top + _THIN_AT, _THIN)
     axes = Axes(0.0, end, 0.0, 1.0)
@@ -317,7 +317,7 @@ def _x_ticks(labels: Iterable[tuple[float, str]], axes: Axes, top: float) -> Ite
         yield f'<text class="faint" x="{share:.2%}" y="{top}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def _row_words(label: str, words: str, top: float) -> Iterator[str]:
+def _row_text(label: str, words: str, top: float) -> Iterator[str]:
     yield f'<text x="0" y="{top + _TEXT_AT}">{escape(label)}</text>'
     if words:
         yield f'<text class="halo" x="100%" y="{top + _TEXT_AT}" text-anchor="end">{escape(words)}</text>'

@@ -153,7 +153,7 @@ def facts_of(combination: Combination) -> dict[str, object]:
         "offload_shardings": one_of(shardings) if shardings else "",
         "method": combination.method,
         "device": combination.device.name,
-        "capability": capability_words(combination.device),
+        "capability": capability_text(combination.device),
         "num_ranks": combination.num_ranks,
         "num_nodes": combination.device.num_nodes,
         "accumulation": combination.accumulation,
@@ -166,7 +166,7 @@ def facts_of(combination: Combination) -> dict[str, object]:
     }
 
 
-def capability_words(device: Device) -> str:
+def capability_text(device: Device) -> str:
     """`V100-16GB has 7.0`, the other half of a sentence on compute capability."""
     if device.kind is DeviceKind.CPU:
         return f"{device.name} is a CPU"

@@ -104,7 +104,7 @@ LAYOUTS: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         name="bitsandbytes_takes_plain_tensors",
-        is_broken=lambda c: not c.strategy.optimizer.facts.takes_dtensors and c.strategy.sharding.uses_fsdp,
+        is_broken=lambda c: not c.strategy.optimizer.facts.supports_dtensors and c.strategy.sharding.uses_fsdp,
         reason="optimizer: {optimizer} does not work under {sharding}: its kernels take plain tensors, not DTensors",
         instead="zero2 or zero3, or adamw_fused",
         evidence="bitsandbytes#89, pytorch/ao#1213; ZeRO's flat partitions are plain tensors",

@@ -20,7 +20,7 @@ from shardwise.trainer.planning.rules.combination import (
     facts_of,
     first_broken,
 )
-from shardwise.trainer.planning.rules.combination import capability_words as words_of_capability
+from shardwise.trainer.planning.rules.combination import capability_text as text_of_capability
 from shardwise.trainer.planning.rules.incompatible import BF16, ROWS, SETTINGS
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.job.sections import Allowance
@@ -228,7 +228,7 @@ __all__ = [
     "RULES",
     "Refusal",
     "Rule",
-    "capability_words",
+    "capability_text",
     "may_run",
     "obstacle_to",
     "pinned_combination",
@@ -351,8 +351,8 @@ def _settles_more(context: PlanningContext, strategy: Strategy) -> bool:
 
 def _cpu_flags(context: PlanningContext, strategy: Strategy) -> frozenset[str] | None:
     """The host's, where the one rule that looks at them could be broken."""
-    asks = context.is_cpu and strategy.precision is Precision.FP16_MIXED
-    return frozenset(context.hardware.host.cpu_flags) if asks else None
+    requests = context.is_cpu and strategy.precision is Precision.FP16_MIXED
+    return frozenset(context.hardware.host.cpu_flags) if requests else None
 
 
 def _is_remarkable(configuration: Configuration) -> bool:
@@ -384,9 +384,9 @@ def _facts(context: PlanningContext, strategy: Strategy) -> dict[str, object]:
     }
 
 
-def capability_words(context: PlanningContext) -> str:
+def capability_text(context: PlanningContext) -> str:
     """`V100-16GB has 7.0`, the other half of a sentence on compute capability."""
-    return words_of_capability(context.device)
+    return text_of_capability(context.device)
 
 
 def _breaks_pin(context: PlanningContext, strategy: Strategy) -> bool:

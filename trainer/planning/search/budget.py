@@ -73,7 +73,7 @@ def device_excess(context: PlanningContext, memory: MemoryEstimate) -> Excess | 
     if memory.fits:
         return None
     return Excess(
-        reason=f"needs {format_bytes(memory.need_bytes)} {_each(context)}; {context.device_words}",
+        reason=f"needs {format_bytes(memory.need_bytes)} {_each(context)}; {context.device_text}",
         remedy=f"a device with {whole_gib(memory.need_bytes)} usable",
     )
 

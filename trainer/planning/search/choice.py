@@ -29,7 +29,7 @@ from shardwise.trainer.planning.search.configurations import (
     bounded_starts,
     least_need,
     loss_handicap,
-    with_grown_buckets,
+    with_larger_buckets,
 )
 from shardwise.trainer.planning.search.fallbacks import remedy_for
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
@@ -121,7 +121,7 @@ def best_of(context: PlanningContext, rows: Iterable[Strategy]) -> tuple[Candida
     if not candidates:
         return None, beyond
     first = in_order(context, candidates)[0]
-    return with_grown_buckets(context, settings[first.strategy.name]), beyond
+    return with_larger_buckets(context, settings[first.strategy.name]), beyond
 
 
 def _least_rank(context: PlanningContext, row: Strategy, starts: Sequence[Bounded]) -> tuple[bool, float]:

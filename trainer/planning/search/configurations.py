@@ -33,7 +33,7 @@ from shardwise.trainer.planning.candidates import (
 )
 from shardwise.trainer.planning.configuration import Configuration, fp8_recipe_of
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.rules.rule import capability_words, obstacle_to
+from shardwise.trainer.planning.rules.rule import capability_text, obstacle_to
 from shardwise.trainer.planning.run import row_policy
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.extension import Hook
@@ -119,7 +119,7 @@ def activation_offloads(context: PlanningContext) -> tuple[bool, ...]:
     return (False, True) if is_allowed and not context.is_cpu else (False,)
 
 
-def takes_tf32(context: PlanningContext, precision: Precision) -> bool:
+def supports_tf32(context: PlanningContext, precision: Precision) -> bool:
     """True if fp32 products round their inputs to TF32: the job allows it, and the chip may gain."""
     device = context.device
     fp32, tf32 = device.peak_flops_per_s.get(Precision.FP32), device.tf32_flops_per_s
@@ -140,10 +140,10 @@ def attention(context: PlanningContext, precision: Precision) -> tuple[Attention
         return Attention.FLASH, f"the job file allows {kernel}" if kernel else "flash-attn is installed"
     if Attention.SDPA in shape.attentions:
         return Attention.SDPA, obstacle
-    return Attention.EAGER, f"{attention_words(shape)}; {obstacle}"
+    return Attention.EAGER, f"{attention_text(shape)}; {obstacle}"
 
 
-def attention_words(shape: ModelShape) -> str:
+def attention_text(shape: ModelShape) -> str:
     """Attention implementations that transformers has for a model, as text."""
     return f"transformers has {' and '.join(shape.attentions)} attention for {shape.model_type}"
 
@@ -155,7 +155,7 @@ def obstacle_to_flash(context: PlanningContext, precision: Precision) -> str | N
     if context.is_cpu:
         return "flash-attn needs a GPU"
     if (context.device.compute_capability or (0, 0)) < (8, 0):
-        return f"flash-attn needs compute capability 8.0; {capability_words(context)}"
+        return f"flash-attn needs compute capability 8.0; {capability_text(context)}"
     if precision is Precision.FP32:
         return "flash-attn computes in 16 bit, not in fp32"
     return missing_flash(context)
@@ -260,7 +260,7 @@ def first_setting(
         activation_offload=activation_offloads(context)[0],
         optimizer_in_backward=bool(context.job.pin.optimizer_in_backward),
         fp8_recipe=fp8_recipe_of(strategy.precision, context.job.pin.fp8_recipe),
-        tf32=takes_tf32(context, strategy.precision),
+        tf32=supports_tf32(context, strategy.precision),
         flash_kernel=flash_kernel(context, taken),
         lora=context.job.train.lora,
         galore=context.job.train.galore,
@@ -297,7 +297,7 @@ def bounded_starts(context: PlanningContext, strategy: Strategy) -> list[Bounded
 def best_candidate(context: PlanningContext, strategy: Strategy) -> Candidate | None:
     """The fastest setting of a row that fits on the device, its buffers grown; None where none does."""
     best = best_setting(context, strategy, bounded_starts(context, strategy))
-    return None if best is None else with_grown_buckets(context, best)
+    return None if best is None else with_larger_buckets(context, best)
 
 
 def best_setting(context: PlanningContext, strategy: Strategy, starts: Sequence[Bounded]) -> Configuration | None:
@@ -442,7 +442,7 @@ def _starts(context: PlanningContext, strategy: Strategy, *, offloads: bool) -> 
                     yield replace(start, loss=loss, loss_chunk_tokens=tokens, compile=is_compiled)
 
 
-def with_grown_buckets(context: PlanningContext, configuration: Configuration) -> Candidate:
+def with_larger_buckets(context: PlanningContext, configuration: Configuration) -> Candidate:
     """A setting that fits, with the buffers that half of what it leaves has room for."""
     ladder = bucket_ladder(context.shape, configuration.strategy)
     if len(ladder) == 1:
@@ -451,9 +451,9 @@ def with_grown_buckets(context: PlanningContext, configuration: Configuration) -
     largest = replace(configuration, buckets=ladder[-1])
     if predicted_need(context, largest) <= budget:  # as a rule
         return candidate_of(context, largest)
-    grown = [replace(configuration, buckets=buckets) for buckets in ladder]
-    num_within = bisect_right(grown, budget, lo=1, hi=len(grown) - 1, key=partial(predicted_need, context))
-    return candidate_of(context, grown[num_within - 1])
+    larger = [replace(configuration, buckets=buckets) for buckets in ladder]
+    num_within = bisect_right(larger, budget, lo=1, hi=len(larger) - 1, key=partial(predicted_need, context))
+    return candidate_of(context, larger[num_within - 1])
 
 
 def _num_within(settings: Sequence[Configuration], budget: int, need_of: Callable[[Configuration], int]) -> int:

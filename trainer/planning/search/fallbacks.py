@@ -158,7 +158,7 @@ def nothing_fits(
     else:
         nearest = min(smallest, key=lambda candidate: candidate.memory.need_bytes)
         need = format_bytes(nearest.memory.need_bytes)
-        first = f"nothing fits: {model} needs at least {need} ({nearest.strategy.name}); {context.device_words}"
+        first = f"nothing fits: {model} needs at least {need} ({nearest.strategy.name}); {context.device_text}"
         changes.append(memory_remedy(context, nearest))
         held = replace(nearest, memory=replace(nearest.memory, usable_bytes=nearest.memory.need_bytes))
         over = excess(context, held)  # a device that holds it is no answer where the host does not
@@ -267,13 +267,13 @@ def _job_changes(context: PlanningContext) -> Iterator[str]:
 def _host_ram_need(context: PlanningContext) -> int | None:
     """The least host RAM of a node in which something fits, where nobody said how much there is."""
     job = context.job
-    told = replace(context, job=replace(job, limits=replace(job.limits, host_ram=_ANY_HOST_RAM_BYTES)))
-    runnable = (row for row in CATALOGUE if refuse(told, row) is None)
-    found = [candidate for row in runnable if (candidate := best_candidate(told, row)) is not None]
+    unlimited = replace(context, job=replace(job, limits=replace(job.limits, host_ram=_ANY_HOST_RAM_BYTES)))
+    runnable = (row for row in CATALOGUE if refuse(unlimited, row) is None)
+    found = [candidate for row in runnable if (candidate := best_candidate(unlimited, row)) is not None]
     needs = [
         candidate.memory.pinned_bytes + candidate.memory.host_bytes
         for candidate in found
-        if excess(told, candidate) is None
+        if excess(unlimited, candidate) is None
     ]
     return min(needs, default=None)
 

@@ -10,7 +10,7 @@ from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.combination import first_broken
 from shardwise.trainer.planning.rules.incompatible import LAYOUTS, SETTINGS
 from shardwise.trainer.planning.rules.rule import Refusal, pinned_combination, refuse
-from shardwise.trainer.planning.search.configurations import attention_words, every_n, missing_flash, obstacle_to_flash
+from shardwise.trainer.planning.search.configurations import attention_text, every_n, missing_flash, obstacle_to_flash
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import objective_of, shapes_for
@@ -48,7 +48,7 @@ def check_objective(job: Job, data: DataProfile, hooks: Sequence[Hook]) -> None:
             "weight of a row is known: take pin.loss=chunked"
         )
     method = job.train.method
-    if method is not None and not method.freezes_base and asks_every_row_first(job, data):
+    if method is not None and not method.freezes_base and needs_every_row_first(job, data):
         raise InputError(
             f"data.streaming, train.objective: dpo and train.method: {method} exclude each other; the model of the "
             "start would have to be asked of rows that are not read yet: train.method=lora needs no such answers"
@@ -61,7 +61,7 @@ def check_objective(job: Job, data: DataProfile, hooks: Sequence[Hook]) -> None:
         raise InputError("train.method: qlora and build_model of extensions exclude each other; qlora reads a folder")
 
 
-def asks_every_row_first(job: Job, data: DataProfile) -> bool:
+def needs_every_row_first(job: Job, data: DataProfile) -> bool:
     """True if full training would need a scan of rows that a stream has not reached yet."""
     return data.is_stream and objective_of(job.train.objective, data.format) is Objective.DPO
 
@@ -132,7 +132,7 @@ def _setting_problems(context: PlanningContext) -> list[str]:
     if every is not None and every > blocks:
         problems.append(f"pin.checkpointing_n is {every}; the model has {blocks} blocks: {blocks} or less")
     if pin.attention is not None and pin.attention not in context.shape.attentions:
-        problems.append(f"pin.attention: {pin.attention} cannot be taken: {attention_words(context.shape)}")
+        problems.append(f"pin.attention: {pin.attention} cannot be taken: {attention_text(context.shape)}")
     elif pin.attention is Attention.FLASH:
         obstacle = obstacle_to_flash(context, pin.precision or Precision.BF16_MIXED)
         could_be_allowed = context.job.model.flash_kernel is None and obstacle == missing_flash(context)

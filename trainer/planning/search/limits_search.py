@@ -123,9 +123,9 @@ def _reached(
 
 def _frontier(rungs: Iterable[Rung]) -> list[Rung]:
     """Rungs that no cheaper one reaches, exact ones first, each worth its step; the farthest is always among them."""
-    kept: list[Rung] = []
+    retained: list[Rung] = []
     for is_exact in (True, False):
-        reached = max((rung.size for rung in kept), default=0)
+        reached = max((rung.size for rung in retained), default=0)
         ordered = sorted(
             (rung for rung in rungs if rung.candidate.strategy.is_exact is is_exact),
             key=lambda rung: (rung.price, -rung.size),
@@ -133,9 +133,9 @@ def _frontier(rungs: Iterable[Rung]) -> list[Rung]:
         farthest = max((rung.size for rung in ordered), default=0)
         for rung in ordered:
             if rung.size > reached and (rung.size >= WORTH_A_STEP * reached or rung.size == farthest):
-                kept.append(rung)
+                retained.append(rung)
                 reached = rung.size
-    return kept
+    return retained
 
 
 def _with_slowdowns(rungs: Sequence[Rung]) -> list[Rung]:
@@ -198,10 +198,10 @@ def _fits(context: PlanningContext, configuration: Configuration) -> bool:
 
 def _largest_model(context: PlanningContext, presets: Mapping[str, ModelShape]) -> Rung | None:
     seq_len = context.job.train.seq_len
-    takes = {name: shape for name, shape in presets.items() if seq_len <= (shape.max_positions or seq_len)}
-    for name, shape in sorted(takes.items(), key=lambda preset: -preset[1].num_parameters):
-        asked = replace(context, shape=shape, corrections=NO_CORRECTIONS)
-        ranking = survey(asked) if _may_fit(asked) else None
+    long_enough = {name: shape for name, shape in presets.items() if seq_len <= (shape.max_positions or seq_len)}
+    for name, shape in sorted(long_enough.items(), key=lambda preset: -preset[1].num_parameters):
+        requested = replace(context, shape=shape, corrections=NO_CORRECTIONS)
+        ranking = survey(requested) if _may_fit(requested) else None
         if ranking is not None and ranking.candidates:
             return Rung(
                 method=context.method,

@@ -76,7 +76,7 @@ class Passes(Value, frozen=True, kw_only=True):
     weight_norms: float
     elementwise: float
     attention: float  # by a kernel that keeps no scores
-    kept_scores: float
+    retained_scores: float
     head_products: float
     head_bytes: float
     learns_head: bool
@@ -88,7 +88,7 @@ FORWARD = Passes(
     weight_norms=1,
     elementwise=1,
     attention=1,
-    kept_scores=1,
+    retained_scores=1,
     head_products=1,
     head_bytes=1 / 3,
     learns_head=False,
@@ -104,7 +104,7 @@ def training_passes(configuration: Configuration) -> Passes:
         weight_norms=1 + again,
         elementwise=3 + (again > 0),
         attention=3.5 + (again == 1),
-        kept_scores=3 + again,
+        retained_scores=3 + again,
         head_products=2 + learns + (configuration.loss is LossHead.CHUNKED),
         head_bytes=1,
         learns_head=learns,
@@ -186,7 +186,7 @@ def _attention_seconds(
         return seconds
     scores = tokens * row * (work.scored + work.scored_in_window)
     moved = SCORE_BYTES * scores / shape.head_dim
-    return passes.kept_scores * (4 * scores / rates.matmul + moved / rates.memory)
+    return passes.retained_scores * (4 * scores / rates.matmul + moved / rates.memory)
 
 
 def _repeated_bytes(shape: ModelShape, configuration: Configuration) -> int:

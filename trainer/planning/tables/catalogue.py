@@ -36,7 +36,7 @@ def optimizers_of(sharding: Sharding, offload: Offload) -> tuple[Optimizer, ...]
     return tuple(
         optimizer
         for optimizer, facts in OPTIMIZERS.items()
-        if engine.pieces in facts.takes and (engine.updates_in_backward or not facts.updates_in_backward)
+        if engine.pieces in facts.accepts and (engine.updates_in_backward or not facts.updates_in_backward)
     )
 
 

@@ -37,10 +37,10 @@ def attention_kernel_rows() -> Iterator[tuple[str, object, object]]:
 
 def groups_heads(attention_mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
     """In place of transformers' `use_gqa_in_sdpa`: False where key and value heads have to be repeated."""
-    return transformers_groups_heads(attention_mask, key, value) and takes_grouped_heads(key)
+    return transformers_groups_heads(attention_mask, key, value) and supports_grouped_heads(key)
 
 
-def takes_grouped_heads(heads: Tensor, *, is_masked: bool = False) -> bool:
+def supports_grouped_heads(heads: Tensor, *, is_masked: bool = False) -> bool:
     """True if the kernel for heads [B, H, S, D] takes fewer key and value heads than query heads."""
     return kernel_for(heads, is_masked=is_masked) is not AttentionKernel.EFFICIENT
 

@@ -50,7 +50,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.generic import is_flash_attention_requested
 
-from shardwise.trainer.runtime.attention.kernels import computing_type, kernel_for, takes_grouped_heads
+from shardwise.trainer.runtime.attention.kernels import computing_type, kernel_for, supports_grouped_heads
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
 
@@ -331,7 +331,7 @@ def _one_by_one(
     outputs = []
     for *document, mask in zip(*rows, masks, strict=True):
         queries, keys, values = (x.transpose(0, 1)[None] for x in document)
-        is_grouped = num_groups > 1 and takes_grouped_heads(keys, is_masked=mask is not None)
+        is_grouped = num_groups > 1 and supports_grouped_heads(keys, is_masked=mask is not None)
         if not is_grouped:
             keys, values = (repeat_kv(x, num_groups) for x in (keys, values))
         out = functional.scaled_dot_product_attention(

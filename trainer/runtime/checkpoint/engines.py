@@ -54,7 +54,7 @@ def describe(model: nn.Module, optimizer: TorchOptimizer) -> dict[str, Parameter
             is_buffer=item.is_buffer,
             group=group,
             step=step_count(optimizer, item.tensor),
-            state={key: _state_entry(kept, shape) for key, kept in state_tensors(optimizer, item.tensor).items()},
+            state={key: _state_entry(stored, shape) for key, stored in state_tensors(optimizer, item.tensor).items()},
         )
     return entries
 
@@ -68,10 +68,10 @@ def held_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
             num_elements, states = item.tensor.numel(), state_tensors(optimizer, item.tensor)
             pieces += [
                 Piece(
-                    name, key, 0, kept.values.reshape(-1), is_shared=True, coded=kept.coded,
-                    blocks=None if kept.block == 1 else Blocks(num_elements, min(kept.block, num_elements), kept.block),
+                    name, key, 0, each.values.reshape(-1), is_shared=True, coded=each.coded,
+                    blocks=None if each.block == 1 else Blocks(num_elements, min(each.block, num_elements), each.block),
                 )
-                for key, kept in states.items()
+                for key, each in states.items()
             ]  # fmt: skip
     return [piece for piece in pieces if piece.num_elements]
 
@@ -89,10 +89,10 @@ def settle(model: nn.Module) -> None:
     """Nothing is left to do: what was filled is what the model computes with."""
 
 
-def _state_entry(kept: StateTensor, shape: tuple[int, ...]) -> TensorEntry:
+def _state_entry(stored: StateTensor, shape: tuple[int, ...]) -> TensorEntry:
     """The entry of a state tensor; values that stand for blocks of elements have the shape of the parameter."""
-    own = tuple(kept.values.shape) if kept.block == 1 else shape
-    return TensorEntry(shape=own, type=type_of(kept.values), chunks=(), block=kept.block)
+    own = tuple(stored.values.shape) if stored.block == 1 else shape
+    return TensorEntry(shape=own, type=type_of(stored.values), chunks=(), block=stored.block)
 
 
 def fsdp_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
@@ -102,7 +102,7 @@ def fsdp_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
         if item.tied_to is None:
             pieces.append(_fsdp_piece(name, None, item.tensor))
             states = state_tensors(optimizer, item.tensor)
-            pieces += [_fsdp_piece(name, key, kept.values) for key, kept in states.items()]
+            pieces += [_fsdp_piece(name, key, stored.values) for key, stored in states.items()]
     return [piece for piece in pieces if piece.num_elements]
 
 

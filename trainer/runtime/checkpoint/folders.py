@@ -219,8 +219,8 @@ def prune(
     complete = [step for step in steps_in(root) if step <= newest and is_complete(root / folder_name(step))]
     try:
         for step in complete[:-keep]:
-            is_kept = keep_every is not None and step % keep_every == 0
-            if not is_kept and step not in protect:
+            is_retained = keep_every is not None and step % keep_every == 0
+            if not is_retained and step not in protect:
                 trash = root / f"{_TRASH}{folder_name(step)}-{secrets.token_hex(4)}"
                 (root / folder_name(step)).rename(trash)
                 on_point("pruning")

@@ -171,9 +171,13 @@ class Made(NamedTuple):
         """
         like = self.parameter
         dtype = dtype or like.dtype
-        kept = self.optimizer.state.get(like, {}).get(key)
-        if isinstance(kept, Tensor) and kept.dtype is dtype and kept.shape == (like.shape if shape is None else shape):
-            return kept
+        stored = self.optimizer.state.get(like, {}).get(key)
+        if (
+            isinstance(stored, Tensor)
+            and stored.dtype is dtype
+            and stored.shape == (like.shape if shape is None else shape)
+        ):
+            return stored
         if shape is None:
             return torch.zeros_like(like, dtype=dtype, memory_format=torch.preserve_format)
         return torch.zeros(shape, dtype=dtype, device=like.device)
@@ -185,7 +189,7 @@ class Made(NamedTuple):
         return self.step
 
 
-def kept_tensors(optimizer: TorchOptimizer, parameter: Tensor) -> dict[str, StateTensor]:
+def retained_tensors(optimizer: TorchOptimizer, parameter: Tensor) -> dict[str, StateTensor]:
     """State tensors of a parameter by their names in a checkpoint; InputError for a tensor without a name."""
     state: Mapping[str, Any] = optimizer.state.get(parameter, {})
     stacked = _STACKED.get(_path(optimizer), {})
@@ -273,8 +277,8 @@ def _factors(made: Made, shape: Shape) -> dict[str, Tensor]:
 def _bitsandbytes(made: Made) -> dict[str, Any]:
     """As bitsandbytes makes it: 8 bit from 4,096 elements on, paged where it pages."""
     optimizer, parameter = made.optimizer, made.parameter
-    kept = optimizer.state.get(parameter)
-    if kept is None or "state1" not in kept:
+    stored = optimizer.state.get(parameter)
+    if stored is None or "state1" not in stored:
         number = next(index for index, group in enumerate(optimizer.param_groups) if group is made.group)
         listed = made.group["params"]
         made.group["params"] = [parameter]  # ZeRO-3 lists a partition only while it is stepped on
@@ -282,8 +286,8 @@ def _bitsandbytes(made: Made) -> dict[str, Any]:
             optimizer.init_state(made.group, parameter, number, 0)
         finally:
             made.group["params"] = listed
-        kept = optimizer.state[parameter]
-    return {**kept, "step": made.saved_count()}
+        stored = optimizer.state[parameter]
+    return {**stored, "step": made.saved_count()}
 
 
 def _galore(
@@ -324,8 +328,8 @@ def projected_shapes(shape: Shape, *, rank: int, projection: str) -> tuple[Shape
     if projection == "full":
         return (rank, rank), (left, right)
     is_tall = rows >= columns
-    takes_columns = {"std": is_tall, "reverse_std": not is_tall, "right": True, "left": False}[projection]
-    return ((rows, rank), (right,)) if takes_columns else ((rank, columns), (left,))
+    supports_columns = {"std": is_tall, "reverse_std": not is_tall, "right": True, "left": False}[projection]
+    return ((rows, rank), (right,)) if supports_columns else ((rank, columns), (left,))
 
 
 def _galore_adam(made: Made, shape: Shape) -> dict[str, Any]:
@@ -373,7 +377,7 @@ def check_supported(optimizer: TorchOptimizer) -> None:
 
 def state_tensors(optimizer: TorchOptimizer, parameter: torch.Tensor) -> dict[str, StateTensor]:
     """The state tensors of one parameter by their names in a checkpoint, in order; none before its first step."""
-    return dict(sorted(kept_tensors(optimizer, parameter).items()))
+    return dict(sorted(retained_tensors(optimizer, parameter).items()))
 
 
 def step_count(optimizer: TorchOptimizer, parameter: torch.Tensor) -> int | None:

@@ -179,8 +179,8 @@ def describe(model: nn.Module, optimizer: TorchOptimizer) -> dict[str, Parameter
                 group=partition.group_name,
                 step=step_count(optimizer, partition.values),
                 state={
-                    key: TensorEntry(shape=shape, type=type_of(kept.values), chunks=(), block=kept.block)
-                    for key, kept in states.items()
+                    key: TensorEntry(shape=shape, type=type_of(stored.values), chunks=(), block=stored.block)
+                    for key, stored in states.items()
                 },
             )
         entries[name] = entry
@@ -199,7 +199,7 @@ def held_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
             in_partitions.add(id(parameter))
             if fragment is not None:
                 name = names[id(parameter)]
-                pieces += [_piece(name, key, kept, fragment, partition) for key, kept in stored]
+                pieces += [_piece(name, key, stored, fragment, partition) for key, stored in stored]
     others = [(name, item) for name, item in state.items() if item.tied_to is None]
     pieces += [_frozen(model, name, item.tensor) for name, item in others if id(item.tensor) not in in_partitions]
     return [piece for piece in pieces if piece.num_elements]
@@ -224,8 +224,8 @@ def create_state(model: nn.Module, optimizer: TorchOptimizer, manifest: Manifest
                 partition.swapped.bring(to_fill=True)
             create_partition_state(optimizer, partition.group, partition.values, entry, name=name)
             if len(with_state) < len(entries):  # stretches that nothing is going to fill
-                for kept in state_tensors(optimizer, partition.values).values():
-                    kept.values.zero_()
+                for stored in state_tensors(optimizer, partition.values).values():
+                    stored.values.zero_()
             if partition.swapped is not None:
                 partition.swapped.put_away()
 
@@ -283,16 +283,16 @@ def _cut_of_zero3(model: Any, parameter: Any, offset: int = 0) -> _Fragment | No
     return _Fragment(start, num_elements, offset) if num_elements > 0 else None
 
 
-def _piece(name: str, key: str | None, kept: StateTensor, fragment: _Fragment, partition: _Partition) -> Piece:
+def _piece(name: str, key: str | None, stored: StateTensor, fragment: _Fragment, partition: _Partition) -> Piece:
     start, size, offset = fragment
-    if kept.block > 1:  # counted from the start of the partition, so that a fragment may begin and end inside of one
-        before = Blocks(num_elements=offset + size, first_elements=kept.block, block=kept.block)
+    if stored.block > 1:  # counted from the start of the partition, so that a fragment may begin and end inside of one
+        before = Blocks(num_elements=offset + size, first_elements=stored.block, block=stored.block)
         first, last = before.value_of(offset), before.value_of(offset + size - 1)
-        cut = Blocks(size, first_elements=min(kept.block - offset % kept.block, size), block=kept.block)
-        return Piece(name, key, start, kept.values[first : last + 1], blocks=cut)
+        cut = Blocks(size, first_elements=min(stored.block - offset % stored.block, size), block=stored.block)
+        return Piece(name, key, start, stored.values[first : last + 1], blocks=cut)
     if partition.swapped is None:
-        values = kept.values.detach()[offset : offset + size]
-        return Piece(name, key, start, values, coded=kept.coded, offset=offset)
+        values = stored.values.detach()[offset : offset + size]
+        return Piece(name, key, start, values, coded=stored.coded, offset=offset)
     described = torch.empty(size, dtype=partition.swapped.dtype, device="meta")
     return Piece(name, key, start, described, elsewhere=partition.swapped.stretch(key, offset))
 

@@ -65,7 +65,7 @@ from shardwise.trainer.runtime.data.tokenizer import (
     train_tokenizer,
     write_trained_tokenizer,
 )
-from shardwise.trainer.runtime.run.process import answer_and_exit, report_progress
+from shardwise.trainer.runtime.run.process import reply_and_exit, report_progress
 from shardwise.trainer.spec.data.profile import DataProfile, PrepareRequest, SourceFile, content_suffix
 from shardwise.trainer.spec.data.shapes import SHAPES, Encoding, ShapeFacts
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
@@ -418,6 +418,6 @@ def _prepare_or_explain(request: PrepareRequest) -> DataProfile:
 
 if __name__ == "__main__":
     try:
-        answer_and_exit(PrepareRequest, _prepare_or_explain)
+        reply_and_exit(PrepareRequest, _prepare_or_explain)
     except SystemExit as ending:
         os._exit(int(ending.code or 0))  # a thread may still be in native code; nothing is left to clean up

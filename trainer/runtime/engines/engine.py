@@ -98,7 +98,7 @@ class Engine(ABC):
         context: AbstractContextManager[Any] = accelerator.no_sync(model)
         return context
 
-    def deciding_update(self, model: nn.Module, takes: Callable[[Tensor], bool]) -> AbstractContextManager[None]:
+    def deciding_update(self, model: nn.Module, accepts: Callable[[Tensor], bool]) -> AbstractContextManager[None]:
         """Around the last backward of a step: an engine that updates in it calls `takes` with the gradient norm."""
         return nullcontext()
 

@@ -50,15 +50,17 @@ def verify_engine(
 
     Of hybrid sharding a plan fixes (replicas, shards) as well.
     """
-    engaged = observe(accelerator, model, optimizer, installed)
+    verified = observe(accelerator, model, optimizer, installed)
     differences = [
         f"{what}: the plan says {planned}, {found} runs"
-        for what, planned, found in _comparisons(accelerator, model, optimizer, installed, chosen, engaged, hybrid_mesh)
+        for what, planned, found in _comparisons(
+            accelerator, model, optimizer, installed, chosen, verified, hybrid_mesh
+        )
         if planned != found
     ]
     if differences:
         raise EnvironmentFaultError("what was built is not what was planned\n" + "\n".join(differences))
-    return engaged
+    return verified
 
 
 def observe(
@@ -123,40 +125,40 @@ def _comparisons(
     optimizer: Any,  # noqa: ANN401  # Accelerate's wrapper
     installed: Installed,
     chosen: Candidate,
-    engaged: Verified,
+    verified: Verified,
     hybrid_mesh: tuple[int, int] | None,
 ) -> Iterator[Row]:
     """Everything that a plan fixes."""
     sharding, plain, engine = chosen.strategy.sharding, plain_model(model), running_engine(model)
-    yield "ranks", chosen.num_ranks, engaged.world_size
+    yield "ranks", chosen.num_ranks, verified.world_size
     yield "ranks as Accelerate counts them", chosen.num_ranks, accelerator.num_processes
     yield "sharding", str(sharding), str(engine.sharding_of(model))
     yield "offload", str(chosen.strategy.offload), str(engine.offload_of(model))
-    yield "precision", str(chosen.strategy.precision), engaged.precision
-    yield "accumulation", chosen.accumulation, engaged.accumulation
+    yield "precision", str(chosen.strategy.precision), verified.precision
+    yield "accumulation", chosen.accumulation, verified.accumulation
     yield "accumulation as Accelerate counts it", chosen.accumulation, accelerator.gradient_accumulation_steps
-    yield "attention", attention_name(chosen.attention, chosen.flash_kernel), engaged.attention
+    yield "attention", attention_name(chosen.attention, chosen.flash_kernel), verified.attention
     yield from attention_kernel_rows()
     yield "fp32 products in TF32", chosen.tf32, torch.backends.cuda.matmul.fp32_precision == "tf32"
-    yield "loss head", str(chosen.loss), engaged.loss
-    yield from _optimizer_rows(model, optimizer, chosen, engaged)
+    yield "loss head", str(chosen.loss), verified.loss
+    yield from _optimizer_rows(model, optimizer, chosen, verified)
     yield from _method_rows(plain, chosen)
     yield from _activation_rows(plain, installed, chosen)
     num_copies = 1 if hybrid_mesh is None else hybrid_mesh[0]
     if sharding.shards_optimizer:
-        owns = _owns_a_share(accelerator, model, engaged, num_ranks=chosen.num_ranks, num_copies=num_copies)
+        owns = _owns_a_share(accelerator, model, verified, num_ranks=chosen.num_ranks, num_copies=num_copies)
         yield "this rank owns a share of the state", True, owns
     if sharding.shards_weights:
-        yield "weights are sharded", True, engaged.sharded_parameters > 0
+        yield "weights are sharded", True, verified.sharded_parameters > 0
     if engine is engine_of(sharding):
         yield from engine.rows(model, chosen, hybrid_mesh)
 
 
-def _optimizer_rows(model: nn.Module, optimizer: Any, chosen: Candidate, engaged: Verified) -> Iterator[Row]:  # noqa: ANN401  # Accelerate's wrapper
+def _optimizer_rows(model: nn.Module, optimizer: Any, chosen: Candidate, verified: Verified) -> Iterator[Row]:  # noqa: ANN401  # Accelerate's wrapper
     kind, inner = chosen.strategy.optimizer, unwrapped(optimizer)
     is_galore = chosen.method is Method.GALORE
     name = expected_class_name(kind, is_galore=is_galore)
-    yield "optimizer", name, engaged.optimizer_class
+    yield "optimizer", name, verified.optimizer_class
     planned = expected_groups(kind, is_galore=is_galore)
     found = tuple(group.get("name") for group in inner.param_groups)
     engine = running_engine(model)
@@ -200,13 +202,13 @@ def _activation_rows(plain: PreTrainedModel, installed: Installed, chosen: Candi
 
 
 def _owns_a_share(
-    accelerator: Accelerator, model: nn.Module, engaged: Verified, *, num_ranks: int, num_copies: int
+    accelerator: Accelerator, model: nn.Module, verified: Verified, *, num_ranks: int, num_copies: int
 ) -> bool:
     """True where the ranks together own each copy of what is partitioned, padding aside, and none more than its share.
 
     ZeRO partitions what is trained; FSDP2 every parameter, frozen ones too.
     """
-    owned = engaged.partition_elements or 0
+    owned = verified.partition_elements or 0
     total = torch.tensor([owned], dtype=torch.int64, device=accelerator.device)
     if dist.is_initialized():
         dist.all_reduce(total)

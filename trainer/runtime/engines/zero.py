@@ -35,7 +35,7 @@ from shardwise.trainer.runtime.engines.zero_patches import (
 )
 from shardwise.trainer.runtime.models.meta_model import MetaModel
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler
-from shardwise.trainer.runtime.run.operators import answer_for_processor, use_built_operators
+from shardwise.trainer.runtime.run.operators import result_for_processor, use_built_operators
 from shardwise.trainer.runtime.run.types import accelerate_precision
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError
@@ -60,7 +60,7 @@ class Zero(Engine):
         assert ds_config is not None, f"the row needs {_CONFIG}"
         if choice.device_kind is DeviceKind.CPU:
             cpu_ranks.choose_deepspeed_cpu()
-        answer_for_processor()
+        result_for_processor()
         use_built_operators()
         if choice.offload.uses_nvme:
             swap_gradients_between_blocks()
@@ -102,8 +102,8 @@ class Zero(Engine):
     def without_sync(self, accelerator: Accelerator, model: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def deciding_update(self, model: nn.Module, takes: Callable[[Tensor], bool]) -> AbstractContextManager[None]:
-        return decide_before_update(model, takes)
+    def deciding_update(self, model: nn.Module, accepts: Callable[[Tensor], bool]) -> AbstractContextManager[None]:
+        return decide_before_update(model, accepts)
 
     def release_gathered(self, model: Any) -> None:  # noqa: ANN401
         """ZeRO-3 leaves what the next forward will use, up to `stage3_max_reuse_distance`, and forgets that it counts

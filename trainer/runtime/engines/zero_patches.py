@@ -23,14 +23,14 @@ from torch import Tensor
 
 
 @contextmanager
-def decide_before_update(engine: Any, takes: Callable[[Tensor], bool]) -> Iterator[None]:  # noqa: ANN401  # DeepSpeedEngine, untyped
+def decide_before_update(engine: Any, accepts: Callable[[Tensor], bool]) -> Iterator[None]:  # noqa: ANN401  # DeepSpeedEngine, untyped
     """While the block runs, the engine calls `takes` with the gradient norm and discards the gradients if it is False.
 
     Every rank calls it with the same norm, once the gradients are summed: infinity for what is no number. An fp16 step
     that overflows is discarded without a call.
     """
     zero = engine.optimizer
-    own = _Decision(zero, takes).attributes()
+    own = _Decision(zero, accepts).attributes()
     before = {name: vars(zero)[name] for name in own if name in vars(zero)}
     vars(zero).update(own)
     try:
@@ -44,9 +44,9 @@ def decide_before_update(engine: Any, takes: Callable[[Tensor], bool]) -> Iterat
 class _Decision:
     """Replacements for methods of a ZeRO optimizer."""
 
-    def __init__(self, zero: Any, takes: Callable[[Tensor], bool]) -> None:  # noqa: ANN401  # untyped
+    def __init__(self, zero: Any, accepts: Callable[[Tensor], bool]) -> None:  # noqa: ANN401  # untyped
         self._zero = zero
-        self._takes = takes
+        self._accepts = accepts
         self._is_refused = False
         self._update_scale = zero._update_scale
         self._norm = zero._get_norm_groups if _is_zero3(zero) else zero.scaled_global_norm
@@ -76,7 +76,7 @@ class _Decision:
         self._update_scale(has_overflow and not self._is_refused)
 
     def _decided(self, scaled_norm: Tensor) -> Tensor:
-        self._is_refused = not self._takes(scaled_norm / self._zero.loss_scale)
+        self._is_refused = not self._accepts(scaled_norm / self._zero.loss_scale)
         return torch.full_like(scaled_norm, torch.inf) if self._is_refused else scaled_norm
 
 

@@ -207,8 +207,8 @@ def _first_difference(trained_with: TextTokenizer, folder: Path, texts: Sequence
     return None
 
 
-_ANSWER = "An answer."  # stands in for the assistant's words in a template
-_TALK = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": _ANSWER}]
+_RESULT = "An answer."  # stands in for the assistant's words in a template
+_TALK = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": _RESULT}]
 
 
 def end_token_ids(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
@@ -228,7 +228,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
         text = tokenizer.apply_chat_template(_TALK, tokenize=False)
     except (TemplateError, ValueError, TypeError, KeyError):
         return None
-    _, _, tail = str(text).rpartition(_ANSWER)
+    _, _, tail = str(text).rpartition(_RESULT)
     ids = tokenizer(tail.lstrip(), add_special_tokens=False)["input_ids"]
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
@@ -250,8 +250,8 @@ def write_generation_ids(
         path = folder / name
         settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         stays = () if is_new else ("pad_token_id", "bos_token_id")
-        kept: dict[str, Any] = {key: settings[key] for key in stays if key in settings}
-        settings = {**{key: each for key, each in settings.items() if key not in own}, **own, **kept}
+        retained: dict[str, Any] = {key: settings[key] for key in stays if key in settings}
+        settings = {**{key: each for key, each in settings.items() if key not in own}, **own, **retained}
         known = {key: each for key, each in settings.items() if key not in own or each not in (None, [])}
         path.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -42,7 +42,7 @@ class Export(NamedTuple):
     checks: tuple[str, ...] = ()  # sentences: what was compared, and the difference
 
     @property
-    def kind_words(self) -> str:
+    def kind_text(self) -> str:
         freezes = self.plan.chosen.method.freezes_base
         return self.kind or ("adapters" if freezes else "model")
 
@@ -74,7 +74,7 @@ def model_card(export: Export) -> str:
 
 
 def _front_matter(export: Export, base: Base) -> dict[str, Any]:
-    kind, method = export.kind_words, export.plan.chosen.method
+    kind, method = export.kind_text, export.plan.chosen.method
     front: dict[str, Any] = {}
     if base.name is not None and base.folder is None:
         front["base_model"] = base.name
@@ -94,7 +94,7 @@ def _opening(export: Export, base: Base) -> str:
         "adapters": "Adapters for",
         "merged": "The weights, with trained adapters merged into them, of",
         "onnx": "An ONNX graph of",
-    }[export.kind_words]
+    }[export.kind_text]
     whose = f"`{base.name}`" if base.name is not None else f"a new {shape.model_type} model"
     held = f", in {export.dtype}" if export.dtype is not None else ""
     at = f", exported at step {export.step}" if export.step is not None else ""
@@ -102,7 +102,7 @@ def _opening(export: Export, base: Base) -> str:
 
 
 def _loading(export: Export, base: Base) -> str:
-    kind, plan = export.kind_words, export.plan
+    kind, plan = export.kind_text, export.plan
     if kind == "onnx":
         code = (
             "import onnxruntime\n\n"

@@ -44,7 +44,7 @@ from shardwise.trainer.runtime.export.weights import merge_adapters, round_weigh
 from shardwise.trainer.runtime.models.build import build_model, model_from_config
 from shardwise.trainer.runtime.models.methods import base_type
 from shardwise.trainer.runtime.models.model_code import as_its_user, write_model_code
-from shardwise.trainer.runtime.run.process import answer_and_exit
+from shardwise.trainer.runtime.run.process import reply_and_exit
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError
@@ -277,8 +277,8 @@ def _with_own_code(plan: Plan, run_dir: Path) -> Plan:
     """The plan with its model's code where the run has it now; the folder of a run may have been moved."""
     if plan.model_code is None:
         return plan
-    kept = run_dir / "model_code" / Path(plan.model_code.folder).name
-    return replace(plan, model_code=replace(plan.model_code, folder=str(kept.absolute())))
+    retained = run_dir / "model_code" / Path(plan.model_code.folder).name
+    return replace(plan, model_code=replace(plan.model_code, folder=str(retained.absolute())))
 
 
 def plan_on(plan: Plan, device_kind: DeviceKind, *, precision: Precision | None = None) -> Plan:
@@ -364,4 +364,4 @@ def _step_of(wanted: str, best: Evaluation | None) -> int:
 
 
 if __name__ == "__main__":
-    answer_and_exit(ExportRequest, _answer)
+    reply_and_exit(ExportRequest, _answer)

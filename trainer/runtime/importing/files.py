@@ -252,8 +252,8 @@ def find_states(folder: Path) -> Path | None:
         return folder
     if has_file(folder, "latest"):
         name = checked_file(folder, "latest", most_bytes=KIB).read_text(encoding="utf-8", errors="replace").strip()
-        is_gone = Path(name).name == name and not has_file(folder, name)  # to save room; the 16-bit weights are left
-        return None if is_gone else checked_folder(folder, name)
+        is_closed = Path(name).name == name and not has_file(folder, name)  # to save room; the 16-bit weights are left
+        return None if is_closed else checked_folder(folder, name)
     found = [path for path in sorted(folder.iterdir()) if not path.is_symlink() and path.is_dir() and _has_states(path)]
     if len(found) > 1:
         names = ", ".join(path.name for path in found[:3])

@@ -98,19 +98,19 @@ def place_tensors(
     `is_nested`: the names begin with what the state dict put the model under, beside other things.
     """
     known = model.state_dict(keep_vars=True)
-    plain, left_out = _without_nest(_unwrapped(tensors, origin), known, origin) if is_nested else (tensors, ())
+    plain, excluded = _without_nest(_unwrapped(tensors, origin), known, origin) if is_nested else (tensors, ())
     plain = _unwrapped(plain, origin)
-    notes = [f"left out, as it is not of the model: {_some(left_out)}"] if left_out else []
+    notes = [f"left out, as it is not of the model: {_some(excluded)}"] if excluded else []
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     ignored = {name for name in plain if name not in known and any(re.search(each, name) for each in patterns)}
     plain = {name: stored for name, stored in plain.items() if name not in ignored}  # buffers of earlier versions
     matched = _match(model, plain, origin)
     _check_complete(model, matched, origin, config_origin)
     copies = _copies(model, matched, origin)
-    kept = {name: stored for name, stored in plain.items() if name not in copies}
+    retained = {name: stored for name, stored in plain.items() if name not in copies}
     if copies:
         notes.append(f"tied weights, stored once: {_some(sorted(copies))}")
-    return Placed(kept, {name: of for name, of in matched.renamed.items() if name in kept}, tuple(notes))
+    return Placed(retained, {name: of for name, of in matched.renamed.items() if name in retained}, tuple(notes))
 
 
 class _Matcher(WeightReader):

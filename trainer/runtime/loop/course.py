@@ -200,10 +200,10 @@ def _one_step(session: Session, objectives: Objectives, observer: StepObserver) 
         state.steady_steps.append((step_s, result.num_targets))
         state.steady_parts.append(observer.parts(clock))
     session.writer.write_status("training", step=step)
-    if state.engaged is not None and not state.engaged.facts and not result.was_skipped:
+    if state.verified is not None and not state.verified.facts and not result.was_skipped:
         check_fp8_ran(session.installed.fp8, plain_model(session.model))
         seen = facts_after_step(session.model, session.optimizer, session.installed, session.scaler)
-        state.engaged = replace(state.engaged, facts=seen | timed_facts(session.plan))
+        state.verified = replace(state.verified, facts=seen | timed_facts(session.plan))
     return DoneStep(result, clock, lr, step_s, padding_share(micro_batches), rows, _epoch(session))
 
 

@@ -35,10 +35,10 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import (
     FIGURES_FILE,
     PROFILE_FOLDER,
-    KeptBytes,
     OperatorTime,
     Plan,
     ProfileFigures,
+    RetainedBytes,
 )
 
 TRACE, SNAPSHOT, SUMMARY, TIMELINE = (
@@ -109,13 +109,13 @@ def _figures(
     assert request is not None
     forward = next(span for span in spans if span.phase == "forward")
     blocks = block_names(plain_model(session.model))
-    kept = kept_by_module(allocations, marks, begin_ns=forward.begin_ns, end_ns=forward.end_ns)
+    retained = retained_by_module(allocations, marks, begin_ns=forward.begin_ns, end_ns=forward.end_ns)
     return ProfileFigures(
         step=step,
         step_s=step_s,
-        kept_bytes=sum(kept.values()),
-        kept=places_of(kept, blocks)[: request.num_modules],
-        kept_in_all_blocks=over_blocks(kept, blocks)[: request.num_modules],
+        retained_bytes=sum(retained.values()),
+        retained=places_of(retained, blocks)[: request.num_modules],
+        retained_in_all_blocks=over_blocks(retained, blocks)[: request.num_modules],
         operators=_operators(profiler, device_type)[: request.num_operators],
         files=_files(device_type),
     )
@@ -217,7 +217,7 @@ def allocations_of(profiler: Any, device_type: str) -> list[Allocation]:  # noqa
     return sorted(found)
 
 
-def kept_by_module(
+def retained_by_module(
     allocations: Iterable[Allocation], marks: ModuleMarks, *, begin_ns: int, end_ns: int
 ) -> dict[str, int]:
     """Bytes by the module that allocated them between two moments, of what is alive at the second."""
@@ -241,24 +241,24 @@ def block_names(model: nn.Module) -> list[str]:
     return [names[block] for block in blocks_of(model)]
 
 
-def places_of(sizes: dict[str, int], blocks: Sequence[str]) -> tuple[KeptBytes, ...]:
+def places_of(sizes: dict[str, int], blocks: Sequence[str]) -> tuple[RetainedBytes, ...]:
     """Each by its place in the model: blocks count from 0, as in the names of weights."""
     found = []
     for module, num_bytes in sizes.items():
         number, inside = within_block(module, blocks)
         place = f"transformer block {number}, {inside}" if number is not None else module
-        found.append(KeptBytes(module=module, place=place or _OUTSIDE, num_bytes=num_bytes))
+        found.append(RetainedBytes(module=module, place=place or _OUTSIDE, num_bytes=num_bytes))
     return tuple(found)
 
 
-def over_blocks(sizes: dict[str, int], blocks: Sequence[str]) -> tuple[KeptBytes, ...]:
+def over_blocks(sizes: dict[str, int], blocks: Sequence[str]) -> tuple[RetainedBytes, ...]:
     """The modules of blocks added up by their names within one, those that keep most first."""
     sums: Counter[str] = Counter()
     for module, num_bytes in sizes.items():
         number, inside = within_block(module, blocks)
         if number is not None:
             sums[inside] += num_bytes
-    return tuple(KeptBytes(module=name, place=name, num_bytes=size) for name, size in sums.most_common())
+    return tuple(RetainedBytes(module=name, place=name, num_bytes=size) for name, size in sums.most_common())
 
 
 def within_block(module: str, blocks: Sequence[str]) -> tuple[int | None, str]:

@@ -116,7 +116,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         engine.cut_loaded(meta_model, accelerator, chosen.strategy.precision)
     writer.write_status("preparing the engine")
     wrapped, wrapped_optimizer = engine.prepare(accelerator, model, optimizer)
-    state.engaged = verify_engine(
+    state.verified = verify_engine(
         accelerator, wrapped, wrapped_optimizer, installed, chosen, hybrid_mesh=plan.hybrid_mesh
     )
     check_documents_apart(wrapped, plan, accelerator.device)

@@ -86,7 +86,7 @@ class StepResult(Value, frozen=True, kw_only=True):
 Judge = Callable[[float, float | None], str | None]
 
 
-def _takes_all(_loss: float, _grad_norm: float | None) -> str | None:
+def _accepts_all(_loss: float, _grad_norm: float | None) -> str | None:
     return None
 
 
@@ -104,7 +104,7 @@ def run_step(
     clock: Clock,
     scaler: LossScaler | None = None,
     objective: Objective = TokenLoss(),  # noqa: B008  # it never changes
-    judge: Judge = _takes_all,
+    judge: Judge = _accepts_all,
 ) -> StepResult:
     """Runs the micro batches of this rank and updates the parameters once; `num_terms` are of the global batch."""
     set_learning_rate(unwrapped(optimizer), lr)
@@ -122,7 +122,7 @@ def run_step(
             with clock.measure("forward"):
                 terms = objective(model, micro_batch, accelerator.device)
             sums.add(terms)
-            deciding = engine.deciding_update(model, decision.takes) if is_last else nullcontext()
+            deciding = engine.deciding_update(model, decision.accepts) if is_last else nullcontext()
             with clock.measure("backward"), deciding:
                 loss = terms.loss * scale
                 accelerator.backward(loss if scaler is None else scaler.scale(loss))
@@ -200,7 +200,7 @@ class Decision:
             self._means = self._sums.means()
         return self._means
 
-    def takes(self, grad_norm: Tensor | None) -> bool:
+    def accepts(self, grad_norm: Tensor | None) -> bool:
         """True if the step is taken, from the norm over all ranks; collective. An overflow is left to fp16's scaler."""
         self._means = self._sums.means(grad_norm)
         norm = self._means.grad_norm
@@ -263,14 +263,14 @@ def _update(
     Whether an overflow of fp16 kept the weights as they were.
     """
     if updates_in_backward(optimizer):
-        decision.takes(None)  # each gradient was used and freed as it came
+        decision.accepts(None)  # each gradient was used and freed as it came
         return False
     is_taken, has_overflown = decision.fault is None, False
     if not running_engine(model).updates_in_last_backward:
         if scaler is not None:
             scaler.unscale(optimizer)
         norm = accelerator.clip_grad_norm_(model.parameters(), clip if clip > 0 else float("inf"))
-        is_taken = decision.takes(_on_one_device(norm))
+        is_taken = decision.accepts(_on_one_device(norm))
         if is_taken and scaler is None:
             optimizer.step()
     if scaler is not None:

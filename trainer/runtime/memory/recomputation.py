@@ -87,9 +87,9 @@ def recomputation_facts(
     what = "attention recomputed in" if first.checkpointing is Checkpointing.ATTENTION else "recomputed:"
     text = f"{what} {seen} of {num_blocks} blocks"
     if first.checkpointing is Checkpointing.SELECTIVE:
-        kept = first.policy
-        text += f", but for {kept.num_kept_products} of {kept.num_products} matrix products"
-        text += f" and {kept.num_kept_attentions} attention output in each"
+        retained = first.policy
+        text += f", but for {retained.num_retained_products} of {retained.num_products} matrix products"
+        text += f" and {retained.num_retained_attentions} attention output in each"
     return {"checkpointing": text}
 
 
@@ -140,7 +140,7 @@ class SelectivePolicy:
     """Policy of one forward of a block: keeps the outputs of attention and of every second matrix product."""
 
     def __init__(self) -> None:
-        self.num_products = self.num_kept_products = self.num_kept_attentions = 0
+        self.num_products = self.num_retained_products = self.num_retained_attentions = 0
         self._num_batched = 0
         self._of_recomputation: SelectivePolicy | None = None
 
@@ -162,12 +162,12 @@ class SelectivePolicy:
             self.num_products += 1
             if self.num_products % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-            self.num_kept_products += 1
+            self.num_retained_products += 1
             return CheckpointPolicy.MUST_SAVE
         self._num_batched += operator in _BATCHED_PRODUCTS
         is_unfused = operator in _BATCHED_PRODUCTS and self._num_batched == 2  # scores, then what they weigh
         if is_unfused or (_is_attention(operator) and not _drops(operator, args, kwargs)):
-            self.num_kept_attentions += 1
+            self.num_retained_attentions += 1
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

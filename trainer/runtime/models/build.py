@@ -31,7 +31,7 @@ from shardwise.trainer.runtime.models.model_code import compute_buffers, load_mo
 from shardwise.trainer.runtime.models.quantisation import (
     Packing,
     as_plain_model,
-    draw_quantised,
+    initialize_quantised,
     packing_of,
     reading_options,
     refuse_quantised,
@@ -198,7 +198,7 @@ def _build_base(plan: Plan) -> PreTrainedModel:
         return _from_weights(folder, model_type=config["model_type"], dtype=dtype, attention=attention, packing=packing)
     torch.manual_seed(plan.job.train.seed)
     build = partial(model_from_config, config, attention=chosen.attention, flash_kernel=chosen.flash_kernel)
-    return build(dtype=dtype) if packing is None else draw_quantised(lambda: build(dtype=torch.float32), packing)
+    return build(dtype=dtype) if packing is None else initialize_quantised(lambda: build(dtype=torch.float32), packing)
 
 
 def _users_model(plan: Plan, hooks: Hooks) -> PreTrainedModel:

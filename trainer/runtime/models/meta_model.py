@@ -39,7 +39,7 @@ _OVERWRITES = frozenset(
 )
 
 
-class Drawing(NamedTuple):
+class Initialization(NamedTuple):
     """Tensors that the calls of `_init_weights` write, in their order."""
 
     writes: tuple[tuple[str, ...], ...]
@@ -48,7 +48,7 @@ class Drawing(NamedTuple):
     """Of each call, those that no later call writes: the relative name, and the one in the model."""
 
 
-def plan_drawing(build: Build) -> Drawing | None:
+def plan_initialization(build: Build) -> Initialization | None:
     """How to draw a model tensor by tensor; None where only a whole build has its weights."""
     seen = _Writes()
     calls: list[_Call] = []
@@ -77,10 +77,10 @@ def plan_drawing(build: Build) -> Drawing | None:
         {name: full for name in call.written if last[full := _join(paths.get(id(call.module), "?"), name)][0] == number}
         for number, call in enumerate(calls)
     )
-    return Drawing(writes=tuple(tuple(call.written) for call in calls), finals=finals)
+    return Initialization(writes=tuple(tuple(call.written) for call in calls), finals=finals)
 
 
-def draw(build: Build, drawing: Drawing, put: Callable[[str, Tensor], None]) -> None:
+def draw(build: Build, initialization: Initialization, put: Callable[[str, Tensor], None]) -> None:
     """Hands each tensor of the model over once, by its name, with the numbers that torch's generator stands at.
 
     It is to be copied: its memory is used again for the next. A tied tensor comes under each of its names; the one that
@@ -90,7 +90,7 @@ def draw(build: Build, drawing: Drawing, put: Callable[[str, Tensor], None]) -> 
 
     def make(owner: PreTrainedModel, module: nn.Module) -> None:
         nonlocal number
-        made, finals = drawing.writes[number], drawing.finals[number]
+        made, finals = initialization.writes[number], initialization.finals[number]
         before = {name: _tensor(module, name) for name in made}
         for (name, tensor), memory in zip(before.items(), scratch.like(list(before.values())), strict=True):
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -284,7 +284,7 @@ def meta_model_from_config(build: Build, *, dtype: torch.dtype, seed: int) -> Me
     _make_buffers(model)
     compute_buffers(model, torch.float32, with_persistent=True)
     _put_placeholders(model, {name: tensor.dtype for name, tensor in model.named_parameters()})
-    source = _DrawnWeights(build, seed, [name for name, _ in model.named_parameters()])
+    source = _InitialWeights(build, seed, [name for name, _ in model.named_parameters()])
     return MetaModel(model, source, dict(model.named_parameters()), {}, None)
 
 
@@ -350,20 +350,20 @@ class _ReadWeights:
             put(name, _Readable(self._reader, name))
 
 
-class _DrawnWeights:
+class _InitialWeights:
     """Weights that a config and a seed make; those of a model that cannot be drawn by tensors, from a whole build."""
 
     def __init__(self, build: Build, seed: int, names: Collection[str]) -> None:
         self._build, self._seed, self.names = build, seed, names
 
     def deliver(self, put: Put) -> None:
-        drawing = plan_drawing(self._build)
+        initialization = plan_initialization(self._build)
         torch.manual_seed(self._seed)
-        if drawing is None:
+        if initialization is None:
             for name, tensor in self._build().named_parameters():
                 put(name, Whole(tensor.detach()))
             return
-        draw(self._build, drawing, lambda name, tensor: put(name, Whole(tensor)) if name in self.names else None)
+        draw(self._build, initialization, lambda name, tensor: put(name, Whole(tensor)) if name in self.names else None)
 
 
 class Whole(NamedTuple):

@@ -102,7 +102,7 @@ def refuse_quantised(config: Any, folder: str) -> None:  # noqa: ANN401  # whate
         )
 
 
-def draw_quantised(build: Callable[[], PreTrainedModel], packing: Packing) -> PreTrainedModel:
+def initialize_quantised(build: Callable[[], PreTrainedModel], packing: Packing) -> PreTrainedModel:
     """A model with new weights, drawn as transformers draws them, of which only one block is whole at a time.
 
     `build` makes it without weights, on the device that is torch's default when it is called.
@@ -129,10 +129,10 @@ def draw_quantised(build: Callable[[], PreTrainedModel], packing: Packing) -> Pr
 
 def _quantise_within(part: nn.Module, model: PreTrainedModel, packing: Packing) -> None:
     """Quantises the linear layers inside a part of a model and puts the rest of it in the computing type."""
-    kept = _left_whole(model)
+    retained = _read_whole(model)
     for module in list(part.modules()):
         for name, child in list(module.named_children()):
-            if _is_quantisable(child) and id(child) not in kept:
+            if _is_quantisable(child) and id(child) not in retained:
                 setattr(module, name, quantised(child, packing))
     for parameter in part.parameters():
         if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
@@ -208,9 +208,9 @@ def put_empty_layers(model: PreTrainedModel, packing: Packing) -> dict[str, Any]
 
     `is_transposed` of a layer is True if the weight to be packed into it is stored transposed.
     """
-    kept, placed = _left_whole(model), dict[str, Any]()
+    retained, placed = _read_whole(model), dict[str, Any]()
     for name, module in list(model.named_modules()):
-        if _is_quantisable(module) and id(module) not in kept:
+        if _is_quantisable(module) and id(module) not in retained:
             assert isinstance(module, nn.Linear | Conv1D)
             layer = _empty_layer(module, packing)
             layer.is_transposed = isinstance(module, Conv1D)
@@ -243,7 +243,7 @@ def _empty_layer(layer: nn.Linear | Conv1D, packing: Packing) -> Any:  # noqa: A
     return empty
 
 
-def _left_whole(model: PreTrainedModel) -> set[int]:
+def _read_whole(model: PreTrainedModel) -> set[int]:
     """Ids of the modules that stay in 16 bit though they are linear: the head."""
     return {id(model.get_output_embeddings())}
 

@@ -53,7 +53,7 @@ class Fp8Layers(NamedTuple):
     skipped: dict[str, tuple[str, ...]]
 
     @property
-    def skipped_words(self) -> str:
+    def skipped_text(self) -> str:
         """`2 outside the blocks (lm_head, ...)`, one such phrase a reason; `none` where there is none."""
         return "; ".join(f"{len(names)} {reason} ({_first(names)})" for reason, names in self.skipped.items()) or "none"
 
@@ -90,13 +90,13 @@ def install_fp8(model: PreTrainedModel, chosen: Candidate) -> Fp8:
     layers = fp8_layers(model, recipe)
     if not layers.chosen:
         raise InputError(
-            f"pin.precision: fp8 finds no layer of {type(model).__name__} that it could run: {layers.skipped_words}; "
+            f"pin.precision: fp8 finds no layer of {type(model).__name__} that it could run: {layers.skipped_text}; "
             "take bf16-mixed"
         )
     made = _convert(model, layers, region)
     replaceable: Any = model
     replaceable.forward = _forward_in(region, model.forward, token_multiple(recipe))
-    return Fp8(recipe, package_of(recipe), type(region.recipe).__name__, made, layers.skipped_words)
+    return Fp8(recipe, package_of(recipe), type(region.recipe).__name__, made, layers.skipped_text)
 
 
 def fp8_region(recipe: Fp8Recipe) -> Region:

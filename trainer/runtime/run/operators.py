@@ -33,7 +33,7 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError
 PROCESSORS = Path("/proc/cpuinfo")
 
 
-def answer_for_processor() -> None:
+def result_for_processor() -> None:
     """From here on, py-cpuinfo answers this process from /proc/cpuinfo if possible, else measures once."""
     import cpuinfo
 
@@ -110,7 +110,7 @@ def mark_loaded(folder: Path) -> None:
             marker(folder, name).touch()
 
 
-def leave_out_debug_symbols() -> None:
+def omit_debug_symbols() -> None:
     """Compiles without `-g`, which takes two fifths less time."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -161,8 +161,8 @@ def build(name: str) -> None:
     """Compiles one operator, or finds it compiled; RuntimeError where it cannot be."""
     from deepspeed.accelerator import get_accelerator
 
-    answer_for_processor()
-    leave_out_debug_symbols()
+    result_for_processor()
+    omit_debug_symbols()
     builder = get_accelerator().create_op_builder(BUILDERS[name])
     if builder is None:
         raise RuntimeError(f"DeepSpeed has no {name} for {get_accelerator().device_name()}")

@@ -48,11 +48,11 @@ class StopFlag:
 
 def end_with_parent() -> None:
     """Ends this process, cleaning up, when its parent ends or sends TERM."""
-    signal.signal(signal.SIGTERM, _raise_asked_to_end)
+    signal.signal(signal.SIGTERM, _raise_stop_requested)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
-def _raise_asked_to_end(number: int, _frame: object) -> None:
+def _raise_stop_requested(number: int, _frame: object) -> None:
     raise SystemExit(128 + number)
 
 
@@ -91,7 +91,7 @@ def die_with_launcher(attempt_dir: Path) -> None:
     """Makes the kernel end this process when the launcher ends; ends it now if the launcher has ended already."""
     launcher = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher or _recorded_launcher_is_gone(attempt_dir):
+    if os.getppid() != launcher or _recorded_launcher_has_ended(attempt_dir):
         sys.exit("the launcher of this rank is gone")
 
 
@@ -143,7 +143,7 @@ def _launcher_record() -> str:
     return "launcher.json" if node_rank == "0" else f"launcher-{node_rank}.json"
 
 
-def _recorded_launcher_is_gone(attempt_dir: Path) -> bool:
+def _recorded_launcher_has_ended(attempt_dir: Path) -> bool:
     """True if this attempt's launcher ended and this process has another parent.
 
     The supervisor records the launcher after starting it, so a missing record means nothing. Neither does a record of
@@ -173,19 +173,19 @@ def answer(
     if len(arguments) != 2:
         sys.stderr.write("give two files: REQUEST.json ANSWER.json\n")
         return ExitCode.INPUT
-    request_path, answer_path = map(Path, arguments)
+    request_path, result_path = map(Path, arguments)
     try:
-        codec.write(answer_path, _answered(request_path, request_type, work))
+        codec.write(result_path, _answered(request_path, request_type, work))
     except ShardwiseError as error:
         message = clean(str(error)) + "\n"
         sys.stderr.write(message)
-        if answer_path.parent.is_dir():
-            answer_path.with_suffix(".error").write_text(message)
+        if result_path.parent.is_dir():
+            result_path.with_suffix(".error").write_text(message)
         return error.exit_code
     return ExitCode.DONE
 
 
-def answer_and_exit(request_type: type[R], work: Callable[[R], Value]) -> None:
+def reply_and_exit(request_type: type[R], work: Callable[[R], Value]) -> None:
     """`answer` for the arguments of this process, which ends with its parent."""
     end_with_parent()
     sys.exit(answer(sys.argv[1:], request_type, work))

@@ -156,7 +156,7 @@ class RunState:
     resumed_from_step: int | None = None
     checkpoint: str | None = None  # newest committed, relative to the run directory
     export: str | None = None
-    engaged: Verified | None = None
+    verified: Verified | None = None
     memory: MemoryFigures = field(default_factory=MemoryFigures)
     evaluations: list[Evaluation] = field(default_factory=list)
     log: IncidentLog = field(default_factory=IncidentLog)

@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.trainer.runtime.models.build import model_from_config
 from shardwise.trainer.runtime.precision.fp8 import fp8_layers, fp8_region, library_of, token_multiple
 from shardwise.trainer.runtime.run.clock import best_seconds
-from shardwise.trainer.runtime.run.process import answer as answer_request
+from shardwise.trainer.runtime.run.process import answer as run_request
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
 from shardwise.trainer.spec.messages.worker_requests import Fp8GainRequest
 from shardwise.trainer.spec.plan import Fp8Gain, ShapeTimes
@@ -63,7 +63,7 @@ def answer(request: Fp8GainRequest) -> Fp8Gain:
 
 def main(arguments: Sequence[str]) -> int:
     """Answers the request named in `arguments`; the exit code."""
-    return answer_request(arguments, Fp8GainRequest, answer)
+    return run_request(arguments, Fp8GainRequest, answer)
 
 
 def _times(request: Fp8GainRequest) -> tuple[ShapeTimes, ...]:

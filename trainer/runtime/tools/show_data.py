@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer
-from shardwise.trainer.runtime.run.process import answer_and_exit
+from shardwise.trainer.runtime.run.process import reply_and_exit
 from shardwise.trainer.spec.messages.worker_requests import ExampleRequest, Lines
 
 SHOWN_DOCUMENTS = 2  # of a packed row
@@ -150,4 +150,4 @@ def _visible(text: str) -> str:
 
 
 if __name__ == "__main__":
-    answer_and_exit(ExampleRequest, _answer)
+    reply_and_exit(ExampleRequest, _answer)

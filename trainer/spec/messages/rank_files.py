@@ -103,18 +103,18 @@ class SavingChoice(Value, frozen=True, kw_only=True):
 
 def saving_choice(plan: Plan, chosen: Candidate) -> SavingChoice:
     """How this candidate of the plan saves; the same on every rank, from the plan alone."""
-    asked = plan.job.checkpoint.is_async
+    requested = plan.job.checkpoint.is_async
     snapshot = -(-chosen.memory.checkpoint_bytes // plan.hardware.num_nodes)
-    if asked is False:
+    if requested is False:
         return _waits("checkpoint.async is false")
     if chosen.strategy.offload.uses_nvme:
         return _waits("the state is on NVMe already")
-    if asked is None and plan.device_kind is DeviceKind.CPU:
+    if requested is None and plan.device_kind is DeviceKind.CPU:
         return _waits("the cores that would write are those that train")
-    if not snapshot and asked is None:
+    if not snapshot and requested is None:
         return _waits("the size of a checkpoint is not known")
     free = _free_host_bytes(plan, chosen)
-    if free is None and asked is None:
+    if free is None and requested is None:
         return _waits("the RAM of the host is not known")
     if free is not None and snapshot > free:
         left = format_bytes(max(free, 0))

@@ -83,7 +83,7 @@ class Simulation(Value, frozen=True, kw_only=True):
         return self.expandable_reserved_bytes if is_expandable else self.peak_reserved_bytes
 
 
-class GoldenAnswer(Value, frozen=True, kw_only=True):
+class GoldenResult(Value, frozen=True, kw_only=True):
     """Of a dry run, what does not depend on the machine that ran it."""
 
     steady_allocated_bytes: int
@@ -105,4 +105,4 @@ class GoldenRow(Value, frozen=True, kw_only=True):
 
     name: str
     request: SimulationRequest
-    answer: GoldenAnswer | None = None
+    answer: GoldenResult | None = None

@@ -60,7 +60,7 @@ class ExampleRequest(Value, frozen=True, kw_only=True):
     colour: bool = False
 
 
-class GrowRequest(Value, frozen=True, kw_only=True):
+class ExtendVocabularyRequest(Value, frozen=True, kw_only=True):
     """A model folder, and the folder to write with `num_rows` rows in its embeddings."""
 
     folder: str
@@ -132,7 +132,7 @@ class Fp8GainKey(Value, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-class KeptFp8Gain(Value, frozen=True, kw_only=True):
+class StoredFp8Gain(Value, frozen=True, kw_only=True):
     """A timing of FP8 as the cache holds it."""
 
     key: Fp8GainKey

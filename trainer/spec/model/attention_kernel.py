@@ -45,5 +45,5 @@ def sdpa_kernel(
     if kind is DeviceKind.CPU:
         return AttentionKernel.FLASH
     is_new = compute_capability is None or compute_capability >= FLASH_CAPABILITY
-    takes_flash = is_new and is_16_bit and not is_masked and head_dim <= MAX_FLASH_HEAD_DIM
-    return AttentionKernel.FLASH if takes_flash else AttentionKernel.EFFICIENT
+    supports_flash = is_new and is_16_bit and not is_masked and head_dim <= MAX_FLASH_HEAD_DIM
+    return AttentionKernel.FLASH if supports_flash else AttentionKernel.EFFICIENT

@@ -42,7 +42,7 @@ from shardwise.trainer.runtime.data.chat.template import (
     TemplateRefusalError,
     load_chat_template,
     plain_messages,
-    takes_parts,
+    supports_parts,
     with_arguments,
 )
 from shardwise.trainer.runtime.data.chat.turns import TurnFinder, num_shared
@@ -94,7 +94,7 @@ class Renderer:
         self._tokenizer, self._template, self._loss_on, self._seq_len = tokenizer, template, loss_on, seq_len
         self._special = special_tokens(tokenizer)
         self._finder = TurnFinder(template, self._special) if template and not template.marks_learned else None
-        self._takes_parts = template is not None and takes_parts(template)
+        self._supports_parts = template is not None and supports_parts(template)
 
     def render(self, content: Content) -> Rendered:
         """Token ids of one example, or why it cannot be used."""
@@ -159,7 +159,7 @@ class Renderer:
                 "data.chat_template: the tokenizer has no chat template, and the rows hold messages;\n"
                 f"name one ({', '.join(TEMPLATE_NAMES)}) or a file"
             )
-        given = plain_messages(messages, takes_parts=self._takes_parts)
+        given = plain_messages(messages, supports_parts=self._supports_parts)
         objects = with_arguments(given, as_text=False)
         try:
             return self._conversation_as(self._template, objects, tools, first)

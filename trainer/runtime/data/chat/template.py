@@ -85,7 +85,7 @@ class ChatTemplate:
         self.prints_date = any(name.name == "strftime_now" for tree in trees for name in tree.find_all(nodes.Name))
         self.marks_learned = all(_GENERATION.search(text) for text in sources)
         self.literals = tuple(literal for tree in trees for literal in _literals(tree))
-        self.tested_words = frozenset(word for tree in trees for word in _tested_words(tree))
+        self.tested_text = frozenset(word for tree in trees for word in _tested_text(tree))
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
@@ -253,7 +253,7 @@ def _literals(tree: nodes.Template) -> list[str]:
     return texts + [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
 
 
-def _tested_words(tree: nodes.Template) -> list[str]:
+def _tested_text(tree: nodes.Template) -> list[str]:
     """Words by whose presence in a message the template may decide, such as </think>: '...' in x, x.split('...')."""
     comparisons = tree.find_all(nodes.Compare)
     operands: list[nodes.Node] = [each.expr for each in comparisons if each.ops[0].op in ("in", "notin")]
@@ -264,7 +264,7 @@ def _tested_words(tree: nodes.Template) -> list[str]:
     return [word for word in words if isinstance(word, str) and len(word.strip()) > 2]
 
 
-def plain_messages(messages: Sequence[Message], *, takes_parts: bool) -> list[Message]:
+def plain_messages(messages: Sequence[Message], *, supports_parts: bool) -> list[Message]:
     """Copies of the messages for a template; TemplateRefusalError where one is no message."""
     if not messages:
         raise TemplateRefusalError("has no messages")
@@ -277,7 +277,7 @@ def plain_messages(messages: Sequence[Message], *, takes_parts: bool) -> list[Me
         if reasoning is not None:
             copied = {"thinking": reasoning, **copied, "reasoning_content": reasoning}
         content = copied.get("content")
-        if isinstance(content, list) and not takes_parts:
+        if isinstance(content, list) and not supports_parts:
             copied["content"] = _joined(content, number)
         plain.append(copied)
     return plain
@@ -300,7 +300,7 @@ def with_arguments(messages: Sequence[Message], *, as_text: bool) -> list[Messag
     ]
 
 
-def takes_parts(template: ChatTemplate) -> bool:
+def supports_parts(template: ChatTemplate) -> bool:
     """True if the template reads content that is a list of parts."""
     try:
         text = template.render([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]).text

@@ -99,7 +99,7 @@ class TurnFinder:
     def __init__(self, template: ChatTemplate, special: Sequence[str]) -> None:
         self._template = template
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
-        words = sorted({*template.tested_words, *_REASONING_TAGS}, key=len, reverse=True)
+        words = sorted({*template.tested_text, *_REASONING_TAGS}, key=len, reverse=True)
         self._cut = re.compile(f"({'|'.join(map(re.escape, words))})")
         self._outlines: dict[str, _Outline] = {}
 
@@ -209,13 +209,13 @@ class _OutlineBuilder:
     def _check_nothing_is_lost(self) -> None:
         """Checks that the question and the learned answer occur exactly once; earlier answers may be shortened."""
         found = [(slot.message, slot.chunk) for slot in self.slots]
-        last_answer = max((number for number, each in enumerate(self.sketch) if each["role"] == "assistant"), default=0)
+        last_result = max((number for number, each in enumerate(self.sketch) if each["role"] == "assistant"), default=0)
         for number, message in enumerate(self.sketch):
             expected = {(number, int(chunk)) for _, chunk in _SLOT.findall(text_of(message.get("content")))}
             present = [place for place in found if place[0] == number]
             if len(set(present)) < len(present):
                 raise TemplateRefusalError(f"the chat template writes message {number + 1} twice")
-            if expected - set(present) and (message["role"] != "assistant" or number == last_answer):
+            if expected - set(present) and (message["role"] != "assistant" or number == last_result):
                 raise TemplateRefusalError(
                     f"the chat template leaves out what message {number + 1} ({message['role']}) says, or a part "
                     "of it; name another (data.chat_template)"

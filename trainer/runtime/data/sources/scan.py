@@ -100,17 +100,17 @@ class RejectedRows:
 
     def __init__(self) -> None:
         self.num = 0
-        self._kept: list[BadRow] = []
+        self._retained: list[BadRow] = []
 
     def add(self, row: BadRow) -> None:
         self.num += 1
         if self.num <= NUM_BAD_ROWS_SHOWN:
-            self._kept.append(row)
+            self._retained.append(row)
 
     def __str__(self) -> str:
         """The first of them in one line."""
-        more = "" if self.num <= len(self._kept) else f"; and {self.num - len(self._kept)} more"
-        return "; ".join(map(str, self._kept)) + more
+        more = "" if self.num <= len(self._retained) else f"; and {self.num - len(self._retained)} more"
+        return "; ".join(map(str, self._retained)) + more
 
     def check(self, request: PrepareRequest, *, num_rows: int) -> None:
         """InputError where they are more of all `num_rows` than the job allows."""
@@ -189,11 +189,11 @@ class _TextJudge:
     def read(self, chunk: bytes) -> None:
         if self.defect is not None:
             return
-        num_kept, nul = len(self._decoder.getstate()[0]), chunk.find(b"\0")
+        num_retained, nul = len(self._decoder.getstate()[0]), chunk.find(b"\0")
         try:
             self._decoder.decode(chunk if nul < 0 else chunk[:nul], final=not chunk or nul >= 0)
         except UnicodeDecodeError as error:
-            byte, place = error.object[error.start], self._offset - num_kept + error.start
+            byte, place = error.object[error.start], self._offset - num_retained + error.start
             self.defect = f"is not text: byte 0x{byte:02x} at offset {place} is not UTF-8 ({error.reason})"
         else:
             self.defect = None if nul < 0 else f"is not text: NUL byte at offset {self._offset + nul}"

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwise.trainer.runtime.run.process import answer_and_exit
+from shardwise.trainer.runtime.run.process import reply_and_exit
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
-from shardwise.trainer.spec.messages.worker_requests import GrowRequest, Lines
+from shardwise.trainer.spec.messages.worker_requests import ExtendVocabularyRequest, Lines
 
 _NAMES = (
     "embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight",
@@ -31,7 +31,7 @@ _NOISE = 0.02  # of the spread of the rows
 _SEED = 0
 
 
-def grow_vocabulary(folder: Path, num_rows: int, out: Path) -> None:
+def extend_vocabulary(folder: Path, num_rows: int, out: Path) -> None:
     """Writes `out`, complete or not at all."""
     config = json.loads((folder / "config.json").read_bytes())
     part = config["text_config"] if "vocab_size" not in config and "text_config" in config else config
@@ -40,10 +40,10 @@ def grow_vocabulary(folder: Path, num_rows: int, out: Path) -> None:
     shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(parents=True)
-        num_grown = sum(
-            _grow_file(path, staging / path.name, before, num_rows) for path in sorted(folder.glob("*.safetensors"))
+        num_extended = sum(
+            _extend_file(path, staging / path.name, before, num_rows) for path in sorted(folder.glob("*.safetensors"))
         )
-        if not num_grown:
+        if not num_extended:
             raise InputError(f"{folder}: no embedding of {before} rows was found; its vocabulary cannot grow")
         for path in folder.iterdir():
             if path.is_file() and path.suffix != ".safetensors" and path.name != "config.json":
@@ -58,24 +58,24 @@ def grow_vocabulary(folder: Path, num_rows: int, out: Path) -> None:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _grow_file(path: Path, out: Path, before: int, num_rows: int) -> int:
+def _extend_file(path: Path, out: Path, before: int, num_rows: int) -> int:
     """How many tensors of the file grew; a file without any becomes a link."""
     try:
         with safe_open(path, framework="pt") as stream:
             names = list(stream.keys())
             named = [name for name in names if name.endswith(_NAMES)]
-            grown = [name for name in named if stream.get_slice(name).get_shape()[0] == before]
-            if not grown:
+            extended = [name for name in named if stream.get_slice(name).get_shape()[0] == before]
+            if not extended:
                 out.symlink_to(path.resolve())
                 return 0
             tensors = {name: stream.get_tensor(name) for name in names}
             metadata = stream.metadata()
     except SafetensorError as error:
         raise InputError(f"{path}: its safetensors weights are damaged: {error}") from error
-    for name in grown:
+    for name in extended:
         tensors[name] = _with_rows(tensors[name], num_rows)
     save_file(tensors, out, metadata=metadata)
-    return len(grown)
+    return len(extended)
 
 
 def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:
@@ -85,10 +85,10 @@ def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:
     return torch.cat([tensor, (mean + _NOISE * spread * noise).to(tensor.dtype)])
 
 
-def _answer(request: GrowRequest) -> Lines:
-    grow_vocabulary(Path(request.folder), request.num_rows, Path(request.out))
+def _answer(request: ExtendVocabularyRequest) -> Lines:
+    extend_vocabulary(Path(request.folder), request.num_rows, Path(request.out))
     return Lines()
 
 
 if __name__ == "__main__":
-    answer_and_exit(GrowRequest, _answer)
+    reply_and_exit(ExtendVocabularyRequest, _answer)

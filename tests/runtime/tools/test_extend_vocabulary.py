@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from shardwise.trainer.runtime.tools.grow_vocabulary import grow_vocabulary
+from shardwise.trainer.runtime.tools.extend_vocabulary import extend_vocabulary
 from shardwise.trainer.spec.errors import InputError
 
 IDS = torch.arange(12).reshape(2, 6)
@@ -30,7 +30,7 @@ def write_llama(folder, *, is_tied, shard_size="5GB", dtype=torch.float32):
 )
 def test_old_rows_stay_to_the_bit_and_so_what_the_model_says_of_known_tokens(tmp_path, is_tied, shard_size, dtype):
     model = write_llama(tmp_path / "model", is_tied=is_tied, shard_size=shard_size, dtype=dtype)
-    grow_vocabulary(tmp_path / "model", 64, tmp_path / "grown")
+    extend_vocabulary(tmp_path / "model", 64, tmp_path / "grown")
     grown = AutoModelForCausalLM.from_pretrained(tmp_path / "grown", dtype="auto").eval()
     assert (grown.config.vocab_size, grown.dtype) == (64, dtype)
     grown, model = grown.float(), model.float()  # a product in 16 bit may be rounded another way where it is larger
@@ -45,7 +45,7 @@ def test_old_rows_stay_to_the_bit_and_so_what_the_model_says_of_known_tokens(tmp
 def test_files_without_an_embedding_are_links_and_a_second_time_gives_the_same(tmp_path):
     write_llama(tmp_path / "model", is_tied=False, shard_size="20KB")
     for name in ("a", "b"):
-        grow_vocabulary(tmp_path / "model", 64, tmp_path / name)
+        extend_vocabulary(tmp_path / "model", 64, tmp_path / name)
     links = [path for path in (tmp_path / "a").glob("*.safetensors") if path.is_symlink()]
     assert 0 < len(links) < len(list((tmp_path / "a").glob("*.safetensors")))
     for path in (tmp_path / "a").glob("*.safetensors"):
@@ -58,5 +58,5 @@ def test_a_folder_without_an_embedding_of_that_size_is_refused_and_leaves_nothin
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 47}))
     with pytest.raises(InputError, match="47 rows"):
-        grow_vocabulary(tmp_path / "model", 64, tmp_path / "grown")
+        extend_vocabulary(tmp_path / "model", 64, tmp_path / "grown")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
