@@ -15,7 +15,7 @@ from shardwise.launch.options import WatchOptions
 from shardwise.launch.rundir.files import is_run_dir
 from shardwise.launch.rundir.find import find_runs, one_run
 from shardwise.launch.rundir.state import RunState
-from shardwise.launch.show.live.follow import ASK_S, SETTLE_S, Look, WatchedRun
+from shardwise.launch.show.live.follow import QUERY_S, SETTLE_S, Look, WatchedRun
 from shardwise.launch.show.live.screen import ViewOutput
 from shardwise.launch.show.status_text import NUM_INCIDENTS, shown_path
 from shardwise.launch.terminal import Console
@@ -31,12 +31,12 @@ def run_watch(
     *,
     environment: Mapping[str, str] = os.environ,
     look_s: float = LOOK_S,
-    ask_s: float = ASK_S,
+    query_s: float = QUERY_S,
     settle_s: float = SETTLE_S,
 ) -> ExitCode:
     """Shows the run until it ends, or once; Ctrl-C ends with INTERRUPTED and leaves the run alone."""
     run_dir = _run_dir(options.run, environment)
-    run = WatchedRun(run_dir, environment=environment, ask_s=ask_s, settle_s=settle_s)
+    run = WatchedRun(run_dir, environment=environment, query_s=query_s, settle_s=settle_s)
     shown = _JsonLines(console) if options.as_json else _Views(console, environment)
     try:
         with shown.opened():

@@ -36,7 +36,7 @@ from shardwise.launch.job.layers import read_job_layers, read_personal_folders
 from shardwise.launch.options import DoctorOptions
 from shardwise.launch.plan.checkpoints import check_disk, needed_disk_bytes
 from shardwise.launch.plan.gather import NodeOptions, PlanInputs, plan_inputs, profile_data, read_inputs
-from shardwise.launch.probe.program import Beside
+from shardwise.launch.probe.program import BackgroundCall
 from shardwise.launch.run.fetch_needs import check_room_of, data_need, data_sources, model_need
 from shardwise.launch.rundir.paths import output_base
 from shardwise.launch.terminal import Console
@@ -87,11 +87,11 @@ def diagnose(place: Place, requested: RequestedJob | None = None) -> Diagnosis:
     )
 
 
-DEADLINE_S = 32.0  # of all checks together, after torch has answered
+DEADLINE_S = 32.0  # of all checks together, once torch has been checked
 
 
 class Check(NamedTuple):
-    """A row of the table; `--quick` leaves out the slow ones."""
+    """A row of the table; `--quick` skips the slow ones."""
 
     name: str
     find: Callable[[Machine], Iterable[Finding]]
@@ -142,13 +142,13 @@ def run_checks(
     """Findings of the checks in the order of the table; a check that does not end in time is a finding itself."""
     wanted = [check for check in checks if not (check.is_slow and machine.place.is_quick)]
     until_s = time.monotonic() + deadline_s
-    running = [(check, Beside(partial(_all_of, check, machine))) for check in wanted]
-    for check, beside in running:
-        found = beside.wait(until_s)
-        if found is None and beside.is_running:
+    running = [(check, BackgroundCall(partial(_all_of, check, machine))) for check in wanted]
+    for check, call in running:
+        found = call.wait(until_s)
+        if found is None and call.is_running:
             found = (
                 warning(
-                    f"this check did not end within {deadline_s:g} s: a disk, a server or a driver does not answer",
+                    f"this check did not end within {deadline_s:g} s: a disk, a server or a driver does not respond",
                     "df -h, mount and nvidia-smi show which hangs",
                 ),
             )

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from shardwise.launch.inputs.hub import hub_cache
 from shardwise.launch.job import folders
 from shardwise.launch.probe.machine import read_hardware
-from shardwise.launch.probe.torch_fit import TorchResult, ask_torch
+from shardwise.launch.probe.torch_fit import TorchResult, run_torch_check
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.units import format_seconds
@@ -85,8 +85,8 @@ def explained(level: Level, message: str, *, otherwise: str) -> Finding:
     first, _, rest = message.strip().partition("\n")
     if not rest:
         first, _, rest = message.strip().partition("; ")
-    words = [line.strip().removeprefix("remedy: ").removeprefix("install it: ") for line in rest.splitlines()]
-    fix = "; ".join(word for word in words if word) or otherwise
+    remedies = [line.strip().removeprefix("remedy: ").removeprefix("install it: ") for line in rest.splitlines()]
+    fix = "; ".join(filter(None, remedies)) or otherwise
     return Finding(level=level, sentence=first.rstrip(";"), fix=fix)
 
 
@@ -132,8 +132,8 @@ class Place(Value, frozen=True, kw_only=True):
     hub: Path  # the hub's cache
     output: Path  # below which runs write
     is_quick: bool = False
-    server_timeout_s: float = SERVER_TIMEOUT_S  # for each answer of the hub, of wandb and of a proxy
-    slurm_timeout_s: float = SLURM_TIMEOUT_S  # for each answer of the controller and of munge
+    server_timeout_s: float = SERVER_TIMEOUT_S  # of each request to the hub, wandb or a proxy
+    slurm_timeout_s: float = SLURM_TIMEOUT_S  # of each request to the controller or munge
 
 
 class Machine(Value, frozen=True, kw_only=True):
@@ -180,7 +180,7 @@ def place_of(
 
 
 def read_machine(place: Place, *, timeout_s: float = TORCH_TIMEOUT_S, smi_timeout_s: float = SMI_TIMEOUT_S) -> Machine:
-    """Looks at the hardware, and, unless it has to be quick, asks torch."""
+    """Probes the hardware and, unless `place.is_quick`, runs the check of torch."""
     hardware, obstacle = None, None
     try:
         hardware = read_hardware(root=place.root, environment=place.environment, smi_timeout_s=smi_timeout_s)
@@ -188,5 +188,5 @@ def read_machine(place: Place, *, timeout_s: float = TORCH_TIMEOUT_S, smi_timeou
         obstacle = str(error)
     torch = TorchResult()
     if not place.is_quick:
-        torch = ask_torch(hardware, place.environment, python=place.python, timeout_s=timeout_s)
+        torch = run_torch_check(hardware, place.environment, python=place.python, timeout_s=timeout_s)
     return Machine(place=place, hardware=hardware, obstacle=obstacle, torch=torch)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shardwise.launch.doctor.finding import SERVER_TIMEOUT_S, Finding, Level, Machine, explained, fault, fine, warning
 from shardwise.launch.probe.host import read_text
 from shardwise.launch.probe.installed import installed_version
-from shardwise.launch.probe.program import ask
+from shardwise.launch.probe.program import run_program
 from shardwise.slurm.allocation import is_login_node
 from shardwise.slurm.queries import run_slurm
 from shardwise.trainer.spec.errors import EnvironmentFaultError
@@ -38,7 +38,7 @@ class Reply(NamedTuple):
 
 
 def check_hostname(machine: Machine) -> Iterator[Finding]:
-    """The machine knows its own name: gloo and torchrun ask for it."""
+    """The machine knows its own name: gloo and torchrun look it up."""
     name, started = machine.place.hostname, time.monotonic()
     add = f"echo 127.0.1.1 {name} | sudo tee -a /etc/hosts"
     try:
@@ -86,7 +86,7 @@ def _names_any(setting: str, names: list[str], *, is_prefix: bool) -> bool:
 
 
 def check_proxies(machine: Machine) -> Iterator[Finding]:
-    """A proxy that is set answers."""
+    """A proxy that is set accepts connections."""
     from urllib.parse import urlsplit
 
     for variable in _PROXIES:
@@ -105,16 +105,16 @@ def check_proxies(machine: Machine) -> Iterator[Finding]:
             socket.create_connection((host, port), timeout=machine.place.server_timeout_s / 2).close()
         except OSError as error:
             yield warning(
-                f"{variable}: the proxy {host}:{port} does not answer ({error.strerror or error}): nothing can be "
+                f"{variable}: the proxy {host}:{port} does not respond ({error.strerror or error}): nothing can be "
                 "fetched",
                 f"unset {variable}, or name a proxy that is there",
             )
         else:
-            yield fine(f"{variable}: the proxy {host}:{port} answers")
+            yield fine(f"{variable}: the proxy {host}:{port} responds")
 
 
 def check_hub(machine: Machine) -> Iterator[Finding]:
-    """The Hugging Face hub answers, and knows the token that is kept."""
+    """The Hugging Face hub responds, and accepts the stored token."""
     environment = machine.environment
     if environment.get("HF_HUB_OFFLINE", "").upper() in _TRUE:
         yield fine(f"HF_HUB_OFFLINE is set: models and data come from {machine.place.hub} alone")
@@ -128,23 +128,21 @@ def check_hub(machine: Machine) -> Iterator[Finding]:
     if reply.status is None or reply.status >= 500:
         problem = reply.problem or f"status {reply.status}"
         yield warning(
-            f"{shown} does not answer: {problem}",
+            f"{shown} does not respond: {problem}",
             "look at the network and at HTTPS_PROXY; without a network set HF_HUB_OFFLINE=1 and fetch elsewhere "
             "(shardwise fetch)",
         )
     elif token and reply.status in (401, 403):
-        yield warning(
-            f"{shown} does not know the token that is kept: it was revoked, or is another hub's", "hf auth login"
-        )
+        yield warning(f"{shown} rejects the stored token: it was revoked, or belongs to another hub", "hf auth login")
     elif token:
-        yield fine(f"{shown} answers; logged in as {_login(reply.body)}")
+        yield fine(f"{shown} responds; logged in as {_login(reply.body)}")
     else:
-        yield fine(f"{shown} answers; not logged in (for gated and private models: hf auth login)")
+        yield fine(f"{shown} responds; not logged in (for gated and private models: hf auth login)")
     yield from judge_clock(reply.date, time.time())
 
 
 def judge_clock(date: str | None, now_s: float) -> Iterator[Finding]:
-    """Beside the date in a server's answer."""
+    """A warning if the clock differs from the date of a server's reply."""
     from email.utils import parsedate_to_datetime
 
     try:
@@ -174,17 +172,17 @@ def hub_token(environment: Mapping[str, str]) -> str | None:
 
 def _login(body: bytes) -> str:
     found = re.search(rb'"name"\s*:\s*"([^"]{1,60})"', body)
-    return found[1].decode(errors="replace") if found else "somebody"
+    return found[1].decode(errors="replace") if found else "an unnamed user"
 
 
 def check_wandb(machine: Machine) -> Iterator[Finding]:
-    """wandb answers, and a key is kept for it; nothing where it is not installed."""
+    """wandb's server responds, and a key is stored for it; no finding if wandb is not installed."""
     environment, version = machine.environment, installed_version("wandb")
     if version is None:
         return
     mode = environment.get("WANDB_MODE", "").strip()
     if mode in ("offline", "dryrun", "disabled"):
-        yield fine(f"WANDB_MODE={mode}: wandb is not asked")
+        yield fine(f"WANDB_MODE={mode}: wandb is not contacted")
         return
     server = (environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").rstrip("/")
     has_key = has_wandb_key(environment, server)
@@ -192,11 +190,11 @@ def check_wandb(machine: Machine) -> Iterator[Finding]:
     reply = fetch(f"{server}/healthz", environment, {}, timeout_s=machine.place.server_timeout_s)
     shown = redact(server, environment)
     if reply.status is not None:
-        yield fine(f"{shown} answers; {login}")
+        yield fine(f"{shown} responds; {login}")
     elif has_key:
-        yield warning(f"{shown} does not answer: {reply.problem}; {login}", "log.wandb=offline, and wandb sync later")
+        yield warning(f"{shown} does not respond: {reply.problem}; {login}", "log.wandb=offline, and wandb sync later")
     else:
-        yield fine(f"{shown} does not answer ({reply.problem}), and {login}: jobs that log online would fail")
+        yield fine(f"{shown} does not respond ({reply.problem}), and {login}: jobs that log online would fail")
 
 
 def has_wandb_key(environment: Mapping[str, str], server: str) -> bool:
@@ -215,7 +213,7 @@ def has_wandb_key(environment: Mapping[str, str], server: str) -> bool:
 def fetch(
     url: str, environment: Mapping[str, str], headers: Mapping[str, str], *, timeout_s: float = SERVER_TIMEOUT_S
 ) -> Reply:
-    """One GET with an end, through the proxies of the environment; nothing of the headers is in what it answers."""
+    """One GET with a time limit, through the proxies of the environment; the reply holds nothing of `headers`."""
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
     from urllib.request import ProxyHandler, Request, build_opener, proxy_bypass
@@ -231,16 +229,16 @@ def fetch(
     try:
         request = Request(url, headers={"User-Agent": "shardwise-doctor"})  # noqa: S310  # the user's own
         for name, value in headers.items():
-            request.add_unredirected_header(name, value)  # a server that it is sent on to gets no token
-        with build_opener(ProxyHandler(proxies)).open(request, timeout=timeout_s) as answer:
-            return Reply(answer.status, answer.read(65536), answer.headers.get("Date"))
+            request.add_unredirected_header(name, value)  # a redirect sends no token to another server
+        with build_opener(ProxyHandler(proxies)).open(request, timeout=timeout_s) as response:
+            return Reply(response.status, response.read(65536), response.headers.get("Date"))
     except HTTPError as error:
         with error:
             return Reply(error.code, b"", error.headers.get("Date"))
     except (URLError, HTTPException, OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        words = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
-        return Reply(problem=redact(words, environment)[:200])
+        problem = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
+        return Reply(problem=redact(problem, environment)[:200])
 
 
 def check_slurm(machine: Machine) -> Iterator[Finding]:
@@ -256,18 +254,18 @@ def check_slurm(machine: Machine) -> Iterator[Finding]:
             "sudo systemctl restart munge; its clock and its key must be those of the controller",
         )
     try:
-        answer = run_slurm(
+        pinged = run_slurm(
             ("scontrol", "ping"), environment=machine.environment, timeout_s=machine.place.slurm_timeout_s
         )
     except EnvironmentFaultError as error:
         yield explained(
             Level.FAULT if is_needed else Level.WARNING,
             str(error),
-            otherwise="ask the administrators of the cluster; sudo systemctl status slurmctld, on its machine",
+            otherwise="contact the administrators of the cluster; sudo systemctl status slurmctld, on its machine",
         )
         return
     where = "this is a login node: shardwise submit" if is_needed else "Slurm is here"
-    yield fine(f"{where}; {' '.join(answer.split())[:120]}")
+    yield fine(f"{where}; {' '.join(pinged.split())[:120]}")
 
 
 def munge_problem(environment: Mapping[str, str], *, timeout_s: float) -> str | None:
@@ -277,9 +275,9 @@ def munge_problem(environment: Mapping[str, str], *, timeout_s: float) -> str | 
         return None
     credential = ""
     for program in ([munge, "-n"], [unmunge]):
-        answer = ask(program, environment=environment, timeout_s=timeout_s, standard_input=credential)
-        if answer.exit_code != 0:
+        result = run_program(program, environment=environment, timeout_s=timeout_s, standard_input=credential)
+        if result.exit_code != 0:
             name = Path(program[0]).name
-            return f"{name} does not answer" if answer.exit_code is None else answer.last_line
-        credential = answer.output
+            return f"{name} does not respond" if result.exit_code is None else result.last_line
+        credential = result.output
     return None

@@ -1,4 +1,4 @@
-"""`doctor`: Python, the libraries beside it, files that shadow them, and variables that break training.
+"""`doctor`: Python, its libraries, files that shadow them, and variables that break training.
 
 A run sets OMP_NUM_THREADS, TORCH_EXTENSIONS_DIR and CUDA_VISIBLE_DEVICES for its ranks (`launch.engine.command`), so
 these are reported only where they matter to other processes.
@@ -32,8 +32,8 @@ _SLOW_VARIABLES = {
     "CUDA_LAUNCH_BLOCKING": "each kernel is waited for",
     "TORCH_DISTRIBUTED_DEBUG": "every collective is checked against its peers",
     "NCCL_P2P_DISABLE": "GPUs copy through host memory",
-    "NCCL_SHM_DISABLE": "GPUs talk through the network",
-    "NCCL_IB_DISABLE": "InfiniBand is left aside",
+    "NCCL_SHM_DISABLE": "GPUs communicate through the network",
+    "NCCL_IB_DISABLE": "InfiniBand is not used",
 }
 _OF_SEVERAL_GPUS = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _HARMLESS = {"", "0", "OFF", "INFO"}
@@ -52,7 +52,7 @@ def check_python(machine: Machine, version: tuple[int, ...] = sys.version_info[:
 
 
 def check_libraries(machine: Machine) -> Iterator[Finding]:
-    """Every library that shardwise needs is here, at a version that it takes."""
+    """Every library that shardwise needs is installed, at a version that it accepts."""
     needed = needed_libraries("train")
     if not needed:
         yield warning(
@@ -63,11 +63,11 @@ def check_libraries(machine: Machine) -> Iterator[Finding]:
     missing = [name for name in needed if installed_version(name) is None]
     if missing:
         yield fault(f"not installed: {', '.join(missing)}", extra_line("train", python=machine.place.python))
-    unfit = {name: text for name in needed if (text := unfit_version(name, user="shardwise"))}
-    for name, text in unfit.items():
-        yield fault(text, pip_line(f"{name}{text.rpartition(' takes ')[2]}", python=machine.place.python))
+    unfit = {name: found for name in needed if (found := unfit_version(name, user="shardwise"))}
+    for name, found in unfit.items():
+        yield fault(found.sentence, pip_line(f"{name}{found.required}", python=machine.place.python))
     if not missing and not unfit:
-        yield fine(f"{len(needed)} libraries are here, at versions that shardwise takes")
+        yield fine(f"{len(needed)} libraries are installed, at versions that shardwise accepts")
 
 
 def check_shadows(machine: Machine) -> Iterator[Finding]:
@@ -143,7 +143,7 @@ def _python_home(machine: Machine) -> Iterator[Finding]:
     if not home:
         return
     if Path(home, "lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "os.py").is_file():
-        yield warning(f"PYTHONHOME={home}: every Python takes its library from there", "unset PYTHONHOME")
+        yield warning(f"PYTHONHOME={home}: every Python loads its standard library from there", "unset PYTHONHOME")
     else:
         yield fault(f"PYTHONHOME={home}: no Python of this version is there", "unset PYTHONHOME")
 
@@ -172,7 +172,9 @@ def _other_variables(machine: Machine) -> Iterator[Finding]:
     for name, effect in _SLOW_VARIABLES.items():
         value = environment.get(name, "")
         if value.upper() not in _HARMLESS and (machine.num_gpus > 1 or name not in _OF_SEVERAL_GPUS):
-            yield warning(f"{name}={value}: {effect}, which is slow", f"unset {name}, unless a fault here asks for it")
+            yield warning(
+                f"{name}={value}: {effect}, which is slow", f"unset {name}, unless a fault listed here requires it"
+            )
     cores = machine.hardware.host.num_cores if machine.hardware is not None else None
     if environment.get("OMP_NUM_THREADS") == "1" and cores is not None and cores > 1:
         yield warning(

@@ -1,7 +1,7 @@
 """`doctor`: limits of the kernel for a process (memory, open files, processes), and the folders that runs write to.
 
 Limits come from the kernel's files below `root` (proc(5), cgroups(7)). A call on a folder may hang if its file server
-is gone; `doctor` gives each check a time limit.
+is down; `doctor` gives each check a time limit.
 """
 
 import os
@@ -268,7 +268,7 @@ def obstacle_in(folder: Path) -> str | None:
 
 
 def check_home(machine: Machine) -> Iterator[Finding]:
-    """Many libraries write below the home directory, whatever folders are named."""
+    """The home directory can be written: many libraries use it even if other folders are configured."""
     place = machine.place
     home = Path(place.environment.get("HOME") or Path.home())
     problem = f"{home} is not there" if not home.is_dir() else obstacle_in(home)

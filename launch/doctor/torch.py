@@ -26,7 +26,7 @@ from shardwise.launch.probe.gpu_selection import held_bytes, name_processes
 from shardwise.launch.probe.gpus import find_nvidia_smi
 from shardwise.launch.probe.installed import installed_version
 from shardwise.launch.probe.measure import measure_gather
-from shardwise.launch.probe.program import ask
+from shardwise.launch.probe.program import run_program
 from shardwise.launch.probe.torch_fit import BUILT_FOR_CUDA, find_fault
 from shardwise.launch.worker import python_environment
 from shardwise.trainer.spec.errors import EnvironmentFaultError
@@ -54,7 +54,7 @@ COMPILED = {
 
 
 def check_driver(machine: Machine) -> Iterator[Finding]:
-    """Cards that are here, what the driver says of them, and those that are left out."""
+    """The cards of the machine, the notes of the driver, and the cards that are left out."""
     if machine.hardware is None:
         yield fault_of(machine.obstacle or "", otherwise="run `nvidia-smi` by hand and mend the driver")
         return
@@ -62,7 +62,7 @@ def check_driver(machine: Machine) -> Iterator[Finding]:
     for note in hardware.notes:
         yield explained(Level.WARNING, note, otherwise=_SHOWS_MACHINE)
     for sentence in hardware.excluded:
-        if not sentence.startswith("CUDA_VISIBLE_DEVICES"):  # that is `variables`' to say
+        if not sentence.startswith("CUDA_VISIBLE_DEVICES"):  # `variables` reports that
             yield explained(Level.WARNING, f"left out: {sentence}", otherwise=_SHOWS_MACHINE)
     if not hardware.gpus:
         yield fine("no GPU: training runs on the CPU")
@@ -95,7 +95,7 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
         yield fine(f"torch {facts.version} loads")
     else:
         program = find_nvidia_smi(machine.place.root, machine.environment)
-        table = ask([program], environment=machine.environment, timeout_s=8.0).output if program else ""
+        table = run_program([program], environment=machine.environment, timeout_s=8.0).output if program else ""
         newest = re.search(r"CUDA Version:\s*(\d+\.\d+)", table)
         more = f", driver for CUDA up to {newest[1]}" if newest else ""
         seen = f"{machine.num_gpus} GPU{'s' if machine.num_gpus > 1 else ''}"
@@ -103,29 +103,29 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
 
 
 def check_compiled(machine: Machine, *, timeout_s: float = IMPORT_TIMEOUT_S) -> Iterator[Finding]:
-    """Libraries that were compiled against one torch load beside the one that is installed now."""
-    for package, (module, words) in COMPILED.items():
+    """Libraries that were compiled against one torch load with the installed one."""
+    for package, (module, arguments) in COMPILED.items():
         version = installed_version(package)
         if version is None or (package == "bitsandbytes" and not machine.has_gpus):  # on a CPU nothing loads it
             continue
-        answer = ask(
+        result = run_program(
             [machine.place.python, "-P", "-c", f"import {module}"],
             environment=python_environment(machine.place.environment),
             timeout_s=timeout_s,
         )
-        if answer.exit_code == 0:
+        if result.exit_code == 0:
             yield fine(f"{package} {version} loads")
             continue
-        if answer.exit_code is None and answer.obstacle is None:
+        if result.exit_code is None and result.obstacle is None:
             yield warning(f"{package} {version} did not load within {timeout_s:g} s", _SLOW_DISK)
             continue
-        is_killed = answer.exit_code is not None and answer.exit_code < 0
-        problem = f"loading it ends the process (signal {-(answer.exit_code or 0)})" if is_killed else answer.last_line
+        is_killed = result.exit_code is not None and result.exit_code < 0
+        problem = f"loading it ends the process (signal {-(result.exit_code or 0)})" if is_killed else result.last_line
         torch = machine.torch.facts.version if machine.torch.facts else installed_version("torch")
         # Plans use an installed library where there is a GPU; if it does not load, the ranks fail.
         yield (fault if machine.has_gpus else warning)(
-            f"{package} {version} does not load beside torch {torch}: {answer.obstacle or problem}",
-            f"{pip_line(*words, python=machine.place.python)} (or uninstall {package})",
+            f"{package} {version} does not load with torch {torch}: {result.obstacle or problem}",
+            f"{pip_line(*arguments, python=machine.place.python)} (or uninstall {package})",
         )
 
 
@@ -135,7 +135,7 @@ def check_memory_held(machine: Machine) -> Iterator[Finding]:
         return
     held = [gpu for gpu in machine.hardware.gpus if held_bytes(gpu) > _HELD_SHARE * gpu.memory_bytes]
     for gpu in held:
-        pids = " ".join(str(holder.pid) for holder in gpu.processes)
+        pids = " ".join(str(process.pid) for process in gpu.processes)
         end = f"end them (kill {pids})" if pids else "see `nvidia-smi`, on the host where this is a container"
         yield warning(
             f"GPU {gpu.index} ({gpu.name}): {format_bytes(held_bytes(gpu))} of {format_bytes(gpu.memory_bytes)} are "
@@ -150,7 +150,7 @@ def check_memory_held(machine: Machine) -> Iterator[Finding]:
 def check_collective(machine: Machine, *, timeout_s: float = GATHER_TIMEOUT_S) -> Iterator[Finding]:
     """Devices reach each other: an all-gather over the GPUs, or over two processes where there are fewer than two."""
     if machine.hardware is None or machine.torch.facts is None or find_fault(machine.hardware, machine.torch):
-        return  # said already
+        return  # another check reports it
     hardware = machine.hardware
     if len(hardware.gpus) < 2 or any(gpu.is_mig_on for gpu in hardware.gpus):
         hardware = replace(hardware, gpus=(), links=(), num_cpu_devices=2)
@@ -193,11 +193,11 @@ def check_libaio(_machine: Machine) -> Iterator[Finding]:
 
 def check_ninja(machine: Machine) -> Iterator[Finding]:
     """The program that runs the compiler."""
-    beside = Path(machine.place.python).parent / "ninja"
-    found = str(beside) if beside.is_file() else shutil.which("ninja", path=machine.environment.get("PATH"))
+    own = Path(machine.place.python).parent / "ninja"
+    found = str(own) if own.is_file() else shutil.which("ninja", path=machine.environment.get("PATH"))
     if found is None:
         yield warning(
-            "ninja is neither beside Python nor on PATH: no operator can be built",
+            "ninja is neither in Python's folder nor on PATH: no operator can be built",
             pip_line("ninja", python=machine.place.python),
         )
     else:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardwise.launch.probe.installed import installed_ns
-from shardwise.launch.probe.program import ask
+from shardwise.launch.probe.program import run_program
 from shardwise.launch.rundir.lock import exclusive
 from shardwise.launch.worker import python_environment, run
 from shardwise.trainer.spec.errors import EnvironmentFaultError
@@ -302,7 +302,7 @@ def read_toolkit(environment: Mapping[str, str], root: Path = Path("/")) -> Tool
     else:
         return Toolkit(problem="there is no nvcc")
     nvcc = home / "bin/nvcc"
-    answer = ask([str(nvcc), "--version"], environment=environment, timeout_s=_NVCC_TIMEOUT_S)
+    answer = run_program([str(nvcc), "--version"], environment=environment, timeout_s=_NVCC_TIMEOUT_S)
     release = re.search(r"release (\d+\.\d+)", answer.output)
     if release is not None:
         return Toolkit(home=home, release=release[1])

@@ -1,4 +1,4 @@
-"""Space that a user may still write below a folder: what the file system has free, and what quotas leave of it.
+"""Space that a user may still write below a folder: the free space of the file system, less what quotas deny.
 
 A quota is read with the command of its file system:
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.launch.probe.host import Mount, parse_mountinfo, read_text
-from shardwise.launch.probe.program import ask
+from shardwise.launch.probe.program import run_program
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.units import KIB, format_bytes
 from shardwise.trainer.spec.value import Value
@@ -53,9 +53,9 @@ def read_room(folder: Path, environment: Mapping[str, str] = os.environ, *, root
     num_bytes = [(system.f_bavail * system.f_frsize, "are free")]
     files = [(system.f_favail, "are free")] if system.f_files > 0 else []
     for quota in read_quotas(there, environment, root=root):
-        words = f"are left of {quota.whose}"
-        num_bytes += [(quota.free_bytes, words)] if quota.free_bytes is not None else []
-        files += [(quota.free_files, words)] if quota.free_files is not None else []
+        limit = f"are left of {quota.whose}"
+        num_bytes += [(quota.free_bytes, limit)] if quota.free_bytes is not None else []
+        files += [(quota.free_files, limit)] if quota.free_files is not None else []
     least_bytes, least_files = min(num_bytes), min(files, default=(None, "are free"))
     return DiskRoom(least_bytes[0], least_files[0], least_bytes[1], least_files[1])
 
@@ -93,7 +93,9 @@ def read_quotas(
         return tuple(_read_lustre(folder, mount, environment, timeout_s))
     if mount.filesystem == "gpfs":
         folders = f"{environment.get('PATH', '')}:{_SCALE_FOLDER}"
-        text = ask(["mmlsquota", "-Y"], environment={**environment, "PATH": folders}, timeout_s=timeout_s).output
+        text = run_program(
+            ["mmlsquota", "-Y"], environment={**environment, "PATH": folders}, timeout_s=timeout_s
+        ).output
         return parse_scale(text, Path(mount.source).name, group=_group_of(folder))
     if mount.filesystem in _READ_BY_QUOTA:
         return tuple(_read_linux(folder, mount, environment, timeout_s))
@@ -112,11 +114,11 @@ def parse_table(text: str, whose: str) -> DiskQuota | None:
 
     The name of a file system may be on a line of its own before it. Lustre puts unknown values in brackets.
     """
-    words = text.split()
-    for at in range(len(words) - 7):
-        used, soft, hard, _, used_files, soft_files, hard_files, _ = words[at : at + 8]
+    cells = text.split()
+    for at in range(len(cells) - 7):
+        used, soft, hard, _, used_files, soft_files, hard_files, _ = cells[at : at + 8]
         limits = (soft, hard, soft_files, hard_files)
-        if _USED.fullmatch(used) and _USED.fullmatch(used_files) and all(word.isdigit() for word in limits):
+        if _USED.fullmatch(used) and _USED.fullmatch(used_files) and all(limit.isdigit() for limit in limits):
             left = _left(used, soft, hard)
             return DiskQuota(
                 whose=whose,
@@ -150,21 +152,23 @@ def parse_scale(text: str, filesystem: str, *, group: int) -> tuple[DiskQuota, .
 
 def _read_lustre(folder: Path, mount: Mount, environment: Mapping[str, str], timeout_s: float) -> Iterator[DiskQuota]:
     quotas = [("-u", os.getuid(), "your user's quota"), ("-g", _group_of(folder), "your group's quota")]
-    project = ask(["lfs", "project", "-d", str(folder)], environment=environment, timeout_s=timeout_s).output.split()
+    project = run_program(
+        ["lfs", "project", "-d", str(folder)], environment=environment, timeout_s=timeout_s
+    ).output.split()
     if project and project[0].isdigit() and project[0] != "0":
         quotas.append(("-p", int(project[0]), f"the quota of project {project[0]}"))
     for option, number, whose in quotas:
         argv = ["lfs", "quota", "-q", option, str(number), mount.mount_point]
-        text = ask(argv, environment=environment, timeout_s=timeout_s).output
+        text = run_program(argv, environment=environment, timeout_s=timeout_s).output
         quota = parse_table(text, whose)
         if quota is not None:
             yield quota
 
 
 def _read_linux(folder: Path, mount: Mount, environment: Mapping[str, str], timeout_s: float) -> Iterator[DiskQuota]:
-    words = ["-w", "-p", "--show-mntpoint", "--hide-device", "-f", mount.mount_point]
+    mount_options = ["-w", "-p", "--show-mntpoint", "--hide-device", "-f", mount.mount_point]
     for option, whose in (("-u", "your user's quota"), ("-g", "your group's quota")):
-        text = ask(["quota", option, *words], environment=environment, timeout_s=timeout_s).output
+        text = run_program(["quota", option, *mount_options], environment=environment, timeout_s=timeout_s).output
         sections = text.split("Disk quotas for ")[1:]
         if option == "-g":
             sections = [section for section in sections if f"(gid {_group_of(folder)})" in section.partition("\n")[0]]

@@ -15,7 +15,7 @@ from shardwise.trainer.spec.packages import lacks_code
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.units import format_bytes
 
-# Above a desktop's share of a large card, below what any training process takes of one.
+# Above a desktop's share of a large card, below the memory of any training process.
 BUSY_SHARE = 0.25
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"  # segments that expand instead of fragmenting
@@ -85,14 +85,14 @@ def name_gpus(indices: Sequence[int]) -> str:
 def held_bytes(gpu: Gpu) -> int:
     """Memory of a GPU that other processes use now."""
     if gpu.free_bytes is None:
-        return sum(holder.memory_bytes or 0 for holder in gpu.processes)
+        return sum(process.memory_bytes or 0 for process in gpu.processes)
     return max(0, (gpu.usable_bytes or gpu.memory_bytes) - gpu.free_bytes)
 
 
 def name_processes(processes: Sequence[GpuProcess]) -> str:
     """`python (pid 4242)`, the largest first, at most three."""
-    ordered = sorted(processes, key=lambda holder: holder.memory_bytes or 0, reverse=True)
-    named = [f"{holder.name or 'a process'} (pid {holder.pid})" for holder in ordered[:3]]
+    ordered = sorted(processes, key=lambda process: process.memory_bytes or 0, reverse=True)
+    named = [f"{process.name or 'a process'} (pid {process.pid})" for process in ordered[:3]]
     more = [f"{len(ordered) - 3} more"] if len(ordered) > 3 else []
     return ", ".join(named + more) or "a process that is not visible from here"
 

@@ -1,11 +1,11 @@
 """GPUs and links of this machine, from the output of `nvidia-smi`; its absence and its failures become sentences.
 
 The number of runs is minimal: two at once for any machine (cards, compute processes); then, only if needed, the table
-(a display uses memory, or MIG), the list (MIG) and the links (more than one card), again at once. A run that takes more
-than 10 s is killed. Everything is read below `root`, so a test can lay out a machine of its own.
+(a display uses memory, or MIG), the list (MIG) and the links (more than one card), again at once. A run of more than
+10 s is killed. Everything is read below `root`, so a test can lay out a machine of its own.
 
 NVML adds cores, clocks and memory bus of cards that have no row in the tables. Its binding is imported here alone of
-launch/, and only for such a card; without it, or without the driver's answer, these figures stay None.
+launch/, and only for such a card; without it, or if the driver does not report them, these figures stay None.
 """
 
 import os
@@ -40,7 +40,7 @@ from shardwise.launch.probe.nvidia_smi import (
     parse_topology,
     unknown_field,
 )
-from shardwise.launch.probe.program import Answer, Beside, ask
+from shardwise.launch.probe.program import BackgroundCall, ProgramResult, run_program
 from shardwise.launch.worker import REAPING_S
 from shardwise.trainer.spec.hardware import Gpu, Link
 from shardwise.trainer.spec.units import MIB
@@ -110,17 +110,17 @@ def _named_on_bus(maker: str, bus_ids: Sequence[str]) -> str:
     return f"{len(bus_ids)} {maker} GPU{'s' if len(bus_ids) > 1 else ''} on PCI ({', '.join(bus_ids[:4])})"
 
 
-def _run_all(program: str, argument_lists: Iterable[Sequence[str]], timeout_s: float) -> list[Answer]:
+def _run_all(program: str, argument_lists: Iterable[Sequence[str]], timeout_s: float) -> list[ProgramResult]:
     """Runs the program with each list of arguments, all at the same time."""
     running = [
-        Beside(partial(ask, [program, *arguments], environment=os.environ, timeout_s=timeout_s))
+        BackgroundCall(partial(run_program, [program, *arguments], environment=os.environ, timeout_s=timeout_s))
         for arguments in argument_lists
     ]
     ends = time.monotonic() + timeout_s + REAPING_S + 1
-    return [run.wait(ends) or Answer() for run in running]
+    return [run.wait(ends) or ProgramResult() for run in running]
 
 
-def _query(program: str, timeout_s: float) -> tuple[Answer, tuple[str, ...], Answer]:
+def _query(program: str, timeout_s: float) -> tuple[ProgramResult, tuple[str, ...], ProgramResult]:
     """Cards, their fields (without those that an older driver does not know), and compute processes."""
     fields: tuple[str, ...] = GPU_FIELDS
     apps_query = [f"--query-compute-apps={','.join(COMPUTE_APP_FIELDS)}", _CSV]
@@ -132,14 +132,14 @@ def _query(program: str, timeout_s: float) -> tuple[Answer, tuple[str, ...], Ans
 
 
 def _assemble(
-    program: str, rows: Sequence[GpuRow], problems: Sequence[str], apps: Answer, root: Path, timeout_s: float
+    program: str, rows: Sequence[GpuRow], problems: Sequence[str], apps: ProgramResult, root: Path, timeout_s: float
 ) -> GpuFindings:
     usable, excluded = _usable_cards(rows, apps, root)
     wanted = _further_queries(usable)
-    answers = _run_all(program, wanted.values(), timeout_s)
-    texts = {topic: answer.printed for topic, answer in zip(wanted, answers, strict=True) if answer.exit_code == 0}
+    results = _run_all(program, wanted.values(), timeout_s)
+    texts = {topic: result.printed for topic, result in zip(wanted, results, strict=True) if result.exit_code == 0}
     silent = [
-        " ".join(wanted[topic]) for topic, answer in zip(wanted, answers, strict=True) if answer.exit_code is None
+        " ".join(wanted[topic]) for topic, result in zip(wanted, results, strict=True) if result.exit_code is None
     ]
     gpus, without_slice = _split_by_mig(_with_table_processes(usable, texts.get("table", "")), rows, texts)
     gpus = with_card_facts(gpus)
@@ -163,7 +163,7 @@ def _assemble(
             *problems,
             *_slot_notes(rows),
             *(
-                f"`nvidia-smi {arguments}` did not answer in {timeout_s:g} s: left out".replace("  ", " ")
+                f"`nvidia-smi {arguments}` did not respond within {timeout_s:g} s: left out".replace("  ", " ")
                 for arguments in silent
             ),
         ),
@@ -171,7 +171,7 @@ def _assemble(
     )
 
 
-def _usable_cards(rows: Sequence[GpuRow], apps: Answer, root: Path) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+def _usable_cards(rows: Sequence[GpuRow], apps: ProgramResult, root: Path) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
     processes = parse_compute_apps(apps.printed if apps.exit_code == 0 else "")
     gpus, excluded = [], []
     for row in rows:
@@ -186,7 +186,7 @@ def _usable_cards(rows: Sequence[GpuRow], apps: Answer, root: Path) -> tuple[tup
             host = parse_meminfo(read_text(root / "proc/meminfo"))
             memory_bytes, free_bytes = host.get("MemTotal", 0), host.get("MemAvailable")
         if not memory_bytes:
-            excluded.append(f"GPU {gpu.index} ({gpu.name}): the driver does not say how much memory it has")
+            excluded.append(f"GPU {gpu.index} ({gpu.name}): the driver does not report its memory")
             continue
         gpus.append(
             msgspec.structs.replace(
@@ -216,19 +216,19 @@ def _further_queries(gpus: Sequence[Gpu]) -> dict[str, tuple[str, ...]]:
 def _unexplained_bytes(gpu: Gpu) -> int:
     if gpu.free_bytes is None:
         return 0
-    return held_bytes(gpu) - sum(holder.memory_bytes or 0 for holder in gpu.processes)
+    return held_bytes(gpu) - sum(process.memory_bytes or 0 for process in gpu.processes)
 
 
 def _with_table_processes(gpus: Sequence[Gpu], table: str) -> tuple[Gpu, ...]:
-    processes = parse_table_processes(table)
+    listed = parse_table_processes(table)
     return tuple(
         msgspec.structs.replace(
             gpu,
             processes=gpu.processes
             + tuple(
-                process.holder
-                for process in processes
-                if process.gpu_index == gpu.index and process.holder.pid not in {one.pid for one in gpu.processes}
+                row.process
+                for row in listed
+                if row.gpu_index == gpu.index and row.process.pid not in {one.pid for one in gpu.processes}
             ),
         )
         for gpu in gpus

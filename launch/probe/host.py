@@ -8,7 +8,7 @@ are read below `root`; the `parse_` functions take their text. A missing figure 
 A control group's limit binds everything below it, so each limit is the least on the way from our own group up to the
 highest visible one, in version 1, version 2 or both at once. Page cache counts as used but the kernel returns it on
 demand: the free memory of a group is its limit less its use without the file cache. In a container the path of
-/proc/self/cgroup may be the host's while the mount shows only a part of the tree; the mount's root tells which part
+/proc/self/cgroup may be the host's while the mount shows only a part of the tree; the mount's root names the part
 (cgroups(7), cgroup_namespaces(7)).
 """
 
@@ -36,7 +36,7 @@ LOCAL_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f
 _NO_LIMIT_BYTES = 2**60
 _OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _CAP_IPC_LOCK = 14  # its bit among the capabilities
-# Bridges and their ends inside a machine: no traffic leaves through them.
+# Bridges and their ends inside a machine: they carry no traffic to other machines.
 _INTERNAL_INTERFACE = re.compile(
     r"lo|docker\d*|br-.*|veth.*|virbr\d*.*|cni\d*|flannel.*|cali.*|lxc.*|lxdbr\d*|tunl\d*|kube-.*"
 )
@@ -105,8 +105,8 @@ def _can_submit(root: Path, environment: Mapping[str, str]) -> bool:
         return False
     if named := environment.get("SLURM_CONF"):
         return Path(named).is_file()
-    beside = Path(program).resolve().parents[1] / "etc/slurm.conf"
-    return beside.is_file() or any((root / place).is_file() for place in _SLURM_CONFIGURATIONS)
+    own = Path(program).resolve().parents[1] / "etc/slurm.conf"
+    return own.is_file() or any((root / place).is_file() for place in _SLURM_CONFIGURATIONS)
 
 
 def count_cores(affinity: set[int] | frozenset[int], cgroup: CgroupLimits, slurm: int | None) -> int:
@@ -201,10 +201,10 @@ def interface_address(name: str) -> str | None:
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(probe.fileno(), _GET_INTERFACE_ADDRESS, request)
+            reply = fcntl.ioctl(probe.fileno(), _GET_INTERFACE_ADDRESS, request)
         except OSError:
             return None
-    return socket.inet_ntoa(answer[20:24])
+    return socket.inet_ntoa(reply[20:24])
 
 
 def interface_of(address: str) -> str | None:

@@ -1,7 +1,7 @@
 """Versions of installed packages, read from the names of their metadata folders.
 
 `importlib.metadata` finds the same folders, but it loads the standard library's mail parser and parses a package's
-whole description for its version: a fifth of the time that `shardwise plan` takes. The folder's name holds both, by
+whole description for its version: a fifth of the time of `shardwise plan`. The folder's name holds both, by
 the specification of recorded projects (packaging.python.org): `NAME-VERSION.dist-info`.
 """
 
@@ -10,6 +10,7 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.packages import extra_line
@@ -29,11 +30,15 @@ def installed_ns(name: str) -> int | None:
     return None if found is None else os.stat(found[1]).st_mtime_ns  # noqa: PTH116 - as above
 
 
-def unfit_version(name: str, *, user: str) -> str | None:
-    """`kernels 0.17.2 is installed; transformers 5.23.0 takes <0.19,>=0.18.2`; None if `user` accepts the version.
+class UnfitVersion(NamedTuple):
+    """An installed package whose version another package does not accept."""
 
-    None as well if either is missing, or if `user` states no versions.
-    """
+    required: str  # `<0.19,>=0.18.2`
+    sentence: str  # `kernels 0.17.2 is installed; transformers 5.23.0 requires <0.19,>=0.18.2`
+
+
+def unfit_version(name: str, *, user: str) -> UnfitVersion | None:
+    """None if `user` accepts the version, if either package is missing, or if `user` states no versions."""
     packages = _installed(tuple(sys.path))
     installed, requiring = packages.get(_normalized(name)), packages.get(_normalized(user))
     if installed is None or requiring is None:
@@ -49,7 +54,7 @@ def unfit_version(name: str, *, user: str) -> str | None:
     wanted = requirement[1].strip()
     if SpecifierSet(wanted).contains(installed[0], prereleases=True):
         return None
-    return f"{name} {installed[0]} is installed; {user} {requiring[0]} takes {wanted}"
+    return UnfitVersion(wanted, f"{name} {installed[0]} is installed; {user} {requiring[0]} requires {wanted}")
 
 
 def needed_libraries(*extras: str) -> tuple[str, ...]:

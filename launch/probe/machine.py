@@ -97,7 +97,7 @@ def read_libraries() -> dict[str, str]:
 def _unfit_libraries() -> dict[str, str]:
     """Libraries that another library loads, at a version that it does not accept, each with a sentence."""
     unfit = unfit_version("kernels", user="transformers")
-    return {} if unfit is None else {"kernels": unfit}
+    return {} if unfit is None else {"kernels": unfit.sentence}
 
 
 def _failure_notes(findings: GpuFindings, *, hides_all: bool) -> tuple[str, ...]:
@@ -298,15 +298,15 @@ def _flops(name: str, measured: int | None, spec: GpuSpec | None, precision: Pre
     if measured is None:
         return None
     nominal = spec.peak_flops_per_s(precision) if spec else None
-    beside = f" (datasheet {nominal / 10**12:.3g})" if nominal else ""
-    return f"{name} {measured / 10**12:.3g} TFLOP/s{beside}"
+    datasheet = f" (datasheet {nominal / 10**12:.3g})" if nominal else ""
+    return f"{name} {measured / 10**12:.3g} TFLOP/s{datasheet}"
 
 
 def _rate(name: str, measured: int | None, nominal: int | None) -> str | None:
     if measured is None:
         return None
-    beside = f" (datasheet {format_bytes(nominal)}/s)" if nominal else ""
-    return f"{name} {format_bytes(measured)}/s{beside}"
+    datasheet = f" (datasheet {format_bytes(nominal)}/s)" if nominal else ""
+    return f"{name} {format_bytes(measured)}/s{datasheet}"
 
 
 def _nominal_link(hardware: Hardware) -> int | None:

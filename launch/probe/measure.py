@@ -36,14 +36,14 @@ from shardwise.trainer.spec.messages.worker_requests import GatherResult, Measur
 from shardwise.trainer.spec.units import GIB, MIB
 from shardwise.trainer.spec.value import Value
 
-TIMEOUT_S = 120.0  # importing torch from a cold disk takes most of it; the measurement itself some fifteen seconds
+TIMEOUT_S = 120.0  # mostly for the import of torch from a cold disk; the measurement itself takes some 15 s
 MODULE = "shardwise.trainer.runtime.tools.measure"
 PEERS_MODULE = "shardwise.trainer.runtime.tools.measure_peers"
 GATHER_MODULE = "shardwise.trainer.runtime.tools.measure_gather"
 PEERS_TIMEOUT_S = 90.0  # torch, a context on every card, and at most half a second for each pair
 GATHER_TIMEOUT_S = 90.0  # the same, and NCCL's own start
 WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1"}
-BLOCK_BYTES = 8 * MIB  # a multiple of every disk's sector, which O_DIRECT asks for
+BLOCK_BYTES = 8 * MIB  # a multiple of every disk's sector, as O_DIRECT requires
 FILE_BYTES = GIB
 BUDGET_S = 2.0  # for writing and for reading, each
 _LARGEST_SHARE_OF_FREE = 0.1
@@ -148,7 +148,7 @@ def _run_measurement(
 def judged_links(links: Sequence[Link], rates: MeasuredRates) -> tuple[Link, ...]:
     """`links` without the peer access that does not work.
 
-    A failed copy affects its own link, a failed all-gather every link over PCIe, since it does not tell which.
+    A failed copy affects its own link, a failed all-gather every link over PCIe, since the bad one is not known.
     """
     bad = {frozenset((copy.a, copy.b)) for copy in rates.peer_copies if not copy.is_correct}
 
@@ -238,7 +238,7 @@ def measure_folder(folder: Path, *, file_bytes: int = FILE_BYTES, budget_s: floa
 
 
 def _measure_file(descriptor: int, num_blocks: int, budget_s: float) -> DiskSpeed:
-    block = mmap.mmap(-1, BLOCK_BYTES)  # page-aligned, as O_DIRECT asks
+    block = mmap.mmap(-1, BLOCK_BYTES)  # page-aligned, as O_DIRECT requires
     block.write(os.urandom(BLOCK_BYTES))  # not compressible
     _bypass_page_cache(descriptor)
     written, write_s = _timed(lambda number: os.pwrite(descriptor, block, number * BLOCK_BYTES), num_blocks, budget_s)

@@ -1,6 +1,6 @@
 """Parsers of `nvidia-smi`: cards, processes on them, MIG slices, links between cards, failures.
 
-Every function takes text and returns values; `gpus` runs the program. A figure that the driver does not report
+Every function maps text to values; `gpus` runs the program. A figure that the driver does not report
 (`[N/A]`, `[Not Supported]`, `[Insufficient Permissions]`, `ERR!`) is None, never zero. Compute processes come from
 `--query-compute-apps`; graphics processes (a display, a browser) are only in the table that `nvidia-smi` prints without
 arguments, which is also the only source of the memory of a MIG slice.
@@ -100,7 +100,7 @@ class TableProcess(Value, frozen=True, kw_only=True):
 
     gpu_index: int
     kind: str
-    holder: GpuProcess
+    process: GpuProcess
 
 
 def known(text: str) -> str | None:
@@ -135,9 +135,9 @@ def parse_compute_apps(text: str) -> dict[str, tuple[GpuProcess, ...]]:
         if len(cells) < len(COMPUTE_APP_FIELDS) or not cells[1].strip().isdigit():
             continue
         name = known(",".join(cells[2:-1]))  # a path may hold commas
-        holder = GpuProcess(pid=int(cells[1]), name=name and _program(name), memory_bytes=_mebibytes(cells[-1]))
+        process = GpuProcess(pid=int(cells[1]), name=name and _program(name), memory_bytes=_mebibytes(cells[-1]))
         uuid = cells[0].strip()
-        processes[uuid] = (*processes.get(uuid, ()), holder)
+        processes[uuid] = (*processes.get(uuid, ()), process)
     return processes
 
 
@@ -151,7 +151,7 @@ def parse_table_processes(text: str) -> tuple[TableProcess, ...]:
         TableProcess(
             gpu_index=int(index),
             kind=kind,
-            holder=GpuProcess(pid=int(pid), name=_program(name), memory_bytes=int(memory) * MIB if memory else None),
+            process=GpuProcess(pid=int(pid), name=_program(name), memory_bytes=int(memory) * MIB if memory else None),
         )
         for index, pid, kind, name, memory in pattern.findall(text)
     )
@@ -278,11 +278,11 @@ def parse_topology(text: str) -> Topology:
     has_numa = "NUMA Affinity" in text
     cells: dict[tuple[int, int], str] = {}
     numa_nodes: dict[int, int] = {}
-    for a, words in rows.items():
-        for name, word in zip(columns, words, strict=False):
-            if name.startswith("GPU") and word != "X":
-                cells[(a, int(name[3:]))] = word
-        rest = words[len(columns) :]  # CPU Affinity, NUMA Affinity, GPU NUMA ID
+    for a, row in rows.items():
+        for name, cell in zip(columns, row, strict=False):
+            if name.startswith("GPU") and cell != "X":
+                cells[(a, int(name[3:]))] = cell
+        rest = row[len(columns) :]  # CPU Affinity, NUMA Affinity, GPU NUMA ID
         if has_numa and len(rest) > 1 and rest[1].isdigit():
             numa_nodes[a] = int(rest[1])
     return Topology(cells=cells, numa_nodes=numa_nodes)
@@ -292,10 +292,10 @@ def parse_peer_access(text: str) -> dict[tuple[int, int], bool]:
     """Peer access (read) between GPUs, from `nvidia-smi topo -p2p r`; U (unknown) is left out."""
     columns, rows = _matrix(text)
     return {
-        (a, int(name[3:])): word == "OK"
-        for a, words in rows.items()
-        for name, word in zip(columns, words, strict=False)
-        if name.startswith("GPU") and word not in ("X", "U")
+        (a, int(name[3:])): cell == "OK"
+        for a, row in rows.items()
+        for name, cell in zip(columns, row, strict=False)
+        if name.startswith("GPU") and cell not in ("X", "U")
     }
 
 
@@ -327,16 +327,16 @@ def build_links(
     pairs = [(a, b) for number, a in enumerate(gpus) for b in gpus[number + 1 :]]
     links = []
     for a, b in pairs:
-        word = topology.cells.get((a.index, b.index))
-        bonded = re.fullmatch(r"NV(\d+)", word or "")
-        if bonded is None and word not in _KINDS:
+        path = topology.cells.get((a.index, b.index))
+        bonded = re.fullmatch(r"NV(\d+)", path or "")
+        if bonded is None and path not in _KINDS:
             continue
         num_nvlinks = int(bonded[1]) if bonded else 0
         links.append(
             Link(
                 a=a.index,
                 b=b.index,
-                kind=LinkKind.NVLINK if bonded else _KINDS[word or ""],
+                kind=LinkKind.NVLINK if bonded else _KINDS[path or ""],
                 num_nvlinks=num_nvlinks,
                 bytes_per_s=_nvlink_bytes_per_s(num_nvlinks, a, b, nvlink_rates) if bonded else _slower_slot(a, b),
                 has_peer_access=_both_ways(peer_access, a.index, b.index),
@@ -346,7 +346,7 @@ def build_links(
 
 
 def _matrix(text: str) -> tuple[list[str], dict[int, list[str]]]:
-    """Column names and, for each GPU row, its words; the words after the last column are the affinities."""
+    """Column names and, for each GPU row, its cells; the cells after the last column are the affinities."""
     lines = [_ANSI.sub("", line) for line in text.splitlines()]
     header = next((line for line in lines if re.match(r"\s+GPU\d+\b", line)), "")
     columns = re.findall(r"\b(?:GPU\d+|NIC\d+|mlx\w+)\b", header)
@@ -371,8 +371,8 @@ def _slower_slot(a: Gpu, b: Gpu) -> int | None:
 
 
 def _both_ways(peer_access: Mapping[tuple[int, int], bool], a: int, b: int) -> bool | None:
-    answers = [peer_access.get((a, b)), peer_access.get((b, a))]
-    return None if None in answers else all(answers)
+    directions = [peer_access.get((a, b)), peer_access.get((b, a))]
+    return None if None in directions else all(directions)
 
 
 _FAILURES = (
@@ -416,18 +416,18 @@ _FAILURES = (
     ),
     (
         "Unable to determine the device handle",
-        "a GPU no longer answers\nrestart the machine; `sudo dmesg | grep -i xid` names the fault of the card",
+        "a GPU no longer responds\nrestart the machine; `sudo dmesg | grep -i xid` names the fault of the card",
         True,
     ),
     (
         "GPU is lost",
-        "a GPU no longer answers\nrestart the machine; `sudo dmesg | grep -i xid` names the fault of the card",
+        "a GPU no longer responds\nrestart the machine; `sudo dmesg | grep -i xid` names the fault of the card",
         True,
     ),
     (
         "No devices were found",
         "the NVIDIA driver is there but gives this session no GPU\n"
-        "under Slurm ask for one (--gpus 1); in a container give it one (--gpus all);"
+        "under Slurm request one (--gpus 1); in a container give it one (--gpus all);"
         " elsewhere see `sudo dmesg | grep NVRM`",
         False,
     ),
@@ -438,7 +438,7 @@ def explain_failure(output: str, exit_code: int | None) -> Failure:
     """Meaning of a failed run; `exit_code` is None if it did not end in time. Exit codes differ between versions."""
     if exit_code is None:
         return Failure(
-            sentence="nvidia-smi does not answer\n"
+            sentence="nvidia-smi does not respond\n"
             "the driver hangs: `sudo dmesg | grep -i xid` names the cause; restart the machine",
             proves_gpu=False,
         )

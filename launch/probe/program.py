@@ -1,7 +1,7 @@
-"""Programs and checks with a time limit: a program that exceeds it is killed, with everything it started.
+"""Programs and calls with a time limit. A program that exceeds it is killed, with everything it started.
 
-Checks run in threads beside each other, so that one that hangs (on a network mount whose server is down, no signal ends
-a call) costs its own result and no other.
+Calls run in threads of their own, so that one that hangs costs no result but its own. (On a network mount whose server
+is down, no signal ends a call.)
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from shardwise.trainer.spec.value import Value
 T = TypeVar("T")
 
 
-class Answer(Value, frozen=True, kw_only=True):
+class ProgramResult(Value, frozen=True, kw_only=True):
     """Output of a program; `exit_code` is None if it exceeded its time and was killed, or could not be started."""
 
     output: str = ""
@@ -37,9 +37,9 @@ class Answer(Value, frozen=True, kw_only=True):
         return lines[-1] if lines else "it printed nothing"
 
 
-def ask(
+def run_program(
     argv: Sequence[str], *, environment: Mapping[str, str], timeout_s: float, standard_input: str | None = None
-) -> Answer:
+) -> ProgramResult:
     """Runs a program in a session of its own."""
     try:
         process = subprocess.Popen(
@@ -53,18 +53,18 @@ def ask(
             start_new_session=True,
         )
     except OSError as error:
-        return Answer(obstacle=f"{argv[0]}: {error.strerror}")
+        return ProgramResult(obstacle=f"{argv[0]}: {error.strerror}")
     try:
         output, errors = process.communicate(standard_input, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         end(process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=0.1)  # closes the pipes
-        return Answer()
-    return Answer(output=output, errors=errors, exit_code=process.returncode)
+        return ProgramResult()
+    return ProgramResult(output=output, errors=errors, exit_code=process.returncode)
 
 
-class Beside(Generic[T]):
+class BackgroundCall(Generic[T]):
     """A call in a thread that the caller need not wait for."""
 
     def __init__(self, call: Callable[[], T]) -> None:
@@ -88,5 +88,5 @@ class Beside(Generic[T]):
     def _run(self) -> None:
         try:
             self._result.append(self._call())
-        except BaseException as error:  # noqa: BLE001  # whatever it is, the caller raises it
+        except BaseException as error:  # noqa: BLE001  # the caller raises it
             self._error.append(error)

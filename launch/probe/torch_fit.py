@@ -1,9 +1,9 @@
 """Check that the installed torch can use the GPUs of a run, by using them in a process of its own.
 
 `trainer.runtime.tools.torch_check` allocates and computes on every card of the run, in the environment of the ranks.
-Only a failure is explained: by the build, the card, the memory that others use, the driver. Whatever works is accepted,
-CUDA's forward compatibility on an older driver included. If only expandable segments fail, as on a vGPU, the run does
-without them. `make install` runs `python -m shardwise.launch.probe.torch_fit`.
+Only a failure is explained: by the build, the card, the memory that others use, the driver. A card that works is
+accepted with any driver, since CUDA has forward compatibility. If only expandable segments fail, as on a vGPU, the run
+does without them. `make install` runs `python -m shardwise.launch.probe.torch_fit`.
 
 Minimum drivers are NVIDIA's, from the compatibility table of the CUDA Toolkit release notes.
 """
@@ -50,13 +50,13 @@ def check_torch(hardware: Hardware, environment: Mapping[str, str] = os.environ)
     """
     if not hardware.gpus:
         return hardware
-    answer = ask_torch(hardware, environment)
-    if answer.facts is None:
-        raise EnvironmentFaultError(f"torch: {answer.problem}; `shardwise doctor` shows more")
-    fault = find_fault(hardware, answer)
+    result = run_torch_check(hardware, environment)
+    if result.facts is None:
+        raise EnvironmentFaultError(f"torch: {result.problem}; `shardwise doctor` shows more")
+    fault = find_fault(hardware, result)
     if fault:
         raise EnvironmentFaultError("\n".join(fault))
-    can_expand = answer.facts.expands_segments
+    can_expand = result.facts.expands_segments
     if can_expand is None or can_expand is hardware.can_expand_segments:
         return hardware
     has_own_settings = any(name in environment for name in ALLOCATOR_VARIABLES)
@@ -64,7 +64,7 @@ def check_torch(hardware: Hardware, environment: Mapping[str, str] = os.environ)
     return replace(hardware, can_expand_segments=can_expand, notes=(*hardware.notes, *notes))
 
 
-def ask_torch(
+def run_torch_check(
     hardware: Hardware | None,
     environment: Mapping[str, str],
     *,
@@ -77,13 +77,13 @@ def ask_torch(
     """
     added = {} if hardware is None else cuda_variables(hardware, len(hardware.gpus), environment)
     given = {**environment, **added}
-    answer = _run_check(given, python, timeout_s)
+    result = _run_check(given, python, timeout_s)
     settings = {name: given[name] for name in ALLOCATOR_VARIABLES if name in given}
-    if not settings or not _has_failed(answer):
-        return answer
+    if not settings or not _has_failed(result):
+        return result
     plain = _run_check({name: given[name] for name in given if name not in settings}, python, timeout_s)
     if plain.facts is None or _has_failed(plain):
-        return answer
+        return result
     return replace(plain, refused={name: value for name, value in settings.items() if name in environment})
 
 
@@ -105,15 +105,15 @@ def _run_check(environment: Mapping[str, str], python: str, timeout_s: float) ->
     return TorchResult(facts=facts)
 
 
-def _has_failed(answer: TorchResult) -> bool:
+def _has_failed(result: TorchResult) -> bool:
     """True if a card cannot be used, for another reason than that other processes use its memory."""
-    trials = () if answer.facts is None else answer.facts.devices
+    trials = () if result.facts is None else result.facts.devices
     return any(trial.problem is not None and not trial.is_out_of_memory for trial in trials)
 
 
-def find_fault(hardware: Hardware, answer: TorchResult) -> tuple[str, ...]:
+def find_fault(hardware: Hardware, result: TorchResult) -> tuple[str, ...]:
     """Why torch cannot use the GPUs of a run, then the remedy; empty if it can."""
-    gpus, facts = hardware.gpus, answer.facts
+    gpus, facts = hardware.gpus, result.facts
     if not gpus or facts is None:
         return ()
     if facts.cuda is None:
@@ -121,9 +121,9 @@ def find_fault(hardware: Hardware, answer: TorchResult) -> tuple[str, ...]:
             f"{_named(gpus[0])} is here, but torch {facts.version} was built without CUDA",
             f"remedy: {BUILT_FOR_CUDA}",
         )
-    if answer.refused:
-        setting = " ".join(f"{name}={value}" for name, value in answer.refused.items())
-        return (f"{_named(gpus[0])} cannot be used with {setting}", f"remedy: unset {' '.join(answer.refused)}")
+    if result.refused:
+        setting = " ".join(f"{name}={value}" for name, value in result.refused.items())
+        return (f"{_named(gpus[0])} cannot be used with {setting}", f"remedy: unset {' '.join(result.refused)}")
     failing = failing_gpus(gpus, facts)
     return () if not failing else _explained(*failing[0], facts, num_gpus=len(gpus))
 
@@ -154,7 +154,7 @@ def _explained(gpu: Gpu, trial: DeviceTrial | None, facts: TorchFacts, *, num_gp
             f"{_named(gpu)} cannot be used: {build} needs driver {needed} or newer",
             f"remedy: update the NVIDIA driver to {needed} or newer (for a data-centre card its package cuda-compat is "
             "enough)",
-            f"or take a build for CUDA 12: {_ON_CUDA_12}",
+            f"or install a build for CUDA 12: {_ON_CUDA_12}",
         )
     if trial is None:
         reason = f": {facts.problem}" if facts.problem else ""
@@ -174,7 +174,7 @@ def _other_build(capability: tuple[int, int], architectures: Sequence[str]) -> t
     """Remedy for a card that this torch has no code for: another build."""
     built = [(int(found[1]), int(found[2])) for name in architectures if (found := _ARCHITECTURE.fullmatch(name))]
     if built and capability > max(built):
-        return ("remedy: take a newer torch, which knows this card",)
+        return ("remedy: install a newer torch, which has code for this card",)
     return (
         f"remedy: a build for CUDA 12 has code for older cards: {_ON_CUDA_12}",
         "or train on the CPU: CUDA_VISIBLE_DEVICES= (empty)",
@@ -214,12 +214,12 @@ def main() -> ExitCode:
         sys.stderr.write(f"left out: {sentence}\n")
     if not hardware.gpus:
         return ExitCode.DONE
-    answer = ask_torch(hardware, os.environ)
-    if answer.facts is None:
-        sys.stderr.write(f"torch: {answer.problem}\n")
+    result = run_torch_check(hardware, os.environ)
+    if result.facts is None:
+        sys.stderr.write(f"torch: {result.problem}\n")
         return ExitCode.ENVIRONMENT
-    fault = find_fault(hardware, answer)
-    failing = failing_gpus(hardware.gpus, answer.facts)
+    fault = find_fault(hardware, result)
+    failing = failing_gpus(hardware.gpus, result.facts)
     if 0 < len(failing) < len(hardware.gpus):
         sys.stderr.write(f"not usable: {name_gpus([gpu.index for gpu, _ in failing])}: {fault[0]}\n")
         return ExitCode.DONE

@@ -1,4 +1,4 @@
-"""How runs stand, as text: a table of many, a block of one."""
+"""The state of runs as text: a table of several, a block for one."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -9,7 +9,7 @@ from shardwise.slurm.jobs import describe_ended, describe_queued
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
 NUM_INCIDENTS = 5
-SILENT_S = 120.0  # a shared file system may show a write a minute late
+SILENT_S = 120.0  # a write to a shared file system may appear a minute late
 
 
 def render_table(statuses: Sequence[RunStatus], *, base: Path) -> str:
@@ -25,19 +25,19 @@ def render_table(statuses: Sequence[RunStatus], *, base: Path) -> str:
 
 
 def render_status(status: RunStatus, *, base: Path) -> str:
-    """Everything that is known of one run."""
+    """All facts about one run."""
     head = f"{shown_path(status.run_dir, base)}: {status.state.value.replace('_', ' ')}"
     of = f" of {status.num_steps}" if status.num_steps is not None else ""
     at = f", step {status.step}{of}" if status.step is not None else ""
-    is_said = status.state is RunState.FINISHED or status.words in {f"job {job.job_id} runs" for job in status.jobs}
-    lines = [f"{head}{at}"] + ([] if is_said else [f"  {status.words}"])
+    is_known = status.state is RunState.FINISHED or status.words in {f"job {job.job_id} runs" for job in status.jobs}
+    lines = [f"{head}{at}"] + ([] if is_known else [f"  {status.words}"])
     lines += [f"  {' '.join(status.overrides)}"] if status.overrides else []
     lines += [f"  {status.cancelled}"] if status.cancelled else []
     lines += [f"  {describe_queued(job)}" for job in status.jobs]
     if status.ended_job is not None and describe_ended(status.ended_job) not in status.words:
         lines.append(f"  {describe_ended(status.ended_job)}")
     lines += [f"  error: {line}" for line in (status.error or "").splitlines()[:1]]
-    lines += [f"  {words}" for words in (_plan_text(status), _learning(status), _clock(status)) if words]
+    lines += [f"  {line}" for line in (_plan_text(status), _learning(status), _clock(status)) if line]
     lines += _history(status)
     lines += [f"  checkpoint: {status.checkpoint}"] if status.checkpoint else []
     lines += [f"  last line: {status.last_line}"] if status.last_line else []
@@ -91,7 +91,7 @@ def _learning(status: RunStatus) -> str:
 
 
 def _clock(status: RunStatus) -> str:
-    """When it will be done, and whether its ranks still say something."""
+    """The time left, and the time since the last heartbeat."""
     parts = [status.phase] if status.phase and status.phase != "training" else []
     if status.seconds_left is not None:
         parts.append(f"about {format_seconds(status.seconds_left)} of training left")
@@ -115,7 +115,7 @@ def _history(status: RunStatus) -> list[str]:
 
 
 def submitted_s(submitted: str) -> float:
-    """Seconds of the epoch of `2026-11-22T17:30:00Z`; 0 for what is no time."""
+    """Seconds of the epoch of `2026-11-22T17:30:00Z`; 0 if the text is no time."""
     try:
         return datetime.fromisoformat(submitted).timestamp()
     except ValueError:

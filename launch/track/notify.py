@@ -103,8 +103,8 @@ def post(url: str, content: bytes) -> None:
         headers["Authorization"] = "Basic " + b64encode(unquote(userinfo).encode()).decode()
     request = Request(parts._replace(netloc=place).geturl(), data=content, headers=headers, method="POST")  # noqa: S310 - the job file allows http and https alone
     try:
-        with urlopen(request, timeout=POST_TIMEOUT_S) as answer:  # noqa: S310 - as above
-            answer.read(1)
+        with urlopen(request, timeout=POST_TIMEOUT_S) as response:  # noqa: S310 - as above
+            response.read(1)
     except HTTPError as error:
         error.close()
         raise NotifyError(f"{parts.hostname} was not notified: it returned status {error.code}") from None
@@ -118,7 +118,7 @@ def run_command(command: Sequence[str], content: bytes, *, timeout_s: float) -> 
     program = Path(command[0]).name
     argv = [str(Path(command[0]).expanduser()), *command[1:]]
     try:
-        answer = subprocess.run(
+        completed = subprocess.run(
             argv,
             input=content,
             capture_output=True,
@@ -130,6 +130,8 @@ def run_command(command: Sequence[str], content: bytes, *, timeout_s: float) -> 
         raise NotifyError(f"{program} did not end within {timeout_s:g} s") from None
     except OSError as error:
         raise NotifyError(f"{program} could not be started: {error.strerror}") from None
-    if answer.returncode != 0:
-        lines = redact(answer.stderr.decode(errors="replace")).strip().splitlines()
-        raise NotifyError(f"{program} ended with exit code {answer.returncode}" + (f": {lines[-1]}" if lines else ""))
+    if completed.returncode != 0:
+        lines = redact(completed.stderr.decode(errors="replace")).strip().splitlines()
+        raise NotifyError(
+            f"{program} ended with exit code {completed.returncode}" + (f": {lines[-1]}" if lines else "")
+        )

@@ -28,7 +28,7 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, Input
 from shardwise.trainer.spec.value import Value
 
 FILE_NAME = "wandb.json"
-_SYNCED = ".wandb.synced"  # suffix of the file that `wandb sync` writes beside a log that it has sent
+_SYNCED = ".wandb.synced"  # suffix of the file that `wandb sync` writes next to a log that it has sent
 _HEADER = b":W&B"
 _HEADER_BYTES = 7
 _BLOCK_BYTES = 32 * 1024

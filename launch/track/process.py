@@ -128,7 +128,7 @@ class Feed(threading.Thread):
                 is_over = self._ending.wait(POLL_S)
                 self._feed(tracker, is_over=is_over)
             tracker.end(self._ending.read_end(self._reader))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tracker does, the others go on
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the other trackers go on
             self.has_failed = True
             traceback.print_exc()
             reason = (str(error).splitlines() or [""])[0]
@@ -254,7 +254,7 @@ class RunReader:
 
 
 class StallWatch:
-    """Reports once if rank 0 sends no heartbeat within a step for much longer than a step takes.
+    """Reports once if rank 0 sends no heartbeat within a step for much longer than the duration of a step.
 
     The supervisor ends a run that hangs; this reports the stall before that.
     """

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 END_S = 60.0  # for the data that is still to be sent
 REQUEUE_END_S = 10.0  # a scheduler gives a job half a minute to stop; the next job sends the rest
 _URGENT_END_S = 2.0
-_QUIET_S = 3.0  # before a line says that the trackers are waited for
+_QUIET_S = 3.0  # before a line states that the trackers are waited for
 _LOOK_EVERY_S = 1.0
 _MAX_ERROR_CHARS = 2000  # the pipe holds 64 KiB
 _MAX_LINE_CHARS = 300
@@ -62,8 +62,8 @@ def check_trackers(job: Job, environment: Mapping[str, str] = os.environ, *, on_
 def wandb_mode(job: Job, environment: Mapping[str, str], *, on_node: bool | None = None) -> WandbMode:
     """The mode of wandb: that of the job, unless WANDB_MODE names another or the compute nodes have no network.
 
-    WANDB_MODE enables nothing that the job leaves off; InputError if it is not a mode. `on_node` tells whether the run
-    is on a compute node, by default whether Slurm started this process.
+    WANDB_MODE does not enable wandb if the job has it off; InputError if it is not a mode. `on_node` is True for a run
+    on a compute node; the default is True if Slurm started this process.
     """
     if job.log.wandb is WandbMode.OFF:
         return WandbMode.OFF
@@ -79,14 +79,14 @@ def wandb_mode(job: Job, environment: Mapping[str, str], *, on_node: bool | None
 
 def login_problem(environment: Mapping[str, str]) -> str | None:
     """The reason why wandb cannot be online, with the remedy; None if it can. Reads no key."""
-    problem = ask_wandb("login", None, environment, timeout_s=_LOGIN_TIMEOUT_S).problem
+    problem = run_wandb_command("login", None, environment, timeout_s=_LOGIN_TIMEOUT_S).problem
     return None if problem is None else f"{problem}; run wandb login, or set WANDB_API_KEY"
 
 
-def ask_wandb(
+def run_wandb_command(
     command: str, request: ViewRequest | None, environment: Mapping[str, str], *, timeout_s: float
 ) -> WandbResult:
-    """The answer of a process of its own that imports wandb; without a terminal, wandb does not prompt."""
+    """The result of a process of its own that imports wandb; without a terminal, wandb does not prompt."""
     module = "shardwise.launch.track.wandb"
     try:
         return ask(

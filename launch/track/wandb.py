@@ -1,7 +1,7 @@
 """wandb as a tracker: one wandb run for one run directory, however often that is stopped, killed or queued again.
 
 Only this module imports wandb, and only processes of their own load it: that of the trackers, and `python -m
-launch.track.wandb login` and `save-view`, which answer for `start` and `workspace`. wandb's own service process
+launch.track.wandb login` and `save-view`, the commands of `start` and `workspace`. wandb's own service process
 (wandb-core) does not protect the caller: with a wandb-core that hangs, `run.log` of wandb 0.31 blocks after 276 rows
 and `run.finish` does not return. No process here has a terminal, so wandb never prompts for a key.
 
@@ -171,7 +171,7 @@ def _logged_step(record: bytes) -> int | None:
 
 
 def _wandb_run(run: Run) -> WandbRun:
-    """The wandb run of the run directory; a new one takes the id that the agent of a wandb sweep gave."""
+    """The wandb run of the run directory; a new one gets the id from the agent of a wandb sweep."""
     try:
         record = read_wandb_run(run.run_dir)
     except InputError as error:
@@ -189,7 +189,7 @@ def _open(run: Run, record: WandbRun) -> "tuple[wandb.Run, bool]":
     if run.order.wandb is WandbMode.ONLINE:
         try:
             return _init(run, record, config, mode="online"), True
-        except Exception as error:  # noqa: BLE001 - whatever it is, the run can still be written offline
+        except Exception as error:  # noqa: BLE001 - after any error the run can still be written offline
             reason = (str(error).splitlines() or [""])[0]
             show(f"wandb: cannot be reached ({type(error).__name__}: {reason}); the run is written offline")
             show(f"wandb: to send it later: shardwise status {run.run_dir} --sync")
@@ -275,8 +275,8 @@ def save_view(request: ViewRequest) -> WandbResult:
     api = wandb.Api()
 
     def ask(query: str, variables: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = api._service_api.execute_graphql(query, variables=variables)
-        return answer
+        result: dict[str, Any] = api._service_api.execute_graphql(query, variables=variables)
+        return result
 
     view_name = f"nw-{request.identity}-v"
     entity, project = request.entity or (ask(_ENTITY, {}).get("viewer") or {}).get("entity"), request.project
@@ -300,16 +300,16 @@ def save_view(request: ViewRequest) -> WandbResult:
     return WandbResult(url=f"{url}/{entity}/{project}?nw={request.identity}")
 
 
-def main(command: str, request: Path, answer: Path) -> None:
+def main(command: str, request: Path, result: Path) -> None:
     """`login` or `save-view`, for `launch.worker.ask`."""
     try:
-        answered = (
+        outcome = (
             WandbResult(problem=login_problem()) if command == "login" else save_view(codec.read(request, ViewRequest))
         )
     except Exception as error:  # noqa: BLE001 - wandb raises many types; the first line of the message is shown
         problem = redact(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-        answered = WandbResult(problem=problem)
-    codec.write(answer, answered)
+        outcome = WandbResult(problem=problem)
+    codec.write(result, outcome)
 
 
 if __name__ == "__main__":

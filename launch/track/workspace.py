@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shardwise.launch.options import WorkspaceOptions
 from shardwise.launch.terminal import Console
-from shardwise.launch.track.start import ask_wandb, login_problem
+from shardwise.launch.track.start import login_problem, run_wandb_command
 from shardwise.launch.track.tracker import PREDICTED, STEP, ViewRequest, series_name
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 from shardwise.trainer.spec.job.sections import LogJob
@@ -29,7 +29,7 @@ class Chart(NamedTuple):
 
     title: str
     fields: tuple[str, ...]
-    predicted: tuple[str, ...] = ()  # fields that are drawn beside their predictions
+    predicted: tuple[str, ...] = ()  # fields whose prediction is shown as well
 
 
 class Section(NamedTuple):
@@ -102,13 +102,13 @@ def run_workspace(
         title=NAME,
         view=workspace(),
     )
-    answer = ask_wandb("save-view", request, environment, timeout_s=_TIMEOUT_S)
-    if answer.url is None:
+    result = run_wandb_command("save-view", request, environment, timeout_s=_TIMEOUT_S)
+    if result.url is None:
         raise EnvironmentFaultError(
-            f"shardwise workspace: {answer.problem};\n"
+            f"shardwise workspace: {result.problem};\n"
             "a project exists once a run was sent to it; name another with --project and --entity"
         )
-    console.line(f"saved as {NAME!r}: {answer.url}")
+    console.line(f"saved as {NAME!r}: {result.url}")
     return ExitCode.DONE
 
 

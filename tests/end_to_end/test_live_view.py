@@ -88,7 +88,7 @@ def test_a_run_and_its_watcher_show_the_same_on_terminals(workplace: Workplace, 
     assert codec.read(run_dir / "report.json", Report).ending is Ending.FINISHED
 
     terminal = SmallTerminal(columns=10_000)  # the plan above has longer lines, which a terminal wraps
-    terminal.write(text.partition("seen to run:")[0])  # what follows quotes the model, which may say anything
+    terminal.write(text.partition("verified:")[0])  # what follows quotes the model, which may say anything
     lines = terminal.lines
     blocks = [place for place, line in enumerate(lines) if line.startswith(f"{run_dir.name}: ")]
     assert len(blocks) == 1, "it was redrawn in place"

@@ -97,30 +97,30 @@ esac"""
         settings = {"root": self.laid_out.root, "working": self.working, "hostname": "localhost", **self.changes}
         return place_of(self.environment, output=self.working, **settings)
 
-    def read(self, *, asks_torch: bool = False, timeout_s: float = 60.0, smi_timeout_s: float = 20.0) -> Machine:
+    def read(self, *, checks_torch: bool = False, timeout_s: float = 60.0, smi_timeout_s: float = 20.0) -> Machine:
         """The machine that the checks get."""
-        place = replace(self.place(), is_quick=not asks_torch)
+        place = replace(self.place(), is_quick=not checks_torch)
         machine = read_machine(place, timeout_s=timeout_s, smi_timeout_s=smi_timeout_s)
         return replace(machine, place=replace(place, is_quick=False))
 
     def diagnose(self, *names: str, torch: TorchFacts | None = None, **limits: float) -> Diagnosis:
         """Findings of these checks; torch is loaded if `torch` is among them and no facts are given."""
-        asks_torch = "torch" in names and torch is None
-        machine = self.read(asks_torch=asks_torch, **limits)
+        checks_torch = "torch" in names and torch is None
+        machine = self.read(checks_torch=checks_torch, **limits)
         wanted = tuple(check for check in CHECKS if check.name in names)
         assert len(wanted) == len(names), names
-        answer = machine.torch if asks_torch else TorchResult(facts=torch)
-        return diagnosis_of(run_checks(replace(machine, torch=answer), wanted))
+        result = machine.torch if checks_torch else TorchResult(facts=torch)
+        return diagnosis_of(run_checks(replace(machine, torch=result), wanted))
 
 
-def told(diagnosis: Diagnosis, level: Level) -> list[tuple[str, str | None]]:
+def reported(diagnosis: Diagnosis, level: Level) -> list[tuple[str, str | None]]:
     """Sentences and remedies of a level."""
     return [(finding.sentence, finding.fix) for finding in diagnosis.findings if finding.level is level]
 
 
-def assert_told(diagnosis: Diagnosis, level: Level, *findings: tuple[str, ...]) -> None:
+def assert_reported(diagnosis: Diagnosis, level: Level, *findings: tuple[str, ...]) -> None:
     """The findings of the level are these, in order, each given by the facts that it or its remedy must name."""
-    texts = [f"{sentence} -> {fix}" for sentence, fix in told(diagnosis, level)]
+    texts = [f"{sentence} -> {fix}" for sentence, fix in reported(diagnosis, level)]
     assert len(texts) == len(findings), texts
     for text, facts in zip(texts, findings, strict=True):
         assert [fact for fact in facts if fact not in text] == [], text

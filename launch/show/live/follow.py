@@ -1,9 +1,9 @@
 """Follows a run for its view: the attempt that a supervisor shows, and the run directory that `shardwise watch` reads.
 
 On a terminal a block is redrawn; in CI and under Slurm a plain line appears every few seconds, so that a log stays
-readable. The files of the run are only read, so nothing here can disturb the training. They show steps, phases and
-reports; only the machine of the supervisor, or Slurm, knows whether a run without news is still alive. Where neither
-can be reached, a run is watched until its report states an end.
+readable. The files of the run are only read, so nothing here can disturb the training. Whether a
+run without news is still alive is known only on the supervisor's machine and to Slurm. If neither can be reached, a run
+is watched until its report states an end.
 """
 
 import os
@@ -61,14 +61,14 @@ class Progress:
                     self._output.show(self.view())
 
     def tick(self) -> None:
-        """Looks once and shows what is new."""
+        """Reads the files once and shows what is new."""
         self._read_rows()
         self._read_phase()
         if self._output.is_due and (self._has_step or self._output.screen.is_block):
             self._output.show(self.view())
 
     def view(self) -> LiveView:
-        """As far as the files tell."""
+        """The state of the attempt, as far as its files show it."""
         state = self._phase if self._phase or not self._has_step else _TRAINING
         return view_of(
             self._steps,
@@ -99,11 +99,11 @@ class Progress:
             self._output.screen.print_line(f"{phase} ...")
 
 
-ASK_S = 15.0  # between two questions to Slurm: it serves everybody
-SETTLE_S = 3.0  # an end has to stay one: between two attempts a report tells of the one before
-FOREIGN_SETTLE_S = 60.0  # the same, where the supervisor is on a machine that cannot be seen from here
-SILENT_S = 120.0  # a shared file system may show a write a minute late
-_OVER = (RunState.FINISHED, RunState.STOPPED)  # nothing comes after these without a person
+QUERY_S = 15.0  # between two queries of Slurm, which serves all users
+SETTLE_S = 3.0  # an end must last: between two attempts there is a report of the earlier one
+FOREIGN_SETTLE_S = 60.0  # the same, if the supervisor is on another machine
+SILENT_S = 120.0  # a write to a shared file system may appear a minute late
+_OVER = (RunState.FINISHED, RunState.STOPPED)  # no attempt follows these by itself
 
 
 class Look(NamedTuple):
@@ -112,12 +112,12 @@ class Look(NamedTuple):
     view: LiveView
     judged: Judged
     files: RunFiles
-    rows: tuple[dict[str, Any], ...]  # that came since the look before
+    rows: tuple[dict[str, Any], ...]  # since the previous look
     has_ended: bool
 
 
 class WatchedRun:
-    """A run that is looked at until it ends."""
+    """Reads a run directory until the run ends."""
 
     def __init__(
         self,
@@ -125,18 +125,20 @@ class WatchedRun:
         *,
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
-        ask_s: float = ASK_S,
+        query_s: float = QUERY_S,
         settle_s: float = SETTLE_S,
     ) -> None:
         self._run_dir, self._environment, self._clock = run_dir, environment, clock
-        self._ask_s, self._settle_s = ask_s, settle_s
+        self._query_s, self._settle_s = query_s, settle_s
         self._tail, self._steps = MetricsTail(run_dir / "metrics.jsonl"), StepLog()
         self._has_looked = False
         self._queue, self._requested_at = Queue(environment), clock()
-        self._ended: tuple[RunState, int, float] | None = None  # the end, the attempt, and since when it is so
+        self._ended: tuple[RunState, int, float] | None = (
+            None  # the end, the attempt, and the time since which both are unchanged
+        )
 
     def look(self) -> Look:
-        """Reads what is new; OSError where the directory is out of sight."""
+        """Reads what is new; OSError if the directory cannot be read."""
         self._run_dir.stat()
         now = self._clock()
         rows = self._tail.read_new()
@@ -149,13 +151,13 @@ class WatchedRun:
         return Look(view, judged, files, tuple(rows), self._has_ended(files, judged, now))
 
     def _judged(self, files: RunFiles, now: float) -> Judged:
-        if now - self._requested_at >= self._ask_s:
+        if now - self._requested_at >= self._query_s:
             self._queue, self._requested_at = Queue(self._environment), now
         liveness = read_liveness(files, self._queue, reads_ended=False, environment=self._environment)
         return judge(files, liveness, now_s=time.time())
 
     def _has_ended(self, files: RunFiles, judged: Judged, now: float) -> bool:
-        """True if the run has ended; where another attempt may follow, only after a pause without news."""
+        """True if the run has ended. If another attempt may follow, only after a pause without news."""
         state = judged.state
         if state.is_alive or state is RunState.UNKNOWN:
             self._ended = None
@@ -190,9 +192,9 @@ def state_text(files: RunFiles, judged: Judged, *, now_s: float) -> str:
     if files.has_final_report and files.report is not None:
         is_done = files.report.ending is Ending.FINISHED
         return "ending" if is_done else f"between attempts: {files.report.ending.value.replace('_', ' ')}"
-    words = files.phase or "starting"
+    phase = files.phase or "starting"
     silent_s = 0.0 if files.heartbeat_s is None else now_s - files.heartbeat_s
-    return words if silent_s < SILENT_S else f"{words}, no heartbeat for {format_seconds(silent_s)}"
+    return phase if silent_s < SILENT_S else f"{phase}, no heartbeat for {format_seconds(silent_s)}"
 
 
 def _is_supervised_elsewhere(files: RunFiles) -> bool:

@@ -1,12 +1,12 @@
-"""The place where a view is drawn: a block that is redrawn at the bottom of a terminal, or lines in a log.
+"""Output of a view: a block that is redrawn at the bottom of a terminal, or lines in a log.
 
 The cursor stays at the end of the block's last line. To redraw, it moves up by as many lines as were drawn, never more:
 if the terminal became narrower, an old line may stay, but nothing that was printed above is lost.
 
-Nothing here may delay the run or end it. A terminal that was stopped (Ctrl-S), or whose reader hangs, takes a few
-kilobytes and then blocks a writer. So a terminal is opened once more, as a descriptor that does not block: the rest of
-a text that it did not take is written first at the next call, and a text for which there is no room is left out. A pipe
-is polled for room. A terminal that is closed gets no more output.
+Nothing here may delay the run or end it. A terminal that was stopped (Ctrl-S), or whose reader hangs, accepts
+a few kilobytes and then blocks a writer. So a terminal is opened once more, as a descriptor that does not block: the
+rest of a text that it did not accept is written first at the next call, and a text for which there is no room is
+dropped. A pipe is polled for room. A terminal that is closed gets no more output.
 """
 
 import os
@@ -33,10 +33,10 @@ class Outlet:
         self._own: int | None = None
         self._is_open = False
         self._rest = b""
-        self.is_closed = False  # nobody can read any more
+        self.is_closed = False  # the reader has closed it
 
     def write(self, text: str) -> bool:
-        """False where the text was left out, as nobody reads or nobody can."""
+        """False if the text was dropped, because the reader is stopped or has closed the stream."""
         if self.is_closed:
             return False
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
@@ -53,7 +53,7 @@ class Outlet:
             return False
 
     def settle(self) -> None:
-        """Writes what is left of a text that was begun, so that others can write; not for longer than a second."""
+        """Writes the rest of a text that was begun, so that others can write; at most for a second."""
         until = time.monotonic() + _SETTLE_S
         while self._rest and not self.is_closed and time.monotonic() < until:
             if not self.write(""):
@@ -61,14 +61,14 @@ class Outlet:
         self._rest = b""
 
     def close(self) -> None:
-        """Gives the descriptor back; the stream stays open."""
+        """Closes the own descriptor; the stream stays open."""
         if self._own is not None:
             with suppress(OSError):
                 os.close(self._own)
         self._own, self._is_open = None, False
 
     def _descriptor(self) -> int | None:
-        """Of a terminal, one that does not wait; None where there is none."""
+        """A descriptor of the terminal that does not block; None if the stream is no terminal."""
         if not self._is_open:
             self._is_open = True
             with suppress(OSError, ValueError):  # no file behind the stream, or one that cannot be opened again
@@ -84,7 +84,7 @@ class Outlet:
         if self._rest:
             return False
         rest = _rest_after(own, content)
-        self._rest = b"" if rest == content else rest  # of a text that was not begun, nothing
+        self._rest = b"" if rest == content else rest  # a text that was not begun is dropped
         return rest != content or not content
 
     def _write_stream(self, text: str) -> bool:
@@ -93,7 +93,7 @@ class Outlet:
         return True
 
     def _has_room(self) -> bool:
-        """Of a pipe, whether it takes a line; what has no descriptor always does."""
+        """True if a pipe has room for a line; a stream without a descriptor always has."""
         requested = select.poll()
         try:
             requested.register(self._stream.fileno(), select.POLLOUT)
@@ -111,21 +111,21 @@ def _rest_after(descriptor: int, content: bytes) -> bytes:
 
 
 _USUAL_SIZE = os.terminal_size((80, 24))
-_UNSAID = ("", "0", "false", "no", "off")
+_FALSE = ("", "0", "false", "no", "off")
 _PLAIN_LOCALES = ("C", "POSIX")
 
 
 def draws_block(console: Console, environment: Mapping[str, str]) -> bool:
     """True on a terminal that can redraw lines; logs of CI systems and of Slurm keep redrawn lines as well."""
     is_capable = environment.get("TERM", "dumb") not in ("dumb", "unknown", "")
-    is_retained = environment.get("CI", "").lower() not in _UNSAID or bool(environment.get("SLURM_JOB_ID"))
+    is_retained = environment.get("CI", "").lower() not in _FALSE or bool(environment.get("SLURM_JOB_ID"))
     return is_capable and not is_retained and console.is_terminal
 
 
 def glyphs_for(encoding: str | None, environment: Mapping[str, str]) -> Glyphs:
-    """Block characters where both Python and the locale say UTF-8, else ASCII.
+    """Block characters if both Python and the locale use UTF-8, else ASCII.
 
-    Python takes the locale `C` for `C.UTF-8` and sets LC_CTYPE to it, so of LANG=C its own answer says nothing.
+    With LANG=C, Python uses `C.UTF-8` and sets LC_CTYPE to it, so its encoding does not show the user's locale.
     """
     if (encoding or "").lower().replace("-", "") != "utf8":
         return ASCII
@@ -138,15 +138,15 @@ def glyphs_for(encoding: str | None, environment: Mapping[str, str]) -> Glyphs:
 
 
 class Screen:
-    """A block at the bottom of what a console shows; what is printed meanwhile goes above it."""
+    """A block at the bottom of a console; lines that are printed meanwhile go above it."""
 
     def __init__(self, console: Console, environment: Mapping[str, str]) -> None:
         self._console = console
         self.is_block = draws_block(console, environment)
         self.has_color = not environment.get("NO_COLOR")
         self.glyphs = glyphs_for(getattr(console.stream, "encoding", None), environment)
-        self._num_drawn = 0
-        self._drawn: Sequence[str] = ()
+        self._num_lines = 0
+        self._lines: Sequence[str] = ()
         self._outlet = Outlet(console.stream)
 
     @property
@@ -157,17 +157,17 @@ class Screen:
     @contextmanager
     def shown(self) -> Iterator["Screen"]:
         """While the block runs, lines of the console go above what is drawn; what was drawn last stays."""
-        self._console.before_line = self.take_away
+        self._console.before_line = self.remove
         try:
             yield self
         finally:
             self._console.before_line = None
-            self.leave()
+            self.finish()
             self._outlet.close()
 
     @property
     def size(self) -> os.terminal_size:
-        """Columns and lines now; of a terminal that does not say, 80 by 24."""
+        """Columns and lines now; 80 by 24 if the terminal does not report them."""
         try:
             size = os.get_terminal_size(self._console.stream.fileno())
         except (OSError, ValueError):
@@ -175,37 +175,37 @@ class Screen:
         return os.terminal_size((size.columns or _USUAL_SIZE.columns, size.lines or _USUAL_SIZE.lines))
 
     def draw(self, lines: Sequence[str]) -> None:
-        """Replaces the block; of a low terminal by its first lines."""
+        """Replaces the block, on a low terminal by its first lines."""
         retained = lines[: max(1, self.size.lines - 1)]
-        if not retained or (self._num_drawn and retained == self._drawn):
+        if not retained or (self._num_lines and retained == self._lines):
             return
-        frame, before = self._erasing() + redact("\n".join(retained)), self._num_drawn
-        self._num_drawn = max(before, len(retained))  # Ctrl-C may come right after the write
+        frame, before = self._erasing() + redact("\n".join(retained)), self._num_lines
+        self._num_lines = max(before, len(retained))  # Ctrl-C may come right after the write
         if self._outlet.write(frame):
-            self._num_drawn, self._drawn = len(retained), retained
+            self._num_lines, self._lines = len(retained), retained
         else:
-            self._num_drawn = before
+            self._num_lines = before
 
     def print_line(self, text: str) -> None:
-        """A line above the block; left out where nobody reads."""
+        """A line above the block; dropped if the reader is stopped."""
         if self._outlet.write(f"{self._erasing()}{redact(text)}\n"):
-            self._num_drawn = 0
+            self._num_lines = 0
 
-    def take_away(self) -> None:
-        """Removes the block, so that a line can be printed in its place; where nobody reads, it is left as it is."""
+    def remove(self) -> None:
+        """Removes the block, so that a line can be printed in its place; unchanged if the reader is stopped."""
         self._outlet.settle()
-        if self._num_drawn:
+        if self._num_lines:
             self._outlet.write(self._erasing())
-        self._num_drawn = 0
+        self._num_lines = 0
 
-    def leave(self) -> None:
+    def finish(self) -> None:
         """Ends the block: it stays as it is, and what follows begins below it."""
-        if self._num_drawn and self._outlet.write("\n"):
-            self._num_drawn = 0
+        if self._num_lines and self._outlet.write("\n"):
+            self._num_lines = 0
 
     def _erasing(self) -> str:
-        up = f"\x1b[{self._num_drawn - 1}A" if self._num_drawn > 1 else ""
-        return f"\r{up}\x1b[J" if self._num_drawn else ""
+        up = f"\x1b[{self._num_lines - 1}A" if self._num_lines > 1 else ""
+        return f"\r{up}\x1b[J" if self._num_lines else ""
 
 
 LOG_EVERY_S = 10.0  # between two lines
@@ -213,7 +213,7 @@ DRAW_EVERY_S = 0.25  # between two frames
 
 
 class ViewOutput:
-    """Decides how and how often; draws nothing by itself."""
+    """Decides how and how often a view is shown."""
 
     def __init__(
         self, console: Console, environment: Mapping[str, str], clock: Callable[[], float] = time.monotonic

@@ -35,7 +35,7 @@ _GRAPHIC_WIDTHS = ((100, 32), (60, 20), (0, 6))  # for lines of at least so many
 _LEAST_FOR_GRAPHIC = 30
 _LEAST_OF_A_PART = 20
 _LOG_BAR_WIDTH = 24
-_FULL_SHARE = 0.9  # of a memory, from which on it is drawn as a warning
+_FULL_SHARE = 0.9  # a fuller memory is shown as a warning
 _BOLD, _DIM, _CYAN, _YELLOW, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[36m", "\x1b[33m", "\x1b[0m"
 
 
@@ -46,11 +46,11 @@ class _Row(NamedTuple):
     graphic: str
     parts: Sequence[str]
     is_warning: bool = False
-    cuts_last: bool = False  # a part that does not fit is shown as far as it does
+    cuts_last: bool = False  # a part that does not fit is cut
 
 
 def block_lines(view: LiveView, *, width: int, glyphs: Glyphs, has_color: bool = False) -> list[str]:
-    """The block, the most important lines first; none takes more than `width` columns."""
+    """The block, the most important lines first; none is wider than `width` columns."""
     graphic = next(size for least, size in _GRAPHIC_WIDTHS if width >= least)
     if width < _LEAST_FOR_GRAPHIC:
         graphic = 0
@@ -85,7 +85,7 @@ def log_line(view: LiveView) -> str:
 
 
 def bar(share: float, *, width: int, glyphs: Glyphs, mark: float | None = None) -> str:
-    """A bar of which `share` is filled, with a mark where something was predicted."""
+    """A bar of which `share` is filled, with a mark at the prediction."""
     filled = round(width * min(1.0, max(0.0, share)))
     if share < 1:
         filled = min(filled, width - 1)  # what looks complete is complete
@@ -96,7 +96,7 @@ def bar(share: float, *, width: int, glyphs: Glyphs, mark: float | None = None) 
 
 
 def fitted(parts: Sequence[str], width: int, *, cuts_last: bool = False) -> str:
-    """As many parts as there is room for, joined by commas; of the first, or of any, as much as fits."""
+    """As many parts as fit, joined by commas. The first, or with `cuts_last` the last, is cut to fit."""
     text = ""
     for number, part in enumerate(parts):
         longer = f"{text}, {printable(part)}" if number else printable(part)
@@ -108,7 +108,7 @@ def fitted(parts: Sequence[str], width: int, *, cuts_last: bool = False) -> str:
 
 
 def num_columns(text: str) -> int:
-    """Columns that a terminal gives the text: two to wide characters, none to those that combine with others."""
+    """Columns of the text in a terminal: two for wide characters, none for combining ones."""
     if text.isascii():
         return len(text)
     wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)
@@ -123,20 +123,20 @@ def _cut(text: str, width: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The text in one line, without what would move a cursor."""
+    """The text in one line, without characters that move the cursor."""
     return "".join(each if each.isprintable() else " " for each in text)
 
 
 def _line(row: _Row, width: int, graphic: int, *, has_color: bool) -> str:
     label = f"{row.label:<{_LABEL_WIDTH}}"[: max(0, width)]
-    drawn = f"{row.graphic:<{graphic}}  " if row.graphic and graphic else ""
-    text = fitted(row.parts, max(0, width - len(label) - len(drawn)), cuts_last=row.cuts_last)
+    graph = f"{row.graphic:<{graphic}}  " if row.graphic and graphic else ""
+    text = fitted(row.parts, max(0, width - len(label) - len(graph)), cuts_last=row.cuts_last)
     if not has_color:
-        return f"{label}{drawn}{text}".rstrip()
+        return f"{label}{graph}{text}".rstrip()
     color = _YELLOW if row.is_warning else _CYAN
-    shown = f"{color}{drawn}{_PLAIN}" if drawn else ""
-    words = f"{_YELLOW}{text}{_PLAIN}" if row.is_warning and not drawn else text
-    return f"{_DIM}{label}{_PLAIN}{shown}{words}"
+    shown = f"{color}{graph}{_PLAIN}" if graph else ""
+    colored = f"{_YELLOW}{text}{_PLAIN}" if row.is_warning and not graph else text
+    return f"{_DIM}{label}{_PLAIN}{shown}{colored}"
 
 
 def _place(view: LiveView) -> list[str]:
@@ -175,7 +175,7 @@ def _speed(view: LiveView, width: int, glyphs: Glyphs) -> _Row | None:
 
 
 def _memory(gauge: MemoryGauge | None, width: int, glyphs: Glyphs) -> _Row | None:
-    """Against the card or the RAM; where neither is known, against what was predicted."""
+    """Against the card or the RAM; if neither is known, against the prediction."""
     if gauge is None or (gauge.used_bytes is None and gauge.peak_bytes is None):
         return None
     used, total, mark = gauge.used_bytes, gauge.total_bytes, None
@@ -198,7 +198,7 @@ def _card(view: LiveView) -> _Row | None:
     parts = [f"{card.utilization:.0%} busy"] if card.utilization is not None else []
     parts += [f"{card.power_w:.0f} W"] if card.power_w is not None else []
     parts += [f"{card.temperature_c} C"] if card.temperature_c is not None else []
-    parts += [f"held down by {card.throttle}"] if card.throttle else []
+    parts += [f"slowed by {card.throttle}"] if card.throttle else []
     return _Row("card", "", parts, bool(card.throttle)) if parts else None
 
 
@@ -214,12 +214,12 @@ def _counted(view: LiveView) -> list[str]:
     return parts + (["1 step skipped" if skipped == 1 else f"{skipped} steps skipped"] if skipped else [])
 
 
-def _pair(first: int, words: str, second: int | None) -> str:
-    """`61 of 80 GiB`, `483 MiB of 23.5 GiB`: the first size has no unit where the second has the same."""
+def _pair(first: int, between: str, second: int | None) -> str:
+    """`61 of 80 GiB`, `483 MiB of 23.5 GiB`: the first size has no unit if the second has the same."""
     if second is None:
         return format_bytes(first)
     (number, unit), rest = format_bytes(first).split(), format_bytes(second)
-    return f"{number}{words}{rest}" if rest.endswith(f" {unit}") else f"{number} {unit}{words}{rest}"
+    return f"{number}{between}{rest}" if rest.endswith(f" {unit}") else f"{number} {unit}{between}{rest}"
 
 
 def _share_of_predicted(view: LiveView) -> float | None:

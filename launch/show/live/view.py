@@ -1,4 +1,4 @@
-"""The state of a run as a value, and how it follows from the plan and from the files that the ranks write.
+"""The state of a run as a value, made from the plan and the files that the ranks write.
 
 `shardwise train` makes a view of its own attempt, `shardwise watch` one of a run directory; `live.text` draws both.
 Memory and phases are those of rank 0, speed is that of all ranks. Of metrics.jsonl only complete lines are read; a line
@@ -19,7 +19,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 class MetricsTail:
-    """New whole lines of a metrics file since the last look; what is damaged is left out."""
+    """New complete lines of a metrics file since the last call; damaged lines are skipped."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path = path
@@ -27,7 +27,7 @@ class MetricsTail:
         self._rest = b""
 
     def read_new(self) -> list[dict[str, Any]]:
-        """Rows in the order of the file; none while it cannot be read. A file that became shorter is read anew."""
+        """Rows in the order of the file; none while it cannot be read. A file that became shorter is read again."""
         rows: list[dict[str, Any]] = []
         try:
             with self.path.open("rb") as stream:
@@ -44,7 +44,7 @@ class MetricsTail:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """The step's figures in a line; None where that is no object with a step."""
+    """The figures of a step; None if the line is no object with a step."""
     try:
         row = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -74,7 +74,7 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """Points in the order of their steps; neighbours are joined where there are too many."""
+    """Points in the order of their steps; neighbours are joined if there are too many."""
 
     def __init__(self) -> None:
         self._points: list[Point] = []
@@ -84,7 +84,7 @@ class Curve:
         return tuple(self._points)
 
     def add(self, step: int, value: float) -> None:
-        """A step that comes again, after a run has gone back, takes the place of what came from it on."""
+        """A repeated step, after a run went back to a checkpoint, replaces the points from that step on."""
         while self._points and self._points[-1].step >= step:
             self._points.pop()
         self._points.append(Point(step, value))
@@ -95,7 +95,7 @@ class Curve:
 def sparkline(points: Sequence[Point], *, width: int, levels: str) -> str:
     """The curve in `width` characters, the lowest value as the first of `levels`, the highest as the last.
 
-    Each character is the mean of a stretch of steps; a short curve takes a character a point.
+    Each character is the mean of a range of steps; a short curve has one character a point.
     """
     means = _columns(points, width)
     if not means:
@@ -107,7 +107,7 @@ def sparkline(points: Sequence[Point], *, width: int, levels: str) -> str:
 
 
 def _halved(points: Sequence[Point]) -> list[Point]:
-    """The older half is thinned out by two: what is new is shown as it came."""
+    """Halves the number of points in the older half; the newer half is unchanged."""
     old, new = points[: len(points) // 2], points[len(points) // 2 :]
     pairs = [old[place : place + 2] for place in range(0, len(old), 2)]
     return [_joined(pair) for pair in pairs] + list(new)
@@ -119,25 +119,25 @@ def _joined(points: Sequence[Point]) -> Point:
 
 
 def _columns(points: Sequence[Point], width: int) -> list[float]:
-    """Means of equal stretches of steps; one without a point repeats the one before."""
+    """Means of equal ranges of steps; one without a point repeats the previous mean."""
     if len(points) <= width:
         return [point.value for point in points]
     first, last = points[0].step, points[-1].step
-    stretches: list[list[Point]] = [[] for _ in range(width)]
+    ranges: list[list[Point]] = [[] for _ in range(width)]
     for point in points:
-        stretches[(point.step - first) * width // (last - first + 1)].append(point)
+        ranges[(point.step - first) * width // (last - first + 1)].append(point)
     means: list[float] = []
-    for stretch in stretches:
-        means.append(_joined(stretch).value if stretch else means[-1])
+    for members in ranges:
+        means.append(_joined(members).value if members else means[-1])
     return means
 
 
 _NUM_RECENT = 50
-_LEAST_SEEN_S = 2.0  # of steps that were seen to come, before their pace is believed
+_LEAST_SEEN_S = 2.0  # before the pace of the steps that appeared is used
 
 
 class MemoryGauge(NamedTuple):
-    """Bytes of rank 0; None where nothing counts them."""
+    """Bytes of rank 0; None if not measured."""
 
     used_bytes: int | None  # of the card, or of the rank's RAM on a CPU
     total_bytes: int | None  # the card under its cap, or the machine's RAM
@@ -160,7 +160,7 @@ class LiveView(NamedTuple):
     """A moment of a run."""
 
     title: str
-    state: str = ""  # in words: training, evaluating, waiting in the queue
+    state: str = ""  # training, evaluating, waiting in the queue
     step: int | None = None
     num_steps: int | None = None
     attempt: int = 1
@@ -200,11 +200,11 @@ class StepLog:
 
     @property
     def newest(self) -> dict[str, Any]:
-        """The last line; what it does not name is not so any more."""
+        """The last line; a figure that it lacks no longer applies."""
         return self._recent[-1] if self._recent else {}
 
     def note(self, row: dict[str, Any], *, seen_s: float | None = None) -> None:
-        """Takes a line of metrics.jsonl; `seen_s` is when it was seen to come, None for what was there before."""
+        """Adds a line of metrics.jsonl; `seen_s` is the time when it appeared, None if it was there before."""
         if row.get("attempt") != self.last.get("attempt"):
             self._recent.clear()
             self._first_seen = self._last_seen = None
@@ -218,13 +218,13 @@ class StepLog:
             self._last_seen = (row["step"], seen_s)
 
     def tokens_per_s(self) -> float | None:
-        """Of the last steps together."""
+        """The rate over the last steps together."""
         timed = [row for row in self._recent if row.get("tokens_per_s") and row.get("step_s")]
         seconds = sum(row["step_s"] for row in timed)
         return sum(row["tokens_per_s"] * row["step_s"] for row in timed) / seconds if seconds else None
 
     def seconds_left(self, num_steps: int) -> float | None:
-        """At the pace that steps were seen to come in, evaluations and saves included; else by the steps alone."""
+        """By the pace at which steps appeared, evaluations and saves included; else by the steps alone."""
         if self.step is None or self.step >= num_steps:
             return None
         per_step = self._seen_pace()
@@ -250,7 +250,7 @@ def view_of(
     incidents: Sequence[str] = (),
     is_running: bool = True,
 ) -> LiveView:
-    """The view after these steps; without a plan, without what only that tells."""
+    """The view after these steps; fields that only a plan has are None without one."""
     row, num_steps = steps.last, None if plan is None else plan.schedule.num_steps
     chosen = None if plan is None else plan.chosen
     return LiveView(
@@ -275,7 +275,7 @@ def view_of(
 
 
 def memory_gauge(row: dict[str, Any], plan: Plan | None) -> MemoryGauge | None:
-    """Rank 0's memory against what there is: on a GPU the card, on a CPU the RAM; None before the first step."""
+    """Rank 0's memory, on a GPU of the card, on a CPU of the RAM; None before the first step."""
     if not row:
         return None
     peak = row.get("memory_peak_bytes")

@@ -143,7 +143,7 @@ def _rate(run: RecordedRun) -> float | None:
 
 def _differences(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator[Block]:
     """Settings of the jobs that are not the same in all of them."""
-    jobs = [dict(_leaves(msgspec.to_builtins(run.plan.job))) if run.plan is not None else {} for run in runs]
+    jobs = [dict(_flattened(msgspec.to_builtins(run.plan.job))) if run.plan is not None else {} for run in runs]
     known = [job for job in jobs if job]
     keys = [key for key in dict.fromkeys(key for job in known for key in job) if _differs(key, known)]
     if not keys:
@@ -163,13 +163,13 @@ def _differences(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator
         yield Sentence(text=f"and {', '.join(keys[_MOST_SETTINGS:])}")
 
 
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401  # a tree of builtins
+def _flattened(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401  # a tree of builtins
     if not isinstance(value, dict) or not value:
         yield key, value
         return
     for name, part in value.items():
         if key or name not in _NOT_COMPARED:
-            yield from _leaves(part, f"{key}.{name}" if key else name)
+            yield from _flattened(part, f"{key}.{name}" if key else name)
 
 
 def _differs(key: str, jobs: Sequence[dict[str, Any]]) -> bool:
@@ -184,8 +184,8 @@ def _curves(
     unit: Unit,
 ) -> Section | None:
     """One line a run; None where no run has the figure."""
-    drawn = [(label, points(run)) for run, label in zip(runs, labels, strict=True)]
-    lines = [Series(name=label, points=each) for label, each in drawn if any(y is not None for _, y in each)]
+    curves = [(label, points(run)) for run, label in zip(runs, labels, strict=True)]
+    lines = [Series(name=label, points=each) for label, each in curves if any(y is not None for _, y in each)]
     if not lines:
         return None
     chart = LineChart(

@@ -1,7 +1,7 @@
-"""One run as a page: how it ended, what would help, predicted beside measured, curves, the plan and why, the machine.
+"""One run as a page: its end, recommendations, predictions and measurements, curves, the plan and its reasons, machine.
 
-A section without content is left out. Of a run without a report the page says so, and shows how far it got. The curves
-have optimizer steps as their axis; restarts, ways back and skipped steps are marked on each of them.
+A section without content is left out. The page of a run without a report states that, and shows its progress. The
+curves have optimizer steps as their axis; restarts, returns to a checkpoint and skipped steps are marked on each.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,11 +48,11 @@ _NUM_RUNNERS_UP = 3
 
 
 def run_page(run: RecordedRun) -> Page:
-    """Everything there is to show of one run."""
+    """The page of one run."""
     sections = (
         _summary(run),
         _section("what would help", [Sentence(text=each.text) for each in run.recommended]),
-        _section("predicted beside measured", _comparison(run)),
+        _section("predicted and measured", _comparison(run)),
         _section("loss", [loss_chart(run)] if run.curve else []),
         _section("throughput", [throughput_chart(run)] if run.curve else []),
         _section("time of a step", _step_time(run)),
@@ -61,7 +61,7 @@ def run_page(run: RecordedRun) -> Page:
         _section("attempts", _attempts(run)),
         *_planned(run),
         _section("sample", _sample(run)),
-        _section("seen to run", [] if run.report is None else _sentences(verified_lines(run.report))),
+        _section("verified engine", [] if run.report is None else _sentences(verified_lines(run.report))),
         _section("hardware", [] if run.plan is None else list(_hardware(run.plan))),
         _section("versions", _versions(run)),
     )
@@ -86,7 +86,7 @@ def _summary(run: RecordedRun) -> Section:
 
 
 def _comparison(run: RecordedRun) -> list[Block]:
-    """The figures, and of memory the parts as bars of one scale."""
+    """The figures as a table, and the parts of memory as bars of one scale."""
     if run.candidate is None:
         return []
     rows = tuple(comparison_rows(run.predicted, run.measured))
@@ -124,8 +124,8 @@ def _memory(run: RecordedRun) -> list[Block]:
     measured = run.measured.memory
     blocks: list[Block] = []
     if measured.peaks:
-        words = ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in measured.peaks.items())
-        blocks.append(Sentence(text=f"allocated at most in each phase of the profiled step: {words}"))
+        peaks = ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in measured.peaks.items())
+        blocks.append(Sentence(text=f"allocated at most in each phase of the profiled step: {peaks}"))
     if measured.timeline:
         blocks.append(timeline_chart(measured.timeline))
     chart = memory_chart(run)
@@ -145,20 +145,20 @@ def _attempts(run: RecordedRun) -> list[Block]:
 
 
 def _planned(run: RecordedRun) -> Iterator[Section]:
-    """The choice and its reasons, what came next, what was nearest of those that were not taken."""
+    """The choice and its reasons, the next candidates, and the nearest rejections."""
     if run.plan is None:
         return
     plan, context = run.plan, context_of(run.plan)
     choice = choice_section(plan, context)
     blocks = [*choice.blocks, *_sentences(plan.chosen.reasons)]
     if run.report is not None and run.report.plan.strategy.name != plan.chosen.strategy.name:
-        blocks.insert(0, Sentence(text=f"what ran in the end is a fallback: {run.report.plan.strategy.name}"))
-    yield Section(title=f"what was planned, and why: {plan.chosen.strategy.name}", blocks=tuple(blocks))
+        blocks.insert(0, Sentence(text=f"a fallback ran in the end: {run.report.plan.strategy.name}"))
+    yield Section(title=f"the plan and its reasons: {plan.chosen.strategy.name}", blocks=tuple(blocks))
     if len(plan.candidates) > 1:
         yield runners_up_section(plan, context, _NUM_RUNNERS_UP)
     if plan.rejections:
         nearest = nearest_rejections(plan.rejections, _MOST_REJECTIONS)
-        title = f"not taken: {len(plan.rejections)} rows of the catalogue"
+        title = f"not chosen: {len(plan.rejections)} strategies of the catalogue"
         yield Section(title=title, blocks=tuple(_sentences(nearest)))
     notes = _section("notes of the plan", _sentences(plan.notes))
     if notes is not None:
@@ -182,8 +182,8 @@ def _hardware(plan: Plan) -> Iterator[Block]:
     host = hardware.host
     cores = "" if host.num_cores is None else f"{host.num_cores} cores"
     ram = "" if host.ram_bytes is None else f"{format_bytes(host.ram_bytes)} RAM"
-    words = ", ".join(word for word in (host.cpu_name or "", cores, ram) if word)
-    yield from _sentences((*([f"host: {words}"] if words else []), *hardware.notes))
+    known = ", ".join(filter(None, (host.cpu_name, cores, ram)))
+    yield from _sentences((*([f"host: {known}"] if known else []), *hardware.notes))
     yield from _sentences(f"not used: {excluded}" for excluded in hardware.excluded)
 
 
@@ -235,7 +235,7 @@ def loss_chart(run: RecordedRun) -> LineChart:
 
 
 def throughput_chart(run: RecordedRun) -> LineChart:
-    """Tokens a second of one device, beside what was predicted."""
+    """Tokens a second of one device, with the prediction."""
     measured = points_of(run, lambda step: step.tokens_per_s_per_gpu)
     series = (
         Series(name="measured", points=measured),
@@ -260,7 +260,7 @@ def step_parts_chart(run: RecordedRun) -> LineChart:
 
 
 def memory_chart(run: RecordedRun) -> LineChart:
-    """Memory of a device over the steps, beside its prediction and, where it is near, what is usable."""
+    """Memory of a device over the steps, with its prediction and, if it is near, the usable memory."""
     curves = (
         ("peak allocated", points_of(run, lambda step: step.memory_peak_bytes)),
         ("reserved", points_of(run, lambda step: step.memory_reserved_bytes)),
@@ -297,7 +297,7 @@ def timeline_chart(timeline: Sequence[MemoryPoint]) -> LineChart:
 
 
 def attempts_chart(history: Sequence[AttemptRecord]) -> Spans:
-    """Attempts one after the other; the time between two, in a queue perhaps, is not in it."""
+    """Attempts one after the other, without the time between two, for example in a queue."""
     rows, begin = [], 0.0
     for record in history:
         end = begin + record.duration_s
@@ -320,13 +320,13 @@ def marks_of(run: RecordedRun) -> tuple[Mark, ...]:
 
 
 def points_of(run: RecordedRun, figure_of: Callable[[Step], float | None]) -> Points:
-    """A figure over the steps; nothing where no step has it."""
+    """A figure over the steps; empty if no step has it."""
     points = [(float(step.step), figure_of(step)) for step in run.curve]
     return thinned(points) if any(y is not None for _, y in points) else ()
 
 
 def _level(name: str, height: float | None, like: Points) -> tuple[Series, ...]:
-    """A figure that is the same at every step, over those of another line."""
+    """A horizontal line over the steps of another one."""
     if height is None or not like:
         return ()
     ends = dict.fromkeys((like[0][0], like[-1][0]))
@@ -334,7 +334,7 @@ def _level(name: str, height: float | None, like: Points) -> tuple[Series, ...]:
 
 
 def _phases(timeline: Sequence[MemoryPoint]) -> Iterator[Span]:
-    """Stretches of one phase, each until the next begins."""
+    """One span for each phase, until the next begins."""
     stretches = [(phase, next(points).at_s) for phase, points in groupby(timeline, key=lambda point: point.phase)]
     ends = [begin for _, begin in stretches[1:]] + [timeline[-1].at_s] if timeline else []
     for (phase, begin), end in zip(stretches, ends, strict=True):
@@ -343,5 +343,5 @@ def _phases(timeline: Sequence[MemoryPoint]) -> Iterator[Span]:
 
 
 def _end_text(record: AttemptRecord) -> str:
-    words = ENDINGS[record.ending] if record.fault is None else FAULTS[record.fault]
-    return f"{words} at step {record.step}"
+    end = ENDINGS[record.ending] if record.fault is None else FAULTS[record.fault]
+    return f"{end} at step {record.step}"

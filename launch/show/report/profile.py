@@ -18,7 +18,7 @@ class Forecast(NamedTuple):
 
     step_s: float
     num_steps: int
-    num_epoch_steps: float | None  # None of a stream, of which nobody knows the length
+    num_epoch_steps: float | None  # None for a stream, whose length is not known
     tokens_per_step: int
 
     @property
@@ -39,7 +39,7 @@ class Forecast(NamedTuple):
 
 
 def forecast(plan: Plan, step_s: float) -> Forecast:
-    """Of the job of `plan`, at so many seconds a step; saving and scoring come on top."""
+    """The forecast for the job of `plan` at `step_s` seconds a step, without saving and evaluation."""
     schedule = plan.schedule
     epoch = None if plan.data.is_stream else plan.data.num_rows / schedule.sequences_per_step
     return Forecast(step_s, schedule.num_steps, epoch, schedule.tokens_per_step)
@@ -49,9 +49,13 @@ def profile_page(plan: Plan, report: Report, figures: ProfileFigures | None, ste
     """`plan` is the job's, `report` that of its few steps, `steps_s` are those that were timed."""
     sections = [Section(title="Time", blocks=(*_time_blocks(plan, report, steps_s),))]
     if figures is not None:
-        sections.append(Section(title="Where a step's time goes", blocks=(*_part_blocks(report), _operators(figures))))
+        sections.append(
+            Section(title="Time of a step by phase and operator", blocks=(*_part_blocks(report), _operators(figures)))
+        )
         sections.append(Section(title="Memory", blocks=(_memory(report), *_phases(report))))
-        sections.append(Section(title="What one forward keeps for its backward", blocks=(*_retained(figures),)))
+        sections.append(
+            Section(title="Activations that one forward saves for its backward", blocks=(*_retained(figures),))
+        )
         sections.append(Section(title="Files", blocks=(*_files(figures),)))
     return Page(title=f"{plan.name}: {_candidate_text(report.plan)}", sections=tuple(sections))
 
@@ -93,7 +97,7 @@ def _time_blocks(plan: Plan, report: Report, steps_s: Sequence[float]) -> Iterat
     yield Table(rows=(("", "measured", "predicted"), *rows), right=(1, 2))
     spread = f", from {format_seconds(min(steps_s))} to {format_seconds(max(steps_s))}" if len(steps_s) > 1 else ""
     timed = "1 step was timed" if len(steps_s) == 1 else f"{len(steps_s)} steps were timed"
-    yield Sentence(text=f"{timed}{spread}; saving, scoring and loading come on top.")
+    yield Sentence(text=f"{timed}{spread}; saving, evaluation and loading are not included.")
 
 
 def _part_blocks(report: Report) -> Iterator[Table]:
@@ -147,7 +151,7 @@ def _retained(figures: ProfileFigures) -> Iterator[Sentence | Table]:
 
 def _retained_table(header: str, retained: Sequence[RetainedBytes]) -> Table:
     return Table(
-        rows=((header, "kept"), *((each.place, format_bytes(each.num_bytes)) for each in retained)), right=(1,)
+        rows=((header, "saved"), *((each.place, format_bytes(each.num_bytes)) for each in retained)), right=(1,)
     )
 
 

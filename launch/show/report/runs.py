@@ -24,12 +24,12 @@ from shardwise.trainer.spec.value import Value
 
 _WARM_UP = 2  # steps of an attempt that are slower than the others
 _LEAST_SAMPLES = 5  # on either side, before two medians are compared
-_LEAST_SAVE_S = 1e-3  # below it, a save was looked for and not due
+_LEAST_SAVE_S = 1e-3  # below it, no save was due
 PHASES = ("data", "forward", "backward", "optimizer")
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One line, as far as a report needs it; what a line lacks is None."""
+    """The fields of a line that a report needs; a missing one is None."""
 
     step: int
     attempt: int = 1
@@ -63,7 +63,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_steps(path: Path) -> tuple[Step, ...]:
-    """Every line that is whole, in the order of the file."""
+    """Every complete line, in the order of the file."""
     decoder = msgspec.json.Decoder(Step)
     try:
         with path.open("rb") as stream:
@@ -80,7 +80,7 @@ def _decoded(decoder: "msgspec.json.Decoder[Step]", line: bytes) -> Step | None:
 
 
 def last_of_each(steps: Iterable[Step]) -> tuple[Step, ...]:
-    """The line that counts of each step, by number."""
+    """The last line of each step, by number."""
     return tuple(step for _, step in sorted({step.step: step for step in steps}.items()))
 
 
@@ -105,7 +105,7 @@ def observed(steps: Sequence[Step]) -> Observed:
 
 
 def steady_steps(steps: Sequence[Step]) -> list[Step]:
-    """Without the first of each attempt, which warm up; all of them where there are no others."""
+    """The steps without the first of each attempt, which warm up; all of them if there are no others."""
     seen: dict[int, int] = {}
     retained = []
     for step in steps:
@@ -134,7 +134,7 @@ def figures_of(steps: Sequence[Step]) -> Figures:
 
 
 def _share(steps: Iterable[Step], part_of: Callable[[Step], float | None]) -> float | None:
-    """Of the time of those steps that tell both."""
+    """Share of a phase in the time of the steps that have both figures."""
     recorded = [(part, step.step_s) for step in steps if (part := part_of(step)) is not None and step.step_s]
     whole = sum(seconds for _, seconds in recorded)
     return sum(part for part, _ in recorded) / whole if whole else None
@@ -149,7 +149,7 @@ def _saving_share(steps: Iterable[Step]) -> float | None:
 
 
 def _ratio(slow: Sequence[Step], others: Sequence[Step]) -> float | None:
-    """How much longer a step of the one kind takes; None where either kind is rare."""
+    """Duration of the slow steps by that of the others; None if there are few of either."""
     if min(len(slow), len(others)) < _LEAST_SAMPLES:
         return None
     above, below = _median([step.step_s for step in slow]), _median([step.step_s for step in others])
@@ -182,7 +182,7 @@ ENDINGS = {
 
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A run with everything that its directory tells."""
+    """A run as its directory describes it."""
 
     run_dir: Path
     plan: Plan | None
@@ -193,7 +193,7 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def curve(self) -> tuple[Step, ...]:
-        """The line that counts of each step."""
+        """The last line of each step."""
         return last_of_each(self.steps)
 
     @property
@@ -236,14 +236,14 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def recommended(self) -> tuple[Recommendation, ...]:
-        """Nothing where the run has not ended, or left no plan."""
+        """Empty if the run has not ended or has no plan."""
         if self.plan is None or self.report is None:
             return ()
         return recommendations(self.plan, self.report, observed(self.steps))
 
 
 def read_recorded(run_dir: Path) -> RecordedRun:
-    """The run of a directory; InputError where it is none."""
+    """The run of a directory; InputError if it is no run directory."""
     if not (run_dir / "plan.json").is_file() and not (run_dir / FILE_NAME).is_file():
         raise InputError(f"{run_dir}: is not a run directory: it has no plan.json")
     plan, no_plan = _read(run_dir / "plan.json", Plan, "has not begun: it has no plan yet")
@@ -260,19 +260,19 @@ def read_recorded(run_dir: Path) -> RecordedRun:
 
 
 def recorded_runs(paths: Iterable[Path]) -> tuple[RecordedRun, ...]:
-    """The runs of these directories; that of a sweep counts as its points."""
+    """The runs of these directories; a sweep is replaced by its points."""
     return tuple(read_recorded(run_dir) for path in paths for run_dir in _run_dirs(path))
 
 
 def state_line(run: RecordedRun) -> str:
-    """`finished at step 300 of 300, 612k tokens in 2 min 49 s`, or why nobody knows."""
+    """`finished at step 300 of 300, 612k tokens in 2 min 49 s`, or the reason why the end is not known."""
     report = run.report
     if report is None:
-        words = run.problem or "has no report yet"
+        problem = run.problem or "has no report yet"
         if run.plan is None:
-            return words
+            return problem
         of = run.plan.schedule.num_steps
-        return f"{words}, step {run.step} of {of}: the run has not ended, or was killed before it could say how"
+        return f"{problem}, step {run.step} of {of}: the run has not ended, or was killed before it wrote a report"
     return end_line(report)
 
 
@@ -290,7 +290,7 @@ def end_line(report: Report) -> str:
 
 
 def labels_of(runs: Sequence[RecordedRun]) -> list[str]:
-    """A short name of each: its folder's, and where two share it, its path."""
+    """A short name of each run: its folder's name, or its path if two share that name."""
     names = [run.run_dir.name for run in runs]
     return [name if names.count(name) == 1 else str(run.run_dir) for name, run in zip(names, runs, strict=True)]
 

@@ -1,4 +1,4 @@
-"""A report as plain text: how the run ended, and every prediction beside what was measured."""
+"""A report as plain text: the end of the run, and every prediction with its measurement."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from shardwise.trainer.spec.units import format_bytes, format_count, format_seco
 
 FAULTS = {
     Fault.OUT_OF_MEMORY: "ran out of memory",
-    Fault.HOST_OUT_OF_MEMORY: "was ended for want of host memory",
+    Fault.HOST_OUT_OF_MEMORY: "was ended because host memory ran out",
     Fault.KILLED: "was killed",
     Fault.HUNG: "hung",
     Fault.ERROR: "failed",
@@ -20,10 +20,10 @@ FAULTS = {
 
 
 def render_run(run: RecordedRun) -> str:
-    """The report of one run for a terminal; without report.json, as far as the run got."""
+    """The report of one run for a terminal; without report.json, its progress."""
     if run.report is not None:
         return render_report(run.report, run_dir=run.run_dir, recommended=run.recommended)
-    lines = [f"{run.run_dir}: {state_line(run)}", f"  see how it stands: shardwise status {run.run_dir}"]
+    lines = [f"{run.run_dir}: {state_line(run)}", f"  its current state: shardwise status {run.run_dir}"]
     if run.final_loss is not None:
         lines.append(f"  training loss {run.final_loss:.4f} at step {run.step}")
     if run.plan is not None:
@@ -43,7 +43,7 @@ def render_report(report: Report, *, run_dir: Path, recommended: Sequence[Recomm
     lines += [f"  incident: {incident}" for incident in report.incidents]
     lines += [f"  {line}" for line in loss_lines(report)]
     lines += ["", *_comparison_lines(report.predicted, report.measured)]
-    lines += [line for words in [parts_line(report.measured.speed.parts)] if words for line in ("", words)]
+    lines += ["", parts] if (parts := parts_line(report.measured.speed.parts)) else []
     lines += ["", *verified] if (verified := verified_lines(report)) else []
     lines += _sample_lines(report)
     if recommended:
@@ -90,7 +90,7 @@ def loss_lines(report: Report) -> list[str]:
 
 
 def parts_line(parts: Mapping[str, float]) -> str:
-    """`a step: backward 240 ms, forward 110 ms`, the longest first; what takes less than a thousandth is left out."""
+    """`a step: backward 240 ms, forward 110 ms`, the longest first; parts below a thousandth are left out."""
     least = sum(parts.values()) / 1000
     ordered = sorted(((name, seconds) for name, seconds in parts.items() if seconds > least), key=lambda part: -part[1])
     return f"a step: {', '.join(f'{name} {format_seconds(each)}' for name, each in ordered)}" if ordered else ""
@@ -144,7 +144,7 @@ def verified_lines(report: Report) -> list[str]:
     fp8 = [facts[name] for name in ("fp8 library", "fp8 recipe", "fp8 gain") if name in facts]
     ranks = "1 process" if verified.world_size == 1 else f"{verified.world_size} processes"
     return [
-        f"seen to run: {ranks}, {verified.engine_class}, {verified.optimizer_class}, {verified.precision}, "
+        f"verified: {ranks}, {verified.engine_class}, {verified.optimizer_class}, {verified.precision}, "
         f"attention {verified.attention}, loss {verified.loss}, accumulation {verified.accumulation}"
         + (f", {verified.sharded_parameters} sharded parameters" if verified.sharded_parameters else ""),
         *([f"fp8: {', '.join(fp8)}"] if fp8 else []),
@@ -163,7 +163,7 @@ def _sample_lines(report: Report) -> list[str]:
 
 
 def shown(value: float | None, form: Callable[[float], str]) -> str:
-    """The figure as `form` writes it; `-` for None."""
+    """The figure formatted by `form`; `-` for None."""
     return "-" if value is None else form(value)
 
 

@@ -167,7 +167,7 @@ def test_a_run_that_waits_in_a_queue_is_waited_for(run_dir: Path, tmp_path: Path
     write_submission(run_dir, "12")
     asked = iter(range(1000))
     environment = {"PATH": str(tmp_path / "bin")}
-    run = WatchedRun(run_dir, environment=environment, clock=lambda: float(next(asked)), ask_s=0.5, settle_s=1.5)
+    run = WatchedRun(run_dir, environment=environment, clock=lambda: float(next(asked)), query_s=0.5, settle_s=1.5)
 
     def look(state: str | None) -> Look:
         row = f"12|{state}|N/A|1:00:00|1|cpu|N/A||None|{run_dir.absolute()}/train.sbatch\n"

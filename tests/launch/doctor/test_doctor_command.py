@@ -47,9 +47,9 @@ def workplace(tmp_path):
 
 
 def doctor(workplace, *words: str) -> tuple[int, dict[str, Any]]:
-    answer = workplace.run("doctor", *words, "--json", check=False)
-    assert answer.stdout, answer.stderr
-    return answer.returncode, json.loads(answer.stdout)
+    result = workplace.run("doctor", *words, "--json", check=False)
+    assert result.stdout, result.stderr
+    return result.returncode, json.loads(result.stdout)
 
 
 def findings_of(diagnosis: dict[str, Any], check: str, level: str) -> list[dict[str, str]]:
@@ -72,8 +72,8 @@ def test_a_machine_that_trains_has_no_fault(workplace):
 
 def test_quick_leaves_out_what_takes_long(workplace):
     code, diagnosis = doctor(workplace, "--quick")
-    told_of = {row["check"] for row in diagnosis["findings"]}
-    assert code == 0 and told_of.isdisjoint({check.name for check in CHECKS if check.is_slow})
+    checked = {row["check"] for row in diagnosis["findings"]}
+    assert code == 0 and checked.isdisjoint({check.name for check in CHECKS if check.is_slow})
     (torch,) = findings_of(diagnosis, "torch", "fine")
     assert "not loaded" in torch["sentence"]
 
@@ -116,8 +116,8 @@ def test_a_job_whose_architecture_only_transformers_knows(workplace):
 
 
 def test_a_job_file_that_is_wrong_is_exit_code_2(workplace):
-    answer = workplace.run("doctor", "job.yaml", "train.no_such=1", check=False)
-    assert answer.returncode == ExitCode.INPUT and answer.stderr.startswith("shardwise: ")
+    result = workplace.run("doctor", "job.yaml", "train.no_such=1", check=False)
+    assert result.returncode == ExitCode.INPUT and result.stderr.startswith("shardwise: ")
 
 
 def test_no_secret_is_ever_shown(workplace):
@@ -127,9 +127,9 @@ def test_no_secret_is_ever_shown(workplace):
     del workplace.environment["HF_HUB_OFFLINE"]
     with serving(Hub()) as hub:
         workplace.environment.update(HF_ENDPOINT=hub.url, WANDB_BASE_URL=hub.url, no_proxy="127.0.0.1")
-        answer = workplace.run("doctor", check=False)
-    text = answer.stdout + answer.stderr
-    assert "hf auth login" in text and f"{hub.url} answers" in text and "CUDA_HOME=/[redacted]" in text
+        result = workplace.run("doctor", check=False)
+    text = result.stdout + result.stderr
+    assert "hf auth login" in text and f"{hub.url} responds" in text and "CUDA_HOME=/[redacted]" in text
     for secret in (*SECRETS.values(), "open-sesame-1815"):
         assert secret not in text
 
@@ -180,12 +180,12 @@ def test_a_check_that_hangs_costs_its_own_answer_only(tmp_path):
         yield fine("never")
 
     checks = (Check("hanging", hang), Check("quick", lambda _machine: [fine("answered")]))
-    told, _ = under_a_limit(
+    reported, _ = under_a_limit(
         lambda limit_s: list(run_checks(machine, checks, deadline_s=limit_s)),
         lambda found: found[1].level is Level.FINE,
     )
-    assert [(found.check, found.level) for found in told] == [("hanging", Level.WARNING), ("quick", Level.FINE)]
-    assert " s" in told[0].sentence
+    assert [(found.check, found.level) for found in reported] == [("hanging", Level.WARNING), ("quick", Level.FINE)]
+    assert " s" in reported[0].sentence
 
 
 def test_the_document_has_a_row_for_each_check():

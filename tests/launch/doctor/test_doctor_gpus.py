@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from doctor_factory import CUDA_13, V100, BrokenMachine, add_package, assert_told, told
+from doctor_factory import CUDA_13, V100, BrokenMachine, add_package, assert_reported, reported
 from fake_torch import NO_CODE
 from gpu_machines import AMD
 from hanging_programs import pids_in, under_a_limit, wait_until_gone
@@ -27,7 +27,7 @@ def test_a_gpu_that_torch_drives_is_no_fault(broken):
     broken.install_gpu(driver="580.95.05")
     broken.add_torch()
     found = broken.diagnose("driver", "torch", "gpu-memory")
-    assert_told(
+    assert_reported(
         found,
         Level.FINE,
         ("NVIDIA H100 80GB HBM3", "580.95.05"),
@@ -41,13 +41,13 @@ def test_a_driver_too_old_for_a_cuda_that_the_table_does_not_know_is_told_in_tor
     broken.install_gpu(driver="999.0")
     words = "The NVIDIA driver on your system is too old (found version 13000)."
     future = replace(CUDA_13, version="3.0.0+cu140", cuda="14.0", devices=(), problem=words)
-    assert_told(broken.diagnose("torch", torch=future), Level.FAULT, ("3.0.0+cu140", "CUDA 14.0", words))
+    assert_reported(broken.diagnose("torch", torch=future), Level.FAULT, ("3.0.0+cu140", "CUDA 14.0", words))
 
 
 def test_a_torch_that_cannot_be_loaded_says_why(broken):
     broken.add_module("torch", "raise ImportError('libtorch_cpu.so: undefined symbol: iJIT_NotifyEvent')")
     facts = ("ImportError: libtorch_cpu.so: undefined symbol: iJIT_NotifyEvent", "pip install --force-reinstall torch")
-    assert_told(broken.diagnose("torch"), Level.FAULT, facts)
+    assert_reported(broken.diagnose("torch"), Level.FAULT, facts)
 
 
 def test_a_torch_that_does_not_load_in_time_is_ended_and_a_warning(broken, tmp_path):
@@ -56,7 +56,7 @@ def test_a_torch_that_does_not_load_in_time_is_ended_and_a_warning(broken, tmp_p
     found, limit_s = under_a_limit(
         lambda limit_s: broken.diagnose("torch", timeout_s=limit_s), lambda _: bool(pids_in(written))
     )
-    assert_told(found, Level.WARNING, (f"{limit_s:g} s", "look again"))
+    assert_reported(found, Level.WARNING, (f"{limit_s:g} s", "look again"))
     wait_until_gone(pids_in(written)[0])
 
 
@@ -64,29 +64,31 @@ def test_a_machine_without_a_gpu_trains_on_its_cpu(broken):
     broken.add_torch(cuda=None, available=False)
     found = broken.diagnose("driver", "torch")
     assert found.num_faults == found.num_warnings == 0
-    assert "CPU" in told(found, Level.FINE)[0][0]
+    assert "CPU" in reported(found, Level.FINE)[0][0]
 
 
 def test_a_card_that_torch_cannot_use_is_a_fault_with_its_remedy(broken):
     """The causes are those of `launch.probe.torch_fit`."""
     broken.install_gpu(V100)
     broken.add_torch(problem=NO_CODE)
-    assert_told(broken.diagnose("torch"), Level.FAULT, ("Tesla V100-SXM2-32GB", "sm_80, sm_90", "build for CUDA 12"))
+    assert_reported(
+        broken.diagnose("torch"), Level.FAULT, ("Tesla V100-SXM2-32GB", "sm_80, sm_90", "build for CUDA 12")
+    )
 
 
 def test_a_driver_that_fails_is_a_fault_with_its_remedy(broken):
     broken.laid_out.install_nvidia_smi("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
-    assert_told(broken.diagnose("driver"), Level.FAULT, ("nvidia-smi", "kernel module", "restart the machine"))
+    assert_reported(broken.diagnose("driver"), Level.FAULT, ("nvidia-smi", "kernel module", "restart the machine"))
 
 
 def test_cards_that_are_left_out_or_busy_are_warnings(broken):
     broken.laid_out.put_gpu_on_bus("0000:03:00.0", "0x120000", vendor=AMD)  # as an Instinct is classed
     broken.install_gpu(mode="Prohibited")
     amd, prohibited = ("1 AMD GPU", "0000:03:00.0", "not supported"), ("GPU 0", "Prohibited", "sudo nvidia-smi -c 0")
-    assert_told(broken.diagnose("driver"), Level.WARNING, amd, prohibited)
+    assert_reported(broken.diagnose("driver"), Level.WARNING, amd, prohibited)
     broken.install_gpu(free=61059, apps="GPU-aaaa, 4242, /usr/bin/ollama, 20000\\n")
     facts = ("GPU 0", "19.5 GiB of 79.6 GiB", "ollama (pid 4242)", "kill 4242", "--gpus")
-    assert_told(broken.diagnose("gpu-memory"), Level.WARNING, facts)
+    assert_reported(broken.diagnose("gpu-memory"), Level.WARNING, facts)
 
 
 @pytest.fixture
@@ -111,13 +113,13 @@ def test_compiled_libraries_that_do_not_load_beside_this_torch(broken, with_pack
         ("flash-attn 9.9.9", "2.13.0+cu130", f"ImportError: {problem}", "--no-build-isolation --no-cache-dir "),
         ("transformer-engine 9.9.9", "2.13.0+cu130", f"signal {signal.SIGABRT:d}"),
     )
-    assert_told(broken.diagnose("compiled-libraries", torch=CUDA_13), Level.WARNING, *facts)
+    assert_reported(broken.diagnose("compiled-libraries", torch=CUDA_13), Level.WARNING, *facts)
     for module in ("flash_attn", "bitsandbytes"):
         broken.add_module(module, "")
     broken.install_gpu()
     found = broken.diagnose("compiled-libraries", torch=CUDA_13)
-    assert_told(found, Level.FAULT, facts[1])
-    assert told(found, Level.FINE)[0][0].startswith("flash-attn 9.9.9")
+    assert_reported(found, Level.FAULT, facts[1])
+    assert reported(found, Level.FINE)[0][0].startswith("flash-attn 9.9.9")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_a_toolkit_has_the_major_version_of_torchs_cuda_and_only_nvme_needs_one(
     if release is not None:
         nvcc = broken.install("nvcc", f"echo 'Cuda compilation tools, release {release}, V{release}.1'")
         facts = (*facts, str(nvcc.parent.parent))
-    assert_told(broken.diagnose("cuda-toolkit", torch=replace(CUDA_13, cuda=cuda)), level, facts)
+    assert_reported(broken.diagnose("cuda-toolkit", torch=replace(CUDA_13, cuda=cuda)), level, facts)
 
 
 def test_a_library_that_loads_slowly_is_a_warning(broken, with_package):
@@ -143,18 +145,18 @@ def test_a_library_that_loads_slowly_is_a_warning(broken, with_package):
     broken.add_module("bitsandbytes", "")
     broken.install_gpu()
     found = diagnosis_of(check_compiled(broken.read(), timeout_s=2.0))
-    assert_told(found, Level.WARNING, ("flash-attn", "2 s", "look again"))
+    assert_reported(found, Level.WARNING, ("flash-attn", "2 s", "look again"))
     assert found.num_faults == 0
 
 
 def test_processes_that_meet_too_late_are_a_warning(broken):
     found = diagnosis_of(check_collective(Machine(place=broken.place(), hardware=Hardware(gpus=(), host=HOST),
                                                   torch=TorchResult(facts=CPU_TORCH)), timeout_s=0.01))  # fmt: skip
-    assert_told(found, Level.WARNING, ("all-gather", "0.01 s"))
+    assert_reported(found, Level.WARNING, ("all-gather", "0.01 s"))
 
 
 def test_processes_that_cannot_meet(broken, monkeypatch):
     """A real all-gather of two processes, over an interface that is not there."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonesuch0")
     found = broken.diagnose("collective", torch=CPU_TORCH)
-    assert_told(found, Level.FAULT, ("all-gather", "2 devices", "nonesuch0", "GLOO_SOCKET_IFNAME=lo"))
+    assert_reported(found, Level.FAULT, ("all-gather", "2 devices", "nonesuch0", "GLOO_SOCKET_IFNAME=lo"))

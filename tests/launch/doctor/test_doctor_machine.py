@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from doctor_factory import CUDA_13, BrokenMachine, add_package, assert_told, told
+from doctor_factory import CUDA_13, BrokenMachine, add_package, assert_reported, reported
 from msgspec.structs import replace
 from small_disk import mounted_disk
 
@@ -51,7 +51,7 @@ def limited(broken, **changes: str) -> None:
 def test_usual_limits_are_fine_and_elsewhere_nothing_is_reported_of_wsl(broken):
     found = broken.diagnose("memory", "open-files", "processes", "locked-memory", "other-limits", "wsl")
     assert (found.num_faults, found.num_warnings) == (0, 0)
-    text = str(told(found, Level.FINE))
+    text = str(reported(found, Level.FINE))
     assert "8 MiB" in text and "57.2 GiB of 62.5 GiB" in text and "WSL" not in text
 
 
@@ -72,7 +72,7 @@ def test_a_limit_that_is_too_low_is_reported_with_its_remedy(broken, check, limi
     limited(broken, **limits)
     for path, text in files.items():
         broken.write(path, text)
-    assert_told(broken.diagnose(check), level, facts)
+    assert_reported(broken.diagnose(check), level, facts)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_limit_that_is_too_low_is_reported_with_its_remedy(broken, check, limi
     ],
 )
 def test_shared_memory_that_is_small_or_full(total, free, num_gpus, level, facts):
-    assert_told(diagnosis_of([judge_shared_memory(total, free, num_gpus=num_gpus)]), level, facts)
+    assert_reported(diagnosis_of([judge_shared_memory(total, free, num_gpus=num_gpus)]), level, facts)
 
 
 def test_addresses_files_and_cores_that_are_limited_the_wrong_way(broken):
@@ -93,10 +93,10 @@ def test_addresses_files_and_cores_that_are_limited_the_wrong_way(broken):
     broken.write("proc/sys/kernel/core_pattern", "core.%p\n")
     limited(broken, addresses="1073741824", file="1048576", core="unlimited")
     found = broken.diagnose("other-limits")
-    assert_told(found, Level.FAULT, ("1 GiB", "ulimit -v unlimited"))
-    assert_told(found, Level.WARNING, ("ulimit -f unlimited",), ("ulimit -c 0",))
+    assert_reported(found, Level.FAULT, ("1 GiB", "ulimit -v unlimited"))
+    assert_reported(found, Level.WARNING, ("ulimit -f unlimited",), ("ulimit -c 0",))
     broken.write("proc/sys/kernel/core_pattern", "|/usr/lib/systemd/systemd-coredump\n")
-    assert_told(broken.diagnose("other-limits"), Level.WARNING, ("ulimit -f unlimited",))
+    assert_reported(broken.diagnose("other-limits"), Level.WARNING, ("ulimit -f unlimited",))
 
 
 def test_wsl_with_a_gpu_little_memory_and_folders_of_windows(broken):
@@ -107,14 +107,14 @@ def test_wsl_with_a_gpu_little_memory_and_folders_of_windows(broken):
     broken.write("proc/self/mountinfo", "40 22 0:50 / /mnt/c rw - 9p C:\\134 rw\n")
     broken.changes["working"] = Path("/mnt/c/work")
     ram = ("8 GiB", "memory=8GB", "4 GiB", "[wsl2] memory=SIZE", "wsl --shutdown")
-    assert_told(broken.diagnose("wsl"), Level.WARNING, ("Prefer No Sysmem Fallback",), ram, ("/mnt/c/work",))
+    assert_reported(broken.diagnose("wsl"), Level.WARNING, ("Prefer No Sysmem Fallback",), ram, ("/mnt/c/work",))
 
 
 def test_folders_that_cannot_be_written(broken):
     (broken.folder / "cache").write_text("")
     (broken.home / "hf").symlink_to("/gone/disk")
     broken.environment |= {"HF_HOME": f"{broken.home}/hf", "TMPDIR": "/proc/nowhere"}
-    assert_told(
+    assert_reported(
         broken.diagnose("folders"),
         Level.FAULT,
         (f"{broken.folder}/cache is a file", "export SHARDWISE_CACHE=", "folders: {cache: ", "config.yaml"),
@@ -126,7 +126,7 @@ def test_folders_that_cannot_be_written(broken):
 def test_a_disk_and_a_home_that_are_full(broken, tmp_path):
     with mounted_disk(tmp_path / "small", "2m") as small:
         broken.environment |= {"SHARDWISE_CACHE": str(small / "cache"), "HOME": str(small)}
-        faults = dict(told(broken.diagnose("room", "home"), Level.FAULT))
+        faults = dict(reported(broken.diagnose("room", "home"), Level.FAULT))
     (room,) = [fix for sentence, fix in faults.items() if sentence.startswith(f"{small}/cache: 2 MiB")]
     assert "shardwise cache --prune" in room and "hf cache prune" in room
     (home,) = [fix for sentence, fix in faults.items() if f" {small}: 2 MiB" in sentence]
@@ -141,9 +141,9 @@ def test_folders_on_disks_that_are_slow_or_only_read(broken):
         f"42 22 0:52 / {broken.home} rw - nfs4 nas:/home rw\n",
     )
     found = broken.diagnose("mounts")
-    assert_told(found, Level.FAULT, (str(broken.working), "read-only", "--run-dir", "sudo chown $USER"))
-    assert_told(found, Level.WARNING, (f"{broken.folder}/cache", "cifs of //nas/share", "export SHARDWISE_CACHE="))
-    assert any("nfs4 of nas:/home" in sentence for sentence, _ in told(found, Level.FINE))
+    assert_reported(found, Level.FAULT, (str(broken.working), "read-only", "--run-dir", "sudo chown $USER"))
+    assert_reported(found, Level.WARNING, (f"{broken.folder}/cache", "cifs of //nas/share", "export SHARDWISE_CACHE="))
+    assert any("nfs4 of nas:/home" in sentence for sentence, _ in reported(found, Level.FINE))
 
 
 def test_a_model_of_the_hub_whose_files_are_missing(broken):
@@ -152,24 +152,24 @@ def test_a_model_of_the_hub_whose_files_are_missing(broken):
     snapshot.mkdir(parents=True)
     (snapshot / "model.safetensors").symlink_to("../../blobs/gone")
     facts = ("model/org/name", f"{broken.folder}/hub", "1 file", "hf cache rm model/org/name")
-    assert_told(broken.diagnose("hub-cache"), Level.FAULT, facts)
+    assert_reported(broken.diagnose("hub-cache"), Level.FAULT, facts)
 
 
 def test_files_that_are_imported_in_place_of_modules(broken, tmp_path):
     """In the working folder a warning, on PYTHONPATH a fault; packages there, as a module system has, a warning."""
     (broken.working / "torch.py").write_text("")
     mv = f"mv {broken.working}/torch.py {broken.working}/my_torch.py"
-    assert_told(broken.diagnose("shadowed-modules"), Level.WARNING, (mv,))
+    assert_reported(broken.diagnose("shadowed-modules"), Level.WARNING, (mv,))
     folder = broken.add_module("yaml", "")
     remedy = f"take {folder} out of PYTHONPATH"
-    assert_told(broken.diagnose("shadowed-modules"), Level.FAULT, (f"{folder}/yaml.py", "PYTHONPATH", remedy))
+    assert_reported(broken.diagnose("shadowed-modules"), Level.FAULT, (f"{folder}/yaml.py", "PYTHONPATH", remedy))
     packages = tmp_path / "easybuild" / "site-packages"
     add_package(packages, "numpy", "1.26.0")
     (packages / "numpy").mkdir()
     (packages / "numpy" / "__init__.py").touch()
     broken.environment["PYTHONPATH"] = str(packages)
     facts = (f"PYTHONPATH names {packages}", "numpy", "unset PYTHONPATH", "module purge")
-    assert_told(broken.diagnose("shadowed-modules"), Level.WARNING, facts, (mv,))
+    assert_reported(broken.diagnose("shadowed-modules"), Level.WARNING, facts, (mv,))
 
 
 def test_libraries_of_another_cuda_that_are_loaded_first(broken):
@@ -178,8 +178,8 @@ def test_libraries_of_another_cuda_that_are_loaded_first(broken):
     (folder / "libcudart.so.11.0").touch()
     broken.environment["LD_LIBRARY_PATH"] = f"/usr/lib:{folder}"
     facts = (f"{folder}, ", "CUDA 11.0", "CUDA 13.0", "unset LD_LIBRARY_PATH")
-    assert_told(broken.diagnose("variables", torch=CUDA_13), Level.WARNING, facts)
-    assert_told(broken.diagnose("variables", torch=replace(CUDA_13, cuda="11.8")), Level.WARNING)
+    assert_reported(broken.diagnose("variables", torch=CUDA_13), Level.WARNING, facts)
+    assert_reported(broken.diagnose("variables", torch=replace(CUDA_13, cuda="11.8")), Level.WARNING)
 
 
 def test_variables_that_break_training_or_slow_it_down(broken):
@@ -195,8 +195,8 @@ def test_variables_that_break_training_or_slow_it_down(broken):
         "CUDA_HOME": "/nowhere",
     }
     found = broken.diagnose("variables")
-    assert_told(found, Level.FAULT, ("PYTHONHOME=/nowhere", "unset PYTHONHOME"))
-    assert_told(
+    assert_reported(found, Level.FAULT, ("PYTHONHOME=/nowhere", "unset PYTHONHOME"))
+    assert_reported(
         found,
         Level.WARNING,
         ("GPU 0", "CPU", "unset CUDA_VISIBLE_DEVICES"),
@@ -209,19 +209,21 @@ def test_variables_that_break_training_or_slow_it_down(broken):
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core is all there is")
 def test_one_thread_for_everything(broken):
     broken.environment["OMP_NUM_THREADS"] = "1"
-    assert_told(broken.diagnose("variables"), Level.WARNING, ("OMP_NUM_THREADS=1", "unset OMP_NUM_THREADS"))
+    assert_reported(broken.diagnose("variables"), Level.WARNING, ("OMP_NUM_THREADS=1", "unset OMP_NUM_THREADS"))
 
 
 def test_a_library_that_is_older_than_shardwise_accepts(broken, tmp_path, monkeypatch):
     add_package(tmp_path / "old", "accelerate", "0.1.0")
     monkeypatch.syspath_prepend(tmp_path / "old")
-    assert_told(broken.diagnose("libraries"), Level.FAULT, ("accelerate 0.1.0", "pip install 'accelerate", ">=1.15"))
+    assert_reported(
+        broken.diagnose("libraries"), Level.FAULT, ("accelerate 0.1.0", "pip install 'accelerate", ">=1.15")
+    )
 
 
 def test_a_python_that_shardwise_does_not_run_on(broken):
     found = diagnosis_of(check_python(broken.read(), (3, 14)))
     facts = ("3.14", "3.11 to 3.13", "python3.12 -m venv .venv", "launch/bootstrap.sh install")
-    assert_told(found, Level.FAULT, facts)
+    assert_reported(found, Level.FAULT, facts)
 
 
 @pytest.mark.parametrize(
@@ -235,19 +237,19 @@ def test_a_python_that_shardwise_does_not_run_on(broken):
 def test_a_machine_without_a_compiler_pythons_headers_or_libaio(broken, monkeypatch, header, facts):
     compiler = str(broken.install("c++", f"! grep -q {header}")) if header else "no-such-compiler"
     monkeypatch.setenv("CXX", compiler)
-    assert_told(broken.diagnose("compiler", "libaio"), Level.WARNING, facts)
+    assert_reported(broken.diagnose("compiler", "libaio"), Level.WARNING, facts)
 
 
 def test_no_ninja(broken):
     broken.changes["python"] = str(broken.folder / "bin" / "python")
     broken.environment["PATH"] = str(broken.laid_out.programs)
     remedy = f"{broken.folder}/bin/python -m pip install ninja"
-    assert_told(broken.diagnose("ninja"), Level.WARNING, ("PATH", remedy))
+    assert_reported(broken.diagnose("ninja"), Level.WARNING, ("PATH", remedy))
 
 
 def test_a_lock_that_a_killed_build_left_behind(broken):
     lock = broken.home / ".cache" / "torch_extensions" / "py311_cu130" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     with lock.open("w"):
-        assert_told(broken.diagnose("build-locks"), Level.WARNING)  # its build is at work
-    assert_told(broken.diagnose("build-locks"), Level.WARNING, ("cpu_adam", f"rm {lock}"))
+        assert_reported(broken.diagnose("build-locks"), Level.WARNING)  # its build is at work
+    assert_reported(broken.diagnose("build-locks"), Level.WARNING, ("cpu_adam", f"rm {lock}"))

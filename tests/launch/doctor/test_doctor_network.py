@@ -5,7 +5,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from doctor_factory import BrokenMachine, assert_told, told
+from doctor_factory import BrokenMachine, assert_reported, reported
 from hub_server import Hub, login, serving
 
 from shardwise.launch.doctor.finding import Level, diagnosis_of
@@ -32,16 +32,16 @@ def closed_port():
 def test_a_machine_that_does_not_know_its_own_name(broken):
     broken.changes["hostname"] = "node7.invalid"
     remedy = "echo 127.0.1.1 node7.invalid | sudo tee -a /etc/hosts"
-    assert_told(broken.diagnose("hostname"), Level.WARNING, (remedy,))
+    assert_reported(broken.diagnose("hostname"), Level.WARNING, (remedy,))
     broken.changes["hostname"] = "localhost"
-    assert_told(broken.diagnose("hostname"), Level.WARNING)
+    assert_reported(broken.diagnose("hostname"), Level.WARNING)
 
 
 def test_interfaces_that_are_down_or_not_there(broken):
     broken.write("sys/class/net/eth0/operstate", "up\n")
     broken.write("sys/class/net/lo/operstate", "down\n")
     broken.environment |= {"GLOO_SOCKET_IFNAME": "eth", "NCCL_SOCKET_IFNAME": "ib0,ib1"}
-    assert_told(
+    assert_reported(
         broken.diagnose("interfaces"),
         Level.FAULT,
         ("sudo ip link set lo up",),
@@ -50,30 +50,30 @@ def test_interfaces_that_are_down_or_not_there(broken):
     )
     broken.write("sys/class/net/lo/operstate", "unknown\n")
     broken.environment |= {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth"}
-    assert_told(broken.diagnose("interfaces"), Level.FAULT)
+    assert_reported(broken.diagnose("interfaces"), Level.FAULT)
 
 
 def test_a_proxy_that_is_gone(broken, closed_port):
     broken.environment["HTTPS_PROXY"] = f"http://ada:{KEY}@127.0.0.1:{closed_port}"
     found = broken.diagnose("proxies")
     facts = ("HTTPS_PROXY", f"127.0.0.1:{closed_port}", "Connection refused", "unset HTTPS_PROXY")
-    assert_told(found, Level.WARNING, facts)
+    assert_reported(found, Level.WARNING, facts)
     assert KEY not in codec.encode(found).decode()
 
 
 def test_a_hub_that_cannot_be_reached_or_is_not_to_be_asked(broken, closed_port):
     broken.environment["HF_ENDPOINT"] = f"http://127.0.0.1:{closed_port}"
     facts = (f"http://127.0.0.1:{closed_port}", "Connection refused", "HF_HUB_OFFLINE=1")
-    assert_told(broken.diagnose("hub"), Level.WARNING, facts)
+    assert_reported(broken.diagnose("hub"), Level.WARNING, facts)
     broken.environment["HF_HUB_OFFLINE"] = "1"
-    assert_told(broken.diagnose("hub"), Level.FINE, ("HF_HUB_OFFLINE",))
+    assert_reported(broken.diagnose("hub"), Level.FINE, ("HF_HUB_OFFLINE",))
 
 
 def test_a_token_that_the_hub_knows_is_not_shown(broken):
     with serving(Hub(logins={TOKEN: login("ann")})) as hub:
         broken.environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
         found = broken.diagnose("hub")
-    assert_told(found, Level.FINE, (hub.url, "ann"))
+    assert_reported(found, Level.FINE, (hub.url, "ann"))
     assert hub.requests == ["GET /api/whoami-v2"]
     assert TOKEN not in codec.encode(found).decode()
 
@@ -84,7 +84,7 @@ def test_a_token_that_the_hub_does_not_know(broken):
     with serving(Hub()) as hub:
         broken.environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(broken.home / "hf")}
         found = broken.diagnose("hub")
-    assert_told(found, Level.WARNING, (hub.url, "token", "hf auth login"))
+    assert_reported(found, Level.WARNING, (hub.url, "token", "hf auth login"))
     assert TOKEN not in codec.encode(found).decode()
 
 
@@ -94,14 +94,14 @@ def test_a_server_that_never_answers_is_given_its_time(broken):
         silent.listen()
         broken.environment["HF_ENDPOINT"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
         broken.changes["server_timeout_s"] = 0.3
-        assert_told(broken.diagnose("hub"), Level.WARNING, (broken.environment["HF_ENDPOINT"], "timed out"))
+        assert_reported(broken.diagnose("hub"), Level.WARNING, (broken.environment["HF_ENDPOINT"], "timed out"))
 
 
 def test_a_clock_that_is_wrong():
     noon = 1767268800.0
     found = diagnosis_of(judge_clock("Thu, 01 Jan 2026 12:00:00 GMT", noon + 3600))
     facts = ("60 min ahead", "sudo timedatectl set-ntp true", "sudo hwclock -s")
-    assert_told(found, Level.WARNING, facts)
+    assert_reported(found, Level.WARNING, facts)
     assert list(judge_clock("Thu, 01 Jan 2026 12:00:00 GMT", noon + 60)) == []
     assert list(judge_clock(None, noon)) == list(judge_clock("yesterday", noon)) == []
 
@@ -109,18 +109,18 @@ def test_a_clock_that_is_wrong():
 def test_wandb_with_a_key_and_without(broken, closed_port):
     with serving(Hub()) as server:
         broken.environment["WANDB_BASE_URL"] = server.url
-        assert_told(broken.diagnose("wandb"), Level.FINE, (server.url, "no key", "wandb login"))
+        assert_reported(broken.diagnose("wandb"), Level.FINE, (server.url, "no key", "wandb login"))
         (broken.home / ".netrc").write_text(f"machine 127.0.0.1\n  login user\n  password {KEY}\n")
         found = broken.diagnose("wandb")
-    assert_told(found, Level.FINE, (f"{server.url} answers", "a key"))
+    assert_reported(found, Level.FINE, (f"{server.url} responds", "a key"))
     assert KEY not in codec.encode(found).decode()
     broken.environment |= {"WANDB_BASE_URL": f"http://127.0.0.1:{closed_port}", "WANDB_API_KEY": KEY}
     found = broken.diagnose("wandb")
     facts = (f"http://127.0.0.1:{closed_port}", "Connection refused", "log.wandb=offline", "wandb sync")
-    assert_told(found, Level.WARNING, facts)
+    assert_reported(found, Level.WARNING, facts)
     assert KEY not in codec.encode(found).decode()
     broken.environment["WANDB_MODE"] = "offline"
-    assert_told(broken.diagnose("wandb"), Level.FINE, ("WANDB_MODE=offline",))
+    assert_reported(broken.diagnose("wandb"), Level.FINE, ("WANDB_MODE=offline",))
 
 
 def test_a_token_does_not_follow_to_another_server(broken):
@@ -163,13 +163,13 @@ def login_node(broken):
 
 def test_a_login_node_whose_controller_or_munge_fails(login_node):
     ready = "Slurmctld(primary) at head is UP"
-    assert_told(login_node.diagnose("slurm"), Level.FINE, ("shardwise submit", ready))
+    assert_reported(login_node.diagnose("slurm"), Level.FINE, ("shardwise submit", ready))
     login_node.install("munge", "echo 'munge: Error: Failed to access \"/run/munge/munge.socket.2\"' >&2; exit 6")
     facts = ("munge: Error: Failed to access", "sudo systemctl restart munge")
-    assert_told(login_node.diagnose("slurm"), Level.FAULT, facts)
+    assert_reported(login_node.diagnose("slurm"), Level.FAULT, facts)
     refused = "slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)"
     login_node.install("scontrol", f"echo '{refused}' >&2; exit 1")
-    assert_told(login_node.diagnose("slurm"), Level.FAULT, facts, ("scontrol ping", "controller", "administrators"))
+    assert_reported(login_node.diagnose("slurm"), Level.FAULT, facts, ("scontrol ping", "controller", "administrators"))
 
 
 def test_a_slurm_that_hangs_beside_gpus_is_a_warning(login_node):
@@ -178,5 +178,5 @@ def test_a_slurm_that_hangs_beside_gpus_is_a_warning(login_node):
     login_node.changes["slurm_timeout_s"] = 0.5
     found = login_node.diagnose("slurm")
     assert found.num_faults == 0
-    ((sentence, _),) = [row for row in told(found, Level.WARNING) if "scontrol ping" in row[0]]
+    ((sentence, _),) = [row for row in reported(found, Level.WARNING) if "scontrol ping" in row[0]]
     assert "0.5 s" in sentence

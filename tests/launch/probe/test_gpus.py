@@ -120,7 +120,7 @@ def test_a_program_that_hangs_is_killed_with_its_children(tmp_path):
     machine, child = Machine(tmp_path), tmp_path / "child"
     machine.install_nvidia_smi(f"sleep 300 & echo $! >> {child}\nwait\n")
     findings, _ = under_a_limit(lambda limit_s: read(machine, timeout_s=limit_s), lambda _: bool(pids_in(child)))
-    assert findings.failure is not None and "does not answer" in findings.failure.sentence
+    assert findings.failure is not None and "does not respond" in findings.failure.sentence
     for pid in pids_in(child):
         wait_until_gone(pid)
 

@@ -116,7 +116,7 @@ NOT_LOADED = 'echo "NVIDIA-SMI has failed because it couldn\'t communicate with 
     [
         (MISMATCH, False, "restart the machine"),
         (NOT_LOADED, True, "sudo modprobe nvidia"),
-        ("exec sleep 300\n", True, "does not answer"),
+        ("exec sleep 300\n", True, "does not respond"),
     ],
 )
 def test_a_card_whose_driver_fails_stops_the_probe_with_the_remedy(tmp_path, script, is_on_bus, remedy):

@@ -130,16 +130,16 @@ def test_compute_processes_are_grouped_by_card():
 
 def test_the_table_names_displays_and_browsers():
     processes = parse_table_processes(captured("rtx4090_desktop", "table.txt"))
-    assert [(one.kind, one.holder.name, one.holder.pid) for one in processes] == [
+    assert [(one.kind, one.process.name, one.process.pid) for one in processes] == [
         ("G", "Xorg", 2215),
         ("G", "gnome-shell", 2411),
         ("C", "ollama", 4127),
         ("G", "...rack-uuid=3190708988185955192", 5310),
     ]
-    assert processes[0].holder.memory_bytes == 512 * MIB
+    assert processes[0].process.memory_bytes == 512 * MIB
     assert parse_table_processes(captured("nvlink_8x_h100", "table.txt")) == ()
     ((wsl),) = parse_table_processes(captured("wsl_rtx3080", "table.txt"))
-    assert wsl.holder == GpuProcess(pid=33, name="Xwayland", memory_bytes=None)
+    assert wsl.process == GpuProcess(pid=33, name="Xwayland", memory_bytes=None)
 
 
 def test_slices_become_devices_of_their_own():

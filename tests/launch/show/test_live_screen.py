@@ -67,7 +67,7 @@ def test_the_same_block_is_not_drawn_again():
     before = stream.getvalue()
     screen.draw(["step 1"])
     assert stream.getvalue() == before
-    screen.take_away()
+    screen.remove()
     screen.draw(["step 1"])
     assert shown_by(stream) == ["step 1"]
 
@@ -175,7 +175,7 @@ def test_a_line_of_somebody_else_waits_for_the_frame_before_it(pair: Pair):
     screen = Screen(console, TERMINAL)
     for number in range(5000):
         screen.draw([f"frame {number} " + "x" * 60] * 7)
-    screen.take_away()
+    screen.remove()
     while readable(pair.master):
         pair.read()
     console.line("theirs")

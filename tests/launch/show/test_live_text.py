@@ -121,7 +121,7 @@ def test_a_memory_that_is_nearly_full_and_a_card_that_is_held_down_are_warnings(
     assert plain == block_lines(full, width=120, glyphs=ASCII), "colors change no letter"
     assert all("\x1b[0m" in line for line in lines)
     assert "\x1b[33m###" in lines[4]
-    assert "98% busy, 650 W, 91 C, held down by temperature" in lines[5] and "\x1b[33m" in lines[5]
+    assert "98% busy, 650 W, 91 C, slowed by temperature" in lines[5] and "\x1b[33m" in lines[5]
 
 
 @pytest.mark.parametrize(

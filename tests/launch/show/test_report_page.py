@@ -23,8 +23,8 @@ from shardwise.trainer.planning.page.html import pages_html
 from shardwise.trainer.spec.report import Ending, Fault, RollBack, Sample
 
 SECTIONS = [
-    "finished", "predicted", "loss", "throughput", "time", "memory", "what was planned", "runners-up", "not taken",
-    "notes", "sample", "seen", "hardware", "versions",
+    "finished", "predicted", "loss", "throughput", "time", "memory", "the plan", "runners-up", "not chosen",
+    "notes", "sample", "verified", "hardware", "versions",
 ]  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_every_section_of_a_finished_run_is_there(tmp_path: Path) -> None:
     assert all(fact in title for fact in ("40 of 40", "10.2k tokens", "12 s"))
     assert all(fact in page.title for fact in ("bot:", "llama", "1 rank", "Test CPU"))
     assert [title for title in titles(page) if "none/fp32/adamw_fused" in title]
-    rejected = words(page, "not taken")
+    rejected = words(page, "not chosen")
     assert len(rejected) == 6 and "shardwise plan" in rejected[-1]
     (blocks,) = (section.blocks for section in page.sections if section.title == "sample")
     assert Quote(label="after", text="main():\n    pass") in blocks
@@ -67,7 +67,7 @@ def test_incidents_attempts_and_what_would_help_are_there_where_there_are_any(tm
     report = report_for(plan, history=history, attempts=2, incidents=("step 7: killed", "step 9 was skipped"))
     run = run_of(tmp_path, plan=plan, report=replace(report, plan=other), rows=step_rows(data_s=1.0))
     page = run_page(run)
-    assert "none/fp32/other" in words(page, "what was planned")[0], "a fallback that ran in the end is named"
+    assert "none/fp32/other" in words(page, "the plan")[0], "a fallback that ran in the end is named"
     assert {"what would help", "incidents", "attempts"} <= set(titles(page))
     assert words(page, "incidents") == ["step 7: killed", "step 9 was skipped"]
     first, *_ = words(page, "attempts")
@@ -104,8 +104,8 @@ def test_a_run_without_a_report_says_so_and_shows_how_far_it_got(tmp_path: Path)
     title, *_ = titles(page)
     (loss,) = words(page, title)
     assert "7 of 40" in title and "4.8600" in loss
-    assert {"predicted beside measured", "loss", "throughput", "hardware"} <= set(titles(page))
-    assert not {"sample", "seen to run", "incidents"} & set(titles(page))
+    assert {"predicted and measured", "loss", "throughput", "hardware"} <= set(titles(page))
+    assert not {"sample", "verified engine", "incidents"} & set(titles(page))
     (run.run_dir / "metrics.jsonl").write_text("")
     page = run_page(read_recorded(run.run_dir))
     assert not {"loss", "throughput", "memory of a device"} & set(titles(page))

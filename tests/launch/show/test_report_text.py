@@ -63,7 +63,7 @@ def test_a_bad_ending_names_its_error_and_incidents():
     )  # fmt: skip
     text = render_report(report, run_dir=Path("r"))
     assert "r: failed" in text and "2 attempts" in text and "step 4" in text
-    assert "ValueError: no" in text and "retried once" in text and "seen to run" not in text
+    assert "ValueError: no" in text and "retried once" in text and "verified" not in text
 
 
 def test_a_run_without_a_report_tells_how_far_it_got(tmp_path: Path):
