@@ -75,7 +75,7 @@ announce() {
 check_cards() { # before gigabytes are downloaded: has this torch code for any card that is here?
     if command -v nvidia-smi >/dev/null 2>&1 && [ -n "${CUDA_VISIBLE_DEVICES-all}" ]; then
         nvidia-smi --query-gpu=compute_cap,name --format=csv,noheader 2>/dev/null |
-            PYTHONPATH=. "$bin/python" -m shardwise.launch.probe.before_download "$1" || exit 4
+            PYTHONPATH=. "$bin/python" -m shardwise.launch.probe.installed "$1" || exit 4
     fi
 }
 

@@ -32,7 +32,7 @@ from shardwise.launch.rundir.files import (
 from shardwise.launch.rundir.find import RUNS, find_runs, one_run, run_dirs_of, runs_below
 from shardwise.launch.rundir.lock import LockOwner, local_owner, recorded_owner
 from shardwise.launch.rundir.state import Queue, RunState, RunStatus, judge, read_liveness, status_of
-from shardwise.launch.show.status_text import render_status, render_table, submitted_s
+from shardwise.launch.show.status import render_status, render_table, submitted_s
 from shardwise.launch.terminal import Console
 from shardwise.slurm.jobs import QueuedJob, cancel, cancel_waiting, signal_batch_script
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from shardwise.launch.options import ReportOptions
-from shardwise.launch.show.report.runs import RecordedRun, recorded_runs
+from shardwise.launch.show.recorded_run import RecordedRun, recorded_runs
 from shardwise.launch.terminal import Console, write_page
 from shardwise.trainer.spec.errors import ExitCode, InputError
 
@@ -36,18 +36,18 @@ def report_json(run: RecordedRun) -> dict[str, Any]:
 
 def _text(runs: Sequence[RecordedRun]) -> str:
     if len(runs) == 1:
-        from shardwise.launch.show.report.text import render_run
+        from shardwise.launch.show.report import render_run
 
         return render_run(runs[0])
-    from shardwise.launch.show.report.comparison import comparison_page
+    from shardwise.launch.show.comparison import comparison_page
     from shardwise.trainer.planning.page.content import page_text
 
     return page_text(comparison_page(runs), width=100)
 
 
 def _write_page(path: Path, runs: Sequence[RecordedRun]) -> None:
-    from shardwise.launch.show.report.comparison import comparison_page
-    from shardwise.launch.show.report.page import run_page
+    from shardwise.launch.show.comparison import comparison_page
+    from shardwise.launch.show.run_page import run_page
     from shardwise.trainer.planning.page.html import pages_html
 
     page = run_page(runs[0]) if len(runs) == 1 else comparison_page(runs)

@@ -30,8 +30,8 @@ from shardwise.launch.run.start import Prepared, check_trial, finished_report, p
 from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.rundir.cancel_flag import must_end_at_start
 from shardwise.launch.rundir.lock import locked
-from shardwise.launch.show.report.runs import read_recorded
-from shardwise.launch.show.report.text import render_report
+from shardwise.launch.show.recorded_run import read_recorded
+from shardwise.launch.show.report import render_report
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError

@@ -15,9 +15,9 @@ from shardwise.launch.options import WatchOptions
 from shardwise.launch.rundir.files import is_run_dir
 from shardwise.launch.rundir.find import find_runs, one_run
 from shardwise.launch.rundir.state import RunState
-from shardwise.launch.show.live.follow import QUERY_S, SETTLE_S, Look, WatchedRun
-from shardwise.launch.show.live.screen import ViewOutput
-from shardwise.launch.show.status_text import NUM_INCIDENTS, shown_path
+from shardwise.launch.show.follow import QUERY_S, SETTLE_S, Look, WatchedRun
+from shardwise.launch.show.screen import ViewOutput
+from shardwise.launch.show.status import NUM_INCIDENTS, shown_path
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 

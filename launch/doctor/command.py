@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwise.launch.doctor import network, python, system, torch
+from shardwise.launch.doctor import network, software, system
 from shardwise.launch.doctor.finding import (
     Diagnosis,
     Finding,
@@ -99,20 +99,20 @@ class Check(NamedTuple):
 
 
 CHECKS = (
-    Check("driver", torch.check_driver),
-    Check("torch", torch.check_torch),
-    Check("compiled-libraries", torch.check_compiled, is_slow=True),
-    Check("gpu-memory", torch.check_memory_held),
-    Check("collective", torch.check_collective, is_slow=True),
-    Check("python", python.check_python),
-    Check("libraries", python.check_libraries),
-    Check("shadowed-modules", python.check_shadows),
-    Check("variables", python.check_variables),
-    Check("compiler", torch.check_compiler),
-    Check("libaio", torch.check_libaio),
-    Check("ninja", torch.check_ninja),
-    Check("cuda-toolkit", torch.check_toolkit),
-    Check("build-locks", torch.check_build_locks),
+    Check("driver", software.check_driver),
+    Check("torch", software.check_torch),
+    Check("compiled-libraries", software.check_compiled, is_slow=True),
+    Check("gpu-memory", software.check_memory_held),
+    Check("collective", software.check_collective, is_slow=True),
+    Check("python", software.check_python),
+    Check("libraries", software.check_libraries),
+    Check("shadowed-modules", software.check_shadows),
+    Check("variables", software.check_variables),
+    Check("compiler", software.check_compiler),
+    Check("libaio", software.check_libaio),
+    Check("ninja", software.check_ninja),
+    Check("cuda-toolkit", software.check_toolkit),
+    Check("build-locks", software.check_build_locks),
     Check("memory", system.check_memory),
     Check("shared-memory", system.check_shared_memory),
     Check("open-files", system.check_open_files),

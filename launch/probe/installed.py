@@ -1,8 +1,16 @@
-"""Versions of installed packages, read from the names of their metadata folders.
+"""Installed packages, by the names of their metadata folders; and whether a torch build fits the GPUs of this machine.
 
 `importlib.metadata` finds the same folders, but it loads the standard library's mail parser and parses a package's
 whole description for its version: a fifth of the time of `shardwise plan`. The folder's name holds both, by
 the specification of recorded projects (packaging.python.org): `NAME-VERSION.dist-info`.
+
+Before gigabytes of torch are downloaded, `make install` checks that the build has code for a GPU of this machine. Only
+the standard library is there by then, so this module imports nothing else:
+
+    nvidia-smi --query-gpu=compute_cap,name --format=csv,noheader |
+        python -m shardwise.launch.probe.installed VERSION
+
+VERSION is the torch that pip would install. Exit code 4: it can use none of the cards, and stderr names one that can.
 """
 
 import os
@@ -12,8 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.trainer.spec.errors import EnvironmentFaultError
-from shardwise.trainer.spec.packages import extra_line
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
+from shardwise.trainer.spec.packages import CUDA_12_INDEX, OLDEST_CAPABILITY, extra_line, lacks_code
 
 _METADATA_FOLDER = re.compile(r"(?P<name>[A-Za-z0-9._]+)-(?P<version>[^-]+)(-py\d\.\d+)?\.(dist|egg)-info")
 
@@ -72,6 +80,30 @@ def require_libraries_of_training() -> None:
         raise EnvironmentFaultError(f"training needs {', '.join(missing)}, not installed here:\n{extra_line('train')}")
 
 
+def obstacle_to_torch(cards: str, torch_version: str) -> tuple[str, ...]:
+    """Lines for the user if torch can use none of the cards that nvidia-smi lists; else empty."""
+    known = [
+        ((int(found[1]), int(found[2])), found[3].strip()) for found in re.finditer(r"(?m)^(\d+)\.(\d+), *(.+)$", cards)
+    ]
+    if not known or not all(lacks_code(torch_version, capability) for capability, _ in known):
+        return ()
+    (major, minor), name = max(known)
+    oldest = ".".join(map(str, OLDEST_CAPABILITY))
+    return (
+        f"{name} has compute capability {major}.{minor}; torch {torch_version}, which pip would download, is built for "
+        f"CUDA 13 and has code for {oldest} and newer: nothing was downloaded",
+        f"a build for CUDA 12 has code for this card: export PIP_EXTRA_INDEX_URL={CUDA_12_INDEX}",
+        "or train on the CPU: export CUDA_VISIBLE_DEVICES=",
+    )
+
+
+def main() -> ExitCode:
+    """Reads the cards from stdin."""
+    lines = obstacle_to_torch(sys.stdin.read(), sys.argv[1])
+    sys.stderr.writelines(f"{line}\n" for line in lines)
+    return ExitCode.ENVIRONMENT if lines else ExitCode.DONE
+
+
 def _metadata(folder: str) -> str:
     """The METADATA file of a package; empty if there is none."""
     try:
@@ -101,3 +133,7 @@ def _installed(folders: tuple[str, ...]) -> dict[str, tuple[str, str]]:
 
 def _normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

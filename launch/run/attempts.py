@@ -37,7 +37,7 @@ from shardwise.launch.nodes.ranks import Cluster, ClusterRanks
 from shardwise.launch.plan.checkpoints import newest_facts, obstacle_to_resume
 from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.rundir.cancel_flag import is_cancelled
-from shardwise.launch.show.live.follow import Progress
+from shardwise.launch.show.follow import Progress
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.start import TrackerProcess, running_trackers
 from shardwise.trainer.spec import codec

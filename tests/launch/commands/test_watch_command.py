@@ -15,7 +15,7 @@ from shardwise.launch.options import WatchOptions
 from shardwise.launch.rundir.files import read_run
 from shardwise.launch.rundir.lock import LOCK
 from shardwise.launch.rundir.state import Judged, RunState
-from shardwise.launch.show.live.follow import FOREIGN_SETTLE_S, Look, WatchedRun, state_text
+from shardwise.launch.show.follow import FOREIGN_SETTLE_S, Look, WatchedRun, state_text
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.report import Ending

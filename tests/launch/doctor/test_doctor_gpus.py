@@ -10,7 +10,7 @@ from hanging_programs import pids_in, under_a_limit, wait_until_gone
 from msgspec.structs import replace
 
 from shardwise.launch.doctor.finding import Level, Machine, diagnosis_of
-from shardwise.launch.doctor.torch import check_collective, check_compiled
+from shardwise.launch.doctor.software import check_collective, check_compiled
 from shardwise.launch.probe.torch_fit import TorchResult
 from shardwise.trainer.spec.hardware import Hardware, Host
 

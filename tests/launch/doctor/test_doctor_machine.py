@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from small_disk import mounted_disk
 
 from shardwise.launch.doctor.finding import Level, diagnosis_of
-from shardwise.launch.doctor.python import check_python
+from shardwise.launch.doctor.software import check_python
 from shardwise.launch.doctor.system import judge_shared_memory
 from shardwise.trainer.spec.units import GIB, MIB
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from small_terminal import SmallTerminal
 
-from shardwise.launch.show.live.screen import Screen, draws_block, glyphs_for
-from shardwise.launch.show.live.text import ASCII, UNICODE
+from shardwise.launch.show.screen import Screen, draws_block, glyphs_for
+from shardwise.launch.show.view import ASCII, UNICODE
 from shardwise.launch.terminal import Console
 
 TERMINAL = {"TERM": "xterm-256color", "LANG": "C.UTF-8"}

@@ -4,8 +4,19 @@ import re
 
 import pytest
 
-from shardwise.launch.show.live.text import ASCII, UNICODE, bar, block_lines, fitted, log_line, num_columns
-from shardwise.launch.show.live.view import CardFigures, LiveView, MemoryGauge, Point
+from shardwise.launch.show.view import (
+    ASCII,
+    UNICODE,
+    CardFigures,
+    LiveView,
+    MemoryGauge,
+    Point,
+    bar,
+    block_lines,
+    fitted,
+    log_line,
+    num_columns,
+)
 from shardwise.trainer.spec.units import GIB, MIB
 
 CURVE = tuple(Point(step, 9 * 0.98**step + 4.5) for step in range(1, 151))

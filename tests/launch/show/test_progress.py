@@ -8,7 +8,7 @@ from typing import Any
 from run_factory import metrics_row, write_attempt
 from small_terminal import SmallTerminal
 
-from shardwise.launch.show.live.follow import Progress
+from shardwise.launch.show.follow import Progress
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan

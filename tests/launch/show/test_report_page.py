@@ -8,7 +8,8 @@ from page_reader import read_page
 from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import attempt_record
 
-from shardwise.launch.show.report.page import (
+from shardwise.launch.show.recorded_run import RecordedRun, read_recorded
+from shardwise.launch.show.run_page import (
     loss_chart,
     marks_of,
     memory_chart,
@@ -17,7 +18,6 @@ from shardwise.launch.show.report.page import (
     step_parts_chart,
     timeline_chart,
 )
-from shardwise.launch.show.report.runs import RecordedRun, read_recorded
 from shardwise.trainer.planning.page.content import LineChart, Page, Quote, Sentence, Span
 from shardwise.trainer.planning.page.html import pages_html
 from shardwise.trainer.spec.report import Ending, Fault, RollBack, Sample

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from reported_run import report_for, step_rows, tiny_plan, write_point, write_run
 
-from shardwise.launch.show.report.runs import labels_of, read_recorded, recorded_runs, state_line
+from shardwise.launch.show.recorded_run import labels_of, read_recorded, recorded_runs, state_line
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.report import Ending
 

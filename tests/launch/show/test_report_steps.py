@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from reported_run import step_rows
 
-from shardwise.launch.show.report.runs import Step, figures_of, last_of_each, observed, read_steps, steady_steps
+from shardwise.launch.show.recorded_run import Step, figures_of, last_of_each, observed, read_steps, steady_steps
 from shardwise.trainer.planning.recommend import Observed
 
 

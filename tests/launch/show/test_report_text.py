@@ -8,8 +8,8 @@ from report_factory import make_report
 from reported_run import step_rows, write_run
 from run_factory import attempt_record
 
-from shardwise.launch.show.report.runs import read_recorded
-from shardwise.launch.show.report.text import parts_line, render_report, render_run
+from shardwise.launch.show.recorded_run import read_recorded
+from shardwise.launch.show.report import parts_line, render_report, render_run
 from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault
 from shardwise.trainer.spec.units import GIB
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from shardwise.launch.show.report.runs import ENDINGS, RecordedRun, end_line, state_line
+from shardwise.launch.show.recorded_run import ENDINGS, RecordedRun, end_line, state_line
 from shardwise.trainer.planning.memory import grouped
 from shardwise.trainer.planning.page.content import paragraph
 from shardwise.trainer.planning.recommend import Recommendation

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from shardwise.launch.show.live.text import ASCII, UNICODE, Glyphs, block_lines, log_line
-from shardwise.launch.show.live.view import LiveView
+from shardwise.launch.show.view import ASCII, UNICODE, Glyphs, LiveView, block_lines, log_line
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.secrets import redact
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from shardwise.launch.show.report.page import points_of
-from shardwise.launch.show.report.runs import RecordedRun, ending_text, labels_of, state_line
-from shardwise.launch.show.report.text import format_size, shown
+from shardwise.launch.show.recorded_run import RecordedRun, ending_text, labels_of, state_line
+from shardwise.launch.show.report import format_size, shown
+from shardwise.launch.show.run_page import points_of
 from shardwise.trainer.planning.page.content import (
     Block,
     LineChart,

@@ -7,8 +7,8 @@ curves have optimizer steps as their axis; restarts, returns to a checkpoint and
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
-from shardwise.launch.show.report.runs import ENDINGS, RecordedRun, Step, state_line
-from shardwise.launch.show.report.text import (
+from shardwise.launch.show.recorded_run import ENDINGS, RecordedRun, Step, state_line
+from shardwise.launch.show.report import (
     FAULTS,
     attempt_line,
     comparison_rows,

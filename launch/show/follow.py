@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from shardwise.launch.rundir.files import RunFiles, read_run
 from shardwise.launch.rundir.lock import recorded_owner
 from shardwise.launch.rundir.state import Judged, Queue, RunState, judge, read_liveness
-from shardwise.launch.show.live.screen import ViewOutput
-from shardwise.launch.show.live.view import LiveView, MetricsTail, StepLog, read_phase, view_of
+from shardwise.launch.show.screen import ViewOutput
+from shardwise.launch.show.view import LiveView, MetricsTail, StepLog, read_phase, view_of
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shardwise.launch.show.report.text import format_size, shown
+from shardwise.launch.show.report import format_size, shown
 from shardwise.trainer.planning.memory import grouped
 from shardwise.trainer.planning.page.content import Page, Section, Sentence, Table
 from shardwise.trainer.spec.plan import PROFILE_FOLDER, Candidate, Plan, ProfileFigures, RetainedBytes
