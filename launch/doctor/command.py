@@ -1,8 +1,8 @@
 """`shardwise doctor [JOB]`: the command, the table of its checks, and the check of the job.
 
-The command looks for everything that would make training fail or slow here, and names the remedy. It changes nothing
-and trains nothing. Exit code 4 if there is a fault, 0 if there are warnings at most; a job file that is wrong in itself
-is exit code 2, as everywhere. docs/doctor.md has a row for each check.
+The command checks for everything that would make training fail or slow on this machine, and prints the remedy. It
+changes nothing and trains nothing. Exit code 4 if there is a fault, 0 if there are warnings at most, 2 for an
+invalid job file. docs/doctor.md has a row for each check.
 """
 
 import os
@@ -19,11 +19,12 @@ from shardwise.launch.doctor import network, software, system
 from shardwise.launch.doctor.finding import (
     Diagnosis,
     Finding,
+    Level,
     Machine,
     Place,
     diagnosis_of,
+    explained,
     fault,
-    fault_of,
     fine,
     place_of,
     read_machine,
@@ -53,7 +54,7 @@ class RequestedJob(NamedTuple):
     """The job of the command line."""
 
     path: Path
-    overrides: Sequence[str] = ()
+    overrides: Sequence[str]
 
 
 def run_doctor(options: DoctorOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> ExitCode:
@@ -159,11 +160,11 @@ def _all_of(check: Check, machine: Machine) -> tuple[Finding, ...]:
     return tuple(check.find(machine))
 
 
-NUM_FILES = 1000  # of the data, that are opened
+NUM_FILES = 1000  # of the data files, that are opened
 
 
 def check_job(requested: RequestedJob, machine: Machine) -> Iterator[Finding]:
-    """Findings that keep the job from running on this machine."""
+    """Findings that prevent the job from running on this machine."""
     try:
         inputs = read_inputs(
             requested.path,
@@ -177,7 +178,7 @@ def check_job(requested: RequestedJob, machine: Machine) -> Iterator[Finding]:
         yield from _to_fetch(inputs, requested)
         plan = plan_inputs(inputs, profile_data(inputs), environment=machine.environment)
     except ShardwiseError as error:
-        yield fault_of(str(error), otherwise=f"shardwise plan {requested.path} shows more")
+        yield explained(Level.FAULT, str(error), otherwise=f"shardwise plan {requested.path} shows more")
         return
     chosen = plan.chosen
     yield fine(f"{requested.path}: {chosen.strategy.name}, micro batch {chosen.micro_batch}, on {chosen.num_ranks} "
@@ -208,7 +209,7 @@ def _checked(check: Callable[[], None], requested: RequestedJob) -> Iterator[Fin
     try:
         check()
     except ShardwiseError as error:
-        yield fault_of(str(error), otherwise=f"shardwise train {requested.path} --dry-run shows more")
+        yield explained(Level.FAULT, str(error), otherwise=f"shardwise train {requested.path} --dry-run shows more")
 
 
 def _unreadable(inputs: PlanInputs) -> Iterator[Finding]:
@@ -227,13 +228,15 @@ def _unreadable(inputs: PlanInputs) -> Iterator[Finding]:
 
 
 def _to_fetch(inputs: PlanInputs, requested: RequestedJob) -> Iterator[Finding]:
-    """Weights and data that are not here: the hub has them, and there is room."""
+    """Missing weights and data are on the hub, and there is room for them."""
     job, hub_home = inputs.resolved.job, inputs.hub_home
     try:
         model = model_need(job, inputs.model, hub_home)
         needs = [*([] if model is None else [model]), *(data_need(source, hub_home) for source in data_sources(job))]
         check_room_of(needs)
     except ShardwiseError as error:
-        yield fault_of(str(error), otherwise=f"fetch it where there is a network: shardwise fetch {requested.path}")
+        yield explained(
+            Level.FAULT, str(error), otherwise=f"fetch it where there is a network: shardwise fetch {requested.path}"
+        )
         return
     yield from (fine(need.words) for need in needs)

@@ -1,8 +1,8 @@
-"""The values of `shardwise doctor`: findings, their text, and the machine that every check looks at.
+"""The values of `shardwise doctor`: findings, their text, and the machine that every check inspects.
 
-A finding is a level, one sentence with the values that were seen, and the remedy. torch is loaded in a process of its
-own with a time limit, because a GPU in a bad state can block forever; this also brings torch's files into memory, so
-that later processes start fast.
+A finding is a level, one sentence with the values found, and the remedy. torch is loaded in a process of its own with a
+time limit, because a GPU in a bad state can block forever. That also caches torch's files, so that later processes
+start fast.
 """
 
 import os
@@ -38,7 +38,7 @@ class Finding(Value, frozen=True, kw_only=True):
     check: str = ""  # the row of `command.CHECKS` that found it
     level: Level
     sentence: str
-    fix: str | None = None  # the command or the setting that mends it; None where nothing has to be
+    fix: str | None = None  # the command or the setting that fixes it; None if nothing is wrong
 
 
 class Diagnosis(Value, frozen=True, kw_only=True):
@@ -70,12 +70,12 @@ def fault(sentence: str, fix: str) -> Finding:
 
 
 def warning(sentence: str, fix: str) -> Finding:
-    """Worth knowing before something is started."""
+    """Training would be slow, or fail later or for some jobs."""
     return Finding(level=Level.WARNING, sentence=sentence, fix=fix)
 
 
 def fine(sentence: str) -> Finding:
-    """Looked at, and as it should be."""
+    """The check passed."""
     return Finding(level=Level.FINE, sentence=sentence)
 
 
@@ -88,11 +88,6 @@ def explained(level: Level, message: str, *, otherwise: str) -> Finding:
     remedies = [line.strip().removeprefix("remedy: ").removeprefix("install it: ") for line in rest.splitlines()]
     fix = "; ".join(filter(None, remedies)) or otherwise
     return Finding(level=level, sentence=first.rstrip(";"), fix=fix)
-
-
-def fault_of(message: str, *, otherwise: str) -> Finding:
-    """A fault from the message of one of our errors."""
-    return explained(Level.FAULT, message, otherwise=otherwise)
 
 
 _HEADS = {Level.FAULT: "faults: training would fail", Level.WARNING: "warnings", Level.FINE: "fine"}
@@ -121,7 +116,7 @@ SLURM_TIMEOUT_S = 6.0
 
 
 class Place(Value, frozen=True, kw_only=True):
-    """Where to look, and as whom; a test lays out a machine of its own below `root`."""
+    """Folders and environment to inspect; a test lays out a machine of its own below `root`."""
 
     environment: dict[str, str]
     root: Path = Path("/")
@@ -137,11 +132,11 @@ class Place(Value, frozen=True, kw_only=True):
 
 
 class Machine(Value, frozen=True, kw_only=True):
-    """A place with what was found there."""
+    """A place, its hardware and the check of its torch."""
 
     place: Place
-    hardware: Hardware | None  # None: the driver of a GPU that is here fails
-    obstacle: str | None = None  # its sentence and remedy
+    hardware: Hardware | None  # None: the driver of a GPU fails
+    obstacle: str | None = None  # the sentence and the remedy of that failure
     torch: TorchResult = TorchResult()
 
     @property
@@ -149,12 +144,12 @@ class Machine(Value, frozen=True, kw_only=True):
         return self.place.environment
 
     @property
-    def has_gpus(self) -> bool:
-        return self.hardware is not None and bool(self.hardware.gpus)
-
-    @property
     def num_gpus(self) -> int:
         return len(self.hardware.gpus) if self.hardware is not None else 0
+
+    @property
+    def has_gpus(self) -> bool:
+        return self.num_gpus > 0
 
 
 def place_of(
@@ -165,7 +160,7 @@ def place_of(
     is_quick: bool = False,
     **changes: object,
 ) -> Place:
-    """This machine as it stands in the environment; `named` are the folders that a config.yaml names."""
+    """This machine with an environment; `named` are the folders of a config.yaml."""
     hub_home = named.get("huggingface")
     place = Place(
         environment=dict(environment),

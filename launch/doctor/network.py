@@ -38,7 +38,7 @@ class Reply(NamedTuple):
 
 
 def check_hostname(machine: Machine) -> Iterator[Finding]:
-    """The machine knows its own name: gloo and torchrun look it up."""
+    """The machine's own name resolves: gloo and torchrun look it up."""
     name, started = machine.place.hostname, time.monotonic()
     add = f"echo 127.0.1.1 {name} | sudo tee -a /etc/hosts"
     try:
@@ -56,7 +56,7 @@ def check_hostname(machine: Machine) -> Iterator[Finding]:
 
 
 def check_interfaces(machine: Machine) -> Iterator[Finding]:
-    """The loopback is up, and the interfaces that variables name are there."""
+    """The loopback is up, and the interfaces that variables name exist."""
     root = machine.place.root
     names = sorted(folder.name for folder in root.glob("sys/class/net/*") if folder.is_dir())
     if not names:
@@ -77,7 +77,7 @@ def check_interfaces(machine: Machine) -> Iterator[Finding]:
 
 
 def _names_any(setting: str, names: list[str], *, is_prefix: bool) -> bool:
-    """As NCCL reads it: a list of beginnings of names, `=` before it for whole ones, `^` for what is left out."""
+    """True if the setting matches a name, as NCCL reads it: prefixes, after `=` full names, after `^` excluded ones."""
     if setting.startswith("^"):
         return True
     is_exact = setting.startswith("=") or not is_prefix
@@ -107,7 +107,7 @@ def check_proxies(machine: Machine) -> Iterator[Finding]:
             yield warning(
                 f"{variable}: the proxy {host}:{port} does not respond ({error.strerror or error}): nothing can be "
                 "fetched",
-                f"unset {variable}, or name a proxy that is there",
+                f"unset {variable}, or set a proxy that runs",
             )
         else:
             yield fine(f"{variable}: the proxy {host}:{port} responds")
@@ -158,15 +158,12 @@ def judge_clock(date: str | None, now_s: float) -> Iterator[Finding]:
 
 
 def hub_token(environment: Mapping[str, str]) -> str | None:
-    """The token as huggingface_hub finds it: of the environment, else of the file that `hf auth login` wrote."""
+    """The token as huggingface_hub finds it: from the environment, else from the file that `hf auth login` writes."""
     named = environment.get("HF_TOKEN") or environment.get("HUGGING_FACE_HUB_TOKEN")
     if named:
         return named.strip()
-    home = environment.get("HF_HOME") or str(
-        Path(
-            environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/nonexistent"), ".cache"), "huggingface"
-        )
-    )
+    cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/nonexistent"), ".cache")
+    home = environment.get("HF_HOME") or Path(cache, "huggingface")
     return read_text(Path(environment.get("HF_TOKEN_PATH") or Path(home, "token"))).strip() or None
 
 
@@ -198,7 +195,7 @@ def check_wandb(machine: Machine) -> Iterator[Finding]:
 
 
 def has_wandb_key(environment: Mapping[str, str], server: str) -> bool:
-    """Of the environment, or of the netrc file that `wandb login` writes."""
+    """True if the environment or the netrc file that `wandb login` writes has a key."""
     from urllib.parse import urlsplit
 
     if environment.get("WANDB_API_KEY"):
@@ -242,7 +239,7 @@ def fetch(
 
 
 def check_slurm(machine: Machine) -> Iterator[Finding]:
-    """Nothing where there is no Slurm."""
+    """Slurm's controller responds and munge works; no finding on a machine without Slurm."""
     hardware = machine.hardware
     if hardware is None or hardware.host.slurm is None:
         return
@@ -254,9 +251,8 @@ def check_slurm(machine: Machine) -> Iterator[Finding]:
             "sudo systemctl restart munge; its clock and its key must be those of the controller",
         )
     try:
-        pinged = run_slurm(
-            ("scontrol", "ping"), environment=machine.environment, timeout_s=machine.place.slurm_timeout_s
-        )
+        limit_s = machine.place.slurm_timeout_s
+        pinged = run_slurm(("scontrol", "ping"), environment=machine.environment, timeout_s=limit_s)
     except EnvironmentFaultError as error:
         yield explained(
             Level.FAULT if is_needed else Level.WARNING,
@@ -269,7 +265,7 @@ def check_slurm(machine: Machine) -> Iterator[Finding]:
 
 
 def munge_problem(environment: Mapping[str, str], *, timeout_s: float) -> str | None:
-    """Why a credential cannot be made and read back; None where it can, and where there is no munge."""
+    """The reason why no credential can be made and read back; None if it can, or without munge."""
     munge, unmunge = (shutil.which(name, path=environment.get("PATH")) for name in ("munge", "unmunge"))
     if munge is None or unmunge is None:
         return None

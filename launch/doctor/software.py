@@ -16,7 +16,17 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from shardwise.launch.doctor.finding import Finding, Level, Machine, Place, explained, fault, fault_of, fine, warning
+from shardwise.launch.doctor.finding import (
+    SMI_TIMEOUT_S,
+    Finding,
+    Level,
+    Machine,
+    Place,
+    explained,
+    fault,
+    fine,
+    warning,
+)  # fmt: skip
 from shardwise.launch.doctor.system import obstacle_in
 from shardwise.launch.engine.operators import (
     ASYNC_IO,
@@ -54,7 +64,6 @@ _SLOW_VARIABLES = {
     "NCCL_SHM_DISABLE": "GPUs communicate through the network",
     "NCCL_IB_DISABLE": "InfiniBand is not used",
 }
-_OF_SEVERAL_GPUS = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _HARMLESS = {"", "0", "OFF", "INFO"}
 
 
@@ -98,11 +107,10 @@ def check_shadows(machine: Machine) -> Iterator[Finding]:
     if working.resolve() not in (FOLDER.parent, *(path.resolve() for path in paths)):
         found += [
             warning(
-                f"{file} has the name of the module {_module(file)}; ranks do not import it, other programs started "
-                "here do",
+                f"{file} has the name of the module {_module(file)}; ranks do not import it, programs started here do",
                 f"rename it: {shlex.join(['mv', str(file), str(file.with_name('my_' + file.name))])}",
             )
-            for file in shadowing(working)
+            for file in _shadowing(working)
         ]
     yield from found
     if not found:
@@ -111,7 +119,7 @@ def check_shadows(machine: Machine) -> Iterator[Finding]:
 
 def _on_module_path(folder: Path) -> Iterator[Finding]:
     """Files in a folder of PYTHONPATH, which precede the environment; a warning if packages were installed there."""
-    files = shadowing(folder)
+    files = _shadowing(folder)
     if files and any(folder.glob("*.dist-info")):
         modules = ", ".join(map(_module, files[:4]))
         yield warning(
@@ -122,7 +130,7 @@ def _on_module_path(folder: Path) -> Iterator[Finding]:
     for file in files:
         yield fault(
             f"{file} comes before the module {_module(file)}: PYTHONPATH names its folder",
-            f"rename it, or take {folder} out of PYTHONPATH",
+            f"rename it, or remove {folder} from PYTHONPATH",
         )
 
 
@@ -130,7 +138,7 @@ def _module(file: Path) -> str:
     return file.stem if file.suffix == ".py" else file.name
 
 
-def shadowing(folder: Path) -> list[Path]:
+def _shadowing(folder: Path) -> list[Path]:
     """Modules and packages in a folder with the name of one that processes of shardwise import."""
     candidates = [path for name in _IMPORTED for path in (folder / f"{name}.py", folder / name)]
     return [path for path in candidates if path.is_file() or (path / "__init__.py").is_file()]
@@ -148,7 +156,7 @@ def _hidden_gpus(machine: Machine) -> Iterator[Finding]:
     setting = machine.environment.get("CUDA_VISIBLE_DEVICES")
     if setting is None or machine.hardware is None:
         return
-    there = read_gpus(root=machine.place.root, environment=machine.environment, timeout_s=8.0).gpus
+    there = read_gpus(root=machine.place.root, environment=machine.environment, timeout_s=SMI_TIMEOUT_S).gpus
     if there and not machine.has_gpus:
         yield warning(
             f"CUDA_VISIBLE_DEVICES={setting!r} hides {name_gpus([gpu.index for gpu in there])} ({there[0].name}): "
@@ -173,24 +181,22 @@ def _library_path(machine: Machine) -> Iterator[Finding]:
     if cuda is None:
         return
     for entry in filter(None, machine.environment.get("LD_LIBRARY_PATH", "").split(":")):
-        versions = {found[1] for path in Path(entry).glob("libcudart.so.*") if (found := _CUDART.search(path.name))}
+        names = (path.name for path in Path(entry).glob("libcudart.so.*"))
+        versions = {found[1] for name in names if (found := re.search(r"libcudart\.so\.(\d+(?:\.\d+)*)", name))}
         others = sorted(version for version in versions if version.partition(".")[0] != cuda.partition(".")[0])
         if others and len(others) == len(versions):
             yield warning(
                 f"LD_LIBRARY_PATH holds {entry}, which is of CUDA {others[-1]}; torch is built for CUDA {cuda} "
                 "and brings its own",
-                "unset LD_LIBRARY_PATH, or take this folder out of it",
+                "unset LD_LIBRARY_PATH, or remove this folder from it",
             )
-
-
-_CUDART = re.compile(r"libcudart\.so\.(\d+(?:\.\d+)*)")
 
 
 def _other_variables(machine: Machine) -> Iterator[Finding]:
     environment = machine.environment
     for name, effect in _SLOW_VARIABLES.items():
         value = environment.get(name, "")
-        if value.upper() not in _HARMLESS and (machine.num_gpus > 1 or name not in _OF_SEVERAL_GPUS):
+        if value.upper() not in _HARMLESS and (machine.num_gpus > 1 or not name.startswith("NCCL_")):
             yield warning(
                 f"{name}={value}: {effect}, which is slow", f"unset {name}, unless a fault listed here requires it"
             )
@@ -234,7 +240,7 @@ COMPILED = {
 def check_driver(machine: Machine) -> Iterator[Finding]:
     """The cards of the machine, the notes of the driver, and the cards that are left out."""
     if machine.hardware is None:
-        yield fault_of(machine.obstacle or "", otherwise="run `nvidia-smi` by hand and mend the driver")
+        yield explained(Level.FAULT, machine.obstacle or "", otherwise="run `nvidia-smi` and repair the driver")
         return
     hardware = machine.hardware
     for note in hardware.notes:
@@ -253,7 +259,7 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
     """torch loads, and can use the GPUs of the machine."""
     version = installed_version("torch")
     if version is None:
-        return  # one of the libraries that `check_libraries` finds missing
+        return  # `check_libraries` reports it
     facts = machine.torch.facts
     if machine.torch.is_slow:
         yield warning(f"torch {version}: {machine.torch.problem}", _SLOW_DISK)
@@ -263,7 +269,7 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
             pip_line("--force-reinstall", "torch", python=machine.place.python),
         )
     elif machine.hardware is not None and (lines := find_fault(machine.hardware, machine.torch)):
-        yield fault_of("\n".join(lines), otherwise=BUILT_FOR_CUDA)
+        yield explained(Level.FAULT, "\n".join(lines), otherwise=BUILT_FOR_CUDA)
     elif machine.hardware is not None and machine.has_gpus and facts is None and version.endswith("+cpu"):
         name = machine.hardware.gpus[0].name
         yield fault(f"torch {version} was built without CUDA, and there is {name}", BUILT_FOR_CUDA)
@@ -273,7 +279,9 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
         yield fine(f"torch {facts.version} loads")
     else:
         program = find_nvidia_smi(machine.place.root, machine.environment)
-        table = run_program([program], environment=machine.environment, timeout_s=8.0).output if program else ""
+        table = (
+            run_program([program], environment=machine.environment, timeout_s=SMI_TIMEOUT_S).output if program else ""
+        )
         newest = re.search(r"CUDA Version:\s*(\d+\.\d+)", table)
         more = f", driver for CUDA up to {newest[1]}" if newest else ""
         seen = f"{machine.num_gpus} GPU{'s' if machine.num_gpus > 1 else ''}"
@@ -284,7 +292,7 @@ def check_compiled(machine: Machine, *, timeout_s: float = IMPORT_TIMEOUT_S) -> 
     """Libraries that were compiled against one torch load with the installed one."""
     for package, (module, arguments) in COMPILED.items():
         version = installed_version(package)
-        if version is None or (package == "bitsandbytes" and not machine.has_gpus):  # on a CPU nothing loads it
+        if version is None or (package == "bitsandbytes" and not machine.has_gpus):  # not loaded on a CPU
             continue
         result = run_program(
             [machine.place.python, "-P", "-c", f"import {module}"],
@@ -308,7 +316,7 @@ def check_compiled(machine: Machine, *, timeout_s: float = IMPORT_TIMEOUT_S) -> 
 
 
 def check_memory_held(machine: Machine) -> Iterator[Finding]:
-    """Memory of the cards that other processes hold."""
+    """Memory of the cards that other processes use."""
     if machine.hardware is None or not machine.has_gpus:
         return
     held = [gpu for gpu in machine.hardware.gpus if held_bytes(gpu) > _HELD_SHARE * gpu.memory_bytes]
@@ -317,12 +325,12 @@ def check_memory_held(machine: Machine) -> Iterator[Finding]:
         end = f"end them (kill {pids})" if pids else "see `nvidia-smi`, on the host where this is a container"
         yield warning(
             f"GPU {gpu.index} ({gpu.name}): {format_bytes(held_bytes(gpu))} of {format_bytes(gpu.memory_bytes)} are "
-            f"held by {name_processes(gpu.processes)}",
+            f"used by {name_processes(gpu.processes)}",
             f"{end}, or name other cards with --gpus",
         )
     if not held:
         free = min(gpu.free_bytes or gpu.memory_bytes for gpu in machine.hardware.gpus)
-        yield fine(f"no other process holds memory of the cards: {format_bytes(free)} free on each")
+        yield fine(f"no other process uses memory of the cards: {format_bytes(free)} free on each")
 
 
 def check_collective(machine: Machine, *, timeout_s: float = GATHER_TIMEOUT_S) -> Iterator[Finding]:
@@ -355,18 +363,16 @@ def check_compiler(_machine: Machine) -> Iterator[Finding]:
     yield fine("the C++ compiler finds Python's headers")
 
 
-def check_libaio(_machine: Machine) -> Iterator[Finding]:
+def check_libaio(machine: Machine) -> Iterator[Finding]:
     """The library that NVMe offload is compiled with; checked only if there is a compiler."""
-    try:
-        check_toolchain((CPU_ADAM,))
-    except EnvironmentFaultError:
+    if any(finding.level is Level.WARNING for finding in check_compiler(machine)):
         return
     try:
         check_toolchain((CPU_ADAM, ASYNC_IO))
     except EnvironmentFaultError as error:
         yield explained(Level.WARNING, f"{error}; offload_nvme needs it", otherwise="install libaio-dev")
         return
-    yield fine("libaio is here, for offload to NVMe")
+    yield fine("libaio is installed, for offload to NVMe")
 
 
 def check_ninja(machine: Machine) -> Iterator[Finding]:
@@ -403,13 +409,13 @@ def check_toolkit(machine: Machine) -> Iterator[Finding]:
 
 
 def check_build_locks(machine: Machine) -> Iterator[Finding]:
-    """Locks of builds that were killed: the next build would wait for them for ever."""
+    """Locks of builds that were killed: the next build would wait for them forever."""
     folders = list(_extension_folders(machine.place))
     stale = [lock for folder in folders for lock in find_stale_locks(folder)]
     for lock in stale:
         yield warning(
-            f"{lock} was left by a build that was killed; another program that uses {lock.parent.name} waits for it "
-            "for ever (shardwise removes its own)",
+            f"{lock} was left by a killed build; another program that uses {lock.parent.name} waits for it forever "
+            "(shardwise removes its own)",
             f"rm {shlex.quote(str(lock))}",
         )
     if folders and not stale:
@@ -417,7 +423,7 @@ def check_build_locks(machine: Machine) -> Iterator[Finding]:
 
 
 def _extension_folders(place: Place) -> Iterator[Path]:
-    """Ours, and those that torch uses outside of runs: $TORCH_EXTENSIONS_DIR, else ~/.cache/torch_extensions."""
+    """Folders of shardwise's operators, and those of torch outside of runs: TORCH_EXTENSIONS_DIR or ~/.cache."""
     yield from (path for path in sorted(place.cache.glob("operators/*")) if path.is_dir())
     named = place.environment.get("TORCH_EXTENSIONS_DIR")
     base = place.environment.get("XDG_CACHE_HOME") or str(Path(place.environment.get("HOME", "/"), ".cache"))

@@ -9,7 +9,7 @@ import re
 import shlex
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.launch.doctor.finding import Finding, Machine, Place, fault, fine, warning
@@ -45,7 +45,7 @@ _SLOW = frozenset({"cifs", "smb3", "9p", "fuse.sshfs", "fuse.rclone", "fuse.s3fs
 _WINDOWS_FILESYSTEMS = frozenset({"9p", "drvfs", "virtiofs"})
 _WSL_MEMORY = re.compile(r"^\s*memory\s*=\s*(\S+)", re.MULTILINE | re.IGNORECASE)
 _REMEDIES = {
-    "the output": "name another folder with output or --run-dir, or make it yours: sudo chown $USER FOLDER",
+    "the output": "name another folder with output or --run-dir, or change its owner: sudo chown $USER FOLDER",
     "the cache": "export SHARDWISE_CACHE=/a/folder, or folders: {cache: /a/folder} in config.yaml",
     "the state": "export XDG_STATE_HOME=/a/folder",
     "the hub's cache": "export HF_HOME=/a/folder, or folders: {huggingface: /a/folder} in config.yaml",
@@ -59,7 +59,7 @@ def check_memory(machine: Machine) -> Iterator[Finding]:
     group = read_cgroup_limits(machine.place.root)
     total = memory.get("MemTotal")
     if total is None:
-        yield warning("/proc/meminfo does not say how much RAM there is", "mount /proc: plans need it")
+        yield warning("/proc/meminfo does not contain the size of the RAM", "mount /proc: plans need it")
         return
     if group.memory_bytes is not None and group.memory_bytes < SMALL_GROUP_SHARE * total:
         yield warning(
@@ -87,7 +87,7 @@ def swap_of(place: Place) -> int:
 
 
 def check_shared_memory(machine: Machine) -> Iterator[Finding]:
-    """Where processes share memory is there, and large enough for NCCL."""
+    """Shared memory exists and is large enough for NCCL."""
     try:
         space = os.statvfs(machine.place.root / "dev/shm")
     except OSError:
@@ -112,21 +112,21 @@ def judge_shared_memory(total_bytes: int, free_bytes: int, *, num_gpus: int) -> 
 
 
 def check_open_files(machine: Machine) -> Iterator[Finding]:
-    """Files and sockets that a process may have open."""
+    """The limit of open files and sockets of a process."""
     number, hard = _limit(machine, "Max open files")
     enough = FILES_OF_MANY_GPUS if machine.num_gpus >= 4 else USUAL_FILES
     if number is None or number >= enough:
         yield fine(f"open files: {'no limit' if number is None else number}")
         return
     wanted = max(enough, min(hard or 65536, 65536))
-    yield _graded(number, LEAST_FILES)(
+    yield (fault if number < LEAST_FILES else warning)(
         f"a process may have {number} files open; {enough} are usual for {machine.num_gpus or 'no'} GPUs",
         f"ulimit -n {wanted}; for good: nofile in /etc/security/limits.conf, --ulimit nofile={wanted} for a container",
     )
 
 
 def check_processes(machine: Machine) -> Iterator[Finding]:
-    """Processes and threads that this user, or this container, may have."""
+    """The limit of processes and threads of this user or container."""
     files = ("sys/fs/cgroup/pids.max", "sys/fs/cgroup/pids/pids.max")
     texts = (read_text(machine.place.root / path).strip() for path in files)
     of_group = next((int(text) for text in texts if text.isdigit()), None)
@@ -138,7 +138,7 @@ def check_processes(machine: Machine) -> Iterator[Finding]:
     where, remedy = "for this user", "ulimit -u 65536, or nproc in /etc/security/limits.conf"
     if least == of_group:
         where, remedy = "in this control group", "docker run --pids-limit=-1"
-    yield _graded(least, LEAST_PROCESSES)(f"{least} processes and threads are allowed {where}", remedy)
+    yield (fault if least < LEAST_PROCESSES else warning)(f"{least} processes and threads are allowed {where}", remedy)
 
 
 def check_locked_memory(machine: Machine) -> Iterator[Finding]:
@@ -182,10 +182,6 @@ def _limit(machine: Machine, name: str) -> tuple[int | None, int | None]:
     found = re.search(rf"^{re.escape(name)}\s+(\S+)\s+(\S+)", text, re.MULTILINE)
     soft, hard = (int(value) if value.isdigit() else None for value in (found.groups() if found else ("", "")))
     return soft, hard
-
-
-def _graded(number: int, least: int) -> Callable[[str, str], Finding]:
-    return fault if number < least else warning
 
 
 def check_wsl(machine: Machine) -> Iterator[Finding]:
@@ -250,7 +246,7 @@ def check_folders(machine: Machine) -> Iterator[Finding]:
 
 
 def obstacle_in(folder: Path) -> str | None:
-    """Why nothing can be written below a folder, which need not exist yet; None where it can."""
+    """The reason why a folder, which need not exist yet, cannot be written; None if it can."""
     for path in (folder.absolute(), *folder.absolute().parents):
         if path.is_symlink() and not path.exists():
             return f"{path} is a link to {path.readlink()}, which is not there"
@@ -281,7 +277,7 @@ def check_home(machine: Machine) -> Iterator[Finding]:
     room = read_room(home, place.environment, root=place.root)
     stated = f"{home}: {format_bytes(room.free_bytes)} {room.bytes_limit}"
     if room.free_bytes < HOME_BYTES:
-        yield _graded(room.free_bytes, LEAST_HOME_BYTES)(
+        yield (fault if room.free_bytes < LEAST_HOME_BYTES else warning)(
             f"the home directory is full: {stated}", f"du -xh {shlex.quote(str(home))} | sort -h | tail shows its files"
         )
     else:
@@ -336,7 +332,7 @@ def check_speed(machine: Machine) -> Iterator[Finding]:
         devices.add(folder.stat().st_dev)
         speed = measure_folder(folder, file_bytes=MEASURED_BYTES, budget_s=BUDGET_S)
         if speed is None:
-            continue  # no room, or it cannot be written: another check reports it
+            continue  # no room, or not writable: another check reports it
         write, read = speed.write_bytes_per_s, speed.read_bytes_per_s
         stated = f"{folder}: writes {write / 1e6:.0f} MB/s, reads {read / 1e6:.0f} MB/s"
         if min(write, read) < SLOW_BYTES_PER_S:

@@ -112,15 +112,12 @@ def _requested(gpus: Sequence[Gpu], wanted: tuple[int, ...] | None) -> tuple[tup
 
 def _with_code(gpus: Sequence[Gpu], torch_version: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
     """The cards that this torch has code for, or all if it has code for none: a run then stops with the remedy."""
-    old = [
-        gpu
-        for gpu in gpus
-        if torch_version and gpu.compute_capability and lacks_code(torch_version, gpu.compute_capability)
-    ]
+    known = [gpu for gpu in gpus if torch_version and gpu.compute_capability]
+    old = [gpu for gpu in known if lacks_code(torch_version or "", gpu.compute_capability or (0, 0))]
     if len(old) == len(gpus):
         return tuple(gpus), ()
     return tuple(gpu for gpu in gpus if gpu not in old), tuple(
-        f"GPU {gpu.index} ({gpu.name}): torch {torch_version} has no code for a card as old" for gpu in old
+        f"GPU {gpu.index} ({gpu.name}): torch {torch_version} has no code for so old a card" for gpu in old
     )
 
 

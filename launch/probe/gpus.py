@@ -1,7 +1,7 @@
 """GPUs and links of this machine, from the output of `nvidia-smi`; its absence and its failures become sentences.
 
-The number of runs is minimal: two at once for any machine (cards, compute processes); then, only if needed, the table
-(a display uses memory, or MIG), the list (MIG) and the links (more than one card), again at once. A run of more than
+As few runs as possible: two at once for any machine (cards, compute processes); then, only if needed, the table (a
+display uses memory, or MIG), the list (MIG) and the links (more than one card), again at once. A run of more than
 10 s is killed. Everything is read below `root`, so a test can lay out a machine of its own.
 
 NVML adds cores, clocks and memory bus of cards that have no row in the tables. Its binding is imported here alone of
@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from shardwise.launch.probe.gpu_selection import held_bytes
@@ -139,17 +138,16 @@ def _assemble(
     results = _run_all(program, wanted.values(), timeout_s)
     texts = {topic: result.printed for topic, result in zip(wanted, results, strict=True) if result.exit_code == 0}
     silent = [
-        " ".join(wanted[topic]) for topic, result in zip(wanted, results, strict=True) if result.exit_code is None
+        f"`{' '.join(('nvidia-smi', *query))}` did not respond within {timeout_s:g} s: left out"
+        for query, result in zip(wanted.values(), results, strict=True)
+        if result.exit_code is None
     ]
     gpus, without_slice = _split_by_mig(_with_table_processes(usable, texts.get("table", "")), rows, texts)
-    gpus = with_card_facts(gpus)
     topology = parse_topology(texts.get("topology", ""))
-    gpus = tuple(
-        msgspec.structs.replace(gpu, numa_node=topology.numa_nodes.get(gpu.index))
-        if gpu.numa_node is None and not gpu.is_mig_on
-        else gpu
-        for gpu in gpus
-    )
+    nodes = {
+        gpu.index: topology.numa_nodes.get(gpu.index) for gpu in gpus if gpu.numa_node is None and not gpu.is_mig_on
+    }
+    gpus = tuple(replace(gpu, numa_node=nodes.get(gpu.index, gpu.numa_node)) for gpu in _with_card_facts(gpus))
     return GpuFindings(
         gpus=gpus,
         links=build_links(
@@ -159,14 +157,7 @@ def _assemble(
             parse_nvlink_rates(texts.get("nvlinks", "")),
         ),
         excluded=(*excluded, *without_slice),
-        notes=(
-            *problems,
-            *_slot_notes(rows),
-            *(
-                f"`nvidia-smi {arguments}` did not respond within {timeout_s:g} s: left out".replace("  ", " ")
-                for arguments in silent
-            ),
-        ),
+        notes=(*problems, *_slot_notes(rows), *silent),
         is_gpu_on_bus=True,
     )
 
@@ -175,21 +166,19 @@ def _usable_cards(rows: Sequence[GpuRow], apps: ProgramResult, root: Path) -> tu
     processes = parse_compute_apps(apps.printed if apps.exit_code == 0 else "")
     gpus, excluded = [], []
     for row in rows:
-        gpu = row.gpu
+        gpu, named = row.gpu, f"GPU {row.gpu.index} ({row.gpu.name})"
         if row.is_prohibited:
-            excluded.append(
-                f"GPU {gpu.index} ({gpu.name}): its compute mode is Prohibited; `sudo nvidia-smi -c 0` lifts it"
-            )
+            excluded.append(f"{named}: its compute mode is Prohibited; `sudo nvidia-smi -c 0` lifts it")
             continue
         memory_bytes, free_bytes = gpu.memory_bytes, gpu.free_bytes
         if row.shares_host_memory:
             host = parse_meminfo(read_text(root / "proc/meminfo"))
             memory_bytes, free_bytes = host.get("MemTotal", 0), host.get("MemAvailable")
         if not memory_bytes:
-            excluded.append(f"GPU {gpu.index} ({gpu.name}): the driver does not report its memory")
+            excluded.append(f"{named}: the driver does not report its memory")
             continue
         gpus.append(
-            msgspec.structs.replace(
+            replace(
                 gpu,
                 memory_bytes=memory_bytes,
                 free_bytes=free_bytes,
@@ -202,10 +191,8 @@ def _usable_cards(rows: Sequence[GpuRow], apps: ProgramResult, root: Path) -> tu
 
 def _further_queries(gpus: Sequence[Gpu]) -> dict[str, tuple[str, ...]]:
     """Further runs that this machine needs, by topic."""
-    queries: dict[str, tuple[str, ...]] = {}
     has_mig = any(gpu.is_mig_on for gpu in gpus)
-    if has_mig:
-        queries["list"] = ("-L",)
+    queries: dict[str, tuple[str, ...]] = {"list": ("-L",)} if has_mig else {}
     if has_mig or any(_unexplained_bytes(gpu) > _UNEXPLAINED_BYTES for gpu in gpus):
         queries["table"] = ()
     if sum(not gpu.is_mig_on for gpu in gpus) > 1:
@@ -214,34 +201,25 @@ def _further_queries(gpus: Sequence[Gpu]) -> dict[str, tuple[str, ...]]:
 
 
 def _unexplained_bytes(gpu: Gpu) -> int:
-    if gpu.free_bytes is None:
-        return 0
-    return held_bytes(gpu) - sum(process.memory_bytes or 0 for process in gpu.processes)
+    known = sum(process.memory_bytes or 0 for process in gpu.processes)
+    return 0 if gpu.free_bytes is None else held_bytes(gpu) - known
 
 
 def _with_table_processes(gpus: Sequence[Gpu], table: str) -> tuple[Gpu, ...]:
-    listed = parse_table_processes(table)
-    return tuple(
-        msgspec.structs.replace(
-            gpu,
-            processes=gpu.processes
-            + tuple(
-                row.process
-                for row in listed
-                if row.gpu_index == gpu.index and row.process.pid not in {one.pid for one in gpu.processes}
-            ),
-        )
-        for gpu in gpus
-    )
+    """The cards with the processes of the table that `--query-compute-apps` does not list."""
+    listed, found = parse_table_processes(table), []
+    for gpu in gpus:
+        known = {process.pid for process in gpu.processes}
+        more = [row.process for row in listed if row.gpu_index == gpu.index and row.process.pid not in known]
+        found.append(replace(gpu, processes=(*gpu.processes, *more)))
+    return tuple(found)
 
 
 def _split_by_mig(
     gpus: Sequence[Gpu], rows: Sequence[GpuRow], texts: Mapping[str, str]
 ) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
     """Cards as they are, cards in MIG mode replaced by their slices, numbered after the last card of the machine."""
-    whole = [gpu for gpu in gpus if not gpu.is_mig_on]
-    slices = parse_mig_slices(texts.get("list", ""))
-    memory = parse_mig_memory(texts.get("table", ""))
+    slices, memory = parse_mig_slices(texts.get("list", "")), parse_mig_memory(texts.get("table", ""))
     parts: list[Gpu] = []
     excluded = []
     first_index = max(row.gpu.index for row in rows) + 1
@@ -253,7 +231,7 @@ def _split_by_mig(
                 f"GPU {parent.index} ({parent.name}): MIG is on but no slice can be seen; `sudo nvidia-smi mig -cgi"
                 " PROFILE -C` makes one, `sudo nvidia-smi -mig 0` switches MIG off"
             )
-    return (*whole, *parts), tuple(excluded)
+    return (*(gpu for gpu in gpus if not gpu.is_mig_on), *parts), tuple(excluded)
 
 
 def _slot_notes(rows: Sequence[GpuRow]) -> list[str]:
@@ -290,7 +268,7 @@ def _without_program(root: Path) -> GpuFindings:
     return GpuFindings(notes=(f"{named}, but {remedy}",), is_gpu_on_bus=True)
 
 
-def with_card_facts(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+def _with_card_facts(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     """The cards, with figures of NVML for each that has no row in the tables."""
     unknown = [gpu for gpu in gpus if gpu.spec_name is None and gpu.uuid and not gpu.is_mig_on]
     if not unknown:

@@ -21,6 +21,7 @@ import shutil
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from shardwise.trainer.spec.hardware import Disk, Host, NetworkInterface, SlurmEnvironment
 from shardwise.trainer.spec.units import KIB, MIB
@@ -40,6 +41,9 @@ _CAP_IPC_LOCK = 14  # its bit among the capabilities
 _INTERNAL_INTERFACE = re.compile(
     r"lo|docker\d*|br-.*|veth.*|virbr\d*.*|cni\d*|flannel.*|cali.*|lxc.*|lxdbr\d*|tunl\d*|kube-.*"
 )
+
+
+N = TypeVar("N", int, float)
 
 
 class Mount(Value, frozen=True, kw_only=True):
@@ -118,7 +122,7 @@ def count_cores(affinity: set[int] | frozenset[int], cgroup: CgroupLimits, slurm
     return max(1, min(counts))
 
 
-def _least(*amounts: int | None) -> int | None:
+def _least(*amounts: N | None) -> N | None:
     return min((amount for amount in amounts if amount is not None), default=None)
 
 
@@ -230,14 +234,9 @@ def parse_limit(text: str) -> int | None:
 
 
 def parse_cpu_max(text: str) -> float | None:
-    """Cores of version 2's `cpu.max`, `QUOTA PERIOD` in microseconds."""
+    """Cores of version 2's `cpu.max`, `QUOTA PERIOD` in microseconds; version 1 has a file for each."""
     match = re.fullmatch(r"(\d+) (\d+)", text.strip())
     return int(match[1]) / int(match[2]) if match and int(match[2]) else None
-
-
-def parse_quota(quota: str, period: str) -> float | None:
-    """Cores of version 1's `cpu.cfs_quota_us` (-1: none) and `cpu.cfs_period_us`."""
-    return parse_cpu_max(f"{quota.strip()} {period.strip()}")
 
 
 def parse_file_cache(memory_stat: str) -> int:
@@ -252,19 +251,24 @@ def read_cgroup_limits(root: Path = Path("/")) -> CgroupLimits:
     paths = parse_cgroup_paths(read_text(root / "proc/self/cgroup"))
     mounts = parse_mountinfo(read_text(root / "proc/self/mountinfo"))
     unified = _groups(root, mounts, paths, "")
-    memory = [_memory_v2(group) for group in unified] + [_memory_v1(g) for g in _groups(root, mounts, paths, "memory")]
-    quotas = [parse_cpu_max(read_text(group / "cpu.max")) for group in unified]
-    quotas += [
-        parse_quota(read_text(group / "cpu.cfs_quota_us"), read_text(group / "cpu.cfs_period_us"))
-        for group in _groups(root, mounts, paths, "cpu")
+    memory = [_memory(group, ("memory.max", "memory.high"), "memory.current") for group in unified]
+    memory += [
+        _memory(group, ("memory.limit_in_bytes",), "memory.usage_in_bytes")
+        for group in _groups(root, mounts, paths, "memory")
     ]
+    quotas = [parse_cpu_max(read_text(group / "cpu.max")) for group in unified]
+    files = [(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us") for group in _groups(root, mounts, paths, "cpu")]
+    quotas += [parse_cpu_max(" ".join(read_text(file).strip() for file in both)) for both in files]
     cpusets = [read_text(group / "cpuset.cpus.effective") for group in unified[:1]]
-    cpusets += [_cpuset_v1(group) for group in _groups(root, mounts, paths, "cpuset")[:1]]
+    cpusets += [
+        read_text(group / "cpuset.effective_cpus") or read_text(group / "cpuset.cpus")
+        for group in _groups(root, mounts, paths, "cpuset")[:1]
+    ]
     cores = [parse_cpu_list(text) for text in cpusets if text.strip()]
     return CgroupLimits(
-        memory_bytes=min((limit for limit, _ in memory if limit is not None), default=None),
-        available_bytes=min((free for _, free in memory if free is not None), default=None),
-        num_cores=min((quota for quota in quotas if quota is not None), default=None),
+        memory_bytes=_least(*(limit for limit, _ in memory)),
+        available_bytes=_least(*(free for _, free in memory)),
+        num_cores=_least(*quotas),
         cores=frozenset.intersection(*cores) if cores else None,
     )
 
@@ -298,30 +302,14 @@ def _groups(root: Path, mounts: Sequence[Mount], paths: dict[str, str], controll
     return ()
 
 
-def _memory_v2(group: Path) -> tuple[int | None, int | None]:
-    limits = [parse_limit(read_text(group / name)) for name in ("memory.max", "memory.high")]
-    return _with_headroom([limit for limit in limits if limit is not None], group, "memory.current")
-
-
-def _memory_v1(group: Path) -> tuple[int | None, int | None]:
-    limit = parse_limit(read_text(group / "memory.limit_in_bytes"))
-    return _with_headroom([] if limit is None else [limit], group, "memory.usage_in_bytes")
-
-
-def _with_headroom(limits: Sequence[int], group: Path, usage_name: str) -> tuple[int | None, int | None]:
+def _memory(group: Path, limit_names: Sequence[str], usage_name: str) -> tuple[int | None, int | None]:
     """The least of a group's limits and the free memory below it."""
-    if not limits:
-        return None, None
-    limit = min(limits)
+    limit = _least(*(parse_limit(read_text(group / name)) for name in limit_names))
     usage = parse_limit(read_text(group / usage_name))
-    if usage is None:
+    if limit is None or usage is None:
         return limit, None
     used = max(0, usage - parse_file_cache(read_text(group / "memory.stat")))
     return limit, max(0, limit - used)
-
-
-def _cpuset_v1(group: Path) -> str:
-    return read_text(group / "cpuset.effective_cpus") or read_text(group / "cpuset.cpus")
 
 
 def read_text(path: Path) -> str:

@@ -2,16 +2,16 @@
 
     read_gpus + read_host -> visible (CUDA_VISIBLE_DEVICES) -> selected (--gpus, busy, uniform) -> Hardware
 
-Nothing is guessed: an unknown figure is None, a device that is left out is named in `Hardware.excluded`, and other
-facts that a user should know are in `Hardware.notes`. A GPU whose driver fails stops the probe with the remedy, because
-a plan for the CPU would be a silent loss of speed; `CUDA_VISIBLE_DEVICES=` (empty) requests that plan.
+An unknown figure is None, a device that is left out is named in `Hardware.excluded`, and other facts for the user are
+in `Hardware.notes`. A GPU whose driver fails stops the probe with the remedy, because a plan for the CPU would be a
+silent loss of speed; `CUDA_VISIBLE_DEVICES=` (empty) requests that plan.
 """
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from shardwise.launch.probe.gpu_selection import free_memory_note, name_processes, select_gpus, visible_gpus
 from shardwise.launch.probe.gpus import TIMEOUT_S, GpuFindings, amd_notes, read_gpus
@@ -26,24 +26,10 @@ from shardwise.trainer.spec.units import format_bytes
 
 _HIDES_ALL = ("", "-1", "NoDevFiles")
 LIBRARIES = (
-    "torch",
-    "accelerate",
-    "transformers",
-    "deepspeed",
-    "peft",
-    "bitsandbytes",
-    "galore-torch",
-    "lion-pytorch",
-    "tokenizers",
-    "safetensors",
-    "triton",
-    "flash-attn",
-    "kernels",
-    "transformer-engine",
-    "liger-kernel",
-    "torchao",
+    "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes", "galore-torch", "lion-pytorch",
+    "tokenizers", "safetensors", "triton", "flash-attn", "kernels", "transformer-engine", "liger-kernel", "torchao",
     "wandb",
-)
+)  # fmt: skip
 _LIBRARIES_PER_LINE = 5
 
 
@@ -67,7 +53,7 @@ def read_hardware(
     failure_notes = _failure_notes(findings, hides_all=setting is not None and setting.strip() in _HIDES_ALL)
     visible, hidden = visible_gpus(findings.gpus, setting)
     chosen, excluded = select_gpus(visible, wanted=gpus, torch_version=installed_version("torch"))
-    uneven = free_memory_note(chosen)
+    uneven, unfit = free_memory_note(chosen), unfit_version("kernels", user="transformers")
     host = read_host(root=root, environment=environment)
     hardware = Hardware(
         gpus=chosen,
@@ -82,7 +68,7 @@ def read_hardware(
             *_mixed_order_note(findings.gpus, setting),
         ),
         libraries=read_libraries(),
-        unfit_libraries=_unfit_libraries(),
+        unfit_libraries={} if unfit is None else {"kernels": unfit.sentence},
         vram_cap_bytes=vram_cap_bytes,
         can_expand_segments=not host.is_wsl,
     )
@@ -92,12 +78,6 @@ def read_hardware(
 def read_libraries() -> dict[str, str]:
     """Versions of the installed libraries that decide what a plan can use, from their metadata; none is imported."""
     return {name: version for name in LIBRARIES if (version := installed_version(name)) is not None}
-
-
-def _unfit_libraries() -> dict[str, str]:
-    """Libraries that another library loads, at a version that it does not accept, each with a sentence."""
-    unfit = unfit_version("kernels", user="transformers")
-    return {} if unfit is None else {"kernels": unfit.sentence}
 
 
 def _failure_notes(findings: GpuFindings, *, hides_all: bool) -> tuple[str, ...]:
@@ -123,16 +103,16 @@ def _mixed_order_note(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[str, 
 
 
 def _with_measurements(hardware: Hardware) -> Hardware:
-    import tempfile  # here, as what follows: an ordinary probe starts faster without them
+    import tempfile  # imported here: an ordinary probe starts faster without them
 
     from shardwise.launch.probe.measure import judged_links, measure_disks, measure_rates
 
     folders = [Path(tempfile.gettempdir()), Path.cwd(), Path.home()]
     disks, disk_notes = measure_disks(hardware.host.disks, folders)
     found = measure_rates(hardware)
-    return msgspec.structs.replace(
+    return replace(
         hardware,
-        host=msgspec.structs.replace(hardware.host, disks=disks),
+        host=replace(hardware.host, disks=disks),
         links=judged_links(hardware.links, found.rates),
         rates=found.rates,
         notes=(*hardware.notes, *disk_notes, *found.notes),
@@ -160,37 +140,39 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def _joined(*parts: str | None) -> str:
-    return ", ".join(part for part in parts if part)
+    return ", ".join(filter(None, parts))
+
+
+def _size(template: str, num_bytes: int | None) -> str:
+    """The template with a size; empty if that is not known."""
+    return "" if num_bytes is None else template.format(format_bytes(num_bytes))
 
 
 def _device_lines(hardware: Hardware) -> list[str]:
-    cap = hardware.vram_cap_bytes
-    capped = f"capped at {format_bytes(cap)}" if cap is not None else None
-    nodes = f"{hardware.num_nodes} nodes, each with" if hardware.num_nodes > 1 else None
+    capped = _size("capped at {}", hardware.vram_cap_bytes)
     if hardware.gpus:
+        nodes = f"{hardware.num_nodes} nodes, each with" if hardware.num_nodes > 1 else ""
         lines = [line for gpu in hardware.gpus for line in _gpu_lines(gpu)]
-        return ([nodes] if nodes else []) + lines + ([capped] if capped else [])
+        return list(filter(None, (nodes, *lines, capped)))
     host = hardware.host
-    memory = f"{format_bytes(host.ram_bytes)} of memory" if host.ram_bytes is not None else None
     ranks = f"{hardware.num_cpu_devices} ranks" if hardware.num_cpu_devices > 1 else None
-    return [_joined(f"CPU {host.cpu_name or ''}".strip(), memory, ranks, capped)]
+    return [_joined(f"CPU {host.cpu_name or ''}".strip(), _size("{} of memory", host.ram_bytes), ranks, capped)]
 
 
 def _gpu_lines(gpu: Gpu) -> list[str]:
-    free = f" ({format_bytes(gpu.free_bytes)} free)" if gpu.free_bytes is not None else ""
     capability = gpu.compute_capability
     line = _joined(
         f"{gpu.index}: {gpu.name}",
-        f"{format_bytes(gpu.memory_bytes)}{free}",
+        f"{format_bytes(gpu.memory_bytes)}{_size(' ({} free)', gpu.free_bytes)}",
         f"compute capability {capability[0]}.{capability[1]}" if capability else None,
         f"PCIe {gpu.pcie_generation} x{gpu.pcie_width}" if gpu.pcie_generation and gpu.pcie_width else None,
         f"NUMA node {gpu.numa_node}" if gpu.numa_node is not None else None,
         f"{gpu.power_limit_w:g} W" if gpu.power_limit_w is not None else None,
-        {True: "ECC on", False: "ECC off"}.get(gpu.is_ecc_on) if gpu.is_ecc_on is not None else None,
+        {True: "ECC on", False: "ECC off", None: None}[gpu.is_ecc_on],
         f"driver {gpu.driver}" if gpu.driver else None,
         None if gpu.spec_name or gpu.is_mig_on else _rating_note(gpu),
     )
-    return [line] + ([f"   memory is also held by {name_processes(gpu.processes)}"] if gpu.processes else [])
+    return [line] + ([f"   memory is also used by {name_processes(gpu.processes)}"] if gpu.processes else [])
 
 
 def _rating_note(gpu: Gpu) -> str:
@@ -209,12 +191,8 @@ def _link_lines(links: Sequence[Link]) -> list[str]:
 
 
 def _link_text(link: Link) -> str:
-    rate = f"{format_bytes(link.bytes_per_s)}/s each way" if link.bytes_per_s is not None else None
-    peer = (
-        {True: "peer access", False: "no peer access"}.get(link.has_peer_access)
-        if link.has_peer_access is not None
-        else None
-    )
+    rate = _size("{}/s each way", link.bytes_per_s)
+    peer = {True: "peer access", False: "no peer access", None: None}[link.has_peer_access]
     kind = f"{link.num_nvlinks} NVLinks" if link.num_nvlinks else link.kind.value.replace("_", " ")
     return _joined(kind, rate, peer)
 
@@ -224,12 +202,11 @@ def _shortened(names: Sequence[str]) -> str:
 
 
 def _host_lines(host: Host) -> list[str]:
-    available = f" ({format_bytes(host.ram_available_bytes)} available)" if host.ram_available_bytes is not None else ""
     memory = _joined(
-        f"{format_bytes(host.ram_bytes)} of RAM{available}" if host.ram_bytes is not None else None,
-        f"{format_bytes(host.pinned_limit_bytes)} can be pinned" if host.pinned_limit_bytes is not None else None,
-        f"{format_bytes(host.memlock_limit_bytes)} can be locked" if host.memlock_limit_bytes is not None else None,
-        f"{format_bytes(host.shm_bytes)} of shared memory" if host.shm_bytes is not None else None,
+        _size("{} of RAM" + _size(" ({} available)", host.ram_available_bytes), host.ram_bytes),
+        _size("{} can be pinned", host.pinned_limit_bytes),
+        _size("{} can be locked", host.memlock_limit_bytes),
+        _size("{} of shared memory", host.shm_bytes),
     )
     cores = f"{host.num_cores} cores" if host.num_cores is not None else None
     cpu = _joined(host.cpu_name, cores, " ".join(host.cpu_flags) or None)
@@ -252,8 +229,8 @@ def _disk_line(disk: Disk) -> str:
         f"{disk.path} ({disk.filesystem})",
         f"{format_bytes(disk.free_bytes)} free of {format_bytes(disk.total_bytes)}",
         "rotating" if disk.is_rotational else None,
-        f"writes {format_bytes(disk.write_bytes_per_s)}/s" if disk.write_bytes_per_s is not None else None,
-        f"reads {format_bytes(disk.read_bytes_per_s)}/s" if disk.read_bytes_per_s is not None else None,
+        _size("writes {}/s", disk.write_bytes_per_s),
+        _size("reads {}/s", disk.read_bytes_per_s),
     )
 
 
@@ -272,26 +249,24 @@ def _rate_lines(hardware: Hardware) -> list[str]:
         _flops("fp32", rates.fp32_flops_per_s, spec, Precision.FP32),
         _flops("fp8", rates.fp8_flops_per_s, spec, Precision.FP8),
     )
-    attention = rates.attention_flops_per_s
-    return [
-        line
-        for line in (
-            f"matrix products in {products}" if products else "",
-            f"attention {attention / 10**12:.3g} TFLOP/s" if attention is not None else "",
-            _joined(
-                _rate("memory", rates.memory_bytes_per_s, spec.memory_bytes_per_s if spec else None),
-                _rate("host to device", rates.host_to_device_bytes_per_s, spec.pcie_bytes_per_s if spec else None),
-                _rate("device to host", rates.device_to_host_bytes_per_s, spec.pcie_bytes_per_s if spec else None),
-                _rate("AdamW on the host", rates.host_adam_bytes_per_s, None),
-            ),
-            _joined(
-                _rate("all-gather", rates.all_gather_bytes_per_s, _nominal_link(hardware)),
-                "only without peer access" if rates.gathers_only_without_peers else None,
-            ),
-            *_peer_lines(rates.peer_copies),
-        )
-        if line
-    ]
+    # An all-gather is bounded by the slowest link of its ring.
+    slowest_link = min((link.bytes_per_s for link in hardware.links if link.bytes_per_s is not None), default=None)
+    lines = (
+        f"matrix products in {products}" if products else "",
+        _flops("attention", rates.attention_flops_per_s, None, native),
+        _joined(
+            _rate("memory", rates.memory_bytes_per_s, spec.memory_bytes_per_s if spec else None),
+            _rate("host to device", rates.host_to_device_bytes_per_s, spec.pcie_bytes_per_s if spec else None),
+            _rate("device to host", rates.device_to_host_bytes_per_s, spec.pcie_bytes_per_s if spec else None),
+            _rate("AdamW on the host", rates.host_adam_bytes_per_s, None),
+        ),
+        _joined(
+            _rate("all-gather", rates.all_gather_bytes_per_s, slowest_link),
+            "only without peer access" if rates.gathers_only_without_peers else None,
+        ),
+        *_peer_lines(rates.peer_copies),
+    )
+    return list(filter(None, lines))
 
 
 def _flops(name: str, measured: int | None, spec: GpuSpec | None, precision: Precision) -> str | None:
@@ -302,16 +277,8 @@ def _flops(name: str, measured: int | None, spec: GpuSpec | None, precision: Pre
     return f"{name} {measured / 10**12:.3g} TFLOP/s{datasheet}"
 
 
-def _rate(name: str, measured: int | None, nominal: int | None) -> str | None:
-    if measured is None:
-        return None
-    datasheet = f" (datasheet {format_bytes(nominal)}/s)" if nominal else ""
-    return f"{name} {format_bytes(measured)}/s{datasheet}"
-
-
-def _nominal_link(hardware: Hardware) -> int | None:
-    """Rate of the slowest link, which bounds a ring."""
-    return min((link.bytes_per_s for link in hardware.links if link.bytes_per_s is not None), default=None)
+def _rate(name: str, measured: int | None, nominal: int | None) -> str:
+    return _size(f"{name} {{}}/s{_size(' (datasheet {}/s)', nominal or None)}", measured)
 
 
 def _peer_lines(copies: Sequence[PeerCopy]) -> list[str]:

@@ -24,8 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from shardwise.launch.probe.gpu_selection import visible_devices
 from shardwise.launch.worker import run_together
@@ -92,18 +91,16 @@ def measure_device(hardware: Hardware, *, timeout_s: float = TIMEOUT_S, module: 
 
 def measure_peers(hardware: Hardware, *, timeout_s: float = PEERS_TIMEOUT_S, module: str = PEERS_MODULE) -> Measurement:
     """Copies from each GPU to each other one, by index; empty if there are fewer than two."""
-    if not _has_peers(hardware):
+    if len(hardware.gpus) < 2 or any(gpu.is_mig_on for gpu in hardware.gpus):
         return Measurement()
     found, has_ended, error = _run_measurement(module, [], measuring_environment(hardware.gpus), timeout_s)
     if found is None:
         reason = error or ("it wrote nothing" if has_ended else f"it took more than {timeout_s:g} s")
         return Measurement(notes=(f"copies between GPUs were not measured: {reason}",))
-    named = tuple(
-        replace(copy, a=hardware.gpus[copy.a].index, b=hardware.gpus[copy.b].index) for copy in found.rates.peer_copies
-    )
+    gpus, copies = hardware.gpus, found.rates.peer_copies
+    named = tuple(replace(copy, a=gpus[copy.a].index, b=gpus[copy.b].index) for copy in copies)
     notes = _peer_notes(named, timeout_s, error)
-    if error and not notes:
-        notes = (f"not all copies between GPUs were measured: {error}",)
+    notes = notes or ((f"not all copies between GPUs were measured: {error}",) if error else ())
     return Measurement(rates=MeasuredRates(peer_copies=named), notes=notes)
 
 
@@ -156,20 +153,16 @@ def judged_links(links: Sequence[Link], rates: MeasuredRates) -> tuple[Link, ...
         over_pcie = rates.gathers_only_without_peers and link.kind is not LinkKind.NVLINK
         return over_pcie or frozenset((link.a, link.b)) in bad
 
-    return tuple(msgspec.structs.replace(link, has_peer_access=False) if is_bad(link) else link for link in links)
-
-
-def _has_peers(hardware: Hardware) -> bool:
-    return len(hardware.gpus) > 1 and not any(gpu.is_mig_on for gpu in hardware.gpus)
+    return tuple(replace(link, has_peer_access=False) if is_bad(link) else link for link in links)
 
 
 def _peer_notes(copies: Sequence[PeerCopy], timeout_s: float, error: str) -> tuple[str, ...]:
     ended = f"failed ({error})" if error else f"did not end within {timeout_s:g} s"
-    wrong = [copy for copy in copies if not copy.is_correct]
     return tuple(
         f"a copy from GPU {copy.a} to GPU {copy.b} "
         f"{ended if copy.bytes_per_s is None else 'arrived with other values'}: plans set NCCL_P2P_DISABLE=1"
-        for copy in wrong
+        for copy in copies
+        if not copy.is_correct
     )
 
 
@@ -205,11 +198,7 @@ def measure_disks(disks: Sequence[Disk], folders: Sequence[Path]) -> tuple[tuple
             notes.append(f"disk {disk.path}: not measured, no folder of it is writable with enough free space")
             measured.append(disk)
             continue
-        measured.append(
-            msgspec.structs.replace(
-                disk, write_bytes_per_s=speed.write_bytes_per_s, read_bytes_per_s=speed.read_bytes_per_s
-            )
-        )
+        measured.append(replace(disk, **asdict(speed)))
     return tuple(measured), tuple(notes)
 
 

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from statistics import median
 
+from msgspec.structs import replace
+
 from shardwise.trainer.planning.tables.gpu_names import match_gpu_name
 from shardwise.trainer.spec.hardware import Gpu, GpuProcess, Link, LinkKind
 from shardwise.trainer.spec.units import MIB
@@ -59,6 +61,7 @@ _PCIE_LANE_BYTES_PER_S = {
     5: 3_938_461_538,
     6: 7_563_000_000,  # FLIT mode, without line coding but with its own overhead
 }
+_MIG_LINE = re.compile(r"\s+MIG (\S+)\s+Device\s+(\d+): \(UUID: (MIG-[^)]+)\)")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")  # the header is underlined, also when piped
 
 
@@ -87,10 +90,10 @@ class GpuRow(Value, frozen=True, kw_only=True):
 
 
 class MigSlice(Value, frozen=True, kw_only=True):
-    """One MIG device; `device` counts within its card."""
+    """One MIG device."""
 
     gpu_index: int
-    device: int
+    device: int  # within its card
     profile: str
     uuid: str
 
@@ -143,17 +146,15 @@ def parse_compute_apps(text: str) -> dict[str, tuple[GpuProcess, ...]]:
 
 def parse_table_processes(text: str) -> tuple[TableProcess, ...]:
     """The process list at the end of the table that `nvidia-smi` prints; long names arrive cut."""
-    pattern = re.compile(
-        r"^\|\s+(\d+)\s+(?:N/A|\d+)\s+(?:N/A|\d+)\s+(\d+)\s+(C\+G|M\+C|G|C)\s+(.*?)\s+(?:(\d+)MiB|N/A)\s*\|$",
-        re.MULTILINE,
-    )
+    ids = r"(\d+)\s+(?:N/A|\d+)\s+(?:N/A|\d+)\s+(\d+)"
+    pattern = rf"^\|\s+{ids}\s+(C\+G|M\+C|G|C)\s+(.*?)\s+(?:(\d+)MiB|N/A)\s*\|$"
     return tuple(
         TableProcess(
             gpu_index=int(index),
             kind=kind,
             process=GpuProcess(pid=int(pid), name=_program(name), memory_bytes=int(memory) * MIB if memory else None),
         )
-        for index, pid, kind, name, memory in pattern.findall(text)
+        for index, pid, kind, name, memory in re.findall(pattern, text, re.MULTILINE)
     )
 
 
@@ -163,22 +164,16 @@ def parse_mig_slices(text: str) -> tuple[MigSlice, ...]:
     for line in text.splitlines():
         if card := re.match(r"GPU (\d+): ", line):
             gpu_index = int(card[1])
-        elif gpu_index is not None and (
-            found := re.match(r"\s+MIG (\S+)\s+Device\s+(\d+): \(UUID: (MIG-[^)]+)\)", line)
-        ):
+        elif gpu_index is not None and (found := _MIG_LINE.match(line)):
             slices.append(MigSlice(gpu_index=gpu_index, device=int(found[2]), profile=found[1], uuid=found[3]))
     return tuple(slices)
 
 
 def parse_mig_memory(text: str) -> dict[tuple[int, int], tuple[int, int]]:
     """Used and total bytes of each MIG device, by (card, device), from the table that `nvidia-smi` prints."""
-    pattern = re.compile(
-        r"^\|\s+(\d+)\s+(?:\d+|N/A)\s+(?:\d+|N/A)\s+(\d+)\s+\|\s+(\d+)MiB\s*/\s*(\d+)MiB\s*\|", re.MULTILINE
-    )
-    return {
-        (int(index), int(device)): (int(used) * MIB, int(total) * MIB)
-        for index, device, used, total in pattern.findall(text)
-    }
+    pattern = r"^\|\s+(\d+)\s+(?:\d+|N/A)\s+(?:\d+|N/A)\s+(\d+)\s+\|\s+(\d+)MiB\s*/\s*(\d+)MiB\s*\|"
+    rows = (map(int, row) for row in re.findall(pattern, text, re.MULTILINE))
+    return {(index, device): (used * MIB, total * MIB) for index, device, used, total in rows}
 
 
 def mig_gpus(
@@ -190,27 +185,13 @@ def mig_gpus(
     """
     own = [one for one in slices if one.gpu_index == parent.index and (one.gpu_index, one.device) in memory]
     devices = []
-    for offset, one in enumerate(own):
+    for index, one in enumerate(own, start=first_index):
         used, total = memory[(one.gpu_index, one.device)]
         name = f"{parent.name} MIG {one.profile}"
-        devices.append(
-            Gpu(
-                index=first_index + offset,
-                name=name,
-                spec_name=match_gpu_name(name, total),
-                memory_bytes=total,
-                usable_bytes=total,
-                free_bytes=total - used,
-                uuid=one.uuid,
-                compute_capability=parent.compute_capability,
-                driver=parent.driver,
-                is_ecc_on=parent.is_ecc_on,
-                is_mig_on=True,
-                pcie_generation=parent.pcie_generation,
-                pcie_width=parent.pcie_width,
-                numa_node=parent.numa_node,
-            )
-        )
+        own_fields = {"index": index, "name": name, "spec_name": match_gpu_name(name, total), "uuid": one.uuid}
+        sizes = {"memory_bytes": total, "usable_bytes": total, "free_bytes": total - used}
+        # The power limit and the processes are those of the whole card.
+        devices.append(replace(parent, **own_fields, **sizes, is_mig_on=True, power_limit_w=None, processes=()))
     return tuple(devices)
 
 
@@ -350,13 +331,8 @@ def _matrix(text: str) -> tuple[list[str], dict[int, list[str]]]:
     lines = [_ANSI.sub("", line) for line in text.splitlines()]
     header = next((line for line in lines if re.match(r"\s+GPU\d+\b", line)), "")
     columns = re.findall(r"\b(?:GPU\d+|NIC\d+|mlx\w+)\b", header)
-    rows = {}
-    for line in lines:
-        if row := re.match(r"\s*GPU(\d+)\s+(\S.*)", line):
-            if line == header:
-                continue
-            rows[int(row[1])] = row[2].split()
-    return columns, rows
+    found = (re.match(r"\s*GPU(\d+)\s+(\S.*)", line) for line in lines if line != header)
+    return columns, {int(row[1]): row[2].split() for row in found if row}
 
 
 def _nvlink_bytes_per_s(num_nvlinks: int, a: Gpu, b: Gpu, rates: Mapping[int, Sequence[int]]) -> int | None:

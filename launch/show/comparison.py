@@ -11,7 +11,7 @@ import msgspec
 
 from shardwise.launch.show.recorded_run import RecordedRun, ending_text, labels_of, state_line
 from shardwise.launch.show.report import format_size, shown
-from shardwise.launch.show.run_page import points_of
+from shardwise.launch.show.run_page import held_out_points, points_of
 from shardwise.trainer.planning.page.content import (
     Block,
     LineChart,
@@ -38,34 +38,24 @@ def comparison_page(runs: Sequence[RecordedRun]) -> Page:
     sections = (
         Section(title="figures (* the best)", blocks=tuple(_figures(runs, labels))),
         Section(title="what differs", blocks=tuple(_differences(runs, labels))),
-        _curves(
-            "held-out loss",
-            runs,
-            labels,
-            lambda run: tuple((float(step), loss) for step, loss in run.eval_losses.items()),
-            Unit.NUMBER,
-        ),
+        _curves("held-out loss", runs, labels, held_out_points, Unit.NUMBER),
         _curves("training loss", runs, labels, lambda run: points_of(run, lambda step: step.loss), Unit.NUMBER),
-        _curves(
-            "tokens/s of all devices",
-            runs,
-            labels,
-            lambda run: points_of(run, lambda step: step.tokens_per_s),
-            Unit.COUNT,
-        ),
-        _curves(
-            "peak memory of a device",
-            runs,
-            labels,
-            lambda run: points_of(run, lambda step: step.memory_peak_bytes),
-            Unit.BYTES,
-        ),
+        _curves("tokens/s of all devices", runs, labels, _rate_points, Unit.COUNT),
+        _curves("peak memory of a device", runs, labels, _peak_points, Unit.BYTES),
         Section(title="what would help", blocks=tuple(_recommended(runs, labels))),
     )
     return Page(
         title=f"{len(runs)} runs side by side",
         sections=tuple(section for section in sections if section is not None and section.blocks),
     )
+
+
+def _rate_points(run: RecordedRun) -> Points:
+    return points_of(run, lambda step: step.tokens_per_s)
+
+
+def _peak_points(run: RecordedRun) -> Points:
+    return points_of(run, lambda step: step.memory_peak_bytes)
 
 
 def _figures(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator[Block]:
@@ -96,15 +86,15 @@ def _row(run: RecordedRun, label: str) -> tuple[str, ...]:
 
 
 def _best(runs: Sequence[RecordedRun]) -> Iterator[tuple[int, int]]:
-    """(row, column) of each figure that no other run has better; none where all are alike."""
+    """(row, column) of the best figures; none in a column if all are equal."""
     scores = [_score(run) if _has_same_data(runs) else None for run in runs]
-    times = [run.report.duration_s if _is_whole(run) and run.report is not None else None for run in runs]
+    times = [_whole_time(run) for run in runs]
     for column, figures, sign in (
         (3, scores, 1),
         (5, [_rate(run) for run in runs], -1),
         (6, [run.measured.speed.step_s if _has_same_steps(runs) else None for run in runs], 1),
         (7, [run.measured.memory.peak_allocated_bytes for run in runs], 1),
-        (8, times if _has_same_steps(runs) else [None], 1),
+        (8, times if _has_same_steps(runs) else [], 1),
     ):
         known = [sign * figure for figure in figures if figure is not None]
         if len(set(known)) > 1:
@@ -125,9 +115,12 @@ def _has_same_steps(runs: Iterable[RecordedRun]) -> bool:
     return len({(schedule.num_steps, schedule.tokens_per_step) for schedule in schedules}) <= 1
 
 
-def _is_whole(run: RecordedRun) -> bool:
-    """Finished in one go, so that its time is that of the whole run."""
-    return run.report is not None and run.report.ending is Ending.FINISHED and run.report.resumed_from_step is None
+def _whole_time(run: RecordedRun) -> float | None:
+    """Duration of a run that finished without a restart."""
+    report = run.report
+    if report is None or report.ending is not Ending.FINISHED or report.resumed_from_step is not None:
+        return None
+    return report.duration_s
 
 
 def _score(run: RecordedRun) -> float | None:
@@ -145,22 +138,19 @@ def _differences(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator
     """Settings of the jobs that are not the same in all of them."""
     jobs = [dict(_flattened(msgspec.to_builtins(run.plan.job))) if run.plan is not None else {} for run in runs]
     known = [job for job in jobs if job]
-    keys = [key for key in dict.fromkeys(key for job in known for key in job) if _differs(key, known)]
+    names = dict.fromkeys(key for job in known for key in job)
+    keys = [key for key in names if any(job.get(key) != known[0].get(key) for job in known[1:])]
     if not keys:
         return
-    rows = [
-        (
-            label,
-            *(
-                shown(job.get(key), lambda value: f"{value:g}" if isinstance(value, float) else str(value))
-                for key in keys[:_MOST_SETTINGS]
-            ),
-        )
-        for label, job in zip(labels, jobs, strict=True)
-    ]
-    yield Table(rows=(("run", *keys[:_MOST_SETTINGS]), *rows))
+    first = keys[:_MOST_SETTINGS]
+    rows = [(label, *(shown(job.get(key), _setting) for key in first)) for label, job in zip(labels, jobs, strict=True)]
+    yield Table(rows=(("run", *first), *rows))
     if len(keys) > _MOST_SETTINGS:
         yield Sentence(text=f"and {', '.join(keys[_MOST_SETTINGS:])}")
+
+
+def _setting(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _flattened(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401  # a tree of builtins
@@ -172,10 +162,6 @@ def _flattened(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:  # noqa:
             yield from _flattened(part, f"{key}.{name}" if key else name)
 
 
-def _differs(key: str, jobs: Sequence[dict[str, Any]]) -> bool:
-    return any(job.get(key) != jobs[0].get(key) for job in jobs[1:])
-
-
 def _curves(
     caption: str,
     runs: Sequence[RecordedRun],
@@ -183,7 +169,7 @@ def _curves(
     points: Callable[[RecordedRun], Points],
     unit: Unit,
 ) -> Section | None:
-    """One line a run; None where no run has the figure."""
+    """One line for each run; None if no run has the figure."""
     curves = [(label, points(run)) for run, label in zip(runs, labels, strict=True)]
     lines = [Series(name=label, points=each) for label, each in curves if any(y is not None for _, y in each)]
     if not lines:
@@ -202,7 +188,7 @@ def _curves(
 
 
 def _recommended(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator[Block]:
-    """The first of each run."""
+    """The first recommendation of each run."""
     for run, label in zip(runs, labels, strict=True):
         for each in run.recommended[:1]:
             yield Sentence(text=f"{label}: {each.text}")

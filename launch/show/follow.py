@@ -1,7 +1,7 @@
 """Follows a run for its view: the attempt that a supervisor shows, and the run directory that `shardwise watch` reads.
 
 On a terminal a block is redrawn; in CI and under Slurm a plain line appears every few seconds, so that a log stays
-readable. The files of the run are only read, so nothing here can disturb the training. Whether a
+readable. The files of the run are only read, so a view cannot disturb the training. Whether a
 run without news is still alive is known only on the supervisor's machine and to Slurm. If neither can be reached, a run
 is watched until its report states an end.
 """
@@ -17,6 +17,7 @@ from shardwise.launch.rundir.files import RunFiles, read_run
 from shardwise.launch.rundir.lock import recorded_owner
 from shardwise.launch.rundir.state import Judged, Queue, RunState, judge, read_liveness
 from shardwise.launch.show.screen import ViewOutput
+from shardwise.launch.show.status import SILENT_S
 from shardwise.launch.show.view import LiveView, MetricsTail, StepLog, read_phase, view_of
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.plan import Plan
@@ -82,13 +83,10 @@ class Progress:
     def _read_rows(self) -> None:
         now = self._clock()
         for row in self._tail.read_new():
-            self._note(row, now)
-
-    def _note(self, row: dict[str, Any], now: float) -> None:
-        self._steps.note(row, seen_s=now)
-        self._has_step = True
-        if row.get("eval_loss") is not None:
-            self._output.screen.print_line(f"step {row['step']}: held-out loss {row['eval_loss']:.4f}")
+            self._steps.note(row, seen_s=now)
+            self._has_step = True
+            if row.get("eval_loss") is not None:
+                self._output.screen.print_line(f"step {row['step']}: held-out loss {row['eval_loss']:.4f}")
 
     def _read_phase(self) -> None:
         phase = read_phase(self._attempt_dir)
@@ -102,7 +100,6 @@ class Progress:
 QUERY_S = 15.0  # between two queries of Slurm, which serves all users
 SETTLE_S = 3.0  # an end must last: between two attempts there is a report of the earlier one
 FOREIGN_SETTLE_S = 60.0  # the same, if the supervisor is on another machine
-SILENT_S = 120.0  # a write to a shared file system may appear a minute late
 _OVER = (RunState.FINISHED, RunState.STOPPED)  # no attempt follows these by itself
 
 
@@ -166,7 +163,8 @@ class WatchedRun:
             return True
         if self._ended is None or self._ended[:2] != (state, files.attempt):
             self._ended = (state, files.attempt, now)
-        is_foreign = files.submission is None and _is_supervised_elsewhere(files)
+        owner = None if files.submission is not None else recorded_owner(files.run_dir)
+        is_foreign = owner is not None and not owner.is_local
         return now - self._ended[2] >= (FOREIGN_SETTLE_S if is_foreign else self._settle_s)
 
     def _view(self, files: RunFiles, judged: Judged) -> LiveView:
@@ -195,8 +193,3 @@ def state_text(files: RunFiles, judged: Judged, *, now_s: float) -> str:
     phase = files.phase or "starting"
     silent_s = 0.0 if files.heartbeat_s is None else now_s - files.heartbeat_s
     return phase if silent_s < SILENT_S else f"{phase}, no heartbeat for {format_seconds(silent_s)}"
-
-
-def _is_supervised_elsewhere(files: RunFiles) -> bool:
-    owner = recorded_owner(files.run_dir)
-    return owner is not None and not owner.is_local

@@ -5,6 +5,7 @@ metrics.jsonl that is cut off or damaged is left out. A step that was repeated, 
 checkpoint, has several lines: all of them count for time, the last one counts for the curves.
 """
 
+import contextlib
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
@@ -25,7 +26,6 @@ from shardwise.trainer.spec.value import Value
 _WARM_UP = 2  # steps of an attempt that are slower than the others
 _LEAST_SAMPLES = 5  # on either side, before two medians are compared
 _LEAST_SAVE_S = 1e-3  # below it, no save was due
-PHASES = ("data", "forward", "backward", "optimizer")
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,19 +64,12 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_steps(path: Path) -> tuple[Step, ...]:
     """Every complete line, in the order of the file."""
-    decoder = msgspec.json.Decoder(Step)
-    try:
-        with path.open("rb") as stream:
-            return tuple(step for line in stream if (step := _decoded(decoder, line)) is not None)
-    except OSError:
-        return ()
-
-
-def _decoded(decoder: "msgspec.json.Decoder[Step]", line: bytes) -> Step | None:
-    try:
-        return decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
+    decoder, steps = msgspec.json.Decoder(Step), []
+    with contextlib.suppress(OSError), path.open("rb") as stream:
+        for line in stream:
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                steps.append(decoder.decode(line))
+    return tuple(steps)
 
 
 def last_of_each(steps: Iterable[Step]) -> tuple[Step, ...]:
@@ -89,11 +82,12 @@ def observed(steps: Sequence[Step]) -> Observed:
     steady = steady_steps(steps)
     throttled = [step for step in steady if step.gpu_throttle]
     saves = [step.checkpoint_s for step in steps if (step.checkpoint_s or 0.0) >= _LEAST_SAVE_S]
+    training_s, saving_s = sum(step.step_s or 0.0 for step in steps), sum(step.checkpoint_s or 0.0 for step in steps)
     busy = [step.gpu_utilization for step in steady if step.gpu_utilization is not None]
     return Observed(
         data_share=_share(steady, lambda step: step.data_s),
         wait_share=_share(steady, lambda step: step.wait_s),
-        saving_share=_saving_share(steps),
+        saving_share=saving_s / (training_s + saving_s) if training_s else None,
         num_saves=len(saves),
         padding_share=_mean([step.padding_share for step in steps]),
         num_steps=len(steps),
@@ -138,14 +132,6 @@ def _share(steps: Iterable[Step], part_of: Callable[[Step], float | None]) -> fl
     recorded = [(part, step.step_s) for step in steps if (part := part_of(step)) is not None and step.step_s]
     whole = sum(seconds for _, seconds in recorded)
     return sum(part for part, _ in recorded) / whole if whole else None
-
-
-def _saving_share(steps: Iterable[Step]) -> float | None:
-    training_s = saving_s = 0.0
-    for step in steps:
-        training_s += step.step_s or 0.0
-        saving_s += step.checkpoint_s or 0.0
-    return saving_s / (training_s + saving_s) if training_s else None
 
 
 def _ratio(slow: Sequence[Step], others: Sequence[Step]) -> float | None:

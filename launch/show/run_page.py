@@ -111,9 +111,8 @@ def _comparison(run: RecordedRun) -> list[Block]:
 
 def _step_time(run: RecordedRun) -> list[Block]:
     """Seconds of a step: measured by phase, predicted by cause."""
-    measured, predicted = run.measured.speed, run.predicted.speed
     blocks: list[Block] = []
-    for name, figures in (("measured", measured), ("predicted", predicted)):
+    for name, figures in (("measured", run.measured.speed), ("predicted", run.predicted.speed)):
         line = parts_line({part.removesuffix("_s"): seconds for part, seconds in figures.parts.items()})
         if line and figures.step_s is not None:
             blocks.append(Sentence(text=f"{name}: {format_seconds(figures.step_s)} {line}"))
@@ -218,16 +217,20 @@ _PARTS: tuple[tuple[str, Callable[[Step], float | None]], ...] = (
 )
 
 
+def held_out_points(run: RecordedRun) -> Points:
+    """Held-out loss by step."""
+    return tuple((float(step), loss) for step, loss in run.eval_losses.items())
+
+
 def loss_chart(run: RecordedRun) -> LineChart:
     """Training and held-out loss."""
-    held_out = tuple((float(step), loss) for step, loss in run.eval_losses.items())
     return LineChart(
         caption="training and held-out loss",
         x_label="step",
         unit=Unit.NUMBER,
         series=(
             Series(name="training", points=points_of(run, lambda step: step.loss)),
-            Series(name="held-out", points=held_out),
+            Series(name="held-out", points=held_out_points(run)),
         ),
         marks=marks_of(run),
         from_zero=False,

@@ -44,7 +44,11 @@ class Outlet:
             own = self._descriptor()
             if own is not None:
                 return self._write_own(own, content)
-            return self._has_room() and self._write_stream(content.decode(encoding))
+            if not self._has_room():
+                return False
+            self._stream.write(content.decode(encoding))
+            self._stream.flush()
+            return True
         except BlockingIOError:
             return False
         except (OSError, ValueError):  # the terminal, or the stream, was closed
@@ -86,11 +90,6 @@ class Outlet:
         self._rest = b"" if rest == content else rest  # a text that was not begun is dropped
         return rest != content or not content
 
-    def _write_stream(self, text: str) -> bool:
-        self._stream.write(text)
-        self._stream.flush()
-        return True
-
     def _has_room(self) -> bool:
         """True if a pipe has room for a line; a stream without a descriptor always has."""
         requested = select.poll()
@@ -114,7 +113,7 @@ _FALSE = ("", "0", "false", "no", "off")
 _PLAIN_LOCALES = ("C", "POSIX")
 
 
-def draws_block(console: Console, environment: Mapping[str, str]) -> bool:
+def _draws_block(console: Console, environment: Mapping[str, str]) -> bool:
     """True on a terminal that can redraw lines; logs of CI systems and of Slurm keep redrawn lines as well."""
     is_capable = environment.get("TERM", "dumb") not in ("dumb", "unknown", "")
     is_retained = environment.get("CI", "").lower() not in _FALSE or bool(environment.get("SLURM_JOB_ID"))
@@ -141,7 +140,7 @@ class Screen:
 
     def __init__(self, console: Console, environment: Mapping[str, str]) -> None:
         self._console = console
-        self.is_block = draws_block(console, environment)
+        self.is_block = _draws_block(console, environment)
         self.has_color = not environment.get("NO_COLOR")
         self.glyphs = glyphs_for(getattr(console.stream, "encoding", None), environment)
         self._num_lines = 0

@@ -36,8 +36,10 @@ def render_status(status: RunStatus, *, base: Path) -> str:
     lines += [f"  {describe_queued(job)}" for job in status.jobs]
     if status.ended_job is not None and describe_ended(status.ended_job) not in status.words:
         lines.append(f"  {describe_ended(status.ended_job)}")
+    ranks = "1 rank" if status.num_ranks == 1 else f"{status.num_ranks} ranks"
+    strategy = "" if status.strategy is None else f"{status.strategy} on {ranks}"
     lines += [f"  error: {line}" for line in (status.error or "").splitlines()[:1]]
-    lines += [f"  {line}" for line in (_plan_text(status), _learning(status), _clock(status)) if line]
+    lines += [f"  {line}" for line in (strategy, _learning(status), _clock(status)) if line]
     lines += _history(status)
     lines += [f"  checkpoint: {status.checkpoint}"] if status.checkpoint else []
     lines += [f"  last line: {status.last_line}"] if status.last_line else []
@@ -46,7 +48,7 @@ def render_status(status: RunStatus, *, base: Path) -> str:
 
 
 def shown_path(path: str, base: Path) -> str:
-    """The path, relative to `base` where it is below it."""
+    """The path, relative to `base` if it is below it."""
     absolute = Path(path).absolute()
     return str(absolute.relative_to(base)) if absolute.is_relative_to(base) and absolute != base else path
 
@@ -58,7 +60,6 @@ def _steps(status: RunStatus) -> str:
 
 
 def _figures(status: RunStatus) -> str:
-    """Figures for the status line of a run."""
     parts = [f"loss {status.loss:.4f}"] if status.loss is not None else []
     if status.state is RunState.RUNNING:
         parts += [f"{format_count(status.tokens_per_s)} tokens/s"] if status.tokens_per_s else []
@@ -72,13 +73,6 @@ def _figures(status: RunStatus) -> str:
             expected = f", expected {job.start}" if job.start else ""
             parts.append(f"job {job.job_id} waits ({job.reason or 'not looked at yet'}{expected})")
     return "  ".join([*parts, *status.overrides])
-
-
-def _plan_text(status: RunStatus) -> str:
-    if status.strategy is None:
-        return ""
-    ranks = "1 rank" if status.num_ranks == 1 else f"{status.num_ranks} ranks"
-    return f"{status.strategy} on {ranks}"
 
 
 def _learning(status: RunStatus) -> str:
@@ -97,7 +91,7 @@ def _clock(status: RunStatus) -> str:
         parts.append(f"about {format_seconds(status.seconds_left)} of training left")
         limit = next((job.seconds_left for job in status.jobs if job.is_running), None)
         if limit is not None and limit < status.seconds_left:
-            parts.append("more than the time limit: the run goes on in a further job")
+            parts.append("more than the time limit: the run continues in another job")
     if status.silent_s is not None and status.state is RunState.RUNNING:
         ago = format_seconds(max(1.0, status.silent_s))
         parts.append(f"last heartbeat {ago} ago" + (", which is long" if status.silent_s > SILENT_S else ""))

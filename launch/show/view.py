@@ -165,7 +165,7 @@ class CardFigures(NamedTuple):
 
 
 class LiveView(NamedTuple):
-    """A moment of a run."""
+    """The state of a run at one moment."""
 
     title: str
     state: str = ""  # training, evaluating, waiting in the queue
@@ -192,15 +192,10 @@ class StepLog:
     def __init__(self) -> None:
         self.last: dict[str, Any] = {}  # the newest figure of each name
         self.num_skipped = 0
-        self._curve = Curve()
+        self.curve = Curve()  # of the loss
         self._recent: deque[dict[str, Any]] = deque(maxlen=_NUM_RECENT)
         self._first_seen: tuple[int, float] | None = None
         self._last_seen: tuple[int, float] | None = None
-
-    @property
-    def curve(self) -> tuple[Point, ...]:
-        """The loss."""
-        return self._curve.points
 
     @property
     def step(self) -> int | None:
@@ -220,7 +215,7 @@ class StepLog:
         self.last.update(row)
         self.num_skipped += bool(row.get("skipped"))
         if isinstance(row.get("loss"), int | float):
-            self._curve.add(row["step"], float(row["loss"]))
+            self.curve.add(row["step"], float(row["loss"]))
         if seen_s is not None:
             self._first_seen = self._first_seen or (row["step"], seen_s)
             self._last_seen = (row["step"], seen_s)
@@ -268,7 +263,7 @@ def view_of(
         num_steps=num_steps,
         attempt=attempt,
         seconds_left=steps.seconds_left(num_steps) if is_running and num_steps is not None else None,
-        curve=steps.curve,
+        curve=steps.curve.points,
         loss=row.get("loss"),
         eval_loss=row.get("eval_loss"),
         lr=row.get("lr"),
@@ -286,21 +281,17 @@ def memory_gauge(row: dict[str, Any], plan: Plan | None) -> MemoryGauge | None:
     """Rank 0's memory, on a GPU of the card, on a CPU of the RAM; None before the first step."""
     if not row:
         return None
-    peak = row.get("memory_peak_bytes")
     expected = None if plan is None else plan.chosen.memory
     is_card = plan is not None and plan.device_kind is DeviceKind.CUDA
-    held = next((row[name] for name in _HELD_ON_CARD if row.get(name)), None)
+    counts = (row.get(f"memory_{name}_bytes") for name in ("device", "reserved", "allocated"))
     return MemoryGauge(
-        used_bytes=held if is_card else row.get("host_rss_bytes"),
+        used_bytes=next(filter(None, counts), None) if is_card else row.get("host_rss_bytes"),
         total_bytes=None if plan is None else _total_bytes(plan),
         place="card" if is_card else "RAM",
         predicted_bytes=expected.device_bytes if expected is not None and is_card else None,
-        peak_bytes=peak or None,
+        peak_bytes=row.get("memory_peak_bytes") or None,
         predicted_peak_bytes=None if expected is None else expected.peak_allocated_bytes or None,
     )
-
-
-_HELD_ON_CARD = ("memory_device_bytes", "memory_reserved_bytes", "memory_allocated_bytes")
 
 
 def _total_bytes(plan: Plan) -> int | None:
@@ -324,8 +315,7 @@ UNICODE = Glyphs("█", "░", "│", "▁▂▃▄▅▆▇█")
 ASCII = Glyphs("#", "-", "|", "_.-~=+*#")
 
 _LABEL_WIDTH = 11
-_GRAPHIC_WIDTHS = ((100, 32), (60, 20), (0, 6))  # for lines of at least so many columns
-_LEAST_FOR_GRAPHIC = 30
+_GRAPHIC_WIDTHS = ((100, 32), (60, 20), (30, 6), (0, 0))  # for lines of at least so many columns
 _LEAST_OF_A_PART = 20
 _LOG_BAR_WIDTH = 24
 _FULL_SHARE = 0.9  # a fuller memory is shown as a warning
@@ -345,8 +335,6 @@ class _Row(NamedTuple):
 def block_lines(view: LiveView, *, width: int, glyphs: Glyphs, has_color: bool = False) -> list[str]:
     """The block, the most important lines first; none is wider than `width` columns."""
     graphic = next(size for least, size in _GRAPHIC_WIDTHS if width >= least)
-    if width < _LEAST_FOR_GRAPHIC:
-        graphic = 0
     head = fitted([f"{view.title}: {view.state or 'starting'}", *_place(view)], width)
     rows = [_progress(view, graphic, glyphs), _loss(view, graphic, glyphs), _speed(view, graphic, glyphs)]
     rows += [_memory(view.memory, graphic, glyphs), _card(view), _incidents(view)]

@@ -118,14 +118,7 @@ def run_command(command: Sequence[str], content: bytes, *, timeout_s: float) -> 
     program = Path(command[0]).name
     argv = [str(Path(command[0]).expanduser()), *command[1:]]
     try:
-        completed = subprocess.run(
-            argv,
-            input=content,
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-            env=dict(os.environ),
-        )
+        completed = subprocess.run(argv, input=content, capture_output=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         raise NotifyError(f"{program} did not end within {timeout_s:g} s") from None
     except OSError as error:

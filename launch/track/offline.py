@@ -34,8 +34,6 @@ _HEADER_BYTES = 7
 _BLOCK_BYTES = 32 * 1024
 _PIECE = struct.Struct("<IHB")  # checksum, length, kind
 _WHOLE, _FIRST, _LAST = 1, 2, 4
-_ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
-_ID_LENGTH = 8  # as of wandb's own ids
 
 
 class WandbRun(Value, frozen=True, kw_only=True):
@@ -58,13 +56,6 @@ def read_wandb_run(run_dir: Path) -> WandbRun | None:
 def write_wandb_run(run_dir: Path, run: WandbRun) -> None:
     """Writes wandb.json."""
     codec.write(run_dir / FILE_NAME, run)
-
-
-def new_identity() -> str:
-    """A random id."""
-    from secrets import choice
-
-    return "".join(choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
 
 
 def offline_folders(run_dir: Path) -> list[Path]:

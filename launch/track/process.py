@@ -38,7 +38,6 @@ from shardwise.launch.track.tracker import (
 )
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.job.sections import WandbMode
 from shardwise.trainer.spec.messages.rank_files import STEP_PHASES, Heartbeat, read_heartbeat
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Report
@@ -74,14 +73,12 @@ def main(argv: Sequence[str]) -> int:
 
 def makers_of(order: TrackerOrder, run_dir: Path) -> Mapping[str, Callable[[], Tracker]]:
     """The constructor of each tracker that the order names."""
-    makers: dict[str, Callable[[], Tracker]] = {}
-    if order.wandb is not WandbMode.OFF:
-        makers["wandb"] = _make_wandb
-    if order.tensorboard:
-        makers["tensorboard"] = _make_tensorboard
-    if order.notify is not None:
-        makers["notify"] = partial(NotifyTracker, run_dir, name=order.name, notify=order.notify)
-    return makers
+    makers: dict[str, Callable[[], Tracker]] = {
+        "wandb": _make_wandb,
+        "tensorboard": _make_tensorboard,
+        "notify": partial(NotifyTracker, run_dir, name=order.name, notify=order.notify or ()),
+    }
+    return {name: makers[name] for name in order.names}
 
 
 class Ending:
@@ -136,7 +133,7 @@ class Feed(threading.Thread):
 
     def _feed(self, tracker: Tracker, *, is_over: bool) -> None:
         if not self._has_begun:
-            plan = self._reader.first_plan()
+            plan = self._reader.plan(self._order.first_attempt)
             if plan is None:
                 return
             self._has_begun = True
@@ -154,8 +151,8 @@ class Feed(threading.Thread):
 class RunReader:
     """Reads a run directory for one tracker: its first plan, each line of metrics.jsonl once, incidents.
 
-    A line is identified by its place in the file; a tracker uses it to find the lines that it has already received. A
-    line that is half written is read at the next call. A damaged line is passed over and keeps its place.
+    A line is identified by its place in the file, by which a tracker finds the lines that it has already received. A
+    line that is half written is read at the next call. A damaged line is skipped and counts as a place.
     """
 
     def __init__(self, run_dir: Path, *, first_attempt: int) -> None:
@@ -169,9 +166,12 @@ class RunReader:
         self._is_finite = True
         self._stall = StallWatch()
 
-    def first_plan(self) -> Plan | None:
-        """The plan of this supervisor's first attempt; None before it is written."""
-        return self._plan(self.first_attempt)
+    def plan(self, attempt: int) -> Plan | None:
+        """The plan of an attempt; None before it is written."""
+        try:
+            return codec.read(self.run_dir / "attempts" / str(attempt) / "plan.json", Plan)
+        except InputError:
+            return None
 
     def read_lines(self) -> Iterator[Line]:
         """The complete lines since the last call."""
@@ -182,7 +182,7 @@ class RunReader:
             attempt = row["attempt"] if isinstance(row.get("attempt"), int) else self.first_attempt
             self._stall.note(row.get("step_s"))
             if attempt not in self._predicted:
-                plan = self._plan(attempt)
+                plan = self.plan(attempt)
                 self._predicted[attempt] = {} if plan is None else predicted_series(plan.chosen)
             values = {**self._predicted[attempt], **measured_series(row)}
             yield Line(self._num_lines - 1, row[STEP], attempt, values)
@@ -198,8 +198,11 @@ class RunReader:
     def read_incidents(self) -> Iterator[Incident]:
         """Attempts that failed since the last call, and a stall."""
         yield from self._failed_attempts()
-        newest = self._newest_attempt()
-        text = None if newest is None else self._stall.check(read_heartbeat(newest, 0), now_s=time.monotonic())
+        number = self.first_attempt
+        while (self.run_dir / "attempts" / str(number + 1)).is_dir():
+            number += 1
+        heartbeat = read_heartbeat(self.run_dir / "attempts" / str(number), 0)
+        text = self._stall.check(heartbeat, now_s=time.monotonic())
         if text is not None:
             yield Incident("stalled", text)
 
@@ -225,12 +228,6 @@ class RunReader:
             self._offset += len(whole)
             yield from map(_row, whole.split(b"\n")[:-1])
 
-    def _plan(self, attempt: int) -> Plan | None:
-        try:
-            return codec.read(self.run_dir / "attempts" / str(attempt) / "plan.json", Plan)
-        except InputError:
-            return None
-
     def _failed_attempts(self) -> Iterator[Incident]:
         with suppress(OSError):
             changed_ns = (self.run_dir / "report.json").stat().st_mtime_ns
@@ -244,13 +241,6 @@ class RunReader:
                     if record.fault is not None:
                         where = f"attempt {record.number} at step {record.step} with {record.strategy}"
                         yield Incident(record.fault.replace("_", " "), f"{where}: {record.cause or 'unknown cause'}")
-
-    def _newest_attempt(self) -> Path | None:
-        number = self.first_attempt
-        while (self.run_dir / "attempts" / str(number + 1)).is_dir():
-            number += 1
-        folder = self.run_dir / "attempts" / str(number)
-        return folder if folder.is_dir() else None
 
 
 class StallWatch:

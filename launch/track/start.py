@@ -141,7 +141,7 @@ class TrackerProcess:
         self._offset = 0
         self._looked_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
-        if not order.is_empty:
+        if order.names:
             self._start(order)
 
     def tick(self) -> None:
@@ -224,13 +224,7 @@ class TrackerProcess:
         self._process = None
 
     def _names(self) -> str:
-        order = self._order
-        named = (
-            ("wandb", order.wandb is not WandbMode.OFF),
-            ("tensorboard", order.tensorboard),
-            ("notify", order.notify is not None),
-        )
-        return ", ".join(name for name, is_used in named if is_used)
+        return ", ".join(self._order.names)
 
     def _show_lines(self) -> None:
         """Shows the lines of the log that are for a person."""

@@ -51,8 +51,10 @@ class TrackerOrder(Value, frozen=True, kw_only=True):
     notify: tuple[str, ...] | None = None
 
     @property
-    def is_empty(self) -> bool:
-        return self.wandb is WandbMode.OFF and not self.tensorboard and self.notify is None
+    def names(self) -> tuple[str, ...]:
+        """The names of the trackers."""
+        used = (self.wandb is not WandbMode.OFF, self.tensorboard, self.notify is not None)
+        return tuple(name for name, is_used in zip(("wandb", "tensorboard", "notify"), used, strict=True) if is_used)
 
 
 class EndNotice(Value, frozen=True, kw_only=True):

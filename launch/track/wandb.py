@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import msgspec
@@ -23,7 +24,6 @@ import wandb
 
 from shardwise.launch.track.offline import (
     WandbRun,
-    new_identity,
     offline_folders,
     offline_logs,
     read_records,
@@ -180,7 +180,7 @@ def _wandb_run(run: Run) -> WandbRun:
     if record is not None:
         return record
     identity = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
-    return WandbRun(id=identity or new_identity(), project=run.order.project)
+    return WandbRun(id=identity or token_hex(6), project=run.order.project)
 
 
 def _open(run: Run, record: WandbRun) -> "tuple[wandb.Run, bool]":

@@ -161,7 +161,7 @@ def test_files_that_are_imported_in_place_of_modules(broken, tmp_path):
     mv = f"mv {broken.working}/torch.py {broken.working}/my_torch.py"
     assert_reported(broken.diagnose("shadowed-modules"), Level.WARNING, (mv,))
     folder = broken.add_module("yaml", "")
-    remedy = f"take {folder} out of PYTHONPATH"
+    remedy = f"remove {folder} from PYTHONPATH"
     assert_reported(broken.diagnose("shadowed-modules"), Level.FAULT, (f"{folder}/yaml.py", "PYTHONPATH", remedy))
     packages = tmp_path / "easybuild" / "site-packages"
     add_package(packages, "numpy", "1.26.0")

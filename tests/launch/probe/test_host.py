@@ -21,7 +21,6 @@ from shardwise.launch.probe.host import (
     parse_infiniband_rate,
     parse_limit,
     parse_mountinfo,
-    parse_quota,
     read_cgroup_limits,
     read_host,
     read_oom_kills,
@@ -94,12 +93,11 @@ def test_cpuinfo_gives_the_name_and_the_flags_that_decide_a_precision():
         (parse_ethernet_speed, {"10000\n": 1_250_000_000, "-1\n": None, "": None, "65535": None}),  # bytes
         (parse_infiniband_rate, {"400 Gb/sec (4X NDR)\n": 50 * 10**9, "2.5 Gb/sec (1X SDR)": 312_500_000, "": None}),
         (parse_limit, {"max\n": None, "": None, NO_LIMIT_V1: None, "9223372036854775807": None, "1024\n": 1024}),
-        (parse_cpu_max, {"max 100000\n": None, "150000 100000\n": 1.5, "": None, "1 0": None}),  # cores
-        (lambda quota: parse_quota(quota, "100000\n"), {"-1\n": None, "400000\n": 4}),  # of the older files
+        (parse_cpu_max, {"max 100000\n": None, "150000 100000\n": 1.5, "": None, "1 0": None, "-1 100000": None}),
         (parse_file_cache, {"anon 100\ninactive_file 30\nactive_file 12\n": 42, FILE_CACHE_V1: 42, "": 0}),
         (parse_mountinfo, {"": (), "garbage\n": (), "1 2 3 - ext4\n": ()}),
     ],
-    ids=["cpu list", "ethernet", "infiniband", "limit", "cpu.max", "quota", "file cache", "no mount"],
+    ids=["cpu list", "ethernet", "infiniband", "limit", "cpu.max", "file cache", "no mount"],
 )
 def test_files_of_the_kernel_are_read_as_figures(parse, value_by_text):
     assert {text: parse(text) for text in value_by_text} == value_by_text
@@ -210,13 +208,13 @@ def test_slurm_on_version_1_limits_the_step(tmp_path):
             f"memory/{job}/memory.limit_in_bytes": f"{33 * GIB}\n",
             f"memory/{job}/memory.usage_in_bytes": f"{4 * GIB}\n",
             "memory/memory.limit_in_bytes": NO_LIMIT_V1,
-            f"cpu,cpuacct/{job}/step_0/cpu.cfs_quota_us": "-1\n",
+            f"cpu,cpuacct/{job}/step_0/cpu.cfs_quota_us": "250000\n",
             f"cpu,cpuacct/{job}/step_0/cpu.cfs_period_us": "100000\n",
             f"cpuset/{job}/step_0/cpuset.cpus": "2-5\n",
         },
     )
     assert limits == CgroupLimits(
-        memory_bytes=32 * GIB, available_bytes=29 * GIB, num_cores=None, cores=frozenset({2, 3, 4, 5})
+        memory_bytes=32 * GIB, available_bytes=29 * GIB, num_cores=2.5, cores=frozenset({2, 3, 4, 5})
     )
 
 

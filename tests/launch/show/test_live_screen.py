@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from small_terminal import SmallTerminal
 
-from shardwise.launch.show.screen import Screen, draws_block, glyphs_for
+from shardwise.launch.show.screen import Screen, glyphs_for
 from shardwise.launch.show.view import ASCII, UNICODE
 from shardwise.launch.terminal import Console
 
@@ -88,8 +88,8 @@ def test_the_same_block_is_not_drawn_again():
 )
 def test_a_block_is_drawn_where_it_can_be_redrawn(changes, is_terminal, draws):
     console = Console(Shown() if is_terminal else io.StringIO())
-    assert draws_block(console, {**TERMINAL, **changes}) is draws
-    assert not draws_block(Console(Shown()), {"LANG": "C.UTF-8"}), "a terminal without a name is a dumb one"
+    assert Screen(console, {**TERMINAL, **changes}).is_block is draws
+    assert not Screen(Console(Shown()), {"LANG": "C.UTF-8"}).is_block, "a terminal without a name is a dumb one"
     assert Screen(console, {**TERMINAL, **changes}).has_color is ("NO_COLOR" not in changes)
 
 

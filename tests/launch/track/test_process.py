@@ -191,7 +191,7 @@ def test_the_order_follows_the_job_the_sweep_and_the_trial(run_dir, tmp_path):
         name="first", project="mine", wandb=WandbMode.ONLINE, tensorboard=True, notify=("tell",), group=None
     )
     assert order_of(plan, tmp_path / "bot-1", {}) == expected
-    assert order_of(replace(plan, is_trial=True), tmp_path, {}).is_empty
+    assert order_of(replace(plan, is_trial=True), tmp_path, {}).names == ()
     assert order_of(logged_plan(), tmp_path / "bot-1", {}).name == "bot-1"
     write_submission(tmp_path / "sweep-1" / "point-3", point=3)
     point = order_of(logged_plan(), tmp_path / "sweep-1" / "point-3", {})
