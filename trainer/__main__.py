@@ -2,8 +2,8 @@
 
     python -m shardwise.trainer RUN/attempts/N/plan.json [--log-dir DIR]
 
-The rank registers itself and takes stop requests before anything heavy is imported. It ends with exit code 0 after any
-orderly end (out of memory is one): `accelerate launch` does not pass codes on, the ending stands in report.json.
+The rank registers itself and accepts stop requests before anything heavy is imported. It ends with exit code 0 after
+any orderly end (out of memory is one): `accelerate launch` does not pass codes on, the ending stands in report.json.
 """
 
 import argparse

@@ -112,7 +112,7 @@ def fp8_gain_for(plan: Plan, *, cache: Path, console: Console) -> Fp8Gain | None
     console.line(f"{_WHAT} ...")
     begin = time.monotonic()
     gain = time_fp8(request, [gpu for gpu in plan.hardware.gpus if key.device in (gpu.spec_name, gpu.name)])
-    outcome = gain.words if gain.problem is None else f"{gain.words}; it is not taken"
+    outcome = gain.text if gain.problem is None else f"{gain.text}; it is not taken"
     console.line(f"{_WHAT}: {format_seconds(time.monotonic() - begin)}; fp8 {outcome}")
     obstacle = keep_fp8_gain(cache, key, gain) if gain.problem is None else None
     if obstacle is not None:

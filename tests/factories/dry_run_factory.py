@@ -12,11 +12,11 @@ from shardwise.trainer.spec.messages.simulation import GoldenResult, GoldenRow, 
 
 
 def run_dry(folder: Path, requests: Mapping[str, SimulationRequest]) -> dict[str, GoldenResult]:
-    """The answers to named requests, run one after the other in one process."""
+    """The results of named requests, run one after the other in one process."""
     path = folder / "rows.jsonl"
     rows = [GoldenRow(name=name, request=request) for name, request in requests.items()]
     path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     command = [sys.executable, "-m", "shardwise.trainer.simulation", "--golden", str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    return {row.name: row.answer for row in read_golden(path) if row.answer is not None}
+    return {row.name: row.result for row in read_golden(path) if row.result is not None}

@@ -42,15 +42,15 @@ def sums_tied_tables_at_the_peak(row: GoldenRow) -> bool:
 
 
 def answer_of(row: GoldenRow) -> GoldenResult:
-    assert row.answer is not None
-    return row.answer
+    assert row.result is not None
+    return row.result
 
 
 ALL_ROWS = read_golden(GOLDEN)
 ROWS = [
     row
     for row in ALL_ROWS
-    if row.answer is not None
+    if row.result is not None
     and is_claimed(row)
     and not sums_tied_tables_at_the_peak(row)
     and not row.request.sharding.uses_deepspeed

@@ -158,7 +158,7 @@ def test_what_cannot_run_inside_backward_is_refused_in_words():
     check_in_backward(candidate(accumulation=4))
     check_in_backward(candidate(Optimizer.LOMO))
     check_in_backward(candidate(optimizer_in_backward=True, sharding=Sharding.FSDP))
-    with pytest.raises(InputError, match=r"lomo leaves no gradients to add up over 4 micro batches.*micro_batch: 16"):
+    with pytest.raises(InputError, match=r"lomo does not accumulate gradients over 4 micro batches.*micro_batch: 16"):
         check_in_backward(candidate(Optimizer.LOMO, accumulation=4))
     with pytest.raises(InputError, match=r"pin.optimizer_in_backward uses gradients before ddp"):
         check_in_backward(candidate(optimizer_in_backward=True, sharding=Sharding.DDP))

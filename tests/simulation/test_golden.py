@@ -24,16 +24,16 @@ AGAIN = (  # small models that take a second or two each
 )
 
 
-def answer_of(row: GoldenRow) -> GoldenResult:
-    assert row.answer is not None, f"{row.name} has no answer: make golden"
-    return row.answer
+def result_of(row: GoldenRow) -> GoldenResult:
+    assert row.result is not None, f"{row.name} has no result: make golden"
+    return row.result
 
 
-def test_names_are_unique_and_every_row_is_answered() -> None:
+def test_names_are_unique_and_every_row_has_a_result() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS) >= 70
     for row in ROWS:
-        answer = answer_of(row)
-        assert sum(answer.parts.values()) == answer.peak_allocated_bytes
+        result = result_of(row)
+        assert sum(result.parts.values()) == result.peak_allocated_bytes
 
 
 def test_every_axis_of_the_dry_run_is_covered() -> None:
@@ -64,5 +64,5 @@ def again(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GoldenResult]:
 @pytest.mark.parametrize("name", AGAIN)
 def test_a_known_dry_run_comes_out_again(again: dict[str, GoldenResult], name: str) -> None:
     """To the byte: nothing in it depends on the machine."""
-    known = next(answer_of(row) for row in ROWS if row.name == name)
+    known = next(result_of(row) for row in ROWS if row.name == name)
     assert again[name] == replace(known, versions=again[name].versions)

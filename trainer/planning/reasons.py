@@ -235,7 +235,7 @@ def _fp8_text(context: PlanningContext) -> str | None:
     gain = context.fp8_gain
     if gain is None:
         return None
-    return f"{gain.words} ({gain.library})" if gain.library else gain.words
+    return f"{gain.text} ({gain.library})" if gain.library else gain.text
 
 
 def _fp8_notes(context: PlanningContext, candidates: Sequence[Candidate]) -> Iterator[str]:

@@ -2,11 +2,11 @@
 
     fake_device, kernels    the device, and what it would run
     build, nf4              the model and its engine on it
-    tracker, step           live bytes, and the runtime's step told which event begins
+    tracker, step           live bytes, and the runtime's step, which reports each event
     allocator               from live bytes to what torch's allocator reserves
-    checks                  what can be asked, and what has to be true of an answer
-    dry_run                 all of it: a request in, an answer out
-    golden, explain         the file of known runs; an answer in words
+    checks                  supported requests, and conditions that a result must meet
+    dry_run                 all of it: from a request to a result
+    golden                  the file of known runs
 
 It runs in a process of its own (`python -m shardwise.trainer.simulation`): see docs/dry-run.md.
 """

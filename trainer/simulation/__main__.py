@@ -1,9 +1,9 @@
 """The dry run as a process of its own.
 
-    python -m shardwise.trainer.simulation REQUEST.json ANSWER.json      the answer to one request
-    python -m shardwise.trainer.simulation --explain REQUEST.json        the live set at the peak, in words
-    python -m shardwise.trainer.simulation --describe REQUEST.json ANSWER.json   the shape of the model of a config.json
-    python -m shardwise.trainer.simulation --golden ROWS.jsonl [--all]   answers the rows that have none, or all of them
+    python -m shardwise.trainer.simulation REQUEST.json RESULT.json      the result of one request
+    python -m shardwise.trainer.simulation --explain REQUEST.json        the live set at the peak, as text
+    python -m shardwise.trainer.simulation --describe REQUEST.json RESULT.json   the shape of the model of a config.json
+    python -m shardwise.trainer.simulation --golden ROWS.jsonl [--all]   runs the rows without a result, or all of them
 
 A problem goes to stderr with the exit code of its error.
 """
@@ -25,9 +25,9 @@ from shardwise.trainer.spec.value import Value
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Does what the command line says; the exit code."""
+    """Runs the command line; returns the exit code."""
     options = _parse(arguments)
-    files = [str(path) for path in (options.request, options.answer) if path is not None]
+    files = [str(path) for path in (options.request, options.result) if path is not None]
     if options.describe:
         return answer(files, DescriptionRequest, _described)
     if options.golden is None and not options.explain:
@@ -45,14 +45,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m shardwise.trainer.simulation", description="The memory of one rank."
     )
     parser.add_argument("request", type=Path, nargs="?", help="request.json")
-    parser.add_argument("answer", type=Path, nargs="?", help="where the answer goes")
+    parser.add_argument("result", type=Path, nargs="?", help="path of the result")
     parser.add_argument("--explain", action="store_true", help="print the live set at the peak instead")
-    parser.add_argument("--describe", action="store_true", help="answer the shape of a model")
-    parser.add_argument("--golden", type=Path, help="a file of rows to answer")
-    parser.add_argument("--all", action="store_true", help="with --golden: also rows that have an answer")
+    parser.add_argument("--describe", action="store_true", help="write the shape of a model")
+    parser.add_argument("--golden", type=Path, help="a file of rows to run")
+    parser.add_argument("--all", action="store_true", help="with --golden: also rows that have a result")
     options = parser.parse_args(arguments)
-    if options.golden is None and (options.request is None or (options.answer is None and not options.explain)):
-        parser.error("give REQUEST.json ANSWER.json, --explain REQUEST.json or --golden ROWS.jsonl")
+    if options.golden is None and (options.request is None or (options.result is None and not options.explain)):
+        parser.error("give REQUEST.json RESULT.json, --explain REQUEST.json or --golden ROWS.jsonl")
     return options
 
 

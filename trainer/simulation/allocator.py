@@ -3,9 +3,9 @@
 After c10/cuda/CUDACachingAllocator.cpp, for one stream and default settings:
 
     sizes       rounded up to 512 bytes; up to 1 MiB from the small pool, else from the large one
-    segments    what the device is asked for: 2 MiB in the small pool, 20 MiB for requests below 10 MiB, else the
+    segments    requests to the device: 2 MiB in the small pool, 20 MiB for requests below 10 MiB, else the
                 request rounded up to 2 MiB
-    a request   takes the smallest free block of its pool that holds it (of the lowest address among equals), and gives
+    a request   uses the smallest free block of its pool that holds it (of the lowest address among equals), and gives
                 the rest back as a block where that is at least 512 bytes (small pool) or more than 1 MiB (large pool)
     a free      joins the block with free neighbours in its segment
     at a limit  whole free segments are returned to the device and the request is tried again; then it is out of memory

@@ -44,7 +44,7 @@ from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.messages.simulation import SimulationRequest
 from shardwise.trainer.spec.strategy import Method, Quant
 
-# What a launch of ranks leaves in the environment, for Accelerate and torch to find.
+# Set in the environment by a launch of ranks, read by Accelerate and torch.
 _OF_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
@@ -121,7 +121,7 @@ def engine_of(
 ) -> Iterator[Accelerator]:
     """The runtime's Accelerator for a request, as on the first of ranks that are not there; outside a fake tensor mode.
 
-    What it leaves in the process, Accelerate's state, variables of the environment and the group, goes with it.
+    What it adds to the process, Accelerate's state, variables of the environment and the group, is removed after it.
     """
     environment, is_alone = dict(os.environ), request.sharding.facts.is_one_rank
     for name in [name for name in environment if name.startswith(_OF_LAUNCH)]:
@@ -165,7 +165,7 @@ def _choice(request: SimulationRequest, model: PreTrainedModel) -> EngineChoice:
 
 
 def keep_in_place(model: PreTrainedModel) -> None:
-    """Makes moves and casts leave the model as it is, which has its device and its type.
+    """Makes moves and casts no operations on the model, which has its device and its type.
 
     The fake mode cannot swap a tensor that something else refers to.
     """
@@ -191,7 +191,7 @@ class _KeepsBuckets:
     def __init__(self, reducer: Any) -> None:  # noqa: ANN401  # torch's
         self._reducer = reducer
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever the reducer has
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute of the reducer
         return getattr(self._reducer, name)
 
     def _rebuild_buckets(self) -> bool:
@@ -245,7 +245,7 @@ def quantise(model: PreTrainedModel, quant: Quant, dtype: torch.dtype) -> None:
         if isinstance(module, nn.Linear) and module is not head:
             _quantise_layer(module, quant, dtype)
     seam: Any = model
-    seam.is_loaded_in_4bit = True  # PEFT then takes its layer for 4 bit
+    seam.is_loaded_in_4bit = True  # PEFT then considers its layer 4 bit
 
 
 def _quantise_layer(layer: nn.Linear, quant: Quant, dtype: torch.dtype) -> None:

@@ -1,7 +1,7 @@
 """Checks of a dry run: supported requests, and conditions under which its bytes are those of a device.
 
-Every library underneath changes from version to version. Where one of them takes another path on fake tensors than on
-a device, nothing fails: the figures are only wrong. So each run looks for the marks such paths leave, and raises.
+Every library underneath changes from version to version. Where one of them runs another path on fake tensors than on
+a device, nothing fails: the figures are only wrong. So each run looks for signs of such paths, and raises.
 
 Check that the loss trained here is the model's own: cross-entropy of hidden states x head, and nothing else.
 
@@ -35,11 +35,11 @@ from shardwise.trainer.spec.model.attention_kernel import FLASH_CAPABILITY, Atte
 from shardwise.trainer.spec.strategy import Attention, Method, Precision
 
 _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
-_ALWAYS_MASKED = "allow_is_causal_skip=False"  # what a model's code says where it wants its mask in any case
+_ALWAYS_MASKED = "allow_is_causal_skip=False"  # in the code of a model that needs its mask in any case
 
 
 def check_supported(request: SimulationRequest) -> None:
-    """InputError for a request that no dry run answers."""
+    """InputError for a request that a dry run does not support."""
     sharding, ranks = request.sharding, request.num_ranks
     for is_refused, sentence in (
         (
@@ -85,7 +85,7 @@ def check_run(
 
 
 def builds_masks(model: nn.Module, seq_len: int) -> bool:
-    """True where a model's attention takes a mask although its rows have no padding."""
+    """True where a model's attention gets a mask although its rows have no padding."""
     config = getattr(model, "config", None)
     windows = [getattr(config, name, None) for name in _WINDOW_FIELDS]
     has_window = any(window is not None and window <= seq_len for window in windows)
@@ -108,7 +108,7 @@ def _check_attention(request: SimulationRequest, tracker: Tracker, kernels: Kern
         raise _untrusted(f"a mask was built for {kernels.num_masked} attention calls that need none")
     if AttentionKernel.MATH not in seen and request.seq_len in tracker.square_bytes:
         size = tracker.square_bytes[request.seq_len]
-        raise _untrusted(f"{size} bytes of a sequence x sequence tensor, beside {', '.join(seen)} attention")
+        raise _untrusted(f"{size} bytes of a sequence x sequence tensor, with {', '.join(seen)} attention")
     has_flash = request.device_kind is DeviceKind.CUDA and request.compute_capability >= FLASH_CAPABILITY
     if has_flash and request.precision is not Precision.FP32 and seen != [AttentionKernel.FLASH]:
         raise _untrusted(f"attention ran as {', '.join(seen)}, flash was expected")
@@ -125,7 +125,7 @@ def _check_types(request: SimulationRequest, tracker: Tracker) -> str:
 
 
 def _check_activations(tracker: Tracker) -> str:
-    """A backward that falls apart into operations that no device runs leaves their temporaries."""
+    """A backward that falls apart into operations that no device runs allocates their temporaries."""
     name = "sigmoid.default"
     if tracker.backward_operations[name] and not tracker.forward_operations[name]:
         raise _untrusted(f"{tracker.backward_operations[name]} sigmoids in a backward whose forward has none")
@@ -139,7 +139,7 @@ def _check_steady(steady: int, after: int) -> str:
 
 
 def _untrusted(sentence: str) -> ShardwiseError:
-    return ShardwiseError(f"the dry run took a path that no device takes: {sentence}")
+    return ShardwiseError(f"the dry run ran a path that no device runs: {sentence}")
 
 
 NUM_TOKENS = 8
@@ -171,7 +171,7 @@ def loss_obstacle(model: PreTrainedModel, loss: LossForward) -> str | None:
     return f"its loss is not just the cross-entropy of its hidden states times its head ({differing or 'less'})"
 
 
-# What following a forward on fake tensors may end in: a question of values, or code that takes another kind of model.
+# What following a forward on fake tensors may end in: a question of values, or code for another kind of model.
 _NOT_FOLLOWED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 

@@ -3,8 +3,8 @@
 Exact are the sums: all parameters, those of each block, the linear layers with their sizes, the tables of embeddings.
 What the modules do not show is taken from the config under its usual names (heads, windows, dropout), and what neither
 shows (whether the halves of a block run side by side) stays at its default: the dry run, which runs the model, is what
-counts its memory. Blocks of more than two kinds are counted as the two most common ones, and whatever that leaves over
-or counts twice is in `other_parameters`.
+counts its memory. Blocks of more than two kinds are counted as the two most common ones, and the difference is in
+`other_parameters`.
 """
 
 from collections import Counter
@@ -120,7 +120,7 @@ class _Config:
     def __init__(self, config: Any) -> None:  # noqa: ANN401  # of transformers, one class for each model
         self._config = config
 
-    def first(self, names: Sequence[str]) -> Any:  # noqa: ANN401  # whatever the field holds
+    def first(self, names: Sequence[str]) -> Any:  # noqa: ANN401  # any value of JSON
         """The first of these fields that is there and not null."""
         return next((value for name in names if (value := self._field(name)) is not None), None)
 
@@ -134,7 +134,7 @@ class _Config:
     def is_true(self, name: str) -> bool:
         return self._field(name) is True
 
-    def _field(self, name: str) -> Any:  # noqa: ANN401  # whatever it holds
+    def _field(self, name: str) -> Any:  # noqa: ANN401  # any value
         try:
             return getattr(self._config, name, None)
         except RuntimeError:  # its blocks have values of their own, and the config then refuses to name one
@@ -275,7 +275,7 @@ def _num_sliding_layers(config: _Config, num_layers: int) -> int:
 
 def _attentions(model: Any, config: _Config) -> tuple[Attention, ...]:  # noqa: ANN401  # transformers' switches
     found = []
-    # Where the class lists others, transformers takes one of those for it, from the hub.
+    # Where the class lists others, transformers uses one of those for it, from the hub.
     supports_flash = FLASH in (model._compatible_flash_implementations or (FLASH,))
     if model._supports_flash_attn and supports_flash and not config.is_true("alibi"):
         found.append(Attention.FLASH)

@@ -1,19 +1,19 @@
 """One dry run: a request in, what its rank would hold out.
 
 Two steps run, because the optimizer's state comes into being in the first one; the second is measured. Of preference
-pairs they are steps of DPO: under adapters the model without them is asked first, as in a run; where all weights are
-trained, what the reference said is looked up, and only those numbers are on the device.
+pairs they are steps of DPO: under adapters the model without them runs first, as in a run; where all weights are
+trained, the outputs of the reference are looked up, and only those numbers are on the device.
 
 ZeRO-1, -2 and -3 are DeepSpeed's real engine, in a group without other ranks. Accelerate starts it as in a run, with
 our optimizer and the file of the row under ds_configs/, filled as a run fills it where a plan names no buckets. What it
-asks of a device, which is not there, is answered here:
+reads of a device, which is not there, is provided here:
 
-    torch.cuda      there is one GPU, without a word on its memory. DeepSpeed flattens parameters on the device where
-                    they fit beside themselves, and else on the host; it is told that they do not fit
+    torch.cuda      there is one GPU, of unknown memory. DeepSpeed flattens parameters on the device where
+                    they fit twice, and else on the host; here they never fit
     other ranks     ZeRO-3 compares the order of modules with theirs
 
-Values are read in the backward and the step only (`step` answers): overflows, norms. They are read after the tensors
-exist that they are read of, and decide about no memory of a step that is taken.
+Values are read in the backward and the step only (`step` supplies them): overflows, norms. They are read after the
+tensors exist that they are read of, and do not change the memory of a step that is not skipped.
 
 Rank 0 is simulated. Its partition begins with the embedding, whose gradient lives for as long as a view of it.
 Not covered: offload, fp16's loss scaling, quantised weights.
@@ -107,7 +107,7 @@ def simulate(request: SimulationRequest) -> Simulation:
             f"{type(model).__name__} decides by the values of its tensors ({error}); a dry run has no values"
         ) from error
     checks = check_run(request, tracker, kernels, has_masks=has_masks, steady=steady, after=after)
-    return _answer(tracker, pages, steady, checks, counts, seconds=time.monotonic() - started)
+    return _result(tracker, pages, steady, checks, counts, seconds=time.monotonic() - started)
 
 
 def _run(
@@ -187,7 +187,7 @@ def _micro_batch(request: SimulationRequest) -> MicroBatch:
     )
 
 
-def _answer(
+def _result(
     tracker: Tracker,
     pages: PinnedPages,
     steady: int,
@@ -271,7 +271,7 @@ def zero_config(request: SimulationRequest, model: PreTrainedModel) -> dict[str,
 
 @contextmanager
 def deepspeed_as_if_available() -> Iterator[None]:
-    """Answers what DeepSpeed reads of torch.cuda and torch beyond FSDP2; DeepSpeed's process state starts fresh."""
+    """Provides what DeepSpeed reads of torch.cuda and torch beyond FSDP2; DeepSpeed's process state starts fresh."""
     from deepspeed.comm import comm
     from deepspeed.runtime.zero import partitioned_param_coordinator
     from deepspeed.utils import groups
@@ -292,7 +292,7 @@ def deepspeed_as_if_available() -> Iterator[None]:
         stack.enter_context(replaced(torch.cuda, **cuda))
         stack.enter_context(replaced(torch.cuda.nvtx, range_push=none, range_pop=none))
         stack.enter_context(replaced(comm, cdb=None))
-        linear = torch.nn.functional.linear  # ZeRO-3 puts its own in this place and leaves it there
+        linear = torch.nn.functional.linear  # ZeRO-3 replaces it by its own, for good
         stack.enter_context(replaced(torch.nn.functional, linear=linear))
         stack.enter_context(replaced(partitioned_param_coordinator, assert_ints_same_as_other_ranks=none))
         stack.callback(vars(groups).update, retained)
@@ -300,7 +300,7 @@ def deepspeed_as_if_available() -> Iterator[None]:
 
 
 def mark_zero(engine: Any, tracker: Tracker) -> None:  # noqa: ANN401  # DeepSpeedEngine, untyped
-    """Says which storages hold weights, whole or in pieces, and which masters."""
+    """Marks the storages that hold weights, whole or in pieces, and those that hold masters."""
     parameters = list(engine.module.parameters())
     pieces = [each.ds_tensor for each in parameters if getattr(each, "ds_tensor", None) is not None]
     tracker.mark(pieces or parameters, Kind.WEIGHTS)

@@ -3,13 +3,15 @@
 Fake tensors carry a device without memory behind it, but a build of torch without CUDA refuses at four places to work
 with `cuda` at all. With a CUDA build on a machine that has a GPU, nothing of this is touched.
 
-    device guard    autograd asks the registered guard of a tensor's device; a CPU build has none and aborts. torch
+    device guard    autograd calls the registered guard of a tensor's device; a CPU build has none and aborts. torch
                     itself installs a guard that does nothing where a CUDA build finds no GPU, but only in place of
                     another one: a dummy is registered first (slot 1 is CUDA)
-    hooks           the engine asks the CUDA hooks whether CUDA is built; the answers of the one object there is are
+    hooks           the engine reads from the CUDA hooks whether CUDA is built; the methods of the one object there is
+    are
                     replaced, in a private copy of its table of virtual functions
-    availability    Accelerate takes another device, and `torch.autocast("cuda")` turns itself off without a word, where
-                    torch.cuda is not available: it says that it is
+    availability    Accelerate uses another device, and `torch.autocast("cuda")` turns itself off without a warning,
+    where
+                    torch.cuda is not available: here it is available
     streams         torch.cuda's streams and events raise; there is one stream here, on which nothing waits
     pinned memory   is locked by the driver; a fake tensor of as many bytes stands for it (`PinnedPages`)
 
@@ -73,7 +75,7 @@ class PinnedPages:
         self.peak_bytes = 0
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """A flat tensor of bytes, which counts until the last tensor on its storage is gone."""
+        """A flat tensor of bytes, which counts until the last tensor on its storage is freed."""
         pages = torch.empty(num_bytes, dtype=torch.uint8)
         self._add(num_bytes)
         weakref.finalize(pages.untyped_storage(), self._add, -num_bytes)
@@ -88,7 +90,7 @@ class PinnedPages:
 def as_if_available(compute_capability: tuple[int, int], pages: PinnedPages | None = None) -> Iterator[None]:
     """torch.cuda as Python code sees it on a machine with one such GPU, whose driver locks `pages`."""
     stream = _Stream()
-    answers = {
+    values = {
         "is_available": lambda: True,
         "is_current_stream_capturing": lambda: False,
         "Stream": _Stream,
@@ -108,7 +110,7 @@ def as_if_available(compute_capability: tuple[int, int], pages: PinnedPages | No
         ),
     }
     with (
-        replaced(torch.cuda, **answers),
+        replaced(torch.cuda, **values),
         replaced(torch.accelerator, current_stream=lambda *_: stream),  # FSDP2's, of a block that nothing waited for
         replaced(torch.Tensor, record_stream=lambda *_: None),
         replaced(activation_offload, _pinned=(pages or PinnedPages()).allocate),
@@ -160,7 +162,7 @@ class _Event:
 
 
 class _Stream:
-    """The only stream: whatever was put on it has happened."""
+    """The only stream: all work on it is done."""
 
     device_index = 0
     stream_id = 0
@@ -214,14 +216,14 @@ def _replace_hooks() -> None:
     table = (ctypes.c_void_p * (_HEADER + len(slots)))()
     word = ctypes.sizeof(ctypes.c_void_p)
     ctypes.memmove(table, pointer[0] - _HEADER * word, len(table) * word)
-    for name, function in _answers().items():
+    for name, function in _replies().items():
         table[_HEADER + slots.index(name)] = ctypes.cast(function, ctypes.c_void_p).value
         _retained.append(function)
     _retained.extend([library, table])
     pointer[0] = ctypes.addressof(table) + _HEADER * word
 
 
-def _answers() -> dict[str, Any]:
+def _replies() -> dict[str, Any]:
     """Replies of a CUDA build on a machine with one unused GPU."""
     to_long, to_nothing = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_void_p), ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     of_index = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_void_p, ctypes.c_long)

@@ -1,7 +1,7 @@
-"""The file of known dry runs: one JSON line each, the request beside its answer.
+"""The file of known dry runs: one JSON line each, a request and its result.
 
-Tests hold the closed form and the dry run itself to it. The file is its own list of requests: a line without an answer
-is one that is still to be run.
+Tests hold the closed form and the dry run itself to it. The file is its own list of requests: a line without a result
+is still to be run.
 """
 
 from collections.abc import Callable
@@ -31,15 +31,15 @@ def regenerate(
     *,
     runs_all: bool,
 ) -> None:
-    """Runs the rows of a file that have no answer, or all of them, and writes the file after each one."""
+    """Runs the rows of a file that have no result, or all of them, and writes the file after each one."""
     rows = read_golden(path)
     for number, row in enumerate(rows):
-        if row.answer is not None and not runs_all:
+        if row.result is not None and not runs_all:
             continue
-        answer = golden_result(simulate(row.request))
-        rows[number] = msgspec.structs.replace(row, answer=answer)
+        result = golden_result(simulate(row.request))
+        rows[number] = msgspec.structs.replace(row, result=result)
         codec.write_bytes(path, b"".join(msgspec.json.encode(each) + b"\n" for each in rows))
-        report(f"{number + 1} of {len(rows)} {row.name}: {answer.peak_allocated_bytes} at {answer.peak_event}")
+        report(f"{number + 1} of {len(rows)} {row.name}: {result.peak_allocated_bytes} at {result.peak_event}")
 
 
 def _lines(path: Path) -> list[tuple[int, bytes]]:

@@ -3,7 +3,7 @@
 A fake tensor is computed on torch's meta device. Wherever meta has no kernel of its own, an operation falls apart into
 others that no GPU runs, and their temporaries would be counted. That concerns
 
-    scaled_dot_product_attention   takes the path that builds the sequence x sequence matrix. Here the kernel that torch
+    scaled_dot_product_attention   runs the path that builds the sequence x sequence matrix. Here the kernel that torch
                                    picks on the device is called: flash, memory-efficient, or that same path
     silu, mish                     their backward is several operations on meta and one on a device; no other operation
                                    of torch 2.13 has both a kernel of its own and a decomposition
@@ -13,7 +13,7 @@ fp32 accumulator of the query gradient, a row sum for each query, and under flas
 query head where heads are grouped. They are allocated here by hand. So are those of `varlen_attn`, which runs packed
 rows: its accumulator and row sums have 128 rows more for each document.
 
-`grouped_mm`, which runs the experts of a mixture, takes bf16 alone on meta; a device multiplies other types group by
+`grouped_mm`, which runs the experts of a mixture, supports bf16 alone on meta; a device multiplies other types group by
 group into the same outputs. It does so here.
 """
 
@@ -72,7 +72,7 @@ class Kernels:
             head_dim=query.shape[-1],
             is_masked=mask is not None,
         )
-        if query.shape[-1] != value.shape[-1]:  # flash takes one size
+        if query.shape[-1] != value.shape[-1]:  # flash supports one size
             kernel = AttentionKernel.MATH if self._device == "cpu" else AttentionKernel.EFFICIENT
         is_grouped = key.shape[1] != query.shape[1]
         return AttentionKernel.MATH if is_grouped and kernel is AttentionKernel.EFFICIENT else kernel

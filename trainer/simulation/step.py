@@ -1,9 +1,9 @@
-"""The runtime's own step on fake tensors, with the tracker told which event begins when.
+"""The runtime's own step on fake tensors, which reports to the tracker when each event begins.
 
-`trainer.runtime.loop.step.run_step` runs as it is; what it is handed makes it a dry run. Its clock says when a forward,
-a backward and an update begin. What it reads of its tensors, which have no values, is answered: its sums, the only
+`trainer.runtime.loop.step.run_step` runs as it is; its arguments make it a dry run. Its clock reports when a forward,
+a backward and an update begin. Values that it reads of its tensors, which have none, are supplied: its sums, the only
 tensors of float64, are the number of terms each, every other number is 0 and every boolean False (no overflow, no
-fault). A value that is read in a forward has no answer, and ends the dry run.
+fault). Reading a value in a forward ends the dry run.
 
 The events of a backward begin when a gradient arrives: that of the logits, of the last hidden state, of the last
 block's output, of the first one's, of the first one's input. Hooks on those tensors see it; they hold nothing.
@@ -36,7 +36,7 @@ _no_result = _implementations[_READ]
 
 
 class Engine(NamedTuple):
-    """Objects that Accelerate has prepared, as `run_step` takes them."""
+    """Objects that Accelerate has prepared, for `run_step`."""
 
     accelerator: Accelerator
     model: nn.Module
@@ -47,7 +47,7 @@ class Engine(NamedTuple):
         """Runs the runtime's step once."""
         num_terms = self.accelerator.num_processes * sum(batch.num_terms for batch in micro_batches)
         tracker.begin(FORWARD, is_forward=True)
-        with _reads_as(lambda _mode, _func, tensor: _answer(tensor, num_terms)):
+        with _reads_as(lambda _mode, _func, tensor: _value(tensor, num_terms)):
             run_step(
                 self.accelerator,
                 self.model,
@@ -67,7 +67,7 @@ class Engine(NamedTuple):
         tracker.mark(tensors, Kind.OPTIMIZER_STATE)
 
 
-def _answer(tensor: Tensor, num_terms: int) -> float | bool:
+def _value(tensor: Tensor, num_terms: int) -> float | bool:
     if tensor.dtype is torch.bool:
         return False
     if tensor.dtype is torch.float64:
@@ -87,7 +87,7 @@ def _reads_as(implementation: Callable[..., Any]) -> Iterator[None]:
 
 
 class _EventClock(Clock):
-    """The clock of a step, which takes no time and tells the tracker what begins."""
+    """The clock of a step, which measures nothing and reports to the tracker what begins."""
 
     def __init__(self, tracker: Tracker, *, reads_in_backward: bool) -> None:
         super().__init__(torch.device("cpu"))
@@ -118,7 +118,7 @@ class _EventClock(Clock):
 def reporting(
     engine: Engine, model: nn.Module, blocks: Sequence[nn.Module], head: nn.Module, tracker: Tracker
 ) -> Iterator[None]:
-    """Tells the tracker, for the block, which module runs, which event of the backward and when the update begins."""
+    """Within the block, reports the running module and the begin of backward events and the update to the tracker."""
     hooks = [hook for name, module in model.named_modules() for hook in _naming(module, _short(name), tracker)]
     for index, block in enumerate(blocks):
         hooks.append(block.register_forward_hook(_block_hook(index, len(blocks), tracker)))
@@ -155,10 +155,10 @@ def _short(name: str) -> str:
 
 def _naming(module: nn.Module, name: str, tracker: Tracker) -> Iterator[Any]:
     yield module.register_forward_pre_hook(lambda *_: tracker.modules.append(name))
-    yield module.register_forward_hook(lambda *_: _leave(tracker), always_call=True)
+    yield module.register_forward_hook(lambda *_: _exit(tracker), always_call=True)
 
 
-def _leave(tracker: Tracker) -> None:
+def _exit(tracker: Tracker) -> None:
     tracker.modules.pop()
 
 

@@ -1,10 +1,10 @@
-"""Live bytes of one device: every storage that an operation makes, until the last tensor on it is gone.
+"""Live bytes of one device: every storage that an operation makes, until the last tensor on it is freed.
 
-A dispatch mode sees what every operation returns; a weak reference to the storage says when it is freed; FSDP2 frees
+A dispatch mode sees what every operation returns; a weak reference to the storage reports when it is freed; FSDP2 frees
 and fills storages in place with `UntypedStorage.resize_`, which is watched too. Sizes are rounded up as torch's caching
 allocator rounds them in its `allocated` counter.
 
-A storage has a kind. Those made in the forward are activations, others temporaries, until something says better:
+A storage has a kind. Those made in the forward are activations, others temporaries, until more is known:
 `mark` for weights, gradients and optimizer state, a collective for its buffers, a resize for gathered weights.
 What is not covered: memory that a kernel allocates and frees inside itself (see `kernels` for attention's).
 """
@@ -95,7 +95,7 @@ class Tracker(TorchDispatchMode):
         self.peak_bytes, self._follows_peak = 0, True
 
     def mark(self, tensors: Iterable[Tensor], kind: Kind) -> None:
-        """Says what the storages under `tensors` hold; those not seen before are counted from now on."""
+        """Sets the kind of the storages of `tensors`; those not seen before are counted from now on."""
         for tensor in tensors:
             local = _local(tensor)
             self._see(local)

@@ -1,10 +1,10 @@
-"""Measurements of earlier runs beside their predictions.
+"""Measurements of earlier runs with their predictions.
 
 One record per finished run or trial, keyed by GPU, driver and torch (a machine's name means nothing to the next one).
 
-`predicted_...` is what the formulas said, before any correction by earlier runs: a correction is learned from it, so
-that it never corrects itself. `stated_...` is what the plan showed, correction included. A prediction is only as good
-as the formulas and the ceilings it was made with, so a record names both (`shardwise`, `rates`): a run that was
+`predicted_...` is the result of the formulas, before any correction by earlier runs: a correction is learned from it,
+so that it never corrects itself. `stated_...` is what the plan showed, correction included. A prediction is only as
+good as the formulas and the ceilings it was made with, so a record names both (`shardwise`, `rates`): a run that was
 predicted by another version, or before the machine's own ceilings were measured, teaches nothing about today's
 predictions of its speed.
 """

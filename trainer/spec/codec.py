@@ -50,7 +50,7 @@ def write_redacted(path: Path, value: Value) -> None:
     write_bytes(path, msgspec.json.format(msgspec.json.encode(shown), indent=1) + b"\n")
 
 
-def redacted(value: Any) -> Any:  # noqa: ANN401 - a tree of whatever JSON has
+def redacted(value: Any) -> Any:  # noqa: ANN401 - any JSON tree
     """A tree without the secrets of the environment; in text alone, or a secret of digits made a number unreadable."""
     if isinstance(value, str):
         return redact(value)

@@ -14,7 +14,7 @@ from shardwise.trainer.spec.value import Value, complete
 
 
 class Offload(StrEnum):
-    """State kept off the device: in host RAM, or on NVMe if the name says so."""
+    """State stored off the device: in host RAM, or on NVMe."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"

@@ -1,7 +1,7 @@
 """A machine as the planner sees it. Bytes are ints, rates are bytes per second, and what is unknown is None.
 
-Nothing here asks the machine a question: `launch.probe.machine` does, and `trainer.planning.tables.gpu_specs` knows
-machines that are not here. A machine without a GPU is one device, the CPU, whose memory is the RAM that the cgroup
+Nothing here reads the machine: `launch.probe.machine` does, and `trainer.planning.tables.gpu_specs` describes
+other machines. A machine without a GPU is one device, the CPU, whose memory is the RAM that the cgroup
 grants.
 """
 
@@ -20,7 +20,7 @@ class DeviceKind(StrEnum):
 
 
 class LinkKind(StrEnum):
-    """How two GPUs of one node reach each other, in the words of `nvidia-smi topo -m`."""
+    """How two GPUs of one node reach each other, in the terms of `nvidia-smi topo -m`."""
 
     NVLINK = "nvlink"  # NV#
     PCIE_SWITCH = "pcie_switch"  # PIX, PXB
@@ -148,7 +148,7 @@ class MeasuredRates(Value, frozen=True, kw_only=True):
 class Hardware(Value, frozen=True, kw_only=True):
     """Everything a plan needs to know of one machine, or of several equal ones.
 
-    `gpus` are those a plan may use; `excluded` says in words which were left out and why. `num_cpu_devices` counts
+    `gpus` are those a plan may use; `excluded` lists the others with the reason, as text. `num_cpu_devices` counts
     the ranks that share the CPU of a machine without a GPU.
     """
 
@@ -160,7 +160,7 @@ class Hardware(Value, frozen=True, kw_only=True):
     excluded: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     libraries: dict[str, str] = {}
-    unfit_libraries: dict[str, str] = {}  # installed, but at a version that another does not take: why, in words
+    unfit_libraries: dict[str, str] = {}  # installed, but at a version that another does not support: the reason
     rates: MeasuredRates = MeasuredRates()
     vram_cap_bytes: int | None = None  # --vram or limits.vram
     can_expand_segments: bool = True  # torch's expandable segments: not under WSL, nor where a trial allocation failed

@@ -53,12 +53,12 @@ ADAMW = Rates(
 )
 
 
-def _shared(share: float, words: str) -> Rates:
+def _shared(share: float, reason: str) -> Rates:
     """AdamW's rows times `share`, with the reason in front of each source."""
     return Rates(
         *(
             tuple(
-                row._replace(lr=two_digits(row.lr * share), source=f"{words} {row.lr:g}: {row.source}") for row in rows
+                row._replace(lr=two_digits(row.lr * share), source=f"{reason} {row.lr:g}: {row.source}") for row in rows
             )
             for rows in ADAMW
         )
@@ -73,8 +73,8 @@ def _at_any_size(lr: float, source: str) -> tuple[PublishedRate, ...]:
     return (PublishedRate(math.inf, lr, source),)
 
 
-MUON = _shared(1, "Muon with an update of AdamW's size (arXiv:2502.16982, sec. 2.2) takes AdamW's")
-LION = _shared(1 / 3, "Lion takes 3 to 10 times less than AdamW (arXiv:2302.06675, sec. 5), here a third of")
+MUON = _shared(1, "Muon with an update of AdamW's size (arXiv:2502.16982, sec. 2.2) uses AdamW's")
+LION = _shared(1 / 3, "Lion needs 3 to 10 times less than AdamW (arXiv:2302.06675, sec. 5), here a third of")
 LION = LION._replace(
     from_scratch=(
         PublishedRate(
@@ -113,7 +113,7 @@ LAMB = Rates(
     fine_tuning=_at_any_size(5e-4, "as AdaLomo, whose steps are relative to the weights as well (arXiv:2310.10195)"),
     adapters=_ADAPTERS_RELATIVE,
 )
-_COMMON_SGD = _at_any_size(1e-1, "a common start for plain SGD; nobody publishes one for language models")
+_COMMON_SGD = _at_any_size(1e-1, "a common start for plain SGD; none is published for language models")
 SGD = Rates(_COMMON_SGD, _COMMON_SGD, _COMMON_SGD)
 LOMO = Rates(
     from_scratch=_COMMON_SGD,

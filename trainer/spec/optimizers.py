@@ -56,12 +56,13 @@ class Pieces(StrEnum):
 
 
 class Scratch(Value, frozen=True, kw_only=True):
-    """Tensors that a step allocates beside weights, gradients and state, each of the size of the largest weight."""
+    """Tensors that a step allocates in addition to weights, gradients and state, each of the size of the largest
+    weight."""
 
     in_master_type: int = 0
     in_fp32: int = 0
     more_in_fp32_if_16_bit: int = 0  # where the weights are 16 bit
-    in_codes: int = 0  # of 8-bit state that is coded beside the old codes
+    in_codes: int = 0  # of 8-bit state that is coded while the old codes are alive
     is_whole_model: bool = False  # of the size of all weights together
 
     def num_bytes(self, *, width: int, num_elements: int, largest: int) -> int:
@@ -92,7 +93,7 @@ class OptimizerFacts(Value, frozen=True, kw_only=True):
     fused_form: Optimizer | None = None  # the same update in one kernel
     orthogonalises_matrices: bool = False
     # Limits
-    is_adamw: bool = False  # AdamW's mathematics, whatever the storage of the state
+    is_adamw: bool = False  # AdamW's mathematics, with any storage of the state
     changes_update: bool = True  # opened by optimizer_approx
     is_chosen_by_pin_only: bool = False
     accepts: tuple[Pieces, ...] = (Pieces.WHOLE, Pieces.FLAT, Pieces.SHARDS)

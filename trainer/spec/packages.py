@@ -1,8 +1,8 @@
 """Packages to install: the lines that a person pastes, and facts of the torch build in requirements.lock.
 
 They name pip by the Python that runs this program, since the `pip` on PATH often belongs to another environment. An
-extra is asked of the installed shardwise, in a checkout and from a wheel alike: pip reads what it needs from its
-metadata, and asks no index for shardwise itself.
+extra is one of the installed shardwise, in a checkout and from a wheel alike: pip reads its requirements from the
+metadata, and looks up shardwise itself in no index.
 """
 
 import shlex
@@ -14,9 +14,9 @@ EXTRAS = ("train", "flash", "hub-kernels", "fp8", "torchao", "liger", "tensorboa
 _BUILDS = ("flash", "fp8")
 
 
-def pip_line(*words: str, command: str = "install", python: str | None = None) -> str:
-    """`/path/to/python -m pip install WORDS`, quoted for a shell."""
-    return shlex.join([python or sys.executable, "-m", "pip", command, *words])
+def pip_line(*arguments: str, command: str = "install", python: str | None = None) -> str:
+    """`/path/to/python -m pip install ARGUMENTS`, quoted for a shell."""
+    return shlex.join([python or sys.executable, "-m", "pip", command, *arguments])
 
 
 def extra_text(extra: str) -> tuple[str, ...]:
@@ -25,7 +25,7 @@ def extra_text(extra: str) -> tuple[str, ...]:
 
 
 def extra_line(extra: str, *, python: str | None = None) -> str:
-    """The line that installs an extra, beside this Python unless another is given."""
+    """The command line that installs an extra, in this Python's environment unless another is given."""
     return pip_line(*extra_text(extra), python=python)
 
 

@@ -1,6 +1,6 @@
 """A plan: what would run, what else could, what could not and why. The one artefact that goes to the ranks.
 
-`candidates[0]` is what runs. The ranks cannot plan again: whatever they need (schedule, FLOPs per token, predicted
+`candidates[0]` is what runs. The ranks cannot plan again: everything they need (schedule, FLOPs per token, predicted
 parts) is in here. `attempts/N/plan.json` holds the same value reduced to the candidate that ran.
 
 The learning rate is a function of the step, so that no position has to be saved or restored. Steps count from 1: step 1
@@ -51,7 +51,7 @@ class RetainedBytes(Value, frozen=True, kw_only=True):
     """Bytes that a module allocated in the forward of one micro batch and that are alive at its end."""
 
     module: str  # its path in the model; empty: outside of all modules
-    place: str  # in words: transformer block 3, mlp.down_proj
+    place: str  # as text: transformer block 3, mlp.down_proj
     num_bytes: int
 
 
@@ -103,7 +103,7 @@ class MemoryEstimate(Value, frozen=True, kw_only=True):
     pinned_bytes: int = 0  # host RAM of one node that cannot be paged out
     host_bytes: int = 0  # pageable host RAM of one node
     nvme_bytes: int = 0  # of one node
-    outside_bytes: int = 0  # of `device_bytes`, beside torch's allocator: context and communicators
+    outside_bytes: int = 0  # of `device_bytes`, outside of torch's allocator: context and communicators
     checkpoint_bytes: int = 0  # of one checkpoint, from all ranks: trained weights and optimizer state; 0: not known
 
     @property
@@ -193,7 +193,7 @@ class Schedule(Value, frozen=True, kw_only=True):
     eval_every_steps: int | None
     checkpoint_every_steps: int | None
     checkpoint_every_s: float | None = None  # of the two that are set, whichever comes first
-    saving_max_share: float | None = None  # of the run's time that saving may cost; None: whatever it costs
+    saving_max_share: float | None = None  # of the run's time that saving may cost; None: no limit
     rehearses_save: bool = False  # saves after the first step and reads that back
     eval_every_s: float | None = None
 
@@ -240,7 +240,7 @@ class Fp8Gain(Value, frozen=True, kw_only=True):
         return self.speedup is not None and self.speedup >= LEAST_FP8_GAIN
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """Text that follows `fp8` in a sentence."""
         if self.speedup is None:
             return f"was not timed: {self.problem}"
@@ -268,7 +268,7 @@ class Plan(Value, frozen=True, kw_only=True):
     calibration: Calibration
     versions: dict[str, str]
     trials: tuple[TrialResult, ...] = ()  # what --trial measured before the candidates were ranked
-    fp8_gain: Fp8Gain | None = None  # None: nobody timed it, or nobody asked for FP8
+    fp8_gain: Fp8Gain | None = None  # None: not timed, or FP8 not requested
     extension: Extension | None = None  # a user's own functions; of a run, the copy in its directory
     model_code: ModelCode | None = None  # that comes with the model and that the job trusts
     staged: dict[str, str] = {}  # set by the supervisor: folders that ranks read, and their copies on each node

@@ -1,4 +1,4 @@
-"""Report of a run: the ending, the verified engine, and measured beside predicted figures.
+"""Report of a run: the ending, the verified engine, and measured and predicted figures.
 
 Rank 0 writes one per attempt; the supervisor writes the run's. Both have this shape.
 """
@@ -92,7 +92,7 @@ class Verified(Value, frozen=True, kw_only=True):
 
 
 class Evaluation(Value, frozen=True, kw_only=True):
-    """Score on the held-out rows; of pairs, the loss is DPO's and the perplexity that of the chosen answers."""
+    """Score on the held-out rows; of pairs, the loss is DPO's and the perplexity that of the chosen completions."""
 
     step: int
     loss: float
@@ -100,8 +100,8 @@ class Evaluation(Value, frozen=True, kw_only=True):
     num_tokens: int
     unigram_entropy_nats: float | None = None
     accuracy: float | None = None  # share of the targets that are the most likely token
-    reward_accuracy: float | None = None  # share of the pairs whose chosen answer has the higher reward
-    reward_margin: float | None = None  # reward of the chosen answer less that of the rejected one, mean
+    reward_accuracy: float | None = None  # share of the pairs whose chosen completion has the higher reward
+    reward_margin: float | None = None  # reward of the chosen completion less that of the rejected one, mean
 
 
 class Sample(Value, frozen=True, kw_only=True):

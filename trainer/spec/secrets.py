@@ -1,4 +1,4 @@
-"""Secrets of the environment, kept out of everything that is written or printed.
+"""Removes secrets of the environment from everything that is written or printed.
 
 What counts: values of variables that are named like one (HF_TOKEN, WANDB_API_KEY, TEAM_WEBHOOK_URL), the token
 that `hf auth login` stored, anything of the form `hf_...`, and what stands before the `@` of a URL. Shown is
@@ -18,8 +18,8 @@ from typing import Any, TextIO, cast
 _NAME = re.compile(
     r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|(?:API|ACCESS|PRIVATE)_?KEY|WEBHOOKS?|HOOK_URL)(?:$|_)"
 )
-_NO_VALUE = ("_PATH", "_FILE", "_DIR", "_ID")  # such a variable says where a secret is, or whose
-_LEAST_CHARACTERS = 8  # shorter ones would be found in words
+_NO_VALUE = ("_PATH", "_FILE", "_DIR", "_ID")  # such a variable holds a secret's path or owner
+_LEAST_CHARACTERS = 8  # shorter ones would occur in ordinary text
 _FORMS = re.compile(r"\bhf_[A-Za-z0-9]{20,}\b|(?<=://)[^/\s@\"']+:[^/\s@\"']+(?=@)")
 REDACTED = "[redacted]"
 
@@ -62,7 +62,7 @@ class RedactedStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Answers the length of `text`, as what is written may be shorter."""
+        """Returns the length of `text`; the written text may be shorter."""
         self._stream.write(redact(text))
         return len(text)
 
@@ -70,7 +70,7 @@ class RedactedStream:
         for line in lines:
             self.write(line)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever the stream has
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute of the stream
         return getattr(self._stream, name)
 
 

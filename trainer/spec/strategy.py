@@ -63,7 +63,7 @@ class Fp8Recipe(StrEnum):
 
 
 class Checkpointing(StrEnum):
-    """Which activations are recomputed in the backward pass instead of kept."""
+    """Which activations are recomputed in the backward pass instead of saved."""
 
     NONE = "none"
     SELECTIVE = "selective"

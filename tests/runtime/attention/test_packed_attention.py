@@ -212,7 +212,7 @@ def test_a_report_names_the_planned_attention_and_what_kept_documents_apart():
     assert (model.config._attn_implementation, attention_facts(model)) == ("sdpa", {})
     logits(model, rows())
     assert (model.config._attn_implementation, attention_of(model)) == (PACKED_SDPA, "sdpa")
-    assert attention_facts(model) == {"documents": f"kept apart by {ON_CPU}"}
+    assert attention_facts(model) == {"documents": f"separated by {ON_CPU}"}
 
 
 def test_models_that_make_their_own_mask_keep_transformers_attention():
@@ -285,7 +285,7 @@ def test_attention_dropout_runs_document_by_document_and_keeps_them_apart():
         torch.manual_seed(5)
         found.append(logits(model, ids).detach())
     torch.testing.assert_close(unchanged(found[1]), unchanged(found[0]), rtol=0, atol=1e-6)
-    assert attention_facts(model) == {"documents": f"kept apart by {ONE_BY_ONE}"}
+    assert attention_facts(model) == {"documents": f"separated by {ONE_BY_ONE}"}
 
 
 class Layer(torch.nn.Module):

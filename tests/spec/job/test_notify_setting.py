@@ -1,4 +1,4 @@
-"""`log.notify`: a URL is one word, a command is its words, and no shell ever reads either."""
+"""`log.notify`: a URL is one argument, a command is a list of them, and no shell ever reads either."""
 
 import pytest
 
@@ -32,12 +32,12 @@ def test_what_is_written_is_read(written, read):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("", "a URL, $NAME of a variable that holds one, a command or a list of its words"),
+        ("", "a URL, $NAME of a variable that holds one, a command or a list of its arguments"),
         (3, "put it in quotes"),
         ("ftp://example.org", "a URL begins with http:// or https://"),
         ("https:///hook", "names no host"),
         ("https://example.org/a b", "holds a space"),
-        ("tell 'it", "cannot be split into words"),
+        ("tell 'it", "cannot be split into arguments"),
     ],
 )
 def test_what_is_neither_is_refused_with_what_is_expected(value, words):

@@ -301,10 +301,10 @@ UNKNOWN = [  # what is written, its name, what the line must name
     ({"zzz": 1}, "zzz", "model, data, train, allow"),
     ({"train.lr": 1}, '"train.lr"', "train: {lr: ...}"),
     ({"train": {"lora.rank": 1}}, '"lora.rank"', "train: {lora: {rank: ...}}"),
-    ({1: 2}, "1", "words"),
-    ({True: 2}, "true", "words"),
+    ({1: 2}, "1", "text"),
+    ({True: 2}, "true", "text"),
     ({"a\nb": 2}, '"a\\nb"', "model, data"),
-    ({"": 2}, '""', "words"),
+    ({"": 2}, '""', "text"),
     ({"x" * 200: 2}, '"xxx', "model, data"),
     *(({name: 1}, name, f"{setting}?") for name, setting in OTHER_NAMES.items()),
 ]
@@ -491,7 +491,7 @@ def test_each_problem_names_the_layer_it_is_in():
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "expected"),
     [
         (None, "empty"),
         (True, "true"),
@@ -503,5 +503,5 @@ def test_each_problem_names_the_layer_it_is_in():
         (10**80, "1" + "0" * 55 + "..."),
     ],
 )
-def test_values_are_shown_on_one_short_line(value, words):
-    assert shown(value) == words
+def test_values_are_shown_on_one_short_line(value, expected):
+    assert shown(value) == expected

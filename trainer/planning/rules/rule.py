@@ -380,7 +380,7 @@ def _facts(context: PlanningContext, strategy: Strategy) -> dict[str, object]:
         "pins": ", ".join(f"pin.{axis}: {getattr(context.job.pin, axis)}" for axis in _differing(context, strategy)),
         "method": context.method,
         "device": context.device.name,
-        "fp8_words": context.fp8_gain.words if context.fp8_gain else "",
+        "fp8_words": context.fp8_gain.text if context.fp8_gain else "",
     }
 
 

@@ -4,7 +4,7 @@ Flash is flash-attn's own kernel, or, where flash-attn is missing and the job al
 the commit that the job names (`flash_kernel`).
 
 transformers resolves `flash_attention_2` without flash-attn in its own way: if the `kernels` package is installed it
-fetches a kernel from the hub, code that no job asked for and at whatever revision is there (W30). So a rank looks for
+fetches a kernel from the hub, code that no job requested, at the revision that is there (W30). So a rank looks for
 flash-attn itself before a model is built, and stops where the plan has it and the machine has not. It also stops where
 flash-attn would compute another attention than the model's (W32).
 """
@@ -34,7 +34,7 @@ def attention_name(attention: Attention, flash_kernel: str | None = None) -> str
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """transformers' name of the attention implementation that a model uses, whatever it does with packed rows.
+    """transformers' name of the attention implementation that a model uses, with or without packed rows.
 
     Of a kernel of the hub, what was loaded by that name.
     """
@@ -45,9 +45,9 @@ def attention_of(model: PreTrainedModel) -> str:
 
 
 def attention_facts(model: PreTrainedModel) -> dict[str, str]:
-    """Text of the observed attention after a step: how documents were kept apart, which build of a kernel ran."""
+    """Text of the observed attention after a step: how documents were separated, which build of a kernel ran."""
     kernels, name = document_kernels(model), str(model.config._attn_implementation)
-    facts = {"documents": f"kept apart by {' and '.join(kernels)}"} if kernels else {}
+    facts = {"documents": f"separated by {' and '.join(kernels)}"} if kernels else {}
     return facts | ({"flash": f"build {loaded_build(name).variant}"} if is_hub_kernel(name) else {})
 
 
@@ -68,7 +68,7 @@ def check_attention(attention: Attention, shape: ModelShape, flash_kernel: str |
         return
     if importlib.util.find_spec("flash_attn") is None:
         raise EnvironmentFaultError(
-            "attention: the plan says flash, and flash-attn is not installed here;\n"
+            "attention: the plan has flash, and flash-attn is not installed here;\n"
             "install it on every machine of the run, or give pin.attention=sdpa"
         )
     try:

@@ -1,11 +1,11 @@
-"""The kernel of the hub that flash runs where a job allows one: loading it, and saying what was loaded.
+"""Loads the kernel of the hub that flash runs where a job allows one, and reports what was loaded.
 
     python -m shardwise.trainer.runtime.attention.flash_kernel OWNER/flash-attn2@COMMIT
 
 loads it in a process of its own before any rank starts (`launch.inputs.trusted_code`), fetched from the hub where it is
 not in the cache. Ranks then load it from there, without the network.
 
-transformers takes the name as it is and has the `kernels` package load it: of the commit's files the one folder
+transformers passes the name on, and the `kernels` package loads it: of the commit's files the one folder
 `build/VARIANT/` that fits this torch, CUDA and CPU is downloaded, and its `__init__.py` is run. A publisher that the
 hub does not trust is refused, except from the cache, where trust cannot be checked. LOCAL_KERNELS puts a folder in the
 place of a repository without a message, so the kernel that ran is identified by the file of its functions.
@@ -54,17 +54,17 @@ def load_flash_kernel(name: str) -> LoadedBuild:
         )
     try:
         lazy_import_flash_attention(name)
-    except ValueError as error:  # transformers makes one of whatever the package raises
-        raise EnvironmentFaultError(_words(name, str(error))) from error
+    except ValueError as error:  # transformers makes one of any error of the package
+        raise EnvironmentFaultError(_load_error(name, str(error))) from error
     build = loaded_build(name)
     if build.kernel != name:
         raise EnvironmentFaultError(
-            f"attention: the plan says {name}, and {build.kernel} was loaded;\nunset LOCAL_KERNELS"
+            f"attention: the plan has {name}, and {build.kernel} was loaded;\nunset LOCAL_KERNELS"
         )
     others = json.loads((_folder(name) / "metadata.json").read_bytes()).get("kernel-depends")
     if others:
         raise EnvironmentFaultError(
-            f"attention: {name} runs other kernels of the hub, whose commits it leaves open: {json.dumps(others)};\n"
+            f"attention: {name} runs other kernels of the hub without fixing their commits: {json.dumps(others)};\n"
             "name another in model.flash_kernel, or give pin.attention=sdpa"
         )
     return build
@@ -79,7 +79,7 @@ def loaded_build(name: str) -> LoadedBuild:
 
 
 def _folder(name: str) -> Path:
-    """The folder of the build, which has its metadata beside or above its modules."""
+    """The folder of the build, which has its metadata in the folder of its modules or above it."""
     (_, varlen, *_), _ = lazy_import_flash_attention(name)
     modules = Path(inspect.getfile(inspect.unwrap(varlen))).parents
     return next(folder for folder in modules if (folder / "metadata.json").is_file())
@@ -92,7 +92,7 @@ def _installed_kernels() -> str:
         return "none"
 
 
-def _words(name: str, error: str) -> str:
+def _load_error(name: str, error: str) -> str:
     """Message with the reason, from the first sentence of the package's error, and the next step."""
     prefix = f"An error occurred while trying to load from '{name.partition('@')[0]}': "
     reason = re.split(r" \(revision|\. |\n", error.removeprefix(prefix))[0]

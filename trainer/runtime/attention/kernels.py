@@ -1,8 +1,8 @@
-"""Leaves PyTorch's attention the kernels that were planned (`spec.model.attention_kernel`), for the whole process.
+"""Allows PyTorch's attention the kernels that were planned (`spec.model.attention_kernel`), for the whole process.
 
 Two things would otherwise choose differently from the plan. torch prefers cuDNN's kernels on compute capability 9.0 and
 10.x (W60); why they are off is in docs/speed-model.md. And transformers passes grouped key and value heads to a kernel
-that does not take them, whatever the device and the type (W59). Here it repeats them below compute capability 8.0 and
+that does not support them, on any device and in any type (W59). Here it repeats them below compute capability 8.0 and
 in fp32, and the memory-efficient kernel runs instead of the one that keeps all scores.
 """
 
@@ -41,7 +41,7 @@ def groups_heads(attention_mask: Tensor | None, key: Tensor, value: Tensor) -> b
 
 
 def supports_grouped_heads(heads: Tensor, *, is_masked: bool = False) -> bool:
-    """True if the kernel for heads [B, H, S, D] takes fewer key and value heads than query heads."""
+    """True if the kernel for heads [B, H, S, D] supports fewer key and value heads than query heads."""
     return kernel_for(heads, is_masked=is_masked) is not AttentionKernel.EFFICIENT
 
 

@@ -1,6 +1,6 @@
 """Attention over packed rows: a token sees the tokens before it in its own document, and nothing else of its row.
 
-Documents are distinguished by their positions, which start at 0 in each. They are kept apart in these ways:
+Documents are distinguished by their positions, which start at 0 in each. They are separated in these ways:
 
     sdpa     one kernel call for all documents of a micro batch, or one for each, without any mask: with its first
              packed rows a model changes to a function of ours, which is transformers' own for all other rows
@@ -8,14 +8,14 @@ Documents are distinguished by their positions, which start at 0 in each. They a
         CPU                                                       the kernel behind PyTorch's attention, a document at
                                                                   a time
         else, or with attention dropout                           PyTorch's attention, a document at a time, with
-                                                                  grouped heads repeated if its kernel takes none
+                                                                  grouped heads repeated if its kernel has none
     flash    flash-attn's function for rows of variable length, its own or the hub's: transformers calls it when it is
              given the bounds
     eager    transformers makes the mask from the positions
 
 Falcon and MPT pass the starts of documents neither to transformers nor to the kernel: they are given a mask of row x
 row, bool or in the type of the weights, for each row of a micro batch, where transformers makes one for all rows.
-Falcon with ALiBi takes no such mask: it is refused. Falcon and StableLM under flash-attn get their rows as one, the
+Falcon with ALiBi accepts no such mask: it is refused. Falcon and StableLM under flash-attn get their rows as one, the
 only form in which they pass positions on.
 
 Positions that start anew are all that learned and rotated ones need. ALiBi adds to a score what depends on the distance
@@ -30,7 +30,7 @@ that recomputation and engines pass them on; a model that loses them on the way 
 
 Without a mask, transformers looks for packed rows in the positions in every forward (`find_packed_sequence_indices`),
 and Python reads the result: the host waits for the device, in each micro batch and for each kind of mask. `known_rows`
-answers from the data instead: a micro batch without positions of its own holds one document a row (W57).
+uses the data instead: a micro batch without positions of its own holds one document a row (W57).
 """
 
 import inspect
@@ -57,7 +57,7 @@ from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
 
 @contextmanager
 def known_rows(*, are_packed: bool) -> Iterator[None]:
-    """Runs the block with the answer that is known (W57)."""
+    """Within the block, whether rows are packed is known and not read from the device (W57)."""
     look = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = _document_numbers if are_packed else _none_is_packed
     try:
@@ -189,7 +189,7 @@ VARLEN, ON_CPU, ONE_BY_ONE = "varlen_attn", "PyTorch's CPU kernel by document", 
 
 
 def document_kernels(model: nn.Module) -> tuple[str, ...]:
-    """Kernels that kept documents apart in the model's blocks so far; () if no bounds have come."""
+    """Kernels that separated documents in the model's blocks so far; () if no bounds have come."""
     found = {getattr(module, "document_kernel", None) for module in model.modules()}
     return tuple(sorted(kernel for kernel in found if kernel is not None))
 

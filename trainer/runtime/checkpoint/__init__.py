@@ -1,7 +1,7 @@
 """Checkpoints that belong to no engine: saved under one sharding and world size, resumed under another.
 
 A checkpoint is a folder `checkpoints/step-00000030` that holds MANIFEST.json and one safetensors file per rank. It
-has its name only if it is complete: everything is written beside it, agreed on by all ranks, and renamed once.
+has its name only if it is complete: all files are written to a temporary folder, all ranks agree, and it is renamed.
 Nothing in it is pickled and nothing of it is unpickled. docs/checkpoints.md describes the files.
 
     ranks = Ranks.distributed() if world_size > 1 else Ranks.alone()

@@ -79,7 +79,7 @@ def open_checkpoint(folder: Path) -> CheckpointFolder:
     for name, entry in manifest.files.items():
         size_bytes = _regular_file_bytes(folder / name)
         if size_bytes != entry.size_bytes:
-            raise InputError(f"{folder / name}: has {size_bytes} bytes; the manifest says {entry.size_bytes}")
+            raise InputError(f"{folder / name}: has {size_bytes} bytes; the manifest has {entry.size_bytes}")
     return CheckpointFolder(path=folder, manifest=manifest)
 
 
@@ -113,7 +113,7 @@ def check_hashes(
         found = hashers.map(lambda name: known.get(name) or _sha256(folder / name), names)
         for name, sha256 in zip(names, found, strict=True):
             if sha256 != (expected := files[name].sha256):
-                raise InputError(f"{folder / name}: hashes to {sha256[:12]}; the manifest says {expected[:12]}")
+                raise InputError(f"{folder / name}: hashes to {sha256[:12]}; the manifest has {expected[:12]}")
 
 
 def skipped_text(folder: Path, error: InputError | OSError) -> str:

@@ -4,7 +4,7 @@ The prepared engine is filled, range by range: masters, moments, counts; then it
 from the masters. A tensor's values are copied, never rounded, unless the engine keeps a frozen weight in the computing
 type. Nothing here depends on how many ranks wrote, or under which engine.
 
-A resumption takes the newest folder whose names, sizes and headers are whole. Every rank fills what it holds, and
+A resumption uses the newest folder whose names, sizes and headers are whole. Every rank fills what it holds, and
 hashes its share of the files while it reads them; then all ranks exchange whether the hashes are those of the
 manifest. If they are not, the next older checkpoint is taken and fills the same memory again, all of it, so nothing of
 what was damaged is left. A checkpoint that does not fit the job is an error only once the hashes have shown that it
@@ -160,7 +160,7 @@ def fill_engine(
 
 
 def load_weights(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> None:
-    """Fills the weights of a prepared model, and leaves the optimizer's state as it is; collective."""
+    """Fills the weights of a prepared model without changing the optimizer's state; collective."""
     engine, inner = adapter_of(sharding), unwrapped(optimizer)
     ours = engine.describe(model, inner)
     _check_names(ours, checkpoint.manifest)
@@ -206,7 +206,7 @@ def _fill(
 
 
 def _is_decoded(piece: Piece, saved: ParameterEntry) -> bool:
-    """True if a moment that was saved in 8 bit is kept in fp32 here."""
+    """True if a moment that was saved in 8 bit is in fp32 here."""
     return piece.state is not None and piece.coded is None and is_coded(saved, piece.state)
 
 
@@ -384,7 +384,7 @@ def state_digest(model: nn.Module, optimizer: object, *, sharding: Sharding) -> 
 def checkpoint_digest(checkpoint: CheckpointFolder) -> str:
     """Hash over every weight, state and step count of a checkpoint, by name.
 
-    Equal for two checkpoints of equal state, however many ranks wrote them and under whatever engine.
+    Equal for two checkpoints of equal state, with any number of ranks and any engine.
     """
     digest = hashlib.sha256()
     with OpenShards(checkpoint) as shards:

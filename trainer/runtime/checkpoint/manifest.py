@@ -2,7 +2,7 @@
 
 A tensor is described by its logical shape and by chunks: flat ranges of its row-major elements, each one key of one
 file. Everything an engine holds is such a range: a whole tensor (none, ddp), some rows (FSDP2's Shard(0)), a fragment
-(ZeRO-1 and 2), a partition (ZeRO-3, without its padding). So no engine leaves a trace in the format, and any engine
+(ZeRO-1 and 2), a partition (ZeRO-3, without its padding). So the format does not depend on the engine, and any engine
 reads what any other wrote. Scales of 8-bit state are saved one for each block of elements; blocks are those of the
 rank that saved, so the first of a chunk may be cut. Each field is checked by its type (names, signs); holes, overlaps
 and files that are not listed are found by `check_manifest`.
@@ -183,7 +183,7 @@ class CheckpointFacts(Value, frozen=True, kw_only=True):
     model_config_sha256: Sha256  # of the model's config.json, see `config_sha256`
     data_fingerprint: str
     optimizer: Optimizer
-    lora: LoraJob | None = None  # of what is trained beside a frozen base; None where all weights are
+    lora: LoraJob | None = None  # of the adapters on a frozen base; None where all weights are trained
     galore: GaloreJob | None = None  # of whole weights whose gradients are projected
     is_quantised: bool = False  # the base is held in 4 bit
     base_fingerprint: str | None = None  # of the frozen base, which is not in the checkpoint
@@ -276,7 +276,7 @@ def folder_name(step: int) -> str:
 
 
 def config_sha256(config: dict[str, Any]) -> str:
-    """Hash of a config.json dict, whatever the order of its keys."""
+    """Hash of a config.json dict, in any order of its keys."""
     return hashlib.sha256(msgspec.json.encode(config, order="sorted")).hexdigest()
 
 

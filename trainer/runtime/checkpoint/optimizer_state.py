@@ -10,7 +10,7 @@ partition of a whole group.
 Blocks are counted from the start of the memory an optimizer was given: of a parameter if it is whole, of a partition
 that many share under ZeRO. If the blocks of the checkpoint are those of this job, codes and scales are taken as they
 are, bit for bit. A block of this job that is made of several, or of elements that were saved in fp32 (bitsandbytes
-leaves small tensors so), is decoded and coded anew: off by up to half a code's step, as after every update.
+does so with small tensors), is decoded and coded anew: off by up to half a code's step, as after every update.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -149,7 +149,7 @@ _SIDES = ("left", "right")
 
 
 class StateTensor(NamedTuple):
-    """One tensor that an optimizer keeps; a value of it stands for `block` elements of the memory it is kept for."""
+    """One tensor of an optimizer's state; a value of it stands for `block` elements of the parameter."""
 
     values: Tensor
     block: int = 1

@@ -1,6 +1,6 @@
 """Pieces of a checkpoint: flat ranges of named tensors together with the live memory that holds them.
 
-Names are those of the model's author, whatever wraps the model. Of a model with adapters a checkpoint holds the
+Names are those of the model's author, without those of wrappers. Of a model with adapters a checkpoint holds the
 adapters alone: the frozen base is where it came from, and identified by its fingerprint. Adapters are recognised by
 PEFT's names, which stand where the base's layers are (`q_proj.lora_A.default.weight`).
 
@@ -43,7 +43,7 @@ def canonical_name(name: str) -> str:
 def named_state(model: nn.Module) -> dict[str, NamedTensor]:
     """Everything of a model that a checkpoint holds, in the model's order; the first name of a tied tensor owns it.
 
-    Parameters and persistent buffers; of a model with adapters, the adapters. FSDP2 leaves weights gathered after a
+    Parameters and persistent buffers; of a model with adapters, the adapters. FSDP2 keeps weights gathered after a
     forward without a backward, as in an evaluation: they are cut again, so that they are those the optimizer knows.
     """
     for module in model.modules():
@@ -155,7 +155,7 @@ class Piece(NamedTuple):
 
 @contextmanager
 def put_away_after(pieces: Iterable[Piece]) -> Iterator[None]:
-    """Leaves nothing brought in, however the block ends."""
+    """Frees what the block brought in, also after an error."""
     try:
         yield
     finally:

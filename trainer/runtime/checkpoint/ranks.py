@@ -114,7 +114,7 @@ class _Failure(Value, frozen=True, kw_only=True):
     message: str
 
 
-_UNFORESEEN = _Failure(kind=ShardwiseError.__name__, message="ended with an error; its log says which")
+_UNFORESEEN = _Failure(kind=ShardwiseError.__name__, message="ended with an error; see its log")
 
 
 def together(ranks: Ranks, work: Callable[[], T], *, doing: str) -> T:
@@ -128,15 +128,15 @@ def together(ranks: Ranks, work: Callable[[], T], *, doing: str) -> T:
     except ShardwiseError as error:
         failure = _Failure(kind=_kind_of(error).__name__, message=str(error))
     finally:
-        answers = ranks.exchange(b"" if failure is None else codec.encode(failure))
-    for rank, answer in enumerate(answers):
-        if answer:
-            _raise(codec.decode(answer, _Failure, origin=f"rank {rank}"), rank=rank)
+        failures = ranks.exchange(b"" if failure is None else codec.encode(failure))
+    for rank, encoded in enumerate(failures):
+        if encoded:
+            _raise(codec.decode(encoded, _Failure, origin=f"rank {rank}"), rank=rank)
     return result
 
 
 def on_first(ranks: Ranks, work: Callable[[], bytes], *, doing: str) -> bytes:
-    """Runs `work` on rank 0 and returns its answer on all; else raises the same on all."""
+    """Runs `work` on rank 0 and returns its result on all; else raises the same on all."""
     return ranks.broadcast(together(ranks, lambda: work() if ranks.is_first else b"", doing=doing))
 
 

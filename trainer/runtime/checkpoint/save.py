@@ -137,8 +137,8 @@ class Save:
     def finish(self, write: Callable[[], bytes]) -> None:
         """Commits once `write` is done on every rank; what it raises on one rank is raised on all."""
         written = self.ranks.gather(together(self.ranks, write, doing=self._doing))
-        answers = [codec.decode(content, ShardRecords, origin="a rank's answer") for content in written]
-        records = [record for answer in answers for record in answer.files]
+        decoded = [codec.decode(content, ShardRecords, origin="a rank's records") for content in written]
+        records = [record for of_rank in decoded for record in of_rank.files]
         on_first(self.ranks, lambda: self._commit(records), doing=self._doing)
 
     def _stage(self) -> bytes:

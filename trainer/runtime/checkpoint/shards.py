@@ -5,7 +5,7 @@ and they are hashed side by side when they are read. What is read goes straight 
 the library would copy it twice, through pages that are mapped for it.
 
 The format (https://github.com/huggingface/safetensors#format): the header's length in 8 little-endian bytes, a JSON
-header, then the tensors' bytes without gaps. The library's writer neither hashes nor takes a tensor in pieces, so the
+header, then the tensors' bytes without gaps. The library's writer neither hashes nor accepts a tensor in pieces, so the
 header is written here; the library checks it before a file is read. Tensors of wider elements come first, so that each
 begins at a multiple of its element size.
 """
@@ -125,7 +125,7 @@ def _write_shard(folder: Path, pieces: Sequence[Piece], *, name: str, on_point: 
     digest, num_bytes = hashlib.sha256(), 0
     with (folder / name).open("xb") as file, ThreadPoolExecutor(max_workers=1) as hasher:
         for block in _blocks(keys, ordered):
-            hashed = hasher.submit(digest.update, block)  # beside the write: both release the interpreter's lock
+            hashed = hasher.submit(digest.update, block)  # during the write: both release the interpreter's lock
             file.write(block)
             hashed.result()
             if num_bytes == 0:
@@ -186,7 +186,7 @@ def _check_chunk(handle: _Handle, chunk: Chunk, tensor: TensorEntry, keys: set[s
     shape = [blocks_of(chunk, tensor).num_values]
     if saved.get_dtype() != tensor.type or saved.get_shape() != shape:
         raise InputError(
-            f"{origin}: {chunk.key} is {saved.get_dtype()} {saved.get_shape()}, the manifest says {tensor.type} {shape}"
+            f"{origin}: {chunk.key} is {saved.get_dtype()} {saved.get_shape()}, the manifest has {tensor.type} {shape}"
         )
 
 
@@ -253,7 +253,7 @@ def read_pieces(
 ) -> dict[str, str]:
     """Fills pieces that are in memory, file by file, files side by side; the sha256 of each file of `hashed`.
 
-    A file that is hashed is read once, from begin to end, whatever is wanted of it. Errors of `OpenShards.fill`.
+    A file that is hashed is read once, from begin to end, also for a part of it. Errors of `OpenShards.fill`.
     """
     parts: dict[str, list[_Part]] = {name: [] for name in hashed}
     for piece, tensor in wanted:
@@ -277,8 +277,8 @@ def read_pieces(
         return {}
     num_threads = min(2 * own_cores(), len(parts))  # half of them wait for the disk
     with ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="shard") as readers:
-        answers = list(readers.map(read, parts.items()))
-    return {name: answer for name, answer in zip(parts, answers, strict=True) if answer}
+        results = list(readers.map(read, parts.items()))
+    return {name: result for name, result in zip(parts, results, strict=True) if result}
 
 
 def _chunks_for(
@@ -425,7 +425,7 @@ class ShardFile:
         begin, end = self._place(key).data_offsets
         begin += start * values.element_size()
         if begin + values.numel() * values.element_size() > end:
-            raise InputError(f"{self._path}: {key} is shorter than the manifest says")
+            raise InputError(f"{self._path}: {key} is shorter than in the manifest")
         self._read_at(self._data_begin + begin, values)
         return values
 
@@ -434,7 +434,7 @@ class ShardFile:
         while missing:
             count = os.preadv(self._file.fileno(), [missing], position)
             if not count:
-                raise InputError(f"{self._path}: ends before what its header says")
+                raise InputError(f"{self._path}: is shorter than its header declares")
             missing, position = missing[count:], position + count
 
 

@@ -1,6 +1,6 @@
 """ZeRO-1, -2 and -3 of DeepSpeed 0.19.8: fp32 masters and state in flat partitions, of which a parameter has fragments.
 
-    ZeRO-1, -2   one partition for each parameter group; a parameter's `_hp_mapping` says which of its elements lie
+    ZeRO-1, -2   one partition for each parameter group; a parameter's `_hp_mapping` describes which of its elements lie
                  where in it, or is None on a rank that holds none of them
     ZeRO-3       one partition for each sub-group; each parameter has equal pieces on all ranks, the last padded, which
                  lie one after the other in the partition. Under NVMe offload large ones are files
@@ -236,7 +236,7 @@ def settle(model: Any) -> None:  # noqa: ANN401  # DeepSpeedEngine, untyped
     if not _is_zero3(model):
         zero.update_lp_params()
         return
-    zero.checkpoint_event_prologue()  # leaves no weight gathered
+    zero.checkpoint_event_prologue()  # no weight is gathered after it
     for index, values in enumerate(partitions(model)):
         if values.numel():
             zero._reassign_or_swap_out_partitioned_parameters(index)

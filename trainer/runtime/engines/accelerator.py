@@ -53,6 +53,6 @@ def _check_launch(chosen: Candidate) -> None:
     started = world_size_of_launch()
     if started != chosen.num_ranks:
         raise EnvironmentFaultError(
-            f"ranks: the plan says {chosen.num_ranks}, {started} runs; start it with accelerate launch --config_file "
-            "and the accelerate.yaml beside plan.json"
+            f"ranks: the plan has {chosen.num_ranks}, {started} were started; start it with accelerate launch "
+            "--config_file and the accelerate.yaml in the folder of plan.json"
         )

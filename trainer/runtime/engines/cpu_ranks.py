@@ -36,7 +36,7 @@ def take_fsdp_branch(
 ) -> None:
     """Gives Accelerate the FSDP plugin that it drops for CPU ranks, where it would wrap in DDP instead (W1).
 
-    And then the mesh, which it takes under FSDP alone. Both places are needed: each new AcceleratorState copies
+    And then the mesh, which it uses under FSDP alone. Both places are needed: each new AcceleratorState copies
     PartialState's over its own.
     """
     accelerator.state.distributed_type = DistributedType.FSDP

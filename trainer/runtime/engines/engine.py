@@ -73,11 +73,11 @@ class Engine(ABC):
     # Building
 
     def read_config(self, attempt_dir: Path) -> dict[str, Any] | None:
-        """The filled configuration file beside plan.json; None for an engine without one."""
+        """The filled configuration file next to plan.json; None for an engine without one."""
         return None
 
     def load_shards(self, meta_model: MetaModel, accelerator: Accelerator) -> None:
-        """Cuts and fills the model before the optimizer is built, which takes the shards; collective."""
+        """Cuts and fills the model before the optimizer is built on the shards; collective."""
 
     def cut_loaded(self, meta_model: MetaModel, accelerator: Accelerator, precision: Precision) -> None:
         """Fills and cuts the model once the optimizer has grouped its parameters; collective."""
@@ -99,7 +99,7 @@ class Engine(ABC):
         return context
 
     def deciding_update(self, model: nn.Module, accepts: Callable[[Tensor], bool]) -> AbstractContextManager[None]:
-        """Around the last backward of a step: an engine that updates in it calls `takes` with the gradient norm."""
+        """Around the last backward of a step: an engine that updates in it calls `accepts` with the gradient norm."""
         return nullcontext()
 
     def release_gathered(self, model: nn.Module) -> None:

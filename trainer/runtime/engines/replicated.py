@@ -32,7 +32,7 @@ class Replicated(Engine):
         )
 
     def runs(self, model: nn.Module) -> bool:
-        return True  # whatever no other engine has wrapped
+        return True  # every model that no other engine has wrapped
 
     def sharding_of(self, model: nn.Module) -> Sharding:
         return Sharding.DDP if isinstance(model, DistributedDataParallel) else Sharding.NONE

@@ -5,10 +5,10 @@
     ZeRO-3    one tensor after the other is made whole where the engine computes, sent from the first rank to all, and
               cut by DeepSpeed's own `zero.Init`, which keeps a rank's piece in host RAM or on NVMe under offload
 
-So a rank holds its shard and one tensor; of weights that are drawn, those that transformers initialises together. What
-comes out has the bits of a whole build (`trainer.runtime.models.build.build_model`). Of QLoRA's base a rank keeps its
+So a rank holds its shard and one tensor; of new weights, those that transformers initializes together. The
+result is bitwise that of a whole build (`trainer.runtime.models.build.build_model`). Of QLoRA's base a rank keeps its
 rows of each packed weight, and the scales of all. Built whole, as without sharding, are what FP8 converts, QLoRA's base
-where it is drawn, and DoRA on a 4-bit base: PEFT asks for that base when it puts the adapters in.
+where it is initialized, and DoRA on a 4-bit base: PEFT needs that base when it puts the adapters in.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ def loads_sharded(plan: Plan) -> bool:
 
 
 def load_into_fsdp(meta_model: MetaModel, accelerator: Accelerator) -> None:
-    """Shards the model and fills each rank's rows; before the optimizer is built, which takes the shards."""
+    """Shards the model and fills each rank's rows; before the optimizer is built on the shards."""
     model = meta_model.model
     paths = {tensor: path for path, tensor in reversed([*model.named_parameters(), *_persistent_buffers(model)])}
     wanted = {name: paths[tensor] for name, tensor in meta_model.wanted.items()}
@@ -133,20 +133,20 @@ class _Lengths:
                 self.of[weight] = f"{path}.lora_magnitude_vector.{ADAPTER}.weight"
 
     def of_weight(self, path: str, weight: Tensor, ready: dict[str, Tensor]) -> Tensor:
-        """The lengths of a whole weight, as PEFT takes them."""
+        """The lengths of a whole weight, as PEFT computes them."""
         layer, adapted = self._layers[path], path.removesuffix("base_layer.weight")
         factors = {name: ready[f"{adapted}lora_{name}.{ADAPTER}.weight"].to(weight.dtype) for name in ("A", "B")}
-        holder = nn.Linear(1, 1, bias=False)
-        holder.weight = nn.Parameter(weight, requires_grad=False)
+        base = nn.Linear(1, 1, bias=False)
+        base.weight = nn.Parameter(weight, requires_grad=False)
         dora = layer.lora_magnitude_vector[ADAPTER]
         fresh = type(dora)(fan_in_fan_out=dora.fan_in_fan_out)
-        fresh.update_layer(base_layer=holder, lora_A=factors["A"], lora_B=factors["B"], scaling=layer.scaling[ADAPTER])
+        fresh.update_layer(base_layer=base, lora_A=factors["A"], lora_B=factors["B"], scaling=layer.scaling[ADAPTER])
         assert isinstance(fresh.weight, Tensor)
         return fresh.weight.detach()
 
 
 def _pack(meta_model: MetaModel, name: str, values: Values, device: torch.device) -> Tensor:
-    """Quantises a whole weight, and leaves its scales with its layer, where the engine computes."""
+    """Quantises a whole weight, and stores its scales with its layer, where the engine computes."""
     layer, packing = meta_model.packed[name], meta_model.packing
     assert packing is not None
     whole = values.whole()

@@ -52,7 +52,7 @@ def verify_engine(
     """
     verified = observe(accelerator, model, optimizer, installed)
     differences = [
-        f"{what}: the plan says {planned}, {found} runs"
+        f"{what}: the plan has {planned}, {found} runs"
         for what, planned, found in _comparisons(
             accelerator, model, optimizer, installed, chosen, verified, hybrid_mesh
         )

@@ -75,7 +75,7 @@ class Zero(Engine):
             gradient_accumulation_steps=choice.accumulation,
             kwargs_handlers=[process_group(choice.device_kind)],
         )
-        unset_hf_deepspeed_config()  # else transformers shards the model while it is built, whatever the flag says (W4)
+        unset_hf_deepspeed_config()  # else transformers shards the model while it is built, flag or no flag (W4)
         return accelerator
 
     def read_config(self, attempt_dir: Path) -> dict[str, Any] | None:
@@ -106,8 +106,8 @@ class Zero(Engine):
         return decide_before_update(model, accepts)
 
     def release_gathered(self, model: Any) -> None:  # noqa: ANN401
-        """ZeRO-3 leaves what the next forward will use, up to `stage3_max_reuse_distance`, and forgets that it counts
-        to the limit of live parameters."""
+        """ZeRO-3 keeps what the next forward will use, up to `stage3_max_reuse_distance`, and no longer counts it
+        in the limit of live parameters."""
         if hasattr(model.optimizer, "empty_partition_cache"):
             model.optimizer.empty_partition_cache()
 

@@ -24,7 +24,8 @@ from torch import Tensor
 
 @contextmanager
 def decide_before_update(engine: Any, accepts: Callable[[Tensor], bool]) -> Iterator[None]:  # noqa: ANN401  # DeepSpeedEngine, untyped
-    """While the block runs, the engine calls `takes` with the gradient norm and discards the gradients if it is False.
+    """While the block runs, the engine calls `accepts` with the gradient norm and discards the gradients if it is
+    False.
 
     Every rank calls it with the same norm, once the gradients are summed: infinity for what is no number. An fp16 step
     that overflows is discarded without a call.
@@ -105,7 +106,7 @@ def read_each_weight_once() -> None:
 
 
 def swap_weights_in_their_type() -> None:
-    """Has the buffers of weights made in the type that the engine asks for, from here on."""
+    """From here on, buffers of weights are allocated in the type that the engine requests."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
     choose = Init._set_dtype

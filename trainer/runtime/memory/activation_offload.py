@@ -1,9 +1,9 @@
-"""Activation offload: what blocks save for the backward pass is kept in host RAM and brought back block by block.
+"""Activation offload: tensors saved for the backward pass are in host RAM and brought back block by block.
 
-Copies run on a stream of their own, beside the compute: the tensors of a block are copied to the host while the next
-block runs forward, and copied back while the block behind it runs backward. At most two blocks are on the device at a
-time: the one that computes and the one that is being copied. The last block keeps its tensors, which the backward pass
-needs at once.
+Copies run on a stream of their own, parallel to the compute: the tensors of a block are copied to the host while the
+next block runs forward, and copied back while the block behind it runs backward. At most two blocks are on the device
+at a time: the one that computes and the one that is being copied. The last block keeps its tensors, which the backward
+pass needs at once.
 
 Not moved are: parameters and views of them (an engine frees and gathers those itself), what several blocks share
 (masks, rotary embeddings), views that are larger than their memory, and tensors below `MIN_BYTES`. A block that is
@@ -346,9 +346,9 @@ class _CudaTransfers:
 class PinnedBuffers:
     """Page-locked host memory in whole pages, reused.
 
-    A tensor takes the smallest free buffer that holds it. If there is none, the largest free buffer is replaced by one
-    that is large enough: longer rows leave no short buffers behind, and the pinned memory is bounded by the longest.
-    torch's own pinned memory comes in powers of two, up to twice what the plan counts.
+    A tensor uses the smallest free buffer that holds it. If there is none, the largest free buffer is replaced by one
+    that is large enough: short buffers do not stay when rows become longer, and the pinned memory is bounded by the
+    longest. torch's own pinned memory comes in powers of two, up to twice what the plan counts.
     """
 
     def __init__(self, finish_copies: Callable[[], None]) -> None:

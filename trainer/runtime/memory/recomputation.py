@@ -1,10 +1,10 @@
-"""Activation checkpointing: which activations are kept for the backward pass, and which are recomputed.
+"""Activation checkpointing: which activations are saved for the backward pass, and which are recomputed.
 
-    none       all activations are kept
-    full       the input of every block is kept; the backward pass runs the block's forward again
-    every_n    the first of every n blocks is recomputed, the others keep everything. The peak is where the last block
+    none       all activations are saved
+    full       the input of every block is saved; the backward pass runs the block's forward again
+    every_n    the first of every n blocks is recomputed, the others save everything. The peak is where the last block
                runs backward: a block that recomputes does so after the n - 1 blocks behind it have freed theirs
-    attention  the attention module of every block is recomputed, everything around it is kept
+    attention  the attention module of every block is recomputed, everything around it is saved
     selective  each block keeps its input, the output of attention and of every second matrix product (the first, third,
                ... in execution order); the rest is recomputed from those
 
@@ -185,7 +185,7 @@ def _is_attention(operator: Any) -> bool:  # noqa: ANN401  # an operator, which 
 
 
 def _drops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ANN401  # see _is_attention
-    """True if the kernel draws random numbers: skipping it would change every mask that is drawn after it."""
+    """True if the kernel draws random numbers: skipping it would change every later mask."""
     names = [argument.name for argument in operator._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return any("dropout" in name and isinstance(value, float) and value > 0 for name, value in given.items())

@@ -1,9 +1,9 @@
 """The model of a plan: from its config with a seed, or from a folder of weights; and what was installed on it.
 
 A rank builds the whole model in host memory, or, for an engine that shards weights, one without weights that is filled
-shard by shard (`sharded_loading`). The weights are the same under every engine, as the seed is set just before they are
-drawn. Nothing pickled is read: weights come from safetensors files. A frozen base is held in the computing type of the
-precision, one of qlora in 4 bit from the moment it is read (`quantisation`).
+shard by shard (`sharded_loading`). The weights are the same under every engine, as the seed is set just before
+initialization. Nothing pickled is read: weights come from safetensors files. A frozen base is held in the computing
+type of the precision, one of qlora in 4 bit from the moment it is read (`quantisation`).
 
 `Installed` is one typed value, made as the model is built and held by the session. Modules keep their own forwards; it
 has the objects behind them, from which verification and the report read what is active.
@@ -61,7 +61,7 @@ class Fp8(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """Everything that was put into a model beside its weights; None for what was not."""
+    """Everything that was put into a model in addition to its weights; None for what was not."""
 
     loss: LossForward
     recomputations: tuple[Recomputation, ...] = ()  # one for each block that recomputes something
@@ -124,7 +124,7 @@ def _check_model(plan: Plan) -> None:
 
 
 def _complete(model: PreTrainedModel, plan: Plan) -> Installed:
-    """Installs everything that a plan has beside the model itself."""
+    """Installs everything that a plan has in addition to the model itself."""
     chosen = plan.chosen
     apply_method(model, plan)
     installed = make_trainable(
@@ -227,7 +227,7 @@ def _from_weights(
     part = {} if key_mapping is None else {"config": config, "key_mapping": key_mapping}
     options = {} if packing is None else reading_options(packing)
     try:
-        answer: Any = AutoModelForCausalLM.from_pretrained(
+        result: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation=attention,
@@ -240,7 +240,7 @@ def _from_weights(
         )
     except SafetensorError as error:
         raise InputError(f"{folder}: its safetensors weights are damaged: {error}") from error
-    loaded, found = answer
+    loaded, found = result
     assert isinstance(loaded, PreTrainedModel)
     missing = sorted(found["missing_keys"] - loaded.all_tied_weights_keys.keys())
     if missing:

@@ -1,17 +1,17 @@
-"""A model without weights, and the source of its weights, so that an engine takes each one as it comes.
+"""A model without weights, and the source of its weights, so that an engine shards each one as it is read.
 
 Every parameter is a placeholder: a tensor of the right shape and type on the CPU that keeps a single element.
 Everything that is put into a model (adapters, loss head, checkpointing) and an optimizer's groups see an ordinary
 model; adapters are real from the start. Buffers are real, made as transformers makes them after it has loaded weights.
 
-New weights are drawn tensor by tensor, bitwise equal to those of a model that is built as a whole. A whole build draws
-twice: `nn.Linear` and its like when they are made, transformers' `_init_weights` once a model is complete, and the
-second draws depend on how many numbers the first took. So the model is made on the meta device, and every random
-number that a whole build would draw and discard is drawn into scratch memory; when `_init_weights` comes to a module,
-just the tensors that it writes get memory, are handed over, and lose it again. Which tensors a call writes, and which
-call is the last to write one, is found by making the model once on the meta device alone. A model whose tensors are
-not all written whole by `_init_weights` (values that its constructor computes, or code that reads weights) cannot be
-drawn so: it is built as a whole.
+New weights are initialized tensor by tensor, bitwise equal to those of a model that is built as a whole. A whole build
+draws twice: `nn.Linear` and its like when they are made, transformers' `_init_weights` once a model is complete, and
+the second draws depend on how many numbers the first took. So the model is made on the meta device, and every random
+number that a whole build would draw and discard goes into scratch memory; when `_init_weights` comes to a module, just
+the tensors that it writes get memory, are handed over, and lose it again. Which tensors a call writes, and which call
+is the last to write one, is found by making the model once on the meta device alone. A model whose tensors are not all
+written whole by `_init_weights` (values that its constructor computes, or code that reads weights) cannot be
+initialized so: it is built as a whole.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -121,7 +121,7 @@ class _Call(NamedTuple):
 
 
 class _Writes(TorchDispatchMode):
-    """Notes which storages are written, and whether the first writing leaves nothing of what was there."""
+    """Records which storages are written, and whether the first write replaces the whole content."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -146,13 +146,13 @@ class _Writes(TorchDispatchMode):
 
 
 class _Scratch:
-    """Memory that is used again and again: blocks that come and go would leave holes in the heap, which stay."""
+    """Memory that is used again and again: blocks that come and go would fragment the heap."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors on the CPU of the same shapes and types, with whatever was there before."""
+        """Uninitialized tensors on the CPU of the same shapes and types."""
         sizes = [-(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         if sum(sizes) > self._bytes.numel():
             self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")  # first, so that there are not two
@@ -165,7 +165,7 @@ class _Scratch:
 
 
 class _Discarding(TorchDispatchMode):
-    """Draws what is drawn into a tensor without memory into scratch memory, so that the generator moves on."""
+    """Random values for a tensor without memory go into scratch memory, so that the generator advances."""
 
     def __init__(self, scratch: _Scratch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -255,7 +255,7 @@ class Source(Protocol):
         """Every parameter and persistent buffer that there is."""
 
     def deliver(self, put: Put) -> None:
-        """Hands all of them over, one after the other; only rows that are asked for are read or copied."""
+        """Hands all of them over, one after the other; only requested rows are read or copied."""
 
 
 class MetaModel(NamedTuple):
@@ -276,7 +276,7 @@ def is_placeholder(tensor: Tensor) -> bool:
 
 
 def meta_model_from_config(build: Build, *, dtype: torch.dtype, seed: int) -> MetaModel:
-    """A model whose weights are drawn; `build` makes it in fp32 on torch's default device."""
+    """A model with new weights; `build` makes it in fp32 on torch's default device."""
     with torch.device("meta"):
         model = build()
     for parameter in model.parameters():
@@ -290,7 +290,7 @@ def meta_model_from_config(build: Build, *, dtype: torch.dtype, seed: int) -> Me
 
 def meta_model_from_folder(
     folder: str,
-    config: Any,  # noqa: ANN401  # transformers' config, of whatever class
+    config: Any,  # noqa: ANN401  # transformers' config, of any class
     *,
     dtype: torch.dtype,
     attention: str,
@@ -351,7 +351,7 @@ class _ReadWeights:
 
 
 class _InitialWeights:
-    """Weights that a config and a seed make; those of a model that cannot be drawn by tensors, from a whole build."""
+    """Weights that a config and a seed make; from a whole build if it cannot be done by tensors."""
 
     def __init__(self, build: Build, seed: int, names: Collection[str]) -> None:
         self._build, self._seed, self.names = build, seed, names
@@ -379,7 +379,7 @@ class Whole(NamedTuple):
 
 
 class _Readable(NamedTuple):
-    """Values that are read when they are asked for."""
+    """Values that are read on request."""
 
     reader: WeightReader
     name: str
@@ -405,7 +405,7 @@ def _planned_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torc
 
 
 def _make_buffers(model: PreTrainedModel) -> None:
-    """Gives buffers memory and their values, as `from_pretrained` does after loading, and leaves the parameters."""
+    """Gives buffers, not parameters, memory and their values, as `from_pretrained` does after loading."""
     parameters: list[Any] = list(model.parameters())
     for parameter in parameters:
         parameter._is_hf_initialized = True  # as if it were loaded

@@ -3,7 +3,7 @@
 LoRA (arXiv:2106.09685) by PEFT: the base is frozen, in the computing type of the precision; the adapters are trained in
 fp32, or in the precision's own type if that has no fp32 copy (bf16). PEFT's layers are put into the model in place: it
 stays the transformers model that it was, so the loss head, the engines and checkpoints find it unchanged. `rslora`
-divides alpha by the root of the rank (arXiv:2312.03732), `dora` trains the length of each row of a weight beside its
+divides alpha by the root of the rank (arXiv:2312.03732), `dora` trains the length of each row of a weight and its
 direction (arXiv:2402.09353). A target is the end of a layer's name, as PEFT reads it: `q_proj`, or
 `layers.3.mlp.up_proj`. Every target must name a linear layer of the model, and none may be its head, whose weight the
 loss reads by itself.
@@ -15,7 +15,7 @@ and switch checkpointing to the reentrant kind; non-reentrant checkpointing need
 NEFTune (arXiv:2310.05914): each element of a row's embeddings gets uniform noise from [-1, 1] times alpha / sqrt(L d)
 in training, L the tokens of the row and d the hidden size. Padding gets none, and in a packed row each document has
 its own L. transformers has a hook of its own (`integrations.neftune`), which counts padding into L and disturbs it as
-well. The noise is drawn from torch's generator, which is seeded anew for each micro batch (`step.seed_dropout`): a
+well. The noise comes from torch's generator, which is seeded anew for each micro batch (`step.seed_dropout`): a
 step can be repeated exactly, under any engine. Lengths are read from labels and positions as the model is called, the
 noise is added to the embedding's output: both are hooks of the plain modules, which every engine calls through.
 """
@@ -51,7 +51,7 @@ def base_type(method: Method, precision: Precision) -> torch.dtype:
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraJob, precision: Precision) -> None:
-    """Freezes the model and puts trainable adapters beside the linear layers that `lora` names.
+    """Freezes the model and adds trainable adapters to the linear layers that `lora` names.
 
     InputError where a target names no linear layer, or the head.
     """
@@ -148,7 +148,7 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
     if targets == (ALL_LINEAR,):
         return
     if ALL_LINEAR in targets:
-        raise InputError(f"lora.targets: {ALL_LINEAR} stands alone; leave out the names beside it")
+        raise InputError(f"lora.targets: {ALL_LINEAR} includes all others; remove the other names")
     head = model.get_output_embeddings()
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     for target in targets:
@@ -160,7 +160,7 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
                 f"lora.targets: {target}: {type(model).__name__} has no linear layer of that name; it has {known}"
             )
         if any(module is head for module in named):
-            raise InputError(f"lora.targets: {target}: is the head, which has no adapter here; leave it out")
+            raise InputError(f"lora.targets: {target}: is the head, which has no adapter here; remove it")
 
 
 def _is_transposed(model: PreTrainedModel) -> bool:
@@ -214,7 +214,7 @@ def noise_facts(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _disturb(module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Hook of the embedding: its answer [B, S, H] with noise, while a training batch is on its way."""
+    """Hook of the embedding: its output [B, S, H] with noise, while a training batch is on its way."""
     embedding: Any = module
     tokens: Tensor | None = embedding.neftune_lengths
     embedding.neftune_lengths = None  # once for each call of the model

@@ -1,9 +1,9 @@
 """Runs the code that comes with a model: the files that the plan names, with the content it agreed to, nothing else.
 
-transformers would copy such files into a folder of the user's and run whatever lies there. Here each file is read once,
-held against its SHA-256 and run from memory, as a module of a package that only this process has; its two classes are
+transformers would copy such files into a folder of the user's and run any file there. Here each file is read once,
+compared with its SHA-256 and run from memory, as a module of a package that only this process has; its two classes are
 then registered with transformers, which needs no `trust_remote_code` for them. So nothing is shared between ranks, and
-no file beside the named ones can be imported.
+no other file can be imported.
 
 transformers builds a model without memory before it reads weights, and fills tensors that are in no file by the model's
 `_init_weights`. Code written for older versions computes those in its constructor: `compute_buffers` runs that again.
@@ -96,7 +96,7 @@ def compute_buffers(model: PreTrainedModel, dtype: torch.dtype, *, with_persiste
 
 
 def write_model_code(code: ModelCode | None, folder: Path) -> None:
-    """Puts the code beside the config.json in an exported folder, which names it; does nothing without code."""
+    """Puts the code next to the config.json in an exported folder, which names it; does nothing without code."""
     if code is None:
         return
     for name, content in _verified(code).items():

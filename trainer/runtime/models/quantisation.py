@@ -8,10 +8,10 @@ Reading is transformers' own `from_pretrained`, which materialises one tensor af
 on the way; the quantiser given to it is ours, so that
 
     on a GPU     each tensor goes there to be quantised and stays; under FSDP2 it comes back to the host, whence
-                 `fully_shard` takes one group at a time
+                 `fully_shard` moves one group at a time
     on a CPU     a tensor is quantised in slices: bitsandbytes' kernel holds some twenty bytes a weight
 
-A model without weights to start from is drawn and quantised block by block. The loaded model is a plain one with
+A model without weights to start from is initialized and quantised block by block. The loaded model is a plain one with
 4-bit layers in it: transformers' mark of a quantised model forbids engines to cast and to move it.
 
 Storage is uint8. FSDP2 shards floating point only, so there it is 16 bit of the computing type (which its policy
@@ -47,7 +47,7 @@ class Packing(NamedTuple):
     compute: torch.dtype
     storage: torch.dtype
     works_on: torch.device  # where a tensor is quantised
-    lives_on: torch.device  # where it is kept until the engine takes it
+    lives_on: torch.device  # where it is until the engine moves it
 
 
 def packing_of(plan: Plan) -> Packing:
@@ -79,7 +79,7 @@ def reading_options(packing: Packing) -> dict[str, Any]:
 
 
 def as_plain_model(model: PreTrainedModel) -> None:
-    """Takes transformers' marks of a quantised model off, but for the one by which PEFT knows 4-bit layers."""
+    """Removes transformers' marks of a quantised model, but for the one by which PEFT knows 4-bit layers."""
     seam: Any = model
     for owner, name in ((seam, "hf_quantizer"), (seam, "quantization_method"), (seam, "hf_device_map")):
         if hasattr(owner, name):
@@ -92,7 +92,7 @@ def as_plain_model(model: PreTrainedModel) -> None:
     seam.is_loaded_in_4bit = True
 
 
-def refuse_quantised(config: Any, folder: str) -> None:  # noqa: ANN401  # whatever config transformers has
+def refuse_quantised(config: Any, folder: str) -> None:  # noqa: ANN401  # any config of transformers
     """InputError for weights that were quantised when they were saved."""
     found = getattr(config, "quantization_config", None)
     if found is not None:
@@ -103,7 +103,7 @@ def refuse_quantised(config: Any, folder: str) -> None:  # noqa: ANN401  # whate
 
 
 def initialize_quantised(build: Callable[[], PreTrainedModel], packing: Packing) -> PreTrainedModel:
-    """A model with new weights, drawn as transformers draws them, of which only one block is whole at a time.
+    """A model with new weights, initialized as by transformers, of which only one block is whole at a time.
 
     `build` makes it without weights, on the device that is torch's default when it is called.
     """
@@ -288,13 +288,13 @@ def _pack_class() -> Any:  # noqa: ANN401  # a class made here, as its base take
             target_patterns: list[str],
             **kwargs: Any,  # noqa: ANN401  # transformers'
         ) -> dict[str, Any]:
-            answer = {}
+            packed = {}
             for name, read in input_dict.items():
                 weight = read[0] if isinstance(read, list) else read
                 layer, _name = get_module_from_name(kwargs["model"], name)
-                answer[name] = pack(weight.t() if layer.is_transposed else weight, layer, self.packing)
+                packed[name] = pack(weight.t() if layer.is_transposed else weight, layer, self.packing)
                 layer._is_hf_initialized = True
-            return answer
+            return packed
 
     return Pack
 

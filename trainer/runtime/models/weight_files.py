@@ -1,6 +1,6 @@
 """Safetensors weights of a folder: read by the names of a model, and compared with a model after they were written.
 
-Reading takes tensor by tensor, or only the rows that are needed. Which tensor of a file is which of the model, and how
+Files are read tensor by tensor, or only the rows that are needed. Which tensor of a file is which of the model, and how
 tensors are put together (transformers stacks the experts of a block into one), is transformers' own table, applied as
 its `from_pretrained` applies it; so every value has the bits that `from_pretrained` gives it. A tensor that is merely
 renamed is read by slices of its file, so are experts that are merely stacked; others are put together whole, one at a
@@ -67,7 +67,7 @@ class WeightReader:
         return tuple(self._sources)
 
     def keep_conversions(self) -> None:
-        """Leaves the conversions with the model, so that transformers saves it as it was read."""
+        """Stores the conversions with the model, so that transformers saves it as it was read."""
         seam: Any = self._model
         seam._weight_conversions = [each for each in self._conversions if each.was_used()]
 
@@ -77,9 +77,9 @@ class WeightReader:
             return self._made_along.pop(name)
         source = self._sources[name]
         made = self._make(source, {pattern: [self._slices[key] for key in keys] for pattern, keys in source.keys})
-        answer = made.pop(name)
-        self._made_along |= {other: value for other, value in made.items() if other in self._sources}
-        return self._checked(name, answer)
+        value = made.pop(name)
+        self._made_along |= {other: further for other, further in made.items() if other in self._sources}
+        return self._checked(name, value)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of the first dimension, alone where the files allow that; to be copied."""
@@ -261,7 +261,7 @@ def _names_in(folder: Path) -> set[str]:
 
 
 def _let_go(path: Path) -> None:
-    """Flushes a file to the disk and frees the memory that holds its content, so that reading it asks the disk."""
+    """Flushes a file to the disk and frees the memory that holds its content, so that it is read from the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""The optimizer of a plan: one object over named groups of parameters, whatever updates them and when.
+"""The optimizer of a plan: one object over named groups of parameters, for an update after or in the backward.
 
 `rules` is the table of all optimizers and of the parameters that go together, `galore` projects the matrices of
-the blocks, `in_backward` runs any of them while gradients come, `facts` looks at what was kept. The learning rate is
+the blocks, `in_backward` runs any of them while gradients come, `facts` reads the state. The learning rate is
 set before every step by the loop.
 """
 
@@ -89,9 +89,9 @@ def build_optimizer(
 
 
 def expected_class_name(optimizer: Optimizer, *, is_galore: bool = False) -> str:
-    """The class that `build_optimizer` answers with; what Accelerate or DeepSpeed put in its place has another.
+    """The class that `build_optimizer` returns; what Accelerate or DeepSpeed put in its place has another.
 
-    An update in the backward pass leaves the class as it is.
+    An update in the backward pass does not change the class.
     """
     return galore_class_name(optimizer) if is_galore else UPDATE_RULES[optimizer].class_name
 
@@ -102,7 +102,7 @@ def expected_groups(optimizer: Optimizer, *, is_galore: bool = False) -> tuple[s
 
 
 def updates_in_backward(optimizer: object) -> bool:
-    """True if weights are updated during the backward pass, which leaves no gradient to clip or to step on."""
+    """True if weights are updated during the backward pass: there is no gradient to clip afterwards."""
     return backward_updates(unwrapped(optimizer)) is not None
 
 

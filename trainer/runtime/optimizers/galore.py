@@ -5,10 +5,10 @@ gradient; in between, the gradient is projected, the optimizer updates in the sm
 back and scaled. Embeddings, head, norms and biases are updated in full, at the same rate. A matrix whose smaller side
 is no larger than the rank is turned rather than reduced, and keeps as much state as AdamW, and the projector.
 
-`projection` says which side is reduced: the smaller one (std), the larger one (reverse_std), always the columns (right)
-or the rows (left), or both (full). Projectors are decomposed in fp32 and kept in the type of the gradient.
+`projection` selects the reduced side: the smaller one (std), the larger one (reverse_std), always the columns (right)
+or the rows (left), or both (full). Projectors are decomposed in fp32 and stored in the type of the gradient.
 
-What differs from galore-torch's defaults: betas and epsilon are ours; Adafactor takes the learning rate as it is, not
+What differs from galore-torch's defaults: betas and epsilon are ours; Adafactor uses the learning rate as it is, not
 relative to the weights (as in the authors' runs, so that one rate serves all three); the 8-bit optimizer's positional
 arguments are given so that they mean what they did when it was written (docs/workarounds.md, W13).
 """
@@ -109,7 +109,7 @@ def _adamw_8bit(groups: list[Group], lr: float) -> TorchOptimizer:
         )
     from galore_torch import GaLoreAdamW8bit
 
-    # They stand where bitsandbytes now has max_unorm and skip_zeros; the kernels are block-wise whatever is said.
+    # They stand where bitsandbytes now has max_unorm and skip_zeros; the kernels are block-wise in any case.
     built = GaLoreAdamW8bit(groups, lr=lr, betas=BETAS, eps=EPSILON, percentile_clipping=0, block_wise=False)
     if built.args.max_unorm or built.args.skip_zeros:
         raise EnvironmentFaultError(

@@ -35,7 +35,7 @@ class BackwardUpdates:
         return len(self._hooks)
 
     def attach(self) -> None:
-        """Gives every parameter of the optimizer a hook, and takes those away that are on no parameter of it."""
+        """Gives every parameter of the optimizer a hook, and removes hooks of other parameters."""
         wanted = {
             id(parameter): (parameter, index)
             for index, group in enumerate(self._optimizer.param_groups)
@@ -81,8 +81,8 @@ def check_in_backward(chosen: Candidate, *, is_layerwise: bool = False) -> None:
     strategy = chosen.strategy
     if chosen.accumulation > 1:
         raise InputError(
-            f"{what} leaves no gradients to add up over {chosen.accumulation} micro batches; "
-            f"take pin.micro_batch: {chosen.micro_batch * chosen.accumulation}, or an update after the backward pass"
+            f"{what} does not accumulate gradients over {chosen.accumulation} micro batches; "
+            f"set pin.micro_batch: {chosen.micro_batch * chosen.accumulation}, or an update after the backward pass"
         )
     if not strategy.sharding.facts.updates_in_backward:
         raise InputError(

@@ -1,17 +1,17 @@
 """LOMO and AdaLomo: full-parameter training in which neither gradients nor moments are ever all alive.
 
 LOMO (arXiv:2306.09782) is plain SGD that runs inside the backward pass. AdaLomo (arXiv:2310.10195, algorithm 1) gives
-each weight a rate of its own from a second moment kept as a row and a column (Adafactor's, arXiv:1804.04235), scales
+each weight a rate of its own from a second moment stored as a row and a column (Adafactor's, arXiv:1804.04235), scales
 the update down to a root mean square of `clip_threshold`, and makes the step relative to the weight's own root mean
 square. The moment's decay, 1 - t^-0.8, is the authors' and starts at zero, so the first moment estimate is unbiased.
 
-Written here because the authors' package, lomo-optim 0.1.1, keeps AdaLomo's state on a CUDA device wherever the model
-is, searches all parameters in every hook, and takes the learning rate through a call of its own. Both classes are
+Written here because the authors' package, lomo-optim 0.1.1, keeps AdaLomo's state on a CUDA device also where the model
+is not, searches all parameters in every hook, and gets the learning rate through a call of its own. Both classes are
 ordinary optimizers; `in_backward` runs them. Neither clips by the norm of all gradients, which are never there
 together: LOMO does not clip at all, AdaLomo bounds each matrix's update.
 
-Weights in 16 bit are updated in fp32 and rounded once. Beside the gradient, AdaLomo's update takes one tensor of its
-size.
+Weights in 16 bit are updated in fp32 and rounded once. In addition to the gradient, AdaLomo's update needs one tensor
+of its size.
 """
 
 from abc import ABC, abstractmethod

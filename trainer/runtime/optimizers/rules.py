@@ -15,7 +15,7 @@ Where each is from, and why that one:
     lion                      lion-pytorch: plain tensor operations, so that it runs on FSDP2's shards, where
                               bitsandbytes' Lion does not. Betas as its authors train language models
                               (arXiv:2302.06675, section 5)
-    adafactor                 transformers': factors and update are fp32 whatever the weights, the decay is scaled as
+    adafactor                 transformers': factors and update are always fp32, the decay is scaled as
                               the update is, and the schedule of the rate is ours. torch.optim.Adafactor keeps factors
                               in the weights' type, where 16 bit lose shares of t^-0.8 within a thousand steps, decays
                               by the rate that is not yet scaled, and caps the rate at 1/sqrt(t)

@@ -1,8 +1,8 @@
 """FP8 matrix products, wired by us: which layers, by which library, and the proof that they ran.
 
 Accelerate's own way is silently off or partial under FSDP2 and DeepSpeed (docs/workarounds.md, W22), so Accelerate is
-asked for bf16 and knows nothing of FP8. The layers are converted in the plain model before `prepare`, and the model's
-own forward opens the FP8 region, whatever engine calls it. Everything else computes as under bf16-mixed.
+set to bf16 and has no part in FP8. The layers are converted in the plain model before `prepare`, and the model's
+own forward opens the FP8 region, under every engine. Everything else computes as under bf16-mixed.
 
 The tokens of a micro batch are a dimension of the products: a batch that is padded anyway is padded on to the next
 multiple (labels ignored, causal attention sees nothing of it). Without labels (generation, one token at a time)
@@ -11,8 +11,8 @@ products stay in 16 bit.
 Which layers: inside the decoder blocks, every plain `nn.Linear`. Left in 16 bit are: what lies outside the blocks (the
 head and the embeddings, whose errors reach the loss undamped), adapters (too small to gain), routers (a rounded score
 sends a token elsewhere), experts (their number of tokens is not known beforehand), layers of another class (4-bit
-bases), and layers with a dimension that FP8 units cannot cut into their tiles. NVFP4 moreover leaves the first two and
-the last blocks alone, about 15 % of them (arXiv:2509.25149, section 4.1).
+bases), and layers with a dimension that FP8 units cannot cut into their tiles. NVFP4 moreover excludes the first two
+and the last blocks, about 15 % of them (arXiv:2509.25149, section 4.1).
 """
 
 import re
@@ -150,7 +150,7 @@ def timed_facts(plan: Plan) -> dict[str, str]:
     """Text of the gain of FP8 as timed before a run in FP8; empty if it was not timed, or in another precision."""
     gain = plan.fp8_gain
     is_timed = gain is not None and plan.chosen.strategy.precision is Precision.FP8
-    return {"fp8 gain": gain.words} if gain is not None and is_timed else {}
+    return {"fp8 gain": gain.text} if gain is not None and is_timed else {}
 
 
 def _convert(model: nn.Module, layers: Fp8Layers, region: Region) -> dict[str, nn.Module]:
@@ -160,7 +160,7 @@ def _convert(model: nn.Module, layers: Fp8Layers, region: Region) -> dict[str, n
     return made
 
 
-def _forward_in(region: Region, forward: Any, multiple: int) -> Any:  # noqa: ANN401  # the signature of whatever model it is
+def _forward_in(region: Region, forward: Any, multiple: int) -> Any:  # noqa: ANN401  # the signature of any model
     """`forward` with its products in FP8 where it computes a loss."""
 
     @wraps(forward)

@@ -1,4 +1,4 @@
-"""The two libraries of FP8 matrix products: their linear layer takes the place of ours, around the same parameters.
+"""The two libraries of FP8 matrix products: their linear layer replaces ours, around the same parameters.
 
 Transformer Engine. The parameters stay in high precision, tied and named as before, and are quantised anew in every
 product. The layer's own state (`_extra_state`: scales and their history) is never part of a state dict, so checkpoints
@@ -77,7 +77,7 @@ class TransformerEngineRegion:
             linear.out_features,
             bias=linear.bias is not None,
             params_dtype=linear.weight.dtype,
-            device="meta",  # nothing is allocated, nothing drawn: the parameters are there
+            device="meta",  # nothing is allocated or initialized: the parameters are there
         )
         made._parameters.update(linear._parameters)
         made.region = self  # type: ignore[assignment]  # no module
@@ -125,9 +125,9 @@ class TorchaoRegion:
 
     def converted(self, linear: nn.Linear) -> nn.Module:
         """A float8 layer around the parameters of `linear`."""
-        holder = nn.Sequential(linear)
-        self._float8.convert_to_float8_training(holder, config=self.recipe)
-        made: Any = holder[0].train(linear.training)
+        parent = nn.Sequential(linear)
+        self._float8.convert_to_float8_training(parent, config=self.recipe)
+        made: Any = parent[0].train(linear.training)
         made.num_products = 0
         made.forward = MethodType(_counted_forward, made)
         assert isinstance(made, nn.Module)

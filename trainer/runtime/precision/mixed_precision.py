@@ -129,7 +129,7 @@ def install_autocast(model: PreTrainedModel, kind: DeviceKind, dtype: torch.dtyp
     forward = model.forward
 
     @wraps(forward)
-    def autocast_forward(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401  # the signature of whatever model it is
+    def autocast_forward(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401  # the signature of any model
         with torch.autocast(str(kind), dtype=dtype):
             return forward(*inputs, **named)
 

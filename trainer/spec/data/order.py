@@ -16,7 +16,7 @@ exchanged with the row that would be first.
 
 The permutation of [0, n) is a Feistel network on a rectangle: a number below a * b, with a and b the smallest that are
 near sqrt(n) and cover n, is a pair (left, right), and each round adds to one half a hash of the other, modulo the
-side. That is a bijection whatever the hash is, because it can be undone round by round. Numbers from n up are walked
+side. That is a bijection for any hash, because it can be undone round by round. Numbers from n up are walked
 again until they land below n ("cycle walking", Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002); as
 a * b - n is below sqrt(n) + 1, that hardly ever happens. The hash is the finaliser of splitmix64 (Steele, Lea and
 Flood, "Fast Splittable Pseudorandom Number Generators", 2014). It mixes well and is not cryptographic.

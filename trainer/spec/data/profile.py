@@ -2,11 +2,11 @@
 
 `source` is `prepared` if it was counted after tokenising, `estimated` if it was derived from file sizes.
 
-The data preparation subprocess: `python -m shardwise.trainer.runtime.data.prepare REQUEST ANSWER`.
+The data preparation subprocess: `python -m shardwise.trainer.runtime.data.prepare REQUEST RESULT`.
 
-It reads a DataRequest and writes a DataProfile to the file ANSWER, or ends with one to three lines on stderr and the
+It reads a DataRequest and writes a DataProfile to the file RESULT, or ends with one to three lines on stderr and the
 error's exit code. Names of sources are resolved to files before the subprocess starts (launch/inputs/data_files.py), so
-that a listing needs no heavy library; sizes and times are beside the paths so that a change of a file is detected.
+that a listing needs no heavy library; sizes and times are stored with the paths so that a change of a file is detected.
 
 The name of a file determines its content: one of ROW_SUFFIXES is a file of rows, any other is one text; one of
 COMPRESSIONS may follow either.
@@ -77,7 +77,7 @@ def stream_note(window_bytes: int, *, eval_share: float | None) -> str:
 
 ROW_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow"})
 COMPRESSIONS = frozenset({".gz", ".bz2", ".xz", ".zst"})
-LISTING_NAME = "listing.json"  # the PrepareRequest of a stream: beside its first window, and in `stream/` of a run
+LISTING_NAME = "listing.json"  # the PrepareRequest of a stream: with its first window, and in `stream/` of a run
 
 
 class SourceFile(Value, frozen=True, kw_only=True):

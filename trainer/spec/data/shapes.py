@@ -1,4 +1,4 @@
-"""The shapes of training rows: one row of facts for each DataFormat, which everything else asks.
+"""The shapes of training rows: one row of facts for each DataFormat, which all other code reads.
 
 A new shape is a member of DataFormat, a row of SHAPES, and a reader in trainer/runtime/data/sources/rows.py.
 
@@ -43,7 +43,7 @@ class Encoding(Enum):
     """How rows become token ids."""
 
     TEXT = "text"  # tokenised, between bos (where the tokenizer writes one) and eos
-    RENDERED = "rendered"  # by a chat template, or as prompt and answer; the roles of the tokens are known
+    RENDERED = "rendered"  # by a chat template, or as prompt and completion; the roles of the tokens are known
     TOKENS = "tokens"  # they are token ids already
 
 
@@ -57,7 +57,7 @@ class ShapeFacts(Value, frozen=True, kw_only=True):
     also_for: tuple[Objective, ...] = ()  # other objectives that can learn from it
     rows_per_example: int = 1  # 2: the rows of a pair, which are compared and cannot be packed
     packs_by_default: bool = True
-    loss_on: tuple[LossOn, ...] = ()  # choices beside auto and all
+    loss_on: tuple[LossOn, ...] = ()  # choices in addition to auto and all
     plural: str
     learned: str  # the tokens that `data.loss_on: auto` selects
 
@@ -158,5 +158,5 @@ def assumed_shape(requested: Objective, stated: DataFormat) -> DataFormat:
 
 
 def rows_per_example(objective: Objective) -> int:
-    """Sequences of one example: 2 for a preference, the chosen and the rejected answer."""
+    """Sequences of one example: 2 for a preference, the chosen and the rejected completion."""
     return SHAPES[assumed_shape(objective, DataFormat.AUTO)].rows_per_example

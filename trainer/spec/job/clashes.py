@@ -48,7 +48,7 @@ def _tokenizer(job: Job) -> str | None:
     if job.model.name is not None and job.model.config is None and job.model.tokenizer == "train":
         return (
             "model.tokenizer: train and model.name exclude each other; weights work only with their own tokenizer: "
-            "leave model.tokenizer out"
+            "remove model.tokenizer"
         )
     return None
 
@@ -140,7 +140,7 @@ def _other_format(job: Job, what: str, verb: str, fitting: tuple[DataFormat, ...
 def _template_format(job: Job) -> str | None:
     if job.data.chat_template is None or encoding_of(job.data.format) in (None, Encoding.RENDERED):
         return None
-    return f"data.chat_template and data.format: {job.data.format} exclude each other; leave the template out"
+    return f"data.chat_template and data.format: {job.data.format} exclude each other; remove the template"
 
 
 def _streaming(job: Job) -> str | None:
@@ -179,7 +179,7 @@ def _lora_targets(job: Job) -> str | None:
     targets = job.train.lora.targets
     if len(targets) == 1 or "all-linear" not in targets:
         return None
-    return "train.lora.targets: all-linear stands alone; it already names every linear layer"
+    return "train.lora.targets: all-linear includes every linear layer; remove the other names"
 
 
 def _cost(job: Job) -> str | None:
@@ -279,7 +279,7 @@ def _update_in_backward(job: Job) -> str | None:
         return None
     what = f"pin.optimizer: {job.pin.optimizer}" if is_lomo else "pin.optimizer_in_backward"
     return (
-        f"{what} leaves no gradients to add up, but pin.micro_batch {job.pin.micro_batch} on one rank needs "
+        f"{what} does not accumulate gradients, but pin.micro_batch {job.pin.micro_batch} on one rank needs "
         f"{sequences // job.pin.micro_batch} micro batches a step; write pin.micro_batch: {sequences}"
     )
 

@@ -46,7 +46,7 @@ class Kind(Value, frozen=True, kw_only=True):
     read: Callable[[Any], Any]
     schema: Mapping[str, Any]
     write: Callable[[Any], Any] = lambda value: value
-    choices: tuple[str, ...] = ()  # the words that it accepts, for the nearest one
+    choices: tuple[str, ...] = ()  # names that it accepts, for the nearest one
     is_text: bool = False  # any text is legal, so `key=0123` on the command line stays text
 
 
@@ -75,18 +75,18 @@ class Warmup(Value, frozen=True, kw_only=True):
     steps: int | None = None
 
 
-def one_of(words: tuple[str, ...]) -> str:
+def one_of(names: tuple[str, ...]) -> str:
     """`a, b or c`."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
 
 
-def nearest(word: str, words: tuple[str, ...]) -> str | None:
-    """The member of `words` that the user probably meant."""
-    matches = close_matches(word.lower(), words)
+def nearest(word: str, names: tuple[str, ...]) -> str | None:
+    """The member of `names` that the user probably meant."""
+    matches = close_matches(word.lower(), names)
     if matches:
         return matches[0]
     # One wrong letter of two is too far apart for that ratio.
-    alike = (known for known in words if len(known) == len(word) == 2 and (known[0] == word[0] or known[1] == word[1]))
+    alike = (known for known in names if len(known) == len(word) == 2 and (known[0] == word[0] or known[1] == word[1]))
     return next(alike, None)
 
 
@@ -147,7 +147,7 @@ def choice(members: type[StrEnum]) -> Kind:
 
 def choices(members: type[StrEnum]) -> Kind:
     """A list of enum members, each once; `none` is the empty list."""
-    words = tuple(member.value for member in members)
+    names = tuple(member.value for member in members)
 
     def read(value: object) -> tuple[StrEnum, ...]:
         if value == "none":
@@ -156,29 +156,29 @@ def choices(members: type[StrEnum]) -> Kind:
         if not isinstance(entries, list | tuple):
             raise ValueError
         for entry in entries:
-            if not isinstance(entry, str) or entry not in words:
-                meant = nearest(str(entry), words)
+            if not isinstance(entry, str) or entry not in names:
+                meant = nearest(str(entry), names)
                 raise HintError(f"{shown(entry)} is none of them" + (f"; did you mean {meant}?" if meant else ""))
         return tuple(dict.fromkeys(members(entry) for entry in entries))
 
     return Kind(
-        expected=f"a list of {one_of(words)}",
+        expected=f"a list of {one_of(names)}",
         read=read,
         write=lambda value: [str(entry) for entry in value],
-        schema={"anyOf": [{"enum": [*words, "none"]}, {"type": "array", "items": {"enum": list(words)}}]},
-        choices=words,
+        schema={"anyOf": [{"enum": [*names, "none"]}, {"type": "array", "items": {"enum": list(names)}}]},
+        choices=names,
     )
 
 
-def one_word(*words: str) -> Kind:
-    """One of a few words without an enum."""
+def one_word(*names: str) -> Kind:
+    """One of a few names without an enum."""
 
     def read(value: object) -> str:
-        if not isinstance(value, str) or value not in words:
+        if not isinstance(value, str) or value not in names:
             raise ValueError
         return value
 
-    return Kind(expected=one_of(words), read=read, schema={"enum": list(words)}, choices=words)
+    return Kind(expected=one_of(names), read=read, schema={"enum": list(names)}, choices=names)
 
 
 def text(expected: str = "text", *, pattern: str | None = None) -> Kind:
@@ -406,26 +406,26 @@ def warmup_length() -> Kind:
 def notification() -> Kind:
     """Receiver of notices: a URL of http or https, `$NAME` of a variable with a URL, or a command as text or list.
 
-    A command is stored as its words, so that no shell reads them: text is split as a shell would.
+    A command is stored as a list of arguments, so that no shell reads them: text is split as a shell would.
     """
 
     def read(value: object) -> tuple[str, ...]:
         if isinstance(value, list | tuple):
-            words = tuple(read_text(word) for word in value)
+            argv = tuple(read_text(argument) for argument in value)
         else:
-            words = _split_command(read_text(value))
-        if not words:
+            argv = _split_command(read_text(value))
+        if not argv:
             raise ValueError
-        if is_url(words):
-            check_url(words[0])
-        elif "://" in words[0]:
+        if is_url(argv):
+            check_url(argv[0])
+        elif "://" in argv[0]:
             raise HintError("a URL begins with http:// or https://")
-        return words
+        return argv
 
     return Kind(
-        expected="a URL, $NAME of a variable that holds one, a command or a list of its words",
+        expected="a URL, $NAME of a variable that holds one, a command or a list of its arguments",
         read=read,
-        write=lambda words: words[0] if is_url(words) or variable_of(words) else list(words),
+        write=lambda argv: argv[0] if is_url(argv) or variable_of(argv) else list(argv),
         schema={"anyOf": [TEXT_SCHEMA, {"type": "array", "items": TEXT_SCHEMA, "minItems": 1}]},
         is_text=True,
     )
@@ -433,15 +433,15 @@ def notification() -> Kind:
 
 def or_none(kind: Kind, *, spelling: NoneSpelling) -> Kind:
     """The kind, or None in the value: written as null (also `none`), as `auto`, or as false."""
-    words = ("auto",) if spelling == "auto" else ("none",)
+    names = ("auto",) if spelling == "auto" else ("none",)
     written = {"null": None, "auto": "auto", "false": False}[spelling]
 
     def read(value: object) -> object:
-        is_none = value is None or value in words or (spelling == "false" and value is False)
+        is_none = value is None or value in names or (spelling == "false" and value is False)
         return None if is_none else kind.read(value)
 
-    none_schema = [{"type": "null"}, {"const": False}] if spelling == "false" else [{"enum": [None, *words]}]
-    further = tuple(entry for entry in words if entry not in kind.choices)
+    none_schema = [{"type": "null"}, {"const": False}] if spelling == "false" else [{"enum": [None, *names]}]
+    further = tuple(entry for entry in names if entry not in kind.choices)
     return replace(
         kind,
         expected=f"{spelling}{', ' if kind.choices else ' or '}{kind.expected}",
@@ -562,4 +562,4 @@ def _split_command(text: str) -> tuple[str, ...]:
     try:
         return tuple(split(text))
     except ValueError as error:
-        raise HintError(f"the command cannot be split into words: {str(error).lower()}") from None
+        raise HintError(f"the command cannot be split into arguments: {str(error).lower()}") from None

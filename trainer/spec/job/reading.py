@@ -130,7 +130,7 @@ def _odd_key(key: object, path: str) -> str:
         *outer, name = path.split(".")
         nested = "".join(f"{part}: {{" for part in outer) + f"{name}: ..." + "}" * len(outer)
         return f"{shown(key)} is not a setting; write it as {nested}"
-    return f"{shown(key)} is not a setting; settings are words"
+    return f"{shown(key)} is not a setting; names of settings are text"
 
 
 def _unknown(path: str, section: str, meant: str | None) -> str:

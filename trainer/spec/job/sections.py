@@ -253,7 +253,7 @@ class TrainJob(Value, frozen=True, kw_only=True):
 
     objective: Annotated[Objective, Setting("Training objective, which selects the loss.")] = Objective.AUTO
     method: Annotated[
-        Method | None, Setting("`auto` takes the first of them that finishes within `limits.hours`.", none="auto")
+        Method | None, Setting("`auto` selects the first of them that finishes within `limits.hours`.", none="auto")
     ] = None
     seq_len: Annotated[
         int,
@@ -339,7 +339,7 @@ class Limits(Value, frozen=True, kw_only=True):
 
 
 class Pin(Value, frozen=True, kw_only=True):
-    """Mechanisms fixed by hand; None leaves one to the planner."""
+    """Mechanisms fixed by hand; the planner selects those that are None."""
 
     sharding: Annotated[
         Sharding | None,

@@ -1,6 +1,6 @@
 """A user's own Python file, as a plan names it: which functions of it are called, and the content that was agreed to.
 
-    format_row(row)              a row of a source as it was read, to a row of a shape that is known; None leaves it out
+    format_row(row)              a row of a source as it was read, to a row of a known shape; None skips it
     build_model(config, dtype)   the model to train, a transformers causal LM with its weights
     loss(logits, labels)         sum of the losses of a micro batch: logits [B, S, V], labels [B, S], unshifted
     on_step(step, metrics)       after every step, on the first rank, with what metrics.jsonl gets

@@ -5,15 +5,15 @@ Heartbeats: a small file for each rank, which the supervisor's watchdog reads.
     attempts/N/heartbeats/rank-R    one line of JSON, overwritten in place and padded to a fixed length
 
 A sign is one write into a file that is open and has its length already: microseconds, no rename, and no room on the
-disk that could be missing. Each says where the rank is, and how many signs it gave at this step: of two ranks that run
-the same lines, the one with fewer is behind.
+disk that could be missing. Each holds the rank's position, and the number of its signs at this step: of two ranks that
+run the same lines, the one with fewer is behind.
 
 Allocations of a rank when its memory ran out.
 
     attempts/N/out-of-memory-rank-R.json    by a rank whose allocation failed, before it ends
     attempts/N/out-of-memory.txt            by the supervisor, for a person
 
-A rank that a signal ended leaves none.
+A rank that a signal ended writes none.
 
 A checkpoint that is written in the background costs training the time of the copy alone, and host RAM for the copy
 until it is on the disk. Left open (`checkpoint.async: auto`) that is done on GPUs whose nodes have the RAM for it; on
@@ -32,7 +32,7 @@ from shardwise.trainer.spec.value import Value
 
 HEARTBEAT_BYTES = 256
 _SHORT_PHASE = 24  # characters, of at most 6 bytes each in JSON
-# Within an optimizer step. Everything else (loading, saving, evaluating) has no length that earlier ones would tell.
+# Within an optimizer step. The length of other phases (loading, saving, evaluating) cannot be predicted.
 STEP_PHASES = frozenset({"training", "data", "forward", "backward", "optimizer"})
 SAVING_PHASE = "saving a checkpoint"
 HOOK_PHASE = "on_step"  # of the user's extensions file, after a step: it may do anything
@@ -89,7 +89,7 @@ class MemoryState(Value, frozen=True, kw_only=True):
 
 
 def memory_state_path(attempt_dir: Path, rank: int) -> Path:
-    """Where a rank leaves it."""
+    """Path of the allocations of a rank after an out of memory."""
     return attempt_dir / f"out-of-memory-rank-{rank}.json"
 
 
@@ -131,7 +131,7 @@ def _waits(reason: str) -> SavingChoice:
 
 
 def _free_host_bytes(plan: Plan, chosen: Candidate) -> int | None:
-    """Bytes of a node's RAM that the run leaves free; None if the RAM is unknown."""
+    """Bytes of a node's RAM that stay free during the run; None if the RAM is unknown."""
     host, memory = plan.hardware.host, chosen.memory
     known = [size for size in (plan.job.limits.host_ram, host.ram_available_bytes or host.ram_bytes) if size]
     if not known:

@@ -1,10 +1,12 @@
-"""Request and answer of a dry run: the two values that cross to and from its process.
+"""Request and result of a dry run: the two values that cross to and from its process.
 
-A dry run is one rank of one setting. The answer is what torch's counters would show on that rank in a steady step,
-and what was alive at the peak.
+A dry run is one rank of one configuration. The result is what torch's counters would show on that rank in a steady
+step, and what was alive at the peak.
 """
 
 from typing import Any
+
+from msgspec import field
 
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -16,7 +18,7 @@ from shardwise.trainer.spec.value import Value
 
 
 class SimulationRequest(Value, frozen=True, kw_only=True):
-    """A model and everything of a setting that decides what one rank holds."""
+    """A model and everything of a configuration that determines the contents of one rank."""
 
     model_config: dict[str, Any]
     model_code: ModelCode | None = None
@@ -29,7 +31,7 @@ class SimulationRequest(Value, frozen=True, kw_only=True):
     precision: Precision = Precision.BF16_MIXED
     optimizer: Optimizer = Optimizer.ADAMW
     micro_batch: int = 1  # examples
-    rows_per_example: int = 1  # 2: DPO, a chosen and a rejected answer
+    rows_per_example: int = 1  # 2: DPO, a chosen and a rejected completion
     seq_len: int = 2048
     document_tokens: float | None = None  # of packed rows, the length of a document; None: a row is one document
     accumulation: int = 1
@@ -84,7 +86,7 @@ class Simulation(Value, frozen=True, kw_only=True):
 
 
 class GoldenResult(Value, frozen=True, kw_only=True):
-    """Of a dry run, what does not depend on the machine that ran it."""
+    """The part of a dry run that does not depend on the machine that ran it."""
 
     steady_allocated_bytes: int
     peak_allocated_bytes: int
@@ -101,8 +103,8 @@ class GoldenResult(Value, frozen=True, kw_only=True):
 
 
 class GoldenRow(Value, frozen=True, kw_only=True):
-    """One line of the file of known dry runs; without an answer, one that is still to be run."""
+    """One line of the file of known dry runs; without a result, one that is still to be run."""
 
     name: str
     request: SimulationRequest
-    answer: GoldenResult | None = None
+    result: GoldenResult | None = field(default=None, name="answer")

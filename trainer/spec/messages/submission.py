@@ -1,6 +1,6 @@
-"""Submission to a cluster: `submission.json` in a run directory, beside `train.sbatch`.
+"""Submission to a cluster: `submission.json` in a run directory, next to `train.sbatch`.
 
-It is written before sbatch is called, since a job may start at once, and again with the id that sbatch answered. Jobs
+It is written before sbatch is called, since a job may start at once, and again with the id that sbatch printed. Jobs
 that start later by themselves or by hand (requeued, followed up, `sbatch train.sbatch`) are not in it: the script adds
 a line to `JOBS_FILE` each time it starts.
 """

@@ -1,6 +1,6 @@
-"""Requests to workers (`launch.worker.ask`) that write files or text, the lines they answer, and measurements.
+"""Requests to workers (`launch.worker.ask`) that write files or text, their result lines, and measurements..
 
-Of the measuring processes, requests and answers, the parts that are stored, and facts about the installed torch and the
+Of the measuring processes: requests, results, the parts that are stored, and facts about the installed torch and the
 GPUs that it sees.
 """
 
@@ -91,7 +91,7 @@ class Imported(Value, frozen=True, kw_only=True):
     """Result of an import."""
 
     kind: ImportKind
-    source: str  # what the weights were read from, in words
+    source: str  # text that describes the source of the weights
     num_tensors: int
     num_bytes: int
     dtype: str  # of most weights, as safetensors calls it
@@ -99,7 +99,7 @@ class Imported(Value, frozen=True, kw_only=True):
 
 
 class Measurement(Value, frozen=True, kw_only=True):
-    """The figures of one device so far; a process that is stopped leaves those it had."""
+    """The figures of one device so far; those of a process that was stopped are incomplete."""
 
     rates: MeasuredRates = MeasuredRates()
     notes: tuple[str, ...] = ()
@@ -147,7 +147,7 @@ class DeviceTrial(Value, frozen=True, kw_only=True):
 
 
 class TorchFacts(Value, frozen=True, kw_only=True):
-    """The answer of `trainer.runtime.tools.torch_check`."""
+    """The result of `trainer.runtime.tools.torch_check`."""
 
     version: str
     cuda: str | None  # that torch was built for; None: a build for the CPU

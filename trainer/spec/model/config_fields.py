@@ -3,7 +3,7 @@
 A missing field has the default of that model's config class in transformers. The table below repeats the defaults of
 all fields that a shape needs, since nothing here may import transformers; a test compares it with the installed
 classes. The fields of a model's size (`hidden_size`, the number of layers, heads and tokens) have no default: a file
-without them is refused. Gemma 3 is the exception, whose published files leave out default values.
+without them is refused. Gemma 3 is the exception, whose published files omit default values.
 
 A field that is null is not missing: the readers treat it as the config class does.
 """

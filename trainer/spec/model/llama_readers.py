@@ -7,7 +7,7 @@ transformers, class by class; tests build every one of them and compare.
 In a mixture-of-experts model a router sends each token to a few of many gated MLPs. transformers stores the experts of
 a block in two tensors of three dimensions, and the router as a bare weight: none of them is a linear module. For
 adapters on "all-linear", peft 0.21 adapts them in Mixtral and Qwen3-MoE all the same, gate and up with twice the rank
-since they are two layers in one, and then skips the MLPs of blocks without experts, whose names it takes for those of
+since they are two layers in one, and then skips the MLPs of blocks without experts, whose names it considers those of
 experts; in Qwen2-MoE it adapts linear modules only. Tests count its adapters. The auxiliary loss that balances the
 experts is not added by this project's loss head.
 """
