@@ -15,10 +15,9 @@ from shardwise.trainer.planning.calibrate import NO_CORRECTIONS, rates_source
 from shardwise.trainer.planning.candidates import candidate_of, configuration_of
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.run import longest_row_decides
-from shardwise.trainer.spec.calibration import Calibration, CalibrationRecord, RecordSource
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import Hardware
-from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.plan import Calibration, CalibrationRecord, Candidate, Plan, RecordSource
 from shardwise.trainer.spec.report import Report
 
 FILE_NAME = "calibration.jsonl"

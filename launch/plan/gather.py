@@ -23,7 +23,6 @@ from shardwise.launch.probe.installed import installed_version
 from shardwise.trainer.planning.planner import make_plan
 from shardwise.trainer.planning.run import estimate_data
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
-from shardwise.trainer.spec.calibration import Calibration
 from shardwise.trainer.spec.data.profile import DataProfile, PrepareRequest
 from shardwise.trainer.spec.data.shapes import Encoding, assumed_shape, encoding_of
 from shardwise.trainer.spec.errors import InputError
@@ -32,7 +31,7 @@ from shardwise.trainer.spec.job.sections import Allowance, DataFormat, Job
 from shardwise.trainer.spec.messages.extension import Extension, Hook
 from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types, text_part
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelCode, ModelShape
-from shardwise.trainer.spec.plan import Fp8Gain, Plan, TrialResult
+from shardwise.trainer.spec.plan import Calibration, Fp8Gain, Plan, TrialResult
 from shardwise.trainer.spec.strategy import Precision
 
 if TYPE_CHECKING:  # imported only for plans of a partition

@@ -29,11 +29,10 @@ from shardwise.launch.probe.torch_fit import check_torch
 from shardwise.launch.run.attempts import run_attempts, stop_code
 from shardwise.launch.terminal import Console
 from shardwise.slurm.allocation import is_login_node
-from shardwise.trainer.spec.calibration import RecordSource
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
 from shardwise.trainer.spec.hardware import Hardware
-from shardwise.trainer.spec.plan import Candidate, Plan, TrialResult
+from shardwise.trainer.spec.plan import Candidate, Plan, RecordSource, TrialResult
 from shardwise.trainer.spec.report import Ending, Report
 from shardwise.trainer.spec.units import format_bytes, format_seconds
 

@@ -106,8 +106,8 @@ def test_w55_deepspeed_drops_the_type_of_weights_where_there_is_no_fp16():
 
 def test_weights_on_nvme_have_the_type_of_the_engine_where_there_is_no_fp16():
     ours = (
-        "from shardwise.trainer.runtime.engines import zero_patches\n"
-        + 2 * "zero_patches.swap_weights_in_their_type()\n"
+        "from shardwise.trainer.runtime.engines.zero import swap_weights_in_their_type\n"
+        + 2 * "swap_weights_in_their_type()\n"
     )
     assert "type: torch.float32" in run_python(TYPE_OF_WEIGHTS.format(before=ours), DS_ACCELERATOR="cpu")
 

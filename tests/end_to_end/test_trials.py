@@ -13,8 +13,7 @@ from shardwise.launch.run.trials import Trial, run_trials
 from shardwise.launch.rundir.process_record import descendants
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.calibration import CalibrationRecord, RecordSource
-from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.plan import CalibrationRecord, Plan, RecordSource
 from shardwise.trainer.spec.report import Ending, Report
 from shardwise.trainer.spec.strategy import Attention
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from shardwise.trainer.spec.calibration import Calibration, CalibrationRecord, RatesSource
 from shardwise.trainer.spec.engines import Offload, Sharding
+from shardwise.trainer.spec.plan import Calibration, CalibrationRecord, RatesSource
 from shardwise.trainer.spec.strategy import Method, Precision
 
 GB = 10**9

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardwise.trainer.simulation.golden import read_golden
+from shardwise.trainer.simulation.__main__ import read_golden
 from shardwise.trainer.spec.messages.simulation import GoldenResult, GoldenRow, SimulationRequest
 
 

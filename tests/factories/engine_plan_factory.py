@@ -4,14 +4,13 @@ from typing import Any
 
 from report_factory import make_candidate
 
-from shardwise.trainer.spec.calibration import Calibration
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import DeviceKind, Gpu, Hardware, Host
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.plan import Candidate, Plan, Schedule
+from shardwise.trainer.spec.plan import Calibration, Candidate, Plan, Schedule
 from shardwise.trainer.spec.strategy import Precision, Strategy
 
 TINY_LLAMA: dict[str, Any] = {

@@ -9,7 +9,6 @@ from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.planner import make_plan, with_fp8_gain
 from shardwise.trainer.planning.run import make_schedule
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
-from shardwise.trainer.spec.calibration import Calibration
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.hardware import Hardware, Host
 from shardwise.trainer.spec.job.sections import Allowance, DataJob, Job, Limits, ModelJob, Pin, TrainJob
@@ -17,7 +16,7 @@ from shardwise.trainer.spec.job.sources import DataSource
 from shardwise.trainer.spec.messages.extension import Extension
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.plan import Fp8Gain, Plan, ShapeTimes, TrialResult
+from shardwise.trainer.spec.plan import Calibration, Fp8Gain, Plan, ShapeTimes, TrialResult
 from shardwise.trainer.spec.strategy import Fp8Recipe, Method
 from shardwise.trainer.spec.units import GIB
 

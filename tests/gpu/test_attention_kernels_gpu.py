@@ -7,7 +7,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from shardwise.trainer.runtime.attention.kernels import choose_attention_kernels, kernel_for, supports_grouped_heads
 from shardwise.trainer.runtime.tools.measure import attention_backend
-from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
+from shardwise.trainer.spec.strategy import AttentionKernel
 
 pytestmark = pytest.mark.gpu
 HEADS, KV_HEADS, WIDTH = 8, 2, 320  # rows of 64 more than a multiple of 128

@@ -13,11 +13,10 @@ from shardwise.trainer.planning.planner import make_plan
 from shardwise.trainer.planning.search.configurations import attention, first_setting
 from shardwise.trainer.planning.search.input_checks import check_pins
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
-from shardwise.trainer.spec.calibration import Calibration
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.model.readers import read_model_shape
-from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.plan import Calibration, Plan
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Precision
 
 CONFIGS = {**TINY, "falcon rw": VARIANTS["falcon rw"]}

@@ -17,10 +17,9 @@ from shardwise.trainer.planning.calibrate import (
     corrections_of,
     factor_of,
 )
-from shardwise.trainer.spec.calibration import CalibrationRecord, RatesSource
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import Hardware, MeasuredRates
-from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, TrialResult
+from shardwise.trainer.spec.plan import CalibrationRecord, Candidate, MemoryEstimate, RatesSource, TrialResult
 from shardwise.trainer.spec.strategy import Method, Precision, Strategy
 
 H100S = "8xH100-SXM5-80GB"

@@ -28,11 +28,18 @@ from shardwise.trainer.planning.memory.sharding import default_buckets, sharding
 from shardwise.trainer.planning.memory.states import States, model_states
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
-from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import MemoryEstimate
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Quant
+from shardwise.trainer.spec.strategy import (
+    Attention,
+    AttentionKernel,
+    Checkpointing,
+    LossHead,
+    Method,
+    Precision,
+    Quant,
+)
 from shardwise.trainer.spec.units import GIB
 
 P = 8_030_261_248  # parameters of Llama-3.1-8B

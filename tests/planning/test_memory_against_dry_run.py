@@ -19,7 +19,7 @@ from estimate_factory import configuration, gpu
 
 from shardwise.trainer.planning.configuration import Configuration, PolicyChoices
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.simulation.golden import read_golden
+from shardwise.trainer.simulation.__main__ import read_golden
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.messages.simulation import GoldenResult, GoldenRow, SimulationRequest
 from shardwise.trainer.spec.model.readers import read_model_shape

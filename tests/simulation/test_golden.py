@@ -6,7 +6,7 @@ import pytest
 from dry_run_factory import run_dry
 from msgspec.structs import replace
 
-from shardwise.trainer.simulation.golden import read_golden
+from shardwise.trainer.simulation.__main__ import read_golden
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.messages.simulation import GoldenResult, GoldenRow
 from shardwise.trainer.spec.optimizers import Optimizer

@@ -23,11 +23,17 @@ from itertools import groupby
 
 from msgspec.structs import replace
 
-from shardwise.trainer.spec.calibration import Calibration, CalibrationRecord, RatesSource
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import Hardware, MeasuredRates
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.plan import MemoryEstimate, SpeedEstimate, TrialResult
+from shardwise.trainer.spec.plan import (
+    Calibration,
+    CalibrationRecord,
+    MemoryEstimate,
+    RatesSource,
+    SpeedEstimate,
+    TrialResult,
+)
 from shardwise.trainer.spec.strategy import Method, Precision, Strategy
 from shardwise.trainer.spec.value import Value
 

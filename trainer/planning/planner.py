@@ -20,14 +20,13 @@ from shardwise.trainer.planning.run import make_schedule
 from shardwise.trainer.planning.search.choice import Ranking, method_rows, rank, survey, with_remedies
 from shardwise.trainer.planning.search.fallbacks import fallbacks, nothing_fits
 from shardwise.trainer.planning.search.input_checks import check_job, check_objective, check_pins, needs_every_row_first
-from shardwise.trainer.spec.calibration import Calibration
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.messages.extension import Extension, Hook
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.plan import Candidate, Fp8Gain, Plan, Schedule, TrialResult
+from shardwise.trainer.spec.plan import Calibration, Candidate, Fp8Gain, Plan, Schedule, TrialResult
 from shardwise.trainer.spec.strategy import Method
 
 

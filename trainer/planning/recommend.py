@@ -19,11 +19,10 @@ from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import usual_error
 from shardwise.trainer.planning.search.choice import survey
 from shardwise.trainer.planning.search.configurations import best_candidate, loss_handicap
-from shardwise.trainer.spec.calibration import RatesSource
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.rank_files import saving_choice
-from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.plan import Candidate, Plan, RatesSource
 from shardwise.trainer.spec.report import Report
 from shardwise.trainer.spec.units import format_bytes, format_seconds
 from shardwise.trainer.spec.value import Value

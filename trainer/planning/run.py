@@ -5,7 +5,7 @@ global batch is a number of examples (sequences, or pairs of sequences under DPO
 nearest, never below one. One epoch is the default of every objective: repeated data gains less each time, though up to
 four epochs lose little (Muennighoff et al. 2023, arXiv:2305.16264).
 
-A learning rate that the job does not set is that of the optimizer, method and size (`spec.learning_rates`). DPO's rates
+A learning rate that the job does not set is that of the optimizer, method and size (`spec.optimizers`). DPO's rates
 are published for AdamW; another optimizer takes the same share of its own fine-tuning rate. GaLore has its own rates.
 
 Rows: without packing a micro batch is padded to its longest row, so the longest row of the data decides memory, the
@@ -25,9 +25,8 @@ from shardwise.trainer.spec.data.shapes import SHAPES, objective_of, rows_per_ex
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.kinds import Every, Warmup
 from shardwise.trainer.spec.job.sections import DataFormat, Job, Objective, TrainJob
-from shardwise.trainer.spec.learning_rates import ADAMW, PublishedRate, Rates, two_digits
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.optimizers import ADAMW_RATES, Optimizer, PublishedRate, Rates, two_digits
 from shardwise.trainer.spec.plan import Schedule
 from shardwise.trainer.spec.strategy import Method
 from shardwise.trainer.spec.units import format_count
@@ -54,7 +53,7 @@ _GALORE_FROM_SCRATCH = (
     PublishedRate(2e9, 1e-2, "GaLore 60M to 1B (arXiv:2403.03507, app. C)"),
     PublishedRate(math.inf, 5e-3, "GaLore 7B (arXiv:2403.03507, sec. 5.2)"),
 )
-_GALORE = ADAMW._replace(from_scratch=_GALORE_FROM_SCRATCH)  # whatever runs inside: no rate of theirs is relative
+_GALORE = ADAMW_RATES._replace(from_scratch=_GALORE_FROM_SCRATCH)  # whatever runs inside: no rate of theirs is relative
 
 
 def default_rate(
@@ -86,7 +85,8 @@ def _large_enough(rows: tuple[PublishedRate, ...], num_parameters: int) -> Publi
 def _dpo_row(rates: Rates, num_parameters: int, *, freezes_base: bool) -> PublishedRate:
     published = _large_enough(_ADAMW_DPO_ADAPTERS if freezes_base else _ADAMW_DPO, num_parameters)
     own, adamw = (
-        _large_enough(each.adapters if freezes_base else each.fine_tuning, num_parameters) for each in (rates, ADAMW)
+        _large_enough(each.adapters if freezes_base else each.fine_tuning, num_parameters)
+        for each in (rates, ADAMW_RATES)
     )
     if own.lr == adamw.lr:
         return published

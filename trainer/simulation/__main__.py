@@ -1,11 +1,12 @@
-"""The dry run as a process of its own.
+"""The dry run as a process of its own, and the file of known dry runs.
 
     python -m shardwise.trainer.simulation REQUEST.json RESULT.json      the result of one request
     python -m shardwise.trainer.simulation --explain REQUEST.json        the live set at the peak, as text
     python -m shardwise.trainer.simulation --describe REQUEST.json RESULT.json   the shape of the model of a config.json
     python -m shardwise.trainer.simulation --golden ROWS.jsonl [--all]   runs the rows without a result, or all of them
 
-A problem goes to stderr with the exit code of its error.
+A problem goes to stderr with the exit code of its error. In the file of known runs, each line is a request and its
+result; a line without a result is still to be run. Tests compare the closed form and the dry run with it.
 """
 
 import argparse
@@ -16,10 +17,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from shardwise.trainer.runtime.run.process import answer, end_with_parent, report_progress
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
-from shardwise.trainer.spec.messages.simulation import Simulation, SimulationRequest
+from shardwise.trainer.spec.errors import ExitCode, InputError, ShardwiseError
+from shardwise.trainer.spec.messages.simulation import GoldenResult, GoldenRow, Simulation, SimulationRequest
 from shardwise.trainer.spec.model.shape import DescriptionRequest
 from shardwise.trainer.spec.value import Value
 
@@ -69,7 +72,7 @@ def _load() -> Callable[[SimulationRequest], Simulation]:
 
 def _run(options: argparse.Namespace, simulate: Callable[[SimulationRequest], Simulation]) -> None:
     if options.golden is not None:
-        from shardwise.trainer.simulation.golden import regenerate
+        from shardwise.trainer.simulation.__main__ import regenerate
 
         regenerate(options.golden, simulate, report_progress, runs_all=options.all)
         return
@@ -109,3 +112,39 @@ def _described(request: DescriptionRequest) -> Value:
 if __name__ == "__main__":
     end_with_parent()
     sys.exit(main(sys.argv[1:]))
+
+
+def read_golden(path: Path) -> list[GoldenRow]:
+    """The rows of a file."""
+    return [codec.decode(line, GoldenRow, origin=f"{path}:{number}") for number, line in _lines(path)]
+
+
+def golden_result(simulation: Simulation) -> GoldenResult:
+    """The stored part of a dry run."""
+    return GoldenResult(**{name: getattr(simulation, name) for name in GoldenResult.__struct_fields__})
+
+
+def regenerate(
+    path: Path,
+    simulate: Callable[[SimulationRequest], Simulation],
+    report: Callable[[str], None],
+    *,
+    runs_all: bool,
+) -> None:
+    """Runs the rows of a file that have no result, or all of them, and writes the file after each one."""
+    rows = read_golden(path)
+    for number, row in enumerate(rows):
+        if row.result is not None and not runs_all:
+            continue
+        result = golden_result(simulate(row.request))
+        rows[number] = msgspec.structs.replace(row, result=result)
+        codec.write_bytes(path, b"".join(msgspec.json.encode(each) + b"\n" for each in rows))
+        report(f"{number + 1} of {len(rows)} {row.name}: {result.peak_allocated_bytes} at {result.peak_event}")
+
+
+def _lines(path: Path) -> list[tuple[int, bytes]]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    return [(number, line) for number, line in enumerate(content.splitlines(), start=1) if line.strip()]

@@ -31,8 +31,7 @@ from shardwise.trainer.simulation.tracker import Tracker
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.simulation import SimulationRequest
-from shardwise.trainer.spec.model.attention_kernel import FLASH_CAPABILITY, AttentionKernel
-from shardwise.trainer.spec.strategy import Attention, Method, Precision
+from shardwise.trainer.spec.strategy import FLASH_CAPABILITY, Attention, AttentionKernel, Method, Precision
 
 _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
 _ALWAYS_MASKED = "allow_is_causal_skip=False"  # in the code of a model that needs its mask in any case

@@ -30,7 +30,7 @@ from torch.nn.attention import varlen
 from shardwise.trainer.runtime.attention import packed as packed_attention
 from shardwise.trainer.simulation.fake_device import replaced
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.model.attention_kernel import AttentionKernel, sdpa_kernel
+from shardwise.trainer.spec.strategy import AttentionKernel, sdpa_kernel
 
 _16_BIT = (torch.bfloat16, torch.float16)
 _aten: Any = torch.ops.aten

@@ -13,15 +13,22 @@ at step `warmup_steps`; after it
     wsd       the full rate, then 1 - sqrt over the last fifth of the run (Haegele et al., arXiv:2405.18392)
 
 The end of a course lies one step behind the last update: no update is spent at a rate of zero.
+
+`CalibrationRecord` is one finished run or trial: its measurements with their predictions, keyed by GPU, driver and
+torch (a machine's name means nothing to the next one). `predicted_...` is the result of the formulas, before any
+correction by earlier runs: a correction is learned from it, so that it never corrects itself. `stated_...` is what the
+plan showed, correction included. A record names the version of the formulas and the source of the ceilings
+(`shardwise`, `rates`): speed that was predicted with others does not correct today's predictions.
 """
 
 import math
+from enum import StrEnum
 from typing import Any
 
 from msgspec import field
 
-from shardwise.trainer.spec.calibration import Calibration
 from shardwise.trainer.spec.data.profile import DataProfile
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware
 from shardwise.trainer.spec.job.sections import Job, LrSchedule, TrainJob
 from shardwise.trainer.spec.messages.extension import Extension
@@ -32,6 +39,7 @@ from shardwise.trainer.spec.strategy import (
     Fp8Recipe,
     LossHead,
     Method,
+    Precision,
     Strategy,
 )
 from shardwise.trainer.spec.value import Value
@@ -245,6 +253,62 @@ class Fp8Gain(Value, frozen=True, kw_only=True):
         if self.speedup is None:
             return f"was not timed: {self.problem}"
         return f"measured {self.speedup:.2f}x of bf16 on this model's matrix shapes"
+
+
+class RecordSource(StrEnum):
+    """Source of the measurement."""
+
+    RUN = "run"
+    TRIAL = "trial"  # a few steps
+
+
+class RatesSource(StrEnum):
+    """Where the ceilings of a predicted step time came from."""
+
+    DATASHEET = "datasheet"  # or assumed, where there is none
+    MEASURED = "measured"  # probe --measure
+
+
+class CalibrationRecord(Value, frozen=True, kw_only=True):
+    """Predicted and measured figures of one run; what lines of earlier versions lack is None."""
+
+    device: str  # GPU catalogue or probe name, or the CPU's
+    driver: str | None
+    torch: str
+    strategy: str
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    predicted_step_s: float
+    measured_step_s: float
+    finished_at: str  # UTC, ISO 8601
+    shardwise: str | None = None  # version whose formulas predicted
+    source: RecordSource = RecordSource.RUN
+    rates: RatesSource | None = None
+    host: str | None = None  # for a person who wonders where a line is from
+    method: Method | None = None
+    sharding: Sharding | None = None
+    offload: Offload | None = None
+    precision: Precision | None = None
+    num_ranks: int | None = None
+    is_padded: bool = False  # the measured peak is of one step's rows, the predicted one of the longest
+    micro_batch: int | None = None
+    seq_len: int | None = None
+    tokens_per_step: int | None = None
+    model_type: str | None = None
+    num_parameters: int | None = None
+    peak_event: str | None = None
+    predicted_reserved_bytes: int | None = None
+    measured_reserved_bytes: int | None = None
+    predicted_device_bytes: int | None = None
+    measured_device_bytes: int | None = None
+    stated_peak_bytes: int | None = None
+    stated_step_s: float | None = None
+
+
+class Calibration(Value, frozen=True, kw_only=True):
+    """The records that apply to the machine at hand, oldest first."""
+
+    records: tuple[CalibrationRecord, ...] = ()
 
 
 class Plan(Value, frozen=True, kw_only=True):

@@ -14,10 +14,9 @@ from report_factory import make_report
 from shardwise.launch.commands.train import _keep_calibration
 from shardwise.launch.plan.calibration_store import MAX_RECORDS, append_calibration, read_calibration, record_of_run
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.spec.calibration import CalibrationRecord, RatesSource, RecordSource
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import Gpu, Hardware, Host, MeasuredRates
-from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.plan import CalibrationRecord, Plan, RatesSource, RecordSource
 from shardwise.trainer.spec.report import Ending
 from shardwise.trainer.spec.strategy import Precision
 

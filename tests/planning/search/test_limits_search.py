@@ -19,11 +19,10 @@ from shardwise.trainer.planning.search.limits_search import (
     largest_models,
     longest_sequences,
 )
-from shardwise.trainer.spec.calibration import Calibration
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.model.readers import read_model_shape
-from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.plan import Calibration, Candidate
 from shardwise.trainer.spec.strategy import Checkpointing, Method
 from shardwise.trainer.spec.units import GIB
 

@@ -28,8 +28,7 @@ from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.runtime.tools.measure import attention_backend
 from shardwise.trainer.simulation.fake_device import FakeDeviceMode, as_if_available
 from shardwise.trainer.simulation.kernels import Kernels
-from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Precision
+from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, LossHead, Precision
 
 FLASH, EFFICIENT = AttentionKernel.FLASH, AttentionKernel.EFFICIENT
 HEAD_DIM = 64

@@ -20,8 +20,7 @@ from shardwise.trainer.runtime.checkpoint import (
 )
 from shardwise.trainer.runtime.checkpoint.load import check_read_back
 from shardwise.trainer.runtime.checkpoint.optimizer_state import projected_shapes
-from shardwise.trainer.runtime.optimizers import build_optimizer, unwrapped
-from shardwise.trainer.runtime.optimizers.facts import projectors, state_facts
+from shardwise.trainer.runtime.optimizers import build_optimizer, projectors, state_facts, unwrapped
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputProblemsError
 from shardwise.trainer.spec.job.sections import GaloreJob

@@ -19,9 +19,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.trainer.runtime.engines import running_engine
-from shardwise.trainer.runtime.engines.accelerator import build_accelerator
+from shardwise.trainer.runtime.engines.accelerator import build_accelerator, verify_engine
 from shardwise.trainer.runtime.engines.fsdp import meshes, ranks_of_copy
-from shardwise.trainer.runtime.engines.verification import verify_engine
 from shardwise.trainer.runtime.models.build import build_trainable
 from shardwise.trainer.runtime.optimizers import build_optimizer
 from shardwise.trainer.runtime.precision.mixed_precision import install_precision

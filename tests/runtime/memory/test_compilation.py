@@ -13,7 +13,7 @@ import pytest
 import torch
 from block_models import IDS, assert_same_gradients, backward, build_installed
 
-from shardwise.trainer.runtime.memory.compilation import compile_blocks
+from shardwise.trainer.runtime.models.build import compile_blocks
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.strategy import Checkpointing
 

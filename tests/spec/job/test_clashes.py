@@ -6,9 +6,8 @@ import pytest
 
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputProblemsError
-from shardwise.trainer.spec.job.clashes import CLASHES, GALORE_OPTIMIZERS
 from shardwise.trainer.spec.job.fields import BY_PATH
-from shardwise.trainer.spec.job.reading import Layer, read_job, read_layers
+from shardwise.trainer.spec.job.reading import CLASHES, GALORE_OPTIMIZERS, Layer, read_job, read_layers
 from shardwise.trainer.spec.optimizers import Optimizer
 
 SCRATCH = {"config": "tiny-llama", "tokenizer": "train"}

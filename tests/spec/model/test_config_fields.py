@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.trainer.spec.model.config_fields import ALIASES, DEFAULTS, fields_of
+from shardwise.trainer.spec.model.llama_readers import ALIASES, DEFAULTS, fields_of
 from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types
 
 # The least a config of each type may say, so that transformers' own defaults for the rest make a model.

@@ -60,9 +60,8 @@ from shardwise.trainer.planning.memory.saved_tensors import (
     uses_dora,
     windowed_attention_bytes,
 )
-from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
 from shardwise.trainer.spec.model.shape import Norm
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead
+from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, LossHead
 from shardwise.trainer.spec.value import Value
 
 NORM_BACKWARD_BYTES = 24  # an element of the hidden states, six fp32 arrays

@@ -39,9 +39,8 @@ from shardwise.trainer.planning.memory.activations import (
 from shardwise.trainer.planning.memory.precision_policy import Dims, PrecisionPolicy
 from shardwise.trainer.planning.memory.sharding import ShardingMemory, accumulated_gradients, reduces_every_micro_batch
 from shardwise.trainer.planning.memory.states import States
-from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
 from shardwise.trainer.spec.model.shape import Norm
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
+from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, LossHead, Method, Precision
 from shardwise.trainer.spec.units import MIB
 from shardwise.trainer.spec.value import Value
 

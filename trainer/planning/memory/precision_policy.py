@@ -24,9 +24,16 @@ from shardwise.trainer.planning.configuration import SHARDWISE, Configuration
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.reference_trainers import AdapterInputs, ReferenceTrainer, reference_of
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.model.attention_kernel import AttentionKernel, sdpa_kernel
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
+from shardwise.trainer.spec.strategy import (
+    Attention,
+    AttentionKernel,
+    Checkpointing,
+    LossHead,
+    Method,
+    Precision,
+    sdpa_kernel,
+)
 from shardwise.trainer.spec.value import Value
 
 

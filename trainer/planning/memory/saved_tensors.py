@@ -43,9 +43,8 @@ from collections.abc import Iterable, Iterator
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.memory.precision_policy import Dims, PrecisionPolicy, adapted_linears
 from shardwise.trainer.planning.memory.reference_trainers import AdapterInputs
-from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
 from shardwise.trainer.spec.model.shape import Norm
-from shardwise.trainer.spec.strategy import Attention, Method
+from shardwise.trainer.spec.strategy import Attention, AttentionKernel, Method
 from shardwise.trainer.spec.value import Value
 
 _ROW_BYTES = 3 * 4  # length, magnitude by length, and that less one

@@ -40,9 +40,8 @@ from shardwise.trainer.planning.speed.work import (
     tokens_computed,
     weight_norm_bytes,
 )
-from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
+from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, LossHead, Method, Precision
 from shardwise.trainer.spec.value import Value
 
 DEFAULT_SLICE_TOKENS = 1024

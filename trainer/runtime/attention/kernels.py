@@ -1,4 +1,4 @@
-"""Allows PyTorch's attention the kernels that were planned (`spec.model.attention_kernel`), for the whole process.
+"""Allows PyTorch's attention the kernels that were planned (`spec.strategy`), for the whole process.
 
 Two things would otherwise choose differently from the plan. torch prefers cuDNN's kernels on compute capability 9.0 and
 10.x (W60); why they are off is in docs/speed-model.md. And transformers passes grouped key and value heads to a kernel
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.integrations import sdpa_attention
 
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.model.attention_kernel import AttentionKernel, sdpa_kernel
+from shardwise.trainer.spec.strategy import AttentionKernel, sdpa_kernel
 
 _TYPES_OF_16_BIT = (torch.float16, torch.bfloat16)
 transformers_groups_heads = sdpa_attention.use_gqa_in_sdpa

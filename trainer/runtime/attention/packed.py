@@ -52,7 +52,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from shardwise.trainer.runtime.attention.kernels import computing_type, kernel_for, supports_grouped_heads
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
+from shardwise.trainer.spec.strategy import AttentionKernel
 
 
 @contextmanager

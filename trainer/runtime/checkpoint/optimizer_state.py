@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 from shardwise.trainer.runtime.checkpoint.manifest import HyperParameter, ParameterEntry, TensorEntry, TensorType
 from shardwise.trainer.runtime.checkpoint.pieces import Coded
 from shardwise.trainer.runtime.checkpoint.shards import OpenShards
-from shardwise.trainer.runtime.optimizers.facts import projectors
+from shardwise.trainer.runtime.optimizers import projectors
 from shardwise.trainer.runtime.optimizers.rules import MATRICES
 from shardwise.trainer.spec.errors import InputError
 

@@ -2,7 +2,7 @@
 
 Accelerate and DeepSpeed support CPU ranks half-way: they fall back to another engine without a word, or guess a device.
 Each function mends one such case and names its entry in docs/workarounds.md, where the canary is named that fails once
-upstream is mended. `verification` checks afterwards, on every device, that the engine of the plan is the one that runs.
+upstream is mended. `accelerator` verifies afterwards, on every device, that the engine of the plan runs.
 """
 
 import os

@@ -1,9 +1,9 @@
 """One sharding engine in the runtime: how it is built, filled, stepped, verified, and read.
 
-`Engine` is the interface; its defaults are those of an engine whose ranks hold every tensor whole. One module of this
-room is one engine, and the table of all is `shardwise.trainer.runtime.engines.ENGINES`. The parts that decide before
-anything runs are the row of facts in `trainer/spec/engines.py`; the view of its state for checkpoints is its row in
-`trainer/runtime/checkpoint/engines.py`.
+`Engine` is the interface; its defaults are those of an engine whose ranks hold every tensor whole. Each sharding engine
+has a module of its own, and the table of all is `shardwise.trainer.runtime.engines.ENGINES`. The parts that decide
+before anything runs are the row of facts in `trainer/spec/engines.py`; the view of its state for checkpoints is its row
+in `trainer/runtime/checkpoint/engines.py`.
 """
 
 # ruff: noqa: B027  # a default may do nothing

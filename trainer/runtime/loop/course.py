@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from shardwise.trainer.runtime.data.batches import MicroBatch, padding_share, step_micro_batches
 from shardwise.trainer.runtime.data.stream.rows import POLL_S, StepRows
-from shardwise.trainer.runtime.engines.verification import facts_after_step
+from shardwise.trainer.runtime.engines.accelerator import facts_after_step
 from shardwise.trainer.runtime.loop.evaluation import (
     can_sample,
     continue_prompt,

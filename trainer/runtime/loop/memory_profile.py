@@ -34,8 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.trainer.runtime.engines import running_engine
-from shardwise.trainer.runtime.optimizers import unwrapped
-from shardwise.trainer.runtime.optimizers.facts import projectors
+from shardwise.trainer.runtime.optimizers import projectors, unwrapped
 from shardwise.trainer.runtime.run.clock import Clock, Span
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.hardware import DeviceKind

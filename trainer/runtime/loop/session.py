@@ -32,9 +32,8 @@ from shardwise.trainer.runtime.data.batches import check_documents_apart
 from shardwise.trainer.runtime.data.stream.rows import StreamRows
 from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.runtime.engines import engine_of
-from shardwise.trainer.runtime.engines.accelerator import build_accelerator
+from shardwise.trainer.runtime.engines.accelerator import build_accelerator, verify_engine
 from shardwise.trainer.runtime.engines.sharded_loading import loads_sharded
-from shardwise.trainer.runtime.engines.verification import verify_engine
 from shardwise.trainer.runtime.loop.memory_profile import cap_memory
 from shardwise.trainer.runtime.models.build import Installed, build_meta_model, build_trainable
 from shardwise.trainer.runtime.models.meta_model import MetaModel, blank

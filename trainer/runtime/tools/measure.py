@@ -1,7 +1,7 @@
 """Measures the speed of a device: `python -m shardwise.trainer.runtime.tools.measure OUT.json cuda|cpu [SECONDS]`.
 
 Each figure is the best of several repetitions: square matrix products in the precisions the device has, a causal
-attention forward by the kernel that ranks run (`trainer.spec.model.attention_kernel`), a copy within the device's
+attention forward by the kernel that ranks run (`trainer.spec.strategy`), a copy within the device's
 memory, copies between pinned host memory and the device, and an update of AdamW on the host's cores. A copy within
 memory reads and writes every byte, and both count; attention counts the scores that the mask leaves. SECONDS is spent
 on each figure.
@@ -21,11 +21,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.trainer.runtime.run.clock import best_seconds
-from shardwise.trainer.spec import codec
+from shardwise.trainer.spec import codec, strategy
 from shardwise.trainer.spec.hardware import DeviceKind, MeasuredRates
 from shardwise.trainer.spec.messages.worker_requests import Measurement
-from shardwise.trainer.spec.model import attention_kernel
-from shardwise.trainer.spec.model.attention_kernel import AttentionKernel
+from shardwise.trainer.spec.strategy import AttentionKernel
 from shardwise.trainer.spec.units import GIB, MIB
 
 BUDGET_S = 1.0  # for each figure; at least three repetitions and a first one make it about two
@@ -115,7 +114,7 @@ def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -
     kind = DeviceKind(device.type)
     capability = torch.cuda.get_device_capability(device) if kind is DeviceKind.CUDA else None
     is_16_bit = dtype is not torch.float32
-    return _BACKENDS[attention_kernel.sdpa_kernel(kind, capability, is_16_bit=is_16_bit, head_dim=head_dim)]
+    return _BACKENDS[strategy.sdpa_kernel(kind, capability, is_16_bit=is_16_bit, head_dim=head_dim)]
 
 
 def memory_bytes_per_s(device: torch.device, num_bytes: int, budget_s: float) -> int:

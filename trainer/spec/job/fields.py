@@ -2,7 +2,7 @@
 
 `job_tree` writes a job in the spelling of the file, `job_json_schema` describes a job file for editors that complete
 and check YAML (draft 2020-12), and `job_reference` renders the tables of docs/job-file.md. The schema covers one
-setting at a time; settings that exclude each other are in `trainer.spec.job.clashes`.
+setting at a time; settings that exclude each other are in `trainer.spec.job.reading`.
 """
 
 import json

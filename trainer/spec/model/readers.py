@@ -3,7 +3,7 @@
 Covered: the decoder-only architectures in `_READERS`. Parameter counts are exact for them: tests build each on the
 meta device with transformers and compare, as they do for the class of the blocks and for the targets of adapters. Of a
 Gemma 3 config with a vision part, the text part is read. Anything else is refused rather than guessed. The readers of
-Llama's descendants are in `llama_readers`, the defaults of a config in `config_fields`.
+Llama's descendants and the defaults of a config are in `llama_readers`.
 
 GPT-2's descendants have LayerNorms and an MLP of two matrices; half of them read attention and MLP from the same input.
 Sources: the modelling files of transformers, class by class. A field that transformers ignores is ignored here: MPT has
@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.model.config_fields import Fields, fields_of
 from shardwise.trainer.spec.model.llama_readers import (
+    Fields,
     attention,
+    fields_of,
     read_gemma2,
     read_gemma3,
     read_llama,
