@@ -85,6 +85,20 @@ def test_mig_slices_are_devices_numbered_after_the_cards(tmp_path):
     assert [gpu.index for gpu in findings.gpus] == [1] and "MIG" in findings.excluded[0], "no slice was made"
 
 
+def test_slices_of_several_cards_have_different_numbers(tmp_path):
+    machine = lay_out(tmp_path, "mig_a100")
+    change_nvidia_smi(machine, "exec cat query-gpu.csv", "sed s/Disabled/Enabled/ query-gpu.csv; exit")
+    change_nvidia_smi(
+        machine, "exec cat list.txt", "cat list.txt; echo '  MIG 1g.5gb Device 0: (UUID: MIG-second)'; exit"
+    )
+    row = "|  1    7   0   0  |   25MiB / 4864MiB  | 14      0 |  1   0    0    0    0 |"
+    change_nvidia_smi(machine, "exec cat table.txt", f"cat table.txt; echo '{row}'; exit")
+    findings = read(machine)
+    assert [(gpu.index, gpu.uuid == "MIG-second") for gpu in findings.gpus] == [
+        (2, False), (3, False), (4, False), (5, True),
+    ]  # fmt: skip
+
+
 def test_a_card_that_shares_the_memory_of_the_host_has_that_memory(tmp_path):
     machine = lay_out(tmp_path, "unified_gb10")
     (gpu,) = read(machine).gpus

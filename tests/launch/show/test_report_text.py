@@ -22,6 +22,12 @@ def test_predicted_and_measured_stand_side_by_side_with_the_difference():
     (gradients,) = [line for line in text.splitlines() if "gradients" in line]
     assert gradients.split() == ["gradients", "0", "B", "3", "MiB", "-100.0%"]
     assert "activations" not in text, "nothing predicted, nothing measured: no line"
+    report = make_report()
+    unpredicted = replace(report.predicted, memory=replace(report.predicted.memory, device_bytes=0))
+    measured = replace(report.measured, memory=replace(report.measured.memory, device_bytes=GIB))
+    lines = render_report(replace(report, predicted=unpredicted, measured=measured), run_dir=Path("r")).splitlines()
+    (device,) = [line.split() for line in lines if line.startswith("device")]
+    assert device == ["device", "-", "1", "GiB"], "a prediction of 0 is none"
     assert "tokens/s per device" in text and "-20.0%" in text
     (line,) = [line for line in text.splitlines() if "unigram" in line]
     assert all(figure in line for figure in ("4.0000", "6.0000", "0.67"))
