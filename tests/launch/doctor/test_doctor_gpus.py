@@ -10,7 +10,7 @@ from hanging_programs import pids_in, under_a_limit, wait_until_gone
 from msgspec.structs import replace
 
 from shardwise.launch.doctor.finding import Level, Machine, diagnosis_of
-from shardwise.launch.doctor.software import check_collective, check_compiled
+from shardwise.launch.doctor.software import check_collective, check_compiled, check_torch
 from shardwise.launch.probe.torch_fit import TorchResult
 from shardwise.trainer.spec.hardware import Hardware, Host
 
@@ -74,6 +74,14 @@ def test_a_card_that_torch_cannot_use_is_a_fault_with_its_remedy(broken):
     assert_reported(
         broken.diagnose("torch"), Level.FAULT, ("Tesla V100-SXM2-32GB", "sm_80, sm_90", "build for CUDA 12")
     )
+
+
+def test_a_build_for_the_cpu_is_a_fault_with_a_gpu_before_torch_is_loaded(broken, tmp_path, monkeypatch):
+    add_package(tmp_path / "installed", "torch", "2.13.0+cpu")
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    broken.install_gpu()
+    facts = ("2.13.0+cpu", "without CUDA", "H100", "install torch==")
+    assert_reported(diagnosis_of(check_torch(broken.read())), Level.FAULT, facts)
 
 
 def test_a_driver_that_fails_is_a_fault_with_its_remedy(broken):

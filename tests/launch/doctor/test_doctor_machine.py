@@ -121,6 +121,8 @@ def test_folders_that_cannot_be_written(broken):
         (f"{broken.home}/hf", "/gone/disk", "export HF_HOME=", "folders: {huggingface: "),
         ("/proc: ", "export TMPDIR="),
     )
+    broken.environment["HOME"] = "/nowhere"
+    assert_reported(broken.diagnose("home"), Level.WARNING, ("/nowhere is not there", "export HOME=", "HF_HOME"))
 
 
 def test_a_disk_and_a_home_that_are_full(broken, tmp_path):
@@ -138,11 +140,13 @@ def test_folders_on_disks_that_are_slow_or_only_read(broken):
         "proc/self/mountinfo",
         f"40 22 0:50 / {broken.folder}/cache rw - cifs //nas/share rw\n"
         f"41 22 0:51 / {broken.working} ro - ext4 /dev/sdb1 ro\n"
-        f"42 22 0:52 / {broken.home} rw - nfs4 nas:/home rw\n",
+        f"42 22 0:52 / {broken.home} rw - nfs4 nas:/home rw\n"
+        f"43 22 0:53 / {broken.environment['TMPDIR']} rw - nfs4 nas:/tmp rw\n",
     )
     found = broken.diagnose("mounts")
     assert_reported(found, Level.FAULT, (str(broken.working), "read-only", "--run-dir", "sudo chown $USER"))
-    assert_reported(found, Level.WARNING, (f"{broken.folder}/cache", "cifs of //nas/share", "export SHARDWISE_CACHE="))
+    slow = (f"{broken.folder}/cache", "cifs of //nas/share", "export SHARDWISE_CACHE=")
+    assert_reported(found, Level.WARNING, slow, ("nfs4 of nas:/tmp", "sockets", "export TMPDIR=/tmp"))
     assert any("nfs4 of nas:/home" in sentence for sentence, _ in reported(found, Level.FINE))
 
 

@@ -49,8 +49,9 @@ def test_interfaces_that_are_down_or_not_there(broken):
         ("GLOO_SOCKET_IFNAME=eth", "eth0", "unset GLOO_SOCKET_IFNAME"),
     )
     broken.write("sys/class/net/lo/operstate", "unknown\n")
-    broken.environment |= {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth"}
-    assert_reported(broken.diagnose("interfaces"), Level.FAULT)
+    for setting in ("eth", "=eth0", "^docker"):
+        broken.environment |= {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": setting}
+        assert_reported(broken.diagnose("interfaces"), Level.FAULT)
 
 
 def test_a_proxy_that_is_gone(broken, closed_port):
@@ -59,6 +60,14 @@ def test_a_proxy_that_is_gone(broken, closed_port):
     facts = ("HTTPS_PROXY", f"127.0.0.1:{closed_port}", "Connection refused", "unset HTTPS_PROXY")
     assert_reported(found, Level.WARNING, facts)
     assert KEY not in codec.encode(found).decode()
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        broken.environment |= {"HTTPS_PROXY": f"http://{address}", "http_proxy": "http://:port"}
+        found = broken.diagnose("proxies")
+    assert_reported(found, Level.FINE, (f"HTTPS_PROXY: the proxy {address}",))
+    assert_reported(found, Level.WARNING, ("http_proxy", "unset http_proxy", "http://HOST:PORT"))
 
 
 def test_a_hub_that_cannot_be_reached_or_is_not_to_be_asked(broken, closed_port):
