@@ -4,7 +4,7 @@ from functools import cache
 from typing import NamedTuple
 
 from shardwise.trainer.planning.device import Device, device_of
-from shardwise.trainer.planning.rules.combination import Combination
+from shardwise.trainer.planning.rules.rule_input import RuleInput
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import Host
@@ -54,9 +54,9 @@ class Cell(NamedTuple):
             is_exact=False,
         )
 
-    def on(self, device: Device) -> Combination:
+    def on(self, device: Device) -> RuleInput:
         """The cell on a machine, without accumulation."""
-        return Combination(
+        return RuleInput(
             strategy=self.strategy,
             method=self.method,
             num_ranks=device.num_devices,

@@ -54,7 +54,7 @@ from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.terminal import Console
 from shardwise.slurm.sbatch import BatchJob, render_script
 from shardwise.slurm.submit import check_script, submit_script
-from shardwise.trainer.planning.explain.choice import machine_text
+from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.job.sections import Job

@@ -9,12 +9,19 @@ from shardwise.launch.options import PlanOptions
 from shardwise.launch.plan.gather import PlanInputs, profile_data, read_calibration_of
 from shardwise.launch.terminal import Console, write_page
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.explain.choice import machine_text
-from shardwise.trainer.planning.explain.limits import Question, limits_json, limits_section
+from shardwise.trainer.planning.device import machine_text
+from shardwise.trainer.planning.limits import (
+    LimitStep,
+    Question,
+    largest_batches,
+    largest_models,
+    limits_json,
+    limits_section,
+    longest_sequences,
+)
 from shardwise.trainer.planning.page.content import Page, Section, page_text
 from shardwise.trainer.planning.page.html import pages_html
 from shardwise.trainer.planning.planner import open_contexts
-from shardwise.trainer.planning.search.limits_search import Rung, largest_batches, largest_models, longest_sequences
 from shardwise.trainer.spec.errors import ExitCode
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.strategy import Method
@@ -41,11 +48,11 @@ def run_limits(options: PlanOptions, console: Console) -> ExitCode:
         size = format_count(inputs.shape.num_parameters)
         title = f"{inputs.resolved.name}: {inputs.shape.model_type}, {size} parameters"
         for question in requested:
-            rungs = _answer(question, contexts)
-            has_result |= bool(rungs)
+            steps = _answer(question, contexts)
+            has_result |= bool(steps)
             if options.as_json:
-                console.line(json.dumps(limits_json(question, rungs, machine=machine)))
-            section = limits_section(question, rungs, machine=machine, seq_len=train.seq_len, shape=inputs.shape)
+                console.line(json.dumps(limits_json(question, steps, machine=machine)))
+            section = limits_section(question, steps, machine=machine, seq_len=train.seq_len, shape=inputs.shape)
             sections.append(section)
     page = Page(title=title, sections=tuple(sections))
     if not options.as_json:
@@ -67,7 +74,7 @@ def _contexts(inputs: PlanInputs) -> dict[Method, PlanningContext]:
     )
 
 
-def _answer(question: Question, contexts: Mapping[Method, PlanningContext]) -> tuple[Rung, ...]:
+def _answer(question: Question, contexts: Mapping[Method, PlanningContext]) -> tuple[LimitStep, ...]:
     if question is Question.LONGEST_SEQ:
         return longest_sequences(contexts)
     if question is Question.LARGEST_BATCH:

@@ -37,7 +37,7 @@ from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.rundir.lock import locked
 from shardwise.launch.show.profile import profile_json, profile_page
 from shardwise.launch.terminal import Console
-from shardwise.trainer.planning.explain.choice import machine_text
+from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.page.content import Page, page_text
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError

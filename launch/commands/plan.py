@@ -7,7 +7,8 @@ from pathlib import Path
 from shardwise.launch.options import PlanOptions
 from shardwise.launch.plan.gather import NodeOptions, PlanInputs, plan_inputs, profile_data, read_inputs
 from shardwise.launch.terminal import Console, write_page
-from shardwise.trainer.planning.explain.plan_page import compare_plans, comparison_page, explain_plan, plan_page
+from shardwise.trainer.planning.explain.comparison import compare_plans, comparison_page
+from shardwise.trainer.planning.explain.plan_page import explain_plan, plan_page
 from shardwise.trainer.planning.page.content import Section
 from shardwise.trainer.planning.planner import take_candidate
 from shardwise.trainer.spec import codec

@@ -14,7 +14,7 @@ import msgspec
 from shardwise.trainer.planning.calibrate import NO_CORRECTIONS, rates_source
 from shardwise.trainer.planning.candidates import candidate_of, configuration_of
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.run import longest_row_decides
+from shardwise.trainer.planning.schedule import longest_row_decides
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.plan import Calibration, CalibrationRecord, Candidate, Plan, RecordSource

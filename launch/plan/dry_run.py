@@ -16,7 +16,7 @@ from shardwise.launch.terminal import Console
 from shardwise.launch.worker import ask
 from shardwise.trainer.planning.memory import grouped
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.run import document_tokens
+from shardwise.trainer.planning.schedule import document_tokens
 from shardwise.trainer.planning.simulated import (
     Simulated,
     longest_row,
@@ -186,7 +186,7 @@ def simulated_plan(plan: Plan, console: Console) -> tuple[Plan, list[str]]:
         simulation = simulate(request)
         simulated = Simulated(candidate=candidate, memory=simulated_memory(context, candidate, simulation))
         if simulated.memory.fits:
-            lines = [_head(simulated), *(f"not taken: {each.words}" for each in failed)]
+            lines = [_head(simulated), *(f"not taken: {each.text}" for each in failed)]
             is_expandable = plan.hardware.can_expand_segments
             lines += describe_simulation(simulation, candidate.memory, is_expandable=is_expandable)
             return plan_of_simulated(plan, simulated, failed), lines
@@ -231,14 +231,14 @@ def _with_dry_run(plan: Plan, *, is_cpu: bool) -> Iterator[Candidate]:
 
 
 def _head(simulated: Simulated) -> str:
-    return f"dry run: {simulated.words}; {format_bytes(simulated.memory.usable_bytes)} are usable"
+    return f"dry run: {simulated.text}; {format_bytes(simulated.memory.usable_bytes)} are usable"
 
 
 def _nothing_fits(failed: list[Simulated]) -> str:
     nearest = min(failed, key=lambda each: each.memory.need_bytes)
     times = f"{len(failed)} dry runs" if len(failed) > 1 else "its dry run"
     return (
-        f"nothing fits by {times}: {nearest.words}; {format_bytes(nearest.memory.usable_bytes)} are usable\n"
+        f"nothing fits by {times}: {nearest.text}; {format_bytes(nearest.memory.usable_bytes)} are usable\n"
         "smallest change that would fit: shorter sequences (train.seq_len), or a device with "
         f"{format_bytes(nearest.memory.need_bytes)} usable"
     )

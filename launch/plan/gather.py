@@ -21,7 +21,7 @@ from shardwise.launch.plan.calibration_store import read_calibration
 from shardwise.launch.probe.gpu_selection import select_gpus
 from shardwise.launch.probe.installed import installed_version
 from shardwise.trainer.planning.planner import make_plan
-from shardwise.trainer.planning.run import estimate_data
+from shardwise.trainer.planning.schedule import estimate_data
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.spec.data.profile import DataProfile, PrepareRequest
 from shardwise.trainer.spec.data.shapes import Encoding, assumed_shape, encoding_of

@@ -36,9 +36,9 @@ from shardwise.slurm.job_script import Container, container_of
 from shardwise.slurm.partition_hardware import PartitionHardware
 from shardwise.slurm.sbatch import BatchJob, warning_s
 from shardwise.slurm.submit import knows_pyxis
-from shardwise.trainer.planning import node_counts
-from shardwise.trainer.planning.explain.choice import machine_text
-from shardwise.trainer.planning.node_counts import NodeCount, counts_to_try, planned
+from shardwise.trainer.planning.device import machine_text
+from shardwise.trainer.planning.explain import comparison
+from shardwise.trainer.planning.explain.comparison import NodeCount, counts_to_try, planned
 from shardwise.trainer.planning.page.content import Section
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, NothingFitsError
 from shardwise.trainer.spec.hardware import Hardware
@@ -274,7 +274,7 @@ def node_counts_section(inputs: PlanInputs, plan: Plan) -> Section | None:
         limit = wanted
     nodes = f"{requested} node{'s' if requested > 1 else ''}"
     words.append(f"on {nodes}: {describe_num_jobs(hours, limit, place=place)}")
-    return node_counts.node_counts_section(counts, place=place, allowed=found.num_allowed_nodes, sentences=words)
+    return comparison.node_counts_section(counts, place=place, allowed=found.num_allowed_nodes, sentences=words)
 
 
 def _plan_for(num_nodes: int, inputs: PlanInputs, plan: Plan) -> NodeCount:

@@ -16,10 +16,9 @@ from shardwise.launch.show.report import (
     parts_line,
     verified_lines,
 )
-from shardwise.trainer.planning.explain.choice import choice_section, machine_text
-from shardwise.trainer.planning.explain.plan_page import nearest_rejections, runners_up_section
+from shardwise.trainer.planning.device import machine_text
+from shardwise.trainer.planning.explain.plan_page import choice_section, nearest_rejections, runners_up_section
 from shardwise.trainer.planning.memory import grouped
-from shardwise.trainer.planning.page.charts import averaged, thinned
 from shardwise.trainer.planning.page.content import (
     Block,
     LineChart,
@@ -37,6 +36,7 @@ from shardwise.trainer.planning.page.content import (
     Table,
     Unit,
 )
+from shardwise.trainer.planning.page.html import averaged, thinned
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.spec.hardware import Gpu
 from shardwise.trainer.spec.plan import Plan

@@ -25,7 +25,7 @@ from shardwise.launch.engine.command import launch_command, launch_environment, 
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.run import row_policy
+from shardwise.trainer.planning.schedule import row_policy
 from shardwise.trainer.planning.search.configurations import smallest_buckets
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Offload, Sharding

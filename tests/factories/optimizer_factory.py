@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from shardwise.trainer.planning.run import default_rate
+from shardwise.trainer.planning.schedule import default_rate
 from shardwise.trainer.runtime.data.batches import step_micro_batches
 from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.runtime.models.build import build_model

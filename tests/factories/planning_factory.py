@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.planner import make_plan, with_fp8_gain
-from shardwise.trainer.planning.run import make_schedule
+from shardwise.trainer.planning.schedule import make_schedule
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.hardware import Hardware, Host

@@ -9,9 +9,8 @@ from planning_factory import context_for, data_of, job_of, machine
 from rank_factory import rank_plan
 
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.planner import make_plan
-from shardwise.trainer.planning.search.configurations import attention, first_setting
-from shardwise.trainer.planning.search.input_checks import check_pins
+from shardwise.trainer.planning.planner import check_pins, make_plan
+from shardwise.trainer.planning.search.configurations import attention, first_configuration
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import Hardware
@@ -144,7 +143,7 @@ def test_a_kernel_of_the_hub_is_taken_where_the_job_names_it_and_flash_attn_is_m
     assert found is taken
     assert words is None or words in why
     row = next(row for row in CATALOGUE if row.precision is Precision.BF16_MIXED)
-    configuration = first_setting(context, row, checkpointing=Checkpointing.NONE, loss=LossHead.EAGER)
+    configuration = first_configuration(context, row, checkpointing=Checkpointing.NONE, loss=LossHead.EAGER)
     assert (configuration.attention, configuration.flash_kernel) == (taken, runs)
 
 

@@ -11,7 +11,7 @@ from rank_factory import rank_plan
 
 from shardwise.trainer.planning.configuration import PolicyChoices
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.run import document_tokens
+from shardwise.trainer.planning.schedule import document_tokens
 from shardwise.trainer.planning.speed.step import estimate_speed
 from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.models.build import build_model

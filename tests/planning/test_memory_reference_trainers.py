@@ -16,8 +16,7 @@ from msgspec.structs import replace
 
 from shardwise.trainer.planning.cases import read_case
 from shardwise.trainer.planning.configuration import SHARDWISE, PolicyChoices
-from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.memory.overheads import OVERHEADS, Line
+from shardwise.trainer.planning.memory import OVERHEADS, Line, estimate_memory
 from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.memory.reference_trainers import REFERENCE_TRAINERS, reference_of
 from shardwise.trainer.spec.engines import Sharding

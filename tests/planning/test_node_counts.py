@@ -3,7 +3,8 @@
 import pytest
 from planning_factory import plan_of
 
-from shardwise.trainer.planning.node_counts import (
+from shardwise.trainer.planning.candidates import RunTotals
+from shardwise.trainer.planning.explain.comparison import (
     MOST_COUNTS,
     NodeCount,
     counts_to_try,
@@ -12,7 +13,6 @@ from shardwise.trainer.planning.node_counts import (
     speedups,
 )
 from shardwise.trainer.planning.page.content import Page, Table, page_text
-from shardwise.trainer.planning.search.budget import RunTotals
 
 
 def count_of(num_nodes, tokens_per_s=None, *, method="full", reason=""):

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from planning_factory import context_for, data_of, job_of, machine, plan_of
 
-from shardwise.trainer.planning.candidates import candidate_of, configuration_of, run_hours
+from shardwise.trainer.planning.candidates import candidate_of, configuration_of, excess, run_hours
 from shardwise.trainer.planning.planner import context_of, take_candidate
-from shardwise.trainer.planning.search.budget import excess
 from shardwise.trainer.planning.search.choice import PAGED_HANDICAP, handicap
 from shardwise.trainer.planning.search.configurations import (
     EAGER_HANDICAP,
     SAME_SPEED,
     best_candidate,
-    bucket_ladder,
+    bucket_sizes,
     chunk_tokens,
     least_need,
     micro_batches,
@@ -225,11 +224,11 @@ def test_slices_of_logits_shrink_with_the_vocabulary(model: str, tokens: int) ->
 def test_larger_buckets_need_more(name: str) -> None:
     row = next(row for row in CATALOGUE if row.name == name)
     context = context_for("8b", "2xA100-SXM4-80GB", seq_len=512)
-    ladder = bucket_ladder(context.shape, row)
+    sizes = bucket_sizes(context.shape, row)
     base = configuration_of(context, plan_of("tiny", "2xCPU", pin={"sharding": row.sharding}).chosen)
-    needs = [candidate_of(context, replace(base, strategy=row, buckets=b)).memory.need_bytes for b in ladder]
+    needs = [candidate_of(context, replace(base, strategy=row, buckets=b)).memory.need_bytes for b in sizes]
     assert needs == sorted(needs)
-    assert len(ladder) > 3
+    assert len(sizes) > 3
 
 
 def test_buckets_take_at_most_half_of_what_is_free() -> None:
@@ -312,10 +311,10 @@ FULL: dict[str, Any] = {"method": Method.FULL, "allow": ()}
 @pytest.mark.parametrize(
     ("model", "hardware", "facts", "words"),
     [
-        ("8b", "8xH100-SXM5-80GB", {"hours": 0.001}, r"takes .*; limits.hours is 0.001\n.*limits.hours: \d+"),
+        ("8b", "8xH100-SXM5-80GB", {"hours": 0.001}, r"needs .*; limits.hours is 0.001\n.*limits.hours: \d+"),
         ("8b", "8xH100-SXM5-80GB", {"cost": 0.01, "price": 2.0}, r"costs .*; limits.cost is 0.01\n.*limits.cost: \d+"),
         ("8b", machine("2xRTX-3090", ram_bytes=256 * GIB), FULL, r"allow: \[offload_cpu\]"),
-        ("8b", "4xA100-SXM4-80GB", {**FULL, "pin": {"sharding": Sharding.DDP}}, r"leave out pin\.sharding"),
+        ("8b", "4xA100-SXM4-80GB", {**FULL, "pin": {"sharding": Sharding.DDP}}, r"remove pin\.sharding"),
         # State fits, activations of one 128k sequence do not.
         ("1b", "1xL40S", {**FULL, "seq_len": 131072, "tokens_per_step": 131072}, r"train\.seq_len: (32768|65536)"),
         ("8b", "1xRTX-3090", FULL, r"what would fit: lora \([\d.]+ GiB\), qlora \([\d.]+ GiB\)$"),
@@ -476,7 +475,7 @@ def test_over_a_slow_network_weights_are_gathered_inside_a_node() -> None:
     peaks = [candidate.memory.peak_allocated_bytes for candidate in (plan.chosen, *plan.fallbacks)]
     assert len(peaks) > 1
     assert all(later < earlier for earlier, later in pairwise(peaks))
-    with pytest.raises(NothingFitsError, match=r"\(fsdp/bf16-mixed/adamw_fused\) takes .*; limits.hours is 4"):
+    with pytest.raises(NothingFitsError, match=r"\(fsdp/bf16-mixed/adamw_fused\) needs .*; limits.hours is 4"):
         plan_of(**SLOW_NETWORK, pin={"sharding": Sharding.FSDP})
 
 
@@ -606,7 +605,7 @@ def test_a_method_without_any_strategy_says_so() -> None:
     methods = plan_of("8b", "8xH100-SXM5-80GB", pin={"sharding": Sharding.ZERO3}).methods
     galore = next(row for row in methods if row.method is Method.GALORE)
     assert galore.memory_bytes is None
-    assert galore.verdict.startswith("no strategy of this machine can take it")
+    assert galore.verdict.startswith("no strategy on this machine supports it")
 
 
 def test_bf16_weights_are_used_only_with_leave_and_after_exact_rows() -> None:

@@ -10,7 +10,7 @@ from planning_factory import data_of, job_of, plan_of
 from shardwise.trainer.planning.configuration import PolicyChoices
 from shardwise.trainer.planning.explain.plan_page import explain_plan
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.run import estimate_data
+from shardwise.trainer.planning.schedule import estimate_data
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import assumed_shape
 from shardwise.trainer.spec.errors import InputError

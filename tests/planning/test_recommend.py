@@ -7,7 +7,13 @@ from msgspec.structs import replace
 from planning_factory import data_of, plan_of
 from report_factory import make_report
 
-from shardwise.trainer.planning.recommend import LEAST_GAIN, MOST_SAID, Observed, recommendations, unused_bytes
+from shardwise.trainer.planning.recommend import (
+    LEAST_GAIN,
+    MAX_RECOMMENDATIONS,
+    Observed,
+    recommendations,
+    unused_bytes,
+)
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.hardware import MeasuredRates
 from shardwise.trainer.spec.job.sections import DataFormat
@@ -214,5 +220,5 @@ def test_the_best_come_first_and_at_most_five_are_said(plan: Plan) -> None:
         ),
     )
     gains = [each.gain or 0.0 for each in found]
-    assert len(found) == MOST_SAID and gains == sorted(gains, reverse=True) and min(gains) >= LEAST_GAIN
+    assert len(found) == MAX_RECOMMENDATIONS and gains == sorted(gains, reverse=True) and min(gains) >= LEAST_GAIN
     assert not any("probe --measure" in each.text for each in found), "what gains no speed comes last"

@@ -1,20 +1,20 @@
 """Calibration by earlier runs on this device: a factor for each predicted figure, and its certainty.
 
 A figure's factor comes from the ratios measured / predicted of comparable runs: the same class of precision, sharding,
-offload and frozen base, and a model of at most four times or at least a quarter the size. Of their logarithms the
-median is taken (one run on a busy machine does not move it) and drawn toward no correction by whichever is more: its
-share 1 / (n + 1), so that one run counts half and nine count nine tenths, or the standard error that their spread
-leaves. Ratios that scatter around one correct nothing.
+offload and frozen base, and a model of at most four times or at least a quarter the size. The median of their
+logarithms (one run on a busy machine does not move it) is shrunk toward no correction by the larger of two amounts: its
+share 1 / (n + 1), so that one run counts half and nine count nine tenths, and the standard error of the median. Ratios
+that scatter around one correct nothing.
 
-Step times of a row without runs of its own class follow the runs of the other classes in its precision: what a machine
-is slower at in one row it mostly is in the others, and a correction for one row alone would turn a ranking around for
-no better reason than that it was measured. Bytes are arithmetic: they are corrected for the class that ran only.
+Step times of a class without runs are corrected by the runs of other classes in its precision: a machine that is slower
+than predicted under one strategy usually is under others, and a correction of one class alone would change the ranking
+only because that class was measured. Bytes are arithmetic: they are corrected only for the class that ran.
 
 Only runs that the same version predicted count, and for the step time only those predicted from the same kind of
-ceilings: `probe --measure` corrects what a device can do, these factors correct what is left, and neither twice.
+ceilings: `probe --measure` corrects the ceilings of a device, these factors correct the remaining error.
 
-A factor is the same for every setting of a row, so it never changes which setting is the row's best; it changes what
-fits, how long the run is said to take, and which row is taken.
+A factor is the same for every configuration of a strategy, so it never changes which of them is the best; it changes
+which ones fit, the predicted time of a run, and the chosen strategy.
 """
 
 import math
@@ -39,8 +39,8 @@ from shardwise.trainer.spec.value import Value
 
 COMPARABLE_SIZE = 4.0  # ratio of parameters
 MAX_RECORDS = 20  # the newest count
-FIRM_RUNS, FIRM_SPREAD = 3, 0.01  # so many runs that agree this well may lower what a plan asks for
-LEAST_RANGE = 0.01  # of the peak; a range is never drawn narrower
+FIRM_RUNS, FIRM_SPREAD = 3, 0.01  # so many runs that agree this well may lower the need of a plan
+LEAST_RANGE = 0.01  # of the peak; a range is never narrower
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 # Parts whose bytes follow from the model alone: a run that measured another peak measured other activations or buffers.
 _EXACT_PARTS = frozenset({
@@ -70,7 +70,7 @@ NO_FACTOR = Factor()
 
 
 class Correction(Value, frozen=True, kw_only=True):
-    """The factors of one class of rows."""
+    """The factors of one class of strategies."""
 
     step: Factor = NO_FACTOR
     peak: Factor = NO_FACTOR
@@ -86,13 +86,13 @@ class Corrections(Value, frozen=True, kw_only=True):
     """Corrections from the runs on a device, for every strategy of one model."""
 
     by_class: dict[str, Correction] = {}
-    by_precision: dict[str, Correction] = {}  # for rows whose class has not run
+    by_precision: dict[str, Correction] = {}  # for strategies whose class has not run
     num_unused: int = 0  # runs on this device that cannot be compared
-    tried: dict[str, float] = {}  # rows that a trial of this very job timed: what else their step time is multiplied by
-    untried: float = 1.0  # the same for the other rows
+    tried: dict[str, float] = {}  # strategies that a trial of this job timed: a further factor of their step time
+    untried: float = 1.0  # the same for the other strategies
 
     def of(self, strategy: Strategy, method: Method) -> Correction:
-        """The factors for one row."""
+        """The factors for one strategy."""
         learned = self._learned(strategy, method)
         factor = self.tried.get(strategy.name, self.untried)
         return learned if factor == 1 else replace(learned, step=learned.step.times(factor))
@@ -134,7 +134,7 @@ def corrections_of(
 
 
 def after_trials(corrections: Corrections, trials: Sequence[TrialResult]) -> Corrections:
-    """The factors after a trial: a row that ran takes the time it took, the others follow as they do after runs."""
+    """The factors after trials: strategies that ran have their measured time, others are corrected as after runs."""
     tried = {
         trial.strategy: trial.step_s / trial.predicted_step_s
         for trial in trials
@@ -155,11 +155,11 @@ def factor_of(ratios: Iterable[float]) -> Factor:
         return NO_FACTOR
     middle, number = _median(logs), len(logs)
     spread = _spread(logs, middle)
-    drawn = abs(middle) * number / (number + 1)
+    shrunk = abs(middle) * number / (number + 1)
     if spread is not None:
-        drawn = min(drawn, max(0.0, abs(middle) - spread / math.sqrt(number)))
+        shrunk = min(shrunk, max(0.0, abs(middle) - spread / math.sqrt(number)))
     return Factor(
-        value=math.exp(math.copysign(drawn, middle)), num_runs=number, measured=math.exp(middle), spread=spread
+        value=math.exp(math.copysign(shrunk, middle)), num_runs=number, measured=math.exp(middle), spread=spread
     )
 
 
@@ -178,10 +178,10 @@ def corrected_speed(speed: SpeedEstimate, correction: Correction) -> SpeedEstima
 
 
 def corrected_memory(memory: MemoryEstimate, correction: Correction) -> MemoryEstimate:
-    """The estimate with its peak, and what follows from it, moved to where runs measured it; parts sum to it still.
+    """The estimate with its peak, and the figures that follow from it, corrected; parts still sum to the peak.
 
-    What a plan asks for rises with the peak, and falls with it only where the runs are firm. The range around the
-    peak narrows to what they scatter.
+    The need rises with the peak, and falls with it only if the runs are firm. The range around the peak narrows to
+    their spread.
     """
     peak = correction.peak
     if not peak.num_runs:
@@ -212,7 +212,7 @@ def _range(memory: MemoryEstimate, peak: Factor, *, top: int, reserved: int, del
 
 
 def _movable_bytes(memory: MemoryEstimate, delta: int) -> int:
-    """As much of `delta` as parts that are no exact arithmetic can take: they may fall to a tenth."""
+    """As much of `delta` as the inexact parts allow: they may fall to a tenth."""
     movable = sum(num_bytes for name, num_bytes in memory.parts.items() if name not in _EXACT_PARTS)
     if memory.peak_allocated_bytes <= memory.steady_allocated_bytes or not movable:
         return 0
@@ -221,7 +221,7 @@ def _movable_bytes(memory: MemoryEstimate, delta: int) -> int:
 
 
 def _moved_parts(parts: dict[str, int], delta: int) -> dict[str, int]:
-    """Parts that sum to `delta` more, each inexact one by its share; the largest takes what rounding leaves."""
+    """Parts that sum to `delta` more, each inexact one by its share; the largest absorbs the rounding."""
     if not delta:
         return parts
     inexact = {name: num_bytes for name, num_bytes in parts.items() if name not in _EXACT_PARTS}
@@ -291,7 +291,7 @@ def _class_of_record(record: CalibrationRecord) -> str:
 
 
 def _class_of(precision: Precision, sharding: Sharding, offload: Offload, *, is_frozen: bool) -> str:
-    """Rows whose errors are expected to be alike."""
+    """Name of a class of strategies whose errors are expected to be alike."""
     engine = str(sharding if sharding.is_replicated else sharding.facts.engine)
     place = "device" if offload is Offload.NONE else "nvme" if offload.uses_nvme else "host"
     return f"{precision}/{engine}/{place}/{'frozen' if is_frozen else 'trained'}"

@@ -1,9 +1,16 @@
-"""From a setting to a candidate and back: a candidate is a setting with its predicted memory and speed.
+"""From a configuration to a candidate and back: a candidate is a configuration with its predicted memory and speed.
 
-The one place where the closed forms meet what is known of this data and this device: rows that are padded need room
-for the longest and time for the average, and both figures are corrected by what earlier runs measured.
+The closed forms are combined here with this data and this device: padded rows need memory for the longest and time for
+the average, and both figures are corrected by the measurements of earlier runs.
+
+Budgets besides device memory are host RAM, pinned memory, NVMe, hours and money. `excess` returns the first one that a
+candidate exceeds, with both numbers and the setting that would lift the limit.
+
+Energy is that of the boards at their power limit for the whole run: board watts x GPUs x hours, at a PUE of 1 (no
+cooling, no losses), the host not counted. A run that waits for memory or a network needs less.
 """
 
+import math
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -13,10 +20,12 @@ from shardwise.trainer.planning.calibrate import corrected_memory, corrected_spe
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.memory import estimate_memory, held_bytes, least_bytes, needed_bytes
-from shardwise.trainer.planning.run import longest_width, mean_width, row_policy
+from shardwise.trainer.planning.schedule import longest_width, mean_width, row_policy
 from shardwise.trainer.planning.speed.step import estimate_speed, evaluation_seconds, step_seconds
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate
 from shardwise.trainer.spec.strategy import Checkpointing
+from shardwise.trainer.spec.units import GIB, format_bytes, format_seconds
+from shardwise.trainer.spec.value import Value
 
 _SHARED_FIELDS = tuple(
     field.name for field in msgspec.structs.fields(Configuration) if field.name in Candidate.__struct_fields__
@@ -24,7 +33,7 @@ _SHARED_FIELDS = tuple(
 
 
 def candidate_of(context: PlanningContext, configuration: Configuration) -> Candidate:
-    """A setting with what it needs and how fast it is predicted to be."""
+    """A configuration with its predicted memory and speed."""
     return Candidate(
         **{name: getattr(configuration, name) for name in _SHARED_FIELDS},
         memory=predicted_memory(context, configuration),
@@ -39,16 +48,16 @@ def predicted_memory(context: PlanningContext, configuration: Configuration) -> 
 
 
 def predicted_need(context: PlanningContext, configuration: Configuration) -> int:
-    """`need_bytes` of `predicted_memory`, sooner where no run corrects it."""
+    """`need_bytes` of `predicted_memory`, faster if no run corrects it."""
     if _is_corrected(context, configuration):
         return predicted_memory(context, configuration).need_bytes
     return needed_bytes(context.shape, at_longest(context, configuration), context.device)
 
 
 def need_floor(context: PlanningContext, start: Configuration) -> Callable[[Configuration], int]:
-    """A lower bound of `predicted_need` for settings that differ from `start` only in micro batch and loss head.
+    """A lower bound of `predicted_need` for configurations that differ from `start` in micro batch and loss head only.
 
-    0 where runs correct it.
+    0 if runs correct it.
     """
     if _is_corrected(context, start):
         return lambda _: 0
@@ -56,9 +65,9 @@ def need_floor(context: PlanningContext, start: Configuration) -> Callable[[Conf
     return lambda configuration: least(configuration.micro_batch, configuration.accumulation)
 
 
-def least_needy(context: PlanningContext, settings: Iterable[Configuration]) -> Configuration:
-    """The first of the settings of a row whose `predicted_need` is the least."""
-    first, *others = settings
+def least_needy(context: PlanningContext, configurations: Iterable[Configuration]) -> Configuration:
+    """The first of the configurations of a strategy with the least `predicted_need`."""
+    first, *others = configurations
     least, found = predicted_need(context, first), first
     floors: dict[tuple[Checkpointing, bool, bool], Callable[[Configuration], int]] = {}
     for configuration in others:
@@ -82,7 +91,7 @@ def _is_corrected(context: PlanningContext, configuration: Configuration) -> boo
 
 
 def at_longest(context: PlanningContext, configuration: Configuration) -> Configuration:
-    """The setting as its memory is predicted: with the longest row that this data has."""
+    """The configuration whose memory is predicted: with the longest row of this data."""
     widest = longest_width(context.data, seq_len=configuration.seq_len)
     if widest == configuration.seq_len:
         return configuration
@@ -96,9 +105,9 @@ def predicted_speed(context: PlanningContext, configuration: Configuration) -> S
 
 
 def relative_speed(context: PlanningContext, configuration: Configuration) -> SpeedEstimate:
-    """Seconds of a step of average rows, uncorrected; its tokens are those that are no padding.
+    """Seconds of a step of average rows, uncorrected; padding does not count as tokens.
 
-    Settings of one row are compared by it: what was measured of a row never changes which of them is its best.
+    Configurations of one strategy are compared by it: measurements of a strategy never change which is its best.
     """
     data, width = context.data, _mean_width(context, configuration)
     if data is None or data.mean_cut_tokens is None or width is None:
@@ -113,21 +122,21 @@ def relative_speed(context: PlanningContext, configuration: Configuration) -> Sp
 
 
 def relative_seconds(context: PlanningContext, configuration: Configuration) -> float:
-    """`step_s` of `relative_speed` alone, for a search over settings."""
+    """`step_s` of `relative_speed` alone, for a search over configurations."""
     width = _mean_width(context, configuration)
     average = configuration if width is None else replace(configuration, seq_len=round(width))
     return step_seconds(context.shape, average, context.device)
 
 
 def _mean_width(context: PlanningContext, configuration: Configuration) -> float | None:
-    """Of rows that are padded to less than their longest; None where all have `seq_len` tokens."""
+    """Mean width of padded rows; None if all rows have `seq_len` tokens."""
     data, seq_len = context.data, configuration.seq_len
     width = mean_width(data, configuration.micro_batch, seq_len=seq_len)
     return None if data is None or data.mean_cut_tokens is None or width >= seq_len else width
 
 
 def configuration_of(context: PlanningContext, candidate: Candidate) -> Configuration:
-    """The setting a candidate was estimated from."""
+    """The configuration that a candidate was estimated from."""
     return Configuration(
         **{name: getattr(candidate, name) for name in _SHARED_FIELDS},
         ranks_per_node=context.hardware.num_devices_per_node,
@@ -138,7 +147,7 @@ def configuration_of(context: PlanningContext, candidate: Candidate) -> Configur
 
 
 def with_micro_batch(context: PlanningContext, configuration: Configuration, micro_batch: int) -> Configuration:
-    """Another micro batch at the same global batch: accumulation makes up for it."""
+    """Another micro batch at the same global batch: accumulation changes accordingly."""
     rows_per_round = configuration.num_ranks * micro_batch
     accumulation = -(-context.schedule.sequences_per_step // rows_per_round)
     return replace(configuration, micro_batch=micro_batch, accumulation=accumulation)
@@ -162,7 +171,7 @@ def run_hours(context: PlanningContext, candidate: Candidate) -> float:
 
 
 def _tokens_scored(context: PlanningContext, configuration: Configuration) -> int:
-    """Tokens of all forwards of a run that no backward follows, those of DPO's reference in a step left out."""
+    """Tokens of all forwards of a run without a backward, except those of DPO's reference within a step."""
     schedule, num_eval_tokens = context.schedule, context.num_eval_tokens
     num_evaluations = -(-schedule.num_steps // schedule.eval_every_steps) if schedule.eval_every_steps else 0
     num_scored = num_evaluations * num_eval_tokens * (2 if configuration.runs_reference else 1)
@@ -173,6 +182,123 @@ def _tokens_scored(context: PlanningContext, configuration: Configuration) -> in
 
 
 def run_cost(context: PlanningContext, hours: float) -> float | None:
-    """Money for the run, in the currency of price_per_gpu_hour; None where no price is known."""
+    """Cost of the run, in the currency of price_per_gpu_hour; None if no price is known."""
     price = context.job.price_per_gpu_hour
     return None if price is None else hours * context.num_ranks * price
+
+
+ENERGY_RULE = "board watts x GPUs x hours, PUE 1, host not counted"
+
+
+class RunTotals(Value, frozen=True, kw_only=True):
+    """Of one run; None where a factor is unknown, or there is no GPU."""
+
+    hours: float
+    gpu_hours: float | None
+    kwh: float | None
+    cost: float | None
+    tokens_per_s: float  # of the data, by all devices together
+
+
+def run_totals(context: PlanningContext, candidate: Candidate) -> RunTotals:
+    """Totals of the run of `candidate`."""
+    hours = run_hours(context, candidate)
+    gpu_hours = None if context.is_cpu else hours * context.num_ranks
+    watts = context.device.board_watts
+    return RunTotals(
+        hours=hours,
+        gpu_hours=gpu_hours,
+        kwh=None if gpu_hours is None or watts is None else gpu_hours * watts / 1000,
+        cost=run_cost(context, hours),
+        tokens_per_s=candidate.speed.tokens_per_s_per_gpu * context.num_ranks * _filled_share(context, candidate),
+    )
+
+
+def _filled_share(context: PlanningContext, candidate: Candidate) -> float:
+    """Rows of a step that hold data: where the global batch does not divide evenly the others are empty."""
+    num_rows = candidate.num_ranks * candidate.micro_batch * candidate.accumulation
+    return min(1.0, context.schedule.sequences_per_step / num_rows)
+
+
+class Excess(Value, frozen=True, kw_only=True):
+    """A budget that a candidate exceeds."""
+
+    reason: str
+    remedy: str
+    is_host: bool = False  # host RAM, pinned or not
+
+
+def excess(context: PlanningContext, candidate: Candidate) -> Excess | None:
+    """The first budget that `candidate` exceeds, or None."""
+    return (
+        device_excess(context, candidate.memory)
+        or _host_excess(context, candidate)
+        or _nvme_excess(context, candidate.memory)
+        or _time_excess(context, run_hours(context, candidate))
+    )
+
+
+def device_excess(context: PlanningContext, memory: MemoryEstimate) -> Excess | None:
+    """More than the device grants."""
+    if memory.fits:
+        return None
+    return Excess(
+        reason=f"needs {format_bytes(memory.need_bytes)} {_each(context)}; {context.device_text}",
+        remedy=f"a device with {whole_gib(memory.need_bytes)} usable",
+    )
+
+
+def whole_gib(num_bytes: int) -> str:
+    """Rounded up, so that the named size suffices."""
+    return f"{math.ceil(num_bytes / GIB)} GiB"
+
+
+def _each(context: PlanningContext) -> str:
+    return "a rank" if context.is_cpu else "a GPU"
+
+
+def _host_excess(context: PlanningContext, candidate: Candidate) -> Excess | None:
+    memory, host = candidate.memory, context.hardware.host
+    need, granted = memory.pinned_bytes + memory.host_bytes, context.host_ram_bytes
+    if context.is_cpu or granted is None:
+        return None  # a CPU's memory is its host RAM; if the RAM is unknown a rule has refused offload
+    is_capped = granted == context.job.limits.host_ram
+    if need > granted:
+        return Excess(
+            reason=f"needs {format_bytes(need)} of host RAM a node; {format_bytes(granted)} are granted",
+            remedy=f"limits.host_ram: {whole_gib(need)}" if is_capped else f"nodes with {whole_gib(need)} of RAM",
+            is_host=True,
+        )
+    if host.pinned_limit_bytes is not None and memory.pinned_bytes > host.pinned_limit_bytes:
+        return Excess(
+            reason=f"needs {format_bytes(memory.pinned_bytes)} of pinned host RAM; the limit is "
+            f"{format_bytes(host.pinned_limit_bytes)}",
+            remedy=f"ulimit -l of {whole_gib(memory.pinned_bytes)}",
+            is_host=True,
+        )
+    return None
+
+
+def _nvme_excess(context: PlanningContext, memory: MemoryEstimate) -> Excess | None:
+    if not memory.nvme_bytes:
+        return None
+    granted = context.nvme_bytes
+    if granted is not None and memory.nvme_bytes <= granted:
+        return None
+    known = "its free space is unknown" if granted is None else f"{format_bytes(granted)} are granted"
+    return Excess(
+        reason=f"needs {format_bytes(memory.nvme_bytes)} under limits.nvme.path; {known}",
+        remedy=f"limits.nvme.size: {whole_gib(memory.nvme_bytes)}, where the disk has it",
+    )
+
+
+def _time_excess(context: PlanningContext, hours: float) -> Excess | None:
+    limits, cost = context.job.limits, run_cost(context, hours)
+    if hours > limits.hours:
+        return Excess(
+            reason=f"needs {format_seconds(hours * 3600)}; limits.hours is {limits.hours:g}",
+            remedy=f"limits.hours: {math.ceil(hours)}",
+        )
+    if cost is None or limits.cost is None or cost <= limits.cost:
+        return None
+    return Excess(reason=f"costs {cost:.2f}; limits.cost is {limits.cost:g}", remedy=f"limits.cost: {math.ceil(cost)}")

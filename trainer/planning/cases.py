@@ -4,8 +4,8 @@ docs/estimate.md explains the fields. A case fixes everything that decides memor
 default. Every error is one sentence that names the field, its value and the values allowed.
 
 A case that cannot run is refused. Incompatibilities come from the tables of `rules`: all of them apply to our own
-runtime, those that reach `ALL` also to other software. A combination that is merely pointless (FSDP on one GPU) is
-answered. Both steps are pure; names of models become configs in `launch.commands.estimate`. Cases come by the thousand
+runtime, those that reach `ALL` also to other software. A configuration that is merely pointless (FSDP on one GPU) is
+estimated. Both steps are pure; names of models become configs in `launch.commands.estimate`. Cases come by the thousand
 and share models and machines, hence the bounded caches.
 """
 
@@ -22,8 +22,14 @@ from msgspec.structs import replace
 from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, PolicyChoices, fp8_recipe_of
 from shardwise.trainer.planning.device import Device, device_of
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.rules.combination import Reach, capability_text, combination_of, facts_of, first_broken
-from shardwise.trainer.planning.rules.incompatible import LAYOUTS, RECIPE_CAPABILITY, ROWS, SETTINGS
+from shardwise.trainer.planning.rules.incompatible import FP8_CAPABILITY, LAYOUTS, ROWS, SETTINGS
+from shardwise.trainer.planning.rules.rule_input import (
+    Reach,
+    capability_text,
+    first_broken,
+    placeholders_of,
+    rule_input_of,
+)
 from shardwise.trainer.planning.search.configurations import chunk_tokens
 from shardwise.trainer.planning.speed.step import estimate_speed
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE, EXACT_OPTIMIZERS, EXACT_PRECISIONS
@@ -111,7 +117,7 @@ class TrainInput(Value, frozen=True, kw_only=True):
 
 
 class PolicyInput(Value, frozen=True, kw_only=True):
-    """Behaviour of software or machine beyond the axes; null: as the reference trainer or the catalogue says."""
+    """Behaviour of software or machine beyond the axes; null: that of the reference trainer or the catalogue."""
 
     longest_seq: Count | None = None
     residual_dtype: ElementType | None = None
@@ -130,10 +136,10 @@ class CaseInput(Value, frozen=True, kw_only=True):
     hardware: dict[str, Any]
     train: TrainInput
     stack: str = SHARDWISE  # the reference trainer
-    recipe: PolicyInput = PolicyInput()
+    recipe: PolicyInput = PolicyInput()  # the precision policy
 
     def machine(self) -> MachineInput | Hardware:
-        """The hardware, in whichever of its two forms."""
+        """The hardware, in either of its two forms."""
         if "gpus" in self.hardware or "host" in self.hardware:
             return _convert(self.hardware, Hardware, at="hardware")
         return _convert(self.hardware, MachineInput, at="hardware")
@@ -152,15 +158,15 @@ _SECTIONS: dict[str, type[Value]] = {
 }
 
 
-def _convert(content: Any, kind: type[V], *, at: str = "") -> V:  # noqa: ANN401 - whatever JSON held
+def _convert(content: Any, kind: type[V], *, at: str = "") -> V:  # noqa: ANN401 - any JSON value
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
         raise InputError(_sentence(str(error), kind, content, at)) from None
 
 
-def _sentence(message: str, kind: type[Value], content: Any, at: str) -> str:  # noqa: ANN401 - whatever JSON held
-    """msgspec says what it expected and where; this adds what may stand there."""
+def _sentence(message: str, kind: type[Value], content: Any, at: str) -> str:  # noqa: ANN401 - any JSON value
+    """msgspec's message about the expected type and the place, with the allowed values added."""
     sentence, _, place = message.partition(" - at `$")
     steps = [step for step in (at, *place.rstrip("`").split(".")) if step]
     for pattern, write in ((r"Object contains unknown field `(.*)`", _unknown), (r"(Invalid enum value) .*", _member)):
@@ -181,7 +187,7 @@ def _unknown(name: str, steps: list[str], section: type[Value], _content: object
     return f"{'.'.join([*steps, name])} is not a field; {hint}"
 
 
-def _member(_said: str, steps: list[str], section: type[Value], content: Any) -> str:  # noqa: ANN401
+def _member(_matched: str, steps: list[str], section: type[Value], content: Any) -> str:  # noqa: ANN401
     value = content
     for step in steps:
         value = value[step]
@@ -199,32 +205,32 @@ Check = Callable[[ModelShape, Configuration], str | None]
 
 _INCOMPATIBILITIES = (*LAYOUTS, *ROWS, *SETTINGS)
 # A case has GPUs where a plan has ranks.
-_IN_OTHER_WORDS = {
+_REASONS_FOR_GPUS = {
     "several_ranks_share_nothing": "sharding: none would train {num_ranks} different models on {num_ranks} GPUs",
     "hsdp_needs_nodes": "sharding: hsdp shards inside a node and replicates across nodes; on one node it is fsdp",
 }
 
 
 def impossibility(shape: ModelShape, device: Device, configuration: Configuration) -> str | None:
-    """Why this setting cannot run on this device, or None where it can."""
+    """Why this configuration cannot run on this device, or None if it can."""
     is_ours = configuration.reference == SHARDWISE
-    combination = combination_of(configuration, shape, device, trusts_unknown_cards=True)
-    broken = first_broken(_INCOMPATIBILITIES, combination, reach=Reach.OURS if is_ours else Reach.ALL)
+    rule_input = rule_input_of(configuration, shape, device, trusts_unknown_cards=True)
+    broken = first_broken(_INCOMPATIBILITIES, rule_input, reach=Reach.OURS if is_ours else Reach.ALL)
     if broken is not None:
-        sentence = _IN_OTHER_WORDS.get(broken.name, broken.reason).format(**facts_of(combination))
-        return sentence if broken.instead is None else f"{sentence}; use {broken.instead_of(combination)}"
+        sentence = _REASONS_FOR_GPUS.get(broken.name, broken.reason).format(**placeholders_of(rule_input))
+        return sentence if broken.instead is None else f"{sentence}; use {broken.instead_of(rule_input)}"
     return next((clash for check in VALUES if (clash := check(shape, configuration)) is not None), None)
 
 
 def misplaced(train: TrainInput, device: Device) -> str | None:
-    """Why a field does not go with the others or with the chip, of those that no `Setting` keeps; None where all do."""
+    """Why a field that `Configuration` lacks is incompatible with the others or with the chip; None if none is."""
     if train.quant is not None and train.method is not Method.QLORA:
         return f"train.quant is of method: qlora, not of {train.method}"
     if train.fp8_recipe is None:
         return None
     if train.precision is not Precision.FP8:
         return f"train.fp8_recipe is of precision: fp8, not of {train.precision}"
-    least, capability = RECIPE_CAPABILITY.get(train.fp8_recipe, (8, 9)), device.compute_capability
+    least, capability = FP8_CAPABILITY.get(train.fp8_recipe, (8, 9)), device.compute_capability
     if capability is not None and capability < least:
         version = f"{least[0]}.{least[1]}"
         return f"train.fp8_recipe: {train.fp8_recipe} needs compute capability {version}; {capability_text(device)}"
@@ -270,7 +276,7 @@ def _longest(_shape: ModelShape, configuration: Configuration) -> str | None:
 
 
 def _targets(shape: ModelShape, configuration: Configuration) -> str | None:
-    """PEFT passes over a name that no layer has, as long as another name finds one; so may any foreign stack."""
+    """PEFT ignores a name that no layer has, as long as another name has one; so may any reference trainer."""
     if not configuration.method.freezes_base or configuration.lora.targets == ("all-linear",):
         return None
     names = tuple(dict.fromkeys(linear.name for linear in shape.linears))
@@ -287,7 +293,7 @@ VALUES: tuple[Check, ...] = (_layerwise, _every_n, _slices, _positions, _longest
 
 MAX_PARAMETERS = 10**15
 _UNKNOWN_HOST = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
-# Of a device from a file: what divides a size or a time, where 0 would mean nonsense rather than a slow machine.
+# Of a device from a file: divisors of a size or a time, which 0 would make meaningless.
 _POSITIVE = tuple(
     name
     for name in Device.__struct_fields__
@@ -306,11 +312,11 @@ class PredictionCase(Value, frozen=True, kw_only=True):
 
 
 def read_case(case: Mapping[str, Any]) -> PredictionCase:
-    """The values of one case; InputError is the sentence that says what is wrong with it."""
+    """The values of one case; InputError with one sentence if it is invalid."""
     fields = parse_case(case)
     shape = _shape_of(msgspec.json.encode(fields.model))
     device = _device_of(fields)
-    configuration = _setting_of(fields, shape, device)
+    configuration = _configuration_of(fields, shape, device)
     reason = misplaced(fields.train, device) or impossibility(shape, device, configuration)
     if reason is not None:
         raise InputError(reason)
@@ -318,14 +324,14 @@ def read_case(case: Mapping[str, Any]) -> PredictionCase:
 
 
 def estimate_case(case: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to one case as it is printed: an estimate, or the sentence that says why there is none."""
+    """The result of one case as it is printed: an estimate, or the reason why there is none."""
     try:
         read = read_case(case)
     except InputError as error:
         return {"id": case.get("id"), "error": " ".join(str(error).split())}
     memory = estimate_memory(read.shape, read.configuration, read.device)
     speed = estimate_speed(read.shape, read.configuration, read.device)
-    if not math.isfinite(speed.step_s):  # JSON has no word for it, and it is no answer
+    if not math.isfinite(speed.step_s):  # JSON has no such number
         return {"id": read.id, "error": "a size of the model or of the machine is so large that no speed follows"}
     return {
         "id": read.id,
@@ -360,7 +366,7 @@ def _speed_result(speed: SpeedEstimate) -> dict[str, Any]:
 
 
 def _host_suffices(memory: MemoryEstimate, device: Device) -> bool:
-    """True if the host has the RAM that is used beside a GPU; unknown for a machine of the catalogue."""
+    """True if the host has the RAM that the configuration needs, or its RAM is unknown."""
     return device.host_ram_bytes is None or memory.pinned_bytes + memory.host_bytes <= device.host_ram_bytes
 
 
@@ -384,7 +390,7 @@ def _device_of(fields: CaseInput) -> Device:
 
 @lru_cache(maxsize=256)
 def _catalogue_device(machine: MachineInput) -> Device:
-    """One GPU stands for all of a node: they are equal, and a node of a thousand costs no more than one of eight."""
+    """One GPU represents all of a node: they are equal, and the cost does not grow with their number."""
     found = match_card(machine.gpu, count=machine.gpus_per_node)
     if found.others:
         raise InputError(f"hardware.gpu: {machine.gpu} names {', '.join((found.spec.name, *found.others))}; name one")
@@ -404,7 +410,7 @@ def _probed_device(hardware: Hardware) -> Device:
     return device
 
 
-def _setting_of(fields: CaseInput, shape: ModelShape, device: Device) -> Configuration:
+def _configuration_of(fields: CaseInput, shape: ModelShape, device: Device) -> Configuration:
     train, policy = fields.train, fields.recipe
     slice_tokens = train.loss_chunk_tokens
     if slice_tokens is None and train.loss is LossHead.CHUNKED:
@@ -446,7 +452,7 @@ def _width(element: ElementType | None) -> int | None:
 
 def _strategy_of(train: TrainInput) -> Strategy:
     optimizer = train.optimizer
-    # Whatever a case calls it, DeepSpeed updates Adam's state off the device with its own implementation.
+    # DeepSpeed updates Adam's state off the device with its own implementation, also if a case has another name.
     moves_adam = train.sharding.uses_deepspeed and train.offload is not Offload.NONE
     if moves_adam and optimizer in (Optimizer.ADAMW, Optimizer.ADAMW_FUSED):
         optimizer = Optimizer.DEEPSPEED_CPU_ADAM
@@ -456,7 +462,7 @@ def _strategy_of(train: TrainInput) -> Strategy:
 
 @lru_cache(maxsize=4096)
 def _foreign_strategy(sharding: Sharding, offload: Offload, optimizer: Optimizer, precision: Precision) -> Strategy:
-    """A combination that our catalogue does not have and other software may."""
+    """A strategy that our catalogue lacks and other software may have."""
     return Strategy(
         name=f"{sharding}+{offload}/{precision}/{optimizer}",
         sharding=sharding,

@@ -1,4 +1,4 @@
-"""One point on every axis, as the estimates take it: a candidate before its memory and speed are known."""
+"""A configuration, the input of the estimates: a candidate before its memory and speed are known."""
 
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
 from shardwise.trainer.spec.plan import Buckets
@@ -18,10 +18,10 @@ SHARDWISE = "shardwise"
 
 
 class PolicyChoices(Value, frozen=True, kw_only=True):
-    """Choices about its software beyond the axes, and facts about its rows; None: as its stack does."""
+    """Choices beyond the axes, and facts about rows; None: as the reference trainer does."""
 
     rows_per_example: int = 1  # 2: a micro batch holds pairs of rows, chosen and rejected
-    longest_seq: int | None = None  # tokens of the longest row of a micro batch, where rows are padded to it
+    longest_seq: int | None = None  # tokens of the longest row of a micro batch, if rows are padded to it
     # Of packed rows the length of the document that an average token is in; None: a row is one document.
     document_tokens: float | None = None
     residual_bytes: int | None = None  # an element of the residual stream
@@ -74,10 +74,10 @@ class Configuration(Value, frozen=True, kw_only=True):
 
 
 def fp8_recipe_of(precision: Precision, pinned: Fp8Recipe | None) -> Fp8Recipe | None:
-    """How a row finds its FP8 scales: as pinned, else by the tensor at hand; None where nothing is FP8.
+    """The pinned FP8 recipe, else current scaling; None for other precisions.
 
-    Current scaling keeps no state from one step to the next, and every chip with FP8 units has it. What only newer
-    chips have (mxfp8, nvfp4) runs where it is pinned.
+    Current scaling has no state between steps and runs on every chip with FP8 units. Recipes of newer chips (mxfp8,
+    nvfp4) must be pinned.
     """
     if precision is not Precision.FP8:
         return None

@@ -24,8 +24,8 @@ class PlanningContext(Value, frozen=True, kw_only=True):
     method: Method
     num_eval_tokens: int = 0
     data: DataProfile | None = None  # None: rows of seq_len tokens
-    corrections: Corrections = NO_CORRECTIONS  # what earlier runs teach of every row
-    fp8_gain: Fp8Gain | None = None  # what timing this model's matrix shapes found
+    corrections: Corrections = NO_CORRECTIONS  # of every strategy, from earlier runs
+    fp8_gain: Fp8Gain | None = None  # measured on this model's matrix shapes
     hooks: tuple[Hook, ...] = ()  # of the user's extensions file
 
     @property
@@ -71,7 +71,7 @@ class PlanningContext(Value, frozen=True, kw_only=True):
 
     @property
     def device_text(self) -> str:
-        """`H100-SXM5-80GB has 79.1 GiB usable`, the other half of every sentence on memory."""
+        """`H100-SXM5-80GB has 79.1 GiB usable`."""
         capped = self.hardware.vram_cap_bytes
         limit = " (limits.vram)" if capped is not None and capped <= self.device.usable_bytes else ""
         return f"{self.device.name} has {format_bytes(self.device.usable_bytes)} usable{limit}"

@@ -14,14 +14,14 @@ from shardwise.trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Host, LinkKind
 from shardwise.trainer.spec.strategy import Precision
-from shardwise.trainer.spec.units import MIB
+from shardwise.trainer.spec.units import MIB, format_bytes
 from shardwise.trainer.spec.value import Value
 
 # What a core is assumed to sustain in fp32 training of a small model, by the widest vectors it has: with AVX-512, 90
 # GFLOP/s were measured over whole steps on each of two cores of a Zen 4; vectors half as wide do half as much.
-# Assumed all the same: `shardwise probe --measure` replaces it, and until then a plan says so.
+# Still an assumption: `shardwise probe --measure` replaces it, and until then a plan notes it.
 CPU_FLOPS_PER_CORE: tuple[tuple[str, int], ...] = (("avx512f", 80_000_000_000), ("avx2", 40_000_000_000))
-UNKNOWN_CPU_FLOPS_PER_CORE = 20_000_000_000  # 128-bit vectors, or nobody knows
+UNKNOWN_CPU_FLOPS_PER_CORE = 20_000_000_000  # 128-bit vectors, or unknown
 ASSUMED_CPU_MEMORY_BYTES_PER_S = 15_000_000_000  # of the whole socket, far below any server CPU's datasheet
 ASSUMED_CPU_LINK_BYTES_PER_S = 1_000_000_000  # gloo between two processes of one machine
 # Interpreter, torch, transformers and accelerate, anonymous memory after import and a first step on CPU.
@@ -82,6 +82,18 @@ class Device(Value, frozen=True, kw_only=True):
 def device_of(hardware: Hardware) -> Device:
     """The device that every rank of `hardware` can count on; InputError where its memory is unknown."""
     return _gpu_device(hardware) if hardware.gpus else _cpu_device(hardware)
+
+
+def machine_text(hardware: Hardware) -> str:
+    """`4 nodes of 8 x H100-SXM5-80GB`, `1 x RTX-4090`, `2 ranks on Intel Xeon` or `2 nodes of 2 ranks on it`."""
+    device = device_of(hardware)
+    nodes = f"{hardware.num_nodes} nodes of " if hardware.num_nodes > 1 else ""
+    if hardware.gpus:
+        return f"{nodes}{hardware.num_devices_per_node} x {device.name}"
+    ranks = hardware.num_devices_per_node
+    return (
+        f"{nodes}{ranks} rank{'s' if ranks > 1 else ''} on {device.name}, {format_bytes(device.memory_bytes)} RAM each"
+    )
 
 
 def _gpu_device(hardware: Hardware) -> Device:
@@ -165,9 +177,9 @@ def _fabric(hardware: Hardware, spec: GpuSpec | None) -> _Fabric:
         kind: LinkKind | None = max((link.kind for link in links), key=list(LinkKind).index)
     else:
         kind = (LinkKind.NVLINK if is_nvlink else LinkKind.PCIE_HOST) if spec else None
-    answers = [link.has_peer_access for link in links if link.has_peer_access is not None]
-    if answers:
-        peers: bool | None = all(answers)
+    reported = [link.has_peer_access for link in links if link.has_peer_access is not None]
+    if reported:
+        peers: bool | None = all(reported)
     else:
         peers = (is_nvlink or spec.has_peer_access_over_pcie) if spec else None
     return _Fabric(bytes_per_s=rate, kind=kind, has_peer_access=peers)
@@ -186,7 +198,7 @@ def _cpu_device(hardware: Hardware) -> Device:
     host, num_ranks = hardware.host, hardware.num_cpu_devices
     cap = hardware.vram_cap_bytes
     if host.ram_bytes is None and cap is None:
-        raise InputError("the RAM of this machine is not known; limits.vram (or --vram) says how much a rank may use")
+        raise InputError("the RAM of this machine is not known; limits.vram (or --vram) sets what a rank may use")
     memory = (host.ram_bytes if host.ram_bytes is not None else num_ranks * (cap or 0)) // num_ranks
     free = memory if host.ram_available_bytes is None else min(memory, host.ram_available_bytes // num_ranks)
     measured, attention = hardware.rates.matmul_flops_per_s, hardware.rates.attention_flops_per_s
@@ -223,5 +235,5 @@ def _sums_bf16_apart(host: Host) -> bool:
 
 
 def _assumed_flops_per_core(host: Host) -> int:
-    """Fp32 FLOP/s of one core of a CPU that nobody measured."""
+    """Fp32 FLOP/s of one core of a CPU without measurements."""
     return next((rate for flag, rate in CPU_FLOPS_PER_CORE if flag in host.cpu_flags), UNKNOWN_CPU_FLOPS_PER_CORE)

@@ -1,10 +1,11 @@
-"""The one decision: from job, machine, model and data to a plan. Pure: the same values give the same plan.
+"""The decision: from job, machine, model and data to a plan. Pure: the same values give the same plan.
 
-1. Clashes that no machine could train are refused with both numbers (`input_checks`).
-2. Every row of the catalogue is refused by a rule or searched for its best setting, and what stays within every
-   budget is ranked (`choice`); the rest is rejected with the number or the rule.
+1. Jobs that no machine could train are refused with both numbers. The job file checks the values of single settings;
+   the checks here are about conflicts between job, model and data, and pins that this machine does not support.
+2. Every strategy of the catalogue is refused by a rule or searched for its best configuration. Those within every
+   budget are ranked (`choice`); the others are rejected with the number or the rule.
 3. The method is the job's, or under `auto` the first of full, galore, lora, qlora that runs within the limits.
-4. The first candidate is taken; fallbacks and the table of methods are worked out around it.
+4. The first candidate is chosen; fallbacks and the table of methods are added.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,18 +17,25 @@ from shardwise.trainer.planning.calibrate import Corrections, after_trials, corr
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.reasons import notes, reasons
-from shardwise.trainer.planning.run import make_schedule
+from shardwise.trainer.planning.rules.incompatible import LAYOUTS, SETTINGS
+from shardwise.trainer.planning.rules.rule import Refusal, pinned_rule_input, refuse
+from shardwise.trainer.planning.rules.rule_input import first_broken
+from shardwise.trainer.planning.schedule import make_schedule
 from shardwise.trainer.planning.search.choice import Ranking, method_rows, rank, survey, with_remedies
+from shardwise.trainer.planning.search.configurations import attention_text, every_n, missing_flash, obstacle_to_flash
 from shardwise.trainer.planning.search.fallbacks import fallbacks, nothing_fits
-from shardwise.trainer.planning.search.input_checks import check_job, check_objective, check_pins, needs_every_row_first
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import DataProfile
-from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.data.shapes import objective_of, shapes_for
+from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.errors import InputError, InputProblemsError
 from shardwise.trainer.spec.hardware import Hardware
-from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.job.sections import Job, Objective
 from shardwise.trainer.spec.messages.extension import Extension, Hook
 from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Calibration, Candidate, Fp8Gain, Plan, Schedule, TrialResult
-from shardwise.trainer.spec.strategy import Method
+from shardwise.trainer.spec.strategy import Attention, LossHead, Method, Precision, Strategy
 
 
 def make_plan(
@@ -48,8 +56,8 @@ def make_plan(
 ) -> Plan:
     """The plan of `job` on `hardware`.
 
-    InputError where job, model, data and pins cannot go together; NothingFitsError where no row stays within the
-    machine and the limits.
+    InputError if job, model, data and pins are incompatible; NothingFitsError if no strategy fits the machine and the
+    limits.
     """
     hooks = () if extension is None else extension.hooks
     check_job(job, shape, data)
@@ -111,7 +119,7 @@ def take_candidate(plan: Plan, number: int) -> Plan:
 
 
 def schedule_with(chosen: Candidate, job: Job, data: DataProfile, shape: ModelShape) -> Schedule:
-    """The steps of the run at the learning rate of what was chosen."""
+    """The schedule of the run at the learning rate of the chosen candidate."""
     return make_schedule(job, data, shape, method=chosen.method, optimizer=chosen.strategy.optimizer)
 
 
@@ -124,14 +132,14 @@ def open_contexts(
     calibration: Calibration,
     versions: dict[str, str],
 ) -> dict[Method, PlanningContext]:
-    """Each method that the job leaves open, for questions on what a machine can hold."""
+    """The context of each method that the job allows, for the limits of a machine."""
     check_job(job, shape, data)
     corrections = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
     return {method: _context(job, hardware, shape, data, method, corrections) for method in _methods(job, data)}
 
 
 def context_of(plan: Plan) -> PlanningContext:
-    """The context a plan was made in."""
+    """The context of a plan."""
     learned = corrections_of(
         plan.calibration, shape=plan.model_shape, hardware=plan.hardware, version=plan.versions.get("shardwise")
     )
@@ -142,7 +150,7 @@ def context_of(plan: Plan) -> PlanningContext:
 
 
 def with_fp8_gain(context: PlanningContext, gain: Fp8Gain | None) -> PlanningContext:
-    """The context once FP8 was timed: its speed is what was measured."""
+    """The context with the measured speed of FP8."""
     if gain is None:
         return context
     return replace(context, fp8_gain=gain, device=replace(context.device, measured_fp8_speedup=gain.speedup))
@@ -151,7 +159,7 @@ def with_fp8_gain(context: PlanningContext, gain: Fp8Gain | None) -> PlanningCon
 def _rank_methods(
     contexts: Mapping[Method, PlanningContext], wanted: Sequence[Method], trials: Sequence[TrialResult]
 ) -> tuple[Method | None, dict[Method, Ranking]]:
-    """The first wanted method that has a candidate, and a ranking of each: of those not taken only what is needed."""
+    """The first wanted method that has a candidate, and a ranking of every method: a survey of the others."""
     taken: Method | None = None
     rankings: dict[Method, Ranking] = {}
     for method, context in contexts.items():
@@ -163,7 +171,7 @@ def _rank_methods(
 
 
 def _methods(job: Job, data: DataProfile) -> tuple[Method, ...]:
-    """The methods that may be taken, the most faithful first."""
+    """The allowed methods, the most faithful first."""
     if job.train.method is not None:
         return (job.train.method,)
     needs_frozen = needs_every_row_first(job, data)
@@ -197,3 +205,161 @@ def _explained(context: PlanningContext, candidates: Sequence[Candidate]) -> tup
     """The candidates, the first with the reasons for its settings."""
     first, *others = (replace(candidate, reasons=()) if candidate.reasons else candidate for candidate in candidates)
     return (replace(first, reasons=reasons(context, first)), *others)
+
+
+_ROW_AXES = ("sharding", "offload", "optimizer", "precision")
+_OF_SETTINGS = frozenset(rule.name for rule in SETTINGS)
+_SETTING_AXES = ("checkpointing", "loss", "compile", "activation_offload", "optimizer_in_backward")
+
+
+def check_job(job: Job, shape: ModelShape, data: DataProfile) -> None:
+    """InputError for sequences and vocabularies that the model does not support."""
+    problems = [*_length_problems(job, shape), *_vocabulary_problems(shape, data)]
+    if problems:
+        raise InputProblemsError(problems)
+
+
+def check_objective(job: Job, data: DataProfile, hooks: Sequence[Hook]) -> None:
+    """InputError for settings that exclude the objective or a function of the extensions file."""
+    pinned, objective = job.pin.loss, job.train.objective
+    fitting = shapes_for(objective)
+    if data.format not in fitting:
+        raise InputError(
+            f"train.objective: {objective} learns from {' or '.join(fitting)} rows; data.train holds {data.format}"
+        )
+    if pinned is LossHead.FUSED_LINEAR and objective_of(job.train.objective, data.format) is Objective.DPO:
+        raise InputError(
+            "pin.loss: fused_linear and train.objective: dpo exclude each other; Liger makes its gradients before the "
+            "weight of a row is known: use pin.loss=chunked"
+        )
+    method = job.train.method
+    if method is not None and not method.freezes_base and needs_every_row_first(job, data):
+        raise InputError(
+            f"data.streaming, train.objective: dpo and train.method: {method} exclude each other; the initial model "
+            "would have to score rows that are not read yet: train.method=lora needs no such scores"
+        )
+    if Hook.LOSS in hooks and pinned not in (None, LossHead.EAGER):
+        raise InputError(f"pin.loss: {pinned} and the loss of extensions exclude each other; it receives all logits")
+    if Hook.LOSS in hooks and objective_of(job.train.objective, data.format) is Objective.DPO:
+        raise InputError("train.objective: dpo and the loss of extensions exclude each other; remove one of them")
+    if Hook.BUILD_MODEL in hooks and job.train.method is Method.QLORA:
+        raise InputError("train.method: qlora and build_model of extensions exclude each other; qlora reads a folder")
+
+
+def needs_every_row_first(job: Job, data: DataProfile) -> bool:
+    """True if full training would need a scan of rows that a stream has not reached yet."""
+    return data.is_stream and objective_of(job.train.objective, data.format) is Objective.DPO
+
+
+def check_pins(context: PlanningContext) -> None:
+    """InputError for pins that no strategy satisfies, with the rule that prevents it."""
+    problems = [*_setting_problems(context), *_micro_batch_problems(context)]
+    if problems:
+        raise InputProblemsError(problems)
+    pins = _pins(context, _ROW_AXES)
+    pinned_text = ", ".join(f"pin.{axis}: {member}" for axis, member in pins.items())
+    rows = [row for row in CATALOGUE if all(getattr(row, axis) == member for axis, member in pins.items())]
+    if not rows:
+        raise InputError(
+            f"{pinned_text}: there is no such strategy; {_what_there_is(pins)}{_why_there_is_none(context)}"
+        )
+    settings = {axis: _written(member) for axis, member in _pins(context, _SETTING_AXES).items()}
+    if not pins and not settings:
+        return
+    refusals = [refusal for row in rows if (refusal := refuse(context, row))]
+    if len(refusals) == len(rows):
+        refusal = most_common(refusals)
+        instead = f"; use {refusal.instead}" if refusal.instead else ""
+        if refusal.rule in _OF_SETTINGS:
+            pinned_text = ", ".join(f"pin.{axis}: {member}" for axis, member in (pins | settings).items())
+        if not pinned_text:
+            return  # no pin is the cause
+        raise InputError(f"{pinned_text} cannot be used: {refusal.reason}{instead}")
+
+
+def _pins(context: PlanningContext, axes: Sequence[str]) -> dict[str, object]:
+    return {axis: member for axis in axes if (member := getattr(context.job.pin, axis)) is not None}
+
+
+def _written(member: object) -> object:
+    """As the job file spells it."""
+    return str(member).lower() if isinstance(member, bool) else member
+
+
+def most_common(refusals: Sequence[Refusal]) -> Refusal:
+    """The refusal that most strategies share: it is about the pin, not about one optimizer."""
+    reasons = [refusal.reason for refusal in refusals]
+    return max(refusals, key=lambda refusal: reasons.count(refusal.reason))
+
+
+def _length_problems(job: Job, shape: ModelShape) -> list[str]:
+    train = job.train
+    problems = []
+    if shape.max_positions is not None and train.seq_len > shape.max_positions:
+        problems.append(
+            f"train.seq_len is {train.seq_len}; the model has {shape.max_positions} positions "
+            f"(max_position_embeddings): train.seq_len: {shape.max_positions} or less"
+        )
+    return problems
+
+
+def _vocabulary_problems(shape: ModelShape, data: DataProfile) -> list[str]:
+    if data.vocab_size <= shape.vocab_size:
+        return []
+    return [
+        f"the tokenizer has {data.vocab_size} tokens and the model {shape.vocab_size}: "
+        "model.tokenizer must be the model's own, or vocab_size of the config at least as large"
+    ]
+
+
+def _setting_problems(context: PlanningContext) -> list[str]:
+    pin = context.job.pin
+    problems, blocks = [], context.shape.num_layers
+    every = every_n(context, pin.checkpointing) if pin.checkpointing is not None else None
+    if every is not None and every > blocks:
+        problems.append(f"pin.checkpointing_n is {every}; the model has {blocks} blocks: {blocks} or less")
+    if pin.attention is not None and pin.attention not in context.shape.attentions:
+        problems.append(f"pin.attention: {pin.attention} cannot be used: {attention_text(context.shape)}")
+    elif pin.attention is Attention.FLASH:
+        obstacle = obstacle_to_flash(context, pin.precision or Precision.BF16_MIXED)
+        could_be_allowed = context.job.model.flash_kernel is None and obstacle == missing_flash(context)
+        instead = "use sdpa, or name a prebuilt one in model.flash_kernel" if could_be_allowed else "use sdpa"
+        problems += [f"pin.attention: flash cannot be used: {obstacle}; {instead}"] if obstacle else []
+    return problems
+
+
+def _micro_batch_problems(context: PlanningContext) -> list[str]:
+    pinned, sequences = context.job.pin.micro_batch, context.schedule.sequences_per_step
+    if pinned is None or pinned <= context.sequences_per_rank:
+        return []
+    return [
+        f"pin.micro_batch is {pinned}; a step has {sequences} sequences (train.tokens_per_step / train.seq_len) for "
+        f"{context.num_ranks} ranks: {context.sequences_per_rank} or less"
+    ]
+
+
+def _why_there_is_none(context: PlanningContext) -> str:
+    """The rule for which the catalogue lacks the pinned strategy; empty if the sharding is not pinned."""
+    pin = context.job.pin
+    if pin.sharding is None:
+        return ""
+    is_adam = pin.optimizer is None and pin.offload not in (None, Offload.NONE) and pin.sharding.uses_deepspeed
+    strategy = Strategy(
+        name="",
+        sharding=pin.sharding,
+        offload=pin.offload or Offload.NONE,
+        optimizer=pin.optimizer or (Optimizer.DEEPSPEED_CPU_ADAM if is_adam else Optimizer.ADAMW_FUSED),
+        precision=pin.precision or Precision.BF16_MIXED,
+        is_exact=False,
+    )
+    rule_input = pinned_rule_input(context, strategy)
+    broken = first_broken(LAYOUTS, rule_input)
+    return "" if broken is None else f": {broken.reason_of(rule_input)}; use {broken.instead_of(rule_input)}"
+
+
+def _what_there_is(pins: dict[str, object]) -> str:
+    """Values on the other pinned axes that are compatible with the first pin."""
+    first, *others = pins
+    rows = [row for row in CATALOGUE if getattr(row, first) == pins[first]]
+    served = [f"{axis} {', '.join(dict.fromkeys(str(getattr(row, axis)) for row in rows))}" for axis in others]
+    return f"with {first} {pins[first]} there is {'; '.join(served)}" if rows else f"no row has {first} {pins[first]}"

@@ -1,6 +1,6 @@
-"""Why each setting was chosen, the notes of a plan, and what opting in would gain: sentences, each with its number.
+"""Reasons for the chosen settings, the notes of a plan, and the gains of opting in: sentences, each with its number.
 
-Notes are about the cost of row lengths, and about how certain the figures of a plan are and why.
+Notes are about the cost of row lengths and the certainty of a plan's figures.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from shardwise.trainer.planning.candidates import candidate_of, configuration_of
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.rules.rule import Rule, capability_text, may_run, rule_named
-from shardwise.trainer.planning.run import padding_share, widths_at
+from shardwise.trainer.planning.schedule import padding_share, widths_at
 from shardwise.trainer.planning.search.choice import best_of, one_a_layout
 from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,
@@ -35,13 +35,13 @@ from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Precision, 
 from shardwise.trainer.spec.units import format_bytes, format_seconds
 from shardwise.trainer.spec.value import Value
 
-WORTH_SAYING = 0.005  # of the tokens
+WORTH_REPORTING = 0.005  # of the tokens
 
 
 def data_text(data: DataProfile, micro_batch: int) -> tuple[str, ...]:
-    """How long documents are, what padding costs or packing saves at `micro_batch`, and what sets the peak.
+    """Lengths of documents, the cost of padding or the gain of packing at `micro_batch`, and the longest row.
 
-    Empty where nobody has counted the lengths yet.
+    Empty if the lengths have not been counted.
     """
     if data.mean_document_tokens is None or data.mean_cut_tokens is None or not data.batch_widths:
         return ()
@@ -61,7 +61,7 @@ def _length_text(data: DataProfile, mean_tokens: float, mean_cut: float, micro_b
             f"packing saves {shuffled:.0%} of what padded {batches} would compute ({ordered:.0%} if sorted by length)"
         )
         retained = f", and keeps {lost:.0%} of the tokens, which would be cut off at the end of a row"
-        yield saved + (retained if lost > WORTH_SAYING else "")
+        yield saved + (retained if lost > WORTH_REPORTING else "")
         return
     packing = "" if SHAPES[data.format].rows_per_example == 2 else "; data.packing=true has none"
     yield (
@@ -71,8 +71,8 @@ def _length_text(data: DataProfile, mean_tokens: float, mean_cut: float, micro_b
     yield f"the longest row, {data.longest_row:,} tokens, sets the peak of memory"
 
 
-# What the closed forms miss on published runs of other people (`python benchmarks/accuracy.py`), as nine in ten; a
-# card without NVLink, one that is rated by what its driver reports, and a CPU, depend on more that no datasheet says.
+# Errors of nine in ten predictions of published runs (`python benchmarks/accuracy.py`). Cards without NVLink, cards
+# rated by their driver's report, and CPUs depend on facts that no datasheet has.
 WELL_KNOWN_CARDS = ("A100", "H100", "H200")
 WELL_KNOWN_SPEED, OTHER_SPEED, ASSUMED_SPEED = 0.15, 0.5, 1.0
 MEMORY = "2 %"
@@ -84,7 +84,7 @@ def certainty_text(corrections: Corrections, chosen: Candidate, device: Device) 
 
 
 def trial_text(trials: Sequence[TrialResult]) -> tuple[str, ...]:
-    """Measurements of trials beside their predictions, in the order they ran; empty without trials."""
+    """Measurements of trials and their predictions, in the order they ran; empty without trials."""
     timed = [
         (trial.strategy, trial.step_s, trial.predicted_step_s)
         for trial in trials
@@ -98,9 +98,9 @@ def trial_text(trials: Sequence[TrialResult]) -> tuple[str, ...]:
 
 
 def usual_error(device: Device) -> float | None:
-    """By how much, as a share, a step may take longer or shorter than predicted before any run on this device.
+    """Expected error of a predicted step time, as a share, before any run on this device.
 
-    None: the speed of the device is not known, and nothing was predicted.
+    None if the speed of the device is not known, so that nothing was predicted.
     """
     if not device.has_known_speed:
         return None
@@ -111,7 +111,7 @@ def usual_error(device: Device) -> float | None:
 
 def _run_text(corrections: Corrections, chosen: Candidate, device: Device) -> Iterator[str]:
     correction = corrections.of(chosen.strategy, chosen.method)
-    is_tried = chosen.strategy.name in corrections.tried  # the trial's own sentence says what was measured
+    is_tried = chosen.strategy.name in corrections.tried  # `trial_text` has the measurement
     if correction.step.num_runs and not is_tried:
         like = "like this one" if correction.is_of_class else "in this precision"
         yield f"step time {_applied(correction.step, like)}"
@@ -119,7 +119,7 @@ def _run_text(corrections: Corrections, chosen: Candidate, device: Device) -> It
         yield f"peak memory {_applied(correction.peak, 'like this one')}"
     if not correction.step.num_runs and not is_tried:
         unknown = "no run like this one" if corrections.num_unused or correction.peak.num_runs else "no run"
-        expected = [words for words in (_speed_text(device), _memory_text(correction)) if words]
+        expected = [text for text in (_speed_text(device), _memory_text(correction)) if text]
         if expected:
             yield f"{unknown} on this device yet: expect {', '.join(expected)}"
     if corrections.num_unused:
@@ -155,11 +155,11 @@ def _is_well_known(device: Device) -> bool:
     return device.name.startswith(WELL_KNOWN_CARDS) and MIG_MARK not in device.name
 
 
-_TIMES_FP8_FIRST = "`shardwise train` times it on this model's matrix shapes first and takes it only where it pays"
+_TIMES_FP8_FIRST = "`shardwise train` times it on this model's matrix shapes first and uses it only if it pays"
 
 
 def reasons(context: PlanningContext, candidate: Candidate) -> tuple[str, ...]:
-    """Why each setting of `candidate` was taken."""
+    """The reason for each setting of `candidate`."""
     row = candidate.strategy
     return (
         f"{row.sharding}: {_why_sharding(row, candidate.num_ranks)}",
@@ -194,9 +194,9 @@ def notes(
 def _extension_notes(context: PlanningContext) -> Iterator[str]:
     """Cautions about a user's own functions, which no closed form covers."""
     if Hook.BUILD_MODEL in context.hooks:
-        yield "build_model of extensions: memory and time are those of the config's model, whatever it builds"
+        yield "build_model of extensions: memory and time are predicted for the config's model"
     if Hook.LOSS in context.hooks:
-        yield "loss of extensions: counted as a cross entropy of whole logits; what it takes beside is not predicted"
+        yield "loss of extensions: counted as a cross entropy of whole logits; its other memory and time are unknown"
     if Hook.ON_STEP in context.hooks:
         yield "on_step of extensions: its time is not predicted"
 
@@ -239,7 +239,7 @@ def _fp8_text(context: PlanningContext) -> str | None:
 
 
 def _fp8_notes(context: PlanningContext, candidates: Sequence[Candidate]) -> Iterator[str]:
-    """Of rows in FP8 that stand behind the chosen one."""
+    """Notes on FP8 candidates that are not chosen."""
     chosen = candidates[0].strategy
     if chosen.precision is Precision.FP8 or all(row.strategy.precision is not Precision.FP8 for row in candidates):
         return
@@ -274,17 +274,17 @@ def _why_checkpointing(context: PlanningContext, candidate: Candidate) -> str:
     if other.memory.fits:
         gain = candidate.speed.step_s / other.speed.step_s - 1
         slower = "a larger micro batch gains more" if gain > SAME_SPEED else "recomputing them costs no time"
-        return f"kept activations would fit at {format_bytes(other.memory.need_bytes)}, but {slower}"
-    return f"kept activations would need {format_bytes(other.memory.need_bytes)}"
+        return f"without it a step would fit at {format_bytes(other.memory.need_bytes)}, but {slower}"
+    return f"without it a step would need {format_bytes(other.memory.need_bytes)}"
 
 
 def _every_n_text(context: PlanningContext, candidate: Candidate) -> str:
-    """Which blocks `every_n` recomputes; nothing for other kinds."""
+    """The blocks that `every_n` recomputes; empty for other kinds."""
     every, blocks = candidate.checkpoint_every_n, context.shape.num_layers
     if every is None:
         return ""
-    words = f"; the first of every {every} blocks is recomputed, {blocks // every} of {blocks}"
-    return words if context.job.pin.checkpointing_n is not None else f"{words} (pin.checkpointing_n)"
+    text = f"; the first of every {every} blocks is recomputed, {blocks // every} of {blocks}"
+    return text if context.job.pin.checkpointing_n is not None else f"{text} (pin.checkpointing_n)"
 
 
 def _why_loss(context: PlanningContext, candidate: Candidate) -> str:
@@ -294,7 +294,7 @@ def _why_loss(context: PlanningContext, candidate: Candidate) -> str:
         tokens = candidate.micro_batch * candidate.seq_len
         logits = format_bytes(4 * context.shape.vocab_size * tokens)
         if tokens <= (candidate.loss_chunk_tokens or 0):
-            return f"one slice holds all {tokens} tokens of a micro batch; kept for no longer than it is used"
+            return f"one slice holds all {tokens} tokens of a micro batch and is freed after use"
         return f"slices of {candidate.loss_chunk_tokens} tokens; all logits would be {logits} in fp32, and copies of it"
     return "whole logits fit and save a second product of the head"
 
@@ -346,7 +346,7 @@ WORTH_OPTING_IN = 1.25  # times the memory
 
 
 class OptIn(Value, frozen=True, kw_only=True):
-    """The best candidate that an entry of `allow` would open."""
+    """The best candidate that an entry of `allow` would add."""
 
     allowance: Allowance
     candidate: Candidate
@@ -368,7 +368,7 @@ def opt_ins(context: PlanningContext, plan: Plan) -> tuple[OptIn, ...]:
 
 
 def _waiting(rejections: Sequence[Rejection]) -> Iterator[tuple[Strategy, Rule]]:
-    """The rows that a rule on leave refuses."""
+    """Strategies that a missing opt-in refuses, each with its rule."""
     rows = {row.name: row for row in CATALOGUE}
     for rejection in rejections:
         rule = None if rejection.rule is None else rule_named(rejection.rule)
@@ -379,7 +379,7 @@ def _waiting(rejections: Sequence[Rejection]) -> Iterator[tuple[Strategy, Rule]]
 def _opened_by(
     context: PlanningContext, allowance: Allowance, waiting: Sequence[tuple[Strategy, Rule]], chosen: Strategy
 ) -> Candidate | None:
-    """The best of the rows, each with the rule it breaks first, which this leave would open; TF32 speeds up any row."""
+    """The best of the `waiting` strategies that this opt-in would allow; TF32 speeds up the chosen one."""
     allowed = replace(context, job=replace(context.job, allow=(*context.job.allow, allowance)))
     opened = [row for row, rule in waiting if not rule.is_broken(allowed, row) and may_run(allowed, row)]
     if allowance is Allowance.TF32 and supports_tf32(allowed, chosen.precision):

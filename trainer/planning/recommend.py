@@ -1,12 +1,12 @@
 """Recommendations to make a run faster, from its plan, its report and its steps. Pure.
 
 Each recommendation is a sentence with its gain, as "times as fast". Gains of settings are predictions over the
-prediction of what ran, by the planner's own search with the pins on mechanisms lifted; gains of time that was lost are
-all of that time, so they are what can be had at most. What gains less than 5 % is not said, nor what nobody measured.
+prediction of what ran, by the planner's own search without the pins on mechanisms. Gains from lost time are all of that
+time, an upper bound. Gains below 5 % are omitted, and so is everything that was not measured.
 
-Room is what the measured peak left. What is recommended has to fit by the measurement and by the prediction, which the
-next plan goes by. A run that ran out of memory is told nothing about room: there the prediction was wrong, and the
-setting that it favours may be the one that failed.
+Unused memory is what the measured peak left free. A recommended configuration fits by the measurement and by the
+prediction, which the next plan uses. After an out of memory no other configuration is recommended: the prediction was
+wrong, and its best configuration may be the one that failed.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from shardwise.trainer.spec.units import format_bytes, format_seconds
 from shardwise.trainer.spec.value import Value
 
 LEAST_GAIN = 1.05
-MOST_SAID = 5
+MAX_RECOMMENDATIONS = 5
 MAX_SAVING_SHARE = 0.01  # of the time, that a longer interval aims at
 LEAST_SAVES = 3  # of fewer, the last one weighs too much
 _FREED = ("sharding", "offload", "activation_offload", "checkpointing", "checkpointing_n", "loss", "micro_batch")
@@ -45,13 +45,13 @@ class Observed(Value, frozen=True, kw_only=True):
     padding_share: float | None = None  # of the positions that went through the model
     num_steps: int = 0  # that were run, skipped ones too
     num_skipped: int = 0  # for a loss or gradients that were not finite or a spike; not for an fp16 overflow
-    idle_share: float | None = None  # of the time, in which the GPU ran no kernel
-    throttle: str | None = None  # why clocks were held down
-    throttled_slowdown: float | None = None  # a step meanwhile over a step at other times
+    idle_share: float | None = None  # of the time: the GPU ran no kernel
+    throttle: str | None = None  # reason for reduced clocks
+    throttled_slowdown: float | None = None  # a step with reduced clocks over a step at other times
 
 
 class Recommendation(Value, frozen=True, kw_only=True):
-    """One sentence, and how many times as fast the run would be; None where it gains no speed."""
+    """One sentence, and how many times as fast the run would be; None if it gains no speed."""
 
     text: str
     gain: float | None
@@ -62,7 +62,7 @@ def recommendations(plan: Plan, report: Report, observed: Observed) -> tuple[Rec
     context = context_of(plan)
     found = [each for find in _FINDERS for each in find(context, plan, report, observed)]
     worth = [each for each in found if each.gain is None or each.gain >= LEAST_GAIN]
-    return tuple(sorted(worth, key=lambda each: -(each.gain or 0.0))[:MOST_SAID])
+    return tuple(sorted(worth, key=lambda each: -(each.gain or 0.0))[:MAX_RECOMMENDATIONS])
 
 
 def unused_bytes(report: Report) -> int | None:
@@ -72,13 +72,13 @@ def unused_bytes(report: Report) -> int | None:
 
 
 def _measured_need(report: Report, measured: int) -> int:
-    """The predicted need, moved by what the peak was off."""
+    """The predicted need, corrected by the error of the peak."""
     memory = report.plan.memory
     return memory.need_bytes + measured - memory.peak_allocated_bytes
 
 
-def _settings(context: PlanningContext, plan: Plan, report: Report, _: Observed) -> Iterator[Recommendation]:
-    """A better setting of the same row, or a better row."""
+def _configurations(context: PlanningContext, plan: Plan, report: Report, _: Observed) -> Iterator[Recommendation]:
+    """A better configuration of the same strategy, or a better strategy."""
     unused, ran = unused_bytes(report), report.plan
     if unused is None or unused <= 0 or any(each.fault and each.fault.is_memory for each in report.history):
         return
@@ -90,16 +90,14 @@ def _settings(context: PlanningContext, plan: Plan, report: Report, _: Observed)
     best = next(iter(survey(free).candidates), None)
     gain = 0.0 if room is None else _gain(ran, room)
     if room is not None:
-        words, given = _changes(ran, room)
-        text = f"{format_bytes(unused)} unused: {words} is predicted {gain:.2f}x ({given})"
-        yield Recommendation(text=text, gain=gain if words else 0.0)
+        named, given = _changes(ran, room)
+        text = f"{format_bytes(unused)} unused: {named} is predicted {gain:.2f}x ({given})"
+        yield Recommendation(text=text, gain=gain if named else 0.0)
     if best is None or _layout(best) == _layout(ran) or _gain(ran, best) < LEAST_GAIN * gain:
         return
     effect = "exact and " if best.strategy.is_exact else ""
     held = [name for name in _FREED if getattr(pins, name) is not None]
-    how = (
-        f"leave out {' and '.join(f'pin.{name}' for name in held)}" if held else "it is what a plan without --take has"
-    )
+    how = f"remove {' and '.join(f'pin.{name}' for name in held)}" if held else "it is what a plan without --take has"
     text = (
         f"{best.strategy.name}, micro batch {best.micro_batch}, is {effect}predicted {_gain(ran, best):.2f}x, and "
         f"needs {format_bytes(best.memory.need_bytes)} of {format_bytes(ran.memory.usable_bytes)} ({how})"
@@ -108,7 +106,7 @@ def _settings(context: PlanningContext, plan: Plan, report: Report, _: Observed)
 
 
 def _gain(ran: Candidate, other: Candidate) -> float:
-    """Predicted, with the doubt that the planner has about whole logits."""
+    """Predicted gain, with the planner's handicap for whole logits."""
     return ran.speed.step_s * loss_handicap(ran.loss) / (other.speed.step_s * loss_handicap(other.loss))
 
 
@@ -191,7 +189,7 @@ def _saving(_: PlanningContext, plan: Plan, report: Report, observed: Observed) 
 
 
 def _host(_: PlanningContext, plan: Plan, report: Report, observed: Observed) -> Iterator[Recommendation]:
-    """A GPU that waits for the host to start its kernels, beside what it waits for data."""
+    """Time in which the GPU waits for the host to start its kernels, without the wait for data."""
     if observed.idle_share is None:
         return
     idle = max(0.0, observed.idle_share - (observed.data_share or 0.0) - (observed.wait_share or 0.0))
@@ -211,7 +209,7 @@ def _throttling(_: PlanningContext, __: Plan, ___: Report, observed: Observed) -
 
 
 def _prediction(context: PlanningContext, plan: Plan, report: Report, _: Observed) -> Iterator[Recommendation]:
-    """Ceilings of this machine, where datasheets or assumptions were far off."""
+    """Measurement of the machine's ceilings, if datasheets or assumptions were far off."""
     expected, found = report.predicted.speed.step_s, report.measured.speed.step_s
     if not expected or not found or rates_source(plan.hardware) is RatesSource.MEASURED:
         return
@@ -227,13 +225,13 @@ def _prediction(context: PlanningContext, plan: Plan, report: Report, _: Observe
 
 
 def _without(share: float) -> float:
-    """Times as fast without what takes this share of the time."""
+    """Times as fast without this share of the time."""
     return 1 / (1 - share) if share < 1 else 1.0
 
 
 _Finder = Callable[[PlanningContext, Plan, Report, Observed], Iterator[Recommendation]]
 _FINDERS: tuple[_Finder, ...] = (
-    _settings,
+    _configurations,
     _loading,
     _waiting,
     _padding,

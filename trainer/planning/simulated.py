@@ -1,8 +1,8 @@
-"""A plan that a dry run has seen: what the exact live bytes of a candidate mean for the device, and what is taken then.
+"""Plans that are checked by a dry run: device memory from its live bytes, and the candidate that is chosen then.
 
-A dry run counts live tensors. What a device must have beyond them is worked out as for the closed form: the workspaces
-of the matrix library, the margin of each event, what is outside the allocator. The shares of an event that a margin
-is taken of (logits, activations that stay) are the closed form's own.
+A dry run counts live tensors. The rest is predicted as by the closed form: the workspaces of the matrix library, the
+margin of each event, memory outside the allocator. Margins are shares of terms of an event (logits, saved activations),
+which are the closed form's.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -11,12 +11,11 @@ from msgspec.structs import replace
 
 from shardwise.trainer.planning.candidates import at_longest, configuration_of
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.memory import on_device, step_memory
+from shardwise.trainer.planning.memory import OVERHEADS, StepBytes, on_device, overheads, step_memory
 from shardwise.trainer.planning.memory.events import StepMemory, resident_bytes, step_events
-from shardwise.trainer.planning.memory.overheads import OVERHEADS, StepBytes, overheads
 from shardwise.trainer.planning.planner import context_of, schedule_with
 from shardwise.trainer.planning.reasons import notes, reasons
-from shardwise.trainer.planning.run import longest_width
+from shardwise.trainer.planning.schedule import longest_width
 from shardwise.trainer.planning.search.fallbacks import fallbacks
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.messages.simulation import Simulation
@@ -32,13 +31,13 @@ _WORKSPACE = "workspace"
 
 
 class Simulated(Value, frozen=True, kw_only=True):
-    """A candidate with the memory that its dry run came to."""
+    """A candidate with the memory of its dry run."""
 
     candidate: Candidate
     memory: MemoryEstimate
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """`none+adamw, micro batch 2, needs 9.1 GiB by its dry run`."""
         candidate = self.candidate
         need = format_bytes(self.memory.need_bytes)
@@ -46,7 +45,7 @@ class Simulated(Value, frozen=True, kw_only=True):
 
 
 def obstacle_to_dry_run(candidate: Candidate, shape: ModelShape, *, is_cpu: bool) -> str | None:
-    """Why a candidate has no dry run, or None where it has one."""
+    """Why a candidate has no dry run, or None if it has one."""
     strategy = candidate.strategy
     refusals = (
         (strategy.sharding.uses_deepspeed, f"{strategy.sharding} (DeepSpeed)"),
@@ -98,7 +97,7 @@ def simulated_memory(context: PlanningContext, candidate: Candidate, simulation:
     if not context.is_cpu:
         room = context.device.usable_bytes - outside
         most = workspace + simulation.reserved_bytes(is_expandable=context.hardware.can_expand_segments)
-        reserved = max(peak, min(most, room))  # near a full device the allocator gives back what is unused
+        reserved = max(peak, min(most, room))  # near a full device the allocator frees unused segments
     return replace(
         candidate.memory,
         parts={**simulation.parts, **({_WORKSPACE: workspace} if workspace else {})},
@@ -116,16 +115,16 @@ def simulated_memory(context: PlanningContext, candidate: Candidate, simulation:
 
 
 def plan_of_simulated(plan: Plan, taken: Simulated, failed: Sequence[Simulated]) -> Plan:
-    """The plan that takes a candidate whose dry run fits, after others whose dry runs did not.
+    """The plan with a candidate whose dry run fits, after others whose dry runs did not.
 
-    For a model that no reader knows the memory of the taken candidate is the dry run's.
+    For a model without a closed form the memory of the chosen candidate is that of the dry run.
     """
     is_described = plan.model_shape.is_described
     chosen = replace(taken.candidate, memory=taken.memory) if is_described else taken.candidate
-    words = [f"not taken: {each.words}; {format_bytes(each.memory.usable_bytes)} are usable" for each in failed]
-    words += _described_notes(plan) if is_described else []
+    remarks = [f"not taken: {each.text}; {format_bytes(each.memory.usable_bytes)} are usable" for each in failed]
+    remarks += _described_notes(plan) if is_described else []
     if taken.candidate == plan.chosen:
-        return replace(plan, candidates=(chosen, *plan.candidates[1:]), notes=(*plan.notes, *words))
+        return replace(plan, candidates=(chosen, *plan.candidates[1:]), notes=(*plan.notes, *remarks))
     context = context_of(plan)
     tried = [each.candidate for each in failed]
     others = tuple(other for other in plan.candidates if other not in tried and other != taken.candidate)
@@ -137,7 +136,7 @@ def plan_of_simulated(plan: Plan, taken: Simulated, failed: Sequence[Simulated])
         candidates=candidates,
         rejections=(*plan.rejections, *(_rejection(each) for each in failed if _name(each) not in names)),
         fallbacks=_fallbacks_after(plan, context, taken.candidate, candidates),
-        notes=(*notes(context, plan.data, plan.trials, candidates), *_code_notes(plan), *words),
+        notes=(*notes(context, plan.data, plan.trials, candidates), *_code_notes(plan), *remarks),
     )
 
 
@@ -148,7 +147,7 @@ def _step_of(context: PlanningContext, candidate: Candidate) -> StepMemory:
 
 
 def named_events(events: Mapping[str, int], predicted: Container[str]) -> dict[str, int]:
-    """The events of a dry run under the names of the closed form; those between two of them count with the first."""
+    """The events of a dry run under the names of the closed form; those between two of them count as the first."""
     named: dict[str, int] = {}
     for event, num_bytes in events.items():
         name = event if event in predicted else _BETWEEN.get(event, event)
@@ -158,13 +157,13 @@ def named_events(events: Mapping[str, int], predicted: Container[str]) -> dict[s
 
 def _described_notes(plan: Plan) -> list[str]:
     shape = plan.model_shape
-    words = [
-        f"no closed form knows {shape.model_type}: the memory of what is taken is its dry run's; its time, the "
-        "fallbacks and the other candidates are estimates for a model of these sizes"
+    remarks = [
+        f"{shape.model_type} has no closed form: the memory of the chosen candidate is that of its dry run; its time, "
+        "the fallbacks and the other candidates are estimates for a model of these sizes"
     ]
     if shape.loss_obstacle is not None:
-        words.append(f"shardwise does not train {shape.model_type}: {shape.loss_obstacle}")
-    return words
+        remarks.append(f"shardwise does not train {shape.model_type}: {shape.loss_obstacle}")
+    return remarks
 
 
 def _code_notes(plan: Plan) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ def test_a_machine_that_is_not_here_is_planned_for(run: Run) -> None:
     code, out, err = run("plan", "--hardware", "1xRTX-4090")
     assert (code, err) == (ExitCode.DONE, "")
     first, _, then = out.partition("\n\n")
-    assert first.endswith("1.24B parameters, on 1 x RTX-4090") and then.startswith("takes ")
+    assert first.endswith("1.24B parameters, on 1 x RTX-4090") and then.startswith("chosen: ")
 
 
 def test_cards_are_chosen_on_a_machine_that_is_not_here(run: Run) -> None:
@@ -60,7 +60,7 @@ def test_what_cannot_be_trained_is_wrong_input(run: Run) -> None:
 def test_several_machines_are_explained_and_compared(run: Run) -> None:
     code, out, _ = run("plan", "price_per_gpu_hour=2", "--hardware", "1xRTX-4090", "--hardware", "2xH100-SXM5-80GB")
     assert code == ExitCode.DONE
-    assert out.count("\ntakes ") == 2
+    assert out.count("\nchosen: ") == 2
     compared = out.rpartition("\n\n")[2]
     assert "fastest: 2xH100-SXM5-80GB" in compared and "cheapest: " in compared
     assert max(map(len, out.splitlines())) <= 100
@@ -81,7 +81,7 @@ def test_questions_are_answered_in_text_on_a_page_and_in_json(run: Run, tmp_path
     options = [f"--{question.replace('_', '-')}" for question in sizes]
     page = tmp_path / "limits.html"
     code, out, _ = run("plan", "--hardware", "1xRTX-4090", *options, "--html", str(page))
-    assert code == ExitCode.DONE and "takes " not in out and page.read_text().count("<h1>") == 1
+    assert code == ExitCode.DONE and "chosen: " not in out and page.read_text().count("<h1>") == 1
     assert all(f"the {question.split('_')[0]}" in out for question in sizes)
     code, out, _ = run("plan", "--hardware", "1xRTX-4090", "--hardware", "1xL4", *options, "--json")
     answers: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
@@ -105,7 +105,7 @@ def test_a_machine_that_holds_nothing_answers_so(run: Run) -> None:
 def test_the_page_holds_every_machine_and_the_comparison(run: Run, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     code, out, _ = run("plan", "--hardware", "1xRTX-4090", "--hardware", "1xL4", "--html", str(page))
-    assert code == ExitCode.DONE and "takes " in out
+    assert code == ExitCode.DONE and "chosen: " in out
     assert page.read_text().count("<h1>") == 3
 
 

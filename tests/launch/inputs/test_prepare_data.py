@@ -15,7 +15,7 @@ from prepare_request_factory import REQUEST, make_old, numbered_text, request_fo
 from shardwise.launch.commands.data import describe_data
 from shardwise.launch.inputs.data_files import list_files
 from shardwise.launch.inputs.prepare_data import find_prepared, prepare_data, refuse_other_stream
-from shardwise.trainer.planning.run import estimate_data
+from shardwise.trainer.planning.schedule import estimate_data
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.profile import LISTING_NAME, SourceFile
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError

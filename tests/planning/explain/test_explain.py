@@ -8,8 +8,9 @@ from msgspec.structs import replace
 from planning_factory import data_of, machine, plan_of, shape_of
 
 from shardwise.trainer.planning.candidates import run_hours
-from shardwise.trainer.planning.explain.choice import kv_cache_bytes
-from shardwise.trainer.planning.explain.plan_page import compare_plans, explain_plan, machine_text
+from shardwise.trainer.planning.device import machine_text
+from shardwise.trainer.planning.explain.comparison import compare_plans
+from shardwise.trainer.planning.explain.plan_page import explain_plan, kv_cache_bytes
 from shardwise.trainer.planning.page.content import paragraph, stacked_bar, table
 from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.spec.engines import Sharding
@@ -43,9 +44,9 @@ def test_the_heading_names_run_method_model_and_machine(text: str) -> None:
 
 
 def test_the_choice_stands_with_its_batch_and_the_recipe_in_full(node: Plan, text: str) -> None:
-    choice = " ".join(section(text, "takes").split())
+    choice = " ".join(section(text, "chosen").split())
     chosen = node.chosen
-    assert f"takes {chosen.strategy.name}" in choice
+    assert f"chosen: {chosen.strategy.name}" in choice
     assert f"micro batch {chosen.micro_batch} x 2048 tokens, accumulation {chosen.accumulation}, 4 ranks" in choice
     assert "65,536 tokens a step" in choice
     for words in ("weights ", "gradients ", "adamw_fused with state in fp32", "loss head chunked of 512 tokens"):
@@ -108,12 +109,12 @@ def test_blocks_with_a_window_keep_no_more_than_it() -> None:
 
 
 def test_what_leave_would_buy_stands_beside_the_plan() -> None:
-    lines = section(explain_plan(plan_of("1b", "1xRTX-4090", allow=())), "what leave would buy").splitlines()
+    lines = section(explain_plan(plan_of("1b", "1xRTX-4090", allow=())), "what opting in would gain").splitlines()
     allowances = [line.split()[0] for line in lines[2:] if line.split()[0] in list(Allowance)]
     assert "optimizer_8bit" in allowances
     assert all("changes the update" in line for line in lines if line.split()[0] == "optimizer_8bit")
     given = explain_plan(plan_of("1b", "1xRTX-4090", allow=tuple(Allowance)))
-    assert "what leave would buy" not in given
+    assert "what opting in would gain" not in given
 
 
 def test_all_methods_stand_in_one_table(node: Plan, text: str) -> None:

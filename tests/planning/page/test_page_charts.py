@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.page.charts import (
+from shardwise.trainer.planning.page.content import LineChart, Points, Series, Span, Unit
+from shardwise.trainer.planning.page.html import (
     Axes,
     area_path,
     averaged,
@@ -20,7 +21,6 @@ from shardwise.trainer.planning.page.charts import (
     ticks,
     unit_ticks,
 )
-from shardwise.trainer.planning.page.content import LineChart, Points, Series, Span, Unit
 
 AXES = Axes(left=0, right=10, bottom=0, top=10)
 NAN = math.nan
@@ -71,7 +71,7 @@ def test_ticks_are_few_and_within(low: float, share: float) -> None:
 
 
 def test_ticks_are_round_in_the_unit_they_are_written_in() -> None:
-    written = [Unit.BYTES.words(tick) for tick in unit_ticks(0, 244 * 2**20, Unit.BYTES)]
+    written = [Unit.BYTES.text(tick) for tick in unit_ticks(0, 244 * 2**20, Unit.BYTES)]
     assert written == ["0 B", "100 MiB", "200 MiB"]
     assert unit_ticks(0, 3600, Unit.SECONDS) == (0, 1200, 2400, 3600)
 

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from page_reader import read_page
 from planning_factory import plan_of
 
-from shardwise.trainer.planning.explain.plan_page import comparison_page, explain_plan, plan_page
+from shardwise.trainer.planning.explain.comparison import comparison_page
+from shardwise.trainer.planning.explain.plan_page import explain_plan, plan_page
 from shardwise.trainer.planning.page.content import (
     Bars,
     LineChart,

@@ -12,11 +12,11 @@ from pasted_pip import requirements_in
 from planning_factory import context_for, fp8_gain_of, machine, shape_of
 
 from shardwise.trainer.planning.device import device_of
-from shardwise.trainer.planning.rules.combination import Combination, Incompatibility, first_broken
+from shardwise.trainer.planning.planner import check_pins
 from shardwise.trainer.planning.rules.incompatible import LAYOUTS, ROWS, SETTINGS
 from shardwise.trainer.planning.rules.rule import RULES, may_run, obstacle_to, refuse
-from shardwise.trainer.planning.search.configurations import first_setting
-from shardwise.trainer.planning.search.input_checks import check_pins
+from shardwise.trainer.planning.rules.rule_input import Incompatibility, RuleInput, first_broken
+from shardwise.trainer.planning.search.configurations import first_configuration
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError
@@ -92,8 +92,8 @@ def strategy(name: str) -> Strategy:
     )
 
 
-def combination(row: str, spec: str = "1xH100-SXM5-80GB", **settled: Any) -> Combination:
-    return Combination(strategy=strategy(row), **(NOT_PINNED | {"device": device_of(machine(spec))} | settled))
+def rule_input(row: str, spec: str = "1xH100-SXM5-80GB", **settled: Any) -> RuleInput:
+    return RuleInput(strategy=strategy(row), **(NOT_PINNED | {"device": device_of(machine(spec))} | settled))
 
 
 PASCAL = replace(device_of(machine("1xV100-16GB")), name="Tesla P40", compute_capability=(6, 1))
@@ -101,141 +101,141 @@ MIXTURE = read_model_shape(TINY["mixtral"])
 
 
 # rule, what breaks it, the same with one value changed so that it does not
-OF_A_COMBINATION: list[tuple[str, Combination, Combination]] = [
-    ("only_zero3_moves_parameters", combination("zero2+nvme_all/bf16-mixed/adamw"), combination(ON_NVME)),
-    ("offload_needs_an_engine", combination("ddp+optimizer/bf16-mixed/adamw"), combination(OFFLOADED)),
-    ("offload_has_a_better_layout", combination("zero1+optimizer/fp32/deepspeed_cpu_adam"), combination(OFFLOADED)),
-    ("cpu_adam_needs_an_offload", combination("zero2/fp32/deepspeed_cpu_adam"), combination(OFFLOADED)),
-    ("cpu_adam_is_of_deepspeed", combination("fsdp+optimizer+params/fp32/deepspeed_cpu_adam"), combination(OFFLOADED)),
-    ("zero_offload_updates_with_cpu_adam", combination("zero2+optimizer/fp32/lion"), combination(OFFLOADED)),
+RULE_INPUTS: list[tuple[str, RuleInput, RuleInput]] = [
+    ("only_zero3_moves_parameters", rule_input("zero2+nvme_all/bf16-mixed/adamw"), rule_input(ON_NVME)),
+    ("offload_needs_an_engine", rule_input("ddp+optimizer/bf16-mixed/adamw"), rule_input(OFFLOADED)),
+    ("offload_has_a_better_layout", rule_input("zero1+optimizer/fp32/deepspeed_cpu_adam"), rule_input(OFFLOADED)),
+    ("cpu_adam_needs_an_offload", rule_input("zero2/fp32/deepspeed_cpu_adam"), rule_input(OFFLOADED)),
+    ("cpu_adam_is_of_deepspeed", rule_input("fsdp+optimizer+params/fp32/deepspeed_cpu_adam"), rule_input(OFFLOADED)),
+    ("zero_offload_updates_with_cpu_adam", rule_input("zero2+optimizer/fp32/lion"), rule_input(OFFLOADED)),
     (
         "fsdp_offload_updates_with_adamw",
-        combination("fsdp+optimizer+params/fp32/lion"),
-        combination("fsdp+optimizer+params/fp32/adamw"),
+        rule_input("fsdp+optimizer+params/fp32/lion"),
+        rule_input("fsdp+optimizer+params/fp32/adamw"),
     ),
     (
         "dora_needs_layers_of_their_own",
-        combination(PLAIN, method=Method.LORA, lora=LoraJob(dora=True), shape=MIXTURE),
-        combination(PLAIN, method=Method.LORA, lora=LoraJob(dora=True, targets=("q_proj",)), shape=MIXTURE),
+        rule_input(PLAIN, method=Method.LORA, lora=LoraJob(dora=True), shape=MIXTURE),
+        rule_input(PLAIN, method=Method.LORA, lora=LoraJob(dora=True, targets=("q_proj",)), shape=MIXTURE),
     ),
-    ("lomo_needs_one_rank", combination("fsdp/bf16/lomo"), combination("none/bf16/lomo")),
-    ("bitsandbytes_takes_plain_tensors", combination("fsdp/bf16/adamw_8bit"), combination("zero3/bf16/adamw_8bit")),
-    ("lamb_needs_whole_tensors", combination("zero1/bf16/lamb_8bit"), combination("ddp/bf16/lamb_8bit")),
-    ("matrix_updates_need_whole_matrices", combination("zero2/bf16/muon"), combination("ddp/bf16/muon")),
+    ("lomo_needs_one_rank", rule_input("fsdp/bf16/lomo"), rule_input("none/bf16/lomo")),
+    ("bitsandbytes_takes_plain_tensors", rule_input("fsdp/bf16/adamw_8bit"), rule_input("zero3/bf16/adamw_8bit")),
+    ("lamb_needs_whole_tensors", rule_input("zero1/bf16/lamb_8bit"), rule_input("ddp/bf16/lamb_8bit")),
+    ("matrix_updates_need_whole_matrices", rule_input("zero2/bf16/muon"), rule_input("ddp/bf16/muon")),
     (
         "fp16_needs_tensor_cores",
-        combination("none/fp16-mixed/adamw", device=PASCAL),
-        combination("none/fp16-mixed/adamw", "1xV100-16GB"),
+        rule_input("none/fp16-mixed/adamw", device=PASCAL),
+        rule_input("none/fp16-mixed/adamw", "1xV100-16GB"),
     ),
     (
         "zero_multiplies_fp16_in_hardware",
-        combination("zero2/fp16-mixed/adamw", "2xCPU", cpu_flags=frozenset({"avx2"})),
-        combination("zero2/fp16-mixed/adamw", "2xCPU", cpu_flags=frozenset({"avx2", "avx512_fp16"})),
+        rule_input("zero2/fp16-mixed/adamw", "2xCPU", cpu_flags=frozenset({"avx2"})),
+        rule_input("zero2/fp16-mixed/adamw", "2xCPU", cpu_flags=frozenset({"avx2", "avx512_fp16"})),
     ),
     (
         "flash_needs_turing",
-        combination("none/fp16-mixed/adamw", "1xV100-16GB", attention=Attention.FLASH),
-        combination("none/fp16-mixed/adamw", "1xV100-16GB", attention=Attention.SDPA),
+        rule_input("none/fp16-mixed/adamw", "1xV100-16GB", attention=Attention.FLASH),
+        rule_input("none/fp16-mixed/adamw", "1xV100-16GB", attention=Attention.SDPA),
     ),
     (
         "flash_needs_ampere",
-        combination("none/fp16-mixed/adamw", "1xT4", attention=Attention.FLASH),
-        combination("none/bf16-mixed/adamw", attention=Attention.FLASH),
+        rule_input("none/fp16-mixed/adamw", "1xT4", attention=Attention.FLASH),
+        rule_input("none/bf16-mixed/adamw", attention=Attention.FLASH),
     ),
     (
         "flash_needs_16_bit",
-        combination("none/fp32/adamw", attention=Attention.FLASH),
-        combination("none/bf16/adamw", attention=Attention.FLASH),
+        rule_input("none/fp32/adamw", attention=Attention.FLASH),
+        rule_input("none/bf16/adamw", attention=Attention.FLASH),
     ),
     (
         "backward_update_adds_nothing_up",
-        combination("none/bf16/lomo", accumulation=2),
-        combination("none/bf16/lomo", accumulation=1),
+        rule_input("none/bf16/lomo", accumulation=2),
+        rule_input("none/bf16/lomo", accumulation=1),
     ),
     (
         "backward_update_adds_nothing_up",
-        combination(PLAIN, method=Method.GALORE, galore=GaloreJob(layerwise=True), accumulation=2),
-        combination(PLAIN, method=Method.GALORE, accumulation=2),
+        rule_input(PLAIN, method=Method.GALORE, galore=GaloreJob(layerwise=True), accumulation=2),
+        rule_input(PLAIN, method=Method.GALORE, accumulation=2),
     ),
     (
         "deepspeed_makes_the_update",
-        combination("zero2/bf16/adamw", optimizer_in_backward=True),
-        combination("fsdp/bf16/adamw", optimizer_in_backward=True),
+        rule_input("zero2/bf16/adamw", optimizer_in_backward=True),
+        rule_input("fsdp/bf16/adamw", optimizer_in_backward=True),
     ),
     (
         "backward_update_needs_reduced_gradients",
-        combination("ddp/bf16/adamw", optimizer_in_backward=True),
-        combination("fsdp_grad_op/bf16/adamw", optimizer_in_backward=True),
+        rule_input("ddp/bf16/adamw", optimizer_in_backward=True),
+        rule_input("fsdp_grad_op/bf16/adamw", optimizer_in_backward=True),
     ),
     (
         "backward_update_is_of_whole_weights",
-        combination(PLAIN, method=Method.LORA, optimizer_in_backward=True),
-        combination(PLAIN, optimizer_in_backward=True),
+        rule_input(PLAIN, method=Method.LORA, optimizer_in_backward=True),
+        rule_input(PLAIN, optimizer_in_backward=True),
     ),
     (
         "backward_update_meets_no_scaler",
-        combination("none/fp16-mixed/adalomo"),
-        combination("none/fp16-mixed/adamw"),
+        rule_input("none/fp16-mixed/adalomo"),
+        rule_input("none/fp16-mixed/adamw"),
     ),
     (
         "fused_linear_needs_cuda",
-        combination(PLAIN, "1xCPU", loss=LossHead.FUSED_LINEAR),
-        combination(PLAIN, loss=LossHead.FUSED_LINEAR),
+        rule_input(PLAIN, "1xCPU", loss=LossHead.FUSED_LINEAR),
+        rule_input(PLAIN, loss=LossHead.FUSED_LINEAR),
     ),
     (
         "fused_linear_needs_liger",
-        combination(PLAIN, loss=LossHead.FUSED_LINEAR, libraries=frozenset()),
-        combination(PLAIN, loss=LossHead.FUSED_LINEAR, libraries=frozenset({"liger-kernel"})),
+        rule_input(PLAIN, loss=LossHead.FUSED_LINEAR, libraries=frozenset()),
+        rule_input(PLAIN, loss=LossHead.FUSED_LINEAR, libraries=frozenset({"liger-kernel"})),
     ),
     (
         "recipe_needs_blackwell",
-        combination(FP8, fp8_recipe=Fp8Recipe.MXFP8),
-        combination(FP8, "1xB200", fp8_recipe=Fp8Recipe.MXFP8),
+        rule_input(FP8, fp8_recipe=Fp8Recipe.MXFP8),
+        rule_input(FP8, "1xB200", fp8_recipe=Fp8Recipe.MXFP8),
     ),
     (
         "block_recipe_needs_hopper",
-        combination(FP8, "1xL4", fp8_recipe=Fp8Recipe.BLOCK),
-        combination(FP8, fp8_recipe=Fp8Recipe.BLOCK),
+        rule_input(FP8, "1xL4", fp8_recipe=Fp8Recipe.BLOCK),
+        rule_input(FP8, fp8_recipe=Fp8Recipe.BLOCK),
     ),
     (
         "rowwise_recipe_needs_hopper",
-        combination(FP8, "1xL4", fp8_recipe=Fp8Recipe.TORCHAO_ROWWISE),
-        combination(FP8, "1xL4", fp8_recipe=Fp8Recipe.TORCHAO_TENSORWISE),
+        rule_input(FP8, "1xL4", fp8_recipe=Fp8Recipe.TORCHAO_ROWWISE),
+        rule_input(FP8, "1xL4", fp8_recipe=Fp8Recipe.TORCHAO_TENSORWISE),
     ),
     (
         "delayed_meets_no_recomputation",
-        combination(FP8, fp8_recipe=Fp8Recipe.DELAYED, checkpointing=Checkpointing.FULL),
-        combination(FP8, fp8_recipe=Fp8Recipe.CURRENT, checkpointing=Checkpointing.FULL),
+        rule_input(FP8, fp8_recipe=Fp8Recipe.DELAYED, checkpointing=Checkpointing.FULL),
+        rule_input(FP8, fp8_recipe=Fp8Recipe.CURRENT, checkpointing=Checkpointing.FULL),
     ),
     (
         "fp8_needs_tiles",
-        combination(FP8, fp8_recipe=Fp8Recipe.BLOCK, shape=shape_of("tiny")),
-        combination(FP8, fp8_recipe=Fp8Recipe.CURRENT, shape=shape_of("tiny")),
+        rule_input(FP8, fp8_recipe=Fp8Recipe.BLOCK, shape=shape_of("tiny")),
+        rule_input(FP8, fp8_recipe=Fp8Recipe.CURRENT, shape=shape_of("tiny")),
     ),
     (
         "recipe_needs_torchao",
-        combination(FP8, fp8_recipe=Fp8Recipe.TORCHAO_TENSORWISE, libraries=frozenset({"transformer-engine"})),
-        combination(FP8, fp8_recipe=Fp8Recipe.CURRENT, libraries=frozenset({"transformer-engine"})),
+        rule_input(FP8, fp8_recipe=Fp8Recipe.TORCHAO_TENSORWISE, libraries=frozenset({"transformer-engine"})),
+        rule_input(FP8, fp8_recipe=Fp8Recipe.CURRENT, libraries=frozenset({"transformer-engine"})),
     ),
     (
         "recipe_needs_transformer_engine",
-        combination(FP8, fp8_recipe=Fp8Recipe.DELAYED, libraries=frozenset({"torchao"})),
-        combination(FP8, fp8_recipe=Fp8Recipe.TORCHAO_ROWWISE, libraries=frozenset({"torchao"})),
+        rule_input(FP8, fp8_recipe=Fp8Recipe.DELAYED, libraries=frozenset({"torchao"})),
+        rule_input(FP8, fp8_recipe=Fp8Recipe.TORCHAO_ROWWISE, libraries=frozenset({"torchao"})),
     ),
     (
         "compiled_blocks_hold_no_gathering_hooks",
-        combination("zero3/bf16/adamw", compile=True),
-        combination("zero2/bf16/adamw", compile=True),
+        rule_input("zero3/bf16/adamw", compile=True),
+        rule_input("zero2/bf16/adamw", compile=True),
     ),
     (
         "selective_keeps_on_the_device",
-        combination(PLAIN, checkpointing=Checkpointing.SELECTIVE, activation_offload=True),
-        combination(PLAIN, checkpointing=Checkpointing.FULL, activation_offload=True),
+        rule_input(PLAIN, checkpointing=Checkpointing.SELECTIVE, activation_offload=True),
+        rule_input(PLAIN, checkpointing=Checkpointing.FULL, activation_offload=True),
     ),
     (
         "activations_are_on_the_host",
-        combination(PLAIN, "1xCPU", activation_offload=True),
-        combination(PLAIN, activation_offload=True),
+        rule_input(PLAIN, "1xCPU", activation_offload=True),
+        rule_input(PLAIN, activation_offload=True),
     ),
 ]  # fmt: skip
 INCOMPATIBILITIES: tuple[Incompatibility, ...] = (*LAYOUTS, *ROWS, *SETTINGS)
@@ -250,9 +250,9 @@ def test_a_rule_refuses_its_row_and_says_why(rule: str, spec: Any, facts: dict[s
 
 
 @pytest.mark.parametrize(
-    ("name", "broken", "sound"), OF_A_COMBINATION, ids=lambda value: value if isinstance(value, str) else ""
+    ("name", "broken", "sound"), RULE_INPUTS, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_an_incompatibility_is_between_two_values(name: str, broken: Combination, sound: Combination) -> None:
+def test_an_incompatibility_is_between_two_values(name: str, broken: RuleInput, sound: RuleInput) -> None:
     """One value changed, and the rule no longer holds; reason and remedy are filled."""
     (rule,) = (each for each in INCOMPATIBILITIES if each.name == name)
     assert rule.is_broken(broken)
@@ -270,13 +270,13 @@ def test_an_incompatibility_is_between_two_values(name: str, broken: Combination
     ],
 )
 def test_what_a_rule_would_have_installed_can_be_pasted(name: str, library: str, tmp_path: Path) -> None:
-    (broken,) = (case[1] for case in OF_A_COMBINATION if case[0] == name)
+    (broken,) = (case[1] for case in RULE_INPUTS if case[0] == name)
     (rule,) = (each for each in INCOMPATIBILITIES if each.name == name)
     assert set(requirements_in(rule.instead_of(broken) or "", tmp_path)) == {library}
 
 
 def test_every_rule_is_tested_above() -> None:
-    tested = {case[0] for case in OF_A_CONTEXT} | {case[0] for case in OF_A_COMBINATION}
+    tested = {case[0] for case in OF_A_CONTEXT} | {case[0] for case in RULE_INPUTS}
     assert tested == {rule.name for rule in RULES} | {rule.name for rule in INCOMPATIBILITIES}
 
 
@@ -289,7 +289,7 @@ def layouts() -> Iterator[Strategy]:
 def test_what_the_catalogue_leaves_out_has_a_reason_and_what_it_has_none() -> None:
     known = {(row.sharding, row.offload, row.optimizer) for row in CATALOGUE}
     for row in layouts():
-        broken = first_broken(LAYOUTS, combination(row.name))
+        broken = first_broken(LAYOUTS, rule_input(row.name))
         assert (broken is None) is ((row.sharding, row.offload, row.optimizer) in known), row.name
 
 
@@ -297,7 +297,7 @@ def test_a_combination_that_settles_nothing_breaks_no_rule_on_settings() -> None
     """So that the planner need not ask them of every row."""
     for spec, row in product(("1xCPU", "1xV100-16GB", "1xH100-SXM5-80GB"), CATALOGUE):
         if row.optimizer not in (Optimizer.LOMO, Optimizer.ADALOMO):
-            assert first_broken(SETTINGS, combination(row.name, spec, libraries=frozenset())) is None
+            assert first_broken(SETTINGS, rule_input(row.name, spec, libraries=frozenset())) is None
 
 
 def test_plain_settings_break_no_rule() -> None:
@@ -307,7 +307,7 @@ def test_plain_settings_break_no_rule() -> None:
         if row.optimizer in (Optimizer.LOMO, Optimizer.ADALOMO) or row.precision is Precision.FP8:
             continue
         for checkpointing, loss, attention in product(Checkpointing, heads, kernels):
-            plain = combination(row.name, spec, libraries=frozenset(), accumulation=4)
+            plain = rule_input(row.name, spec, libraries=frozenset(), accumulation=4)
             settled = replace(plain, checkpointing=checkpointing, loss=loss, attention=attention)
             assert first_broken(SETTINGS, settled) is None
 
@@ -393,7 +393,7 @@ def test_a_pinned_pair_that_the_catalogue_lacks_is_an_error_with_its_reason() ->
 def test_a_setting_of_a_row_is_asked_after_what_it_adds_to_the_row() -> None:
     """What a search asks of every setting; the row itself is taken."""
     context = context_for("8b", "1xRTX-4090", seq_len=2048, tokens_per_step=8192)
-    configuration = first_setting(
+    configuration = first_configuration(
         context, ROWS_BY_NAME["none/bf16-mixed/lomo"], checkpointing=Checkpointing.FULL, loss=LossHead.CHUNKED
     )
     at_once = replace(configuration, micro_batch=4, accumulation=1)

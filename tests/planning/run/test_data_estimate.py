@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from shardwise.trainer.planning.run import bytes_per_token, estimate_data, longest_width, mean_width
+from shardwise.trainer.planning.schedule import bytes_per_token, estimate_data, longest_width, mean_width
 
 
 def test_tokens_follow_from_bytes_and_the_assumption_is_said() -> None:

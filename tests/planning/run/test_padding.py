@@ -9,7 +9,7 @@ from planning_factory import context_for, data_of, plan_of
 
 from shardwise.trainer.planning.candidates import candidate_of, configuration_of
 from shardwise.trainer.planning.reasons import data_text
-from shardwise.trainer.planning.run import longest_width, mean_width, widths_at
+from shardwise.trainer.planning.schedule import longest_width, mean_width, widths_at
 from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile, LengthHistogram
 
 H100 = "1xH100-SXM5-80GB"

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import data_of, job_of, shape_of
 
-from shardwise.trainer.planning.run import make_schedule
+from shardwise.trainer.planning.schedule import make_schedule
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.kinds import Every, Warmup
 from shardwise.trainer.spec.job.sections import CheckpointJob, DataFormat, EvalJob, LrSchedule, TrainJob

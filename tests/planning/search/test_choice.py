@@ -6,13 +6,13 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import context_for, data_of, job_of
 
+from shardwise.trainer.planning.candidates import excess
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import may_run
 from shardwise.trainer.planning.search import choice
-from shardwise.trainer.planning.search.budget import excess
 from shardwise.trainer.planning.search.choice import best_of, in_order, one_a_layout, survey
-from shardwise.trainer.planning.search.configurations import Bounded, best_candidate, best_setting, bounded_starts
+from shardwise.trainer.planning.search.configurations import Bounded, best_candidate, best_configuration, bounded_starts
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import BatchWidth
 from shardwise.trainer.spec.job.sections import Allowance
@@ -71,9 +71,9 @@ def test_rows_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counted(context: PlanningContext, row: Strategy, starts: list[Bounded]) -> Configuration | None:
         searched.append(row)
-        return best_setting(context, row, starts)
+        return best_configuration(context, row, starts)
 
-    monkeypatch.setattr(choice, "best_setting", counted)
+    monkeypatch.setattr(choice, "best_configuration", counted)
     best, _ = best_of(context, rows_of(context))
     assert best is not None
     assert 0 < len(searched) < len(rows_of(context))

@@ -5,7 +5,7 @@ from planning_factory import context_for
 
 from shardwise.trainer.planning.memory.activations import block_activations
 from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
-from shardwise.trainer.planning.search.configurations import checkpointings, every_n, first_setting
+from shardwise.trainer.planning.search.configurations import checkpointings, every_n, first_configuration
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method
 
@@ -15,7 +15,7 @@ ROW = next(row for row in CATALOGUE if row.name == "none/bf16-mixed/adamw_fused"
 @pytest.mark.parametrize(("written", "n"), [({}, 2), ({"checkpointing_n": 4}, 4)])
 def test_every_n_takes_the_n_of_the_job_and_two_where_it_says_none(written, n):
     context = context_for("1b", "1xA100-SXM4-80GB", pin={"checkpointing": Checkpointing.EVERY_N, **written})
-    configuration = first_setting(context, ROW, checkpointing=Checkpointing.EVERY_N, loss=LossHead.CHUNKED)
+    configuration = first_configuration(context, ROW, checkpointing=Checkpointing.EVERY_N, loss=LossHead.CHUNKED)
     assert (checkpointings(context), configuration.checkpoint_every_n) == ((Checkpointing.EVERY_N,), n)
     dims = dims_of(context.shape)
     blocks = block_activations(configuration, policy_of(configuration, context.device, dims), dims)

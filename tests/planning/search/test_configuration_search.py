@@ -29,7 +29,7 @@ from shardwise.trainer.planning.search.configurations import (
     checkpointings,
     chunk_sizes,
     compiles,
-    first_setting,
+    first_configuration,
     fitting,
     least_need,
     losses,
@@ -87,7 +87,7 @@ def every_setting(context: PlanningContext, strategy: Strategy, *, offloads: boo
         for checkpointing in checkpointings(context)
         for loss in losses(context)
         for chunk in chunk_sizes(context.shape, loss)
-        for first in [first_setting(context, strategy, checkpointing=checkpointing, loss=loss)]
+        for first in [first_configuration(context, strategy, checkpointing=checkpointing, loss=loss)]
         for start in [replace(first, loss_chunk_tokens=chunk, activation_offload=offloads)]
         for micro_batch in micro_batches(context)
         for configuration in [with_micro_batch(context, start, micro_batch)]
@@ -112,7 +112,7 @@ def test_a_whole_share_fits_where_half_of_it_does_not() -> None:
     pin = {"sharding": Sharding.FSDP_GRAD_OP, "checkpointing": Checkpointing.FULL}
     context = with_usable("8b", "4xA100-SXM4-80GB", 60 * GIB, pin=pin)
     row = ROWS["fsdp_grad_op/bf16-mixed/adamw_fused"]
-    start = first_setting(context, row, checkpointing=Checkpointing.FULL, loss=losses(context)[0])
+    start = first_configuration(context, row, checkpointing=Checkpointing.FULL, loss=losses(context)[0])
     half, whole = (with_micro_batch(context, start, micro_batch) for micro_batch in (4, 8))
     assert (half.accumulation, whole.accumulation) == (2, 1)
     assert needs(context, whole) < 60 * GIB < needs(context, half)
@@ -130,7 +130,7 @@ def test_every_micro_batch_that_fits_is_found(model: str, spec: str, row: str, s
     context = with_usable(model, spec, by_need[int(share * len(by_need))])
     for checkpointing in checkpointings(context):
         for loss in losses(context):
-            start = first_setting(context, ROWS[row], checkpointing=checkpointing, loss=loss)
+            start = first_configuration(context, ROWS[row], checkpointing=checkpointing, loss=loss)
             all_sizes = [with_micro_batch(context, start, micro_batch) for micro_batch in micro_batches(context)]
             expected = [each for each in all_sizes if needs(context, each) <= context.device.usable_bytes]
             assert fitting_sizes(context, start) == [each.micro_batch for each in expected]
@@ -184,7 +184,7 @@ def best_where_selective_fits(*, seq_len: int) -> Candidate:
     """Of a card that holds a micro batch of one row with selective recomputation, and no byte more."""
     row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"micro_batch": 1}
     whole = context_for("1b", "1xA100-SXM4-80GB", pin=pin, allow=(), seq_len=seq_len)
-    start = first_setting(whole, row, checkpointing=Checkpointing.SELECTIVE, loss=losses(whole)[0])
+    start = first_configuration(whole, row, checkpointing=Checkpointing.SELECTIVE, loss=losses(whole)[0])
     usable = with_usable("1b", "1xA100-SXM4-80GB", needs(whole, start), pin=pin, allow=(), seq_len=seq_len)
     best = best_candidate(usable, row)
     assert best is not None
@@ -285,7 +285,7 @@ def test_a_row_is_taken_on_a_device_of_its_least_need_and_on_no_smaller(model: s
 def test_small_slices_of_logits_are_taken_where_only_they_fit() -> None:
     row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"checkpointing": Checkpointing.FULL, "micro_batch": 1}
     whole = context_for("1b", "1xL40S", pin=pin)
-    start = first_setting(whole, row, checkpointing=Checkpointing.FULL, loss=losses(whole)[0])
+    start = first_configuration(whole, row, checkpointing=Checkpointing.FULL, loss=losses(whole)[0])
     standard = candidate_of(whole, start).memory.need_bytes
 
     def taken(usable_bytes: int) -> Candidate:
@@ -300,7 +300,7 @@ def test_small_slices_are_not_worth_a_slightly_faster_step() -> None:
     """They would let a micro batch of 4 fit where larger ones leave room for 2."""
     row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"checkpointing": Checkpointing.FULL}
     whole = context_for("1b", "1xL40S", pin=pin)
-    start = first_setting(whole, row, checkpointing=Checkpointing.FULL, loss=losses(whole)[0])
+    start = first_configuration(whole, row, checkpointing=Checkpointing.FULL, loss=losses(whole)[0])
     context = with_usable("1b", "1xL40S", needs(whole, with_micro_batch(whole, start, 4)) - 1, pin=pin)
     small = replace(start, loss_chunk_tokens=MIN_CHUNK_TOKENS)
     assert fitting_sizes(context, small) == [1, 2, 4]

@@ -6,19 +6,20 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import CONFIGS, data_of, job_of, machine, shape_of
 
-from shardwise.trainer.planning.candidates import candidate_of, configuration_of, with_micro_batch
+from shardwise.trainer.planning.candidates import candidate_of, configuration_of, excess, with_micro_batch
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.explain.limits import Question, limits_json, limits_section
-from shardwise.trainer.planning.page.content import Page, page_text
-from shardwise.trainer.planning.planner import open_contexts
-from shardwise.trainer.planning.search.budget import excess
-from shardwise.trainer.planning.search.limits_search import (
+from shardwise.trainer.planning.limits import (
     SEQ_UNIT,
-    Rung,
+    LimitStep,
+    Question,
     largest_batches,
     largest_models,
+    limits_json,
+    limits_section,
     longest_sequences,
 )
+from shardwise.trainer.planning.page.content import Page, page_text
+from shardwise.trainer.planning.planner import open_contexts
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.model.readers import read_model_shape
@@ -55,14 +56,14 @@ def fits(context: PlanningContext, candidate: Candidate, **changes: Any) -> bool
 @pytest.mark.parametrize(("model", "hardware"), CASES)
 def test_the_longest_sequence_fits_and_one_step_more_does_not(model: str, hardware: Hardware) -> None:
     by_method = contexts(model, hardware)
-    rungs = longest_sequences(by_method)
-    assert {rung.method for rung in rungs} >= {Method.LORA, Method.QLORA}
-    for rung in rungs:
-        context, candidate = by_method[rung.method], rung.candidate
-        assert rung.size == candidate.seq_len
-        assert rung.size % SEQ_UNIT == 0
+    steps = longest_sequences(by_method)
+    assert {step.method for step in steps} >= {Method.LORA, Method.QLORA}
+    for step in steps:
+        context, candidate = by_method[step.method], step.candidate
+        assert step.size == candidate.seq_len
+        assert step.size % SEQ_UNIT == 0
         assert fits(context, candidate)
-        longer = rung.size + SEQ_UNIT
+        longer = step.size + SEQ_UNIT
         sequences = max(1, context.schedule.tokens_per_step // longer)
         accumulation = -(-sequences // context.num_ranks)
         assert not fits(context, candidate, seq_len=longer, accumulation=accumulation)
@@ -71,23 +72,23 @@ def test_the_longest_sequence_fits_and_one_step_more_does_not(model: str, hardwa
 @pytest.mark.parametrize(("model", "hardware"), CASES)
 def test_the_largest_batch_fits_and_one_sequence_more_does_not(model: str, hardware: Hardware) -> None:
     by_method = contexts(model, hardware)
-    for rung in largest_batches(by_method):
-        context = by_method[rung.method]
-        more = with_micro_batch(context, configuration_of(context, rung.candidate), rung.size + 1)
-        assert rung.size == rung.candidate.micro_batch
-        assert fits(context, rung.candidate)
+    for step in largest_batches(by_method):
+        context = by_method[step.method]
+        more = with_micro_batch(context, configuration_of(context, step.candidate), step.size + 1)
+        assert step.size == step.candidate.micro_batch
+        assert fits(context, step.candidate)
         assert excess(context, candidate_of(context, more)) is not None
 
 
 @pytest.mark.parametrize(("model", "hardware"), CASES)
 def test_each_rung_reaches_farther_for_a_price(model: str, hardware: Hardware) -> None:
     """Within one kind: exact before approximate."""
-    groups: dict[tuple[Method, bool], list[Rung]] = {}
-    for rung in longest_sequences(contexts(model, hardware, allow=tuple(Allowance))):
-        groups.setdefault((rung.method, rung.candidate.strategy.is_exact), []).append(rung)
-    for rungs in groups.values():
-        assert [rung.size for rung in rungs] == sorted(rung.size for rung in rungs)
-        assert [rung.price for rung in rungs] == sorted(rung.price for rung in rungs)
+    groups: dict[tuple[Method, bool], list[LimitStep]] = {}
+    for step in longest_sequences(contexts(model, hardware, allow=tuple(Allowance))):
+        groups.setdefault((step.method, step.candidate.strategy.is_exact), []).append(step)
+    for steps in groups.values():
+        assert [step.size for step in steps] == sorted(step.size for step in steps)
+        assert [step.price for step in steps] == sorted(step.price for step in steps)
 
 
 def test_what_stays_on_the_card_comes_before_what_leaves_it() -> None:
@@ -101,7 +102,7 @@ def test_recomputation_and_host_ram_reach_farther_than_neither() -> None:
     assert on_card[0].candidate.checkpointing is Checkpointing.NONE
     assert on_card[-1].candidate.checkpointing is Checkpointing.FULL
     assert on_card[-1].size > 1.5 * on_card[0].size
-    assert not any(rung.candidate.activation_offload for rung in on_card)
+    assert not any(step.candidate.activation_offload for step in on_card)
     farthest = longest_sequences(contexts("1b", card, method=Method.LORA))[-1]
     assert farthest.candidate.activation_offload
     assert farthest.size > on_card[-1].size
@@ -109,7 +110,7 @@ def test_recomputation_and_host_ram_reach_farther_than_neither() -> None:
 
 def test_a_larger_card_reaches_farther() -> None:
     sizes = [
-        max(rung.size for rung in longest_sequences(contexts("8b", machine(spec), method=Method.QLORA)))
+        max(step.size for step in longest_sequences(contexts("8b", machine(spec), method=Method.QLORA)))
         for spec in ("1xRTX-3090", "1xA100-SXM4-40GB", "1xA100-SXM4-80GB")
     ]
     assert sizes == sorted(sizes)
@@ -118,12 +119,12 @@ def test_a_larger_card_reaches_farther() -> None:
 
 def test_a_pinned_method_is_the_only_one_asked() -> None:
     asked = contexts("1b", machine("1xRTX-4090"), method=Method.LORA)
-    assert {rung.method for rung in largest_batches(asked)} == {Method.LORA}
+    assert {step.method for step in largest_batches(asked)} == {Method.LORA}
 
 
 def test_a_pinned_mechanism_is_kept_on_the_ladder() -> None:
     asked = contexts("1b", machine("1xRTX-4090"), pin={"checkpointing": Checkpointing.NONE})
-    assert {rung.candidate.checkpointing for rung in longest_sequences(asked)} == {Checkpointing.NONE}
+    assert {step.candidate.checkpointing for step in longest_sequences(asked)} == {Checkpointing.NONE}
 
 
 def test_hours_do_not_limit_what_fits() -> None:
@@ -133,19 +134,19 @@ def test_hours_do_not_limit_what_fits() -> None:
 @pytest.mark.parametrize(("spec", "now"), [("1xRTX-4060-8GB", "tiny"), ("1xA100-SXM4-80GB", "1b")])
 def test_the_largest_model_fits_and_the_next_does_not(spec: str, now: str) -> None:
     by_method = contexts("tiny", machine(spec, ram_bytes=16 * GIB), seq_len=512, tokens_per_step=8192)
-    rungs = largest_models(by_method, PRESETS)
-    full = [rung for rung in rungs if rung.method is Method.FULL]
-    assert [rung.name for rung in full] == [now]
-    for rung in rungs:
-        assert rung.size == PRESETS[str(rung.name)].num_parameters
-    largest = {method: max((r.size for r in rungs if r.method is method), default=0) for method in Method}
+    steps = largest_models(by_method, PRESETS)
+    full = [step for step in steps if step.method is Method.FULL]
+    assert [step.name for step in full] == [now]
+    for step in steps:
+        assert step.size == PRESETS[str(step.name)].num_parameters
+    largest = {method: max((r.size for r in steps if r.method is method), default=0) for method in Method}
     assert largest[Method.QLORA] >= largest[Method.LORA] >= largest[Method.FULL]
 
 
 def test_models_with_too_few_positions_are_no_answer() -> None:
     """`tiny` has 512 positions."""
     by_method = contexts("1b", machine("1xRTX-4060-8GB", ram_bytes=2 * GIB), seq_len=1024, tokens_per_step=8192)
-    assert "tiny" not in {rung.name for rung in largest_models(by_method, PRESETS)}
+    assert "tiny" not in {step.name for step in largest_models(by_method, PRESETS)}
 
 
 @pytest.mark.parametrize("question", Question)
@@ -157,14 +158,14 @@ def test_answers_stand_in_text_and_in_json(question: Question) -> None:
         Question.LARGEST_BATCH: largest_batches,
         Question.LARGEST_MODEL: lambda s: largest_models(s, PRESETS),
     }
-    rungs = asked[question](by_method)
-    section = limits_section(question, rungs, machine="2 x RTX-3090", seq_len=2048, shape=shape_of("8b"))
+    steps = asked[question](by_method)
+    section = limits_section(question, steps, machine="2 x RTX-3090", seq_len=2048, shape=shape_of("8b"))
     text = page_text(Page(title="a job", sections=(section,)), width=100)
-    answers = limits_json(question, rungs, machine="2 x RTX-3090")["answers"]
+    answers = limits_json(question, steps, machine="2 x RTX-3090")["answers"]
     assert max(map(len, text.splitlines())) <= 100
-    assert len(answers) == len(rungs) > 0
-    for answer, rung in zip(answers, rungs, strict=True):
-        assert answer["strategy"] == rung.candidate.strategy.name
+    assert len(answers) == len(steps) > 0
+    for answer, step in zip(answers, steps, strict=True):
+        assert answer["strategy"] == step.candidate.strategy.name
         assert answer["strategy"] in text
     empty = limits_section(question, (), machine="m", seq_len=2048, shape=shape_of("8b"))
     assert "nothing fits" in page_text(Page(title="a job", sections=(empty,)), width=100)
@@ -172,6 +173,6 @@ def test_answers_stand_in_text_and_in_json(question: Question) -> None:
 
 def test_lengths_beyond_the_models_positions_say_so() -> None:
     shape = shape_of("8b")
-    rungs = longest_sequences(contexts("8b", machine("8xH100-SXM5-80GB")))
-    section = limits_section(Question.LONGEST_SEQ, rungs, machine="m", seq_len=2048, shape=shape)
+    steps = longest_sequences(contexts("8b", machine("8xH100-SXM5-80GB")))
+    section = limits_section(Question.LONGEST_SEQ, steps, machine="m", seq_len=2048, shape=shape)
     assert "the model has 131,072 positions" in page_text(Page(title="a", sections=(section,)), width=100)

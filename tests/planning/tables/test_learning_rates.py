@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 from planning_factory import data_of, job_of, shape_of
 
-from shardwise.trainer.planning import run
-from shardwise.trainer.planning.run import default_rate, make_schedule, shares_rate
+from shardwise.trainer.planning import schedule
+from shardwise.trainer.planning.schedule import default_rate, make_schedule, shares_rate
 from shardwise.trainer.spec.job.sections import Objective
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Method
@@ -25,7 +25,7 @@ def rate(optimizer: Optimizer, size: float = 7e9, *, method: Method = Method.FUL
 
 
 def test_every_optimizer_has_rates_from_small_to_large_that_never_rise():
-    for rates in (*(optimizer.facts.rates for optimizer in Optimizer), run._GALORE):
+    for rates in (*(optimizer.facts.rates for optimizer in Optimizer), schedule._GALORE):
         for rows in rates:
             sizes = [row.max_parameters for row in rows]
             assert sizes == sorted(set(sizes)) and sizes[-1] == math.inf

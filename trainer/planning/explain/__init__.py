@@ -1,1 +1,1 @@
-"""A plan in words."""
+"""Explanations of a plan, for people."""

@@ -1,23 +1,211 @@
-"""A plan as a page: what runs and why, what it needs part by part, what else could run, and what could not and why.
+"""A plan as a page: the choice and its reasons, memory and speed by part, runners-up, fallbacks and rejections.
 
-From the plan alone. `plan_page` and `comparison_page` make the pages, `explain_plan` and `compare_plans` write them as
-plain text. Rejections that share a rule are one line; those that a number decided are one line only if their numbers
-and remedies are equal.
+From the plan alone. `plan_page` makes the page, `explain_plan` writes it as plain text. Rejections that share a rule
+are one line; those that a number decided are one line only if their numbers and remedies are equal.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from shardwise.trainer.planning.candidates import ENERGY_RULE, RunTotals, configuration_of, run_totals
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.explain.choice import cache_section, choice_section, heading, machine_text
+from shardwise.trainer.planning.device import machine_text
+from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.page.content import Bars, Page, Section, Sentence, StackedBar, Table, page_text
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import OptIn, opt_ins
-from shardwise.trainer.planning.search.budget import ENERGY_RULE, RunTotals, run_totals
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
-from shardwise.trainer.spec.errors import NothingFitsError
-from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.data.shapes import SHAPES
+from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.messages.rank_files import saving_choice
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.optimizers import Optimizer, StateKind
 from shardwise.trainer.spec.plan import Candidate, Plan, Rejection
-from shardwise.trainer.spec.units import format_bytes, format_seconds
+from shardwise.trainer.spec.strategy import LossHead, Method, Precision
+from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
+
+
+def explain_plan(plan: Plan, *, top: int = 3, width: int = 100, more: Sequence[Section] = ()) -> str:
+    """The plan as text of at most `width` columns, with the `top` runners-up."""
+    return page_text(plan_page(plan, top=top, more=more), width=width)
+
+
+def plan_page(plan: Plan, *, top: int = 3, more: Sequence[Section] = ()) -> Page:
+    """The page of one plan; the sections `more` come before the notes."""
+    context = context_of(plan)
+    sections = (
+        choice_section(plan, context),
+        memory_section(plan, context),
+        speed_section(plan, context),
+        cache_section(plan),
+        _sentences("why", plan.chosen.reasons),
+        methods_section(plan),
+        runners_up_section(plan, context, top),
+        opt_in_section(opt_ins(context, plan), plan),
+        fallbacks_section(plan),
+        rejections_section(plan.rejections),
+        *more,
+        _sentences("notes", (*plan.notes, *(f"not used: {text}" for text in plan.hardware.excluded))),
+    )
+    return Page(title=heading(plan), sections=tuple(section for section in sections if section is not None))
+
+
+def _sentences(title: str, texts: Sequence[str]) -> Section | None:
+    return Section(title=title, blocks=tuple(Sentence(text=text) for text in texts)) if texts else None
+
+
+_CACHE_BYTES = 2  # bf16
+
+
+def heading(plan: Plan) -> str:
+    """One line: which run, which model, which machine."""
+    size = format_count(plan.model_shape.num_parameters)
+    what = f"{plan.name}: {plan.chosen.method} training of {plan.model_shape.model_type}, {size} parameters"
+    return f"{what}, on {machine_text(plan.hardware)}"
+
+
+def choice_section(plan: Plan, context: PlanningContext) -> Section:
+    """The chosen configuration."""
+    chosen = plan.chosen
+    sentences = (
+        _batch_line(plan),
+        policy_line(chosen, context),
+        _steps_line(plan),
+        _data_line(plan),
+        _saving_line(plan),
+    )
+    return Section(
+        title=f"chosen: {chosen.strategy.name}",
+        blocks=tuple(Sentence(text=text) for text in sentences),
+    )
+
+
+def cache_section(plan: Plan) -> Section:
+    """The KV cache of generation: bytes per token and of the whole context."""
+    shape = plan.model_shape
+    tokens = shape.max_positions or plan.job.train.seq_len
+    whole = kv_cache_bytes(shape, tokens)
+    window = ""
+    if shape.sliding_window is not None and shape.num_sliding_layers:
+        window = (
+            f"; {shape.num_sliding_layers} of {shape.num_layers} blocks keep the last {shape.sliding_window:,} tokens"
+        )
+    text = (
+        f"a KV cache in bf16 needs {format_bytes(kv_cache_bytes(shape, 1))} a token, {format_bytes(whole)} for all "
+        f"{tokens:,} positions at batch 1{window}"
+    )
+    return Section(title="generation", blocks=(Sentence(text=text),))
+
+
+def kv_cache_bytes(shape: ModelShape, num_tokens: int) -> int:
+    """Keys and values of `num_tokens` tokens of one sequence in bf16; blocks with a window keep no more than it."""
+    per_block = 2 * shape.kv_size * _CACHE_BYTES
+    sliding = shape.num_sliding_layers if shape.sliding_window is not None else 0
+    within = min(num_tokens, shape.sliding_window) if shape.sliding_window is not None else num_tokens
+    return per_block * ((shape.num_layers - sliding) * num_tokens + sliding * within)
+
+
+def policy_line(chosen: Candidate, context: PlanningContext) -> str:
+    """Dtypes of weights, gradients and optimizer state, with the kernels that affect memory and speed."""
+    return "; ".join(_policy_parts(chosen, context))
+
+
+def _policy_parts(chosen: Candidate, context: PlanningContext) -> Iterator[str]:
+    policy = policy_of(configuration_of(context, chosen), context.device, dims_of(context.shape))
+    row = chosen.strategy
+    half = "fp16" if row.precision is Precision.FP16_MIXED else "bf16"
+    names = {4: "fp32", 2: half}
+    weight, compute, trained = names[policy.weight_bytes], names[policy.compute_bytes], names[policy.trained_bytes]
+    frozen = chosen.method.freezes_base
+    stored = f"nf4, embeddings, head and norms {weight}" if chosen.method is Method.QLORA else weight
+    masters = f" and {trained} masters" if policy.uses_deepspeed and not frozen and weight != trained else ""
+    yield (
+        f"weights {stored}{' (frozen), adapters ' + trained if frozen else ''}{masters}, computed in "
+        f"{'fp8' if row.precision is Precision.FP8 else compute}{', products in tf32' if chosen.tf32 else ''}"
+    )
+    gradients = compute if policy.uses_deepspeed else trained
+    added = f", added up over ranks in {names[policy.reduce_bytes]}" if chosen.num_ranks > 1 else ""
+    yield f"gradients {gradients}{added}"
+    yield f"{row.optimizer} {_state_text(row.optimizer, trained)}{_PLACES[row.offload]}"
+    chunk = f" of {chosen.loss_chunk_tokens} tokens" if chosen.loss_chunk_tokens else ""
+    yield f"loss head {chosen.loss}{chunk}, {_LOGITS[chosen.loss]}"
+    yield f"attention {chosen.attention}"
+    moved = ", saved activations in host RAM" if chosen.activation_offload else ""
+    every = f", n = {chosen.checkpoint_every_n}" if chosen.checkpoint_every_n else ""
+    yield f"checkpointing {chosen.checkpointing}{every}{moved}"
+    if chosen.compile:
+        yield "torch.compile"
+    if chosen.buckets:
+        yield f"buckets of {format_count(chosen.buckets.reduce_elements)} elements"
+
+
+_PLACES = {
+    Offload.NONE: "",
+    Offload.OPTIMIZER: " in host RAM",
+    Offload.OPTIMIZER_PARAMS: " in host RAM, and the weights too",
+    Offload.NVME_OPTIMIZER: " on NVMe",
+    Offload.NVME_ALL: " on NVMe, and the weights too",
+}
+_LOGITS = {
+    LossHead.EAGER: "all logits and their fp32 copy",
+    LossHead.CHUNKED: "fp32 logits of one slice at a time",
+    LossHead.FUSED: "all logits once, their gradient in place",
+    LossHead.FUSED_LINEAR: "no logits",
+}
+
+
+def _state_text(optimizer: Optimizer, trained: str) -> str:
+    if optimizer.facts.num_moments == 0:
+        return "without state"
+    if optimizer.facts.is_8bit:
+        return "with state in 8 bit"
+    return f"with {'factored ' if optimizer.facts.state is StateKind.FACTORED else ''}state in {trained}"
+
+
+def _batch_line(plan: Plan) -> str:
+    chosen = plan.chosen
+    ranks = f"{chosen.num_ranks} rank{'s' if chosen.num_ranks > 1 else ''}"
+    size = f"{chosen.micro_batch} x {chosen.seq_len} tokens"
+    if SHAPES[plan.data.format].rows_per_example == 2:
+        size = f"{chosen.micro_batch} pair{'s' if chosen.micro_batch > 1 else ''} of rows of {chosen.seq_len} tokens"
+    return (
+        f"micro batch {size}, accumulation {chosen.accumulation}, {ranks}: "
+        f"{plan.schedule.tokens_per_step:,} tokens a step"
+    )
+
+
+def _steps_line(plan: Plan) -> str:
+    schedule = plan.schedule
+    length = f" ({schedule.length_source})" if schedule.length_source else ""
+    return (
+        f"{schedule.num_steps:,} steps{length}, {schedule.warmup_steps:,} of warmup ({schedule.warmup_source}) "
+        f"to lr {schedule.lr:g} ({schedule.lr_source})"
+    )
+
+
+def _saving_line(plan: Plan) -> str:
+    schedule, num_bytes = plan.schedule, plan.chosen.memory.checkpoint_bytes
+    size = f" of {format_bytes(num_bytes)}" if num_bytes else ""
+    steps, seconds = schedule.checkpoint_every_steps, schedule.checkpoint_every_s
+    every = [f"{steps:,} steps"] if steps else []
+    every += [f"{seconds / 60:g} min"] if seconds else []
+    often = f"every {' or '.join(every)}" if every else "at the end"
+    if schedule.saving_max_share is not None:
+        often += f", for at most {schedule.saving_max_share:.0%} of the time"
+    choice = saving_choice(plan, plan.chosen)
+    how = "in the background" if choice.is_background else "while training waits"
+    return f"checkpoints{size} {often}; written {how}: {choice.reason}"
+
+
+def _data_line(plan: Plan) -> str:
+    data = plan.data
+    kind = "packed rows" if data.is_packed else "rows, padded to the longest of a batch,"
+    heldout = f"; {data.num_eval_rows:,} rows held out" if data.num_eval_rows else "; nothing held out"
+    source = "counted" if data.source == "prepared" else "estimated from file sizes"
+    what = "data: a stream; its first window has" if data.is_stream else "data:"
+    return (
+        f"{what} {data.num_rows:,} {kind} of at most {data.longest_row:,} tokens, "
+        f"{format_count(data.num_tokens)} tokens ({source}){heldout}"
+    )
 
 
 def memory_section(plan: Plan, context: PlanningContext) -> Section:
@@ -46,21 +234,21 @@ def memory_section(plan: Plan, context: PlanningContext) -> Section:
 
 
 def speed_section(plan: Plan, context: PlanningContext) -> Section:
-    """How fast, how long, and what the whole run takes."""
+    """Speed of a step, and time, energy and cost of the whole run."""
     chosen, totals = plan.chosen, run_totals(context, plan.chosen)
-    words = [f"{totals.tokens_per_s:,.0f} tokens/s"]
+    figures = [f"{totals.tokens_per_s:,.0f} tokens/s"]
     if not context.is_cpu:
-        words.append(f"{totals.tokens_per_s / chosen.num_ranks:,.0f} a GPU")
-    words += [f"{format_seconds(chosen.speed.step_s)} a step", f"{format_seconds(totals.hours * 3600)} in all"]
+        figures.append(f"{totals.tokens_per_s / chosen.num_ranks:,.0f} a GPU")
+    figures += [f"{format_seconds(chosen.speed.step_s)} a step", f"{format_seconds(totals.hours * 3600)} in all"]
     if chosen.speed.mfu is not None:
         share_filled = totals.tokens_per_s / (chosen.speed.tokens_per_s_per_gpu * chosen.num_ranks)
-        words.append(f"MFU {chosen.speed.mfu * share_filled:.0%}")
+        figures.append(f"MFU {chosen.speed.mfu * share_filled:.0%}")
     ordered = sorted(((part, seconds) for part, seconds in chosen.speed.parts.items() if seconds), key=lambda p: -p[1])
     parts = ", ".join(f"{part.removesuffix('_s')} {format_seconds(seconds)}" for part, seconds in ordered[:4])
     bars = tuple((part.removesuffix("_s"), seconds, format_seconds(seconds)) for part, seconds in ordered)
     title = "speed" if context.device.has_known_speed else "speed is not known; these only rank strategies"
     return Section(
-        title=f"{title}: {', '.join(words)}",
+        title=f"{title}: {', '.join(figures)}",
         blocks=(
             Sentence(text=f"a step: {parts}"),
             Bars(caption="parts of a step", rows=bars),
@@ -70,15 +258,15 @@ def speed_section(plan: Plan, context: PlanningContext) -> Section:
 
 
 def _totals_lines(plan: Plan, totals: RunTotals) -> Iterator[str]:
-    words = []
+    figures = []
     if totals.gpu_hours is not None:
-        words.append(f"{totals.gpu_hours:.3g} GPU-hours")
+        figures.append(f"{totals.gpu_hours:.3g} GPU-hours")
     if totals.kwh is not None:
-        words.append(f"{totals.kwh:.3g} kWh ({ENERGY_RULE})")
+        figures.append(f"{totals.kwh:.3g} kWh ({ENERGY_RULE})")
     if totals.cost is not None:
-        words.append(f"cost {totals.cost:.2f} at {plan.job.price_per_gpu_hour:g} a GPU-hour")
-    if words:
-        yield f"the run takes {', '.join(words)}"
+        figures.append(f"cost {totals.cost:.2f} at {plan.job.price_per_gpu_hour:g} a GPU-hour")
+    if figures:
+        yield f"the run needs {', '.join(figures)}"
 
 
 def _off_device(plan: Plan) -> Iterator[str]:
@@ -88,12 +276,9 @@ def _off_device(plan: Plan) -> Iterator[str]:
         ("host RAM", memory.host_bytes),
         ("NVMe", memory.nvme_bytes),
     )
-    words = [f"{name} {format_bytes(size)}" for name, size in sizes if size]
-    if words:
-        yield f"of each node: {', '.join(words)}"
-
-
-Answer = tuple[str, Plan | NothingFitsError]
+    figures = [f"{name} {format_bytes(size)}" for name, size in sizes if size]
+    if figures:
+        yield f"of each node: {', '.join(figures)}"
 
 
 def methods_section(plan: Plan) -> Section:
@@ -104,8 +289,8 @@ def methods_section(plan: Plan) -> Section:
             str(row.method),
             "-" if row.memory_bytes is None else format_bytes(row.memory_bytes),
             "-" if row.hours is None else format_seconds(row.hours * 3600),
-            _figure(row.gpu_hours),
-            _figure(row.kwh),
+            figure_text(row.gpu_hours),
+            figure_text(row.kwh),
             _money(row.cost),
             row.verdict,
         )
@@ -141,7 +326,7 @@ def runners_up_section(plan: Plan, context: PlanningContext, top: int) -> Sectio
         bars.append((candidate.strategy.name, totals.hours, format_seconds(totals.hours * 3600)))
         if number > 1:
             ratio = candidate.speed.step_s / plan.chosen.speed.step_s
-            rows.append((str(number), *_figures(candidate, totals), f"{ratio:.2f}x time"))
+            rows.append((str(number), *figures_of(candidate, totals), f"{ratio:.2f}x time"))
     return Section(
         title=f"runners-up ({num_others} in all)",
         blocks=(
@@ -153,14 +338,14 @@ def runners_up_section(plan: Plan, context: PlanningContext, top: int) -> Sectio
 
 def _unlike(candidates: Sequence[Candidate]) -> Iterator[tuple[int, Candidate]]:
     """The runners-up with their numbers, without those that differ from one before in AdamW's implementation alone."""
-    seen = {_settings(candidates[0])}
+    seen = {_distinct_values(candidates[0])}
     for number, candidate in enumerate(candidates[1:], start=2):
-        if _settings(candidate) not in seen:
-            seen.add(_settings(candidate))
+        if _distinct_values(candidate) not in seen:
+            seen.add(_distinct_values(candidate))
             yield number, candidate
 
 
-def _settings(candidate: Candidate) -> tuple[object, ...]:
+def _distinct_values(candidate: Candidate) -> tuple[object, ...]:
     row = candidate.strategy
     optimizer = Optimizer.ADAMW if row.optimizer is Optimizer.ADAMW_FUSED else row.optimizer
     sizes = (candidate.micro_batch, candidate.accumulation)
@@ -172,14 +357,14 @@ def opt_in_section(opt_ins: Sequence[OptIn], plan: Plan) -> Section | None:
     if not opt_ins:
         return None
     rows = [("allow", "memory", "time", "", "strategy")]
-    for leave in opt_ins:
-        candidate = leave.candidate
+    for opt_in in opt_ins:
+        candidate = opt_in.candidate
         effect = "rounds products" if candidate.tf32 else "changes the update"
         effect = "exact" if candidate.strategy.is_exact and not candidate.tf32 else effect
         ratio = candidate.speed.step_s / plan.chosen.speed.step_s
         rows.append(
             (
-                str(leave.allowance),
+                str(opt_in.allowance),
                 format_bytes(candidate.memory.need_bytes),
                 f"{ratio:.2f}x",
                 effect,
@@ -187,7 +372,8 @@ def opt_in_section(opt_ins: Sequence[OptIn], plan: Plan) -> Section | None:
             )
         )
     return Section(
-        title="what leave would buy, beside this plan", blocks=(Table(rows=tuple(rows), right=(1, 2), wide=4),)
+        title="what opting in would gain, compared with this plan",
+        blocks=(Table(rows=tuple(rows), right=(1, 2), wide=4),),
     )
 
 
@@ -213,72 +399,7 @@ def fallbacks_section(plan: Plan) -> Section:
     )
 
 
-def comparison_section(answers: Sequence[Answer]) -> Section:
-    """Several machines side by side, and the verdict."""
-    rows: list[tuple[str, ...]] = [
-        ("machine", "method", "batch", "memory", "tokens/s", "time", "GPU-hours", "kWh", "cost", "strategy")
-    ]
-    details: list[str] = []
-    bars = []
-    for name, answer in answers:
-        if isinstance(answer, NothingFitsError):
-            first, *rest = str(answer).splitlines()
-            rows.append((name, "-", "-", "-", "-", "-", "-", "-", "-", "nothing fits"))
-            details += [f"{name}: {first.removeprefix('nothing fits: ')}", *(f"  {line}" for line in rest)]
-            continue
-        context, chosen = context_of(answer), answer.chosen
-        totals = run_totals(context, chosen)
-        figures = _figures(chosen, totals)
-        rows.append(
-            (
-                name,
-                str(chosen.method),
-                figures[1],
-                *figures[3:6],
-                _figure(totals.gpu_hours),
-                *figures[6:],
-                figures[0],
-            )
-        )
-        bars.append((name, totals.hours, format_seconds(totals.hours * 3600)))
-    return Section(
-        title="machines compared",
-        blocks=(
-            Table(rows=tuple(rows), right=(3, 4, 5, 6, 7, 8), wide=9),
-            Bars(caption="time of the run", rows=tuple(bars)),
-            *(Sentence(text=text) for text in (*_verdict(answers), *details)),
-        ),
-    )
-
-
-def _verdict(answers: Sequence[Answer]) -> list[str]:
-    """The fastest, the cheapest and the most frugal, of those that fit."""
-    totals = {
-        name: run_totals(context_of(answer), answer.chosen) for name, answer in answers if isinstance(answer, Plan)
-    }
-    if len(totals) < 2:
-        return []
-    fastest = min(totals, key=lambda name: totals[name].hours)
-    words = [f"fastest: {fastest} ({format_seconds(totals[fastest].hours * 3600)})"]
-    costs = {name: each.cost for name, each in totals.items() if each.cost is not None}
-    gpu_hours = {name: each.gpu_hours for name, each in totals.items() if each.gpu_hours is not None}
-    energies = {name: each.kwh for name, each in totals.items() if each.kwh is not None}
-    if costs:
-        words.append(_least("cheapest", costs, "{:.2f}"))
-    elif gpu_hours:
-        words.append(_least("fewest GPU-hours", gpu_hours, "{:.3g}"))
-    if energies:
-        words.append(_least("least energy", energies, "{:.3g} kWh"))
-    one_price = "; every machine at the same price_per_gpu_hour" if costs else ""
-    return [", ".join(words) + one_price]
-
-
-def _least(claim: str, figures: dict[str, float], form: str) -> str:
-    name = min(figures, key=figures.__getitem__)
-    return f"{claim}: {name} ({form.format(figures[name])})"
-
-
-def _figures(candidate: Candidate, totals: RunTotals) -> tuple[str, ...]:
+def figures_of(candidate: Candidate, totals: RunTotals) -> tuple[str, ...]:
     return (
         candidate.strategy.name,
         _batch(candidate),
@@ -286,7 +407,7 @@ def _figures(candidate: Candidate, totals: RunTotals) -> tuple[str, ...]:
         format_bytes(candidate.memory.need_bytes),
         f"{totals.tokens_per_s:,.0f}",
         format_seconds(totals.hours * 3600),
-        _figure(totals.kwh),
+        figure_text(totals.kwh),
         _money(totals.cost),
     )
 
@@ -300,7 +421,7 @@ def _loss_text(candidate: Candidate) -> str:
     return f"{candidate.loss}{tokens}"
 
 
-def _figure(value: float | None) -> str:
+def figure_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
@@ -325,7 +446,7 @@ def rejections_section(rejections: Sequence[Rejection]) -> Section | None:
 
 
 def nearest_rejections(rejections: Sequence[Rejection], most: int) -> tuple[str, ...]:
-    """At most so many lines, rows that a number ruled out before the rules, and how many lines are left out."""
+    """At most `most` lines, those decided by a number first, and the number of lines that are omitted."""
     lines = (*_by_number(rejections), *_by_rule(rejections))
     more = len(lines) - most
     return (*lines[:most], *([f"and {more} more reasons: shardwise plan names them all"] if more > 0 else []))
@@ -350,7 +471,7 @@ def _by_rule(rejections: Iterable[Rejection]) -> Iterator[str]:
 def _rule_groups(
     rejections: Iterable[Rejection],
 ) -> dict[tuple[str, str, str | None], tuple[list[str], int]]:
-    """Rejections of one rule with one wording; what opens the sentence (`adamw_8bit`) is collected."""
+    """Rejections with the same rule and text but for the name that they begin with (`adamw_8bit`), and those names."""
     groups: dict[tuple[str, str, str | None], tuple[list[str], int]] = {}
     for rejection in rejections:
         if rejection.rule is None:
@@ -369,48 +490,3 @@ def _rule_groups(
 def _shared_remedy(rejection: Rejection, head: str) -> str | None:
     """A remedy that names the row's own member would split the group."""
     return None if head and rejection.remedy and head in rejection.remedy.split() else rejection.remedy
-
-
-__all__ = ["Answer", "compare_plans", "comparison_page", "explain_plan", "machine_text", "plan_page"]
-
-
-def explain_plan(plan: Plan, *, top: int = 3, width: int = 100, more: Sequence[Section] = ()) -> str:
-    """The plan as text of at most `width` columns, with the `top` runners-up."""
-    return page_text(plan_page(plan, top=top, more=more), width=width)
-
-
-def compare_plans(answers: Sequence[Answer], *, width: int = 100) -> str:
-    """Several machines side by side: what each would run, how fast, for how much, and which is best at what."""
-    _, _, text = page_text(comparison_page(answers), width=width).partition("\n\n")
-    return text
-
-
-def plan_page(plan: Plan, *, top: int = 3, more: Sequence[Section] = ()) -> Page:
-    """All that is said of one plan; `more` stands before the notes."""
-    context = context_of(plan)
-    sections = (
-        choice_section(plan, context),
-        memory_section(plan, context),
-        speed_section(plan, context),
-        cache_section(plan),
-        _sentences("why", plan.chosen.reasons),
-        methods_section(plan),
-        runners_up_section(plan, context, top),
-        opt_in_section(opt_ins(context, plan), plan),
-        fallbacks_section(plan),
-        rejections_section(plan.rejections),
-        *more,
-        _sentences("notes", (*plan.notes, *(f"not used: {words}" for words in plan.hardware.excluded))),
-    )
-    return Page(title=heading(plan), sections=tuple(section for section in sections if section is not None))
-
-
-def comparison_page(answers: Sequence[Answer]) -> Page:
-    """Several machines for one job."""
-    names = [answer.name for _, answer in answers if isinstance(answer, Plan)]
-    title = f"{names[0] if names else 'the job'} on {len(answers)} machines"
-    return Page(title=title, sections=(comparison_section(answers),))
-
-
-def _sentences(title: str, texts: Sequence[str]) -> Section | None:
-    return Section(title=title, blocks=tuple(Sentence(text=text) for text in texts)) if texts else None

@@ -1,20 +1,20 @@
-"""Activations: bytes the blocks keep between forward and backward, and bytes the backward of one needs besides.
+"""Activations: bytes that blocks save for the backward, and temporaries of a block's backward.
 
-Every block saves what `saved_tensors` counts; checkpointing keeps less and makes the rest again. Autocast keeps a
-16-bit copy of each weight besides. The input of a block is the fp32 residual that its first norm saves anyway, or a
-LayerNorm's input; an RMSNorm in a 16-bit model keeps an fp32 copy, and the input is one more.
+Every block saves the tensors that `saved_tensors` counts; checkpointing saves fewer and recomputes the rest. Autocast
+also saves a 16-bit copy of each weight. The input of a block is the fp32 residual that its first norm saves anyway, or
+a LayerNorm's input; an RMSNorm in a 16-bit model saves an fp32 copy in addition to the input.
 
-The most of a block's backward is alive at the backward of the product gate x up: the product is gone, the gradients of
-product, silu and up are there (+ 3cf - cf), with the gradient of the residual stream and the new gradient of down_proj;
-where f is small beside h, at the backward of the second RMSNorm. On a CPU whose bf16 products sum in an fp32
-array, it is at the product that makes the gradient of gate x up (c f + 4 f).
+The peak of a block's backward is at the backward of the product gate x up: the product is freed, the gradients of
+product, silu and up exist (+ 3cf - cf), with the gradient of the residual stream and the new gradient of down_proj. If
+f is small compared with h, the peak is at the backward of the second RMSNorm. On a CPU whose bf16 products sum in an
+fp32 array, it is at the product that computes the gradient of gate x up (c f + 4 f).
 
-What is recomputed: `full` makes the whole block again. `every_n` does so in the first of each n, so that nothing is
-made again where all activations are still kept. `attention` keeps the module's input and makes the module again when
-the feed-forward half is gone. `selective` keeps the output of attention and of every second matrix product, the first,
-third, ... in the order they run, and makes the rest again; a kept product that the backward reads takes no more room.
+Recomputation: `full` recomputes the whole block. `every_n` does so in the first of each n, so that nothing is
+recomputed while all activations are still saved. `attention` saves the module's input and recomputes the module when
+the feed-forward half is freed. `selective` saves the output of attention and of every second matrix product, the first,
+third, ... in the order they run, and recomputes the rest; a saved product that the backward reads needs no more memory.
 
-Offload leaves the last block's activations behind; on a GPU those of the next block come back while one runs backwards.
+Offload does not move the last block's activations; on a GPU those of the next block return during a block's backward.
 
 Not covered: workspaces that oneDNN and cuBLAS allocate inside an operation, padding masks.
 
@@ -25,14 +25,14 @@ micro batch, C = min(T, slice of `chunked`), c bytes of the computing type.
                   backward 12 V T: log-softmax, its gradient, the gradient of the logits; then the product with the
                   head's weight, from gradients of the logits in the computing type
     chunked       nothing of V x T. A slice: forward 8 V C, fp32 logits and their log-softmax; backward (4 + c) V C in
-                  16 bit, 4 V C in fp32, where the gradient takes the place of the logits; gone before the next slice.
-                  Besides, the fp32 gradient of the head, the gradient of all hidden states and, in 16 bit, a slice's
+                  16 bit, 4 V C in fp32, where the gradient replaces the logits; freed before the next slice.
+                  In addition the fp32 gradient of the head, the gradient of all hidden states and, in 16 bit, a slice's
                   share of the head's gradient before it is added
     fused         logits once in the computing type, cross-entropy in place; its gradient replaces them
     fused_linear  no logits: slices of tokens such that a slice of logits is no larger than the hidden states (Liger)
 
-On a CPU whose bf16 products sum in an fp32 array, 4 V T stand beside the logits until their product is complete, and
-4 V h beside the gradient of the head's weight.
+On a CPU whose bf16 products sum in an fp32 array, 4 V T are added to the logits until their product is complete, and
+4 V h to the gradient of the head's weight.
 
 The final norm saves what the norms of a block do. Under autocast the head's weight is cast, 2 V h.
 """
@@ -70,20 +70,20 @@ NORM_BACKWARD_BYTES = 24  # an element of the hidden states, six fp32 arrays
 class BlockActivations(Value, frozen=True, kw_only=True):
     """Bytes of a whole micro batch on one rank."""
 
-    boundary: int  # input of a block, what full checkpointing keeps
+    boundary: int  # input of a block, which full checkpointing saves
     whole: int  # everything one block saves, its share of cast weights included
     retained: int  # of all blocks together, between forward and backward
     offloaded: int  # in host RAM instead
     fetched: int  # brought back from there for the next block, while one runs backwards
-    retained_by_first: int  # what the first block keeps
+    retained_by_first: int  # by the first block
     retained_by_last: int
-    recomputed: int  # what the first block's backward makes again on top of what was kept
+    recomputed: int  # by the first block's backward, in addition to what was saved
     recomputed_by_last: int
     recomputed_after_last: int  # by the block before the last
-    recomputed_beside_mlp: int  # of the first, what is left when the feed-forward half is done
+    recomputed_without_mlp: int  # the same after the backward of the feed-forward half
     temporaries: int  # gradients of activations at the worst moment of a block's backward
     norms: NormMoment  # of DoRA, in a block's forward
-    peaks_at_scores: bool  # that moment is attention's, when the feed-forward half has its gradients
+    peaks_at_scores: bool  # the worst moment is in attention, when the feed-forward half has its gradients
     cast_weights: int  # autocast's copies of the weights of one block
     cached_casts: int  # those of all blocks that no block keeps, alive until the forward ends
 
@@ -139,7 +139,7 @@ def block_activations(configuration: Configuration, policy: PrecisionPolicy, dim
         recomputed=recomputed,
         recomputed_by_last=again if is_recomputed(last) else 0,
         recomputed_after_last=again if is_recomputed(max(0, last - 1)) else 0,
-        recomputed_beside_mlp=max(0, recomputed - saved.mlp * tokens),
+        recomputed_without_mlp=max(0, recomputed - saved.mlp * tokens),
         temporaries=max(in_mlp, at_scores),
         norms=norm_moment(configuration, policy, dims, saved.mlp),
         peaks_at_scores=at_scores > in_mlp,
@@ -192,7 +192,7 @@ def _recomputed_part(
     outputs = _product_elements(configuration, policy, dims)
     log_sums = 4 * dims.heads if policy.kernel.is_fused else 0
     retained = boundary + c * sum(outputs[::2]) + (c * dims.query + log_sums) * policy.tokens
-    # The output of the last product is kept where their number is odd: only the next block reads it.
+    # The output of the last product is saved if their number is odd: only the next block reads it.
     unused = c * outputs[-1] if len(outputs) % 2 else 0
     return _Part(retained=min(whole + boundary, retained), unused=unused)
 
@@ -252,11 +252,11 @@ def _temporaries(configuration: Configuration, policy: PrecisionPolicy, dims: Di
     in_mlp += policy.residual_bytes * h
     if policy.is_frozen:
         in_mlp = max(in_mlp, _frozen_temporaries(configuration, policy, dims))
-        if uses_dora(configuration):  # the products of the last layer and its adapter are gone by then
+        if uses_dora(configuration):  # the products of the last layer and its adapter are freed by then
             in_mlp = max(in_mlp - 2 * c * h, backward_bytes(configuration, policy, dims))
     elif policy.reference.keeps_block_output and policy.is_checkpointed:
         in_mlp += policy.residual_bytes * h
-    # RMSNorm after the MLP is done with: six fp32 arrays, its saved input counted already, its output gone.
+    # RMSNorm after the backward of the MLP: six fp32 arrays, its saved input counted already, its output freed.
     if not policy.is_frozen:
         in_norm = (NORM_BACKWARD_BYTES - 4 - 2 * c + policy.residual_bytes) * h - saved.mlp
         in_mlp = max(in_mlp, in_norm)
@@ -264,14 +264,14 @@ def _temporaries(configuration: Configuration, policy: PrecisionPolicy, dims: Di
 
 
 def _score_temporaries(policy: PrecisionPolicy, dims: Dims, saved: SavedTensors) -> int:
-    """Softmax backward: gradients of probabilities and scores, by when the second half of the block is gone."""
+    """Softmax backward: gradients of probabilities and scores, when the second half of the block is freed."""
     if policy.kernel.is_fused:
         return 0
     return max(0, _score_gradients(policy, dims) - _freed_before_attention(policy, dims, saved)) * policy.tokens
 
 
 def _attention_temporaries(policy: PrecisionPolicy, dims: Dims, saved: SavedTensors, *, in_attention: int) -> int:
-    """Backward of an attention module that was just recomputed, by when the feed-forward half is gone."""
+    """Backward of an attention module that was just recomputed, when the feed-forward half is freed."""
     if policy.kernel.is_fused:
         read = keys_and_values(dims, is_repeated=policy.repeats_kv)
         gradients = policy.compute_bytes * (2 * dims.query + read) + policy.residual_bytes * dims.hidden
@@ -328,7 +328,7 @@ class HeadMemory(Value, frozen=True, kw_only=True):
     retained: int  # final norm and cast weight, from the forward until the head's backward
     forward_logits: int
     backward_logits: int = 0  # backward of cross-entropy
-    backward_extra: int = 0  # beside them: gradients of hidden states and of the weight
+    backward_extra: int = 0  # at that moment: gradients of hidden states and of the weight
     gradient_logits: int = 0  # in the backward of lm_head's matrix product; 0 where that is part of the above
     gradient_extra: int = 0
 
@@ -366,7 +366,7 @@ def head_memory(configuration: Configuration, policy: PrecisionPolicy, dims: Dim
         capped = c if dims.caps_logits else 0  # the tanh
         forward, backward = (8 + (0 if c == 4 else c) + capped) * logits, (12 + capped) * logits
         return HeadMemory(retained=retained, forward_logits=forward, backward_logits=backward, **product)
-    # The logits once; only a slice of them is ever fp32, and where they are fp32 the gradient takes their place.
+    # The logits once; only a slice of them is ever fp32. If they are fp32 the gradient replaces them.
     in_slice = dims.vocab * min(tokens, FUSED_SLICE_TOKENS)
     own = (0 if c == 4 else 4) + (4 if dims.caps_logits else 0)
     return HeadMemory(
@@ -393,13 +393,13 @@ def _chunked(
         forward_logits=8 * slice_logits,
         backward_logits=own * slice_logits + _REDUCTIONS * in_slice,
         backward_extra=fp32_gradient + hidden,
-        gradient_logits=c * slice_logits if product else 0,  # the fp32 ones are gone by then
+        gradient_logits=c * slice_logits if product else 0,  # the fp32 ones are freed by then
         gradient_extra=fp32_gradient + hidden + product if product else 0,
     )
 
 
 def _final_norm_bytes(policy: PrecisionPolicy, dims: Dims) -> int:
-    """Bytes per token kept by the last norm and the input of the head."""
+    """Bytes per token that the last norm and the head's input save."""
     c, h = policy.compute_bytes, dims.hidden
     if dims.norm is Norm.LAYER and not policy.is_autocast:
         return 2 * c * h + 8

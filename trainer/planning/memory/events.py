@@ -5,7 +5,7 @@
     loss_backward           backward of cross-entropy
     head_backward           backward of lm_head's matrix product, where that is a moment of its own
     norm_backward           backward of the last RMSNorm, a chain of fp32 operations
-    block_backward_top      backward of the last block: all activations are kept, few gradients exist
+    block_backward_top      backward of the last block: all activations are saved, few gradients exist
     block_backward_middle   of the one before, where the gradients of the last are being reduced meanwhile
     block_backward_bottom   backward of the first: few activations, nearly all gradients
     gradients_complete      backward of the embedding
@@ -121,7 +121,7 @@ def gradients_at_bottom(step: StepMemory, backward: Event) -> Event:
     if not step.holds_earlier_gradients and not step.policy.updates_in_backward:
         return {"gradients": finished}
     if step.sharding.holds_gradients and "gradients" in backward:
-        return {"gradients": _gradients_beside_buckets(step, gradients_of_block(step) + _table(step))}
+        return {"gradients": _gradients_with_buckets(step, gradients_of_block(step) + _table(step))}
     return {}
 
 
@@ -132,7 +132,7 @@ def gradients_at_end(step: StepMemory, backward: Event) -> Event:
     if not step.holds_earlier_gradients and not step.policy.updates_in_backward:
         return {"gradients": step.states.gradients}
     if step.sharding.holds_gradients and "gradients" in backward:
-        return {"gradients": _gradients_beside_buckets(step, _table(step))}
+        return {"gradients": _gradients_with_buckets(step, _table(step))}
     return {}
 
 
@@ -163,7 +163,7 @@ def _gathered_table_gradients(step: StepMemory) -> int:
     return (policy.compute_bytes + (0 if step.waits_for_last_micro_batch else policy.reduce_bytes)) * group
 
 
-def _gradients_beside_buckets(step: StepMemory, not_yet_copied: int) -> int:
+def _gradients_with_buckets(step: StepMemory, not_yet_copied: int) -> int:
     """DDP's buckets, and of the sums of earlier micro batches those that wait for their last share."""
     is_accumulating = (
         step.configuration.accumulation > 1 and step.configuration.strategy.sharding.facts.keeps_gradient_buckets
@@ -177,7 +177,7 @@ def _table(step: StepMemory) -> int:
 
 
 def gradients_of_block(step: StepMemory) -> int:
-    """Gradients that one finished block leaves behind on this rank."""
+    """Gradients of one finished block on this rank."""
     if step.policy.is_frozen:
         return step.states.gradients // step.dims.layers
     return _share_of(step, step.dims.block)
@@ -229,7 +229,7 @@ def resident_bytes(step: StepMemory) -> Event:
         "mask": step.dims.mask_buffer,
     }
     if step.configuration.strategy.precision is Precision.FP8:
-        # An fp8 copy of each weight and its transpose, kept from micro batch to micro batch.
+        # An fp8 copy of each weight and its transpose, retained from micro batch to micro batch.
         event["fp8_weights"] = 2 * step.dims.block_linears // (policy.shard_degree if policy.uses_fsdp else 1)
     return {name: num_bytes for name, num_bytes in event.items() if num_bytes}
 
@@ -396,7 +396,7 @@ def _middle(step: StepMemory, top: Event, bottom: Event) -> Event:
 
 
 def _mlp_finished(step: StepMemory, event: Event) -> Event:
-    """The same block when the gradients of its feed-forward half are there and the activations of that are gone."""
+    """The same block when the gradients of its feed-forward half exist and the activations of that half are freed."""
     policy, dims = step.policy, step.dims
     trained = 0 if policy.is_frozen else policy.compute_bytes * (dims.block - dims.attention)
     # The gradient of a token comes back from each of its experts.
@@ -404,7 +404,7 @@ def _mlp_finished(step: StepMemory, event: Event) -> Event:
     fresh = event["fresh_gradients"] - block_gradient(step) + trained
     return {
         **event,
-        "recomputed_block": min(event["recomputed_block"], step.blocks.recomputed_beside_mlp),
+        "recomputed_block": min(event["recomputed_block"], step.blocks.recomputed_without_mlp),
         "block_temporaries": policy.compute_bytes * dims.hidden * tokens,
         "fresh_gradients": fresh,
     }

@@ -1,20 +1,20 @@
 """Precision policy: the dtype of every kind of tensor, the attention kernel and the casts, all of which decide bytes.
 
-Ours, unless the setting names another stack (`stacks`) or says a value itself:
+Ours, unless the configuration names a reference trainer (`reference_trainers`) or sets a value itself:
 
     none, ddp    a Hugging Face model in the type of its master weights; torch.autocast in mixed precision, which casts
-                 every weight once (and caches the cast until the forward ends) and every input of a linear layer anew;
+                 every weight once (cached until the forward ends) and the input of every linear layer;
                  the residual stream stays fp32
     zero*        DeepSpeed's 16-bit engine: the whole model is 16 bit, masters are the engine's partition
     fsdp*, hsdp  FSDP2: shards in the type of the master weights, gathered in the computing type, gradients reduced in
                  the type of the master weights; the model sees 16 bit only
     lora, qlora  frozen base in the computing type, adapters in fp32 (16 bit where the whole precision is)
 
-`Dims` holds the sizes of a model, summed once for thousands of estimates: its matrices, and how many tensors of a kind
-a block makes (norms and what reads them, fused projections, what the activation function keeps). What transformers'
-modelling files do is listed by model type only where no field of a config says it.
+`Dims` holds the sizes of a model, summed once for thousands of estimates: its matrices, and the numbers of tensors that
+a block makes (norms and their readers, fused projections, tensors saved by the activation function). Differences of
+transformers' modelling files are listed by model type only if no field of a config determines them.
 
-Everything here is a function of model, setting and device alone.
+Everything here is a function of model, configuration and device alone.
 """
 
 from functools import lru_cache
@@ -71,12 +71,12 @@ class Dims(Value, frozen=True, kw_only=True):
     num_norm_inputs: int  # different tensors that norms read
     num_norm_outputs: int  # different tensors that linear layers read from norms
     num_normed_linears: int  # linear layers that read them
-    has_fp32_norms: bool  # weights applied in fp32: the normalised input is kept in fp32
+    has_fp32_norms: bool  # weights applied in fp32: the normalised input is saved in fp32
     has_qk_norm: bool
     has_rotary: bool
     rotary_dim: int  # elements of a head that are rotated
-    is_rotary_joined: bool  # rotated part and rest put together: attention's output is laid out anew for its product
-    is_qkv_fused: bool  # one tensor, kept whole by the views of it
+    is_rotary_joined: bool  # rotated part and rest concatenated: attention's output is copied for its product
+    is_qkv_fused: bool  # one tensor, which its views keep alive
     window: int | None  # of `windowed_layers` blocks
     windowed_layers: int
     is_gated: bool
@@ -85,8 +85,8 @@ class Dims(Value, frozen=True, kw_only=True):
     shared_ffn: int  # of the expert that every token passes; 0 where there is none
     experts: int
     experts_per_token: int  # 0 where there are no experts
-    broadcasts_heads: bool  # attention is handed fewer key than query heads, which no fused kernel takes
-    masks_documents: bool  # told apart in packed rows by a mask of row x row
+    broadcasts_heads: bool  # attention receives fewer key than query heads, which no fused kernel supports
+    masks_documents: bool  # documents of packed rows are separated by a mask of row x row
     caps_scores: bool
     caps_logits: bool
     has_hidden_dropout: bool
@@ -229,7 +229,7 @@ __all__ = [
 
 
 class PrecisionPolicy(Value, frozen=True, kw_only=True):
-    """Bytes an element of each kind of tensor has in a setting, and the degrees it is spread over."""
+    """Bytes of an element of each kind of tensor, and the degrees of sharding, of a configuration."""
 
     reference: ReferenceTrainer
     tokens: int  # of a micro batch on a rank
@@ -241,7 +241,7 @@ class PrecisionPolicy(Value, frozen=True, kw_only=True):
     weight_bytes: int  # as the parameter is stored on the device
     compute_bytes: int  # input of a matrix product
     residual_bytes: int  # residual stream
-    sum_bytes: int  # an element of a matrix product's result, beside the result until that is complete
+    sum_bytes: int  # an element of a matrix product's result, in addition to the result until that is complete
     adapter_inputs: AdapterInputs
     replicates_adapters: bool
     is_autocast: bool
@@ -249,20 +249,20 @@ class PrecisionPolicy(Value, frozen=True, kw_only=True):
     is_fused: bool  # norms keep their input only: fused kernels, or torch.compile
     is_compiled: bool
     is_checkpointed: bool
-    updates_in_backward: bool  # each weight as soon as its gradient is there, which is then freed
+    updates_in_backward: bool  # each weight as soon as its gradient exists, which is then freed
     is_fp8: bool
     is_frozen: bool  # base weights are not trained
     uses_deepspeed: bool
     uses_fsdp: bool
     shard_degree: int  # ranks that share what is sharded
     kernel: AttentionKernel
-    repeats_kv: bool  # attention is handed as many key and value heads as query heads
+    repeats_kv: bool  # attention receives as many key and value heads as query heads
     is_cuda: bool
     is_hopper_or_later: bool
 
 
 def policy_of(configuration: Configuration, device: Device, dims: Dims) -> PrecisionPolicy:
-    """The recipe of a setting: as its stack does, unless the setting says otherwise."""
+    """The precision policy of a configuration: that of its reference trainer, unless the configuration overrides it."""
     reference, choices = reference_of(configuration.reference), configuration.policy
     sharding, precision = configuration.strategy.sharding, configuration.strategy.precision
     compute, master = precision.compute_bytes, precision.master_bytes
@@ -347,7 +347,7 @@ def _adapter_inputs(reference: ReferenceTrainer, configuration: Configuration, *
 
 
 def shard_degree(configuration: Configuration) -> int:
-    """Ranks over which what a sharding shards is spread; hsdp shards inside a node."""
+    """Number of ranks that state is sharded over; hsdp shards inside a node."""
     sharding = configuration.strategy.sharding
     if sharding.facts.shards_within_node:
         return max(1, min(configuration.ranks_per_node, configuration.num_ranks))
@@ -357,8 +357,8 @@ def shard_degree(configuration: Configuration) -> int:
 def attention_kernel(configuration: Configuration, device: Device, dims: Dims) -> AttentionKernel:
     """The kernel that runs, without an attention mask: rows are padded on the right and attention is causal.
 
-    flash-attn 1.x takes 16 bit from compute capability 7.5. Where PyTorch's memory-efficient kernel runs, our runtime
-    repeats grouped key and value heads for it; a program that does not is left the sequence x sequence path.
+    flash-attn 1.x supports 16 bit from compute capability 7.5. For PyTorch's memory-efficient kernel our runtime
+    repeats grouped key and value heads; a program that does not uses the sequence x sequence path.
     """
     if configuration.attention is Attention.EAGER:
         return AttentionKernel.EAGER

@@ -1,11 +1,11 @@
-"""Software stacks as recipe values: what foreign trainers hold in memory that ours does not, and the other way round.
+"""Reference trainers: the behaviour of other programs that affects memory, as values.
 
-A stack never changes a formula, only the values that the formulas read; the first row is our own runtime. The other
-rows say what published measurements of those programs can be compared with. A stack without a row answers as ours.
+A reference trainer never changes a formula, only the values that the formulas read; the first row is our own runtime.
+The other rows make published measurements of those programs comparable. A trainer without a row is computed as ours.
 
-Where a value is from: S the program's source (named in `source`), M measured on published rows of that stack whose
-configuration is complete. Values of one row are about 16-bit training; `PolicyChoices` of a case overrides the ones
-that differ between two runs of the same program.
+Values are from the program's source (named in `source`), or (M) measured on published runs with complete
+configurations. Values of one row are about 16-bit training; `PolicyChoices` of a case overrides the ones that differ
+between two runs of the same program.
 """
 
 from enum import StrEnum
@@ -27,7 +27,7 @@ class AdapterInputs(StrEnum):
 
 
 class LogitBytes(Value, frozen=True, kw_only=True):
-    """Bytes a logit, all logits at once, and how many gradients of the head's weight are alive beside them."""
+    """Bytes a logit, all logits at once, and the number of gradients of the head's weight alive at that moment."""
 
     forward: float  # when the forward ends
     backward: float  # in the backward of cross-entropy
@@ -35,22 +35,22 @@ class LogitBytes(Value, frozen=True, kw_only=True):
 
 
 class ReferenceTrainer(Value, frozen=True, kw_only=True):
-    """One row; every default is what our runtime does."""
+    """One trainer; every default is the behaviour of our runtime."""
 
     name: str
     source: str
     logits: dict[LossHead, LogitBytes] = {}  # absent: as `activations` derives it for our runtime
     # Of a checkpointed block in its backward:
     keeps_block_output: bool = False  # reentrant checkpointing: the output that was computed again
-    frozen_block_arrays: int = 5  # of hidden states, alive in a frozen block beside what it saved
+    frozen_block_arrays: int = 5  # of hidden states, alive in a frozen block in addition to its saved tensors
     has_fused_kernels: bool = False  # a fused loss comes with fused RMSNorm and rotary kernels
     repeats_kv: bool = False  # keys and values are copied to every query head under `sdpa`
     # Adapters:
     adapter_bytes: int | None = None  # None: as the optimizer sees any trained weight
-    adapter_inputs: AdapterInputs | None = None  # None: autocast where that runs, else shared
-    adapter_inputs_pure_fsdp: AdapterInputs | None = None  # where no mixed precision of FSDP casts them
-    fuses_adapters: bool = False  # QLoRA with a fused loss: fused adapters, kept out of FSDP, whole and in 16 bit
-    quant: Quant | None = None  # NF4 whose scales are always stored so; None: as the setting says
+    adapter_inputs: AdapterInputs | None = None  # None: autocast if that runs, else shared
+    adapter_inputs_pure_fsdp: AdapterInputs | None = None  # if no mixed precision of FSDP casts them
+    fuses_adapters: bool = False  # QLoRA with a fused loss: fused adapters, ignored by FSDP, whole and in 16 bit
+    quant: Quant | None = None  # NF4 with scales of this form; None: that of the configuration
     # Sharding:
     uses_fsdp1: bool = False  # flat parameters: no copies around a reduction, nothing gathered at the loss
     splits_tables: bool = True  # embedding, and head with the last norm, are groups of their own
@@ -149,7 +149,7 @@ _FSDP_QLORA = replace(
     _HF_TRAINER,
     name="fsdp_qlora",
     source="AnswerDotAI/fsdp_qlora train.py: transformers model and loss, FSDP1, adapters in the model's type, "
-    "non-reentrant checkpointing, every micro batch reduced unless no_sync is asked for",
+    "non-reentrant checkpointing, every micro batch reduced unless no_sync is requested",
     keeps_block_output=False,
     adapter_bytes=None,
     adapter_inputs=AdapterInputs.SHARED,
@@ -186,5 +186,5 @@ REFERENCE_TRAINERS: dict[str, ReferenceTrainer] = {
 
 
 def reference_of(name: str) -> ReferenceTrainer:
-    """The row of a stack; our own where there is none."""
+    """The reference trainer of this name; our own if there is none."""
     return REFERENCE_TRAINERS.get(name) or REFERENCE_TRAINERS[SHARDWISE]

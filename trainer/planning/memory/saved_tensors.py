@@ -1,16 +1,16 @@
 """Bytes per token that autograd saves in one block, operation by operation.
 
-An operation saves what its backward reads. Counted from the modelling files of transformers 5 by hooks on saved
-tensors; h hidden, q = heads x head_dim, k = kv_heads x head_dim, f width of the MLP, c bytes of the computing type, r
-of the residual stream. In a 16-bit model r = c; under autocast r = 4.
+An operation saves the tensors that its backward reads. Counted from the modelling files of transformers 5 by hooks on
+saved tensors; h hidden, q = heads x head_dim, k = kv_heads x head_dim, f width of the MLP, c bytes of the computing
+type, r of the residual stream. In a 16-bit model r = c; under autocast r = 4.
 
     RMSNorm          its input in fp32, 4h (the residual itself where that is fp32), the normalised input, h in the
                      type of the input, and 4 B; Gemma applies its weights in fp32: 4h for the normalised input
     LayerNorm        its input as it is, rh, and 8 B; fused RMSNorm the same with 4 B
     linear layers    each distinct input, ch; under autocast a cast copy for each layer that reads it (1 B in fp8)
-    rotary           rotated query and key are new tensors; a fused product of all three is kept whole by its views
-    attention        query, key, value, output, log-sum-exp of each head; the memory-efficient kernel takes as many key
-                     and value heads as queries; a window makes PyTorch's attention take it with a mask, c x sequence
+    rotary           rotated query and key are new tensors; the views of a fused product keep all three alive
+    attention        query, key, value, output, log-sum-exp of each head; the memory-efficient kernel needs as many key
+                     and value heads as queries; with a window PyTorch's attention uses it with a mask, c x sequence
                      a token; without a fused kernel the probabilities: sequence x heads x 4 B a token, and a 16-bit
                      copy, with capped scores two
     MLP              gated: gate, activated gate, up and their product, 4cf; else the activation's input and output.
@@ -19,14 +19,14 @@ of the residual stream. In a 16-bit model r = c; under autocast r = 4.
                      they are weighted; autocast does not cast the grouped product, which runs in the residual's type
     dropout          a mask, 1 B an element
 
-A frozen linear layer does not keep its input, a frozen RMSNorm not its normalised input. An adapter keeps the input of
-its own two matrices, with DoRA (`dora`) the products of layer and adapter besides.
+A frozen linear layer does not save its input, a frozen RMSNorm not its normalised input. An adapter saves the inputs of
+its own two matrices, and with DoRA the products of layer and adapter.
 
 DoRA (arXiv:2402.09353): bytes beyond low-rank adapters, for row norms of the weights that every forward computes.
 
 PEFT's `DoraLinearLayer` multiplies the adapter's two matrices with an identity matrix of the layer's inputs, so that
-engines see their forward, adds the product to the whole weight (under QLoRA made from 4 bit) and takes the length of
-each row: `eye` i x i in the adapter's type, under autocast a cast copy of it that the graph of the product keeps until
+engines run their forward hooks, adds the product to the whole weight (under QLoRA made from 4 bit) and computes the
+norm of each row: `eye` i x i in the adapter's type, under autocast a cast copy that the product's graph saves until
 the layer is done, then weight, product, scaled product and sum, i x o each. The output is scaled in the type of the
 magnitudes, three arrays at once, and the products of layer and adapter are both saved for the gradient of those.
 
@@ -34,7 +34,7 @@ magnitudes, three arrays at once, and the products of layer and adapter are both
     moments    eye and its cast | cast and four weights | cast, two weights and three outputs
     backward   three outputs in the type of the magnitudes, in an MLP's input layer
 
-Each is a moment in the forward of a block, the last one's in the forward pass, any one's where it is recomputed.
+Each is a moment in the forward of a block: of the last block in the forward pass, of any block if it is recomputed.
 Counted in torch 2.13 and PEFT 0.21 with dry runs; `lora.dropout` multiplies with the whole weight once more.
 """
 
@@ -49,17 +49,17 @@ from shardwise.trainer.spec.value import Value
 
 _ROW_BYTES = 3 * 4  # length, magnitude by length, and that less one
 _OUTPUTS = 3  # arrays of a layer's output, scaled
-# Arrays of hidden states alive in a block that runs, beside what it saves: the stream before and after attention; where
-# it runs again under autocast, as dry runs have it, what the RMSNorm after it left behind.
+# Arrays of hidden states alive in a block that runs, in addition to those it saves: the stream before and after
+# attention; in a recomputation under autocast also those of the RMSNorm after it (from dry runs).
 _HIDDEN, _HIDDEN_AGAIN, _HIDDEN_AFTER_NORM = 2, 3, 7
 
 
 class NormMoment(Value, frozen=True, kw_only=True):
     """The worst moment of a block's forward, in bytes of a micro batch."""
 
-    forward: int  # more than all that the block saves
-    again: int  # the same where the forward is run again, which ends with the last tensor that is saved
-    alone: int  # where it saves nothing, because it is recomputed
+    forward: int  # in addition to all that the block saves
+    again: int  # the same in a recomputation, which ends with the last tensor that is saved
+    alone: int  # if it saves nothing, because it is recomputed
 
 
 _NOTHING = NormMoment(forward=0, again=0, alone=0)
@@ -71,17 +71,17 @@ def uses_dora(configuration: Configuration) -> bool:
 
 
 def row_bytes(configuration: Configuration, dims: Dims) -> int:
-    """Of the rows of one block's adapted weights, what the graph keeps besides tokens."""
+    """Bytes that the graph saves for the rows of one block's adapted weights, regardless of tokens."""
     return _ROW_BYTES * sum(o for _, _, o in adapted_linears(configuration, dims)) if uses_dora(configuration) else 0
 
 
 def saved_product_bytes(
     configuration: Configuration, policy: PrecisionPolicy, dims: Dims, adapted: Iterable[tuple[str, int, int]]
 ) -> int:
-    """Bytes of a token that the products of these layers and their adapters keep."""
+    """Bytes per token that the products of these layers and their adapters save."""
     if not uses_dora(configuration):
         return 0
-    # A 4-bit layer answers in fp32 where its input is fp32, which attention's output is not.
+    # A 4-bit layer returns fp32 if its input is fp32, which attention's output is not.
     output = dims.linears[1 if dims.is_qkv_fused else 3]
     wide = 4 if policy.has_fp32_products else policy.compute_bytes
     return sum(
@@ -90,7 +90,7 @@ def saved_product_bytes(
 
 
 def norm_moment(configuration: Configuration, policy: PrecisionPolicy, dims: Dims, mlp_bytes: int) -> NormMoment:
-    """The worst moment of one block; `mlp_bytes` is what a token saves in the feed-forward half."""
+    """The worst moment of one block; `mlp_bytes` are saved per token in the feed-forward half."""
     if not uses_dora(configuration):
         return _NOTHING
     layers = _Layers(configuration, policy, dims)
@@ -104,19 +104,19 @@ def norm_moment(configuration: Configuration, policy: PrecisionPolicy, dims: Dim
 
 
 def backward_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
-    """Bytes of a token in the backward of one block: the widest output, scaled, by when a shared product is gone."""
+    """Bytes of a token in the backward of one block: the widest output, scaled, less a shared product freed by then."""
     if not uses_dora(configuration):
         return 0
     c = policy.compute_bytes
     freed = c * (dims.ffn + dims.hidden) if policy.adapter_inputs is AdapterInputs.SHARED else 0
-    if not dims.is_gated:  # nothing else of the half is left: the last layer's products are gone
+    if not dims.is_gated:  # the last layer's products are freed as well
         freed += 2 * c * dims.hidden
     widest = max((o for _, _, o in adapted_linears(configuration, dims)), default=0)
     return _OUTPUTS * _magnitude_bytes(policy) * widest - freed
 
 
 def _magnitude_bytes(policy: PrecisionPolicy) -> int:
-    """Of an element of what a magnitude is multiplied with: engines cast it, autocast does not."""
+    """Bytes of an element that a magnitude is multiplied with: engines cast it, autocast does not."""
     return policy.trained_bytes if policy.is_autocast else policy.compute_bytes
 
 
@@ -154,7 +154,7 @@ class _Layers:
         is_last = index + 1 == len(self.adapted) and not has_dropout
         other = inputs - self._saved_after(index, mlp_bytes)
         at_weight = max(at_eye, at_norm) - own * tokens
-        beside = 2 * c * num_outputs + (c * self._dims.ffn if self._num_in_attention <= index and not is_last else 0)
+        others = 2 * c * num_outputs + (c * self._dims.ffn if self._num_in_attention <= index and not is_last else 0)
         alone = max(
             eye * square + max(cast, c * weight),
             (3 + is_made) * wide * weight,
@@ -164,7 +164,7 @@ class _Layers:
             forward=max(at_weight, at_output + _OUTPUTS * scaled * tokens) + (other + _HIDDEN * hidden) * tokens,
             again=max(at_weight, at_output + (1 if is_last else _OUTPUTS) * scaled * tokens)
             + (other + self._num_hidden_again() * hidden) * tokens,
-            alone=alone + (inputs + beside + _HIDDEN * hidden) * tokens,
+            alone=alone + (inputs + others + _HIDDEN * hidden) * tokens,
         )
 
     def _num_hidden_again(self) -> int:
@@ -289,7 +289,7 @@ def shares_product(configuration: Configuration, dims: Dims) -> bool:
 
 
 def _sources(dims: Dims) -> tuple[tuple[frozenset[str], int], ...]:
-    """The linear layers that read one and the same tensor, and its width; attention's output is kept by attention."""
+    """The linear layers that read the same tensor, and its width; attention's output is saved by attention."""
     return (
         (_ATTENTION_INPUTS, dims.hidden),
         (_MLP_INPUTS, dims.hidden),
@@ -380,7 +380,7 @@ def keys_and_values(dims: Dims, *, is_repeated: bool) -> int:
 
 
 def _attention_inputs(dims: Dims, *, is_repeated: bool) -> int:
-    """Elements of query, key and value as the kernel reads them, and of the fused product that is kept by its views."""
+    """Elements of query, key and value as the kernel reads them, and of the fused product that its views keep alive."""
     read = keys_and_values(dims, is_repeated=is_repeated)
     if not dims.is_qkv_fused:
         return dims.query + read

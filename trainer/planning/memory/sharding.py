@@ -2,11 +2,11 @@
 
 FSDP2, as Accelerate applies it: `fully_shard` on every block, on the embedding, and on the last norm with lm_head. A
 group is gathered for its forward and again for its backward, while its neighbour is gathered already: two blocks are
-there in backward, the first block beside the embedding. The head stays from its forward to its backward; when the
-forward ends, the buffer it was gathered into is there as well. In a step that asks a reference first (DPO under
-adapters) the head stays from that forward on, and the last buffer is a block's. A tied head is one group with the
-embedding and stays for the whole step, and so does the root of a stack that does not split its tables. The gradients
-of a group are copied into one reduce-scatter input in the reduce type, which lives until the next group is done.
+gathered in backward, at the end the first block and the embedding. The head stays gathered from its forward to its
+backward; when the forward ends, the buffer it was gathered into is alive as well. In a step that scores the reference
+first (DPO under adapters) the head stays from that forward on, and the last buffer is a block's. A tied head is one
+group with the embedding and stays for the whole step, and so does the root of a trainer that does not split its tables.
+The gradients of a group are copied into one reduce-scatter input in the reduce type, freed after the next group.
 Without synchronisation (accumulation) whole gradients wait in the reduce type for the last micro batch. `fsdp_grad_op`
 keeps everything gathered from forward to backward. gloo copies the input of a reduce-scatter.
 
@@ -17,14 +17,12 @@ convert one to fp32 for the reduction; ZeRO-3 owns one fp32 bucket and a flat bu
 whole run, and keeps up to `stage3_max_live_parameters` gathered, prefetched ones included (0.19.8, stage_1_and_2.py
 `setup_buckets`, stage3.py `_setup_for_real_optimizer`).
 
-DDP's buckets are the gradients (`gradient_as_bucket_view`), so they stay between steps. Micro batches that are not
-synchronised add up beside them, and each sum is freed when the last micro batch copies it into its bucket.
+DDP's buckets are the gradients (`gradient_as_bucket_view`), so they stay between steps. Micro batches without
+synchronisation accumulate outside them, and each sum is freed when the last micro batch copies it into its bucket.
 
-The share of each weight on one rank under FSDP2, which distributes the rows of a tensor.
-
-A tensor whose rows do not divide evenly is padded to as many as the ranks times the largest share: 8 experts over 64
-ranks are 64 rows, 56 of them empty. The first rank then holds a row of everything, and a gathered or reduced tensor is
-as large as its padded form.
+FSDP2 distributes the rows of a tensor. A tensor whose rows do not divide evenly is padded to the number of ranks times
+the largest share: 8 experts over 64 ranks are 64 rows, 56 of them empty. The first rank then has a row of every tensor,
+and a gathered or reduced tensor is as large as its padded form.
 """
 
 from shardwise.trainer.planning.configuration import Configuration
@@ -192,7 +190,7 @@ def _zero3(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) ->
     block, c = _gathered_block(configuration, policy, dims), policy.compute_bytes
     head = c * max(dims.embedding, dims.head)
     whole = dims.layers * block + c * dims.root
-    # What is at work is gathered whatever the limit says.
+    # The layers that run are gathered even beyond the limit.
     at_work = max(block, head) + c * buckets.prefetch_elements
     gathered = min(whole, max(at_work, c * buckets.live_parameters))
     largest = 4 * dims.largest_tensor if configuration.strategy.offload is not Offload.NONE else 0

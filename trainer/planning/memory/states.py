@@ -12,13 +12,13 @@ it. P parameters, w bytes of a master weight, c of the computing type, N ranks (
                 arXiv:2305.14314); embeddings, head and norms stay in the computing type
 
 Under offload the masters and the optimizer state move to pinned host RAM together with an fp32 gradient; the device
-keeps the 16-bit weights (and not even those with `optimizer+params`). On NVMe they leave a window of buffers in host
-RAM. DeepSpeed and FSDP2 pin host RAM; FSDP2's optimizer state is created by torch and stays pageable.
+keeps the 16-bit weights (and not even those with `optimizer+params`). With NVMe host RAM has a window of buffers.
+DeepSpeed and FSDP2 pin host RAM; FSDP2's optimizer state is created by torch and stays pageable.
 
-Host RAM and NVMe of a node. Where every rank computes with the whole model, it builds it in host memory in the type of
+Host RAM and NVMe of a node. If every rank computes with the whole model, it builds it in host memory in the type of
 its master weights: a node needs that many copies once, at the start, and the offloaded state for the rest of the run.
-An engine that shards weights is filled shard by shard, and QLoRA quantises each tensor as it is read: a rank then never
-holds more than one tensor and one on its way, beside what it keeps. FP8 converts the layers of a whole model. On a CPU
+An engine that shards weights loads shard by shard, and QLoRA quantises each tensor as it is read: in addition to its
+own state a rank then holds at most one tensor and one in transfer. FP8 converts the layers of a whole model. On a CPU
 device the model itself is the device's memory and is not counted twice.
 
 Optimizer state, per element: w = bytes of a master weight: AdamW two moments (2w); paged AdamW two in fp32; Lion one
@@ -27,18 +27,18 @@ Optimizer state, per element: w = bytes of a master weight: AdamW two moments (2
 matrices of the blocks and AdamW for the rest; LOMO none. GaLore (arXiv:2403.03507) keeps the moments of an m x n
 matrix, m >= n, as 2 r m and a projector r n; Adafactor looks for its projector in an fp32 gradient and keeps it so.
 
-Temporaries of the step: `adamw` (foreach) takes the square root of every second moment at once (w an element);
-`adamw_fused` none; the others work tensor by tensor, and take so many copies of the largest: Adafactor two, and two
-more in 16 bit; Lion two; Muon three of a matrix, with foreach AdamW for what is none; GaLore two of the embedding,
-which is not projected, with a head of its own a third, and whenever it looks for a new projector it decomposes one fp32
-gradient at a time (torch.linalg.svd of galore_torch). DeepSpeed hands its optimizer one flat partition, which is the
-largest tensor then. bitsandbytes updates 8-bit state in one kernel, on a CPU in plain torch; LAMB needs a scratch
-tensor beside it. torchao works on fp32 copies of one tensor's weight and state. Paged state is bitsandbytes' in every
-stack: torchao pages none. transformers' Trainer keeps the embedding's state in fp32.
+Temporaries of the step: `adamw` (foreach) computes the square root of every second moment at once (w an element);
+`adamw_fused` none; the others work tensor by tensor, and need so many copies of the largest: Adafactor two, and two
+more in 16 bit; Lion two; Muon three of a matrix, with foreach AdamW for other parameters; GaLore two of the embedding,
+which is not projected, and a third for an untied head, and for a new projector it decomposes one fp32 gradient at a
+time (torch.linalg.svd of galore_torch). DeepSpeed passes one flat partition to its optimizer, which is the largest
+tensor then. bitsandbytes updates 8-bit state in one kernel, on a CPU in plain torch; LAMB also needs a scratch tensor.
+torchao works on fp32 copies of one tensor's weight and state. Paged state is always that of bitsandbytes: torchao pages
+none. transformers' Trainer keeps the embedding's state in fp32.
 
-bitsandbytes and torchao keep the state of a tensor below 4,096 elements in fp32, whatever its bits, and bitsandbytes
-pages state from 100,000 elements on (`Optimizer8bit.get_state_buffer`): both leave norms and the small sides of
-adapters alone. DeepSpeed hands its optimizer one flat partition.
+bitsandbytes and torchao keep the state of a tensor below 4,096 elements in fp32 at any bit width, and bitsandbytes
+pages state from 100,000 elements on (`Optimizer8bit.get_state_buffer`): neither changes norms and the small sides of
+adapters.
 """
 
 from collections.abc import Iterator
@@ -190,13 +190,13 @@ def host_memory(
     if not policy.is_cuda:
         return HostMemory(pinned=0, pageable=num_ranks * (pinned + states.pageable), nvme=num_ranks * states.nvme)
     building = loading_bytes(configuration, policy, dims)
-    # The built model is given back as it is sharded, before the offloaded state is complete.
+    # The built model is freed as it is sharded, before the offloaded state is complete.
     pageable = PROCESS_BYTES + states.managed + max(building, states.pageable)
     return HostMemory(pinned=num_ranks * pinned, pageable=num_ranks * pageable, nvme=num_ranks * states.nvme)
 
 
 def loading_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
-    """Bytes of host RAM that a rank takes while it loads the model, beside what it keeps."""
+    """Bytes of host RAM that a rank needs while it loads the model, in addition to its own state."""
     width = policy.compute_bytes if policy.is_frozen else policy.master_bytes
     loads_sharded = (
         configuration.strategy.sharding.shards_weights and configuration.strategy.precision is not Precision.FP8
@@ -287,7 +287,7 @@ def optimizer_bytes(
         at_table = 0 if optimizer.facts.is_8bit else 2 * width * dims.embedding
         if optimizer.facts.state is StateKind.FACTORED:
             at_table, width = _temporaries(optimizer, policy, dims.embedding, dims.embedding), 4
-        # galore_torch keeps the last of them until the next tensor's is there: the head's beside the embedding's.
+        # galore_torch frees them after the next tensor's are made: the head's and the embedding's are alive together.
         at_both = at_table + (width * dims.head if at_table else 0)
         return OptimizerBytes(
             state=_galore_bytes(configuration, policy, dims),

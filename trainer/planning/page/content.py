@@ -1,8 +1,8 @@
 """Content of an explanation, sections of sentences, tables and charts, and its form as plain text.
 
-A page is made once, from a plan or a run, and written as text (`page_text`) and as HTML (`html.page_html`). Everything
-in it is plain text, which each writer escapes. Text omits charts, so whatever a chart shows also stands in a sentence
-or a table. The text is ASCII: aligned tables, wrapped paragraphs, a stacked bar.
+A page is made once, from a plan or a run, and written as text (`page_text`) and as HTML (`html.pages_html`). Everything
+in it is plain text, which each writer escapes. Text omits charts, so everything that a chart shows is also in a
+sentence or a table. The text is ASCII: aligned tables, wrapped paragraphs, a stacked bar.
 """
 
 import textwrap
@@ -24,7 +24,7 @@ class Unit(StrEnum):
     BYTES = "bytes"
     SECONDS = "seconds"
 
-    def words(self, value: float) -> str:
+    def text(self, value: float) -> str:
         """`1.5 GiB`, `12.3k`, `45 ms` or `4.2`."""
         if self is Unit.BYTES:
             return format_bytes(round(value))
@@ -40,7 +40,7 @@ class Sentence(Value, frozen=True, kw_only=True, tag=True):
 
 
 class Quote(Value, frozen=True, kw_only=True, tag=True):
-    """Text whose line breaks are its own, under a few words that say what it is."""
+    """Preformatted text under a label."""
 
     label: str
     text: str
@@ -49,8 +49,8 @@ class Quote(Value, frozen=True, kw_only=True, tag=True):
 class Table(Value, frozen=True, kw_only=True, tag=True):
     """Rows of cells, the header first; columns in `right` are numbers.
 
-    The column `wide` is the one that text moves to a line of its own where the table would be too wide. The cells in
-    `best`, as (row, column), are marked with a star.
+    In text that would be too wide, the cells of column `wide` move to lines of their own. The cells in `best`, as
+    (row, column), are marked with a star.
     """
 
     rows: tuple[tuple[str, ...], ...]
@@ -68,7 +68,7 @@ class Table(Value, frozen=True, kw_only=True, tag=True):
 
 
 class StackedBar(Value, frozen=True, kw_only=True, tag=True):
-    """Parts of a whole in bytes; what they leave of `total` is free."""
+    """Parts of a whole in bytes; the rest of `total` is free."""
 
     parts: dict[str, int]
     total: int
@@ -79,14 +79,14 @@ class StackedBar(Value, frozen=True, kw_only=True, tag=True):
 
 
 class Bars(Value, frozen=True, kw_only=True, tag=True):
-    """One bar a row, to compare by eye: (label, size, the size in words); text leaves it out."""
+    """One bar a row: (label, size, the size as text); omitted in text."""
 
     caption: str
     rows: tuple[tuple[str, float, str], ...]
 
 
 class PairedBars(Value, frozen=True, kw_only=True, tag=True):
-    """Two bars a row, what was predicted above what was measured: (label, predicted, measured); None: not known."""
+    """Two bars a row, the prediction above the measurement: (label, predicted, measured); None: not known."""
 
     caption: str
     rows: tuple[tuple[str, float | None, float | None], ...]
@@ -114,11 +114,11 @@ class Series(Value, frozen=True, kw_only=True):
 
     name: str
     points: Points
-    is_dashed: bool = False  # what was predicted, or a limit
+    is_dashed: bool = False  # a prediction or a limit
 
 
 class Mark(Value, frozen=True, kw_only=True):
-    """Something that happened at a place of the x axis."""
+    """An event at a place of the x axis."""
 
     at: float
     text: str
@@ -142,7 +142,7 @@ Block = Sentence | Quote | Table | StackedBar | Bars | PairedBars | Spans | Line
 
 
 class Section(Value, frozen=True, kw_only=True):
-    """A heading and what stands under it."""
+    """A heading and its content."""
 
     title: str
     blocks: tuple[Block, ...] = ()
@@ -163,7 +163,7 @@ def page_text(page: Page, *, width: int) -> str:
 
 
 def _section(section: Section, width: int) -> list[str]:
-    """The lines of a section; none where all it holds are charts."""
+    """The lines of a section; none if it has only charts."""
     lines = [line for block in section.blocks for line in _block(block, width)]
     return [*paragraph(section.title, width=width, indent=""), *lines] if lines or not section.blocks else []
 
@@ -177,7 +177,7 @@ def _block(block: Block, width: int) -> Iterable[str]:
         return table(block.starred, right=block.right, wide=block.wide, width=width)
     if isinstance(block, StackedBar):
         return _bar_with_legend(block, width)
-    return ()  # a chart: its figures stand beside it
+    return ()  # a chart: its figures are in other blocks
 
 
 def table(
@@ -190,7 +190,7 @@ def table(
 ) -> list[str]:
     """Columns two spaces apart; those in `right` are aligned to the right, the last is never padded.
 
-    Where that takes more than `width` columns, the cells of the column `wide` stand in lines of their own.
+    If the table is wider than `width` columns, the cells of column `wide` move to lines of their own.
     """
     if not rows:
         return []
@@ -220,7 +220,7 @@ def _aligned(rows: Sequence[Sequence[str]], right: set[int], indent: str) -> lis
 
 
 def paragraph(text: str, *, width: int, indent: str = "  ") -> list[str]:
-    """`text` wrapped at words; lines after the first stand two columns deeper."""
+    """`text` wrapped at spaces; lines after the first are indented by two more columns."""
     return textwrap.wrap(
         text,
         width=max(width, 40),
@@ -247,7 +247,7 @@ def letters(num_parts: int) -> str:
 
 
 def stacked_bar(sizes: Sequence[int], *, total: int, width: int) -> str:
-    """`[aaabb....]`: each part with its letter, as long as its share of `total`; a dot is what is left."""
+    """`[aaabb....]`: each part with its letter, as long as its share of `total`; dots are the rest."""
     cells = ""
     filled = 0
     for letter, size in zip(letters(len(sizes)), sizes, strict=True):

@@ -4,23 +4,19 @@ Everything that a person or a file may have named is escaped. A policy in the he
 but the one in the head. Colours follow the reader's light or dark setting. Lengths along a chart are shares of its
 width, so that text keeps its size from a phone to a wide screen. The colour of a series is the custom property `--hue`
 of the classes c0 to c11.
+
+A plot is `PLOT_WIDTH` x `PLOT_HEIGHT` units, stretched to the available width, y downwards. A value that is not finite
+is a gap: the line ends before it and starts again after it. A figure between two gaps is a dot.
 """
 
 import base64
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from itertools import groupby
+from typing import NamedTuple
 
-from shardwise.trainer.planning.page.charts import (
-    PLOT_HEIGHT,
-    PLOT_WIDTH,
-    Axes,
-    area_path,
-    axes_of,
-    line_path,
-    stacked,
-    unit_ticks,
-)
 from shardwise.trainer.planning.page.content import (
     Bars,
     Block,
@@ -28,14 +24,17 @@ from shardwise.trainer.planning.page.content import (
     Mark,
     Page,
     PairedBars,
+    Points,
     Quote,
     Section,
     Sentence,
+    Series,
     Spans,
     StackedBar,
     Table,
+    Unit,
 )
-from shardwise.trainer.spec.units import format_bytes
+from shardwise.trainer.spec.units import GIB, KIB, MIB, TIB, format_bytes
 
 
 def pages_html(pages: Sequence[Page], *, title: str) -> str:
@@ -101,8 +100,36 @@ def _table(table: Table) -> Iterator[str]:
     yield "</table></div>"
 
 
+PLOT_WIDTH, PLOT_HEIGHT = 1000, 180
+MOST_POINTS = 400  # of a line: more are not visible, and would make a page of a long run large
+_MOST_TICKS = 5
+_SCALES = {Unit.BYTES: (TIB, GIB, MIB, KIB), Unit.SECONDS: (86400, 3600, 60)}
+_ROOM_ABOVE = 0.05  # of the range, so that the highest line is not the edge
+
+
+class Axes(NamedTuple):
+    """The figures that the four edges of a plot stand for."""
+
+    left: float
+    right: float
+    bottom: float
+    top: float
+
+    def x(self, value: float) -> float:
+        """Units from the left edge."""
+        return PLOT_WIDTH * self.x_share(value)
+
+    def x_share(self, value: float) -> float:
+        """0 at the left edge, 1 at the right one; where both are one, the middle."""
+        return (value - self.left) / (self.right - self.left) if self.right > self.left else 0.5
+
+    def y(self, value: float) -> float:
+        """Units from the upper edge."""
+        return PLOT_HEIGHT * (1 - (value - self.bottom) / (self.top - self.bottom))
+
+
 NUM_COLOURS = 12
-# Told apart by lightness as well as by hue where two stand side by side, on white and on near-black.
+# Neighbours differ in lightness as well as in hue, on white and on near-black.
 _LIGHT = (
     "#2f6fb5", "#d9730d", "#2e8b57", "#b83280", "#7a5cb8", "#8c6d46",
     "#1796a8", "#c23b4b", "#7d8b1f", "#5f6b76", "#c99a00", "#4457c9",
@@ -158,9 +185,9 @@ STYLE = f"{_SHEET}{_hues(_LIGHT)}@media (prefers-color-scheme: dark) {{\n{_hues(
 
 
 _BAR_HEIGHT = 22
-_ROW_HEIGHT, _TEXT_AT, _THIN, _THIN_AT = 34, 14, 10, 19  # of a row: words above a thin bar
+_ROW_HEIGHT, _TEXT_AT, _THIN, _THIN_AT = 34, 14, 10, 19  # of a row: text above a thin bar
 _ABOVE, _BELOW = 10, 24  # a plot: room for half a line of text, and for the figures of the x axis
-_MARK_WORDS = 5  # marks that are named on the plot; of more, each has its words where it is pointed at
+_NAMED_MARKS = 5  # at most, with their text on the plot; otherwise the text is a tooltip
 
 
 def cell(tag: str, text: str, *, is_right: bool = False, is_best: bool = False) -> str:
@@ -198,15 +225,15 @@ def bars_svg(bars: Bars) -> Iterator[str]:
     largest = max(size for _, size, _ in bars.rows) or 1.0
     yield f"<h3>{escape(bars.caption)}</h3>"
     yield f'<svg height="{_ROW_HEIGHT * len(bars.rows)}" role="img">'
-    for number, (label, size, words) in enumerate(bars.rows):
+    for number, (label, size, text) in enumerate(bars.rows):
         top = number * _ROW_HEIGHT
-        yield from _row_text(label, words, top)
+        yield from _row_text(label, text, top)
         yield _rect("part c0", 0.0, size / largest, top + _THIN_AT, _THIN)
     yield "</svg>"
 
 
 def paired_bars_html(bars: PairedBars) -> Iterator[str]:
-    """A row each: what was predicted above what was measured."""
+    """A row each: the prediction above the measurement."""
     known = [size for _, *sizes in bars.rows for size in sizes if size is not None]
     if not known:
         return
@@ -217,8 +244,8 @@ def paired_bars_html(bars: PairedBars) -> Iterator[str]:
     yield f'<svg height="{height * len(bars.rows)}" role="img">'
     for number, (label, *sizes) in enumerate(bars.rows):
         top = number * height
-        words = " / ".join("-" if size is None else bars.unit.words(size) for size in sizes)
-        yield from _row_text(label, words, top)
+        text = " / ".join("-" if size is None else bars.unit.text(size) for size in sizes)
+        yield from _row_text(label, text, top)
         for place, size in enumerate(sizes):
             if size is not None:
                 yield _rect(f"part c{place}", 0.0, size / largest, top + _THIN_AT + place * (_THIN + 1), _THIN)
@@ -226,7 +253,7 @@ def paired_bars_html(bars: PairedBars) -> Iterator[str]:
 
 
 def spans_svg(spans: Spans) -> Iterator[str]:
-    """A row each: the words above a stretch of the common axis."""
+    """A row each: the text above a stretch of the common axis."""
     if not spans.rows:
         return
     end = max(span.end for span in spans.rows) or 1.0
@@ -240,13 +267,13 @@ def spans_svg(spans: Spans) -> Iterator[str]:
         yield _rect(f"part c{number % NUM_COLOURS}", span.begin / end, width, top + _THIN_AT, _THIN)
     axes = Axes(0.0, end, 0.0, 1.0)
     yield from _x_ticks(
-        ((value, spans.unit.words(value)) for value in unit_ticks(0.0, end, spans.unit)), axes, height + 16
+        ((value, spans.unit.text(value)) for value in unit_ticks(0.0, end, spans.unit)), axes, height + 16
     )
     yield "</svg>"
 
 
 def line_chart_html(chart: LineChart) -> Iterator[str]:
-    """The plot with its scales; nothing where there is no figure."""
+    """The plot with its scales; nothing if there is no figure."""
     axes = axes_of(chart)
     if axes is None:
         return
@@ -256,7 +283,7 @@ def line_chart_html(chart: LineChart) -> Iterator[str]:
     yield _keys(_series_keys(chart))
     yield f'<div class="chart"><svg height="{height}">'
     for value, top in heights:
-        yield f'<text class="faint" x="100%" y="{top + 4:.1f}" text-anchor="end">{chart.unit.words(value)}</text>'
+        yield f'<text class="faint" x="100%" y="{top + 4:.1f}" text-anchor="end">{chart.unit.text(value)}</text>'
     yield f'</svg><svg height="{height}" role="img" aria-label="{escape(chart.caption)}">'
     yield from _bands(chart, axes)
     yield from (f'<line class="grid" x1="0" x2="100%" y1="{top:.1f}" y2="{top:.1f}"/>' for _, top in heights)
@@ -265,7 +292,7 @@ def line_chart_html(chart: LineChart) -> Iterator[str]:
     yield from _paths(chart, axes)
     yield "</svg>"
     yield from _marks(chart.marks, axes)
-    labels = ((value, chart.x_unit.words(value)) for value in unit_ticks(axes.left, axes.right, chart.x_unit))
+    labels = ((value, chart.x_unit.text(value)) for value in unit_ticks(axes.left, axes.right, chart.x_unit))
     yield from _x_ticks(labels, axes, _ABOVE + PLOT_HEIGHT + 16)
     yield f'</svg></div>\n<p class="axis">{escape(chart.x_label)}</p>'
 
@@ -290,13 +317,13 @@ def _bands(chart: LineChart, axes: Axes) -> Iterator[str]:
 
 
 def _marks(marks: Sequence[Mark], axes: Axes) -> Iterator[str]:
-    """A line each; a few are named beside it, on the side where there is room."""
+    """A line each; if they are few, with its text on the side that has room."""
     seen = [mark for mark in marks if axes.left <= mark.at <= axes.right]
     for number, mark in enumerate(seen):
-        share, words = axes.x_share(mark.at), escape(mark.text)
+        share, text = axes.x_share(mark.at), escape(mark.text)
         place = f'x1="{share:.2%}" x2="{share:.2%}" y1="{_ABOVE}" y2="{_ABOVE + PLOT_HEIGHT}"'
-        yield f'<line class="mark" {place}><title>{words}</title></line>'
-        if len(seen) <= _MARK_WORDS:
+        yield f'<line class="mark" {place}><title>{text}</title></line>'
+        if len(seen) <= _NAMED_MARKS:
             anchor, shift = ("end", -4) if share > 0.5 else ("start", 4)
             top = _ABOVE + 12 + 15 * number
             yield (
@@ -311,16 +338,16 @@ def _short(text: str, most: int = 28) -> str:
 
 def _x_ticks(labels: Iterable[tuple[float, str]], axes: Axes, top: float) -> Iterator[str]:
     """Figures below a plot; those at its edges stay within it."""
-    for value, words in labels:
+    for value, text in labels:
         share = axes.x_share(value)
         anchor = "start" if share < 0.04 else "end" if share > 0.96 else "middle"
-        yield f'<text class="faint" x="{share:.2%}" y="{top}" text-anchor="{anchor}">{escape(words)}</text>'
+        yield f'<text class="faint" x="{share:.2%}" y="{top}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _row_text(label: str, words: str, top: float) -> Iterator[str]:
+def _row_text(label: str, text: str, top: float) -> Iterator[str]:
     yield f'<text x="0" y="{top + _TEXT_AT}">{escape(label)}</text>'
-    if words:
-        yield f'<text class="halo" x="100%" y="{top + _TEXT_AT}" text-anchor="end">{escape(words)}</text>'
+    if text:
+        yield f'<text class="halo" x="100%" y="{top + _TEXT_AT}" text-anchor="end">{escape(text)}</text>'
 
 
 def _rect(names: str, left: float, width: float, top: float, height: float, *, title: str = "") -> str:
@@ -348,3 +375,125 @@ def _keys(keys: Iterable[tuple[str, int, bool]]) -> str:
         for name, number, is_dashed in keys
     )
     return f'<ul class="keys">{items}</ul>'
+
+
+def axes_of(chart: LineChart) -> Axes | None:
+    """Edges that contain every line, mark and band; None if there is no figure to draw."""
+    heights = [y for upper in _tops(chart) for _, y in upper if y is not None]
+    if not heights:
+        return None
+    places = [x for series in chart.series for x, _ in series.points]
+    places += [place for band in chart.bands for place in (band.begin, band.end)]
+    low, high = min(heights), max(heights)
+    bottom = min(0.0, low) if chart.from_zero or chart.is_stacked else low
+    room = (high - bottom) * _ROOM_ABOVE or abs(high) * _ROOM_ABOVE or 1.0
+    lowest = bottom if chart.from_zero or chart.is_stacked else bottom - room
+    return Axes(min(places), max(places), lowest, high + room)
+
+
+def ticks(low: float, high: float, most: int = _MOST_TICKS) -> tuple[float, ...]:
+    """Round figures from `low` to `high`, at most `most` of them, a step of 1, 2 or 5 apart."""
+    if not high > low:
+        return (low,)
+    raw = (high - low) / max(1, most - 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return tuple(number * step for number in range(first, last + 1))
+
+
+def unit_ticks(low: float, high: float, unit: Unit) -> tuple[float, ...]:
+    """Figures that are round in the unit that they are written in: 200 MiB, 15 min."""
+    scale = next((size for size in _SCALES.get(unit, ()) if max(abs(low), abs(high)) >= 2 * size), 1)
+    return tuple(scale * value for value in ticks(low / scale, high / scale))
+
+
+def line_path(points: Points, axes: Axes) -> str:
+    """The `d` of a path through the points; empty where there is none."""
+    return " ".join(_polyline([(axes.x(x), axes.y(y)) for x, y in part]) for part in parts_of(points))
+
+
+def area_path(lower: Points, upper: Points, axes: Axes) -> str:
+    """The `d` of the areas between two lines that have the same x; where either has a gap there is none."""
+    pairs = tuple((x, None if low is None else high) for (x, low), (_, high) in zip(lower, upper, strict=True))
+    floor = dict(lower)
+    return " ".join(
+        _polyline(
+            [
+                *((axes.x(x), axes.y(y)) for x, y in part),
+                *((axes.x(x), axes.y(floor[x] or 0.0)) for x, _ in reversed(part)),
+            ]
+        )
+        + " Z"
+        for part in parts_of(pairs)
+    )
+
+
+def parts_of(points: Points) -> Iterator[list[tuple[float, float]]]:
+    """Runs of points without a gap."""
+    for is_there, run in groupby(points, key=lambda point: is_figure(point[1])):
+        if is_there:
+            yield [(x, y) for x, y in run if y is not None]
+
+
+def is_figure(value: float | None) -> bool:
+    """True if the value can be drawn."""
+    return value is not None and math.isfinite(value)
+
+
+def stacked(series: Sequence[Series]) -> list[tuple[Points, Points]]:
+    """The lower and the upper edge of each series on top of those before it; a gap adds nothing."""
+    places = sorted({x for each in series for x, _ in each.points})
+    below = dict.fromkeys(places, 0.0)
+    found: list[tuple[Points, Points]] = []
+    for each in series:
+        heights = dict(each.points)
+        above = {x: below[x] + (y if is_figure(y := heights.get(x)) and y is not None else 0.0) for x in places}
+        found.append((tuple(below.items()), tuple(above.items())))
+        below = above
+    return found
+
+
+def thinned(points: Iterable[tuple[float, float | None]], most: int = MOST_POINTS) -> Points:
+    """At most about `most` points, the lowest and the highest of each stretch among them, so that no spike is lost."""
+    every = tuple(points)
+    if len(every) <= most:
+        return every
+    size = -(-2 * len(every) // most)
+    retained: list[tuple[float, float | None]] = []
+    for begin in range(0, len(every), size):
+        stretch = every[begin : begin + size]
+        figures = [(y, number) for number, (_, y) in enumerate(stretch) if y is not None and math.isfinite(y)]
+        gaps = [number for number, (_, y) in enumerate(stretch) if not is_figure(y)][:1]
+        numbers = {min(figures)[1], max(figures)[1]} if figures else set()
+        retained += [stretch[number] for number in sorted({*numbers, *gaps})]
+    return tuple(retained)
+
+
+def averaged(points: Iterable[tuple[float, float | None]], most: int = MOST_POINTS) -> Points:
+    """At most `most` points, each the mean of a stretch, the same stretches for lines of the same x."""
+    every = tuple(points)
+    size = -(-len(every) // most)
+    if size <= 1:
+        return every
+    stretches = (every[begin : begin + size] for begin in range(0, len(every), size))
+    return tuple((stretch[-1][0], _mean([y for _, y in stretch])) for stretch in stretches)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    figures = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(figures) / len(figures) if figures else None
+
+
+def _polyline(places: Sequence[tuple[float, float]]) -> str:
+    first, *others = (f"{x:.1f} {y:.1f}" for x, y in places)
+    return f"M{first}" + ("".join(f"L{other}" for other in others) or "h0")
+
+
+def _tops(chart: LineChart) -> Iterator[Points]:
+    """Points that the upper edge of the chart must contain."""
+    if chart.is_stacked:
+        yield from (upper for _, upper in stacked(chart.series))
+        return
+    for series in chart.series:
+        yield tuple((x, y) for x, y in series.points if is_figure(y))

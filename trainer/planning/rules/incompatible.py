@@ -1,14 +1,14 @@
-"""Incompatible settings, of a strategy and beside it, with method, ranks and hardware: three tables.
+"""Incompatibilities of a strategy and of other settings with method, ranks and hardware: three tables.
 
-`LAYOUTS` looks at the strategy alone; no row of the catalogue breaks it, and it states why a row is missing. `ROWS`
-rules out rows of the catalogue for a method or on a machine. `SETTINGS` is about attention, checkpointing, loss head,
-torch.compile, activation offload, updates inside the backward pass and FP8 recipes; a combination that fixes none of
-these breaks none (tested), so the planner reads it only for what a job pins or what it has chosen.
+`LAYOUTS` is about the strategy alone; no row of the catalogue breaks it, and it states why a strategy is missing.
+`ROWS` rules out rows of the catalogue for a method or on a machine. `SETTINGS` is about attention, checkpointing, loss
+head, torch.compile, activation offload, updates inside the backward pass and the FP8 recipe. An input that fixes none
+of these breaks none (tested), so the planner reads it only for the pins of a job and for what it has chosen.
 
 The first broken row of a table is the reason, so the more fundamental one comes first.
 """
 
-from shardwise.trainer.planning.rules.combination import Combination, Incompatibility, Reach
+from shardwise.trainer.planning.rules.rule_input import Incompatibility, Reach, RuleInput
 from shardwise.trainer.planning.tables.catalogue import LAYOUTS as CATALOGUED
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method, Precision
@@ -16,18 +16,18 @@ from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe,
 BF16 = (Precision.BF16_MIXED, Precision.BF16, Precision.FP8)
 
 
-def _only_zero3_moves(c: Combination) -> bool:
+def _only_zero3_moves(c: RuleInput) -> bool:
     """NVMe is DeepSpeed's alone, and so is moving parameters where DeepSpeed is the engine."""
     sharding, offload = c.strategy.sharding, c.strategy.offload
     is_bound = offload.uses_nvme or (offload.moves_parameters and sharding.uses_deepspeed)
     return is_bound and sharding.facts.deepspeed_stage != 3
 
 
-def _is_offloaded(c: Combination) -> bool:
+def _is_offloaded(c: RuleInput) -> bool:
     return c.strategy.offload is not Offload.NONE
 
 
-def _adapts_experts(c: Combination) -> bool:
+def _adapts_experts(c: RuleInput) -> bool:
     """True if adapters are put on parameters that are not modules."""
     in_one = any(linear.adapter_rank_factor and not linear.is_linear_module for linear in c.shape.linears)
     return in_one and c.lora.targets == ("all-linear",)
@@ -70,7 +70,7 @@ LAYOUTS: tuple[Incompatibility, ...] = (
         is_broken=lambda c: c.strategy.optimizer.facts.updates_on_host and not c.strategy.sharding.uses_deepspeed,
         reason="optimizer: deepspeed_cpu_adam needs zero1, zero2 or zero3, not {sharding}",
         instead="adamw_fused",
-        evidence="FSDP2 hands its optimizer DTensors, which the operator does not take",
+        evidence="FSDP2 passes DTensors to its optimizer, which the operator does not support",
         reach=Reach.ALL,
     ),
     Incompatibility(
@@ -268,20 +268,20 @@ ROWS: tuple[Incompatibility, ...] = (
 
 BLACKWELL_RECIPES = (Fp8Recipe.MXFP8, Fp8Recipe.NVFP4)  # scales of 32 and 16 elements, which its units multiply by
 TORCHAO_RECIPES = (Fp8Recipe.TORCHAO_TENSORWISE, Fp8Recipe.TORCHAO_ROWWISE)
-RECIPE_CAPABILITY: dict[Fp8Recipe, tuple[int, int]] = {
+FP8_CAPABILITY: dict[Fp8Recipe, tuple[int, int]] = {
     Fp8Recipe.BLOCK: (9, 0),
     Fp8Recipe.TORCHAO_ROWWISE: (9, 0),
     **dict.fromkeys(BLACKWELL_RECIPES, (10, 0)),
 }
 
 
-def _has_tiles(c: Combination) -> bool:
+def _has_tiles(c: RuleInput) -> bool:
     """True if any linear layer of a block divides into tiles; the others stay in 16 bit."""
     return any(linear.num_inputs % c.tile == 0 and linear.num_outputs % c.tile == 0 for linear in c.shape.linears)
 
 
-def _is_too_old(c: Combination) -> bool:
-    return c.fp8_recipe is not None and c.capability_below(RECIPE_CAPABILITY[c.fp8_recipe])
+def _is_too_old(c: RuleInput) -> bool:
+    return c.fp8_recipe is not None and c.capability_below(FP8_CAPABILITY[c.fp8_recipe])
 
 
 SETTINGS: tuple[Incompatibility, ...] = (

@@ -4,7 +4,7 @@ A rule looks at one row in one context; the first broken rule of `RULES` is the 
 the job file pins, what cannot work (`incompatible`), what the job does not allow, what would only be slower.
 `yields_to` names the pin that overrides a rule: a pinned mechanism is used unless it cannot work.
 
-No rule knows a number of bytes: memory, host RAM, hours and money are budgets (`search.budget`), checked afterwards.
+No rule reads a number of bytes: memory, host RAM, hours and money are budgets, checked later (`candidates.excess`).
 """
 
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from enum import StrEnum
 
 from shardwise.trainer.planning.configuration import Configuration, fp8_recipe_of
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.rules.combination import (
-    Combination,
+from shardwise.trainer.planning.rules.incompatible import BF16, ROWS, SETTINGS
+from shardwise.trainer.planning.rules.rule_input import (
     Incompatibility,
     Reach,
-    combination_of,
-    facts_of,
+    RuleInput,
     first_broken,
+    placeholders_of,
+    rule_input_of,
 )
-from shardwise.trainer.planning.rules.combination import capability_text as text_of_capability
-from shardwise.trainer.planning.rules.incompatible import BF16, ROWS, SETTINGS
+from shardwise.trainer.planning.rules.rule_input import capability_text as text_of_capability
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.strategy import Attention, LossHead, Method, Precision, Strategy
@@ -31,15 +31,15 @@ from shardwise.trainer.spec.value import Value
 class Kind(StrEnum):
     """Why a rule is there."""
 
-    PIN = "pin"  # the job file says so
+    PIN = "pin"  # the job file sets something else
     INCOMPATIBLE = "incompatible"
     NEED = "need"  # something that can be installed or given
-    OPT_IN = "leave"  # an entry of `allow` would lift it
+    OPT_IN = "opt_in"  # an entry of `allow` would lift it
     SLOWER = "slower"
 
 
 class Rule(Value, frozen=True, kw_only=True):
-    """A reason not to take a row; `reason` is filled with the facts of the context and the row."""
+    """A reason not to use a strategy; `reason` is filled with the facts of the context and the strategy."""
 
     name: str
     kind: Kind
@@ -162,7 +162,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         name="fp8_does_not_pay",
         kind=Kind.SLOWER,
         is_broken=lambda s, row: row.precision is Precision.FP8 and s.fp8_gain is not None and not s.fp8_gain.pays,
-        reason="{precision} {fp8_words}",
+        reason="{precision} {fp8_text}",
         instead="bf16-mixed, or pin it",
         yields_to="precision",
         evidence="timed on this GPU: forward and backward of the model's own linear layers, casts included",
@@ -183,7 +183,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         reason="{optimizer} pages nothing: the device is the CPU",
         instead="the same optimizer unpaged",
         yields_to="optimizer",
-        evidence="bitsandbytes 0.50 takes managed memory from CUDA; on a CPU its paged state is plain",
+        evidence="bitsandbytes 0.50 allocates managed memory by CUDA; on a CPU its paged state is plain",
     ),
     Rule(
         name="bf16_is_slow_here",
@@ -231,7 +231,7 @@ __all__ = [
     "capability_text",
     "may_run",
     "obstacle_to",
-    "pinned_combination",
+    "pinned_rule_input",
     "refuse",
     "rule_named",
 ]
@@ -239,7 +239,7 @@ _SETTING_PINS = ("checkpointing", "attention", "loss", "compile", "activation_of
 
 
 class Refusal(Value, frozen=True, kw_only=True):
-    """A broken rule, in words."""
+    """A broken rule, as text."""
 
     rule: str
     reason: str
@@ -247,12 +247,12 @@ class Refusal(Value, frozen=True, kw_only=True):
 
 
 def refuse(context: PlanningContext, strategy: Strategy) -> Refusal | None:
-    """The first rule that `strategy` breaks, or None where it may be taken."""
+    """The first rule that `strategy` breaks, or None if it may be used."""
     rule = _broken_rule(context, strategy)
     if rule is None:
         return None
     if rule.kind is Kind.INCOMPATIBLE:
-        facts = facts_of(pinned_combination(context, strategy))
+        facts = placeholders_of(pinned_rule_input(context, strategy))
     else:
         facts = _facts(context, strategy)
     instead = rule.instead.format(**facts) if rule.instead else None
@@ -260,7 +260,7 @@ def refuse(context: PlanningContext, strategy: Strategy) -> Refusal | None:
 
 
 def _broken_rule(context: PlanningContext, strategy: Strategy) -> Rule | None:
-    """The first rule that `strategy` breaks, not yet in words."""
+    """The first rule that `strategy` breaks."""
     if _PINNED.is_broken(context, strategy):
         return _PINNED
     incompatibility = _incompatibility(context, strategy)
@@ -288,20 +288,20 @@ def _broken_by_job(context: PlanningContext, strategy: Strategy) -> Rule | None:
 
 
 def obstacle_to(context: PlanningContext, configuration: Configuration) -> Incompatibility | None:
-    """Why a setting of a row cannot be taken, where the row itself can; None where it can.
+    """Why a configuration of a permitted strategy cannot run; None if it can.
 
-    A search asks it of thousands, most of which settle nothing that could be in the way.
+    A search calls it thousands of times, mostly for configurations that cannot break a rule.
     """
     if not _is_remarkable(configuration):
         return None
-    combination = combination_of(configuration, context.shape, context.device, libraries=_libraries(context))
-    return first_broken(SETTINGS, combination, reach=Reach.OURS)
+    rule_input = rule_input_of(configuration, context.shape, context.device, libraries=_libraries(context))
+    return first_broken(SETTINGS, rule_input, reach=Reach.OURS)
 
 
-def pinned_combination(context: PlanningContext, strategy: Strategy) -> Combination:
-    """A row with what the job fixes beside it; what it leaves open is not settled."""
+def pinned_rule_input(context: PlanningContext, strategy: Strategy) -> RuleInput:
+    """A strategy with the settings that the job fixes."""
     pin, train, share = context.job.pin, context.job.train, context.sequences_per_rank
-    return Combination(
+    return RuleInput(
         strategy=strategy,
         method=context.method,
         num_ranks=context.num_ranks,
@@ -323,8 +323,8 @@ def pinned_combination(context: PlanningContext, strategy: Strategy) -> Combinat
 
 
 def _incompatibility(context: PlanningContext, strategy: Strategy) -> Incompatibility | None:
-    """The first of the two tables; a row of the catalogue breaks no rule on layouts."""
-    combination = Combination(
+    """The first of `ROWS` and `SETTINGS` that is broken; a row of the catalogue breaks none of `LAYOUTS`."""
+    rule_input = RuleInput(
         strategy=strategy,
         method=context.method,
         num_ranks=context.num_ranks,
@@ -332,10 +332,10 @@ def _incompatibility(context: PlanningContext, strategy: Strategy) -> Incompatib
         shape=context.shape,
         cpu_flags=_cpu_flags(context, strategy),
     )
-    broken = first_broken(ROWS, combination)
+    broken = first_broken(ROWS, rule_input)
     if broken is not None or not _settles_more(context, strategy):
         return broken
-    return first_broken(SETTINGS, pinned_combination(context, strategy), reach=Reach.OURS)
+    return first_broken(SETTINGS, pinned_rule_input(context, strategy), reach=Reach.OURS)
 
 
 def _settles_more(context: PlanningContext, strategy: Strategy) -> bool:
@@ -350,7 +350,7 @@ def _settles_more(context: PlanningContext, strategy: Strategy) -> bool:
 
 
 def _cpu_flags(context: PlanningContext, strategy: Strategy) -> frozenset[str] | None:
-    """The host's, where the one rule that looks at them could be broken."""
+    """The host's flags, if the one rule that reads them could be broken."""
     requests = context.is_cpu and strategy.precision is Precision.FP16_MIXED
     return frozenset(context.hardware.host.cpu_flags) if requests else None
 
@@ -380,7 +380,7 @@ def _facts(context: PlanningContext, strategy: Strategy) -> dict[str, object]:
         "pins": ", ".join(f"pin.{axis}: {getattr(context.job.pin, axis)}" for axis in _differing(context, strategy)),
         "method": context.method,
         "device": context.device.name,
-        "fp8_words": context.fp8_gain.text if context.fp8_gain else "",
+        "fp8_text": context.fp8_gain.text if context.fp8_gain else "",
     }
 
 
@@ -411,13 +411,13 @@ _PINNED = Rule(
     kind=Kind.PIN,
     is_broken=_breaks_pin,
     reason="the job file sets {pins}",
-    instead="leave the pin out",
+    instead="remove the pin",
     evidence="the job file",
 )
 
 
 def _of_rows(incompatibility: Incompatibility) -> Rule:
-    """An incompatibility as a rule of a row in a context."""
+    """An incompatibility as a rule about a strategy in a context."""
 
     def is_broken(context: PlanningContext, strategy: Strategy) -> bool:
         found = _incompatibility(context, strategy)

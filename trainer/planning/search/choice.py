@@ -1,31 +1,28 @@
-"""The ranking of every row for one method: what can run, best first, and what cannot, with the number or the rule.
+"""Ranking of all strategies for one method: candidates, best first, and rejections with the number or the rule.
 
-Exact rows come before those that change the update, and the faster before the slower. Of those within 1 % of the
-fastest that is left the one with the least machinery comes first (`catalogue.LAYOUTS`, state that is not paged), then
-the one that needs least. A trial that was run counts more than a prediction: what it measured ranks first, what ran
-out of memory in it is out.
+Exact strategies come before those that change the update, faster ones before slower ones. Of those within 1 % of the
+fastest the simplest comes first (`catalogue.LAYOUTS`, state that is not paged), then the one that needs the least
+memory. Trials outrank predictions: strategies that ran in one come first, those that ran out of memory are rejected.
 
-Some rows must be faster by a handicap to be taken: those under an engine that shards, as their gain over one that does
-not is predicted and not yet measured side by side, and those whose speed nobody has published a measurement of:
-offload, and paged state.
+Some strategies are ranked with a handicap on their time: engines that shard, as their gain is predicted and has not
+been measured in a comparison, and those without published measurements of speed: offload and paged state.
 
-The table of methods: what full, galore, lora and qlora would each need and take, whether they may run or not.
+`method_rows` is the table of methods: memory and time of full, galore, lora and qlora, even of those that may not run.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.candidates import candidate_of
+from shardwise.trainer.planning.candidates import candidate_of, excess, run_totals
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import may_run, refuse
-from shardwise.trainer.planning.search.budget import excess, run_totals
 from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,
     Bounded,
     best_candidate,
-    best_setting,
+    best_configuration,
     bounded_starts,
     least_need,
     loss_handicap,
@@ -38,19 +35,19 @@ from shardwise.trainer.spec.plan import Candidate, MethodRow, Rejection, TrialRe
 from shardwise.trainer.spec.strategy import Method, Strategy
 from shardwise.trainer.spec.value import Value
 
-# A choice of ours, from when such runs could not be resumed: without it two CPU ranks take ZeRO, and 1B on one RTX 4090
-# the optimizer in host RAM. To be replaced by what engines measure beside each other on one machine.
+# A choice of ours, from when such runs could not be resumed: without it two CPU ranks use ZeRO, and 1B on one RTX 4090
+# the optimizer in host RAM. To be replaced by measurements of several engines on one machine.
 SHARDING_HANDICAP = 1.25
-OFFLOAD_HANDICAP = 1.10  # more than nine in ten predictions err where there are measurements to hold them against
-# The driver moves paged state page by page as it is touched, where a prediction takes the rate of the link. For
+OFFLOAD_HANDICAP = 1.10  # more than the error of nine in ten predictions that can be compared with measurements
+# The driver moves paged state page by page as it is touched, where a prediction assumes the rate of the link. For
 # adapters the state is too small to matter.
 PAGED_HANDICAP = 1.5
 
 
 class Ranking(Value, frozen=True, kw_only=True):
-    """Every row of the catalogue, once: a candidate or a rejection.
+    """Every strategy of the catalogue, once: a candidate or a rejection.
 
-    `smallest` holds the least setting of each row that the rules allow and a number forbids.
+    `smallest` has the smallest configuration of each strategy that the rules allow and a budget rejects.
     """
 
     candidates: tuple[Candidate, ...]
@@ -59,7 +56,7 @@ class Ranking(Value, frozen=True, kw_only=True):
 
 
 def rank(context: PlanningContext, trials: Sequence[TrialResult] = ()) -> Ranking:
-    """All rows for the context's method; remedies are left to `with_remedies`."""
+    """All strategies for the context's method; `with_remedies` adds the remedies."""
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
     smallest: dict[str, Candidate] = {}
@@ -82,7 +79,7 @@ def rank(context: PlanningContext, trials: Sequence[TrialResult] = ()) -> Rankin
 
 
 def survey(context: PlanningContext) -> Ranking:
-    """The best row for the context's method, where only that is asked: one row a layout, exact ones first."""
+    """The best strategy for the context's method alone: one strategy a layout is searched, exact ones first."""
     rows = one_a_layout(CATALOGUE, lambda row: may_run(context, row))
     best, beyond = best_of(context, rows)
     candidates = () if best is None else (best,)
@@ -95,19 +92,19 @@ def survey(context: PlanningContext) -> Ranking:
 
 
 def best_of(context: PlanningContext, rows: Iterable[Strategy]) -> tuple[Candidate | None, dict[str, Candidate]]:
-    """The first candidate by `in_order`, and those found on the way that fit the device but no other budget.
+    """The first candidate by `in_order`, and those found before it that fit the device but not the other budgets.
 
-    By branch and bound: a row that cannot come within a per cent of the best so far is not searched.
+    By branch and bound: a strategy that cannot come within one per cent of the best so far is not searched.
     """
     bounded = [(_least_rank(context, row, starts := bounded_starts(context, row)), row, starts) for row in rows]
     candidates: list[Candidate] = []
     beyond: dict[str, Candidate] = {}
-    settings: dict[str, Configuration] = {}
+    configurations: dict[str, Configuration] = {}
     best: tuple[bool, float] | None = None
     for (is_approximate, bound), row, starts in sorted(bounded, key=lambda entry: entry[0]):
         if best is not None and (is_approximate, bound) > (best[0], (1 + SAME_SPEED) * best[1]):
             break
-        configuration = best_setting(context, row, starts)
+        configuration = best_configuration(context, row, starts)
         if configuration is None:
             continue
         candidate = candidate_of(context, configuration)  # larger buffers change neither its time nor its host RAM
@@ -115,23 +112,23 @@ def best_of(context: PlanningContext, rows: Iterable[Strategy]) -> tuple[Candida
             beyond[row.name] = candidate
             continue
         candidates.append(candidate)
-        settings[row.name] = configuration
+        configurations[row.name] = configuration
         rank = is_approximate, _predicted_seconds(context, candidate)
         best = rank if best is None else min(best, rank)
     if not candidates:
         return None, beyond
     first = in_order(context, candidates)[0]
-    return with_larger_buckets(context, settings[first.strategy.name]), beyond
+    return with_larger_buckets(context, configurations[first.strategy.name]), beyond
 
 
 def _least_rank(context: PlanningContext, row: Strategy, starts: Sequence[Bounded]) -> tuple[bool, float]:
-    """A lower bound of the rank of any setting of a strategy: approximate or not, and corrected seconds."""
+    """A lower bound of the rank of any configuration of a strategy: approximate or not, and corrected seconds."""
     factor = context.corrections.of(row, context.method).step.value
     return not row.is_exact, starts[0].seconds * factor * handicap(context, row)
 
 
 def with_remedies(context: PlanningContext, ranking: Ranking) -> tuple[Rejection, ...]:
-    """The rejections, each that memory decided with the smallest change that would make the row fit."""
+    """The rejections; those for memory with the smallest change that would make the strategy fit."""
     return tuple(
         rejection
         if (smallest := ranking.smallest.get(rejection.strategy)) is None
@@ -190,7 +187,7 @@ def _machinery(candidate: Candidate) -> tuple[int, bool, int, int]:
 def one_a_layout(
     rows: Sequence[Strategy], is_taken: Callable[[Strategy], bool] = lambda _: True
 ) -> tuple[Strategy, ...]:
-    """The first exact and the first approximate row of each layout that `is_taken`: the one the catalogue prefers."""
+    """The first exact and the first approximate strategy of each layout that `is_taken`, in the catalogue's order."""
     first: dict[tuple[Sharding, Offload, bool], Strategy] = {}
     for row in rows:
         layout = row.sharding, row.offload, row.is_exact
@@ -237,7 +234,7 @@ def _method_row(context: PlanningContext, ranking: Ranking, *, is_taken: bool) -
             hours=None,
             gpu_hours=None,
             cost=None,
-            verdict="no strategy of this machine can take it",
+            verdict="no strategy on this machine supports it",
         )
     over = excess(context, best)
     obstacle = "fits" if over is None else over.reason if best.memory.fits else "does not fit"

@@ -1,17 +1,15 @@
-"""The best setting of one row: micro batch, accumulation, checkpointing, loss head and buffers.
+"""The best configuration of one strategy: micro batch, accumulation, checkpointing, loss head and buffers.
 
-The global batch is the user's and never moves: a rank's share of it is cut into micro batches, and accumulation
-follows. Gradients that add up over micro batches take room of their own (FSDP keeps them whole, DDP holds a second
-copy), so a share at once may fit where half of it does not. It is tried by itself; among the others need grows with
-the micro batch, and the largest that fits is found by bisection.
+The global batch is the user's and never changes: a rank's share of it is split into micro batches, and accumulation
+follows. Gradients that are accumulated need memory of their own (FSDP keeps them whole, DDP has a second copy), so the
+whole share as one micro batch may fit where half of it does not. It is tried separately; among the others need grows
+with the micro batch, and the largest that fits is found by bisection.
 
-Of all that fit the fastest is taken, and among those as fast (`time_class`) the smallest. Buffers of ZeRO start small
-and grow into half of what is left, so that the other half covers what a prediction misses.
+The fastest configuration that fits is chosen, and among those as fast (`time_class`) the smallest. Buffers of ZeRO
+start small and use half of the memory that remains; the other half covers the error of a prediction.
 
-The values a setting may take for one row, from the least memory to the most where there is an order.
-
-A pin leaves one value. What this version cannot run is offered only where the context ignores the version; pinning
-it is otherwise an InputError of `input_checks`.
+The possible values of each setting come first, from the least memory to the most if they have an order. A pin allows
+one value.
 """
 
 import math
@@ -34,7 +32,7 @@ from shardwise.trainer.planning.candidates import (
 from shardwise.trainer.planning.configuration import Configuration, fp8_recipe_of
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import capability_text, obstacle_to
-from shardwise.trainer.planning.run import row_policy
+from shardwise.trainer.planning.schedule import row_policy
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.model.shape import ModelShape
@@ -43,16 +41,16 @@ from shardwise.trainer.spec.plan import Buckets, Candidate
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Strategy
 from shardwise.trainer.spec.units import MIB
 
-EVERY_SECOND = 2  # block is recomputed where pin.checkpointing_n says nothing
+EVERY_SECOND = 2  # block is recomputed unless pin.checkpointing_n is set
 MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS = 1024, 128
 CHUNK_LOGITS_BYTES = 256 * MIB  # of one slice, in fp32
 MIN_BUCKET_ELEMENTS, MAX_BUCKET_ELEMENTS = 2**18, 2**28  # 512 KiB to 512 MiB in 16 bit
 TF32_CAPABILITY = (8, 0)
-PERSISTENCE_PER_HIDDEN = 10  # norms and biases stay whole under ZeRO-3; DeepSpeed's own "auto" takes the same
+PERSISTENCE_PER_HIDDEN = 10  # norms and biases stay whole under ZeRO-3; DeepSpeed's own "auto" uses the same
 
 
 def micro_batches(context: PlanningContext, strategy: Strategy | None = None) -> tuple[int, ...]:
-    """Powers of two and divisors of a rank's sequences, ascending; all of them where nothing can be added up."""
+    """Powers of two and divisors of a rank's sequences, ascending; only all of them if nothing can be accumulated."""
     pinned = context.job.pin.micro_batch
     if pinned is not None:
         return (pinned,)
@@ -75,9 +73,9 @@ def updates_in_backward(context: PlanningContext, strategy: Strategy) -> bool:
 
 
 def checkpointings(context: PlanningContext) -> tuple[Checkpointing, ...]:
-    """Recompute every block, keep what is dear to compute, or keep everything.
+    """Kinds of recomputation: of every block, selective, none.
 
-    What selective recomputation keeps of frozen blocks is more than they would keep without it.
+    Selective recomputation saves more of frozen blocks than they save without it.
     """
     pinned = context.job.pin.checkpointing
     if pinned is not None:
@@ -88,14 +86,14 @@ def checkpointings(context: PlanningContext) -> tuple[Checkpointing, ...]:
 
 
 def every_n(context: PlanningContext, checkpointing: Checkpointing) -> int | None:
-    """Of how many blocks one is recomputed; None where every block is treated alike."""
+    """The n of `every_n`: one of n blocks is recomputed; None for other kinds."""
     if checkpointing is not Checkpointing.EVERY_N:
         return None
     return context.job.pin.checkpointing_n or EVERY_SECOND
 
 
 def losses(context: PlanningContext) -> tuple[LossHead, ...]:
-    """Logits in slices of tokens, or whole; a loss of the user's own is given all of them."""
+    """Logits in slices of tokens, or whole; a user's own loss receives all of them."""
     if Hook.LOSS in context.hooks:
         return (LossHead.EAGER,)
     pinned = context.job.pin.loss
@@ -103,7 +101,7 @@ def losses(context: PlanningContext) -> tuple[LossHead, ...]:
 
 
 def compiles(context: PlanningContext) -> tuple[bool, ...]:
-    """Eager, or torch.compile where the job allows it."""
+    """Eager, or torch.compile if the job allows it."""
     pinned = context.job.pin.compile
     if pinned is not None:
         return (pinned,)
@@ -111,7 +109,7 @@ def compiles(context: PlanningContext) -> tuple[bool, ...]:
 
 
 def activation_offloads(context: PlanningContext) -> tuple[bool, ...]:
-    """Activations stay on the device; where nothing else helps they may go to host RAM, which `allow` must name."""
+    """Activations stay on the device; if nothing else fits they may move to host RAM, if `allow` has it."""
     pinned = context.job.pin.activation_offload
     if pinned is not None:
         return (pinned,)
@@ -129,7 +127,7 @@ def supports_tf32(context: PlanningContext, precision: Precision) -> bool:
 
 
 def attention(context: PlanningContext, precision: Precision) -> tuple[Attention, str]:
-    """The best attention kernel that there is for this model, and why."""
+    """The best attention kernel that is available for this model, and the reason."""
     pinned, shape = context.job.pin.attention, context.shape
     if pinned is not None:
         kernel = flash_kernel(context, pinned)
@@ -149,7 +147,7 @@ def attention_text(shape: ModelShape) -> str:
 
 
 def obstacle_to_flash(context: PlanningContext, precision: Precision) -> str | None:
-    """Why flash-attn cannot run, or None where it can."""
+    """Why flash-attn cannot run, or None if it can."""
     if Attention.FLASH not in context.shape.attentions:
         return "flash-attn cannot compute it"
     if context.is_cpu:
@@ -175,7 +173,7 @@ def missing_flash(context: PlanningContext) -> str | None:
 
 
 def flash_kernel(context: PlanningContext, taken: Attention) -> str | None:
-    """The kernel of the hub that flash runs by the job's leave; None where it is flash-attn's own, or not taken."""
+    """The hub kernel that the job allows for flash; None if flash-attn's own is used, or another attention."""
     is_needed = taken is Attention.FLASH and not context.has_library("flash-attn")
     return context.job.model.flash_kernel if is_needed else None
 
@@ -187,7 +185,7 @@ def chunk_tokens(shape: ModelShape) -> int:
 
 
 def chunk_sizes(shape: ModelShape, loss: LossHead) -> tuple[int | None, ...]:
-    """Slices of logits worth trying, the preferred first; (None,) where logits are not sliced."""
+    """Slices of logits worth trying, the preferred first; (None,) if logits are not sliced."""
     if loss is not LossHead.CHUNKED:
         return (None,)
     standard = chunk_tokens(shape)
@@ -195,11 +193,11 @@ def chunk_sizes(shape: ModelShape, loss: LossHead) -> tuple[int | None, ...]:
 
 
 def smallest_buckets(shape: ModelShape, strategy: Strategy) -> Buckets | None:
-    """The least that ZeRO works with; None for other engines."""
+    """The smallest buffers that ZeRO works with; None for other engines."""
     return _buckets(shape, strategy, MIN_BUCKET_ELEMENTS) if strategy.sharding.uses_deepspeed else None
 
 
-def bucket_ladder(shape: ModelShape, strategy: Strategy) -> tuple[Buckets | None, ...]:
+def bucket_sizes(shape: ModelShape, strategy: Strategy) -> tuple[Buckets | None, ...]:
     """Buffer sizes of ZeRO from the smallest to the largest that could help; (None,) for other engines."""
     if not strategy.sharding.uses_deepspeed:
         return (None,)
@@ -211,9 +209,9 @@ def bucket_ladder(shape: ModelShape, strategy: Strategy) -> tuple[Buckets | None
 
 
 def _buckets(shape: ModelShape, strategy: Strategy, num_elements: int) -> Buckets:
-    """ZeRO-3 keeps at least the largest layer and the one it prefetches; more where the buckets are larger.
+    """ZeRO-3 keeps at least the largest layer and the one it prefetches; more if the buckets are larger.
 
-    DeepSpeed allocates a bucket whole, however little there is to reduce.
+    DeepSpeed allocates a whole bucket, even if there is less to reduce.
     """
     num_elements = min(num_elements, shape.num_parameters)
     if not strategy.sharding.shards_weights:
@@ -235,10 +233,10 @@ def _buckets(shape: ModelShape, strategy: Strategy, num_elements: int) -> Bucket
     )
 
 
-def first_setting(
+def first_configuration(
     context: PlanningContext, strategy: Strategy, *, checkpointing: Checkpointing, loss: LossHead
 ) -> Configuration:
-    """The smallest micro batch and buffers of a row under two choices."""
+    """The smallest micro batch and buffers of a strategy with this recomputation and loss head."""
     micro_batch = micro_batches(context, strategy)[0]
     taken = attention(context, strategy.precision)[0]
     return Configuration(
@@ -268,7 +266,7 @@ def first_setting(
 
 
 SAME_SPEED = 0.01  # predictions that differ by less are one
-EAGER_HANDICAP = 1.10  # whole logits must be faster by more than nine predictions in ten err, to be worth their memory
+EAGER_HANDICAP = 1.10  # whole logits are worth their memory if the gain exceeds the error of nine in ten predictions
 
 
 def time_class(seconds: float) -> int:
@@ -282,26 +280,26 @@ def loss_handicap(loss: LossHead) -> float:
 
 
 class Bounded(NamedTuple):
-    """A choice of a row beside its micro batch, with the seconds that none of its micro batches goes below."""
+    """A configuration but for its micro batch, with a lower bound of the seconds under any micro batch."""
 
     seconds: float
-    micro_batch: int | None  # which takes them; None where none may
+    micro_batch: int | None  # the one with this time, if any
     start: Configuration
 
 
 def bounded_starts(context: PlanningContext, strategy: Strategy) -> list[Bounded]:
-    """Each choice of a row with its activations where they are taken first, the fastest bound first."""
+    """All starts of a strategy with the first choice of activation offload, the lowest bound first."""
     return _bounded(context, strategy, offloads=activation_offloads(context)[0])
 
 
 def best_candidate(context: PlanningContext, strategy: Strategy) -> Candidate | None:
-    """The fastest setting of a row that fits on the device, its buffers grown; None where none does."""
-    best = best_setting(context, strategy, bounded_starts(context, strategy))
+    """The fastest configuration of a strategy that fits the device, with larger buffers; None if none fits."""
+    best = best_configuration(context, strategy, bounded_starts(context, strategy))
     return None if best is None else with_larger_buckets(context, best)
 
 
-def best_setting(context: PlanningContext, strategy: Strategy, starts: Sequence[Bounded]) -> Configuration | None:
-    """The fastest setting of a row with its smallest buffers; `starts` are the row's `bounded_starts`."""
+def best_configuration(context: PlanningContext, strategy: Strategy, starts: Sequence[Bounded]) -> Configuration | None:
+    """The fastest configuration of a strategy with its smallest buffers; `starts` are its `bounded_starts`."""
     if never_fits(context, starts[0].start):
         return None
     _, *others = activation_offloads(context)  # the second only where nothing fits under the first
@@ -312,12 +310,12 @@ def best_setting(context: PlanningContext, strategy: Strategy, starts: Sequence[
 
 
 def least_need(context: PlanningContext, strategy: Strategy) -> Candidate:
-    """The setting of a row that needs the least memory; where it fits there is a `best_candidate`, and nowhere else.
+    """The configuration of a strategy that needs the least memory; there is a `best_candidate` exactly if it fits.
 
-    It is at one end of the micro batches, and larger slices of logits never need less.
+    Its micro batch is the smallest or the largest, and larger slices of logits never need less.
     """
     sizes = micro_batches(context, strategy)
-    settings = [
+    configurations = [
         configuration
         for offloads in activation_offloads(context)
         for start in _starts(context, strategy, offloads=offloads)
@@ -325,20 +323,20 @@ def least_need(context: PlanningContext, strategy: Strategy) -> Candidate:
         for micro_batch in sorted({sizes[0], sizes[-1]})
         if obstacle_to(context, configuration := with_micro_batch(context, start, micro_batch)) is None
     ]
-    return candidate_of(context, least_needy(context, settings))
+    return candidate_of(context, least_needy(context, configurations))
 
 
 def can_fit(context: PlanningContext, strategy: Strategy) -> bool:
-    """True if any setting of a strategy fits the device."""
+    """True if any configuration of a strategy fits the device."""
     first = next(_starts(context, strategy, offloads=activation_offloads(context)[0]))
     return not never_fits(context, first) and least_need(context, strategy).memory.fits
 
 
 def _fastest(context: PlanningContext, starts: Sequence[Bounded]) -> Configuration | None:
-    """The fastest setting that fits, by branch and bound.
+    """The fastest configuration that fits, by branch and bound.
 
-    Where rows are not padded smaller micro batches are no faster. Smaller slices of logits never are: they are looked
-    at for the micro batches that do not fit with larger ones.
+    If rows are not padded smaller micro batches are no faster. Smaller slices of logits never are: they are tried for
+    the micro batches that do not fit with larger ones.
     """
     best: tuple[tuple[int, int], Configuration] | None = None
     cuts = not _is_padded(context)
@@ -358,10 +356,10 @@ def _fastest(context: PlanningContext, starts: Sequence[Bounded]) -> Configurati
             possible[start.checkpointing, start.compile] = _possible_sizes(context, start)
         known = found_of.setdefault((start.checkpointing, start.loss, start.compile), set())
         sizes = [size for size in possible[start.checkpointing, start.compile] if size not in known]
-        for settings in by_accumulation(context, start, sizes):
-            if best is not None and cuts and settings and key_of(settings[-1], bounded)[0] > best[0][0]:
+        for configurations in by_accumulation(context, start, sizes):
+            if best is not None and cuts and configurations and key_of(configurations[-1], bounded)[0] > best[0][0]:
                 break
-            found = fitting(context, settings)
+            found = fitting(context, configurations)
             known.update(configuration.micro_batch for configuration in found)
             for configuration in reversed(found):
                 key = key_of(configuration, bounded)
@@ -373,7 +371,7 @@ def _fastest(context: PlanningContext, starts: Sequence[Bounded]) -> Configurati
 
 
 def _possible_sizes(context: PlanningContext, start: Configuration) -> list[int]:
-    """The micro batches that would fit if logits took no room, which is the same for every loss head."""
+    """Micro batches that would fit if logits needed no memory; the same for every loss head."""
     groups = by_accumulation(context, start, micro_batches(context, start.strategy))
     floor, usable = need_floor(context, start), context.device.usable_bytes
     return sorted(
@@ -384,19 +382,19 @@ def _possible_sizes(context: PlanningContext, start: Configuration) -> list[int]
 def by_accumulation(
     context: PlanningContext, start: Configuration, sizes: Iterable[int]
 ) -> tuple[list[Configuration], list[Configuration]]:
-    """`start` with those micro batches that can run: the whole share at once, and what is added up to it."""
-    settings = [
+    """`start` with the micro batches that can run: without accumulation, and with it."""
+    configurations = [
         configuration
         for micro_batch in sizes
         if obstacle_to(context, configuration := with_micro_batch(context, start, micro_batch)) is None
     ]
-    at_once = [configuration for configuration in settings if configuration.accumulation == 1]
-    return at_once, [configuration for configuration in settings if configuration.accumulation > 1]
+    at_once = [configuration for configuration in configurations if configuration.accumulation == 1]
+    return at_once, [configuration for configuration in configurations if configuration.accumulation > 1]
 
 
-def fitting(context: PlanningContext, settings: Sequence[Configuration]) -> Sequence[Configuration]:
-    """Those of one accumulation that fit the device: need grows with the micro batch."""
-    return settings[: _num_within(settings, context.device.usable_bytes, partial(predicted_need, context))]
+def fitting(context: PlanningContext, configurations: Sequence[Configuration]) -> Sequence[Configuration]:
+    """The configurations that fit the device, in ascending order of micro batch and need."""
+    return configurations[: _num_within(configurations, context.device.usable_bytes, partial(predicted_need, context))]
 
 
 def _bounded(context: PlanningContext, strategy: Strategy, *, offloads: bool) -> list[Bounded]:
@@ -413,10 +411,12 @@ def _bounded(context: PlanningContext, strategy: Strategy, *, offloads: bool) ->
 
 
 def _bound(context: PlanningContext, start: Configuration) -> Bounded:
-    """No micro batch is faster: the largest, which is a rank's whole share, but for rows padded to the longest."""
+    """The fastest micro batch: the largest, a rank's whole share, unless rows are padded to the longest."""
     sizes = micro_batches(context, start.strategy)
-    settings = [with_micro_batch(context, start, size) for size in (sizes if _is_padded(context) else sizes[-1:])]
-    seconds, at = min((_seconds_of(context, configuration), configuration.micro_batch) for configuration in settings)
+    configurations = [with_micro_batch(context, start, size) for size in (sizes if _is_padded(context) else sizes[-1:])]
+    seconds, at = min(
+        (_seconds_of(context, configuration), configuration.micro_batch) for configuration in configurations
+    )
     return Bounded(seconds, at, start)
 
 
@@ -425,14 +425,14 @@ def _is_padded(context: PlanningContext) -> bool:
 
 
 def _seconds_of(context: PlanningContext, configuration: Configuration) -> float:
-    """Seconds by which settings of a strategy are compared."""
+    """Seconds by which configurations of a strategy are compared."""
     return relative_seconds(context, configuration) * loss_handicap(configuration.loss)
 
 
 def _starts(context: PlanningContext, strategy: Strategy, *, offloads: bool) -> Iterator[Configuration]:
     """Each choice of checkpointing, loss head and slice, at the smallest micro batch and buffers."""
     kinds, heads = checkpointings(context), losses(context)
-    first = first_setting(context, strategy, checkpointing=kinds[0], loss=heads[0])
+    first = first_configuration(context, strategy, checkpointing=kinds[0], loss=heads[0])
     first = replace(first, activation_offload=offloads)
     for checkpointing in kinds:
         start = replace(first, checkpointing=checkpointing, checkpoint_every_n=every_n(context, checkpointing))
@@ -443,26 +443,30 @@ def _starts(context: PlanningContext, strategy: Strategy, *, offloads: bool) -> 
 
 
 def with_larger_buckets(context: PlanningContext, configuration: Configuration) -> Candidate:
-    """A setting that fits, with the buffers that half of what it leaves has room for."""
-    ladder = bucket_ladder(context.shape, configuration.strategy)
-    if len(ladder) == 1:
+    """A configuration that fits, with the largest buffers that fit into half of the remaining memory."""
+    sizes = bucket_sizes(context.shape, configuration.strategy)
+    if len(sizes) == 1:
         return candidate_of(context, configuration)
     budget = (predicted_need(context, configuration) + context.device.usable_bytes) // 2
-    largest = replace(configuration, buckets=ladder[-1])
+    largest = replace(configuration, buckets=sizes[-1])
     if predicted_need(context, largest) <= budget:  # as a rule
         return candidate_of(context, largest)
-    larger = [replace(configuration, buckets=buckets) for buckets in ladder]
+    larger = [replace(configuration, buckets=buckets) for buckets in sizes]
     num_within = bisect_right(larger, budget, lo=1, hi=len(larger) - 1, key=partial(predicted_need, context))
     return candidate_of(context, larger[num_within - 1])
 
 
-def _num_within(settings: Sequence[Configuration], budget: int, need_of: Callable[[Configuration], int]) -> int:
-    """How many of `settings`, in ascending order of need, need at most `budget` bytes.
+def _num_within(configurations: Sequence[Configuration], budget: int, need_of: Callable[[Configuration], int]) -> int:
+    """How many of `configurations`, in ascending order of need, need at most `budget` bytes.
 
-    The ends are asked first: as a rule all fit or none does.
+    The ends are tried first: usually all fit or none does.
     """
-    if not settings or (len(settings) > 1 and need_of(settings[0]) > budget):
+    if not configurations or (len(configurations) > 1 and need_of(configurations[0]) > budget):
         return 0
-    if need_of(settings[-1]) <= budget:
-        return len(settings)
-    return 0 if len(settings) == 1 else bisect_right(settings, budget, lo=1, hi=len(settings) - 1, key=need_of)
+    if need_of(configurations[-1]) <= budget:
+        return len(configurations)
+    return (
+        0
+        if len(configurations) == 1
+        else bisect_right(configurations, budget, lo=1, hi=len(configurations) - 1, key=need_of)
+    )

@@ -1,10 +1,10 @@
 """Fallbacks after an out of memory, and the smallest change that would make a strategy fit.
 
 Fallbacks have the same global batch and each a lower predicted peak. They are ordered by cost: half the micro batch and
-twice the accumulation, recomputation, smaller slices of logits, smaller buffers, a rank's whole share at once where
-accumulated gradients take more than activations, and only then another place for the state.
+twice the accumulation, recomputation, smaller slices of logits, smaller buffers, a rank's whole share at once if
+accumulated gradients need more than activations, and last another place for the state.
 
-Remedies are ordered by what they cost a person: a setting of the job file, shorter sequences (down to a quarter), more
+Remedies are ordered by their cost to the user: a setting of the job file, shorter sequences (down to a quarter), more
 of the same devices, and a larger device, whose size is named.
 """
 
@@ -14,13 +14,21 @@ from itertools import cycle, islice
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.candidates import candidate_of, configuration_of, run_cost, run_hours, with_micro_batch
+from shardwise.trainer.planning.candidates import (
+    Excess,
+    candidate_of,
+    configuration_of,
+    excess,
+    run_cost,
+    run_hours,
+    whole_gib,
+    with_micro_batch,
+)
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.rules.rule import obstacle_to, refuse
-from shardwise.trainer.planning.run import shares_rate
-from shardwise.trainer.planning.search.budget import Excess, excess, whole_gib
+from shardwise.trainer.planning.schedule import shares_rate
 from shardwise.trainer.planning.search.configurations import (
     MIN_CHUNK_TOKENS,
     best_candidate,
@@ -41,7 +49,7 @@ MIN_GAIN = 0.02  # of the peak, to be worth a restart
 
 
 def fallbacks(context: PlanningContext, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Ordered settings for after an out of memory of `candidates[0]`."""
+    """Configurations to try, in this order, after an out of memory of `candidates[0]`."""
     chain = [candidates[0]]
     configuration = configuration_of(context, candidates[0])
     while True:
@@ -70,11 +78,11 @@ def _layout(candidate: Candidate) -> tuple[Sharding, Offload]:
 def _next_lower(
     context: PlanningContext, configuration: Configuration, last: Candidate
 ) -> tuple[Configuration, Candidate] | None:
-    for smaller in _smaller_settings(context, configuration):
+    for smaller in _smaller_configurations(context, configuration):
         if obstacle_to(context, smaller) is not None:
             continue
         candidate = candidate_of(context, smaller)
-        # Half a micro batch also answers activations that were predicted too low: any gain will do.
+        # Half a micro batch also covers activations that were predicted too low: any gain suffices.
         if _is_lower(candidate, last, gain=0 if smaller.micro_batch < configuration.micro_batch else MIN_GAIN):
             return smaller, candidate
     return None
@@ -87,12 +95,12 @@ def _is_lower(candidate: Candidate, last: Candidate, *, gain: float = MIN_GAIN) 
     )
 
 
-def _smaller_settings(context: PlanningContext, configuration: Configuration) -> Iterator[Configuration]:
-    """One step down on each axis that a pin leaves free, the cheapest first."""
+def _smaller_configurations(context: PlanningContext, configuration: Configuration) -> Iterator[Configuration]:
+    """One step down on each axis without a pin, the cheapest first."""
     pin = context.job.pin
     is_one = pin.micro_batch is not None or updates_in_backward(context, configuration.strategy)
     micro_batch = 1 if is_one else configuration.micro_batch
-    while micro_batch > 1:  # the first halves may need more: gradients that add up take room of their own
+    while micro_batch > 1:  # the first halves may need more: accumulated gradients need memory of their own
         micro_batch //= 2
         yield with_micro_batch(context, configuration, micro_batch)
     if configuration.checkpointing in (Checkpointing.NONE, Checkpointing.SELECTIVE) and pin.checkpointing is None:
@@ -105,19 +113,19 @@ def _smaller_settings(context: PlanningContext, configuration: Configuration) ->
     least = smallest_buckets(context.shape, configuration.strategy)
     if configuration.buckets != least:
         yield replace(configuration, buckets=least)
-    if configuration.accumulation > 1 and pin.micro_batch is None:  # a share at once keeps no gradients beside its own
+    if configuration.accumulation > 1 and pin.micro_batch is None:  # a share at once accumulates no gradients
         yield with_micro_batch(context, configuration, context.sequences_per_rank)
 
 
 _MIN_SEQ_LEN = 128
 _MAX_DEVICE_FACTOR = 64
 _ANY_HOST_RAM_BYTES = 2**60
-# In the order in which leave is worth giving: what keeps the mathematics first.
+# Opt-ins in the order in which they are proposed: those that keep the mathematics first.
 _ALLOWANCES = (Allowance.OFFLOAD_CPU, Allowance.BF16_WEIGHTS, Allowance.OPTIMIZER_8BIT, Allowance.OPTIMIZER_APPROX)
 
 
 def remedy_for(context: PlanningContext, smallest: Candidate) -> str | None:
-    """The smallest change that would let a row within the budget of memory that its smallest setting exceeds."""
+    """The smallest change that would bring a strategy within the budget that its smallest configuration exceeds."""
     if not smallest.memory.fits:
         return memory_remedy(context, smallest)
     over = excess(context, smallest)
@@ -126,11 +134,11 @@ def remedy_for(context: PlanningContext, smallest: Candidate) -> str | None:
 
 
 def memory_remedy(context: PlanningContext, smallest: Candidate) -> str:
-    """The smallest change that makes the smallest setting of a row fit its device."""
+    """The smallest change that makes the smallest configuration of a strategy fit its device."""
     for change in (_shorter_sequences, _more_devices):
-        answer = change(context, smallest.strategy)
-        if answer is not None:
-            return answer
+        remedy = change(context, smallest.strategy)
+        if remedy is not None:
+            return remedy
     need = whole_gib(smallest.memory.need_bytes)
     hardware = context.hardware
     if hardware.vram_cap_bytes is not None and not context.is_cpu:
@@ -143,7 +151,7 @@ def memory_remedy(context: PlanningContext, smallest: Candidate) -> str:
 def nothing_fits(
     context: PlanningContext, smallest: Sequence[Candidate], methods: Sequence[MethodRow]
 ) -> NothingFitsError:
-    """The error that names what is missing and the smallest change; `smallest` holds each row's least setting."""
+    """The error with both numbers and the smallest change; `smallest` has the smallest configurations."""
     size = format_count(context.shape.num_parameters)
     model = f"{context.method} training of {size} parameters"
     fitting = [candidate for candidate in smallest if candidate.memory.fits]
@@ -161,7 +169,7 @@ def nothing_fits(
         first = f"nothing fits: {model} needs at least {need} ({nearest.strategy.name}); {context.device_text}"
         changes.append(memory_remedy(context, nearest))
         held = replace(nearest, memory=replace(nearest.memory, usable_bytes=nearest.memory.need_bytes))
-        over = excess(context, held)  # a device that holds it is no answer where the host does not
+        over = excess(context, held)  # a larger device does not help if the host's RAM does not suffice
         if over is not None and over.is_host:
             changes[-1] += f" and {over.remedy}"
     lines = [first, f"smallest change that would fit: {', or '.join(changes)}"]
@@ -172,7 +180,7 @@ def nothing_fits(
 
 
 def _untimed(context: PlanningContext) -> PlanningContext:
-    """The same job without a limit on hours and money: what then exceeds a budget needs another machine."""
+    """The same job without a limit on hours and money; if it still exceeds a budget it needs another machine."""
     limits = replace(context.job.limits, hours=math.inf, cost=None)
     return replace(context, job=replace(context.job, limits=limits))
 
@@ -206,7 +214,7 @@ def _shorter_sequences(context: PlanningContext, strategy: Strategy) -> str | No
 
 
 def _more_devices(context: PlanningContext, strategy: Strategy) -> str | None:
-    """More nodes of the same kind, or more devices in the one node; only where state is spread over ranks."""
+    """More nodes of the same kind, or more devices in the one node; only if state is sharded over ranks."""
     if context.is_cpu or not strategy.sharding.shards_optimizer:
         return None
     factor = 2
@@ -256,7 +264,7 @@ def _job_changes(context: PlanningContext) -> Iterator[str]:
         if getattr(job.pin, field) is not None:
             loose = replace(job, pin=replace(job.pin, **{field: None}))
             if _anything_fits(replace(context, job=loose), CATALOGUE):
-                yield f"leave out pin.{field}"
+                yield f"remove pin.{field}"
     for allowance in _ALLOWANCES:
         if allowance not in job.allow:
             allowed = replace(job, allow=(*job.allow, allowance))
@@ -265,7 +273,7 @@ def _job_changes(context: PlanningContext) -> Iterator[str]:
 
 
 def _host_ram_need(context: PlanningContext) -> int | None:
-    """The least host RAM of a node in which something fits, where nobody said how much there is."""
+    """The least host RAM of a node with which anything fits, if the RAM of the nodes is unknown."""
     job = context.job
     unlimited = replace(context, job=replace(job, limits=replace(job.limits, host_ram=_ANY_HOST_RAM_BYTES)))
     runnable = (row for row in CATALOGUE if refuse(unlimited, row) is None)

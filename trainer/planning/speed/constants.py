@@ -1,8 +1,8 @@
 """Every constant of the speed model that is neither a datasheet figure nor counted from a kernel: one table.
 
 `fitted` constants were found once, on 176 published throughputs of A100, H100 and H200 machines (robust error, each
-source weighted by the root of its rows); no row has a constant of its own. The others are from the source beside them
-and were not moved to please a row. docs/speed-model.md repeats this table with what each of them is worth.
+source weighted by the root of its rows); no row has a constant of its own. The others are from the source in their
+comment and were not fitted. docs/speed-model.md repeats this table with the effect of each constant.
 
 `ReferenceSpeed` holds the properties of a reference trainer that affect time alone, read from its source; those of
 memory are in `memory.reference_trainers`. A trainer without a row is computed as ours.
@@ -17,7 +17,7 @@ FP8_GAIN = 1.92  # fp8 against 16-bit products
 ATTENTION_SHARE = 0.618  # of the dense peak: FlashAttention-2, forward and backward, until Ada
 ATTENTION_SHARE_HOPPER = 0.346  # the same kernels on Hopper and Blackwell, which they do not fill
 MEMORY_SHARE = 0.749  # of the datasheet bandwidth, in elementwise kernels
-LINK_SHARE = 0.479  # of the nominal link, by collectives that run beside products
+LINK_SHARE = 0.479  # of the nominal link, by collectives that run during products
 OVERLAP = 0.492  # share of the shorter of two concurrent activities that hides behind the longer
 OPERATOR_S = 35.8e-6  # host time of one operator: Python, autograd and the launch
 

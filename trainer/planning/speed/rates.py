@@ -1,8 +1,8 @@
 """Rates a device reaches, as opposed to those on its datasheet.
 
 A rate that was measured on the machine replaces its datasheet figure and the share of it that is reached. A measured
-copy or collective had the machine to itself; in a step it shares memory with products, which the two `_BESIDE_PRODUCTS`
-take off. Where nothing is known a rate is so low that nothing is promised, and `speed_notes` says so.
+copy or collective ran alone; in a step it shares memory with products, hence the two factors `_DURING_PRODUCTS`. If
+nothing is known the assumed rate is very low, and `speed_notes` reports that the speed is not known.
 """
 
 from shardwise.trainer.planning.configuration import Configuration
@@ -30,10 +30,10 @@ WATT_BY_GENERATION = {
 # Watts of the board that a chip was made for; smaller boards of the same chip are capped. Others: their own.
 REFERENCE_WATTS = {Generation.AMPERE: 400.0, Generation.HOPPER: 700.0, Generation.BLACKWELL: 1000.0}
 EMULATED_SHARE = 0.25  # of the fp32 peak: 16-bit types without a unit are converted operation by operation
-COPY_BESIDE_PRODUCTS = 0.9  # a copy on H200 reaches 4.0 of 4.8 TB/s, elementwise kernels of a step 0.749 of it
-LINK_BESIDE_PRODUCTS = 0.62  # nccl-tests reach 231 of 300 GB/s on A100, collectives of a step 0.479 of it
+COPY_DURING_PRODUCTS = 0.9  # a copy on H200 reaches 4.0 of 4.8 TB/s, elementwise kernels of a step 0.749 of it
+LINK_DURING_PRODUCTS = 0.62  # nccl-tests reach 231 of 300 GB/s on A100, collectives of a step 0.479 of it
 # What strategies are ranked by on a GPU of unknown speed: below any data-centre card of the last ten years. No figure
-# that follows from these is a prediction, and a plan says that the speed is not known.
+# that follows from these is a prediction, and a plan notes that the speed is not known.
 UNKNOWN_FLOPS_PER_S = 5e12
 UNKNOWN_MEMORY_BYTES_PER_S = 200e9
 UNKNOWN_LINK_BYTES_PER_S = 4e9
@@ -161,8 +161,8 @@ def _attention_rate(device: Device, precision: Precision, matmul: float, flash_g
 def _newest_attention_rate(device: Device, precision: Precision, matmul: float) -> float:
     """Both shares are of the dense peak, and of no more than products reach.
 
-    A halved peak leaves the rest of the kernel, the softmax, the time it takes beside a full one: a unit of work takes
-    1 / share of which 1 / MATMUL_SHARE are products, and only those take twice as long.
+    A halved peak does not slow down the rest of the kernel, the softmax: a unit of work needs 1 / share, of which
+    1 / MATMUL_SHARE are products, and only those need twice as long.
     """
     is_as_measured = device.kind is DeviceKind.CPU or precision is not Precision.FP32
     if device.measured_attention_flops_per_s is not None and is_as_measured:
@@ -180,7 +180,7 @@ def _newest_attention_rate(device: Device, precision: Precision, matmul: float) 
 def _memory_rate(device: Device) -> float:
     is_cpu = device.kind is DeviceKind.CPU
     if device.measured_memory_bytes_per_s is not None:
-        return device.measured_memory_bytes_per_s * (1.0 if is_cpu else COPY_BESIDE_PRODUCTS)
+        return device.measured_memory_bytes_per_s * (1.0 if is_cpu else COPY_DURING_PRODUCTS)
     if device.memory_bytes_per_s is None:
         return UNKNOWN_MEMORY_BYTES_PER_S
     if is_cpu:
@@ -191,7 +191,7 @@ def _memory_rate(device: Device) -> float:
 
 def _inner_link(device: Device) -> float:
     if device.measured_link_bytes_per_s is not None:
-        return LINK_BESIDE_PRODUCTS * device.measured_link_bytes_per_s
+        return LINK_DURING_PRODUCTS * device.measured_link_bytes_per_s
     rate = device.link_bytes_per_s or UNKNOWN_LINK_BYTES_PER_S
     bounces = device.has_peer_access is False and device.link_kind is not LinkKind.NVLINK
     return constants.LINK_SHARE * rate * (constants.NO_PEER_SHARE if bounces else 1.0)

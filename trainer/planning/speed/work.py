@@ -7,8 +7,8 @@ Bytes of one element in one forward, counted from the kernels that run; a backwa
     residual    3 r; with dropout 5 more for a mask
     rotary      20, fused 4; queries and keys are moved once more, 4, to where attention wants them
     activation  gated 10, fused 6; one matrix 4, and 0 where the compiler joins it to its neighbours
-    adapter     4 an input and 8 an output in 16 bit; fp32 matrices on 16-bit layers 23 and 12: inputs are cast and kept
-    DoRA        24 an output in 16 bit, 48 in fp32; for the lengths of a weight i x o, whatever the batch is,
+    adapter     4 an input and 8 an output in 16 bit; fp32 matrices on 16-bit layers 23 and 12: inputs cast and saved
+    DoRA        24 an output in 16 bit, 48 in fp32; for the row norms of a weight i x o, at any batch size,
                 4 i i + 14 i o in 16 bit, 12 i i + 38 i o in fp32
     autocast    6 an input of every linear layer, since activations are fp32 until a product casts them
     experts     12 an element of a token's hidden state for each expert it is sent to and fetched from
@@ -76,13 +76,13 @@ class Work(Value, frozen=True, kw_only=True):
 
 
 class Adapters(Value, frozen=True, kw_only=True):
-    """The low-rank matrices of a setting, over all blocks."""
+    """The low-rank matrices of a configuration, over all blocks."""
 
     count: int = 0
     inputs: int = 0
     outputs: int = 0
     squares: int = 0  # of the inputs
-    weights: int = 0  # elements of the layers they are beside
+    weights: int = 0  # elements of the adapted layers
 
     @property
     def sizes(self) -> int:
@@ -241,7 +241,7 @@ def _activation_bytes(configuration: Configuration, work: Work, *, is_fused: boo
 
 
 def _adapter_bytes(configuration: Configuration) -> tuple[int, int]:
-    """Bytes of each input and output that an adapter moves beside its products."""
+    """Bytes of each input and output that an adapter moves in addition to its products."""
     reference, precision = reference_of(configuration.reference), configuration.strategy.precision
     own = configuration.policy.adapter_bytes or reference.adapter_bytes or precision.master_bytes
     is_fused = configuration.compile or (

@@ -3,19 +3,19 @@
 A name is cut into a model, a memory, a form (SXM, PCIe, NVL), a MIG profile and a board power, and so is every name of
 the catalogue: `4070Ti`, `RTX 3060 12GB`, `rtx-a6000`, `A100-SXM4-80GB-MIG-1g.10gb`, `RTX-4070-Laptop-80W`.
 
-Where several rows fit, the one with the smallest memory is taken, and said to be assumed: a plan that fits it fits the
-others. Of equal memory it is the one on a baseboard where a node has 4, 8 or 16, as baseboards do, else the other.
+If several rows match, the one with the smallest memory is used, and reported as an assumption: a plan that fits it fits
+the others. Of equal memory it is the one on a baseboard if a node has 4, 8 or 16, as baseboards do, else the other.
 
 Of a card without a row in the catalogue, NVML reports the number of CUDA cores, the bus of the memory and the highest
 clocks, from which
 
-    peak      = SMs x clock x FLOP of an SM in a clock   (`gpu_chips`; the compute capability tells the chip)
+    peak      = SMs x clock x FLOP of an SM in a clock   (`gpu_chips`, by compute capability)
     bandwidth = 2 x memory clock x bus / 8               (two transfers a clock)
 
 follow as for any row. Three things the driver does not report, hence the wide range in `certainty`: what clock the card
 sustains, whether it sums in fp32 at half rate, and what limits it. Cards with GDDR memory are sold with a boost clock
-of 0.74 to 0.86 of their highest one (RTX 2080 Ti, A4000, 3090, 4090, 5090, A6000: the catalogue beside
-`clocks.max.sm`), cards with HBM with the highest itself. Half rate is what GeForce cards have.
+of 0.74 to 0.86 of their highest one (RTX 2080 Ti, A4000, 3090, 4090, 5090, A6000: the catalogue and
+`clocks.max.sm`), cards with HBM with the highest itself. GeForce cards have half rate.
 """
 
 import re
@@ -181,10 +181,10 @@ def match_gpu_name(nvidia_smi_name: str, memory_bytes: int | None) -> str | None
 
 
 def hardware_from_spec(text: str, *, local_host: Callable[[], Host]) -> Hardware:
-    """The machine that a SPEC on the command line describes; InputError says what a SPEC looks like.
+    """The machine that a SPEC on the command line describes; InputError with the form of a SPEC otherwise.
 
-    `2xCPU` is two ranks that share this machine's CPU and RAM, `4x2xCPU` four machines like it; nothing else asks
-    `local_host`. Of other machines that are not here the host is unknown.
+    `2xCPU` is two ranks that share this machine's CPU and RAM, `4x2xCPU` four machines like it; only these call
+    `local_host`. The host of other machines is unknown.
     """
     match = re.fullmatch(r"\s*(?:(\d+)\s*x)?(?:(\d+)\s*x)?\s*([A-Za-z0-9].*?)\s*", text, re.IGNORECASE)
     if match is None:
@@ -260,7 +260,7 @@ def _rows_called(text: str) -> tuple[GpuSpec, ...]:
 
 @cache
 def _bare(text: str) -> str:
-    """`NVIDIA GH200 480GB` and `nvidia_gh200_480gb` without what tells them apart."""
+    """The name without vendor, case and punctuation: the same for `NVIDIA GH200 480GB` and `nvidia_gh200_480gb`."""
     return re.sub(r"^(nvidia|tesla)+", "", re.sub(r"[^a-z0-9]", "", text.lower()))
 
 

@@ -1,15 +1,15 @@
-"""The catalogue: datasheet facts of the GPUs that can be planned for without being here.
+"""The catalogue: datasheet facts of GPUs, for plans without the machine.
 
-A row has what a datasheet says of a card (SMs, boost clock, memory, slot, board power); its peaks follow from its chip
-(`gpu_chips`), and a row states a peak only where the datasheet of that card has another. Memory is what `nvidia-smi`
-reports as total (ECC already taken out), usable memory what a process can allocate of it (CUDA context included), rates
-are per second and per direction. Peaks are dense (no sparsity) and accumulate in fp32. `network_bytes_per_s` is not of
-the card: it is what a node that carries this card usually has, all adapters together, used until a measurement replaces
-it: for cards on a baseboard NVIDIA's own machines (DGX-1 with four adapters of 100 Gb/s, DGX A100 eight of 200, DGX
-H100 and B200 eight of 400). Clouds may have a quarter of it; a case can say so.
+A row has a card's datasheet figures (SMs, boost clock, memory, slot, board power); its peaks follow from its chip
+(`gpu_chips`), and a row states a peak only if the datasheet of that card has another. Memory is the total that
+`nvidia-smi` reports (without ECC), usable memory what a process can allocate of it (CUDA context included), rates are
+per second and per direction. Peaks are dense (no sparsity) and accumulate in fp32. `network_bytes_per_s` is not of the
+card: it is the usual rate of a node with this card, all adapters together, until a measurement replaces it: for cards
+on a baseboard that of NVIDIA's own machines (DGX-1 with four adapters of 100 Gb/s, DGX A100 eight of 200, DGX H100 and
+B200 eight of 400). Clouds may have a quarter of it; a case can set it.
 
-A laptop GPU is sold with a range of board powers. Its row is the highest of them, and has the lowest with its boost
-clock beside it; between the two the clock is interpolated (`at_power`). The figures are those of NVIDIA's comparison of
+A laptop GPU is sold with a range of board powers. Its row is the highest of them, and also has the lowest with its
+boost clock; between the two the clock is interpolated (`at_power`). The figures are those of NVIDIA's comparison of
 GeForce laptop GPUs, without Dynamic Boost. Rows of RTX A laptop GPUs and of Max-Q designs have one class of power only.
 
 Sources: each family or row names NVIDIA's datasheet or architecture whitepaper; usable memory is `total_memory` of
@@ -50,7 +50,7 @@ GB_PER_S = 10**9
 TFLOPS = 10**12
 MIG_MARK = "-MIG-"  # between the name of a card and a profile, in the name of a slice
 _PCIE_GB_PER_S = {3: 1, 4: 2, 5: 4}  # of a lane, each direction, by generation
-_UNSTATED_RESERVE_MIB, _UNSTATED_RESERVE_SHARE = 128, 0.015  # what the driver keeps, where no row says
+_UNSTATED_RESERVE_MIB, _UNSTATED_RESERVE_SHARE = 128, 0.015  # reserved by the driver, by default
 
 
 class MigProfile(Value, frozen=True, kw_only=True):
@@ -258,8 +258,8 @@ def _row(
 ) -> GpuSpec:
     """One row: `chip` is (SMs, boost MHz), `memory` (MiB in nvidia-smi, GB/s), `slot` `4x16` or GB/s to the host.
 
-    `usable` GiB of memory, `lowest` (W, boost MHz) of a laptop GPU, `stated` TFLOP/s of a datasheet that says another
-    peak than the formula, `nvlink` and `network` in GB/s.
+    `usable` GiB of memory, `lowest` (W, boost MHz) of a laptop GPU, `stated` TFLOP/s of a datasheet that differs from
+    the formula, `nvlink` and `network` in GB/s.
     """
     name, *smi_names = names.split(" = ")
     (num_sms, boost_mhz), (mib, gb_per_s) = chip, memory
@@ -304,7 +304,7 @@ def _slot_gb_per_s(slot: str) -> int:
     return _PCIE_GB_PER_S[int(generation)] * int(lanes) if cross else int(slot)
 
 
-# Of equal cards under one name, the first is taken where nothing else tells them apart.
+# Of cards with the same name, the first is used if nothing else distinguishes them.
 # fmt: off
 _ROWS = (
     # name = names in nvidia-smi, family, (SMs, boost MHz), (MiB, GB/s), slot, W

@@ -1,9 +1,9 @@
-"""A combination of settings, as far as they are chosen, and the reason why two of them are incompatible.
+"""The input of the rules, a strategy with the settings that are fixed so far, and incompatibilities as data.
 
-An incompatibility is about two settings, or a setting and hardware, and is data: a name, a test, the reason, what to
-use instead, and the evidence: what was measured, or which source, issue or paper says so. The tables are in
-`incompatible`. The planner applies them to every row and to what a job pins, `shardwise estimate` to every case, and
-`benchmarks/support_matrix.py` to every pair of values, so the documents agree with the program.
+An incompatibility is between two settings, or a setting and hardware: a name, a test, the reason, the alternative, and
+the evidence, a measurement or a source, issue or paper. The tables are in `incompatible`. The planner applies them to
+every strategy and to the pins of a job, `shardwise estimate` to every case, and `benchmarks/support_matrix.py` to every
+pair of values, so the documents agree with the program.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,8 +23,8 @@ from shardwise.trainer.spec.value import Value
 FP8_TILES = {Fp8Recipe.BLOCK: 128, Fp8Recipe.MXFP8: 32, Fp8Recipe.NVFP4: 32}  # the others: 16
 
 
-class Combination(Value, frozen=True, kw_only=True):
-    """A row with method, machine and settings; None or False: not settled, which breaks no rule."""
+class RuleInput(Value, frozen=True, kw_only=True):
+    """A strategy with method, machine and settings; None or False: not fixed, which breaks no rule."""
 
     strategy: Strategy
     method: Method
@@ -41,9 +41,9 @@ class Combination(Value, frozen=True, kw_only=True):
     fp8_recipe: Fp8Recipe | None = None
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
-    libraries: frozenset[str] | None = None  # as on the package index; None: whatever is needed is there
-    cpu_flags: frozenset[str] | None = None  # of the host; None: whatever is needed is there
-    trusts_unknown_cards: bool = False  # a card whose compute capability nobody knows is taken to be able to
+    libraries: frozenset[str] | None = None  # names as on the package index; None: unknown, assumed to be complete
+    cpu_flags: frozenset[str] | None = None  # of the host; None: unknown, assumed to be complete
+    trusts_unknown_cards: bool = False  # a card of unknown compute capability is assumed to support everything
 
     @property
     def is_cpu(self) -> bool:
@@ -77,16 +77,16 @@ class Combination(Value, frozen=True, kw_only=True):
         return self.cpu_flags is not None and flag not in self.cpu_flags
 
 
-def combination_of(
+def rule_input_of(
     configuration: Configuration,
     shape: ModelShape,
     device: Device,
     *,
     libraries: frozenset[str] | None = None,
     trusts_unknown_cards: bool = False,
-) -> Combination:
-    """A setting with model and device: all is settled but the host, of which it knows `libraries` at most."""
-    return Combination(
+) -> RuleInput:
+    """A configuration with model and device: everything is fixed but the host, except for `libraries`."""
+    return RuleInput(
         strategy=configuration.strategy,
         method=configuration.method,
         num_ranks=configuration.num_ranks,
@@ -108,7 +108,7 @@ def combination_of(
 
 
 class Reach(IntEnum):
-    """Whom an incompatibility binds."""
+    """The software that an incompatibility applies to."""
 
     PLANNER = 0  # ours runs it, and something else is better in every respect
     OURS = 1  # our runtime; other software may
@@ -116,32 +116,32 @@ class Reach(IntEnum):
 
 
 class Incompatibility(Value, frozen=True, kw_only=True):
-    """Two settings, or a setting and hardware, that do not go together; the words are filled with `facts_of`."""
+    """Two incompatible settings, or a setting and hardware; `placeholders_of` fills its texts."""
 
     name: str
-    is_broken: Callable[[Combination], bool]
+    is_broken: Callable[[RuleInput], bool]
     reason: str
     evidence: str
     instead: str | None = None
     reach: Reach = Reach.OURS
 
-    def reason_of(self, combination: Combination) -> str:
-        return self.reason.format(**facts_of(combination))
+    def reason_of(self, rule_input: RuleInput) -> str:
+        return self.reason.format(**placeholders_of(rule_input))
 
-    def instead_of(self, combination: Combination) -> str | None:
-        return None if self.instead is None else self.instead.format(**facts_of(combination))
+    def instead_of(self, rule_input: RuleInput) -> str | None:
+        return None if self.instead is None else self.instead.format(**placeholders_of(rule_input))
 
 
 def first_broken(
-    rules: Iterable[Incompatibility], combination: Combination, *, reach: Reach = Reach.PLANNER
+    rules: Iterable[Incompatibility], rule_input: RuleInput, *, reach: Reach = Reach.PLANNER
 ) -> Incompatibility | None:
-    """The first incompatibility that binds at least so far and is there; None where all goes together."""
-    return next((rule for rule in rules if rule.reach >= reach and rule.is_broken(combination)), None)
+    """The first incompatibility of at least this reach; None if everything is compatible."""
+    return next((rule for rule in rules if rule.reach >= reach and rule.is_broken(rule_input)), None)
 
 
-def facts_of(combination: Combination) -> dict[str, object]:
+def placeholders_of(rule_input: RuleInput) -> dict[str, object]:
     """Values for the placeholders of reasons."""
-    strategy = combination.strategy
+    strategy = rule_input.strategy
     shardings = shardings_with(strategy.offload)
     is_plain = strategy.offload is Offload.NONE
     return {
@@ -151,23 +151,23 @@ def facts_of(combination: Combination) -> dict[str, object]:
         "precision": strategy.precision,
         "layout": strategy.sharding if is_plain else f"{strategy.sharding}+{strategy.offload}",
         "offload_shardings": one_of(shardings) if shardings else "",
-        "method": combination.method,
-        "device": combination.device.name,
-        "capability": capability_text(combination.device),
-        "num_ranks": combination.num_ranks,
-        "num_nodes": combination.device.num_nodes,
-        "accumulation": combination.accumulation,
-        "backward_update": combination.backward_update,
-        "checkpointing": combination.checkpointing,
-        "loss": combination.loss,
-        "recipe": combination.fp8_recipe,
-        "tile": combination.tile,
+        "method": rule_input.method,
+        "device": rule_input.device.name,
+        "capability": capability_text(rule_input.device),
+        "num_ranks": rule_input.num_ranks,
+        "num_nodes": rule_input.device.num_nodes,
+        "accumulation": rule_input.accumulation,
+        "backward_update": rule_input.backward_update,
+        "checkpointing": rule_input.checkpointing,
+        "loss": rule_input.loss,
+        "recipe": rule_input.fp8_recipe,
+        "tile": rule_input.tile,
         "install": extra_lines(),
     }
 
 
 def capability_text(device: Device) -> str:
-    """`V100-16GB has 7.0`, the other half of a sentence on compute capability."""
+    """`V100-16GB has 7.0`, the second half of a sentence on compute capability."""
     if device.kind is DeviceKind.CPU:
         return f"{device.name} is a CPU"
     capability = device.compute_capability

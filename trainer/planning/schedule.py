@@ -1,4 +1,4 @@
-"""The run in steps: how many, how long warmup is, at which learning rate, when to score and to save; and its rows.
+"""The schedule of a run (steps, warmup, learning rate, evaluations, checkpoints) and the widths of its rows.
 
 Pure. All but the rate is a function of the job and the data alone: two machines of any size train the same steps. The
 global batch is a number of examples (sequences, or pairs of sequences under DPO); another number is rounded to the
@@ -6,11 +6,11 @@ nearest, never below one. One epoch is the default of every objective: repeated 
 four epochs lose little (Muennighoff et al. 2023, arXiv:2305.16264).
 
 A learning rate that the job does not set is that of the optimizer, method and size (`spec.optimizers`). DPO's rates
-are published for AdamW; another optimizer takes the same share of its own fine-tuning rate. GaLore has its own rates.
+are published for AdamW; another optimizer uses the same share of its own fine-tuning rate. GaLore has its own rates.
 
 Rows: without packing a micro batch is padded to its longest row, so the longest row of the data decides memory, the
-mean width decides speed, and what is not padding is what is learned. Packed rows are `seq_len` long, and so are rows
-that have not been counted. Before tokenisation the number of tokens is estimated from the size of the files, at the
+mean width decides speed, and padding is not learned. Packed rows are `seq_len` long, and so are rows that have not been
+counted. Before tokenisation the number of tokens is estimated from the size of the files, at the
 lengths of tokens below: within about 20 % for English prose and code; other scripts and numbers can be far shorter.
 """
 
@@ -33,7 +33,7 @@ from shardwise.trainer.spec.units import format_count
 
 
 class DefaultRate(NamedTuple):
-    """A learning rate and the sentence that says where it is from."""
+    """A learning rate and its source."""
 
     lr: float
     source: str
@@ -53,7 +53,7 @@ _GALORE_FROM_SCRATCH = (
     PublishedRate(2e9, 1e-2, "GaLore 60M to 1B (arXiv:2403.03507, app. C)"),
     PublishedRate(math.inf, 5e-3, "GaLore 7B (arXiv:2403.03507, sec. 5.2)"),
 )
-_GALORE = ADAMW_RATES._replace(from_scratch=_GALORE_FROM_SCRATCH)  # whatever runs inside: no rate of theirs is relative
+_GALORE = ADAMW_RATES._replace(from_scratch=_GALORE_FROM_SCRATCH)  # for every inner optimizer: none has relative rates
 
 
 def default_rate(
@@ -90,12 +90,12 @@ def _dpo_row(rates: Rates, num_parameters: int, *, freezes_base: bool) -> Publis
     )
     if own.lr == adamw.lr:
         return published
-    words = f"as AdamW's {published.lr:g} is of its fine-tuning rate {adamw.lr:g}: {published.source}"
-    return published._replace(lr=two_digits(own.lr * published.lr / adamw.lr), source=words)
+    source = f"as AdamW's {published.lr:g} is of its fine-tuning rate {adamw.lr:g}: {published.source}"
+    return published._replace(lr=two_digits(own.lr * published.lr / adamw.lr), source=source)
 
 
 def shares_rate(optimizer: Optimizer, other: Optimizer) -> bool:
-    """True if a rate means the same to both, so that a run may change from one to the other."""
+    """True if both use the same rates, so that a run may change from one to the other."""
     return optimizer.facts.rates is other.facts.rates
 
 
@@ -144,7 +144,7 @@ def estimate_data(
         num_eval_tokens=num_eval_tokens,
         is_stream=window_bytes is not None,
         notes=(
-            f"{num_bytes:,} bytes of text are taken as {num_tokens:,} tokens, {length} bytes each",
+            f"{num_bytes:,} bytes of text are counted as {num_tokens:,} tokens, {length} bytes each",
             *(() if window_bytes is None else (stream_note(window_bytes, eval_share=eval_share),)),
         ),
     )
@@ -155,7 +155,7 @@ WIDTH_MULTIPLE = 8
 
 
 def longest_row_decides(data: DataProfile) -> bool:
-    """True where rows are padded, and counted."""
+    """True if rows are padded and their lengths counted."""
     return not data.is_packed and bool(data.batch_widths)
 
 
@@ -170,7 +170,7 @@ def mean_width(data: DataProfile | None, micro_batch: int, *, seq_len: int) -> f
     """Tokens of a row of an average micro batch, padding included."""
     if data is None or not longest_row_decides(data):
         return float(seq_len)
-    return min(float(seq_len), widths_at(data, micro_batch).mean_width_sorted)  # the order that training takes
+    return min(float(seq_len), widths_at(data, micro_batch).mean_width_sorted)  # the order of training
 
 
 def row_policy(data: DataProfile | None, *, seq_len: int) -> PolicyChoices:
@@ -182,9 +182,9 @@ def row_policy(data: DataProfile | None, *, seq_len: int) -> PolicyChoices:
 
 
 def document_tokens(data: DataProfile | None, *, seq_len: int) -> float | None:
-    """Tokens of the document that an average token of packed rows is in, `seq_len` where nobody counted them.
+    """Tokens of the document that an average token of packed rows is in; `seq_len` if they have not been counted.
 
-    None where a row is one document. What is longer than a row is cut into whole rows and a rest.
+    None if a row is one document. Longer documents are cut into whole rows and a rest.
     """
     if data is None or not data.is_packed:
         return None
@@ -203,12 +203,12 @@ def _mean_over_tokens(documents: LengthHistogram, seq_len: int) -> float:
 
 
 def padding_share(width: float, mean_tokens: float) -> float:
-    """Share of a batch that is padding, where its rows have `mean_tokens` tokens on average."""
+    """Share of padding in a batch whose rows have `mean_tokens` tokens on average."""
     return max(0.0, 1 - mean_tokens / width)
 
 
 def widths_at(data: DataProfile, micro_batch: int) -> BatchWidth:
-    """The widths of batches of `micro_batch`, in a line between those that were counted."""
+    """The widths of batches of `micro_batch`, interpolated between the counted sizes."""
     widths = data.batch_widths
     if micro_batch >= widths[-1].micro_batch:
         return widths[-1]
@@ -221,13 +221,13 @@ def widths_at(data: DataProfile, micro_batch: int) -> BatchWidth:
     )
 
 
-MAX_SAVING_SHARE = 0.03  # of the run's time, of a checkpoint.every that is left open
-EVALUATIONS_PER_RUN = 10  # of an eval.every that is left open
-CHECKPOINT_EVERY_S = 1200.0  # of a checkpoint.every that is left open: what a killed run may lose
+MAX_SAVING_SHARE = 0.03  # of the run's time, by default
+EVALUATIONS_PER_RUN = 10  # by default
+CHECKPOINT_EVERY_S = 1200.0  # by default: the most that a killed run loses
 
 
 class DefaultWarmup(NamedTuple):
-    """The share of a run in which the rate rises, and who trained so."""
+    """The share of a run in which the rate rises, and its source."""
 
     share: float
     source: str
@@ -245,9 +245,9 @@ def make_schedule(
     method: Method = Method.FULL,
     optimizer: Optimizer | None = None,
 ) -> Schedule:
-    """The steps of `job` on `data`; InputError where a step would not hold one sequence or the data is empty.
+    """The schedule of `job` on `data`; InputError if a step is shorter than one sequence or the data is empty.
 
-    The rate is that of `optimizer`; before a row is chosen, of the one that the job pins, or of AdamW.
+    The rate is that of `optimizer`, or before a strategy is chosen that of the pinned optimizer or AdamW.
     """
     train = job.train
     objective = objective_of(train.objective, data.format)
@@ -313,7 +313,7 @@ def _length_source(train: TrainJob) -> str:
 
 
 def _tokens_per_row(train: TrainJob, data: DataProfile) -> float:
-    """Tokens that are learned from in an average row: padding is none."""
+    """Tokens of an average row without padding."""
     return float(train.seq_len) if data.source == "estimated" else data.num_tokens / data.num_rows
 
 
@@ -347,7 +347,7 @@ def _eval_every(job: Job, data: DataProfile, num_steps: int) -> Every:
 
 
 def _checkpoint_every(job: Job, evaluations: Every, num_steps: int) -> Every:
-    """Left open: with every evaluation (so that the best one is there to keep), and at least every 20 minutes."""
+    """Default: with every evaluation (so that the best model is saved), and at least every 20 minutes."""
     if job.checkpoint.every is not None:
         return job.checkpoint.every
     steps = evaluations.steps or max(1, num_steps // EVALUATIONS_PER_RUN)
