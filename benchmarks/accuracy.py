@@ -37,7 +37,7 @@ class Row(NamedTuple):
     reference: str
     case: dict[str, Any]
     truth: dict[str, Any]
-    answer: dict[str, Any]
+    prediction: dict[str, Any]
 
 
 class Score(NamedTuple):
@@ -70,15 +70,15 @@ def errors(rows: Iterable[Row], counter: str) -> list[tuple[Row, float]]:
     return [
         (row, predicted(row, counter) / row.truth[counter] - 1)
         for row in rows
-        if counter in row.truth and "error" not in row.answer
+        if counter in row.truth and "error" not in row.prediction
     ]
 
 
 def predicted(row: Row, counter: str) -> float:
     """The prediction of a counter, in the counter's unit."""
     if counter == "tokens_per_s_per_gpu":
-        return float(row.answer["speed"][counter])
-    return float(row.answer["memory"][counter.replace("_gib", "_bytes")]) / GIB
+        return float(row.prediction["speed"][counter])
+    return float(row.prediction["memory"][counter.replace("_gib", "_bytes")]) / GIB
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -119,11 +119,11 @@ def score_counter(
 
 def score_fits(rows: Sequence[Row]) -> list[Score]:
     """How often the verdict is wrong: the costly error first."""
-    answered = [row for row in rows if "error" not in row.answer]
-    crashed = [row for row in answered if row.truth.get("oom")]
-    ran = [row for row in answered if not row.truth.get("oom")]
-    missed = sum(row.answer["fits"] for row in crashed)
-    refused = sum(not row.answer["fits"] for row in ran)
+    predicted_rows = [row for row in rows if "error" not in row.prediction]
+    crashed = [row for row in predicted_rows if row.truth.get("oom")]
+    ran = [row for row in predicted_rows if not row.truth.get("oom")]
+    missed = sum(row.prediction["fits"] for row in crashed)
+    refused = sum(not row.prediction["fits"] for row in ran)
     return [
         Score("measured OOM called fitting", missed, len(crashed), at_most=0, is_share=False),
         Score("measured success called not fitting", refused / max(1, len(ran)), len(ran), at_most=0.05),
@@ -134,7 +134,7 @@ def score_order(rows: Sequence[Row]) -> Score:
     """How often two runs of one trainer, model and machine that differ in measured speed are ranked correctly."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        if "tokens_per_s_per_gpu" in row.truth and "error" not in row.answer:
+        if "tokens_per_s_per_gpu" in row.truth and "error" not in row.prediction:
             key = (row.reference, row.case["model"], row.case["hardware"])
             groups[json.dumps(key, sort_keys=True)].append(row)
     right = pairs = 0
@@ -149,7 +149,7 @@ def score_order(rows: Sequence[Row]) -> Score:
 
 def constants_behind(rows: Sequence[Row]) -> tuple[str, ...]:
     """The constants of the speed model that affect a predicted speed of the rows."""
-    cases = [row.case for row in rows if "tokens_per_s_per_gpu" in row.truth and "error" not in row.answer]
+    cases = [row.case for row in rows if "tokens_per_s_per_gpu" in row.truth and "error" not in row.prediction]
     names = _constant_names()
     assert names, "trainer/planning/speed/constants.py has no constants"
     plain = _speeds(cases)
@@ -201,9 +201,9 @@ def score_unfitted(rows: Sequence[Row]) -> list[Score]:
     for row, error in errors(rows, "tokens_per_s_per_gpu"):
         by_stack[row.reference].append(abs(error))
     return [
-        Score(f"tokens/s, not fitted on, {words} of {reference}", percentile(values, share), len(values))
+        Score(f"tokens/s, not fitted on, {statistic} of {reference}", percentile(values, share), len(values))
         for reference, values in sorted(by_stack.items())
-        for words, share in (("median", 0.5), ("90th percentile", 0.9))
+        for statistic, share in (("median", 0.5), ("90th percentile", 0.9))
     ]
 
 
@@ -238,17 +238,17 @@ def figure(score: Score) -> dict[str, object]:
 
 def row_line(row: Row) -> str:
     """A row: its measurements and the errors of the predictions."""
-    if "error" in row.answer:
-        return f"{row.id} {row.reference}: {row.answer['error']}"
+    if "error" in row.prediction:
+        return f"{row.id} {row.reference}: {row.prediction['error']}"
     off = [
         f"{counter} {row.truth[counter]:g} {predicted(row, counter) / row.truth[counter] - 1:+.1%}"
         for counter in row.truth
         if counter != "oom"
     ]
-    verdict = f"fits {row.answer['fits']}{', measured OOM' if row.truth.get('oom') else ''}"
+    verdict = f"fits {row.prediction['fits']}{', measured OOM' if row.truth.get('oom') else ''}"
     train = row.case["train"]
     what = f"{train['method']} {train['sharding']} {train['micro_batch']}x{train['seq_len']}"
-    return f"{row.id} {row.reference} {what} {row.answer['memory']['peak_event']}: {'; '.join([*off, verdict])}"
+    return f"{row.id} {row.reference} {what} {row.prediction['memory']['peak_event']}: {'; '.join([*off, verdict])}"
 
 
 def text_table(rows: Sequence[dict[str, object]]) -> str:
@@ -265,12 +265,12 @@ def run_accuracy(*, write: bool, list_rows: bool = False, only_ours: bool = Fals
     rows = read_rows()
     if list_rows:
         print(*map(row_line, rows), sep="\n")
-    scores, unanswered = score_rows(rows), [row for row in rows if "error" in row.answer]
-    print(f"\naccuracy, {len(rows)} published measurements, {len(unanswered)} without a prediction")
+    scores, unpredicted = score_rows(rows), [row for row in rows if "error" in row.prediction]
+    print(f"\naccuracy, {len(rows)} published measurements, {len(unpredicted)} without a prediction")
     print(text_table([figure(score) for score in scores]))
     if not only_ours:
         _compare(rows, scores, write=write)
-    return not unanswered and all(score.is_met for score in scores)
+    return not unpredicted and all(score.is_met for score in scores)
 
 
 def _compare(rows: Sequence[Row], scores: Sequence[Score], *, write: bool) -> None:

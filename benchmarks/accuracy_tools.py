@@ -23,7 +23,7 @@ from accuracy import GIB, Row, errors, percentile
 TYPES = {"fp32": "float32", "fp16-mixed": "float16", "bf16-mixed": "float16", "bf16": "float16", "fp8": "float16"}
 
 
-class ToolAnswer(NamedTuple):
+class ToolEstimate(NamedTuple):
     """Bytes per GPU by a tool; None if it has no estimate."""
 
     need_bytes: float | None
@@ -37,33 +37,33 @@ def tool_versions() -> dict[str, str]:
 
 def score_tools(rows: Sequence[Row]) -> list[dict[str, object]]:
     """One line per tool, ours first: its errors on the same measurements."""
-    lines = [_line("shardwise", rows, [ToolAnswer(_our_peak(row), row.answer["fits"]) for row in rows])]
+    lines = [_line("shardwise", rows, [ToolEstimate(_our_peak(row), row.prediction["fits"]) for row in rows])]
     for name, need in TOOLS.items():
-        lines.append(_line(name, rows, [_answer(need(row), row) for row in rows]))
+        lines.append(_line(name, rows, [_estimate(need(row), row) for row in rows]))
     return lines
 
 
 def _our_peak(row: Row) -> float:
-    return float(row.answer["memory"]["peak_allocated_bytes"])
+    return float(row.prediction["memory"]["peak_allocated_bytes"])
 
 
-def _answer(need_bytes: float | None, row: Row) -> ToolAnswer:
+def _estimate(need_bytes: float | None, row: Row) -> ToolEstimate:
     from shardwise.trainer.planning.cases import read_case
 
     if need_bytes is None:
-        return ToolAnswer(None, None)
-    return ToolAnswer(need_bytes, need_bytes <= read_case(row.case).device.usable_bytes)
+        return ToolEstimate(None, None)
+    return ToolEstimate(need_bytes, need_bytes <= read_case(row.case).device.usable_bytes)
 
 
-def _line(name: str, rows: Sequence[Row], answers: Sequence[ToolAnswer]) -> dict[str, object]:
+def _line(name: str, rows: Sequence[Row], estimates: Sequence[ToolEstimate]) -> dict[str, object]:
     off: dict[str, list[float]] = {"full": [], "lora": [], "qlora": []}
     crashed: list[bool] = []
     ran: list[bool] = []
-    for row, answer in zip(rows, answers, strict=True):
-        if answer.fits is not None:
-            (crashed if row.truth.get("oom") else ran).append(answer.fits)
-        if answer.need_bytes is not None and "peak_allocated_gib" in row.truth:
-            error = answer.need_bytes / GIB / row.truth["peak_allocated_gib"] - 1
+    for row, estimate in zip(rows, estimates, strict=True):
+        if estimate.fits is not None:
+            (crashed if row.truth.get("oom") else ran).append(estimate.fits)
+        if estimate.need_bytes is not None and "peak_allocated_gib" in row.truth:
+            error = estimate.need_bytes / GIB / row.truth["peak_allocated_gib"] - 1
             off[row.case["train"]["method"]].append(abs(error))
     every = [error for errors in off.values() for error in errors]
     return {

@@ -37,8 +37,8 @@ MODEL: dict[str, Any] = {
 
 def bench_checkpoints() -> list[dict[str, object]]:
     """MB/s of saving and of loading, and the time of each as a multiple of the faster of the others."""
-    words = [sys.executable, str(Path(__file__)), "measure"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(Path(__file__)), "measure"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"checkpoints ended with {done.returncode}:\n{done.stderr[-2000:]}")
     measured = json.loads(done.stdout.splitlines()[-1])

@@ -32,7 +32,7 @@ NO_SETTINGS = {"HOME": "/nonexistent"}  # no personal settings, no earlier runs
 class Case(NamedTuple):
     """A job on a machine."""
 
-    words: str
+    name: str
     example: str
     hardware: str
     overrides: tuple[str, ...] = ()
@@ -73,19 +73,19 @@ WITHIN_8_GB = (
 def tables() -> dict[str, str]:
     """The tables of docs/choices.md by the name of their markers."""
     return {
-        "golden": markdown_table(("job and machine", "choice"), [(case.words, _answer(case)) for case in GOLDEN]),
+        "golden": markdown_table(("job and machine", "choice"), [(case.name, _choice(case)) for case in GOLDEN]),
         "combinations": markdown_table(
             ("row of the table", "as in the row", "the planner's own choice (`train.method: auto`)"),
-            [(case.words, _answer(case), _answer(case, "train.method=auto")) for case in COMBINATIONS],
+            [(case.name, _choice(case), _choice(case, "train.method=auto")) for case in COMBINATIONS],
         ),
         "within-8-gb": markdown_table(
             ("job", "choice", "outside the card"),
-            [(case.words, _answer(case), _off_the_card(case)) for case in WITHIN_8_GB],
+            [(case.name, _choice(case), _off_the_card(case)) for case in WITHIN_8_GB],
         ),
     }
 
 
-def _answer(case: Case, *overrides: str) -> str:
+def _choice(case: Case, *overrides: str) -> str:
     try:
         plan = case.plan(*overrides)
     except InputError as error:

@@ -144,7 +144,7 @@ def page_tables(bench: Bench, rows: Mapping[str, Mapping[str, Row]], date: str) 
         ("host", f"{host.cpu_name or 'CPU'}, {host.num_cores or '?'} cores"),
         ("date", date),
         ("versions", ", ".join(f"{name} {version}" for name, version in bench.versions.items())),
-        *((f"steps of `{part.name}`", _count_words(rows[part.name])) for part in PARTS),
+        *((f"steps of `{part.name}`", _format_counts(rows[part.name])) for part in PARTS),
     ]
     tables = {"provenance": markdown_table(("", ""), lines), "measured": NOT_MEASURED}
     if not bench.is_tiny:
@@ -203,7 +203,7 @@ def _counts(rows: Mapping[str, Row]) -> dict[str, int]:
     return {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
 
 
-def _count_words(rows: Mapping[str, Row]) -> str:
+def _format_counts(rows: Mapping[str, Row]) -> str:
     return ", ".join(f"{count} {outcome}" for outcome, count in _counts(rows).items()) or "none"
 
 

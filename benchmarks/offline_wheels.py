@@ -103,8 +103,8 @@ def pip_command(package: Package, locked: Mapping[str, str], wheels: Path, *, py
         return [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), wanted]
     platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in (28, 27, 24, 17)]
     platforms += [f"--platform=manylinux2014_{machine}"]
-    words = ["download", "--no-deps", "--only-binary=:all:", f"--python-version={python}", *platforms]
-    return [*pip, *words, "--dest", str(wheels), wanted]
+    options = ["download", "--no-deps", "--only-binary=:all:", f"--python-version={python}", *platforms]
+    return [*pip, *options, "--dest", str(wheels), wanted]
 
 
 def locked_versions(text: str) -> dict[str, str]:

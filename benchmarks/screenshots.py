@@ -84,10 +84,10 @@ def write_pages(runs: Sequence[Path], folder: Path) -> None:
     shardwise(*plan, "--hardware", "8xH100-SXM5-80GB", "limits.hours=9000", "--html", str(folder / "plan.html"))
 
 
-def shardwise(*words: str) -> None:
+def shardwise(*arguments: str) -> None:
     """Runs a command of the working tree."""
     subprocess.run(
-        [sys.executable, "-m", "shardwise.launch.cli", *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "shardwise.launch.cli", *arguments], check=True, cwd=ROOT, stdout=subprocess.DEVNULL
     )
 
 

@@ -20,7 +20,7 @@ class Proof(NamedTuple):
     shows: Callable[[Cell], bool]
 
 
-_GPU = "tests/gpu/test_techniques_gpu.py::test_it_is_what_its_plan_says"
+_GPU = "tests/gpu/test_techniques_gpu.py::test_a_run_matches_its_plan"
 
 
 def _gpu_case(name: str, shows: Callable[[Cell], bool]) -> Proof:
@@ -98,7 +98,7 @@ GPU_PROOFS: tuple[Proof, ...] = (
     ),
     Proof(
         "fp16-engine",
-        "tests/distributed/test_precision.py::test_deepspeed_scales_and_its_scale_is_told",
+        "tests/distributed/test_precision.py::test_deepspeed_scales_the_loss_and_the_scale_is_logged",
         lambda cell: cell.precision is Precision.FP16_MIXED,
     ),
     *(_recipe(recipe) for recipe in Fp8Recipe),

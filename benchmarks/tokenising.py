@@ -57,11 +57,11 @@ def bench_tokenising() -> list[dict[str, object]]:
         for number in range(ROUNDS):
             cache = folder / f"cache-{number}"
             template = ROOT / "trainer" / "runtime" / "data" / "chat" / "templates" / "chatml.jinja"
-            words = ["-c", _MAP.replace("{num_chats}", str(NUM_CHATS)), chats, tokenizer, template, cache / "datasets"]
-            rates["datasets.map"].append(NUM_CHATS / _seconds(words))
+            argv = ["-c", _MAP.replace("{num_chats}", str(NUM_CHATS)), chats, tokenizer, template, cache / "datasets"]
+            rates["datasets.map"].append(NUM_CHATS / _seconds(argv))
             request = _write_request(folder / f"request-{number}.json", chats, tokenizer, cache / "shardwise")
-            words = ["-c", _PREPARE.replace("{num_chats}", str(NUM_CHATS)), request]
-            rates["shardwise"].append(NUM_CHATS / _seconds(words))
+            argv = ["-c", _PREPARE.replace("{num_chats}", str(NUM_CHATS)), request]
+            rates["shardwise"].append(NUM_CHATS / _seconds(argv))
     ratios = [own / other for own, other in zip(rates["shardwise"], rates["datasets.map"], strict=True)]
     return [
         {
@@ -73,14 +73,14 @@ def bench_tokenising() -> list[dict[str, object]]:
     ]
 
 
-def _seconds(words: list[object]) -> float:
+def _seconds(argv: list[object]) -> float:
     started = time.perf_counter()
     quiet = os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     done = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=ROOT, env=quiet, capture_output=True, text=True, check=False
+        [sys.executable, *map(str, argv)], cwd=ROOT, env=quiet, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise SystemExit(f"{words[0]} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        raise SystemExit(f"{argv[0]} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     return time.perf_counter() - started
 
 

@@ -107,7 +107,7 @@ class _Run:
         self._turn, self._ended = (os.open(path, os.O_RDWR) for path in (turn, ended))  # does not block
         if trainer == "shardwise":
             (out / "job.yaml").write_text("{}\n")
-            words = [
+            command = [
                 sys.executable,
                 "-P",
                 "-m",
@@ -116,12 +116,12 @@ class _Run:
                 str(out / "job.yaml"),
                 *_job(folder, out),
             ]
-            words += ["--run-dir", str(out / "run")]
+            command += ["--run-dir", str(out / "run")]
         else:
-            words = [sys.executable, __file__, trainer, cache, str(out)]
+            command = [sys.executable, __file__, trainer, cache, str(out)]
         self._log = (out / "log.txt").open("w+b")
         self._process = subprocess.Popen(
-            words, cwd=ROOT, env=os.environ | {"PYTHONWARNINGS": "ignore"}, stdout=self._log, stderr=subprocess.STDOUT
+            command, cwd=ROOT, env=os.environ | {"PYTHONWARNINGS": "ignore"}, stdout=self._log, stderr=subprocess.STDOUT
         )
 
     def __enter__(self) -> "_Run":
@@ -168,8 +168,8 @@ def _prepared(folder: Path) -> str:
     from shardwise.launch.plan.gather import read_inputs
 
     (folder / "model.json").write_text(json.dumps(MODEL))
-    words = [word for word in _job(folder, folder) if not word.startswith("extensions")]
-    inputs = read_inputs(None, words)
+    overrides = [setting for setting in _job(folder, folder) if not setting.startswith("extensions")]
+    inputs = read_inputs(None, overrides)
     profile = prepare_data(inputs.request, on_progress=lambda _: None)
     assert profile.cache_dir is not None
     return profile.cache_dir

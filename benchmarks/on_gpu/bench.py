@@ -50,7 +50,7 @@ _SETTING_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Confi
 def job_of(case: Case, *, model: str, rows: str, seq_len: int) -> dict[str, str]:
     """The settings of a case's job on a model folder and a file of rows."""
     rows_per_example = 2 if case.rows is RowKind.PAIRS else 1
-    words = {
+    settings = {
         "model.name": model,
         "data.train": rows,
         "data.format": "preference" if case.rows is RowKind.PAIRS else "tokens",
@@ -61,8 +61,8 @@ def job_of(case: Case, *, model: str, rows: str, seq_len: int) -> dict[str, str]
         "checkpoint.every": "100000 steps",
     }
     if case.micro_batch is not None:
-        words["pin.micro_batch"] = str(case.micro_batch)
-    return words | case.settings
+        settings["pin.micro_batch"] = str(case.micro_batch)
+    return settings | case.settings
 
 
 class Bench:
@@ -149,10 +149,10 @@ class Bench:
     def inputs_of(self, case: Case) -> tuple[PlanInputs, DataProfile]:
         """The inputs of the plan of a case: the job without time limits, and its prepared rows."""
         rows = self.rows_of(case, max(LEAST_ROWS, case.sequences_per_step))
-        words = job_of(case, model=str(self.model_of(case.model)), rows=str(rows), seq_len=self.seq_len_of(case))
+        settings = job_of(case, model=str(self.model_of(case.model)), rows=str(rows), seq_len=self.seq_len_of(case))
         inputs = read_inputs(
             None,
-            [f"{key}={value}" for key, value in words.items()],
+            [f"{key}={value}" for key, value in settings.items()],
             machines=self.hardware,
             vram_cap_bytes=case.vram_bytes,
             environment=self.environment,

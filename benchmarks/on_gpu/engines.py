@@ -64,8 +64,8 @@ def _case(
     rows: RowKind = RowKind.FULL,
     engine: str | None = None,
 ) -> EngineCase:
-    words = _BASE | dict(settings or {})
-    case = Case(name=name, model=SMALL, settings=words, seq_len=512, micro_batch=4, rows=rows, engine=engine)
+    job_settings = _BASE | dict(settings or {})
+    case = Case(name=name, model=SMALL, settings=job_settings, seq_len=512, micro_batch=4, rows=rows, engine=engine)
     return EngineCase(case, seen, learns)
 
 
@@ -81,9 +81,9 @@ def _fp8(recipe: str, library: str, engine: str | None = None) -> EngineCase:
 
 def _offload(sharding: str, offload: str, method: Mapping[str, str] | None = None) -> EngineCase:
     optimizer = "adamw_fused" if sharding == "fsdp" else "deepspeed_cpu_adam"
-    words = dict(method or {}) | {"pin.sharding": sharding, "pin.offload": offload, "pin.optimizer": optimizer}
-    name = " ".join([sharding, f"offload {offload}", *([words["train.method"]] if method else [])])
-    return _case(name, words)
+    job_settings = dict(method or {}) | {"pin.sharding": sharding, "pin.offload": offload, "pin.optimizer": optimizer}
+    name = " ".join([sharding, f"offload {offload}", *([job_settings["train.method"]] if method else [])])
+    return _case(name, job_settings)
 
 
 ENGINES_OF_ONE = ("zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op")  # DDP does not wrap the model on one rank

@@ -82,9 +82,9 @@ def plan_stated(
     """
     rows = folder / ROWS_NAME
     rows.write_text("{}\n")
-    words = [f"{key}={value}" for key, value in (dict(job) | {"data.train": str(rows)}).items()]
+    overrides = [f"{key}={value}" for key, value in (dict(job) | {"data.train": str(rows)}).items()]
     environment = {"HOME": str(folder)}
-    inputs = read_inputs(None, words, machines=hardware, vram_cap_bytes=vram_bytes, environment=environment)
+    inputs = read_inputs(None, overrides, machines=hardware, vram_cap_bytes=vram_bytes, environment=environment)
     if model_config is not None:
         inputs = _with_model(inputs, model_config)
     stated = inputs.resolved.job

@@ -61,7 +61,7 @@ class Code(str):
 
 def planned_job(job: PeerJob) -> str:
     """shardwise with the job and its precision."""
-    return _job_file(_job_words(job) | {"pin.precision": job.contest.precision})
+    return _job_file(_job_settings(job) | {"pin.precision": job.contest.precision})
 
 
 def pinned_job(job: PeerJob) -> str:
@@ -76,10 +76,10 @@ def pinned_job(job: PeerJob) -> str:
         "pin.micro_batch": contest.micro_batch,
         "pin.compile": False,
     }
-    return _job_file(_job_words(job) | pins)
+    return _job_file(_job_settings(job) | pins)
 
 
-def _job_words(job: PeerJob) -> dict[str, Any]:
+def _job_settings(job: PeerJob) -> dict[str, Any]:
     contest = job.contest
     lora = {"train.lora.rank": LORA_RANK, "train.lora.alpha": LORA_ALPHA} if job.has_adapters else {}
     return {
@@ -102,9 +102,9 @@ def _job_words(job: PeerJob) -> dict[str, Any]:
     }
 
 
-def _job_file(words: Mapping[str, Any]) -> str:
+def _job_file(settings: Mapping[str, Any]) -> str:
     nested: dict[str, Any] = {}
-    for name, value in words.items():
+    for name, value in settings.items():
         *sections, key = name.split(".")
         place = nested
         for section in sections:
@@ -223,9 +223,9 @@ def _lora() -> str:
 
 def _call(name: str, settings: Mapping[str, Any], *, indent: int = 0) -> str:
     """A call, an argument per line; an argument without a name is positional."""
-    words = [f"{key}={value!r}" if key else repr(value) for key, value in settings.items()]
+    arguments = [f"{key}={value!r}" if key else repr(value) for key, value in settings.items()]
     room = " " * indent
-    return "\n".join([f"{name}(", *(f"{room}    {word}," for word in words), f"{room})"])
+    return "\n".join([f"{name}(", *(f"{room}    {argument}," for argument in arguments), f"{room})"])
 
 
 def _script(*parts: Iterable[str]) -> str:

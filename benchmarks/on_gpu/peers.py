@@ -190,8 +190,8 @@ def argv_of(trainer: Trainer, file: Path) -> list[str]:
         "def on_step(step, metrics):\n"
         '    clock.end_of_step(step, loss=metrics["loss"], peak_bytes=metrics.get("memory_peak_bytes"))\n'
     )
-    words = [sys.executable, "-m", "shardwise.launch.cli", "train", str(file), f"extensions={hook}"]
-    return [*words, "--run-dir", str(file.parent / "run")]
+    command = [sys.executable, "-m", "shardwise.launch.cli", "train", str(file), f"extensions={hook}"]
+    return [*command, "--run-dir", str(file.parent / "run")]
 
 
 def _wait(bench: Bench, process: subprocess.Popen[bytes], job: PeerJob) -> None:
@@ -230,7 +230,7 @@ def _has_ended(lines: list[Row], num_steps: int) -> bool:
 
 def _reason(log: str, return_code: int | None) -> str:
     """Why a trainer did not finish, from its output."""
-    if any(words in log for words in _OUT_OF_MEMORY):
+    if any(message in log for message in _OUT_OF_MEMORY):
         return str(Outcome.OUT_OF_MEMORY)
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line or "error:" in line]
@@ -254,13 +254,13 @@ def _groups(rows: Mapping[str, Row]) -> dict[str, dict[str, Row]]:
 
 def summary(rows: Mapping[str, Row]) -> str:
     """One line."""
-    words = []
+    parts = []
     for contest, trainers in _groups(rows).items():
         ours = trainers.get(PINNED, {}).get("tokens_per_s")
         others = {name: row.get("tokens_per_s") for name, row in trainers.items() if not name.startswith("shardwise")}
         ratios = [f"{ours / rate:.2f} x {name}" for name, rate in others.items() if ours and rate]
-        words.append(f"{contest}: {', '.join(ratios) or 'nothing to compare'}")
-    return "; ".join(words)
+        parts.append(f"{contest}: {', '.join(ratios) or 'nothing to compare'}")
+    return "; ".join(parts)
 
 
 def table(rows: Mapping[str, Row]) -> str:

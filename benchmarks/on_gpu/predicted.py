@@ -165,12 +165,12 @@ def summary(rows: Mapping[str, Row]) -> str:
     results = results_in(rows)
     errors = [abs(result.peak_error) for result in results if result.peak_error is not None]
     speeds = [abs(result.speed_error) for result in results if result.speed_error is not None]
-    words = [f"{len(results)} of {len(rows)} ran"]
+    parts = [f"{len(results)} of {len(rows)} ran"]
     if errors:
-        words.append(f"peak off by {statistics.median(errors):.1%} (median), {max(errors):.1%} (worst)")
+        parts.append(f"peak off by {statistics.median(errors):.1%} (median), {max(errors):.1%} (worst)")
     if speeds:
-        words.append(f"tokens/s off by {statistics.median(speeds):.0%} (median of {len(speeds)})")
-    return ", ".join(words)
+        parts.append(f"tokens/s off by {statistics.median(speeds):.0%} (median of {len(speeds)})")
+    return ", ".join(parts)
 
 
 def caps_summary(rows: Mapping[str, Row]) -> str:

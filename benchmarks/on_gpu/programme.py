@@ -124,12 +124,12 @@ def run_steps(steps: Sequence[Step], bench: Bench, log: StepLog, *, until_s: flo
                 else:
                     log.add(step, row)
                     num_new += 1
-                    bench.console.line(f"{step.part}: {step.name}: {words_of(row)} ({row['took_s']:.0f} s)")
+                    bench.console.line(f"{step.part}: {step.name}: {outcome_line(row)} ({row['took_s']:.0f} s)")
     return Progress(num_new, num_left, is_time_over)
 
 
-def words_of(row: Row) -> str:
-    """How a step ended, in a few words."""
+def outcome_line(row: Row) -> str:
+    """Outcome of a step, as short text."""
     verdict = row.get("verdict") or row.get("outcome") or "done"
     reason = row.get("error") or row.get("reason") or row.get("result", {}).get("reason")
     return f"{verdict}: {reason}" if reason else str(verdict)

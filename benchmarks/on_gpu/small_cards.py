@@ -17,9 +17,9 @@ _INEXACT = "[offload_cpu, bf16_weights, optimizer_8bit]"
 _FULL, _LORA, _QLORA = ({"train.method": method, "allow": _INEXACT} for method in ("full", "lora", "qlora"))
 
 
-def _case(cap_gib: int, words: str, model: str, settings: Mapping[str, str], *, seq_len: int = 2048) -> Case:
+def _case(cap_gib: int, title: str, model: str, settings: Mapping[str, str], *, seq_len: int = 2048) -> Case:
     return Case(
-        name=f"{cap_gib} GiB: {words}",
+        name=f"{cap_gib} GiB: {title}",
         model=model,
         settings=dict(settings),
         seq_len=seq_len,

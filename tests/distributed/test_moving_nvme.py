@@ -72,7 +72,7 @@ for offset in (0, 1):
 """
 
 
-def test_w52_deepspeed_reads_nothing_to_a_place_between_blocks_and_says_it_has(tmp_path):
+def test_w52_deepspeed_reads_nothing_to_an_offset_between_blocks_and_reports_success(tmp_path):
     if lacks_libaio():
         pytest.skip(NO_LIBAIO)
     done = subprocess.run(

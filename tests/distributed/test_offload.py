@@ -229,7 +229,7 @@ engine_worker.main(sys.argv[1:])
 """
 
 
-def test_w34_deepspeed_asks_for_two_buffers_for_a_weight_that_is_used_twice(tmp_path, cache_dir, start_ranks):
+def test_w34_deepspeed_requests_two_buffers_for_a_weight_that_is_used_twice(tmp_path, cache_dir, start_ranks):
     (tmp_path / "canary.py").write_text(READS_TWICE)
     plan = write_attempt(tmp_path / "run", plan_of(NVME[-1], cache_dir, tmp_path))
     with pytest.raises(AssertionError, match="already assigned swap buffer"):

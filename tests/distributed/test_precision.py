@@ -193,7 +193,7 @@ def test_the_gradients_of_fp16_carry_the_scale(case, run, torch_runs):
 
 
 @each(ZERO_CASES)
-def test_deepspeed_scales_and_its_scale_is_told(case, run):
+def test_deepspeed_scales_the_loss_and_the_scale_is_logged(case, run):
     assert [line["loss_scale"] for line in run.lines] == [INIT_SCALE] * NUM_STEPS
     assert not any(line.get("skipped") for line in run.lines)
     assert run.verified(0).facts["loss scale"] == "65536"

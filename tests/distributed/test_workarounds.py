@@ -53,12 +53,12 @@ def test_w2_accelerate_counts_one_deepspeed_rank_where_gloo_is_not_named(canary)
 
 
 @pytest.mark.cold
-def test_w3_deepspeed_builds_its_shared_memory_operator_unless_it_is_told_not_to():
+def test_w3_deepspeed_builds_its_shared_memory_operator_by_default():
     code = "import deepspeed; print('shm:', deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'])"
     assert "shm: True" in run_python(code, DS_ACCELERATOR="cpu")
 
 
-def test_w4_transformers_shards_while_it_builds_whatever_the_flag_says():
+def test_w4_transformers_shards_while_it_builds_with_any_flag():
     code = """
 from accelerate import DeepSpeedPlugin
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -144,7 +144,7 @@ print("imported:", "deepspeed" in sys.modules)
     assert "imported: True" in run_python(code, DS_ACCELERATOR="cpu")
 
 
-def test_w9_transformers_ignores_the_rules_in_tokenizer_json_beside_some_model_types(tmp_path):
+def test_w9_transformers_ignores_the_rules_in_tokenizer_json_for_some_model_types(tmp_path):
     from transformers import AutoTokenizer
 
     from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer

@@ -99,7 +99,7 @@ def each(cases: tuple[GpuCase, ...]) -> pytest.MarkDecorator:
 
 
 @each(GPU_CASES)
-def test_it_is_what_its_plan_says(case: GpuCase, run_of: Callable[[GpuCase], GpuRun]) -> None:
+def test_a_run_matches_its_plan(case: GpuCase, run_of: Callable[[GpuCase], GpuRun]) -> None:
     report = run_of(case).report
     assert report.ending is Ending.FINISHED
     verified = report.verified

@@ -26,7 +26,7 @@ ASKED = [score for score in SCORES if score.at_most is not None or score.at_leas
 
 def test_every_published_case_is_answered():
     assert len(ROWS) == 195
-    assert [row.answer for row in ROWS if "error" in row.answer] == []
+    assert [row.prediction for row in ROWS if "error" in row.prediction] == []
 
 
 @pytest.mark.parametrize("score", ASKED, ids=lambda score: score.name)
@@ -62,13 +62,13 @@ def test_the_page_shows_the_scores_of_these_predictions():
 
 def scaled(row, *, memory=1.0, speed=1.0, fits=None):
     """The same measurement with another answer."""
-    answer = json.loads(json.dumps(row.answer))
+    answer = json.loads(json.dumps(row.prediction))
     for name, value in answer["memory"].items():
         if name.endswith("_bytes"):
             answer["memory"][name] = value * memory
     answer["speed"]["tokens_per_s_per_gpu"] *= speed
     answer["fits"] = answer["fits"] if fits is None else fits
-    return row._replace(answer=answer)
+    return row._replace(prediction=answer)
 
 
 def scores_of(rows):
@@ -93,7 +93,7 @@ def test_a_wrong_verdict_is_counted_on_its_side():
 
 def test_a_speed_that_is_the_same_for_every_run_orders_no_pair():
     flat = [
-        row._replace(answer={**row.answer, "speed": {**row.answer["speed"], "tokens_per_s_per_gpu": 1.0}})
+        row._replace(prediction={**row.prediction, "speed": {**row.prediction["speed"], "tokens_per_s_per_gpu": 1.0}})
         for row in ROWS
     ]
     order = accuracy.score_order(flat)

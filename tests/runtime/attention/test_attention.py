@@ -68,7 +68,7 @@ def test_flash_is_refused_where_it_would_not_be_told_of_windows(monkeypatch):
     check_attention(Attention.SDPA, windowed)
 
 
-def test_w30_transformers_takes_a_kernel_from_the_hub_where_flash_attn_is_missing():
+def test_w30_transformers_loads_a_kernel_from_the_hub_without_flash_attn():
     """A canary: `flash_attention_2` stands for code of the hub where `kernels` is installed and flash-attn is not."""
     assert FLASH_ATTN_KERNEL_FALLBACK["flash_attention_2"].startswith("kernels-community/")
     assert not is_flash_attn_available()

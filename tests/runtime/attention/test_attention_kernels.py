@@ -114,7 +114,7 @@ def test_a_forward_of_packed_rows_asks_the_device_nothing(seen):
     assert set(seen["questions"].values()) == {None}
 
 
-def test_w59_transformers_groups_heads_whatever_the_chip_and_the_type():
+def test_w59_transformers_groups_heads_for_any_chip_and_type():
     """A canary: where it looks at them, `groups_heads` is not needed."""
     with as_if_available(TURING), FakeDeviceMode():
         _, key, value = heads(torch.float32)
@@ -122,6 +122,6 @@ def test_w59_transformers_groups_heads_whatever_the_chip_and_the_type():
         assert not groups_heads(None, key, value)
 
 
-def test_w60_torch_leaves_cudnns_attention_on(seen):
+def test_w60_torch_does_not_disable_cudnns_attention(seen):
     """A canary, of a process that chose nothing: where torch has it off, `choose_attention_kernels` need not."""
     assert seen["has_cudnn"]

@@ -378,7 +378,7 @@ def test_the_kernel_for_cuda_is_handed_one_row_of_all_documents(monkeypatch):
     assert seen["window_size"] == (-1, 0)
 
 
-def test_w31_stablelm_loses_what_it_is_told_beside_positions():
+def test_w31_stablelm_drops_arguments_next_to_positions():
     """A canary: where StableLM hands its keyword arguments on, `_LOSES_BOUNDS` and `_bounds_of` are not needed."""
     model = build("stablelm", "sdpa")
     seen: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from accelerate.utils.fsdp_utils import fsdp2_switch_optimizer_parameters
 from torch import nn
 
 
-def test_w37_accelerate_takes_parameters_without_elements_for_one_another():
+def test_w37_accelerate_confuses_parameters_without_elements():
     before, after = ([nn.Parameter(torch.empty(0)) for _ in range(2)] for _ in range(2))
     mapping = {parameter.data_ptr(): sharded for parameter, sharded in zip(before, after, strict=True)}
     optimizer = torch.optim.SGD(before)

@@ -50,7 +50,7 @@ def load(before: str) -> Any:
     return answer_of(LOAD.format(before=before), TORCH_EXTENSIONS_DIR=str(folder_with_operators("cpu_adam")))
 
 
-def test_w56_deepspeed_asks_the_compiler_for_an_operator_that_is_built():
+def test_w56_deepspeed_runs_the_compiler_for_an_operator_that_is_built():
     assert load(PLAIN) == [1, True, True]
 
 
@@ -96,7 +96,7 @@ print("answer:" + json.dumps([plain, answer()]))
 """
 
 
-def test_w53_deepspeed_asks_for_the_same_processor_each_time():
+def test_w53_deepspeed_reads_the_processor_each_time():
     (*plain, asked_before), (*answered, asked) = answer_of(ASK)
     assert asked_before == 3  # once for the architecture, once for the flags; the third is this test's
     assert answered == plain
