@@ -144,18 +144,14 @@ def _assemble(
     ]
     gpus, without_slice = _split_by_mig(_with_table_processes(usable, texts.get("table", "")), rows, texts)
     topology = parse_topology(texts.get("topology", ""))
-    nodes = {
-        gpu.index: topology.numa_nodes.get(gpu.index) for gpu in gpus if gpu.numa_node is None and not gpu.is_mig_on
-    }
-    gpus = tuple(replace(gpu, numa_node=nodes.get(gpu.index, gpu.numa_node)) for gpu in _with_card_facts(gpus))
+    known = {gpu.index: gpu.numa_node for gpu in gpus if gpu.numa_node is not None or gpu.is_mig_on}
+    nodes: dict[int, int | None] = {**topology.numa_nodes, **known}
+    gpus = tuple(replace(gpu, numa_node=nodes.get(gpu.index)) for gpu in _with_card_facts(gpus))
+    whole = [gpu for gpu in gpus if not gpu.is_mig_on]
+    peers, rates = parse_peer_access(texts.get("peer_access", "")), parse_nvlink_rates(texts.get("nvlinks", ""))
     return GpuFindings(
         gpus=gpus,
-        links=build_links(
-            [gpu for gpu in gpus if not gpu.is_mig_on],
-            topology,
-            parse_peer_access(texts.get("peer_access", "")),
-            parse_nvlink_rates(texts.get("nvlinks", "")),
-        ),
+        links=build_links(whole, topology, peers, rates),
         excluded=(*excluded, *without_slice),
         notes=(*problems, *_slot_notes(rows), *silent),
         is_gpu_on_bus=True,
@@ -210,7 +206,7 @@ def _with_table_processes(gpus: Sequence[Gpu], table: str) -> tuple[Gpu, ...]:
     listed, found = parse_table_processes(table), []
     for gpu in gpus:
         known = {process.pid for process in gpu.processes}
-        more = [row.process for row in listed if row.gpu_index == gpu.index and row.process.pid not in known]
+        more = [process for index, process in listed if index == gpu.index and process.pid not in known]
         found.append(replace(gpu, processes=(*gpu.processes, *more)))
     return tuple(found)
 

@@ -98,14 +98,6 @@ class MigSlice(Value, frozen=True, kw_only=True):
     uuid: str
 
 
-class TableProcess(Value, frozen=True, kw_only=True):
-    """A line of the table's process list; `kind` is G, C or C+G."""
-
-    gpu_index: int
-    kind: str
-    process: GpuProcess
-
-
 def known(text: str) -> str | None:
     """The text of a field, None if the driver did not report it."""
     bare = text.strip()
@@ -144,18 +136,14 @@ def parse_compute_apps(text: str) -> dict[str, tuple[GpuProcess, ...]]:
     return processes
 
 
-def parse_table_processes(text: str) -> tuple[TableProcess, ...]:
-    """The process list at the end of the table that `nvidia-smi` prints; long names arrive cut."""
+def parse_table_processes(text: str) -> list[tuple[int, GpuProcess]]:
+    """GPU index and process of each line at the end of the table that `nvidia-smi` prints; long names are cut there."""
     ids = r"(\d+)\s+(?:N/A|\d+)\s+(?:N/A|\d+)\s+(\d+)"
-    pattern = rf"^\|\s+{ids}\s+(C\+G|M\+C|G|C)\s+(.*?)\s+(?:(\d+)MiB|N/A)\s*\|$"
-    return tuple(
-        TableProcess(
-            gpu_index=int(index),
-            kind=kind,
-            process=GpuProcess(pid=int(pid), name=_program(name), memory_bytes=int(memory) * MIB if memory else None),
-        )
-        for index, pid, kind, name, memory in re.findall(pattern, text, re.MULTILINE)
-    )
+    pattern = rf"^\|\s+{ids}\s+(?:C\+G|M\+C|G|C)\s+(.*?)\s+(?:(\d+)MiB|N/A)\s*\|$"
+    return [
+        (int(index), GpuProcess(pid=int(pid), name=_program(name), memory_bytes=int(memory) * MIB if memory else None))
+        for index, pid, name, memory in re.findall(pattern, text, re.MULTILINE)
+    ]
 
 
 def parse_mig_slices(text: str) -> tuple[MigSlice, ...]:
@@ -257,27 +245,14 @@ def parse_topology(text: str) -> Topology:
     """The GPU part of the matrix that `nvidia-smi topo -m` prints; rows and columns of network cards are dropped."""
     columns, rows = _matrix(text)
     has_numa = "NUMA Affinity" in text
-    cells: dict[tuple[int, int], str] = {}
-    numa_nodes: dict[int, int] = {}
-    for a, row in rows.items():
-        for name, cell in zip(columns, row, strict=False):
-            if name.startswith("GPU") and cell != "X":
-                cells[(a, int(name[3:]))] = cell
-        rest = row[len(columns) :]  # CPU Affinity, NUMA Affinity, GPU NUMA ID
-        if has_numa and len(rest) > 1 and rest[1].isdigit():
-            numa_nodes[a] = int(rest[1])
-    return Topology(cells=cells, numa_nodes=numa_nodes)
+    at = len(columns) + 1  # after the columns: CPU Affinity, NUMA Affinity, GPU NUMA ID
+    placed = {a: row[at] for a, row in rows.items() if has_numa and len(row) > at and row[at].isdigit()}
+    return Topology(cells=_cells(columns, rows), numa_nodes={a: int(node) for a, node in placed.items()})
 
 
 def parse_peer_access(text: str) -> dict[tuple[int, int], bool]:
     """Peer access (read) between GPUs, from `nvidia-smi topo -p2p r`; U (unknown) is left out."""
-    columns, rows = _matrix(text)
-    return {
-        (a, int(name[3:])): cell == "OK"
-        for a, row in rows.items()
-        for name, cell in zip(columns, row, strict=False)
-        if name.startswith("GPU") and cell not in ("X", "U")
-    }
+    return {pair: cell == "OK" for pair, cell in _cells(*_matrix(text)).items() if cell != "U"}
 
 
 def parse_nvlink_rates(text: str) -> dict[int, tuple[int, ...]]:
@@ -333,6 +308,16 @@ def _matrix(text: str) -> tuple[list[str], dict[int, list[str]]]:
     columns = re.findall(r"\b(?:GPU\d+|NIC\d+|mlx\w+)\b", header)
     found = (re.match(r"\s*GPU(\d+)\s+(\S.*)", line) for line in lines if line != header)
     return columns, {int(row[1]): row[2].split() for row in found if row}
+
+
+def _cells(columns: Sequence[str], rows: Mapping[int, Sequence[str]]) -> dict[tuple[int, int], str]:
+    """Cells of pairs of different GPUs."""
+    return {
+        (a, int(name[3:])): cell
+        for a, row in rows.items()
+        for name, cell in zip(columns, row, strict=False)
+        if name.startswith("GPU") and cell != "X"
+    }
 
 
 def _nvlink_bytes_per_s(num_nvlinks: int, a: Gpu, b: Gpu, rates: Mapping[int, Sequence[int]]) -> int | None:

@@ -1,10 +1,10 @@
 """The probe as a whole, on captured machines and on this one."""
 
-import msgspec
 import pytest
 from captured_machine import GPU_MACHINES, MACHINES, Machine, lay_out
 from engine_plan_factory import engine_plan
 from gpu_machines import AMD, lay_out_gpus
+from msgspec.structs import replace
 
 from shardwise.launch.probe.machine import describe_hardware, read_hardware
 from shardwise.trainer.planning.planner import context_of
@@ -42,41 +42,28 @@ def indices(hardware):
     return [gpu.index for gpu in hardware.gpus]
 
 
+# The cards to plan for and the number of links between them.
+PLANNED = {
+    "no_gpu_laptop": ([], 0), "rtx4090_desktop": ([0], 0), "wsl_rtx3080": ([0], 0), "pcie_2x_rtx3090": ([0, 1], 1),
+    "nvlink_8x_h100": (list(range(8)), 28), "nvlink_4x_v100": ([0, 1, 2, 3], 6),
+    "mig_a100": ([1], 0),  # the whole card before the slices of the other
+    "mixed_models": ([1, 2], 1), "shared_4x_a100": ([0, 2, 3], 3), "unified_gb10": ([0], 0),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", MACHINES)
-def test_every_captured_machine_survives_a_file_and_is_described(tmp_path, name):
+def test_every_captured_machine_is_planned_for_survives_a_file_and_is_described(tmp_path, name):
     hardware = probe(lay_out(tmp_path, name))
     assert (hardware.device_kind is DeviceKind.CUDA) is (name in GPU_MACHINES)
+    if name in PLANNED:
+        assert (indices(hardware), len(hardware.links)) == PLANNED[name]
     assert codec.decode(codec.encode(hardware), Hardware, origin="test") == hardware
     text = describe_hardware(hardware)
     assert "None" not in text
-    for gpu in hardware.gpus:
-        assert gpu.name in text
-    for sentence in (*hardware.excluded, *hardware.notes):
-        assert sentence in text
-
-
-@pytest.mark.parametrize(
-    ("name", "used", "num_links"),
-    [
-        ("no_gpu_laptop", [], 0),
-        ("rtx4090_desktop", [0], 0),
-        ("wsl_rtx3080", [0], 0),
-        ("pcie_2x_rtx3090", [0, 1], 1),
-        ("nvlink_8x_h100", list(range(8)), 28),
-        ("nvlink_4x_v100", [0, 1, 2, 3], 6),
-        ("mig_a100", [1], 0),  # the whole card before the slices of the other
-        ("mixed_models", [1, 2], 1),
-        ("shared_4x_a100", [0, 2, 3], 3),
-        ("unified_gb10", [0], 0),
-    ],
-)
-def test_the_cards_to_plan_for_and_the_links_between_them(tmp_path, name, used, num_links):
-    hardware = probe(lay_out(tmp_path, name))
-    assert indices(hardware) == used
-    assert len(hardware.links) == num_links
+    for part in (*(gpu.name for gpu in hardware.gpus), *hardware.excluded, *hardware.notes):
+        assert part in text
     if name == "nvlink_8x_h100":
-        line = "links      18 NVLinks, 445 GiB/s each way, peer access: 0-1, 0-2, ... 6-7 (28 pairs)\n"
-        assert line in describe_hardware(hardware)
+        assert "links      18 NVLinks, 445 GiB/s each way, peer access: 0-1, 0-2, ... 6-7 (28 pairs)\n" in text
     if name == "shared_4x_a100":
         assert "python3.11 (pid 1403377)" in hardware.excluded[0] and "67.6 GiB of 80 GiB" in hardware.excluded[0]
         assert "77.5 GiB to 79.3 GiB" in hardware.notes[0] and "GPU 3" in hardware.notes[0]
@@ -172,76 +159,36 @@ def test_measuring_fills_disks_and_rates(tmp_path, monkeypatch):
 
 def test_the_table_of_a_machine_with_everything():
     gpu = Gpu(
-        index=0,
-        name="NVIDIA GeForce RTX 4090",
-        spec_name=None,
-        memory_bytes=24 * GIB,
-        free_bytes=22 * GIB,
-        compute_capability=(8, 9),
-        driver="580.95.05",
-        is_ecc_on=False,
-        power_limit_w=450.0,
-        pcie_generation=4,
-        pcie_width=16,
-        numa_node=0,
-    )
+        index=0, name="NVIDIA GeForce RTX 4090", spec_name=None, memory_bytes=24 * GIB, free_bytes=22 * GIB,
+        compute_capability=(8, 9), driver="580.95.05", is_ecc_on=False, power_limit_w=450.0, pcie_generation=4,
+        pcie_width=16, numa_node=0,
+    )  # fmt: skip
+    disk = Disk(
+        path="/", filesystem="ext4", total_bytes=100 * GIB, free_bytes=50 * GIB, is_rotational=True,
+        write_bytes_per_s=GIB, read_bytes_per_s=2 * GIB,
+    )  # fmt: skip
+    host = Host(
+        cpu_name="AMD EPYC", num_cores=16, ram_bytes=64 * GIB, ram_available_bytes=60 * GIB,
+        pinned_limit_bytes=32 * GIB, memlock_limit_bytes=8 * MIB, shm_bytes=32 * GIB, cpu_flags=("avx2",), is_wsl=True,
+        disks=(disk,),
+        interfaces=(NetworkInterface(name="eth0", address="10.0.0.2", speed_bytes_per_s=1_250_000_000),),
+        slurm=SlurmEnvironment(has_sbatch=True, job_id="17", num_nodes=1, node_list="node1"),
+    )  # fmt: skip
+    rates = MeasuredRates(
+        matmul_flops_per_s=150 * 10**12, matmul_precision="bf16", memory_bytes_per_s=900 * GIB,
+        host_to_device_bytes_per_s=24 * GIB, fp32_flops_per_s=70 * 10**12, attention_flops_per_s=120 * 10**12,
+        host_adam_bytes_per_s=90 * GIB, all_gather_bytes_per_s=9 * GIB, gathers_only_without_peers=True,
+        peer_copies=(PeerCopy(a=0, b=1, bytes_per_s=8 * GIB, is_correct=True), PeerCopy(a=1, b=0)),
+    )  # fmt: skip
     hardware = Hardware(
-        gpus=(gpu, msgspec.structs.replace(gpu, index=1, spec_name="RTX-4090", is_ecc_on=True)),
-        host=Host(
-            cpu_name="AMD EPYC",
-            num_cores=16,
-            ram_bytes=64 * GIB,
-            ram_available_bytes=60 * GIB,
-            pinned_limit_bytes=32 * GIB,
-            memlock_limit_bytes=8 * MIB,
-            shm_bytes=32 * GIB,
-            cpu_flags=("avx2",),
-            is_wsl=True,
-            disks=(
-                Disk(
-                    path="/",
-                    filesystem="ext4",
-                    total_bytes=100 * GIB,
-                    free_bytes=50 * GIB,
-                    is_rotational=True,
-                    write_bytes_per_s=GIB,
-                    read_bytes_per_s=2 * GIB,
-                ),
-            ),
-            interfaces=(NetworkInterface(name="eth0", address="10.0.0.2", speed_bytes_per_s=1_250_000_000),),
-            slurm=SlurmEnvironment(has_sbatch=True, job_id="17", num_nodes=1, node_list="node1"),
-        ),
-        num_nodes=2,
+        gpus=(gpu, replace(gpu, index=1, spec_name="RTX-4090", is_ecc_on=True)), host=host, num_nodes=2,
         links=(Link(a=0, b=1, kind=LinkKind.PCIE_HOST, bytes_per_s=16 * GIB, has_peer_access=False),),
-        excluded=("GPU 2: not in --gpus 0,1",),
-        notes=("a note",),
-        libraries={"torch": "2.13.0"},
-        rates=MeasuredRates(
-            matmul_flops_per_s=150 * 10**12,
-            matmul_precision="bf16",
-            memory_bytes_per_s=900 * GIB,
-            host_to_device_bytes_per_s=24 * GIB,
-            fp32_flops_per_s=70 * 10**12,
-            attention_flops_per_s=120 * 10**12,
-            host_adam_bytes_per_s=90 * GIB,
-            all_gather_bytes_per_s=9 * GIB,
-            gathers_only_without_peers=True,
-            peer_copies=(PeerCopy(a=0, b=1, bytes_per_s=8 * GIB, is_correct=True), PeerCopy(a=1, b=0)),
-        ),
-    )
+        excluded=("GPU 2: not in --gpus 0,1",), notes=("a note",), libraries={"torch": "2.13.0"}, rates=rates,
+    )  # fmt: skip
+    card = "24 GiB (22 GiB free)", "8.9", "PCIe 4 x16", "NUMA node 0", "450 W", "ECC off", "580.95.05", "catalogue"
     expected = [
         ("devices ", "2 nodes"),
-        (
-            "0: ",
-            "24 GiB (22 GiB free)",
-            "8.9",
-            "PCIe 4 x16",
-            "NUMA node 0",
-            "450 W",
-            "ECC off",
-            "580.95.05",
-            "catalogue",
-        ),
+        ("0: ", *card),
         ("1: ", "ECC on"),
         ("links ", "16 GiB/s", "no peer access", "0-1"),
         ("host ", "AMD EPYC", "16 cores", "avx2"),
@@ -272,7 +219,7 @@ def test_what_was_measured_stands_beside_the_datasheet():
         memory_bytes_per_s=700 * GIB,
         host_to_device_bytes_per_s=24 * GIB,
     )
-    text = describe_hardware(msgspec.structs.replace(hardware, rates=rates))
+    text = describe_hardware(replace(hardware, rates=rates))
     assert "bf16 250 TFLOP/s (datasheet 362), fp8 480 TFLOP/s (datasheet 733)\n" in text
     assert "700 GiB/s (datasheet 805 GiB/s)" in text and "24 GiB/s (datasheet 29.8 GiB/s)" in text
 
@@ -282,5 +229,5 @@ def test_the_table_of_a_machine_of_which_nothing_is_known():
     two = Hardware(gpus=(), host=UNKNOWN_HOST, num_cpu_devices=2, vram_cap_bytes=GIB)
     (line,) = describe_hardware(two).splitlines()
     assert "CPU, 2 ranks" in line and "1 GiB" in line
-    login = msgspec.structs.replace(UNKNOWN_HOST, slurm=SlurmEnvironment(has_sbatch=True))
+    login = replace(UNKNOWN_HOST, slurm=SlurmEnvironment(has_sbatch=True))
     assert "login node" in describe_hardware(Hardware(gpus=(), host=login))
