@@ -109,7 +109,7 @@ def parse_gpu_rows(text: str, fields: Sequence[str] = GPU_FIELDS) -> tuple[tuple
     rows, problems = [], []
     for line in filter(None, map(str.strip, text.splitlines())):
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(fields) or not cells[0].isdigit():
+        if len(cells) != len(fields):
             problems.append(f"nvidia-smi: {line}")
             continue
         rows.append(_gpu_row(dict(zip(fields, cells, strict=True))))
