@@ -7,7 +7,7 @@ Check that the loss trained here is the model's own: cross-entropy of hidden sta
 
 Some models scale or mask their logits after the head, change the hidden states before it, or add a loss of another
 kind. The loss heads of `trainer.runtime.loss.head` know a cap and a bias; they would train another loss than such a
-model's without a word. So the model's own loss is run on fake tensors, and so are its hidden states and its head, and
+model's unnoticed. So the model's own loss is run on fake tensors, and so are its hidden states and its head, and
 the operations are compared one by one.
 """
 
@@ -115,7 +115,7 @@ def _check_attention(request: SimulationRequest, tracker: Tracker, kernels: Kern
 
 
 def _check_types(request: SimulationRequest, tracker: Tracker) -> str:
-    """Autocast turns itself off without a word where it believes that there is no device."""
+    """Autocast silently turns itself off where it detects no device."""
     expected = compute_type(request.precision)
     others = sorted(str(dtype) for dtype in tracker.product_types - {expected})
     if others or not tracker.product_types:

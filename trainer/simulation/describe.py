@@ -1,7 +1,7 @@
-"""The shape of a model that no reader knows, worked out from the model that transformers builds on `meta`.
+"""The shape of a model without a reader, derived from the model that transformers builds on `meta`.
 
 Exact are the sums: all parameters, those of each block, the linear layers with their sizes, the tables of embeddings.
-What the modules do not show is taken from the config under its usual names (heads, windows, dropout), and what neither
+What the modules do not show is read from the config under its usual names (heads, windows, dropout), and what neither
 shows (whether the halves of a block run side by side) stays at its default: the dry run, which runs the model, is what
 counts its memory. Blocks of more than two kinds are counted as the two most common ones, and the difference is in
 `other_parameters`.

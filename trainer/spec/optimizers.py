@@ -216,7 +216,7 @@ class OptimizerFacts(Value, frozen=True, kw_only=True):
     accepts: tuple[Pieces, ...] = (Pieces.WHOLE, Pieces.FLAT, Pieces.SHARDS)
     needs_whole_matrices: bool = False  # the update of a weight is defined for the matrix as a whole
     needs_whole_tensors: bool = False  # it needs the norm of the whole weight
-    supports_dtensors: bool = True  # bitsandbytes' kernels take plain tensors
+    supports_dtensors: bool = True  # bitsandbytes' kernels need plain tensors
     updates_in_backward: bool = False  # it is nothing but an update inside the backward pass
     updates_on_host: bool = False  # state and update in host RAM, by a CPU kernel of DeepSpeed
     updates_fsdp_shards_on_host: bool = False  # torch's AdamW, on shards that FSDP2 keeps in host RAM

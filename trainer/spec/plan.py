@@ -1,4 +1,4 @@
-"""A plan: what would run, what else could, what could not and why. The one artefact that goes to the ranks.
+"""A plan: the chosen candidate, the others, and the rejected ones with reasons. The one artefact for the ranks.
 
 `candidates[0]` is what runs. The ranks cannot plan again: everything they need (schedule, FLOPs per token, predicted
 parts) is in here. `attempts/N/plan.json` holds the same value reduced to the candidate that ran.
@@ -167,7 +167,7 @@ class Candidate(Value, frozen=True, kw_only=True):
 
 
 class Rejection(Value, frozen=True, kw_only=True):
-    """A row of the catalogue that was not taken, and the number or the rule that decided."""
+    """A row of the catalogue that was not chosen, and the number or the rule that decided."""
 
     strategy: str
     reason: str
@@ -183,7 +183,7 @@ class MethodRow(Value, frozen=True, kw_only=True):
     hours: float | None
     gpu_hours: float | None
     cost: float | None
-    verdict: str  # taken, fits, or why not
+    verdict: str  # taken, fits, or the reason against it
     kwh: float | None = None  # of the boards alone
 
 
@@ -228,7 +228,7 @@ class ShapeTimes(Value, frozen=True, kw_only=True):
 
 
 class Fp8Gain(Value, frozen=True, kw_only=True):
-    """How much faster a model's linear layers were in FP8, casts included; measured before a plan was taken."""
+    """How much faster a model's linear layers were in FP8, casts included; measured before planning."""
 
     recipe: Fp8Recipe
     tokens: int  # of the micro batch that was timed
@@ -334,10 +334,10 @@ class Plan(Value, frozen=True, kw_only=True):
     trials: tuple[TrialResult, ...] = ()  # what --trial measured before the candidates were ranked
     fp8_gain: Fp8Gain | None = None  # None: not timed, or FP8 not requested
     extension: Extension | None = None  # a user's own functions; of a run, the copy in its directory
-    model_code: ModelCode | None = None  # that comes with the model and that the job trusts
+    model_code: ModelCode | None = None  # of the model's repository, trusted by the job
     staged: dict[str, str] = {}  # set by the supervisor: folders that ranks read, and their copies on each node
     notes: tuple[str, ...] = ()
-    needs_version: str | None = None  # in plans of shardwise 0.5, which runs of it still hold; nothing looks at it
+    needs_version: str | None = None  # in plans of shardwise 0.5, which its runs still have; not used
     resume: bool = False  # set by the supervisor: go on from the newest committed checkpoint of the run
     is_trial: bool = False  # set by the supervisor: measure a few steps, score, save and export nothing
     profile: ProfileRequest | None = None  # set by the supervisor: profile the last step

@@ -30,7 +30,7 @@ class Fault(StrEnum):
     HOST_OUT_OF_MEMORY = "host_out_of_memory"  # the kernel ended a rank for want of RAM
     KILLED = "killed"  # a signal ended a rank or the launcher
     HUNG = "hung"  # a rank wrote no heartbeat for too long
-    ERROR = "error"  # a rank raised, or left without a word
+    ERROR = "error"  # a rank raised, or ended without a report
 
     @property
     def is_memory(self) -> bool:
@@ -113,7 +113,7 @@ class Sample(Value, frozen=True, kw_only=True):
 
 
 class RollBack(Value, frozen=True, kw_only=True):
-    """A return to the last checkpoint, after steps that could not be taken."""
+    """A return to the last checkpoint, after steps that were not finite."""
 
     from_step: int
     to_step: int

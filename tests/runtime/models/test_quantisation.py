@@ -112,7 +112,7 @@ def test_storage_is_floating_point_where_fsdp_shards_it_and_never_of_a_type_that
 
 
 def test_zero3_is_refused_with_what_to_take_instead():
-    with pytest.raises(InputError, match=r"qlora: ZeRO-3 cuts weights anywhere, .*; take fsdp or zero2"):
+    with pytest.raises(InputError, match=r"qlora: ZeRO-3 cuts weights anywhere, .*; use fsdp or zero2"):
         build_model(plan_of(sharding=Sharding.ZERO3))
 
 

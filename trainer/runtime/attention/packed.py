@@ -90,7 +90,7 @@ _GROUPED_HEADS = grouped_heads(varlen.varlen_attn)
 
 
 def isolate_documents(model: PreTrainedModel) -> None:
-    """Makes a model with PyTorch's attention keep documents apart by their bounds, where it would take a mask.
+    """Makes a model with PyTorch's attention separate documents by their bounds, in place of a mask.
 
     Once is enough; InputError for a model whose documents nothing keeps apart.
     """
@@ -111,7 +111,7 @@ def packed_inputs(
 ) -> dict[str, Any]:
     """Inputs of the decoder for packed rows [B, S], such that no token sees another document.
 
-    Without `bounds`, which the data knows, the host waits for the device to find them in the positions. Where the
+    Without `bounds`, known from the data, the host waits for the device to find them in the positions. Where the
     decoder is called with one row, [1, B x S], its hidden states are one row too.
     """
     isolate_documents(model)

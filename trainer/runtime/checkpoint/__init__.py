@@ -13,7 +13,7 @@ Nothing in it is pickled and nothing of it is unpickled. docs/checkpoints.md des
 
 A run that trains adapters saves these and their optimizer state; its frozen base is known by a fingerprint.
 What is not in a checkpoint, because it is a function of the step: learning rate, data order, dropout seeds. Nor are
-learning rate, weight decay and betas taken from one: the job decides them, the manifest only records them.
+learning rate, weight decay and betas restored from one: the job decides them, the manifest only records them.
 `engines` is the table of what has checkpoints.
 """
 

@@ -1,8 +1,8 @@
 """The state adapters: for each engine, the model and optimizer state that a rank holds.
 
 An adapter returns `Piece`s: views of live memory, each a flat range of a logical tensor. Writing and reading are the
-same view in two directions, so a new engine is four functions and a row here; nothing else in this package knows
-engines.
+same view in two directions, so a new engine is four functions and a row here; nothing else in this package depends
+on engines.
 
     none, ddp   every rank holds every tensor whole, and the ranks share the writing by bytes
     FSDP2       a rank holds some rows of each parameter and of its state, which are a flat range of it
@@ -86,7 +86,7 @@ def create_state(model: nn.Module, optimizer: TorchOptimizer, manifest: Manifest
 
 
 def settle(model: nn.Module) -> None:
-    """Nothing is left to do: what was filled is what the model computes with."""
+    """Nothing: the filled tensors are those that the model computes with."""
 
 
 def _state_entry(stored: StateTensor, shape: tuple[int, ...]) -> TensorEntry:

@@ -1,7 +1,7 @@
 """The folders of checkpoints on the disk: found and verified, staged, committed by one rename, pruned.
 
     .tmp-step-00000030-NONCE/   every rank writes and hashes its own file there and waits until it is on the disk
-    vote                        one rank that failed fails all; the folder goes, older checkpoints are untouched
+    vote                        one rank that failed fails all; the folder is removed, older checkpoints are untouched
     MANIFEST.json               by rank 0, on the disk before the next line
     rename to step-00000030     the commit: before it there is nothing, after it there is everything
     prune                       an old one is renamed to .tmp-trash-* first: half of it never looks like a checkpoint
@@ -47,7 +47,7 @@ def find_checkpoint(
 ) -> CheckpointFolder | None:
     """The newest checkpoint whose manifest and every checksum verify; None if `root` holds none at all.
 
-    A damaged one is reported through `on_skip` (one line, on rank 0) and the next older taken. EnvironmentFaultError if
+    A damaged one is reported through `on_skip` (one line, on rank 0) and the next older used. EnvironmentFaultError if
     all are damaged: to start over silently would lose the run. Collective: rank 0 reads and hashes for all.
     """
     ranks = ranks or Ranks.alone()

@@ -6,8 +6,8 @@ type. Nothing here depends on how many ranks wrote, or under which engine.
 
 A resumption uses the newest folder whose names, sizes and headers are whole. Every rank fills what it holds, and
 hashes its share of the files while it reads them; then all ranks exchange whether the hashes are those of the
-manifest. If they are not, the next older checkpoint is taken and fills the same memory again, all of it, so nothing of
-what was damaged is left. A checkpoint that does not fit the job is an error only once the hashes have shown that it
+manifest. If they are not, the next older checkpoint fills all of the same memory again, so nothing of the
+damaged one remains. A checkpoint that does not fit the job is an error only once the hashes have shown that it
 was saved like that.
 
 Reading back is the rehearsal of a save, once, after the first step: the checkpoint just written is read from the disk
@@ -71,7 +71,7 @@ _SHOWN = 3  # names in a message
 def check_compatible(checkpoint: CheckpointFolder, facts: CheckpointFacts) -> None:
     """InputError, with both values, where the checkpoint is of another model, dataset, seed, batch or optimizer.
 
-    Of `facts`, what the checkpoint may differ in is not looked at: step, tokens, engine, world size, precision.
+    Of `facts`, those in which the checkpoint may differ are not compared: step, tokens, engine, world size, precision.
     """
     saved = checkpoint.facts
     is_same_state = have_same_state(saved.optimizer, facts.optimizer)
@@ -338,7 +338,7 @@ class Resumption:
             return num_coded_anew
 
     def _take_next(self) -> None:
-        """The next older one, looked at and compared with the job."""
+        """The next older one, verified and compared with the job."""
         name = on_first(self._ranks, self._next_name, doing=self._doing).decode()
         self.checkpoint = together(self._ranks, lambda: open_checkpoint(self._root / name), doing=self._doing)
         self._check(self.checkpoint)
@@ -431,7 +431,7 @@ def check_read_back(folder: Path, *, model: nn.Module, optimizer: object, shardi
 
 
 def _forget(path: Path) -> None:
-    """Drops the file from the page cache, so that what is read comes from the disk."""
+    """Drops the file from the page cache, so that it is read from the disk."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -241,7 +241,7 @@ class FileEntry(Value, frozen=True, kw_only=True):
 
 
 class Manifest(Value, frozen=True, kw_only=True):
-    """The whole of MANIFEST.json; `groups` holds each group's hyper-parameters, which a resume does not take over."""
+    """The whole of MANIFEST.json; `groups` holds each group's hyper-parameters, which a resume does not restore."""
 
     format: Annotated[int, Meta(ge=CHECKPOINT_FORMAT, le=CHECKPOINT_FORMAT)] = CHECKPOINT_FORMAT
     facts: CheckpointFacts
@@ -284,7 +284,7 @@ def base_fingerprint(plan: Plan) -> str:
     """Identity of a frozen base, independent of the location of its files.
 
     It is a hash of the names, sizes, headers and a sample of the bytes of its safetensors files, as hashing all of them
-    would take minutes; for a base that was drawn, of its config and the seed.
+    would take minutes; for a base that was initialized, of its config and the seed.
     """
     digest = hashlib.sha256()
     if plan.model_path is None:

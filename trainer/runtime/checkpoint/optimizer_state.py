@@ -1,6 +1,6 @@
 """Optimizer state as plain tensors and a count of steps, read and made without ever calling `step()`.
 
-torch's own helpers (`get_optimizer_state_dict`) take a step on zero gradients if there is no state yet, so that Adam's
+torch's own helpers (`get_optimizer_state_dict`) run a step on zero gradients if there is no state yet, so that Adam's
 count is one too high and the first real update 1.34 times too small. Here state that does not exist is absent. One row
 of `LAYOUTS` is one optimizer class: its state of a parameter, made as at its first step, from zeros, with the saved
 count. A class or a kind of state that is not listed is refused, never dropped. Under ZeRO a parameter is the flat
@@ -8,7 +8,7 @@ partition of a whole group.
 
 8-bit moments of bitsandbytes are one byte for each element and one fp32 scale for each block of 256 (arXiv:2110.02861).
 Blocks are counted from the start of the memory an optimizer was given: of a parameter if it is whole, of a partition
-that many share under ZeRO. If the blocks of the checkpoint are those of this job, codes and scales are taken as they
+that many share under ZeRO. If the blocks of the checkpoint are those of this job, codes and scales are copied as they
 are, bit for bit. A block of this job that is made of several, or of elements that were saved in fp32 (bitsandbytes
 does so with small tensors), is decoded and coded anew: off by up to half a code's step, as after every update.
 """
@@ -337,7 +337,7 @@ def _galore_adam(made: Made, shape: Shape) -> dict[str, Any]:
 
 
 def _galore_8bit(made: Made, shape: Shape) -> dict[str, Any]:
-    """bitsandbytes looks at the weight for shape and size; galore-torch shows it the projected one, as is done here."""
+    """bitsandbytes reads shape and size of the weight; galore-torch passes it the projected one, as is done here."""
     parameter, weight = made.parameter, made.parameter.data
     parameter.data = weight.new_zeros(shape)
     try:

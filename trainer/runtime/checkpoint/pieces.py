@@ -44,7 +44,7 @@ def named_state(model: nn.Module) -> dict[str, NamedTensor]:
     """Everything of a model that a checkpoint holds, in the model's order; the first name of a tied tensor owns it.
 
     Parameters and persistent buffers; of a model with adapters, the adapters. FSDP2 keeps weights gathered after a
-    forward without a backward, as in an evaluation: they are cut again, so that they are those the optimizer knows.
+    forward without a backward, as in an evaluation: they are cut again, so that they are the optimizer's.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

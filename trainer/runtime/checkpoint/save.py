@@ -216,7 +216,7 @@ class BackgroundSave:
     """One save on its way; every method is collective."""
 
     def __init__(self, save: Save) -> None:
-        """Copies what `save` has looked at; errors of `Save`, as far as they show before it is written."""
+        """Copies what `save` has checked; errors of `Save`, as far as they show before it is written."""
         self._save = save
         self.step = save.step
         self.is_over = False

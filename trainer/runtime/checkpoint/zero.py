@@ -217,7 +217,7 @@ def create_state(model: nn.Module, optimizer: TorchOptimizer, manifest: Manifest
             (first, one), (second, other) = _two_that_differ(with_state)
             raise InputError(
                 f"{first} was updated {one} times and {second} {other} times; ZeRO keeps one count for both, "
-                "so this checkpoint goes on under ddp or fsdp"
+                "so resume this checkpoint under ddp or fsdp"
             )
         for name, entry in list(with_state.items())[:1]:
             if partition.swapped is not None:

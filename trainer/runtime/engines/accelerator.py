@@ -1,7 +1,7 @@
 """Accelerate's object for a plan, built from plan.json alone; verification after `prepare` that the plan's engine runs.
 
 Accelerate also receives its YAML file as environment variables. Both have the same values, but every setting is passed
-explicitly, because a plugin fills each field that is left open from the environment.
+explicitly, because a plugin fills each unset field from the environment.
 
 A falling or even an equal loss proves nothing about the engine: Accelerate and DeepSpeed silently select another one in
 several set-ups (docs/workarounds.md). So the classes and the sharded elements themselves are compared with the plan,
@@ -67,10 +67,10 @@ def _check_sharding(plan: Plan) -> None:
         machines, on_each = mesh
         raise InputError(
             f"pin.sharding: hsdp spreads over several devices of each of several machines; the plan has {machines} of "
-            f"{on_each}; take {'fsdp' if machines < 2 else 'ddp'}"
+            f"{on_each}; use {'fsdp' if machines < 2 else 'ddp'}"
         )
     if chosen.strategy.sharding.facts.is_one_rank and chosen.num_ranks != 1:
-        raise InputError(f"pin.sharding: none drives one device, the plan has {chosen.num_ranks} ranks; take ddp")
+        raise InputError(f"pin.sharding: none drives one device, the plan has {chosen.num_ranks} ranks; use ddp")
 
 
 def _check_launch(chosen: Candidate) -> None:

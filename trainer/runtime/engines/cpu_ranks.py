@@ -1,6 +1,6 @@
 """The shim that exists only for ranks on a CPU. GPU ranks never run a line of it.
 
-Accelerate and DeepSpeed support CPU ranks half-way: they fall back to another engine without a word, or guess a device.
+Accelerate and DeepSpeed support CPU ranks half-way: they silently fall back to another engine, or guess a device.
 Each function mends one such case and names its entry in docs/workarounds.md, where the canary is named that fails once
 upstream is mended. `accelerator` verifies afterwards, on every device, that the engine of the plan runs.
 """
@@ -15,7 +15,7 @@ GLOO = "gloo"
 
 
 def choose_deepspeed_cpu() -> None:
-    """Makes DeepSpeed take the CPU, and gloo rather than its shared-memory operator (W3).
+    """Makes DeepSpeed use the CPU, and gloo rather than its shared-memory operator (W3).
 
     Without the variable it looks for other accelerators first. The operator is compiled for minutes at first use,
     serves small tensors only, and changes no result.

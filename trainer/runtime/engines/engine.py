@@ -55,7 +55,7 @@ class EngineChoice(NamedTuple):
 class Engine(ABC):
     """An engine; `model` is the one that it has prepared."""
 
-    updates_in_last_backward = False  # it clips, decides and steps there, and knows by itself which backward is last
+    updates_in_last_backward = False  # it clips, decides and steps there, and detects the last backward itself
     drops_empty_groups = False  # the optimizer inside lacks the parameter groups without parameters
 
     @abstractmethod
@@ -165,7 +165,7 @@ def trained_type(model: nn.Module) -> torch.dtype:
 
 
 def process_group(kind: DeviceKind, *, holds_shards_on_host: bool = False) -> InitProcessGroupKwargs:
-    """NCCL knows no tensor in host RAM: the norm of gradients whose shards are there is summed by gloo."""
+    """NCCL does not support tensors in host RAM: the norm of gradients whose shards are there is summed by gloo."""
     on_gpu = f"cuda:{NCCL},cpu:{cpu_ranks.GLOO}" if holds_shards_on_host else NCCL
     return InitProcessGroupKwargs(
         backend=cpu_ranks.GLOO if kind is DeviceKind.CPU else on_gpu, timeout=COLLECTIVE_TIMEOUT

@@ -161,10 +161,10 @@ class Zero(Engine):
             yield "weights on NVMe", large if offload.moves_parameters else 0, swapped
         if chosen.buckets is None:
             return
-        for name, taken in _buckets(model).items():
+        for name, active in _buckets(model).items():
             if name == "prefetch_elements" and offload.uses_nvme:
                 continue  # fewer, so that swap buffers suffice
-            yield f"buckets: {name.replace('_', ' ')}", getattr(chosen.buckets, name), taken
+            yield f"buckets: {name.replace('_', ' ')}", getattr(chosen.buckets, name), active
 
     def facts(self, model: nn.Module, optimizer: TorchOptimizer) -> dict[str, str]:
         masters, parted = list(zip(partitions(model), partition_sizes(model), strict=True)), _parted(model)
@@ -272,17 +272,17 @@ def _swapped_weights(model: nn.Module) -> tuple[int, int]:
 
 
 def _buckets(engine: Any) -> dict[str, int]:  # noqa: ANN401  # DeepSpeedEngine, untyped
-    """Sizes of ZeRO's buffers as DeepSpeed took them, in elements, by the name they have in a plan."""
+    """Sizes of ZeRO's active buffers, in elements, by the name they have in a plan."""
     zero = engine.optimizer
-    taken = {"reduce_elements": int(zero.reduce_bucket_size)}
+    active = {"reduce_elements": int(zero.reduce_bucket_size)}
     offload = getattr(zero, "parameter_offload", None)
     if offload is not None:
-        taken |= {
+        active |= {
             "prefetch_elements": int(offload._prefetch_bucket_sz),
             "live_parameters": int(offload._max_available_parameters_in_numel),
             "persistence_elements": int(offload.param_numel_persistence_threshold),
         }
-    return taken
+    return active
 
 
 def _parted(model: nn.Module) -> list[Any]:

@@ -43,12 +43,12 @@ def offload_activations(
     if checkpointing is Checkpointing.SELECTIVE:
         raise InputError(
             "pin.activation_offload and pin.checkpointing: selective exclude each other: what it keeps stays on the "
-            "device; take full or none"
+            "device; use full or none"
         )
     if checkpointing is not Checkpointing.NONE and not isinstance(blocks[0], GradientCheckpointingLayer):
         raise InputError(
             f"pin.activation_offload and pin.checkpointing exclude each other in {type(model).__name__}, whose blocks "
-            "transformers does not recompute; take pin.checkpointing=none"
+            "transformers does not recompute; set pin.checkpointing=none"
         )
     offload = ActivationOffload(blocks)
     for index, block in enumerate(blocks):

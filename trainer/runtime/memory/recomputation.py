@@ -42,7 +42,7 @@ def apply_checkpointing(
         return ()
     blocks = blocks_of(model)
     if not blocks:
-        raise InputError(f"pin.checkpointing: {type(model).__name__} has no blocks that can be recomputed; take none")
+        raise InputError(f"pin.checkpointing: {type(model).__name__} has no blocks that can be recomputed; use none")
     recomputations = []
     for index in recomputed_blocks(checkpointing, len(blocks), every_n):
         block: Any = blocks[index]  # with transformers' own switches
@@ -51,7 +51,7 @@ def apply_checkpointing(
             attention = attention_module(block)
             if attention is None:
                 raise InputError(
-                    f"pin.checkpointing: attention: {type(block).__name__} shows no attention module; take full"
+                    f"pin.checkpointing: attention: {type(block).__name__} has no attention module; use full"
                 )
             _recompute_module(attention, recomputation)
         elif not isinstance(blocks[index], GradientCheckpointingLayer):

@@ -103,7 +103,7 @@ class Installed:
 
 
 def build_model(plan: Plan) -> PreTrainedModel:
-    """The model of `build_trainable`, for a use that does not ask what was installed on it."""
+    """The model of `build_trainable`, without what was installed on it."""
     return build_trainable(plan)[0]
 
 

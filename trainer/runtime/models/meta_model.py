@@ -6,12 +6,12 @@ model; adapters are real from the start. Buffers are real, made as transformers 
 
 New weights are initialized tensor by tensor, bitwise equal to those of a model that is built as a whole. A whole build
 draws twice: `nn.Linear` and its like when they are made, transformers' `_init_weights` once a model is complete, and
-the second draws depend on how many numbers the first took. So the model is made on the meta device, and every random
-number that a whole build would draw and discard goes into scratch memory; when `_init_weights` comes to a module, just
-the tensors that it writes get memory, are handed over, and lose it again. Which tensors a call writes, and which call
-is the last to write one, is found by making the model once on the meta device alone. A model whose tensors are not all
-written whole by `_init_weights` (values that its constructor computes, or code that reads weights) cannot be
-initialized so: it is built as a whole.
+the second draws depend on how many numbers the first consumed. So the model is made on the meta device, and every
+random number that a whole build would draw and discard goes into scratch memory; when `_init_weights` comes to a
+module, just the tensors that it writes get memory, are handed over, and lose it again. Which tensors a call writes, and
+which call is the last to write one, is found by making the model once on the meta device alone. A model whose tensors
+are not all written whole by `_init_weights` (values that its constructor computes, or code that reads weights) cannot
+be initialized so: it is built as a whole.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -129,7 +129,7 @@ class _Writes(TorchDispatchMode):
 
     @contextmanager
     def noting(self) -> Iterator[dict[int, bool]]:
-        """Records writes inside the block by storage; temporary tensors on the CPU are left out."""
+        """Records writes inside the block by storage; temporary tensors on the CPU are not recorded."""
         self._written = {}
         yield self._written
         self._written = None

@@ -100,7 +100,7 @@ def peft_config(
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """The model as it was before adapters were put into it, for the block; for a forward without gradients.
 
-    PEFT's own switch would also turn the gradients of the adapters off and on, which engines have taken note of.
+    PEFT's own switch would also turn the gradients of the adapters off and on, which engines have recorded.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 

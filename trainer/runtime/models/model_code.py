@@ -1,4 +1,4 @@
-"""Runs the code that comes with a model: the files that the plan names, with the content it agreed to, nothing else.
+"""Runs the code that comes with a model: the files that the plan names, with their hashes in the plan, nothing else.
 
 transformers would copy such files into a folder of the user's and run any file there. Here each file is read once,
 compared with its SHA-256 and run from memory, as a module of a package that only this process has; its two classes are

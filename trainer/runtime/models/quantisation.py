@@ -55,7 +55,7 @@ def packing_of(plan: Plan) -> Packing:
     strategy, cpu = plan.chosen.strategy, torch.device("cpu")
     is_sharded = strategy.sharding.facts.pieces is Pieces.SHARDS
     if strategy.sharding.shards_weights and not is_sharded:
-        raise InputError("qlora: ZeRO-3 cuts weights anywhere, and 4-bit ones have blocks; take fsdp or zero2")
+        raise InputError("qlora: ZeRO-3 cuts weights anywhere, and 4-bit ones have blocks; use fsdp or zero2")
     compute = compute_type(strategy.precision)
     is_cuda = plan.device_kind is DeviceKind.CUDA
     works_on = torch.device("cuda", torch.cuda.current_device()) if is_cuda else cpu
@@ -182,7 +182,7 @@ def pack(weight: Tensor, layer: Any, packing: Packing) -> Any:  # noqa: ANN401  
         if values.numel() % width:
             raise InputError(
                 f"qlora: a weight of shape {tuple(weight.shape)} is no whole number of {packing.storage} when packed; "
-                "FSDP2 cannot shard it; take ddp or zero2"
+                "FSDP2 cannot shard it; use ddp or zero2"
             )
         values = values.view(-1).view(packing.storage).unsqueeze(1)
     parameter = Params4bit(

@@ -241,7 +241,7 @@ def check_written(folder: Path, expected: Mapping[str, Tensor], *, may_lack: Col
 def _fault(path: Path, what: str) -> EnvironmentFaultError:
     return EnvironmentFaultError(
         f"{path.name}: what was written is not what the disk gives back: {what};\n"
-        "nothing was exported: check the disk and its file system, then take shardwise export"
+        "nothing was exported: check the disk and its file system, then run shardwise export"
     )
 
 

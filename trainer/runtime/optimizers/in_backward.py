@@ -87,10 +87,10 @@ def check_in_backward(chosen: Candidate, *, is_layerwise: bool = False) -> None:
     if not strategy.sharding.facts.updates_in_backward:
         raise InputError(
             f"{what} uses gradients before {strategy.sharding} has summed them over the ranks; "
-            f"take pin.sharding: {' or '.join(each for each in Sharding if each.facts.updates_in_backward)}"
+            f"set pin.sharding: {' or '.join(each for each in Sharding if each.facts.updates_in_backward)}"
         )
     if strategy.precision is Precision.FP16_MIXED:
-        raise InputError(f"{what} uses gradients before fp16's loss scale is taken out; take bf16-mixed or fp32")
+        raise InputError(f"{what} uses gradients before fp16's loss scale is removed; use bf16-mixed or fp32")
 
 
 def _what(chosen: Candidate, *, is_layerwise: bool) -> str | None:

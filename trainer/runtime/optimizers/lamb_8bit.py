@@ -3,7 +3,7 @@
     r = m / (sqrt(v) + eps) + decay w        w <- w - lr |w| / |r| r
 
 bitsandbytes has a class of that name whose update is Adam's: the 8-bit kernels of `lamb` and `adam` are one, and |w|
-is never looked at (docs/workarounds.md, W12). So the moments are bitsandbytes' (blocks of 256 elements, tensors below
+is never used (docs/workarounds.md, W12). So the moments are bitsandbytes' (blocks of 256 elements, tensors below
 4,096 elements in fp32), its kernel updates a scratch tensor of zeros with a rate of one, which writes
 -m / (sqrt(v) + eps) there, and the rest is done here. The ratio |w| / |r| is one where either is zero, as in the
 authors' code.

@@ -29,7 +29,7 @@ CLIP_THRESHOLD = 1.0
 
 
 class _Fused(TorchOptimizer, ABC):
-    """Goes over parameters that have a gradient, in fp32."""
+    """Updates parameters that have a gradient, in fp32."""
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -4,7 +4,7 @@ Where each is from, and why that one:
 
     adamw, adamw_fused, sgd   torch; foreach and fused kernels of the same update
     deepspeed_cpu_adam        DeepSpeed's, built here with `adamw_mode` on: Accelerate's own replacement of an optimizer
-                              under offload would turn it off without a word (docs/workarounds.md, W5)
+                              under offload would silently turn it off (docs/workarounds.md, W5)
     *_8bit, paged_*           bitsandbytes: moments in blocks of 256 elements with an fp32 scale each, tensors below
                               4,096 elements in fp32. Paged state lies in CUDA managed memory, which the driver moves to
                               host RAM when the device is full; on a CPU it is ordinary memory. Plain tensors only
@@ -22,7 +22,7 @@ Where each is from, and why that one:
     muon                      torch's for the matrices of the blocks, with AdamW (`MuonAndAdamW`)
     lomo, adalomo             ours (`lomo`), always inside the backward pass
 
-bitsandbytes and galore-torch are imported where they are asked for: they take seconds.
+bitsandbytes and galore-torch are imported on request only: that takes seconds.
 
 Groups: weight decay applies to matrices (two or more dimensions); norms and biases have none. A matrix of a block is
 what Muon orthogonalises and what GaLore projects: every trained weight of two dimensions, except embedding tables and
@@ -140,7 +140,7 @@ def _muon(groups: list[Group], lr: float) -> TorchOptimizer:
 
 
 def _paged(built: object) -> TorchOptimizer:
-    """Without bitsandbytes' warning on CPUs: the facts of a run say that nothing is paged there."""
+    """Without bitsandbytes' warning on CPUs: the facts of a run report that nothing is paged there."""
     built.__dict__["_cpu_paged_warned"] = True
     return _as_torch(built)
 
@@ -182,8 +182,8 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[Group]:
 def matrix_groups(model: nn.Module, *, weight_decay: float) -> list[Group]:
     """Three groups: `matrices` of the blocks, which decay, then `decay` and `no_decay` of everything else."""
     matrices = block_matrices(model)
-    taken = {id(parameter) for parameter in matrices}
-    others = [parameter for parameter in trained_parameters(model) if id(parameter) not in taken]
+    of_matrices = {id(parameter) for parameter in matrices}
+    others = [parameter for parameter in trained_parameters(model) if id(parameter) not in of_matrices]
     return [{"params": matrices, "weight_decay": weight_decay, "name": MATRICES}, *_by_decay(others, weight_decay)]
 
 

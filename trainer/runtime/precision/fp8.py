@@ -87,7 +87,7 @@ def check_some_backend() -> None:
     """InputError where neither library is installed."""
     if not any(find_spec(package) for package in _DISTRIBUTIONS):
         raise InputError(
-            "pin.precision: fp8 needs Transformer Engine or torchao, and neither is installed; take bf16-mixed, or\n"
+            "pin.precision: fp8 needs Transformer Engine or torchao, and neither is installed; use bf16-mixed, or\n"
             f"{_line_of(TORCHAO)}\n{_line_of(TRANSFORMER_ENGINE)}"
         )
 
@@ -98,14 +98,14 @@ def install_fp8(model: PreTrainedModel, chosen: Candidate) -> Fp8:
     if recipe is Fp8Recipe.DELAYED and chosen.checkpointing is not Checkpointing.NONE:
         raise InputError(
             "pin.fp8_recipe: delayed takes its scales from earlier forwards, and a recomputed block would find newer "
-            "ones; take current, or pin.checkpointing: none"
+            "ones; use current, or pin.checkpointing: none"
         )
     region = fp8_region(recipe)
     layers = fp8_layers(model, recipe)
     if not layers.chosen:
         raise InputError(
             f"pin.precision: fp8 finds no layer of {type(model).__name__} that it could run: {layers.skipped_text}; "
-            "take bf16-mixed"
+            "use bf16-mixed"
         )
     made = _convert(model, layers, region)
     replaceable: Any = model
@@ -118,7 +118,7 @@ def fp8_region(recipe: Fp8Recipe) -> Region:
     package = package_of(recipe)
     if find_spec(package) is None:
         raise InputError(
-            f"pin.fp8_recipe: {recipe} needs {_DISTRIBUTIONS[package]}, which is not installed; take bf16-mixed, or\n"
+            f"pin.fp8_recipe: {recipe} needs {_DISTRIBUTIONS[package]}, which is not installed; use bf16-mixed, or\n"
             f"{_line_of(package)}"
         )
     return TorchaoRegion(recipe) if recipe in _TORCHAO else TransformerEngineRegion(recipe)
@@ -136,7 +136,7 @@ def check_fp8_ran(fp8: Fp8 | None, model: nn.Module) -> None:
     if fp8 is not None and fp8.num_products == 0 and not _is_compiled(model):
         raise EnvironmentFaultError(
             f"fp8: {len(fp8.layers)} layers were converted by {fp8.package}, and no product of the first step was FP8; "
-            "take pin.precision: bf16-mixed"
+            "set pin.precision: bf16-mixed"
         )
 
 
@@ -199,7 +199,7 @@ def padded_to_multiple(inputs: dict[str, Any], multiple: int) -> dict[str, Any]:
     if inputs.get("position_ids") is not None:
         raise InputError(
             f"pin.precision: fp8 needs a multiple of {multiple} tokens in a micro batch, this one has {rows} packed "
-            f"rows of {width}; take a train.seq_len that is a multiple of {multiple}"
+            f"rows of {width}; set a train.seq_len that is a multiple of {multiple}"
         )
     extra = next(extra for extra in range(1, multiple) if rows * (width + extra) % multiple == 0)
     fill = {"input_ids": 0, "labels": IGNORED}
@@ -365,7 +365,7 @@ def _layer_class(base: Any) -> type[nn.Module]:  # noqa: ANN401  # te.Linear, of
                 try:
                     out: Tensor = super().forward(inp)
                 finally:  # a recomputation ends with an exception inside the last layer it needs
-                    self.num_products += int(self.fp8)  # what the layer itself took the autocast for
+                    self.num_products += int(self.fp8)  # the layer's own reading of the autocast
             return out
 
     return Fp8Linear
@@ -412,7 +412,7 @@ class _ScaledProducts(TorchDispatchMode):
 
 
 def _counted_forward(self: Any, inp: Tensor) -> Tensor:  # noqa: ANN401  # Float8Linear, of a library that may be absent
-    """The layer's own forward; the first one is watched, the others are taken to be like it."""
+    """The layer's own forward; the first one is observed, the others are assumed equal."""
     if torch.compiler.is_compiling():
         return _own_forward(self, inp)
     if self.num_products:

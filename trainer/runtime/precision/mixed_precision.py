@@ -1,10 +1,10 @@
 """Mixed precision beyond the engine's own switches: autocast by us, a loss scaler, FP8 matrix products.
 
 fp16-mixed: gradients below 6e-8 vanish in fp16, so the loss is scaled up before the backward pass and the gradients
-are scaled down before they are clipped (arXiv:1710.03740, section 3.2). The scale is found as it goes: an overflow on
-any rank skips the step on all of them and halves it, a long run of steps without one doubles it. One path serves GPUs
-and CPUs, where Accelerate's fp16 would be fp32 without a word (docs/workarounds.md, W21): torch's autocast around the
-model's own forward, and torch's GradScaler. Under FSDP2 the scaler's verdict is agreed by DTensor itself, under DDP
+are scaled down before they are clipped (arXiv:1710.03740, section 3.2). The scale is adapted during the run: an
+overflow on any rank skips the step on all of them and halves it, a long run of steps without one doubles it. One path
+serves GPUs and CPUs, where Accelerate's fp16 would silently be fp32 (docs/workarounds.md, W21): torch's autocast around
+the model's own forward, and torch's GradScaler. Under FSDP2 the scaler's verdict is agreed by DTensor itself, under DDP
 the gradients are the same on every rank. DeepSpeed's fp16 engine scales by itself; its scale and its verdict are read.
 
 The scale and the number of good steps since it last changed are part of a checkpoint.
@@ -46,7 +46,7 @@ class LossScaler(Protocol):
         """Steps without an overflow since the scale last changed."""
 
     def restore(self, loss_scale: float, growth_tracker: int) -> None:
-        """Goes on from the scale of a checkpoint."""
+        """Restores the scale of a checkpoint."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss whose gradients do not underflow."""
@@ -58,7 +58,7 @@ class LossScaler(Protocol):
         """Updates the weights unless a gradient overflowed on any rank; whether the step was skipped."""
 
     def pass_over(self) -> bool:
-        """Ends a step that did not overflow and is not taken for another reason; False, as from `step`."""
+        """Ends a step that did not overflow and is skipped for another reason; False, as from `step`."""
 
 
 class AmpScaler:
@@ -85,7 +85,7 @@ class AmpScaler:
         return int(self._scaler.state_dict()["_growth_tracker"])
 
     def restore(self, loss_scale: float, growth_tracker: int) -> None:
-        good_steps = growth_tracker % self._scaler.get_growth_interval()  # DeepSpeed's goes on counting
+        good_steps = growth_tracker % self._scaler.get_growth_interval()  # DeepSpeed's is not reset
         self._scaler.load_state_dict(self._scaler.state_dict() | {"scale": loss_scale, "_growth_tracker": good_steps})
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -138,11 +138,11 @@ def install_autocast(model: PreTrainedModel, kind: DeviceKind, dtype: torch.dtyp
 
 
 def check_scale(scaler: LossScaler) -> None:
-    """EnvironmentFaultError where gradients overflow even at the smallest scale: no later step would be taken."""
+    """EnvironmentFaultError where gradients overflow even at the smallest scale: every later step would be skipped."""
     if scaler.loss_scale <= MIN_SCALE:
         raise EnvironmentFaultError(
             f"fp16-mixed: gradients overflow at loss scale {scaler.loss_scale:g}, after {scaler.num_skipped} skipped "
-            "steps; take a lower train.lr, or pin.precision: bf16-mixed"
+            "steps; set a lower train.lr, or pin.precision: bf16-mixed"
         )
 
 
@@ -162,7 +162,7 @@ def _check_updates_can_wait(chosen: Candidate) -> None:
     if chosen.optimizer_in_backward or optimizer.facts.updates_in_backward:
         raise InputError(
             f"pin.precision: fp16-mixed updates weights once no gradient has overflowed, and {optimizer} in the "
-            "backward pass does not wait; take bf16-mixed or fp32"
+            "backward pass does not wait; use bf16-mixed or fp32"
         )
 
 
@@ -171,4 +171,4 @@ def _check_engine_has_fp16(kind: DeviceKind) -> None:
 
     if not get_accelerator().is_fp16_supported():
         where = "this CPU has no fp16 units (avx512_fp16)" if kind is DeviceKind.CPU else "this GPU has none"
-        raise InputError(f"pin.precision: DeepSpeed runs fp16-mixed in hardware, and {where}; take fp32, or ddp")
+        raise InputError(f"pin.precision: DeepSpeed runs fp16-mixed in hardware, and {where}; use fp32, or ddp")

@@ -5,8 +5,8 @@ in a spelling that it reads again. A job may also come from a program that read 
 `1e-4` is text: both are accepted. A bare number is refused where a unit decides its meaning (`warmup: 0.03`,
 `every: 500`), and the message names the likely spelling. Bounds belong to the kind, so its message can name them.
 
-`read` raises ValueError if the value is not of the kind, and its subclass `HintError` if there is more to say than what
-was expected. None is legal only where `or_none` wraps the kind.
+`read` raises ValueError if the value is not of the kind, and its subclass `HintError` if the message needs more than
+what was expected. None is legal only where `or_none` wraps the kind.
 """
 
 import json
@@ -278,7 +278,7 @@ def number(
     below: float | None = None,
     maximum: float | None = None,
 ) -> Kind:
-    """A number within bounds; `1e-4` is one however the YAML reader took it."""
+    """A number within bounds; `1e-4` is one, read as text or as a number."""
     bounds = {"exclusiveMinimum": above, "minimum": minimum, "exclusiveMaximum": below, "maximum": maximum}
 
     def read(value: object) -> float:

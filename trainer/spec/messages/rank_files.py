@@ -36,7 +36,7 @@ _SHORT_PHASE = 24  # characters, of at most 6 bytes each in JSON
 STEP_PHASES = frozenset({"training", "data", "forward", "backward", "optimizer"})
 SAVING_PHASE = "saving a checkpoint"
 HOOK_PHASE = "on_step"  # of the user's extensions file, after a step: it may do anything
-# After these a rank has nothing left to do but end.
+# After these a rank ends.
 END_PHASES = frozenset(ending.value for ending in Ending)
 
 
@@ -118,7 +118,7 @@ def saving_choice(plan: Plan, chosen: Candidate) -> SavingChoice:
         return _waits("the RAM of the host is not known")
     if free is not None and snapshot > free:
         left = format_bytes(max(free, 0))
-        return _waits(f"the copy would take {format_bytes(snapshot)} of host RAM, {left} are left")
+        return _waits(f"the copy needs {format_bytes(snapshot)} of host RAM, {left} are free")
     return SavingChoice(
         is_background=True,
         snapshot_bytes=snapshot,

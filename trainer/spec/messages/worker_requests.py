@@ -1,4 +1,4 @@
-"""Requests to workers (`launch.worker.ask`) that write files or text, their result lines, and measurements..
+"""Requests to workers (`launch.worker.ask`) that write files or text, their result lines, and measurements.
 
 Of the measuring processes: requests, results, the parts that are stored, and facts about the installed torch and the
 GPUs that it sees.
@@ -75,14 +75,14 @@ class Lines(Value, frozen=True, kw_only=True):
 
 
 class ImportRequest(Value, frozen=True, kw_only=True):
-    """Paths are absolute; what is None is taken from the checkpoint itself."""
+    """Paths are absolute; None stands for the checkpoint's own."""
 
     checkpoint: str
     out: str
     kind: ImportKind | None = None
     config: dict[str, Any] | None = None
     config_origin: str | None = None  # names `config` in messages
-    tokenizer: str | None = None  # a folder, taken where the checkpoint has none
+    tokenizer: str | None = None  # a folder, used if the checkpoint has none
     base: str | None = None  # the model folder that an adapter is merged into
     dtype: WeightType | None = None
 
@@ -151,7 +151,7 @@ class TorchFacts(Value, frozen=True, kw_only=True):
 
     version: str
     cuda: str | None  # that torch was built for; None: a build for the CPU
-    architectures: tuple[str, ...] = ()  # that it has code for; empty: torch does not say
+    architectures: tuple[str, ...] = ()  # that it has code for; empty: unknown
     devices: tuple[DeviceTrial, ...] = ()  # that torch sees, in the order of CUDA_VISIBLE_DEVICES
     expands_segments: bool | None = None  # whether the trials' memory came from expandable segments; None: not known
     problem: str | None = None  # what torch raised when CUDA was to be initialised
