@@ -78,8 +78,3 @@ def test_a_plan_of_version_0_5_can_be_read(waited_for):
 def test_a_missing_file_is_refused_under_its_name(tmp_path):
     with pytest.raises(InputError, match=r"gone\.json: "):
         codec.read(tmp_path / "gone.json", Job)
-
-
-def test_values_cannot_be_changed():
-    with pytest.raises(AttributeError, match="immutable"):
-        PROFILE.num_rows = 4  # type: ignore[misc]  # the point of the test

@@ -116,12 +116,13 @@ if __name__ == "__main__":
 
 def read_golden(path: Path) -> list[GoldenRow]:
     """The rows of a file."""
-    return [codec.decode(line, GoldenRow, origin=f"{path}:{number}") for number, line in _lines(path)]
-
-
-def golden_result(simulation: Simulation) -> GoldenResult:
-    """The stored part of a dry run."""
-    return GoldenResult(**{name: getattr(simulation, name) for name in GoldenResult.__struct_fields__})
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    return [
+        codec.decode(line, GoldenRow, origin=f"{path}:{n}") for n, line in enumerate(lines, start=1) if line.strip()
+    ]
 
 
 def regenerate(
@@ -136,15 +137,8 @@ def regenerate(
     for number, row in enumerate(rows):
         if row.result is not None and not runs_all:
             continue
-        result = golden_result(simulate(row.request))
+        found = simulate(row.request)
+        result = GoldenResult(**{name: getattr(found, name) for name in GoldenResult.__struct_fields__})
         rows[number] = msgspec.structs.replace(row, result=result)
         codec.write_bytes(path, b"".join(msgspec.json.encode(each) + b"\n" for each in rows))
         report(f"{number + 1} of {len(rows)} {row.name}: {result.peak_allocated_bytes} at {result.peak_event}")
-
-
-def _lines(path: Path) -> list[tuple[int, bytes]]:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    return [(number, line) for number, line in enumerate(content.splitlines(), start=1) if line.strip()]

@@ -88,11 +88,8 @@ def builds_masks(model: nn.Module, seq_len: int) -> bool:
     config = getattr(model, "config", None)
     windows = [getattr(config, name, None) for name in _WINDOW_FIELDS]
     has_window = any(window is not None and window <= seq_len for window in windows)
-    return has_window or getattr(config, "alibi", False) or _ALWAYS_MASKED in _source_of(model)
-
-
-def _source_of(model: nn.Module) -> str:
-    return inspect.getsource(sys.modules[type(model).__module__])
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    return has_window or getattr(config, "alibi", False) or _ALWAYS_MASKED in source
 
 
 def _check_attention(request: SimulationRequest, tracker: Tracker, kernels: Kernels, *, has_masks: bool) -> str:

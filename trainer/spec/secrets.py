@@ -36,7 +36,8 @@ def secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Values that must not be shown, plain and JSON-encoded, the longest first."""
     found = {value.strip() for name, value in environment.items() if names_secret(name)}
     found.add(_stored_token(environment))
-    return tuple(sorted(_spellings(value for value in found if len(value) >= _LEAST_CHARACTERS), key=len, reverse=True))
+    long = [value for value in found if len(value) >= _LEAST_CHARACTERS]
+    return tuple(sorted({*long, *(json.dumps(value)[1:-1] for value in long)}, key=len, reverse=True))
 
 
 def names_secret(name: str) -> bool:
@@ -72,10 +73,6 @@ class RedactedStream:
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute of the stream
         return getattr(self._stream, name)
-
-
-def _spellings(values: Iterable[str]) -> set[str]:
-    return {spelling for value in values for spelling in (value, json.dumps(value)[1:-1])}
 
 
 def _stored_token(environment: Mapping[str, str]) -> str:

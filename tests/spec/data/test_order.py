@@ -1,7 +1,7 @@
 """The order of rows: each once in every epoch, grouped by length or not, and the same for everybody who asks."""
 
 from collections import Counter
-from itertools import pairwise, permutations
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from shardwise.trainer.spec.data.order import WINDOW_STEPS, DataOrder, permuted
 
-SIZES = [*range(1, 40), 97, 101, 128, 255, 256, 257, 1000, 1009, 4096, 4097]
 ORDER_OF_12 = [0, 9, 7, 2, 6, 10, 5, 3, 1, 8, 11, 4]
 ORDER_OF_12_SEED_1 = [11, 6, 1, 3, 0, 2, 4, 10, 8, 7, 5, 9]
 ORDER_OF_12_EPOCH_1 = [0, 3, 10, 8, 6, 7, 2, 1, 9, 11, 4, 5]
@@ -22,12 +21,6 @@ GROUPED_OF_12 = [  # of the lengths 3, 9, 4, 4, 8, 1, 7, 2, 6, 5, 12, 10; two ep
 
 def order(num_rows, *, seed=0, epoch=0):
     return [permuted(position, num_rows=num_rows, seed=seed, epoch=epoch) for position in range(num_rows)]
-
-
-@pytest.mark.parametrize("epoch", [0, 1, 7])
-def test_every_row_comes_once_an_epoch(epoch):
-    for num_rows in SIZES:
-        assert sorted(order(num_rows, seed=3, epoch=epoch)) == list(range(num_rows)), num_rows
 
 
 @given(num_rows=st.integers(1, 300), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 10**6))
@@ -55,12 +48,6 @@ def test_epochs_and_seeds_differ_from_each_other():
     assert len(orders) == 400
 
 
-def test_an_order_is_not_the_order_on_disk():
-    for epoch in range(20):
-        in_place = sum(position == row for position, row in enumerate(order(1000, epoch=epoch)))
-        assert in_place < 10
-
-
 @pytest.mark.parametrize("num_rows", [2, 3, 5, 8, 13])
 def test_every_row_is_equally_likely_at_every_position(num_rows):
     epochs = 4000
@@ -73,13 +60,6 @@ def test_every_row_is_equally_likely_at_every_position(num_rows):
     ]
     degrees_of_freedom = (num_rows - 1) ** 2
     assert sum(deviations) < degrees_of_freedom + 5 * (2 * degrees_of_freedom) ** 0.5
-
-
-def test_every_permutation_of_four_rows_is_equally_likely():
-    epochs = 6000
-    counts = Counter(tuple(order(4, epoch=epoch)) for epoch in range(epochs))
-    assert counts.keys() == set(permutations(range(4)))
-    assert sum((count - epochs / 24) ** 2 / (epochs / 24) for count in counts.values()) < 23 + 5 * 46**0.5
 
 
 def test_neighbours_on_disk_are_not_neighbours_in_the_order():

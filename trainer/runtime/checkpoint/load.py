@@ -439,7 +439,7 @@ def _forget(path: Path) -> None:
 def _compare(piece: Piece, checkpoint: CheckpointFolder, shards: OpenShards) -> None:
     """InputError unless the checkpoint's range has the bits of the piece."""
     entry = checkpoint.manifest.parameters.get(piece.name)
-    tensor = None if entry is None else _tensor_of(entry, piece)
+    tensor = None if entry is None else entry.weight if piece.state is None else entry.state.get(piece.state)
     if tensor is None:
         raise InputError(f"{checkpoint.path}: has no {piece.title}")
     held = piece.at_hand()
@@ -456,7 +456,3 @@ def _compare(piece: Piece, checkpoint: CheckpointFolder, shards: OpenShards) -> 
         shards.fill(read, tensor, start=piece.start + begin, what=piece.title, may_round=piece.may_round)
         if not torch.equal(read.view(torch.uint8), part.view(torch.uint8)):
             raise InputError(f"{checkpoint.path}: {piece.title} was read back otherwise than it was written")
-
-
-def _tensor_of(entry: ParameterEntry, piece: Piece) -> TensorEntry | None:
-    return entry.weight if piece.state is None else entry.state.get(piece.state)

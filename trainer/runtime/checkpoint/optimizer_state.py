@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from shardwise.trainer.runtime.checkpoint.manifest import HyperParameter, ParameterEntry, TensorEntry, TensorType
+from shardwise.trainer.runtime.checkpoint.manifest import HyperParameter, ParameterEntry, TensorType
 from shardwise.trainer.runtime.checkpoint.pieces import Coded
 from shardwise.trainer.runtime.checkpoint.shards import OpenShards
 from shardwise.trainer.runtime.optimizers import projectors
@@ -111,12 +111,8 @@ def _read(
 def _read_coded(stretch: Stretch, shards: OpenShards, *, start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scales = torch.empty(size, dtype=torch.uint8), torch.empty(size)
     shards.fill(codes, stretch.entry.state[stretch.state], start=start, what=stretch.title)
-    shards.fill(scales, _scales_of(stretch), start=start, what=f"{stretch.title}, its scales")
+    shards.fill(scales, stretch.entry.state[stretch.state + SCALES], start=start, what=f"{stretch.title}, its scales")
     return codes, scales
-
-
-def _scales_of(stretch: Stretch) -> TensorEntry:
-    return stretch.entry.state[stretch.state + SCALES]
 
 
 def _coded(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -328,8 +324,8 @@ def projected_shapes(shape: Shape, *, rank: int, projection: str) -> tuple[Shape
     if projection == "full":
         return (rank, rank), (left, right)
     is_tall = rows >= columns
-    supports_columns = {"std": is_tall, "reverse_std": not is_tall, "right": True, "left": False}[projection]
-    return ((rows, rank), (right,)) if supports_columns else ((rank, columns), (left,))
+    projects_columns = {"std": is_tall, "reverse_std": not is_tall, "right": True, "left": False}[projection]
+    return ((rows, rank), (right,)) if projects_columns else ((rank, columns), (left,))
 
 
 def _galore_adam(made: Made, shape: Shape) -> dict[str, Any]:

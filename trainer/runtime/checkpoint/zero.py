@@ -166,7 +166,7 @@ def describe(model: nn.Module, optimizer: TorchOptimizer) -> dict[str, Parameter
     master_type = type_of(torch.empty(0, dtype=partition_type(model)))
     entries = {}
     for name, item in named_state(model).items():
-        partition, shape = owners.get(id(item.tensor)), logical_shape(item.tensor)
+        partition, shape = owners.get(id(item.tensor)), tuple(getattr(item.tensor, "ds_shape", item.tensor.shape))
         if item.tied_to is not None:
             entry = ParameterEntry(tied_to=item.tied_to, is_trained=partition is not None, is_buffer=item.is_buffer)
         elif partition is None:
@@ -241,11 +241,6 @@ def settle(model: Any) -> None:  # noqa: ANN401  # DeepSpeedEngine, untyped
         if values.numel():
             zero._reassign_or_swap_out_partitioned_parameters(index)
     zero.checkpoint_event_epilogue()  # gathers the small weights that ZeRO-3 keeps whole
-
-
-def logical_shape(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401  # ZeRO-3 adds attributes to parameters
-    """The shape of the whole tensor, however little of it is here."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def _is_zero3(model: Any) -> bool:  # noqa: ANN401  # DeepSpeedEngine, untyped

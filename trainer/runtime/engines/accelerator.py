@@ -156,13 +156,8 @@ def precision_of(accelerator: Accelerator, model: nn.Module, installed: Installe
         return f"{autocast} around {compute}"
     for precision in (Precision.FP32, Precision.FP16_MIXED, Precision.BF16_MIXED, Precision.BF16):
         if (compute_type(precision), weight_type(precision)) == (compute, masters):
-            return Precision.FP8 if precision is Precision.BF16_MIXED and num_fp8_layers(installed) else precision
+            return Precision.FP8 if precision is Precision.BF16_MIXED and installed.fp8 is not None else precision
     return f"{compute} on {masters}"
-
-
-def num_fp8_layers(installed: Installed) -> int:
-    """Linear layers that were converted to multiply in FP8."""
-    return 0 if installed.fp8 is None else len(installed.fp8.layers)
 
 
 def _comparisons(
@@ -215,7 +210,11 @@ def _optimizer_rows(model: nn.Module, optimizer: Any, chosen: Candidate, verifie
     updated = engine.updated_groups(model, inner)
     undecayed = sum(len(group) for name, group in updated if name == NO_DECAY)
     yield "parameters that are updated", len(trained), sum(len(group) for _, group in updated)
-    yield "parameters without weight decay", sum(_num_dims(each) < 2 for each in trained), undecayed
+    yield (
+        "parameters without weight decay",
+        sum(len(getattr(each, "ds_shape", each.shape)) < 2 for each in trained),
+        undecayed,
+    )  # ZeRO-3 flattens pieces
     if kind.facts.updates_on_host:
         yield "decoupled weight decay", True, getattr(inner, "adam_w_mode", None)
     if kind in (Optimizer.ADAMW, Optimizer.ADAMW_FUSED) and not is_galore:
@@ -223,10 +222,6 @@ def _optimizer_rows(model: nn.Module, optimizer: Any, chosen: Candidate, verifie
     if not is_galore:  # whose layerwise variant is a setting of the job
         planned_in_backward = chosen.optimizer_in_backward or kind.facts.updates_in_backward
         yield "the optimizer runs in the backward pass", planned_in_backward, updates_in_backward(optimizer)
-
-
-def _num_dims(parameter: Any) -> int:  # noqa: ANN401  # ZeRO-3 keeps the shape of a parameter whose pieces are flat
-    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _method_rows(plain: PreTrainedModel, chosen: Candidate) -> Iterator[Row]:

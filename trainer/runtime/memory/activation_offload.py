@@ -111,7 +111,8 @@ class ActivationOffload:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if self._transfers is None:
-            self._transfers = transfers_of(next(_tensors(args)).device)
+            device = next(_tensors(args)).device
+            self._transfers = _CudaTransfers(device) if device.type == "cuda" else _PlainTransfers()
         shelf = _Shelf(
             self._blocks[index],
             self._transfers,
@@ -271,11 +272,6 @@ class Transfers(Protocol):
 
     def arrived(self, moved: Moved) -> Tensor:
         """The tensor on the device, ready for the operations that follow."""
-
-
-def transfers_of(device: torch.device) -> Transfers:
-    """The transfers of a device."""
-    return _CudaTransfers(device) if device.type == "cuda" else _PlainTransfers()
 
 
 class _PlainTransfers:

@@ -59,7 +59,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraJob, precision: Precision) ->
 
     _check_targets(model, lora.targets)
     targets = ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets)
-    config = peft_config(lora, targets=targets, is_transposed=_is_transposed(model))
+    is_transposed = any(isinstance(module, Conv1D) for module in model.modules())  # as in GPT-2
+    config = peft_config(lora, targets=targets, is_transposed=is_transposed)
     try:
         with warnings.catch_warnings():
             # PEFT warns of each Conv1D or linear layer for which fan_in_fan_out is the other way round, and sets it.
@@ -163,11 +164,6 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
             raise InputError(f"lora.targets: {target}: is the head, which has no adapter here; remove it")
 
 
-def _is_transposed(model: PreTrainedModel) -> bool:
-    """True if the model stores its weights transposed, as GPT-2 does."""
-    return any(isinstance(module, Conv1D) for module in model.modules())
-
-
 IGNORED = -100  # label of padding
 
 
@@ -253,7 +249,8 @@ def method_facts(model: nn.Module) -> dict[str, str]:
     share = f"{num_trained:,} of {num_all:,} ({100 * num_trained / num_all:.3g} %)"
     facts = {"trained parameters": share, **noise_facts(model)}
     if frozen or layers:
-        facts["adapters"] = f"{_types(trained)}, on {_num_adapted(model)} layers"
+        num_adapted = sum(hasattr(module, "lora_A") for module in model.modules())
+        facts["adapters"] = f"{_types(trained)}, on {num_adapted} layers"
         facts["base"] = _types(frozen)
     if layers:
         facts["4-bit layers"] = _quantisation(layers)
@@ -268,10 +265,6 @@ def quantised_layers(model: nn.Module) -> list[Any]:
 def _num_elements(parameter: nn.Parameter) -> int:
     """Elements over all ranks, also of one that ZeRO-3 has cut."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def _num_adapted(model: nn.Module) -> int:
-    return sum(hasattr(module, "lora_A") for module in model.modules())
 
 
 def _types(parameters: Iterable[torch.Tensor]) -> str:

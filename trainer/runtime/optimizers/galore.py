@@ -63,14 +63,13 @@ def _keep_projectors_only() -> None:
     @wraps(decompose)
     def of_rank(*args: Any, **kwargs: Any) -> Tensor | list[Tensor]:  # noqa: ANN401  # what galore-torch hands it
         found = decompose(*args, **kwargs)
-        matrices = [matrix.clone(memory_format=torch.contiguous_format) for matrix in _as_list(found)]
+        matrices = [
+            matrix.clone(memory_format=torch.contiguous_format)
+            for matrix in (found if isinstance(found, list) else [found])
+        ]
         return matrices if isinstance(found, list) else matrices[0]
 
     GaLoreProjector.get_orthogonal_matrix = of_rank
-
-
-def _as_list(found: Tensor | list[Tensor]) -> list[Tensor]:
-    return found if isinstance(found, list) else [found]
 
 
 def galore_class_name(inner: Optimizer) -> str:

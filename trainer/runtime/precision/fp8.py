@@ -133,7 +133,8 @@ def _line_of(package: str) -> str:
 
 def check_fp8_ran(fp8: Fp8 | None, model: nn.Module) -> None:
     """EnvironmentFaultError if, after a step, the layers of an fp8 run have multiplied nothing in FP8."""
-    if fp8 is not None and fp8.num_products == 0 and not _is_compiled(model):
+    is_compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+    if fp8 is not None and fp8.num_products == 0 and not is_compiled:
         raise EnvironmentFaultError(
             f"fp8: {len(fp8.layers)} layers were converted by {fp8.package}, and no product of the first step was FP8; "
             "set pin.precision: bf16-mixed"
@@ -204,10 +205,6 @@ def padded_to_multiple(inputs: dict[str, Any], multiple: int) -> dict[str, Any]:
     extra = next(extra for extra in range(1, multiple) if rows * (width + extra) % multiple == 0)
     fill = {"input_ids": 0, "labels": IGNORED}
     return {**inputs, **{name: functional.pad(inputs[name], (0, extra), value=value) for name, value in fill.items()}}
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
 
 
 def _version(package: str) -> str:
