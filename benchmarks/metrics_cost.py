@@ -57,7 +57,7 @@ def _pieces(folder: Path) -> Sequence[tuple[str, Callable[[], object]]]:
     from gpu_factory import GpuCase, gpu_plan, write_full_rows
     from planning_factory import machine
 
-    from shardwise.launch.engine.command import prepare_attempt
+    from shardwise.launch.engine.launcher import prepare_attempt
     from shardwise.trainer.runtime.data.batches import padding_share, step_micro_batches
     from shardwise.trainer.runtime.loop.metrics import PHASES, DoneStep, MetricsFile, StepObserver
     from shardwise.trainer.runtime.loop.session import build_session

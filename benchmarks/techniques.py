@@ -28,7 +28,7 @@ from msgspec.structs import replace  # noqa: E402
 from planning_factory import machine  # noqa: E402
 from written_page import markdown_table, with_tables  # noqa: E402
 
-from shardwise.launch.engine.command import prepare_attempt  # noqa: E402
+from shardwise.launch.engine.launcher import prepare_attempt  # noqa: E402
 from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths  # noqa: E402
 from shardwise.trainer.spec import codec  # noqa: E402
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob  # noqa: E402

@@ -1,6 +1,6 @@
 """The `shardwise` command. Parses, calls one function a command, maps errors to exit codes; decides nothing itself.
 
-Each command imports what it needs when it runs: `probe`, `plan`, `report` answer without loading torch.
+Each command imports what it needs when it runs: `probe`, `plan`, `report` load no torch.
 """
 
 import atexit
@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from shardwise.launch.options import parse_words
+from shardwise.launch.options import parse_command_line
 from shardwise.launch.terminal import Console, write_error
 from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
 from shardwise.trainer.spec.secrets import redacted_output
@@ -25,18 +25,18 @@ def _print_traceback() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code. Nothing that is printed shows a secret of the environment."""
+    """Runs one command; returns its exit code. Secrets of the environment are redacted in all output."""
     with redacted_output():
-        return _answer(argv)
+        return _exit_code(argv)
 
 
-def _answer(argv: Sequence[str] | None) -> int:
+def _exit_code(argv: Sequence[str] | None) -> int:
     gc.set_threshold(GC_THRESHOLD)
-    atexit.register(gc.freeze)  # or Python looks for cycles once more at exit: 15 ms for memory that goes back anyway
-    words = list(sys.argv[1:] if argv is None else argv)
-    is_debug = "--debug" in words
+    atexit.register(gc.freeze)  # or Python looks for cycles once more at exit: 15 ms for memory that is freed anyway
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    is_debug = "--debug" in arguments
     try:
-        return int(_run([word for word in words if word != "--debug"]))
+        return int(_run([argument for argument in arguments if argument != "--debug"]))
     except ShardwiseError as error:
         if is_debug:
             _print_traceback()
@@ -48,7 +48,7 @@ def _answer(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return int(ExitCode.DONE)
-    except Exception as error:  # noqa: BLE001 - the last resort: a fault of ours must still end in one line
+    except Exception as error:  # noqa: BLE001 - the last resort: an internal error must still end in one line
         if is_debug:
             _print_traceback()
         write_error(
@@ -58,8 +58,8 @@ def _answer(argv: Sequence[str] | None) -> int:
         return int(ExitCode.INTERNAL)
 
 
-def _run(words: list[str]) -> ExitCode:
-    command, options = parse_words(words)
+def _run(arguments: list[str]) -> ExitCode:
+    command, options = parse_command_line(arguments)
     module, _, function = command.run.partition(":")
     consoles = (Console(), Console(sys.stderr)) if command.has_notes else (Console(),)
     exit_code: ExitCode = getattr(importlib.import_module(f"shardwise.launch.{module}"), function)(options, *consoles)

@@ -101,7 +101,7 @@ _Overrides = Annotated[Sequence[str], _Argument(nargs="*", metavar="key=value", 
 _Gpus = Annotated[tuple[int, ...] | None, _Argument("--gpus", type=_gpu_list, help="indices, e.g. 0,1")]
 _Vram = Annotated[int | None, _Argument("--vram", type=_size, help="cap of each device, e.g. 8GiB")]
 _Json = Annotated[bool, _switch("--json")]
-_JsonBeside = Annotated[bool, _switch("--json", "the figures on stdout, everything else on stderr")]
+_JsonOnly = Annotated[bool, _switch("--json", "the figures on stdout, everything else on stderr")]
 _RunDir = Annotated[Path | None, _Argument("--run-dir", type=Path, help="default: runs/<name>-<UTC time>")]
 _Run = _Argument(metavar="RUN_DIR", type=Path)
 _Take = Annotated[int, _number("--take", "put the N-th candidate first")]
@@ -270,7 +270,7 @@ class LadderOptions(NamedTuple):
     num_steps: Annotated[int, _number("--steps", f"of each run; default: {LADDER_STEPS}")] = LADDER_STEPS
     csv: Annotated[Path | None, _file("--csv", "the figures as CSV")] = None
     html: Annotated[Path | None, _file("--html", "the table and charts as one page")] = None
-    as_json: _JsonBeside = False
+    as_json: _JsonOnly = False
 
 
 class ProfileOptions(NamedTuple):
@@ -283,7 +283,7 @@ class ProfileOptions(NamedTuple):
     ] = None
     num_steps: Annotated[int, _number("--steps", f"default: {PROFILE_STEPS}")] = PROFILE_STEPS
     only_time: Annotated[bool, _switch("--time", "time alone, extrapolated to the whole job")] = False
-    as_json: _JsonBeside = False
+    as_json: _JsonOnly = False
 
 
 class CancelOptions(NamedTuple):
@@ -329,7 +329,7 @@ class ExportOptions(NamedTuple):
     ] = None
     checkpoint: Annotated[str | None, _checkpoint("the last; of a job with eval.early_stop, the best")] = None
     push: Annotated[str | None, _text("--push", "USER/NAME", "upload it to the Hugging Face hub, private")] = None
-    public: Annotated[bool, _switch("--public", "with --push: visible to everybody")] = False
+    public: Annotated[bool, _switch("--public", "with --push: visible to all users")] = False
     check: Annotated[bool, _switch("--no-check", "do not load it again to compare its logits", value=False)] = True
     as_json: _Json = False
 
@@ -360,7 +360,7 @@ class ChatOptions(NamedTuple):
     max_new_tokens: Annotated[int, _number("--max-new-tokens", "of a reply; default: 512")] = 512
     temperature: Annotated[
         float | None,
-        _Argument("--temperature", type=_temperature, metavar="T", help="0 takes the likeliest token each time"),
+        _Argument("--temperature", type=_temperature, metavar="T", help="0 selects the likeliest token each time"),
     ] = None
     system: Annotated[str | None, _text("--system", "TEXT", "a system message for the chat template")] = None
 
@@ -379,7 +379,7 @@ class SchemaOptions(NamedTuple):
 
 
 class Command(NamedTuple):
-    """`run` takes the options, a console on stdout, and, if `has_notes`, one on stderr."""
+    """`run` is called with the options, a console on stdout, and, if `has_notes`, one on stderr."""
 
     options: Any
     run: str  # module under shardwise.launch:function
@@ -413,7 +413,7 @@ COMMANDS = {
         StatusOptions, "commands.follow:run_status", "state of runs: queue, step, loss, speed, time left"
     ),
     "logs": Command(
-        LogsOptions, "commands.follow:run_logs", "last lines that a run logged, and with -f the lines to come"
+        LogsOptions, "commands.follow:run_logs", "last lines that a run logged, and with -f new lines as well"
     ),
     "watch": Command(WatchOptions, "commands.watch:run_watch", "the live view of a run, from another shell"),
     "ladder": Command(
@@ -437,7 +437,7 @@ COMMANDS = {
     "cache": Command(
         CacheOptions, "commands.cache:run_cache", "list what is stored outside of runs, and free what can be made again"
     ),
-    "report": Command(ReportOptions, "commands.report:run_report", "predicted beside measured"),
+    "report": Command(ReportOptions, "commands.report:run_report", "predicted and measured figures of runs"),
     "export": Command(
         ExportOptions, "commands.convert:run_export", "write a folder that other libraries load, from a run"
     ),
@@ -456,20 +456,20 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: object) -> None:
         super().__init__(allow_abbrev=False, **kwargs)  # type: ignore[arg-type] # argparse's own, from add_parser
 
-    def error(self, message: str) -> None:  # type: ignore[override] # argparse says NoReturn; raising is that
+    def error(self, message: str) -> None:  # type: ignore[override] # argparse declares NoReturn; raising is that
         raise InputError(f"{message}; see {self.prog} --help")
 
 
-def parse_words(words: list[str]) -> tuple[Command, Any]:
-    """The command and its options; raises InputError for words that are not understood.
+def parse_command_line(arguments: list[str]) -> tuple[Command, Any]:
+    """The command and its options; raises InputError for unknown arguments.
 
-    `key=value` words may stand after options, where argparse alone would refuse them.
+    `key=value` may follow options, where argparse alone would refuse it.
     """
-    first = words[0] if words else ""
-    found, rest = build_parser([first] if first in COMMANDS else COMMANDS).parse_known_args(words)
+    first = arguments[0] if arguments else ""
+    found, rest = build_parser([first] if first in COMMANDS else COMMANDS).parse_known_args(arguments)
     given = vars(found)
     name = given.pop("command")
-    unknown = [word for word in rest if word.startswith("-") or "overrides" not in given]
+    unknown = [argument for argument in rest if argument.startswith("-") or "overrides" not in given]
     if unknown:
         raise InputError(f"unrecognized arguments: {' '.join(unknown)}; see shardwise {name} --help")
     if rest:
@@ -481,12 +481,12 @@ def build_parser(names: Iterable[str] = tuple(COMMANDS)) -> argparse.ArgumentPar
     """The command line with the commands of `names`; a start builds only its own."""
     parser = _Parser(
         prog="shardwise",
-        description="Trains language models on whatever hardware is there.",
+        description="Trains language models on the hardware that is available.",
         epilog="Exit codes: 0 done, 1 internal error, 2 input, 3 nothing fits, 4 environment, 5 out of memory, "
         "75 stopped to be requeued, 130 Ctrl-C, or a spent limit, after a saved checkpoint. --debug shows tracebacks.",
     )
     parser.add_argument("--version", action="version", version=f"shardwise {_version()}")
-    commands = parser.add_subparsers(  # without `prog` it would ask shutil how wide the terminal is
+    commands = parser.add_subparsers(  # without `prog` it would query the width of the terminal
         dest="command", metavar="COMMAND", required=True, parser_class=_Parser, prog=parser.prog
     )
     for name in names:

@@ -1,10 +1,10 @@
 """Torch in another process: `ask` is the one way to run it.
 
-`launch` never imports torch, nor any library that does. `ask` starts `python -m MODULE REQUEST.json ANSWER.json`; on
-the other side `trainer.runtime.run.process.answer` reads the request and writes the answer. Lines on the worker's
-stdout are progress. A `ShardwiseError` of the worker is raised here again, by its exit code.
+`launch` never imports torch, nor any library that does. `ask` starts `python -m MODULE request.json result.json`; on
+the other side `trainer.runtime.run.process` reads the request and writes the result. Lines on the worker's stdout are
+progress. A `ShardwiseError` of the worker is raised here again, by its exit code.
 
-`run` starts a program that has arguments instead of a request, and no answer. `run_together` starts several workers
+`run` starts a program that has arguments instead of a request, and no result. `run_together` starts several workers
 that need each other, such as the ranks of a measurement.
 
 A worker has a session of its own: Ctrl-C reaches this process alone, which then ends the worker and all its children.
@@ -39,7 +39,7 @@ QUIET = MappingProxyType(
         "HF_HUB_OFFLINE": "1",
     }
 )
-REQUEST_NAME, RESULT_NAME, ERROR_NAME = "request.json", "answer.json", "answer.error"
+REQUEST_NAME, RESULT_NAME, ERROR_NAME = "request.json", "result.json", "result.error"
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _ERRORS: dict[int, type[ShardwiseError]] = {
     each.exit_code: each for each in (InputError, NothingFitsError, EnvironmentFaultError)
@@ -51,7 +51,7 @@ REAPING_S = 5.0
 
 
 class WorkerTimeoutError(EnvironmentFaultError):
-    """The worker did not answer in time and was killed."""
+    """The worker returned no result in time and was killed."""
 
 
 def ask(
@@ -69,7 +69,7 @@ def ask(
     memory_hint: str = "",
     python: str = sys.executable,
 ) -> V:
-    """The worker's answer; raises the ShardwiseError that it ended with.
+    """The worker's result; raises the ShardwiseError that it ended with.
 
     `subject` names the work in messages, and `memory_hint` the memory that it needs. On Ctrl-C and at the end of its
     time the worker gets SIGTERM, and SIGKILL after `grace_s` seconds.

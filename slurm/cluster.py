@@ -77,9 +77,9 @@ def known(text: str) -> str | None:
 class PartitionState(StrEnum):
     """The state of a partition."""
 
-    UP = "UP"  # takes and starts them
-    DOWN = "DOWN"  # takes them and starts none
-    DRAIN = "DRAIN"  # takes none, starts those it has
+    UP = "UP"  # accepts and starts jobs
+    DOWN = "DOWN"  # accepts them and starts none
+    DRAIN = "DRAIN"  # accepts none, starts those it has
     INACTIVE = "INACTIVE"
 
 
@@ -169,7 +169,7 @@ class Association(Value, frozen=True, kw_only=True):
 
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_]*)=")
 _NO_LIMIT = ("UNLIMITED", "INFINITE", "ALL")
-# A node in one of these states takes no new job; what is powered down or booting does.
+# A node in one of these states accepts no new job; one that is powered down or booting does.
 _OUT_OF_SERVICE = frozenset(
     ("DOWN", "DRAIN", "DRAINED", "DRAINING", "ERROR", "FAIL", "FAILING", "FUTURE", "INVAL", "INVALID", "UNKNOWN")
 ) | {"INVALID_REG", "NOT_RESPONDING", "NO_RESPOND"}

@@ -1,21 +1,95 @@
-"""Jobs of Slurm: reads the queue and ended jobs, describes their states, cancels and signals them.
+"""Jobs of Slurm: that of this process, queued and ended ones, and how to cancel and signal them.
 
-Each call is one command with a time limit (`queries.run_slurm`). Variables that change the output of these commands
-(SQUEUE_STATES, SLURM_TIME_FORMAT, SCANCEL_NAME, ...) are removed. Times are local, as Slurm prints them; None is
-unknown. Reasons are those of https://slurm.schedmd.com/job_reason_codes.html; limits come in dozens, by the names of
+The facts on the job of this process are in its environment (sbatch(1), OUTPUT ENVIRONMENT VARIABLES). A program that
+`srun` starts as one of several tasks cannot supervise a run: there would be one supervisor for each task.
+
+Other jobs are read by commands with a time limit (`queries.run_slurm`). Variables that change the output of these
+commands (SQUEUE_STATES, SLURM_TIME_FORMAT, SCANCEL_NAME, ...) are removed. Times are local, as Slurm prints them; None
+is unknown. Reasons are those of https://slurm.schedmd.com/job_reason_codes.html; limits come in dozens, by the names of
 their families. A reason that is not in the tables is shown as Slurm writes it.
 """
 
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from shardwise.slurm.cluster import known, parse_duration, parse_records
 from shardwise.slurm.queries import run_slurm
-from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.units import format_seconds
 from shardwise.trainer.spec.value import Value
+
+
+class Allocation(NamedTuple):
+    """The resources of a job, from the environment of its first node."""
+
+    job_id: str
+    num_nodes: int
+    num_restarts: int  # of this job by requeueing; 0 in a follow-up job
+    cores_per_node: int | None  # of the node that has fewest
+    is_in_step: bool  # srun started this program: its own steps must share the resources of that step
+
+
+def is_login_node(hardware: Hardware) -> bool:
+    """True if sbatch is available, this is not inside a job, and there is no GPU to train on."""
+    slurm = hardware.host.slurm
+    return slurm is not None and slurm.has_sbatch and slurm.job_id is None and not hardware.gpus
+
+
+def submit_line(job: str, overrides: Sequence[str] = ()) -> str:
+    """The command that submits `job`, quoted for the shell."""
+    return shlex.join(["shardwise", "submit", job, *overrides])
+
+
+def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
+    """The job of this program; None outside a job. InputError if the program is one of several tasks."""
+    job_id = environment.get("SLURM_JOB_ID")
+    if not job_id:
+        return None
+    is_in_step = "SLURM_STEP_ID" in environment
+    num_tasks = _number(environment.get("SLURM_STEP_NUM_TASKS")) if is_in_step else 1
+    if num_tasks is not None and num_tasks > 1:
+        raise InputError(
+            f"srun started {num_tasks} tasks of this command, and it starts the ranks itself; run it once a job: "
+            "in the batch script without srun, or with srun --ntasks=1"
+        )
+    num_nodes = environment.get("SLURM_JOB_NUM_NODES") or environment.get("SLURM_NNODES")
+    return Allocation(
+        job_id=job_id,
+        num_nodes=_number(num_nodes) or 1,
+        num_restarts=_number(environment.get("SLURM_RESTART_COUNT")) or 0,
+        cores_per_node=_least_cores(environment.get("SLURM_JOB_CPUS_PER_NODE", "")),
+        is_in_step=is_in_step,
+    )
+
+
+def srun_argv(allocation: Allocation, command: Sequence[str], *, labels: bool = False) -> list[str]:
+    """The argv that runs `command` once on every node of the job, with all resources of the job there.
+
+    A task that fails ends the others. `labels` prefixes each line of output with the number of its node.
+    """
+    nodes = allocation.num_nodes
+    argv = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    argv += ["--mem=0", "--input=none", "--export=ALL", "--cpu-bind=none"]
+    argv += [f"--cpus-per-task={allocation.cores_per_node}"] if allocation.cores_per_node else []
+    argv += ["--overlap"] if allocation.is_in_step else []
+    argv += ["--label"] if labels else []
+    return [*argv, *command]
+
+
+def _least_cores(text: str) -> int | None:
+    """64 for `96(x2),64`; None for other text."""
+    counts = [int(found[1]) for found in re.finditer(r"(\d+)(?:\(x\d+\))?(?:,|$)", text)]
+    return min(counts, default=None)
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None
+
 
 # %o, the script's path, may hold anything but a line break, so it comes last.
 QUEUE_FORMAT = "%i|%T|%S|%L|%D|%P|%V|%N|%r|%o"
@@ -210,7 +284,7 @@ def has_slurm(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def read_queue(*, user: int | None = None, environment: Mapping[str, str] = os.environ) -> tuple[QueuedJob, ...]:
-    """A user's jobs that wait or run, one a task of an array; EnvironmentFaultError if Slurm gives no answer."""
+    """A user's jobs that wait or run, one a task of an array; EnvironmentFaultError if Slurm does not respond."""
     argv = (
         "squeue",
         "--noheader",
@@ -224,7 +298,7 @@ def read_queue(*, user: int | None = None, environment: Mapping[str, str] = os.e
 def read_job(job_id: str, environment: Mapping[str, str] = os.environ) -> EndedJob | None:
     """The state of a job, from the controller, else the accounting; None if neither knows it any more.
 
-    EnvironmentFaultError if Slurm gives no answer.
+    EnvironmentFaultError if Slurm does not respond.
     """
     settings = _neutral(environment)
     try:
@@ -276,13 +350,13 @@ def _neutral(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_seconds_left(job_id: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Seconds until the job's time limit; None without one, and if the controller gives no answer."""
+    """Seconds until the job's time limit; None without one, and if the controller does not respond."""
     argv = ("squeue", "--noheader", f"--jobs={job_id}", "--format=%L")
     try:
-        answer = run_slurm(argv, environment=environment)
+        output = run_slurm(argv, environment=environment)
     except EnvironmentFaultError:
         return None  # the batch script still receives a signal ahead of the limit
-    return parse_duration(answer.strip())
+    return parse_duration(output.strip())
 
 
 def _ended_job(fields: Mapping[str, str | None]) -> EndedJob:

@@ -153,7 +153,7 @@ class NodeGroup(Value, frozen=True, kw_only=True):
 
 
 class Choice(Value, frozen=True, kw_only=True):
-    """The group to plan for, beside the others of its partition."""
+    """The group to plan for, and the others of its partition."""
 
     group: NodeGroup
     others: tuple[NodeGroup, ...] = ()
@@ -221,10 +221,10 @@ def satisfies(features: Sequence[str], constraint: str) -> bool:
 
     Counts of nodes (`ib*4`) are ignored.
     """
-    words = re.findall(r"[^\s&|,()\[\]*]+|[&|,()\[\]]", re.sub(r"\*\d+", "", constraint))
+    parts = re.findall(r"[^\s&|,()\[\]*]+|[&|,()\[\]]", re.sub(r"\*\d+", "", constraint))
     has = set(features)
     operators = {"&": "and", ",": "and", "|": "or", "[": "(", "]": ")", "(": "(", ")": ")"}
-    rule = [operators.get(word, str(word in has)) for word in words]
+    rule = [operators.get(part, str(part in has)) for part in parts]
     return _holds(rule)
 
 
@@ -232,15 +232,15 @@ def _holds(rule: list[str]) -> bool:
     """The value of `True and ( False or True )` up to its end or a closing bracket; `and` binds closer."""
     terms: list[list[bool]] = [[]]
     while rule and rule[0] != ")":
-        word = rule.pop(0)
-        if word == "(":
+        part = rule.pop(0)
+        if part == "(":
             terms[-1].append(_holds(rule))
             if rule:
                 rule.pop(0)
-        elif word == "or":
+        elif part == "or":
             terms.append([])
-        elif word != "and":
-            terms[-1].append(word == "True")
+        elif part != "and":
+            terms[-1].append(part == "True")
     return any(term and all(term) for term in terms)
 
 

@@ -10,9 +10,16 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from shardwise.slurm.access import Access
+from shardwise.slurm.access import (
+    Access,
+    NodeShare,
+    allowed_nodes,
+    bounds_of,
+    share_of_node,
+    share_within,
+    time_limit_of,
+)
 from shardwise.slurm.cluster import JobLimits, Partition, PartitionState, Preemption, format_duration
-from shardwise.slurm.job_limits import NodeShare, allowed_nodes, bounds_of, share_of_node, share_within, time_limit_of
 from shardwise.slurm.node_groups import Choice, NodeGroup, gpus_of_row
 from shardwise.trainer.planning.tables.gpu_names import card_name
 from shardwise.trainer.planning.tables.gpu_specs import gpu_spec
@@ -144,7 +151,9 @@ def _check_count(partition: Partition, choice: Choice, num_nodes: int, allowed: 
         more = f"\nit also has {others}, which --constraint selects" if others else ""
         raise InputError(f"--nodes {num_nodes}: partition {partition.name} gives a job {allowed} ({why}){more}")
     if num_nodes < partition.min_nodes:
-        raise InputError(f"--nodes {num_nodes}: partition {partition.name} takes jobs of {partition.min_nodes} or more")
+        raise InputError(
+            f"--nodes {num_nodes}: partition {partition.name} accepts jobs of {partition.min_nodes} or more"
+        )
 
 
 def _gpus(partition: Partition, group: NodeGroup, stated: Hardware | None) -> tuple[Gpu, ...]:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from engine_plan_factory import engine_plan
 
-from shardwise.launch.engine.config import HOLE, accelerate_config, deepspeed_config
+from shardwise.launch.engine.launcher import HOLE, accelerate_config, deepspeed_config
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware, Host

@@ -4,7 +4,7 @@ When one rank fails, the others lose their connection to it and report that, and
 the first of: out of memory, an orderly end, a rank that hung, a signal, and of several errors the earliest.
 
 A rank counts as killed by the kernel for lack of RAM only if the kernel counted such a kill during the attempt. A
-SIGKILL alone may come from a person or a scheduler.
+SIGKILL alone may be sent by a person or a scheduler.
 """
 
 import re
@@ -20,7 +20,7 @@ from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Fault, Figures, Report, predicted_figures
 
 _ORDERLY = (Ending.FINISHED, Ending.STOPPED, Ending.PREEMPTED)
-# Errors of torch for a rendezvous that failed: a port that was taken meanwhile, a peer that was late.
+# Errors of torch for a rendezvous that failed: a port that another process uses meanwhile, a peer that was late.
 _TRANSIENT = ("DistNetworkError", "DistStoreError", "DistBackendError", "EADDRINUSE", "address already in use")
 
 
@@ -225,7 +225,7 @@ def _exited_without_report(attempt_dir: Path, reports: dict[int, Report]) -> End
 
 
 def _could_start_no_thread(log: Path, attempt_dir: Path) -> bool:
-    """True if OpenMP ended the process because the memory cap leaves no room for the stack of a thread."""
+    """True if OpenMP ended the process because the memory cap has no room for the stack of a thread."""
     is_capped = codec.read(attempt_dir / "plan.json", Plan).hardware.vram_cap_bytes is not None
     return is_capped and "libgomp: Thread creation failed" in _read(log)
 

@@ -145,7 +145,7 @@ class LimitWatch:
         self._spent: Limit | None = None
 
     def stop_in_time(self, stop: StopRequest, watchdog: Watchdog, console: Console) -> None:
-        """Ends the run with a checkpoint, without a restart, if a limit leaves no more time than a stop needs."""
+        """Ends the run with a checkpoint, without a restart, if the time left is no more than a stop needs."""
         if stop.kind is not None or watchdog.step >= self._num_steps:
             return
         for limit, deadline in self._limits:
@@ -155,7 +155,7 @@ class LimitWatch:
                     spent = SpentLimit(limit=limit.name, allowed_hours=limit.allowed_hours)
                     codec.write(self._run_dir / SPENT_FILE, spent)
                 needed_s = deadline.needed_s(watchdog)
-                stop_time = f", and a stop takes up to {format_seconds(needed_s)}" if needed_s else ""
+                stop_time = f", and a stop needs up to {format_seconds(needed_s)}" if needed_s else ""
                 console.line(f"{self._now(limit).summary}{stop_time}: stopping with a checkpoint")
                 return
 
@@ -169,7 +169,7 @@ class LimitWatch:
             return ()
         limit = self._now(self._spent)
         remedy = limit.remedy(report.step, report.num_steps)
-        return (f"{limit.summary}: stopped at step {report.step} of {report.num_steps}; to go on, {remedy}",)
+        return (f"{limit.summary}: stopped at step {report.step} of {report.num_steps}; to continue, {remedy}",)
 
     def _now(self, limit: Limit) -> Limit:
         return limit.after(time.monotonic() - self._began_s)

@@ -177,12 +177,12 @@ def _processes(cards: Iterable[Gpu]) -> Table:
     rows = [
         (
             str(card.index),
-            str(holder.pid),
-            holder.name or "-",
-            "-" if holder.memory_bytes is None else format_bytes(holder.memory_bytes),
+            str(process.pid),
+            process.name or "-",
+            "-" if process.memory_bytes is None else format_bytes(process.memory_bytes),
         )
         for card in cards
-        for holder in card.processes
+        for process in card.processes
     ]
     return Table(rows=(("card", "process", "name", "holds"), *rows), right=(3,))
 

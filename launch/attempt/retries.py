@@ -6,23 +6,32 @@
 
 Restarts are counted since the last attempt that wrote a newer checkpoint, so a run that makes progress may be
 interrupted often. A step that fails three times ends the run. Attempts are counted over all starts of a run, those
-whose supervisor was killed included: a node that dies takes the supervisor with it, and a scheduler starts the job
+whose supervisor was killed included: a node that fails ends the supervisor as well, and a scheduler starts the job
 again.
+
+A fallback that its ranks would refuse costs a start without progress, so the manifest of the checkpoint is read here,
+without torch. The remaining checks of the ranks (names, shapes, the base under adapters) are the same for every
+fallback.
 """
 
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from shardwise.launch.attempt.end import AttemptEnd
 from shardwise.launch.rundir.files import tail_rows
+from shardwise.launch.rundir.paths import committed_checkpoints
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.messages.rank_files import heartbeat_path, read_heartbeat
+from shardwise.trainer.spec.optimizers import Optimizer, have_same_state
 from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault, Report
+from shardwise.trainer.spec.strategy import Method, Precision
 from shardwise.trainer.spec.units import format_bytes
 
 MAX_RESTARTS = 5  # without a newer checkpoint
@@ -157,6 +166,51 @@ def incident_of(end: AttemptEnd, decision: Decision) -> str:
     )
 
 
+class SavedFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts of a manifest that decide; the ranks read the whole manifest, strictly."""
+
+    step: int
+    optimizer: Optimizer
+    precision: Precision
+    lora: dict[str, Any] | None = None
+    galore: dict[str, Any] | None = None
+    is_quantised: bool = False
+
+
+class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    facts: SavedFacts
+
+
+def read_facts(checkpoint: Path) -> SavedFacts | None:
+    """The facts on a checkpoint; None if its manifest cannot be read, which the ranks report with the reason."""
+    try:
+        return msgspec.json.decode((checkpoint / "MANIFEST.json").read_bytes(), type=_Manifest).facts
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def newest_facts(run_dir: Path) -> SavedFacts | None:
+    """The facts on the newest checkpoint of a run whose manifest can be read; None if there is none."""
+    facts = (read_facts(folder) for folder in reversed(committed_checkpoints(run_dir)))
+    return next((each for each in facts if each is not None), None)
+
+
+def obstacle_to_resume(saved: SavedFacts | None, candidate: Candidate) -> str | None:
+    """The reason why a candidate cannot resume from a checkpoint, to follow its name in a sentence; None if it can."""
+    if saved is None:
+        return None
+    strategy, method = candidate.strategy, candidate.method
+    if not have_same_state(saved.optimizer, strategy.optimizer):
+        return f"cannot resume from a checkpoint of {saved.optimizer}"
+    if (saved.lora is not None) is not method.freezes_base or saved.is_quantised is not (method is Method.QLORA):
+        return "trains other weights than the checkpoint holds"
+    if (saved.galore is not None) is not (method is Method.GALORE):
+        return "keeps moments of other gradients than the checkpoint holds"
+    if strategy.precision.master_bytes < saved.precision.master_bytes:
+        return f"keeps weights in fewer bits than the checkpoint of {saved.precision}"
+    return None
+
+
 def _next_fallback(
     last: Tried, candidates: Sequence[Candidate], obstacle: Callable[[Candidate], str | None]
 ) -> Decision:
@@ -165,7 +219,7 @@ def _next_fallback(
         reason = obstacle(candidate)
         if reason is None:
             return Decision(
-                number, f"going on with the next fallback at the same global batch, {_from(last.saved_step)}"
+                number, f"continuing with the next fallback at the same global batch, {_from(last.saved_step)}"
             )
         skipped.append(f"{candidate.strategy.name} {reason}")
     reasons = f" ({'; '.join(dict.fromkeys(skipped))})" if skipped else ""

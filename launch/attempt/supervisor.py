@@ -1,25 +1,70 @@
-"""Supervision of the ranks of one attempt: forwards stop requests and leaves no process behind.
+"""Supervision of the ranks of one attempt: stop requests, the processes on this machine, and their end.
 
-- A stop request (Ctrl-C, USR1, TERM) reaches every rank; a rank that registers later receives it later (`local_ranks`).
-- A second Ctrl-C ends the attempt at once, without a checkpoint.
-- A rank that fails or dies leaves the others waiting in a collective: after `END_GRACE_S` they are ended.
+    shardwise, or a node's agent -> accelerate launch (own session, INT and USR1 ignored) -> ranks (own sessions)
+
+- A stop request (Ctrl-C, USR1, TERM) reaches every rank. torchrun gives each rank its own session: a signal to the
+  launcher's group does not reach a rank, and killing the launcher does not end the ranks. Ranks therefore register
+  themselves in `pids/`, and a stop request is sent to exactly these processes as USR1; a rank that registers later
+  receives it later. A second Ctrl-C ends the attempt at once, without a checkpoint.
+- A scheduler signals every process of a job, and torchrun ends its ranks at TERM. The launcher therefore ignores TERM
+  from its start, and torchrun is configured not to handle it (`launcher.launch_environment`).
+- The launcher dies with this process, and each rank with its launcher (PR_SET_PDEATHSIG on both).
+- If a rank fails or dies, the others wait in a collective: after `END_GRACE_S` they are ended.
 - Ranks without a heartbeat (`watchdog`) write their stacks into their logs, and then the attempt is ended.
+
+A pid is valid on one machine only: in a folder that several machines share, each reads the records of its own ranks.
+`attempts/N/environment.json` records the variables that determine how ranks find each other, their devices and their
+files, without secrets, to compare the nodes of a run.
 """
 
+import ctypes
+import json
+import os
+import re
 import signal
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
 
-from shardwise.launch.attempt.end import AttemptEnd, Observed, attempt_end
-from shardwise.launch.attempt.local_ranks import Ranks
-from shardwise.launch.attempt.watchdog import Silence, Watchdog, with_reference_trainers
+from shardwise.launch.attempt.end import AttemptEnd, Observed, attempt_end, launcher_log, rank_reports
+from shardwise.launch.attempt.watchdog import CallStack, Silence, Watchdog, read_stack, with_stacks
+from shardwise.launch.engine.launcher import launch_command, launch_environment
+from shardwise.launch.engine.offload import check_nvme, held_folder, nvme_folder
+from shardwise.launch.engine.operators import remove_stale_locks
+from shardwise.launch.inputs.staging import copy_staged
+from shardwise.launch.probe.host import read_oom_kills
+from shardwise.launch.rundir.process_record import (
+    ProcessRecord,
+    descendants,
+    launcher_record,
+    read_records,
+    record_of,
+    write_record,
+)
+from shardwise.trainer.spec.codec import write_bytes
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.secrets import names_secret, redact
 
 POLL_S = 0.1
 END_GRACE_S = 15.0  # torchrun has reported by then which rank failed first
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+DUMP_S = 2.0  # for the ranks to write their stacks
+KILL_GRACE_S = 10.0
+_PR_SET_PDEATHSIG = 1
+_RECORDED = re.compile(
+    r"(SLURM|SBATCH|SRUN|NCCL|GLOO|UCX|FI|CUDA|NVIDIA|ROCR|TORCH|PYTORCH|TRITON|OMP|MKL|KMP|DS|DEEPSPEED|ACCELERATE|PET"
+    r"|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|SHARDWISE|WANDB|XDG|PYTHON|LD|LC|LOADEDMODULES|MODULEPATH|CONDA)(_.*)?"
+    r"|PATH|HOME|USER|HOSTNAME|LANG|TMPDIR|VIRTUAL_ENV|.*_(PROXY|proxy)"
+)
 
 
 class StopKind(StrEnum):
@@ -76,6 +121,182 @@ class StopRequest:
                 signal.signal(number, handler)
 
 
+class Ranks(Protocol):
+    """The processes of one attempt, wherever they run. Its creator calls `end` however the attempt ended."""
+
+    def poll(self) -> int | None:
+        """Exit code of the launcher, minus the signal that ended it; None while it runs. Called often."""
+
+    def request_stop(self) -> None:
+        """Sends a stop request to every rank that did not get one yet."""
+
+    def has_failed(self) -> bool:
+        """True if a rank reported a failure, or ended without a report."""
+
+    def dump_stacks(self) -> dict[int, CallStack]:
+        """Has every rank write its stacks into its log; returns them by rank."""
+
+    def end(self) -> None:
+        """Ends every living process and waits until it has ended."""
+
+    @property
+    def num_oom_kills(self) -> int | None:
+        """Processes that the kernel killed for lack of memory since the start; None if nothing counts them."""
+
+    @property
+    def lost(self) -> str | None:
+        """The machine that was lost, in a sentence."""
+
+
+class LocalRanks:
+    """A launcher on this machine and the ranks below it."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        attempt_dir: Path,
+        environment: Mapping[str, str],
+        node_rank: int = 0,
+        ranks: range | None = None,
+    ) -> None:
+        """Starts the launcher; `ranks` are this machine's, None: all. EnvironmentFaultError if it cannot start."""
+        self._attempt_dir = attempt_dir
+        self._ranks = ranks
+        self._notified: set[ProcessRecord] = set()
+        self._kills_before = read_oom_kills()
+        write_environment(attempt_dir, environment, node_rank=node_rank)
+        log = launcher_log(attempt_dir, node_rank)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self._launcher = _start(argv, environment, output.fileno())
+        record = record_of(self._launcher.pid)
+        if record is not None:
+            write_record(launcher_record(attempt_dir, node_rank), record)
+
+    def poll(self) -> int | None:
+        return self._launcher.poll()
+
+    def request_stop(self) -> None:
+        waiting = {*self._records().values()} - self._notified
+        self._notified |= {record for record in waiting if record.send(signal.SIGUSR1)}
+
+    def has_failed(self) -> bool:
+        reports = rank_reports(self._attempt_dir)
+        if any(report.ending in (Ending.OUT_OF_MEMORY, Ending.FAILED) for report in reports.values()):
+            return True
+        ended = {rank for rank, record in self._records().items() if not record.is_alive}
+        if ended <= reports.keys():
+            return False
+        return not ended <= rank_reports(self._attempt_dir).keys()  # it may have been written in between
+
+    def dump_stacks(self) -> dict[int, CallStack]:
+        records = self._records()
+        logs = {rank: self._attempt_dir / "logs" / f"rank-{rank}.log" for rank in records}
+        ends = {rank: log.stat().st_size if log.is_file() else 0 for rank, log in logs.items()}
+        for record in records.values():
+            record.send(signal.SIGUSR2)
+        time.sleep(DUMP_S)
+        return {rank: read_stack(logs[rank], begin=ends[rank], pid=record.pid) for rank, record in records.items()}
+
+    def end(self) -> None:
+        ranks = [*self._records().values()]
+        if self._launcher.poll() is None:
+            ranks += descendants(self._launcher.pid)  # ranks that have not registered yet
+            os.killpg(self._launcher.pid, signal.SIGKILL)
+        self._launcher.wait()
+        for rank in ranks:
+            rank.send(signal.SIGKILL)
+        deadline = time.monotonic() + KILL_GRACE_S
+        while any(rank.is_alive for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    @property
+    def num_oom_kills(self) -> int | None:
+        kills = read_oom_kills()
+        return None if kills is None or self._kills_before is None else kills - self._kills_before
+
+    @property
+    def lost(self) -> str | None:
+        return None
+
+    def _records(self) -> dict[int, ProcessRecord]:
+        records = read_records(self._attempt_dir / "pids")
+        found = {
+            int(name.removeprefix("rank-")): record for name, record in records.items() if name.startswith("rank-")
+        }
+        return found if self._ranks is None else {rank: found[rank] for rank in self._ranks if rank in found}
+
+
+@contextmanager
+def started_ranks(
+    plan: Plan,
+    attempt_dir: Path,
+    *,
+    extensions_dir: Path,
+    num_cores: int | None,
+    environment: Mapping[str, str],
+    on_progress: Callable[[str], None],
+    node_rank: int = 0,
+    ranks: range | None = None,
+    more_environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[LocalRanks]:
+    """Starts this machine's ranks of an attempt with what they read here; holds their NVMe folder while the block runs.
+
+    `more_environment` overrides what the plan sets. EnvironmentFaultError if something is missing here.
+    """
+    remove_stale_locks(extensions_dir, on_progress=on_progress)  # an earlier rank may have left one
+    copy_staged(plan.staged, on_progress=on_progress)
+    check_nvme(plan)
+    variables = launch_environment(environment, plan, extensions_dir=extensions_dir, cores=num_cores or 1)
+    argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable, node_rank=node_rank)
+    with held_folder(nvme_folder(plan, attempt_dir.parent.parent, int(attempt_dir.name))):
+        yield LocalRanks(
+            argv,
+            attempt_dir=attempt_dir,
+            environment={**variables, **more_environment},
+            node_rank=node_rank,
+            ranks=ranks,
+        )
+
+
+def write_environment(attempt_dir: Path, environment: Mapping[str, str], *, node_rank: int = 0) -> None:
+    """Records the environment of this machine's ranks; a secret inside a value is written as `[redacted]`."""
+    name = "environment.json" if node_rank == 0 else f"environment-{node_rank}.json"
+    names = sorted(name for name in environment if _RECORDED.fullmatch(name) and not names_secret(name))
+    content = {"host": socket.gethostname(), "variables": {name: environment[name] for name in names}}
+    text = redact(json.dumps(content, indent=1), environment)
+    try:
+        write_bytes(attempt_dir / name, text.encode() + b"\n")
+    except OSError as error:
+        raise EnvironmentFaultError(f"{attempt_dir}: cannot be written: {error.strerror}") from error
+
+
+def _start(argv: Sequence[str], environment: Mapping[str, str], log: int) -> subprocess.Popen[bytes]:
+    parent = os.getpid()
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def prepare_child() -> None:
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    try:
+        return subprocess.Popen(
+            list(argv),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=prepare_child,  # this process has one thread
+        )
+    except OSError as error:
+        raise EnvironmentFaultError(f"{argv[0]}: cannot be started: {error.strerror}") from error
+
+
 def watch_attempt(
     ranks: Ranks, *, attempt_dir: Path, stop: StopRequest, on_tick: Callable[[], None], watchdog: Watchdog
 ) -> AttemptEnd:
@@ -83,7 +304,7 @@ def watch_attempt(
     hung: str | None = None
     try:
         silence = _watch(ranks, stop, on_tick, watchdog)
-        hung = None if silence is None else with_reference_trainers(silence, ranks.dump_stacks())
+        hung = None if silence is None else with_stacks(silence, ranks.dump_stacks())
         return_code = ranks.poll()
     finally:
         ranks.end()

@@ -85,7 +85,7 @@ class Silence(NamedTuple):
 class _Rank:
     last: Heartbeat | None = None
     silent_s: float = 0.0
-    since_step_s: float | None = None  # since the last step ended; None: not seen, or something else came between
+    since_step_s: float | None = None  # since the last step ended; None: not seen, or another phase intervened
     steps_s: list[float] = field(default_factory=list)
     save_s: float = 0.0  # of the save it is in
     longest_save_s: float = 0.0
@@ -117,7 +117,7 @@ class Watchdog:
     def stop_s(self) -> float:
         """Seconds that a stop with a checkpoint may take: twice the longest step and the longest save.
 
-        The first save comes at step 1 and is read back, so both are known from then on.
+        The first save is at step 1 and is read back, so both are known from then on.
         """
         steps = [step_s for rank in self._ranks.values() for step_s in rank.steps_s]
         saves = [rank.longest_save_s for rank in self._ranks.values()]
@@ -190,15 +190,15 @@ def _note(rank: _Rank, beat: Heartbeat | None, passed_s: float) -> None:
         rank.since_step_s = 0.0
 
 
-class ReferenceTrainer(NamedTuple):
-    """The position of a rank in its code."""
+class CallStack(NamedTuple):
+    """The position of a rank in its code, from its call stack."""
 
     frame: str | None  # the innermost: `loss (mine.py, line 12)`; None: it wrote no stack
     is_waiting: bool  # inside a collective
     state: str | None  # of a process that cannot write its stack
 
 
-def read_stack(log: Path, *, begin: int, pid: int | None) -> ReferenceTrainer:
+def read_stack(log: Path, *, begin: int, pid: int | None) -> CallStack:
     """The stack that a rank wrote into its log after byte `begin`, with the state of its process if it is stopped."""
     try:
         with log.open("rb") as stream:
@@ -209,7 +209,7 @@ def read_stack(log: Path, *, begin: int, pid: int | None) -> ReferenceTrainer:
     dump = _CURRENT_THREAD.search(text)
     frames = _FRAME.findall(dump[1]) if dump else []
     state = None if pid is None else read_state(pid)
-    return ReferenceTrainer(
+    return CallStack(
         frame=None if not frames else f"{frames[0][2]} ({Path(frames[0][0]).name}, line {frames[0][1]})",
         is_waiting=any("/torch/distributed/" in path for path, _, _ in frames),
         state=None if state is None else _STATES.get(state[0]),
@@ -220,7 +220,7 @@ _CURRENT_THREAD = re.compile(r"^Current thread [^\n]*\n((?:  File [^\n]*\n)+)", 
 _FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 
 
-def with_reference_trainers(silence: Silence, stacks: dict[int, ReferenceTrainer]) -> str:
+def with_stacks(silence: Silence, stacks: dict[int, CallStack]) -> str:
     """The message of a silence, with the ranks that hang according to their stacks, and their positions.
 
     Of ranks that are equally far, those whose process is stopped hang, else those outside a collective, else all.
@@ -232,8 +232,8 @@ def with_reference_trainers(silence: Silence, stacks: dict[int, ReferenceTrainer
     frames = [_position(known[rank]) for rank in ranks if rank in known]
     positions = [*dict.fromkeys(filter(None, frames))]
     message = silence._replace(ranks=ranks).message
-    return message + (f"; it stands in {' and '.join(positions)}" if positions else "")
+    return message + (f"; it is in {' and '.join(positions)}" if positions else "")
 
 
-def _position(stack: ReferenceTrainer) -> str | None:
+def _position(stack: CallStack) -> str | None:
     return stack.frame if stack.state is None else f"a process that is {stack.state}"

@@ -47,8 +47,8 @@ from shardwise.trainer.spec.value import Value
 DEFAULT_DAYS = 30
 DAY_S = 86400.0
 _WRITING = re.compile(r"\..+\.[0-9a-f]{8}")  # of codec.write_bytes
-_GROWING = re.compile(r"\.[0-9a-f]{32}\.(\d+)")  # of extend_vocabulary
-_GOING = ".partial-"  # of data: what `data_cache` and the next prune take for abandoned
+_EXTENDING = re.compile(r"\.[0-9a-f]{32}\.(\d+)")  # of extend_vocabulary
+_REMOVING = ".partial-"  # of data: a prefix that `data_cache` and the next prune treat as abandoned
 _SHARED = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "cifs", "smb3", "fuse.sshfs"}
 )
@@ -79,7 +79,7 @@ class State(StrEnum):
 
 
 class Entry(Value, frozen=True, kw_only=True):
-    """One thing that is kept."""
+    """One file or folder that is stored."""
 
     kind: Kind
     path: str
@@ -111,11 +111,11 @@ class Extent(Value, frozen=True, kw_only=True):
 class Storage(Value, frozen=True, kw_only=True):
     """The file system below a folder."""
 
-    is_shared: bool  # other machines may use what lies there
+    is_shared: bool  # other machines may use its files
     keeps_reads: bool
 
 
-class Survey(Value, frozen=True, kw_only=True):
+class Scan(Value, frozen=True, kw_only=True):
     """Folders to list, and the current versions."""
 
     cache: Path
@@ -131,19 +131,19 @@ class Survey(Value, frozen=True, kw_only=True):
 
 
 def run_cache(options: CacheOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> ExitCode:
-    """Lists, or frees; EnvironmentFaultError, after all others, for what cannot be removed."""
+    """Lists or frees entries; EnvironmentFaultError, after the others are freed, for those that cannot be removed."""
     if options.dry_run and not options.prune:
         raise InputError("--dry-run shows what --prune would free: shardwise cache --prune --dry-run")
-    entries = read_entries(read_survey(options, environment))
+    entries = read_entries(read_scan(options, environment))
     stale = tuple(entry for entry in entries if entry.state is State.STALE)
     freed, problems = prune(stale) if options.prune and not options.dry_run else ((), ())
     if options.as_json:
-        answer = CacheResult(
+        result = CacheResult(
             entries=entries,
             freed=tuple(entry.path for entry in freed),
             freed_bytes=sum(entry.num_bytes for entry in freed),
         )
-        console.line(codec.encode(answer).decode().rstrip())
+        console.line(codec.encode(result).decode().rstrip())
     elif not options.prune:
         console.line(render_entries(entries, now_s=time.time()))
     else:
@@ -153,14 +153,14 @@ def run_cache(options: CacheOptions, console: Console, *, environment: Mapping[s
     return ExitCode.DONE
 
 
-def read_survey(options: CacheOptions, environment: Mapping[str, str]) -> Survey:
+def read_scan(options: CacheOptions, environment: Mapping[str, str]) -> Scan:
     """The user's folders, and the current versions of this machine."""
     named = read_personal_folders(
         config_home=folders.config_home(environment), site_config=folders.site_config(environment)
     )
     cache = folders.cache_home(environment, configured=named.get("cache"))
     hub_home, scratch = named.get("huggingface"), named.get("scratch")
-    return Survey(
+    return Scan(
         cache=cache,
         state=folders.state_home(environment),
         hub=hub_cache(Path(hub_home) if hub_home else None, environment),
@@ -175,7 +175,7 @@ def read_survey(options: CacheOptions, environment: Mapping[str, str]) -> Survey
 
 
 def render_entries(entries: Sequence[Entry], *, now_s: float) -> str:
-    """By kind, each entry with its size, its last use and what is to be said of it."""
+    """By kind, each entry with its size, its last use and its state."""
     lines: list[str] = []
     for kind in Kind:
         own = [entry for entry in entries if entry.kind is kind]
@@ -184,7 +184,7 @@ def render_entries(entries: Sequence[Entry], *, now_s: float) -> str:
             lines += [f"  {_line(entry, now_s)}" for entry in own]
     stale = [entry for entry in entries if entry.state is State.STALE]
     if not lines:
-        return "nothing is kept"
+        return "nothing is stored"
     size = format_bytes(sum(entry.num_bytes for entry in stale))
     can = f"{size} in {_counted(len(stale))} can be freed: shardwise cache --prune" if stale else "nothing is stale"
     return "\n".join([*lines, "", can])
@@ -192,8 +192,8 @@ def render_entries(entries: Sequence[Entry], *, now_s: float) -> str:
 
 def _line(entry: Entry, now_s: float) -> str:
     state = "" if entry.state is State.RETAINED else f"{entry.state}: "
-    words = f"  ({state}{entry.why})" if entry.why else ""
-    return f"{format_bytes(entry.num_bytes):>9}  {_ago(now_s - entry.last_used_s):>14}  {entry.path}{words}"
+    reason = f"  ({state}{entry.why})" if entry.why else ""
+    return f"{format_bytes(entry.num_bytes):>9}  {_ago(now_s - entry.last_used_s):>14}  {entry.path}{reason}"
 
 
 def _ago(seconds: float) -> str:
@@ -213,124 +213,106 @@ def _counted(number: int) -> str:
     return f"{number} entr{'y' if number == 1 else 'ies'}"
 
 
-def read_entries(survey: Survey) -> tuple[Entry, ...]:
-    """Everything that is there, by kind, the largest first."""
-    found = [*_data(survey), *_streams(survey), *_models(survey), *_operators(survey), *_trials(survey)]
-    found += [*_staged(survey), *_leftovers(survey), *_measured(survey), *_others(survey), *_hub(survey)]
+def read_entries(scan: Scan) -> tuple[Entry, ...]:
+    """Every entry, by kind, the largest first."""
+    found = [*_data(scan), *_streams(scan), *_models(scan), *_operators(scan), *_trials(scan)]
+    found += [*_staged(scan), *_leftovers(scan), *_never_freed(scan)]
     order = list(Kind)
     return tuple(sorted(found, key=lambda entry: (order.index(entry.kind), -entry.num_bytes, entry.path)))
 
 
-def _data(survey: Survey) -> Iterator[Entry]:
-    root = survey.cache / "data"
+def _data(scan: Scan) -> Iterator[Entry]:
+    root = scan.cache / "data"
     for path in _entries(root, but=("locks", "index")):
         if path.name.startswith(".partial-"):
             lock = root / "locks" / path.name.removeprefix(".partial-")
-            yield _leftover(survey, path, lock, "a preparation that was cut off")
+            if is_lock_free(lock):
+                yield _entry(scan, Kind.LEFTOVER, path, State.STALE, "a preparation that was cut off", lock)
+            else:
+                yield _entry(scan, Kind.DATA, path, State.HELD, "is being prepared", lock)
         elif path.is_dir():
-            yield _by_age(survey, Kind.DATA, path, root / "locks" / path.name)
+            yield _by_age(scan, Kind.DATA, path, root / "locks" / path.name)
 
 
-def _streams(survey: Survey) -> Iterator[Entry]:
-    root = survey.cache / "streams"
+def _streams(scan: Scan) -> Iterator[Entry]:
+    root = scan.cache / "streams"
     for path in _entries(root, but=("locks",)):
         lock = root / "locks" / path.name
         state, why = (State.STALE, "its run has ended") if is_lock_free(lock) else (State.HELD, "its run is at work")
-        yield _entry(survey, Kind.STREAM, path, state, why, lock)
+        yield _entry(scan, Kind.STREAM, path, state, why, lock)
 
 
-def _models(survey: Survey) -> Iterator[Entry]:
-    for path in _entries(survey.cache / "models"):
-        writer = _GROWING.fullmatch(path.name)
+def _models(scan: Scan) -> Iterator[Entry]:
+    for path in _entries(scan.cache / "models"):
+        writer = _EXTENDING.fullmatch(path.name)
         if writer is None:
-            yield _by_age(survey, Kind.MODEL, path, None)
-        elif survey.storage.is_shared and not _is_old(survey, path, days=1):
-            yield _entry(survey, Kind.MODEL, path, State.HELD, "is being written, perhaps on another machine")
+            yield _by_age(scan, Kind.MODEL, path, None)
+        elif scan.storage.is_shared and not _is_old(scan, path, days=1):
+            yield _entry(scan, Kind.MODEL, path, State.HELD, "is being written, perhaps on another machine")
         elif read_state(int(writer[1])) is not None:
-            yield _entry(survey, Kind.MODEL, path, State.HELD, "is being written")
+            yield _entry(scan, Kind.MODEL, path, State.HELD, "is being written")
         else:
-            yield _entry(survey, Kind.LEFTOVER, path, State.STALE, "a model whose writing was cut off")
+            yield _entry(scan, Kind.LEFTOVER, path, State.STALE, "a model whose writing was cut off")
 
 
-def _operators(survey: Survey) -> Iterator[Entry]:
-    for path in _entries(survey.cache / "operators"):
+def _operators(scan: Scan) -> Iterator[Entry]:
+    for path in _entries(scan.cache / "operators"):
         lock = path / ".builder"
-        if path == survey.operators:
-            held = is_lock_free(lock)
-            words = "for this environment" if held else "are being built"
-            yield _entry(survey, Kind.OPERATORS, path, State.RETAINED if held else State.HELD, words, lock)
-        elif _without_environment(path.name) == _without_environment(survey.operators.name):
-            yield _by_age(survey, Kind.OPERATORS, path, lock)
+        if path == scan.operators:
+            is_free = is_lock_free(lock)
+            reason = "for this environment" if is_free else "are being built"
+            yield _entry(scan, Kind.OPERATORS, path, State.RETAINED if is_free else State.HELD, reason, lock)
+        elif _without_environment(path.name) == _without_environment(scan.operators.name):
+            yield _by_age(scan, Kind.OPERATORS, path, lock)
+        elif scan.storage.is_shared and not _is_old(scan, path, days=1):
+            why = "used within a day, perhaps on another machine"
+            yield _entry(scan, Kind.OPERATORS, path, State.RETAINED, why, lock)
         else:
-            yield _of_others(survey, path, lock)
+            yield _unless_held(scan, Kind.OPERATORS, path, lock, "for other versions or another CPU")
         for stale in find_stale_locks(path):
-            yield _entry(survey, Kind.LEFTOVER, stale, State.STALE, "the lock of a build that was killed", None)
+            yield _entry(scan, Kind.LEFTOVER, stale, State.STALE, "the lock of a build that was killed", None)
 
 
-def _of_others(survey: Survey, path: Path, lock: Path) -> Entry:
-    """For other versions or another CPU, which on a shared disk may be another machine's of today."""
-    if survey.storage.is_shared and not _is_old(survey, path, days=1):
-        return _entry(
-            survey, Kind.OPERATORS, path, State.RETAINED, "used within a day, perhaps on another machine", lock
-        )
-    return _unless_held(survey, Kind.OPERATORS, path, lock, "for other versions or another CPU")
-
-
-def _trials(survey: Survey) -> Iterator[Entry]:
-    for path in _entries(survey.cache / "trials"):
+def _trials(scan: Scan) -> Iterator[Entry]:
+    for path in _entries(scan.cache / "trials"):
         records = [record for pids in path.glob("*/attempts/*/pids") for record in read_records(pids).values()]
         if any(record.is_alive for record in records):
-            yield _entry(survey, Kind.TRIALS, path, State.HELD, "is at work")
+            yield _entry(scan, Kind.TRIALS, path, State.HELD, "is at work")
         else:
-            yield _by_age(survey, Kind.TRIALS, path, None)
+            yield _by_age(scan, Kind.TRIALS, path, None)
 
 
-def _staged(survey: Survey) -> Iterator[Entry]:
-    if survey.scratch is None:
+def _staged(scan: Scan) -> Iterator[Entry]:
+    if scan.scratch is None:
         return
-    for path in _entries(survey.scratch / "shardwise" / "staged"):
-        yield _by_age(survey, Kind.STAGED, path, path / ".lock")
+    for path in _entries(scan.scratch / "shardwise" / "staged"):
+        yield _by_age(scan, Kind.STAGED, path, path / ".lock")
 
 
-def _leftovers(survey: Survey) -> Iterator[Entry]:
-    """Files that were being replaced when their writer died, and locks of data that is gone."""
-    for folder in (survey.cache / "data" / "index", survey.cache / "fp8", survey.state):
+def _leftovers(scan: Scan) -> Iterator[Entry]:
+    """Files that were being replaced when their writer ended, and locks of data that was removed."""
+    for folder in (scan.cache / "data" / "index", scan.cache / "fp8", scan.state):
         for path in _entries(folder):
-            if _WRITING.fullmatch(path.name) and _is_old(survey, path, days=1):
-                yield _entry(survey, Kind.LEFTOVER, path, State.STALE, "a file whose writing was cut off")
-    locks = survey.cache / "data" / "locks"
+            if _WRITING.fullmatch(path.name) and _is_old(scan, path, days=1):
+                yield _entry(scan, Kind.LEFTOVER, path, State.STALE, "a file whose writing was cut off")
+    locks = scan.cache / "data" / "locks"
     for path in _entries(locks):
         is_orphan = not any((locks.parent / name).exists() for name in (path.name, f".partial-{path.name}"))
-        if is_orphan and _is_old(survey, path, days=1) and is_lock_free(path):
-            yield _entry(survey, Kind.LEFTOVER, path, State.STALE, "the lock of data that is gone", path)
+        if is_orphan and _is_old(scan, path, days=1) and is_lock_free(path):
+            yield _entry(scan, Kind.LEFTOVER, path, State.STALE, "the lock of data that was removed", path)
 
 
-def _measured(survey: Survey) -> Iterator[Entry]:
-    timings = survey.cache / "fp8"
-    if timings.is_dir():
-        yield _entry(survey, Kind.FP8, timings, State.RETAINED, "measured")
-    calibration = survey.state / "calibration.jsonl"
-    if calibration.is_file():
-        yield _entry(
-            survey, Kind.CALIBRATION, calibration, State.RETAINED, "measured by runs; plans are corrected by it"
-        )
-
-
-def _others(survey: Survey) -> Iterator[Entry]:
+def _never_freed(scan: Scan) -> Iterator[Entry]:
     known = ("data", "streams", "models", "operators", "trials", "fp8")
-    for path in _entries(survey.cache, but=known):
-        yield _entry(survey, Kind.OTHER, path, State.RETAINED, "not of a kind that this version makes")
-
-
-def _hub(survey: Survey) -> Iterator[Entry]:
-    if survey.hub.is_dir():
-        yield _entry(
-            survey,
-            Kind.HUB,
-            survey.hub,
-            State.RETAINED,
-            "other programs use it: hf cache ls, hf cache rm, hf cache prune",
-        )
+    others = [(Kind.OTHER, path, "not of a kind that this version makes") for path in _entries(scan.cache, but=known)]
+    for kind, path, why in (
+        (Kind.FP8, scan.cache / "fp8", "measured"),
+        (Kind.CALIBRATION, scan.state / "calibration.jsonl", "measured by runs; plans are corrected by it"),
+        (Kind.HUB, scan.hub, "other programs use it: hf cache ls, hf cache rm, hf cache prune"),
+        *others,
+    ):
+        if path.exists():
+            yield _entry(scan, kind, path, State.RETAINED, why)
 
 
 def last_used_s(kind: Kind, path: Path) -> float:
@@ -339,31 +321,25 @@ def last_used_s(kind: Kind, path: Path) -> float:
     return extent.last_written_s if kind is Kind.TRIALS else extent.last_used_s
 
 
-def _by_age(survey: Survey, kind: Kind, path: Path, lock: Path | None) -> Entry:
-    """Stale once it was not used for so many days."""
-    if not _is_old(survey, path, days=survey.older_than_days, kind=kind):
-        return _entry(survey, kind, path, State.RETAINED, "", lock)
-    if not survey.storage.keeps_reads and not survey.is_age_stated:
-        words = "the disk keeps no times of reading (noatime): --older-than goes by writing"
-        return _entry(survey, kind, path, State.RETAINED, words, lock)
-    return _unless_held(survey, kind, path, lock, f"not used for {survey.older_than_days} days")
+def _by_age(scan: Scan, kind: Kind, path: Path, lock: Path | None) -> Entry:
+    """An entry that is stale once it was unused for some days."""
+    if not _is_old(scan, path, days=scan.older_than_days, kind=kind):
+        return _entry(scan, kind, path, State.RETAINED, "", lock)
+    if not scan.storage.keeps_reads and not scan.is_age_stated:
+        reason = "the disk records no times of reading (noatime): --older-than uses those of writing"
+        return _entry(scan, kind, path, State.RETAINED, reason, lock)
+    return _unless_held(scan, kind, path, lock, f"not used for {scan.older_than_days} days")
 
 
-def _leftover(survey: Survey, path: Path, lock: Path, why: str) -> Entry:
-    if is_lock_free(lock):
-        return _entry(survey, Kind.LEFTOVER, path, State.STALE, why, lock)
-    return _entry(survey, Kind.DATA, path, State.HELD, "is being prepared", lock)
-
-
-def _unless_held(survey: Survey, kind: Kind, path: Path, lock: Path | None, why: str) -> Entry:
+def _unless_held(scan: Scan, kind: Kind, path: Path, lock: Path | None, why: str) -> Entry:
     if lock is not None and not is_lock_free(lock):
-        return _entry(survey, kind, path, State.HELD, "its lock is held", lock)
-    return _entry(survey, kind, path, State.STALE, why, lock)
+        return _entry(scan, kind, path, State.HELD, "its lock is held", lock)
+    return _entry(scan, kind, path, State.STALE, why, lock)
 
 
-def _entry(survey: Survey, kind: Kind, path: Path, state: State, why: str = "", lock: Path | None = None) -> Entry:
+def _entry(scan: Scan, kind: Kind, path: Path, state: State, why: str = "", lock: Path | None = None) -> Entry:
     extent = read_extent(path)
-    if state is State.STALE and is_used(path, survey.used):
+    if state is State.STALE and is_used(path, scan.used):
         state, why = State.HELD, "a process has it open"
     return Entry(
         kind=kind,
@@ -377,8 +353,8 @@ def _entry(survey: Survey, kind: Kind, path: Path, state: State, why: str = "", 
     )
 
 
-def _is_old(survey: Survey, path: Path, *, days: int, kind: Kind = Kind.OTHER) -> bool:
-    return survey.now_s - last_used_s(kind, path) >= days * DAY_S
+def _is_old(scan: Scan, path: Path, *, days: int, kind: Kind = Kind.OTHER) -> bool:
+    return scan.now_s - last_used_s(kind, path) >= days * DAY_S
 
 
 def _without_environment(name: str) -> str:
@@ -405,7 +381,7 @@ def prune(entries: tuple[Entry, ...]) -> tuple[tuple[Entry, ...], tuple[str, ...
 
 
 def _remove(entry: Entry) -> bool:
-    """False if somebody has taken the lock, or the entry, meanwhile."""
+    """False if another process holds the lock, or has used or removed the entry, meanwhile."""
     path = Path(entry.path)
     with ExitStack() as held:
         if entry.lock is not None and not held.enter_context(held_lock(Path(entry.lock))):
@@ -413,7 +389,7 @@ def _remove(entry: Entry) -> bool:
         if not (path.exists() or path.is_symlink()) or last_used_s(entry.kind, path) > entry.last_used_s:
             return False
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(_out_of_sight(entry, path))
+            shutil.rmtree(_renamed(entry, path))
         else:
             path.unlink()
         if entry.lock is not None and Path(entry.lock).parent.name == "locks":
@@ -421,13 +397,13 @@ def _remove(entry: Entry) -> bool:
     return True
 
 
-def _out_of_sight(entry: Entry, path: Path) -> Path:
-    """The folder under the name that it goes by from now on."""
+def _renamed(entry: Entry, path: Path) -> Path:
+    """The folder, renamed so that no reader finds it."""
     if entry.kind is not Kind.DATA:
         return path
-    going = path.with_name(f"{_GOING}{path.name}")
-    shutil.rmtree(going, ignore_errors=True)
-    return path.rename(going)
+    removing = path.with_name(f"{_REMOVING}{path.name}")
+    shutil.rmtree(removing, ignore_errors=True)
+    return path.rename(removing)
 
 
 def read_extent(path: Path) -> Extent:
@@ -455,12 +431,12 @@ def _statuses(path: Path) -> Iterator[os.stat_result]:
         for name in names:
             try:
                 yield Path(folder, name).lstat()
-            except OSError:  # gone meanwhile
+            except OSError:  # removed meanwhile
                 continue
 
 
 def _changed_s(path: Path) -> float:
-    """Time at which the folder itself last changed; 0 if it is gone."""
+    """Time at which the folder itself last changed; 0 if it was removed."""
     try:
         return path.lstat().st_mtime
     except OSError:

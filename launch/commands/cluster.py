@@ -1,6 +1,6 @@
 """`shardwise submit` and `fetch`: from a job file on a login node to a job in Slurm's queue, and downloads before it.
 
-A submission plans for the nodes of the partition, checks the files that the job reads and the room for its output, asks
+A submission plans for the nodes of the partition, checks the files that the job reads and the room for its output, runs
 `sbatch --test-only`, then makes the run directory and submits its script. If it is refused, nothing is left behind.
 
     D/  job.yaml  hardware.json  submission.json  train.sbatch                     one run, or a chain of jobs of it
@@ -31,7 +31,7 @@ from shardwise.launch.job.layers import read_job_layers, render_resolved, sweep_
 from shardwise.launch.options import FetchOptions, SubmitOptions
 from shardwise.launch.plan.gather import PlanInputs, read_inputs, with_weights
 from shardwise.launch.probe.installed import installed_version
-from shardwise.launch.run.fetch_needs import (
+from shardwise.launch.run.disk_needs import (
     Need,
     check_room,
     check_room_of,
@@ -67,7 +67,7 @@ NUM_PREPARED_FILES = 50
 def run_submit(
     options: SubmitOptions, console: Console, notes: Console, *, environment: Mapping[str, str] = os.environ
 ) -> ExitCode:
-    """Submits, or prints the script; what was submitted goes to `console`, what is said on the way to `notes`."""
+    """Submits, or prints the script; the jobs are printed to `console`, progress and remarks to `notes`."""
     points = sweep_points(options.sweeps)
     settings = [
         f"{path}={json.dumps(value, ensure_ascii=False)}"
@@ -111,7 +111,7 @@ def _check(target: Target, run_dir: Path, options: SubmitOptions, notes: Console
     lines = [check_network(point.inputs, point.plan, job_name=str(options.job)) for point in target.points]
     machines = target.points[0].plan.num_machines
     if machines < target.hardware.num_nodes:
-        lines.append(f"the plan uses {machines} of {target.hardware.num_nodes} nodes; ask for fewer with --nodes")
+        lines.append(f"the plan uses {machines} of {target.hardware.num_nodes} nodes; request fewer with --nodes")
     for line in dict.fromkeys(filter(None, lines)):
         notes.line(line)
 
@@ -140,13 +140,13 @@ def _submit(
                 submit_script(run_dir / SCRIPT_NAME, job, target.found, after=job_ids[-1], environment=environment)
             )
     except (InputError, EnvironmentFaultError) as error:
-        notes.line(f"Slurm took {len(job_ids)} of {target.slurm.chain} jobs: {error}")
+        notes.line(f"Slurm accepted {len(job_ids)} of {target.slurm.chain} jobs: {error}")
     _write(target, job, None, tuple(job_ids))
     return tuple(job_ids)
 
 
 def _write(target: Target, job: BatchJob, script: str | None, job_ids: Sequence[str]) -> None:
-    """The files of the run directory: all of them with the script, else what knows the ids."""
+    """Writes the files of the run directory: with `script` all of them, else those that contain ids of jobs."""
     run_dir = Path(job.run_dir)
     now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
     try:
@@ -185,7 +185,7 @@ def _submission(
 
 
 def _remove(run_dir: Path, *, was_there: bool) -> None:
-    """Takes back what was written; a folder that somebody made stays, empty."""
+    """Removes what was written; a folder that existed before stays, empty."""
     for entry in run_dir.iterdir() if was_there else ():
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     if not was_there:
@@ -233,7 +233,7 @@ def _as_json(options: SubmitOptions, target: Target, run_dir: Path, job_ids: Seq
 
 
 def run_fetch(options: FetchOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> ExitCode:
-    """Fetches what is missing and lists what was there; EnvironmentFaultError where the hub or a disk is in the way."""
+    """Downloads missing files and lists those that exist; EnvironmentFaultError if the hub or a disk prevents it."""
     resolved = read_job_layers(
         options.job,
         options.overrides,
@@ -245,7 +245,7 @@ def run_fetch(options: FetchOptions, console: Console, *, environment: Mapping[s
     needs = _needs(resolved.job, hub_home)
     check_room_of(needs)
     for need in needs:
-        console.line(need.words)
+        console.line(need.summary)
     for source in data_sources(resolved.job):
         dataset_files(source.source.source, source.part, cache=hub_cache(hub_home), setting=source.setting)
     inputs = with_weights(read_inputs(options.job, options.overrides, describes_models=True, environment=environment))
@@ -274,7 +274,7 @@ def _fetch_kernel(kernel: str, console: Console, environment: Mapping[str, str])
     was_here = has_kernel(kernel, environment)
     problem = load_kernel(kernel, console.line)
     if not has_kernel(kernel, environment):
-        raise EnvironmentFaultError(problem or f"{kernel}: the cache has it not")
+        raise EnvironmentFaultError(problem or f"{kernel}: the cache does not contain it")
     console.line(f"the kernel {kernel}: {'here already' if was_here else 'fetched'}")
     if problem is not None:
         console.line(f"  it was not loaded here, the job does that: {problem.splitlines()[0].rstrip(';')}")

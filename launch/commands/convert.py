@@ -1,4 +1,4 @@
-"""`shardwise export`, `import` and `chat`: models that leave a run, enter one, or reply, by a worker with torch.
+"""`shardwise export`, `import` and `chat`: conversion of models from and to a run, and replies, by a worker with torch.
 
 `--config` and `--base` of an import name a preset, a folder or a hub id, as `model.config` and `model.name` of a job
 do. A chat uses the terminal or the pipe of this process. Ctrl-C reaches both processes; the worker ends a reply or
@@ -34,7 +34,7 @@ from shardwise.trainer.spec.units import format_bytes
 
 _ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",  # a user's trainer.py in the working directory must not shadow ours
-    "PYTHONWARNINGS": "ignore",  # what libraries say to each other is no part of a talk
+    "PYTHONWARNINGS": "ignore",  # warnings of libraries are no part of a chat
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_OFFLINE": "1",
 }
@@ -46,7 +46,7 @@ def run_export(options: ExportOptions, console: Console) -> ExitCode:
     check_run(options.run_dir)
     _check_output(options.output)
     if options.public and options.push is None:
-        raise InputError("--public: has an effect only with --push; add --push USER/NAME, or leave it out")
+        raise InputError("--public: has an effect only with --push; add --push USER/NAME, or remove it")
     target = check_target(options.push, is_public=options.public) if options.push is not None else None
     for line in _export(options):
         notes.line(line)
@@ -58,7 +58,7 @@ def run_export(options: ExportOptions, console: Console) -> ExitCode:
         pushed = {} if address is None else {"pushed": address}
         console.line(json.dumps({"export": str(options.output), **pushed}))
     else:
-        notes.line(f"wrote {options.output}; its README.md says how to load it")
+        notes.line(f"wrote {options.output}; its README.md shows how to load it")
     return ExitCode.DONE
 
 
@@ -124,7 +124,7 @@ def _request(options: ImportOptions) -> ImportRequest:
     if options.output.is_symlink() or options.output.exists():
         raise InputError(f"{options.output}: exists already; name a folder that does not")
     if options.base is not None and options.config is not None:
-        raise InputError("--config: the merged model has the config of its base; leave it out beside --base")
+        raise InputError("--config: the merged model has the config of its base; remove it")
     described = _named("--config", options.config, find_config)
     base = _named("--base", options.base, _base)
     return ImportRequest(
@@ -163,17 +163,16 @@ def run_chat(options: ChatOptions, _console: Console) -> ExitCode:
     has_export = (options.run_dir / "export").is_dir() and options.checkpoint is None
     if not has_export or not (options.run_dir / "plan.json").is_file():
         check_run(options.run_dir)
-    words = ["--max-new-tokens", str(options.max_new_tokens)]
-    words += ["--checkpoint", options.checkpoint] if options.checkpoint is not None else []
-    words += ["--temperature", str(options.temperature)] if options.temperature is not None else []
-    words += [f"--system={options.system}"] if options.system is not None else []
+    arguments = ["--max-new-tokens", str(options.max_new_tokens)]
+    arguments += ["--checkpoint", options.checkpoint] if options.checkpoint is not None else []
+    arguments += ["--temperature", str(options.temperature)] if options.temperature is not None else []
+    arguments += [f"--system={options.system}"] if options.system is not None else []
     before = signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which the subprocess would inherit
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "shardwise.trainer.runtime.chat.run", str(options.run_dir), *words],
+        exit_code = subprocess.call(
+            [sys.executable, "-P", "-m", "shardwise.trainer.runtime.chat.run", str(options.run_dir), *arguments],
             env=os.environ | _ENVIRONMENT,
         )
-        exit_code = process.wait()
     finally:
         signal.signal(signal.SIGINT, before)
     try:

@@ -23,13 +23,14 @@ from shardwise.trainer.spec.job.sections import Job, ModelJob
 from shardwise.trainer.spec.units import MIB, format_bytes
 
 STDIN = Path("-")
-MAX_LINE_BYTES = 4 * MIB  # a case takes a few hundred bytes; one without an end must not fill the memory
+MAX_LINE_BYTES = 4 * MIB  # a case has a few hundred bytes; an endless line must not fill the memory
+_TOO_LONG = f"the line is longer than {format_bytes(MAX_LINE_BYTES)}"
 _DECODER = msgspec.json.Decoder()
 _ENCODER = msgspec.json.Encoder()
 
 
 def run_estimate(options: EstimateOptions, _console: Console) -> ExitCode:
-    """Answers every case of the file, or of stdin for `-`; INPUT if one of them could not be."""
+    """Writes a result for every case of the file, or of stdin for `-`; INPUT if one of them is an error."""
     path = options.cases
     if path == STDIN:
         return _result_stream(sys.stdin.buffer, sys.stdout.buffer)
@@ -42,7 +43,7 @@ def run_estimate(options: EstimateOptions, _console: Console) -> ExitCode:
 
 
 def estimate_line(line: bytes) -> dict[str, Any]:
-    """The answer to one line, whatever it holds."""
+    """The result of one line; an invalid line has an error as its result."""
     case: object = None
     try:
         case = _DECODER.decode(line)
@@ -59,19 +60,19 @@ def _result_stream(lines: BinaryIO, output: BinaryIO) -> ExitCode:
     exit_code = ExitCode.DONE
     try:
         for line in _lines(lines):
-            answer = _too_long() if line is None else estimate_line(line)
-            if "error" in answer:
+            result = _refusal(None, _TOO_LONG) if line is None else estimate_line(line)
+            if "error" in result:
                 exit_code = ExitCode.INPUT
-            output.write(_ENCODER.encode(answer) + b"\n")
+            output.write(_ENCODER.encode(result) + b"\n")
             output.flush()
     except BrokenPipeError:
-        # Nobody reads on. What is still buffered must not fail a second time when Python closes stdout.
+        # The reader has ended. Buffered output must not fail a second time when Python closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return exit_code
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes | None]:
-    """Lines that hold something; None for one that is too long, whose rest is passed over."""
+    """Lines that are not blank; None for one that is too long, whose rest is skipped."""
     while line := stream.readline(MAX_LINE_BYTES):
         if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
             while (rest := stream.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
@@ -79,10 +80,6 @@ def _lines(stream: BinaryIO) -> Iterator[bytes | None]:
             yield None
         elif not line.isspace():
             yield line
-
-
-def _too_long() -> dict[str, Any]:
-    return _refusal(None, f"the line is longer than {format_bytes(MAX_LINE_BYTES)}")
 
 
 def _refusal(case: object, reason: str) -> dict[str, Any]:

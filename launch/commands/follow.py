@@ -1,4 +1,7 @@
-"""`shardwise status`, `logs` and `cancel`: the state and the output of runs, and their end, from files and from Slurm.
+"""`shardwise status`, `logs`, `watch` and `cancel`: the state and the output of runs, and their end.
+
+They read files, and query Slurm. `watch` is the live view of a run from another shell: it only reads files, so it works
+on every machine that sees them and does not affect the run.
 
 A cancelled run saves a checkpoint and ends for good, with every job that would continue it. The order matters, because
 each step would otherwise start what the previous one prevents: first the cancel flag, so that no job that starts or is
@@ -10,18 +13,18 @@ import shlex
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
-from shardwise.launch.options import CancelOptions, LogsOptions, StatusOptions
-from shardwise.launch.rundir.cancel_flag import write_cancel_flag
+from shardwise.launch.options import CancelOptions, LogsOptions, StatusOptions, WatchOptions
 from shardwise.launch.rundir.files import (
     NUM_SIDE_LINES,
     LogFollower,
     RunFiles,
+    is_run_dir,
     last_lines,
     main_log,
     outputs_of,
@@ -29,10 +32,23 @@ from shardwise.launch.rundir.files import (
     side_logs,
     tail_lines,
 )
-from shardwise.launch.rundir.find import RUNS, find_runs, one_run, run_dirs_of, runs_below
-from shardwise.launch.rundir.lock import LockOwner, local_owner, recorded_owner
-from shardwise.launch.rundir.state import Queue, RunState, RunStatus, judge, read_liveness, status_of
-from shardwise.launch.show.status import render_status, render_table, submitted_s
+from shardwise.launch.rundir.lock import LockOwner, local_owner, recorded_owner, write_cancel_flag
+from shardwise.launch.rundir.state import (
+    RUNS,
+    Queue,
+    RunState,
+    RunStatus,
+    find_runs,
+    judge,
+    one_run,
+    read_liveness,
+    run_dirs_of,
+    runs_below,
+    status_of,
+)
+from shardwise.launch.show.follow import QUERY_S, SETTLE_S, Look, WatchedRun
+from shardwise.launch.show.screen import ViewOutput
+from shardwise.launch.show.status import NUM_INCIDENTS, render_status, render_table, shown_path, submitted_s
 from shardwise.launch.terminal import Console
 from shardwise.slurm.jobs import QueuedJob, cancel, cancel_waiting, signal_batch_script
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
@@ -40,29 +56,28 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, Input
 _LAST_LINE_BYTES = 4096
 _LONGEST_LINE = 200
 LOOK_S = 1.0
-ASK_S = 15.0  # between two questions to Slurm: it serves everybody
-_BETWEEN_SIGNALS_S = 0.3  # two that come at once are one
+_BETWEEN_SIGNALS_S = 0.3  # two at once count as one
 
 
 class _EndOfRun:
     """Detects the end of a run; queries Slurm only once in a while."""
 
-    def __init__(self, environment: Mapping[str, str], ask_s: float) -> None:
-        self._environment, self._ask_s = environment, ask_s
+    def __init__(self, environment: Mapping[str, str], query_s: float) -> None:
+        self._environment, self._query_s = environment, query_s
         self._requested_at = float("-inf")
-        self.words: str | None = None
+        self.reason: str | None = None
 
     def has_come(self, run_dir: Path) -> bool:
         """True if the run has ended; False as long as its state is unknown. Called while no new lines arrive."""
         now = time.monotonic()
-        if now - self._requested_at < self._ask_s:
+        if now - self._requested_at < self._query_s:
             return False
         self._requested_at = now
         files = read_run(run_dir)
         judged = judge(
             files, read_liveness(files, Queue(self._environment), environment=self._environment), now_s=time.time()
         )
-        self.words = judged.reason
+        self.reason = judged.reason
         return not judged.state.is_alive and judged.state is not RunState.UNKNOWN
 
 
@@ -128,7 +143,7 @@ def log_places(files: RunFiles) -> list[Path]:
 
 
 def last_line(files: RunFiles) -> str | None:
-    """The last line with something in it of the newest output, else of rank 0."""
+    """The last line that is not blank of the newest output, else of rank 0."""
     outputs = outputs_of(files)
     rank_0 = [] if files.attempt_dir is None else [files.attempt_dir / "logs" / "rank-0.log"]
     for path in (*outputs[-1:], *rank_0):
@@ -139,7 +154,7 @@ def last_line(files: RunFiles) -> str | None:
 
 
 def _own_runs(queue: Queue) -> tuple[list[RunFiles], int]:
-    """The user's runs, the newest first, and how many runs of others are beside them."""
+    """The user's runs, the newest first, and the number of runs of other users in the same folder."""
     mine = os.getuid()
     here = runs_below(RUNS)
     own = [path for path in here if path.stat().st_uid == mine]
@@ -165,13 +180,13 @@ def run_logs(
     *,
     environment: Mapping[str, str] = os.environ,
     look_s: float = LOOK_S,
-    ask_s: float = ASK_S,
+    query_s: float = QUERY_S,
 ) -> ExitCode:
     """Shows the end of the most informative log, or of the selected one; Ctrl-C ends following."""
     word = options.run or _newest()
     files = one_run(find_runs(word, environment), word)
     try:
-        return _show_and_follow(files, options, console, environment, _EndOfRun(environment, ask_s), look_s)
+        return _show_and_follow(files, options, console, environment, _EndOfRun(environment, query_s), look_s)
     except KeyboardInterrupt:
         if not options.follow:
             raise
@@ -217,8 +232,8 @@ def _follow(
             console.line(f"==> {newer} <==")
             growing = LogFollower(newer, from_end=False)
             continue
-        if is_ending:  # and what was written before the end has been read
-            console.line(f"{run_dir}: {end.words}")
+        if is_ending:  # the output up to the end has been read
+            console.line(f"{run_dir}: {end.reason}")
             return
         is_ending = end.has_come(run_dir)
         if not is_ending:
@@ -257,7 +272,7 @@ def run_cancel(options: CancelOptions, console: Console, *, environment: Mapping
         else:
             console.line(f"{files.run_dir}: nothing to cancel: {judged.reason}")
     _end_jobs(alive, options, console, environment)
-    unreached = [words for files in alive if (words := _end_here(files, options, console, queue)) is not None]
+    unreached = [reason for files in alive if (reason := _end_here(files, options, console, queue)) is not None]
     if unreached:
         raise EnvironmentFaultError("\n".join(unreached[:3]))
     return ExitCode.DONE
@@ -266,7 +281,7 @@ def run_cancel(options: CancelOptions, console: Console, *, environment: Mapping
 def _end_jobs(
     runs: Sequence[RunFiles], options: CancelOptions, console: Console, environment: Mapping[str, str]
 ) -> None:
-    """Takes jobs that wait out of the queue, and has those that run end."""
+    """Removes waiting jobs from the queue and requests the end of running ones."""
     jobs = _jobs(runs, environment)
     waiting = [job.job_id for job in jobs if job.is_waiting]
     if options.now and jobs:
@@ -277,12 +292,12 @@ def _end_jobs(
         cancel_waiting(waiting, environment)
         jobs = _jobs(runs, environment)  # one may have started meanwhile
         removed = [job_id for job_id in waiting if job_id not in {job.job_id for job in jobs}]
-        console.line(f"taken out of the queue: {', '.join(removed)}" if removed else "a job started meanwhile")
+        console.line(f"removed from the queue: {', '.join(removed)}" if removed else "a job started meanwhile")
     running = [job for job in jobs if job.is_running and job.state != "COMPLETING"]
     for job in running:
         signal_batch_script(job.job_id, environment)
     if running:
-        console.line(f"asked to save a checkpoint and end: {_named(running)}")
+        console.line(f"requested to save a checkpoint and end: {_named(running)}")
         console.line(f"to see it end: shardwise logs {shlex.quote(str(runs[0].run_dir))} --follow")
 
 
@@ -294,7 +309,7 @@ def _jobs(runs: Sequence[RunFiles], environment: Mapping[str, str]) -> list[Queu
 def _end_here(files: RunFiles, options: CancelOptions, console: Console, queue: Queue) -> str | None:
     """Signals the supervisor of a run without a job; returns the reason if that is not possible."""
     if queue.problem is not None and files.submission is not None:
-        return f"{files.run_dir} is marked, so that no job goes on with it, but its jobs stay: {queue.problem}"
+        return f"{files.run_dir} is marked, so that no job continues it, but its jobs stay: {queue.problem}"
     if queue.problem is None and queue.jobs_of_run(files):
         return None
     owner = local_owner(files.run_dir)
@@ -305,7 +320,7 @@ def _end_here(files: RunFiles, options: CancelOptions, console: Console, queue: 
         time.sleep(_BETWEEN_SIGNALS_S)
         _interrupt(owner)
     how = "end at once" if options.now else "save a checkpoint and end"
-    console.line(f"{files.run_dir}: asked to {how}: {owner}")
+    console.line(f"{files.run_dir}: requested to {how}: {owner}")
     return None
 
 
@@ -313,7 +328,7 @@ def _elsewhere(files: RunFiles, owner: LockOwner | None) -> str | None:
     if owner is None or owner.is_local:
         return None  # it ended meanwhile
     return (
-        f"{files.run_dir} is marked, so that nothing goes on with it, but {owner} supervises it; "
+        f"{files.run_dir} is marked, so that nothing continues it, but {owner} supervises it; "
         f"on {owner.host} run: kill -INT {owner.pid}"
     )
 
@@ -328,3 +343,135 @@ def _interrupt(owner: LockOwner) -> None:
 
 def _named(jobs: Sequence[QueuedJob]) -> str:
     return ", ".join(f"job {job.job_id}" for job in jobs)
+
+
+_MOST_MISSED = 30  # looks in a row at a directory that cannot be read
+
+
+def run_watch(
+    options: WatchOptions,
+    console: Console,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    look_s: float = LOOK_S,
+    query_s: float = QUERY_S,
+    settle_s: float = SETTLE_S,
+) -> ExitCode:
+    """Shows the run until it ends, or once; Ctrl-C ends the view with INTERRUPTED and does not affect the run."""
+    run_dir = _run_dir(options.run, environment)
+    run = WatchedRun(run_dir, environment=environment, query_s=query_s, settle_s=settle_s)
+    shown = _JsonLines(console) if options.as_json else _Views(console, environment)
+    try:
+        with shown.opened():
+            look = _watch(run, shown, look_s=look_s, once=options.once)
+    except KeyboardInterrupt:
+        if not options.as_json:
+            console.line("no longer watching; the run continues")
+        return ExitCode.INTERRUPTED
+    if not options.as_json and (look.has_ended or options.once):
+        for line in ending_lines(look, base=Path.cwd()):
+            console.line(line)
+    return ExitCode.DONE
+
+
+def ending_lines(look: Look, *, base: Path) -> list[str]:
+    """The end or the state of the run, with its newest incidents and the commands that show more."""
+    report, place = look.files.report, shown_path(str(look.files.run_dir), base)
+    lines = [f"{place}: {look.judged.reason}"]
+    is_reported = report is not None and look.files.has_final_report and not look.judged.state.is_alive
+    if report is None or not is_reported:
+        return lines
+    lines += [f"  error: {line}" for line in (report.error or "").splitlines()[:1]]
+    lines += [f"  {incident}" for incident in report.incidents[-NUM_INCIDENTS:]]
+    return [*lines, f"  shardwise report {place}"]
+
+
+def _watch(run: WatchedRun, shown: "_Views | _JsonLines", *, look_s: float, once: bool) -> Look:
+    num_missed = 0
+    while True:
+        try:
+            look = run.look()
+        except OSError as error:  # of a shared file system that is unavailable for a while
+            num_missed += 1
+            if once or num_missed > _MOST_MISSED:
+                raise EnvironmentFaultError(f"{error.filename}: cannot be read: {error.strerror}") from error
+        else:
+            num_missed = 0
+            shown.show(look, is_last=once or look.has_ended)
+            if once or look.has_ended:
+                return look
+        time.sleep(look_s)
+
+
+class _Views:
+    """The view for a person."""
+
+    def __init__(self, console: Console, environment: Mapping[str, str]) -> None:
+        self._output = ViewOutput(console, environment)
+        self._state = ""
+
+    def opened(self) -> AbstractContextManager[object]:
+        return self._output.screen.shown()
+
+    def show(self, look: Look, *, is_last: bool) -> None:
+        screen = self._output.screen
+        if screen.is_closed:
+            raise BrokenPipeError
+        if not screen.is_block and look.view.state != self._state:
+            screen.print_line(f"{look.view.title}: {look.view.state}")
+        self._state = look.view.state
+        if is_last or self._output.is_due:
+            self._output.show(look.view)
+
+
+class _JsonLines:
+    """A line for the state when it changes, and one for each new step; the first line is the state as it is found."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._printed: tuple[object, ...] | None = None
+
+    def opened(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def show(self, look: Look, *, is_last: bool) -> None:
+        if self._printed is not None:
+            for row in look.rows:
+                self._line({"kind": "step", **row})
+        now = (look.judged.state, look.view.state, look.files.attempt)
+        if now != self._printed or (is_last and look.rows):
+            self._line(_state_line(look))
+        self._printed = now
+
+    def _line(self, line: dict[str, object]) -> None:
+        self._console.line(msgspec.json.encode(line).decode())
+
+
+def _state_line(look: Look) -> dict[str, object]:
+    view, files = look.view, look.files
+    return {
+        "kind": "state",
+        "run_dir": str(files.run_dir),
+        "state": look.judged.state.value,
+        "words": look.judged.reason,
+        "phase": files.phase if look.judged.state in (RunState.RUNNING, RunState.UNKNOWN) else None,
+        "attempt": files.attempt,
+        "step": view.step,
+        "num_steps": view.num_steps,
+        "seconds_left": view.seconds_left,
+        "loss": view.loss,
+        "eval_loss": view.eval_loss,
+        "tokens_per_s": view.tokens_per_s,
+        "predicted_tokens_per_s": view.predicted_tokens_per_s,
+        "num_skipped": view.num_skipped,
+        "incidents": view.incidents,
+        "has_ended": look.has_ended,
+    }
+
+
+def _run_dir(word: str, environment: Mapping[str, str]) -> Path:
+    """The run's directory; also one without a plan, as long as it contains attempts."""
+    path = Path(word)
+    if path.is_dir() and not is_run_dir(path) and (path / "attempts").is_dir():
+        return path
+    return one_run(find_runs(word, environment), word).run_dir

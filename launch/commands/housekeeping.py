@@ -68,7 +68,7 @@ def job_template(*, model: str, data: str) -> str:
         ("data", write_scalar({"train": data}), "a file, a folder, or a list of {source: ..., weight: 1.0}"),
         ("train", f"{{seq_len: {seq_len}, epochs: 1}}", "tokens a row; or steps: N, or tokens: 2G"),
         ("limits", "{hours: 24}", "the plan must finish within"),
-        ("output", write_scalar(f"runs/{_run_name(model)}"), "each run gets a directory beside this name"),
+        ("output", write_scalar(f"runs/{_run_name(model)}"), "each run gets a directory with this name and the time"),
     )
     width = max(len(f"{name}: {value}") for name, value, _ in lines)
     return (

@@ -1,10 +1,10 @@
 """`shardwise ladder` and `profile`: short real runs that measure techniques, or the parts of a step.
 
-The ladder shows the savings of each technique on this machine, switched on one after the other, as a table; `--csv` and
-`--html` write the same figures to files.
+`ladder` is an ablation: it switches techniques on one after the other and shows the savings of each on this machine as
+a table; `--csv` and `--html` write the same figures to files.
 
 A profile measures the first steps as in any run; the last step runs under torch's profiler, whose files are in
-`profile/` of the run directory. With `--time` the steps are only timed, and no file is kept.
+`profile/` of the run directory. With `--time` the steps are only timed, and no file is written.
 """
 
 import json
@@ -22,15 +22,15 @@ from shardwise.launch.options import LadderOptions, ProfileOptions
 from shardwise.launch.plan.gather import PlanInputs, plan_inputs, read_inputs
 from shardwise.launch.run.attempts import stop_code
 from shardwise.launch.run.ladder import (
-    Climb,
+    Ablation,
     Outcome,
-    RungResult,
-    climb,
-    default_rungs,
+    StepResult,
+    default_steps,
     ladder_csv,
     ladder_page,
     ladder_rows,
-    parse_rungs,
+    parse_steps,
+    run_ablation,
 )
 from shardwise.launch.run.trials import check_trials_can_run, ready_inputs, run_short, scratch_folder, short_plan
 from shardwise.launch.rundir import paths as run_dirs
@@ -58,10 +58,10 @@ _UNTIMED_STEPS = 3
 def run_ladder(
     options: LadderOptions, console: Console, progress: Console, *, environment: Mapping[str, str] = os.environ
 ) -> ExitCode:
-    """Runs and shows the ladder; every fault of the input is reported before the first rung."""
+    """Runs and shows the ablation; every fault of the input is reported before its first step."""
     if options.num_steps < LEAST_LADDER_STEPS:
         raise InputError(f"--steps {options.num_steps}: the third step is the first that is measured; give 3 or more")
-    rungs = None if options.rungs is None else parse_rungs(options.rungs)
+    steps = None if options.rungs is None else parse_steps(options.rungs)
     _check_folders(options)
     inputs = read_inputs(
         options.job,
@@ -73,21 +73,21 @@ def run_ladder(
     check_trials_can_run(inputs.hardware, what="shardwise ladder")
     inputs, data = ready_inputs(inputs, console=progress, environment=environment)
     stop = StopRequest()
-    around = Climb(options.job, options.overrides, inputs, data, options.num_steps, progress, stop, environment)
+    ablation = Ablation(options.job, options.overrides, inputs, data, options.num_steps, progress, stop, environment)
     with stop.listening():
-        results = climb(around, rungs or default_rungs(inputs.hardware))
+        results = run_ablation(ablation, steps or default_steps(inputs.hardware))
     if results:
         _show_results(options, inputs, results, console, progress)
     if stop.kind is not None:
-        progress.line("stopped: the rungs above were not climbed")
+        progress.line("stopped: the remaining steps did not run")
         return stop_code(stop)
-    if not any(result.is_climbed for result in results):
-        raise EnvironmentFaultError(f"ladder: none of {len(results)} rungs could run")
+    if not any(result.is_included for result in results):
+        raise EnvironmentFaultError(f"ladder: none of {len(results)} steps could run")
     return ExitCode.DONE
 
 
 def _show_results(
-    options: LadderOptions, inputs: PlanInputs, results: Sequence[RungResult], console: Console, progress: Console
+    options: LadderOptions, inputs: PlanInputs, results: Sequence[StepResult], console: Console, progress: Console
 ) -> None:
     page = _page(options, inputs, results)
     rows = ladder_rows(results)
@@ -107,23 +107,23 @@ def _show_results(
         progress.line(f"wrote {path}")
 
 
-def _page(options: LadderOptions, inputs: PlanInputs, results: Sequence[RungResult]) -> Page:
+def _page(options: LadderOptions, inputs: PlanInputs, results: Sequence[StepResult]) -> Page:
     job, shape = inputs.resolved.job, inputs.shape
     title = f"{inputs.resolved.name}: {shape.model_type}, {format_count(shape.num_parameters)} parameters"
     ran = next((result.candidate for result in results if result.candidate is not None), None)
     micro = "" if ran is None else f"micro batch {ran.micro_batch} x {ran.accumulation}, "
     common = (
-        f"{machine_text(inputs.hardware)}. Every rung: {micro}rows of {job.train.seq_len} tokens, "
-        f"{job.train.tokens_per_step} tokens a step, seed {job.train.seed}, {options.num_steps} steps; allocated "
-        "bytes of one device."
+        f"{machine_text(inputs.hardware)}. In every step: {micro}rows of {job.train.seq_len} tokens, "
+        f"{job.train.tokens_per_step} tokens a batch, seed {job.train.seed}, {options.num_steps} optimizer steps; "
+        "allocated bytes of one device."
     )
     if any(result.outcome is Outcome.RAN for result in results):
-        common += " A change is against the rung before; an error is of the prediction."
+        common += " A change is relative to the step before; an error is of the prediction."
     return ladder_page(title, results, common=common)
 
 
 def _check_folders(options: LadderOptions) -> None:
-    """InputError for a file that could not be written, before minutes are spent on what it is to hold."""
+    """InputError for a file that could not be written, before minutes are spent on its content."""
     for name, path in (("--csv", options.csv), ("--html", options.html)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise InputError(f"{name} {path}: name a file in a folder that exists")

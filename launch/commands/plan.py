@@ -1,43 +1,56 @@
-"""`shardwise plan`: for this machine, or for one or several that are not here; as text, as JSON, as one HTML page."""
+"""`shardwise plan`: the plan for this machine, or for others, and their limits; as text, as JSON, as one HTML page."""
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shardwise.launch.inputs.model_files import preset_names, read_preset
 from shardwise.launch.options import PlanOptions
-from shardwise.launch.plan.gather import NodeOptions, PlanInputs, plan_inputs, profile_data, read_inputs
+from shardwise.launch.plan.gather import (
+    NodeOptions,
+    PlanInputs,
+    plan_inputs,
+    profile_data,
+    read_calibration_of,
+    read_inputs,
+)
 from shardwise.launch.terminal import Console, write_page
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain.comparison import compare_plans, comparison_page
 from shardwise.trainer.planning.explain.plan_page import explain_plan, plan_page
-from shardwise.trainer.planning.page.content import Section
-from shardwise.trainer.planning.planner import take_candidate
+from shardwise.trainer.planning.page.content import Page, Section, page_text
+from shardwise.trainer.planning.planner import open_contexts, take_candidate
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode, InputError, NothingFitsError
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Method
+from shardwise.trainer.spec.units import format_count
 
-Answer = tuple[str, Plan | NothingFitsError]
+Result = tuple[str, Plan | NothingFitsError]
 
 
 def run_plan(options: PlanOptions, console: Console) -> ExitCode:
     """Prints one explained plan, or several compared; with `as_json` one JSON plan a machine.
 
-    A question on the machine's limits is answered instead, by `plan_limits`.
+    With an option such as --longest-seq it prints the limits of the machine instead.
     """
     if options.longest_seq or options.largest_batch or options.largest_model:
-        from shardwise.launch.commands.limits import run_limits
-
-        return run_limits(options, console)
+        return _show_limits(options, console)
     requested = machines(options)
-    answers = [_answer(spec, inputs, options) for spec, inputs in requested]
+    results = [_result_of(spec, inputs, options) for spec, inputs in requested]
     dry_runs: dict[str, list[str]] = {}
     if options.simulate:
         from shardwise.launch.plan.dry_run import simulated_results
 
-        answers, dry_runs = simulated_results(answers, Console(sys.stderr))  # progress beside the answer, not in it
-    plans = [(spec, answer) for spec, answer in answers if isinstance(answer, Plan)]
+        results, dry_runs = simulated_results(results, Console(sys.stderr))  # progress, not part of the output
+    plans = [(spec, result) for spec, result in results if isinstance(result, Plan)]
     more = {} if options.as_json and options.html is None else _partition_sections(dict(requested), plans)
     if options.html is not None:
-        _write_html(options.html, answers, top=options.top, more=more)
+        _write_html(options.html, results, top=options.top, more=more)
     for spec, plan in plans:
         if options.as_json:
             console.line(codec.encode(plan).decode().rstrip())
@@ -46,9 +59,9 @@ def run_plan(options: PlanOptions, console: Console) -> ExitCode:
         console.line("\n".join((text, *_section(dry_runs.get(spec, ())))))
         if plan is not plans[-1][1]:
             console.line()
-    if len(answers) > 1 and not options.as_json:
+    if len(results) > 1 and not options.as_json:
         console.line()
-        console.line(compare_plans(answers))
+        console.line(compare_plans(results))
     return ExitCode.DONE if plans else ExitCode.NOTHING_FITS
 
 
@@ -57,12 +70,69 @@ def _section(lines: Sequence[str]) -> list[str]:
     return ["", lines[0], *(f"  {line}" for line in lines[1:])] if lines else []
 
 
+def _show_limits(options: PlanOptions, console: Console) -> ExitCode:
+    """Prints the requested limits of every machine."""
+    from shardwise.trainer.planning.limits import (
+        Question,
+        largest_batches,
+        largest_models,
+        limits_json,
+        limits_section,
+        longest_sequences,
+    )
+
+    def presets() -> dict[str, ModelShape]:
+        return {name: read_model_shape(read_preset(name), origin=name) for name in preset_names()}
+
+    searches = {
+        Question.LONGEST_SEQ: (options.longest_seq, longest_sequences),
+        Question.LARGEST_BATCH: (options.largest_batch, largest_batches),
+        Question.LARGEST_MODEL: (options.largest_model, lambda contexts: largest_models(contexts, presets())),
+    }
+    sections: list[Section] = []
+    has_result = False
+    title = ""
+    for _, inputs in machines(options):
+        contexts = _contexts(inputs)
+        machine, train = machine_text(inputs.hardware), inputs.resolved.job.train
+        size = format_count(inputs.shape.num_parameters)
+        title = f"{inputs.resolved.name}: {inputs.shape.model_type}, {size} parameters"
+        for question, (is_requested, search) in searches.items():
+            if not is_requested:
+                continue
+            found = search(contexts)
+            has_result |= bool(found)
+            if options.as_json:
+                console.line(json.dumps(limits_json(question, found, machine=machine)))
+            sections.append(limits_section(question, found, machine=machine, seq_len=train.seq_len, shape=inputs.shape))
+    page = Page(title=title, sections=tuple(sections))
+    if not options.as_json:
+        console.line(page_text(page, width=100))
+    if options.html is not None:
+        from shardwise.trainer.planning.page.html import pages_html
+
+        write_page(options.html, pages_html([page], title=title))
+    return ExitCode.DONE if has_result else ExitCode.NOTHING_FITS
+
+
+def _contexts(inputs: PlanInputs) -> dict[Method, PlanningContext]:
+    calibration, versions = read_calibration_of(inputs)
+    return open_contexts(
+        inputs.resolved.job,
+        hardware=inputs.hardware,
+        shape=inputs.shape,
+        data=profile_data(inputs),
+        calibration=calibration,
+        versions=versions,
+    )
+
+
 def machines(options: PlanOptions) -> list[tuple[str, PlanInputs]]:
-    """The inputs for each machine that is asked about, by its name on the command line."""
+    """The inputs for each requested machine, by its name on the command line."""
     specs: Sequence[str | None] = options.specs or [None]
     nodes = NodeOptions(options.partition, options.nodes, options.constraint)
     if any(nodes) and len(specs) > 1:
-        raise InputError("--partition is one machine, whose cards one --hardware may state; leave out the others")
+        raise InputError("--partition is one machine, whose cards one --hardware may state; remove the others")
     found = []
     for spec in specs:
         inputs = read_inputs(
@@ -78,7 +148,7 @@ def machines(options: PlanOptions) -> list[tuple[str, PlanInputs]]:
     return found
 
 
-def _answer(spec: str, inputs: PlanInputs, options: PlanOptions) -> Answer:
+def _result_of(spec: str, inputs: PlanInputs, options: PlanOptions) -> Result:
     try:
         return spec, take_candidate(_plan(inputs, options), options.take)
     except NothingFitsError as error:
@@ -97,13 +167,13 @@ def _plan(inputs: PlanInputs, options: PlanOptions) -> Plan:
         return after_dry_run(plan, Console(sys.stderr))
     from shardwise.launch.run.trials import tried_plan
 
-    return tried_plan(inputs, options.trial, console=Console(sys.stderr))  # progress beside the answer, not in it
+    return tried_plan(inputs, options.trial, console=Console(sys.stderr))  # progress, not part of the output
 
 
 def _partition_sections(
     requested: Mapping[str, PlanInputs], plans: Sequence[tuple[str, Plan]]
 ) -> dict[str, tuple[Section, ...]]:
-    """Of each machine that is nodes of a partition, how many of them are worth it."""
+    """Comparisons of node counts, for each machine that is a number of nodes of a partition."""
     if all(inputs.partition is None for inputs in requested.values()):
         return {}
     from shardwise.launch.run.submission import node_counts_section
@@ -112,12 +182,12 @@ def _partition_sections(
     return {spec: (section,) for spec, section in sections.items() if section is not None}
 
 
-def _write_html(path: Path, answers: Sequence[Answer], *, top: int, more: Mapping[str, tuple[Section, ...]]) -> None:
+def _write_html(path: Path, results: Sequence[Result], *, top: int, more: Mapping[str, tuple[Section, ...]]) -> None:
     from shardwise.trainer.planning.page.html import pages_html
 
     pages = [
-        plan_page(answer, top=top, more=more.get(spec, ())) for spec, answer in answers if isinstance(answer, Plan)
+        plan_page(result, top=top, more=more.get(spec, ())) for spec, result in results if isinstance(result, Plan)
     ]
-    if len(answers) > 1:
-        pages.insert(0, comparison_page(answers))
+    if len(results) > 1:
+        pages.insert(0, comparison_page(results))
     write_page(path, pages_html(pages, title=pages[0].title))

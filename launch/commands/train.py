@@ -1,7 +1,7 @@
 """`shardwise train`: from a job file, or a plan, to a trained model and its report.
 
 Order: read and check everything that is cheap, prepare the data, plan, make the run directory, build operators, run
-the attempts, report. Whatever is wrong with the input shows before the run directory exists.
+the attempts, report. Every fault of the input is reported before the run directory exists.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from shardwise.launch.attempt.limits import Deadline, refuse_spent
 from shardwise.launch.attempt.retries import refuse_endless_restarts
 from shardwise.launch.attempt.supervisor import StoppedEarlyError, StopRequest
-from shardwise.launch.engine.command import prepare_attempt
+from shardwise.launch.engine.launcher import prepare_attempt
 from shardwise.launch.engine.operators import build_needed
 from shardwise.launch.inputs.staging import with_stages
 from shardwise.launch.inputs.trusted_code import fetch_flash_kernel, keep_extension, keep_model_code
@@ -24,12 +24,11 @@ from shardwise.launch.job.layers import ResolvedJob, render_resolved
 from shardwise.launch.nodes.machines import Machines, machines_of, membership, serve
 from shardwise.launch.options import TrainOptions
 from shardwise.launch.plan.calibration_store import append_calibration, record_of_run
-from shardwise.launch.plan.checkpoints import check_disk
 from shardwise.launch.run.attempts import RunOutcome, run_attempts, stop_code
+from shardwise.launch.run.disk_needs import check_disk
 from shardwise.launch.run.start import Prepared, check_trial, finished_report, plan_to_resume, prepare, refuse_other_run
 from shardwise.launch.rundir import paths as run_dirs
-from shardwise.launch.rundir.cancel_flag import must_end_at_start
-from shardwise.launch.rundir.lock import locked
+from shardwise.launch.rundir.lock import locked, must_end_at_start
 from shardwise.launch.show.recorded_run import read_recorded
 from shardwise.launch.show.report import render_report
 from shardwise.launch.terminal import Console
@@ -40,7 +39,7 @@ from shardwise.trainer.spec.report import Ending, Report
 
 
 def run_train(options: TrainOptions, console: Console) -> ExitCode:
-    """`train`, then its report as JSON, or the commands that may come next."""
+    """`train`, then its report as JSON, or the next commands."""
     notes = Console(sys.stderr) if options.as_json else console
     outcome = train(options, notes)
     if options.as_json and outcome.report is not None:
@@ -91,7 +90,7 @@ class _Session(NamedTuple):
 def _train_in(
     options: TrainOptions, prepared: Prepared, place: tuple[Path, Plan | None], session: _Session
 ) -> RunOutcome:
-    """Locks the run directory, writes the plan there or takes up the earlier one, and runs it."""
+    """Locks the run directory, writes the plan there or resumes the earlier one, and runs it."""
     plan, (run_dir, earlier), console = prepared.plan, place, session.console
     with locked(run_dir):
         if must_end_at_start(run_dir, session.environment):

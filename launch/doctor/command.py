@@ -35,10 +35,16 @@ from shardwise.launch.engine.operators import check_toolchain, needed_operators
 from shardwise.launch.job import folders
 from shardwise.launch.job.layers import read_job_layers, read_personal_folders
 from shardwise.launch.options import DoctorOptions
-from shardwise.launch.plan.checkpoints import check_disk, needed_disk_bytes
 from shardwise.launch.plan.gather import NodeOptions, PlanInputs, plan_inputs, profile_data, read_inputs
 from shardwise.launch.probe.program import BackgroundCall
-from shardwise.launch.run.fetch_needs import check_room_of, data_need, data_sources, model_need
+from shardwise.launch.run.disk_needs import (
+    check_disk,
+    check_room_of,
+    data_need,
+    data_sources,
+    model_need,
+    needed_disk_bytes,
+)
 from shardwise.launch.rundir.paths import output_base
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.start import check_trackers
@@ -239,4 +245,4 @@ def _to_fetch(inputs: PlanInputs, requested: RequestedJob) -> Iterator[Finding]:
             Level.FAULT, str(error), otherwise=f"fetch it where there is a network: shardwise fetch {requested.path}"
         )
         return
-    yield from (fine(need.words) for need in needs)
+    yield from (fine(need.summary) for need in needs)

@@ -17,7 +17,7 @@ from shardwise.launch.doctor.finding import SERVER_TIMEOUT_S, Finding, Level, Ma
 from shardwise.launch.probe.host import read_text
 from shardwise.launch.probe.installed import installed_version
 from shardwise.launch.probe.program import run_program
-from shardwise.slurm.allocation import is_login_node
+from shardwise.slurm.jobs import is_login_node
 from shardwise.slurm.queries import run_slurm
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.secrets import redact

@@ -1,6 +1,6 @@
 """`doctor`: Python and its libraries, environment variables, driver and torch, collectives, tools that build operators.
 
-A run sets OMP_NUM_THREADS, TORCH_EXTENSIONS_DIR and CUDA_VISIBLE_DEVICES for its ranks (`launch.engine.command`), so
+A run sets OMP_NUM_THREADS, TORCH_EXTENSIONS_DIR and CUDA_VISIBLE_DEVICES for its ranks (`launch.engine.launcher`), so
 these are reported only if they matter to other processes. A process of its own decides whether torch can use a GPU, by
 the check of every run (`launch.probe.torch_fit`). The compiler checks are those of `operators.check_toolchain` before a
 build, and the CUDA toolkit is the one that DeepSpeed would find.

@@ -25,7 +25,7 @@ The folder of an attempt is made for it and removed after it:
 
 State on NVMe is worthless to a later attempt, which resumes from a checkpoint, so the supervisor removes the folder
 however the attempt ends. If the supervisor itself was killed, the next run under the same path removes it: an owner has
-an advisory lock in its folder, which the kernel releases with the process, in whatever container it ran. A folder gets
+an advisory lock in its folder, which the kernel releases with the process, in any container. A folder gets
 its name only once it is locked, so a folder without an owner is never one that is being made.
 
 DeepSpeed writes past the page cache and keeps its buffers locked in RAM; if the file system or the limit on locked

@@ -1,13 +1,13 @@
 """DeepSpeed's compiled operators: which a plan needs, where they are stored, and their build before the ranks start.
 
 Without this, DeepSpeed compiles an operator at its first use: minutes of silence in every rank. Also, torch guards a
-build with a file named `lock` that only the process which made it removes; a killed process leaves it behind, and every
-later process waits for it forever, without a message. Hence:
+build with a file named `lock` that only the process which made it removes; after a kill it remains, and every later
+process waits for it forever, without a message. Hence:
 
 - Operators are built here, one at a time, with progress, into a separate folder for each combination of versions, CPU
   and environment. One builder at a time has an advisory lock on it.
 - torch keeps its `lock` file open while it works. A `lock` that no process has open is reported and removed, also if
-  everything is built, because a rank that is killed while it loads an operator leaves one too.
+  everything is built, because it also remains after a kill of a rank that loads an operator.
 
 Only `async_io` needs the CUDA toolkit, and only on a GPU: its builder runs nvcc for its version, adds the toolkit's
 headers and links libcudart and libcuda (deepspeed 0.19.8, op_builder/async_io.py and `jit_load` in builder.py). The
@@ -43,7 +43,7 @@ _LOCK_NAME = "lock"  # of torch.utils.cpp_extension, in the folder of each exten
 
 Report = Callable[[str], None]
 INSTALL_CUDA = (
-    "install the CUDA toolkit (nvcc) of torch's CUDA version and set CUDA_HOME, or leave out allow: [offload_nvme]"
+    "install the CUDA toolkit (nvcc) of torch's CUDA version and set CUDA_HOME, or remove allow: [offload_nvme]"
 )
 _NVCC_TIMEOUT_S = 5.0
 _USES_LIBAIO = "#include <libaio.h>\nint main() { return io_submit(nullptr, 0, nullptr); }\n"
@@ -190,7 +190,7 @@ def _check_async_io(compiler: str, what: str, device_kind: DeviceKind) -> None:
         raise EnvironmentFaultError(f"{what}, and {toolkit.problem}\n{INSTALL_CUDA}")
     if not _compiles(compiler, "int main() {}\n", *toolkit.link_flags, "-o", os.devnull):
         raise EnvironmentFaultError(
-            f"{what}, and libcudart or libcuda is not found in {toolkit.home}/lib64 or beside the system's libraries\n"
+            f"{what}, and libcudart or libcuda is not found in {toolkit.home}/lib64 or among the system's libraries\n"
             f"{INSTALL_CUDA}"
         )
 
@@ -258,7 +258,7 @@ def _environment(extensions_dir: Path, python: str) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}  # it is detected
     return python_environment(environment) | {
         "TORCH_EXTENSIONS_DIR": str(extensions_dir),
-        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",  # ninja is beside python
+        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",  # with ninja
     }
 
 
@@ -302,8 +302,8 @@ def read_toolkit(environment: Mapping[str, str], root: Path = Path("/")) -> Tool
     else:
         return Toolkit(problem="there is no nvcc")
     nvcc = home / "bin/nvcc"
-    answer = run_program([str(nvcc), "--version"], environment=environment, timeout_s=_NVCC_TIMEOUT_S)
-    release = re.search(r"release (\d+\.\d+)", answer.output)
+    reply = run_program([str(nvcc), "--version"], environment=environment, timeout_s=_NVCC_TIMEOUT_S)
+    release = re.search(r"release (\d+\.\d+)", reply.output)
     if release is not None:
         return Toolkit(home=home, release=release[1])
-    return Toolkit(home=home, problem=answer.obstacle or f"{nvcc} does not report its version: {answer.last_line}")
+    return Toolkit(home=home, problem=reply.obstacle or f"{nvcc} does not report its version: {reply.last_line}")

@@ -1,8 +1,8 @@
 """Files of a source of data: listing, sizes and the first row only, so that planning never tokenises anything.
 
 A source is a file, a folder, a data set of the Hugging Face hub, or the built-in name `python-stdlib`. A name is looked
-for on this machine first. Of a folder, files are taken by suffix, with all sub-folders, sorted, hidden and empty files
-left out:
+for on this machine first. Of a folder, files are selected by suffix, with all sub-folders, sorted, without hidden and
+empty files:
 
 - a folder that `save_to_disk` made: the files it lists, of its split `train` or the requested one
 - a folder of rows, or any folder with a subset or split: that part, as on the hub (see `dataset_splits`)
@@ -54,7 +54,7 @@ TEXT_SUFFIXES = frozenset({
     ".js", ".ts", ".jsx", ".tsx", ".rb", ".pl", ".php", ".lua", ".r", ".jl", ".hs", ".ml", ".clj", ".ex", ".erl",
     ".sh", ".sql", ".yaml", ".yml", ".toml", ".f90", ".lean", ".v",
 })  # fmt: skip
-_DOCUMENTATION = frozenset({"README.md", "LICENSE.txt", "LICENSE.md"})  # beside rows
+_DOCUMENTATION = frozenset({"README.md", "LICENSE.txt", "LICENSE.md"})  # in folders of rows
 _NEVER_READ = re.compile(
     r"\.(bin|pt|pth|pkl|pickle|npy|npz|zip|tar|tgz|rar|7z|docx?|xlsx?|pdf|db|sqlite3?|safetensors)\Z"
 )
@@ -218,14 +218,14 @@ def _files_in_folder(folder: Path, part: Part, *, setting: str) -> Sequence[Foun
         rows = []
     if part != Part(None, None) or (rows and all(Path(found.path).name in _DOCUMENTATION for found in texts)):
         return _files_of_part(folder, rows or texts, part, setting=setting)
-    taken = [found for found in files if found in {*rows, *texts}]
-    if not taken:
+    selected = [found for found in files if found in {*rows, *texts}]
+    if not selected:
         raise InputError(
             f"{setting}: {folder} holds no text and no rows among its {len(files)} non-empty files;\n"
-            "they are taken by suffix: .txt, .md, .py and other sources, .jsonl, .csv, .parquet, .arrow, ...; "
-            "name a file to read it whatever it is"
+            "they are selected by suffix: .txt, .md, .py and other sources, .jsonl, .csv, .parquet, .arrow, ...; "
+            "name a file to read it with any suffix"
         )
-    return taken
+    return selected
 
 
 def _holds_rows(found: FoundFile) -> bool:
@@ -264,7 +264,7 @@ def _is_stdlib_source(name: str) -> bool:
 def _walk(
     folder: Path, *, excluded: frozenset[str] = frozenset(), accepts: Callable[[str], bool] = lambda _: True
 ) -> Iterator[FoundFile]:
-    """Every file that is not hidden and whose name is taken, in sorted order, top level first."""
+    """Every file that is not hidden and whose name is accepted, in sorted order, top level first."""
     for parent, folders, names in os.walk(folder, onerror=_cannot_be_listed):
         folders[:] = sorted(
             name

@@ -4,7 +4,7 @@
 of the requested split are downloaded, and only files of text or rows, by suffix: never a script, never a pickle.
 
 The cache is read by its layout (`datasets--ORG--NAME/refs/REVISION` holds a commit, `snapshots/COMMIT/` its files), so
-that cached data needs neither the network nor a library. `listings/COMMIT.json` beside it holds the names of all files
+that cached data needs neither the network nor a library. `listings/COMMIT.json` next to it holds the names of all files
 of that commit, written before the first download, so that an interrupted download is detected and continued. If another
 program filled the cache, only numbered files (`-00000-of-00004`) show what is missing.
 """
@@ -195,7 +195,7 @@ def _request_listing(wanted: _Wanted, *, with_sizes: bool) -> tuple[str, Listing
         wanted.repository, revision=wanted.revision, timeout=REPLY_TIMEOUT_S, files_metadata=with_sizes
     )
     siblings, commit = described.siblings or (), described.sha
-    assert commit is not None, "the hub answers with a commit"
+    assert commit is not None, "the hub returns a commit"
     names = tuple(sibling.rfilename for sibling in siblings)
     listing = Listing(names=names, sizes=tuple(sibling.size or 0 for sibling in siblings) if with_sizes else ())
     _store_listing(wanted, commit, listing)

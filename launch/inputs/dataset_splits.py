@@ -5,12 +5,12 @@ list subsets (`configs`) with their files by split, as patterns. Otherwise names
 file `train-00000-of-00004.parquet`, a folder `test/`, a word of the name (`dev.jsonl`, `my_train_v2.csv`), each of them
 alone; if no name has a split, everything is train.
 
-`Dataset.save_to_disk` and `DatasetDict.save_to_disk` write a `state.json` beside `dataset_info.json`, which lists the
+`Dataset.save_to_disk` and `DatasetDict.save_to_disk` write a `state.json` next to `dataset_info.json`, which lists the
 Arrow files of one data set, and a `dataset_dict.json`, which names the splits, each a folder of that kind.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,7 +30,7 @@ _KEYWORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 _SEPARATORS = r"-._ 0-9"
-_SHARD = re.compile(r"(?:.*/)?(?P<split>\w+(?:\.\w+)*)-[0-9]{5}-of-[0-9]{5}[^/]*")
+_SHARD = re.compile(r"(?P<split>\w+(?:\.\w+)*)-[0-9]{5}-of-[0-9]{5}[^/]*")
 _CONVERTED = re.compile(r"(?P<subset>[^/]+)/(?P<split>[^/]+)/[0-9]{4,}\.parquet")
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
 T = TypeVar("T")
@@ -59,8 +59,8 @@ def files_of_part(names: Sequence[str], readme: str | None, part: Part, *, origi
     return tuple(sorted(_of_one_kind(found)))
 
 
-def _listed(words: Iterable[str], before: str, instead: str) -> str:
-    known = sorted(words)
+def _listed(names: Iterable[str], before: str, instead: str) -> str:
+    known = sorted(names)
     more = f" and {len(known) - _NUM_SHOWN} more" if len(known) > _NUM_SHOWN else ""
     return f"{before} {', '.join(known[:_NUM_SHOWN])}{more}" if known else instead
 
@@ -177,11 +177,11 @@ def _splits(names: Sequence[str], part: Part) -> dict[str, list[str]]:
 
 
 def _splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
-    """Files by split, by the first rule that finds any; files without a split are then left out."""
-    for rule in (_split_of_shard, _split_of_folder, _split_of_file):
+    """Files by split, by the first rule that finds any; files without a split are then excluded."""
+    for rule in _RULES:
         splits: dict[str, list[str]] = {}
         for name in names:
-            split = rule(name)
+            split = rule(PurePosixPath(name))
             if split is not None:
                 splits.setdefault(split, []).append(name)
         if splits:
@@ -189,24 +189,18 @@ def _splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
     return {"train": list(names)} if names else {}
 
 
-def _split_of_shard(name: str) -> str | None:
-    found = _SHARD.fullmatch(name)
-    return found["split"] if found else None
-
-
-def _split_of_folder(name: str) -> str | None:
-    return next((split for folder in PurePosixPath(name).parts[:-1] if (split := _split_of_word(folder))), None)
-
-
-def _split_of_file(name: str) -> str | None:
-    return _split_of_word(PurePosixPath(name).name)
-
-
 def _split_of_word(word: str) -> str | None:
     for split, keywords in _KEYWORDS.items():
         if re.search(rf"(?:^|[{_SEPARATORS}])(?:{'|'.join(keywords)})(?:$|[{_SEPARATORS}])", word):
             return split
     return None
+
+
+_RULES: tuple[Callable[[PurePosixPath], str | None], ...] = (
+    lambda path: found["split"] if (found := _SHARD.fullmatch(path.name)) else None,
+    lambda path: next((split for folder in path.parts[:-1] if (split := _split_of_word(folder))), None),
+    lambda path: _split_of_word(path.name),
+)
 
 
 class _DataFile(msgspec.Struct):

@@ -118,7 +118,7 @@ def list_snapshot(repository: str, *, revision: str | None, cache: Path, setting
         described = HfApi().model_info(repository, revision=revision, timeout=REPLY_TIMEOUT_S, files_metadata=True)
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in described.siblings or ()}
     wanted = filter_repo_objects(sizes, allow_patterns=[*_SMALL_FILES, *_WEIGHT_FILES], ignore_patterns=list(_EXCLUDED))
-    assert described.sha is not None, "the hub answers with a commit"
+    assert described.sha is not None, "the hub returns a commit"
     return RepositoryFiles(described.sha, {name: sizes[name] for name in wanted})
 
 
@@ -128,7 +128,7 @@ def is_snapshot(folder: Path) -> bool:
 
 
 def download_code(repository: str, *, commit: str, cache: Path, setting: str) -> None:
-    """Downloads the Python files of a model that a job trusts, beside its config of the same commit; runs none.
+    """Downloads the Python files of a model that a job trusts, of the commit of its config; runs none.
 
     Raises the errors of `download_snapshot`.
     """
@@ -226,7 +226,7 @@ def check_target(repository: str, *, is_public: bool) -> Target:
         except RepositoryNotFoundError:
             return Target(repository, is_public)
     if is_public == bool(found.private):
-        have, remedy = ("private", "leave --public out") if is_public else ("public", "add --public")
+        have, remedy = ("private", "remove --public") if is_public else ("public", "add --public")
         raise InputError(f"--push {repository}: is on the hub already and is {have}; {remedy}, or name another")
     return Target(repository, is_public)
 
@@ -278,7 +278,7 @@ def _faults(repository: str, *, then: str = "nothing was exported") -> Iterator[
     except errors.HfHubHTTPError as error:
         status: Any = error.response.status_code if error.response is not None else "without a status"
         refusals: dict[int, str] = {401: "the hub does not know this token", 403: "the hub refuses to write there"}
-        why = refusals.get(status, f"the hub answered {status}")
+        why = refusals.get(status, f"the hub returned {status}")
         remedy = f"{_LOG_IN}; {then}" if status in refusals else then
         raise EnvironmentFaultError(f"--push {repository}: {why};\n{remedy}") from error
     except (transport_error, OSError) as error:

@@ -1,11 +1,11 @@
 """Files of a job's model (config, weights, tokenizer), checked before anything heavy starts.
 
 `model.name` and `model.config` are looked up in this order: a preset of that name (write `./NAME` for a folder called
-like one), a folder or file on this machine, a hub id in the local cache, a hub id on the hub. Relative paths are taken
-from the working directory, `~` is the home folder; the result holds absolute ones.
+like one), a folder or file on this machine, a hub id in the local cache, a hub id on the hub. Relative paths start
+at the working directory, `~` is the home folder; the result holds absolute ones.
 
 A preset is `trainer/presets/NAME.json`, the config.json of a well-known model. With `model.config` it starts from
-scratch; with `model.name` it stands for the published weights its `_name_or_path` names, and a plan needs no network.
+scratch; with `model.name` it means the published weights that its `_name_or_path` names, and a plan needs no network.
 
 A tokenizer may have more tokens than the model has embeddings. `ModelFiles.new_rows` counts them, so that a plan knows
 the larger embeddings before they are written: once, in the cache, by a process that may load torch. Adapters leave the
@@ -35,6 +35,7 @@ from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.value import Value
 
 ROWS_MULTIPLE = 64  # of an extended embedding: matrix units need it, and it costs next to nothing
+_PRESETS = FOLDER / "trainer" / "presets"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -57,14 +58,12 @@ class ModelFiles(Value, frozen=True, kw_only=True):
 
 def preset_names() -> tuple[str, ...]:
     """Names of the presets, sorted."""
-    return tuple(
-        sorted(entry.name.removesuffix(".json") for entry in _presets().iterdir() if entry.name[-5:] == ".json")
-    )
+    return tuple(sorted(path.stem for path in _PRESETS.glob("*.json")))
 
 
 def read_preset(name: str) -> dict[str, Any]:
     """The config.json of a preset."""
-    config = json.loads((_presets() / f"{name}.json").read_bytes())
+    config = json.loads((_PRESETS / f"{name}.json").read_bytes())
     assert isinstance(config, dict)
     return config
 
@@ -142,7 +141,7 @@ def _from_config(job: Job, cache: Path) -> ModelFiles:
         path = _snapshot(name, revision=job.model.revision, cache=cache, setting="model.config")
     return ModelFiles(
         config=_read_config(path),
-        config_origin=_config_file(path),
+        config_origin=str(path / "config.json"),
         model_path=None,
         tokenizer_path=_own_tokenizer(path),
     )
@@ -153,7 +152,7 @@ def _from_folder(folder: Path) -> ModelFiles:
     _check_embedding(folder, config, check_weights(folder))
     return ModelFiles(
         config=config,
-        config_origin=_config_file(folder),
+        config_origin=str(folder / "config.json"),
         model_path=str(folder.absolute()),
         tokenizer_path=_own_tokenizer(folder),
     )
@@ -175,13 +174,13 @@ def _from_hub(repository: str, job: Job, cache: Path, *, preset: tuple[str, dict
     if folder is None:
         folder = _download_small(repository, revision=revision, cache=cache, setting="model.name")
     elif job.model.tokenizer is None and _own_tokenizer(folder) is None:
-        with suppress(EnvironmentFaultError):  # without a network the job goes on with what is here
+        with suppress(EnvironmentFaultError):  # without a network the job uses the local files
             folder = _download_small(repository, revision=revision, cache=cache, setting="model.name")
     if has_weights(folder):
         return msgspec.structs.replace(_from_folder(folder), repository=repository, revision=folder.name)
     return ModelFiles(
         config=_read_config(folder),
-        config_origin=_config_file(folder),
+        config_origin=str(folder / "config.json"),
         model_path=repository,
         tokenizer_path=_own_tokenizer(folder),
         repository=repository,
@@ -301,10 +300,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return codec.read_object(path)
 
 
-def _config_file(folder: Path) -> str:
-    return str(folder / "config.json")
-
-
 def _path_of(name: str, *, setting: str) -> Path:
     """The path of a name; raises InputError if the system does not permit a look."""
     try:
@@ -324,10 +319,6 @@ def _refuse_unless_hub_id(name: str, *, setting: str) -> None:
     meant = close_matches(name.lower(), presets)
     hint = f"did you mean {meant[0]}?" if meant else f"presets: {', '.join(presets)}"
     raise InputError(f"{setting}: {name} is no folder here, no hub id (ORG/NAME) and no preset; {hint}")
-
-
-def _presets() -> Path:
-    return FOLDER / "trainer" / "presets"
 
 
 def with_new_rows(files: ModelFiles, *, cache: Path, on_progress: Callable[[str], None]) -> ModelFiles:
@@ -377,8 +368,8 @@ def refuse_frozen_rows(plan: Plan, files: ModelFiles, template: str | None) -> N
     else:
         named, remedy = "model.tokenizer: it", "a tokenizer without tokens of its own"
     raise InputError(
-        f"{named} brings tokens that are new to the model, and {method} leaves its embeddings as they are;\n"
-        f"take train.method=full, or {remedy}"
+        f"{named} adds tokens that are new to the model, and {method} does not train its embeddings;\n"
+        f"use train.method=full, or {remedy}"
     )
 
 

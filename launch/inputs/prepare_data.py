@@ -62,7 +62,7 @@ def prepare_data(
         write_index(listed, profile, started_ns)
     if profile.is_stream:
         assert profile.cache_dir is not None
-        codec.write(Path(profile.cache_dir, LISTING_NAME), listed)  # where its files are now, for the windows to come
+        codec.write(Path(profile.cache_dir, LISTING_NAME), listed)  # where its files are now, for later windows
     return profile
 
 

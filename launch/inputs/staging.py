@@ -51,8 +51,8 @@ def copy_staged(staged: Mapping[str, str], *, on_progress: Callable[[str], None]
 
 
 def _place(source: Path, scratch: Path) -> Path:
-    words = "\n".join(f"{path.relative_to(source)} {size} {time_ns}" for path, size, time_ns in _files(source))
-    digest = hashlib.sha256(f"{source.absolute()}\n{words}".encode()).hexdigest()[:16]
+    listing = "\n".join(f"{path.relative_to(source)} {size} {time_ns}" for path, size, time_ns in _files(source))
+    digest = hashlib.sha256(f"{source.absolute()}\n{listing}".encode()).hexdigest()[:16]
     return scratch.expanduser().absolute() / "shardwise" / "staged" / digest / source.name
 
 
@@ -78,12 +78,12 @@ def _copy(source: Path, place: Path, on_progress: Callable[[str], None]) -> None
         if free < num_bytes * _SPARE:
             raise EnvironmentFaultError(
                 f"slurm.stage: {source} is {format_bytes(num_bytes)}, {place.parents[3]} has {format_bytes(free)} "
-                "free; free some space there or leave slurm.stage out"
+                "free; free some space there or remove slurm.stage"
             )
         on_progress(f"copying {source} ({format_bytes(num_bytes)}) to {place.parents[3]}")
         started = time.monotonic()
-        beside = place.with_name(f".{place.name}.part")
-        shutil.rmtree(beside, ignore_errors=True)
-        shutil.copytree(source, beside)
-        beside.rename(place)
+        partial = place.with_name(f".{place.name}.part")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(source, partial)
+        partial.rename(place)
         on_progress(f"  copied in {format_seconds(time.monotonic() - started)}")

@@ -5,11 +5,11 @@ Of the extensions file only the syntax tree is read here, so that `plan` needs n
 The model's code is inspected here, not run. config.json names two classes as `MODULE.CLASS` (`auto_map`,
 https://huggingface.co/docs/transformers/custom_models); their files, and those that these import relatively, are the
 code that runs. Only their syntax trees are read. `model.trust_remote_code` must name the repository or folder of the
-model: code that config.json takes from another repository never runs.
+model: code that config.json loads from another repository never runs.
 
 A kernel is loaded once before any rank starts, in a process of its own (`trainer.runtime.attention.flash_kernel`),
 because only torch knows which build fits: from the cache, else from the hub unless HF_HUB_OFFLINE is set. The ranks
-start with HF_HUB_OFFLINE set (`launch.engine.command`) and download nothing.
+start with HF_HUB_OFFLINE set (`launch.engine.launcher`) and download nothing.
 """
 
 import ast
@@ -37,14 +37,14 @@ _CONFIG, _MODEL = "AutoConfig", "AutoModelForCausalLM"
 
 
 def offered_code(job: Job, config: Mapping[str, Any]) -> str | None:
-    """The value of `model.trust_remote_code` that lets the code of a model run; None if it brings none."""
+    """The value of `model.trust_remote_code` that lets the code of a model run; None if it has none."""
     return job.model.name or job.model.config if _MODEL in _auto_map(config) else None
 
 
 def read_model_code(job: Job, model: ModelFiles, *, cache_home: Path | None = None) -> ModelCode | None:
     """The code that the job trusts, downloaded at the commit of the model's config; None if it trusts none.
 
-    Raises InputError if there is no code, config.json takes it from another repository, or a file is missing or is not
+    Raises InputError if there is no code, config.json loads it from another repository, or a file is missing or is not
     Python.
     """
     repository = job.model.trust_remote_code
@@ -54,7 +54,7 @@ def read_model_code(job: Job, model: ModelFiles, *, cache_home: Path | None = No
     if _CONFIG not in classes or _MODEL not in classes:
         raise InputError(
             f"{SETTING}: {repository} brings no code for a causal language model (its config.json names none); "
-            "leave the setting out"
+            "remove the setting"
         )
     if not isinstance(model.config.get("model_type"), str):
         raise InputError(f"{model.config_origin}: names no model_type, which code of its own needs too")
@@ -89,7 +89,7 @@ def keep_model_code(plan: Plan, run_dir: Path) -> Plan:
             (retained / name).parent.mkdir(parents=True, exist_ok=True)
             (retained / name).write_bytes(content)
     except OSError as error:
-        raise InputError(f"{SETTING}: {error.filename} cannot be read or kept: {error.strerror}") from error
+        raise InputError(f"{SETTING}: {error.filename} cannot be read or copied: {error.strerror}") from error
     return replace(plan, model_code=replace(code, folder=str(retained.absolute())))
 
 
@@ -105,7 +105,7 @@ def _module_file(reference: str, origin: str) -> str:
     other, dashes, own = reference.rpartition("--")
     if dashes:
         raise InputError(
-            f"{origin}: takes its code from {other}, and {SETTING} is for a model's own; name a copy that holds "
+            f"{origin}: loads its code from {other}, and {SETTING} is for a model's own; name a copy that holds "
             f"{own.partition('.')[0]}.py itself"
         )
     *module, name = reference.split(".")
@@ -222,7 +222,7 @@ def _load(kernel: str, python: str, settings: dict[str, str], should_stop: Calla
         lines = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
     starts = [
         number for number, line in enumerate(lines) if line.startswith("attention: ")
-    ]  # libraries speak before it
+    ]  # after messages of libraries
     if starts:
         return "\n".join(lines[starts[-1] :])
     return "\n".join([f"attention: loading {kernel} ended with code {code}", *lines[-2:]])
@@ -268,7 +268,7 @@ def keep_extension(plan: Plan, run_dir: Path) -> Plan:
         retained.parent.mkdir(exist_ok=True)
         retained.write_bytes(content)
     except OSError as error:
-        raise InputError(f"extensions: {error.filename} cannot be read or kept: {error.strerror}") from error
+        raise InputError(f"extensions: {error.filename} cannot be read or copied: {error.strerror}") from error
     return replace(plan, extension=replace(extension, path=str(retained)))
 
 

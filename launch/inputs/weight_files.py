@@ -108,7 +108,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise InputError(f"{index}: is damaged: it holds no weight_map; {_AGAIN}") from error
     names = weight_map.values() if isinstance(weight_map, dict) else [None]
     if not weight_map or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise InputError(f"{index}: is damaged: its weight_map does not name files beside it; {_AGAIN}")
+        raise InputError(f"{index}: is damaged: its weight_map does not name files of its folder; {_AGAIN}")
     return dict(weight_map)
 
 

@@ -20,9 +20,8 @@ from typing import NamedTuple
 import msgspec
 import yaml
 
-from shardwise.launch.attempt.local_ranks import LocalRanks, started_ranks
-from shardwise.launch.attempt.supervisor import StopKind, StopRequest
-from shardwise.launch.engine.config import accelerate_config, accelerate_file
+from shardwise.launch.attempt.supervisor import LocalRanks, StopKind, StopRequest, started_ranks
+from shardwise.launch.engine.launcher import accelerate_config, accelerate_file
 from shardwise.launch.engine.operators import build_needed
 from shardwise.launch.inputs.trusted_code import fetch_flash_kernel
 from shardwise.launch.nodes.channel import (
@@ -117,7 +116,7 @@ class _Agent:
                 elif isinstance(message, Command):
                     self._do(message.order)
             if not self._channel.is_open:
-                raise EnvironmentFaultError("the supervisor of this run is gone: its connection ended")
+                raise EnvironmentFaultError("the supervisor of this run has ended: its connection ended")
             self._poll()
 
     def end_attempt(self) -> None:

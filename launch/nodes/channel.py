@@ -4,7 +4,7 @@
 
 torchrun connects the ranks, and the shared run directory holds heartbeats, reports and logs. The connection carries the
 rest: starts and stops, the end of each machine's launcher, and the loss of a machine. A connection ends with its
-machine, its network or its process, so each side notices at once that the other is gone.
+machine, its network or its process, so each side notices the end of the other at once.
 
 `RUN/.nodes.json` holds port and token and is readable by the user alone: a client that knows the token runs as the user
 and sees the run directory. Clients that send longer lines than `MAX_LINE_BYTES`, or anything else before a valid Hello,
@@ -25,7 +25,7 @@ from typing import Self
 
 import msgspec
 
-from shardwise.launch.attempt.watchdog import ReferenceTrainer
+from shardwise.launch.attempt.watchdog import CallStack
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 from shardwise.trainer.spec.hardware import Hardware
@@ -44,7 +44,6 @@ class NodesFile(Value, frozen=True, kw_only=True):
     host: str  # its own name for itself
     port: int
     token: str
-    num_nodes: int
 
 
 class Hello(Value, frozen=True, kw_only=True, tag="hello"):
@@ -66,7 +65,7 @@ class Note(Value, frozen=True, kw_only=True, tag="note"):
 class Stacks(Value, frozen=True, kw_only=True, tag="stacks"):
     """Reply to `Order.DUMP_STACKS`."""
 
-    stacks: dict[int, ReferenceTrainer]  # by rank
+    stacks: dict[int, CallStack]  # by rank
 
 
 class Ended(Value, frozen=True, kw_only=True, tag="ended"):
@@ -137,7 +136,7 @@ class Channel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
 
     def send(self, message: Value) -> bool:
-        """Returns False, with the channel closed, if the other side is gone."""
+        """Returns False, with the channel closed, if the other side has closed the connection."""
         if not self.is_open:
             return False
         try:
@@ -211,7 +210,7 @@ class NodeServer:
         self._listener.settimeout(0.0)
         self.port: int = self._listener.getsockname()[1]
         self._token = secrets.token_hex(16)
-        content = NodesFile(host=socket.gethostname(), port=self.port, token=self._token, num_nodes=num_nodes)
+        content = NodesFile(host=socket.gethostname(), port=self.port, token=self._token)
         temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -241,7 +240,7 @@ class NodeServer:
             if reason is not None or time.monotonic() > end:
                 missing = ", ".join(str(rank) for rank in sorted(expected - self.nodes.keys()))
                 reason = reason or f"no connection within {limit_s:.0f} s"
-                return f"node {missing} of {self.num_nodes} did not come: {reason}"
+                return f"node {missing} of {self.num_nodes} did not connect: {reason}"
             time.sleep(_POLL_S)
         return None
 
@@ -252,7 +251,7 @@ class NodeServer:
             if not node.channel.is_open:
                 del self.nodes[rank]
                 self.lost.append(f"{node.name} was lost: its connection ended")
-        self._accept()  # after the lost ones: a machine that was started again at once takes its place
+        self._accept()  # after the lost ones: a machine that was restarted at once may connect again
         for client in list(self._pending):
             self._authenticate(client)
 
@@ -263,10 +262,10 @@ class NodeServer:
 
     def take(self) -> list[tuple[Node, Value]]:
         """The messages since the last call."""
-        taken = [(node, message) for node in self.nodes.values() for message in node.inbox]
+        present = [(node, message) for node in self.nodes.values() for message in node.inbox]
         for node in self.nodes.values():
             node.inbox = []
-        return taken
+        return present
 
     def dismiss(self, exit_code: int, text: str = "", *, only: int | None = None) -> None:
         """Ends the connection to every agent, or to one; the port stays open."""
@@ -303,9 +302,9 @@ class NodeServer:
         if not isinstance(hello, Hello) or hello.token != self._token or hello.node_rank >= self.num_nodes:
             channel.close()
             return
-        taken = self.nodes.get(hello.node_rank)
-        if taken is not None:
-            text = f"node {hello.node_rank} is {taken.hello.host} already; give every machine its own --node-rank"
+        present = self.nodes.get(hello.node_rank)
+        if present is not None:
+            text = f"node {hello.node_rank} is {present.hello.host} already; give every machine its own --node-rank"
             channel.send(Bye(exit_code=int(ExitCode.INPUT), text=text))
             channel.close()
             return

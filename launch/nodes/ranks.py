@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.launch.attempt.end import rank_reports
-from shardwise.launch.attempt.local_ranks import DUMP_S
-from shardwise.launch.attempt.supervisor import StopRequest
-from shardwise.launch.attempt.watchdog import ReferenceTrainer
+from shardwise.launch.attempt.supervisor import DUMP_S, StopRequest
+from shardwise.launch.attempt.watchdog import CallStack
 from shardwise.launch.nodes.channel import Command, Ended, NodeServer, Order, Stacks, Start, StopRequested, head_address
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from shardwise.trainer.spec.report import Ending
@@ -60,7 +59,7 @@ class Step:
 
     @property
     def failure(self) -> str | None:
-        """The reason for its end, which came too early; None while it runs."""
+        """The reason for its early end; None while it runs."""
         code = self._process.poll()
         if code is None:
             return None
@@ -103,7 +102,7 @@ class ClusterRanks:
         self._server, self._stop, self._is_slurm = cluster.server, stop, cluster.is_slurm
         self._attempt_dir = attempt_dir.absolute()
         self._ended: dict[int, Ended] = {}
-        self._stacks: dict[int, dict[int, ReferenceTrainer]] = {}
+        self._stacks: dict[int, dict[int, CallStack]] = {}
         self._lost: str | None = None
         self._running: set[int] = set()  # machines between Start and Ended
         self._is_over = False
@@ -143,7 +142,7 @@ class ClusterRanks:
         is_reported = any(report.ending in failed for report in rank_reports(self._attempt_dir).values())
         return is_reported or any(ended.return_code for ended in self._ended.values())
 
-    def dump_stacks(self) -> dict[int, ReferenceTrainer]:
+    def dump_stacks(self) -> dict[int, CallStack]:
         self._stacks = {}
         self._server.send(Command(order=Order.DUMP_STACKS))
         end = time.monotonic() + 5 * DUMP_S  # an agent that does not reply hangs as well

@@ -1,7 +1,7 @@
-"""The machine's memory of earlier predictions: append-only JSON lines under the state folder, locked while written.
+"""Predictions and measurements of earlier runs: append-only JSON lines under the state folder, locked while written.
 
-A line that cannot be read (written by another version, or cut off by a crash) is passed over: the store is a help to
-the next plan, never a condition of it.
+A line that cannot be read (written by another version, or cut off by a crash) is skipped: the store improves the
+next plan and is no condition of it.
 """
 
 import fcntl
@@ -21,11 +21,11 @@ from shardwise.trainer.spec.plan import Calibration, CalibrationRecord, Candidat
 from shardwise.trainer.spec.report import Report
 
 FILE_NAME = "calibration.jsonl"
-MAX_RECORDS = 100  # of one device; they stand in every plan.json
+MAX_RECORDS = 100  # of one device; every plan.json contains them
 
 
 def device_key(hardware: Hardware) -> tuple[str, str | None]:
-    """(device, driver) that a record is kept under."""
+    """(device, driver), the key of a record."""
     if hardware.gpus:
         return hardware.gpus[0].spec_name or hardware.gpus[0].name, hardware.gpus[0].driver
     return f"CPU {hardware.host.cpu_name or 'unknown'}", None
@@ -107,7 +107,7 @@ def append_calibration(state_home: Path, record: CalibrationRecord) -> None:
         state_home.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise EnvironmentFaultError(f"{path}: the calibration cannot be kept: {error.strerror}") from error
+        raise EnvironmentFaultError(f"{path}: the calibration cannot be written: {error.strerror}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.write(descriptor, msgspec.json.encode(record) + b"\n")

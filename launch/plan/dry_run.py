@@ -1,4 +1,4 @@
-"""The exact dry run of a plan by a worker, beside the closed form, and the plan that follows (`plan --simulate`).
+"""The exact dry run of a plan by a worker, its comparison with the closed form, and the resulting plan.
 
 The dry run needs torch, and changes torch's own tables for a device that is not there. It allocates nothing on any
 device. It is run for the chosen candidate; if its bytes do not fit the device, the plan's fallbacks and its other
@@ -47,7 +47,7 @@ _COLUMNS = "{:<24}{:>12}{:>12}{:>12}"
 def simulate(
     request: SimulationRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S, python: str = sys.executable
 ) -> Simulation:
-    """The dry run's answer; raises the ShardwiseError that its worker ended with."""
+    """The result of the dry run; raises the ShardwiseError that its worker ended with."""
     return ask(
         _MODULE,
         request,
@@ -80,7 +80,7 @@ def simulation_request(plan: Plan, candidate: Candidate | None = None) -> Simula
 
     flash-attn has no dry run; torch's own flash kernel, which keeps the same tensors, stands in for it.
     """
-    taken = plan.chosen if candidate is None else candidate
+    chosen = plan.chosen if candidate is None else candidate
     gpu = plan.hardware.gpus[0] if plan.hardware.gpus else None
     capability: dict[str, Any] = {}
     if gpu is not None and gpu.compute_capability is not None:
@@ -88,23 +88,23 @@ def simulation_request(plan: Plan, candidate: Candidate | None = None) -> Simula
     return SimulationRequest(
         model_config=plan.model_config,
         model_code=plan.model_code,
-        method=taken.method,
+        method=chosen.method,
         lora=plan.job.train.lora,
-        sharding=taken.strategy.sharding,
-        num_ranks=taken.num_ranks,
+        sharding=chosen.strategy.sharding,
+        num_ranks=chosen.num_ranks,
         ranks_per_node=plan.hardware.num_devices_per_node,
-        precision=taken.strategy.precision,
-        optimizer=taken.strategy.optimizer,
-        micro_batch=taken.micro_batch,
+        precision=chosen.strategy.precision,
+        optimizer=chosen.strategy.optimizer,
+        micro_batch=chosen.micro_batch,
         rows_per_example=rows_per_example(objective_of(plan.job.train.objective, plan.data.format)),
-        seq_len=taken.seq_len,
-        document_tokens=document_tokens(plan.data, seq_len=taken.seq_len),
-        accumulation=taken.accumulation,
-        checkpointing=taken.checkpointing,
-        attention=Attention.SDPA if taken.attention is Attention.FLASH else taken.attention,
-        loss=taken.loss,
-        loss_chunk_tokens=taken.loss_chunk_tokens,
-        activation_offload=taken.activation_offload,
+        seq_len=chosen.seq_len,
+        document_tokens=document_tokens(plan.data, seq_len=chosen.seq_len),
+        accumulation=chosen.accumulation,
+        checkpointing=chosen.checkpointing,
+        attention=Attention.SDPA if chosen.attention is Attention.FLASH else chosen.attention,
+        loss=chosen.loss,
+        loss_chunk_tokens=chosen.loss_chunk_tokens,
+        activation_offload=chosen.activation_offload,
         device_kind=plan.device_kind,
         device_name=gpu.name if gpu is not None else None,
         **capability,
@@ -112,9 +112,9 @@ def simulation_request(plan: Plan, candidate: Candidate | None = None) -> Simula
 
 
 def describe_simulation(simulation: Simulation, predicted: MemoryEstimate, *, is_expandable: bool = True) -> list[str]:
-    """Lines: predicted beside simulated, event by event and part by part, with the relative difference.
+    """Lines of predicted and simulated bytes, by event and by part, with the relative difference.
 
-    The closed form counts the matrix library's workspaces, which no dry run sees: they are taken out of its figures.
+    The closed form counts the matrix library's workspaces, which no dry run sees: its figures here exclude them.
     Reserved is as a run is started: with expandable segments if the device has them.
     """
     workspace = predicted.parts.get(_WORKSPACE, 0)
@@ -153,7 +153,7 @@ def _or_dash(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else format_bytes(num_bytes)
 
 
-Answer = tuple[str, Plan | NothingFitsError]
+Result = tuple[str, Plan | NothingFitsError]
 MAX_DRY_RUNS = 6
 
 
@@ -186,7 +186,7 @@ def simulated_plan(plan: Plan, console: Console) -> tuple[Plan, list[str]]:
         simulation = simulate(request)
         simulated = Simulated(candidate=candidate, memory=simulated_memory(context, candidate, simulation))
         if simulated.memory.fits:
-            lines = [_head(simulated), *(f"not taken: {each.text}" for each in failed)]
+            lines = [_head(simulated), *(f"not chosen: {each.text}" for each in failed)]
             is_expandable = plan.hardware.can_expand_segments
             lines += describe_simulation(simulation, candidate.memory, is_expandable=is_expandable)
             return plan_of_simulated(plan, simulated, failed), lines
@@ -198,21 +198,21 @@ def simulated_plan(plan: Plan, console: Console) -> tuple[Plan, list[str]]:
     raise NothingFitsError(_nothing_fits(failed))
 
 
-def simulated_results(answers: Sequence[Answer], console: Console) -> tuple[list[Answer], dict[str, list[str]]]:
-    """Every machine's plan after its dry run, and what was found, by the name of the machine.
+def simulated_results(results: Sequence[Result], console: Console) -> tuple[list[Result], dict[str, list[str]]]:
+    """Every machine's plan after its dry run, and lines on the dry runs, by the name of the machine.
 
-    NothingFitsError where only one machine is asked about; of several the others are told all the same.
+    NothingFitsError if the only machine has none; of several machines the others are reported.
     """
-    decided: list[Answer] = []
+    decided: list[Result] = []
     lines: dict[str, list[str]] = {}
-    for name, answer in answers:
+    for name, result in results:
         try:
-            plan = answer
+            plan = result
             if isinstance(plan, Plan):
                 plan, lines[name] = simulated_plan(plan, console)
             decided.append((name, plan))
         except NothingFitsError as error:
-            if len(answers) == 1:
+            if len(results) == 1:
                 raise
             decided.append((name, error))
     return decided, lines

@@ -1,7 +1,7 @@
 """The gain of FP8 on a model's own matrix shapes, timed by a worker before `shardwise train` plans, and its cache.
 
-Only if the answer could change the choice: the job allows FP8 and does not pin it, and a row in it could run. If the
-timing fails, one line says why, and the plan does not choose FP8.
+It is timed only if the result could change the choice: the job allows FP8 without pinning it, and an FP8 strategy could
+run. If the timing fails, one line gives the reason, and the plan does not choose FP8.
 
 The cache has one file for each model shape, device, versions, recipe and number of tokens. A file that cannot be read,
 or was written for other values, is reported in a line, and the next `shardwise train` measures again.
@@ -71,14 +71,14 @@ def read_fp8_gain(cache: Path, key: Fp8GainKey) -> tuple[Fp8Gain | None, str | N
     except (FileNotFoundError, NotADirectoryError):
         return None, None
     except (OSError, InputError):
-        return None, f"{path}: is no timing of FP8 that this version can read, and counts for nothing"
+        return None, f"{path}: is no timing of FP8 that this version can read, and is ignored"
     if retained.key != key:
-        return None, f"{path}: is a timing of FP8 for another model or machine, and counts for nothing"
+        return None, f"{path}: is a timing of FP8 for another model or machine, and is ignored"
     return retained.gain, None
 
 
-def keep_fp8_gain(cache: Path, key: Fp8GainKey, gain: Fp8Gain) -> str | None:
-    """Writes what was timed; the reason if it cannot be kept."""
+def store_fp8_gain(cache: Path, key: Fp8GainKey, gain: Fp8Gain) -> str | None:
+    """Writes the timing; returns the reason if it cannot be written."""
     path = _path(cache, key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def _path(cache: Path, key: Fp8GainKey) -> Path:
     return cache / FOLDER / f"{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:16]}.json"
 
 
-TIMEOUT_S = 120.0  # importing torch and the library from a cold disk takes most of it; the timing itself some seconds
+TIMEOUT_S = 120.0  # mostly to import torch and the library from a cold disk; the timing itself takes seconds
 MODULE = "shardwise.trainer.runtime.tools.fp8_gain"
 _WHAT = "timing FP8 on the model's own matrix shapes"
 
@@ -112,9 +112,9 @@ def fp8_gain_for(plan: Plan, *, cache: Path, console: Console) -> Fp8Gain | None
     console.line(f"{_WHAT} ...")
     begin = time.monotonic()
     gain = time_fp8(request, [gpu for gpu in plan.hardware.gpus if key.device in (gpu.spec_name, gpu.name)])
-    outcome = gain.text if gain.problem is None else f"{gain.text}; it is not taken"
+    outcome = gain.text if gain.problem is None else f"{gain.text}; it is not chosen"
     console.line(f"{_WHAT}: {format_seconds(time.monotonic() - begin)}; fp8 {outcome}")
-    obstacle = keep_fp8_gain(cache, key, gain) if gain.problem is None else None
+    obstacle = store_fp8_gain(cache, key, gain) if gain.problem is None else None
     if obstacle is not None:
         console.line(obstacle)
     return gain
@@ -123,7 +123,7 @@ def fp8_gain_for(plan: Plan, *, cache: Path, console: Console) -> Fp8Gain | None
 def time_fp8(
     request: Fp8GainRequest, gpus: Sequence[Gpu], *, timeout_s: float = TIMEOUT_S, module: str = MODULE
 ) -> Fp8Gain:
-    """The gain on the first of `gpus`; a problem in words where it could not be timed within `timeout_s`."""
+    """The gain on the first of `gpus`; its `problem` states why it could not be timed within `timeout_s`."""
     try:
         return ask(
             module,

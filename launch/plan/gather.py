@@ -1,4 +1,4 @@
-"""Gathers what a plan is made of, from a job file and this machine, and makes the plan.
+"""Collects the inputs of a plan from a job file and this machine, and makes the plan.
 
 Nothing heavy is started here: data that was prepared before is found by its index, otherwise its size is estimated.
 """
@@ -150,7 +150,7 @@ def with_weights(inputs: PlanInputs) -> PlanInputs:
     return inputs._replace(model=model, request=request)
 
 
-# Model types whose tokenizers transformers cuts by rules of its own, whatever tokenizer.json says (workaround W9).
+# Model types whose tokenizers transformers cuts by rules of its own instead of those in tokenizer.json (workaround W9).
 OWN_TOKENIZER_RULES = ("qwen2",)
 WINDOW_BYTES, WINDOW_STEPS, BYTES_OF_TOKEN = 64 << 20, 16, 4  # of a stream: the larger of 64 MiB and 16 steps of text
 
@@ -315,8 +315,7 @@ def plan_inputs(
 
 
 def _fp8_gain_of(inputs: PlanInputs, versions: dict[str, str]) -> tuple[Fp8Gain | None, str | None]:
-    """The timing for this job, and a line on a stored timing that could not be used; None if FP8 is no
-    question."""
+    """The timing for this job, and a line on a stored timing that could not be used; None if FP8 is not allowed."""
     job, hardware = inputs.resolved.job, inputs.hardware
     may_take_it = Allowance.FP8 in job.allow if job.pin.precision is None else job.pin.precision is Precision.FP8
     if inputs.fp8_gain is not None or not may_take_it or not hardware.gpus:
@@ -336,7 +335,7 @@ def read_calibration_of(
 
 
 def prepared_tokenizer(data: DataProfile) -> str | None:
-    """The folder of the tokenizer the data was prepared with; None while it is not, or came as tokens without one."""
+    """The folder of the tokenizer the data was prepared with; None if there is none."""
     folder = Path(data.cache_dir) / "tokenizer" if data.cache_dir is not None else None
     return str(folder) if folder is not None and folder.is_dir() else None
 

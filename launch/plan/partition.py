@@ -10,10 +10,9 @@ from msgspec.structs import replace
 from shardwise.launch.plan.gather import NodeOptions
 from shardwise.launch.probe.host import read_host
 from shardwise.launch.probe.machine import read_hardware, read_libraries
-from shardwise.slurm.access import Access, access_to
-from shardwise.slurm.allocation import is_login_node
+from shardwise.slurm.access import Access, NodeShare, access_to, in_order, share_of_job
 from shardwise.slurm.cluster import JobLimits, Partition
-from shardwise.slurm.job_limits import NodeShare, in_order, share_of_job
+from shardwise.slurm.jobs import is_login_node
 from shardwise.slurm.node_groups import choose_group
 from shardwise.slurm.partition_hardware import WHOLE_NODES, PartitionHardware, hardware_of
 from shardwise.slurm.queries import read_associations, read_config, read_nodes, read_partitions, read_qos_limits
@@ -67,7 +66,7 @@ def read_partition_hardware(
 
     `spec`, the value of --hardware, states what Slurm does not know: a SPEC, or a file of `shardwise probe -o`.
     InputError if Slurm has no such partition, constraint or number of nodes, or `spec` disagrees with it;
-    EnvironmentFaultError if Slurm does not answer or the partition starts no jobs.
+    EnvironmentFaultError if Slurm does not respond or the partition starts no jobs.
     """
     found = _find(partition, read_partitions(environment))
     stated = None if spec is None else _stated(spec)
@@ -76,12 +75,12 @@ def read_partition_hardware(
     config = _read_config(environment)
     access, unknown = _read_access(found, config, account, qos, environment)
     limits = _read_limits(found, config, access, qos, environment)
-    answer = hardware_of(found, choice, num_nodes=nodes, stated=stated, access=access, limits=limits, share=share)
+    described = hardware_of(found, choice, num_nodes=nodes, stated=stated, access=access, limits=limits, share=share)
     note = access.summary if access is not None else unknown
-    hardware = replace(answer.hardware, notes=(*answer.hardware.notes, note))
+    hardware = replace(described.hardware, notes=(*described.hardware.notes, note))
     if not hardware.libraries:  # the nodes see the same files, so jobs run this Python
         hardware = replace(hardware, libraries=read_libraries())
-    return replace(answer, hardware=hardware)
+    return replace(described, hardware=hardware)
 
 
 def charge_of(slurm: SlurmJob, environment: Mapping[str, str]) -> dict[str, str | None]:
@@ -94,14 +93,14 @@ def charge_of(slurm: SlurmJob, environment: Mapping[str, str]) -> dict[str, str 
 
 def sbatch_option(extra: Sequence[str], long: str, short: str) -> str | None:
     """The value of an option in slurm.extra: `--constraint=a100`, `--constraint a100`, `-Ca100` or `-C a100`."""
-    words = [part for option in extra for part in option.split(maxsplit=1)]
-    for number, word in enumerate(words):
-        if word in (long, short):
-            return words[number + 1] if number + 1 < len(words) else None
-        if word.startswith(f"{long}="):
-            return word.removeprefix(f"{long}=")
-        if word.startswith(short) and not word.startswith("--"):
-            return word.removeprefix(short).removeprefix("=")
+    parts = [part for option in extra for part in option.split(maxsplit=1)]
+    for number, text in enumerate(parts):
+        if text in (long, short):
+            return parts[number + 1] if number + 1 < len(parts) else None
+        if text.startswith(f"{long}="):
+            return text.removeprefix(f"{long}=")
+        if text.startswith(short) and not text.startswith("--"):
+            return text.removeprefix(short).removeprefix("=")
     return None
 
 
@@ -154,10 +153,10 @@ def _read_access(
     except EnvironmentFaultError as error:
         first = str(error).splitlines()[0]
         reason = (first.partition(": ")[2] or first).partition(";")[0].rstrip(".")
-        only = f"; it takes accounts {', '.join(partition.allowed_accounts)}" if partition.allowed_accounts else ""
+        only = f"; it accepts accounts {', '.join(partition.allowed_accounts)}" if partition.allowed_accounts else ""
         return None, f"which accounts and QOS you may use is not known ({reason}){only}"
     if not _enforced(config) & {"associations", "limits", "qos", "safe", "wckeys", "all"}:
-        return None, "Slurm holds nobody to accounts here (AccountingStorageEnforce)"
+        return None, "Slurm does not enforce accounts here (AccountingStorageEnforce)"
     holds_to_qos = bool(_enforced(config) & {"qos", "all"})
     return access_to(partition, associations, account=account, qos=qos, holds_to_qos=holds_to_qos), ""
 
@@ -169,7 +168,7 @@ def _read_limits(
     qos: str | None,
     environment: Mapping[str, str],
 ) -> tuple[JobLimits, ...]:
-    """Of the partition's own QOS, of the job's and of its account; none if the cluster holds jobs to none."""
+    """Of the partition's own QOS, of the job's and of its account; none if the cluster enforces none."""
     if not _enforced(config) & {"limits", "safe", "all"}:
         return ()
     job_qos = qos or (access.job_qos if access is not None else None)

@@ -1,6 +1,6 @@
 """The attempts of a run: one launcher each, until one ends in order or nothing more is worth trying.
 
-After an out of memory comes the plan's next fallback, after a death or a hang the same again (`retries`), from the
+After an out of memory the plan's next fallback runs, after a death or a hang the same again (`retries`), from the
 newest checkpoint. The global batch stays: a fallback differs in micro batch, accumulation or mechanism, never in what a
 step learns from. The report of the run has every attempt.
 """
@@ -17,7 +17,6 @@ import msgspec
 
 from shardwise.launch.attempt.end import AttemptEnd
 from shardwise.launch.attempt.limits import Deadline, LimitWatch
-from shardwise.launch.attempt.local_ranks import Ranks, started_ranks
 from shardwise.launch.attempt.retries import (
     MAX_SAME_STEP,
     Begin,
@@ -27,16 +26,17 @@ from shardwise.launch.attempt.retries import (
     decide,
     earlier_history,
     incident_of,
+    newest_facts,
     num_at_step,
+    obstacle_to_resume,
 )
-from shardwise.launch.attempt.supervisor import StopKind, StopRequest, watch_attempt
+from shardwise.launch.attempt.supervisor import Ranks, StopKind, StopRequest, started_ranks, watch_attempt
 from shardwise.launch.attempt.watchdog import Watchdog, WatchLimits
-from shardwise.launch.engine.command import prepare_attempt
+from shardwise.launch.engine.launcher import prepare_attempt
 from shardwise.launch.engine.operators import build_operators, needed_operators
 from shardwise.launch.nodes.ranks import Cluster, ClusterRanks
-from shardwise.launch.plan.checkpoints import newest_facts, obstacle_to_resume
 from shardwise.launch.rundir import paths as run_dirs
-from shardwise.launch.rundir.cancel_flag import is_cancelled
+from shardwise.launch.rundir.lock import is_cancelled
 from shardwise.launch.show.follow import Progress
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.start import TrackerProcess, running_trackers
@@ -55,7 +55,7 @@ class RunOutcome(NamedTuple):
     run_dir: Path | None = None
 
 
-class Surroundings(NamedTuple):
+class RunContext(NamedTuple):
     """Values that all attempts of a run share."""
 
     plan: Plan
@@ -85,44 +85,44 @@ def run_attempts(
 ) -> RunOutcome:
     """Runs the chosen candidate, then what follows from how each attempt ended, until one ends in order.
 
-    Ahead of `deadline` the run stops with a checkpoint as if USR1 had come.
+    Ahead of `deadline` the run stops with a checkpoint as after USR1.
     EnvironmentFaultError where an attempt cannot be started at all.
     """
     with running_trackers(plan, run_dir=run_dir, console=console, environment=environment, stop=stop) as trackers:
-        around = Surroundings(
+        context = RunContext(
             plan, run_dir, extensions_dir, console, stop, environment, limits, cluster, deadline, trackers
         )
-        return _run_all(around, resume=resume)
+        return _run_all(context, resume=resume)
 
 
-def _run_all(around: Surroundings, *, resume: bool) -> RunOutcome:
-    plan, run_dir, console, stop = around.plan, around.run_dir, around.console, around.stop
-    course = _Course(history=earlier_history(run_dir) if resume else [])
+def _run_all(context: RunContext, *, resume: bool) -> RunOutcome:
+    plan, run_dir, console, stop = context.plan, context.run_dir, context.console, context.stop
+    past = _History(history=earlier_history(run_dir) if resume else [])
     candidates = (plan.chosen, *plan.fallbacks)
     number: int | None = _place_of_last(run_dir, candidates, console) if resume else 0
     started = time.monotonic()
     while number is not None:
-        may_resume = bool(run_dirs.committed_checkpoints(run_dir)) and (resume or bool(course.tried))
+        may_resume = bool(run_dirs.committed_checkpoints(run_dir)) and (resume or bool(past.tried))
         begin = Begin(time.monotonic(), _saved_step(run_dir) if may_resume else None)
         attempt_dir = prepare_attempt(plan, candidates[number], run_dir=run_dir, resume=may_resume)
-        spending = LimitWatch(run_dir, plan, course.history, num_ranks=candidates[number].num_ranks)
-        end = _run_one(around, attempt_dir, course, spending)
-        decision = _after(course, end, number, around)
+        spending = LimitWatch(run_dir, plan, past.history, num_ranks=candidates[number].num_ranks)
+        end = _run_one(context, attempt_dir, past, spending)
+        decision = _after(past, end, number, context)
         number = None if stop.kind is not None else decision.candidate
         report = _run_report(end, decision, stop, run_dir)
-        course.history.append(attempt_record(end, report, attempt_dir, begin))
-        course.roll_backs += report.roll_backs
-        course.incidents += [*end.report.incidents, *spending.incidents(report)]
+        past.history.append(attempt_record(end, report, attempt_dir, begin))
+        past.roll_backs += report.roll_backs
+        past.incidents += [*end.report.incidents, *spending.incidents(report)]
         if end.fault is not None:
             incident = incident_of(end, decision)
-            course.incidents.append(incident)
+            past.incidents.append(incident)
             console.line(incident + _oom_note(plan, attempt_dir, end, decision))
         report = msgspec.structs.replace(
             report,
-            incidents=tuple(dict.fromkeys(course.incidents)),
-            roll_backs=tuple(course.roll_backs),
-            history=tuple(course.history),
-            attempts=len(course.history),
+            incidents=tuple(dict.fromkeys(past.incidents)),
+            roll_backs=tuple(past.roll_backs),
+            history=tuple(past.history),
+            attempts=len(past.history),
             duration_s=time.monotonic() - started,
             limit=spending.limit_of(report),
         )
@@ -142,7 +142,7 @@ def _oom_note(plan: Plan, attempt_dir: Path, end: AttemptEnd, decision: Decision
 
 
 @dataclass(slots=True)
-class _Course:
+class _History:
     """History of the attempts so far."""
 
     history: list[AttemptRecord]
@@ -151,62 +151,62 @@ class _Course:
     roll_backs: list[RollBack] = field(default_factory=list)
 
 
-def _run_one(around: Surroundings, attempt_dir: Path, course: _Course, spending: LimitWatch) -> AttemptEnd:
+def _run_one(context: RunContext, attempt_dir: Path, past: _History, spending: LimitWatch) -> AttemptEnd:
     plan = codec.read(attempt_dir / "plan.json", Plan)
     progress = Progress(
-        around.console,
+        context.console,
         attempt_dir=attempt_dir,
         plan=plan,
-        incidents=course.incidents,
-        environment=around.environment,
+        incidents=past.incidents,
+        environment=context.environment,
     )
-    watchdog = Watchdog(attempt_dir, num_ranks=plan.chosen.num_ranks, limits=around.limits.scaled_to(plan))
+    watchdog = Watchdog(attempt_dir, num_ranks=plan.chosen.num_ranks, limits=context.limits.scaled_to(plan))
 
     def tick() -> None:
         progress.tick()
-        around.trackers.tick()
-        if around.stop.kind is None and is_cancelled(around.run_dir):  # on another machine, perhaps
-            around.stop.kind = StopKind.INTERRUPT
-        spending.stop_in_time(around.stop, watchdog, around.console)
-        if around.deadline is not None:
-            around.deadline.stop_in_time(around.stop, watchdog, around.console)
+        context.trackers.tick()
+        if context.stop.kind is None and is_cancelled(context.run_dir):  # on another machine, perhaps
+            context.stop.kind = StopKind.INTERRUPT
+        spending.stop_in_time(context.stop, watchdog, context.console)
+        if context.deadline is not None:
+            context.deadline.stop_in_time(context.stop, watchdog, context.console)
 
     with contextlib.ExitStack() as held:
         held.enter_context(progress.shown())
-        ranks = held.enter_context(_started(around, plan, attempt_dir))
-        return watch_attempt(ranks, attempt_dir=attempt_dir, stop=around.stop, on_tick=tick, watchdog=watchdog)
+        ranks = held.enter_context(_started(context, plan, attempt_dir))
+        return watch_attempt(ranks, attempt_dir=attempt_dir, stop=context.stop, on_tick=tick, watchdog=watchdog)
 
 
 @contextlib.contextmanager
-def _started(around: Surroundings, plan: Plan, attempt_dir: Path) -> Iterator[Ranks]:
-    """The ranks of an attempt, on this machine or on several; what they need is kept until they have ended."""
+def _started(context: RunContext, plan: Plan, attempt_dir: Path) -> Iterator[Ranks]:
+    """The ranks of an attempt, on this machine or on several; their resources are held until they have ended."""
     if plan.num_machines > 1:
-        if around.cluster is None:
+        if context.cluster is None:
             raise EnvironmentFaultError(
                 f"the plan is for {plan.num_machines} machines, this is one of them; start it with shardwise submit "
                 "under Slurm, else with --nodes, --node-rank and --head on each"
             )
-        yield ClusterRanks(around.cluster, attempt_dir=attempt_dir, stop=around.stop)
+        yield ClusterRanks(context.cluster, attempt_dir=attempt_dir, stop=context.stop)
         return
-    _build_operators(around, plan.chosen)  # a run that is resumed with a fallback may not have them
+    _build_operators(context, plan.chosen)  # a run that is resumed with a fallback may not have them
     with started_ranks(
         plan,
         attempt_dir,
-        extensions_dir=around.extensions_dir,
+        extensions_dir=context.extensions_dir,
         num_cores=plan.hardware.host.num_cores,
-        environment=around.environment,
-        on_progress=around.console.line,
+        environment=context.environment,
+        on_progress=context.console.line,
     ) as ranks:
         yield ranks
 
 
-def _after(course: _Course, end: AttemptEnd, number: int, around: Surroundings) -> Decision:
+def _after(past: _History, end: AttemptEnd, number: int, context: RunContext) -> Decision:
     """The next step after this end; records the attempt."""
     if end.fault is None:
         return Decision(None, "")
-    plan, saved = around.plan, newest_facts(around.run_dir)
+    plan, saved = context.plan, newest_facts(context.run_dir)
     saved_step = 0 if saved is None else saved.step
-    course.tried.append(
+    past.tried.append(
         Tried(
             candidate=number,
             fault=end.fault,
@@ -217,54 +217,54 @@ def _after(course: _Course, end: AttemptEnd, number: int, around: Surroundings) 
             had_no_chance=not end.has_trained and not end.is_transient,
         )
     )
-    if around.stop.is_urgent:
+    if context.stop.is_urgent:
         return Decision(None, f"what was learned after step {saved_step} is lost")
-    if end.is_machine_lost and around.cluster is not None and around.cluster.is_slurm:
-        return _after_lost_machine(course, end, around)
+    if end.is_machine_lost and context.cluster is not None and context.cluster.is_slurm:
+        return _after_lost_machine(past, end, context)
     if plan.is_trial and not end.fault.is_memory:
         return Decision(None, "a trial is not repeated")
 
     def obstacle(candidate: Candidate) -> str | None:
         if end.fault is Fault.HOST_OUT_OF_MEMORY and not _needs_less_of_host(plan, candidate, end.report.plan):
             return "needs no less of the host's memory"
-        return obstacle_to_resume(saved, candidate) or _obstacle_to_build(around, candidate)
+        return obstacle_to_resume(saved, candidate) or _obstacle_to_build(context, candidate)
 
-    return decide(course.tried, (plan.chosen, *plan.fallbacks), obstacle)
+    return decide(past.tried, (plan.chosen, *plan.fallbacks), obstacle)
 
 
-def _obstacle_to_build(around: Surroundings, candidate: Candidate) -> str | None:
+def _obstacle_to_build(context: RunContext, candidate: Candidate) -> str | None:
     """Builds the operators of a fallback; if that fails, the end of a sentence that begins with its name."""
-    if around.plan.num_machines > 1:
+    if context.plan.num_machines > 1:
         return None  # each machine builds its own when it starts the attempt
     try:
-        _build_operators(around, candidate)
+        _build_operators(context, candidate)
     except EnvironmentFaultError as error:
-        around.console.line(f"fallback {candidate.strategy.name} is left out: {error}")
+        context.console.line(f"fallback {candidate.strategy.name} is left out: {error}")
         return "needs an operator that cannot be built here"
     return None
 
 
-def _build_operators(around: Surroundings, candidate: Candidate) -> None:
+def _build_operators(context: RunContext, candidate: Candidate) -> None:
     build_operators(
         needed_operators(candidate),
-        extensions_dir=around.extensions_dir,
-        on_progress=around.console.line,
-        device_kind=around.plan.device_kind,
-        should_stop=lambda: around.stop.kind is not None,
+        extensions_dir=context.extensions_dir,
+        on_progress=context.console.line,
+        device_kind=context.plan.device_kind,
+        should_stop=lambda: context.stop.kind is not None,
     )
 
 
-def _after_lost_machine(course: _Course, end: AttemptEnd, around: Surroundings) -> Decision:
+def _after_lost_machine(past: _History, end: AttemptEnd, context: RunContext) -> Decision:
     """A job that lost a node gets no replacement: Slurm has to start it again on other nodes."""
-    if around.stop.kind is None and num_at_step(course.history, end.report.step) + 1 >= MAX_SAME_STEP:
+    if context.stop.kind is None and num_at_step(past.history, end.report.step) + 1 >= MAX_SAME_STEP:
         return Decision(None, f"it was the {MAX_SAME_STEP}rd time at step {end.report.step}: not given back to Slurm")
-    if around.stop.kind is None:
-        around.stop.kind = StopKind.REQUEUE
-    return Decision(0, "the job goes back to Slurm, which starts it again")
+    if context.stop.kind is None:
+        context.stop.kind = StopKind.REQUEUE
+    return Decision(0, "the job is returned to Slurm, which starts it again")
 
 
 def _needs_less_of_host(plan: Plan, candidate: Candidate, now: Candidate) -> bool:
-    """A CPU's device is the host; beside a GPU it holds what is offloaded."""
+    """True if a candidate offloads less; on a CPU, the device is the host."""
     if plan.device_kind is DeviceKind.CPU:
         return True
     then, host = now.memory, candidate.memory
@@ -284,7 +284,7 @@ def _place_of_last(run_dir: Path, candidates: tuple[Candidate, ...], console: Co
     except (InputError, ValueError):
         return 0  # the plan is another one now, or nothing ran yet
     if place:
-        console.line(f"going on with fallback {place} of the plan, where the attempt before had come to")
+        console.line(f"continuing with fallback {place} of the plan, as in the attempt before")
     return place
 
 
@@ -312,7 +312,7 @@ def _run_report(end: AttemptEnd, decision: Decision, stop: StopRequest, run_dir:
 
 
 def stop_code(stop: StopRequest, run_dir: Path | None = None) -> ExitCode:
-    """The exit code of a run that was stopped by request; nothing goes on with one that a person cancelled."""
+    """The exit code of a run that was stopped by request; nothing continues one that a person cancelled."""
     is_for_good = stop.kind is not StopKind.REQUEUE or (run_dir is not None and is_cancelled(run_dir))
     return ExitCode.INTERRUPTED if is_for_good else ExitCode.REQUEUE
 

@@ -1,4 +1,4 @@
-"""The ladder: an ablation whose steps each switch on one more technique and train for a few steps.
+"""The ablation of `shardwise ladder`: each step switches on one more technique and trains for a few optimizer steps.
 
 A step is written as in a job file: `bf16-mixed` is `pin.precision=bf16-mixed`, `lora` is `train.method=lora`, `compile`
 is `pin.compile=true`. A value that several settings have (`eager`, `none`) is written with its setting, `loss=eager`,
@@ -42,7 +42,7 @@ from shardwise.trainer.spec.units import format_bytes, format_seconds
 from shardwise.trainer.spec.value import Value
 
 METHOD = "train.method"
-GROUND = {
+BASELINE = {
     "pin.precision": "fp32",
     "pin.checkpointing": "none",
     "pin.attention": "eager",
@@ -51,7 +51,7 @@ GROUND = {
     "pin.offload": "none",
     METHOD: "full",
 }
-# In this order a value that two settings have is the first one's: `full` is of checkpointing, where the ladder starts
+# A value that two settings have belongs to the first in this order: `full` is of checkpointing, as the ablation starts
 # from the method of that name anyway.
 _VALUES: tuple[tuple[str, type[StrEnum]], ...] = (
     ("pin.precision", Precision),
@@ -65,11 +65,11 @@ _VALUES: tuple[tuple[str, type[StrEnum]], ...] = (
 )
 _SWITCHES = ("compile", "activation_offload", "optimizer_in_backward")
 _AMBIGUOUS = ("eager", "none")
-_SECTIONS = ("pin.", METHOD, "train.lora.", "train.galore.")  # what leaves batch, data and seed as they are
+_SECTIONS = ("pin.", METHOD, "train.lora.", "train.galore.")  # settings that do not change batch, data or seed
 PHASES = ("forward", "backward", "optimizer")
-_HEADER = ("rung", "peak", "predicted", "error", "change", "step", "predicted", "change")
+_HEADER = ("technique", "peak", "predicted", "error", "change", "step", "predicted", "change")
 _RIGHT = tuple(range(1, len(_HEADER)))
-_AMPLE_BYTES = 2**50  # of a machine that nothing is too large for
+_AMPLE_BYTES = 2**50  # of a machine on which every plan fits
 _AMPLE_HOURS = 1e6
 
 
@@ -78,11 +78,11 @@ class Outcome(StrEnum):
 
     RAN = "ran"
     OUT_OF_MEMORY = "out of memory"
-    SKIPPED = "skipped"  # there is no such thing here
+    SKIPPED = "skipped"  # not available on this device
     FAILED = "failed"
 
 
-class Climb(NamedTuple):
+class Ablation(NamedTuple):
     """Values that all steps share."""
 
     job_path: Path
@@ -95,117 +95,117 @@ class Climb(NamedTuple):
     environment: Mapping[str, str]
 
 
-class Rung(Value, frozen=True, kw_only=True):
-    """One more technique: its name, and what it sets."""
+class AblationStep(Value, frozen=True, kw_only=True):
+    """One more technique: its name and its settings."""
 
     name: str
     settings: dict[str, str]  # by their paths in the job file
 
 
-class RungResult(Value, frozen=True, kw_only=True):
-    """One rung after its steps; `report` is None if it neither ran nor ran out of memory."""
+class StepResult(Value, frozen=True, kw_only=True):
+    """The result of one step; `report` is None if it neither ran nor ran out of memory."""
 
-    rung: Rung
+    step: AblationStep
     outcome: Outcome
     candidate: Candidate | None = None
     report: Report | None = None
     reason: str | None = None
 
     @property
-    def is_climbed(self) -> bool:
+    def is_included(self) -> bool:
         """True if the later steps include it."""
         return self.outcome in (Outcome.RAN, Outcome.OUT_OF_MEMORY)
 
 
-def climb(around: Climb, rungs: Sequence[Rung]) -> tuple[RungResult, ...]:
-    """Runs the rungs from the lowest up; ends early after a stop request."""
-    results: list[RungResult] = []
-    settings = common_settings(around)
-    with scratch_folder(around.inputs.cache / "ladder") as scratch:
-        for number, rung in enumerate(rungs, start=1):
-            around.console.line(f"rung {number} of {len(rungs)}: {rung.name} ...")
+def run_ablation(ablation: Ablation, steps: Sequence[AblationStep]) -> tuple[StepResult, ...]:
+    """Runs the steps in order; ends early after a stop request."""
+    results: list[StepResult] = []
+    settings = common_settings(ablation)
+    with scratch_folder(ablation.inputs.cache / "ladder") as scratch:
+        for number, step in enumerate(steps, start=1):
+            ablation.console.line(f"step {number} of {len(steps)}: {step.name} ...")
             run_dir = scratch / str(number)
-            result = _run_rung(around, rung, settings | rung.settings, run_dir)
-            if around.stop.kind is not None:
+            result = _run_step(ablation, step, settings | step.settings, run_dir)
+            if ablation.stop.kind is not None:
                 shutil.rmtree(run_dir, ignore_errors=True)
                 break
-            around.console.line(f"rung {number} of {len(rungs)}: {rung.name}: {_words(result)}")
+            ablation.console.line(f"step {number} of {len(steps)}: {step.name}: {_outcome_text(result)}")
             results.append(result)
-            if result.is_climbed:
-                settings |= rung.settings
+            if result.is_included:
+                settings |= step.settings
             if result.outcome is not Outcome.FAILED:
                 shutil.rmtree(run_dir, ignore_errors=True)
     return tuple(results)
 
 
-def common_settings(around: Climb) -> dict[str, str]:
+def common_settings(ablation: Ablation) -> dict[str, str]:
     """Overrides of every step: no checkpoints, and the micro batch and sharding of the job's own plan."""
-    job, settings = around.inputs.resolved.job, dict(GROUND)
+    job, settings = ablation.inputs.resolved.job, dict(BASELINE)
     if job.pin.offload is not None:
         del settings["pin.offload"]
     try:
-        chosen = plan_inputs(around.inputs, around.data, environment=around.environment).chosen
+        chosen = plan_inputs(ablation.inputs, ablation.data, environment=ablation.environment).chosen
     except NothingFitsError:
         return settings | {"pin.micro_batch": str(job.pin.micro_batch or 1)}
     settings["pin.micro_batch"] = str(chosen.micro_batch)
-    if around.inputs.hardware.num_devices > 1:
+    if ablation.inputs.hardware.num_devices > 1:
         settings["pin.sharding"] = str(chosen.strategy.sharding)
     return settings
 
 
-def rung_plan(around: Climb, settings: dict[str, str]) -> Plan:
+def step_plan(ablation: Ablation, settings: dict[str, str]) -> Plan:
     """The plan with these settings, whether it fits or not; InputError and NothingFitsError where there is none."""
-    resolved = replace(around.inputs.resolved, job=_job_of(around, settings))
-    return plan_regardless(around.inputs._replace(resolved=resolved), around.data, environment=around.environment)
+    resolved = replace(ablation.inputs.resolved, job=_job_of(ablation, settings))
+    return plan_regardless(ablation.inputs._replace(resolved=resolved), ablation.data, environment=ablation.environment)
 
 
-def _job_of(around: Climb, settings: dict[str, str]) -> Job:
+def _job_of(ablation: Ablation, settings: dict[str, str]) -> Job:
     """The job with these settings, read as from the command line; neither time nor money limits a few steps.
 
-    Adapters on weights that are drawn are no training, and refused as such; what they hold is measured all the same.
+    A job with adapters on initialized weights is refused; their memory and speed are measured nevertheless.
     """
     method = settings[METHOD]
     is_on_initial_weights = (
-        method in (Method.LORA, Method.QLORA) and around.inputs.resolved.job.model.config is not None
+        method in (Method.LORA, Method.QLORA) and ablation.inputs.resolved.job.model.config is not None
     )
     read = settings | {METHOD: Method.FULL.value} if is_on_initial_weights else settings
     job = read_job_layers(
-        around.job_path,
-        [*around.overrides, *(f"{path}={value}" for path, value in read.items())],
-        config_home=folders.config_home(around.environment),
-        site_config=folders.site_config(around.environment),
+        ablation.job_path,
+        [*ablation.overrides, *(f"{path}={value}" for path, value in read.items())],
+        config_home=folders.config_home(ablation.environment),
+        site_config=folders.site_config(ablation.environment),
     ).job
     train = replace(job.train, method=Method(method)) if is_on_initial_weights else job.train
     return replace(job, train=train, limits=without_limits(job.limits))
 
 
-def _run_rung(around: Climb, rung: Rung, settings: dict[str, str], run_dir: Path) -> RungResult:
+def _run_step(ablation: Ablation, step: AblationStep, settings: dict[str, str], run_dir: Path) -> StepResult:
     try:
-        plan = rung_plan(around, settings)
+        plan = step_plan(ablation, settings)
     except (InputError, NothingFitsError) as error:
         reason = " ".join(str(error).replace(f"{COMMAND_LINE}: ", "").split())
-        return RungResult(rung=rung, outcome=Outcome.SKIPPED, reason=reason)
+        return StepResult(step=step, outcome=Outcome.SKIPPED, reason=reason)
     run_dir.mkdir()
     run = run_short(
-        short_plan(plan, plan.chosen, num_steps=around.num_steps),
+        short_plan(plan, plan.chosen, num_steps=ablation.num_steps),
         run_dir,
-        cache=around.inputs.cache,
-        console=around.console,
-        stop=around.stop,
-        environment=around.environment,
+        cache=ablation.inputs.cache,
+        console=ablation.console,
+        stop=ablation.stop,
+        environment=ablation.environment,
     )
-    return _result_of(rung, plan.chosen, run, run_dir)
+    return _result_of(step, plan.chosen, run, run_dir)
 
 
-def _result_of(rung: Rung, candidate: Candidate, run: ShortRun, run_dir: Path) -> RungResult:
+def _result_of(step: AblationStep, candidate: Candidate, run: ShortRun, run_dir: Path) -> StepResult:
     if run.report is None:
         reason = f"{run.problem} (logs: {run_dir})"
-        return RungResult(rung=rung, outcome=Outcome.FAILED, candidate=candidate, reason=reason)
+        return StepResult(step=step, outcome=Outcome.FAILED, candidate=candidate, reason=reason)
     outcome = Outcome.OUT_OF_MEMORY if run.ran_out_of_memory else Outcome.RAN
-    return RungResult(rung=rung, outcome=outcome, candidate=candidate, report=run.report)
+    return StepResult(step=step, outcome=outcome, candidate=candidate, report=run.report)
 
 
-def _words(result: RungResult) -> str:
+def _outcome_text(result: StepResult) -> str:
     """The outcome in one line."""
     if result.report is None or result.candidate is None:
         return f"{result.outcome}: {result.reason}"
@@ -217,21 +217,21 @@ def _words(result: RungResult) -> str:
         )
     measured = result.report.measured
     peak, step = measured.memory.peak_allocated_bytes, measured.speed.step_s
-    words = f"peak {format_bytes(peak or 0)}, predicted {format_bytes(memory.peak_allocated_bytes)}"
-    return words if step is None else f"{words}; {format_seconds(step)} a step"
+    text = f"peak {format_bytes(peak or 0)}, predicted {format_bytes(memory.peak_allocated_bytes)}"
+    return text if step is None else f"{text}; {format_seconds(step)} a step"
 
 
-def parse_rungs(text: str) -> tuple[Rung, ...]:
-    """The rungs of `a,b,c`; InputError for a word that is no setting's value."""
+def parse_steps(text: str) -> tuple[AblationStep, ...]:
+    """The steps that `--rungs a,b,c` names; InputError for a name that is not the value of a setting."""
     names = [name.strip() for name in text.split(",")]
-    return tuple(Rung(name=name, settings=dict(map(_setting_of, name.split("+")))) for name in names)
+    return tuple(AblationStep(name=name, settings=dict(map(_setting_of, name.split("+")))) for name in names)
 
 
-def default_rungs(hardware: Hardware) -> tuple[Rung, ...]:
-    """The order of the tutorials; 16 bit is what the cards compute in."""
+def default_steps(hardware: Hardware) -> tuple[AblationStep, ...]:
+    """The default order, in the 16-bit precision that the cards support."""
     capabilities = [gpu.compute_capability for gpu in hardware.gpus if gpu.compute_capability is not None]
     half = Precision.FP16_MIXED if capabilities and min(capabilities) < (8, 0) else Precision.BF16_MIXED
-    return parse_rungs(f"fp32,{half},full,sdpa,flash,chunked,adamw_8bit,lora,qlora")
+    return parse_steps(f"fp32,{half},full,sdpa,flash,chunked,adamw_8bit,lora,qlora")
 
 
 def _setting_of(word: str) -> tuple[str, str]:
@@ -247,7 +247,7 @@ def _setting_of(word: str) -> tuple[str, str]:
         if name in [*kind]:
             return key, name
     meant = close_matches(name, [*(value for _, kind in _VALUES for value in kind), *_SWITCHES])
-    hint = f"did you mean {meant[0]}?" if meant else "a rung is a value of a pin, such as bf16-mixed, full, chunked"
+    hint = f"did you mean {meant[0]}?" if meant else "a step is a value of a pin, such as bf16-mixed, full, chunked"
     raise InputError(f"--rungs: {name!r} is not a technique; {hint}")
 
 
@@ -256,22 +256,22 @@ def _named(name: str) -> str:
     pins = [key for key, _ in _VALUES]
     path = name if "." in name else next((key for key in pins if key.endswith(f".{name}")), f"pin.{name}")
     if not path.startswith(_SECTIONS):
-        raise InputError(f"--rungs: {name} cannot be a rung: batch, data and seed are the same on all of them")
+        raise InputError(f"--rungs: {name} cannot be a step: batch, data and seed are the same in all of them")
     return path
 
 
-def ladder_rows(results: Sequence[RungResult]) -> list[dict[str, Any]]:
-    """One mapping a rung, with plain figures: bytes, seconds, shares; None if there is no figure."""
+def ladder_rows(results: Sequence[StepResult]) -> list[dict[str, Any]]:
+    """One mapping for each step, with plain figures: bytes, seconds, shares; None if there is no figure."""
     rows: list[dict[str, Any]] = []
-    below: dict[str, Any] = {}
+    previous: dict[str, Any] = {}
     for result in results:
-        row = _row(result, below)
+        row = _row(result, previous)
         rows.append(row)
-        below = row if result.outcome is Outcome.RAN else below
+        previous = row if result.outcome is Outcome.RAN else previous
     return rows
 
 
-def _row(result: RungResult, below: dict[str, Any]) -> dict[str, Any]:
+def _row(result: StepResult, previous: dict[str, Any]) -> dict[str, Any]:
     measured = Figures() if result.report is None else result.report.measured
     is_whole = result.outcome is Outcome.RAN
     peak = measured.memory.peak_allocated_bytes if is_whole else None
@@ -281,15 +281,15 @@ def _row(result: RungResult, below: dict[str, Any]) -> dict[str, Any]:
     predicted = None if memory is None else memory.peak_allocated_bytes
     predicted_s = None if speed is None else speed.step_s
     return {
-        "rung": result.rung.name,
+        "rung": result.step.name,
         "outcome": str(result.outcome),
         "peak_bytes": peak,
         "predicted_peak_bytes": predicted,
         "peak_error": _change(predicted, peak),
-        "peak_change": _change(peak, below.get("peak_bytes")),
+        "peak_change": _change(peak, previous.get("peak_bytes")),
         "step_s": step_s,
         "predicted_step_s": predicted_s,
-        "step_change": _change(step_s, below.get("step_s")),
+        "step_change": _change(step_s, previous.get("step_s")),
         **{f"{phase}_peak_bytes": measured.memory.peaks.get(phase) for phase in PHASES},
         "steady_bytes": measured.memory.steady_allocated_bytes,
         "need_bytes": None if memory is None else memory.need_bytes,
@@ -297,13 +297,13 @@ def _row(result: RungResult, below: dict[str, Any]) -> dict[str, Any]:
         "exit_code": None if result.report is None else result.report.exit_code,
         "strategy": None if result.candidate is None else result.candidate.strategy.name,
         "micro_batch": None if result.candidate is None else result.candidate.micro_batch,
-        "settings": " ".join(f"{path}={value}" for path, value in result.rung.settings.items()),
+        "settings": " ".join(f"{path}={value}" for path, value in result.step.settings.items()),
         "reason": result.reason,
     }
 
 
 def ladder_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as CSV with a header; what is not known is empty."""
+    """The rows as CSV with a header; unknown figures are empty."""
     stream = io.StringIO()
     writer = csv.DictWriter(stream, fieldnames=list(rows[0]) if rows else ["rung"], lineterminator="\n")
     writer.writeheader()
@@ -311,8 +311,8 @@ def ladder_csv(rows: Sequence[dict[str, Any]]) -> str:
     return stream.getvalue()
 
 
-def ladder_page(title: str, results: Sequence[RungResult], *, common: str) -> Page:
-    """The ladder for a terminal and for HTML; `common` states what every rung shares."""
+def ladder_page(title: str, results: Sequence[StepResult], *, common: str) -> Page:
+    """The table and charts for a terminal and for HTML; `common` states what is the same in every step."""
     rows = ladder_rows(results)
     seen = [row for row in rows if row["peak_bytes"] is not None or row["outcome"] == Outcome.OUT_OF_MEMORY]
     blocks = (
@@ -352,10 +352,10 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 def _phase_table(rows: Sequence[dict[str, Any]]) -> Table:
     columns = (*(f"{phase}_peak_bytes" for phase in PHASES), "steady_bytes")
     cells = [(row["rung"], *(_bytes(row[column]) for column in columns)) for row in rows]
-    return Table(rows=(("rung", *PHASES, "between steps"), *cells), right=(1, 2, 3, 4))
+    return Table(rows=(("technique", *PHASES, "between steps"), *cells), right=(1, 2, 3, 4))
 
 
-def _remarks(results: Sequence[RungResult], rows: Sequence[dict[str, Any]]) -> Iterator[Sentence]:
+def _remarks(results: Sequence[StepResult], rows: Sequence[dict[str, Any]]) -> Iterator[Sentence]:
     """Remarks that do not fit the table."""
     for result, row in zip(results, rows, strict=True):
         if result.outcome is Outcome.OUT_OF_MEMORY:
@@ -393,7 +393,7 @@ def plan_regardless(inputs: PlanInputs, data: DataProfile, *, environment: Mappi
 
 
 def held_to(plan: Plan, hardware: Hardware) -> Plan:
-    """A plan that was made without a limit, on the machine that has one."""
+    """A plan that was made without a memory limit, with the limit of `hardware`."""
     usable = device_of(hardware).usable_bytes
     chosen = replace(plan.chosen, memory=replace(plan.chosen.memory, usable_bytes=usable))
     if plan.device_kind is DeviceKind.CPU:

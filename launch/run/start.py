@@ -1,7 +1,7 @@
 """Preparation of `shardwise train`, before a run directory exists: input, data, and the plan to start or to resume.
 
-Cheap checks come first, and every fault of the input is reported here. A resumed run keeps its plan, or takes a new one
-that its last checkpoint fits.
+Cheap checks come first, and every fault of the input is reported here. A resumed run retains its plan, or uses a new
+one that can load its last checkpoint.
 """
 
 from collections.abc import Mapping
@@ -11,14 +11,13 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from shardwise.launch.attempt.retries import newest_facts, obstacle_to_resume
 from shardwise.launch.inputs.model_files import refuse_frozen_rows, retained_plan_with_new_rows, with_new_rows
 from shardwise.launch.inputs.prepare_data import prepare_data, refuse_other_stream
 from shardwise.launch.job import folders
 from shardwise.launch.job.layers import ResolvedJob
-from shardwise.launch.nodes.hardware import describe_difference
-from shardwise.launch.nodes.machines import Machines
+from shardwise.launch.nodes.machines import Machines, describe_difference
 from shardwise.launch.options import TrainOptions
-from shardwise.launch.plan.checkpoints import newest_facts, obstacle_to_resume
 from shardwise.launch.plan.dry_run import after_dry_run
 from shardwise.launch.plan.fp8 import fp8_gain_for
 from shardwise.launch.plan.gather import (
@@ -36,7 +35,7 @@ from shardwise.launch.run.trials import plan_after_trials
 from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.start import check_trackers
-from shardwise.slurm.allocation import is_login_node, submit_line
+from shardwise.slurm.jobs import is_login_node, submit_line
 from shardwise.trainer.planning.explain.plan_page import explain_plan
 from shardwise.trainer.planning.planner import take_candidate
 from shardwise.trainer.spec import codec
@@ -51,7 +50,7 @@ class Prepared(NamedTuple):
     """A plan whose data is on this machine."""
 
     plan: Plan
-    resolved: ResolvedJob | None  # None if a kept plan was given
+    resolved: ResolvedJob | None  # None if a plan.json was given
     cache: Path
 
     @property
@@ -62,19 +61,19 @@ class Prepared(NamedTuple):
 
 
 def check_trial(options: TrainOptions) -> None:
-    """InputError where --trial meets what leaves nothing to choose."""
+    """InputError for --trial together with an option that excludes a choice of the plan."""
     if options.trial is None:
         return
     if options.dry_run:
-        raise InputError("--trial runs candidates, --dry-run runs nothing; leave out one of them")
+        raise InputError("--trial runs candidates, --dry-run runs nothing; remove one of them")
     if options.resume:
-        raise InputError("--trial chooses a plan, --resume goes on with one; leave out one of them")
+        raise InputError("--trial chooses a plan, --resume continues one; remove one of them")
     if options.job.suffix == ".json":
         raise InputError(f"--trial chooses a plan and {options.job} is one; give the job file")
 
 
 def prepare(options: TrainOptions, console: Console, environment: Mapping[str, str], machines: Machines) -> Prepared:
-    """The plan of a job file, or one that was kept, with its data prepared; InputError for whatever is wrong."""
+    """The plan of a job file, or a given plan.json, with its data prepared; InputError for every fault of the input."""
     require_libraries_of_training()
     if options.job.suffix == ".json":
         return _prepare_retained_plan(options, console, environment, machines)
@@ -91,7 +90,7 @@ def prepare(options: TrainOptions, console: Console, environment: Mapping[str, s
     if options.resume:
         inputs = inputs._replace(hardware=_as_submitted(inputs.hardware, options.run_dir, console))
     _refuse_untrainable(inputs.shape, inputs.model.config_origin)
-    # Whatever cannot fit is refused before any work.
+    # A job that cannot fit is refused before any work.
     early = plan_inputs(inputs, profile_data(inputs), environment=environment)
     _refuse_login_node(options, inputs.hardware)
     check_trackers(inputs.resolved.job, environment)
@@ -126,7 +125,7 @@ def _check_several(options: TrainOptions, machines: Machines) -> None:
     if options.gpus is not None:
         raise InputError("--gpus names cards of one machine; on several, set CUDA_VISIBLE_DEVICES on each")
     if options.trial is not None:
-        raise InputError(f"--trial runs on one machine, this run has {machines.num_nodes}; leave it out")
+        raise InputError(f"--trial runs on one machine, this run has {machines.num_nodes}; remove it")
 
 
 def _as_submitted(found: Hardware, run_dir: Path | None, console: Console) -> Hardware:
@@ -167,14 +166,14 @@ def _prepare_retained_plan(
 
 
 def _hardware_of_run(plan: Plan, here: Hardware) -> Hardware:
-    """The machine with the cards that a kept plan names; those found here if it names none."""
+    """The machine with the cards that a given plan names; those found here if it names none."""
     if plan.hardware.source != "probe" or plan.hardware.num_nodes > 1:
         return here
     return msgspec.structs.replace(plan.hardware, gpus=plan.hardware.gpus[: plan.chosen.num_ranks])
 
 
 def _with_data(plan: Plan, console: Console, cache: Path) -> Plan:
-    """A plan that was kept, with its data on this machine; its schedule and its candidates stay as they were."""
+    """A given plan with its data on this machine; its schedule and its candidates are unchanged."""
     request = make_request(
         plan.job,
         shape=plan.model_shape,
@@ -196,7 +195,7 @@ def _refuse_login_node(options: TrainOptions, hardware: Hardware) -> None:
     raise EnvironmentFaultError(
         "this is a Slurm login node: training belongs on a compute node. Submit it with:\n"
         f"  {submit_line(str(options.job), options.overrides)}\n"
-        "to train here all the same, add --here"
+        "to train here nevertheless, add --here"
     )
 
 
@@ -242,8 +241,8 @@ def finished_report(run_dir: Path, plan: Plan, earlier: Plan) -> Report | None:
 def plan_to_resume(plan: Plan, earlier: Plan, run_dir: Path, console: Console, *, may_choose: bool) -> Plan:
     """The earlier plan while job and hardware are unchanged; otherwise the new one, and what changed.
 
-    Where the run's last checkpoint cannot be gone on from under what the new plan has chosen, the best of its
-    candidates under which it can; InputError where there is none, or none may be chosen.
+    If the chosen candidate of the new plan cannot load the run's last checkpoint, the best one that can is chosen;
+    InputError if there is none, or none may be chosen.
     """
     changes = describe_changes(plan, earlier)
     if not changes:
@@ -263,7 +262,7 @@ def plan_to_resume(plan: Plan, earlier: Plan, run_dir: Path, console: Console, *
     name = plan.chosen.strategy.name
     if may_choose and None in obstacles:
         number = obstacles.index(None) + 1
-        console.line(f"{name} {obstacles[0]}; going on under candidate {number}")
+        console.line(f"{name} {obstacles[0]}; continuing with candidate {number}")
         return take_candidate(plan, number)
     of_all = "" if not may_choose else f", nor can another of the {len(plan.candidates)} candidates"
     raise InputError(

@@ -1,6 +1,6 @@
 """Submission to Slurm, up to sbatch: plans for the partition, its node counts, and checks of what a job will need.
 
-The checks come before a job waits in a queue for hours: its files are here, and there is room for its output.
+Before a job waits in a queue for hours, it is checked that its files exist and that there is room for its output.
 """
 
 import os
@@ -16,7 +16,6 @@ from shardwise.launch.inputs.hub import hub_cache
 from shardwise.launch.inputs.trusted_code import kernel_of
 from shardwise.launch.job import folders
 from shardwise.launch.job.layers import ResolvedJob, read_job_layers
-from shardwise.launch.plan.checkpoints import needed_disk_bytes
 from shardwise.launch.plan.gather import (
     PlanInputs,
     plan_inputs,
@@ -27,14 +26,13 @@ from shardwise.launch.plan.gather import (
 )
 from shardwise.launch.plan.partition import charge_of, read_partition_hardware, sbatch_option
 from shardwise.launch.probe import disks
-from shardwise.launch.run.fetch_needs import missing_for
+from shardwise.launch.run.disk_needs import missing_for, needed_disk_bytes
 from shardwise.launch.rundir.paths import output_base
 from shardwise.launch.track.start import check_trackers
+from shardwise.slurm.access import share_of_job
 from shardwise.slurm.cluster import describe_num_jobs, format_duration, num_jobs, parse_duration
-from shardwise.slurm.job_limits import share_of_job
-from shardwise.slurm.job_script import Container, container_of
 from shardwise.slurm.partition_hardware import PartitionHardware
-from shardwise.slurm.sbatch import BatchJob, warning_s
+from shardwise.slurm.sbatch import BatchJob, Container, container_of, warning_s
 from shardwise.slurm.submit import knows_pyxis
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain import comparison
@@ -99,7 +97,7 @@ def read_target(
     environment: Mapping[str, str],
     needs_slurm: bool,
 ) -> Target:
-    """The plans of every point; whatever is wrong with the job or does not fit the nodes shows here."""
+    """The plans of every point; every fault of the job, and a plan that does not fit the nodes, is reported here."""
     first = read_job_layers(
         job,
         [*overrides, *points[0]],
@@ -161,14 +159,14 @@ def batch_job(target: Target, run_dir: Path, *, num_points: int | None, environm
 
 
 def time_limit_s(target: Target) -> int:
-    """Of one job: as asked, else what is predicted with a margin, at most what the partition allows."""
+    """Time limit of one job: as requested, else the prediction with a margin, at most the partition's limit."""
     most = None if target.found is None else target.found.time_limit_s
     requested = parse_duration(target.slurm.time)
     if requested is not None:
         if most is not None and requested > most:
             raise InputError(
                 f"slurm.time is {target.slurm.time}; a job may take {format_duration(most)} at most there.\n"
-                "Leave it out: a run that is not done by then goes on in a further job"
+                "Remove it: an unfinished run continues in a further job"
             )
         return requested
     wanted = target.hours * 3600 * TIME_MARGIN + SETUP_S
@@ -224,7 +222,7 @@ def _read_point(
 
 
 def _constraint(slurm: SlurmJob, found: PartitionHardware | None) -> str | None:
-    """As asked, else the feature that keeps to the nodes that were planned for."""
+    """The requested constraint, else the feature that selects the nodes of the plan."""
     if slurm.constraint is not None or sbatch_option(slurm.extra, "--constraint", "-C") is not None:
         return slurm.constraint
     return None if found is None else found.constraint
@@ -267,14 +265,14 @@ def node_counts_section(inputs: PlanInputs, plan: Plan) -> Section | None:
     (own,) = (count for count in counts if count.num_nodes == requested)
     hours = own.totals.hours if own.totals is not None else 0.0
     wanted = parse_duration(plan.job.slurm.time)
-    limit, words = found.time_limit_s, []
+    limit, sentences = found.time_limit_s, []
     if wanted is not None and limit is not None and wanted > limit:
-        words = [f"slurm.time {plan.job.slurm.time} is more than {place} allows, {format_duration(limit)}"]
+        sentences = [f"slurm.time {plan.job.slurm.time} is more than {place} allows, {format_duration(limit)}"]
     elif wanted is not None:
         limit = wanted
     nodes = f"{requested} node{'s' if requested > 1 else ''}"
-    words.append(f"on {nodes}: {describe_num_jobs(hours, limit, place=place)}")
-    return comparison.node_counts_section(counts, place=place, allowed=found.num_allowed_nodes, sentences=words)
+    sentences.append(f"on {nodes}: {describe_num_jobs(hours, limit, place=place)}")
+    return comparison.node_counts_section(counts, place=place, allowed=found.num_allowed_nodes, sentences=sentences)
 
 
 def _plan_for(num_nodes: int, inputs: PlanInputs, plan: Plan) -> NodeCount:

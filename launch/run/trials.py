@@ -1,9 +1,9 @@
 """`--trial N`: the best N candidates run a few real steps each, and the fastest is chosen.
 
 A short run is an attempt like any other, in a scratch folder of the cache: its cost is the cost of the run. It does not
-evaluate, save or export. The ladder and `shardwise profile` use it too. Measurements of trials rank before predictions
+evaluate, save or export. `shardwise ladder` and `profile` use it too. Measurements of trials rank before predictions
 (`trainer.planning.search.choice`) and join the calibration of the device. A candidate that cannot run is reported in
-one line and the others continue; a candidate that runs out of memory leaves the plan.
+one line and the others continue; a candidate that runs out of memory is removed from the plan.
 """
 
 import io
@@ -28,7 +28,7 @@ from shardwise.launch.plan.gather import PlanInputs, plan_inputs, with_weights
 from shardwise.launch.probe.torch_fit import check_torch
 from shardwise.launch.run.attempts import run_attempts, stop_code
 from shardwise.launch.terminal import Console
-from shardwise.slurm.allocation import is_login_node
+from shardwise.slurm.jobs import is_login_node
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
 from shardwise.trainer.spec.hardware import Hardware
@@ -63,7 +63,7 @@ class Trial(NamedTuple):
 
 
 class TrialsStoppedError(ShardwiseError):
-    """A stop request arrived: no process is left, and nothing was decided."""
+    """A stop request arrived: every process has ended, and no candidate was chosen."""
 
     def __init__(self, stop: StopRequest) -> None:
         super().__init__("stopped in a trial: nothing was trained")
@@ -71,7 +71,7 @@ class TrialsStoppedError(ShardwiseError):
 
 
 class ShortRun(NamedTuple):
-    """A report of what ran to its end, or out of memory; else why it could not."""
+    """The report of steps that finished or ran out of memory; else the problem."""
 
     report: Report | None
     problem: str | None = None
@@ -84,7 +84,7 @@ class ShortRun(NamedTuple):
 def check_trials_can_run(hardware: Hardware, *, what: str = "--trial") -> None:
     """InputError for a machine that is not this one, EnvironmentFaultError for a login node."""
     if hardware.source != "probe":
-        raise InputError(f"{what} runs on this machine, --hardware names another ({hardware.source}); leave out one")
+        raise InputError(f"{what} runs on this machine, --hardware names another ({hardware.source}); remove one")
     if is_login_node(hardware):
         raise EnvironmentFaultError(f"this is a Slurm login node: {what} belongs on a compute node")
 
@@ -107,7 +107,7 @@ def tried_plan(inputs: PlanInputs, num: int, *, console: Console, environment: M
 def plan_after_trials(
     inputs: PlanInputs, data: DataProfile, num: int, *, console: Console, environment: Mapping[str, str] = os.environ
 ) -> Plan:
-    """The plan made again with what its best `num` candidates measured; keeps that for the plans to come.
+    """The plan made again with measurements of its best `num` candidates, which later plans use as well.
 
     EnvironmentFaultError where none of them could run, TrialsStoppedError after Ctrl-C.
     """
@@ -135,7 +135,7 @@ def run_trials(
             )
             console.line(f"{head} ...")
             run_dir = scratch / str(number)
-            report, words = _run_trial(
+            report, outcome = _run_trial(
                 short_plan(plan, candidate, num_steps=TRIAL_STEPS),
                 run_dir,
                 cache=cache,
@@ -145,7 +145,7 @@ def run_trials(
             )
             if stop.kind is not None:
                 raise TrialsStoppedError(stop)
-            console.line(f"{head}: {words}")
+            console.line(f"{head}: {outcome}")
             trials.append(Trial(candidate, report))
             if report is not None:
                 shutil.rmtree(run_dir)
@@ -161,15 +161,15 @@ def _run_trial(
     stop: StopRequest,
     environment: Mapping[str, str],
 ) -> tuple[Report | None, str]:
-    """The report of a candidate that ran, or ran out of memory, and how it went in words."""
+    """The report of a candidate that ran, or ran out of memory, and a line on the outcome."""
     run_dir.mkdir()
     run = run_short(plan, run_dir, cache=cache, console=console, stop=stop, environment=environment)
     if run.report is None:
         return None, f"failed: {run.problem} (logs: {run_dir})"
-    return run.report, _words(run.report)
+    return run.report, _outcome_text(run.report)
 
 
-def _words(report: Report) -> str:
+def _outcome_text(report: Report) -> str:
     if report.ending is Ending.OUT_OF_MEMORY:
         return "ran out of memory"
     measured, predicted = report.measured, report.predicted
@@ -189,7 +189,7 @@ def _keep(plan: Plan, trials: tuple[Trial, ...], environment: Mapping[str, str])
 
 
 def short_plan(plan: Plan, candidate: Candidate, *, num_steps: int) -> Plan:
-    """`plan` cut down to a few steps of one candidate, with nothing to score, save or decode."""
+    """`plan` reduced to a few steps of one candidate, without evaluation, checkpoints and tokenizer."""
     schedule = replace(
         plan.schedule,
         num_steps=num_steps,
@@ -208,7 +208,7 @@ def short_plan(plan: Plan, candidate: Candidate, *, num_steps: int) -> Plan:
 def run_short(
     plan: Plan, run_dir: Path, *, cache: Path, console: Console, stop: StopRequest, environment: Mapping[str, str]
 ) -> ShortRun:
-    """Runs it in `run_dir`, which is there and empty; its progress is not shown."""
+    """Runs the plan in `run_dir`, an empty folder; its progress is not shown."""
 
     def should_stop() -> bool:
         return stop.kind is not None
@@ -237,7 +237,7 @@ def run_short(
 
 @contextmanager
 def scratch_folder(root: Path) -> Iterator[Path]:
-    """A folder under `root` that goes when the block ends, unless a run that failed left its logs in it."""
+    """A folder under `root`, removed when the block ends unless it contains logs of a run that failed."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=root))

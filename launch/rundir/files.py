@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from shardwise.launch.rundir.cancel_flag import read_cancel_flag
+from shardwise.launch.rundir.lock import read_cancel_flag
 from shardwise.launch.rundir.paths import committed_checkpoints, next_attempt
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError

@@ -37,7 +37,7 @@ def make_run_dir(base: Path, *, now: datetime) -> Path:
 
 
 def free_run_dir(base: Path, *, now: datetime) -> Path:
-    """The name that `make_run_dir` would take, for `use_run_dir` later."""
+    """The name that `make_run_dir` would use, for `use_run_dir` later."""
     return next((path for path in _names(base, now) if not path.exists()), base)
 
 
@@ -53,7 +53,7 @@ def refuse_used(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise InputError(f"--run-dir {path}: is a file, not a directory")
     if path.is_dir() and any(entry.name not in _NOT_USE for entry in path.iterdir()):
-        raise InputError(f"--run-dir {path}: is used already; add --resume to go on with it, or name another directory")
+        raise InputError(f"--run-dir {path}: is used already; add --resume to continue it, or name another directory")
 
 
 def _names(base: Path, now: datetime) -> Iterator[Path]:

@@ -284,7 +284,7 @@ def labels_of(runs: Sequence[RecordedRun]) -> list[str]:
 def _run_dirs(path: Path) -> list[Path]:
     if (path / "plan.json").is_file() or not path.is_dir():
         return [path]
-    from shardwise.launch.rundir.find import points_of
+    from shardwise.launch.rundir.state import points_of
 
     return points_of(path) or [path]
 

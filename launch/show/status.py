@@ -29,12 +29,12 @@ def render_status(status: RunStatus, *, base: Path) -> str:
     head = f"{shown_path(status.run_dir, base)}: {status.state.value.replace('_', ' ')}"
     of = f" of {status.num_steps}" if status.num_steps is not None else ""
     at = f", step {status.step}{of}" if status.step is not None else ""
-    is_known = status.state is RunState.FINISHED or status.words in {f"job {job.job_id} runs" for job in status.jobs}
-    lines = [f"{head}{at}"] + ([] if is_known else [f"  {status.words}"])
+    is_known = status.state is RunState.FINISHED or status.reason in {f"job {job.job_id} runs" for job in status.jobs}
+    lines = [f"{head}{at}"] + ([] if is_known else [f"  {status.reason}"])
     lines += [f"  {' '.join(status.overrides)}"] if status.overrides else []
     lines += [f"  {status.cancelled}"] if status.cancelled else []
     lines += [f"  {describe_queued(job)}" for job in status.jobs]
-    if status.ended_job is not None and describe_ended(status.ended_job) not in status.words:
+    if status.ended_job is not None and describe_ended(status.ended_job) not in status.reason:
         lines.append(f"  {describe_ended(status.ended_job)}")
     ranks = "1 rank" if status.num_ranks == 1 else f"{status.num_ranks} ranks"
     strategy = "" if status.strategy is None else f"{status.strategy} on {ranks}"
@@ -65,7 +65,7 @@ def _figures(status: RunStatus) -> str:
         parts += [f"{format_count(status.tokens_per_s)} tokens/s"] if status.tokens_per_s else []
         parts += [f"{format_seconds(status.seconds_left)} left"] if status.seconds_left is not None else []
     elif status.state not in (RunState.FINISHED, RunState.WAITING):
-        parts.append(status.words)
+        parts.append(status.reason)
     for job in status.jobs:
         if job.is_running:
             parts.append(f"job {job.job_id}" + (f" on {job.nodes}" if job.nodes else ""))

@@ -8,7 +8,7 @@ from gpu_machines import RTX_4090, lay_out_gpus, machine_with
 from planning_factory import fp8_gain_of
 from workplace_factory import Workplace
 
-from shardwise.launch.plan.fp8 import keep_fp8_gain, key_of
+from shardwise.launch.plan.fp8 import key_of, store_fp8_gain
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Precision
@@ -56,7 +56,7 @@ def test_train_times_it_and_goes_on_without_it_where_that_fails(place: Workplace
 def test_train_times_nothing_that_is_known(place: Workplace) -> None:
     before = codec.decode(place.run("plan", "job.yaml", "--json").stdout.encode(), Plan, origin="plan")
     gain = fp8_gain_of(1.31)
-    assert keep_fp8_gain(Path(place.environment["SHARDWISE_CACHE"]), key_of(before), gain) is None
+    assert store_fp8_gain(Path(place.environment["SHARDWISE_CACHE"]), key_of(before), gain) is None
     assert LINE not in place.run("train", "job.yaml", "--dry-run").stdout
     taken = codec.read(place.only_run() / "plan.json", Plan)
     assert taken.fp8_gain == gain

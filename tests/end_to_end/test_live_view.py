@@ -126,7 +126,7 @@ def test_a_watcher_that_is_interrupted_leaves_the_run_alone(workplace: Workplace
     watcher.send_signal(signal.SIGINT)
     seen += read_all(master).encode()
     assert watcher.wait(timeout=LIMIT_S) == 130
-    assert "the run goes on" in seen.decode().splitlines()[-1]
+    assert "the run continues" in seen.decode().splitlines()[-1]
     output = process.communicate(timeout=LIMIT_S)[0]
     assert process.returncode == 0, output
     assert "\x1b" not in output, "its own output is no terminal"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics, wait_for
 
-from shardwise.launch.rundir.cancel_flag import is_cancelled, write_cancel_flag
+from shardwise.launch.rundir.lock import is_cancelled, write_cancel_flag
 from shardwise.launch.rundir.process_record import ProcessRecord, descendants, read_records, record_of
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan

@@ -21,7 +21,7 @@ import numpy as np
 from engine_plan_factory import engine_plan
 from operator_cache import folder_with_operators
 
-from shardwise.launch.engine.command import launch_command, launch_environment, prepare_attempt
+from shardwise.launch.engine.launcher import launch_command, launch_environment, prepare_attempt
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.memory import estimate_memory

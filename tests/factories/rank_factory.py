@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from engine_plan_factory import TINY_LLAMA, engine_plan
 
-from shardwise.launch.engine.config import deepspeed_config
+from shardwise.launch.engine.launcher import deepspeed_config
 from shardwise.trainer.runtime.data.row_writer import RowShape, RowWriter
 from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.spec import codec

@@ -11,8 +11,7 @@ from pathlib import Path
 from run_factory import metrics_row, write_attempt, write_report
 
 from shardwise.launch.attempt.supervisor import StopRequest
-from shardwise.launch.rundir.cancel_flag import is_cancelled, must_end_at_start
-from shardwise.launch.rundir.lock import locked
+from shardwise.launch.rundir.lock import is_cancelled, locked, must_end_at_start
 from shardwise.launch.rundir.paths import next_attempt
 from shardwise.trainer.spec.report import Ending
 

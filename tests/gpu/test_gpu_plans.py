@@ -21,7 +21,7 @@ from gpu_factory import (
 )
 from planning_factory import context_for, job_of, machine
 
-from shardwise.launch.engine.command import launch_command, launch_environment, prepare_attempt
+from shardwise.launch.engine.launcher import launch_command, launch_environment, prepare_attempt
 from shardwise.trainer.planning.rules.rule import obstacle_to, refuse
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Offload, Sharding

@@ -1,11 +1,24 @@
-"""Accounts and qualities of service, as sacctmgr lists them and as a partition takes them."""
+"""Accounts, qualities of service and limits: which a partition accepts, which a job gets, and its share of a node."""
+
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from slurm_texts import partition_of, slurm_text
 
-from shardwise.slurm.access import access_to, parse_associations, parse_qos_limits
-from shardwise.slurm.cluster import Partition
+from shardwise.slurm.access import (
+    NodeShare,
+    access_to,
+    allowed_nodes,
+    bounds_of,
+    in_order,
+    parse_associations,
+    parse_qos_limits,
+    share_within,
+    time_limit_of,
+)
+from shardwise.slurm.cluster import JobLimits, Partition
+from shardwise.trainer.spec.units import GIB
 
 TEAM = partition_of("fake_nodes", "team")
 OPEN = partition_of("fake_nodes", "cpu")
@@ -49,8 +62,8 @@ def test_an_open_partition_takes_every_account_that_is_not_another_partitions():
 @pytest.mark.parametrize(
     ("partition", "associations", "words"),
     [
-        (TEAM, "guest||low|", "partition team takes accounts theory, vision; you have account guest"),
-        (TEAM, "theory||low|", "partition team takes QOS long; yours are low"),
+        (TEAM, "guest||low|", "partition team accepts accounts theory, vision; you have account guest"),
+        (TEAM, "theory||low|", "partition team accepts QOS long; yours are low"),
         (DEV, "proj1||normal|", "partition dev denies account proj1; you have account proj1"),
         (DEV, "", "you have no account for partition dev"),
         (DEV, "a|other|normal|", "you have no account for partition dev"),
@@ -71,13 +84,13 @@ def test_a_refusal_names_the_reason(partition, associations, words):
         ("theory", ALICE, None, "long", ("theory", "long"), (True, False)),  # the only account is not the default
         ("gpu", BOB, None, None, ("vision", "normal"), (True, False)),
         ("staff", BOB, None, None, ("staff", "normal"), (False, False)),
-        ("long", BOB, "staff", None, None, "takes QOS long; yours are normal"),
+        ("long", BOB, "staff", None, None, "accepts QOS long; yours are normal"),
         ("gpu", ALICE, "staff", None, None, "no account staff; --account names one of theory, vision"),
         ("gpu", ALICE, "guests", None, None, "account guests; --account names one of theory, vision"),
         ("gpu", ALICE, None, "scavenge", None, "no QOS scavenge; --qos names one of debug, long, normal"),
         ("long", ALICE, None, "normal", None, "QOS normal; --qos names one of long"),
         ("gpu", ALICE, "theory", None, None, "no default QOS; --qos names one of debug, long"),
-        ("staff", ALICE, None, None, None, "takes account staff; you have accounts theory, vision"),
+        ("staff", ALICE, None, None, None, "accepts account staff; you have accounts theory, vision"),
     ],
 )
 def test_the_account_of_a_job_is_found_or_has_to_be_named(partition, who, account, qos, used, states):
@@ -95,3 +108,73 @@ def test_any_qos_may_be_named_if_none_is_enforced():
     assert (access.refusal, access.job_qos, access.states_qos) == (None, "scavenge", False)
     access = access_to(aurora("gpu"), ALICE, account="theory", holds_to_qos=False)
     assert (access.refusal, access.job_qos, access.states_qos) == (None, None, False)
+
+
+PARTITION = JobLimits(source="QOS partgpu", per_user={"gres/gpu": 12})
+LONG = JobLimits(source="QOS long", max_time_s=7200, per_job={"gres/gpu": 16, "node": 2}, per_user={"gres/gpu": 8})
+ACCOUNT = JobLimits(source="account vision", max_time_s=3600, per_job={"gres/gpu": 4, "cpu": 24})
+NODE: dict[str, Any] = {"gpus": 4, "gpu_type": "a100", "cores": 64, "ram_bytes": 400 * GIB}
+
+
+def words(limits: tuple[JobLimits, ...]) -> list[str]:
+    return [bound.text for bound in bounds_of(limits)]
+
+
+def test_of_each_kind_the_first_that_is_set_holds():
+    assert words(in_order(PARTITION, LONG, ACCOUNT)) == [
+        "QOS long: 16 GPUs a job",
+        "QOS long: 2 nodes a job",
+        "account vision: 24 cores a job",
+        "QOS partgpu: 12 GPUs a user",
+    ]
+    assert time_limit_of(in_order(PARTITION, LONG, ACCOUNT)) == 7200
+    assert time_limit_of(in_order(PARTITION, None, ACCOUNT)) == 3600
+    assert time_limit_of(in_order(PARTITION, None, None)) is None
+
+
+def test_a_qos_may_go_before_that_of_the_partition():
+    over = replace(LONG, is_over_partition=True)
+    assert words(in_order(PARTITION, over, None)) == [
+        "QOS long: 16 GPUs a job",
+        "QOS long: 2 nodes a job",
+        "QOS long: 8 GPUs a user",
+    ]
+    assert in_order(None, over, None) == (over,)
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        (JobLimits(source="QOS q"), None),
+        (JobLimits(source="QOS q", per_job={"billing": 5, "gres/gpu:v100": 1}), None),
+        (JobLimits(source="QOS q", per_job={"gres/gpu": 11}), (2, "QOS q: 11 GPUs a job")),
+        (JobLimits(source="QOS q", per_job={"gres/gpu:a100": 4}), (1, "QOS q: 4 a100 GPUs a job")),
+        (JobLimits(source="QOS q", per_account={"cpu": 128}), (2, "QOS q: 128 cores an account")),
+        (JobLimits(source="QOS q", together={"mem": 900 * GIB}), (2, "QOS q: 900 GiB RAM for all together")),
+        (JobLimits(source="QOS q", per_user={"node": 1}, per_job={"gres/gpu": 99}), (1, "QOS q: 1 node a user")),
+    ],
+)
+def test_nodes_that_the_bounds_allow(limits, expected):
+    assert allowed_nodes(bounds_of((limits,)), **NODE) == expected
+
+
+@pytest.mark.parametrize(
+    ("amounts", "asked", "expected"),
+    [
+        ({"gres/gpu": 4}, NodeShare(), None),
+        ({"gres/gpu": 2}, NodeShare(), NodeShare(gpus=2)),
+        ({"gres/gpu:a100": 1, "gres/gpu": 2}, NodeShare(), NodeShare(gpus=1)),
+        ({"gres/gpu": 2, "cpu": 32}, NodeShare(), NodeShare(gpus=2)),
+        ({"gres/gpu": 2, "cpu": 31}, NodeShare(), NodeShare(gpus=2, cores=31)),
+        ({"mem": 100 * GIB}, NodeShare(), NodeShare(ram_bytes=100 * GIB)),
+        ({"mem": 100 * GIB, "gres/gpu": 1}, NodeShare(), NodeShare(gpus=1)),
+        ({"gres/gpu": 2}, NodeShare(gpus=4), None),
+        ({"cpu": 8}, NodeShare(gpus=1, cores=4), None),
+        ({"gres/gpu": 0}, NodeShare(), None),
+        ({"cpu": 0}, NodeShare(), None),
+    ],
+)
+def test_the_share_of_a_node_that_the_bounds_allow(amounts, asked, expected):
+    found = share_within(bounds_of((JobLimits(source="QOS q", per_job=amounts),)), asked, **NODE)
+    assert (found and found[0]) == expected
+    assert found is None or found[1].startswith("QOS q: ")

@@ -123,7 +123,8 @@ def test_a_cancelled_chain_saves_once_and_ends(runs: Runs, slurm: SlurmCluster, 
     first, second = runs.submit(run_dir, chain=2)
     runs.wait_for_steps(run_dir)
     said = runs.cancel(run_dir)
-    assert f"taken out of the queue: {second}" in said and f"asked to save a checkpoint and end: job {first}" in said
+    assert f"removed from the queue: {second}" in said
+    assert f"requested to save a checkpoint and end: job {first}" in said
     ended = slurm.wait_for(first, "FAILED")
     assert (ended.exit_code, ended.restarts) == ("130:0", 0)
     assert slurm.job(second).state == "CANCELLED" and len(read_starts(run_dir)) == 1
@@ -138,7 +139,7 @@ def test_a_run_that_waits_to_go_on_is_cancelled_too_and_a_person_may_go_on(runs:
     runs.wait_for_steps(run_dir)
     slurm.run("scancel", "--batch", "--signal=USR1", job)
     slurm.wait_for(job, "PENDING", restarts=1)
-    assert runs.status(run_dir)["words"] == f"job {job} waits to go on"
+    assert runs.status(run_dir)["words"] == f"job {job} waits to continue"
     runs.cancel(job)
     slurm.wait_for(job, "CANCELLED")
     again = slurm.submit(run_dir / SCRIPT_NAME)
@@ -181,7 +182,7 @@ def test_logs_are_followed_over_a_restart_to_the_end(runs: Runs, slurm: SlurmClu
 
     def follow() -> None:
         options = LogsOptions(run=job, follow=True)
-        run_logs(options, Console(out), environment=runs.environment, look_s=0.05, ask_s=0.5)
+        run_logs(options, Console(out), environment=runs.environment, look_s=0.05, query_s=0.5)
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()

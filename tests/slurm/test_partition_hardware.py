@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 from slurm_texts import nodes_of, partition_of
 
+from shardwise.slurm.access import NodeShare
 from shardwise.slurm.cluster import JobLimits, PartitionState
-from shardwise.slurm.job_limits import NodeShare
 from shardwise.slurm.node_groups import choose_group
 from shardwise.slurm.partition_hardware import hardware_of
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec

@@ -9,8 +9,17 @@ from pathlib import Path
 import pytest
 from slurm_jobs import batch_job
 
-from shardwise.slurm.job_script import Container, Runtime, container_of, srun_parts
-from shardwise.slurm.sbatch import BatchJob, render_script, sbatch_line, sbatch_options, warning_s
+from shardwise.slurm.sbatch import (
+    BatchJob,
+    Container,
+    Runtime,
+    container_of,
+    render_script,
+    sbatch_line,
+    sbatch_options,
+    srun_parts,
+    warning_s,
+)
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.units import GIB
 

@@ -6,7 +6,7 @@ import pytest
 from slurm_cluster import SlurmCluster
 from slurm_jobs import batch_job, read_events, read_output, read_starts, tell_ends, write_program, write_run
 
-from shardwise.slurm.job_script import container_of
+from shardwise.slurm.sbatch import container_of
 from shardwise.slurm.submit import submit_script
 from shardwise.trainer.spec.messages.submission import CHAIN_FILE
 
@@ -51,7 +51,7 @@ def test_where_requeueing_is_refused_a_new_job_follows(slurm: SlurmCluster, tmp_
     following = next_job(slurm, run_dir, 2)
     assert following != job and slurm.wait_for(following, "COMPLETED").restarts == 0
     assert read_events(run_dir) == [FRESH, FRESH]
-    assert "a new job goes on" in read_output(run_dir)
+    assert "a new job continues" in read_output(run_dir)
 
 
 def test_term_reaches_the_supervisor_as_usr1(slurm: SlurmCluster, tmp_path: Path):
@@ -158,7 +158,7 @@ def test_a_job_of_a_chain_hands_over_to_the_next(slurm: SlurmCluster, tmp_path: 
     assert slurm.wait_for(first, "COMPLETED").restarts == 0
     assert slurm.wait_for(second, "COMPLETED").restarts == 0
     assert read_events(run_dir) == [FRESH, FRESH]
-    assert f"job {second} goes on" in read_output(run_dir)
+    assert f"job {second} continues" in read_output(run_dir)
 
 
 def test_two_nodes_of_eight_gpus_show_them_to_every_task(slurm: SlurmCluster, tmp_path: Path):

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from shardwise.launch.job.layers import read_job_layers
-from shardwise.launch.options import parse_words
-from shardwise.launch.rundir.cancel_flag import CANCEL_FLAG
+from shardwise.launch.options import parse_command_line
+from shardwise.launch.rundir.lock import CANCEL_FLAG
 from shardwise.slurm.jobs import describe_reason
 from shardwise.trainer.spec.job.fields import BY_PATH
 from shardwise.trainer.spec.messages.submission import FILE_NAME, JOBS_FILE, OUTPUT_PATTERN, SCRIPT_NAME
@@ -41,7 +41,7 @@ def test_every_command_is_one(line: str):
     filled = [{"JOB": "job.yaml", "JOBID": "4711", "PORT": "1"}.get(word, word) for word in words]
     if filled in (["cancel"], ["fetch"], ["submit"], ["train"], ["train", "--resume"]):
         filled.append("job.yaml")  # named in a sentence
-    _, options = parse_words(filled)
+    _, options = parse_command_line(filled)
     stray = [word for word in getattr(options, "overrides", []) if "=" not in word]
     assert not stray, f"{stray} of {line}"
 

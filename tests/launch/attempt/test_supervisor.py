@@ -13,8 +13,14 @@ from engine_plan_factory import engine_plan
 from report_factory import make_report
 
 from shardwise.launch.attempt.end import AttemptEnd
-from shardwise.launch.attempt.local_ranks import LocalRanks, write_environment
-from shardwise.launch.attempt.supervisor import StopKind, StoppedEarlyError, StopRequest, watch_attempt
+from shardwise.launch.attempt.supervisor import (
+    LocalRanks,
+    StopKind,
+    StoppedEarlyError,
+    StopRequest,
+    watch_attempt,
+    write_environment,
+)
 from shardwise.launch.attempt.watchdog import Watchdog, WatchLimits
 from shardwise.launch.rundir.process_record import ProcessRecord, read_records, record_of, write_record
 from shardwise.trainer.spec import codec
@@ -221,7 +227,7 @@ def test_ranks_that_fall_silent_are_named_with_where_they_stand_and_ended(attemp
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
-from shardwise.launch.attempt.local_ranks import LocalRanks
+from shardwise.launch.attempt.supervisor import LocalRanks
 from shardwise.launch.attempt.supervisor import StopRequest, watch_attempt
 from shardwise.launch.attempt.watchdog import Watchdog
 folder, stop = Path(sys.argv[1]), StopRequest()

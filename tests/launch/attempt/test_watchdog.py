@@ -7,12 +7,12 @@ from engine_plan_factory import TINY_LLAMA, engine_plan
 from msgspec.structs import replace
 
 from shardwise.launch.attempt.watchdog import (
-    ReferenceTrainer,
+    CallStack,
     Silence,
     Watchdog,
     WatchLimits,
     read_stack,
-    with_reference_trainers,
+    with_stacks,
 )
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.messages.rank_files import (
@@ -180,26 +180,24 @@ Current thread 0x02 (most recent call first):
 SILENCE = Silence(ranks=(0, 1), phase="backward", step=6, silent_s=301, limit_s=300)
 
 
-def reference_of(tmp_path: Path, path: str, name: str) -> ReferenceTrainer:
+def stack_of(tmp_path: Path, path: str, name: str) -> CallStack:
     log = tmp_path / "rank.log"
     log.write_text("an older line\n" + DUMP.format(path=path, name=name))
     return read_stack(log, begin=len("an older line\n"), pid=None)
 
 
 def test_of_two_that_are_equally_far_the_one_outside_a_collective_hangs(tmp_path: Path):
-    waiting = reference_of(tmp_path, "/lib/torch/distributed/distributed_c10d.py", "all_reduce")
-    busy = reference_of(tmp_path, "/home/me/mine.py", "loss")
+    waiting = stack_of(tmp_path, "/lib/torch/distributed/distributed_c10d.py", "all_reduce")
+    busy = stack_of(tmp_path, "/home/me/mine.py", "loss")
     assert waiting.is_waiting and not busy.is_waiting
     assert read_stack(tmp_path / "none", begin=0, pid=None).frame is None
-    words = with_reference_trainers(SILENCE, {0: waiting, 1: busy})
+    words = with_stacks(SILENCE, {0: waiting, 1: busy})
     assert words.startswith("rank 1 ") and "backward of step 7" in words and "loss (mine.py, line 12)" in words
 
 
 def test_a_stopped_process_hangs_whatever_the_others_do(tmp_path: Path):
-    busy = reference_of(tmp_path, "/home/me/mine.py", "loss")
-    words = with_reference_trainers(
-        SILENCE, {0: ReferenceTrainer(None, is_waiting=False, state="stopped by a signal"), 1: busy}
-    )
+    busy = stack_of(tmp_path, "/home/me/mine.py", "loss")
+    words = with_stacks(SILENCE, {0: CallStack(None, is_waiting=False, state="stopped by a signal"), 1: busy})
     assert words.startswith("rank 0 ") and "stopped by a signal" in words
 
 

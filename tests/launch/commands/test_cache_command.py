@@ -23,7 +23,7 @@ from shardwise.launch.commands.cache import (
     prune,
     read_entries,
     read_extent,
-    read_survey,
+    read_scan,
     run_cache,
 )
 from shardwise.launch.engine.operators import extensions_dir
@@ -65,8 +65,8 @@ def run(environment, **options) -> str:
 
 
 def entries(environment, *, storage: Storage | None = None, **options):
-    survey = read_survey(CacheOptions(**options), environment)
-    return read_entries(msgspec.structs.replace(survey, storage=storage or survey.storage))
+    scan = read_scan(CacheOptions(**options), environment)
+    return read_entries(msgspec.structs.replace(scan, storage=storage or scan.storage))
 
 
 def write_file(path: Path, size: int = 1000, *, days_old: float = 0) -> Path:
@@ -176,7 +176,7 @@ def test_a_stream_is_its_runs_until_that_ends(environment, home):
 
 
 def test_operators_of_other_versions_go_and_those_in_use_stay(environment):
-    assert run(environment) == "nothing is kept\n"
+    assert run(environment) == "nothing is stored\n"
     mine, older = operators(environment), operators(environment, torch="2.0.0")
     other_python, being_built = operators(environment, python="3.9.1"), operators(environment, torch="2.1.0")
     for folder in (mine, older, other_python, being_built):

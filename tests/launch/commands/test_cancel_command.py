@@ -13,7 +13,7 @@ from run_factory import write_attempt, write_holder, write_report, write_submiss
 
 from shardwise.launch.commands.follow import run_cancel
 from shardwise.launch.options import CancelOptions
-from shardwise.launch.rundir.cancel_flag import is_cancelled, must_end_at_start
+from shardwise.launch.rundir.lock import is_cancelled, must_end_at_start
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 from shardwise.trainer.spec.report import Ending

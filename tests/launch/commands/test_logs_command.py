@@ -127,7 +127,7 @@ def following(run_dir: Path, **options: object) -> Iterator[tuple[Followed, Call
 
     def run() -> None:
         wanted = LogsOptions(run=str(run_dir), follow=True, **options)  # type: ignore[arg-type] # by name
-        codes.append(run_logs(wanted, console, environment=NO_SLURM, look_s=0.01, ask_s=0.05))  # type: ignore[arg-type] # has `line`
+        codes.append(run_logs(wanted, console, environment=NO_SLURM, look_s=0.01, query_s=0.05))  # type: ignore[arg-type] # has `line`
 
     def end() -> ExitCode:
         thread.join(60)

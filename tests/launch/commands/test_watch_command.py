@@ -10,7 +10,7 @@ import pytest
 from run_factory import age, metrics_row, write_attempt, write_holder, write_report, write_start, write_submission
 from small_terminal import SmallTerminal
 
-from shardwise.launch.commands.watch import run_watch
+from shardwise.launch.commands.follow import run_watch
 from shardwise.launch.options import WatchOptions
 from shardwise.launch.rundir.files import read_run
 from shardwise.launch.rundir.lock import LOCK
@@ -216,7 +216,7 @@ def test_json_has_the_state_then_each_new_step(held: Path, monkeypatch):
             write_report(held, Ending.FINISHED, step=4)
             (held / LOCK).unlink()
 
-    monkeypatch.setattr("shardwise.launch.commands.watch.time.sleep", sleep)
+    monkeypatch.setattr("shardwise.launch.commands.follow.time.sleep", sleep)
     lines = [json.loads(line) for line in watch(held, as_json=True).splitlines()]
     assert [(line["kind"], line["step"]) for line in lines] == [("state", 2), ("step", 3), ("step", 4), ("state", 4)]
     assert (lines[0]["state"], lines[0]["phase"], lines[0]["num_steps"]) == ("running", "training", 100)
@@ -234,7 +234,7 @@ def test_a_log_ends_with_the_last_step_however_soon_it_comes(held: Path, monkeyp
             write_report(held, Ending.FINISHED, step=100)
             (held / LOCK).unlink()
 
-    monkeypatch.setattr("shardwise.launch.commands.watch.time.sleep", finish)
+    monkeypatch.setattr("shardwise.launch.commands.follow.time.sleep", finish)
     lines = watch(held).splitlines()
     assert [line.partition("  loss")[0][-6:] for line in lines if "loss" in line] == [" 2/100", "00/100"]
 
@@ -245,7 +245,7 @@ def test_ctrl_c_ends_the_watching_alone(held: Path, monkeypatch):
     def interrupt(_seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shardwise.launch.commands.watch.time.sleep", interrupt)
+    monkeypatch.setattr("shardwise.launch.commands.follow.time.sleep", interrupt)
     out = io.StringIO()
     assert run_watch(WatchOptions(str(held)), Console(out), environment=NO_SLURM) is ExitCode.INTERRUPTED
     assert not (held / "cancelled").exists()
@@ -254,7 +254,7 @@ def test_ctrl_c_ends_the_watching_alone(held: Path, monkeypatch):
 def test_a_directory_that_vanishes_is_an_error(held: Path, monkeypatch):
     write_attempt(held, steps=[1])
     moved = held.with_name("moved")
-    monkeypatch.setattr("shardwise.launch.commands.watch.time.sleep", lambda _: held.exists() and held.rename(moved))
+    monkeypatch.setattr("shardwise.launch.commands.follow.time.sleep", lambda _: held.exists() and held.rename(moved))
     with pytest.raises(EnvironmentFaultError, match="No such file"):
         watch(held)
 

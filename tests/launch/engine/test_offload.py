@@ -11,7 +11,7 @@ from engine_plan_factory import engine_plan
 from msgspec.structs import replace
 
 from shardwise.launch.attempt.supervisor import StopRequest
-from shardwise.launch.engine.command import prepare_attempt
+from shardwise.launch.engine.launcher import prepare_attempt
 from shardwise.launch.engine.offload import (
     check_locked_memory,
     check_nvme,
@@ -19,8 +19,8 @@ from shardwise.launch.engine.offload import (
     nvme_folder,
     remove_stale_folders,
 )
-from shardwise.launch.plan.checkpoints import check_disk
 from shardwise.launch.run.attempts import run_attempts
+from shardwise.launch.run.disk_needs import check_disk
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError

@@ -14,7 +14,7 @@ from engine_plan_factory import engine_plan
 from hanging_programs import pids_in, wait_until_gone
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 
-from shardwise.launch.engine.command import launch_environment
+from shardwise.launch.engine.launcher import launch_environment
 from shardwise.launch.engine.operators import (
     build_needed,
     build_operators,

@@ -95,7 +95,7 @@ REFUSED = [
     (question("ann/cats", token=READER), 4, ("token laptop",)),
     (question("ann/cats", token=READS_PARTS), 4, ("token laptop",)),
     (question("ann/seen"), 2, ("add --public",)),
-    (question("ann/kept", is_public=True), 2, ("leave --public out",)),
+    (question("ann/kept", is_public=True), 2, ("remove --public",)),
 ]
 
 

@@ -177,7 +177,7 @@ def test_an_agent_without_a_supervisor_names_the_missing_file(tmp_path):
 def test_an_agent_names_the_port_it_cannot_reach(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    codec.write(nodes_path(tmp_path), NodesFile(host="n0", port=port, token="t", num_nodes=2))
+    codec.write(nodes_path(tmp_path), NodesFile(host="n0", port=port, token="t"))
     with pytest.raises(EnvironmentFaultError, match=f"127.0.0.1 port {port} .*Connection refused"):
         run_agent(tmp_path, head=Head("127.0.0.1"), node_rank=1, stop=StopRequest(), on_line=print, wait_s=0)
 
@@ -236,7 +236,7 @@ def test_a_machine_ends_as_the_run_does(server, agent):
 def test_a_machine_does_not_outlive_the_supervisor(server, agent):
     server.nodes[1].channel.close()
     out, _ = agent.communicate(timeout=20)
-    assert agent.returncode == 4 and "the supervisor of this run is gone" in out
+    assert agent.returncode == 4 and "the supervisor of this run has ended" in out
 
 
 def test_a_stop_on_any_machine_is_one_for_the_run(server, agent):

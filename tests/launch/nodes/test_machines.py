@@ -8,8 +8,14 @@ import pytest
 from msgspec.structs import replace
 
 from shardwise.launch.nodes.agent import Head
-from shardwise.launch.nodes.hardware import combined_hardware, describe_difference, parse_labelled_probes
-from shardwise.launch.nodes.machines import _refuse_foreign_head, _refuse_unknown_host, membership
+from shardwise.launch.nodes.machines import (
+    _refuse_foreign_head,
+    _refuse_unknown_host,
+    combined_hardware,
+    describe_difference,
+    membership,
+    parse_labelled_probes,
+)
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import Gpu, Hardware, Host

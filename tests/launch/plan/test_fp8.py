@@ -15,10 +15,10 @@ from shardwise.launch.plan.fp8 import (
     FOLDER,
     fp8_gain_for,
     fp8_key,
-    keep_fp8_gain,
     key_of,
     needs_timing,
     read_fp8_gain,
+    store_fp8_gain,
     time_fp8,
     timed_tokens,
 )
@@ -35,7 +35,7 @@ from shardwise.trainer.spec.units import GIB
 HOPPER = machine("1xH100-SXM5-80GB", libraries=("transformer-engine",))
 VERSIONS = {"torch": "2.13.0", "transformer-engine": "2.10.0", "shardwise": "0.3"}
 GAIN = fp8_gain_of(1.31)
-COUNTS_FOR_NOTHING = "counts for nothing"
+IGNORED = "is ignored"
 JOB = """\
 model: {{name: llama-3.2-1b}}
 data: {{train: {data}, eval: none}}
@@ -54,10 +54,10 @@ def key(**changes: Any) -> Fp8GainKey:
 
 def test_what_was_timed_is_found_again(tmp_path: Path) -> None:
     assert read_fp8_gain(tmp_path, key()) == (None, None)
-    assert keep_fp8_gain(tmp_path, key(), GAIN) is None
+    assert store_fp8_gain(tmp_path, key(), GAIN) is None
     assert read_fp8_gain(tmp_path, key()) == (GAIN, None)
     better = fp8_gain_of(1.4)
-    keep_fp8_gain(tmp_path, key(), better)
+    store_fp8_gain(tmp_path, key(), better)
     assert read_fp8_gain(tmp_path, key()) == (better, None)
 
 
@@ -77,27 +77,27 @@ def test_what_was_timed_is_found_again(tmp_path: Path) -> None:
     ids=["model", "layers", "depth", "device", "torch", "library", "other library", "recipe", "tokens"],
 )
 def test_it_counts_for_nothing_else(tmp_path: Path, changes: dict[str, Any]) -> None:
-    keep_fp8_gain(tmp_path, key(), GAIN)
+    store_fp8_gain(tmp_path, key(), GAIN)
     assert read_fp8_gain(tmp_path, key(**changes)) == (None, None)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"key": 1}', b"\xff\xfe"])
 def test_a_broken_file_is_a_line(tmp_path: Path, content: bytes) -> None:
-    keep_fp8_gain(tmp_path, key(), GAIN)
+    store_fp8_gain(tmp_path, key(), GAIN)
     (file,) = (tmp_path / FOLDER).iterdir()
     file.write_bytes(content)
     gain, line = read_fp8_gain(tmp_path, key())
-    assert gain is None and str(file) in (line or "") and COUNTS_FOR_NOTHING in (line or "")
+    assert gain is None and str(file) in (line or "") and IGNORED in (line or "")
 
 
 def test_a_file_of_another_model_is_a_line(tmp_path: Path) -> None:
-    keep_fp8_gain(tmp_path, key(), GAIN)
+    store_fp8_gain(tmp_path, key(), GAIN)
     (mine,) = (tmp_path / FOLDER).iterdir()
-    keep_fp8_gain(tmp_path, key(shape=shape_of("1b")), GAIN)
+    store_fp8_gain(tmp_path, key(shape=shape_of("1b")), GAIN)
     (other,) = set((tmp_path / FOLDER).iterdir()) - {mine}
     other.rename(mine)
     gain, line = read_fp8_gain(tmp_path, key())
-    assert gain is None and str(mine) in (line or "") and COUNTS_FOR_NOTHING in (line or "")
+    assert gain is None and str(mine) in (line or "") and IGNORED in (line or "")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_plan_reads_what_was_kept(planning: Planning, planned: Callable[..., Pla
     before = planned()
     assert before.fp8_gain is None and rows_in_fp8(before)
     slow = fp8_gain_of(0.93)
-    keep_fp8_gain(planning.cache, key_of(before), slow)
+    store_fp8_gain(planning.cache, key_of(before), slow)
     after = planned()
     assert after.fp8_gain == slow and not rows_in_fp8(after)
     pinned = planned("pin.precision=fp8")
@@ -170,12 +170,12 @@ def test_plan_reads_what_was_kept(planning: Planning, planned: Callable[..., Pla
 
 
 def test_plan_goes_on_without_a_file_that_is_broken(planning: Planning, planned: Callable[..., Plan]) -> None:
-    keep_fp8_gain(planning.cache, key_of(planned()), GAIN)
+    store_fp8_gain(planning.cache, key_of(planned()), GAIN)
     (file,) = (planning.cache / FOLDER).iterdir()
     file.write_text("{")
     plan = planned()
     assert plan.fp8_gain is None
-    assert [COUNTS_FOR_NOTHING in note for note in plan.notes if str(file) in note] == [True]
+    assert [IGNORED in note for note in plan.notes if str(file) in note] == [True]
 
 
 REQUEST = Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096)
@@ -265,8 +265,8 @@ def test_it_reads_the_request_and_sees_one_card(module_of: Callable[[str], str])
     [
         ("import no_such_library\n", "no_such_library"),
         ("os.kill(os.getpid(), 11)\n", "SIGSEGV"),
-        ("", "answer.json"),
-        ("pathlib.Path(sys.argv[2]).write_text('{')\n", "answer.json"),
+        ("", "result.json"),
+        ("pathlib.Path(sys.argv[2]).write_text('{')\n", "result.json"),
         ("time.sleep(600)\n", "0.6 s"),
         (writes(GAIN) + "time.sleep(600)\n", "0.6 s"),
     ],

@@ -17,7 +17,7 @@ from fake_torch import FakeTorch
 from gpu_machines import CUDA_13, FIRST, GPU_MACHINES, H100, SECOND, Card, Machine, lay_out_gpus, machine_with
 from warm_python import SWITCH
 
-from shardwise.launch.engine.command import launch_environment
+from shardwise.launch.engine.launcher import launch_environment
 from shardwise.launch.probe.gpu_selection import select_gpus
 from shardwise.launch.probe.machine import read_hardware
 from shardwise.launch.probe.torch_fit import check_torch, runs_on

@@ -10,13 +10,13 @@ from report_factory import MIB, make_candidate, make_report
 
 from shardwise.launch.run.ladder import (
     Outcome,
-    RungResult,
-    default_rungs,
+    StepResult,
+    default_steps,
     held_to,
     ladder_csv,
     ladder_page,
     ladder_rows,
-    parse_rungs,
+    parse_steps,
 )
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.page.content import page_text
@@ -37,8 +37,8 @@ from shardwise.trainer.spec.units import GIB
     ],
 )
 def test_a_rung_is_what_it_would_be_in_a_job_file(word, settings):
-    (rung,) = parse_rungs(word)
-    assert (rung.name, rung.settings) == (word, settings)
+    (step,) = parse_steps(word)
+    assert (step.name, step.settings) == (word, settings)
 
 
 @pytest.mark.parametrize(
@@ -52,31 +52,31 @@ def test_a_rung_is_what_it_would_be_in_a_job_file(word, settings):
 )
 def test_what_is_no_rung_is_answered_with_what_would_be(text, fact):
     with pytest.raises(InputError, match=fact):
-        parse_rungs(text)
+        parse_steps(text)
 
 
 def test_the_default_rungs_compute_in_what_the_card_has():
-    newest, old = default_rungs(machine("1xRTX-4090")), default_rungs(machine("1xT4"))
-    assert [rung.name for rung in newest] == [
+    newest, old = default_steps(machine("1xRTX-4090")), default_steps(machine("1xT4"))
+    assert [step.name for step in newest] == [
         "fp32", "bf16-mixed", "full", "sdpa", "flash", "chunked", "adamw_8bit", "lora", "qlora"
     ]  # fmt: skip
-    assert [rung.name for rung in old][1] == "fp16-mixed"
+    assert [step.name for step in old][1] == "fp16-mixed"
     unknown = machine("1xT4")
     unknown = replace(unknown, gpus=tuple(replace(gpu, compute_capability=None) for gpu in unknown.gpus))
-    assert default_rungs(unknown)[1].name == "bf16-mixed"
+    assert default_steps(unknown)[1].name == "bf16-mixed"
 
 
-def ran(name: str, *, peak: int, predicted: int, step_s: float | None = 1.0) -> RungResult:
+def ran(name: str, *, peak: int, predicted: int, step_s: float | None = 1.0) -> StepResult:
     memory = MemoryFigures(peak_allocated_bytes=peak * MIB, peaks={"forward": peak * MIB, "optimizer": MIB})
     report = replace(make_report(), measured=Figures(memory=memory, speed=SpeedFigures(step_s=step_s)), exit_code=0)
     return result(name, Outcome.RAN, predicted=predicted, report=report)
 
 
-def result(name: str, outcome: Outcome, *, predicted: int = 10, report=None, reason=None) -> RungResult:
+def result(name: str, outcome: Outcome, *, predicted: int = 10, report=None, reason=None) -> StepResult:
     candidate = make_candidate()
     candidate = replace(candidate, memory=replace(candidate.memory, peak_allocated_bytes=predicted * MIB))
-    (rung,) = parse_rungs(name)
-    return RungResult(rung=rung, outcome=outcome, candidate=candidate, report=report, reason=reason)
+    (step,) = parse_steps(name)
+    return StepResult(step=step, outcome=outcome, candidate=candidate, report=report, reason=reason)
 
 
 FULL = replace(make_report(), ending=Ending.OUT_OF_MEMORY, exit_code=5)

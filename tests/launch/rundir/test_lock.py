@@ -1,14 +1,25 @@
-"""The owner of a lock is the process that holds the file, not the name in it."""
+"""The owner of a lock is the process that holds the file; a cancelled run continues only when a person starts it."""
 
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from run_factory import write_holder
 
-from shardwise.launch.rundir.lock import LockOwner, local_owner, locked, parse_owner, recorded_owner
+from shardwise.launch.rundir.lock import (
+    LockOwner,
+    is_cancelled,
+    local_owner,
+    locked,
+    must_end_at_start,
+    parse_owner,
+    read_cancel_flag,
+    recorded_owner,
+    write_cancel_flag,
+)
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 HOLD = """
@@ -54,3 +65,38 @@ def test_an_owner_on_another_machine_is_not_looked_for_here(tmp_path: Path):
 @pytest.mark.parametrize("content", [b"", b"\n", b"x y\n", b"\xff\xfe"])
 def test_content_without_a_pid_names_no_owner(content):
     assert parse_owner(content) is None
+
+
+NOON = datetime(2030, 1, 2, 12, 0, 0, tzinfo=UTC)
+ARRAY = {"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12"}
+
+
+def test_the_flag_names_time_and_user(tmp_path: Path):
+    assert not is_cancelled(tmp_path) and read_cancel_flag(tmp_path) is None
+    assert not must_end_at_start(tmp_path, {"SLURM_JOB_ID": "12"})
+    write_cancel_flag(tmp_path, now=NOON, job_ids=("12",))
+    flag = read_cancel_flag(tmp_path)
+    assert is_cancelled(tmp_path) and flag is not None
+    assert flag.startswith("cancelled 2030-01-02T12:00:00Z by ") and flag.endswith(f"@{os.uname().nodename}")
+
+
+@pytest.mark.parametrize(
+    ("environment", "ends"),
+    [
+        ({"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "1"}, True),  # queued again
+        ({"SLURM_JOB_ID": "13"}, True),  # the next of its chain
+        (ARRAY | {"SLURM_ARRAY_TASK_ID": "3"}, True),
+        (ARRAY | {"SLURM_ARRAY_TASK_ID": "4"}, False),  # another point
+        ({"SLURM_JOB_ID": "14"}, False),  # sbatch by hand
+        ({}, False),  # train --resume
+    ],
+)
+def test_only_jobs_that_were_cancelled_end_and_any_other_start_removes_the_flag(tmp_path: Path, environment, ends):
+    write_cancel_flag(tmp_path, now=NOON, job_ids=("12", "13", "12_3"))
+    assert must_end_at_start(tmp_path, environment) is ends
+    assert is_cancelled(tmp_path) is ends
+
+
+def test_a_flag_that_cannot_be_written_is_an_environment_fault():
+    with pytest.raises(EnvironmentFaultError, match="/proc"):
+        write_cancel_flag(Path("/proc"), now=NOON)

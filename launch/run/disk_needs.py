@@ -1,6 +1,6 @@
-"""Files of a job that are on the hub and not in the caches yet: their size, and the room for them on the disks.
+"""The room that a job needs on the disks: for files of the hub that are not in the caches yet, checkpoints and exports.
 
-The hub is asked before anything large is downloaded; it is not asked about complete files.
+The hub is queried before anything large is downloaded, and not for complete files.
 """
 
 import os
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from shardwise.launch.engine.offload import check_nvme
 from shardwise.launch.inputs.data_files import is_of_hub
 from shardwise.launch.inputs.dataset_hub import list_dataset
 from shardwise.launch.inputs.dataset_splits import Part
@@ -18,13 +19,15 @@ from shardwise.launch.plan.gather import PlanInputs
 from shardwise.launch.probe import disks
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.job.sources import DataSource
+from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.units import format_bytes
 
+EXPORT_BYTES_PER_PARAMETER = 4
 INODES_A_FILE = 3  # of the hub's cache: the content, its name, a lock
 
 
 class Need(NamedTuple):
-    """One thing that comes from the hub, and how much of it has yet to come."""
+    """Files of the hub that a job needs, and the size of those that are missing."""
 
     what: str
     folder: Path
@@ -32,7 +35,7 @@ class Need(NamedTuple):
     num_files: int
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """`the weights of org/model: 2 GiB in 3 files into /cache/hub`."""
         if not self.num_files:
             return f"{self.what}: here already, in {self.folder}"
@@ -86,7 +89,7 @@ def data_need(source: Source, hub_home: Path | None) -> Need:
 
 
 def check_room(folder: Path, *, num_bytes: int, num_files: int, what: str) -> None:
-    """EnvironmentFaultError with both numbers if a cache's file system, or a quota, leaves too little."""
+    """EnvironmentFaultError with both numbers if a cache's file system, or a quota, has too little left."""
     disks.check_room(
         folder,
         num_bytes=num_bytes,
@@ -125,3 +128,21 @@ def missing_for(
     if kernel is not None and not has_kernel(kernel, environment):
         missing.append(f"the kernel {kernel}")
     return tuple(missing)
+
+
+def needed_disk_bytes(plan: Plan) -> int:
+    """Bytes a run of this plan needs on the disk at once."""
+    memory, freezes_base = plan.chosen.memory, plan.chosen.method.freezes_base
+    export = memory.checkpoint_bytes if freezes_base else plan.model_shape.num_parameters * EXPORT_BYTES_PER_PARAMETER
+    return export + memory.checkpoint_bytes * min(2, plan.job.checkpoint.keep + 1)
+
+
+def check_disk(plan: Plan, run_dir: Path) -> None:
+    """EnvironmentFaultError with both numbers if the run would fill a disk, or a quota on it."""
+    check_nvme(plan)
+    disks.check_room(
+        run_dir,
+        num_bytes=needed_disk_bytes(plan),
+        what="checkpoints and the exported model need",
+        remedy="make room, or name another disk with output or --run-dir",
+    )

@@ -11,7 +11,7 @@ from workplace_factory import make_workplace
 from shardwise.launch.inputs.data_files import is_of_hub
 from shardwise.launch.inputs.trusted_code import has_kernel
 from shardwise.launch.plan.gather import read_inputs
-from shardwise.launch.run.fetch_needs import Need, check_room_of, missing_for
+from shardwise.launch.run.disk_needs import Need, check_room_of, missing_for
 from shardwise.trainer.spec.data.profile import SourceFile
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.units import MIB
