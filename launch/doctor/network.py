@@ -260,7 +260,7 @@ def check_slurm(machine: Machine) -> Iterator[Finding]:
             otherwise="contact the administrators of the cluster; sudo systemctl status slurmctld, on its machine",
         )
         return
-    where = "this is a login node: shardwise submit" if is_needed else "Slurm is here"
+    where = "this is a login node: shardwise submit" if is_needed else "Slurm is available"
     yield fine(f"{where}; {' '.join(pinged.split())[:120]}")
 
 

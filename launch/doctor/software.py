@@ -114,7 +114,7 @@ def check_shadows(machine: Machine) -> Iterator[Finding]:
         ]
     yield from found
     if not found:
-        yield fine("no file here has the name of a module that is needed")
+        yield fine("no file has the name of a module that is needed")
 
 
 def _on_module_path(folder: Path) -> Iterator[Finding]:
@@ -221,7 +221,7 @@ IMPORT_TIMEOUT_S = 20.0
 GATHER_TIMEOUT_S = 15.0
 _SHOWS_MACHINE = "`shardwise probe` shows the machine as plans see it; --gpus chooses cards"
 _SLOW_DISK = (
-    "look again: what was read stays in memory; where it is slow each time, move the environment to a local disk "
+    "run it again, as the files are cached now; if it is slow each time, move the environment to a local disk "
     "(see `mounts`), or see `nvidia-smi` for a driver that hangs"
 )
 _HELD_SHARE = 0.05  # of a card; a desktop's own windows are below it
@@ -334,7 +334,7 @@ def check_memory_held(machine: Machine) -> Iterator[Finding]:
 
 
 def check_collective(machine: Machine, *, timeout_s: float = GATHER_TIMEOUT_S) -> Iterator[Finding]:
-    """Devices reach each other: an all-gather over the GPUs, or over two processes where there are fewer than two."""
+    """Devices reach each other: an all-gather over the GPUs, or over two processes if there are fewer."""
     if machine.hardware is None or machine.torch.facts is None or find_fault(machine.hardware, machine.torch):
         return  # another check reports it
     hardware = machine.hardware

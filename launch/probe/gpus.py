@@ -4,8 +4,8 @@ As few runs as possible: two at once for any machine (cards, compute processes);
 display uses memory, or MIG), the list (MIG) and the links (more than one card), again at once. A run of more than
 10 s is killed. Everything is read below `root`, so a test can lay out a machine of its own.
 
-NVML adds cores, clocks and memory bus of cards that have no row in the tables. Its binding is imported here alone of
-launch/, and only for such a card; without it, or if the driver does not report them, these figures stay None.
+NVML adds cores, clocks and memory bus of cards that have no row in the tables. No other module of launch/ imports its
+binding, and this one only for such a card; without it, or if the driver does not report them, these figures stay None.
 """
 
 import os
@@ -253,7 +253,7 @@ def _without_program(root: Path) -> GpuFindings:
     named = _named_on_bus("NVIDIA", bus_ids)
     if (root / "proc/driver/nvidia/version").exists():
         remedy = (
-            "the driver is loaded but nvidia-smi is not here: in a container, start it with access to the GPU "
+            "the driver is loaded but nvidia-smi is missing: in a container, start it with access to the GPU "
             "(docker run --gpus all, apptainer exec --nv); elsewhere install the driver's utilities"
         )
     else:

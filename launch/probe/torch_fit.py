@@ -112,13 +112,13 @@ def _has_failed(result: TorchResult) -> bool:
 
 
 def find_fault(hardware: Hardware, result: TorchResult) -> tuple[str, ...]:
-    """Why torch cannot use the GPUs of a run, then the remedy; empty if it can."""
+    """The reason why torch cannot use the GPUs of a run, then the remedy; empty if it can."""
     gpus, facts = hardware.gpus, result.facts
     if not gpus or facts is None:
         return ()
     if facts.cuda is None:
         return (
-            f"{_named(gpus[0])} is here, but torch {facts.version} was built without CUDA",
+            f"torch {facts.version} was built without CUDA, and there is {_named(gpus[0])}",
             f"remedy: {BUILT_FOR_CUDA}",
         )
     if result.refused:
@@ -159,7 +159,7 @@ def _explained(gpu: Gpu, trial: DeviceTrial | None, facts: TorchFacts, *, num_gp
     if trial is None:
         reason = f": {facts.problem}" if facts.problem else ""
         return (
-            f"{_named(gpu)} is here, but {build} sees {len(facts.devices)} of {num_gpus} GPUs{reason}",
+            f"{_named(gpu)} is not used: {build} sees {len(facts.devices)} of {num_gpus} GPUs{reason}",
             "remedy: check CUDA_VISIBLE_DEVICES and the permissions of /dev/nvidia*; in a container: --gpus all; "
             "`sudo dmesg | grep -i xid` names a card that failed",
         )

@@ -83,13 +83,14 @@ def observed(steps: Sequence[Step]) -> Observed:
     throttled = [step for step in steady if step.gpu_throttle]
     saves = [step.checkpoint_s for step in steps if (step.checkpoint_s or 0.0) >= _LEAST_SAVE_S]
     training_s, saving_s = sum(step.step_s or 0.0 for step in steps), sum(step.checkpoint_s or 0.0 for step in steps)
+    padded = [step.padding_share for step in steps if step.padding_share is not None]
     busy = [step.gpu_utilization for step in steady if step.gpu_utilization is not None]
     return Observed(
         data_share=_share(steady, lambda step: step.data_s),
         wait_share=_share(steady, lambda step: step.wait_s),
         saving_share=saving_s / (training_s + saving_s) if training_s else None,
         num_saves=len(saves),
-        padding_share=_mean([step.padding_share for step in steps]),
+        padding_share=statistics.fmean(padded) if padded else None,
         num_steps=len(steps),
         num_skipped=sum(1 for step in steps if step.skipped and step.skipped_rows),
         idle_share=1 - statistics.fmean(busy) if busy else None,
@@ -140,11 +141,6 @@ def _ratio(slow: Sequence[Step], others: Sequence[Step]) -> float | None:
         return None
     above, below = _median([step.step_s for step in slow]), _median([step.step_s for step in others])
     return above / below if above and below else None
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
 
 
 def _median(values: Iterable[float | None]) -> float | None:
@@ -268,7 +264,7 @@ def ending_text(report: Report) -> str:
 
 
 def end_line(report: Report) -> str:
-    """How a run ended, where, and after how long."""
+    """Ending, step, tokens and duration of a run."""
     return (
         f"{ending_text(report)} at step {report.step} of {report.num_steps}, {format_count(report.tokens)} tokens "
         f"in {format_seconds(report.duration_s)}" + (f", {report.attempts} attempts" if report.attempts > 1 else "")

@@ -3,7 +3,7 @@
 The cursor stays at the end of the block's last line. To redraw, it moves up by as many lines as were drawn, never more:
 if the terminal became narrower, an old line may stay, but nothing that was printed above is lost.
 
-Nothing here may delay the run or end it. A terminal that was stopped (Ctrl-S), or whose reader hangs, accepts
+Output may neither delay the run nor end it. A terminal that was stopped (Ctrl-S), or whose reader hangs, accepts
 a few kilobytes and then blocks a writer. So a terminal is opened once more, as a descriptor that does not block: the
 rest of a text that it did not accept is written first at the next call, and a text for which there is no room is
 dropped. A pipe is polled for room. A terminal that is closed gets no more output.

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.launch.track.tracker import End, Incident, Line, Run
+from shardwise.launch.track.tracker import End, Tracker
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.job.kinds import HintError, check_url, is_url, variable_of
 from shardwise.trainer.spec.secrets import redact
@@ -27,7 +27,7 @@ class NotifyError(Exception):
     """The notification was not sent; the message names no secret."""
 
 
-class NotifyTracker:
+class NotifyTracker(Tracker):
     """Sends one notification, at the end."""
 
     name = "notify"
@@ -37,15 +37,6 @@ class NotifyTracker:
     ) -> None:
         self._run_dir, self._name, self._notify = run_dir, name, notify
         self._command_timeout_s = command_timeout_s
-
-    def begin(self, run: Run) -> None:
-        """Sends nothing."""
-
-    def step(self, line: Line) -> None:
-        """Sends nothing."""
-
-    def incident(self, incident: Incident) -> None:
-        """Sends nothing."""
 
     def end(self, end: End) -> None:
         """Sends the notification; NotifyError if that fails."""
@@ -84,8 +75,7 @@ def message(end: End, *, run_dir: Path, name: str) -> dict[str, Any]:
         "run_dir": str(run_dir.absolute()),
         "host": socket.gethostname(),
     }
-    shown: dict[str, Any] = codec.redacted(tree)
-    return shown
+    return dict(codec.redacted(tree))
 
 
 def post(url: str, content: bytes) -> None:

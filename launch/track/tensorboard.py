@@ -15,7 +15,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from shardwise.launch.track.tracker import STEP, End, Incident, Line, Run
+from shardwise.launch.track.tracker import STEP, End, Line, Run, Tracker
 from shardwise.trainer.spec import codec
 
 FOLDER = "tensorboard"
@@ -23,7 +23,7 @@ _COUNT_FILE = "lines.json"
 _FLUSH_EVERY_S = 2.0
 
 
-class TensorboardTracker:
+class TensorboardTracker(Tracker):
     """Writes one event file."""
 
     name = "tensorboard"
@@ -55,9 +55,6 @@ class TensorboardTracker:
         self._step, self._num_lines = line.step, line.place + 1
         if time.monotonic() - self._flushed_s > _FLUSH_EVERY_S:
             self._flush()
-
-    def incident(self, incident: Incident) -> None:
-        """Ignored: TensorBoard has no incidents."""
 
     def end(self, end: End) -> None:
         """Writes the rest."""

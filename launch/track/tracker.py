@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from shardwise.trainer.spec.job.sections import WandbMode
 from shardwise.trainer.spec.plan import Candidate, Plan
@@ -112,8 +112,11 @@ class End(NamedTuple):
     error: str | None = None
 
 
-class Tracker(Protocol):
-    """Receives one run, in this order. An exception of any method ends this tracker and no other."""
+class Tracker:
+    """Receives one run, in this order. An exception of any method ends this tracker and no other.
+
+    A method that a tracker does not define does nothing.
+    """
 
     name: str
 

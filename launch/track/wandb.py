@@ -37,6 +37,7 @@ from shardwise.launch.track.tracker import (
     Line,
     Run,
     Summaries,
+    Tracker,
     ViewRequest,
     WandbResult,
     predicted_series,
@@ -57,7 +58,7 @@ _INIT_TIMEOUT_S = 30  # then the run is written offline; WANDB_INIT_TIMEOUT over
 _OVERRIDDEN = ("WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM", "WANDB_SERVICE", "WANDB_DIR")
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """Feeds one wandb run."""
 
     name = "wandb"
@@ -141,18 +142,13 @@ def run_config(plan: Plan) -> dict[str, Any]:
             "schedule": msgspec.to_builtins(plan.schedule),
             "num_fallbacks": len(plan.fallbacks),
         },
-        "predicted": {
-            "memory": chosen["memory"],
-            "speed": chosen["speed"],
-            **predicted_series(plan.chosen),
-        },
+        "predicted": {"memory": chosen["memory"], "speed": chosen["speed"], **predicted_series(plan.chosen)},
         "hardware": msgspec.to_builtins(plan.hardware),
         "model": {**msgspec.to_builtins(plan.model_shape), "num_parameters": plan.model_shape.num_parameters},
         "data": {"fingerprint": plan.data.fingerprint, "source": plan.data.source},
         "versions": plan.versions,
     }
-    shown: dict[str, Any] = codec.redacted(tree)
-    return shown
+    return dict(codec.redacted(tree))
 
 
 def num_logged(run_dir: Path) -> int:
@@ -275,8 +271,7 @@ def save_view(request: ViewRequest) -> WandbResult:
     api = wandb.Api()
 
     def ask(query: str, variables: dict[str, Any]) -> dict[str, Any]:
-        result: dict[str, Any] = api._service_api.execute_graphql(query, variables=variables)
-        return result
+        return dict(api._service_api.execute_graphql(query, variables=variables))
 
     view_name = f"nw-{request.identity}-v"
     entity, project = request.entity or (ask(_ENTITY, {}).get("viewer") or {}).get("entity"), request.project

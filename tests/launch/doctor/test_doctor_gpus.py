@@ -56,7 +56,7 @@ def test_a_torch_that_does_not_load_in_time_is_ended_and_a_warning(broken, tmp_p
     found, limit_s = under_a_limit(
         lambda limit_s: broken.diagnose("torch", timeout_s=limit_s), lambda _: bool(pids_in(written))
     )
-    assert_reported(found, Level.WARNING, (f"{limit_s:g} s", "look again"))
+    assert_reported(found, Level.WARNING, (f"{limit_s:g} s", "run it again"))
     wait_until_gone(pids_in(written)[0])
 
 
@@ -153,7 +153,7 @@ def test_a_library_that_loads_slowly_is_a_warning(broken, with_package):
     broken.add_module("bitsandbytes", "")
     broken.install_gpu()
     found = diagnosis_of(check_compiled(broken.read(), timeout_s=2.0))
-    assert_reported(found, Level.WARNING, ("flash-attn", "2 s", "look again"))
+    assert_reported(found, Level.WARNING, ("flash-attn", "2 s", "run it again"))
     assert found.num_faults == 0
 
 
