@@ -415,7 +415,7 @@ COMMANDS = {
     "logs": Command(
         LogsOptions, "commands.follow:run_logs", "last lines that a run logged, and with -f new lines as well"
     ),
-    "watch": Command(WatchOptions, "commands.watch:run_watch", "the live view of a run, from another shell"),
+    "watch": Command(WatchOptions, "commands.follow:run_watch", "the live view of a run, from another shell"),
     "ladder": Command(
         LadderOptions,
         "commands.measure:run_ladder",

@@ -1,5 +1,7 @@
 """`shardwise init` writes a job that reads, whatever the model and the data are called."""
 
+from importlib import import_module
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from shardwise.launch.commands.housekeeping import job_template
 from shardwise.launch.inputs.model_files import preset_names, read_preset
 from shardwise.launch.job.yaml_text import read_yaml
+from shardwise.launch.options import COMMANDS
 from shardwise.trainer.spec.job.reading import read_job
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.model.readers import read_model_shape
@@ -36,3 +39,9 @@ def test_a_template_of_a_preset_is_a_job_within_its_positions(preset):
 def test_a_config_file_starts_from_scratch():
     job = read(job_template(model="shapes/mine.json", data="text"))
     assert (job.model.config, job.model.tokenizer, job.output) == ("shapes/mine.json", "train", "runs/mine")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_names_the_function_that_runs_it(name: str) -> None:
+    module, _, function = COMMANDS[name].run.partition(":")
+    assert callable(getattr(import_module(f"shardwise.launch.{module}"), function))
