@@ -21,7 +21,7 @@ from shardwise.trainer.runtime.data.batches import MicroBatch, step_micro_batche
 from shardwise.trainer.runtime.data.prepare import prepare
 from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.loop.step import forward
-from shardwise.trainer.runtime.loss.head import Answer, install_loss_head
+from shardwise.trainer.runtime.loss.head import LossOutput, install_loss_head
 from shardwise.trainer.spec.strategy import LossHead
 
 SEQ_LEN, NUM_ROWS = 48, 4  # longer than the windows of the models, which are 16
@@ -119,14 +119,14 @@ def test_the_loss_and_gradients_of_a_document_do_not_depend_on_the_others_in_its
 def test_a_packed_row_loses_what_its_documents_lose_alone(name, path, build, packed):
     model = build(name, path)
     with torch.no_grad():
-        together = forward(model, packed.batch, CPU, answer=Answer.ROWS)
+        together = forward(model, packed.batch, CPU, output=LossOutput.ROWS)
         alone = torch.zeros(NUM_ROWS, dtype=torch.float64)
         for row, place in packed.documents:
             ids, labels = (each[row : row + 1, place] for each in (packed.batch.input_ids, packed.batch.labels))
             positions = None if path != FLASH else torch.arange(ids.shape[1])[None]
             alone_in_row = {"input_ids": ids, "labels": labels, "position_ids": positions, "document_bounds": ()}
             document = packed.batch._replace(**alone_in_row)
-            alone[row] += forward(model, document, CPU, answer=Answer.ROWS)[0]
+            alone[row] += forward(model, document, CPU, output=LossOutput.ROWS)[0]
     torch.testing.assert_close(together, alone, rtol=1e-6, atol=0)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardwise.trainer.runtime.run.process import answer, end_with_parent, report_progress
+from shardwise.trainer.runtime.run.process import end_with_parent, report_progress, run_request
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode, InputError, ShardwiseError
 from shardwise.trainer.spec.messages.simulation import GoldenResult, GoldenRow, Simulation, SimulationRequest
@@ -32,9 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     files = [str(path) for path in (options.request, options.result) if path is not None]
     if options.describe:
-        return answer(files, DescriptionRequest, _described)
+        return run_request(files, DescriptionRequest, _described)
     if options.golden is None and not options.explain:
-        return answer(files, SimulationRequest, lambda request: _load()(request))
+        return run_request(files, SimulationRequest, lambda request: _load()(request))
     try:
         _run(options, _load())
     except ShardwiseError as error:

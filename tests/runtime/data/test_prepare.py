@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from shardwise.trainer.runtime.data.prepare import prepare
 from shardwise.trainer.runtime.data.token_rows import TokenRows, length_histogram
 from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
-from shardwise.trainer.runtime.run.process import answer, report_progress
+from shardwise.trainer.runtime.run.process import report_progress, run_request
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.profile import DataProfile, PrepareRequest
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
@@ -371,7 +371,7 @@ def test_the_command_answers_in_a_file_and_explains_errors_on_stderr(request_of,
     def run(source):
         codec.write(tmp_path / "request.json", request_of(source))
         files = [str(tmp_path / "request.json"), str(tmp_path / "answer.json")]
-        return answer(files, PrepareRequest, lambda request: prepare(request, report_progress))
+        return run_request(files, PrepareRequest, lambda request: prepare(request, report_progress))
 
     (tmp_path / "bad.txt").write_bytes(b"a\0")
     assert run(tmp_path / "bad.txt") == 2

@@ -16,7 +16,7 @@ from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.loop.evaluation import evaluate
 from shardwise.trainer.runtime.loop.objectives import as_it_is, build_objectives, plain_base
 from shardwise.trainer.runtime.loop.session import Session
-from shardwise.trainer.runtime.loss.head import Answer
+from shardwise.trainer.runtime.loss.head import LossOutput
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec import codec
@@ -76,7 +76,7 @@ def test_the_reference_of_adapters_is_the_model_without_them(tmp_path, cache_dir
     torch.manual_seed(0)
     move_adapters(session, lambda parameter: torch.randn_like(parameter) * 0.1)
     micro_batch, expected = held_out(cache_dir), logps_of_base(plan, held_out(cache_dir))
-    asked = {"input_ids": micro_batch.input_ids, "labels": micro_batch.labels, "answer": Answer.ROWS}
+    asked = {"input_ids": micro_batch.input_ids, "labels": micro_batch.labels, "output": LossOutput.ROWS}
     before = session.model.eval()(**asked).detach()
     session.model.train()
     torch.testing.assert_close(plain_base(session.model, micro_batch, CPU), expected, rtol=1e-6, atol=1e-5)

@@ -299,4 +299,4 @@ def test_the_memory_state_has_the_phase_of_the_rank_and_its_limit(tmp_path):
 
 def test_a_state_that_cannot_be_written_raises_nothing(tmp_path, capsys):
     write_memory_state(tmp_path / "gone", rank=0, step=0, data_limit=0)
-    assert "what memory held could not be written: FileNotFoundError" in capsys.readouterr().out
+    assert "the memory state could not be written: FileNotFoundError" in capsys.readouterr().out

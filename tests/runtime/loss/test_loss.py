@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardwise.trainer.runtime.loop.memory_profile import _memory_events, highest_rise
 from shardwise.trainer.runtime.loss import head as loss_heads
 from shardwise.trainer.runtime.loss import slices as loss_slices
-from shardwise.trainer.runtime.loss.head import FUSED_SLICE_TOKENS, IGNORED, Answer, install_loss_head, shift
+from shardwise.trainer.runtime.loss.head import FUSED_SLICE_TOKENS, IGNORED, LossOutput, install_loss_head, shift
 from shardwise.trainer.runtime.loss.slices import ChunkedLoss, FusedLoss
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.strategy import LossHead
@@ -55,32 +55,32 @@ IDS = torch.randint(0, VOCAB, (3, WIDTH), generator=torch.Generator().manual_see
 LABELS = IDS.clone()
 LABELS[1, 7:] = IGNORED
 LABELS[2] = IGNORED
-WEIGHTS = {Answer.SUM: torch.tensor(0.37), Answer.ROWS: torch.tensor([-0.5, 1.75, 0.25], dtype=torch.float64)}
+WEIGHTS = {LossOutput.SUM: torch.tensor(0.37), LossOutput.ROWS: torch.tensor([-0.5, 1.75, 0.25], dtype=torch.float64)}
 
 
-def with_gradients(model: LlamaForCausalLM, found: torch.Tensor, answer: Answer) -> dict[str, torch.Tensor]:
+def with_gradients(model: LlamaForCausalLM, found: torch.Tensor, output: LossOutput) -> dict[str, torch.Tensor]:
     """The answer and, by name, the gradients of what is made of it."""
-    (found * WEIGHTS[answer]).sum().backward()
-    return {"answer": found.detach(), **{name: each.grad for name, each in model.named_parameters()}}
+    (found * WEIGHTS[output]).sum().backward()
+    return {"output": found.detach(), **{name: each.grad for name, each in model.named_parameters()}}
 
 
-def answered(model: LlamaForCausalLM, answer: Answer = Answer.SUM) -> dict[str, torch.Tensor]:
-    return with_gradients(model, model(input_ids=IDS, labels=LABELS, answer=answer), answer)
+def answered(model: LlamaForCausalLM, output: LossOutput = LossOutput.SUM) -> dict[str, torch.Tensor]:
+    return with_gradients(model, model(input_ids=IDS, labels=LABELS, output=output), output)
 
 
-def answered_by_transformers(model: LlamaForCausalLM, answer: Answer) -> dict[str, torch.Tensor]:
+def answered_by_transformers(model: LlamaForCausalLM, output: LossOutput) -> dict[str, torch.Tensor]:
     targets = shift(LABELS)
-    if answer is Answer.SUM:
+    if output is LossOutput.SUM:
         found = model(input_ids=IDS, labels=LABELS, use_cache=False).loss * (targets != IGNORED).sum()
     else:
         logits = model(input_ids=IDS, use_cache=False).logits.float()
         shares = logits.log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         found = (shares * (targets != IGNORED)).sum(-1).double()
-    return with_gradients(model, found, answer)
+    return with_gradients(model, found, output)
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    torch.testing.assert_close(found["answer"], expected["answer"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found["output"], expected["output"], rtol=1e-6, atol=0)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -99,19 +99,19 @@ def slice_of(monkeypatch):
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("answer", WEIGHTS)
+@pytest.mark.parametrize("output", WEIGHTS)
 @pytest.mark.parametrize(("head", "chunk_tokens"), HEADS)
-def test_every_head_answers_the_loss_and_the_log_probabilities_of_rows(head, chunk_tokens, answer, is_tied, slice_of):
+def test_every_head_answers_the_loss_and_the_log_probabilities_of_rows(head, chunk_tokens, output, is_tied, slice_of):
     slice_of(chunk_tokens if head is LossHead.FUSED else None)
-    expected = answered_by_transformers(build(is_tied=is_tied), answer)
-    found = answered(build(head, chunk_tokens, is_tied=is_tied), answer)
+    expected = answered_by_transformers(build(is_tied=is_tied), output)
+    found = answered(build(head, chunk_tokens, is_tied=is_tied), output)
     assert_same(found, expected)
-    assert answer is Answer.SUM or found["answer"][2] == 0, "the third row has no target"
+    assert output is LossOutput.SUM or found["output"][2] == 0, "the third row has no target"
 
 
 def assert_near_in_16_bit(found: dict[str, torch.Tensor]) -> None:
     expected = answered(build(LossHead.EAGER))
-    torch.testing.assert_close(found["answer"], expected["answer"], rtol=2e-2, atol=0)
+    torch.testing.assert_close(found["output"], expected["output"], rtol=2e-2, atol=0)
     error = found["lm_head.weight"].float() - expected["lm_head.weight"]
     assert error.norm() < 0.05 * expected["lm_head.weight"].norm()
 
@@ -127,18 +127,18 @@ def test_under_autocast_the_loss_is_fp32_and_the_gradients_are_those_of_fp32_wei
     model = build(head, 7)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(input_ids=IDS, labels=LABELS)
-    found = with_gradients(model, loss, Answer.SUM)
-    assert found["answer"].dtype is found["lm_head.weight"].dtype is torch.float32
+    found = with_gradients(model, loss, LossOutput.SUM)
+    assert found["output"].dtype is found["lm_head.weight"].dtype is torch.float32
     assert_near_in_16_bit(found)
 
 
-@pytest.mark.parametrize("answer", WEIGHTS)
+@pytest.mark.parametrize("output", WEIGHTS)
 @pytest.mark.parametrize("softcap", [None, 0.7, 30.0])
 @pytest.mark.parametrize(("head", "size"), [(LossHead.CHUNKED, 7), (LossHead.FUSED, 7), (LossHead.FUSED, 256)])
-def test_heads_know_caps_and_biases(slice_of, head, size, softcap, answer):
+def test_heads_know_caps_and_biases(slice_of, head, size, softcap, output):
     slice_of(size)
-    expected = answered(build(LossHead.EAGER, softcap=softcap, has_bias=True), answer)
-    found = answered(build(head, size, softcap=softcap, has_bias=True), answer)
+    expected = answered(build(LossHead.EAGER, softcap=softcap, has_bias=True), output)
+    found = answered(build(head, size, softcap=softcap, has_bias=True), output)
     assert "lm_head.bias" in found
     assert_same(found, expected)
 
@@ -361,7 +361,7 @@ def test_a_score_counts_the_targets_that_are_the_most_likely_token(head, chunk_t
     labels[0, 3:9] = likely[0, 2:8]  # six right ones at the least, whatever the row says
     expected = ((likely == shift(labels)) & (shift(labels) != IGNORED)).sum()
     model = build(head, chunk_tokens, softcap=softcap)
-    score = model(input_ids=IDS, labels=labels, answer=Answer.SCORE)
+    score = model(input_ids=IDS, labels=labels, output=LossOutput.SCORE)
     assert not score.requires_grad
     assert score[1] == expected >= 6
     torch.testing.assert_close(score[0], model(input_ids=IDS, labels=labels).detach().double(), rtol=1e-6, atol=0)
@@ -373,14 +373,14 @@ def test_a_score_never_holds_more_logits_than_a_slice(head, num_logits, slice_of
     monkeypatch.setattr(loss_heads, "FUSED_SLICE_TOKENS", 16)
     model = build(head, 7)
     with LargestOutput() as largest:
-        model(input_ids=IDS, labels=LABELS, answer=Answer.SCORE)
+        model(input_ids=IDS, labels=LABELS, output=LossOutput.SCORE)
     assert largest.num_logits == num_logits * VOCAB
 
 
 @pytest.mark.usefixtures("liger")
 def test_liger_has_a_score_and_no_rows():
     models = [build(LossHead.FUSED_LINEAR), build(LossHead.EAGER)]
-    scores = [model(input_ids=IDS, labels=LABELS, answer=Answer.SCORE) for model in models]
+    scores = [model(input_ids=IDS, labels=LABELS, output=LossOutput.SCORE) for model in models]
     torch.testing.assert_close(scores[0], scores[1], rtol=1e-6, atol=0)
     with pytest.raises(InputError, match=r"DPO.*pin\.loss=chunked"):
-        models[0](input_ids=IDS, labels=LABELS, answer=Answer.ROWS)
+        models[0](input_ids=IDS, labels=LABELS, output=LossOutput.ROWS)

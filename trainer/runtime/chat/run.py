@@ -160,12 +160,12 @@ class Interrupts:
     """Ctrl-C: a flag while an answer is made, KeyboardInterrupt otherwise."""
 
     def __init__(self) -> None:
-        self.is_answering = False
+        self.is_generating = False
         self.is_requested = False
         signal.signal(signal.SIGINT, self._note)
 
     def _note(self, _signal: int, _frame: FrameType | None) -> None:
-        if not self.is_answering:
+        if not self.is_generating:
             raise KeyboardInterrupt
         self.is_requested = True
 
@@ -175,7 +175,7 @@ class Conversation:
 
     def __init__(self, chat_model: ChatModel, sampling: Sampling, system: str | None, interrupts: Interrupts) -> None:
         if system is not None and not chat_model.has_template:
-            raise InputError("--system: this tokenizer has no chat template, and so no system message; leave it out")
+            raise InputError("--system: this tokenizer has no chat template, and so no system message; remove --system")
         self._chat_model, self._sampling, self._interrupts = chat_model, sampling, interrupts
         self._opening: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self._turns: list[dict[str, str]] = []
@@ -219,7 +219,7 @@ class Conversation:
         ids = torch.tensor([prompt], device=model.device)
         longest = self._chat_model.max_positions
         num_new = self._sampling.max_new_tokens if longest is None else longest - len(prompt)
-        self._interrupts.is_answering, self._interrupts.is_requested = True, False
+        self._interrupts.is_generating, self._interrupts.is_requested = True, False
         try:
             with torch.inference_mode():
                 made = model.generate(
@@ -234,7 +234,7 @@ class Conversation:
                 "the GPU's memory ran out; fewer turns or --max-new-tokens need less, CUDA_VISIBLE_DEVICES= none"
             ) from error
         finally:
-            self._interrupts.is_answering = False
+            self._interrupts.is_generating = False
         answer: list[int] = made[0, len(prompt) :].tolist()
         return answer
 
@@ -242,19 +242,19 @@ class Conversation:
         """The model's own sampling, or the requested one."""
         own: GenerationConfig = self._chat_model.model.generation_config
         temperature = self._sampling.temperature
-        drawn: dict[str, Any] = {}
+        sampling: dict[str, Any] = {}
         if temperature == 0:
-            drawn = {"do_sample": False}
+            sampling = {"do_sample": False}
         elif temperature is not None:
-            drawn = {"do_sample": True, "temperature": temperature, "top_p": own.top_p, "top_k": own.top_k}
+            sampling = {"do_sample": True, "temperature": temperature, "top_p": own.top_p, "top_k": own.top_k}
         elif own.do_sample:
-            drawn = {"do_sample": True, "temperature": own.temperature, "top_p": own.top_p, "top_k": own.top_k}
+            sampling = {"do_sample": True, "temperature": own.temperature, "top_p": own.top_p, "top_k": own.top_k}
         else:
-            drawn = {"do_sample": True, "temperature": DEFAULT_TEMPERATURE}
+            sampling = {"do_sample": True, "temperature": DEFAULT_TEMPERATURE}
         tokenizer, end_ids = self._chat_model.tokenizer, list(self._chat_model.end_ids)
         pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         return GenerationConfig(
-            **{name: each for name, each in drawn.items() if each is not None},
+            **{name: each for name, each in sampling.items() if each is not None},
             max_new_tokens=num_new,
             eos_token_id=end_ids or None,
             pad_token_id=pad_id,

@@ -1,14 +1,14 @@
-"""Which rows each rank puts through which forward: a function of the step, so that position needs no state.
+"""The rows of each rank's forwards: a function of the step, so that the position in the data needs no state.
 
 The rows of a step, its global batch, and their order are those of trainer.spec.data.order: the longest first. They are
-dealt out in rounds, one per accumulation: in each round, rank r takes the r-th slice of `micro_batch` rows. So rows of
+dealt out in rounds, one per accumulation: in each round, rank r gets the r-th slice of `micro_batch` rows. So rows of
 like length meet in a micro batch, and the ranks have about the same work in each round. Ranks, micro batch and
-accumulation only decide who computes what: the global batch is the same set of rows in every arrangement, as what a
-last round lacks is filled with dummy rows that have no target. The loss of a step is divided by the terms of its whole
-global batch (targets, or preference pairs), which every rank computes without communication.
+accumulation only distribute the work: the global batch is the same set of rows in every arrangement, as the last round
+is filled with dummy rows that have no target. The loss of a step is divided by the terms of its whole global batch
+(targets, or preference pairs), which every rank computes without communication.
 
 Each document of a packed row is learned as if it stood alone: positions count from 0, and its first token is no target.
-Attention takes the positions for the boundaries (attention/packed.py). Packed rows are padded to `seq_len`, so that
+Attention finds the boundaries from the positions (attention/packed.py). Packed rows are padded to `seq_len`, so that
 every forward has one width; others to the longest of their micro batch.
 
 Models of transformers keep documents apart, as tests verify. A model with code of its own may ignore positions and
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows, padded_width
 from shardwise.trainer.runtime.engines import running_engine
-from shardwise.trainer.runtime.loss.head import IGNORED, Answer
+from shardwise.trainer.runtime.loss.head import IGNORED, LossOutput
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.plan import Plan
 
@@ -33,8 +33,8 @@ from shardwise.trainer.spec.plan import Plan
 class MicroBatch(NamedTuple):
     """One forward of one rank: B = micro_batch rows, padded on the right to the width S of the longest.
 
-    Of preference pairs, B = 2 x micro_batch: the chosen answers of all pairs, then the rejected ones in the same order.
-    Dummies come after what is real.
+    Of preference pairs, B = 2 x micro_batch: the chosen responses of all pairs, then the rejected ones, in the same
+    order. Dummies come last.
     """
 
     input_ids: Tensor  # int64 [B, S]
@@ -179,7 +179,7 @@ def _score(model: nn.Module, plan: Plan, first: int, device: torch.device) -> fl
             labels=labels[None].to(device),
             position_ids=positions[None].to(device),
             document_bounds=(0, length, 2 * length),
-            answer=Answer.SCORE,
+            output=LossOutput.SCORE,
         )
     assert isinstance(found, Tensor)
     return float(found[0])

@@ -47,7 +47,7 @@ def prepared_once(
 
 
 def lock_folder(folder: Path) -> int:
-    """Makes an empty folder, removes abandoned ones beside it, and returns the descriptor of its lock."""
+    """Creates an empty folder, removes abandoned ones next to it, and returns the descriptor of its lock."""
     root = folder.parent
     _make_lock_folder(root)
     try:
@@ -144,4 +144,4 @@ def _make_lock_folder(root: Path) -> None:
 
 
 def _cannot_be_made(root: Path, error: OSError) -> EnvironmentFaultError:
-    return EnvironmentFaultError(f"{root}: cannot be made: {error.strerror}; name another cache folder")
+    return EnvironmentFaultError(f"{root}: cannot be created: {error.strerror}; name another cache folder")

@@ -1,4 +1,4 @@
-"""Turns sources into rows of token ids, once: `python -m shardwise.trainer.runtime.data.prepare REQUEST ANSWER`.
+"""Turns sources into rows of token ids, once: `python -m shardwise.trainer.runtime.data.prepare REQUEST RESULT`.
 
 Three passes over the files, each in bounded memory. The first computes digests, which with the tokenizer and the
 settings are the fingerprint: a prepared folder of that name ends the work. The second finds the rows that cannot be
@@ -65,7 +65,7 @@ from shardwise.trainer.runtime.data.tokenizer import (
     train_tokenizer,
     write_trained_tokenizer,
 )
-from shardwise.trainer.runtime.run.process import reply_and_exit, report_progress
+from shardwise.trainer.runtime.run.process import report_progress, run_request_and_exit
 from shardwise.trainer.spec.data.profile import DataProfile, PrepareRequest, SourceFile, content_suffix
 from shardwise.trainer.spec.data.shapes import SHAPES, Encoding, ShapeFacts
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
@@ -130,11 +130,11 @@ def _check_shape(request: PrepareRequest, shape: DataFormat) -> None:
     """InputError for settings that rows of this shape cannot have."""
     facts = SHAPES[shape]
     if facts.rows_per_example > 1 and request.packing:
-        raise InputError("data.packing: pairs of rows are compared and cannot be packed; leave it out")
+        raise InputError("data.packing: pairs of rows are compared and cannot be packed; remove it")
     if facts.encoding is not Encoding.RENDERED and request.loss_on in (LossOn.COMPLETION, LossOn.ASSISTANT):
         raise InputError(
             f"data.loss_on: {request.loss_on} is requested, and the rows are {shape}, which have no such part;\n"
-            "leave it out, or give rows of chats or of prompts and completions"
+            "remove it, or give rows of chats or of prompts and completions"
         )
 
 
@@ -302,7 +302,7 @@ def _check_enough(request: PrepareRequest, rows: Rows) -> None:
     if not len(rows.train):
         raise InputError(
             f"data.train: {len(rows.documents)} documents give no row: one needs two tokens,\n"
-            "and a weight below 1 takes that share of the rows; give more text, or a higher weight"
+            "and a weight below 1 selects that share of the rows; give more text, or a higher weight"
         )
     if not len(rows.held_out) and (request.eval_share is not None or request.eval_files):
         part = "its source" if request.eval_share is None else f"{request.eval_share:.3%} of the text"
@@ -316,7 +316,7 @@ def _notes(request: PrepareRequest, scan: RowScan, rows: Rows) -> Iterator[str]:
     if request.revisions:
         yield f"from the hub: {', '.join(request.revisions)}"
     if scan.bad_rows.num:
-        yield f"{scan.bad_rows.num} bad rows were left out: {scan.bad_rows}"
+        yield f"{scan.bad_rows.num} bad rows were skipped: {scan.bad_rows}"
     if rows.num_cut:
         yield f"{rows.num_cut} documents were longer than {request.seq_len} tokens and lost their end"
     if scan.split.piece_chars:
@@ -376,9 +376,9 @@ def _rendered(work: Work, scan: RowScan, tokenizer: TextTokenizer | None) -> Ite
     else:
         settings = RenderSettings(str(work.folder / "tokenizer"), None, request.loss_on, request.seq_len)
         pairs = ((batch, [unit.content for unit in batch]) for batch in batches)
-        for batch, answers in rendered(pairs, settings, num_workers=worker_count(scan.num_documents)):
-            for unit, answer in zip(batch, answers, strict=True):
-                yield unit, _known(answer, tokenizer, request)
+        for batch, results in rendered(pairs, settings, num_workers=worker_count(scan.num_documents)):
+            for unit, result in zip(batch, results, strict=True):
+                yield unit, _known(result, tokenizer, request)
 
 
 def _known(made: Rendered, tokenizer: TextTokenizer, request: PrepareRequest) -> Rendered:
@@ -418,6 +418,6 @@ def _prepare_or_explain(request: PrepareRequest) -> DataProfile:
 
 if __name__ == "__main__":
     try:
-        reply_and_exit(PrepareRequest, _prepare_or_explain)
+        run_request_and_exit(PrepareRequest, _prepare_or_explain)
     except SystemExit as ending:
         os._exit(int(ending.code or 0))  # a thread may still be in native code; nothing is left to clean up

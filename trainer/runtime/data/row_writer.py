@@ -135,7 +135,7 @@ class TokenFile:
 
 
 class RowWriter:
-    """Takes token ids in the order of the documents; `finish` writes all files of a cache but profile and tokenizer.
+    """Writer of token ids in the order of the documents; `finish` writes the files of a cache but profile, tokenizer.
 
     A context: it holds files open in `folder`.
     """

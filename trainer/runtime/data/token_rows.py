@@ -3,7 +3,7 @@
     <cache>/data/<fingerprint>/
         layout.json       how to read the rest
         tokens.bin        the ids of all rows, uint16 or uint32, little-endian
-        train_rows.npy    int64 [num_rows, 2]: first token and length of each row; a row drawn twice stands twice
+        train_rows.npy    int64 [num_rows, 2]: first token and length of each row; a row sampled twice is there twice
         eval_rows.npy     the same for the held-out rows
         starts.bin        int64, little-endian, ascending: the token with which each document of a packed row starts
         learned.bin       a bit a token, the lowest of a byte first: 1 where it is learned; only where some are not
@@ -226,7 +226,7 @@ def batch_widths(lengths: NDArray[np.int64], *, seq_len: int) -> tuple[BatchWidt
 
 
 def _grouped(lengths: NDArray[np.int64], sequences_per_step: int) -> NDArray[np.int64]:
-    """The lengths of an epoch, sorted within each window; what fills no step is left out as far as that leaves any."""
+    """The lengths of an epoch, sorted within each window; without a last incomplete step, if there are others."""
     num_steps = max(1, len(lengths) // sequences_per_step)
     bounds = np.linspace(0, num_steps, -(-num_steps // WINDOW_STEPS) + 1).astype(np.int64) * sequences_per_step
     windows = [np.sort(lengths[first:end])[::-1] for first, end in pairwise(bounds.tolist())]

@@ -1,8 +1,8 @@
 """Loads an exported folder as its user will, with plain transformers and PEFT, and compares logits with the model.
 
-Both sides compute in fp32, whatever type the weights are held in: each module's 16-bit weights are widened while it
-runs and no longer. So the same weights give the same logits to 1e-5, and a comparison needs the memory of the weights
-and of one module in fp32 beside them. The models are never in memory together: the caller has let go of its own.
+Both sides compute in fp32 with weights of any type: each module's 16-bit weights are widened while it runs and no
+longer. So the same weights give the same logits to 1e-5, and a comparison needs the memory of the weights and in
+addition of one module in fp32. The models are never in memory together: the caller has freed its own.
 
     relative difference = max |a - b| / max |a|,  over the logits of PROMPT_TOKENS fixed tokens
 

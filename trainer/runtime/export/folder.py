@@ -7,8 +7,8 @@
 A folder gets its name in one rename, when all of it is written (and, by `shardwise export`, was compared); one that
 fails is removed, as its checkpoint is still there.
 
-The files of the tokenizer are those that the data was prepared with. That alone is not enough: beside the config.json
-of some model types transformers takes only the vocabulary from tokenizer.json, and its own rules of splitting
+The files of the tokenizer are those that the data was prepared with. That alone is not enough: with the config.json of
+some model types, transformers reads only the vocabulary from tokenizer.json and applies its own rules of splitting
 (docs/workarounds.md, W9). So the folder is loaded as its user will load it, and the ids are compared.
 
 Three places name a token that ends an answer: the base model's generation settings, the tokenizer (its end of text),
@@ -70,7 +70,7 @@ def write_adapter_folder(weights: Mapping[str, torch.Tensor], plan: Plan, out: P
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
-    """An empty folder beside `out` that is renamed to it at the end, and removed if anything fails."""
+    """An empty folder next to `out` that is renamed to it at the end, and removed if anything fails."""
     staging = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -174,7 +174,7 @@ _NUM_TOKENS = 4096  # of the vocabulary, each tried as a text; more find nothing
 
 
 def export_tokenizer(source: Path, folder: Path) -> str | None:
-    """Writes the tokenizer of `source` beside the config.json in `folder`; a sentence where its ids would differ."""
+    """Writes the tokenizer of `source` next to the config.json in `folder`; returns the difference of ids, or None."""
     trained_with = load_tokenizer(source)
     copy_tokenizer(trained_with, source, folder)
     difference = _first_difference(trained_with, folder, _texts(trained_with))
@@ -184,7 +184,7 @@ def export_tokenizer(source: Path, folder: Path) -> str | None:
 
 
 def _texts(tokenizer: TextTokenizer) -> list[str]:
-    """Some sentences, and tokens from all over the vocabulary, whatever spaces, line ends and scripts are in them."""
+    """Some sentences, and tokens from all over the vocabulary, with all its spaces, line ends and scripts."""
     vocab_size = tokenizer.vocab_size
     some = range(0, vocab_size, -(-vocab_size // _NUM_TOKENS))
     return [*_TEXTS, *(f"a{token} {token}1" for token in tokenizer.tokenizer.decode_batch([[id_] for id_ in some]))]
@@ -207,7 +207,7 @@ def _first_difference(trained_with: TextTokenizer, folder: Path, texts: Sequence
     return None
 
 
-_RESULT = "An answer."  # stands in for the assistant's words in a template
+_RESULT = "An answer."  # stands for the assistant's text in a template
 _TALK = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": _RESULT}]
 
 
@@ -236,10 +236,10 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def write_generation_ids(
     folder: Path, end_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase, *, is_new: bool
 ) -> None:
-    """Puts the ids into the generation_config.json that transformers wrote, and leaves the other settings.
+    """Puts the ids into the generation_config.json that transformers wrote; other settings do not change.
 
     Of a new model into config.json too, which has the defaults of its class. By hand, because transformers refuses to
-    save settings that contradict each other (a temperature beside greedy decoding), as those of some bases do.
+    save settings that contradict each other (a temperature and greedy decoding), as those of some bases do.
     """
     own: dict[str, Any] = {
         "eos_token_id": end_ids[0] if len(end_ids) == 1 else list(end_ids),

@@ -89,7 +89,7 @@ def _front_matter(export: Export, base: Base) -> dict[str, Any]:
 
 def _opening(export: Export, base: Base) -> str:
     shape = export.plan.model_shape
-    words = {
+    opening = {
         "model": "All weights of",
         "adapters": "Adapters for",
         "merged": "The weights, with trained adapters merged into them, of",
@@ -98,7 +98,7 @@ def _opening(export: Export, base: Base) -> str:
     whose = f"`{base.name}`" if base.name is not None else f"a new {shape.model_type} model"
     held = f", in {export.dtype}" if export.dtype is not None else ""
     at = f", exported at step {export.step}" if export.step is not None else ""
-    return f"{words} {whose}{held}{at}. Trained with shardwise {installed_versions().get('shardwise', '')}."
+    return f"{opening} {whose}{held}{at}. Trained with shardwise {installed_versions().get('shardwise', '')}."
 
 
 def _loading(export: Export, base: Base) -> str:
@@ -188,7 +188,7 @@ def _results(export: Export) -> list[str]:
 
 def _table(rows: list[tuple[str, str]]) -> str:
     return "\n".join(
-        ["| | |", "|---|---|", *(f"| {name} | {words.replace('|', chr(92) + '|')} |" for name, words in rows)]
+        ["| | |", "|---|---|", *(f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in rows)]
     )
 
 

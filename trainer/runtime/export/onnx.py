@@ -1,8 +1,9 @@
 """An ONNX graph of a model folder: input_ids and attention_mask, int64 [B, T], to logits [B, T, V].
 
 Made by torch's exporter over torch.export (https://docs.pytorch.org/docs/stable/onnx_export.html), in one call of the
-whole model without a cache of keys and values, so it scores and continues texts; weights lie in model.onnx.data beside
-it. Both axes are free. Experts are computed in one batched product, as a loop over those that were met is no graph.
+whole model without a cache of keys and values, so it scores and continues texts; weights are in model.onnx.data in the
+same folder. Both axes are free. Experts are computed in one batched product, as a loop over the experts that tokens
+were routed to is no graph.
 
 The graph is run by onnxruntime and compared with the model it was made of, at another batch size and length than it was
 traced with and with padding. Its kernels are not torch's: the tolerance is wider than of the same weights in torch.
@@ -58,7 +59,7 @@ def check_onnx_installed() -> None:
 
 
 def write_graph(folder: Path) -> str:
-    """Writes model.onnx beside the safetensors it is made of, and compares; returns the result as a sentence.
+    """Writes model.onnx next to the safetensors it is made of, and compares; returns the result as a sentence.
 
     EnvironmentFaultError if the exporter has no translation for the model, or logits differ.
     """

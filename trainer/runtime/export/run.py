@@ -1,8 +1,8 @@
-"""Exports what a run trained from one of its checkpoints, whatever engine saved it, on the CPU and in one process.
+"""Exports the model of a run from one of its checkpoints, of any engine, on the CPU and in one process.
 
-    1  the model of the checkpoint is built, and its logits are taken
-    2  it is merged or rounded, if requested, and its logits are taken again
-    3  the folder is written beside OUT, and the model is let go
+    1  the model of the checkpoint is built, and its logits are computed
+    2  it is merged or rounded, if requested, and its logits are computed again
+    3  the folder is written next to OUT, and the model is freed
     4  the folder is loaded by plain transformers (and PEFT, or onnxruntime), and its logits are compared
 
 Only then is the folder called OUT. At no time is there more than one model in memory (`trainer.runtime.export.check`).
@@ -44,7 +44,7 @@ from shardwise.trainer.runtime.export.weights import merge_adapters, round_weigh
 from shardwise.trainer.runtime.models.build import build_model, model_from_config
 from shardwise.trainer.runtime.models.methods import base_type
 from shardwise.trainer.runtime.models.model_code import as_its_user, write_model_code
-from shardwise.trainer.runtime.run.process import reply_and_exit
+from shardwise.trainer.runtime.run.process import run_request_and_exit
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError
@@ -115,16 +115,18 @@ def _check_request(plan: Plan, request: ExportRequest) -> None:
     freezes = plan.chosen.method.freezes_base
     if request.merge and not freezes:
         raise InputError(
-            f"--merge: {plan.chosen.method} trains all weights; there are no adapters to merge: leave it out"
+            f"--merge: {plan.chosen.method} trains all weights; there are no adapters to merge: remove --merge"
         )
     if request.format is ExportFormat.ONNX and freezes and not request.merge:
         raise InputError(
             f"--format onnx: {plan.chosen.method} trained adapters, and a graph holds one whole model; add --merge"
         )
     if request.format is ExportFormat.ONNX and request.dtype is WeightType.BF16:
-        raise InputError("--format onnx: onnxruntime has no bf16 kernels for most operators; take --dtype fp32 or fp16")
+        raise InputError("--format onnx: onnxruntime has no bf16 kernels for most operators; use --dtype fp32 or fp16")
     if request.dtype is not None and freezes and not request.merge:
-        raise InputError("--dtype: adapters are written in the type they were trained in; add --merge, or leave it out")
+        raise InputError(
+            "--dtype: adapters are written in the type they were trained in; add --merge, or remove --dtype"
+        )
 
 
 def _write_adapters(
@@ -181,7 +183,7 @@ def _write_whole(
 def _write_onnx(
     export: Export, checkpoint: CheckpointFolder, folder: Path, request: ExportRequest
 ) -> tuple[Export, list[str]]:
-    """A graph beside config and tokenizer; the model is written as safetensors first, and read from there."""
+    """A graph with config and tokenizer; the model is written as safetensors first, and read from there."""
     from shardwise.trainer.runtime.export.onnx import check_onnx_installed, write_graph  # loads the exporter
 
     check_onnx_installed()
@@ -257,7 +259,7 @@ def _stored_type(folder: Path) -> torch.dtype:
     return _STORED.get(max(counts, key=lambda each: counts[each]), torch.float32) if counts else torch.float32
 
 
-def _answer(request: ExportRequest) -> Lines:
+def _run(request: ExportRequest) -> Lines:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed to save; it would look for GPUs
     disable_progress_bar()
     done = export_run(request)
@@ -353,9 +355,7 @@ def evaluation_of(checkpoint: CheckpointFolder) -> Evaluation | None:
 def _step_of(wanted: str, best: Evaluation | None) -> int:
     if wanted == "best":
         if best is None:
-            raise InputError(
-                "--checkpoint best: no step of this run has both an evaluation and a checkpoint; take last"
-            )
+            raise InputError("--checkpoint best: no step of this run has both an evaluation and a checkpoint; use last")
         return best.step
     match = _STEP.fullmatch(wanted)
     if match is None:
@@ -364,4 +364,4 @@ def _step_of(wanted: str, best: Evaluation | None) -> int:
 
 
 if __name__ == "__main__":
-    reply_and_exit(ExportRequest, _answer)
+    run_request_and_exit(ExportRequest, _run)

@@ -1,12 +1,12 @@
-"""Adapters put into the weights they stand beside, layer by layer and in fp32, so that a plain model remains.
+"""Adapters merged into the weights of their layers, layer by layer and in fp32, so that a plain model remains.
 
     W' = W + s B A                                   LoRA; s = alpha / rank, or alpha / sqrt(rank) for rsLoRA
     W' = m (W + s B A) / |W + s B A|_row             DoRA (arXiv:2402.09353); m: the trained length of each row
 
-W is the base's own weight for LoRA. For QLoRA it is the 4-bit weight made whole again, which is what the adapters were
-trained beside: put into the original weights they would be added to other ones. Layers of a 4-bit base without an
-adapter are made whole as well. Experts that a model holds in one tensor get their adapters by PEFT's own product. The
-sum is made in fp32 and rounded once, to the requested type.
+W is the base's own weight for LoRA. For QLoRA it is the 4-bit weight dequantised: the adapters were trained with that
+weight, not with the original one. Layers of a 4-bit base without an adapter are dequantised as well. Experts that a
+model holds in one tensor get their adapters by PEFT's own product. The sum is computed in fp32 and rounded once, to the
+requested type.
 """
 
 import math
@@ -125,7 +125,7 @@ def _layer(weight: Tensor, bias: Tensor | None, plain: nn.Module, dtype: torch.d
 def gathered_weights(accelerator: Accelerator, model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Weights that a run exports, at least on rank 0: adapters if there are any, else the whole model.
 
-    Collective under a sharding engine, which gathers no more than is answered.
+    Collective under a sharding engine, which gathers no more than is returned.
     """
     plain, engine = plain_model(model), running_engine(model)
     trained = [(name, parameter) for name, parameter in plain.named_parameters() if parameter.requires_grad]

@@ -2,7 +2,7 @@
 
 Only plain files inside the folder are opened, and those that are read whole up to a bounded size. A name in an index
 may not lead out of the folder, and neither may a link; the exception is the hub's cache, whose snapshots are folders of
-links into the `blobs` beside them.
+links into the `blobs` next to them.
 
 A folder may hold the weights in several forms: a Trainer's folder under DeepSpeed has 16-bit safetensors and, further
 down, the fp32 masters. The first form in `_FORMS_OF` is imported, and the others are reported.
@@ -55,7 +55,7 @@ _NOT_READ = re.compile(rf"{_PICKLED_STATE}\.(pt|pth|bin|pkl)")
 def checked_file(folder: Path, name: str, *, most_bytes: int | None = None) -> Path:
     """The path of a file that lies in `folder`; InputError where it is missing, a link out of it, or too large."""
     if Path(name).name != name or name in ("", ".", ".."):
-        raise InputError(f"{folder}: names the file {_short(name)}, which does not lie beside it; nothing was read")
+        raise InputError(f"{folder}: names the file {_short(name)}, which is not in this folder; nothing was read")
     path = folder / name
     try:
         is_regular = stat.S_ISREG(path.stat().st_mode)

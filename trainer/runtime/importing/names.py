@@ -69,7 +69,7 @@ class Placed(NamedTuple):
 def build_empty(config: Mapping[str, Any], origin: str, *, most_layers: int) -> PreTrainedModel:
     """The model of a config without weights; InputError where transformers has none.
 
-    `most_layers`: as many as there are tensors, since even without weights a layer takes memory.
+    `most_layers`: as many as there are tensors, since even a layer without weights needs memory.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -95,12 +95,12 @@ def place_tensors(
 ) -> Placed:
     """The tensors by their plain names; InputError where one is missing, has no place or another shape.
 
-    `is_nested`: the names begin with what the state dict put the model under, beside other things.
+    `is_nested`: the names begin with the key of the model in a state dict that holds other things as well.
     """
     known = model.state_dict(keep_vars=True)
     plain, excluded = _without_nest(_unwrapped(tensors, origin), known, origin) if is_nested else (tensors, ())
     plain = _unwrapped(plain, origin)
-    notes = [f"left out, as it is not of the model: {_some(excluded)}"] if excluded else []
+    notes = [f"omitted, as it is not of the model: {_some(excluded)}"] if excluded else []
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     ignored = {name for name in plain if name not in known and any(re.search(each, name) for each in patterns)}
     plain = {name: stored for name, stored in plain.items() if name not in ignored}  # buffers of earlier versions
@@ -152,7 +152,7 @@ class _Slice:
     def get_shape(self) -> list[int]:
         return [*self._stored.shape]
 
-    def __getitem__(self, part: Any) -> Tensor:  # noqa: ANN401  # whatever a tensor is indexed by
+    def __getitem__(self, part: Any) -> Tensor:  # noqa: ANN401  # any index of a tensor
         return self._stored.read()[part]
 
 
@@ -239,7 +239,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 class _Lora(NamedTuple):
-    """Matrices of the adapter beside one weight."""
+    """Matrices of the adapter of one weight."""
 
     a: Stored
     b: Stored

@@ -1,11 +1,11 @@
 """Writes a plain Hugging Face folder from a foreign checkpoint, weights only, on the CPU.
 
-    python -m shardwise.trainer.runtime.importing.run REQUEST.json ANSWER.json
+    python -m shardwise.trainer.runtime.importing.run REQUEST.json RESULT.json
 
     1  which kind of folder it is, and which of its files are the weights          files
     2  names, shapes and types of their tensors; nothing is executed               tensors, sharded
     3  each compared with the model of the config, built without weights           names
-    4  written tensor by tensor beside OUT, each checked for NaN; then renamed     here
+    4  written tensor by tensor next to OUT, each checked for NaN; then renamed    here
 
 No more than one tensor is in memory. Safetensors files (https://github.com/huggingface/safetensors#format) have the
 header's length in 8 little-endian bytes, a JSON header, then the tensors' bytes without gaps. They are of at most 5 GB,
@@ -51,7 +51,7 @@ from shardwise.trainer.runtime.importing.tensors import (
     read_safetensors,
     read_torch_files,
 )
-from shardwise.trainer.runtime.run.process import answer, end_with_parent, report_progress
+from shardwise.trainer.runtime.run.process import end_with_parent, report_progress, run_request
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.messages.worker_requests import Imported, ImportKind, ImportRequest, WeightType
@@ -89,7 +89,7 @@ def import_checkpoint(request: ImportRequest, report: Callable[[str], None] = la
     found = find_kind(folder, request.kind)
     dtype = None if request.dtype is None else _TYPES[request.dtype]
     if request.base is not None and found.kind is not ImportKind.PEFT:
-        raise InputError(f"--base: {folder} is {NAMES[found.kind]} and no adapter; leave it out")
+        raise InputError(f"--base: {folder} is {NAMES[found.kind]} and no adapter; remove --base")
     if found.kind is ImportKind.PEFT:
         config, opened, placed = _merged_adapter(request, found)
     else:
@@ -220,8 +220,8 @@ def _add_tokenizer(request: ImportRequest, folder: Path, config: _Config, stagin
 
 def _notes(found: Found) -> Iterator[str]:
     for form, name in found.others:
-        remedy = "; --kind deepspeed takes its fp32 masters" if form is Form.ZERO else ""
-        yield f"{name} is there as well and was not taken{remedy}"
+        remedy = "; --kind deepspeed reads its fp32 masters" if form is Form.ZERO else ""
+        yield f"{name} is there as well and was not imported{remedy}"
     if found.not_read:
         names = ", ".join(found.not_read[:3])
         more = f" and {len(found.not_read) - 3} more" if len(found.not_read) > 3 else ""
@@ -230,7 +230,7 @@ def _notes(found: Found) -> Iterator[str]:
 
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
-    """An empty folder beside `out` that gets its name at the end, and is removed after an error."""
+    """An empty folder next to `out` that gets its name at the end, and is removed after an error."""
     staging = out.with_name(f".{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -262,9 +262,9 @@ def _sync(folder: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Answers the request in the first file with a value in the second; the exit code."""
+    """Runs the request in the first file and writes the result to the second; returns the exit code."""
     disable_progress_bar()
-    return answer(
+    return run_request(
         arguments, ImportRequest, lambda request: import_checkpoint(request, report_progress), clean=printable
     )
 
@@ -300,9 +300,7 @@ def check_finite(name: str, tensor: Tensor, origin: str, *, stored: Tensor | Non
         if not bool(torch.isfinite(block).all()):
             if stored is not None and stored.dtype is not tensor.dtype:
                 check_finite(name, stored, origin)
-                raise InputError(
-                    f"{origin}: {name} has numbers too large for {tensor.dtype}; take --dtype bf16 or fp32"
-                )
+                raise InputError(f"{origin}: {name} has numbers too large for {tensor.dtype}; use --dtype bf16 or fp32")
             raise InputError(f"{origin}: {name} holds NaN or infinity; import an earlier checkpoint")
 
 

@@ -44,7 +44,7 @@ from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.units import MIB
 
 METADATA = ".metadata"
-_OVERHEAD_BYTES = MIB  # of a box's zip beside its numbers; measured: 1.5 KB
+_OVERHEAD_BYTES = MIB  # of a box's zip in addition to its numbers; measured: 1.5 KB
 _RANKS_STATE = r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt"
 _RANKS_MASTERS = r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt"
 _ONE_STATE = "mp_rank_00_model_states.pt"
@@ -344,7 +344,7 @@ def _whole_weights(state: Mapping[str, Any], path: Path) -> dict[str, Stored]:
 
 
 def _widened(stored: Stored) -> Stored:
-    """In fp32, as the masters beside it are; whole numbers as they are."""
+    """In fp32, as the masters are; integers unchanged."""
     if not stored.dtype.is_floating_point:
         return stored
     return stored._replace(dtype=torch.float32, read=lambda: stored.read().float())
@@ -366,5 +366,5 @@ def _mapping(state: Mapping[str, Any], name: str, path: Path) -> Mapping[Any, An
 
 def _inconsistent(path: Path, what: str) -> InputError:
     return InputError(
-        f"{path}: the {what} in it are not those of the optim_states beside it; copy the checkpoint again"
+        f"{path}: the {what} in it are not those of the optim_states next to it; copy the checkpoint again"
     )

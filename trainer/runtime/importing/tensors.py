@@ -62,7 +62,7 @@ _INERT = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.utils.tensor_fragment.fragment_address",
-    "argparse.Namespace",  # scripts keep their arguments beside the weights
+    "argparse.Namespace",  # scripts save their arguments with the weights
     "pathlib.PosixPath",
     "numpy.dtype",
     "numpy.core.multiarray.scalar",
@@ -107,7 +107,7 @@ _DAMAGES = (
     struct.error,
     zipfile.BadZipFile,
 )  # what readers of a format end with at bytes that are not of it
-_NESTS = ("state_dict", "model", "module")  # keys under which scripts save the weights, beside other things
+_NESTS = ("state_dict", "model", "module")  # keys under which scripts save the weights, among others
 
 
 class Stored(NamedTuple):
@@ -193,18 +193,18 @@ def checked_tensor(tensor: object, origin: Path, name: str) -> Tensor:
 
 
 class StandIn:
-    """Takes the place of a class or function that a pickle names: keeps its arguments and state, does nothing."""
+    """Replaces a class or function that a pickle names: stores its arguments and state, does nothing."""
 
     arguments: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *arguments: Any) -> "StandIn":  # noqa: ANN401  # whatever a pickle holds
+    def __new__(cls, *arguments: Any) -> "StandIn":  # noqa: ANN401  # any content of a pickle
         made = object.__new__(cls)
         made.arguments, made.state = arguments, None
         return made
 
     def __init__(self, *_: object) -> None:
-        """Takes what `__new__` has kept already."""
+        """`__new__` has stored the arguments already."""
 
     def __setstate__(self, state: object) -> None:
         self.state = state
@@ -218,7 +218,7 @@ STAND_INS: Mapping[str, type[StandIn]] = _stand_ins(_INERT)
 METADATA_STAND_INS: Mapping[str, type[StandIn]] = _stand_ins(_METADATA_INERT)
 
 
-def load_pickled(path: Path) -> Any:  # noqa: ANN401  # whatever the file holds
+def load_pickled(path: Path) -> Any:  # noqa: ANN401  # any content
     """Content of a file of `torch.save`, tensors mapped; InputError if it is damaged or could run code."""
     with _explained(path):
         with path.open("rb") as stream:
@@ -227,7 +227,7 @@ def load_pickled(path: Path) -> Any:  # noqa: ANN401  # whatever the file holds
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def load_pickled_bytes(content: bytes, origin: Path) -> Any:  # noqa: ANN401  # whatever the bytes hold
+def load_pickled_bytes(content: bytes, origin: Path) -> Any:  # noqa: ANN401  # any content
     """As `load_pickled`, of bytes in memory: a part of the file `origin`."""
     with _explained(origin):
         _check_archive(BytesIO(content), origin)
@@ -249,7 +249,7 @@ def load_metadata(path: Path) -> StandIn:
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """The one in Python: that in C makes room for whatever number of objects a pickle claims to hold."""
+    """The unpickler in Python: the one in C allocates as many objects as a pickle claims to hold."""
 
     def __init__(self, stream: BinaryIO, origin: Path) -> None:
         super().__init__(stream)
@@ -266,7 +266,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         raise refused(self._origin, name)
 
 
-def _size(dims: Any = ()) -> tuple[int, ...]:  # noqa: ANN401  # whatever a pickle holds
+def _size(dims: Any = ()) -> tuple[int, ...]:  # noqa: ANN401  # any content of a pickle
     return tuple(int(dim) for dim in dims)
 
 

@@ -1,11 +1,11 @@
 """Evaluation on the held-out rows, and a sample: a continuation of a held-out prompt.
 
-Scores are means over all held-out rows, each counted once, whatever the number of ranks. The forward is that of
-training, through whatever wraps the model: the same types, the same FP8 products. Tokens are scored by `TokenScore`,
-pairs by the objective that they are trained with (`dpo`).
+Scores are means over all held-out rows, each counted once, for any number of ranks. The forward is that of training,
+through all wrappers of the model: the same types, the same FP8 products. Tokens are scored by `TokenScore`, pairs by
+the objective that they are trained with (`dpo`).
 
-The sample is drawn with a fixed seed, so that the same weights give the same text: the greedy choice of a young model
-is one token repeated. Engines that shard weights have none: generation would gather every parameter for each token.
+The text is sampled with a fixed seed, so that the same weights give the same text. Greedy decoding would repeat one
+token early in training. Engines that shard weights generate no sample: they would gather all weights for each token.
 """
 
 import math
@@ -21,7 +21,7 @@ from shardwise.trainer.runtime.data.batches import MicroBatch, eval_micro_batche
 from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.loop.step import Means, Objective, Sums, Terms, forward
-from shardwise.trainer.runtime.loss.head import Answer
+from shardwise.trainer.runtime.loss.head import LossOutput
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation
@@ -33,7 +33,7 @@ class TokenScore(NamedTuple):
     figures: tuple[str, ...] = ("accuracy",)
 
     def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Terms:
-        loss, num_correct = forward(model, micro_batch, device, answer=Answer.SCORE)
+        loss, num_correct = forward(model, micro_batch, device, output=LossOutput.SCORE)
         return Terms(loss, micro_batch.num_targets, micro_batch.num_targets, (num_correct,))
 
 
@@ -123,20 +123,20 @@ def continue_prompt(model: nn.Module, prompt: list[int], tokenizer: PreTrainedTo
     was_training = model.training
     model.eval()
     try:
-        answer = _generate(model, ids, tokenizer)
+        output = _generate(model, ids, tokenizer)
     except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError) as error:
         if not model.is_custom_code():
             raise
         return f"none: the model's own code raised {type(error).__name__}: {error}"  # no run ends for want of a sample
     finally:
         model.train(was_training)
-    return str(tokenizer.decode(answer[0, len(prompt) :], skip_special_tokens=True))
+    return str(tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True))
 
 
 def _generate(model: PreTrainedModel, ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     with torch.no_grad(), torch.random.fork_rng(devices=[ids.device] if ids.is_cuda else []):
         torch.manual_seed(SEED)
-        answer = model.generate(  # type: ignore[operator]  # transformers' mixin, untyped
+        output = model.generate(  # type: ignore[operator]  # transformers' mixin, untyped
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=NEW_TOKENS,
@@ -146,5 +146,5 @@ def _generate(model: PreTrainedModel, ids: Tensor, tokenizer: PreTrainedTokenize
             use_cache=True,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         )
-    assert isinstance(answer, Tensor)
-    return answer
+    assert isinstance(output, Tensor)
+    return output

@@ -3,7 +3,7 @@
 On a GPU torch's own counters are read. A CPU has none, so one steady step runs under torch.profiler with memory events:
 live bytes are what the model, the optimizer and the engine hold when the step begins, plus the running sum of
 allocations and frees; the peak is its maximum. Interpreter, libraries and allocator slack are not included; anonymous
-resident memory, which includes them, is reported beside it as `host`.
+resident memory, which includes them, is reported separately as `host`.
 
 Parts at the peak: weights and optimizer state are what their tensors hold; gradients are what had been accumulated by
 then (each parameter records the moment); activations are the rest: saved for the backward, temporaries, engine buffers.
@@ -11,8 +11,8 @@ then (each parameter records the moment); activations are the rest: saved for th
 The timeline of a CPU is the running sum of the profiler's memory events. A GPU's counters record no moments, so a phase
 has three points: what was held when it began, its peak, put in its middle, and what was held at its end.
 
-When memory runs out, tensors that only autograd holds are seen by the GPU's counters alone; on a CPU only those that
-Python holds are named. Reading that state must never prevent the report: whatever fails there is left out.
+When memory runs out, only the GPU's counters include tensors that autograd alone holds; on a CPU, the report lists
+tensors that Python holds. Reading that state never prevents the report: a figure that cannot be read is omitted.
 """
 
 import errno
@@ -106,7 +106,7 @@ def timeline_of_spans(spans: Sequence[Span]) -> tuple[MemoryPoint, ...]:
     return tuple(points)
 
 
-CPU_OVERHEAD_BYTES = 64 * MIB  # a capped process may hold beside its tensors: thread stacks, modules, allocator slack
+CPU_OVERHEAD_BYTES = 64 * MIB  # of a capped process, in addition to its tensors: thread stacks, modules, slack
 WEIGHTS, OPTIMIZER_STATE, GRADIENTS, ACTIVATIONS = "weights", "optimizer_state", "gradients", "activations"
 
 
@@ -125,7 +125,7 @@ class MemoryProfile:
 
     @contextmanager
     def step(self, clock: Clock | None = None) -> Iterator[None]:
-        """Measures the block, which has to be one whole optimizer step, by the phases that `clock` takes of it."""
+        """Measures the block, which has to be one whole optimizer step, by the phases that `clock` records."""
         clock = clock or Clock(self._device)
         num_spans = len(clock.spans)
         held = held_bytes(self._model, self._optimizer)
@@ -178,7 +178,7 @@ class MemoryProfile:
 
 def held_bytes(model: nn.Module, optimizer: Any) -> dict[str, int]:  # noqa: ANN401  # Accelerate's wrapper
     """Bytes held between steps by part; DDP's gradients and ZeRO-3's stay allocated, GaLore's projectors are state."""
-    shards = [p.ds_tensor for p in model.parameters() if hasattr(p, "ds_tensor")]  # ZeRO-3 keeps them beside
+    shards = [p.ds_tensor for p in model.parameters() if hasattr(p, "ds_tensor")]  # ZeRO-3 stores them separately
     weights = [*model.parameters(), *model.buffers(), *shards]
     inner = unwrapped(optimizer)
     states = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
@@ -207,7 +207,7 @@ def _zero3_gradients(model: nn.Module) -> Tensor | None:
 
 
 def _engine_buffers(model: nn.Module) -> int:
-    """Bytes that ZeRO-3 gathers gradients in before it reduces them, whatever the step does."""
+    """Bytes of the buffers in which ZeRO-3 gathers gradients before it reduces them; allocated in every step."""
     zero: Any = model.optimizer if _zero3_gradients(model) is not None else None
     buckets = getattr(zero, "ipg_buckets", {}).values()
     return storage_bytes(bucket.buffer for bucket in buckets if bucket.buffer is not None)
@@ -231,7 +231,7 @@ def anonymous_bytes() -> int:
 def cap_memory(kind: DeviceKind, device: torch.device, cap_bytes: int, *, outside_bytes: int) -> None:
     """Makes this device as small as `cap_bytes`: a share for the allocator, or a data limit on the process.
 
-    The allocator gets what `outside_bytes` leave, the context and communicators that the plan counts.
+    The allocator gets what remains after `outside_bytes`, the context and communicators that the plan counts.
     """
     if kind is DeviceKind.CUDA:
         total = torch.cuda.get_device_properties(device).total_memory
@@ -243,14 +243,14 @@ def cap_memory(kind: DeviceKind, device: torch.device, cap_bytes: int, *, outsid
 
 
 def lift_cap() -> None:
-    """Takes a data limit away again, so that the report can be written after the limit was met."""
+    """Removes a data limit, so that the report can be written after the limit was reached."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
 @contextmanager
 def room_for_a_profile() -> Iterator[None]:
-    """Takes a data limit away for a block, and adds to it what the block leaves: records are no part of the cap."""
+    """Lifts a data limit for a block and extends it by what the block still holds: records do not count."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if soft == resource.RLIM_INFINITY:
         yield
@@ -287,15 +287,15 @@ def _is_failed_allocation(error: BaseException) -> bool:
         return False
     if "can't start new thread" in str(error):  # its stack is data: the limit was met
         return resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
-    return any(words in str(error) for words in _ALLOCATOR_WORDS)
+    return any(message in str(error) for message in _ALLOCATOR_MESSAGES)
 
 
-_ALLOCATOR_WORDS = (
+_ALLOCATOR_MESSAGES = (
     "DefaultCPUAllocator: ",
     "can't allocate memory",
     "std::bad_alloc",
     "CUDA driver error: out of memory",  # of expandable segments; its "unknown error" is no lack of memory
-    "CUDA error: out of memory",  # beside the caching allocator: pinned host memory, a context, a library
+    "CUDA error: out of memory",  # outside the caching allocator: pinned host memory, a context, a library
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "Cuda failure 2 'out of memory'",  # NCCL's buffers
@@ -362,11 +362,11 @@ MOST_BLOCKS = 10
 
 
 def write_memory_state(attempt_dir: Path, *, rank: int, step: int, data_limit: int) -> None:
-    """Leaves the state beside the report of the rank, `data_limit` being the one that was in force."""
+    """Writes the state next to the report of the rank; `data_limit` is the limit that was in force."""
     try:
         codec.write(memory_state_path(attempt_dir, rank), memory_state(attempt_dir, rank, step, data_limit))
     except Exception as error:  # noqa: BLE001  # nothing may prevent the report
-        print(f"what memory held could not be written: {type(error).__name__}: {error}")  # noqa: T201  # into its log
+        print(f"the memory state could not be written: {type(error).__name__}: {error}")  # noqa: T201  # into its log
 
 
 def memory_state(attempt_dir: Path, rank: int, step: int, data_limit: int) -> MemoryState:
@@ -387,7 +387,7 @@ def memory_state(attempt_dir: Path, rank: int, step: int, data_limit: int) -> Me
 def held_tensors() -> dict[str, int]:
     """Bytes of the tensors that Python holds, each storage once."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # what torch.compile leaves behind warns that it has no storage
+        warnings.simplefilter("error", UserWarning)  # tensors of torch.compile warn that they have no storage
         found = list(_tensors())
     weights = [tensor for tensor in found if isinstance(tensor, nn.Parameter)]
     gradients = [weight.grad for weight in weights if weight.is_leaf and weight.grad is not None]

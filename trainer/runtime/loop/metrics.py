@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per optimizer step, and how its figures are measured beside the step.
+"""metrics.jsonl: one JSON object per optimizer step, and how its figures are measured.
 
 Rank 0 writes the file and flushes each line, so that a watcher sees it at once. A later attempt appends; each line
 names its attempt, and the last line of a step counts.

@@ -1,9 +1,9 @@
 """The objective of a plan, as it is trained and as it is scored on the held-out rows; DPO and its reference.
 
 Direct preference optimisation is Rafailov et al. 2023 (arXiv:2305.18290, equation 7) with the sigmoid loss. For a pair,
-the model and a reference give the log-probability of each answer given the prompt: the sum over its tokens. The reward
-of an answer is beta times the difference of the two, and the loss of a pair is -log sigmoid(reward of the chosen -
-reward of the rejected); its mean is over the pairs of the global batch.
+the model and a reference give the log-probability of each response given the prompt: the sum over its tokens. The
+reward of a response is beta times the difference of the two, and the loss of a pair is -log sigmoid(reward of the
+chosen - reward of the rejected); its mean is over the pairs of the global batch.
 
 A micro batch of P pairs is 2 P rows, all chosen ones before all rejected ones. Dummies, which fill a last round, come
 last in each half and do not count. Dropout is off, as in the authors' code: the rewards compare two models, not two
@@ -13,9 +13,9 @@ masks. That of adapters stays, as the job sets it by name; the reference has non
     full, galore   it is the model as it was before step 1: every row is run once, then the numbers are looked up
 
 The numbers are in `reference.safetensors` in the run directory, 16 bytes a row, because a resumed run cannot compute
-them again with changed weights. A row is identified by a hash of its tokens and of which of them are learned, whatever
+them again with changed weights. A row is identified by a hash of its tokens and of which of them are learned, not by
 its padding, its place in the data, or the engine. `fingerprint` in the file's metadata is of the data and of the
-initial weights. Every row of both splits is run, also if the run takes fewer steps.
+initial weights. Every row of both splits is run, also if the run has fewer steps.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ from shardwise.trainer.runtime.checkpoint.ranks import on_first
 from shardwise.trainer.runtime.data.batches import MicroBatch, eval_micro_batches
 from shardwise.trainer.runtime.loop.evaluation import TokenScore
 from shardwise.trainer.runtime.loop.step import Objective, Terms, TokenLoss, forward
-from shardwise.trainer.runtime.loss.head import IGNORED, Answer
+from shardwise.trainer.runtime.loss.head import IGNORED, LossOutput
 from shardwise.trainer.runtime.models.methods import adapters_off
 from shardwise.trainer.runtime.run.extension import Hooks
 from shardwise.trainer.spec import codec
@@ -64,7 +64,7 @@ class DpoLoss(NamedTuple):
     reference: Reference
     figures: tuple[str, ...] = (
         "reward_margin",
-        "reward_accuracy",  # share of the pairs whose chosen answer has the higher reward
+        "reward_accuracy",  # share of the pairs whose chosen response has the higher reward
         "reward_chosen",
         "reward_rejected",
         "logps_chosen",
@@ -73,8 +73,8 @@ class DpoLoss(NamedTuple):
     )
 
     def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Terms:
-        reference = self.reference(model, micro_batch, device)  # first: it leaves nothing behind
-        policy = forward(model, micro_batch, device, answer=Answer.ROWS)
+        reference = self.reference(model, micro_batch, device)  # first: it saves nothing for the backward
+        policy = forward(model, micro_batch, device, output=LossOutput.ROWS)
         pairs = _Pairs(policy.view(2, -1), reference.view(2, -1), micro_batch.num_pairs, self.beta)
         tokens_chosen = (micro_batch.labels[: len(policy) // 2] != IGNORED).sum().to(device)
         figures = (*pairs.figures(), tokens_chosen)
@@ -82,7 +82,7 @@ class DpoLoss(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """Log-probabilities of chosen and rejected answers [2, P]; from pair `num_pairs` on they are dummies."""
+    """Log-probabilities of chosen and rejected responses [2, P]; from pair `num_pairs` on they are dummies."""
 
     policy: Tensor
     reference: Tensor
@@ -132,7 +132,7 @@ def as_it_is(model: nn.Module, micro_batch: MicroBatch, device: torch.device) ->
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        found = forward(model, micro_batch, device, answer=Answer.ROWS)
+        found = forward(model, micro_batch, device, output=LossOutput.ROWS)
     model.train(was_training)
     return found
 
@@ -254,7 +254,7 @@ class UserLoss(NamedTuple):
     figures: tuple[str, ...] = ()
 
     def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Terms:
-        logits = forward(model, micro_batch, device, answer=Answer.LOGITS)
+        logits = forward(model, micro_batch, device, output=LossOutput.LOGITS)
         loss = self.hooks.call(Hook.LOSS, logits, micro_batch.labels.to(device))
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
             raise InputError("extensions: loss must return one number with a gradient: a tensor without dimensions")
@@ -282,7 +282,7 @@ def build_objectives(session: "Session", wants_stop: Callable[[], bool]) -> Obje
     if plan.chosen.loss is LossHead.FUSED_LINEAR:
         raise InputError(
             "pin.loss: fused_linear and train.objective: dpo exclude each other; Liger makes its gradients before the "
-            "weight of a row is known: take pin.loss=chunked"
+            "weight of a row is known: use pin.loss=chunked"
         )
     turn_dropout_off(session.model)
     reference = _reference(session, wants_stop)
@@ -329,7 +329,7 @@ def _run_every_row(session: "Session", wants_stop: Callable[[], bool]) -> RowLog
     def goes_on() -> bool:
         nonlocal count
         if count == 0 or count * 10 // total > (count - 1) * 10 // total:
-            session.writer.write_status(f"asking the reference, {count * 100 // total} % done")
+            session.writer.write_status(f"running the reference, {count * 100 // total} % done")
         count += 1
         return session.ranks.all_agree(not wants_stop())
 

@@ -1,19 +1,19 @@
 """Checkpoints in a run: when one is due, how it is written, the best one, the export, and going back to the last one.
 
-A checkpoint is due by steps, by the clock, or, if the job leaves it open, by what saving costs. Every decision is the
+A checkpoint is due by steps, by the clock, or, if the job sets neither, by the cost of saving. Every decision is the
 same on all ranks: steps need no exchange; for seconds rank 0's clock decides, by a vote. A run whose job does not set
 `checkpoint.every` waits after each save until saving has cost at most `max_share` of the time since the last one, as
 measured: a save of a minute comes no sooner than after 33 minutes at 3 %.
 
 The first checkpoint is a rehearsal: it is saved after the first step, while training waits, and read back
 (`check_read_back`), so that a disk that does not keep its data ends the run when that has cost one step. Later ones
-are written as the plan says (trainer/spec/messages/rank_files.py). Nothing is saved while steps are being skipped: the
-run may have to go back to before them.
+are written as the plan states (trainer/spec/messages/rank_files.py). Nothing is saved while steps are being skipped:
+the run may have to go back to before them.
 
-A bad row costs a step. If the steps after it cannot be taken either, an earlier update may have damaged the weights. So
-the run goes back to its last checkpoint, within the process and under every engine, and learns from the rows after
+A bad row costs a step. If the steps after it cannot be applied either, an earlier update may have damaged the weights.
+So the run goes back to its last checkpoint, within the process and under every engine, and learns from the rows after
 those that led here. If that ends at the same place, the run ends with its checkpoints as they are. Weights that are
-updated within the backward pass have taken a loss that is not finite: such a run goes back at once.
+updated within the backward pass have been changed by a loss that is not finite: such a run goes back at once.
 """
 
 import math
@@ -176,7 +176,7 @@ def _failures_as_incidents(session: Session, occasion: str, *, step: int) -> Ite
 
 
 def _best_saved(session: Session) -> tuple[int, ...]:
-    """The best step among those that have a checkpoint, or are about to; none where the job keeps no best one."""
+    """The best step among those that have a checkpoint, or are about to; none where the job retains no best one."""
     job, state = session.plan.job, session.state
     if job.checkpoint.best is None and job.eval.early_stop is None:
         return ()
@@ -188,7 +188,7 @@ def _best_saved(session: Session) -> tuple[int, ...]:
 
 
 def keep_best(session: Session) -> None:
-    """Keeps what the model is now: in a checkpoint, or, where none can be loaded again, as the export of the run."""
+    """Saves the model as it is now: in a checkpoint, or, where none can be loaded again, as the export of the run."""
     if session.state.checkpoint != _relative(session.state.step):
         save_state(session, "the best evaluation")
     if _best_checkpoint(session) is None:
@@ -302,7 +302,7 @@ _SHOWN_STEPS = 20  # an incident each; then one for all that follow
 
 
 def note_step(state: RunState, result: StepResult, *, step: int, rows: Sequence[int]) -> None:
-    """Takes a step into the record; one that had a fault becomes an incident that names its rows."""
+    """Adds a step to the record; a step with a fault becomes an incident that names its rows."""
     state.fault, state.last_loss = result.fault, result.loss
     if result.was_skipped and result.fault is None:
         return  # an overflow of fp16 is no sign of bad rows or weights
@@ -330,7 +330,7 @@ def must_go_back(session: Session) -> bool:
 def go_back(session: Session) -> None:
     """Loads the last checkpoint; the next step learns from the rows after those of this one. Collective.
 
-    EnvironmentFaultError where there is no checkpoint, or the run has gone back to it before, or too often to others.
+    EnvironmentFaultError if there is no checkpoint, if the run went back to it before, or too often to others.
     """
     settle_save(session)
     state, step = session.state, session.state.step
@@ -343,9 +343,9 @@ def go_back(session: Session) -> None:
     passed_over = state.spikes.passed_over
     if any(each.after_step >= saved.step for each in passed_over):
         tried = f"going back to step {saved.step} and past other rows did not help"
-        raise _hopeless(state, f"{tried}; {state.checkpoint} is kept")
+        raise _hopeless(state, f"{tried}; {state.checkpoint} is retained")
     if len(passed_over) >= MAX_ROLL_BACKS:
-        raise _hopeless(state, f"the run went back {len(passed_over)} times already; {state.checkpoint} is kept")
+        raise _hopeless(state, f"the run went back {len(passed_over)} times already; {state.checkpoint} is retained")
     sharding = session.plan.chosen.strategy.sharding
     import_state(session.model, session.optimizer, checkpoint, sharding=sharding)
     if session.scaler is not None and saved.loss_scaler is not None:
@@ -361,7 +361,7 @@ def go_back(session: Session) -> None:
 def _hopeless(state: RunState, what: str) -> EnvironmentFaultError:
     return EnvironmentFaultError(
         f"step {state.step}: {_why(state)};\n{what};\n"
-        "take a lower train.lr or a longer train.warmup, or look at the rows that metrics.jsonl names (skipped_rows)"
+        "use a lower train.lr or a longer train.warmup, or look at the rows that metrics.jsonl names (skipped_rows)"
     )
 
 

@@ -198,7 +198,7 @@ def _stream(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, 
     return StreamRows(
         plan,
         paths,
-        on_wait=lambda words: writer.write_status(words, step=state.step),
+        on_wait=lambda message: writer.write_status(message, step=state.step),
         incidents=state.log,
         is_first=is_first,
     )

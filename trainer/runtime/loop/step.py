@@ -1,8 +1,8 @@
 """One optimizer step under any engine: forward and backward of each micro batch, clipping, update.
 
-What is learned is an `Objective`: it makes of a micro batch a sum of terms, token losses or those of pairs (`dpo`). The
+An `Objective` turns a micro batch into a sum of terms: token losses, or losses of pairs (`dpo`). The
 loss of a step is that sum over all ranks and micro batches, divided by the number of terms in the global batch: its
-targets, or its pairs. Every rank knows that number without asking the others. What a rank passes to its engine is
+targets, or its pairs. Every rank knows that number without communication. What a rank passes to its engine is
 compensated for what engines do on their own:
 
     they average gradients over the ranks           x num_ranks
@@ -11,9 +11,9 @@ compensated for what engines do on their own:
 Gradients are summed over the ranks with the last micro batch only. Under fp16 the loss is moreover scaled, and the
 gradients scaled back before they are clipped; a step whose gradients overflow is skipped on every rank.
 
-Whether the step is taken at all is decided before the weights are touched, from a loss and a gradient norm that all
-ranks share (`Judge`). A step that is not taken leaves weights, moments and step counts as they were, bit by bit; but
-where weights are updated within the backward pass it is too late by then.
+Before the weights change, a loss and a gradient norm that all ranks share decide whether the step is applied (`Judge`).
+A step that is not applied changes no bit of the weights, the moments or the step counts. Where weights are updated
+within the backward pass, they have changed before that decision.
 
 Dropout masks are a function of (seed, step, index of the micro batch in the global batch): nothing has to be saved,
 and a step can be repeated exactly.
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from shardwise.trainer.runtime.attention.packed import known_rows
 from shardwise.trainer.runtime.data.batches import MicroBatch
 from shardwise.trainer.runtime.engines import running_engine
-from shardwise.trainer.runtime.loss.head import Answer
+from shardwise.trainer.runtime.loss.head import LossOutput
 from shardwise.trainer.runtime.optimizers import set_learning_rate, unwrapped, updates_in_backward
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, check_scale
 from shardwise.trainer.runtime.run.clock import Clock
@@ -54,10 +54,10 @@ class Objective(Protocol):
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """Names of the figures beside the loss; each is a mean over the terms."""
+        """Names of the figures in addition to the loss; each is a mean over the terms."""
 
     def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Terms:
-        """Runs the model, through whatever wraps it, on one micro batch."""
+        """Runs the model, through all its wrappers, on one micro batch."""
 
 
 class TokenLoss(NamedTuple):
@@ -77,12 +77,12 @@ class StepResult(Value, frozen=True, kw_only=True):
     num_targets: int
     grad_norm: float | None  # before clipping; None where it is no number, or there is none
     was_skipped: bool = False  # the weights are what they were: an fp16 overflow, or a fault
-    fault: str | None = None  # why the step was not to be taken
+    fault: str | None = None  # why the step was not to be applied
     loss_scale: float | None = None  # of fp16
     figures: dict[str, float] = {}  # those of the objective, means over the terms
 
 
-# From the loss and the gradient norm of a step: why it is not taken, or None if it is. The same on every rank.
+# From the loss and the gradient norm of a step: why it is not applied, or None if it is. The same on every rank.
 Judge = Callable[[float, float | None], str | None]
 
 
@@ -153,7 +153,7 @@ class Means(NamedTuple):
 
 
 class Sums:
-    """Adds up what an objective makes of micro batches, on the device, so that no micro batch waits for it."""
+    """Adds up the terms of micro batches on the device, so that no micro batch waits for the sum."""
 
     def __init__(self, objective: Objective, device: torch.device) -> None:
         self._names = objective.figures
@@ -161,7 +161,7 @@ class Sums:
         self._values = torch.zeros(1 + len(self._names), dtype=torch.float64, device=device)
 
     def add(self, terms: Terms) -> None:
-        """Takes one micro batch of this rank."""
+        """Adds the terms of one micro batch of this rank."""
         self._counts[0] += terms.num_terms
         self._counts[1] += terms.num_targets
         self._values += torch.stack([value.detach().double() for value in (terms.loss, *terms.figures)])
@@ -184,7 +184,7 @@ class Sums:
 
 
 class Decision:
-    """The decision to take a step or not: made once, on every rank, from values that all ranks share."""
+    """The decision to apply a step or not: made once, on every rank, from values that all ranks share."""
 
     def __init__(self, sums: Sums, judge: Judge, *, may_overflow: bool) -> None:
         self._sums = sums
@@ -201,7 +201,7 @@ class Decision:
         return self._means
 
     def accepts(self, grad_norm: Tensor | None) -> bool:
-        """True if the step is taken, from the norm over all ranks; collective. An overflow is left to fp16's scaler."""
+        """True if the step is applied, from the norm over all ranks; collective. fp16's scaler handles an overflow."""
         self._means = self._sums.means(grad_norm)
         norm = self._means.grad_norm
         if not self._may_overflow or norm is None or math.isfinite(norm):
@@ -209,21 +209,23 @@ class Decision:
         return self.fault is None
 
 
-def forward(model: nn.Module, micro_batch: MicroBatch, device: torch.device, *, answer: Answer = Answer.SUM) -> Tensor:
-    """Output of the model for one micro batch: the sum of its token losses, a scalar, or another `Answer`."""
+def forward(
+    model: nn.Module, micro_batch: MicroBatch, device: torch.device, *, output: LossOutput = LossOutput.SUM
+) -> Tensor:
+    """Output of the model for one micro batch: the sum of its token losses, a scalar, or another `LossOutput`."""
     inputs = {"input_ids": micro_batch.input_ids, "labels": micro_batch.labels}
     if micro_batch.position_ids is not None:
         inputs["position_ids"] = micro_batch.position_ids
-    extra: dict[str, Any] = {} if answer is Answer.SUM else {"answer": answer}
+    extra: dict[str, Any] = {} if output is LossOutput.SUM else {"output": output}
     if micro_batch.document_bounds:
         extra["document_bounds"] = micro_batch.document_bounds
     with known_rows(are_packed=micro_batch.position_ids is not None):
         found = model(**{name: value.to(device, non_blocking=True) for name, value in inputs.items()}, **extra)
-    assert isinstance(found, Tensor) and found.ndim == _DIMENSIONS.get(answer, 1)
+    assert isinstance(found, Tensor) and found.ndim == _DIMENSIONS.get(output, 1)
     return found
 
 
-_DIMENSIONS = {Answer.SUM: 0, Answer.LOGITS: 3}
+_DIMENSIONS = {LossOutput.SUM: 0, LossOutput.LOGITS: 3}
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:
@@ -240,7 +242,8 @@ def _num_ranks() -> int:
 def seed_dropout(seed: int, step: int, index: int) -> None:
     """Seeds torch's generators for one micro batch of the global batch.
 
-    Those of `torch.manual_seed` that a rank has: for each kind of device that is not there it would walk the stack.
+    The generators of `torch.manual_seed` that a rank has. For each kind of device that is missing, `torch.manual_seed`
+    would walk the stack.
     """
     digest = hashlib.sha256(f"{seed}/{step}/{index}".encode()).digest()
     number = int.from_bytes(digest[:8], "big") >> 1
@@ -260,7 +263,7 @@ def _update(
 ) -> bool:
     """Clips, decides, steps and clears the gradients; DeepSpeed has done all four in the last backward.
 
-    Whether an overflow of fp16 kept the weights as they were.
+    Returns True if an overflow of fp16 prevented the update.
     """
     if updates_in_backward(optimizer):
         decision.accepts(None)  # each gradient was used and freed as it came

@@ -3,41 +3,41 @@
 A causal language model returns its loss as a sum over tokens here, never as a mean: the step divides by the number
 of targets in the global batch, so that the loss does not depend on how rows fall on ranks and micro batches.
 Position t learns token t + 1; the shift happens here, labels come unshifted, `IGNORED` marks what is not learned.
-The result is an `Answer`: that sum, or the log-probability of each row, or a score.
+A `LossOutput` selects the result: that sum, or the log-probability of each row, or a score.
 
-    eager         what transformers does by default: logits of all tokens, upcast to fp32, softmax kept for the backward
+    eager         as transformers by default: logits of all tokens, upcast to fp32, softmax saved for the backward
     chunked       plain torch: `chunk_tokens` tokens at a time, once in the forward and once more in the backward
-    fused         plain torch: logits of all tokens, once, in the computing type; their gradient takes their place
+    fused         plain torch: logits of all tokens, once, in the computing type; their gradient replaces them
     fused_linear  Liger's kernels for CUDA: logits of a slice of tokens, gradients made in the forward
 
 Memory of `chunked`, T tokens in a micro batch, C in a slice, V vocabulary, H hidden size, c bytes of the computing
-type: only T x 4 bytes survive the forward beside the hidden states, which are kept anyway. A slice holds C x V x 8
+type: only T x 4 bytes survive the forward in addition to the hidden states, saved in any case. A slice holds C x V x 8
 bytes in the forward (fp32 logits and their log-softmax) and C x V x 4 in the backward, C x V x (4 + c) under 16 bit;
 there, T x H x c more hold the gradient of the hidden states and V x H x 4 that of the head (which in fp32 becomes the
 parameter's own gradient; under 16 bit V x H x c more hold one slice's part of it). It costs one more matrix product of
 the head per token. Small slices stay in a CPU's cache.
 
-Memory of `fused`: the logits, T x V x c bytes from the forward to the head's backward, and T x 4 bytes. Beside them
-V x 4 bytes for each of min(T, FUSED_SLICE_TOKENS) tokens, while the losses are taken in the forward (twice that under a
-cap) and, in 16 bit, while gradients are made in the backward; then what the product of the head gives back. It needs no
-second matrix product, so it is the faster one where the logits fit. Its backward can run once only.
+Memory of `fused`: the logits, T x V x c bytes from the forward to the head's backward, and T x 4 bytes. In addition,
+V x 4 bytes for each of min(T, FUSED_SLICE_TOKENS) tokens, while the losses are computed in the forward (twice that
+under a cap) and, in 16 bit, while gradients are computed in the backward; then the result of the head's product. It
+needs no second matrix product, so it is the faster one where the logits fit. Its backward can run once only.
 
 A head may have a bias (Phi-2), and a model may cap its logits (Gemma 2: c x tanh(logits / c)); both heads then do, and
 the chunked one holds C x V x 4 bytes more in the backward for the slope of the cap.
 
-Sums of rows (`Answer.ROWS`) cost T x 4 bytes more, twice and never both at a time: the token losses until they are
+Sums of rows (`LossOutput.ROWS`) cost T x 4 bytes more, twice and never both at a time: the token losses until they are
 summed in the forward, the weights of the tokens in the backward. A micro batch of P pairs is 2 P rows, so T is 2 P S:
 the logits of both halves are in one head. `fused_linear` has none: Liger makes gradients in the forward, for one weight
 of all tokens, and a row's weight is known after it.
 
-A score (`Answer.SCORE`) has no gradient. It takes slices under every head, C x V x (4 + c) bytes at the most: of
-`chunk_tokens` tokens, of no more than FUSED_SLICE_TOKENS, or of as many as give no more logits than hidden states.
+A score (`LossOutput.SCORE`) has no gradient. It is computed in slices under every head, C x V x (4 + c) bytes at most:
+of `chunk_tokens` tokens, of no more than FUSED_SLICE_TOKENS, or of as many as give no more logits than hidden states.
 
-All heads run inside the model's forward, `chunked` and `fused_linear` moreover inside the forward of `lm_head`, so that
-whatever gathers sharded weights around a module's forward and backward (ZeRO-3, FSDP2) has them there when they are
-read. `fused` only follows that forward.
+All heads run inside the model's forward, `chunked` and `fused_linear` moreover inside the forward of `lm_head`. So an
+engine that gathers sharded weights around a module's forward and backward (ZeRO-3, FSDP2) has gathered them when they
+are read. `fused` only follows that forward.
 
-Rows of several documents come with positions; what keeps their documents apart is in attention/packed.py.
+Rows of several documents come with positions; attention/packed.py separates their documents.
 """
 
 import importlib.util
@@ -68,13 +68,13 @@ from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.packages import extra_line
 from shardwise.trainer.spec.strategy import LossHead
 
-__all__ = ["DEFAULT_CHUNK_TOKENS", "FUSED_SLICE_TOKENS", "IGNORED", "Answer", "install_loss_head", "shift"]
+__all__ = ["DEFAULT_CHUNK_TOKENS", "FUSED_SLICE_TOKENS", "IGNORED", "LossOutput", "install_loss_head", "shift"]
 
 DEFAULT_CHUNK_TOKENS = 1024
 
 
-class Answer(StrEnum):
-    """Kinds of results of a model with labels."""
+class LossOutput(StrEnum):
+    """Outputs of a model with labels."""
 
     SUM = "sum"  # the token losses added up: a scalar in fp32
     ROWS = "rows"  # the log-probability of what each row learns, the sum over its targets: [B] in float64
@@ -83,7 +83,7 @@ class Answer(StrEnum):
 
 
 def install_loss_head(model: PreTrainedModel, head: LossHead, *, chunk_tokens: int | None) -> "LossForward":
-    """Makes `model(input_ids=..., labels=..., answer=...)` return the sum of token losses, or another `Answer`.
+    """Makes `model(input_ids=..., labels=..., output=...)` return the sum of token losses, or another `LossOutput`.
 
     Without labels the model returns what it returned before (generation needs it).
     """
@@ -124,32 +124,32 @@ class LossForward:
         model: Any,  # noqa: ANN401  # a PreTrainedModel, whose class an engine may change
         input_ids: Tensor | None = None,
         labels: Tensor | None = None,
-        answer: Answer = Answer.SUM,
+        output: LossOutput = LossOutput.SUM,
         attention_mask: Tensor | None = None,  # by name: `generate` looks for it in the signature
         **inputs: Any,  # noqa: ANN401  # the signature of the model's own forward
     ) -> Any:  # noqa: ANN401  # as above
-        """The answer; without labels, the result of the model's own forward."""
+        """The requested output; without labels, the result of the model's own forward."""
         if attention_mask is not None:
             inputs["attention_mask"] = attention_mask
         if labels is None:
             return self.own_forward(input_ids=input_ids, **inputs)
-        if answer is Answer.ROWS and self.head is LossHead.FUSED_LINEAR:
+        if output is LossOutput.ROWS and self.head is LossHead.FUSED_LINEAR:
             raise InputError(
                 "pin.loss: fused_linear makes its gradients before the weight of a row is known, so it has no sums of "
-                "rows (DPO); take pin.loss=chunked"
+                "rows (DPO); use pin.loss=chunked"
             )
         hidden = _hidden_states(model, input_ids, **inputs)
         targets = shift(labels)
         linear = model.get_output_embeddings()
-        if answer is Answer.LOGITS:
+        if output is LossOutput.LOGITS:
             return capped(linear(hidden), self.softcap)
-        if answer is Answer.SCORE or self.head in (LossHead.CHUNKED, LossHead.FUSED_LINEAR):
-            found = linear(hidden, targets, answer=answer)
+        if output is LossOutput.SCORE or self.head in (LossHead.CHUNKED, LossHead.FUSED_LINEAR):
+            found = linear(hidden, targets, output=output)
         else:
-            row_tokens = targets.shape[1] if answer is Answer.ROWS else None
+            row_tokens = targets.shape[1] if output is LossOutput.ROWS else None
             logits = linear(hidden).flatten(0, 1)
             found = _loss_of_logits(self.head, logits, targets.flatten(), self.softcap, row_tokens)
-        return -found if answer is Answer.ROWS else found
+        return -found if output is LossOutput.ROWS else found
 
 
 def _hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tensor:  # noqa: ANN401  # the model's own inputs
@@ -181,7 +181,7 @@ def _loss_of_logits(
 
 @dataclass(frozen=True, slots=True)
 class _HeadForward:
-    """The forward of `lm_head`: logits as before, or with targets the answer for hidden [B, S, H]."""
+    """The forward of `lm_head`: logits as before, or with targets the requested output for hidden [B, S, H]."""
 
     linear: nn.Linear
     head: LossHead
@@ -189,17 +189,17 @@ class _HeadForward:
     softcap: float | None
     liger: nn.Module | None  # the loss of `fused_linear`
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, *, answer: Answer = Answer.SUM) -> Tensor:
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, *, output: LossOutput = LossOutput.SUM) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
         if targets is None:
             return functional.linear(hidden, weight, bias)
-        row_tokens = targets.shape[1] if answer is Answer.ROWS else None
+        row_tokens = targets.shape[1] if output is LossOutput.ROWS else None
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
-        if answer is not Answer.SCORE and self.liger is not None:
+        if output is not LossOutput.SCORE and self.liger is not None:
             loss: Tensor = self.liger(weight, hidden, targets, bias)
             return loss.float()
         hidden, head = _in_computing_type(hidden, Head(weight, bias, self.softcap))
-        if answer is Answer.SCORE:
+        if output is LossOutput.SCORE:
             return scored(hidden, head, targets, self._score_tokens(hidden.shape[0]))
         found = ChunkedLoss.apply(hidden, *head, targets, self.chunk_tokens, row_tokens)  # type: ignore[no-untyped-call]  # torch's
         assert isinstance(found, Tensor)
@@ -230,7 +230,7 @@ def _liger_loss(softcap: float | None) -> nn.Module:
         raise InputError("pin.loss: fused_linear is Liger's, which needs a GPU; pin.loss=fused does without")
     if importlib.util.find_spec("liger_kernel") is None:
         raise InputError(
-            "pin.loss: fused_linear is Liger's, and liger-kernel is not installed; take pin.loss=fused or chunked, or\n"
+            "pin.loss: fused_linear is Liger's, and liger-kernel is not installed; use pin.loss=fused or chunked, or\n"
             f"{extra_line('liger')}"
         )
     check_triton_compiler("pin.loss")

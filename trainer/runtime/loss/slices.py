@@ -1,6 +1,6 @@
 """The arithmetic of the loss heads: token losses of hidden states or of logits, a slice of tokens at a time.
 
-`loss` says which head needs how much memory. What comes out is the sum of all token losses, or one sum for each row of
+`head` states the memory of each head. The result is the sum of all token losses, or one sum for each row of
 `row_tokens` tokens, in float64: the rows of a pair are compared, and their sums are a thousand times their difference.
 The gradients of a row's tokens are multiplied by that row's weight in fp32, before anything is rounded.
 """
@@ -24,7 +24,7 @@ class Head(NamedTuple):
     softcap: float | None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Capped logits [T, V] in fp32; nobody else holds them."""
+        """Capped logits [T, V] in fp32; the caller holds the only reference."""
         logits = functional.linear(hidden, self.weight, self.bias).float()
         return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
 

@@ -4,8 +4,8 @@ Phases of a step: data, forward, backward, optimizer. A GPU works behind Python,
 events on the stream; what it allocates follows Python, so a phase's memory is that of its lines. A CPU's allocator
 counts nothing; there the profiled step gives memory by phase (memory_profile), from the moments recorded here.
 
-NVML answers in a fraction of a millisecond at best and in tens at worst, so a thread queries it once a second and a
-step takes the newest answer. It is queried for the card of this process alone, found by its UUID, as
+A query of NVML lasts a fraction of a millisecond at best and tens of milliseconds at worst. So a thread queries it once
+a second, and a step reads the newest sample. Only the card of this process is queried, found by its UUID, as
 CUDA_VISIBLE_DEVICES renumbers cards. Without NVML, without a card, or on a slice (MIG) without counters of its own,
 there are no figures.
 """
@@ -137,7 +137,7 @@ class CardWatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.newest = CardSample()  # the last answer; empty before the first
+        self.newest = CardSample()  # the last sample; empty before the first
         self._stop = threading.Event()
 
     @contextmanager
@@ -152,10 +152,10 @@ class CardWatch:
         try:
             yield self
         finally:
-            self._stop.set()  # it is not waited for: a driver that hangs must not keep a run from its end
+            self._stop.set()  # it is not waited for: a driver that hangs must not delay the end of a run
 
     def _sample(self, uuid: str) -> None:
-        with suppress(Exception):  # whatever NVML or its binding has: the run continues without figures of the card
+        with suppress(Exception):  # of NVML or its binding: the run continues without figures of the card
             for sample in card_samples(uuid, self._stop):
                 self.newest = sample
 
@@ -195,7 +195,7 @@ def _sample_of(nvml: Any, handle: Any) -> CardSample:  # noqa: ANN401  # NVML's 
 
 def throttle_reasons(reasons: int | None) -> str | None:
     """Why clocks are held down, from NVML's bits; None if nothing holds them, or it is unknown."""
-    return ", ".join(words for bit, words in _THROTTLES.items() if (reasons or 0) & bit) or None
+    return ", ".join(name for bit, name in _THROTTLES.items() if (reasons or 0) & bit) or None
 
 
 class Traffic:

@@ -1,7 +1,7 @@
-"""Runs a user's extensions file: the one the plan names, with the content the plan agreed to, and nothing else.
+"""Runs a user's extensions file: the file that the plan names, only with the content that the plan recorded.
 
-What goes wrong inside is the user's code, not ours: the error names file, line and function, and `--debug` shows the
-rest. `on_step` alone never ends a run: what it raises becomes an incident, and it is not called again.
+An error inside the file is the user's: the message names file, line and function, and `--debug` shows the rest.
+`on_step` alone never ends a run: its error becomes an incident, and it is not called again.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ class Hooks:
         try:
             return function(*arguments)
         except Exception as error:
-            raise InputError(f"extensions: {hook} raised {_words(error, self._extension)}") from error
+            raise InputError(f"extensions: {hook} raised {_summary(error, self._extension)}") from error
 
 
 def load_hooks(extension: Extension | None) -> Hooks | None:
@@ -58,11 +58,11 @@ def load_hooks(extension: Extension | None) -> Hooks | None:
     try:
         exec(compile(content, str(path), "exec"), module.__dict__)  # noqa: S102  # the file the job names, see above
     except Exception as error:
-        raise InputError(f"extensions: {path} cannot be imported: {_words(error, extension)}") from error
+        raise InputError(f"extensions: {path} cannot be imported: {_summary(error, extension)}") from error
     return Hooks(extension, module)
 
 
-def _words(error: BaseException, extension: Extension) -> str:
+def _summary(error: BaseException, extension: Extension) -> str:
     """Type, message and the last line of the user's file on the way."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == extension.path]
     where = f" ({Path(extension.path).name}, line {lines[-1]})" if lines else ""

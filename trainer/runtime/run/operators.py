@@ -4,9 +4,9 @@
 
 compiles DeepSpeed's operators into $TORCH_EXTENSIONS_DIR, in a process of its own (`launch.engine.operators` starts
 it). DeepSpeed compiles an operator when it is first used: for minutes, in every rank at once, and without a message.
-It asks a compiler's driver each time whether the operator is up to date, under a lock that a killed rank leaves behind
-(W56). So a rank loads what was built and marked in that folder, which belongs to these versions and this machine
-alone. DeepSpeed itself finds the device that the operators are for, unless $DS_ACCELERATOR names one.
+Each time it runs a compiler's driver to check that the operator is up to date, under a lock that a killed rank does not
+release (W56). So a rank loads the operators that were built and marked in that folder, which belongs to these versions
+and this machine alone. DeepSpeed itself finds the device that the operators are for, unless $DS_ACCELERATOR names one.
 
 DeepSpeedCPUAdam calls py-cpuinfo three times for the same machine. Each time py-cpuinfo starts processes that measure
 the clock for over a second (W53).
@@ -34,7 +34,7 @@ PROCESSORS = Path("/proc/cpuinfo")
 
 
 def result_for_processor() -> None:
-    """From here on, py-cpuinfo answers this process from /proc/cpuinfo if possible, else measures once."""
+    """From here on, py-cpuinfo reads /proc/cpuinfo in this process if possible, else measures once."""
     import cpuinfo
 
     if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
@@ -55,13 +55,13 @@ def read_processor(text: str, machine: str) -> dict[str, Any] | None:
     return {"arch": "X86_64", "vendor_id_raw": facts["vendor_id"], "flags": sorted(facts["flags"].split())}
 
 
-def _with_fallback(ask_machine: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+def _with_fallback(query_machine: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
     def get_cpu_info() -> dict[str, Any]:
         try:
             facts = read_processor(PROCESSORS.read_text(), platform.machine())
         except OSError:
             facts = None
-        return ask_machine() if facts is None else facts
+        return query_machine() if facts is None else facts
 
     return get_cpu_info
 
@@ -111,7 +111,7 @@ def mark_loaded(folder: Path) -> None:
 
 
 def omit_debug_symbols() -> None:
-    """Compiles without `-g`, which takes two fifths less time."""
+    """Compiles without `-g`, which is faster by two fifths."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     keep = OpBuilder.strip_empty_entries
@@ -138,14 +138,14 @@ def check_triton_compiler(setting: str) -> None:
         return
     raise EnvironmentFaultError(
         f"{setting}: Triton compiles its binding to the driver here, and {missing}\n"
-        f"leave {setting} out, or apt install {debian} (Debian, Ubuntu) or dnf install {fedora} (Fedora, RHEL)"
+        f"remove {setting}, or apt install {debian} (Debian, Ubuntu) or dnf install {fedora} (Fedora, RHEL)"
     )
 
 
 def _finds_python(compiler: str) -> bool:
     argv = [compiler, "-x", "c", "-", "-fsyntax-only", f"-I{sysconfig.get_paths()['include']}"]
-    answer = subprocess.run(argv, input="#include <Python.h>\n", text=True, capture_output=True, check=False)
-    return answer.returncode == 0
+    done = subprocess.run(argv, input="#include <Python.h>\n", text=True, capture_output=True, check=False)
+    return done.returncode == 0
 
 
 # Our name: the builder that DeepSpeed's accelerator makes by its class name.

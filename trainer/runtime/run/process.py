@@ -1,16 +1,16 @@
-"""The process of a rank before any heavy import, and of a worker that answers one request.
+"""The process of a rank before any heavy import, and of a worker that runs one request.
 
-A rank ends with its launcher, notes stop requests, writes the stacks of its threads into its log on USR2, and makes the
-kernel end it first when the machine runs out of RAM: the supervisor can start a rank again, but not itself.
+A rank ends with its launcher, records stop requests, and writes the stacks of its threads into its log on USR2. It
+makes the kernel end it first when the machine runs out of RAM: the supervisor can start a rank again, but not itself.
 
-torchrun gives each rank a session of its own, so a signal to the launcher's group never arrives here and the launcher's
-death would leave the rank alive. Hence PR_SET_PDEATHSIG, and a record in `pids/` by which the supervisor finds the
-rank. The handler only sets a flag; the loop agrees on it with the other ranks at the next step boundary. Nothing here
-imports torch, which takes seconds in which a stop request may come.
+torchrun starts each rank in its own session. So a signal to the launcher's group does not reach the rank, and the rank
+would survive the launcher. Hence PR_SET_PDEATHSIG, and a record in `pids/` by which the supervisor finds the rank. The
+handler only sets a flag; the loop agrees on it with the other ranks at the next step boundary. Nothing here imports
+torch: that takes seconds, in which a stop request may arrive.
 
-A worker is the other side of `launch.worker.ask`: `python -m MODULE REQUEST.json ANSWER.json`. Progress goes to stdout,
-a line at a time. An error goes to stderr and to ANSWER.error, because libraries write to stderr as well; the exit code
-is that of the error.
+`launch.worker` starts a worker as `python -m MODULE REQUEST.json RESULT.json`. Progress goes to stdout, a line at a
+time. An error goes to stderr and to RESULT.error, because libraries write to stderr as well; the exit code is that of
+the error.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ class StopFlag:
         self.is_set = False
 
     def note(self, _number: int, _frame: object) -> None:
-        """Signal handler: remembers, does nothing else."""
+        """Signal handler: only sets the flag."""
         self.is_set = True
 
 
@@ -67,7 +67,7 @@ def world_size_of_launch() -> int:
 
 
 def install_stop_flag() -> StopFlag:
-    """Takes USR1 and TERM as a request to stop cleanly; Ctrl-C is the supervisor's business."""
+    """Makes USR1 and TERM requests to stop cleanly; only the supervisor handles Ctrl-C."""
     flag = StopFlag()
     for number in _STOP_SIGNALS:
         signal.signal(number, flag.note)
@@ -82,7 +82,7 @@ def dump_stacks_on_request() -> None:
 
 
 def volunteer_for_oom_kill() -> None:
-    """Makes the kernel choose this process before those that hold less and matter more; nothing where it may not."""
+    """Makes the kernel end this process first when memory runs out; has no effect without permission."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
 
@@ -92,14 +92,14 @@ def die_with_launcher(attempt_dir: Path) -> None:
     launcher = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher or _recorded_launcher_has_ended(attempt_dir):
-        sys.exit("the launcher of this rank is gone")
+        sys.exit("the launcher of this rank has ended")
 
 
 @contextmanager
 def importing_libraries() -> Iterator[None]:
-    """Imports of the block run without the cyclic garbage collector, which takes a sixth of their processor time.
+    """Imports of the block run without the cyclic garbage collector, a sixth of their processor time.
 
-    Modules stay until the process ends, so what the block has allocated is never searched for cycles again either.
+    Modules stay until the process ends, so the collector never searches their objects later either.
     """
     gc.disable()
     try:
@@ -110,7 +110,7 @@ def importing_libraries() -> Iterator[None]:
 
 
 def write_pid_record(attempt_dir: Path, *, rank: int) -> None:
-    """Registers this rank: pid and start time, because a pid alone may belong to somebody else later."""
+    """Registers this rank: pid and start time, because another process may have the same pid later."""
     folder = attempt_dir / "pids"
     folder.mkdir(parents=True, exist_ok=True)
     record = {"pid": os.getpid(), "start_time": _start_time(os.getpid()), "rank": rank}
@@ -163,7 +163,7 @@ def _recorded_launcher_has_ended(attempt_dir: Path) -> bool:
 R = TypeVar("R", bound=Value)
 
 
-def answer(
+def run_request(
     arguments: Sequence[str], request_type: type[R], work: Callable[[R], Value], *, clean: Callable[[str], str] = str
 ) -> int:
     """Writes `work(request)` to the second file of `arguments`; returns the exit code.
@@ -171,11 +171,11 @@ def answer(
     `clean` makes a message that quotes foreign files safe for a terminal.
     """
     if len(arguments) != 2:
-        sys.stderr.write("give two files: REQUEST.json ANSWER.json\n")
+        sys.stderr.write("give two files: REQUEST.json RESULT.json\n")
         return ExitCode.INPUT
     request_path, result_path = map(Path, arguments)
     try:
-        codec.write(result_path, _answered(request_path, request_type, work))
+        codec.write(result_path, _result_of(request_path, request_type, work))
     except ShardwiseError as error:
         message = clean(str(error)) + "\n"
         sys.stderr.write(message)
@@ -185,10 +185,10 @@ def answer(
     return ExitCode.DONE
 
 
-def reply_and_exit(request_type: type[R], work: Callable[[R], Value]) -> None:
-    """`answer` for the arguments of this process, which ends with its parent."""
+def run_request_and_exit(request_type: type[R], work: Callable[[R], Value]) -> None:
+    """`run_request` for the arguments of this process, which ends with its parent."""
     end_with_parent()
-    sys.exit(answer(sys.argv[1:], request_type, work))
+    sys.exit(run_request(sys.argv[1:], request_type, work))
 
 
 def report_progress(line: str) -> None:
@@ -197,7 +197,7 @@ def report_progress(line: str) -> None:
     sys.stdout.flush()
 
 
-def _answered(path: Path, request_type: type[R], work: Callable[[R], Value]) -> Value:
+def _result_of(path: Path, request_type: type[R], work: Callable[[R], Value]) -> Value:
     request = codec.read(path, request_type)
     try:
         return work(request)

@@ -5,9 +5,8 @@
     attempts/N/report.json            by rank 0
     attempts/N/report-rank-R.json     by another rank that failed or ran out of memory; each has a file of its own
 
-If attempts/N/report.json is there already, the attempt has ended and somebody started it again by hand: everything is
-written under attempts/N/again-<UTC time of the start>/ then, as if that were the run directory, and nothing is
-overwritten.
+If attempts/N/report.json exists already, the attempt has ended and was started again by hand. Everything is then
+written under attempts/N/again-<UTC time of the start>/, as if that were the run directory, and nothing is overwritten.
 """
 
 import json
@@ -30,7 +29,7 @@ _REPORTED_PACKAGES = ("shardwise", "torch", "accelerate", "transformers", "deeps
 class RunPaths(Value, frozen=True, kw_only=True):
     """Every path a rank reads or writes."""
 
-    plan_dir: Path  # of plan.json and what lies beside it
+    plan_dir: Path  # of plan.json
     attempt_dir: Path  # where this attempt's pids, status and report go
     run_dir: Path  # where metrics, checkpoints and the export go
     resume_dir: Path  # whose checkpoints are resumed from
@@ -110,7 +109,7 @@ def _open_heartbeat(path: Path) -> int:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of the packages that decide what a run does; one that is not installed is left out."""
+    """Versions of the packages that decide what a run does; one that is not installed is omitted."""
     versions = {}
     for package in _REPORTED_PACKAGES:
         try:

@@ -3,7 +3,7 @@
 Mixed precision keeps fp32 weights and computes in 16 bit (autocast; under FSDP2 the parameters are cast when they are
 gathered; under DeepSpeed the working copy is 16 bit and the fp32 masters are the engine's). `bf16` has no fp32 copy:
 the model itself is bf16 and nothing is cast. `fp8` is bf16-mixed to every library: its matrix products are ours. So is
-the autocast of fp16-mixed, which Accelerate leaves out on a CPU (`mixed_precision`).
+the autocast of fp16-mixed, which Accelerate omits on a CPU (`mixed_precision`).
 """
 
 import torch

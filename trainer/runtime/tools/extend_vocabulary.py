@@ -4,9 +4,9 @@ Tokens that a chat template brings, or that were added to a tokenizer, need rows
 folder that comes out is a model like any other, so every engine reads it as it reads any: the weight files without an
 embedding are links to those of FOLDER, the others are written anew with the larger tensors.
 
-A new row is the mean of the others with a little noise from a fixed seed, so that no two are the same: the mean keeps
-what the model says of known tokens nearly as it was (Hewitt 2021, "Initializing new word embeddings for pretrained
-language models"), where random rows would take probability from all of them.
+A new row is the mean of the others with a little noise from a fixed seed, so that no two are the same. The mean barely
+changes the probabilities of known tokens (Hewitt 2021, "Initializing new word embeddings for pretrained language
+models"); random rows would lower all of them.
 """
 
 import json
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwise.trainer.runtime.run.process import reply_and_exit
+from shardwise.trainer.runtime.run.process import run_request_and_exit
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.messages.worker_requests import ExtendVocabularyRequest, Lines
 
@@ -44,7 +44,7 @@ def extend_vocabulary(folder: Path, num_rows: int, out: Path) -> None:
             _extend_file(path, staging / path.name, before, num_rows) for path in sorted(folder.glob("*.safetensors"))
         )
         if not num_extended:
-            raise InputError(f"{folder}: no embedding of {before} rows was found; its vocabulary cannot grow")
+            raise InputError(f"{folder}: no embedding of {before} rows was found; its vocabulary cannot be extended")
         for path in folder.iterdir():
             if path.is_file() and path.suffix != ".safetensors" and path.name != "config.json":
                 (staging / path.name).symlink_to(path.resolve())
@@ -59,7 +59,7 @@ def extend_vocabulary(folder: Path, num_rows: int, out: Path) -> None:
 
 
 def _extend_file(path: Path, out: Path, before: int, num_rows: int) -> int:
-    """How many tensors of the file grew; a file without any becomes a link."""
+    """Number of extended tensors in the file; a file without any becomes a link."""
     try:
         with safe_open(path, framework="pt") as stream:
             names = list(stream.keys())
@@ -85,10 +85,10 @@ def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:
     return torch.cat([tensor, (mean + _NOISE * spread * noise).to(tensor.dtype)])
 
 
-def _answer(request: ExtendVocabularyRequest) -> Lines:
+def _run(request: ExtendVocabularyRequest) -> Lines:
     extend_vocabulary(Path(request.folder), request.num_rows, Path(request.out))
     return Lines()
 
 
 if __name__ == "__main__":
-    reply_and_exit(ExtendVocabularyRequest, _answer)
+    run_request_and_exit(ExtendVocabularyRequest, _run)

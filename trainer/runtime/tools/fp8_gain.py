@@ -1,8 +1,8 @@
-"""Times a model's matrix shapes in bf16 and FP8: `python -m shardwise.trainer.runtime.tools.fp8_gain REQUEST ANSWER`.
+"""Times a model's matrix shapes in bf16 and FP8: `python -m shardwise.trainer.runtime.tools.fp8_gain REQUEST RESULT`.
 
 Each different shape among the layers that would be converted (`fp8_layers`) runs forward and backward on a micro batch
 of random tokens, once as a plain layer under bf16 autocast and once as the library's, and counts as often as the model
-has it. Small layers lose: casts cost more than the faster product saves. Needs a CUDA device; the answer says what was
+has it. Small layers lose: casts cost more than the faster product saves. Needs a CUDA device; the result lists what was
 timed, or why nothing was. A few seconds: at most BUDGET_S for each shape and type.
 """
 
@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.trainer.runtime.models.build import model_from_config
 from shardwise.trainer.runtime.precision.fp8 import fp8_layers, fp8_region, library_of, token_multiple
 from shardwise.trainer.runtime.run.clock import best_seconds
-from shardwise.trainer.runtime.run.process import answer as run_request
+from shardwise.trainer.runtime.run.process import run_request
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
 from shardwise.trainer.spec.messages.worker_requests import Fp8GainRequest
 from shardwise.trainer.spec.plan import Fp8Gain, ShapeTimes
@@ -52,7 +52,7 @@ def time_shapes(
     return tuple(times)
 
 
-def answer(request: Fp8GainRequest) -> Fp8Gain:
+def measure_gain(request: Fp8GainRequest) -> Fp8Gain:
     """The gain on this machine's GPU; a problem if there is none."""
     try:
         shapes = _times(request)
@@ -62,8 +62,8 @@ def answer(request: Fp8GainRequest) -> Fp8Gain:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Answers the request named in `arguments`; the exit code."""
-    return run_request(arguments, Fp8GainRequest, answer)
+    """Runs the request named in `arguments`; returns the exit code."""
+    return run_request(arguments, Fp8GainRequest, measure_gain)
 
 
 def _times(request: Fp8GainRequest) -> tuple[ShapeTimes, ...]:

@@ -3,12 +3,12 @@
 Each figure is the best of several repetitions: square matrix products in the precisions the device has, a causal
 attention forward by the kernel that ranks run (`trainer.spec.strategy`), a copy within the device's
 memory, copies between pinned host memory and the device, and an update of AdamW on the host's cores. A copy within
-memory reads and writes every byte, and both count; attention counts the scores that the mask leaves. SECONDS is spent
+memory reads and writes every byte, and both count; attention counts the scores that are not masked. SECONDS is spent
 on each figure.
 
-A figure that cannot be measured (no room, no such kernel) is a line in the answer, and the others follow; an error of
-the GPU itself ends the measurement. The answer is written after each figure, so that a process that is stopped leaves
-what it had. Links between devices are measured by `measure_peers` and `measure_gather`.
+A figure that cannot be measured (no room, no such kernel) is a line in the result, and the others follow; an error of
+the GPU itself ends the measurement. The result is written after each figure, so that it is not lost when the process is
+stopped. Links between devices are measured by `measure_peers` and `measure_gather`.
 """
 
 import sys
@@ -42,10 +42,10 @@ Figure = tuple[str, Callable[[], MeasuredRates]]
 
 def main(arguments: Sequence[str]) -> int:
     """Writes the rates of the device named in `arguments` to the file named there."""
-    answer, kind, *rest = arguments
+    out, kind, *rest = arguments
     device = torch.device(DeviceKind(kind))
     for measurement in measure(device, budget_s=float(rest[0]) if rest else BUDGET_S):
-        codec.write(Path(answer), measurement)
+        codec.write(Path(out), measurement)
     return 0
 
 

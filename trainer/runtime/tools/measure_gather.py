@@ -25,7 +25,7 @@ BACKENDS = {DeviceKind.CUDA: "nccl", DeviceKind.CPU: "gloo"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Takes part as the rank named in `arguments`."""
+    """Runs the rank named in `arguments`."""
     folder, rank, world, kind = Path(arguments[0]), int(arguments[1]), int(arguments[2]), DeviceKind(arguments[3])
     device = torch.device("cuda", rank) if kind is DeviceKind.CUDA else torch.device("cpu")
     if kind is DeviceKind.CUDA:

@@ -1,8 +1,8 @@
 """Copies memory between GPUs and reads it: `python -m shardwise.trainer.runtime.tools.measure_peers OUT [SECONDS]`.
 
 Over PCIe some machines announce peer access and then hang or deliver other bytes (an IOMMU or ACS settings between
-the cards); a training run on them stops, or learns nothing. Every ordered pair is tried, and the answer is written
-after each, with the pair at work entered before it starts: a process that never ends names the pair that held it.
+the cards); a training run on them stops, or learns nothing. Every ordered pair is tried. The result is written before
+and after each, so that a process that hangs has named the pair at work.
 """
 
 import sys
@@ -24,18 +24,18 @@ BUDGET_S = 0.2  # for each pair
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes what came of every pair of visible GPUs, by their position, to the file named in `arguments`."""
-    answer, *rest = arguments
+    """Writes the result of every pair of visible GPUs, by their position, to the file named in `arguments`."""
+    out, *rest = arguments
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     for copies in peer_copies(devices, budget_s=float(rest[0]) if rest else BUDGET_S):
-        codec.write(Path(answer), Measurement(rates=MeasuredRates(peer_copies=copies)))
+        codec.write(Path(out), Measurement(rates=MeasuredRates(peer_copies=copies)))
     return 0
 
 
 def peer_copies(devices: Sequence[torch.device], *, budget_s: float) -> Iterator[tuple[PeerCopy, ...]]:
     """The pairs so far, before and after each; the last is at work while it has no rate.
 
-    A pair for which a card has no room is left out.
+    A pair for which a card has no room is omitted.
     """
     done: tuple[PeerCopy, ...] = ()
     for a, b in permutations(range(len(devices)), 2):

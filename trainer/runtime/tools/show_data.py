@@ -1,8 +1,8 @@
 """A worker that writes out the first example of prepared data: which tokens are learned, and which are only read.
 
-The first of the rows as they lie on disk, not of the run: the same whatever the seed. A packed row is shown up to the
-end of its first documents. In a terminal the learned text is bold and the rest dim, in place. Without one, each stretch
-stands in lines of its own behind a margin that names it, since marks inside the text are hard to tell from it:
+The first row on disk is shown, for every seed of the run; a packed row up to the end of its first documents. In a
+terminal the learned text is bold and the rest dim, in place. Without one, each stretch is printed on lines of its own
+behind a margin that names it, since marks inside the text are hard to distinguish from it:
 
     read    | <|im_start|>user\\n
             | What is 2+2?<|im_end|>\\n
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer
-from shardwise.trainer.runtime.run.process import reply_and_exit
+from shardwise.trainer.runtime.run.process import run_request_and_exit
 from shardwise.trainer.spec.messages.worker_requests import ExampleRequest, Lines
 
 SHOWN_DOCUMENTS = 2  # of a packed row
@@ -60,7 +60,7 @@ def _end(starts: Sequence[int], length: int) -> int:
     return starts[SHOWN_DOCUMENTS - 1] if len(starts) >= SHOWN_DOCUMENTS else length
 
 
-def _answer(request: ExampleRequest) -> Lines:
+def _example_lines(request: ExampleRequest) -> Lines:
     return Lines(lines=(first_example(Path(request.cache_dir), width=request.width, colour=request.colour),))
 
 
@@ -150,4 +150,4 @@ def _visible(text: str) -> str:
 
 
 if __name__ == "__main__":
-    reply_and_exit(ExampleRequest, _answer)
+    run_request_and_exit(ExampleRequest, _example_lines)

@@ -1,8 +1,8 @@
-"""Tries every visible GPU and describes torch, for `launch.worker.ask`; the answer is a `TorchFacts`.
+"""A worker that tries every visible GPU and describes torch; its result is a `TorchFacts`.
 
-A device is tried by using it, under the allocator's settings in the
-environment: memory of both of the allocator's pools, and a product, which needs code for the card. What a failure
-means is decided by `launch.probe.torch_fit`, which knows the cards and the driver.
+A device is tried by using it, under the allocator's settings in the environment: memory of both of the allocator's
+pools, and a product, which needs code for the card. `launch.probe.torch_fit`, which knows the cards and the driver,
+decides what a failure means.
 """
 
 import sys
@@ -41,9 +41,9 @@ def try_device(index: int) -> DeviceTrial:
             if product != side:
                 return DeviceTrial(problem=f"it multiplies wrongly: {product:g} instead of {side}")
     except RuntimeError as error:  # torch.OutOfMemoryError and torch.AcceleratorError are some
-        words = _first_line(error)
+        problem = _first_line(error)
         return DeviceTrial(
-            problem=words, is_out_of_memory=isinstance(error, torch.OutOfMemoryError) or "out of memory" in words
+            problem=problem, is_out_of_memory=isinstance(error, torch.OutOfMemoryError) or "out of memory" in problem
         )
     return DeviceTrial()
 

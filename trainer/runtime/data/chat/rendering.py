@@ -20,7 +20,7 @@ never ends a turn.
 An example that cannot be used is rendered as its reason, a sentence for the list of bad rows.
 
 Filling a template is Python, so many conversations are rendered by processes, each with its own tokenizer and template;
-few are rendered here, as a process takes half a second to start. Results come in the order of the batches. A worker
+few are rendered here, as a process needs half a second to start. Results come in the order of the batches. A worker
 ends with the process that started it.
 """
 
@@ -241,15 +241,13 @@ def _texts(draft: _Draft) -> tuple[str, ...]:
 
 
 def _check_tools_are_written(messages: Sequence[Message], tools: Sequence[Any] | None, text: str) -> None:
-    """TemplateRefusalError where the template leaves out a tool or a call of one, as many do without an error."""
+    """TemplateRefusalError where the template omits a tool or a call of one, as many do without an error."""
     functions = [*(tools or ()), *(call for message in messages for call in message.get("tool_calls") or ())]
     for function in functions:
         described = function.get("function", function) if isinstance(function, dict) else {}
         name = described.get("name") if isinstance(described, dict) else None
         if isinstance(name, str) and name not in text:
-            raise TemplateRefusalError(
-                f"the chat template leaves out the tool {name}; name another (data.chat_template)"
-            )
+            raise TemplateRefusalError(f"the chat template omits the tool {name}; name another (data.chat_template)")
 
 
 def _are_within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
@@ -300,9 +298,9 @@ def rendered(
             for key, contents in batches:
                 waiting.append((key, pool.submit(_render, contents)))
                 if len(waiting) >= num_workers * BATCHES_AHEAD:
-                    yield _answer(waiting.popleft())
+                    yield _result_of(waiting.popleft())
             while waiting:
-                yield _answer(waiting.popleft())
+                yield _result_of(waiting.popleft())
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -312,7 +310,7 @@ def worker_count(num_examples: int) -> int:
     return len(os.sched_getaffinity(0)) if num_examples >= LEAST_EXAMPLES else 1
 
 
-def _answer(waited: tuple[T, "Future[list[Rendered]]"]) -> tuple[T, list[Rendered]]:
+def _result_of(waited: tuple[T, "Future[list[Rendered]]"]) -> tuple[T, list[Rendered]]:
     key, future = waited
     try:
         return key, future.result()

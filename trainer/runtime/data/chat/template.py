@@ -254,14 +254,14 @@ def _literals(tree: nodes.Template) -> list[str]:
 
 
 def _tested_text(tree: nodes.Template) -> list[str]:
-    """Words by whose presence in a message the template may decide, such as </think>: '...' in x, x.split('...')."""
+    """Strings that the template may look for in a message, such as </think>: '...' in x, x.split('...')."""
     comparisons = tree.find_all(nodes.Compare)
     operands: list[nodes.Node] = [each.expr for each in comparisons if each.ops[0].op in ("in", "notin")]
     for call in tree.find_all(nodes.Call):
         if isinstance(call.node, nodes.Getattr):
             operands.extend(call.args)
-    words = [operand.value for operand in operands if isinstance(operand, nodes.Const)]
-    return [word for word in words if isinstance(word, str) and len(word.strip()) > 2]
+    literals = [operand.value for operand in operands if isinstance(operand, nodes.Const)]
+    return [each for each in literals if isinstance(each, str) and len(each.strip()) > 2]
 
 
 def plain_messages(messages: Sequence[Message], *, supports_parts: bool) -> list[Message]:

@@ -3,16 +3,16 @@
 The conversation is rendered a second time with a sentinel in place of every stretch of content: an outline, in which no
 message can be taken for a part of the template. The outline, filled in again, must equal the text of the real
 conversation to the character; then every place in the outline is a place in the text. A template that strips or moves
-content does it to the sentinels too. Around the sentinels stay the outer white space and the words that the template
-looks for in a message (`</think>`), so that it takes the same branches.
+content does it to the sentinels too. Around the sentinels stay the outer white space and the strings that the template
+looks for in a message (`</think>`), so that the template follows the same branches.
 
 In the outline a turn of the assistant
 
     begins  where the conversation before it ends when rendered with the generation prompt
-    ends    after the special token that ends the turn: the last one in the text that follows the content whatever
-            comes next, found by rendering the conversation with another continuation. White space after it is not
-            learned. Where the template writes none, a turn ends with the token that opens the next (GLM), as that is
-            what the model stops with; the last turn with the content
+    ends    after the special token that ends the turn: the last one in the text that follows the content for every
+            continuation, found by rendering the conversation with another continuation. White space after it is not
+            learned. Where the template writes none, a turn ends with the token that opens the next (GLM), as the model
+            stops with that token; the last turn ends with the content
 
 Both are checked: a turn holds its own content and no other's. An outline depends on the shape of a conversation (roles,
 keys of its messages, which contents are empty), not on its content, so it is cached. A conversation whose turns are not
@@ -80,10 +80,10 @@ class _Outline(NamedTuple):
         moves = []  # (where in the outline, how far what follows has moved)
         moved = 0
         for slot in self.slots:
-            words = chunks[slot.message][slot.chunk]
-            pieces += (self.text[place : slot.begin], words)
+            chunk = chunks[slot.message][slot.chunk]
+            pieces += (self.text[place : slot.begin], chunk)
             place = slot.end
-            moved += len(words) - (slot.end - slot.begin)
+            moved += len(chunk) - (slot.end - slot.begin)
             moves.append((slot.end, moved))
         pieces.append(self.text[place:])
         return "".join(pieces), tuple(Turn(t.message, _at(t.begin, moves), _at(t.end, moves)) for t in self.turns)
@@ -99,8 +99,8 @@ class TurnFinder:
     def __init__(self, template: ChatTemplate, special: Sequence[str]) -> None:
         self._template = template
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
-        words = sorted({*template.tested_text, *_REASONING_TAGS}, key=len, reverse=True)
-        self._cut = re.compile(f"({'|'.join(map(re.escape, words))})")
+        texts = sorted({*template.tested_text, *_REASONING_TAGS}, key=len, reverse=True)
+        self._cut = re.compile(f"({'|'.join(map(re.escape, texts))})")
         self._outlines: dict[str, _Outline] = {}
 
     def turns(self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str) -> tuple[Turn, ...]:
@@ -117,11 +117,11 @@ class TurnFinder:
             filled, turns = outline.fill(chunks)
             if filled == text:
                 return turns
-        if outline.refusal and any(words not in text for spoken in chunks for words in spoken):
+        if outline.refusal and any(chunk not in text for spoken in chunks for chunk in spoken):
             raise TemplateRefusalError(outline.refusal)
-        return self._turns_among_real_words(messages, tools, text, outline.refusal)
+        return self._turns_among_real_text(messages, tools, text, outline.refusal)
 
-    def _turns_among_real_words(
+    def _turns_among_real_text(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, refusal: str | None
     ) -> tuple[Turn, ...]:
         """For a template that depends on the other messages, or rewrites them: only answers become sentinels."""
@@ -132,7 +132,7 @@ class TurnFinder:
         filled, turns = outline.fill(chunks)
         if filled != text:
             raise TemplateRefusalError(
-                refusal or "the chat template rewrites what the messages say, so that the learned part is not clear"
+                refusal or "the chat template rewrites the content of messages, so that the learned part is not clear"
             )
         return turns
 
@@ -140,18 +140,18 @@ class TurnFinder:
         """The messages with sentinels for the content of these roles, and that content by message."""
         sketch, chunks = [], []
         for number, message in enumerate(messages):
-            words: list[str] = []
+            texts: list[str] = []
             content = message.get("content")
             if content and message.get("role") in roles:
-                message = {**message, "content": self._outlined(content, number, words)}
+                message = {**message, "content": self._outlined(content, number, texts)}
             sketch.append(message)
-            chunks.append(words)
+            chunks.append(texts)
         return sketch, chunks
 
-    def _outlined(self, content: Any, number: int, words: list[str]) -> Any:  # noqa: ANN401 - any JSON
+    def _outlined(self, content: Any, number: int, texts: list[str]) -> Any:  # noqa: ANN401 - any JSON
         if isinstance(content, list):
             return [
-                {**part, "text": self._outlined(part["text"], number, words)}
+                {**part, "text": self._outlined(part["text"], number, texts)}
                 if isinstance(part, dict) and isinstance(part.get("text"), str)
                 else part
                 for part in content
@@ -160,7 +160,7 @@ class TurnFinder:
             return content
         pieces = self._cut.split(content) if self._cut.search(content) else [content]
         for place in range(0, len(pieces), 2):
-            pieces[place] = _with_sentinel(pieces[place], number, words)
+            pieces[place] = _with_sentinel(pieces[place], number, texts)
         return "".join(pieces)
 
     def _build_outline(self, sketch: Sequence[Message], tools: Sequence[Any] | None) -> _Outline:
@@ -170,13 +170,13 @@ class TurnFinder:
             return _Outline("", (), (), str(error))
 
 
-def _with_sentinel(piece: str, number: int, words: list[str]) -> str:
+def _with_sentinel(piece: str, number: int, texts: list[str]) -> str:
     core = piece.strip()
     if not core:
         return piece
     begin = piece.index(core)
-    words.append(core)
-    return f"{piece[:begin]}{_sentinel(number, len(words) - 1)}{piece[begin + len(core) :]}"
+    texts.append(core)
+    return f"{piece[:begin]}{_sentinel(number, len(texts) - 1)}{piece[begin + len(core) :]}"
 
 
 class _OutlineBuilder:
@@ -196,7 +196,7 @@ class _OutlineBuilder:
         )
 
     def outline(self) -> _Outline:
-        self._check_nothing_is_lost()
+        self._check_nothing_is_missing()
         turns = [self._turn(number) for number, message in enumerate(self.sketch) if message["role"] == "assistant"]
         for earlier, later in pairwise(turns):
             if later.begin < earlier.end:
@@ -206,7 +206,7 @@ class _OutlineBuilder:
     def _rendered(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         return self.template.render(messages, self.tools, add_generation_prompt=add_generation_prompt).text
 
-    def _check_nothing_is_lost(self) -> None:
+    def _check_nothing_is_missing(self) -> None:
         """Checks that the question and the learned answer occur exactly once; earlier answers may be shortened."""
         found = [(slot.message, slot.chunk) for slot in self.slots]
         last_result = max((number for number, each in enumerate(self.sketch) if each["role"] == "assistant"), default=0)
@@ -217,7 +217,7 @@ class _OutlineBuilder:
                 raise TemplateRefusalError(f"the chat template writes message {number + 1} twice")
             if expected - set(present) and (message["role"] != "assistant" or number == last_result):
                 raise TemplateRefusalError(
-                    f"the chat template leaves out what message {number + 1} ({message['role']}) says, or a part "
+                    f"the chat template omits the content of message {number + 1} ({message['role']}), or a part "
                     "of it; name another (data.chat_template)"
                 )
 

@@ -8,7 +8,7 @@
     Chat         messages, from the system's to the assistant's; ShareGPT's and Alpaca's rows are brought into this form
     Preference   one prompt with a better and a worse answer
 
-A message is what chat templates read: a `role`, its `content`, and whatever else the row held (`tool_calls`, `name`).
+A message is what chat templates read: a `role`, its `content`, and other keys of the row (`tool_calls`, `name`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -67,7 +67,7 @@ def texts_of(content: Content) -> Iterator[str]:
 
 
 def identity_of(content: Content) -> bytes:
-    """Bytes that are the same for the same content, whatever row or order of keys it came in."""
+    """Bytes that are the same for the same content, in any row and with any order of keys."""
     if isinstance(content, str):
         return content.encode()
     if isinstance(content, TokenIds):

@@ -3,8 +3,8 @@
 The last suffix names the compression (`.gz`, `.bz2`, `.xz`, `.zst`). A row is a mapping from column to value. Rows are
 numbered from 1 as a person counts them: by line in JSON lines (blank lines have a number and are no rows), by record
 below the header in CSV (a record may span lines), by position elsewhere. A row that cannot be read is a BadRow at its
-number. A file that changed since it was listed, or that is damaged, is an InputError, because nobody knows what of it
-is missing.
+number. A file that changed since it was listed, or that is damaged, is an InputError, because its missing rows cannot
+be known.
 
 Everything is read in bounded memory: lines one by one, Parquet at most a row group at a time. The exceptions are a
 `.json` array, of which JSON has no way to read half, and a row itself.
@@ -125,7 +125,7 @@ class _Decompressed(io.RawIOBase):
         name = _NAMES[self._suffix]
         what = f"is damaged after {self._num_bytes} bytes of content" if self._num_bytes else "cannot be decompressed"
         return InputError(
-            f"{self._path}: {what}: not a whole {name} file ({error});\nfetch it again, or leave it out of data.train"
+            f"{self._path}: {what}: not a whole {name} file ({error});\nfetch it again, or remove it from data.train"
         )
 
 
@@ -332,5 +332,5 @@ def _damage(path: str, num_rows: int, error: Exception) -> InputError:
     sentence = str(error).partition("\n")[0].rstrip(". ")
     return InputError(
         f"{path}: {what}: not a whole {Path(path).suffix} file ({sentence});\n"
-        "fetch it again, or leave it out of data.train"
+        "fetch it again, or remove it from data.train"
     )

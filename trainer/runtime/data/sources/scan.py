@@ -9,7 +9,7 @@ The split depends on content alone: a unit is held out if the hash of its conten
 another order or another folder never move a unit to the other side, and copies of a text are on one side, so that
 nothing that is learned is scored. A unit is a whole document (each block of a very long one). Where few documents make
 one side miss its share by more than a factor of two, units are pieces of 4096 characters cut at line ends; where even
-these leave a side empty, the piece with the lowest or highest hash goes there.
+this results in an empty side, the piece with the lowest or highest hash goes there.
 """
 
 import codecs
@@ -96,7 +96,7 @@ class Sources(NamedTuple):
 
 
 class RejectedRows:
-    """The rows that cannot be used: all are counted, the first few kept."""
+    """The rows that cannot be used: all are counted, the first few retained."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -119,9 +119,9 @@ class RejectedRows:
         if self.num <= allowed:
             return
         remedy = (
-            f"data.bad_rows_max lets {request.bad_rows_max:.3%} pass, {int(allowed)} rows; mend the others or raise it"
+            f"data.bad_rows_max allows {request.bad_rows_max:.3%}, {int(allowed)} rows; mend the others or raise it"
             if skips
-            else "mend them, or leave out a few with data.bad_rows=skip"
+            else "mend them, or skip a few with data.bad_rows=skip"
         )
         raise InputError(
             f"data: {self}"
@@ -210,9 +210,7 @@ def format_row_of(request: PrepareRequest) -> FormatRow | None:
     def format_row(row: Row) -> Row | None:
         made = call(Hook.FORMAT_ROW, row)
         if made is not None and not isinstance(made, dict):
-            raise InputError(
-                f"extensions: format_row returned {kind_of(made)}; a row is a dict, and None leaves it out"
-            )
+            raise InputError(f"extensions: format_row returned {kind_of(made)}; a row is a dict, or None to skip it")
         return made
 
     return format_row

@@ -4,7 +4,7 @@ Window k has floor(examples / sequences of a step) steps, and the rest of it is 
 So the window of a step follows from the sizes of the windows before it. The run keeps an index of them: a resumed run
 begins at the window of its step, at the place in the stream where that began; without the index the stream is read
 again from the start, up to there. Within a window the order is that of any prepared data (trainer.spec.data.order),
-with a seed of its own: a function of the step, whatever the ranks, the micro batch or the attempt.
+with a seed of its own: a function of the step, not of the ranks, the micro batch or the attempt.
 
     data/FINGERPRINT/     the first window as prepared data, with the held-out rows and the tokenizer:
         stream.json       StreamStart: how every later window is made, and where the first one ended
@@ -148,7 +148,7 @@ class StreamRows:
         self._seed, self._sequences = plan.job.train.seed, plan.schedule.sequences_per_step
         self._fingerprint, self._paths = plan.data.fingerprint, paths
         self._is_first, self._is_trial = is_first, plan.is_trial
-        # Ranks with a kernel from the hub are kept off it, a stream is not.
+        # Ranks that run a kernel from the hub are offline; a stream is not.
         self._environment = _ENVIRONMENT | ({"HF_HUB_OFFLINE": "0"} if plan.chosen.flash_kernel is not None else {})
         self._on_wait, self._incidents = on_wait, incidents
         self._node = node or NodePlace.of_this_process()
@@ -231,16 +231,16 @@ class StreamRows:
         num_steps = window.num_examples // self._sequences
         if num_steps == 0:
             raise InputError(
-                f"data.streaming: window {window.number} of the stream has {window.num_examples} rows, a step takes "
-                f"{self._sequences};\nlower train.tokens_per_step, or leave data.streaming out, as so little data fits"
+                f"data.streaming: window {window.number} of the stream has {window.num_examples} rows, a step needs "
+                f"{self._sequences};\nlower train.tokens_per_step, or remove data.streaming, as so little data fits"
             )
         self._starts.append(self._starts[-1] + num_steps)
 
     def _report_bad_rows(self) -> None:
-        """One incident for all windows, kept up to date."""
+        """One incident for all windows, updated with each."""
         bad = [window for window in self._windows[1:] if window.num_bad_rows]
         count = sum(window.num_bad_rows for window in bad)
-        text = f"{count} bad rows of the stream were left out: {bad[0].bad_rows}"
+        text = f"{count} bad rows of the stream were skipped: {bad[0].bad_rows}"
         self._incidents.replace(text + (f"; in {len(bad)} windows" if bad[1:] else ""), IncidentKind.BAD_ROWS)
 
     def _known_windows(self, *, resumes: bool) -> list[Window]:

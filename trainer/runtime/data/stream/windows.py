@@ -129,9 +129,9 @@ class StreamReader:
         self._sources = [
             _SourceReader(group, place, reading, fetcher) for group, place in zip(groups, places, strict=True)
         ]
-        bytes_drawn = [sum(file.size_bytes for file in group) * group[0].weight for group in groups]
-        size = window_bytes if len(groups) == 1 else min(window_bytes, math.ceil(sum(bytes_drawn)))
-        self._sizes = [size * drawn / sum(bytes_drawn) for drawn in bytes_drawn]
+        sampled = [sum(file.size_bytes for file in group) * group[0].weight for group in groups]  # bytes of a pass
+        size = window_bytes if len(groups) == 1 else min(window_bytes, math.ceil(sum(sampled)))
+        self._sizes = [size * num_bytes / sum(sampled) for num_bytes in sampled]
         self._num_passes = [1 if len(groups) == 1 else math.ceil(group[0].weight) for group in groups]
 
     @property
@@ -314,7 +314,7 @@ def _download(repository: str, commit: str, name: str, folder: Path) -> None:
                 raise EnvironmentFaultError(f"{folder}: {name} cannot be written there: {reason}") from error
             if pause_s is None or _is_final(error):
                 raise EnvironmentFaultError(
-                    f"data.train: {repository}@{commit}: {name} cannot be fetched: {_words(error)}\n"
+                    f"data.train: {repository}@{commit}: {name} cannot be fetched: {_summary(error)}\n"
                     "mend that, and go on from the last checkpoint with --resume"
                 ) from error
             time.sleep(pause_s)
@@ -323,7 +323,7 @@ def _download(repository: str, commit: str, name: str, folder: Path) -> None:
             return
 
 
-def _words(error: Exception) -> str:
+def _summary(error: Exception) -> str:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if isinstance(error, LocalEntryNotFoundError):
