@@ -63,8 +63,7 @@ def _pieces(folder: Path) -> Sequence[tuple[str, Callable[[], object]]]:
     from shardwise.trainer.runtime.loop.session import build_session
     from shardwise.trainer.runtime.loop.step import StepResult
     from shardwise.trainer.runtime.run.clock import CardWatch, Clock
-    from shardwise.trainer.runtime.run.report_writer import STATUS_INTERVAL_S, ReportWriter, run_paths
-    from shardwise.trainer.runtime.run.state import RunState
+    from shardwise.trainer.runtime.run.state import STATUS_INTERVAL_S, ReportWriter, RunState, run_paths
     from shardwise.trainer.spec import codec
     from shardwise.trainer.spec.optimizers import Optimizer
     from shardwise.trainer.spec.strategy import Precision

@@ -29,7 +29,7 @@ from planning_factory import machine  # noqa: E402
 from written_page import markdown_table, with_tables  # noqa: E402
 
 from shardwise.launch.engine.launcher import prepare_attempt  # noqa: E402
-from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths  # noqa: E402
+from shardwise.trainer.runtime.run.state import ReportWriter, run_paths  # noqa: E402
 from shardwise.trainer.spec import codec  # noqa: E402
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob  # noqa: E402
 from shardwise.trainer.spec.optimizers import Optimizer  # noqa: E402
@@ -169,7 +169,7 @@ def main() -> int:
                 print(table_of(rows).splitlines()[-1], flush=True)
     table = table_of(rows)
     if options.write:
-        from shardwise.trainer.runtime.run.report_writer import installed_versions
+        from shardwise.trainer.runtime.run.state import installed_versions
 
         found = {"versions": installed_versions(), "model": MODEL, "rows": [row._asdict() for row in rows]}
         path = ROOT / "benchmarks" / "results" / f"techniques-{datetime.now(UTC):%Y-%m-%d}.json"

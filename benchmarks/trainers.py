@@ -177,7 +177,7 @@ def _prepared(folder: Path) -> str:
 
 def _batches(cache: str) -> list[list[list[int]]]:
     """The rows of every step, as lists of ids; full rows only, so that no trainer pads."""
-    from shardwise.trainer.runtime.data.token_rows import TokenRows
+    from shardwise.trainer.runtime.data.cache import TokenRows
 
     rows = TokenRows.open(Path(cache), "train")
     full = [number for number in range(len(rows)) if rows.length(number) == SEQ_LEN][: NUM_STEPS * ROWS]

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Never, Self
 
 from shardwise.trainer.runtime.run import process
-from shardwise.trainer.runtime.run.report_writer import (
+from shardwise.trainer.runtime.run.state import (
     ReportWriter,
     RunPaths,
     installed_versions,

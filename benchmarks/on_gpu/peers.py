@@ -140,7 +140,7 @@ def _ordered_rows(bench: Bench, case: Case, own_rows: Path, *, num_steps: int) -
 
 def _order(bench: Bench, case: Case, own_rows: Path, *, num_steps: int) -> Iterator[int]:
     """Numbers of the lines of `own_rows`; InputError if the prepared rows differ from these lines."""
-    from shardwise.trainer.runtime.data.token_rows import TokenRows
+    from shardwise.trainer.runtime.data.cache import TokenRows
 
     settings = {"data.train": str(own_rows), "train.seed": str(SEED)}
     _, profile = bench.inputs_of(replace(case, settings=settings, num_steps=num_steps))

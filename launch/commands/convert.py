@@ -170,7 +170,7 @@ def run_chat(options: ChatOptions, _console: Console) -> ExitCode:
     before = signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which the subprocess would inherit
     try:
         exit_code = subprocess.call(
-            [sys.executable, "-P", "-m", "shardwise.trainer.runtime.chat.run", str(options.run_dir), *arguments],
+            [sys.executable, "-P", "-m", "shardwise.trainer.runtime.tools.chat", str(options.run_dir), *arguments],
             env=os.environ | _ENVIRONMENT,
         )
     finally:

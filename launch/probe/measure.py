@@ -37,8 +37,6 @@ from shardwise.trainer.spec.value import Value
 
 TIMEOUT_S = 120.0  # mostly for the import of torch from a cold disk; the measurement itself takes some 15 s
 MODULE = "shardwise.trainer.runtime.tools.measure"
-PEERS_MODULE = "shardwise.trainer.runtime.tools.measure_peers"
-GATHER_MODULE = "shardwise.trainer.runtime.tools.measure_gather"
 PEERS_TIMEOUT_S = 90.0  # torch, a context on every card, and at most half a second for each pair
 GATHER_TIMEOUT_S = 90.0  # the same, and NCCL's own start
 WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1"}
@@ -89,11 +87,11 @@ def measure_device(hardware: Hardware, *, timeout_s: float = TIMEOUT_S, module: 
     return replace(found, notes=(*found.notes, f"the device was not measured: {reason}"))
 
 
-def measure_peers(hardware: Hardware, *, timeout_s: float = PEERS_TIMEOUT_S, module: str = PEERS_MODULE) -> Measurement:
+def measure_peers(hardware: Hardware, *, timeout_s: float = PEERS_TIMEOUT_S, module: str = MODULE) -> Measurement:
     """Copies from each GPU to each other one, by index; empty if there are fewer than two."""
     if len(hardware.gpus) < 2 or any(gpu.is_mig_on for gpu in hardware.gpus):
         return Measurement()
-    found, has_ended, error = _run_measurement(module, [], measuring_environment(hardware.gpus), timeout_s)
+    found, has_ended, error = _run_measurement(module, ["peers"], measuring_environment(hardware.gpus), timeout_s)
     if found is None:
         reason = error or ("it wrote nothing" if has_ended else f"it took more than {timeout_s:g} s")
         return Measurement(notes=(f"copies between GPUs were not measured: {reason}",))
@@ -104,9 +102,7 @@ def measure_peers(hardware: Hardware, *, timeout_s: float = PEERS_TIMEOUT_S, mod
     return Measurement(rates=MeasuredRates(peer_copies=named), notes=notes)
 
 
-def measure_gather(
-    hardware: Hardware, *, timeout_s: float = GATHER_TIMEOUT_S, module: str = GATHER_MODULE
-) -> Measurement:
+def measure_gather(hardware: Hardware, *, timeout_s: float = GATHER_TIMEOUT_S, module: str = MODULE) -> Measurement:
     """An all-gather over all devices, repeated without peer access if GPUs fail; empty for one device."""
     num_ranks = hardware.num_devices_per_node
     if num_ranks < 2 or any(gpu.is_mig_on for gpu in hardware.gpus):  # slices of one card have no links
@@ -172,7 +168,7 @@ def _gathered(hardware: Hardware, timeout_s: float, module: str, more: dict[str,
         folder = Path(name)
         has_ended, error = run_together(
             module,
-            [[str(folder), str(rank), str(num_ranks), hardware.device_kind] for rank in range(num_ranks)],
+            [[str(folder), "gather", str(rank), str(num_ranks), hardware.device_kind] for rank in range(num_ranks)],
             environment=measuring_environment(hardware.gpus, num_threads=1, **more),
             folder=folder,
             timeout_s=timeout_s,

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.trainer.runtime.data.batches import step_micro_batches
-from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.spec.plan import Plan, learning_rate
 
 WORKER = Path(__file__).parent / "engine_worker.py"

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
+from shardwise.trainer.runtime.run.state import ReportWriter, run_paths
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan
 

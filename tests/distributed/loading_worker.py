@@ -34,8 +34,7 @@ from shardwise.trainer.runtime.loop.memory_profile import anonymous_bytes
 from shardwise.trainer.runtime.loop.session import build_session
 from shardwise.trainer.runtime.models.build import build_meta_model, build_model, plain_model
 from shardwise.trainer.runtime.optimizers import unwrapped
-from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
-from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.runtime.run.state import ReportWriter, RunState, run_paths
 from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Sharding

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 
 from shardwise.trainer.runtime.loop.course import train
-from shardwise.trainer.runtime.run.report_writer import ReportWriter, RunPaths, run_paths
-from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.runtime.run.state import ReportWriter, RunPaths, RunState, run_paths
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending

@@ -20,8 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from shardwise.trainer.runtime.loop.course import train
-from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
-from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.runtime.run.state import ReportWriter, RunState, run_paths
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan
 

@@ -24,8 +24,7 @@ from shardwise.trainer.runtime.checkpoint import Save, find_checkpoint, import_s
 from shardwise.trainer.runtime.loop.course import train
 from shardwise.trainer.runtime.loop.memory_profile import anonymous_bytes
 from shardwise.trainer.runtime.loop.session import build_session, facts_of
-from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
-from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.runtime.run.state import ReportWriter, RunState, run_paths
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan
 

@@ -27,12 +27,11 @@ from torch import nn
 
 from shardwise.trainer.runtime.checkpoint import state_digest
 from shardwise.trainer.runtime.data.batches import MicroBatch, step_micro_batches
-from shardwise.trainer.runtime.export.weights import gathered_weights
+from shardwise.trainer.runtime.export.folder import gathered_weights
 from shardwise.trainer.runtime.loop.session import Session, build_session
 from shardwise.trainer.runtime.loop.step import StepResult, Terms, TokenLoss, run_step
 from shardwise.trainer.runtime.run.clock import Clock
-from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
-from shardwise.trainer.runtime.run.state import RunState, SpikeRecord, find_fault
+from shardwise.trainer.runtime.run.state import ReportWriter, RunState, SpikeRecord, find_fault, run_paths
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan, learning_rate
 

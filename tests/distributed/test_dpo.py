@@ -18,7 +18,7 @@ from rank_factory import SEED, write_attempt
 from safetensors.numpy import load_file
 
 from shardwise.trainer.runtime.data.batches import step_micro_batches
-from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
+from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import LoraJob, LrSchedule

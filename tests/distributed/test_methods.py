@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.trainer.runtime.data.batches import step_micro_batches
-from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.runtime.models.methods import seed_adapters
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import LoraJob, LrSchedule

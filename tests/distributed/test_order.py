@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from prepare_request_factory import listed_request
 from rank_factory import SEED, rank_plan, write_attempt
 
+from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.data.prepare import prepare
-from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import LoraJob, Objective

@@ -14,7 +14,7 @@ from rank_factory import LR, SEED, rank_plan, write_attempt, write_packed_rows
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.plan import Plan, learning_rate

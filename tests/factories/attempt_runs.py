@@ -11,8 +11,7 @@ from rank_factory import write_attempt
 
 from shardwise.trainer.runtime.loop.course import train
 from shardwise.trainer.runtime.loop.session import Session, build_session
-from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
-from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.runtime.run.state import ReportWriter, RunState, run_paths
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Verified

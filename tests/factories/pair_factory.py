@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from rank_factory import rank_plan
 
-from shardwise.trainer.runtime.data.token_rows import TokenLayout
+from shardwise.trainer.runtime.data.cache import TokenLayout
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.job.sections import DataFormat, EvalJob, Objective

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from shardwise.launch.inputs.data_files import list_files
-from shardwise.trainer.runtime.data.token_rows import TokenLayout, TokenRows
+from shardwise.trainer.runtime.data.cache import TokenLayout, TokenRows
 from shardwise.trainer.spec.data.profile import PrepareRequest, SourceFile
 from shardwise.trainer.spec.job.sections import BadRows, DataFormat
 from shardwise.trainer.spec.job.sources import DataSource

@@ -11,8 +11,8 @@ import numpy as np
 from engine_plan_factory import TINY_LLAMA, engine_plan
 
 from shardwise.launch.engine.launcher import deepspeed_config
+from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.runtime.data.row_writer import RowShape, RowWriter
-from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Job, Limits, TrainJob

@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.trainer.runtime.data.batches import step_micro_batches
-from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL
+from shardwise.trainer.runtime.data.cache import IGNORED_LABEL
 from shardwise.trainer.spec.messages.extension import Extension, Hook
 from shardwise.trainer.spec.plan import Plan, learning_rate
 

@@ -14,7 +14,7 @@ from shardwise.trainer.runtime.data.prepare import prepare
 from shardwise.trainer.runtime.data.sources.rows import RowReading
 from shardwise.trainer.runtime.data.stream.rows import Place
 from shardwise.trainer.runtime.data.stream.windows import FileFetcher, StreamReader
-from shardwise.trainer.runtime.run.report_writer import RunPaths
+from shardwise.trainer.runtime.run.state import RunPaths
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.profile import LISTING_NAME, DataProfile, PrepareRequest
 from shardwise.trainer.spec.job.sections import DataFormat

@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shardwise.trainer.runtime.loss.head import install_loss_head
+from shardwise.trainer.runtime.loss import install_loss_head
 from shardwise.trainer.runtime.memory.activation_offload import ActivationOffload, offload_activations
 from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead

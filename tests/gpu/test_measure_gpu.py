@@ -10,8 +10,8 @@ from shardwise.trainer.runtime.tools.measure import (
     fp8_flops_per_s,
     host_copy_bytes_per_s,
     measure,
+    peer_copies,
 )
-from shardwise.trainer.runtime.tools.measure_peers import peer_copies
 
 pytestmark = pytest.mark.gpu
 BUDGET_S = 0.2

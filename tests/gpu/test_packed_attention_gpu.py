@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.trainer.runtime.attention.packed import VARLEN, document_kernels, isolate_documents, packed_inputs
-from shardwise.trainer.runtime.loss.head import install_loss_head
+from shardwise.trainer.runtime.loss import install_loss_head
 from shardwise.trainer.spec.strategy import LossHead
 
 pytestmark = pytest.mark.gpu

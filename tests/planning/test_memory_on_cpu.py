@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.trainer.planning.memory import estimate_memory, grouped
 from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
-from shardwise.trainer.runtime.loss.head import install_loss_head
+from shardwise.trainer.runtime.loss import install_loss_head
 from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing
 from shardwise.trainer.runtime.optimizers import build_optimizer
 from shardwise.trainer.runtime.run.types import weight_type

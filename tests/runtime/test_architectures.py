@@ -7,7 +7,7 @@ import torch
 from architecture_factory import TINY, VARIANTS
 from rank_factory import rank_plan
 
-from shardwise.trainer.runtime.loss.head import IGNORED, install_loss_head, shift
+from shardwise.trainer.runtime.loss import IGNORED, install_loss_head, shift
 from shardwise.trainer.runtime.models.build import build_trainable
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.model.readers import read_model_shape

@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.trainer.runtime.attention.packed import FLASH, document_bounds
 from shardwise.trainer.runtime.data.batches import MicroBatch, step_micro_batches
+from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.data.prepare import prepare
-from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.loop.step import forward
-from shardwise.trainer.runtime.loss.head import LossOutput, install_loss_head
+from shardwise.trainer.runtime.loss import LossOutput, install_loss_head
 from shardwise.trainer.spec.strategy import LossHead
 
 SEQ_LEN, NUM_ROWS = 48, 4  # longer than the windows of the models, which are 16

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rank_factory import rank_plan, write_rows
 from safetensors.torch import load_file
 
-from shardwise.trainer.runtime.loop.evaluation import evaluations_without_gain
+from shardwise.trainer.runtime.loop.objectives import evaluations_without_gain
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec.job.sections import CheckpointJob, EvalJob

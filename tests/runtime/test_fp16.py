@@ -12,11 +12,11 @@ from rank_factory import SEED, rank_plan, write_rows
 from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.data.batches import step_micro_batches
-from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
 from shardwise.trainer.runtime.engines.zero import EngineScaler
-from shardwise.trainer.runtime.loop.evaluation import evaluate
+from shardwise.trainer.runtime.loop.objectives import evaluate
 from shardwise.trainer.runtime.loop.step import StepResult, run_step
 from shardwise.trainer.runtime.models.build import build_trainable
 from shardwise.trainer.runtime.optimizers import build_optimizer

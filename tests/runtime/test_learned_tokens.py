@@ -20,9 +20,9 @@ from prepare_request_factory import listed_request
 from tokenizers import Tokenizer
 
 from shardwise.trainer.runtime.data.batches import MicroBatch, step_micro_batches
+from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.data.chat.template import TEMPLATE_NAMES
 from shardwise.trainer.runtime.data.prepare import prepare
-from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from shardwise.trainer.spec.job.sections import LossOn
 
 COMPLETION = {"prompt": SINGLE[:1], "completion": SINGLE[1:]}

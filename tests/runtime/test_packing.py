@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, mode
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.runtime.attention.packed import FLASH
 from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
-from shardwise.trainer.runtime.loss.head import IGNORED, install_loss_head
+from shardwise.trainer.runtime.loss import IGNORED, install_loss_head
 from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing
 from shardwise.trainer.runtime.optimizers import build_optimizer
 from shardwise.trainer.spec.optimizers import Optimizer

@@ -27,7 +27,7 @@ NOT_IMPORTED = (
     "datasets", "pyarrow", "pandas", "shardwise.trainer.runtime.data.prepare",
     # the export and what checks it
     "onnx", "onnxruntime", "onnxscript",
-    "shardwise.trainer.runtime.export.run", "shardwise.trainer.runtime.export.onnx",
+    "shardwise.trainer.runtime.export.run", "shardwise.trainer.runtime.export.check",
     # metrics leave through another process
     "wandb", "tensorboard", "torch.utils.tensorboard",
     # what no training of text needs

@@ -6,7 +6,7 @@ a device, nothing fails: the figures are only wrong. So each run looks for signs
 Check that the loss trained here is the model's own: cross-entropy of hidden states x head, and nothing else.
 
 Some models scale or mask their logits after the head, change the hidden states before it, or add a loss of another
-kind. The loss heads of `trainer.runtime.loss.head` know a cap and a bias; they would train another loss than such a
+kind. The loss heads of `trainer.runtime.loss` know a cap and a bias; they would train another loss than such a
 model's unnoticed. So the model's own loss is run on fake tensors, and so are its hidden states and its head, and
 the operations are compared one by one.
 """
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.attention.packed import known_rows
-from shardwise.trainer.runtime.loss.head import LossForward
+from shardwise.trainer.runtime.loss import LossForward
 from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.simulation.build import materialise
 from shardwise.trainer.simulation.kernels import Kernels

@@ -182,7 +182,7 @@ SILENT_RANK = """
 import os, pathlib, sys, time
 from datetime import UTC, datetime
 from shardwise.trainer.runtime.run import process
-from shardwise.trainer.runtime.run.report_writer import ReportWriter, run_paths
+from shardwise.trainer.runtime.run.state import ReportWriter, run_paths
 rank = int(os.environ["RANK"])
 paths = run_paths(pathlib.Path(sys.argv[1]) / "plan.json", started_at=datetime.now(UTC))
 process.dump_stacks_on_request()

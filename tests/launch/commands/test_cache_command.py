@@ -34,7 +34,7 @@ from shardwise.launch.plan.gather import recorded_versions
 from shardwise.launch.probe.host import read_host
 from shardwise.launch.rundir.process_record import ProcessRecord, record_of, write_record
 from shardwise.launch.terminal import Console
-from shardwise.trainer.runtime.data.cache_folders import lock_folder
+from shardwise.trainer.runtime.data.cache import lock_folder
 from shardwise.trainer.spec.errors import ExitCode, InputError
 
 DAY_S = 86400

@@ -130,7 +130,7 @@ def test_two_cpu_ranks_gather_over_gloo() -> None:
     assert not replace(TWO_CPU_RANKS, rates=found.rates).needs_p2p_disabled
 
 
-REAL = "import sys, time\nfrom trainer.runtime.tools.measure_gather import main\n"
+REAL = "import sys, time\nfrom trainer.runtime.tools.measure import main\n"
 
 
 def only_note(found: Measurement) -> str:
@@ -143,8 +143,8 @@ def test_a_rank_that_never_comes_is_a_note_in_time(stand_in: Path) -> None:
     """Nothing is left behind, neither the rank that waits for the other nor the one that sleeps."""
     stand_in.write_text(
         "import os, sys, time\nfrom pathlib import Path\n"
-        "(Path(__file__).parent / sys.argv[2]).write_text(str(os.getpid()))\n"
-        "if sys.argv[2] == '1': time.sleep(600)\n" + REAL + "sys.exit(main(sys.argv[1:]))\n"
+        "(Path(__file__).parent / sys.argv[3]).write_text(str(os.getpid()))\n"
+        "if sys.argv[3] == '1': time.sleep(600)\n" + REAL + "sys.exit(main(sys.argv[1:]))\n"
     )
     ranks = [stand_in.parent / rank for rank in ("0", "1")]
     found, limit_s = under_a_limit(
@@ -168,7 +168,7 @@ def test_other_values_are_seen(stand_in: Path) -> None:
 
 
 ANSWER = (
-    "import os, pathlib, sys, time\ndef answer():\n    file = pathlib.Path(sys.argv[1], sys.argv[2] + '.json')\n"
+    "import os, pathlib, sys, time\ndef answer():\n    file = pathlib.Path(sys.argv[1], sys.argv[3] + '.json')\n"
     '    file.write_text(\'{"bytes_per_s": 5, "is_correct": true}\')\n'
 )
 
@@ -182,7 +182,7 @@ def test_gpus_that_gather_only_without_peer_access_say_so(stand_in: Path) -> Non
     assert f"{limit_s:g} s" in only_note(found) and "works without peer access" in only_note(found)
     assert found.rates.all_gather_bytes_per_s == 5
     assert replace(machine_of(0, 1), rates=found.rates).needs_p2p_disabled
-    stand_in.write_text("import sys, time\nif sys.argv[2] == '1': sys.exit('NCCL error')\ntime.sleep(600)\n")
+    stand_in.write_text("import sys, time\nif sys.argv[3] == '1': sys.exit('NCCL error')\ntime.sleep(600)\n")
     found = measure_gather(machine_of(0, 1), timeout_s=300, module="stand_in")  # the other rank is not waited for
     assert "NCCL error" in only_note(found) and "works" not in only_note(found)
     assert not replace(machine_of(0, 1), rates=found.rates).needs_p2p_disabled

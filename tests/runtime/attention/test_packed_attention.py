@@ -23,7 +23,7 @@ from shardwise.trainer.runtime.attention.packed import (
     packed_inputs,
     packed_sdpa,
 )
-from shardwise.trainer.runtime.loss.head import IGNORED, install_loss_head
+from shardwise.trainer.runtime.loss import IGNORED, install_loss_head
 from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead

@@ -5,7 +5,7 @@ import pytest
 from prepare_request_factory import rows_of_lengths
 
 from shardwise.trainer.runtime.data.batches import step_micro_batches
-from shardwise.trainer.runtime.data.token_rows import MAX_SAMPLED_ROWS, batch_widths, length_histogram
+from shardwise.trainer.runtime.data.cache import MAX_SAMPLED_ROWS, batch_widths, length_histogram
 
 GEOMETRIC = np.minimum(np.random.default_rng(7).geometric(1 / 120, 4096) + 1, 512)
 

@@ -16,8 +16,8 @@ import pytest
 from prepare_request_factory import listed_request, numbered_text
 from tokenizers import Tokenizer
 
+from shardwise.trainer.runtime.data.cache import TokenRows, length_histogram
 from shardwise.trainer.runtime.data.prepare import prepare
-from shardwise.trainer.runtime.data.token_rows import TokenRows, length_histogram
 from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.runtime.run.process import report_progress, run_request
 from shardwise.trainer.spec import codec

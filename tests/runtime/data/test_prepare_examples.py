@@ -11,9 +11,9 @@ from chat_tokenizers import byte_level_folder
 from conversations import assistant, user
 from prepare_request_factory import listed_request
 
+from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.data.chat import rendering
 from shardwise.trainer.runtime.data.prepare import prepare
-from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import BadRows, DataFormat, LossOn

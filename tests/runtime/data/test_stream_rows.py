@@ -13,11 +13,9 @@ from stream_factory import paths_of, prepared_stream, stream_plan, write_files, 
 from tokenizers import Tokenizer
 
 from shardwise.trainer.runtime.data.batches import step_micro_batches
-from shardwise.trainer.runtime.data.cache_folders import lock_folder
+from shardwise.trainer.runtime.data.cache import TokenRows, lock_folder
 from shardwise.trainer.runtime.data.stream.rows import WINDOWS_AHEAD, NodePlace, StreamIndex, StreamRows
-from shardwise.trainer.runtime.data.token_rows import TokenRows
-from shardwise.trainer.runtime.run.report_writer import RunPaths
-from shardwise.trainer.runtime.run.state import IncidentLog
+from shardwise.trainer.runtime.run.state import IncidentLog, RunPaths
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import BadRows, DataFormat

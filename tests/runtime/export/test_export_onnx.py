@@ -11,8 +11,7 @@ from export_factory import EXPERTS, LORA, TINY_GPT2, export, run_of, save_run, w
 from pasted_pip import requirements_in
 from transformers import AutoModelForCausalLM
 
-from shardwise.trainer.runtime.export.check import relative_difference
-from shardwise.trainer.runtime.export.onnx import check_onnx_installed
+from shardwise.trainer.runtime.export.check import check_onnx_installed, relative_difference
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.messages.worker_requests import ExportFormat, WeightType
 from shardwise.trainer.spec.strategy import Method

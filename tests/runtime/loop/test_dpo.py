@@ -10,10 +10,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from shardwise.trainer.runtime.data.batches import MicroBatch, eval_micro_batches
-from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
+from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.loop.objectives import DpoLoss, as_it_is, turn_dropout_off
 from shardwise.trainer.runtime.loop.step import Terms
-from shardwise.trainer.runtime.loss.head import install_loss_head
+from shardwise.trainer.runtime.loss import install_loss_head
 from shardwise.trainer.spec.strategy import LossHead
 
 CPU = torch.device("cpu")

@@ -12,11 +12,10 @@ from pair_factory import NUM_EVAL_PAIRS, NUM_PAIRS, pair_plan, write_pairs
 from safetensors.torch import load_file
 
 from shardwise.trainer.runtime.data.batches import MicroBatch, eval_micro_batches
-from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
-from shardwise.trainer.runtime.loop.evaluation import evaluate
-from shardwise.trainer.runtime.loop.objectives import as_it_is, build_objectives, plain_base
+from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
+from shardwise.trainer.runtime.loop.objectives import as_it_is, build_objectives, evaluate, plain_base
 from shardwise.trainer.runtime.loop.session import Session
-from shardwise.trainer.runtime.loss.head import LossOutput
+from shardwise.trainer.runtime.loss import LossOutput
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec import codec

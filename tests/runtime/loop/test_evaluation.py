@@ -10,9 +10,9 @@ from engine_plan_factory import TINY_LLAMA
 from rank_factory import NUM_EVAL_ROWS, rank_plan, write_packed_rows, write_rows
 
 from shardwise.trainer.runtime.data.batches import eval_micro_batches
-from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
+from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
-from shardwise.trainer.runtime.loop.evaluation import evaluate
+from shardwise.trainer.runtime.loop.objectives import evaluate
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan

@@ -11,7 +11,7 @@ from engine_plan_factory import TINY_LLAMA
 from rank_factory import SEED, rank_plan
 
 from shardwise.trainer.runtime.data.batches import MicroBatch, step_micro_batches
-from shardwise.trainer.runtime.data.token_rows import TokenRows
+from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
 from shardwise.trainer.runtime.loop.step import StepResult, run_step, seed_dropout
 from shardwise.trainer.runtime.models.build import build_model

@@ -19,7 +19,7 @@ import json, sys
 import torch
 import liger_kernel.transformers
 from transformers import LlamaConfig, LlamaForCausalLM
-from shardwise.trainer.runtime.loss.head import install_loss_head
+from shardwise.trainer.runtime.loss import install_loss_head
 from shardwise.trainer.spec.strategy import LossHead
 
 torch.cuda.is_available = lambda: True  # Liger is refused without a GPU; the interpreter needs none

@@ -14,11 +14,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shardwise.trainer.runtime import loss as losses
 from shardwise.trainer.runtime.loop.memory_profile import _memory_events, highest_rise
-from shardwise.trainer.runtime.loss import head as loss_heads
-from shardwise.trainer.runtime.loss import slices as loss_slices
-from shardwise.trainer.runtime.loss.head import FUSED_SLICE_TOKENS, IGNORED, LossOutput, install_loss_head, shift
-from shardwise.trainer.runtime.loss.slices import ChunkedLoss, FusedLoss
+from shardwise.trainer.runtime.loss import (
+    FUSED_SLICE_TOKENS,
+    IGNORED,
+    ChunkedLoss,
+    FusedLoss,
+    LossOutput,
+    install_loss_head,
+    shift,
+)
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.strategy import LossHead
 
@@ -95,7 +101,7 @@ FEW_HEADS = [(LossHead.EAGER, None), (LossHead.CHUNKED, 7), (LossHead.CHUNKED, 1
 @pytest.fixture
 def slice_of(monkeypatch):
     """Sets how many tokens the fused head takes at a time."""
-    return lambda size: size and monkeypatch.setattr(loss_slices, "FUSED_SLICE_TOKENS", size)
+    return lambda size: size and monkeypatch.setattr(losses, "FUSED_SLICE_TOKENS", size)
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
@@ -344,7 +350,7 @@ def test_rows_cost_four_bytes_a_token_more_than_a_sum(head):
         def loss() -> torch.Tensor:
             if head is LossHead.CHUNKED:
                 return ChunkedLoss.apply(hidden, linear.weight, None, None, targets, 256, row_tokens)
-            return loss_heads._loss_of_logits(head, linear(hidden), targets, None, row_tokens)
+            return losses._loss_of_logits(head, linear(hidden), targets, None, row_tokens)
 
         return peak_and_rest(linear, hidden, loss)[0]
 
@@ -370,7 +376,7 @@ def test_a_score_counts_the_targets_that_are_the_most_likely_token(head, chunk_t
 @pytest.mark.parametrize(("head", "num_logits"), [(LossHead.EAGER, 16), (LossHead.CHUNKED, 7), (LossHead.FUSED, 16)])
 def test_a_score_never_holds_more_logits_than_a_slice(head, num_logits, slice_of, monkeypatch):
     slice_of(16)
-    monkeypatch.setattr(loss_heads, "FUSED_SLICE_TOKENS", 16)
+    monkeypatch.setattr(losses, "FUSED_SLICE_TOKENS", 16)
     model = build(head, 7)
     with LargestOutput() as largest:
         model(input_ids=IDS, labels=LABELS, output=LossOutput.SCORE)

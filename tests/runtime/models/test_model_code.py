@@ -19,7 +19,7 @@ from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trai
 from shardwise.trainer.runtime.export.check import SAME, logits_of, prompt_ids, relative_difference, reloaded_logits
 from shardwise.trainer.runtime.export.folder import write_model_folder
 from shardwise.trainer.runtime.export.run import plan_on
-from shardwise.trainer.runtime.loop.evaluation import continue_prompt
+from shardwise.trainer.runtime.loop.objectives import continue_prompt
 from shardwise.trainer.runtime.models.build import build_meta_model, build_model, build_trainable
 from shardwise.trainer.runtime.models.model_code import as_its_user, load_model_code
 from shardwise.trainer.runtime.run.blocks import blocks_of

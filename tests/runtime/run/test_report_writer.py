@@ -10,7 +10,7 @@ import pytest
 from report_factory import make_report
 
 from shardwise.trainer.runtime.loop.metrics import MetricsFile, StepMetrics
-from shardwise.trainer.runtime.run.report_writer import STATUS_INTERVAL_S, ReportWriter, run_paths, start_of_launch
+from shardwise.trainer.runtime.run.state import STATUS_INTERVAL_S, ReportWriter, run_paths, start_of_launch
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.messages.rank_files import Heartbeat, read_heartbeat
 from shardwise.trainer.spec.report import Report
@@ -35,7 +35,7 @@ def test_paths_follow_from_where_the_plan_lies_and_an_attempt_that_has_ended_is_
 
 
 def test_ranks_of_one_launcher_agree_on_when_it_started():
-    imported = "from shardwise.trainer.runtime.run.report_writer import start_of_launch"
+    imported = "from shardwise.trainer.runtime.run.state import start_of_launch"
     code = f"{imported}; print(start_of_launch(world_size=2).timestamp())"
     answers = {subprocess.check_output([sys.executable, "-c", code], text=True) for _ in range(2)}
     assert len(answers) == 1, "both have this process as their launcher"

@@ -15,8 +15,8 @@ from shardwise.trainer.runtime.tools.measure import (
     host_adam_bytes_per_s,
     measure,
     memory_bytes_per_s,
+    peer_copies,
 )
-from shardwise.trainer.runtime.tools.measure_peers import peer_copies
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.hardware import PeerCopy
 from shardwise.trainer.spec.messages.worker_requests import Measurement

@@ -316,7 +316,7 @@ def _activation_temporaries(policy: PrecisionPolicy, dims: Dims) -> int:
 
 
 DEFAULT_CHUNK_TOKENS = 1024
-FUSED_SLICE_TOKENS = 256  # as in trainer.runtime.loss.head
+FUSED_SLICE_TOKENS = 256  # as in trainer.runtime.loss
 TOKEN_BYTES = 24  # input_ids, labels and shifted labels, 8 bytes each
 POSITION_BYTES = 8  # of packed rows
 _REDUCTIONS = 24  # bytes a token of the slice: targets, their index, ones

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows, padded_width
+from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows, padded_width
 from shardwise.trainer.runtime.engines import running_engine
-from shardwise.trainer.runtime.loss.head import IGNORED, LossOutput
+from shardwise.trainer.runtime.loss import IGNORED, LossOutput
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.plan import Plan
 

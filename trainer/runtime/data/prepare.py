@@ -21,7 +21,14 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from shardwise.trainer.runtime.data.cache_folders import prepared_once
+from shardwise.trainer.runtime.data.cache import (
+    CACHE_FORMAT,
+    TokenRows,
+    batch_widths,
+    length_histogram,
+    prepared_once,
+    unigram_entropy_nats,
+)
 from shardwise.trainer.runtime.data.chat.rendering import (
     PreferenceIds,
     Rendered,
@@ -37,8 +44,8 @@ from shardwise.trainer.runtime.data.chat.template import (
     written_tokens,
 )
 from shardwise.trainer.runtime.data.row_writer import Rows, RowShape, RowWriter
-from shardwise.trainer.runtime.data.sources.examples import TokenIds, size_of, texts_of
 from shardwise.trainer.runtime.data.sources.files import BadRow, holds_rows
+from shardwise.trainer.runtime.data.sources.rows import TokenIds, size_of, texts_of
 from shardwise.trainer.runtime.data.sources.scan import (
     CheckedFile,
     RowScan,
@@ -48,13 +55,6 @@ from shardwise.trainer.runtime.data.sources.scan import (
     content_hash,
     scan_rows,
     units_of,
-)
-from shardwise.trainer.runtime.data.token_rows import (
-    CACHE_FORMAT,
-    TokenRows,
-    batch_widths,
-    length_histogram,
-    unigram_entropy_nats,
 )
 from shardwise.trainer.runtime.data.tokenizer import (
     TextTokenizer,

@@ -35,8 +35,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trainer.runtime.data.sources.examples import TokenIds
-from shardwise.trainer.runtime.data.token_rows import TokenLayout
+from shardwise.trainer.runtime.data.cache import TokenLayout
+from shardwise.trainer.runtime.data.sources.rows import TokenIds
 from shardwise.trainer.spec import codec
 
 

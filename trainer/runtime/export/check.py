@@ -1,4 +1,6 @@
-"""Loads an exported folder as its user will, with plain transformers and PEFT, and compares logits with the model.
+"""Loads an exported folder as its user will and compares logits with the model; writes and compares an ONNX graph.
+
+Folders are loaded by plain transformers and PEFT.
 
 Both sides compute in fp32 with weights of any type: each module's 16-bit weights are widened while it runs and no
 longer. So the same weights give the same logits to 1e-5, and a comparison needs the memory of the weights and in
@@ -8,9 +10,23 @@ addition of one module in fp32. The models are never in memory together: the cal
 
 Where weights were rounded to 16 bit on the way (merged, or written in another type) a second tolerance is for that
 rounding: eps of the type is 2^-8 (bf16) and 2^-11 (fp16), and the layers add it up.
+
+An ONNX graph of a model folder maps input_ids and attention_mask, int64 [B, T], to logits [B, T, V].
+
+It is made by torch's exporter over torch.export (https://docs.pytorch.org/docs/stable/onnx_export.html), in one call of
+the whole model without a cache of keys and values, so it scores and continues texts; weights are in model.onnx.data in
+the same folder. Both axes are free. Experts are computed in one batched product, as a loop over the experts that tokens
+were routed to is no graph.
+
+The graph is run by onnxruntime and compared with the model it was made of, at another batch size and length than it was
+traced with and with padding. Its kernels are not torch's: the tolerance is wider than of the same weights in torch.
 """
 
+import contextlib
 import gc
+import importlib.util
+import io
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +35,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from shardwise.trainer.runtime.models.methods import quantised_layers
 from shardwise.trainer.runtime.models.model_code import compute_buffers
 from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.packages import extra_line
 
 PROMPT_TOKENS = 24
 SAME = 1e-5
@@ -167,3 +184,118 @@ def _logits_at_last(model: nn.Module, ids: Tensor) -> Tensor:
     del model
     gc.collect()
     return logits
+
+
+GRAPH = "model.onnx"
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2}
+_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+_TRACED = (2, 8)
+_RUN = ((1, 24), (3, 11))
+_PADDING = 4
+
+
+class _Logits(nn.Module):
+    """The model as a function of two tensors."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        assert isinstance(logits, Tensor)
+        return logits
+
+
+def check_onnx_installed() -> None:
+    """EnvironmentFaultError where a package is missing."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise EnvironmentFaultError(
+            f"--format onnx: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed\n"
+            f"{extra_line('onnx')}"
+        )
+
+
+def write_graph(folder: Path) -> str:
+    """Writes model.onnx next to the safetensors it is made of, and compares; returns the result as a sentence.
+
+    EnvironmentFaultError if the exporter has no translation for the model, or logits differ.
+    """
+    model = _load(folder)
+    _export(model, folder / GRAPH)
+    tolerance = TOLERANCES[model.dtype]
+    measured = max(_difference(model, folder / GRAPH, batch, length, tolerance) for batch, length in _RUN)
+    return f"run by onnxruntime: logits within {measured:.2g} of the model's ({tolerance:g} allowed)"
+
+
+def _load(folder: Path) -> PreTrainedModel:
+    """The folder's model, with experts and attention in a form that can be traced."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    text = config.get_text_config()
+    has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    options: dict[str, Any] = {"experts_implementation": "batched_mm"} if has_experts else {}
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", local_files_only=True, trust_remote_code=False, **options
+    )
+    assert isinstance(model, PreTrainedModel)
+    model.eval()
+    compute_buffers(model, model.dtype, with_persistent=False)
+    return model
+
+
+def _export(model: PreTrainedModel, path: Path) -> None:
+    ids = prompt_ids(model.config.get_text_config().vocab_size, batch=_TRACED[0], length=_TRACED[1])
+    axes = {0: "batch", 1: "sequence"}
+    try:
+        with _quiet(), torch.no_grad():
+            torch.onnx.export(
+                _Logits(model).eval(),
+                (ids, torch.ones_like(ids)),
+                str(path),
+                dynamo=True,
+                input_names=["input_ids", "attention_mask"],
+                output_names=["logits"],
+                dynamic_shapes={"input_ids": axes, "attention_mask": axes},
+                external_data=True,
+                verbose=False,
+            )
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, torch.onnx.errors.OnnxExporterError) as error:
+        first = next((line for line in str(error).splitlines() if "Error" in line), str(error).splitlines()[0])
+        raise EnvironmentFaultError(
+            f"--format onnx: torch.onnx cannot translate {type(model).__name__}: {first.strip()[:200]}"
+        ) from error
+
+
+def _difference(model: PreTrainedModel, path: Path, batch: int, length: int, tolerance: float) -> float:
+    """Largest relative difference at the positions of tokens; all rows but the first begin with padding."""
+    import onnxruntime
+
+    ids = prompt_ids(model.config.get_text_config().vocab_size, batch=batch, length=length)
+    mask = torch.ones_like(ids)
+    mask[1:, :_PADDING] = 0
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    found = session.run(["logits"], {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})[0]
+    is_token = mask.bool()
+    return check_logits(
+        expected[is_token].float(),
+        torch.from_numpy(found)[is_token].float(),
+        tolerance=tolerance,
+        what=f"{path.name}: run by onnxruntime on {batch} x {length} tokens",
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppresses messages of torch and onnxscript for developers of exporters."""
+    logger, unread = logging.getLogger("torch.onnx"), io.StringIO()
+    level = logger.level
+    with warnings.catch_warnings(), contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread):
+        warnings.simplefilter("ignore")
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from shardwise.trainer.runtime.run.report_writer import installed_versions
+from shardwise.trainer.runtime.run.state import installed_versions
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation, Report
 from shardwise.trainer.spec.strategy import Method

@@ -38,9 +38,16 @@ from shardwise.trainer.runtime.export.check import (
     reloaded_adapter_logits,
     reloaded_logits,
 )
-from shardwise.trainer.runtime.export.folder import add_tokenizer, save_adapters, save_model, staged, write_card
+from shardwise.trainer.runtime.export.folder import (
+    add_tokenizer,
+    merge_adapters,
+    round_weights,
+    save_adapters,
+    save_model,
+    staged,
+    write_card,
+)
 from shardwise.trainer.runtime.export.model_card import Export
-from shardwise.trainer.runtime.export.weights import merge_adapters, round_weights
 from shardwise.trainer.runtime.models.build import build_model, model_from_config
 from shardwise.trainer.runtime.models.methods import base_type
 from shardwise.trainer.runtime.models.model_code import as_its_user, write_model_code
@@ -184,7 +191,7 @@ def _write_onnx(
     export: Export, checkpoint: CheckpointFolder, folder: Path, request: ExportRequest
 ) -> tuple[Export, list[str]]:
     """A graph with config and tokenizer; the model is written as safetensors first, and read from there."""
-    from shardwise.trainer.runtime.export.onnx import check_onnx_installed, write_graph  # loads the exporter
+    from shardwise.trainer.runtime.export.check import check_onnx_installed, write_graph  # loads the exporter
 
     check_onnx_installed()
     whole, notes = _write_whole(export, checkpoint, folder, replace(request, dtype=request.dtype or WeightType.FP32))

@@ -18,16 +18,17 @@ from msgspec.structs import replace
 from shardwise.trainer.runtime.data.batches import MicroBatch, padding_share, step_micro_batches
 from shardwise.trainer.runtime.data.stream.rows import POLL_S, StepRows
 from shardwise.trainer.runtime.engines.accelerator import facts_after_step
-from shardwise.trainer.runtime.loop.evaluation import (
+from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
+from shardwise.trainer.runtime.loop.metrics import DoneStep, MetricsFile, StepMetrics, StepObserver
+from shardwise.trainer.runtime.loop.objectives import (
+    Objectives,
+    build_objectives,
     can_sample,
     continue_prompt,
     evaluate,
     evaluations_without_gain,
     prompt_of,
 )
-from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
-from shardwise.trainer.runtime.loop.metrics import DoneStep, MetricsFile, StepMetrics, StepObserver
-from shardwise.trainer.runtime.loop.objectives import Objectives, build_objectives
 from shardwise.trainer.runtime.loop.profile_step import is_traced, traced_step
 from shardwise.trainer.runtime.loop.saving import (
     PeriodicSaves,
@@ -44,8 +45,14 @@ from shardwise.trainer.runtime.loop.step import run_step
 from shardwise.trainer.runtime.models.build import plain_model
 from shardwise.trainer.runtime.precision.fp8 import check_fp8_ran, timed_facts
 from shardwise.trainer.runtime.run.clock import CardWatch, Clock
-from shardwise.trainer.runtime.run.report_writer import ReportWriter, RunPaths
-from shardwise.trainer.runtime.run.state import SKIPPED_STEPS, RunState, find_fault, step_of_rows
+from shardwise.trainer.runtime.run.state import (
+    SKIPPED_STEPS,
+    ReportWriter,
+    RunPaths,
+    RunState,
+    find_fault,
+    step_of_rows,
+)
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.messages.rank_files import HOOK_PHASE

@@ -35,8 +35,7 @@ from shardwise.trainer.runtime.checkpoint.load import check_read_back
 from shardwise.trainer.runtime.checkpoint.optimizer_state import check_supported
 from shardwise.trainer.runtime.checkpoint.ranks import on_first, together
 from shardwise.trainer.runtime.checkpoint.save import BackgroundSave, Save
-from shardwise.trainer.runtime.export.folder import write_adapter_folder, write_model_folder
-from shardwise.trainer.runtime.export.weights import gathered_weights
+from shardwise.trainer.runtime.export.folder import gathered_weights, write_adapter_folder, write_model_folder
 from shardwise.trainer.runtime.loop.session import Session, facts_of
 from shardwise.trainer.runtime.loop.step import StepResult
 from shardwise.trainer.runtime.models.build import plain_model

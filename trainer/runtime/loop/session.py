@@ -29,8 +29,8 @@ from shardwise.trainer.runtime.checkpoint.load import Resumption, begin_resumpti
 from shardwise.trainer.runtime.checkpoint.optimizer_state import BLOCK_ELEMENTS
 from shardwise.trainer.runtime.checkpoint.save import BackgroundSave
 from shardwise.trainer.runtime.data.batches import check_documents_apart
+from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.runtime.data.stream.rows import StreamRows
-from shardwise.trainer.runtime.data.token_rows import TokenRows
 from shardwise.trainer.runtime.engines import engine_of
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator, verify_engine
 from shardwise.trainer.runtime.engines.sharded_loading import loads_sharded
@@ -40,8 +40,7 @@ from shardwise.trainer.runtime.models.meta_model import MetaModel, blank
 from shardwise.trainer.runtime.optimizers import build_optimizer, check_in_backward
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, install_precision
 from shardwise.trainer.runtime.run.extension import Hooks, load_hooks
-from shardwise.trainer.runtime.run.report_writer import ReportWriter, RunPaths, installed_versions
-from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.runtime.run.state import ReportWriter, RunPaths, RunState, installed_versions
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from shardwise.trainer.runtime.attention.packed import known_rows
 from shardwise.trainer.runtime.data.batches import MicroBatch
 from shardwise.trainer.runtime.engines import running_engine
-from shardwise.trainer.runtime.loss.head import LossOutput
+from shardwise.trainer.runtime.loss import LossOutput
 from shardwise.trainer.runtime.optimizers import set_learning_rate, unwrapped, updates_in_backward
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, check_scale
 from shardwise.trainer.runtime.run.clock import Clock

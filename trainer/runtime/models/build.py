@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.trainer.runtime.attention.choice import attention_name, check_attention
 from shardwise.trainer.runtime.attention.kernels import choose_attention_kernels
-from shardwise.trainer.runtime.loss.head import LossForward, install_loss_head
+from shardwise.trainer.runtime.loss import LossForward, install_loss_head
 from shardwise.trainer.runtime.memory.activation_offload import ActivationOffload, offload_activations
 from shardwise.trainer.runtime.memory.recomputation import Recomputation, apply_checkpointing, recomputation_facts
 from shardwise.trainer.runtime.models.meta_model import MetaModel, meta_model_from_config, meta_model_from_folder

@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from shardwise.trainer.runtime.loss.head import IGNORED
+from shardwise.trainer.runtime.loss import IGNORED
 from shardwise.trainer.runtime.models.build import Fp8
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.packages import extra_line

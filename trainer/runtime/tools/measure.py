@@ -1,33 +1,53 @@
-"""Measures the speed of a device: `python -m shardwise.trainer.runtime.tools.measure OUT.json cuda|cpu [SECONDS]`.
+"""Measures the speed of a device, and of the links between devices.
 
-Each figure is the best of several repetitions: square matrix products in the precisions the device has, a causal
-attention forward by the kernel that ranks run (`trainer.spec.strategy`), a copy within the device's
-memory, copies between pinned host memory and the device, and an update of AdamW on the host's cores. A copy within
-memory reads and writes every byte, and both count; attention counts the scores that are not masked. SECONDS is spent
-on each figure.
+    python -m shardwise.trainer.runtime.tools.measure OUT.json cuda|cpu [SECONDS]
+    python -m shardwise.trainer.runtime.tools.measure OUT.json peers [SECONDS]
+    python -m shardwise.trainer.runtime.tools.measure FOLDER gather RANK WORLD cuda|cpu
+
+Each figure of a device is the best of several repetitions: square matrix products in the precisions the device has, a
+causal attention forward by the kernel that ranks run (`trainer.spec.strategy`), a copy within the
+device's memory, copies between pinned host memory and the device, and an update of AdamW on the host's cores. A copy
+within memory reads and writes every byte, and both count; attention counts the scores that are not masked. SECONDS is
+spent on each figure.
 
 A figure that cannot be measured (no room, no such kernel) is a line in the result, and the others follow; an error of
 the GPU itself ends the measurement. The result is written after each figure, so that it is not lost when the process is
-stopped. Links between devices are measured by `measure_peers` and `measure_gather`.
+stopped.
+
+`peers` copies memory between GPUs and reads it. Over PCIe some machines announce peer access and then hang or deliver
+other bytes (an IOMMU or ACS settings between the cards); a training run on them stops, or learns nothing. Every ordered
+pair is tried. The result is written before and after each, so that a process that hangs has named the pair at work.
+
+`gather` is one rank of an all-gather. The ranks meet through a file in FOLDER, gather a block of each other several
+times, check every value, and each writes `RANK.json`. Rates are those of one device in a ring: each rank receives the
+blocks of all others. If a rank is missing, the others wait until the caller ends them.
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
 from pathlib import Path
 
 import torch
 from msgspec.structs import replace
+from torch import distributed
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise.trainer.runtime.run.clock import best_seconds
+from shardwise.trainer.runtime.run.clock import best_seconds, wait_for
 from shardwise.trainer.spec import codec, strategy
-from shardwise.trainer.spec.hardware import DeviceKind, MeasuredRates
-from shardwise.trainer.spec.messages.worker_requests import Measurement
+from shardwise.trainer.spec.hardware import DeviceKind, MeasuredRates, PeerCopy
+from shardwise.trainer.spec.messages.worker_requests import GatherResult, Measurement
 from shardwise.trainer.spec.strategy import AttentionKernel
 from shardwise.trainer.spec.units import GIB, MIB
 
 BUDGET_S = 1.0  # for each figure; at least three repetitions and a first one make it about two
+NUM_BYTES = 128 * MIB  # copied between two GPUs
+PEERS_BUDGET_S = 0.2  # for each pair
+REPETITIONS = 5  # the same on every rank
+BLOCK_BYTES = {DeviceKind.CUDA: 64 * MIB, DeviceKind.CPU: 8 * MIB}  # of each rank
+BACKENDS = {DeviceKind.CUDA: "nccl", DeviceKind.CPU: "gloo"}
 _PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _ADAM_BYTES = 28  # a parameter: fp32 weight and two moments read and written, gradient read
 _FP8_CAPABILITY = (8, 9)
@@ -41,11 +61,20 @@ Figure = tuple[str, Callable[[], MeasuredRates]]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes the rates of the device named in `arguments` to the file named there."""
-    out, kind, *rest = arguments
-    device = torch.device(DeviceKind(kind))
-    for measurement in measure(device, budget_s=float(rest[0]) if rest else BUDGET_S):
-        codec.write(Path(out), measurement)
+    """Measures the subject named in `arguments` and writes the result to the file or folder named first."""
+    out, subject, *rest = arguments
+    if subject == "gather":
+        _gather_as_rank(Path(out), int(rest[0]), int(rest[1]), DeviceKind(rest[2]))
+        return 0
+    results: Iterator[Measurement]
+    if subject == "peers":
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        copies = peer_copies(devices, budget_s=float(rest[0]) if rest else PEERS_BUDGET_S)
+        results = (Measurement(rates=MeasuredRates(peer_copies=pairs)) for pairs in copies)
+    else:
+        results = measure(torch.device(DeviceKind(subject)), budget_s=float(rest[0]) if rest else BUDGET_S)
+    for result in results:
+        codec.write(Path(out), result)
     return 0
 
 
@@ -186,6 +215,67 @@ def _fastest_product(device: torch.device, dtypes: Sequence[torch.dtype], size: 
 def _merged(known: MeasuredRates, found: MeasuredRates) -> MeasuredRates:
     figures = {name: getattr(found, name) for name in found.__struct_fields__}
     return replace(known, **{name: value for name, value in figures.items() if value not in (None, ())})
+
+
+def peer_copies(devices: Sequence[torch.device], *, budget_s: float) -> Iterator[tuple[PeerCopy, ...]]:
+    """The pairs so far, before and after each; the last is at work while it has no rate.
+
+    A pair for which a card has no room is omitted.
+    """
+    done: tuple[PeerCopy, ...] = ()
+    for a, b in permutations(range(len(devices)), 2):
+        try:
+            # Values that differ everywhere, so that a page that was not copied shows.
+            there = torch.arange(NUM_BYTES // 4, dtype=torch.int32, device=devices[a])
+            here = torch.zeros(NUM_BYTES // 4, dtype=torch.int32, device=devices[b])
+            wait_for(devices[a])
+            wait_for(devices[b])
+        except torch.OutOfMemoryError:
+            continue
+        started = PeerCopy(a=a, b=b)
+        yield (*done, started)
+        done = (*done, _copied(started, there, here, budget_s))
+        yield done
+
+
+def _copied(pair: PeerCopy, there: torch.Tensor, here: torch.Tensor, budget_s: float) -> PeerCopy:
+    seconds = best_seconds(lambda: here.copy_(there), here.device, budget_s)
+    is_correct = bool(torch.equal(here.cpu(), there.cpu()))
+    return replace(pair, bytes_per_s=round(there.nbytes / seconds), is_correct=is_correct)
+
+
+def _gather_as_rank(folder: Path, rank: int, world: int, kind: DeviceKind) -> None:
+    device = torch.device("cuda", rank) if kind is DeviceKind.CUDA else torch.device("cpu")
+    if kind is DeviceKind.CUDA:
+        torch.cuda.set_device(device)
+    distributed.init_process_group(
+        BACKENDS[kind], init_method=f"file://{(folder / 'meeting').absolute()}", rank=rank, world_size=world
+    )
+    codec.write(folder / f"{rank}.json", gather(device, rank, world, num_bytes=BLOCK_BYTES[kind]))
+    distributed.destroy_process_group()
+
+
+def gather(device: torch.device, rank: int, world: int, *, num_bytes: int) -> GatherResult:
+    """Gathers a block of every rank and looks at all of them; every rank of the default group calls it."""
+    mine = _block(rank, num_bytes // 4, device)
+    everything = torch.empty(world * mine.numel(), dtype=mine.dtype, device=device)
+    best_s = float("inf")
+    for repetition in range(REPETITIONS + 1):  # the first opens connections
+        wait_for(device)
+        started = time.perf_counter()
+        distributed.all_gather_into_tensor(everything, mine)
+        wait_for(device)
+        if repetition:
+            best_s = min(best_s, time.perf_counter() - started)
+    expected = torch.cat([_block(other, mine.numel(), torch.device("cpu")) for other in range(world)])
+    return GatherResult(
+        bytes_per_s=round((world - 1) * mine.nbytes / best_s), is_correct=torch.equal(everything.cpu(), expected)
+    )
+
+
+def _block(rank: int, num_elements: int, device: torch.device) -> torch.Tensor:
+    """Values that differ by rank and position."""
+    return torch.arange(num_elements, dtype=torch.int32, device=device) * 31 + rank
 
 
 if __name__ == "__main__":

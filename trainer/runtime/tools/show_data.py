@@ -19,7 +19,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
+from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer
 from shardwise.trainer.runtime.run.process import run_request_and_exit
 from shardwise.trainer.spec.messages.worker_requests import ExampleRequest, Lines

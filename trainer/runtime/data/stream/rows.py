@@ -29,10 +29,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.trainer.runtime.data.cache_folders import lock_folder, remove_locked
-from shardwise.trainer.runtime.data.token_rows import TokenRows
-from shardwise.trainer.runtime.run.report_writer import RunPaths, start_of_launch
-from shardwise.trainer.runtime.run.state import IncidentKind, IncidentLog
+from shardwise.trainer.runtime.data.cache import TokenRows, lock_folder, remove_locked
+from shardwise.trainer.runtime.run.state import IncidentKind, IncidentLog, RunPaths, start_of_launch
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.profile import LISTING_NAME
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError

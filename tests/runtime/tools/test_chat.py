@@ -19,7 +19,6 @@ from export_factory import run_of, save_run, write_base
 from msgspec.structs import replace
 from prepare_request_factory import numbered_text
 
-from shardwise.trainer.runtime.chat.run import ChatModel, Conversation, Interrupts, Sampling, load_chat_model
 from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.runtime.export.folder import (
     end_of_turn_id,
@@ -28,6 +27,7 @@ from shardwise.trainer.runtime.export.folder import (
     write_model_folder,
 )
 from shardwise.trainer.runtime.models.methods import quantised_layers
+from shardwise.trainer.runtime.tools.chat import ChatModel, Conversation, Interrupts, Sampling, load_chat_model
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.strategy import Method
 

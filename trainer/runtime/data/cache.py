@@ -1,4 +1,4 @@
-"""The prepared data on disk, and how a rank reads it: memory-mapped, by row number.
+"""The cache of prepared data: its rows, memory-mapped and read by number, and folders that one process fills or uses.
 
     <cache>/data/<fingerprint>/
         layout.json       how to read the rest
@@ -21,9 +21,18 @@ expectation from a histogram would be off by the width of its bins. Rows that ar
 default (65,536 tokens a step, 2,048 a row), or one micro batch if that is more. Larger steps have less padding: of
 lognormal lengths (sigma 0.9) in micro batches of 8, 3.9 % at 8 rows a step, 1.6 % at 32, 0.9 % at 256, and 62 %
 unsorted.
+
+Each folder, of a prepared data set or of a running process (scratch), has a lock file (flock) of the same name in
+`locks/`. The kernel releases a lock when the last process that has it open ends. A partial or scratch folder whose lock
+is free belonged to a killed process, and the next start removes it. A prepared data set is built under another name and
+renamed when it is complete: the first process that needs it locks and builds it, the others wait.
 """
 
-from collections.abc import Sequence
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -34,8 +43,8 @@ from numpy.typing import NDArray
 
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.order import WINDOW_STEPS, DataOrder
-from shardwise.trainer.spec.data.profile import BatchWidth, LengthHistogram
-from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile, LengthHistogram
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ShardwiseError
 from shardwise.trainer.spec.value import Value
 
 CACHE_FORMAT = 4
@@ -238,3 +247,132 @@ def _mean_width(lengths: NDArray[np.int64], size: int, seq_len: int) -> float:
     longest = lengths[: len(lengths) // size * size].reshape(-1, size).max(axis=1)
     rounded = np.minimum(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, seq_len)
     return float(np.maximum(longest, rounded).mean())
+
+
+_PARTIAL = ".partial-"
+_LOCKS = "locks"
+
+
+def prepared_once(
+    root: Path, fingerprint: str, build: Callable[[Path], DataProfile], report: Callable[[str], None]
+) -> DataProfile:
+    """The profile of `root/fingerprint`, which `build` fills if it does not exist yet."""
+    final = root / fingerprint
+    if (ready := _ready_profile(final)) is not None:
+        return ready
+    _make_lock_folder(root)
+    with _locked(root, fingerprint, report):
+        if (ready := _ready_profile(final)) is not None:
+            return ready
+        partial = root / f"{_PARTIAL}{fingerprint}"
+        shutil.rmtree(partial, ignore_errors=True)
+        _remove_abandoned(root, _PARTIAL)
+        shutil.rmtree(final, ignore_errors=True)  # it exists, but is incomplete
+        try:
+            partial.mkdir()
+            codec.write(partial / "profile.json", build(partial))
+            partial.rename(final)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return codec.read(final / "profile.json", DataProfile)
+
+
+def lock_folder(folder: Path) -> int:
+    """Creates an empty folder, removes abandoned ones next to it, and returns the descriptor of its lock."""
+    root = folder.parent
+    _make_lock_folder(root)
+    try:
+        _remove_abandoned(root)
+        descriptor = _try_lock(root, folder.name)
+        if descriptor is None:
+            raise EnvironmentFaultError(f"{folder}: is in use by another process; end it, and start again")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    except OSError as error:
+        raise _cannot_be_made(root, error) from error
+    return descriptor
+
+
+def remove_locked(folder: Path) -> None:
+    """Removes a folder that this process has locked, and its lock."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder.parent / _LOCKS / folder.name).unlink(missing_ok=True)
+
+
+@contextmanager
+def scratch_folder(root: Path, name: str) -> Iterator[Path]:
+    """A folder of this process, removed at the end."""
+    folder = root / f"{name}-{os.getpid()}-{os.urandom(4).hex()}"
+    descriptor = lock_folder(folder)
+    try:
+        yield folder
+    finally:
+        remove_locked(folder)
+        os.close(descriptor)
+
+
+def _ready_profile(final: Path) -> DataProfile | None:
+    """The profile of a complete folder, else None."""
+    if not (final / "profile.json").is_file():
+        return None
+    try:
+        TokenRows.open(final, "train")
+        TokenRows.open(final, "eval")
+        return codec.read(final / "profile.json", DataProfile)
+    except ShardwiseError:  # damaged: it is built again
+        return None
+
+
+@contextmanager
+def _locked(root: Path, fingerprint: str, report: Callable[[str], None]) -> Iterator[None]:
+    descriptor = _try_lock(root, fingerprint)
+    if descriptor is None:
+        report("waiting for another process that prepares the same data")
+        descriptor = _open_lock(root, fingerprint)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(root: Path, name: str) -> int | None:
+    """The descriptor of a lock that was free; None if another process holds it."""
+    descriptor = _open_lock(root, name)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _open_lock(root: Path, name: str) -> int:
+    path = root / _LOCKS / name
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise EnvironmentFaultError(f"{path}: cannot be opened: {error.strerror}") from error
+
+
+def _remove_abandoned(root: Path, prefix: str = "") -> None:
+    """Removes the folders whose lock is free, with their locks; the prefix is not part of a lock's name."""
+    for folder in root.glob(f"{prefix}*"):
+        name = folder.name.removeprefix(prefix)
+        if name == _LOCKS or (descriptor := _try_lock(root, name)) is None:
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        if not prefix:
+            (root / _LOCKS / name).unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _make_lock_folder(root: Path) -> None:
+    try:
+        (root / _LOCKS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_be_made(root, error) from error
+
+
+def _cannot_be_made(root: Path, error: OSError) -> EnvironmentFaultError:
+    return EnvironmentFaultError(f"{root}: cannot be created: {error.strerror}; name another cache folder")

@@ -1,6 +1,6 @@
 """Chat with the model of a run: questions from the terminal or a pipe, one a line; answers as they are generated.
 
-    python -m shardwise.trainer.runtime.chat.run RUN_DIR [--checkpoint best|last|step-N] [--max-new-tokens N] ...
+    python -m shardwise.trainer.runtime.tools.chat RUN_DIR [--checkpoint best|last|step-N] [--max-new-tokens N] ...
 
 The model is the run's export, if there is one and no checkpoint is named; else a checkpoint. Adapters are applied to
 their base as they were trained: for qlora it is held in 4 bit. On a GPU weights have the type that the run computed in;
@@ -39,9 +39,8 @@ from transformers.utils.logging import disable_progress_bar
 from shardwise.trainer.runtime.checkpoint import import_weights
 from shardwise.trainer.runtime.data.chat.template import load_chat_template
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer
-from shardwise.trainer.runtime.export.folder import end_token_ids
+from shardwise.trainer.runtime.export.folder import end_token_ids, round_weights
 from shardwise.trainer.runtime.export.run import checkpoint_of, plan_on, read_plan
-from shardwise.trainer.runtime.export.weights import round_weights
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.models.methods import peft_key
 from shardwise.trainer.runtime.models.model_code import compute_buffers, load_model_code
@@ -315,7 +314,7 @@ def _opening_line(chat_model: ChatModel) -> str:
 
 def main() -> None:
     """Parses the command line and talks; ends with the error's exit code, or 130 for Ctrl-C at the prompt."""
-    parser = argparse.ArgumentParser(prog="python -m shardwise.trainer.runtime.chat.run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m shardwise.trainer.runtime.tools.chat", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--checkpoint")
     parser.add_argument("--max-new-tokens", type=int, default=512)

@@ -1,1 +1,0 @@
-"""Chat with what a run trained."""

@@ -1,1 +1,0 @@
-"""Losses: heads, slices, objectives, DPO."""
