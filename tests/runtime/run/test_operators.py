@@ -83,7 +83,7 @@ def counted():
     return ask()
 cpuinfo.get_cpu_info = counted
 from deepspeed.ops.op_builder import CPUAdamBuilder
-from shardwise.trainer.runtime.run.operators import result_for_processor
+from shardwise.trainer.runtime.run.operators import read_processor_from_proc
 
 def answer():
     asked.clear()
@@ -91,7 +91,7 @@ def answer():
     return [builder.cpu_arch(), builder.simd_width(), cpuinfo.get_cpu_info().get("vendor_id_raw"), len(asked)]
 
 plain = answer()
-result_for_processor()
+read_processor_from_proc()
 print("answer:" + json.dumps([plain, answer()]))
 """
 

@@ -23,12 +23,9 @@ NUM_BYTES = 256
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _SETTINGS = "tokenizer_config.json"
 _NOT_TOKENIZER = (
-    "config.json",
-    "generation_config.json",
-    "adapter_config.json",
-    "model.safetensors.index.json",
+    "config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json",
     "pytorch_model.bin.index.json",
-)
+)  # fmt: skip
 
 
 class TextTokenizer(NamedTuple):

@@ -43,7 +43,7 @@ from shardwise.trainer.runtime.engines.engine import Engine, EngineChoice, Row, 
 from shardwise.trainer.runtime.engines.sharded_loading import load_into_zero3
 from shardwise.trainer.runtime.models.meta_model import MetaModel
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler
-from shardwise.trainer.runtime.run.operators import result_for_processor, use_built_operators
+from shardwise.trainer.runtime.run.operators import read_processor_from_proc, use_built_operators
 from shardwise.trainer.runtime.run.types import accelerate_precision
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError
@@ -68,7 +68,7 @@ class Zero(Engine):
         assert ds_config is not None, f"the row needs {_CONFIG}"
         if choice.device_kind is DeviceKind.CPU:
             cpu_ranks.choose_deepspeed_cpu()
-        result_for_processor()
+        read_processor_from_proc()
         use_built_operators()
         if choice.offload.uses_nvme:
             swap_gradients_between_blocks()

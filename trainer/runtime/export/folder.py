@@ -234,8 +234,8 @@ def _first_difference(trained_with: TextTokenizer, folder: Path, texts: Sequence
     return None
 
 
-_RESULT = "An answer."  # stands for the assistant's text in a template
-_TALK = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": _RESULT}]
+_ANSWER = "An answer."  # stands for the assistant's text in a template
+_TALK = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": _ANSWER}]
 
 
 def end_token_ids(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
@@ -255,7 +255,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
         text = tokenizer.apply_chat_template(_TALK, tokenize=False)
     except (TemplateError, ValueError, TypeError, KeyError):
         return None
-    _, _, tail = str(text).rpartition(_RESULT)
+    _, _, tail = str(text).rpartition(_ANSWER)
     ids = tokenizer(tail.lstrip(), add_special_tokens=False)["input_ids"]
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
@@ -336,13 +336,18 @@ def round_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def merged_weight(base: Tensor, layer: Any) -> Tensor:  # noqa: ANN401  # PEFT's layer
     """The weight [out, in] in fp32 of a base weight [out, in] with a layer's adapter in it."""
-    a, b = (getattr(layer, name)[ADAPTER].weight.detach().float() for name in ("lora_A", "lora_B"))
-    merged = torch.addmm(base.float(), b, a, alpha=layer.scaling[ADAPTER])
-    magnitudes = getattr(layer, "lora_magnitude_vector", None)
-    if magnitudes is not None and ADAPTER in magnitudes:
-        lengths = magnitudes[ADAPTER].weight.detach().float()
-        merged *= (lengths / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1)
-    return merged
+    a, b = (getattr(layer, name)[ADAPTER].weight.detach() for name in ("lora_A", "lora_B"))
+    vectors = getattr(layer, "lora_magnitude_vector", None)
+    magnitudes = vectors[ADAPTER].weight.detach() if vectors is not None and ADAPTER in vectors else None
+    return sum_of_lora(base, a, b, scaling=layer.scaling[ADAPTER], magnitudes=magnitudes)
+
+
+def sum_of_lora(base: Tensor, a: Tensor, b: Tensor, *, scaling: float, magnitudes: Tensor | None) -> Tensor:
+    """W' of LoRA, or of DoRA with `magnitudes` [out], in fp32: base [out, in], a [rank, in], b [out, rank]."""
+    total = torch.addmm(base.float(), b.float(), a.float(), alpha=scaling)
+    if magnitudes is not None:
+        total *= (magnitudes.float() / torch.linalg.vector_norm(total, dim=1)).unsqueeze(1)
+    return total
 
 
 def _wraps_tensor(layer: nn.Module) -> bool:

@@ -71,9 +71,6 @@ _HELD_AS = {
 }  # the precision whose frozen base is of a type
 
 
-_Exported = tuple[Export, list[str]]  # for the card, with notes for the user
-
-
 class Done(NamedTuple):
     """Result of an export, with notes for the user."""
 

@@ -25,17 +25,9 @@ CONFIG_BYTES = 16 * MIB
 INDEX_BYTES = 128 * MIB  # 100 bytes a tensor
 TOKENIZER_BYTES = 512 * MIB  # the largest known are of 35 MB
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 ADAPTER_CONFIG = "adapter_config.json"
 NAMES = {

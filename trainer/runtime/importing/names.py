@@ -3,11 +3,8 @@
 The model is built without weights from its config. The mapping from names in a file to those of the model is
 transformers' own table, as when it loads a folder (`weight_files`), so that it will find what is imported here.
 
-A PEFT adapter is merged into its base while that is copied, tensor by tensor.
-
-    W' = W + s B A                                   LoRA; s = alpha / rank, or alpha / sqrt(rank) for rsLoRA
-    W' = m (W + s B A) / |W + s B A|_row             DoRA (arXiv:2402.09353)
-    E' = E + s (B A)^T                               LoRA of an embedding, A [rank, vocabulary], B [width, rank]
+A PEFT adapter is merged into its base while that is copied, tensor by tensor (`export.folder` has the formulas). An
+embedding becomes E' = E + s (B A)^T, A [rank, vocabulary], B [width, rank].
 
 Sums are computed in fp32 and rounded once, to the type of the base. Weights that the adapter has whole
 (`modules_to_save`) replace the base's. Any other kind of adapter is refused.
@@ -25,6 +22,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from shardwise.trainer.runtime.export.folder import sum_of_lora
 from shardwise.trainer.runtime.importing.tensors import Stored, Tensors
 from shardwise.trainer.runtime.models.quantisation import refuse_quantised
 from shardwise.trainer.runtime.models.weight_files import WeightReader
@@ -39,23 +37,12 @@ _PART = re.compile(
 )
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initial values that are taken off the base
 _UNKNOWN = (
-    "use_qalora",
-    "layer_replication",
-    "megatron_config",
-    "trainable_token_indices",
-    "lora_bias",
+    "use_qalora", "layer_replication", "megatron_config", "trainable_token_indices", "lora_bias",
     "alora_invocation_tokens",
-)
+)  # fmt: skip
 _REFUSALS = (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    RuntimeError,
-    ImportError,
-    AssertionError,
-    ArithmeticError,
-)
+    ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, AssertionError, ArithmeticError,
+)  # fmt: skip
 
 
 class Placed(NamedTuple):
@@ -348,13 +335,8 @@ def _check_shapes(lora: _Lora, weight: Stored, module: str, origin: Path) -> Non
 
 def _merge(weight: Stored, lora: _Lora) -> Tensor:
     """The weight in its own type, laid out as it was."""
-    base, a, b = weight.read().float(), lora.a.read().float(), lora.b.read().float()
-    if lora.is_transposed or lora.is_embedding:
-        base = base.t()
-    total = torch.addmm(base, b, a, alpha=lora.scaling)
-    if lora.magnitudes is not None:
-        lengths = lora.magnitudes.read().float().reshape(-1)
-        total *= (lengths / torch.linalg.vector_norm(total, dim=1)).unsqueeze(1)
-    if lora.is_transposed or lora.is_embedding:
-        total = total.t()
-    return total.to(weight.dtype).contiguous()
+    is_turned = lora.is_transposed or lora.is_embedding
+    base, a, b = weight.read(), lora.a.read(), lora.b.read()
+    magnitudes = None if lora.magnitudes is None else lora.magnitudes.read().reshape(-1)
+    total = sum_of_lora(base.t() if is_turned else base, a, b, scaling=lora.scaling, magnitudes=magnitudes)
+    return (total.t() if is_turned else total).to(weight.dtype).contiguous()

@@ -103,7 +103,7 @@ def import_checkpoint(request: ImportRequest, report: Callable[[str], None] = la
         if not _link(opened, placed, found, dtype, staging):
             _check_room(out, total_bytes)
             write_tensors(placed.tensors, staging, dtype=dtype, origin=str(folder))
-        _write_config(config.content, placed, held_as, staging)
+        _write_config(config.content, held_as, staging)
         notes = (*_notes(found), *placed.notes, *_add_tokenizer(request, folder, config, staging))
     return Imported(
         kind=found.kind,
@@ -197,7 +197,7 @@ def _link(opened: _Opened, placed: Placed, found: Found, dtype: torch.dtype | No
     return True
 
 
-def _write_config(config: dict[str, Any], placed: Placed, held_as: torch.dtype, staging: Path) -> None:
+def _write_config(config: dict[str, Any], held_as: torch.dtype, staging: Path) -> None:
     """The config as it was, with the type of the weights that are there and without code that is not."""
     written = {name: value for name, value in config.items() if name not in ("auto_map", "_name_or_path", "dtype")}
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

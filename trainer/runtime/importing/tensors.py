@@ -91,22 +91,10 @@ _METADATA_OPCODES = {
     "EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_SET", "ADDITEMS", "STACK_GLOBAL", "GLOBAL", "NEWOBJ", "REDUCE",
     "BUILD",
 }  # fmt: skip
-_DAMAGES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    NotImplementedError,
-    RecursionError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-    struct.error,
-    zipfile.BadZipFile,
-)  # what readers of a format end with at bytes that are not of it
+_DAMAGES = (  # raised by readers of a format at bytes that are not of it
+    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, RuntimeError, TypeError,
+    ValueError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile,
+)  # fmt: skip
 _NESTS = ("state_dict", "model", "module")  # keys under which scripts save the weights, among others
 
 
@@ -223,16 +211,19 @@ def load_pickled(path: Path) -> Any:  # noqa: ANN401  # any content
     with _explained(path):
         with path.open("rb") as stream:
             _check_archive(stream, path)
-        with safe_globals([(kind, name) for name, kind in STAND_INS.items()]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return _load_checked(path, is_mapped=True)
 
 
 def load_pickled_bytes(content: bytes, origin: Path) -> Any:  # noqa: ANN401  # any content
     """As `load_pickled`, of bytes in memory: a part of the file `origin`."""
     with _explained(origin):
         _check_archive(BytesIO(content), origin)
-        with safe_globals([(kind, name) for name, kind in STAND_INS.items()]):
-            return torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+        return _load_checked(BytesIO(content), is_mapped=False)
+
+
+def _load_checked(source: Path | BytesIO, *, is_mapped: bool) -> Any:  # noqa: ANN401  # any content
+    with safe_globals([(kind, name) for name, kind in STAND_INS.items()]):
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
 
 
 def load_metadata(path: Path) -> StandIn:

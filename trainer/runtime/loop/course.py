@@ -69,18 +69,12 @@ def train(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, wa
             save_state(session, "the stop")
             ending = Ending.STOPPED
         else:
-            ending = _train(session, objectives, wants_stop)
+            if not plan.is_trial:
+                _sample(session, is_before=True)
+            ending = _run_steps(session, objectives, wants_stop)
+            if ending is Ending.FINISHED and not plan.is_trial:
+                _finish(session, objectives)
     session.ranks.barrier()  # a rank that ends early would break collectives of the others
-    return ending
-
-
-def _train(session: Session, objectives: Objectives, wants_stop: Callable[[], bool]) -> Ending:
-    if session.plan.is_trial:
-        return _run_steps(session, objectives, wants_stop)
-    _sample(session, is_before=True)
-    ending = _run_steps(session, objectives, wants_stop)
-    if ending is Ending.FINISHED:
-        _finish(session, objectives)
     return ending
 
 
@@ -146,22 +140,22 @@ class StepWatch:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        hooks = session.hooks
-        self._hooks = hooks if session.is_first and hooks is not None and hooks.has(Hook.ON_STEP) else None
+        self._hooks = session.hooks if session.hooks is not None and session.hooks.has(Hook.ON_STEP) else None
+        self._has_failed = False
 
     def call(self, metrics: StepMetrics) -> None:
         """Calls the hook with the step and its line of metrics.jsonl."""
-        hooks = self._session.hooks
-        if hooks is not None and hooks.has(Hook.ON_STEP):  # on every rank: the others wait for the first
-            self._session.writer.beat(HOOK_PHASE, step=metrics.step)
         if self._hooks is None:
+            return
+        self._session.writer.beat(HOOK_PHASE, step=metrics.step)  # on every rank: the others wait for the first
+        if not self._session.is_first or self._has_failed:
             return
         figures = {name: value for name, value in msgspec.to_builtins(metrics).items() if value is not None}
         try:
             self._hooks.call(Hook.ON_STEP, metrics.step, figures)
         except InputError as error:
             self._session.state.log.note(f"{error}; it was not called again")
-            self._hooks = None
+            self._has_failed = True
 
 
 def _has_stalled(session: Session) -> bool:

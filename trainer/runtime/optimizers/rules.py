@@ -38,7 +38,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from shardwise.trainer.runtime.optimizers.lomo import AdaLomo, Lomo
-from shardwise.trainer.runtime.run.operators import result_for_processor, use_built_operators
+from shardwise.trainer.runtime.run.operators import read_processor_from_proc, use_built_operators
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.value import complete
 
@@ -78,7 +78,7 @@ def _sgd(groups: list[Group], lr: float) -> TorchOptimizer:
 def _deepspeed_cpu_adam(groups: list[Group], lr: float) -> TorchOptimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    result_for_processor()
+    read_processor_from_proc()
     use_built_operators()
     is_fp32 = all(parameter.dtype is torch.float32 for group in groups for parameter in group["params"])
     built = DeepSpeedCPUAdam(

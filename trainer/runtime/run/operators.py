@@ -33,7 +33,7 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError
 PROCESSORS = Path("/proc/cpuinfo")
 
 
-def result_for_processor() -> None:
+def read_processor_from_proc() -> None:
     """From here on, py-cpuinfo reads /proc/cpuinfo in this process if possible, else measures once."""
     import cpuinfo
 
@@ -161,7 +161,7 @@ def build(name: str) -> None:
     """Compiles one operator, or finds it compiled; RuntimeError where it cannot be."""
     from deepspeed.accelerator import get_accelerator
 
-    result_for_processor()
+    read_processor_from_proc()
     omit_debug_symbols()
     builder = get_accelerator().create_op_builder(BUILDERS[name])
     if builder is None:

@@ -175,7 +175,13 @@ def run_request(
         return ExitCode.INPUT
     request_path, result_path = map(Path, arguments)
     try:
-        codec.write(result_path, _result_of(request_path, request_type, work))
+        request = codec.read(request_path, request_type)
+        try:
+            result = work(request)
+        except OSError as error:
+            place = f"{error.filename}: " if error.filename else ""
+            raise EnvironmentFaultError(f"{place}{error.strerror or error}") from error
+        codec.write(result_path, result)
     except ShardwiseError as error:
         message = clean(str(error)) + "\n"
         sys.stderr.write(message)
@@ -195,12 +201,3 @@ def report_progress(line: str) -> None:
     """Sends a line of progress to the parent process."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def _result_of(path: Path, request_type: type[R], work: Callable[[R], Value]) -> Value:
-    request = codec.read(path, request_type)
-    try:
-        return work(request)
-    except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        raise EnvironmentFaultError(f"{place}{error.strerror or error}") from error

@@ -270,7 +270,7 @@ class _Interrupted(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self._interrupts.is_requested, device=input_ids.device)
 
 
-def estimate_all(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, questions: Iterator[str]) -> None:
+def answer_all(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, questions: Iterator[str]) -> None:
     """Answers each question on stdout; an error is printed, and the next question answered."""
     for question in questions:
         if not question.strip():
@@ -333,7 +333,7 @@ def _run(chosen: argparse.Namespace) -> None:
         chat_model, Sampling(chosen.max_new_tokens, chosen.temperature), chosen.system, interrupts
     )
     _print(_opening_line(chat_model))
-    estimate_all(conversation, chat_model.tokenizer, _questions())
+    answer_all(conversation, chat_model.tokenizer, _questions())
 
 
 def _ended(work: Callable[[], None]) -> ExitCode:

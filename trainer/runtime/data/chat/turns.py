@@ -209,13 +209,13 @@ class _OutlineBuilder:
     def _check_nothing_is_missing(self) -> None:
         """Checks that the question and the learned answer occur exactly once; earlier answers may be shortened."""
         found = [(slot.message, slot.chunk) for slot in self.slots]
-        last_result = max((number for number, each in enumerate(self.sketch) if each["role"] == "assistant"), default=0)
+        last_answer = max((number for number, each in enumerate(self.sketch) if each["role"] == "assistant"), default=0)
         for number, message in enumerate(self.sketch):
             expected = {(number, int(chunk)) for _, chunk in _SLOT.findall(text_of(message.get("content")))}
             present = [place for place in found if place[0] == number]
             if len(set(present)) < len(present):
                 raise TemplateRefusalError(f"the chat template writes message {number + 1} twice")
-            if expected - set(present) and (message["role"] != "assistant" or number == last_result):
+            if expected - set(present) and (message["role"] != "assistant" or number == last_answer):
                 raise TemplateRefusalError(
                     f"the chat template omits the content of message {number + 1} ({message['role']}), or a part "
                     "of it; name another (data.chat_template)"

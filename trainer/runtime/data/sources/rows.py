@@ -126,7 +126,7 @@ def _texts_in(part: str | Sequence[Any] | None) -> Iterator[str]:
 
 NUM_ROWS_TO_DETECT = 100
 UNLEARNED_LABEL = -100  # ignored by cross entropy in torch, and in everything built on it
-_RESULT_MARK = "\n\nAssistant:"  # of Anthropic's hh-rlhf, whose rows have no prompt
+_ANSWER_MARK = "\n\nAssistant:"  # of Anthropic's hh-rlhf, whose rows have no prompt
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
 _ALIASES = {
     **{role: role for role in ROLES},
@@ -566,11 +566,11 @@ def _of_texts(prompt: TextOrMessages | None, chosen: str, rejected: str) -> Pref
     if prompt is not None:
         return Preference(prompt, *([{"role": "assistant", "content": answer}] for answer in (chosen, rejected)))
     shared = commonprefix([chosen, rejected])  # noqa: RUF071 - of characters, which is what is meant
-    mark = shared.rfind(_RESULT_MARK)
-    end = mark + len(_RESULT_MARK) if mark >= 0 else shared.rfind("\n") + 1
+    mark = shared.rfind(_ANSWER_MARK)
+    end = mark + len(_ANSWER_MARK) if mark >= 0 else shared.rfind("\n") + 1
     if not shared[:end].strip():
         raise UnusableRowError(_NO_PROMPT)
-    _require_results(chosen[end:].strip(), rejected[end:].strip())
+    _require_answers(chosen[end:].strip(), rejected[end:].strip())
     return Preference(shared[:end], chosen[end:], rejected[end:])
 
 
@@ -586,10 +586,10 @@ def _of_conversations(chosen: list[Message], rejected: list[Message], cells: tup
     num_shared = same.index(False) if False in same else len(same)
     if not num_shared:
         raise UnusableRowError(f'"{cells[0].column}" and "{cells[1].column}" do not answer the same prompt')
-    _require_results(chosen[num_shared:], rejected[num_shared:])
+    _require_answers(chosen[num_shared:], rejected[num_shared:])
     return Preference(chosen[:num_shared], chosen[num_shared:], rejected[num_shared:])
 
 
-def _require_results(chosen: TextOrMessages, rejected: TextOrMessages) -> None:
+def _require_answers(chosen: TextOrMessages, rejected: TextOrMessages) -> None:
     if not chosen or not rejected:
         raise UnusableRowError("one of its answers is the beginning of the other; there is no prompt that both answer")

@@ -16,7 +16,7 @@ names are fetched: rows and text, by suffix, never a script.
 `python -m shardwise.trainer.runtime.data.stream.windows REQUEST.json` is one process per machine, started by its first
 rank (`stream.rows`) and ended with it. It builds a window while at most WINDOWS_AHEAD beyond the one in use are there,
 and removes those that no rank reads any more. A window is built under another name and renamed when it is complete. An
-error is left in `error.json` for the ranks.
+error is written to `error.json` for the ranks.
 """
 
 import math
@@ -323,26 +323,21 @@ def _download(repository: str, commit: str, name: str, folder: Path) -> None:
 
 
 def _summary(error: Exception) -> str:
+    from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if isinstance(error, LocalEntryNotFoundError):
-        return "HF_HUB_OFFLINE is set" if _is_offline() else "the hub cannot be reached"
+        return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _is_offline() -> bool:
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
 
 
 def _is_final(error: Exception) -> bool:
     """True if a retry would not help: the hub has refused the file."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     refusals = (errors.EntryNotFoundError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
     is_refusal = isinstance(error, refusals) and not isinstance(error, errors.LocalEntryNotFoundError)
-    return is_refusal or _is_offline()
+    return is_refusal or bool(constants.HF_HUB_OFFLINE)
 
 
 POLL_S = 0.05
@@ -384,15 +379,17 @@ def window_in_use(folder: Path, *, num_readers: int) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves the request in the first file; the exit code of what went wrong."""
-    if len(arguments) != 1:
-        sys.stderr.write("usage: python -m shardwise.trainer.runtime.data.stream.windows REQUEST.json\n")
-        return ExitCode.INPUT
+    """Serves the request in the first file; returns the exit code of the error."""
     request = codec.read(Path(arguments[0]), ProducerRequest)
     try:
         if os.getppid() != request.parent_pid:  # it ended before this process could watch it
             raise SystemExit(ExitCode.ENVIRONMENT)
-        _produce_or_explain(request)
+        try:
+            produce(request)
+        except OSError as error:
+            place = error.filename or request.folder
+            remedy = "a stream needs room for its windows there"
+            raise EnvironmentFaultError(f"{place}: {error.strerror}; {remedy}") from error
     except ShardwiseError as error:
         failure = Failure(message=str(error), exit_code=int(error.exit_code))
         codec.write(Path(request.folder, ERROR_NAME), failure)
@@ -401,14 +398,6 @@ def main(arguments: Sequence[str]) -> int:
         remove_locked(Path(request.folder))
         raise
     return ExitCode.DONE
-
-
-def _produce_or_explain(request: ProducerRequest) -> None:
-    try:
-        produce(request)
-    except OSError as error:
-        place = error.filename or request.folder
-        raise EnvironmentFaultError(f"{place}: {error.strerror}; a stream needs room for its windows there") from error
 
 
 if __name__ == "__main__":
