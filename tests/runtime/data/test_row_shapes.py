@@ -8,16 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from prepare_request_factory import written_source
 
+from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Preference, TokenIds
 from shardwise.trainer.runtime.data.sources.files import read_rows
-from shardwise.trainer.runtime.data.sources.rows import (
-    Chat,
-    Completion,
-    Preference,
-    RowReading,
-    TokenIds,
-    detect_shape,
-    example_of,
-)
+from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape, example_of
 from shardwise.trainer.spec.data import shapes
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.fields import BY_PATH

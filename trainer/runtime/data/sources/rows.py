@@ -1,14 +1,4 @@
-"""Rows as examples: the columns that hold them, the shape of the rows of a job, and the example of each row.
-
-An example is what a row states before it is tokenised; `rendering` turns it into token ids and marks which are learned.
-
-    str          plain text, or a stretch of a long one
-    TokenIds     a row that came tokenised
-    Completion   a prompt and what follows it, both text, or both messages
-    Chat         messages, from the system's to the assistant's; ShareGPT's and Alpaca's rows are brought into this form
-    Preference   one prompt with a better and a worse answer
-
-A message is what chat templates read: a `role`, its `content`, and other keys of the row (`tool_calls`, `name`).
+"""Rows as examples: which columns hold what, which shape the rows of a job have, and the example that each row is.
 
 Columns are found by our name, by other usual names, or by those in `data.fields` (trainer/spec/data/shapes.py). All
 rows of a job are of one shape; within it, each may be of another dialect.
@@ -31,16 +21,14 @@ Preferences are read as one prompt and two answers:
 | `conversations` | one message each | LLaMA-Factory's form of ShareGPT |
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-import numpy as np
-
+from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Content, Message, Preference, TokenIds
 from shardwise.trainer.runtime.data.sources.files import BadRow, Row, decode_json, holds_rows, kind_of, read_rows
 from shardwise.trainer.spec.data.profile import SourceFile
 from shardwise.trainer.spec.data.shapes import (
@@ -54,75 +42,6 @@ from shardwise.trainer.spec.data.shapes import (
 )
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import DataFormat
-
-Message = dict[str, Any]
-
-
-class TokenIds(NamedTuple):
-    """Token ids of one sequence, and which of them are learned; None: all that have a token before them."""
-
-    ids: list[int]
-    is_learned: list[bool] | None = None
-
-
-class Completion(NamedTuple):
-    """A prompt, which is read, and a completion, which is learned."""
-
-    prompt: str | list[Message]
-    completion: str | list[Message]
-
-
-class Chat(NamedTuple):
-    """A conversation; `tools` are the functions it may call, as a template reads them."""
-
-    messages: list[Message]
-    tools: list[Any] | None = None
-
-
-class Preference(NamedTuple):
-    """Two answers to one prompt; the chosen one is preferred."""
-
-    prompt: str | list[Message]
-    chosen: str | list[Message]
-    rejected: str | list[Message]
-
-
-Content = str | TokenIds | Completion | Chat | Preference
-
-
-def size_of(content: Content) -> int:
-    """Characters of all text, or tokens of token ids."""
-    return len(content.ids) if isinstance(content, TokenIds) else sum(map(len, texts_of(content)))
-
-
-def texts_of(content: Content) -> Iterator[str]:
-    """Every piece of text in it, in order; nothing of what came tokenised."""
-    if isinstance(content, str):
-        yield content
-    elif not isinstance(content, TokenIds):
-        for part in content:
-            yield from _texts_in(part)
-
-
-def identity_of(content: Content) -> bytes:
-    """Bytes that are the same for the same content, in any row and with any order of keys."""
-    if isinstance(content, str):
-        return content.encode()
-    if isinstance(content, TokenIds):
-        return np.asarray(content.ids, np.int64).tobytes()
-    return msgspec.json.encode(content, order="sorted")
-
-
-def _texts_in(part: str | Sequence[Any] | None) -> Iterator[str]:
-    if isinstance(part, str):
-        yield part
-    for message in part or () if not isinstance(part, str) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, str):
-            yield content
-        elif isinstance(content, list):  # parts, as chat templates for pictures have them
-            yield from (piece["text"] for piece in content if isinstance(piece, dict) and "text" in piece)
-
 
 NUM_ROWS_TO_DETECT = 100
 UNLEARNED_LABEL = -100  # ignored by cross entropy in torch, and in everything built on it

@@ -19,6 +19,7 @@ from hashlib import blake2b
 from itertools import chain, groupby
 from typing import NamedTuple
 
+from shardwise.trainer.runtime.data.sources.examples import Content, identity_of, size_of
 from shardwise.trainer.runtime.data.sources.files import (
     BadRow,
     Row,
@@ -28,15 +29,7 @@ from shardwise.trainer.runtime.data.sources.files import (
     open_listed,
     read_rows,
 )
-from shardwise.trainer.runtime.data.sources.rows import (
-    Content,
-    FormatRow,
-    RowReading,
-    detect_shape,
-    example_of,
-    identity_of,
-    size_of,
-)
+from shardwise.trainer.runtime.data.sources.rows import FormatRow, RowReading, detect_shape, example_of
 from shardwise.trainer.runtime.run.extension import load_hooks
 from shardwise.trainer.spec.data.profile import PrepareRequest, SourceFile, compression
 from shardwise.trainer.spec.errors import InputError
