@@ -41,7 +41,7 @@ from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.model.shape import ModelShape, Positions
 from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.plan import MemoryEstimate, SpeedEstimate
+from shardwise.trainer.spec.plan import MemoryEstimate
 from shardwise.trainer.spec.strategy import (
     Attention,
     Checkpointing,
@@ -323,6 +323,13 @@ def read_case(case: Mapping[str, Any]) -> PredictionCase:
     return PredictionCase(id=fields.id, shape=shape, device=device, configuration=configuration)
 
 
+_MEMORY_FIELDS = (
+    "steady_allocated_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "low_bytes", "high_bytes",
+    "peak_event", "parts",
+)  # fmt: skip
+_SPEED_FIELDS = ("step_s", "tokens_per_s_per_gpu", "mfu", "parts")
+
+
 def estimate_case(case: Mapping[str, Any]) -> dict[str, Any]:
     """The result of one case as it is printed: an estimate, or the reason why there is none."""
     try:
@@ -336,32 +343,12 @@ def estimate_case(case: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": read.id,
         "fits": memory.fits and _host_suffices(memory, read.device),
-        "memory": _memory_result(memory),
-        "speed": _speed_result(speed),
-    }
-
-
-def _memory_result(memory: MemoryEstimate) -> dict[str, Any]:
-    return {
-        "steady_allocated_bytes": memory.steady_allocated_bytes,
-        "peak_allocated_bytes": memory.peak_allocated_bytes,
-        "peak_reserved_bytes": memory.peak_reserved_bytes,
-        "device_bytes": memory.device_bytes,
-        "low_bytes": memory.low_bytes,
-        "high_bytes": memory.high_bytes,
-        "peak_event": memory.peak_event,
-        "parts": memory.parts,
-        "host_bytes": memory.pinned_bytes + memory.host_bytes,
-        "nvme_bytes": memory.nvme_bytes,
-    }
-
-
-def _speed_result(speed: SpeedEstimate) -> dict[str, Any]:
-    return {
-        "step_s": speed.step_s,
-        "tokens_per_s_per_gpu": speed.tokens_per_s_per_gpu,
-        "mfu": speed.mfu,
-        "parts": speed.parts,
+        "memory": {
+            **{name: getattr(memory, name) for name in _MEMORY_FIELDS},
+            "host_bytes": memory.pinned_bytes + memory.host_bytes,
+            "nvme_bytes": memory.nvme_bytes,
+        },
+        "speed": {name: getattr(speed, name) for name in _SPEED_FIELDS},
     }
 
 

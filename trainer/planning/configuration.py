@@ -63,6 +63,12 @@ class Configuration(Value, frozen=True, kw_only=True):
         return self.micro_batch * self.policy.rows_per_example * self.seq_len
 
     @property
+    def updates_in_backward(self) -> bool:
+        """True if each gradient updates its weight during the backward and is freed at once."""
+        is_layerwise = self.method is Method.GALORE and self.galore.layerwise
+        return self.optimizer_in_backward or is_layerwise or self.strategy.optimizer.facts.updates_in_backward
+
+    @property
     def runs_reference(self) -> bool:
         """True if a step also runs the frozen base: the reference of DPO, with the adapters disabled."""
         return self.policy.rows_per_example == 2 and self.method.freezes_base

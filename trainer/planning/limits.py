@@ -255,35 +255,34 @@ class Question(StrEnum):
     LARGEST_MODEL = "largest_model"
 
 
+# Title, head of the column and JSON key of each.
 _TITLES = {
-    Question.LONGEST_SEQ: "the longest sequence that fits, at micro batch 1",
-    Question.LARGEST_BATCH: "the largest micro batch that fits, at {seq_len:,} tokens a sequence",
-    Question.LARGEST_MODEL: "the largest preset that fits, at {seq_len:,} tokens a sequence",
-}
-_HEADS = {
-    Question.LONGEST_SEQ: "tokens",
-    Question.LARGEST_BATCH: "sequences",
-    Question.LARGEST_MODEL: "parameters",
-}
+    Question.LONGEST_SEQ: ("the longest sequence that fits, at micro batch 1", "tokens", "seq_len"),
+    Question.LARGEST_BATCH: (
+        "the largest micro batch that fits, at {seq_len:,} tokens a sequence", "sequences", "micro_batch",
+    ),
+    Question.LARGEST_MODEL: (
+        "the largest preset that fits, at {seq_len:,} tokens a sequence", "parameters", "num_parameters",
+    ),
+}  # fmt: skip
 
 
 def limits_section(
     question: Question, steps: Sequence[LimitStep], *, machine: str, seq_len: int, shape: ModelShape
 ) -> Section:
     """The limits by method, from the fastest mechanism to the one that reaches farthest."""
-    title = f"{_TITLES[question].format(seq_len=seq_len)}, on {machine}"
+    opening, head, _ = _TITLES[question]
+    title = f"{opening.format(seq_len=seq_len)}, on {machine}"
     if not steps:
         return Section(title=title, blocks=(Sentence(text="nothing fits under any method that the job allows"),))
-    rows: list[tuple[str, ...]] = [
-        ("method", _HEADS[question], "recompute", "memory", "tokens/s", "time a token", "strategy")
-    ]
+    rows: list[tuple[str, ...]] = [("method", head, "recompute", "memory", "tokens/s", "time a token", "strategy")]
     rows += [_row(question, step) for step in steps]
     bars = tuple(
         (f"{step.method}, {step.candidate.strategy.name}", float(step.size), _size(question, step)) for step in steps
     )
     notes = tuple(Sentence(text=text) for text in _notes(question, steps, shape))
     table = Table(rows=tuple(rows), right=(1, 3, 4, 5), wide=6)
-    return Section(title=title, blocks=(table, Bars(caption=_HEADS[question], rows=bars), *notes))
+    return Section(title=title, blocks=(table, Bars(caption=head, rows=bars), *notes))
 
 
 def limits_json(question: Question, steps: Sequence[LimitStep], *, machine: str) -> dict[str, Any]:
@@ -294,7 +293,7 @@ def limits_json(question: Question, steps: Sequence[LimitStep], *, machine: str)
         "answers": [
             {
                 "method": str(step.method),
-                _KEYS[question]: step.size,
+                _TITLES[question][2]: step.size,
                 "preset": step.name,
                 "strategy": step.candidate.strategy.name,
                 "checkpointing": str(step.candidate.checkpointing),
@@ -307,13 +306,6 @@ def limits_json(question: Question, steps: Sequence[LimitStep], *, machine: str)
             for step in steps
         ],
     }
-
-
-_KEYS = {
-    Question.LONGEST_SEQ: "seq_len",
-    Question.LARGEST_BATCH: "micro_batch",
-    Question.LARGEST_MODEL: "num_parameters",
-}
 
 
 def _row(question: Question, step: LimitStep) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from shardwise.trainer.planning.calibrate import Correction, Corrections, Factor
 from shardwise.trainer.planning.candidates import candidate_of, configuration_of, with_micro_batch
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import Device
-from shardwise.trainer.planning.rules.rule import Rule, capability_text, may_run, rule_named
+from shardwise.trainer.planning.rules.rule import Rule, may_run, rule_named
+from shardwise.trainer.planning.rules.rule_input import capability_text
 from shardwise.trainer.planning.schedule import padding_share, widths_at
 from shardwise.trainer.planning.search.choice import best_of, one_a_layout
 from shardwise.trainer.planning.search.configurations import (
@@ -220,8 +221,8 @@ def _why_precision(context: PlanningContext, precision: Precision) -> str:
     if context.is_cpu:
         return "the CPU has amx_bf16" if context.fast_bf16 else "this CPU has no fast 16-bit matrix products"
     if precision in (Precision.FP32, Precision.FP16_MIXED):
-        return f"bf16 needs compute capability 8.0; {capability_text(context)}"
-    return f"bf16 from compute capability 8.0; {capability_text(context)}"
+        return f"bf16 needs compute capability 8.0; {capability_text(context.device)}"
+    return f"bf16 from compute capability 8.0; {capability_text(context.device)}"
 
 
 def _why_fp8(context: PlanningContext) -> str:

@@ -68,15 +68,12 @@ def choice_section(plan: Plan, context: PlanningContext) -> Section:
     chosen = plan.chosen
     sentences = (
         _batch_line(plan),
-        policy_line(chosen, context),
+        "; ".join(_policy_parts(chosen, context)),
         _steps_line(plan),
         _data_line(plan),
         _saving_line(plan),
     )
-    return Section(
-        title=f"chosen: {chosen.strategy.name}",
-        blocks=tuple(Sentence(text=text) for text in sentences),
-    )
+    return Section(title=f"chosen: {chosen.strategy.name}", blocks=tuple(Sentence(text=text) for text in sentences))
 
 
 def cache_section(plan: Plan) -> Section:
@@ -104,12 +101,8 @@ def kv_cache_bytes(shape: ModelShape, num_tokens: int) -> int:
     return per_block * ((shape.num_layers - sliding) * num_tokens + sliding * within)
 
 
-def policy_line(chosen: Candidate, context: PlanningContext) -> str:
-    """Dtypes of weights, gradients and optimizer state, with the kernels that affect memory and speed."""
-    return "; ".join(_policy_parts(chosen, context))
-
-
 def _policy_parts(chosen: Candidate, context: PlanningContext) -> Iterator[str]:
+    """Dtypes of weights, gradients and optimizer state, with the kernels that affect memory and speed."""
     policy = policy_of(configuration_of(context, chosen), context.device, dims_of(context.shape))
     row = chosen.strategy
     half = "fp16" if row.precision is Precision.FP16_MIXED else "bf16"

@@ -12,13 +12,9 @@
     optimizer_step          states, gradients and the optimizer's temporaries
 
 Between top and bottom both change linearly with the block, so one of the two is the larger. The events are those of
-the second and later steps (the optimizer state exists) and of the last micro batch. `gradients` keeps their books.
+the second and later steps (the optimizer state exists) and of the last micro batch.
 
-Everything that the events of a step are put together from, and what follows from it in one word.
-
-Gradients while the backward runs: what of them is there at each event, and what is new.
-
-A gradient is fresh until it is where it stays: added to an earlier one, reduced, or complete. Under FSDP2 a block's
+A gradient is fresh until it is added to an earlier one, reduced, or complete. Under FSDP2 a block's
 gradients become this rank's share as soon as the block is done; the head with the last norm and the embedding are
 groups of their own, unless the head is tied to the embedding. Without synchronisation (accumulation) whole gradients
 wait in the reduce type for the last micro batch, which reduces them group by group.
@@ -37,7 +33,8 @@ from shardwise.trainer.planning.memory.activations import (
     HeadMemory,
 )
 from shardwise.trainer.planning.memory.precision_policy import Dims, PrecisionPolicy
-from shardwise.trainer.planning.memory.sharding import ShardingMemory, accumulated_gradients, reduces_every_micro_batch
+from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch
+from shardwise.trainer.planning.memory.sharding import ShardingMemory, accumulated_gradients
 from shardwise.trainer.planning.memory.states import States
 from shardwise.trainer.spec.model.shape import Norm
 from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, LossHead, Method, Precision
@@ -48,7 +45,7 @@ Event = dict[str, int]
 
 
 class StepMemory(Value, frozen=True, kw_only=True):
-    """Everything that the events of a step are put together from."""
+    """The parts that the events of a step consist of."""
 
     configuration: Configuration
     policy: PrecisionPolicy
@@ -62,9 +59,7 @@ class StepMemory(Value, frozen=True, kw_only=True):
     def waits_for_last_micro_batch(self) -> bool:
         """True if whole gradients stay on this rank until the last micro batch reduces them."""
         is_accumulating = self.configuration.accumulation > 1 and not self.policy.updates_in_backward
-        return (
-            is_accumulating and self.policy.uses_fsdp and not reduces_every_micro_batch(self.configuration, self.policy)
-        )
+        return is_accumulating and self.policy.uses_fsdp and not reduces_every_micro_batch(self.configuration)
 
     @property
     def holds_earlier_gradients(self) -> bool:

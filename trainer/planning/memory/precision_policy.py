@@ -308,7 +308,7 @@ def policy_of(configuration: Configuration, device: Device, dims: Dims) -> Preci
         is_fused=configuration.compile or (reference.has_fused_kernels and configuration.loss is not LossHead.EAGER),
         is_compiled=configuration.compile,
         is_checkpointed=configuration.checkpointing is not Checkpointing.NONE,
-        updates_in_backward=_updates_in_backward(configuration),
+        updates_in_backward=configuration.updates_in_backward,
         is_fp8=precision is Precision.FP8,
         is_frozen=is_frozen,
         uses_deepspeed=uses_deepspeed,
@@ -318,15 +318,6 @@ def policy_of(configuration: Configuration, device: Device, dims: Dims) -> Preci
         repeats_kv=_repeats_kv(configuration, reference, kernel),
         is_cuda=device.kind is DeviceKind.CUDA,
         is_hopper_or_later=(device.compute_capability or (0, 0)) >= (9, 0),
-    )
-
-
-def _updates_in_backward(configuration: Configuration) -> bool:
-    is_layerwise = configuration.method is Method.GALORE and configuration.galore.layerwise
-    return (
-        configuration.optimizer_in_backward
-        or is_layerwise
-        or configuration.strategy.optimizer.facts.updates_in_backward
     )
 
 

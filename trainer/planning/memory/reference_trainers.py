@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.configuration import SHARDWISE
+from shardwise.trainer.planning.configuration import SHARDWISE, Configuration
 from shardwise.trainer.spec.strategy import LossHead, Quant
 from shardwise.trainer.spec.value import Value
 
@@ -183,6 +183,12 @@ REFERENCE_TRAINERS: dict[str, ReferenceTrainer] = {
         _LLM_FOUNDRY,
     )
 }
+
+
+def reduces_every_micro_batch(configuration: Configuration) -> bool:
+    """True if gradients are reduced before the last micro batch, so that no rank holds whole ones."""
+    chosen = configuration.policy.reduces_every_micro_batch
+    return reference_of(configuration.reference).reduces_every_micro_batch if chosen is None else chosen
 
 
 def reference_of(name: str) -> ReferenceTrainer:

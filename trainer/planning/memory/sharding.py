@@ -27,6 +27,7 @@ and a gathered or reduced tensor is as large as its padded form.
 
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.memory.precision_policy import Dims, PrecisionPolicy, adapter_parameters
+from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.plan import Buckets
 from shardwise.trainer.spec.strategy import Method
@@ -117,14 +118,8 @@ def accumulated_gradients(
     if configuration.accumulation == 1 or policy.updates_in_backward:
         return 0
     if policy.uses_fsdp:
-        return gradients if reduces_every_micro_batch(configuration, policy) else policy.reduce_bytes * num_trained
+        return gradients if reduces_every_micro_batch(configuration) else policy.reduce_bytes * num_trained
     return (2 if configuration.strategy.sharding.facts.keeps_gradient_buckets else 1) * gradients
-
-
-def reduces_every_micro_batch(configuration: Configuration, policy: PrecisionPolicy) -> bool:
-    """True if gradients are reduced before the last micro batch, so that no rank holds whole ones."""
-    chosen = configuration.policy.reduces_every_micro_batch
-    return policy.reference.reduces_every_micro_batch if chosen is None else chosen
 
 
 def _gathered_block(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:

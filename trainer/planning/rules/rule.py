@@ -21,7 +21,6 @@ from shardwise.trainer.planning.rules.rule_input import (
     placeholders_of,
     rule_input_of,
 )
-from shardwise.trainer.planning.rules.rule_input import capability_text as text_of_capability
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.strategy import Attention, LossHead, Method, Precision, Strategy
@@ -55,16 +54,8 @@ class Rule(Value, frozen=True, kw_only=True):
         return self.kind is Kind.OPT_IN
 
 
-def _lacks(allowance: Allowance) -> Callable[[PlanningContext], bool]:
-    return lambda context: allowance not in context.job.allow
-
-
-_needs_cpu_opt_in = _lacks(Allowance.OFFLOAD_CPU)
-_needs_nvme_opt_in = _lacks(Allowance.OFFLOAD_NVME)
-_needs_8bit_opt_in = _lacks(Allowance.OPTIMIZER_8BIT)
-_needs_approx_opt_in = _lacks(Allowance.OPTIMIZER_APPROX)
-_needs_bf16_opt_in = _lacks(Allowance.BF16_WEIGHTS)
-_needs_fp8_opt_in = _lacks(Allowance.FP8)
+def _lacks(context: PlanningContext, allowance: Allowance) -> bool:
+    return allowance not in context.job.allow
 
 
 OF_THE_JOB: tuple[Rule, ...] = (
@@ -72,7 +63,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
     Rule(
         name="nvme_not_allowed",
         kind=Kind.OPT_IN,
-        is_broken=lambda s, row: row.offload.uses_nvme and _needs_nvme_opt_in(s),
+        is_broken=lambda s, row: row.offload.uses_nvme and _lacks(s, Allowance.OFFLOAD_NVME),
         reason="{offload} is slow and wears the disk; the job does not allow it",
         instead="allow: [offload_nvme]",
         yields_to="offload",
@@ -89,7 +80,9 @@ OF_THE_JOB: tuple[Rule, ...] = (
     Rule(
         name="cpu_offload_not_allowed",
         kind=Kind.OPT_IN,
-        is_broken=lambda s, row: row.offload is not Offload.NONE and not row.offload.uses_nvme and _needs_cpu_opt_in(s),
+        is_broken=lambda s, row: (
+            row.offload is not Offload.NONE and not row.offload.uses_nvme and _lacks(s, Allowance.OFFLOAD_CPU)
+        ),
         reason="{offload} keeps state in host RAM, which the job does not allow",
         instead="allow: [offload_cpu]",
         yields_to="offload",
@@ -106,7 +99,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
     Rule(
         name="paged_not_allowed",
         kind=Kind.OPT_IN,
-        is_broken=lambda s, row: row.optimizer.facts.is_paged and _needs_cpu_opt_in(s),
+        is_broken=lambda s, row: row.optimizer.facts.is_paged and _lacks(s, Allowance.OFFLOAD_CPU),
         reason="{optimizer} pages its state to host RAM, which the job does not allow",
         instead="allow: [offload_cpu]",
         yields_to="optimizer",
@@ -115,7 +108,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
     Rule(
         name="8bit_not_allowed",
         kind=Kind.OPT_IN,
-        is_broken=lambda s, row: row.optimizer.facts.is_8bit and _needs_8bit_opt_in(s),
+        is_broken=lambda s, row: row.optimizer.facts.is_8bit and _lacks(s, Allowance.OPTIMIZER_8BIT),
         reason="{optimizer} keeps 8-bit state, which changes the update; the job does not allow it",
         instead="allow: [optimizer_8bit]",
         yields_to="optimizer",
@@ -124,7 +117,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
     Rule(
         name="approximation_not_allowed",
         kind=Kind.OPT_IN,
-        is_broken=lambda s, row: row.optimizer.facts.changes_update and _needs_approx_opt_in(s),
+        is_broken=lambda s, row: row.optimizer.facts.changes_update and _lacks(s, Allowance.OPTIMIZER_APPROX),
         reason="{optimizer} is not AdamW; the job does not allow another update",
         instead="allow: [optimizer_approx]",
         yields_to="optimizer",
@@ -142,7 +135,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
     Rule(
         name="bf16_weights_not_allowed",
         kind=Kind.OPT_IN,
-        is_broken=lambda s, row: row.precision is Precision.BF16 and _needs_bf16_opt_in(s),
+        is_broken=lambda s, row: row.precision is Precision.BF16 and _lacks(s, Allowance.BF16_WEIGHTS),
         reason="{precision} keeps no fp32 master weights and loses small updates; the job does not allow it",
         instead="allow: [bf16_weights]",
         yields_to="precision",
@@ -151,7 +144,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
     Rule(
         name="fp8_not_allowed",
         kind=Kind.OPT_IN,
-        is_broken=lambda s, row: row.precision is Precision.FP8 and _needs_fp8_opt_in(s),
+        is_broken=lambda s, row: row.precision is Precision.FP8 and _lacks(s, Allowance.FP8),
         reason="{precision} rounds the inputs of matrix products; the job does not allow it",
         instead="allow: [fp8]",
         yields_to="precision",
@@ -228,13 +221,13 @@ __all__ = [
     "RULES",
     "Refusal",
     "Rule",
-    "capability_text",
     "may_run",
     "obstacle_to",
     "pinned_rule_input",
     "refuse",
     "rule_named",
 ]
+_AXES = ("sharding", "offload", "optimizer", "precision")
 _SETTING_PINS = ("checkpointing", "attention", "loss", "compile", "activation_offload", "optimizer_in_backward")
 
 
@@ -360,12 +353,10 @@ def _is_remarkable(configuration: Configuration) -> bool:
     return (
         configuration.compile
         or configuration.activation_offload
-        or configuration.optimizer_in_backward
         or configuration.fp8_recipe is not None
         or configuration.attention is Attention.FLASH
         or configuration.loss is LossHead.FUSED_LINEAR
-        or configuration.strategy.optimizer.facts.updates_in_backward
-        or (configuration.method is Method.GALORE and configuration.galore.layerwise)
+        or configuration.updates_in_backward
     )
 
 
@@ -374,9 +365,8 @@ def _libraries(context: PlanningContext) -> frozenset[str]:
 
 
 def _facts(context: PlanningContext, strategy: Strategy) -> dict[str, object]:
-    axes = {axis: getattr(strategy, axis) for axis in ("sharding", "offload", "optimizer", "precision")}
     return {
-        **axes,
+        **{axis: getattr(strategy, axis) for axis in _AXES},
         "pins": ", ".join(f"pin.{axis}: {getattr(context.job.pin, axis)}" for axis in _differing(context, strategy)),
         "method": context.method,
         "device": context.device.name,
@@ -384,26 +374,13 @@ def _facts(context: PlanningContext, strategy: Strategy) -> dict[str, object]:
     }
 
 
-def capability_text(context: PlanningContext) -> str:
-    """`V100-16GB has 7.0`, the other half of a sentence on compute capability."""
-    return text_of_capability(context.device)
-
-
 def _breaks_pin(context: PlanningContext, strategy: Strategy) -> bool:
-    pin = context.job.pin
-    return (
-        pin.sharding not in (None, strategy.sharding)
-        or pin.offload not in (None, strategy.offload)
-        or pin.optimizer not in (None, strategy.optimizer)
-        or pin.precision not in (None, strategy.precision)
-    )
+    return bool(_differing(context, strategy))
 
 
 def _differing(context: PlanningContext, strategy: Strategy) -> list[str]:
     pin = context.job.pin
-    axes = ("sharding", "offload", "optimizer", "precision")
-    pinned = [(axis, member) for axis in axes if (member := getattr(pin, axis)) is not None]
-    return [axis for axis, member in pinned if member != getattr(strategy, axis)]
+    return [axis for axis in _AXES if getattr(pin, axis) not in (None, getattr(strategy, axis))]
 
 
 _PINNED = Rule(

@@ -87,24 +87,15 @@ def rule_input_of(
 ) -> RuleInput:
     """A configuration with model and device: everything is fixed but the host, except for `libraries`."""
     return RuleInput(
-        strategy=configuration.strategy,
-        method=configuration.method,
-        num_ranks=configuration.num_ranks,
+        **{name: getattr(configuration, name) for name in _SHARED_FIELDS},
         device=device,
         shape=shape,
-        accumulation=configuration.accumulation,
-        checkpointing=configuration.checkpointing,
-        attention=configuration.attention,
-        loss=configuration.loss,
-        compile=configuration.compile,
-        activation_offload=configuration.activation_offload,
-        optimizer_in_backward=configuration.optimizer_in_backward,
-        fp8_recipe=configuration.fp8_recipe,
-        lora=configuration.lora,
-        galore=configuration.galore,
         libraries=libraries,
         trusts_unknown_cards=trusts_unknown_cards,
     )
+
+
+_SHARED_FIELDS = tuple(name for name in RuleInput.__struct_fields__ if name in Configuration.__struct_fields__)
 
 
 class Reach(IntEnum):

@@ -31,7 +31,8 @@ from shardwise.trainer.planning.candidates import (
 )
 from shardwise.trainer.planning.configuration import Configuration, fp8_recipe_of
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.rules.rule import capability_text, obstacle_to
+from shardwise.trainer.planning.rules.rule import obstacle_to
+from shardwise.trainer.planning.rules.rule_input import capability_text
 from shardwise.trainer.planning.schedule import row_policy
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.extension import Hook
@@ -153,7 +154,7 @@ def obstacle_to_flash(context: PlanningContext, precision: Precision) -> str | N
     if context.is_cpu:
         return "flash-attn needs a GPU"
     if (context.device.compute_capability or (0, 0)) < (8, 0):
-        return f"flash-attn needs compute capability 8.0; {capability_text(context)}"
+        return f"flash-attn needs compute capability 8.0; {capability_text(context.device)}"
     if precision is Precision.FP32:
         return "flash-attn computes in 16 bit, not in fp32"
     return missing_flash(context)

@@ -51,7 +51,7 @@ from shardwise.trainer.planning.configuration import SHARDWISE, Configuration
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.activations import FUSED_SLICE_TOKENS
 from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of
-from shardwise.trainer.planning.memory.reference_trainers import reference_of
+from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch, reference_of
 from shardwise.trainer.planning.memory.saved_tensors import keys_and_values
 from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.speed.constants import reference_speed_of
@@ -228,9 +228,8 @@ def collective_seconds(configuration: Configuration, work: Work, rates: Rates, t
     share, latency = (num_ranks - 1) / num_ranks, (work.blocks + 1) * num_ranks * constants.HOP_S
     reduction = trained * _gradient_bytes(configuration) * share / rates.link + latency
     if not sharding.shards_gradients:
-        reduction += (
-            trained * _gradient_bytes(configuration) * share / rates.link
-        )  # all-reduced, or gathered as weights
+        # all-reduced, or gathered as weights
+        reduction += trained * _gradient_bytes(configuration) * share / rates.link
         return _per_micro_batch_or_step(configuration, 0.0, reduction)
     gathered = gathered_bytes(configuration, work) * share / rates.link + latency
     if not sharding.shards_weights:
@@ -275,10 +274,7 @@ def activation_copy_seconds(shape: ModelShape, configuration: Configuration, rat
 
 
 def _per_micro_batch_or_step(configuration: Configuration, gathered: float, reduction: float) -> tuple[float, float]:
-    every = configuration.policy.reduces_every_micro_batch
-    if every is None:
-        every = reference_of(configuration.reference).reduces_every_micro_batch
-    return (gathered + reduction, 0.0) if every else (gathered, reduction)
+    return (gathered + reduction, 0.0) if reduces_every_micro_batch(configuration) else (gathered, reduction)
 
 
 def _hybrid_seconds(configuration: Configuration, work: Work, rates: Rates, trained: int) -> tuple[float, float]:
