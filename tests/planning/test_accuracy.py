@@ -108,13 +108,6 @@ def test_a_percentile_lies_between_its_neighbours(values, share, expected):
     assert accuracy.percentile(values, share) == expected
 
 
-def test_the_constants_behind_the_speeds_are_found_by_changing_them():
-    behind = accuracy.constants_behind(ROWS)
-    assert {"MATMUL_SHARE", "LINK_SHARE", "FLASH_1_SHARE"} <= set(behind)
-    assert not {"SVD_SHARE", "NVME_BYTES_PER_S", "CPU_STEP_S"} & set(behind)
-    assert accuracy.constants_behind(ROWS) == behind  # they are put back
-
-
 def test_the_other_tools_are_asked_what_their_users_would():
     """Mistral-7B, bf16: accelerate's float16 column is 8 bytes a parameter of a model without its head."""
     (row,) = (row for row in ROWS if row.id == "GT0460")

@@ -1,6 +1,5 @@
 """The best setting of a row: nothing that fits is overlooked, and the least need is the least."""
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from shardwise.trainer.planning.search.configurations import (
     checkpointings,
     chunk_sizes,
     compiles,
+    every_n,
     first_configuration,
     fitting,
     least_need,
@@ -43,7 +43,7 @@ from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Candidate
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Strategy
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Strategy
 from shardwise.trainer.spec.units import GIB
 
 ROWS = {row.name: row for row in CATALOGUE}
@@ -214,17 +214,6 @@ def test_activations_leave_the_card_only_where_nothing_else_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    "pin", [{"compile": True}, {"activation_offload": True}, {"optimizer_in_backward": True}], ids=str
-)
-def test_pinned_mechanisms_are_kept(pin: dict[str, Any]) -> None:
-    context = context_for("1b", "1xA100-SXM4-80GB", pin=pin)
-    best = best_candidate(context, ROWS["none/bf16-mixed/adamw_fused"])
-    assert best is not None
-    ((axis, member),) = pin.items()
-    assert getattr(best, axis) is member
-
-
-@pytest.mark.parametrize(
     ("row", "pin"),
     [
         ("none/bf16-mixed/lomo", {"optimizer": Optimizer.LOMO}),
@@ -239,14 +228,6 @@ def test_an_update_inside_the_backward_pass_takes_a_ranks_whole_share_at_once(ro
         assert candidate is not None
         assert (candidate.micro_batch, candidate.accumulation) == (share, 1)
         assert all(lower.accumulation == 1 for lower in fallbacks(context, (candidate,)))
-
-
-@pytest.mark.parametrize(("model", "spec", "row"), CASES)
-def test_need_grows_with_the_micro_batch_while_gradients_add_up(model: str, spec: str, row: str) -> None:
-    context = context_for(model, spec)
-    for earlier, later in pairwise(every_setting(context, ROWS[row])):
-        if earlier.micro_batch < later.micro_batch and later.accumulation > 1:
-            assert needs(context, earlier) <= needs(context, later)
 
 
 @pytest.mark.parametrize("measured", [None, 1.2], ids=["predicted", "corrected"])
@@ -323,3 +304,26 @@ def test_the_largest_vocabularies_have_small_slices_only() -> None:
     context = context_for("8b", "1xRTX-4090")
     shape = replace(context.shape, vocab_size=2_000_000)
     assert chunk_sizes(shape, losses(context)[0]) == (MIN_CHUNK_TOKENS,)
+
+
+# --- the values of a setting --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("written", "n"), [({}, 2), ({"checkpointing_n": 4}, 4)])
+def test_every_n_takes_the_n_of_the_job_and_two_where_it_says_none(written: dict[str, int], n: int) -> None:
+    context = context_for("1b", "1xA100-SXM4-80GB", pin={"checkpointing": Checkpointing.EVERY_N, **written})
+    row = ROWS["none/bf16-mixed/adamw_fused"]
+    configuration = first_configuration(context, row, checkpointing=Checkpointing.EVERY_N, loss=LossHead.CHUNKED)
+    assert (checkpointings(context), configuration.checkpoint_every_n) == ((Checkpointing.EVERY_N,), n)
+
+
+@pytest.mark.parametrize("checkpointing", sorted(set(Checkpointing) - {Checkpointing.EVERY_N}))
+def test_where_every_block_is_treated_alike_there_is_no_n(checkpointing: Checkpointing) -> None:
+    assert every_n(context_for("1b", "1xA100-SXM4-80GB"), checkpointing) is None
+
+
+def test_selective_is_offered_where_weights_are_trained_and_not_for_frozen_ones() -> None:
+    """Of a frozen block it keeps more than the block would keep by itself."""
+    full, lora = (context_for("8b", "1xA100-SXM4-80GB", method=method) for method in (Method.FULL, Method.LORA))
+    assert Checkpointing.SELECTIVE in checkpointings(full)
+    assert Checkpointing.SELECTIVE not in checkpointings(lora)

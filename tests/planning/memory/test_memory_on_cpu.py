@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.memory import estimate_memory, grouped
 from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.loss import install_loss_head
@@ -146,8 +147,8 @@ def test_predicted_peak_is_what_the_allocator_sees_under_ddp(case: Case) -> None
     check(case, measured(case))
 
 
-def check(case: Case, figures: MemoryFigures) -> None:
-    chosen = configuration(
+def chosen_of(case: Case) -> Configuration:
+    chosen: Configuration = configuration(
         case.sharding,
         num_ranks=1 if case.sharding is Sharding.NONE else 2,
         precision=case.precision,
@@ -160,7 +161,11 @@ def check(case: Case, figures: MemoryFigures) -> None:
         loss=case.loss,
         loss_chunk_tokens=case.chunk,
     )
-    estimate = estimate_memory(shape_of(fields_of(case)), chosen, this_cpu())
+    return chosen
+
+
+def check(case: Case, figures: MemoryFigures) -> None:
+    estimate = estimate_memory(shape_of(fields_of(case)), chosen_of(case), this_cpu())
     assert estimate.peak_allocated_bytes == pytest.approx(figures.peak_allocated_bytes, rel=TOLERANCE)
     assert estimate.steady_allocated_bytes == pytest.approx(figures.steady_allocated_bytes, rel=0.001)
     predicted, seen = grouped(estimate.parts), figures.parts
@@ -172,23 +177,7 @@ def check(case: Case, figures: MemoryFigures) -> None:
 
 
 def test_the_configurations_reach_every_kind_of_peak() -> None:
-    peaks = {
-        estimate_memory(
-            TINY,
-            configuration(
-                precision=case.precision,
-                optimizer=case.optimizer,
-                micro_batch=case.micro_batch,
-                accumulation=case.accumulation,
-                seq_len=case.seq_len,
-                checkpointing=case.checkpointing,
-                loss=case.loss,
-                loss_chunk_tokens=case.chunk,
-            ),
-            cpu(),
-        ).peak_event
-        for case in CASES
-    }
+    peaks = {estimate_memory(TINY, chosen_of(case), cpu()).peak_event for case in CASES}
     assert peaks >= {
         "forward_end",
         "loss_backward",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from msgspec.structs import replace
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 try:
     from accuracy import percentile
@@ -22,7 +22,7 @@ try:
 finally:
     sys.path.remove(str(BENCHMARKS))
 
-FILES = sorted((Path(__file__).parents[1] / "calibration").glob("*.jsonl"))
+FILES = sorted((Path(__file__).parents[2] / "calibration").glob("*.jsonl"))
 
 
 class Bounds(NamedTuple):

@@ -25,7 +25,7 @@ from shardwise.trainer.spec.plan import MemoryEstimate
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 from shardwise.trainer.spec.units import GIB
 
-MEASURED = Path(__file__).parents[2] / "benchmarks" / "measured_public.jsonl"
+MEASURED = Path(__file__).parents[3] / "benchmarks" / "measured_public.jsonl"
 FULL = Checkpointing.FULL
 
 
