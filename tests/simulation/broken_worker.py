@@ -1,4 +1,4 @@
-"""Dry runs with one precaution taken away each: prints a JSON object of what each of them said."""
+"""Dry runs with one precaution taken away each: prints a JSON object of the outcome of each."""
 
 import json
 import sys
@@ -62,7 +62,7 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 }
 
 
-def said(what: str) -> str:
+def reported(what: str) -> str:
     with BREAKS[what]():
         try:
             return "\n".join(dry_run.simulate(REQUEST).checks)
@@ -71,4 +71,4 @@ def said(what: str) -> str:
 
 
 if __name__ == "__main__":
-    json.dump({what: said(what) for what in BREAKS}, sys.stdout)
+    json.dump({what: reported(what) for what in BREAKS}, sys.stdout)

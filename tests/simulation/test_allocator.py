@@ -26,7 +26,7 @@ def trace(*events: tuple[str, float]) -> list[TraceEvent]:
         ([("a", 1), ("b", 1), ("c", 0.5)], 2.5, 4),
         ([("a", 3)], 3, 20),  # a medium one 20
         ([("a", 3), ("b", 17)], 20, 20),  # what is left of it is used
-        ([("a", 3), ("b", 18)], 21, 38),  # or not, where it is too little: a large one is what was asked, even
+        ([("a", 3), ("b", 18)], 21, 38),  # or not, where it is too little: a large one has the requested size, even
         ([("a", 15)], 16, 16),  # 1 MiB left over is no block, and counts as allocated
         ([("a", 14.5)], 14.5, 16),  # 1.5 MiB are
         ([("a", 14.5), ("-a", 0), ("b", 13)], 14.5, 16),

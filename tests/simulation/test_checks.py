@@ -1,4 +1,4 @@
-"""Each precaution of the dry run taken away once: the run says so, instead of answering with wrong bytes."""
+"""Each precaution of the dry run taken away once: the run raises instead of returning wrong bytes."""
 
 import ast
 import json
@@ -23,27 +23,27 @@ SUPPORTED = SimulationRequest(model_config=config(64, 16, 32, 1, 2, 1))
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[str, str]:
+def reported() -> dict[str, str]:
     ended = subprocess.run([sys.executable, str(WORKER)], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    answers: dict[str, str] = json.loads(ended.stdout)
-    return answers
+    results: dict[str, str] = json.loads(ended.stdout)
+    return results
 
 
 @pytest.mark.parametrize(
     ("what", "fact"),
     [
         ("nothing", "matrix products in torch.bfloat16\nattention: flash"),
-        ("masks", "a mask was built for 4 attention calls"),  # the runtime's own step says that no row is packed
+        ("masks", "a mask was built for 4 attention calls"),  # the runtime's own step declares that no row is packed
         ("sums", "bytes after the second step"),  # and its own sums take what a forward made
         ("silu", "4 sigmoids in a backward"),
         ("attention", "scaled_dot_product_attention"),
         ("autocast", "torch.float32, torch.bfloat16"),
     ],
 )
-def test_a_precaution_that_is_missing_is_noticed(said: dict[str, str], what: str, fact: str) -> None:
-    assert fact in said[what]
-    is_refused = said[what].startswith("ShardwiseError: ")
+def test_a_precaution_that_is_missing_is_noticed(reported: dict[str, str], what: str, fact: str) -> None:
+    assert fact in reported[what]
+    is_refused = reported[what].startswith("ShardwiseError: ")
     assert is_refused == (what != "nothing")
 
 
@@ -59,7 +59,7 @@ def test_the_dry_run_has_no_step_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "words"),
+    ("request_", "fact"),
     [
         (replace(SUPPORTED, sharding=Sharding.ZERO3, precision=Precision.FP16_MIXED, num_ranks=8), "fp16-mixed under"),
         (replace(SUPPORTED, method=Method.QLORA, sharding=Sharding.ZERO2, num_ranks=8), "qlora under zero2"),
@@ -73,7 +73,7 @@ def test_the_dry_run_has_no_step_of_its_own() -> None:
         (replace(SUPPORTED, sharding=Sharding.HSDP, num_ranks=12), "12 ranks, 8 in a node"),
     ],
 )
-def test_what_has_no_dry_run_is_refused(request_: SimulationRequest, words: str) -> None:
+def test_what_has_no_dry_run_is_refused(request_: SimulationRequest, fact: str) -> None:
     check_supported(SUPPORTED)
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=fact):
         check_supported(request_)

@@ -82,21 +82,21 @@ REQUESTS = {
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GoldenResult]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GoldenResult]:
     return run_dry(tmp_path_factory.mktemp("dry-runs"), REQUESTS)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_the_parts_sum_to_the_peak_which_is_the_largest_event(answers: dict[str, GoldenResult], name: str) -> None:
-    answer = answers[name]
-    assert sum(answer.parts.values()) == answer.peak_allocated_bytes
-    assert answer.peak_allocated_bytes == max(num for event, num in answer.events.items() if event != "load")
-    assert answer.events[answer.peak_event] == answer.peak_allocated_bytes
-    assert answer.peak_allocated_bytes <= answer.min_capacity_bytes <= answer.peak_reserved_bytes
+def test_the_parts_sum_to_the_peak_which_is_the_largest_event(results: dict[str, GoldenResult], name: str) -> None:
+    result = results[name]
+    assert sum(result.parts.values()) == result.peak_allocated_bytes
+    assert result.peak_allocated_bytes == max(num for event, num in result.events.items() if event != "load")
+    assert result.events[result.peak_event] == result.peak_allocated_bytes
+    assert result.peak_allocated_bytes <= result.min_capacity_bytes <= result.peak_reserved_bytes
 
 
-def test_every_event_of_a_step_is_seen_in_order(answers: dict[str, GoldenResult]) -> None:
-    assert list(answers["eager loss"].events) == [
+def test_every_event_of_a_step_is_seen_in_order(results: dict[str, GoldenResult]) -> None:
+    assert list(results["eager loss"].events) == [
         "load",
         "forward_end",
         "loss_backward",
@@ -116,114 +116,114 @@ def test_every_event_of_a_step_is_seen_in_order(answers: dict[str, GoldenResult]
     [("none", 4 * 3), ("bf16", 2 * 3), ("fused", 4 * 3), ("ddp", 4 * 4)],  # DDP keeps its buckets
 )
 def test_between_steps_there_are_weights_and_two_moments(
-    answers: dict[str, GoldenResult], name: str, bytes_each: int
+    results: dict[str, GoldenResult], name: str, bytes_each: int
 ) -> None:
-    answer = answers[name]
-    assert answer.num_parameters == PARAMETERS
+    result = results[name]
+    assert result.num_parameters == PARAMETERS
     slack = 6 * 40 * ROUNDING  # step counters, too
-    assert 0 <= answer.steady_allocated_bytes - bytes_each * PARAMETERS < slack
+    assert 0 <= result.steady_allocated_bytes - bytes_each * PARAMETERS < slack
 
 
 @pytest.mark.parametrize("name", ["none", "bf16"])
-def test_foreach_makes_one_more_copy_in_the_step_than_fused(answers: dict[str, GoldenResult], name: str) -> None:
+def test_foreach_makes_one_more_copy_in_the_step_than_fused(results: dict[str, GoldenResult], name: str) -> None:
     width = 2 if name == "bf16" else 4
-    step = answers[name].events["optimizer_step"]
-    assert step - answers[name].steady_allocated_bytes == pytest.approx(2 * width * PARAMETERS, rel=0.01)
-    fused = answers["fused"]
+    step = results[name].events["optimizer_step"]
+    assert step - results[name].steady_allocated_bytes == pytest.approx(2 * width * PARAMETERS, rel=0.01)
+    fused = results["fused"]
     assert fused.events["optimizer_step"] - fused.steady_allocated_bytes == pytest.approx(4 * PARAMETERS, rel=0.01)
 
 
-def test_accumulation_carries_the_gradients_into_the_next_forward(answers: dict[str, GoldenResult]) -> None:
-    once, twice = answers["none"], answers["accumulating"]
+def test_accumulation_carries_the_gradients_into_the_next_forward(results: dict[str, GoldenResult]) -> None:
+    once, twice = results["none"], results["accumulating"]
     more = twice.events["forward_end"] - once.events["forward_end"]
     assert more == pytest.approx(4 * PARAMETERS, rel=0.01)
     assert twice.events["optimizer_step"] == once.events["optimizer_step"]
 
 
-def test_a_tied_head_is_counted_once(answers: dict[str, GoldenResult]) -> None:
-    assert answers["none"].num_parameters - answers["tied"].num_parameters == VOCAB * HIDDEN
+def test_a_tied_head_is_counted_once(results: dict[str, GoldenResult]) -> None:
+    assert results["none"].num_parameters - results["tied"].num_parameters == VOCAB * HIDDEN
 
 
-def test_adapters_are_fp32_except_where_all_is_bf16(answers: dict[str, GoldenResult]) -> None:
+def test_adapters_are_fp32_except_where_all_is_bf16(results: dict[str, GoldenResult]) -> None:
     linears = [(HIDDEN, HIDDEN)] * 2 + [(HIDDEN, HIDDEN // 2)] * 2 + [(HIDDEN, FFN)] * 2 + [(FFN, HIDDEN)]
     trained = LAYERS * 8 * sum(inputs + outputs for inputs, outputs in linears)
-    assert {answers[name].num_trained_parameters for name in ("lora", "lora bf16", "qlora")} == {trained}
+    assert {results[name].num_trained_parameters for name in ("lora", "lora bf16", "qlora")} == {trained}
     of_two = LAYERS * 8 * (2 * HIDDEN + HIDDEN + HIDDEN // 2)
-    assert answers["lora of two"].num_trained_parameters == of_two
-    difference = answers["lora"].steady_allocated_bytes - answers["lora bf16"].steady_allocated_bytes
+    assert results["lora of two"].num_trained_parameters == of_two
+    difference = results["lora"].steady_allocated_bytes - results["lora bf16"].steady_allocated_bytes
     assert difference == pytest.approx(3 * 2 * trained, rel=0.02)
 
 
-def test_dora_trains_a_magnitude_a_row_and_measures_every_weight(answers: dict[str, GoldenResult]) -> None:
+def test_dora_trains_a_magnitude_a_row_and_measures_every_weight(results: dict[str, GoldenResult]) -> None:
     rows = LAYERS * (2 * HIDDEN + 2 * (HIDDEN // 2) + 2 * FFN + HIDDEN)
     for dora, plain in (("dora", "lora"), ("qdora", "qlora")):
-        more = answers[dora].num_trained_parameters - answers[plain].num_trained_parameters
+        more = results[dora].num_trained_parameters - results[plain].num_trained_parameters
         assert more == rows
-        held = answers[dora].events["forward_end"] - answers[plain].events["forward_end"]
+        held = results[dora].events["forward_end"] - results[plain].events["forward_end"]
         assert held > 2 * 2 * rows // LAYERS * 1024, "the products of layers and adapters, of each of 1024 tokens"
 
 
-def test_nf4_holds_half_a_byte_a_weight_and_its_scales(answers: dict[str, GoldenResult]) -> None:
+def test_nf4_holds_half_a_byte_a_weight_and_its_scales(results: dict[str, GoldenResult]) -> None:
     linear = LAYERS * (BLOCK - 2 * HIDDEN)
-    saved = answers["lora"].events["load"] - answers["qlora"].events["load"]
+    saved = results["lora"].events["load"] - results["qlora"].events["load"]
     scales = linear / 64 + 4 * linear / 64 / 256
     tables = LAYERS * 7 * (2 + 3) * ROUNDING
     assert 0 <= 2 * linear - linear / 2 - scales - saved < tables
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8, 512])
-def test_fsdp_divides_what_lasts_by_the_ranks(answers: dict[str, GoldenResult], num_ranks: int) -> None:
-    steady = answers[f"fsdp {num_ranks}"].steady_allocated_bytes
+def test_fsdp_divides_what_lasts_by_the_ranks(results: dict[str, GoldenResult], num_ranks: int) -> None:
+    steady = results[f"fsdp {num_ranks}"].steady_allocated_bytes
     assert 0 <= steady - 12 * PARAMETERS / num_ranks < 8 * 40 * ROUNDING
 
 
-def test_hsdp_divides_by_the_ranks_of_a_node_only(answers: dict[str, GoldenResult]) -> None:
-    assert answers["hsdp"].steady_allocated_bytes == pytest.approx(answers["fsdp 8"].steady_allocated_bytes, rel=0.001)
+def test_hsdp_divides_by_the_ranks_of_a_node_only(results: dict[str, GoldenResult]) -> None:
+    assert results["hsdp"].steady_allocated_bytes == pytest.approx(results["fsdp 8"].steady_allocated_bytes, rel=0.001)
 
 
-def test_more_ranks_need_less_each(answers: dict[str, GoldenResult]) -> None:
-    peaks = [answers[f"fsdp {ranks}"].peak_allocated_bytes for ranks in (2, 8, 512)]
+def test_more_ranks_need_less_each(results: dict[str, GoldenResult]) -> None:
+    peaks = [results[f"fsdp {ranks}"].peak_allocated_bytes for ranks in (2, 8, 512)]
     assert peaks == sorted(peaks, reverse=True)
 
 
-def test_fsdp_cuts_a_model_before_it_has_memory(answers: dict[str, GoldenResult]) -> None:
+def test_fsdp_cuts_a_model_before_it_has_memory(results: dict[str, GoldenResult]) -> None:
     for num_ranks in (2, 8, 512):
-        loaded = answers[f"fsdp {num_ranks}"].events["load"]
+        loaded = results[f"fsdp {num_ranks}"].events["load"]
         assert 0 <= loaded - 4 * PARAMETERS / num_ranks <= 80 * ROUNDING
 
 
-def test_packed_rows_hold_positions_and_cosines_of_their_own(answers: dict[str, GoldenResult]) -> None:
+def test_packed_rows_hold_positions_and_cosines_of_their_own(results: dict[str, GoldenResult]) -> None:
     tokens, positions = 2 * 512, 512
-    more = answers["packed"].events["loss_backward"] - answers["none"].events["loss_backward"]
+    more = results["packed"].events["loss_backward"] - results["none"].events["loss_backward"]
     cosines = 2 * 4 * (tokens - positions) * (HIDDEN // 8)
     assert more == pytest.approx(8 * tokens + cosines, abs=40 * ROUNDING)
-    assert answers["packed"].steady_allocated_bytes == answers["none"].steady_allocated_bytes
+    assert results["packed"].steady_allocated_bytes == results["none"].steady_allocated_bytes
 
 
-def test_activations_in_host_ram_are_there_and_not_on_the_device(answers: dict[str, GoldenResult]) -> None:
-    plain, moved = answers["four layers"], answers["offloaded"]
+def test_activations_in_host_ram_are_there_and_not_on_the_device(results: dict[str, GoldenResult]) -> None:
+    plain, moved = results["four layers"], results["offloaded"]
     saved = plain.events["norm_backward"] - moved.events["norm_backward"]
     assert 0 < moved.pinned_host_bytes < 1.1 * saved
     assert saved < 1.1 * moved.pinned_host_bytes
     assert plain.pinned_host_bytes == 0
     boundary = 4 * 2 * 512 * HIDDEN  # the input of a block in fp32
-    assert answers["offloaded full"].pinned_host_bytes == 3 * boundary
+    assert results["offloaded full"].pinned_host_bytes == 3 * boundary
 
 
-def test_grad_op_keeps_every_block_gathered_until_the_backward(answers: dict[str, GoldenResult]) -> None:
-    difference = answers["fsdp_grad_op"].events["norm_backward"] - answers["fsdp 8"].events["norm_backward"]
+def test_grad_op_keeps_every_block_gathered_until_the_backward(results: dict[str, GoldenResult]) -> None:
+    difference = results["fsdp_grad_op"].events["norm_backward"] - results["fsdp 8"].events["norm_backward"]
     assert difference >= (LAYERS - 1) * 2 * BLOCK
 
 
-def test_without_synchronisation_fsdp_keeps_whole_gradients_in_fp32(answers: dict[str, GoldenResult]) -> None:
-    more = answers["fsdp accumulating"].events["forward_end"] - answers["fsdp 8"].events["forward_end"]
+def test_without_synchronisation_fsdp_keeps_whole_gradients_in_fp32(results: dict[str, GoldenResult]) -> None:
+    more = results["fsdp accumulating"].events["forward_end"] - results["fsdp 8"].events["forward_end"]
     assert more == pytest.approx(4 * PARAMETERS, rel=0.02)
 
 
 @pytest.mark.parametrize("method", ["", " lora"])
-def test_pairs_need_what_as_many_rows_need_and_their_sums(answers: dict[str, GoldenResult], method: str) -> None:
+def test_pairs_need_what_as_many_rows_need_and_their_sums(results: dict[str, GoldenResult], method: str) -> None:
     """Of every token its loss or its weight; the reference of adapters has left nothing behind."""
-    pairs, rows = answers[f"pairs{method}"], answers[f"rows{method}"]
+    pairs, rows = results[f"pairs{method}"], results[f"rows{method}"]
     num_tokens = 4 * 512
     assert pairs.steady_allocated_bytes == rows.steady_allocated_bytes
     assert list(pairs.events) == list(rows.events)
@@ -231,16 +231,16 @@ def test_pairs_need_what_as_many_rows_need_and_their_sums(answers: dict[str, Gol
         assert 0 <= num_bytes - rows.events[event] <= 4 * num_tokens + 40 * ROUNDING, event
 
 
-def test_the_reference_leaves_the_head_gathered_and_no_buffer_of_it(answers: dict[str, GoldenResult]) -> None:
+def test_the_reference_leaves_the_head_gathered_and_no_buffer_of_it(results: dict[str, GoldenResult]) -> None:
     """When the forward ends a block's buffer is there, which is smaller here than the head's."""
-    pairs, rows = answers["pairs fsdp lora"], answers["rows fsdp lora"]
+    pairs, rows = results["pairs fsdp lora"], results["rows fsdp lora"]
     head, block = 2 * (VOCAB * HIDDEN + HIDDEN), 2 * BLOCK
     saved = rows.events["forward_end"] - pairs.events["forward_end"]
     adapters = 2 * 8 * (2 * 2 * HIDDEN + 2 * (HIDDEN + HIDDEN // 2) + 3 * (HIDDEN + FFN))
     assert saved == pytest.approx(head - block - adapters, rel=0.05)
 
 
-def test_pairs_keep_no_masks_of_dropout(answers: dict[str, GoldenResult]) -> None:
+def test_pairs_keep_no_masks_of_dropout(results: dict[str, GoldenResult]) -> None:
     masks = 4 * 512 * HIDDEN * (2 * LAYERS + 1)  # a byte an element: after attention, the MLP and the embedding
-    saved = answers["rows gpt2"].events["norm_backward"] - answers["pairs gpt2"].events["norm_backward"]
+    saved = results["rows gpt2"].events["norm_backward"] - results["pairs gpt2"].events["norm_backward"]
     assert saved == pytest.approx(masks, rel=0.1)

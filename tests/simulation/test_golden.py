@@ -1,4 +1,4 @@
-"""The file of known dry runs: what it covers, and that a run of today still says the same."""
+"""The file of known dry runs: its coverage, and that a run of today has the same result."""
 
 from pathlib import Path
 

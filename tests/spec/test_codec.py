@@ -1,4 +1,4 @@
-"""Values survive a file; whatever is not exactly such a value is refused under the file's name."""
+"""Values survive a file; any other content is refused under the file's name."""
 
 import re
 

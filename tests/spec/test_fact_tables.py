@@ -15,7 +15,7 @@ from shardwise.trainer.spec.optimizers import Optimizer
 
 
 def without_row(module: ModuleType, table: str, member: str) -> str:
-    """The source of a module whose table has lost a row, as it has none for a member that somebody just added."""
+    """The source of a module whose table has lost a row, as it has none for a new member."""
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text())
     (rows,) = (

@@ -1,4 +1,4 @@
-"""Lines that install what is missing: right for pip, for this Python, and for what pyproject.toml says."""
+"""Lines that install what is missing: right for pip, for this Python, and for pyproject.toml."""
 
 import json
 import subprocess
@@ -21,10 +21,10 @@ def test_the_extras_are_those_of_pyproject():
 @pytest.mark.cold
 def test_pip_takes_the_libraries_of_an_extra_from_the_shardwise_that_is_installed(tmp_path):
     """With no index to ask: what is installed satisfies the line, and nothing else is looked up."""
-    words = extra_line("train").split(" install ")[1].strip("'")
-    argv = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--quiet", "--report", "-", words]
-    answer = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert json.loads(answer.stdout)["install"] == []
+    extra = extra_line("train").split(" install ")[1].strip("'")
+    argv = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--quiet", "--report", "-", extra]
+    ended = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert json.loads(ended.stdout)["install"] == []
 
 
 def test_a_python_whose_path_has_a_space_is_quoted():

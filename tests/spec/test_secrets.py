@@ -1,4 +1,4 @@
-"""Secrets of the environment are found and shown to nobody; what only looks like one is left alone."""
+"""Secrets of the environment are found and never shown; text that only resembles one is not changed."""
 
 import io
 import json

@@ -72,8 +72,6 @@ def _load() -> Callable[[SimulationRequest], Simulation]:
 
 def _run(options: argparse.Namespace, simulate: Callable[[SimulationRequest], Simulation]) -> None:
     if options.golden is not None:
-        from shardwise.trainer.simulation.__main__ import regenerate
-
         regenerate(options.golden, simulate, report_progress, runs_all=options.all)
         return
     for line in _explained(simulate(codec.read(options.request, SimulationRequest))):
@@ -109,11 +107,6 @@ def _described(request: DescriptionRequest) -> Value:
     return describe(request)
 
 
-if __name__ == "__main__":
-    end_with_parent()
-    sys.exit(main(sys.argv[1:]))
-
-
 def read_golden(path: Path) -> list[GoldenRow]:
     """The rows of a file."""
     try:
@@ -142,3 +135,8 @@ def regenerate(
         rows[number] = msgspec.structs.replace(row, result=result)
         codec.write_bytes(path, b"".join(msgspec.json.encode(each) + b"\n" for each in rows))
         report(f"{number + 1} of {len(rows)} {row.name}: {result.peak_allocated_bytes} at {result.peak_event}")
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    sys.exit(main(sys.argv[1:]))

@@ -59,8 +59,6 @@ def build_on_meta(request: SimulationRequest) -> tuple[PreTrainedModel, Installe
             model = model_from_config(request.model_config, dtype=dtype, attention=request.attention)
             model.tie_weights()
             if request.method is Method.QLORA:
-                from shardwise.trainer.simulation.build import quantise
-
                 quantise(model, request.quant, dtype)
             if request.method.freezes_base:
                 add_adapters(model, request.lora, request.precision)

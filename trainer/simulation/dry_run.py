@@ -1,30 +1,24 @@
-"""One dry run: a request in, what its rank would hold out.
+"""One dry run: from a request to the memory of its rank, by two steps of `trainer.runtime.loop.step.run_step`.
 
-Two steps run, because the optimizer's state comes into being in the first one; the second is measured. Of preference
-pairs they are steps of DPO: under adapters the model without them runs first, as in a run; where all weights are
-trained, the outputs of the reference are looked up, and only those numbers are on the device.
+The optimizer's state is created in the first step; the second is measured. Preference pairs run steps of DPO: under
+adapters the model without them runs first, as in a run; where all weights are trained, only the stored outputs of the
+reference are on the device. Rank 0 is simulated, whose ZeRO partition begins with the embedding. Not covered: offload,
+fp16's loss scaling, quantised weights.
+
+The clock of the step reports when a forward, a backward and an update begin. The events of a backward begin when a
+gradient arrives: that of the logits, of the last hidden state, of the last block's output, of the first one's, of the
+first one's input. Hooks on those tensors report it, without references to them.
+
+Fake tensors have no values. Those that the step reads after the forward (norms, overflows) are supplied: its sums, the
+only tensors of float64, are the number of terms each, every other number is 0 and every boolean False. They do not
+change the memory of a step that is not skipped. Reading a value in a forward ends the dry run.
 
 ZeRO-1, -2 and -3 are DeepSpeed's real engine, in a group without other ranks. Accelerate starts it as in a run, with
-our optimizer and the file of the row under ds_configs/, filled as a run fills it where a plan names no buckets. What it
-reads of a device, which is not there, is provided here:
+our optimizer and the file of the row under ds_configs/, filled as for a plan without buckets. It also finds
 
-    torch.cuda      there is one GPU, of unknown memory. DeepSpeed flattens parameters on the device where
-                    they fit twice, and else on the host; here they never fit
-    other ranks     ZeRO-3 compares the order of modules with theirs
-
-Values are read in the backward and the step only (`_reads_as` supplies them): overflows, norms. They are read after the
-tensors exist that they are read of, and do not change the memory of a step that is not skipped.
-
-Rank 0 is simulated. Its partition begins with the embedding, whose gradient lives for as long as a view of it.
-Not covered: offload, fp16's loss scaling, quantised weights.
-
-`trainer.runtime.loop.step.run_step` runs as it is; its arguments make it a dry run. Its clock reports when a forward,
-a backward and an update begin. Values that it reads of its tensors, which have none, are supplied: its sums, the only
-tensors of float64, are the number of terms each, every other number is 0 and every boolean False (no overflow, no
-fault). Reading a value in a forward ends the dry run.
-
-The events of a backward begin when a gradient arrives: that of the logits, of the last hidden state, of the last
-block's output, of the first one's, of the first one's input. Hooks on those tensors see it; they hold nothing.
+    torch.cuda      one GPU, of unknown memory. DeepSpeed flattens parameters on the device if they fit twice, and else
+                    on the host; here they never fit
+    other ranks     whose order of modules is the same, which ZeRO-3 compares
 """
 
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Which attention may run, and what is said where it cannot."""
+"""Attention implementations that may run, and the messages where they cannot."""
 
 import importlib.metadata
 import importlib.util
@@ -76,17 +76,17 @@ def test_w30_transformers_loads_a_kernel_from_the_hub_without_flash_attn():
 
 
 def test_w30_a_name_with_a_commit_is_a_kernel_at_that_revision(monkeypatch):
-    """A canary: what we name is asked for at its commit, the repository alone at a branch; both are taken for flash."""
-    asked: list[dict[str, object]] = []
+    """A canary: what we name is requested at its commit, the repository alone at a branch; both are taken for flash."""
+    requests: list[dict[str, object]] = []
 
     def get_kernel(repository: str, **settings: object) -> SimpleNamespace:
-        asked.append({"repository": repository, **settings})
+        requests.append({"repository": repository, **settings})
         return SimpleNamespace(flash_attn_varlen_func=None)
 
     monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
     monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
     for name in (KERNEL, REPOSITORY):
         hub_kernels.load_and_register_attn_kernel(name)
-    assert asked[0] == {"repository": REPOSITORY, "revision": COMMIT, "version": None, "allow_all_kernels": False}
-    assert asked[1]["revision"] is None and asked[1]["version"]
+    assert requests[0] == {"repository": REPOSITORY, "revision": COMMIT, "version": None, "allow_all_kernels": False}
+    assert requests[1]["revision"] is None and requests[1]["version"]
     assert is_flash_attention_requested(requested_attention_implementation=KERNEL)

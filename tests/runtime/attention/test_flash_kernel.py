@@ -52,7 +52,7 @@ def cache(tmp_path_factory) -> Path:
 
 
 def loaded(cache: Path, *commits: str, **settings: str) -> list[list[str] | str]:
-    """What loading each commit in one process gives: the kernel and the build, or what is said."""
+    """What loading each commit in one process gives: the kernel and the build, or the message."""
     names = [f"{REPOSITORY}@{commit}" for commit in commits]
     done = subprocess.run(
         [sys.executable, "-P", "-c", LOADS_EACH, *names],
@@ -98,8 +98,8 @@ def test_what_is_in_the_cache_is_loaded_and_what_cannot_run_is_refused_with_the_
 @FINDS_KERNELS
 def test_a_folder_in_the_place_of_the_kernel_is_not_taken_for_it(cache, tmp_path):
     put = put_kernel(tmp_path, OTHER)
-    (answer,) = loaded(cache, COMMIT, LOCAL_KERNELS=f"{REPOSITORY}={put}")
-    assert all(fact in answer for fact in (KERNEL, f"{put / 'build' / 'torch-cpu'}", "unset LOCAL_KERNELS"))
+    (result,) = loaded(cache, COMMIT, LOCAL_KERNELS=f"{REPOSITORY}={put}")
+    assert all(fact in result for fact in (KERNEL, f"{put / 'build' / 'torch-cpu'}", "unset LOCAL_KERNELS"))
 
 
 @pytest.mark.skipif(is_kernels_available(), reason="kernels is installed")
@@ -133,7 +133,7 @@ def trained(run_dir: Path, plan: Plan, environment: dict[str, str]) -> tuple[Rep
 
 @FINDS_KERNELS
 def test_a_rank_trains_packed_rows_on_the_kernel_and_reports_its_commit_and_build(cache, tmp_path):
-    """The losses are those of PyTorch's attention, so documents were kept apart."""
+    """The losses are those of PyTorch's attention, so documents were separated."""
     rows = write_packed_rows(tmp_path / "rows")
     report, losses = trained(tmp_path / "flash", plan_with(rows, Attention.FLASH, KERNEL), hub_environment(cache))
     assert report.verified is not None

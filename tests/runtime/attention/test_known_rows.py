@@ -1,4 +1,4 @@
-"""A forward asks the device nothing about its rows, and learns what it learned before."""
+"""A forward reads nothing about its rows from the device, and has the same result."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

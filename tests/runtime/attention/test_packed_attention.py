@@ -276,7 +276,10 @@ class Layer(torch.nn.Module):
     is_causal = True
 
 
-TOLD: dict[str, Any] = {"cu_seq_lens_q": torch.tensor(BOUNDS, dtype=torch.int32), "cu_seq_lens_k": np.array(BOUNDS)}
+BOUND_ARGUMENTS: dict[str, Any] = {
+    "cu_seq_lens_q": torch.tensor(BOUNDS, dtype=torch.int32),
+    "cu_seq_lens_k": np.array(BOUNDS),
+}
 
 
 def heads(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[torch.Tensor]:
@@ -304,7 +307,7 @@ def test_each_way_is_attention_under_a_mask(monkeypatch, kernel, window, dtype):
     monkeypatch.setattr(packed_attention, "_kernel", lambda query, dropout: kernel)
     inputs, others = heads(dtype), heads(dtype)
     query, key, value = inputs
-    out, _ = packed_sdpa(Layer(), query, key, value, None, scaling=0.3, sliding_window=window, **TOLD)
+    out, _ = packed_sdpa(Layer(), query, key, value, None, scaling=0.3, sliding_window=window, **BOUND_ARGUMENTS)
     expected = masked(*others, window=window, scale=0.3)
     rtol, atol = (1e-5, 1e-5) if dtype is torch.float32 else (2e-2, 4e-2)
     assert out.is_contiguous()
@@ -326,7 +329,7 @@ def test_attention_keeps_its_inputs_its_output_and_a_number_for_each_head():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        packed_sdpa(Layer(), query, key, value, None, **TOLD)
+        packed_sdpa(Layer(), query, key, value, None, **BOUND_ARGUMENTS)
     num_tokens = 2 * WIDTH
     assert sum(retained.values()) == num_tokens * (4 * 24 * (6 + 2 + 2 + 6) + 4 * 6)
 
@@ -334,7 +337,7 @@ def test_attention_keeps_its_inputs_its_output_and_a_number_for_each_head():
 def test_under_autocast_attention_runs_in_16_bit():
     query, key, value = heads()
     with torch.autocast("cpu", torch.bfloat16):
-        out, _ = packed_sdpa(Layer(), query, key, value, None, **TOLD)
+        out, _ = packed_sdpa(Layer(), query, key, value, None, **BOUND_ARGUMENTS)
     assert out.dtype is torch.bfloat16
 
 

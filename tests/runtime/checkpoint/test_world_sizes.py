@@ -9,7 +9,7 @@ import pytest
 
 class Outcome(NamedTuple):
     root: Path
-    first: dict[str, Any]  # answers of rank 0
+    first: dict[str, Any]  # results of rank 0
     second: dict[str, Any]
     single_digest: str  # of step 3, saved by one process
     single_losses: list[float]  # of steps 3 to 5 in one process
@@ -26,7 +26,7 @@ def outcome(tiny, run_tiny, tmp_path_factory):
     (root / "single" / "step-00000009").mkdir()
     digest = tiny.digest(model, optimizer)
     run_tiny("ranks", root)
-    first, second = (json.loads((root / f"answers-{rank}.json").read_text()) for rank in range(2))
+    first, second = (json.loads((root / f"results-{rank}.json").read_text()) for rank in range(2))
     return Outcome(root, first, second, digest, tiny.train(model, optimizer, start=3, stop=6))
 
 
@@ -64,7 +64,7 @@ def test_each_rank_writes_its_half_and_a_tensor_may_be_cut_between_them(outcome)
         ("after", "/"),
     ],
 )
-def test_every_rank_gets_the_same_answer(outcome, case, start):
+def test_every_rank_gets_the_same_result(outcome, case, start):
     assert outcome.first[case] == outcome.second[case] and outcome.first[case].startswith(start)
 
 
@@ -75,9 +75,9 @@ def test_failed_saves_leave_the_older_checkpoint_and_nothing_else_and_saving_con
 
 
 def test_ranks_vote_and_exchange_bytes(outcome):
-    for answer in (outcome.first, outcome.second):
-        assert (answer["agree"], answer["heard"]) == ([True, False], ["from 0", ""])
-        assert answer["exchanged"] == ["", "x"]
+    for result in (outcome.first, outcome.second):
+        assert (result["agree"], result["heard"]) == ([True, False], ["from 0", ""])
+        assert result["exchanged"] == ["", "x"]
     assert (outcome.first["gathered"], outcome.second["gathered"]) == (["yy", "y"], [])
 
 
@@ -92,7 +92,7 @@ def test_two_ranks_that_save_in_the_background_commit_when_both_have_written_and
     tiny, run_tiny, newest, tmp_path
 ):
     run_tiny("background-ranks", tmp_path)
-    first, second = (json.loads((tmp_path / f"answers-{rank}.json").read_text()) for rank in (0, 1))
+    first, second = (json.loads((tmp_path / f"results-{rank}.json").read_text()) for rank in (0, 1))
     assert len(first["polls"]) > 1, "the second rank slept in its file"
     assert first == second | {"failed": first["failed"]}
     assert first["over"] == [True, True]

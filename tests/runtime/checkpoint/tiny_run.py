@@ -1,7 +1,7 @@
 """A tiny Llama trained by a plain loop, for the tests of this folder; as a program, what must die or be several ranks.
 
     python tiny_run.py crash ROOT NAME ...        one child for each waiting-POINT or background-POINT, killed there
-    python tiny_run.py ranks ROOT                 two gloo ranks through every case, answers in ROOT/answers-R.json
+    python tiny_run.py ranks ROOT                 two gloo ranks through every case, results in ROOT/results-R.json
     python tiny_run.py background-ranks ROOT      the same, training on while they save
     python tiny_run.py lost-rank ROOT             two gloo ranks, the second killed in the middle of its file
     python tiny_run.py reference ROOT STEPS       two ranks that are never killed; ROOT/digests.json: the state by step
@@ -50,7 +50,7 @@ from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Precision
 
 VOCABULARY, SEQ_LEN, SEQUENCES = 127, 16, 4
-MOST_STEPS = 400  # of two ranks that nobody kills
+MOST_STEPS = 400  # of two ranks that are not killed
 
 
 def build_model(seed: int = 0, *, is_tied: bool = False) -> nn.Module:
@@ -239,7 +239,7 @@ def fork_ranks(root: Path, body: Callable[[Ranks], None]) -> list[int]:
 
 
 def wait_for_ranks(root: Path, children: list[int]) -> None:
-    """Ends the program with the number of ranks that failed, and what they said; goes on where none did."""
+    """Ends the program with the number of ranks that failed, and their errors; returns if none did."""
     failed = sum(os.waitpid(child, 0)[1] != 0 for child in children)
     if failed:
         sys.stderr.write("\n".join(path.read_text() for path in root.glob("error-*.txt")))
@@ -250,8 +250,8 @@ def _ranks(root: Path, case: Callable[[Ranks, Path], dict[str, object]]) -> None
     """Two gloo ranks that run `case`."""
 
     def body(ranks: Ranks) -> None:
-        answers = case(ranks, root)
-        (root / f"answers-{ranks.rank}.json").write_text(json.dumps(answers))
+        results = case(ranks, root)
+        (root / f"results-{ranks.rank}.json").write_text(json.dumps(results))
         dist.destroy_process_group()
 
     wait_for_ranks(root, fork_ranks(root, body))
@@ -259,7 +259,7 @@ def _ranks(root: Path, case: Callable[[Ranks, Path], dict[str, object]]) -> None
 
 def _every_case(ranks: Ranks, root: Path) -> dict[str, object]:
     """ROOT/single holds a checkpoint of step 3 that one process saved."""
-    answers: dict[str, object] = {}
+    results: dict[str, object] = {}
     skipped: list[str] = []
     checkpoint = find_checkpoint(root / "single", on_skip=skipped.append, ranks=ranks)
     plain = build_model(seed=40 + ranks.rank)
@@ -267,10 +267,10 @@ def _every_case(ranks: Ranks, root: Path) -> dict[str, object]:
     model = DistributedDataParallel(plain)
     optimizer = build_optimizer(plain)
     import_state(model, optimizer, checkpoint, sharding=Sharding.DDP)
-    answers["skipped"] = skipped
-    answers["imported"] = state_digest(model, optimizer, sharding=Sharding.DDP)
-    answers["losses"] = train(model, optimizer, start=3, stop=6, rank=ranks.rank, world_size=2)
-    answers["trained"] = state_digest(model, optimizer, sharding=Sharding.DDP)
+    results["skipped"] = skipped
+    results["imported"] = state_digest(model, optimizer, sharding=Sharding.DDP)
+    results["losses"] = train(model, optimizer, start=3, stop=6, rank=ranks.rank, world_size=2)
+    results["trained"] = state_digest(model, optimizer, sharding=Sharding.DDP)
 
     def attempt(step: int, optimizer: object = optimizer) -> str:
         try:
@@ -278,30 +278,30 @@ def _every_case(ranks: Ranks, root: Path) -> dict[str, object]:
         except ShardwiseError as error:
             return f"{type(error).__name__}: {error}"
 
-    answers["saved"] = attempt(6)
-    answers["saved_again"] = attempt(6)
+    results["saved"] = attempt(6)
+    results["saved_again"] = attempt(6)
     if ranks.rank == 1:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    answers["full"] = attempt(7)
+    results["full"] = attempt(7)
     if ranks.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     norm = next(reversed(list(plain.parameters())))  # among the last in the file order: rank 1's share
     before = norm.detach().clone()
     norm.data.view(-1)[-1] = float("nan")
-    answers["non_finite"] = attempt(8)
+    results["non_finite"] = attempt(8)
     norm.data.copy_(before)
-    answers["unknown_optimizer"] = attempt(9, optimizer=torch.optim.RMSprop(plain.parameters()))
-    answers["left"] = sorted(path.name for path in (root / "ddp").iterdir())
-    answers["after"] = attempt(10)
+    results["unknown_optimizer"] = attempt(9, optimizer=torch.optim.RMSprop(plain.parameters()))
+    results["left"] = sorted(path.name for path in (root / "ddp").iterdir())
+    results["after"] = attempt(10)
     if ranks.is_first:
         shutil.rmtree(root / "ddp" / "step-00000010")
     ranks.barrier()
-    answers["agree"] = [ranks.all_agree(True), ranks.all_agree(ranks.is_first)]
-    answers["heard"] = [ranks.broadcast(b"from 0" if ranks.is_first else b"").decode(), ranks.broadcast(b"").decode()]
-    answers["exchanged"] = [content.decode() for content in ranks.exchange(b"x" * ranks.rank)]
-    answers["gathered"] = [content.decode() for content in ranks.gather(b"y" * (2 - ranks.rank))]
-    return answers
+    results["agree"] = [ranks.all_agree(True), ranks.all_agree(ranks.is_first)]
+    results["heard"] = [ranks.broadcast(b"from 0" if ranks.is_first else b"").decode(), ranks.broadcast(b"").decode()]
+    results["exchanged"] = [content.decode() for content in ranks.exchange(b"x" * ranks.rank)]
+    results["gathered"] = [content.decode() for content in ranks.gather(b"y" * (2 - ranks.rank))]
+    return results
 
 
 def _lost_rank(ranks: Ranks, root: Path) -> dict[str, object]:
@@ -314,7 +314,7 @@ def _background_ranks(ranks: Ranks, root: Path) -> dict[str, object]:
     plain = build_model()
     model = DistributedDataParallel(plain)
     optimizer = build_optimizer(plain)
-    answers: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def train_step(step: int) -> None:
         train(model, optimizer, start=step, stop=step + 1, rank=ranks.rank, world_size=2)
@@ -327,22 +327,22 @@ def _background_ranks(ranks: Ranks, root: Path) -> dict[str, object]:
             raise OSError(28, "No space left on device", "shard")
 
     train_step(0)
-    answers["digest of 1"] = state_digest(model, optimizer, sharding=Sharding.DDP)
+    results["digest of 1"] = state_digest(model, optimizer, sharding=Sharding.DDP)
     saving = start(1, on_point=lambda point: time.sleep(0.5) if point == "mid-file" and ranks.rank else None)
-    answers["polls"] = [saving.poll()]
+    results["polls"] = [saving.poll()]
     while not saving.poll():
-        train_step(len(answers["polls"]))
-        answers["polls"].append(False)
-    answers["over"] = [saving.poll(), saving.is_over]
+        train_step(len(results["polls"]))
+        results["polls"].append(False)
+    results["over"] = [saving.poll(), saving.is_over]
     saving = start(50, on_point=fail)
     try:
         saving.finish()
     except ShardwiseError as error:
-        answers["failed"] = f"{type(error).__name__}: {error}"
+        results["failed"] = f"{type(error).__name__}: {error}"
     ranks.barrier()  # rank 0 removes what was staged
-    answers["left"] = sorted(path.name for path in (root / "ddp").iterdir())
+    results["left"] = sorted(path.name for path in (root / "ddp").iterdir())
     start(51).finish()
-    return answers
+    return results
 
 
 def _reference(root: Path, last: int) -> None:
@@ -358,7 +358,7 @@ def _reference(root: Path, last: int) -> None:
 
 
 def _kill(root: Path, seed: str) -> None:
-    """One run that is killed and resumed; a rank whose peer is gone is ended as well, as its supervisor would."""
+    """One run that is killed and resumed; a rank whose peer has ended is ended as well, as its supervisor would."""
     root.mkdir(parents=True)
     moments, checkpoints, committed = random.Random(seed), root / "checkpoints", root / "committed"
     in_background = bool(int(seed) % 2)

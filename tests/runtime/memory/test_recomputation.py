@@ -112,8 +112,8 @@ def test_a_kernel_that_drops_inside_attention_runs_again():
     """Its random numbers are part of the state that all that follows it draws from."""
     operator, context = torch.ops.aten._scaled_dot_product_flash_attention.default, SelectiveCheckpointContext
     keeps, query = SelectivePolicy(), torch.zeros(1)
-    answers = [keeps(context(is_recompute=False), operator, query, query, query, p) for p in (0.0, 0.1)]
-    assert answers == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
+    policies = [keeps(context(is_recompute=False), operator, query, query, query, p) for p in (0.0, 0.1)]
+    assert policies == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
 
 
 def test_every_kernel_of_pytorch_counts_as_attention():
@@ -149,9 +149,9 @@ def test_w26_accelerates_own_checkpointing_draws_other_masks_when_it_recomputes(
     def is_same_mask(preserve_rng_state: bool) -> bool:
         torch.manual_seed(0)
         values = torch.ones(64, requires_grad=True)
-        answer = checkpoint_wrapper(Drops(), preserve_rng_state=preserve_rng_state)(values)
-        answer.sum().backward()
-        return torch.equal(values.grad > 0, answer > 0)
+        output = checkpoint_wrapper(Drops(), preserve_rng_state=preserve_rng_state)(values)
+        output.sum().backward()
+        return torch.equal(values.grad > 0, output > 0)
 
     assert "preserve_rng_state=False" in inspect.getsource(fsdp2_apply_ac)
     assert (is_same_mask(True), is_same_mask(False)) == (True, False)

@@ -36,18 +36,18 @@ def test_every_tensor_and_the_generator_are_those_of_a_whole_build(config):
     whole, state = whole_model(build)
     drawing = plan_initialization(build)
     assert drawing is not None
-    drawn: dict[str, torch.Tensor] = {}
+    delivered: dict[str, torch.Tensor] = {}
 
     def put(name: str, tensor: torch.Tensor) -> None:
-        assert name not in drawn, "each is complete when it comes"
-        drawn[name] = tensor.clone()
-        torch.rand(3)  # whoever takes it may draw too
+        assert name not in delivered, "each is complete when it comes"
+        delivered[name] = tensor.clone()
+        torch.rand(3)  # the receiver may use the generator too
 
     torch.manual_seed(7)
     draw(build, drawing, put)
     assert torch.equal(torch.get_rng_state(), state)
     for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
-        assert torch.equal(drawn[name], tensor), name
+        assert torch.equal(delivered[name], tensor), name
 
 
 def test_planning_draws_nothing():

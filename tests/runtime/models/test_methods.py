@@ -28,7 +28,7 @@ def plan_of(method: Method, *, folder: Path | None = None, lora: LoraJob = LORA,
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Weights that were not drawn with the plan's seed."""
+    """Weights that were not initialized with the plan's seed."""
     torch.manual_seed(123)
     config = AutoConfig.for_model(**{**TINY_LLAMA, "max_position_embeddings": 48})
     model = AutoModelForCausalLM.from_config(config)
@@ -49,11 +49,11 @@ def test_under_full_and_galore_every_weight_is_trained():
 
 @pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
 def test_adapters_are_the_same_whatever_lies_beneath_them(method, folder):
-    drawn, loaded = build_model(plan_of(method)), build_model(plan_of(method, folder=folder))
-    ours, theirs = adapters(drawn), adapters(loaded)
+    initialized, loaded = build_model(plan_of(method)), build_model(plan_of(method, folder=folder))
+    ours, theirs = adapters(initialized), adapters(loaded)
     assert ours.keys() == theirs.keys() and len(ours) == 28
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    first, second = (next(model.get_input_embeddings().parameters()) for model in (drawn, loaded))
+    first, second = (next(model.get_input_embeddings().parameters()) for model in (initialized, loaded))
     assert not torch.equal(first, second)
 
 
@@ -120,12 +120,12 @@ def test_a_model_with_adapters_still_generates(method):
     model: Any = build_model(plan_of(method))
     model.eval()
     ids = torch.arange(8).reshape(1, 8)
-    answer = model.generate(
+    generated = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0
     )
-    assert answer.shape == (1, 12)
+    assert generated.shape == (1, 12)
     logits = model(input_ids=ids).logits
-    assert int(answer[0, 8]) == int(logits[0, -1].argmax())
+    assert int(generated[0, 8]) == int(logits[0, -1].argmax())
 
 
 def test_one_of_noise_and_adapters_does_not_hide_the_other():

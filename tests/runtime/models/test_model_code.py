@@ -141,17 +141,17 @@ def test_changed_code_is_refused_by_the_process_that_would_run_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "fact"),
     [
         ("import no_such_package", r"raised ModuleNotFoundError: No module named 'no_such_package' \(tiny_layers"),
         ("from .setup_everything import x", r"raised ModuleNotFoundError: No module named '.*setup_everything'"),
         ("\n1 / 0", r"raised ZeroDivisionError: division by zero \(tiny_layers\.py, line 2\)"),
     ],
 )
-def test_code_that_cannot_be_imported_is_an_error_with_its_line(text, words, tmp_path):
+def test_code_that_cannot_be_imported_is_an_error_with_its_line(text, fact, tmp_path):
     folder = write_custom_model(tmp_path / "tiny")
     (folder / "tiny_layers.py").write_text(text)
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=fact):
         load_model_code(code_of(folder))
 
 

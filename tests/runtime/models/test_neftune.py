@@ -32,11 +32,11 @@ class Run:
         if alpha is not None:
             add_noise(self.model, alpha)
         make_trainable(self.model, Checkpointing.FULL, LossHead.CHUNKED, loss_chunk_tokens=8)
-        self.answered = torch.empty(0)
+        self.embedded = torch.empty(0)
         self.model.get_input_embeddings().register_forward_hook(self._note)
 
     def _note(self, module: object, inputs: object, output: Tensor) -> None:
-        self.answered = output.detach().clone()
+        self.embedded = output.detach().clone()
 
     def forward(self, *, step: int = 0, **inputs: Tensor) -> Tensor:
         seed_dropout(0, step, 0)
@@ -45,7 +45,7 @@ class Run:
     def noise(self, input_ids: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
         """What the embeddings were disturbed by, [B, S, H]."""
         self.forward(input_ids=input_ids, labels=labels, **inputs)
-        return self.answered - self.model.get_input_embeddings().weight.detach()[input_ids]
+        return self.embedded - self.model.get_input_embeddings().weight.detach()[input_ids]
 
 
 def rows(*row_lengths: int, width: int = 24) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,7 @@ def test_a_scored_or_generated_row_has_no_noise():
     assert not run.noise(ids, labels).any()
     run.model.train()
     run.model(input_ids=ids)  # as generation calls it
-    assert torch.equal(run.answered, run.model.get_input_embeddings().weight.detach()[ids])
+    assert torch.equal(run.embedded, run.model.get_input_embeddings().weight.detach()[ids])
     assert noise_facts(run.model) == {"embedding noise": "NEFTune, alpha 5, added in 0 forwards"}
 
 

@@ -136,7 +136,7 @@ def test_a_base_from_a_folder_is_its_weights_quantised_and_all_else_as_it_was(ll
 
 
 def test_room_is_made_on_a_gpu_for_packed_weights_only():
-    """Before it reads, transformers allocates what its quantiser says that the weights will take."""
+    """Before it reads, transformers allocates the bytes that its quantiser predicts for the weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_LLAMA))
     quantiser = AutoHfQuantizer.from_config(reading_options(packing())["quantization_config"], pre_quantized=False)

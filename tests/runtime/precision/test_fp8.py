@@ -288,12 +288,12 @@ def test_a_missing_library_is_named_with_what_would_do(monkeypatch, tmp_path):
     for package in ("transformer_engine", "torchao"):
         monkeypatch.setitem(sys.modules, package, None)  # Python's way to say that it is not there
     for recipe, library in ((Fp8Recipe.CURRENT, "transformer-engine"), (Fp8Recipe.TORCHAO_ROWWISE, "torchao")):
-        with pytest.raises(InputError, match=rf"\b{recipe} needs {library}") as told:
+        with pytest.raises(InputError, match=rf"\b{recipe} needs {library}") as caught:
             fp8_model(recipe)
-        assert set(requirements_in(str(told.value), tmp_path)) == {library}
-    with pytest.raises(InputError, match=r"pin\.precision: fp8") as told:
+        assert set(requirements_in(str(caught.value), tmp_path)) == {library}
+    with pytest.raises(InputError, match=r"pin\.precision: fp8") as caught:
         check_some_backend()
-    assert set(requirements_in(str(told.value), tmp_path)) == {"transformer-engine", "torchao"}
+    assert set(requirements_in(str(caught.value), tmp_path)) == {"transformer-engine", "torchao"}
 
 
 @pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])

@@ -1,4 +1,4 @@
-"""The order of rows: each once in every epoch, grouped by length or not, and the same for everybody who asks."""
+"""The order of rows: each once in every epoch, grouped by length or not, and the same for every reader."""
 
 from collections import Counter
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Two settings that exclude each other are one line that says which, and what would do."""
+"""Two settings that exclude each other are one line that names both and the remedy."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The JSON Schema for editors: it takes what the reader takes, and refuses what no reader should.
+"""The JSON Schema for editors: it accepts what the reader accepts, and refuses what no reader should.
 
 The validator below knows exactly the keywords the schema uses and refuses any other, so that a new keyword is noticed.
 """

@@ -30,7 +30,7 @@ def test_what_is_written_is_read(written, read):
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "fact"),
     [
         ("", "a URL, $NAME of a variable that holds one, a command or a list of its arguments"),
         (3, "put it in quotes"),
@@ -40,9 +40,9 @@ def test_what_is_written_is_read(written, read):
         ("tell 'it", "cannot be split into arguments"),
     ],
 )
-def test_what_is_neither_is_refused_with_what_is_expected(value, words):
+def test_what_is_neither_is_refused_with_what_is_expected(value, fact):
     with pytest.raises(InputProblemsError) as caught:
         read_job({**JOB, "log": {"notify": value}}, origin="job.yaml")
     (line,) = caught.value.problems
     assert line.startswith("job.yaml: log.notify is ")
-    assert words in line
+    assert fact in line

@@ -36,7 +36,7 @@ def tree(**settings: Any) -> dict[str, Any]:
 
 
 def at(path: str, value: Any) -> dict[str, Any]:
-    """A good job with one setting, whatever else that setting needs, and nothing that excludes it."""
+    """A good job with one setting, with other settings that it needs, and nothing that excludes it."""
     nested: Any = value
     for name in reversed(path.split(".")):
         nested = {name: nested}
@@ -194,7 +194,7 @@ def test_steps_or_tokens_replace_the_default_of_one_epoch(length):
     assert train.epochs is None
 
 
-# --- what is refused, and in which words
+# --- what is refused, and the message
 
 
 REFUSED = [  # setting, value, what the line must name

@@ -1,4 +1,4 @@
-"""What a config may leave out: the table of defaults is that of the installed transformers."""
+"""Fields that a config may omit: the table of defaults is that of the installed transformers."""
 
 import dataclasses
 from typing import Any

@@ -1,29 +1,26 @@
 """DeepSpeed's ZeRO-1, -2 and -3, with offload to host RAM and NVMe.
 
-Its engine clips, decides and updates within the last backward of a step. Read off its own objects, which are untyped
-(0.19.8):
+Its engine clips and updates within the last backward of a step. Its objects are untyped (0.19.8); used here are
 
     ZeRO-1, -2   single_partition_of_fp32_groups        the flat master partition of each parameter group
     ZeRO-3       fp32_partitioned_groups_flat           the same of each sub-group; empty while it is on NVMe
-                 fp16_partitioned_groups_flat_numel     how many elements it has, wherever it is
+                 fp16_partitioned_groups_flat_numel     the number of its elements, also while it is on NVMe
     both         optimizer                              whose state is keyed by those partitions
     ZeRO-3       ds_tensor of a parameter               this rank's piece; `final_location` nvme where it is a file
 
 The masters are called fp32 there also where they are bf16.
 
-Patched are a decision before its update, and three repairs of how it uses NVMe. Its optimizers compute the norm of all
-gradients over all ranks within the last backward pass, then clip and update. Where the norm is no number they discard
-the gradients instead and keep weights, moments and step counts (DeepSpeed 0.19.8, `step` in
-runtime/zero/stage_1_and_2.py and stage3.py). So a replaced norm decides about the step. A step that is refused so is no
-overflow of fp16: the loss scale stays.
+A patch decides about each update: DeepSpeed discards the gradients of a step, and keeps weights, moments and step
+counts, if the norm of all gradients over all ranks is not finite (`step` in runtime/zero/stage_1_and_2.py and
+stage3.py). The norm of a step that is to be skipped is replaced by one that is not finite; fp16's loss scale stays.
 
-On NVMe, one repair keeps DeepSpeed from stopping the run, two from training wrong:
+Three patches repair NVMe offload. Without the first DeepSpeed stops the run, without the others it trains wrong:
 
-    W34  it reads weights ahead that the recorded order of use names next. A weight that stands there twice, as the head
-         does at the end of a forward and at the start of its backward, gets two buffers, and the read fails
-    W52  it reads a gradient from its file straight into the buffer of a sub-group. Where that place is no multiple of
-         the disk's blocks, as behind a weight of odd size, nothing is read, and the update uses what was there before
-    W55  on a device that cannot compute in fp16 it keeps weights of any type in 16-bit buffers
+    W34  it prefetches the weights that the recorded order of use names next. A weight that is in that order twice in a
+         row, as the head at the end of a forward and the start of its backward, gets two buffers, and the read fails
+    W52  it reads a gradient from its file directly into the buffer of a sub-group. If the offset is no multiple of the
+         disk's block size, as after a weight of odd size, nothing is read, and the update uses the earlier content
+    W55  on a device that cannot compute in fp16 it stores weights of any type in 16-bit buffers
 """
 
 import json

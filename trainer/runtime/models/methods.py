@@ -226,11 +226,6 @@ def apply_method(model: PreTrainedModel, plan: Plan) -> None:
     """Freezes, adapts and hooks the model by the plan's method and job; before loss head and checkpointing."""
     train = plan.job.train
     if plan.chosen.method.freezes_base:
-        from shardwise.trainer.runtime.models.methods import (  # PEFT, which takes seconds to import
-            add_adapters,
-            seed_adapters,
-        )
-
         seed_adapters(train.seed)
         add_adapters(model, train.lora, plan.chosen.strategy.precision)
     if train.neftune_alpha is not None:

@@ -1,31 +1,27 @@
-"""FP8 matrix products, wired by us: which layers, by which library, and the proof that they ran.
+"""FP8 matrix products: selection of layers, conversion by one of two libraries, and the proof that they ran in FP8.
 
-Accelerate's own way is silently off or partial under FSDP2 and DeepSpeed (docs/workarounds.md, W22), so Accelerate is
-set to bf16 and has no part in FP8. The layers are converted in the plain model before `prepare`, and the model's
-own forward opens the FP8 region, under every engine. Everything else computes as under bf16-mixed.
+Accelerate's own FP8 is silently off or partial under FSDP2 and DeepSpeed (docs/workarounds.md, W22), so Accelerate is
+set to bf16. The layers are converted in the plain model before `prepare`, and the model's own forward opens the FP8
+region, under every engine. Everything else computes as under bf16-mixed.
 
-The tokens of a micro batch are a dimension of the products: a batch that is padded anyway is padded on to the next
-multiple (labels ignored, causal attention sees nothing of it). Without labels (generation, one token at a time)
-products stay in 16 bit.
+The tokens of a micro batch are a dimension of the products: a padded batch is padded further to the next multiple
+(labels ignored, invisible to causal attention). Without labels (generation, one token at a time) products are 16 bit.
 
-Which layers: inside the decoder blocks, every plain `nn.Linear`. Left in 16 bit are: what lies outside the blocks (the
-head and the embeddings, whose errors reach the loss undamped), adapters (too small to gain), routers (a rounded score
-sends a token elsewhere), experts (their number of tokens is not known beforehand), layers of another class (4-bit
-bases), and layers with a dimension that FP8 units cannot cut into their tiles. NVFP4 moreover excludes the first two
-and the last blocks, about 15 % of them (arXiv:2509.25149, section 4.1).
+Converted is every plain `nn.Linear` inside the decoder blocks. Excluded are the head and the embeddings (their errors
+reach the loss undamped), adapters (too small to gain), routers (a rounded score sends a token to another expert),
+experts (the number of their tokens is not known beforehand), layers of another class (4-bit bases), and layers with a
+dimension that is no multiple of the tile of FP8 units. NVFP4 also excludes the first two and the last blocks, about
+15 % of them (arXiv:2509.25149, section 4.1).
 
-Two libraries compute the products: their linear layer replaces ours, around the same parameters.
+Transformer Engine (2.10 to 2.20): the parameters stay in high precision under their names and are quantised in every
+product. The layer's own state (`_extra_state`: scales and their history) is in no state dict, so checkpoints and
+exports are those of the plain model; scales are computed again after a resume. Products are FP8 only while
+`transformer_engine.pytorch.autocast` is open. A block that is recomputed in the backward pass runs outside of the
+forward that opened it, so each layer opens it again if it is closed while gradients are recorded.
 
-Transformer Engine. The parameters stay in high precision, tied and named as before, and are quantised anew in every
-product. The layer's own state (`_extra_state`: scales and their history) is never part of a state dict, so checkpoints
-and exports are those of the plain model; scales are found again after a resume. Products are FP8 only while
-`transformer_engine.pytorch.autocast` is open. The model's forward opens it, on every engine alike; a block that
-is recomputed in the backward pass runs outside of that forward, so each layer opens it again if it finds it closed
-while gradients are recorded. Written for Transformer Engine 2.10 to 2.20.
-
-torchao. The layer has no state besides its parameters; scales come from the tensors of each product. Speed needs
-torch.compile, which fuses the casts. A product is counted where `aten::_scaled_mm` was called; a compiled block shows
-no such calls, so there the layers themselves are the proof.
+torchao: the layer has no state besides its parameters; scales come from the tensors of each product. Speed needs
+torch.compile, which fuses the casts. A product is counted if `aten::_scaled_mm` was called; a compiled block shows no
+such calls, so there the class of the layers is the proof.
 """
 
 import re
