@@ -250,7 +250,7 @@ def _liger_loss(softcap: float | None) -> nn.Module:
 
 
 class _Gradients(NamedTuple):
-    """Sums over slices, in fp32; None for what is not trained."""
+    """Sums over slices, in fp32; None for a parameter that is not trained."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -265,7 +265,7 @@ class _Gradients(NamedTuple):
 class ChunkedLoss(torch.autograd.Function):
     """Token losses of hidden [T, H] under a head; logits of one slice alive, computed again backwards.
 
-    The forward keeps the log of each token's normaliser, so that the backward has the softmax in two passes over the
+    The forward saves the log of each token's normaliser, so that the backward has the softmax in two passes over the
     logits. It is infinite for a token that is not learned: its softmax, and so its gradient, is then zero.
     """
 
@@ -345,7 +345,7 @@ def _slice_gradient(
 class FusedLoss(torch.autograd.Function):
     """Token losses of logits [T, V], whose gradient is written over them; `softcap` is still to be applied.
 
-    Nothing else may read the logits: the product that made them does not keep them. In fp32 the gradient of a slice is
+    Nothing else may read the logits: the product that made them does not save them. In fp32 the gradient of a slice is
     made where its logits are; in 16 bit it is made in fp32 and then rounded, scaled already, so that fp16's own loss
     scale counts.
     """

@@ -166,14 +166,6 @@ def test_packed_rows_are_as_wide_as_a_row_can_be_and_have_positions_where_docume
     assert with_dummy.tolist() == [list(range(12)), [0, *range(11)], list(range(12))]
 
 
-@pytest.mark.parametrize("deal", [Deal(6), Deal(1, 3, 2), Deal(1, 2, 4)])
-def test_every_rank_knows_the_targets_of_packed_rows(deal):
-    rows = packed_rows((3, 1, 4), (8,), (2, 6), (1, 1, 1, 5), (7, 1))
-    ranks = [dealt(rows, deal, step=1, sequences=6, rank=rank) for rank in range(deal.num_ranks)]
-    (named,) = {targets for _, targets in ranks}
-    assert named == sum(int((batch.labels[:, 1:] != IGNORED_LABEL).sum()) for rank, _ in ranks for batch in rank)
-
-
 @pytest.fixture(scope="module")
 def varied(tmp_path_factory):
     """1000 rows of lognormal lengths, in the mean 90 tokens."""

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from planning_factory import fp8_gain_of
 
 from shardwise.trainer.runtime.precision.fp8 import timed_facts
-from shardwise.trainer.runtime.tools.fp8_gain import linear_shapes, main, time_shapes
+from shardwise.trainer.runtime.run.process import run_request
+from shardwise.trainer.runtime.tools.fp8_gain import linear_shapes, measure_gain, time_shapes
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.messages.worker_requests import Fp8GainRequest
@@ -57,7 +58,7 @@ def test_without_a_gpu_the_answer_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path, answered = tmp_path / "request.json", tmp_path / "answer.json"
     codec.write(path, Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096))
-    assert main([str(path), str(answered)]) == 0
+    assert run_request([str(path), str(answered)], Fp8GainRequest, measure_gain) == 0
     answer = codec.read(answered, Fp8Gain)
     assert (answer.recipe, answer.tokens, answer.shapes) == (Fp8Recipe.CURRENT, 4096, ())
     assert answer.problem is not None and "CUDA" in answer.problem
@@ -79,7 +80,7 @@ def test_a_request_that_cannot_be_read_is_an_error_of_one_line(tmp_path, capsys,
     path = tmp_path / "request.json"
     if content is not None:
         path.write_text(content)
-    assert main([str(path), str(tmp_path / "answer.json")]) == 2
+    assert run_request([str(path), str(tmp_path / "answer.json")], Fp8GainRequest, measure_gain) == 2
     error = capsys.readouterr().err
     assert "request.json" in error and fact in error
-    assert main([str(path)]) == 2
+    assert run_request([str(path)], Fp8GainRequest, measure_gain) == 2

@@ -11,7 +11,7 @@ Each document of a packed row is learned as if it stood alone: positions count f
 Attention finds the boundaries from the positions (attention/packed.py). Packed rows are padded to `seq_len`, so that
 every forward has one width; others to the longest of their micro batch.
 
-Models of transformers keep documents apart, as tests verify. A model with code of its own may ignore positions and
+Models of transformers separate documents, as tests verify. A model with code of its own may ignore positions and
 bounds, so `check_documents_apart` scores two rows that differ in their first document only, through all wrappers: the
 score of the second document must be the same.
 """

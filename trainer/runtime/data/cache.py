@@ -17,7 +17,7 @@ preference pair, the chosen answer's and the rejected one's, which stand one aft
 
 The mean width of padded batches is counted on the rows themselves, shuffled by a fixed seed, for every power of two: an
 expectation from a histogram would be off by the width of its bins. Rows that are not packed are grouped by length
-(trainer.spec.data.order) in windows of a number of steps. The rows of a step, not known here, are taken to be 32, the
+(trainer.spec.data.order) in windows of a number of steps. The rows of a step, not known here, are assumed to be 32, the
 default (65,536 tokens a step, 2,048 a row), or one micro batch if that is more. Larger steps have less padding: of
 lognormal lengths (sigma 0.9) in micro batches of 8, 3.9 % at 8 rows a step, 1.6 % at 32, 0.9 % at 256, and 62 %
 unsorted.
@@ -243,7 +243,7 @@ def _grouped(lengths: NDArray[np.int64], sequences_per_step: int) -> NDArray[np.
 
 
 def _mean_width(lengths: NDArray[np.int64], size: int, seq_len: int) -> float:
-    """Over whole batches of neighbours; the last that fill none are left out."""
+    """Mean width over complete batches of neighbours."""
     longest = lengths[: len(lengths) // size * size].reshape(-1, size).max(axis=1)
     rounded = np.minimum(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, seq_len)
     return float(np.maximum(longest, rounded).mean())

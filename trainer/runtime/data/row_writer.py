@@ -141,8 +141,6 @@ class RowWriter:
     """
 
     def __init__(self, folder: Path, dtype: np.dtype[np.unsignedinteger], shape: RowShape) -> None:
-        if shape.is_packed and shape.rows_per_example > 1:
-            raise ValueError("rows that belong together cannot be packed")
         self._folder = folder
         self._dtype = dtype.newbyteorder("<")
         self._shape = shape
@@ -170,8 +168,7 @@ class RowWriter:
 
         `is_learned` is one flag for each of the ids; None: all that have a token before them in their document.
         """
-        if is_learned is not None and len(is_learned) != len(ids):
-            raise ValueError(f"{len(ids)} ids and a mask of {len(is_learned)}")
+        assert is_learned is None or len(is_learned) == len(ids)
         side = self._sides.setdefault((is_held_out, 1.0 if is_held_out else weight), _Side())
         if opens_document:
             self._end_document(side)
@@ -183,8 +180,7 @@ class RowWriter:
 
     def add_pair(self, chosen: TokenIds, rejected: TokenIds, *, is_held_out: bool, weight: float) -> None:
         """Appends the two answers to one prompt, each with its prompt."""
-        if self._shape.rows_per_example != 2:
-            raise ValueError(f"a pair in a cache of {self._shape.rows_per_example} rows an example")
+        assert self._shape.rows_per_example == 2 and not self._shape.is_packed
         for ids, is_learned in (chosen, rejected):
             self.add(ids, opens_document=True, is_held_out=is_held_out, weight=weight, is_learned=is_learned)
 
@@ -361,12 +357,10 @@ def _write_pieces(stream: IO[bytes], values: NDArray[Any], pieces: NDArray[np.in
 def best_fit_rows(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """The row of each document [num_documents], rows numbered in the order of their first document.
 
-    A function of the lengths, each from 1 to `capacity`, and their order; ValueError for a length beyond.
+    A function of the lengths, each from 1 to `capacity`, and their order.
     """
     if not len(lengths):
         return np.zeros(0, np.int64)
-    if lengths.min() < 1 or lengths.max() > capacity:
-        raise ValueError(f"lengths from {lengths.min()} to {lengths.max()}; a row holds 1 to {capacity}")
     longest_first = np.argsort(-lengths, kind="stable")
     rows = np.empty(len(lengths), np.int64)
     rows[longest_first] = _placed(lengths[longest_first], capacity)

@@ -73,7 +73,7 @@ def reloaded_logits(folder: Path, ids: Tensor, *, trust_remote_code: bool = Fals
 def reloaded_adapter_logits(folder: Path, base: Path, ids: Tensor, *, dtype: torch.dtype, is_quantised: bool) -> Tensor:
     """Logits of a PEFT folder on its base, which is held in `dtype`, or in 4 bit that compute in it.
 
-    Code that comes with the base is what the run's plan names, already registered.
+    Code of the base is the code that the run's plan names, already registered.
     """
     from peft import PeftModel  # takes seconds
 

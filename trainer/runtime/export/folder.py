@@ -73,7 +73,7 @@ def write_model_folder(
 ) -> str | None:
     """Writes the folder of a run's model as it is now, in place of an older one.
 
-    Returns what is wrong with the exported tokenizer, in one line, or None. EnvironmentFaultError if the disk returns
+    Returns the defect of the exported tokenizer, in one line, or None. EnvironmentFaultError if the disk returns
     other tensors than were written; nothing is replaced then.
     """
     with staged(out) as folder:
@@ -151,7 +151,7 @@ def save_adapters(weights: Mapping[str, torch.Tensor], plan: Plan, folder: Path,
 def add_tokenizer(plan: Plan, folder: Path) -> str | None:
     """Writes the tokenizer with its chat template, and into generation_config.json the ids that end an answer.
 
-    Returns what is wrong with the tokenizer, in one line, or None.
+    Returns the defect of the tokenizer, in one line, or None.
     """
     if plan.tokenizer_path is None:
         return None
@@ -197,7 +197,7 @@ _TEXTS = (
     "na\u00efve caf\u00e9 and cafe\u0301, \u65e5\u672c\u8a9e",
     "\u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u0639\u0631\u0628\u0649 \U0001f600\u200d",
 )
-_NUM_TOKENS = 4096  # of the vocabulary, each tried as a text; more find nothing new and take seconds
+_NUM_TOKENS = 4096  # of the vocabulary, each tried as a text; more find nothing new and cost seconds
 
 
 def export_tokenizer(source: Path, folder: Path) -> str | None:
@@ -299,7 +299,7 @@ def _base_ids(folder: Path) -> list[int]:
 def merge_adapters(model: PreTrainedModel, dtype: torch.dtype, *, plain: PreTrainedModel) -> None:
     """Makes a model with adapters or 4-bit layers the plain one that it is, in `dtype`, in place.
 
-    `plain` is the same model without weights (on `meta`): it shows which layers keep their weights transposed.
+    `plain` is the same model without weights (on `meta`): it shows which layers store their weights transposed.
     Memory: the model in `dtype` and one layer in fp32.
     """
     adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]

@@ -1,4 +1,4 @@
-"""The model card of an export: what was trained from what, on what, and how it was predicted and measured.
+"""The model card of an export: its base, data and settings, and the predicted and the measured figures.
 
 The front matter is what the hub reads (https://huggingface.co/docs/hub/model-cards): base model, library, tags, and a
 licence only where the base's own card names one. Data and base models are called by their names; folders of the
@@ -39,7 +39,7 @@ class Export(NamedTuple):
     step: int | None = None
     evaluation: Evaluation | None = None  # of that step
     report: Report | None = None
-    checks: tuple[str, ...] = ()  # sentences: what was compared, and the difference
+    checks: tuple[str, ...] = ()  # one sentence for each comparison, with the difference
 
     @property
     def kind_text(self) -> str:

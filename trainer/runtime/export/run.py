@@ -82,7 +82,7 @@ class Done(NamedTuple):
 class _Written(NamedTuple):
     """A model that lies in a folder and is no longer in memory."""
 
-    logits: Tensor | None  # of what was written; None where nothing is compared
+    logits: Tensor | None  # of the written model; None where nothing is compared
     dtype: torch.dtype
     checks: tuple[str, ...]
 
@@ -91,7 +91,7 @@ def export_run(request: ExportRequest) -> Done:
     """Exports a checkpoint of a run.
 
     InputError if there is none, or the request does not fit the run; EnvironmentFaultError if a
-    library is missing, or what was written does not give the logits of what was trained.
+    library is missing, or the written model does not give the logits of the trained one.
     """
     run_dir, out = Path(request.run_dir), Path(request.out)
     plan = read_plan(run_dir)
@@ -246,7 +246,7 @@ def _merging_plan(plan: Plan) -> Plan:
 
 
 def _merged_type(plan: Plan) -> torch.dtype:
-    """The base's own type; of a base that was made up, the one it was held in."""
+    """The base's own type; of a base that was initialized by the run, the type that it was held in."""
     if plan.model_path is None:
         return base_type(plan.chosen.method, plan.chosen.strategy.precision)
     return _stored_type(Path(plan.model_path))

@@ -65,7 +65,7 @@ def checked_file(folder: Path, name: str, *, most_bytes: int | None = None) -> P
 
 
 def has_file(folder: Path, name: str) -> bool:
-    """True if an entry of that name exists, of any type; `checked_file` reports what is wrong with it."""
+    """True if an entry of that name exists, of any type; `checked_file` reports its defects."""
     return (folder / name).is_symlink() or (folder / name).exists()
 
 
@@ -244,7 +244,7 @@ def find_states(folder: Path) -> Path | None:
         return folder
     if has_file(folder, "latest"):
         name = checked_file(folder, "latest", most_bytes=KIB).read_text(encoding="utf-8", errors="replace").strip()
-        is_closed = Path(name).name == name and not has_file(folder, name)  # to save room; the 16-bit weights are left
+        is_closed = Path(name).name == name and not has_file(folder, name)  # removed for room; 16-bit weights remain
         return None if is_closed else checked_folder(folder, name)
     found = [path for path in sorted(folder.iterdir()) if not path.is_symlink() and path.is_dir() and _has_states(path)]
     if len(found) > 1:

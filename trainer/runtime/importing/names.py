@@ -1,7 +1,7 @@
 """Names of tensors: prefixes of wrappers and state dicts removed, each compared with the model; adapters merged.
 
 The model is built without weights from its config. The mapping from names in a file to those of the model is
-transformers' own table, as when it loads a folder (`weight_files`), so that it will find what is imported here.
+transformers' own table, as when it loads a folder (`weight_files`), so that it finds the imported tensors.
 
 A PEFT adapter is merged into its base while that is copied, tensor by tensor (`export.folder` has the formulas). An
 embedding becomes E' = E + s (B A)^T, A [rank, vocabulary], B [width, rank].
@@ -35,7 +35,7 @@ _PREFIX = "base_model.model."
 _PART = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?"
 )
-_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initial values that are taken off the base
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initial values that are subtracted from the base
 _UNKNOWN = (
     "use_qalora", "layer_replication", "megatron_config", "trainable_token_indices", "lora_bias",
     "alora_invocation_tokens",
@@ -109,7 +109,7 @@ class _Matcher(WeightReader):
         super().__init__(model, origin, types=types)
         for name, source in self._sources.items():
             if not source.is_renamed:
-                self.read(name)  # one at a time, to see that what is put together has the model's shape
+                self.read(name)  # one at a time, to check that an assembled tensor has the model's shape
 
     def _open(self) -> Iterator[tuple[str, Any]]:
         return ((name, _Slice(stored)) for name, stored in self._tensors.items())
@@ -233,7 +233,7 @@ class _Lora(NamedTuple):
     magnitudes: Stored | None
     scaling: float
     is_embedding: bool
-    is_transposed: bool  # the base keeps its weight as [in, out]
+    is_transposed: bool  # the base stores its weight as [in, out]
 
 
 def merged(
@@ -241,7 +241,7 @@ def merged(
 ) -> dict[str, Stored]:
     """The base's tensors with the adapter in them, merged when they are read.
 
-    `model_names`: what the model calls the base's tensors. InputError where a part of the adapter has no place.
+    `model_names`: the model's names of the base's tensors. InputError where a part of the adapter has no place.
     """
     _check_config(config, origin)
     parts, whole = _parts(adapter, origin)

@@ -293,7 +293,7 @@ def _write_index(tensors: Tensors, weight_map: Mapping[str, str], folder: Path) 
 
 
 def check_finite(name: str, tensor: Tensor, origin: str, *, stored: Tensor | None = None) -> None:
-    """InputError where a number is NaN or infinite; `stored` is what it was rounded from."""
+    """InputError where a number is NaN or infinite; `stored` is the tensor before rounding."""
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:  # torch has no check for 8 bit
         return
     for block in tensor.reshape(-1).split(_BLOCK_ELEMENTS):

@@ -63,7 +63,7 @@ class _Box(NamedTuple):
 
 
 def read_dcp(folder: Path) -> dict[str, Stored]:
-    """The tensors of a DCP folder by their names there, which begin with what the state dict put them under."""
+    """The tensors of a DCP folder by their names there, which begin with the key of the model in the state dict."""
     origin = checked_file(folder, METADATA, most_bytes=METADATA_BYTES)
     metadata = _fields(load_metadata(origin), origin)
     tensors, places = metadata.get("state_dict_metadata"), metadata.get("storage_data")
@@ -154,7 +154,7 @@ def _dims(values: object, origin: Path) -> tuple[int, ...]:
 
 
 def _type(properties: object, origin: Path, name: str) -> torch.dtype:
-    """TensorProperties keep their fields as a tuple, the type first."""
+    """TensorProperties pickle their fields as a tuple, the type first."""
     state = properties.state if isinstance(properties, StandIn) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, torch.dtype) or dtype not in SAFETENSORS_TYPES:

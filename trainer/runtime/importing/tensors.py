@@ -5,7 +5,7 @@ A pickle is a program: it may name any function and have it called. So, for a fi
 1. It must be a plain zip: nothing compressed, one pickle of bounded size, no code.
 2. The names in its pickle are read without running it, and must be on a list: tensors, their storages and types, and
    the few classes of other libraries that occur in such files.
-3. Only then `torch.load(weights_only=True)` reads it; for those classes it uses stand-ins that keep their arguments and
+3. Only then `torch.load(weights_only=True)` reads it; for those classes it uses stand-ins that store arguments and
    do nothing: DeepSpeed is never imported for it. Storages are mapped, not read.
 
 `.metadata` of torch's distributed checkpoints is a bare pickle, which torch itself reads by `pickle.load`; here by an
@@ -170,7 +170,7 @@ def _open_torch(path: Path) -> Iterator[tuple[str, Stored]]:
 
 
 def checked_tensor(tensor: object, origin: Path, name: str) -> Tensor:
-    """The tensor without what a pickle may have put on it; InputError for anything but dense numbers on the CPU."""
+    """The tensor without attributes that a pickle may have set; InputError unless it is dense numbers on the CPU."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         raise InputError(f"{origin}: {name[:80]!r} is no tensor")
     plain = Tensor.detach(tensor)  # type: ignore[arg-type] # the class's own method: a pickle sets attributes
@@ -271,7 +271,7 @@ def refused(origin: Path, name: str) -> InputError:
 
 
 def _check_archive(stream: BinaryIO, origin: Path) -> None:
-    """InputError for anything but a plain zip of `torch.save` whose pickle names only what is known."""
+    """InputError for anything but a plain zip of `torch.save` whose pickle names only known classes."""
     if not zipfile.is_zipfile(stream):
         stream.seek(0)
         if stream.read(4) == b"PK\x03\x04":
@@ -303,7 +303,7 @@ def _check_archive(stream: BinaryIO, origin: Path) -> None:
 
 @contextmanager
 def _explained(origin: Path) -> Iterator[None]:
-    """Turns what a reader ends with at a damaged file into an InputError with the file's name."""
+    """Turns errors of a reader at a damaged file into an InputError with the file's name."""
     try:
         yield
     except OSError as error:

@@ -167,7 +167,7 @@ def _has_stalled(session: Session) -> bool:
 
 
 def _one_step(session: Session, objectives: Objectives, observer: StepObserver) -> DoneStep:
-    """Runs one step and notes what it measured."""
+    """Runs one step and records its measurements."""
     plan, state, device = session.plan, session.state, session.accelerator.device
     step = state.step + 1
     clock = Clock(device, on_phase=lambda phase: session.writer.beat(phase, step=step - 1))

@@ -47,14 +47,14 @@ _NS = 1e-9
 
 
 class Curve:
-    """The running sum of (moment in ns, bytes allocated or freed), in order, above what was held before."""
+    """The running sum of (moment in ns, bytes allocated or freed), in order, above the bytes held before."""
 
     def __init__(self, events: Sequence[tuple[int, int]], held_bytes: int, spans: Sequence[Span]) -> None:
         self._held_bytes, self._spans = held_bytes, spans
         self._points = list(running_bytes(events, held_bytes, spans))
 
     def peaks(self) -> dict[str, int]:
-        """The most that was allocated in each phase; one without an event has what was held when it began."""
+        """Peak bytes of each phase; a phase without an event has the bytes held when it began."""
         found: dict[str, int] = {}
         for span in self._spans:
             inside = [num_bytes for when, num_bytes, _ in self._points if span.begin_ns <= when <= span.end_ns]
@@ -62,7 +62,7 @@ class Curve:
         return found
 
     def timeline(self) -> tuple[MemoryPoint, ...]:
-        """At most MAX_POINTS points; of those that are left out, the highest stays."""
+        """At most MAX_POINTS points; the highest point is always among them."""
         if not self._points:
             return ()
         begin = min([self._points[0][0], *(span.begin_ns for span in self._spans)])
@@ -267,7 +267,7 @@ def room_for_a_profile() -> Iterator[None]:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """True for a failed allocation on a GPU or on the CPU, and for nothing that merely mentions one.
 
-    Also where another error was made of it: by a user's own loss, or by what a library does when something failed.
+    Also if another error was raised from it: by a user's own loss, or by a library's handling of the failure.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -403,7 +403,7 @@ def _tensors() -> Iterator[Tensor]:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Fake, meta and sparse ones have none; what is wrapped is counted by itself."""
+    """Fake, meta and sparse tensors have none; a wrapped tensor is counted by itself."""
     try:
         return tensor.device.type != "meta" and bool(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError, UserWarning):

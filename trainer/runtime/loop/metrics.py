@@ -91,7 +91,7 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8") if is_writer else None
 
     def append(self, metrics: StepMetrics) -> None:
-        """Writes one line; what was not measured is left out, and what is no finite number is null."""
+        """Writes one line; a figure that was not measured is omitted, and a number that is not finite is null."""
         if self._file is None:
             return
         named = {name: getattr(metrics, name) for name in metrics.__struct_fields__}
@@ -120,7 +120,7 @@ TERA = 10**12
 
 
 class DoneStep(NamedTuple):
-    """A step that was run, and what it was run with."""
+    """A step that was run, with its settings."""
 
     result: StepResult
     clock: Clock

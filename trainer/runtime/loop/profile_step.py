@@ -1,10 +1,10 @@
-"""One step of rank 0 under torch's profiler, for `shardwise profile`: files for its viewers, and what it prints.
+"""One step of rank 0 under torch's profiler, for `shardwise profile`: files for its viewers, and the printed figures.
 
     RUN/profile/trace.json.gz           every operator with its time, for Perfetto
     RUN/profile/memory-snapshot.pickle  on a GPU: every allocation with its stack, for PyTorch's memory viewer
     RUN/profile/memory-summary.txt      on a GPU: the caching allocator's tables
     RUN/profile/memory-timeline.csv     on a CPU: allocated bytes after each event, by phase
-    RUN/profile/profile.json            what the command prints
+    RUN/profile/profile.json            the figures that the command prints
 
 It is the last step of a short run: the steps before it were timed and measured without all this. The profiler's
 allocations are attributed to modules by the times at which these begin and end. Memory that is allocated when the
@@ -84,7 +84,7 @@ def traced_step(session: Session, step: int, clock: Clock) -> Iterator[None]:
 
 @contextmanager
 def _recorded_history(folder: Path, *, is_cuda: bool) -> Iterator[None]:
-    """Has a GPU's allocator note every allocation of the block, and keeps that for PyTorch's viewer."""
+    """Makes a GPU's allocator record every allocation of the block, and writes that for PyTorch's viewer."""
     if not is_cuda:
         yield
         return
@@ -122,7 +122,7 @@ def _figures(
 
 
 def _operators(profiler: Any, device_type: str) -> tuple[OperatorTime, ...]:  # noqa: ANN401  # see above
-    """Those that take longest by themselves first."""
+    """The operators, longest self time first."""
     found = [
         OperatorTime(
             name=average.key,
@@ -146,7 +146,7 @@ def _files(device_type: str) -> dict[str, str]:
 
 
 def _write_timeline(path: Path, allocations: "Sequence[Allocation]", spans: Sequence[Span]) -> None:
-    """Bytes above what was held when the step began."""
+    """Bytes above those held when the step began."""
     events = [(each.at_ns, each.num_bytes) for each in allocations]
     begin_ns = min([span.begin_ns for span in spans] + [when for when, _ in events[:1]])
     with path.open("w", encoding="utf-8", newline="") as stream:
@@ -158,7 +158,7 @@ def _write_timeline(path: Path, allocations: "Sequence[Allocation]", spans: Sequ
 
 
 class Allocation(NamedTuple):
-    """Bytes that were taken, or with a minus given back."""
+    """Allocated bytes; negative if they were freed."""
 
     at_ns: int
     pointer: int
@@ -220,7 +220,7 @@ def allocations_of(profiler: Any, device_type: str) -> list[Allocation]:  # noqa
 def retained_by_module(
     allocations: Iterable[Allocation], marks: ModuleMarks, *, begin_ns: int, end_ns: int
 ) -> dict[str, int]:
-    """Bytes by the module that allocated them between two moments, of what is alive at the second."""
+    """Bytes that were allocated between two moments and are alive at the second, by module."""
     alive: dict[int, Allocation] = {}
     for allocation in allocations:
         if not begin_ns <= allocation.at_ns <= end_ns:
@@ -252,7 +252,7 @@ def places_of(sizes: dict[str, int], blocks: Sequence[str]) -> tuple[RetainedByt
 
 
 def over_blocks(sizes: dict[str, int], blocks: Sequence[str]) -> tuple[RetainedBytes, ...]:
-    """The modules of blocks added up by their names within one, those that keep most first."""
+    """The modules of all blocks added up by their names within one, the largest first."""
     sums: Counter[str] = Counter()
     for module, num_bytes in sizes.items():
         number, inside = within_block(module, blocks)

@@ -6,7 +6,7 @@ same on all ranks: steps need no exchange; for seconds rank 0's clock decides, b
 measured: a save of a minute comes no sooner than after 33 minutes at 3 %.
 
 The first checkpoint is a rehearsal: it is saved after the first step, while training waits, and read back
-(`check_read_back`), so that a disk that does not keep its data ends the run when that has cost one step. Later ones
+(`check_read_back`), so that a disk that loses data ends the run after one step. Later ones
 are written as the plan states (trainer/spec/messages/rank_files.py). Nothing is saved while steps are being skipped:
 the run may have to go back to before them.
 
@@ -197,7 +197,7 @@ def keep_best(session: Session) -> None:
 def load_best(session: Session) -> bool:
     """Puts the weights of the best evaluation into the model; False where no checkpoint of it can be loaded.
 
-    Its optimizer is left as it is: nothing is trained after this.
+    Its optimizer does not change: nothing is trained after this.
     """
     folder = _best_checkpoint(session)
     if folder is None:
@@ -265,7 +265,7 @@ class PeriodicSaves:
         self._is_due = self._is_rehearsal
 
     def after_step(self) -> None:
-        """Commits what is written, and saves where that is due."""
+        """Commits a written checkpoint, and saves one that is due."""
         session, state = self._session, self._session.state
         begin = time.monotonic()
         if poll_save(session):

@@ -123,7 +123,7 @@ _THROTTLES = {  # NVML's reasons for lower clocks that a person can do something
 
 
 class CardSample(Value, frozen=True, kw_only=True):
-    """One sample of NVML; None for what the card does not report."""
+    """One sample of NVML; None for a counter that the card does not report."""
 
     utilization: float | None = None  # share of the last sampling period in which a kernel ran
     power_w: float | None = None

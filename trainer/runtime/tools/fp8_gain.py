@@ -6,9 +6,7 @@ has it. Small layers lose: casts cost more than the faster product saves. Needs 
 timed, or why nothing was. A few seconds: at most BUDGET_S for each shape and type.
 """
 
-import sys
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch import nn
 from shardwise.trainer.runtime.models.build import model_from_config
 from shardwise.trainer.runtime.precision.fp8 import fp8_layers, fp8_region, library_of, token_multiple
 from shardwise.trainer.runtime.run.clock import best_seconds
-from shardwise.trainer.runtime.run.process import run_request
+from shardwise.trainer.runtime.run.process import run_request_and_exit
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
 from shardwise.trainer.spec.messages.worker_requests import Fp8GainRequest
 from shardwise.trainer.spec.plan import Fp8Gain, ShapeTimes
@@ -61,11 +59,6 @@ def measure_gain(request: Fp8GainRequest) -> Fp8Gain:
     return Fp8Gain(recipe=request.recipe, tokens=request.tokens, library=library_of(request.recipe), shapes=shapes)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the request named in `arguments`; returns the exit code."""
-    return run_request(arguments, Fp8GainRequest, measure_gain)
-
-
 def _times(request: Fp8GainRequest) -> tuple[ShapeTimes, ...]:
     if not torch.cuda.is_available():
         raise InputError("there is no CUDA device")
@@ -91,4 +84,4 @@ def _step_seconds(layer: nn.Module, tokens: int, device: torch.device, budget_s:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_request_and_exit(Fp8GainRequest, measure_gain)

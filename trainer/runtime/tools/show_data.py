@@ -109,7 +109,7 @@ def show(
 def _stretches(
     token_ids: Sequence[int], flags: Sequence[bool], tokenizer: TextTokenizer, starts: Sequence[int]
 ) -> Iterator[_Stretch]:
-    """In order; each document is decoded from its start, as sentencepiece drops the first space of what it decodes."""
+    """In order; each document is decoded from its start, as sentencepiece drops the first space of a decoded text."""
     for document, (begin, end) in enumerate(pairwise([*starts, len(token_ids)])):
         shown = ""
         for place in range(begin + 1, end + 1):

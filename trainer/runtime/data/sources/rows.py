@@ -114,7 +114,7 @@ def listed(row: Mapping[str, Any]) -> str:
     return ", ".join(map(str, row)) or "none"
 
 
-FormatRow = Callable[[Row], Row | None]  # None: the row is left out
+FormatRow = Callable[[Row], Row | None]  # None: the row is skipped
 
 
 class RowReading(NamedTuple):
@@ -191,7 +191,7 @@ def _check_fields(shape: DataFormat, fields: Mapping[str, str]) -> None:
 
 
 def example_of(row: Row, where: str, reading: RowReading) -> Content | BadRow | None:
-    """The example that `row` is; a BadRow at `where` with the reason where it is none; None where it is left out."""
+    """The example that `row` is; a BadRow at `where` with the reason where it is none; None where it is skipped."""
     if reading.format_row is not None:
         made = reading.format_row(row)
         if made is None:
@@ -349,7 +349,7 @@ def parsed(value: Any, column: str) -> Any:  # noqa: ANN401 - any row
 
 
 def text_or_messages(value: Any, column: str, fields: Mapping[str, str]) -> TextOrMessages:  # noqa: ANN401
-    """Text that is not empty, or messages; text that is a JSON list of messages is taken for them."""
+    """Text that is not empty, or messages; text that is a JSON list of messages is read as messages."""
     if not isinstance(value, str):
         if not isinstance(value, list | dict):
             raise UnusableRowError(f'field "{column}" is {kind_of(value)}, not text or a list of messages')
@@ -371,7 +371,7 @@ def require_assistant(messages: list[Message], column: str) -> None:
 
 
 def _of_columns(value: dict[str, Any]) -> Any:  # noqa: ANN401 - any row
-    """A list of messages from an object of lists, or from one message; what is neither as it is."""
+    """A list of messages from an object of lists, or from one message; any other value unchanged."""
     entries = list(value.values())
     if entries and all(isinstance(entry, list) for entry in entries):
         if len({len(entry) for entry in entries}) == 1:

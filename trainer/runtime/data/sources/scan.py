@@ -1,4 +1,4 @@
-"""Documents of text files and of rows, block by block: digests, bad rows, and what is held out.
+"""Documents of text files and of rows, block by block: digests, bad rows, and the held-out part.
 
 A text file is one document. Documents come in blocks of at most about a million characters, cut at line ends, so that
 memory is bounded. `check_sources` reads each file once, for its digest and for the first byte that is not text: a text
@@ -91,8 +91,8 @@ class Sources(NamedTuple):
     held_out: Sequence[CheckedFile]
     reading: RowReading
     report: Callable[[str], None]
-    window: Sequence[Block | BadRow] | None = None  # of a stream: what was read of the training files; None: all is
-    drops_held_out: bool = False  # what the split holds out is neither learned nor scored
+    window: Sequence[Block | BadRow] | None = None  # of a stream: the part that was read; None: all of it
+    drops_held_out: bool = False  # held-out units are neither learned nor scored
 
 
 class RejectedRows:
@@ -365,7 +365,7 @@ class _Progress:
 
 
 class SplitSearch:
-    """Is given every block once, and then names the split that comes nearest to the requested share."""
+    """Finds the split that comes nearest to the requested share, from every block once."""
 
     def __init__(self, share: float) -> None:
         if not 0 < share < 1:

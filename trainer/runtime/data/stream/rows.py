@@ -242,7 +242,7 @@ class StreamRows:
         self._incidents.replace(text + (f"; in {len(bad)} windows" if bad[1:] else ""), IncidentKind.BAD_ROWS)
 
     def _known_windows(self, *, resumes: bool) -> list[Window]:
-        """Those of the index that the run left, or the first one alone."""
+        """The windows in the index of the run, or the first window alone."""
         first = codec.read(self._cache_dir / START_NAME, StreamStart).first
         if not resumes:
             return [first]
