@@ -46,8 +46,8 @@ def workplace(tmp_path):
     return made
 
 
-def doctor(workplace, *words: str) -> tuple[int, dict[str, Any]]:
-    result = workplace.run("doctor", *words, "--json", check=False)
+def doctor(workplace, *arguments: str) -> tuple[int, dict[str, Any]]:
+    result = workplace.run("doctor", *arguments, "--json", check=False)
     assert result.stdout, result.stderr
     return result.returncode, json.loads(result.stdout)
 
@@ -70,7 +70,7 @@ def test_a_machine_that_trains_has_no_fault(workplace):
     assert any("40 files" in sentence for sentence in sentences)
 
 
-def test_quick_leaves_out_what_takes_long(workplace):
+def test_quick_skips_the_slow_checks(workplace):
     code, diagnosis = doctor(workplace, "--quick")
     checked = {row["check"] for row in diagnosis["findings"]}
     assert code == 0 and checked.isdisjoint({check.name for check in CHECKS if check.is_slow})
@@ -135,7 +135,7 @@ def test_no_secret_is_ever_shown(workplace):
 
 
 def test_findings_hold_no_secret_before_they_are_printed(tmp_path, monkeypatch):
-    """As from Python, where nothing stands between them and whoever reads them."""
+    """As from Python, without the redaction of the command line."""
     monkeypatch.chdir(tmp_path)
     environment = {"HOME": str(tmp_path), **SECRETS, "CUDA_HOME": f"/{SECRETS['AWS_SECRET_ACCESS_KEY']}"}
     out = io.StringIO()
@@ -144,12 +144,12 @@ def test_findings_hold_no_secret_before_they_are_printed(tmp_path, monkeypatch):
 
 
 def test_faults_come_first_and_the_last_line_sums_up():
-    named = [warning("slow", "faster"), fine("well"), fault("broken", "mend it"), fault("gone", "get it")]
+    named = [warning("slow", "faster"), fine("well"), fault("broken", "mend it"), fault("missing", "get it")]
     found = diagnosis_of(
         Finding(check="a check", level=each.level, sentence=each.sentence, fix=each.fix) for each in named
     )
     faults, warnings, rest, (last,) = (part.splitlines() for part in render_diagnosis(found).split("\n\n"))
-    remedies = ["  a check  broken", "           -> mend it", "  a check  gone", "           -> get it"]
+    remedies = ["  a check  broken", "           -> mend it", "  a check  missing", "           -> get it"]
     assert faults[0].startswith("faults") and faults[1:] == remedies
     assert warnings == ["warnings", "  a check  slow", "           -> faster"]
     assert (rest, last) == (["fine", "  a check  well"], "2 faults, 1 warning")
@@ -172,14 +172,14 @@ def test_the_remedy_of_an_error_is_separated_from_its_problem(message, sentence,
     assert (found.sentence, found.fix) == (sentence, fix)
 
 
-def test_a_check_that_hangs_costs_its_own_answer_only(tmp_path):
+def test_a_check_that_hangs_costs_only_its_own_result(tmp_path):
     machine = BrokenMachine(tmp_path).read()
 
     def hang(_machine):
         time.sleep(600)
         yield fine("never")
 
-    checks = (Check("hanging", hang), Check("quick", lambda _machine: [fine("answered")]))
+    checks = (Check("hanging", hang), Check("quick", lambda _machine: [fine("done")]))
     reported, _ = under_a_limit(
         lambda limit_s: list(run_checks(machine, checks, deadline_s=limit_s)),
         lambda found: found[1].level is Level.FINE,

@@ -37,14 +37,14 @@ def test_a_gpu_that_torch_drives_is_no_fault(broken):
     assert len(found.findings) == 3
 
 
-def test_a_driver_too_old_for_a_cuda_that_the_table_does_not_know_is_told_in_torch_s_words(broken):
+def test_a_driver_too_old_for_a_cuda_that_the_table_does_not_know_has_the_message_of_torch(broken):
     broken.install_gpu(driver="999.0")
-    words = "The NVIDIA driver on your system is too old (found version 13000)."
-    future = replace(CUDA_13, version="3.0.0+cu140", cuda="14.0", devices=(), problem=words)
-    assert_reported(broken.diagnose("torch", torch=future), Level.FAULT, ("3.0.0+cu140", "CUDA 14.0", words))
+    message = "The NVIDIA driver on your system is too old (found version 13000)."
+    future = replace(CUDA_13, version="3.0.0+cu140", cuda="14.0", devices=(), problem=message)
+    assert_reported(broken.diagnose("torch", torch=future), Level.FAULT, ("3.0.0+cu140", "CUDA 14.0", message))
 
 
-def test_a_torch_that_cannot_be_loaded_says_why(broken):
+def test_a_torch_that_cannot_be_loaded_is_a_fault_with_the_reason(broken):
     broken.add_module("torch", "raise ImportError('libtorch_cpu.so: undefined symbol: iJIT_NotifyEvent')")
     facts = ("ImportError: libtorch_cpu.so: undefined symbol: iJIT_NotifyEvent", "pip install --force-reinstall torch")
     assert_reported(broken.diagnose("torch"), Level.FAULT, facts)
@@ -112,7 +112,7 @@ def with_package(broken, monkeypatch):
     return add
 
 
-def test_compiled_libraries_that_do_not_load_beside_this_torch(broken, with_package):
+def test_compiled_libraries_that_do_not_load_with_this_torch(broken, with_package):
     """An undefined symbol, and an import that ends the process; a fault where there is a GPU."""
     problem = "flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2ENS_14SourceLocationESs"
     with_package("flash-attn", "flash_attn", f"raise ImportError({problem!r})")
@@ -139,7 +139,7 @@ def test_compiled_libraries_that_do_not_load_beside_this_torch(broken, with_pack
     ],
 )
 def test_a_toolkit_has_the_major_version_of_torchs_cuda_and_only_nvme_needs_one(broken, release, cuda, level, facts):
-    """DeepSpeed compiles the operator of offload to host RAM for the CPU, whatever the device."""
+    """DeepSpeed compiles the operator of offload to host RAM for the CPU on any device."""
     broken.install_gpu()
     if release is not None:
         nvcc = broken.install("nvcc", f"echo 'Cuda compilation tools, release {release}, V{release}.1'")

@@ -112,13 +112,13 @@ def test_wsl_with_a_gpu_little_memory_and_folders_of_windows(broken):
 
 def test_folders_that_cannot_be_written(broken):
     (broken.folder / "cache").write_text("")
-    (broken.home / "hf").symlink_to("/gone/disk")
+    (broken.home / "hf").symlink_to("/missing/disk")
     broken.environment |= {"HF_HOME": f"{broken.home}/hf", "TMPDIR": "/proc/nowhere"}
     assert_reported(
         broken.diagnose("folders"),
         Level.FAULT,
         (f"{broken.folder}/cache is a file", "export SHARDWISE_CACHE=", "folders: {cache: ", "config.yaml"),
-        (f"{broken.home}/hf", "/gone/disk", "export HF_HOME=", "folders: {huggingface: "),
+        (f"{broken.home}/hf", "/missing/disk", "export HF_HOME=", "folders: {huggingface: "),
         ("/proc: ", "export TMPDIR="),
     )
     broken.environment["HOME"] = "/nowhere"
@@ -154,7 +154,7 @@ def test_a_model_of_the_hub_whose_files_are_missing(broken):
     broken.environment["HF_HUB_CACHE"] = str(broken.folder / "hub")
     snapshot = broken.folder / "hub" / "models--org--name" / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)
-    (snapshot / "model.safetensors").symlink_to("../../blobs/gone")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/missing")
     facts = ("model/org/name", f"{broken.folder}/hub", "1 file", "hf cache rm model/org/name")
     assert_reported(broken.diagnose("hub-cache"), Level.FAULT, facts)
 

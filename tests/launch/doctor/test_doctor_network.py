@@ -1,4 +1,4 @@
-"""`doctor` where names, proxies, the hub, wandb or Slurm do not answer; and no key is ever shown."""
+"""`doctor` if names, proxies, the hub, wandb or Slurm do not respond; no key is ever shown."""
 
 import socket
 import threading
@@ -23,7 +23,7 @@ def broken(tmp_path):
 
 @pytest.fixture
 def closed_port():
-    """A port of this machine that nobody listens at."""
+    """A port of this machine on which no process listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]
@@ -54,7 +54,7 @@ def test_interfaces_that_are_down_or_not_there(broken):
         assert_reported(broken.diagnose("interfaces"), Level.FAULT)
 
 
-def test_a_proxy_that_is_gone(broken, closed_port):
+def test_a_proxy_that_does_not_respond_is_a_warning(broken, closed_port):
     broken.environment["HTTPS_PROXY"] = f"http://ada:{KEY}@127.0.0.1:{closed_port}"
     found = broken.diagnose("proxies")
     facts = ("HTTPS_PROXY", f"127.0.0.1:{closed_port}", "Connection refused", "unset HTTPS_PROXY")
@@ -70,7 +70,7 @@ def test_a_proxy_that_is_gone(broken, closed_port):
     assert_reported(found, Level.WARNING, ("http_proxy", "unset http_proxy", "http://HOST:PORT"))
 
 
-def test_a_hub_that_cannot_be_reached_or_is_not_to_be_asked(broken, closed_port):
+def test_a_hub_that_cannot_be_reached_or_is_not_to_be_contacted(broken, closed_port):
     broken.environment["HF_ENDPOINT"] = f"http://127.0.0.1:{closed_port}"
     facts = (f"http://127.0.0.1:{closed_port}", "Connection refused", "HF_HUB_OFFLINE=1")
     assert_reported(broken.diagnose("hub"), Level.WARNING, facts)
@@ -97,7 +97,7 @@ def test_a_token_that_the_hub_does_not_know(broken):
     assert TOKEN not in codec.encode(found).decode()
 
 
-def test_a_server_that_never_answers_is_given_its_time(broken):
+def test_a_server_that_never_responds_has_a_time_limit(broken):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -181,7 +181,7 @@ def test_a_login_node_whose_controller_or_munge_fails(login_node):
     assert_reported(login_node.diagnose("slurm"), Level.FAULT, facts, ("scontrol ping", "controller", "administrators"))
 
 
-def test_a_slurm_that_hangs_beside_gpus_is_a_warning(login_node):
+def test_a_slurm_that_hangs_on_a_machine_with_gpus_is_a_warning(login_node):
     login_node.install_gpu()
     login_node.install("scontrol", "exec sleep 600")
     login_node.changes["slurm_timeout_s"] = 0.5

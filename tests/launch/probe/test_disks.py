@@ -1,4 +1,4 @@
-"""What quotas leave of a file system, as the commands of each kind print them, and what is refused for them."""
+"""Free space under quotas, as the commands of each file system print it, and errors for want of it."""
 
 import os
 from pathlib import Path
@@ -88,7 +88,7 @@ def program(root: Path, name: str, script: str) -> None:
     (root / "bin" / name).chmod(0o755)
 
 
-def test_lustre_is_asked_for_user_group_and_project(place):
+def test_lustre_has_quotas_of_user_group_and_project(place):
     folder, environment, root = place
     point = mounted(root, "lustre")
     program(
@@ -108,7 +108,7 @@ esac""",
     assert (project.whose, project.free_bytes) == ("the quota of project 4711", 100 * KIB)
 
 
-def test_quota_is_asked_for_the_user_and_the_group_of_new_files(place):
+def test_quota_covers_the_user_and_the_group_of_new_files(place):
     folder, environment, root = place
     point = mounted(root, "nfs4")
     header = "     Filesystem  blocks   quota   limit   grace   files   quota   limit   grace"
@@ -130,7 +130,7 @@ esac""",
     assert (group.free_bytes, group.free_files, group.whose) == (None, 4, "your group's quota")
 
 
-def test_storage_scale_is_asked_by_the_name_of_its_device(place):
+def test_storage_scale_is_found_by_the_name_of_its_device(place):
     folder, environment, root = place
     mounted(root, "gpfs", source="/dev/fast")
     program(root, "mmlsquota", f'[ "$*" = -Y ] && cat {root}/scale.txt')
@@ -152,7 +152,7 @@ def test_storage_scale_is_asked_by_the_name_of_its_device(place):
         ("exec sleep 600", 0.2),
     ],
 )
-def test_where_the_command_tells_nothing_no_quota_is_known(place, script, timeout_s):
+def test_without_output_of_the_command_no_quota_is_known(place, script, timeout_s):
     folder, environment, root = place
     mounted(root, "ext4")
     if script is not None:
@@ -168,9 +168,9 @@ def test_a_quota_bounds_the_room_and_is_named(place):
     program(root, "quota", "printf '%s\\n' 'Disk quotas for user me (uid 1):' '/here 100 0 1124 0 5 0 9 0'")
     room = read_room(folder / "not" / "yet", environment, root=root)
     assert room.free_bytes == MIB and "your user's quota" in room.bytes_limit
-    asked = {"what": "the data needs", "remedy": "make room", "environment": environment, "root": root}
-    check_room(folder, num_bytes=MIB, num_files=4, **asked)
+    needed = {"what": "the data needs", "remedy": "make room", "environment": environment, "root": root}
+    check_room(folder, num_bytes=MIB, num_files=4, **needed)
     with pytest.raises(EnvironmentFaultError, match=r"the data needs 2 MiB.*1 MiB.*your user's quota.*make room"):
-        check_room(folder, num_bytes=2 * MIB, **asked)
+        check_room(folder, num_bytes=2 * MIB, **needed)
     with pytest.raises(EnvironmentFaultError, match=r"5 inodes.*4 .*your user's quota"):
-        check_room(folder, num_bytes=1, num_files=5, **asked)
+        check_room(folder, num_bytes=1, num_files=5, **needed)

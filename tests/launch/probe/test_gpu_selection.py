@@ -1,4 +1,4 @@
-"""Which cards are planned for, and what is said of the others."""
+"""The cards to plan for, and the sentences for the others."""
 
 import pytest
 
@@ -51,9 +51,9 @@ def test_an_index_that_does_not_exist_names_those_that_do():
         select_gpus([], wanted=(0,))
 
 
-def test_a_busy_card_is_skipped_with_who_holds_it_and_used_where_it_is_asked_for():
-    holder = GpuProcess(pid=4242, name="python", memory_bytes=12 * GIB)
-    gpus = (make_gpu(0), make_gpu(1, free_bytes=12 * GIB, processes=(holder,)))
+def test_a_busy_card_is_skipped_with_its_process_and_used_if_requested():
+    process = GpuProcess(pid=4242, name="python", memory_bytes=12 * GIB)
+    gpus = (make_gpu(0), make_gpu(1, free_bytes=12 * GIB, processes=(process,)))
     chosen, (excluded,) = select_gpus(gpus, wanted=None)
     assert indices(chosen) == [0]
     for fact in ("GPU 1 ", "python (pid 4242)", "12 GiB of 24 GiB", "--gpus 1"):
@@ -64,7 +64,7 @@ def test_a_busy_card_is_skipped_with_who_holds_it_and_used_where_it_is_asked_for
 @pytest.mark.parametrize(
     ("changes", "is_used"),
     [
-        ({"free_bytes": 18 * GIB}, True),  # a display takes a quarter at most
+        ({"free_bytes": 18 * GIB}, True),  # a display uses a quarter at most
         ({"free_bytes": int(17.9 * GIB)}, False),
         ({"usable_bytes": 17 * GIB, "free_bytes": 17 * GIB}, True),  # what the driver keeps for itself
     ],
@@ -78,7 +78,7 @@ def test_a_card_is_busy_from_a_quarter_of_its_memory_on(changes, is_used):
     ("free_gib", "used"),
     [([10, 10, 1], [0, 1]), ([2, 16, 3], [1]), ([10], [0]), ([9, 8, 7], [0, 1, 2])],
 )
-def test_where_all_are_busy_the_most_free_memory_is_taken(free_gib, used):
+def test_if_all_are_busy_the_most_free_memory_is_selected(free_gib, used):
     gpus = [make_gpu(index, free_bytes=free * GIB) for index, free in enumerate(free_gib)]
     chosen, excluded = select_gpus(gpus, wanted=None)
     assert indices(chosen) == used
@@ -155,7 +155,7 @@ def test_free_memory_that_differs_is_a_note():
     assert note is not None and "22 GiB to 24 GiB" in note and "GPU 1" in note
 
 
-def test_cards_and_holders_are_named_shortly_and_the_largest_holder_first():
+def test_cards_and_processes_are_named_shortly_and_the_largest_process_first():
     named = {"GPU 3": [3], "GPUs 0 and 2": [2, 0], "GPUs 4 to 6": [4, 5, 6], "GPUs 0, 1 and 3": [0, 1, 3]}
     assert {text: name_gpus(numbers) for text, numbers in named.items()} == {text: text for text in named}
     processes = [

@@ -1,4 +1,4 @@
-"""Running nvidia-smi: as few runs as needed, and an answer whatever the program does."""
+"""Running nvidia-smi: as few runs as needed, and a result for each failure."""
 
 import sys
 from types import ModuleType
@@ -20,7 +20,7 @@ def read(machine, **changes):
 
 
 def change_nvidia_smi(machine, old, new):
-    """The stand-in answers one question otherwise."""
+    """Changes one case of the stand-in."""
     program = machine.programs / "nvidia-smi"
     assert old in program.read_text()
     program.write_text(program.read_text().replace(old, new))
@@ -33,12 +33,12 @@ def test_a_machine_without_gpu_starts_no_program(tmp_path):
     assert machine.smi_runs() == []
 
 
-def test_a_card_whose_display_holds_memory_takes_one_more_run(tmp_path):
+def test_a_card_whose_display_uses_memory_needs_one_more_run(tmp_path):
     machine = lay_out(tmp_path, "rtx4090_desktop")
     machine.write("sys/bus/pci/devices/0000:01:00.0/numa_node", "1\n")
     (gpu,) = read(machine).gpus
     assert gpu.numa_node == 1
-    assert [(holder.name, holder.memory_bytes) for holder in gpu.processes] == [
+    assert [(process.name, process.memory_bytes) for process in gpu.processes] == [
         ("ollama", 318 * MIB),
         ("Xorg", 512 * MIB),
         ("gnome-shell", 187 * MIB),
@@ -46,15 +46,15 @@ def test_a_card_whose_display_holds_memory_takes_one_more_run(tmp_path):
     ]
     assert len(machine.smi_runs()) == 3
     machine.write("sys/bus/pci/devices/0000:01:00.0/numa_node", "-1\n")
-    answer = r'cat query-gpu.csv; printf "Unable to determine the device handle \\377\n"; exit 15'
-    change_nvidia_smi(machine, "exec cat query-gpu.csv", answer)
+    script = r'cat query-gpu.csv; printf "Unable to determine the device handle \\377\n"; exit 15'
+    change_nvidia_smi(machine, "exec cat query-gpu.csv", script)
     findings = read(machine)
     assert findings.gpus[0].numa_node is None, "the kernel's -1 on a machine with one node"
     (note,) = findings.notes
     assert "Unable to determine the device handle" in note, "one dead card among good ones"
 
 
-def test_several_idle_cards_are_asked_for_their_links_only(tmp_path):
+def test_several_idle_cards_need_only_the_runs_for_their_links(tmp_path):
     machine = lay_out(tmp_path, "nvlink_8x_h100")
     findings = read(machine)
     assert len(findings.gpus) == 8
@@ -185,13 +185,13 @@ def fake_nvml(reported: dict[str, Any], *, starts: bool = True) -> ModuleType:
     """The binding of a machine with one card; what is not in `reported` its driver does not know."""
     nvml: Any = ModuleType("pynvml")
 
-    def answer(name: str) -> Any:
-        def asked(handle: bytes, *more: int) -> int:
+    def query(name: str) -> Any:
+        def call(handle: bytes, *more: int) -> int:
             if handle != UUID.encode() or name not in reported:
                 raise NvmlError
             return reported[name][more[0]] if more else reported[name]
 
-        return asked
+        return call
 
     def init() -> None:
         if not starts:
@@ -200,7 +200,7 @@ def fake_nvml(reported: dict[str, Any], *, starts: bool = True) -> ModuleType:
     nvml.NVMLError, nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM = NvmlError, 1, 2
     nvml.nvmlInit, nvml.nvmlShutdown, nvml.nvmlDeviceGetHandleByUUID = init, lambda: None, lambda uuid: uuid
     for name in ("NumGpuCores", "MaxClockInfo", "MemoryBusWidth"):
-        setattr(nvml, f"nvmlDeviceGet{name}", answer(name))
+        setattr(nvml, f"nvmlDeviceGet{name}", query(name))
     return nvml
 
 
@@ -228,11 +228,11 @@ def test_a_card_without_a_row_is_rated_by_what_nvml_reports(tmp_path, monkeypatc
     [fake_nvml({}), fake_nvml({"NumGpuCores": 7168}), fake_nvml(REPORTED, starts=False), None],
     ids=["reports nothing", "an older driver", "no library", "no binding"],
 )
-def test_a_driver_that_reports_little_leaves_the_speed_unknown(tmp_path, monkeypatch, nvml):
+def test_the_speed_is_unknown_if_the_driver_reports_little(tmp_path, monkeypatch, nvml):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     hardware = probed(tmp_path)
     assert hardware.gpus[0].max_clock_mhz is None
     assert not device_of(hardware).has_known_speed
     assert "not known" in describe_hardware(hardware)
     (gpu,) = probed(tmp_path / "known", LINE.replace("RTX 6070", "RTX 5080")).gpus
-    assert (gpu.spec_name, gpu.num_cuda_cores) == ("RTX-5080", None), "of a known card NVML is asked nothing"
+    assert (gpu.spec_name, gpu.num_cuda_cores) == ("RTX-5080", None), "NVML is not queried for a known card"

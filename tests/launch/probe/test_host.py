@@ -145,7 +145,7 @@ def test_slurm_is_a_login_node_a_job_or_nothing():
         ({"SLURM_MEM_PER_NODE": "65536", "SLURM_CPUS_ON_NODE": "8"}, None, None),  # left over, no job
     ],
 )
-def test_slurm_says_what_a_job_was_given(environment, memory, cores):
+def test_slurm_reports_the_memory_and_cores_of_a_job(environment, memory, cores):
     assert slurm_memory_bytes(environment) == memory
     assert slurm_num_cores(environment) == cores
 
@@ -187,9 +187,9 @@ def test_the_tightest_of_nested_groups_binds(tmp_path):
         ("/job", "/job", {"high": GIB, "current": 2 * GIB}, (GIB, 0)),
         ("/job", "/job", {"max": GIB}, (GIB, None)),
         ("/../../elsewhere", "", {"max": 4 * GIB, "current": 0}, (4 * GIB, 4 * GIB)),
-        ("/gone", "", {"max": 4 * GIB, "current": 0}, (4 * GIB, 4 * GIB)),
+        ("/missing", "", {"max": 4 * GIB, "current": 0}, (4 * GIB, 4 * GIB)),
     ],
-    ids=["throttled", "over its limit", "use unknown", "outside the visible tree", "gone"],
+    ids=["throttled", "over its limit", "use unknown", "outside the visible tree", "missing"],
 )
 def test_the_memory_of_a_group_is_bounded_by_each_of_its_limits(tmp_path, path, group, files, expected):
     limits = v2_machine(tmp_path, path, {group: {f"memory.{name}": f"{value}\n" for name, value in files.items()}})
@@ -282,11 +282,11 @@ def test_the_memory_of_the_host_is_the_cgroups(tmp_path):
 @pytest.mark.parametrize(
     ("configuration", "variable", "expected"),
     [
-        (None, None, None),  # Debian's package is installed, and nobody set a cluster up
+        (None, None, None),  # Debian's package is installed, without a cluster
         ("root/etc/slurm/slurm.conf", None, SlurmEnvironment(has_sbatch=True)),
         ("root/etc/slurm-llnl/slurm.conf", None, SlurmEnvironment(has_sbatch=True)),
         ("root/run/slurm/conf/slurm.conf", None, SlurmEnvironment(has_sbatch=True)),
-        ("etc/slurm.conf", None, SlurmEnvironment(has_sbatch=True)),  # beside the bin folder of sbatch
+        ("etc/slurm.conf", None, SlurmEnvironment(has_sbatch=True)),  # next to the bin folder of sbatch
         ("elsewhere.conf", "elsewhere.conf", SlurmEnvironment(has_sbatch=True)),
         ("root/etc/slurm/slurm.conf", "missing.conf", None),  # Slurm reads this one alone
     ],

@@ -132,7 +132,7 @@ def test_gpus_of_amd_are_named_as_found_and_not_supported(tmp_path):
         assert all(fact in text for fact in ("2 AMD GPUs", "0000:03:00.0", "not supported"))
 
 
-def test_a_library_at_a_version_that_its_user_leaves_aside_is_said(tmp_path, monkeypatch):
+def test_a_library_at_a_version_that_its_user_does_not_accept_is_reported(tmp_path, monkeypatch):
     (tmp_path / "kernels-0.0.1.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     hardware = probe(lay_out(tmp_path, "rtx4090_desktop"))
@@ -210,7 +210,7 @@ def test_the_table_of_a_machine_with_everything():
     assert "not known" not in describe_hardware(hardware).splitlines()[2]
 
 
-def test_what_was_measured_stands_beside_the_datasheet():
+def test_measurements_are_shown_with_the_datasheet():
     hardware = hardware_from_spec("1xL40S", local_host=lambda: UNKNOWN_HOST)
     rates = MeasuredRates(
         matmul_flops_per_s=250 * 10**12,

@@ -41,7 +41,7 @@ def test_a_folder_has_both_speeds_and_nothing_is_left_in_it(tmp_path):
 def test_a_disk_whose_mount_point_cannot_be_written_is_measured_in_another_folder_of_it(tmp_path):
     (tmp_path / "no folder").write_text("")  # not even root may enter it
     disk = make_disk(tmp_path / "no folder")
-    assert writable_folder(disk, [Path("/dev/shm"), tmp_path / "gone", tmp_path]) == tmp_path
+    assert writable_folder(disk, [Path("/dev/shm"), tmp_path / "missing", tmp_path]) == tmp_path
     assert writable_folder(disk, [Path("/dev/shm")]) is None  # another disk
     assert writable_folder(make_disk(tmp_path), []) == tmp_path
     assert writable_folder(make_disk("/no/such/disk"), [tmp_path]) is None
@@ -59,18 +59,18 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 IMPORTS = "import os, pathlib, sys, time\n"
-ANSWER_7 = 'pathlib.Path(sys.argv[1]).write_text(\'{"rates": {"memory_bytes_per_s": 7}}\')\n'
+RESULT_7 = 'pathlib.Path(sys.argv[1]).write_text(\'{"rates": {"memory_bytes_per_s": 7}}\')\n'
 ONE_CPU = Hardware(gpus=(), host=HOST)
 
 
 def test_the_subprocess_gets_the_device_and_the_cores(stand_in):
     body = (
         "assert sys.argv[2] == 'cpu' and os.environ['CUDA_VISIBLE_DEVICES'] == ''\n"
-        "assert os.environ['OMP_NUM_THREADS'] == '1'\n" + ANSWER_7
+        "assert os.environ['OMP_NUM_THREADS'] == '1'\n" + RESULT_7
     )
     stand_in.write_text(IMPORTS + body)
     assert measure_device(ONE_CPU, module="stand_in") == Measurement(rates=MeasuredRates(memory_bytes_per_s=7))
-    body = "assert sys.argv[2] == 'cuda' and os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-2'\n" + ANSWER_7
+    body = "assert sys.argv[2] == 'cuda' and os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-2'\n" + RESULT_7
     stand_in.write_text(IMPORTS + body)
     found = measure_device(Hardware(gpus=cards(2, 3), host=HOST), module="stand_in")
     assert (found.rates.memory_bytes_per_s, found.notes) == (7, ())
@@ -98,8 +98,8 @@ def test_a_subprocess_that_fails_is_a_note(stand_in, body, fact):
     assert found.rates == MeasuredRates() and fact in note
 
 
-def test_a_subprocess_that_takes_too_long_keeps_what_it_had(stand_in):
-    stand_in.write_text(IMPORTS + ANSWER_7 + "time.sleep(600)\n")
+def test_a_subprocess_over_its_time_limit_keeps_its_result(stand_in):
+    stand_in.write_text(IMPORTS + RESULT_7 + "time.sleep(600)\n")
     found, limit_s = under_a_limit(
         lambda limit_s: measure_device(ONE_CPU, module="stand_in", timeout_s=limit_s),
         lambda found: found.rates.memory_bytes_per_s == 7,
@@ -167,14 +167,14 @@ def test_other_values_are_seen(stand_in: Path) -> None:
     assert "other values" in only_note(measure_gather(TWO_CPU_RANKS, module="stand_in"))
 
 
-ANSWER = (
-    "import os, pathlib, sys, time\ndef answer():\n    file = pathlib.Path(sys.argv[1], sys.argv[3] + '.json')\n"
+RESULT = (
+    "import os, pathlib, sys, time\ndef finish():\n    file = pathlib.Path(sys.argv[1], sys.argv[3] + '.json')\n"
     '    file.write_text(\'{"bytes_per_s": 5, "is_correct": true}\')\n'
 )
 
 
-def test_gpus_that_gather_only_without_peer_access_say_so(stand_in: Path) -> None:
-    stand_in.write_text(ANSWER + "if os.environ.get('NCCL_P2P_DISABLE') != '1': time.sleep(600)\nanswer()\n")
+def test_gpus_that_gather_only_without_peer_access_are_a_note(stand_in: Path) -> None:
+    stand_in.write_text(RESULT + "if os.environ.get('NCCL_P2P_DISABLE') != '1': time.sleep(600)\nfinish()\n")
     found, limit_s = under_a_limit(
         lambda limit_s: measure_gather(machine_of(0, 1), timeout_s=limit_s, module="stand_in"),
         lambda found: found.rates.all_gather_bytes_per_s is not None,

@@ -1,4 +1,4 @@
-"""Whether torch can use the cards that a run takes: a fake torch and a fake nvidia-smi, the rest is real."""
+"""The check that torch can use the cards of a run: a fake torch and a fake nvidia-smi, the rest is real."""
 
 import re
 import subprocess
@@ -60,7 +60,7 @@ def place_of(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["two_different", "cuda_compat_h100"])
-def test_a_card_that_torch_uses_is_taken_whatever_its_driver(place_of, name):
+def test_a_card_that_torch_uses_is_accepted_with_any_driver(place_of, name):
     """Forward compatibility: an H100 with cuda-compat runs CUDA 13 on a driver of CUDA 12."""
     place = place_of(name)
     assert place.check().can_expand_segments
@@ -68,14 +68,14 @@ def test_a_card_that_torch_uses_is_taken_whatever_its_driver(place_of, name):
 
 
 @pytest.mark.parametrize("setting", [None, "0,1", "GPU-00000000"])
-def test_an_old_second_card_is_not_asked(place_of, setting):
+def test_an_old_second_card_is_not_tried(place_of, setting):
     place = place_of("rtx4090_and_old_card")
     place.check(**({} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}))
     assert place.torch.runs() == [f"{FIRST} {EXPANDABLE}"]
 
 
 @pytest.mark.parametrize(("gpus", "setting"), [((1,), None), (None, SECOND)])
-def test_an_old_card_that_is_asked_for_is_refused_with_the_build_that_has_code_for_it(place_of, gpus, setting):
+def test_a_requested_old_card_is_refused_with_the_build_that_has_code_for_it(place_of, gpus, setting):
     place = place_of("rtx4090_and_old_card")
     with pytest.raises(EnvironmentFaultError, match=r"(?s)GTX 1050 Ti.* 6\.1.*sm_75.*CUDA 12.*cu126"):
         place.check(gpus=gpus, **({} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}))
@@ -186,7 +186,7 @@ def test_the_locked_torch_has_code_for_the_architectures_that_its_wheel_names():
 
 
 def set_up(place: Place) -> subprocess.CompletedProcess[str]:
-    """What `make install` asks at its end."""
+    """The last check of `make install`."""
     environment = {**place.environment, "PYTHONPATH": f"{ROOT}:{place.torch.folder}"}
     argv = [sys.executable, "-P", "-m", "shardwise.launch.probe.torch_fit"]
     return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
@@ -207,7 +207,7 @@ TWO = machine_with(H100, H100)
     ],
 )
 def test_the_set_up_goes_on_where_one_card_of_the_run_works(place_of, machine, problems, exit_code, facts):
-    answer = set_up(place_of(machine, problems))
-    assert answer.returncode == exit_code, answer.stderr
-    assert [fact for fact in facts if fact not in answer.stderr] == []
-    assert facts or not answer.stderr
+    result = set_up(place_of(machine, problems))
+    assert result.returncode == exit_code, result.stderr
+    assert [fact for fact in facts if fact not in result.stderr] == []
+    assert facts or not result.stderr

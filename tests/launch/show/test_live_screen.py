@@ -22,7 +22,7 @@ TERMINAL = {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
 
 
 class Shown(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     encoding = "utf-8"
 
@@ -44,14 +44,14 @@ def test_a_block_is_redrawn_in_place_and_what_is_printed_stays_above():
     with screen.shown():
         screen.draw(["step 1", "loss 9"])
         screen.draw(["step 2", "loss 8", "a third line"])
-        console.line("printed by somebody else")
+        console.line("printed by the console")
         screen.draw(["step 3"])
         screen.print_line("printed by the view")
         screen.draw(["step 4", "loss 6"])
     console.line("after")
     assert shown_by(stream) == [
         "before",
-        "printed by somebody else",
+        "printed by the console",
         "printed by the view",
         "step 4",
         "loss 6",
@@ -148,7 +148,7 @@ def test_the_size_is_that_of_now(pair: Pair):
 
 
 @pytest.mark.timeout(60)
-def test_a_terminal_that_nobody_reads_holds_nothing_up_and_goes_on_when_somebody_does(pair: Pair):
+def test_a_terminal_without_a_reader_delays_nothing_and_continues_once_it_is_read(pair: Pair):
     pair.resize(24, 80)
     screen = Screen(Console(pair.stream), TERMINAL)
     for number in range(5000):
@@ -168,8 +168,8 @@ def readable(descriptor: int) -> bool:
 
 
 @pytest.mark.timeout(60)
-def test_a_line_of_somebody_else_waits_for_the_frame_before_it(pair: Pair):
-    """What was begun is finished first, or given up after a second where nobody reads."""
+def test_a_line_of_the_console_follows_the_complete_frame(pair: Pair):
+    """A text that was begun is finished first, or dropped after a second without a reader."""
     pair.resize(24, 80)
     console = Console(pair.stream)
     screen = Screen(console, TERMINAL)
@@ -185,7 +185,7 @@ def test_a_line_of_somebody_else_waits_for_the_frame_before_it(pair: Pair):
 
 
 @pytest.mark.timeout(60)
-def test_a_pipe_that_nobody_reads_holds_nothing_up():
+def test_a_pipe_without_a_reader_delays_nothing():
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream, os.fdopen(reader, "rb") as other:
         screen = Screen(Console(stream), TERMINAL)
@@ -196,7 +196,7 @@ def test_a_pipe_that_nobody_reads_holds_nothing_up():
     assert 10 < len(lines) < 5000 and lines[-1].startswith(f"line {len(lines) - 1} ")
 
 
-def test_a_terminal_that_is_gone_is_written_to_no_more_and_letters_that_it_lacks_are_replaced(tmp_path: Path):
+def test_a_closed_terminal_gets_no_more_output_and_letters_that_it_lacks_are_replaced(tmp_path: Path):
     with (tmp_path / "out").open("w", encoding="ascii") as ascii_stream:
         Screen(Console(ascii_stream), TERMINAL).print_line("学 and letters")
     assert (tmp_path / "out").read_text() == "? and letters\n"
@@ -230,5 +230,5 @@ def test_what_follows_an_interruption_begins_on_a_line_of_its_own():
     screen = Screen(console, TERMINAL)
     with pytest.raises(KeyboardInterrupt), screen.shown():
         screen.draw(["one", "two"])
-    console.line("told")
-    assert shown_by(stream) == ["one", "two", "told", ""]
+    console.line("stopped")
+    assert shown_by(stream) == ["one", "two", "stopped", ""]

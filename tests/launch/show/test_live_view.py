@@ -39,7 +39,7 @@ def test_steps_that_were_there_before_are_paced_by_themselves():
 
 
 def test_steps_that_were_seen_to_come_are_paced_by_the_clock():
-    """Half a second of evaluation beside each two seconds of a step."""
+    """Half a second of evaluation after each two seconds of a step."""
     steps = StepLog()
     for step in range(1, 11):
         steps.note(metrics_row(step), seen_s=2.5 * step)

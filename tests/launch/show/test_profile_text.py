@@ -1,4 +1,4 @@
-"""What a step comes to over a whole job, and how a profile is told."""
+"""The forecast from a step to a whole job, and the text of a profile."""
 
 import pytest
 from msgspec.structs import replace
@@ -47,7 +47,7 @@ def lines_of(figures: ProfileFigures | None, steps_s: list[float]) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_times_stand_beside_the_prediction_with_their_spread():
+def test_times_are_shown_with_the_prediction_and_their_spread():
     lines = lines_of(None, [0.7, 0.9])
     assert "a step 800 ms 1 s" in lines
     assert "the job, 30 steps 24 s 30 s" in lines
@@ -56,10 +56,10 @@ def test_times_stand_beside_the_prediction_with_their_spread():
     assert not any("operator" in line or "profile/" in line for line in lines)
 
 
-def test_a_profile_says_where_time_and_memory_go():
+def test_a_profile_shows_time_and_memory_by_part():
     lines = lines_of(FIGURES, [0.8])
     assert "backward 600 ms 75.0%" in lines
-    assert not any(line.startswith("wait") for line in lines)  # nobody waited
+    assert not any(line.startswith("wait") for line in lines)  # no rank waited
     assert "aten::mm 45 600 ms 75.0%" in lines
     assert "weights 9 MiB 10 MiB" in lines
     assert "forward 25 MiB" in lines
@@ -70,8 +70,8 @@ def test_a_profile_says_where_time_and_memory_go():
 
 
 def test_the_same_figures_as_json():
-    told = profile_json(plan(), replace(make_report(), measured=MEASURED), FIGURES, [0.8])
-    assert told["measured"]["job_s"] == pytest.approx(24.0) and told["predicted"]["step_s"] == 1.0
-    assert told["profile"]["kept"][0]["num_bytes"] == 12 * MIB
+    shown = profile_json(plan(), replace(make_report(), measured=MEASURED), FIGURES, [0.8])
+    assert shown["measured"]["job_s"] == pytest.approx(24.0) and shown["predicted"]["step_s"] == 1.0
+    assert shown["profile"]["kept"][0]["num_bytes"] == 12 * MIB
     untimed = replace(make_report(), measured=Figures())
     assert profile_json(plan(), untimed, None, [])["measured"] is None

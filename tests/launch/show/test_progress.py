@@ -74,7 +74,7 @@ def test_a_log_gets_a_line_every_ten_seconds_each_phase_and_every_evaluation(tmp
     assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
 
 
-def test_a_terminal_redraws_a_block_and_leaves_it_complete(tmp_path: Path):
+def test_a_terminal_redraws_a_block_that_stays_complete(tmp_path: Path):
     run_dir, stream, clock = tmp_path / "run", Terminal(), Clock()
     attempt_dir = write_attempt(run_dir, num_steps=4)
     write_phase(attempt_dir, "loading the model")
@@ -113,7 +113,7 @@ def test_a_later_attempt_knows_the_steps_before_it(tmp_path: Path):
     assert "1 restart" in stream.getvalue()
 
 
-def test_an_attempt_that_did_no_step_leaves_no_line(tmp_path: Path):
+def test_an_attempt_without_a_step_prints_no_line(tmp_path: Path):
     stream = io.StringIO()
     write_attempt(tmp_path / "run", 1, steps=[1, 2])
     attempt_dir = write_attempt(tmp_path / "run", 2)

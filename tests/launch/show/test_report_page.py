@@ -1,4 +1,4 @@
-"""The page of a run: a section for everything there is to say, and whatever was named is only text in it."""
+"""The page of a run: a section for each kind of content, and names are only text in it."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def titles(page: Page) -> list[str]:
     return [section.title for section in page.sections]
 
 
-def words(page: Page, title: str) -> list[str]:
+def sentences(page: Page, title: str) -> list[str]:
     blocks = next(section.blocks for section in page.sections if section.title.startswith(title))
     return [block.text for block in blocks if isinstance(block, Sentence)]
 
@@ -48,7 +48,7 @@ def test_every_section_of_a_finished_run_is_there(tmp_path: Path) -> None:
     assert all(fact in title for fact in ("40 of 40", "10.2k tokens", "12 s"))
     assert all(fact in page.title for fact in ("bot:", "llama", "1 rank", "Test CPU"))
     assert [title for title in titles(page) if "none/fp32/adamw_fused" in title]
-    rejected = words(page, "not chosen")
+    rejected = sentences(page, "not chosen")
     assert len(rejected) == 6 and "shardwise plan" in rejected[-1]
     (blocks,) = (section.blocks for section in page.sections if section.title == "sample")
     assert Quote(label="after", text="main():\n    pass") in blocks
@@ -67,16 +67,16 @@ def test_incidents_attempts_and_what_would_help_are_there_where_there_are_any(tm
     report = report_for(plan, history=history, attempts=2, incidents=("step 7: killed", "step 9 was skipped"))
     run = run_of(tmp_path, plan=plan, report=replace(report, plan=other), rows=step_rows(data_s=1.0))
     page = run_page(run)
-    assert "none/fp32/other" in words(page, "the plan")[0], "a fallback that ran in the end is named"
+    assert "none/fp32/other" in sentences(page, "the plan")[0], "a fallback that ran in the end is named"
     assert {"what would help", "incidents", "attempts"} <= set(titles(page))
-    assert words(page, "incidents") == ["step 7: killed", "step 9 was skipped"]
-    first, *_ = words(page, "attempts")
+    assert sentences(page, "incidents") == ["step 7: killed", "step 9 was skipped"]
+    first, *_ = sentences(page, "attempts")
     assert all(fact in first for fact in ("none/fp32/adamw", "4 x 2", "beginning"))
     html = pages_html([page], title="t")
     assert "killed at step 7" in html and "attempts over the time" in html
 
 
-def test_whatever_was_named_is_only_text(tmp_path: Path) -> None:
+def test_names_of_any_kind_are_only_text(tmp_path: Path) -> None:
     name = '<script>alert(1)</script>"><img src=x onerror=alert(1)> ünï & <b>'
     plan = tiny_plan()
     gpu_free = replace(plan.hardware, excluded=(name,), notes=(name,), host=replace(plan.hardware.host, cpu_name=name))
@@ -98,18 +98,18 @@ def test_whatever_was_named_is_only_text(tmp_path: Path) -> None:
     assert " ".join(reader.text).count(name) >= 10
 
 
-def test_a_run_without_a_report_says_so_and_shows_how_far_it_got(tmp_path: Path) -> None:
+def test_the_page_of_a_run_without_a_report_shows_its_progress(tmp_path: Path) -> None:
     run = run_of(tmp_path, has_report=False, rows=step_rows(range(1, 8)))
     page = run_page(run)
     title, *_ = titles(page)
-    (loss,) = words(page, title)
+    (loss,) = sentences(page, title)
     assert "7 of 40" in title and "4.8600" in loss
     assert {"predicted and measured", "loss", "throughput", "hardware"} <= set(titles(page))
     assert not {"sample", "verified engine", "incidents"} & set(titles(page))
     (run.run_dir / "metrics.jsonl").write_text("")
     page = run_page(read_recorded(run.run_dir))
     assert not {"loss", "throughput", "memory of a device"} & set(titles(page))
-    assert [text.partition(":")[0] for text in words(page, "time of a step")] == ["predicted"]
+    assert [text.partition(":")[0] for text in sentences(page, "time of a step")] == ["predicted"]
     (run.run_dir / "plan.json").write_text("{}")
     page = run_page(read_recorded(run.run_dir))
     assert page.title == "bot" and "hardware" not in titles(page)
@@ -119,7 +119,7 @@ def series(chart: LineChart) -> dict[str, tuple[tuple[float, float | None], ...]
     return {each.name: each.points for each in chart.series}
 
 
-def test_curves_are_those_of_the_steps_with_the_scores_beside_them(tmp_path: Path) -> None:
+def test_curves_have_the_steps_and_the_held_out_losses(tmp_path: Path) -> None:
     run = run_of(tmp_path, rows=[*step_rows(range(1, 6)), {"step": 6, "loss": None}])
     curves = series(loss_chart(run))
     assert curves["training"] == ((1, 4.98), (2, 4.96), (3, 4.94), (4, 4.92), (5, 4.9), (6, None))

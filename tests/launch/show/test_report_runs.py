@@ -1,4 +1,4 @@
-"""Runs are read from whatever their directories hold; one bad run does not hide the others."""
+"""Runs are read from the files that their directories have; one bad run does not hide the others."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_a_run_without_a_report_has_the_figures_of_its_steps(tmp_path: Path, num
     assert run.predicted.speed.step_s == tiny_plan().chosen.speed.step_s
 
 
-def test_a_damaged_file_is_reported_and_leaves_the_other(tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported_and_the_other_is_read(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "bot")
     (run_dir / "plan.json").write_text("{}")
     run = read_recorded(run_dir)

@@ -1,4 +1,4 @@
-"""What metrics.jsonl tells: every whole line counts as time, the last of a step as its figure."""
+"""Figures of metrics.jsonl: every complete line counts as time, the last line of a step as its figure."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The report says how it ended, and every prediction beside its measurement."""
+"""The report shows the end of a run, and every prediction with its measurement."""
 
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def test_a_bad_ending_names_its_error_and_incidents():
     assert "ValueError: no" in text and "retried once" in text and "verified" not in text
 
 
-def test_a_run_without_a_report_tells_how_far_it_got(tmp_path: Path):
+def test_a_run_without_a_report_shows_its_progress(tmp_path: Path):
     run = read_recorded(write_run(tmp_path / "bot", has_report=False, rows=step_rows(range(1, 13))))
     lines = render_run(run).splitlines()
     for line, fact in zip(lines, ("12 of 40", f"shardwise status {tmp_path}/bot", "4.7600"), strict=False):
@@ -81,14 +81,14 @@ def test_a_run_without_a_report_tells_how_far_it_got(tmp_path: Path):
     assert step[-3:-1] == ["2", "s"], "measured so far"
 
 
-def test_what_would_help_is_told_after_the_rest(tmp_path: Path):
+def test_recommendations_follow_the_rest(tmp_path: Path):
     run = read_recorded(write_run(tmp_path / "bot", rows=step_rows(data_s=1.0)))
     lines = render_run(run).splitlines()
     place = lines.index("what would help:")
     assert "50%" in lines[place + 1]
 
 
-def test_the_parts_of_a_step_are_told_the_longest_first():
+def test_the_parts_of_a_step_are_listed_the_longest_first():
     parts = {"data": 0.1, "forward": 0.3, "backward": 0.6, "optimizer": 0.2, "wait": 1e-5}
     assert parts_line(parts) == "a step: backward 600 ms, forward 300 ms, optimizer 200 ms, data 100 ms"
     assert parts_line({}) == ""
@@ -99,7 +99,7 @@ def attempt(number: int, **changes: Any) -> AttemptRecord:
     return attempt_record(number, **{**usual, "step": 14, "predicted_peak_bytes": int(8.1 * GIB), **changes})
 
 
-def test_every_attempt_is_told_as_the_documents_show_it():
+def test_every_attempt_is_shown_as_in_the_documents():
     memory = attempt(
         1, micro_batch=4, accumulation=1, step=2, ending=Ending.OUT_OF_MEMORY, fault=Fault.OUT_OF_MEMORY,
         duration_s=21.0, measured_peak_bytes=int(7.9 * GIB),

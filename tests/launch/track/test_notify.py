@@ -1,4 +1,4 @@
-"""Whoever is to be told of an end is told: a URL by a POST, a command on its standard input, never by a shell."""
+"""The end of a run is reported: to a URL by a POST, to a command on its standard input, never by a shell."""
 
 import json
 from contextlib import contextmanager
@@ -45,14 +45,14 @@ def listening(status=200):
             server.shutdown()
 
 
-def tell(run_dir, *notify, end=FINISHED):
+def notify_end(run_dir, *notify, end=FINISHED):
     NotifyTracker(run_dir, name="bot-1", notify=notify, command_timeout_s=300).end(end)
 
 
-def test_the_message_says_who_how_far_and_where(tmp_path):
+def test_the_message_names_the_run_its_progress_and_its_host(tmp_path):
     report = make_report(ending=Ending.PREEMPTED, step=7, num_steps=30, final_loss=2.5, error=None)
-    told = message(End(report), run_dir=tmp_path, name="bot-1")
-    assert {**told, "host": None} == {
+    received = message(End(report), run_dir=tmp_path, name="bot-1")
+    assert {**received, "host": None} == {
         "name": "bot-1",
         "ending": "preempted",
         "step": 7,
@@ -62,42 +62,43 @@ def test_the_message_says_who_how_far_and_where(tmp_path):
         "run_dir": str(tmp_path),
         "host": None,
     }
-    assert told["host"]
+    assert received["host"]
     died = message(End(None, "the supervisor died"), run_dir=tmp_path, name="bot-1")
     assert (died["ending"], died["step"], died["error"]) == ("failed", 0, "the supervisor died")
 
 
 def test_a_url_gets_a_post_and_its_password_is_in_a_header_alone(tmp_path, monkeypatch):
     with listening() as server:
-        tell(tmp_path, f"http://me:pa%20ss@127.0.0.1:{server.server_port}/hook?to=me")
+        notify_end(tmp_path, f"http://me:pa%20ss@127.0.0.1:{server.server_port}/hook?to=me")
         monkeypatch.setenv("TEAM_WEBHOOK", f"http://127.0.0.1:{server.server_port}/other")
-        tell(tmp_path, "$TEAM_WEBHOOK")
-    (path, headers, told), (other, _, again) = server.got
-    assert (path, headers["Content-Type"], told["ending"]) == ("/hook?to=me", "application/json", "finished")
+        notify_end(tmp_path, "$TEAM_WEBHOOK")
+    (path, headers, received), (other, _, again) = server.got
+    assert (path, headers["Content-Type"], received["ending"]) == ("/hook?to=me", "application/json", "finished")
     assert headers["Authorization"] == "Basic bWU6cGEgc3M="
-    assert "pa" not in headers["Host"] and "ss@" not in json.dumps(told)
+    assert "pa" not in headers["Host"] and "ss@" not in json.dumps(received)
     assert (other, again["ending"]) == ("/other", "finished")
     monkeypatch.delenv("TEAM_WEBHOOK")
     with pytest.raises(NotifyError, match=r"\$TEAM_WEBHOOK"):
-        tell(tmp_path, "$TEAM_WEBHOOK")
+        notify_end(tmp_path, "$TEAM_WEBHOOK")
 
 
 def test_an_error_names_the_host_and_nothing_else_of_the_url(tmp_path):
     with listening(403) as server:
         for port, fact in ((server.server_port, "403"), (9, "refused"), (99999, "was not notified")):
             with pytest.raises(NotifyError) as caught:
-                tell(tmp_path, f"http://me:word@127.0.0.1:{port}/services/T0/secret")
+                notify_end(tmp_path, f"http://me:word@127.0.0.1:{port}/services/T0/secret")
             assert "127.0.0.1" in str(caught.value) and fact in str(caught.value)
             assert "secret" not in str(caught.value) and "word" not in str(caught.value)
 
 
-def test_a_command_gets_its_words_as_they_are_and_the_message_on_standard_input(tmp_path):
-    text = f"import json, sys\njson.dump([sys.argv[1:], json.load(sys.stdin)], open({str(tmp_path / 'told')!r}, 'w'))\n"
+def test_a_command_gets_its_arguments_unchanged_and_the_message_on_standard_input(tmp_path):
+    path = str(tmp_path / "received")
+    text = f"import json, sys\njson.dump([sys.argv[1:], json.load(sys.stdin)], open({path!r}, 'w'))\n"
     program = write_program(tmp_path, text)
-    tell(tmp_path, str(program), "$HOME", "; touch x", "two words")
-    words, told = json.loads((tmp_path / "told").read_text())
-    assert words == ["$HOME", "; touch x", "two words"]
-    assert told["name"] == "bot-1"
+    notify_end(tmp_path, str(program), "$HOME", "; touch x", "two arguments")
+    arguments, received = json.loads((tmp_path / "received").read_text())
+    assert arguments == ["$HOME", "; touch x", "two arguments"]
+    assert received["name"] == "bot-1"
 
 
 @pytest.mark.parametrize(
@@ -105,11 +106,11 @@ def test_a_command_gets_its_words_as_they_are_and_the_message_on_standard_input(
     [
         ("import sys\nsys.exit('first\\nno such person')", 300, r"^program .* 1: no such person$"),
         ("import time\ntime.sleep(600)", 0.3, r"program .* 0\.3 s"),
-        (None, 300, r"gone .*No such file"),
+        (None, 300, r"missing .*No such file"),
     ],
     ids=["fails", "hangs", "cannot be started"],
 )
 def test_a_command_that_does_not_end_well_is_an_error(tmp_path, text, limit_s, error):
-    program = tmp_path / "gone" if text is None else write_program(tmp_path, text)
+    program = tmp_path / "missing" if text is None else write_program(tmp_path, text)
     with pytest.raises(NotifyError, match=error):
         NotifyTracker(tmp_path, name="bot-1", notify=(str(program),), command_timeout_s=limit_s).end(FINISHED)

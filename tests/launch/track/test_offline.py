@@ -52,7 +52,7 @@ def test_a_log_is_read_up_to_its_first_piece_that_is_damaged_or_incomplete(tmp_p
     assert records(b"") == records(b":W&B") == records(b"another file") == []
 
 
-def test_a_run_is_kept(tmp_path):
+def test_the_wandb_run_of_a_directory_is_stored(tmp_path):
     assert read_wandb_run(tmp_path) is None
     run = WandbRun(id="abcd1234", project="mine", url="https://example.org/run", sent_lines=7, synced=("a",))
     write_wandb_run(tmp_path, run)

@@ -40,13 +40,13 @@ KEEP = "import sys\nopen({path!r}, 'w').write(sys.stdin.read())\n"
 
 
 @pytest.fixture
-def told(tmp_path):
-    """Where the command of `notify` keeps what it is told."""
-    return tmp_path / "told.json"
+def received(tmp_path):
+    """The file to which the command of `notify` writes its input."""
+    return tmp_path / "received.json"
 
 
-def notify(tmp_path, told):
-    return (str(write_program(tmp_path, KEEP.format(path=str(told)))),)
+def notify(tmp_path, received):
+    return (str(write_program(tmp_path, KEEP.format(path=str(received)))),)
 
 
 def wait_until(is_so, *, timeout_s=30.0):
@@ -65,9 +65,9 @@ def catches(pid, number):
 @pytest.mark.parametrize(
     "way", ["raises when a run begins", "exits when a run begins", "ends its process when a run begins"]
 )
-def test_a_tracker_that_fails_is_a_line_and_the_others_go_on(way, run_dir, tmp_path, told):
+def test_a_tracker_that_fails_is_a_line_and_the_others_go_on(way, run_dir, tmp_path, received):
     path = write_stand_in(tmp_path / "stand in", way)
-    order = tracker_order(wandb=WandbMode.OFFLINE, notify=notify(tmp_path, told))
+    order = tracker_order(wandb=WandbMode.OFFLINE, notify=notify(tmp_path, received))
     trackers = Trackers(run_dir, order, tracker_environment(tmp_path, PYTHONPATH=str(path)))
 
     def has_failed():
@@ -78,19 +78,19 @@ def test_a_tracker_that_fails_is_a_line_and_the_others_go_on(way, run_dir, tmp_p
     codec.write(run_dir / "report.json", make_report())
     shown = trackers.end(EndNotice(has_report=True))
     assert "wandb" in shown and ("switched off" in shown or "exit code 7, fatal: wandb" in shown)
-    assert json.loads(told.read_text())["ending"] == "finished"
+    assert json.loads(received.read_text())["ending"] == "finished"
 
 
-def test_a_tracker_that_hangs_is_ended_and_the_others_get_the_end(run_dir, tmp_path, told, monkeypatch):
+def test_a_tracker_that_hangs_is_ended_and_the_others_get_the_end(run_dir, tmp_path, received, monkeypatch):
     monkeypatch.setattr(track_start, "END_S", 4.0)
     path = write_stand_in(tmp_path / "stand in", "hangs when it is loaded")
-    order = tracker_order(wandb=WandbMode.ONLINE, notify=notify(tmp_path, told))
+    order = tracker_order(wandb=WandbMode.ONLINE, notify=notify(tmp_path, received))
     trackers = Trackers(run_dir, order, tracker_environment(tmp_path, PYTHONPATH=str(path)))
     shown = trackers.end()
     assert all(
         fact in shown for fact in ("wandb, notify", " 4 s", "metrics.jsonl", str(run_dir / "logs" / "sinks.log"))
     )
-    assert json.loads(told.read_text())["name"] == "bot-1"
+    assert json.loads(received.read_text())["name"] == "bot-1"
 
 
 def test_a_job_that_goes_back_to_its_scheduler_waits_less(run_dir, tmp_path, monkeypatch):
@@ -103,7 +103,7 @@ def test_a_job_that_goes_back_to_its_scheduler_waits_less(run_dir, tmp_path, mon
     assert " 1 s" in trackers.end()
 
 
-def test_what_was_ended_leaves_no_process(run_dir, tmp_path, monkeypatch):
+def test_no_process_remains_after_the_end(run_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(track_start, "END_S", 2.0)
     pids = f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{os.getppid()}}')"
     text = f"import os, time\n{pids}\ntime.sleep(60)"
@@ -140,9 +140,9 @@ def test_a_log_folder_that_cannot_be_made_is_a_line(run_dir, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
-def test_a_folder_that_vanishes_disturbs_nobody(kind, run_dir, tmp_path, told):
+def test_a_folder_that_vanishes_affects_no_other_tracker(kind, run_dir, tmp_path, received):
     order = tracker_order(
-        notify=notify(tmp_path, told),
+        notify=notify(tmp_path, received),
         tensorboard=kind == "tensorboard",
         wandb=WandbMode.OFFLINE if kind == "wandb" else WandbMode.OFF,
     )
@@ -153,13 +153,13 @@ def test_a_folder_that_vanishes_disturbs_nobody(kind, run_dir, tmp_path, told):
     append_steps(run_dir, range(4, 30))
     shown = trackers.end(EndNotice(has_report=False, error="why"))
     assert "not done" not in shown
-    assert json.loads(told.read_text())["error"] == "why"
+    assert json.loads(received.read_text())["error"] == "why"
 
 
-def test_trackers_ignore_stop_requests_and_end_by_themselves_if_the_supervisor_dies(run_dir, tmp_path, told):
+def test_trackers_ignore_stop_requests_and_end_by_themselves_if_the_supervisor_dies(run_dir, tmp_path, received):
     """An earlier report is not that of this supervisor."""
     codec.write(run_dir / "report.json", make_report(ending=Ending.PREEMPTED))
-    order = tracker_order(notify=notify(tmp_path, told), first_attempt=2)
+    order = tracker_order(notify=notify(tmp_path, received), first_attempt=2)
     trackers = Trackers(run_dir, order, tracker_environment(tmp_path))
     process, numbers = trackers.process._process, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     wait_until(lambda: all(catches(process.pid, number) for number in numbers))
@@ -168,27 +168,27 @@ def test_trackers_ignore_stop_requests_and_end_by_themselves_if_the_supervisor_d
     process.stdin.close()
     assert process.wait(30) == 0
     trackers.process._process = None
-    message = json.loads(told.read_text())
+    message = json.loads(received.read_text())
     assert message["error"].startswith("the supervisor") and message["ending"] == "failed"
     assert (run_dir / "logs" / "sinks.log").read_text() == ""
 
 
-def test_a_run_that_cannot_even_start_is_told_of(tmp_path, told):
-    run_dir, plan, stop = tmp_path, logged_plan(notify=notify(tmp_path, told)), StopRequest()
+def test_a_run_that_cannot_start_is_reported(tmp_path, received):
+    run_dir, plan, stop = tmp_path, logged_plan(notify=notify(tmp_path, received)), StopRequest()
     console = Trackers(run_dir, tracker_order(), {}).process._console
     with (
         pytest.raises(EnvironmentFaultError),
         running_trackers(plan, run_dir=run_dir, console=console, environment=tracker_environment(tmp_path), stop=stop),
     ):
         raise EnvironmentFaultError("attempts/1: no space")
-    message = json.loads(told.read_text())
+    message = json.loads(received.read_text())
     assert (message["ending"], message["step"], message["error"]) == ("failed", 0, "attempts/1: no space")
 
 
 def test_the_order_follows_the_job_the_sweep_and_the_trial(run_dir, tmp_path):
-    plan = logged_plan(wandb=WandbMode.ONLINE, project="mine", name="first", tensorboard=True, notify=("tell",))
+    plan = logged_plan(wandb=WandbMode.ONLINE, project="mine", name="first", tensorboard=True, notify=("program",))
     expected = tracker_order(
-        name="first", project="mine", wandb=WandbMode.ONLINE, tensorboard=True, notify=("tell",), group=None
+        name="first", project="mine", wandb=WandbMode.ONLINE, tensorboard=True, notify=("program",), group=None
     )
     assert order_of(plan, tmp_path / "bot-1", {}) == expected
     assert order_of(replace(plan, is_trial=True), tmp_path, {}).names == ()

@@ -1,4 +1,4 @@
-"""What trackers are told of a run directory: each line once, in its place, and what a person wants to hear of."""
+"""Lines of a run directory for trackers: each once, with its place, and the incidents."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def places(reader):
     return [(line.place, line.step) for line in reader.read_lines()]
 
 
-def test_each_line_is_told_once_with_its_place(run_dir):
+def test_each_line_is_read_once_with_its_place(run_dir):
     reader = RunReader(run_dir, first_attempt=1)
     assert places(reader) == []
     append_steps(run_dir, [1, 2])
@@ -58,12 +58,12 @@ def test_the_first_of_several_lines_without_a_finite_loss_is_an_incident(run_dir
     later = RunReader(run_dir, first_attempt=2)
     assert [incident for line in later.read_lines() for incident in later.incidents_of(line)] == []
     reader = RunReader(run_dir, first_attempt=1)
-    told = [incident.text for line in reader.read_lines() for incident in reader.incidents_of(line)]
-    first, second = told
+    texts = [incident.text for line in reader.read_lines() for incident in reader.incidents_of(line)]
+    first, second = texts
     assert "step 2" in first and "loss" in first and "step 5" in second and "skipped" in second
 
 
-def test_an_attempt_that_failed_is_told_once(run_dir):
+def test_an_attempt_that_failed_is_reported_once(run_dir):
     reader = RunReader(run_dir, first_attempt=2)
     failed: dict[str, Any] = {"fault": Fault.OUT_OF_MEMORY, "cause": "CUDA out of memory"}
     records = [attempt_record(1, **failed), attempt_record(2, step=5, **failed), attempt_record(3)]
@@ -74,7 +74,7 @@ def test_an_attempt_that_failed_is_told_once(run_dir):
     assert list(reader.read_incidents()) == []
 
 
-def test_a_silence_much_longer_than_a_step_is_told_once():
+def test_a_silence_much_longer_than_a_step_is_reported_once():
     watch = StallWatch()
     sign = Heartbeat(step=7, count=1, phase="backward")
     assert watch.check(sign, now_s=0) is None
@@ -82,8 +82,8 @@ def test_a_silence_much_longer_than_a_step_is_told_once():
         watch.note(30.0)
     assert watch.check(sign, now_s=1) is None
     assert watch.check(sign, now_s=299) is None
-    words = watch.check(sign, now_s=302)
-    assert words is not None and all(fact in words for fact in ("backward", "step 8", " 5 min"))
+    stall = watch.check(sign, now_s=302)
+    assert stall is not None and all(fact in stall for fact in ("backward", "step 8", " 5 min"))
     assert watch.check(sign, now_s=900) is None
     assert watch.check(Heartbeat(step=7, count=2, phase="optimizer"), now_s=901) is None
     assert watch.check(Heartbeat(step=7, count=2, phase="optimizer"), now_s=1300) is not None

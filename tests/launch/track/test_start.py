@@ -1,4 +1,4 @@
-"""What trackers lack is said before anything starts, with what would do; keys are shown nowhere."""
+"""Missing requirements of trackers are reported before a run starts, with the remedy; no key is shown."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def problems(tmp_path, checked, **environment):
 
 
 @pytest.mark.parametrize(
-    ("asked", "environment", "mode"),
+    ("requested", "environment", "mode"),
     [
         (WandbMode.OFF, {"WANDB_MODE": "online"}, WandbMode.OFF),
         (WandbMode.ONLINE, {}, WandbMode.ONLINE),
@@ -41,8 +41,8 @@ def problems(tmp_path, checked, **environment):
         (WandbMode.OFFLINE, {"WANDB_MODE": ""}, WandbMode.OFFLINE),
     ],
 )
-def test_wandb_mode_decides_how_and_never_whether(asked, environment, mode):
-    assert wandb_mode(job(wandb=asked), environment) is mode
+def test_wandb_mode_decides_how_and_never_whether(requested, environment, mode):
+    assert wandb_mode(job(wandb=requested), environment) is mode
 
 
 def test_nodes_without_a_network_write_offline():
@@ -90,7 +90,7 @@ def test_a_variable_without_a_url_is_refused_without_showing_its_value(tmp_path)
 
 
 def test_w54_the_public_login_starts_the_service_of_wandb(tmp_path):
-    """Its service asks the server again and again, here one that is not there: no answer is awaited."""
+    """Its service retries the server, here a missing one, so the test does not wait for the login."""
     login = "import wandb; wandb.login(prompt=False, verify=False)"
     environment = {**tracker_environment(tmp_path), "WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     process = subprocess.Popen([sys.executable, "-c", login], env=environment, start_new_session=True)

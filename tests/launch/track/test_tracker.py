@@ -24,7 +24,7 @@ def test_numbers_are_sent_and_nothing_else():
     assert measured_series(row) == {"step": 3, "train/lr": 0.1, "train/skipped": 1, "other/new": 7}
 
 
-def test_what_is_predicted_stands_beside_what_it_predicts():
+def test_a_prediction_has_the_name_of_the_measured_series():
     chosen = run_plan().chosen
     series = predicted_series(chosen)
     assert series["memory/memory_peak_bytes_predicted"] == chosen.memory.peak_allocated_bytes

@@ -1,4 +1,4 @@
-"""One run of wandb for one run directory: offline, online, killed, stopped, gone on with, sent later.
+"""One run of wandb for one run directory: offline, online, killed, stopped, continued, sent later.
 
 wandb is the real one, in the process of the trackers; its server is a stand-in on this machine.
 """
@@ -60,7 +60,7 @@ def rows(history):
 
 
 def kill_trackers(run_dir, environment, *, mode=WandbMode.OFFLINE, attempt=1):
-    """The machine of a supervisor is gone, once wandb has a folder, and all lines where it writes them at once."""
+    """The machine of a supervisor fails once wandb has a folder, and all lines if it writes them at once."""
     before = len(list(run_dir.glob("wandb/*run-*/*.wandb")))
     trackers = Trackers(run_dir, tracker_order(wandb=mode, first_attempt=attempt), environment)
     until = time.monotonic() + 60
@@ -183,7 +183,7 @@ def test_what_was_written_offline_is_sent_in_order_and_once(run_dir, tmp_path, s
 
 @pytest.fixture
 def folder(run_dir):
-    """A folder that says it was written offline; its log is none."""
+    """A folder with the name of an offline one; its log is no log of wandb."""
     path = run_dir / "wandb" / "offline-run-20261122_173000-abcd1234"
     path.mkdir(parents=True)
     (path / "run-abcd1234.wandb").write_bytes(b"no log of wandb")

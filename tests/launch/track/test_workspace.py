@@ -47,7 +47,7 @@ def test_it_is_saved_once_and_changed_the_next_time(capsys, tmp_path):
     assert f"{server.url}/{ENTITY}/mine?nw=" in capsys.readouterr().out
 
 
-def test_a_project_that_is_not_there_is_said_with_what_would_do(tmp_path):
+def test_a_missing_project_is_an_error_with_the_remedy(tmp_path):
     with wandb_server() as server, pytest.raises(EnvironmentFaultError) as caught:
         environment = tracker_environment(tmp_path, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
         run_workspace(WorkspaceOptions(project="other", entity="team"), Console(), environment=environment)
