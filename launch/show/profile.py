@@ -1,52 +1,31 @@
 """A profile as text for a terminal and as JSON. Pure."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from shardwise.launch.show.report import format_size, shown
 from shardwise.trainer.planning.memory import grouped
 from shardwise.trainer.planning.page.content import Page, Section, Sentence, Table
-from shardwise.trainer.spec.plan import PROFILE_FOLDER, Candidate, Plan, ProfileFigures, RetainedBytes
+from shardwise.trainer.spec.plan import PROFILE_FOLDER, Candidate, Plan, ProfileFigures
 from shardwise.trainer.spec.report import Report
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
 
-class Forecast(NamedTuple):
-    """Time and cost of a step, extrapolated to the whole job."""
+def forecast(plan: Plan, step_s: float) -> dict[str, float | None]:
+    """Seconds of a step, an epoch and the job of `plan`, and tokens a second, without saving and evaluation.
 
-    step_s: float
-    num_steps: int
-    num_epoch_steps: float | None  # None for a stream, whose length is not known
-    tokens_per_step: int
-
-    @property
-    def epoch_s(self) -> float | None:
-        return None if self.num_epoch_steps is None else self.step_s * self.num_epoch_steps
-
-    @property
-    def job_s(self) -> float:
-        return self.step_s * self.num_steps
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens_per_step / self.step_s
-
-    @property
-    def figures(self) -> dict[str, float | None]:
-        return {name: getattr(self, name) for name in ("step_s", "tokens_per_s", "epoch_s", "job_s")}
-
-
-def forecast(plan: Plan, step_s: float) -> Forecast:
-    """The forecast for the job of `plan` at `step_s` seconds a step, without saving and evaluation."""
+    A stream, whose length is not known, has no epoch.
+    """
     schedule = plan.schedule
-    epoch = None if plan.data.is_stream else plan.data.num_rows / schedule.sequences_per_step
-    return Forecast(step_s, schedule.num_steps, epoch, schedule.tokens_per_step)
+    epoch_s = None if plan.data.is_stream else step_s * (plan.data.num_rows / schedule.sequences_per_step)
+    tokens_per_s = schedule.tokens_per_step / step_s
+    return {"step_s": step_s, "tokens_per_s": tokens_per_s, "epoch_s": epoch_s, "job_s": step_s * schedule.num_steps}
 
 
 def profile_page(plan: Plan, report: Report, figures: ProfileFigures | None, steps_s: Sequence[float]) -> Page:
-    """`plan` is the job's, `report` that of its few steps, `steps_s` are those that were timed."""
+    """The page of a profile: the plan of the job, the report of its few steps, and the durations of the timed ones."""
     sections = [Section(title="Time", blocks=(*_time_blocks(plan, report, steps_s),))]
     if figures is not None:
         sections.append(
@@ -56,7 +35,8 @@ def profile_page(plan: Plan, report: Report, figures: ProfileFigures | None, ste
         sections.append(
             Section(title="Activations that one forward saves for its backward", blocks=(*_retained(figures),))
         )
-        sections.append(Section(title="Files", blocks=(*_files(figures),)))
+        files = (Sentence(text=f"{PROFILE_FOLDER}/{name}: {content}") for name, content in figures.files.items())
+        sections.append(Section(title="Files", blocks=tuple(files)))
     return Page(title=f"{plan.name}: {_candidate_text(report.plan)}", sections=tuple(sections))
 
 
@@ -66,8 +46,8 @@ def profile_json(
     """The same figures, plain."""
     measured_s, predicted_s = report.measured.speed.step_s, report.plan.speed.step_s
     return {
-        "measured": None if measured_s is None else forecast(plan, measured_s).figures,
-        "predicted": forecast(plan, predicted_s).figures,
+        "measured": None if measured_s is None else forecast(plan, measured_s),
+        "predicted": forecast(plan, predicted_s),
         "steps_s": list(steps_s),
         "parts_s": report.measured.speed.parts,
         "memory": msgspec.to_builtins(report.measured.memory),
@@ -84,9 +64,9 @@ def _candidate_text(candidate: Candidate) -> str:
 def _time_blocks(plan: Plan, report: Report, steps_s: Sequence[float]) -> Iterator[Sentence | Table]:
     measured_s = report.measured.speed.step_s
     expected = forecast(plan, report.plan.speed.step_s)
-    found = None if measured_s is None else forecast(plan, measured_s)
+    found = {} if measured_s is None else forecast(plan, measured_s)
     rows = [
-        (label, shown(getattr(found, name, None), form), shown(getattr(expected, name), form))
+        (label, shown(found.get(name), form), shown(expected[name], form))
         for label, name, form in (
             ("a step", "step_s", format_seconds),
             ("tokens a second", "tokens_per_s", format_count),
@@ -144,17 +124,8 @@ def _retained(figures: ProfileFigures) -> Iterator[Sentence | Table]:
         text=f"{format_bytes(figures.retained_bytes)} of the first micro batch; those that allocated most of it, "
         f"{format_bytes(shown)} together:"
     )
-    yield _retained_table("module", figures.retained)
-    if figures.retained_in_all_blocks:
-        yield _retained_table("over all transformer blocks", figures.retained_in_all_blocks)
-
-
-def _retained_table(header: str, retained: Sequence[RetainedBytes]) -> Table:
-    return Table(
-        rows=((header, "saved"), *((each.place, format_bytes(each.num_bytes)) for each in retained)), right=(1,)
-    )
-
-
-def _files(figures: ProfileFigures) -> Iterator[Sentence]:
-    for name, what in figures.files.items():
-        yield Sentence(text=f"{PROFILE_FOLDER}/{name}: {what}")
+    tables = {"module": figures.retained, "over all transformer blocks": figures.retained_in_all_blocks}
+    for header, retained in tables.items():
+        rows = ((each.place, format_bytes(each.num_bytes)) for each in retained)
+        if retained:
+            yield Table(rows=((header, "saved"), *rows), right=(1,))

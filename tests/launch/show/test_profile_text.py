@@ -34,11 +34,11 @@ def plan():
 
 def test_a_forecast_is_steps_times_seconds():
     found = forecast(plan(), 0.5)
-    assert found.job_s == pytest.approx(15.0)
-    assert found.epoch_s == pytest.approx(160 / 16 * 0.5)  # rows of 512 tokens, 8192 tokens a step
-    assert found.tokens_per_s == pytest.approx(8192 / 0.5)
+    assert found["job_s"] == pytest.approx(15.0)
+    assert found["epoch_s"] == pytest.approx(160 / 16 * 0.5)  # rows of 512 tokens, 8192 tokens a step
+    assert found["tokens_per_s"] == pytest.approx(8192 / 0.5)
     streamed = replace(plan(), data=replace(plan().data, is_stream=True))
-    assert forecast(streamed, 0.5).epoch_s is None
+    assert forecast(streamed, 0.5)["epoch_s"] is None
 
 
 def lines_of(figures: ProfileFigures | None, steps_s: list[float]) -> list[str]:
