@@ -336,6 +336,7 @@ def _both_ways(peer_access: Mapping[tuple[int, int], bool], a: int, b: int) -> b
     return None if None in directions else all(directions)
 
 
+_LOST_GPU = "a GPU no longer responds\nrestart the machine; `sudo dmesg | grep -i xid` names the fault of the card"
 _FAILURES = (
     (
         "Driver/library version mismatch",
@@ -375,16 +376,8 @@ _FAILURES = (
         " elsewhere install the NVIDIA driver again",
         False,
     ),
-    (
-        "Unable to determine the device handle",
-        "a GPU no longer responds\nrestart the machine; `sudo dmesg | grep -i xid` names the fault of the card",
-        True,
-    ),
-    (
-        "GPU is lost",
-        "a GPU no longer responds\nrestart the machine; `sudo dmesg | grep -i xid` names the fault of the card",
-        True,
-    ),
+    ("Unable to determine the device handle", _LOST_GPU, True),
+    ("GPU is lost", _LOST_GPU, True),
     (
         "No devices were found",
         "the NVIDIA driver is there but gives this session no GPU\n"

@@ -224,29 +224,16 @@ def held_out_points(run: RecordedRun) -> Points:
 
 def loss_chart(run: RecordedRun) -> LineChart:
     """Training and held-out loss."""
-    return LineChart(
-        caption="training and held-out loss",
-        x_label="step",
-        unit=Unit.NUMBER,
-        series=(
-            Series(name="training", points=points_of(run, lambda step: step.loss)),
-            Series(name="held-out", points=held_out_points(run)),
-        ),
-        marks=marks_of(run),
-        from_zero=False,
-    )
+    training = Series(name="training", points=points_of(run, lambda step: step.loss))
+    held_out = Series(name="held-out", points=held_out_points(run))
+    return _chart(run, "training and held-out loss", Unit.NUMBER, (training, held_out), from_zero=False)
 
 
 def throughput_chart(run: RecordedRun) -> LineChart:
     """Tokens a second of one device, with the prediction."""
     measured = points_of(run, lambda step: step.tokens_per_s_per_gpu)
-    series = (
-        Series(name="measured", points=measured),
-        *_level("predicted", run.predicted.speed.tokens_per_s_per_gpu, measured),
-    )
-    return LineChart(
-        caption="tokens/s of a device", x_label="step", unit=Unit.COUNT, series=series, marks=marks_of(run)
-    )
+    predicted = _level("predicted", run.predicted.speed.tokens_per_s_per_gpu, measured)
+    return _chart(run, "tokens/s of a device", Unit.COUNT, (Series(name="measured", points=measured), *predicted))
 
 
 def step_parts_chart(run: RecordedRun) -> LineChart:
@@ -277,12 +264,15 @@ def memory_chart(run: RecordedRun) -> LineChart:
     usable = None if run.candidate is None else run.candidate.memory.usable_bytes
     if usable is not None and usable < _LIMIT_IN_SIGHT * highest:
         series += _level("usable", usable, measured[0].points)
+    return _chart(run, "memory of a device over the run", Unit.BYTES, tuple(series))
+
+
+def _chart(
+    run: RecordedRun, caption: str, unit: Unit, series: tuple[Series, ...], *, from_zero: bool = True
+) -> LineChart:
+    """A chart over the steps of a run, with its marks."""
     return LineChart(
-        caption="memory of a device over the run",
-        x_label="step",
-        unit=Unit.BYTES,
-        series=tuple(series),
-        marks=marks_of(run),
+        caption=caption, x_label="step", unit=unit, series=series, marks=marks_of(run), from_zero=from_zero
     )
 
 
