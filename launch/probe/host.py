@@ -58,13 +58,6 @@ class Mount(Value, frozen=True, kw_only=True):
     super_options: tuple[str, ...]
 
 
-class Processor(Value, frozen=True, kw_only=True):
-    """The CPU's name and those of its flags that decide a precision."""
-
-    name: str | None
-    flags: tuple[str, ...]
-
-
 class CgroupLimits(Value, frozen=True, kw_only=True):
     """Memory and cores granted by control groups; None: no limit is set."""
 
@@ -78,19 +71,19 @@ def read_host(*, root: Path = Path("/"), environment: Mapping[str, str] = os.env
     """The host as this process may use it."""
     memory = parse_meminfo(read_text(root / "proc/meminfo"))
     cgroup = read_cgroup_limits(root)
-    processor = parse_cpuinfo(read_text(root / "proc/cpuinfo"))
+    cpu_name, cpu_flags = parse_cpuinfo(read_text(root / "proc/cpuinfo"))
     ram_bytes = _least(memory.get("MemTotal"), cgroup.memory_bytes, slurm_memory_bytes(environment))
     available_bytes = _least(memory.get("MemAvailable"), cgroup.available_bytes, ram_bytes)
     wsl = is_wsl(read_text(root / "proc/version"))
     return Host(
-        cpu_name=processor.name,
+        cpu_name=cpu_name,
         num_cores=count_cores(os.sched_getaffinity(0), cgroup, slurm_num_cores(environment)),
         ram_bytes=ram_bytes,
         ram_available_bytes=available_bytes,
         pinned_limit_bytes=ram_bytes // 2 if wsl and ram_bytes else ram_bytes,
         memlock_limit_bytes=memlock_limit(read_text(root / "proc/self/status")),
         shm_bytes=_total_bytes(root / "dev/shm"),
-        cpu_flags=processor.flags,
+        cpu_flags=cpu_flags,
         is_wsl=wsl,
         disks=_read_disks(root),
         interfaces=_read_interfaces(root),
@@ -331,15 +324,12 @@ def parse_meminfo(text: str) -> dict[str, int]:
     return {name: int(kib) * KIB for name, kib in re.findall(r"^(\S+):\s+(\d+) kB$", text, re.MULTILINE)}
 
 
-def parse_cpuinfo(text: str) -> Processor:
+def parse_cpuinfo(text: str) -> tuple[str | None, tuple[str, ...]]:
     """Name and precision flags from /proc/cpuinfo; ARM writes no name."""
     name = re.search(r"^model name\s*:\s*(\S.*)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
     present = set(flags[1].split()) if flags else set()
-    return Processor(
-        name=" ".join(name[1].split()) if name else None,
-        flags=tuple(flag for flag in PRECISION_FLAGS if flag in present),
-    )
+    return " ".join(name[1].split()) if name else None, tuple(flag for flag in PRECISION_FLAGS if flag in present)
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
