@@ -83,9 +83,9 @@ def save_accelerate(kind: str, model: Any, out: Path) -> dict[str, torch.Tensor]
         )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     if plugin is not None:
-        from shardwise.trainer.runtime.engines.cpu_ranks import take_fsdp_branch
+        from shardwise.trainer.runtime.engines.cpu_ranks import use_fsdp_branch
 
-        take_fsdp_branch(accelerator, plugin, None)  # W1: Accelerate drops it for ranks on a CPU
+        use_fsdp_branch(accelerator, plugin, None)  # W1: Accelerate drops it for ranks on a CPU
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     train(model, optimizer)
     accelerator.save_state(str(out), safe_serialization=kind != "accelerate-bin")

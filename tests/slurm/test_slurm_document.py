@@ -12,7 +12,7 @@ from shardwise.launch.options import parse_command_line
 from shardwise.launch.rundir.lock import CANCEL_FLAG
 from shardwise.slurm.jobs import describe_reason
 from shardwise.trainer.spec.job.fields import BY_PATH
-from shardwise.trainer.spec.messages.submission import FILE_NAME, JOBS_FILE, OUTPUT_PATTERN, SCRIPT_NAME
+from shardwise.trainer.spec.messages.submission import FILE_NAME, JOBS_FILE, SCRIPT_NAME
 
 TEXT = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
 BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
@@ -87,5 +87,5 @@ def test_the_personal_settings_are_settings(tmp_path: Path):
 
 
 def test_the_page_names_the_files_of_a_run():
-    for name in (SCRIPT_NAME, FILE_NAME, JOBS_FILE, CANCEL_FLAG, OUTPUT_PATTERN.replace("%j", "JOBID")):
+    for name in (SCRIPT_NAME, FILE_NAME, JOBS_FILE, CANCEL_FLAG, "slurm-JOBID.out"):
         assert f"`{name}`" in TEXT, name

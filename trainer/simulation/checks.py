@@ -149,7 +149,7 @@ _CROSS_ENTROPY = ("_log_softmax", "nll_loss_forward")
 
 
 def loss_obstacle(model: PreTrainedModel, loss: LossForward) -> str | None:
-    """Why a model on `meta` has another loss than the heads here; None where it has not. It is left on fake tensors."""
+    """Reason why a model on `meta` has another loss than the heads here, else None. It ends on fake tensors."""
     kernels = Kernels("cpu", (0, 0))
     model.eval()
     try:
@@ -172,7 +172,7 @@ _NOT_FOLLOWED = (RuntimeError, TypeError, ValueError, AttributeError, LookupErro
 
 
 def _logits(model: Any, ids: Tensor) -> Tensor:  # noqa: ANN401  # transformers' classes
-    """As the loss heads compute them."""
+    """The logits that the loss heads compute."""
     hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     logits = model.get_output_embeddings()(hidden)
     assert isinstance(logits, Tensor)

@@ -20,7 +20,7 @@ class DeviceKind(StrEnum):
 
 
 class LinkKind(StrEnum):
-    """How two GPUs of one node reach each other, in the terms of `nvidia-smi topo -m`."""
+    """Connection of two GPUs of one node, in the terms of `nvidia-smi topo -m`."""
 
     NVLINK = "nvlink"  # NV#
     PCIE_SWITCH = "pcie_switch"  # PIX, PXB

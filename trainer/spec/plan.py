@@ -228,7 +228,7 @@ class ShapeTimes(Value, frozen=True, kw_only=True):
 
 
 class Fp8Gain(Value, frozen=True, kw_only=True):
-    """How much faster a model's linear layers were in FP8, casts included; measured before planning."""
+    """Speedup of a model's linear layers in FP8, casts included; measured before planning."""
 
     recipe: Fp8Recipe
     tokens: int  # of the micro batch that was timed
@@ -263,7 +263,7 @@ class RecordSource(StrEnum):
 
 
 class RatesSource(StrEnum):
-    """Where the ceilings of a predicted step time came from."""
+    """Source of the ceilings of a predicted step time."""
 
     DATASHEET = "datasheet"  # or assumed, where there is none
     MEASURED = "measured"  # probe --measure
@@ -347,7 +347,7 @@ class Plan(Value, frozen=True, kw_only=True):
         return self.candidates[0]
 
     def place_of(self, folder: str) -> str:
-        """Where the ranks read a folder of this plan: its copy on their node, if there is one."""
+        """Path at which the ranks read a folder of this plan: its copy on their node, if there is one."""
         return self.staged.get(folder, folder)
 
     @property

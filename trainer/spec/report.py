@@ -14,7 +14,7 @@ REPORT_FORMAT = 1
 
 
 class Ending(StrEnum):
-    """How a run ended."""
+    """Ending of a run."""
 
     FINISHED = "finished"
     STOPPED = "stopped"  # by Ctrl-C, after a checkpoint

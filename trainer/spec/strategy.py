@@ -38,14 +38,14 @@ class Method(StrEnum):
 
 
 class Quant(StrEnum):
-    """How the base weights of qlora are stored; dq quantises the scales as well."""
+    """Storage of the base weights of qlora; dq quantises the scales as well."""
 
     NF4 = "nf4"
     NF4_DQ = "nf4-dq"
 
 
 class Precision(StrEnum):
-    """Of weights and computation; mixed keeps fp32 master weights, bf16 keeps everything in bf16."""
+    """Precision of weights and computation; mixed keeps fp32 master weights, bf16 keeps everything in bf16."""
 
     FP32 = "fp32"
     FP16_MIXED = "fp16-mixed"
@@ -65,7 +65,7 @@ class Precision(StrEnum):
 
 
 class Fp8Recipe(StrEnum):
-    """How FP8 scales are found."""
+    """Scaling of FP8 tensors."""
 
     DELAYED = "delayed"
     CURRENT = "current"
@@ -77,7 +77,7 @@ class Fp8Recipe(StrEnum):
 
 
 class Checkpointing(StrEnum):
-    """Which activations are recomputed in the backward pass instead of saved."""
+    """Activations that are recomputed in the backward pass instead of saved."""
 
     NONE = "none"
     SELECTIVE = "selective"
@@ -95,7 +95,7 @@ class Attention(StrEnum):
 
 
 class LossHead(StrEnum):
-    """How much of the logits is ever alive: all and upcast, all in place, a slice of tokens, none."""
+    """Part of the logits that is alive at a time: all and upcast, all in place, a slice of tokens, none."""
 
     EAGER = "eager"
     CHUNKED = "chunked"

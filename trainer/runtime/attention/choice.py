@@ -1,4 +1,4 @@
-"""Which attention runs: transformers' name of a planned implementation, whether it can run here, what a model runs.
+"""Choice of attention: transformers' name of a planned implementation, a check that it can run here, the active one.
 
 Flash is flash-attn's own kernel, or, where flash-attn is missing and the job allows it, a prebuilt one of the hub at
 the commit that the job names (`flash_kernel`).

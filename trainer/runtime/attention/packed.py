@@ -132,7 +132,7 @@ def packed_inputs(
 
 
 def document_bounds(position_ids: Tensor) -> tuple[int, ...]:
-    """Where documents start in rows [B, S] laid end to end, and the end."""
+    """Starts of the documents in the concatenated rows [B, S], and the end."""
     starts = (position_ids.flatten().cpu() == 0).nonzero().squeeze(-1)
     return *starts.tolist(), position_ids.numel()
 

@@ -305,7 +305,7 @@ class Resumption:
         self._doing = f"{root}: the newest checkpoint cannot be read"
         self._steps = steps_in(root) if ranks.is_first else []
         self._num_steps = len(self._steps)
-        self._take_next()
+        self._open_next()
 
     def load(self, model: nn.Module, optimizer: object, *, sharding: Sharding) -> int:
         """`fill_engine` for the newest checkpoint whose hashes are right; then the engine's copy follows.
@@ -330,14 +330,14 @@ class Resumption:
             if damage:
                 if self._ranks.is_first:
                     self._on_skip(damage)
-                self._take_next()
+                self._open_next()
                 continue
             if problem is not None:
                 raise problem
             adapter_of(sharding).settle(model)
             return num_coded_anew
 
-    def _take_next(self) -> None:
+    def _open_next(self) -> None:
         """The next older one, verified and compared with the job."""
         name = on_first(self._ranks, self._next_name, doing=self._doing).decode()
         self.checkpoint = together(self._ranks, lambda: open_checkpoint(self._root / name), doing=self._doing)
@@ -355,7 +355,7 @@ class Resumption:
         raise none_whole(self._root, self._num_steps)
 
     def _damage(self, own: Sequence[str], digests: Mapping[str, str]) -> str:
-        """Why the checkpoint is to be passed over, the same on every rank; empty where its hashes are right."""
+        """Reason to skip the checkpoint, the same on every rank; empty if its hashes are right."""
         try:
             check_hashes(self.checkpoint, only=own, known=digests)
             damage = ""

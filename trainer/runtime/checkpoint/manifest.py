@@ -45,7 +45,7 @@ R = TypeVar("R", bound=Ranged)
 
 
 class Blocks(NamedTuple):
-    """How values stand for elements: one for each block, of which the first and the last may be cut."""
+    """Values that stand for blocks of elements: one for each block, of which the first and the last may be cut."""
 
     num_elements: int
     first_elements: int

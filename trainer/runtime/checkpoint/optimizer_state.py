@@ -255,7 +255,7 @@ def _muon(made: Made) -> dict[str, Any]:
 
 
 def _factored(made: Made, shape: Shape | None = None, *, has_rms: bool = True) -> dict[str, Any]:
-    """Of transformers' Adafactor, which computes the root mean square of the weights before it uses it."""
+    """State of transformers' Adafactor, which computes the root mean square of the weights before it uses it."""
     factors = _factors(made, tuple(made.parameter.shape) if shape is None else shape)
     return {"step": made.saved_count(), **({"RMS": 0} if has_rms else {}), **factors}
 
@@ -271,7 +271,7 @@ def _factors(made: Made, shape: Shape) -> dict[str, Tensor]:
 
 
 def _bitsandbytes(made: Made) -> dict[str, Any]:
-    """As bitsandbytes makes it: 8 bit from 4,096 elements on, paged where it pages."""
+    """State of bitsandbytes' optimizers: 8 bit from 4,096 elements on, paged where it pages."""
     optimizer, parameter = made.optimizer, made.parameter
     stored = optimizer.state.get(parameter)
     if stored is None or "state1" not in stored:
@@ -317,7 +317,7 @@ def _galore(
 
 
 def projected_shapes(shape: Shape, *, rank: int, projection: str) -> tuple[Shape, tuple[Shape, ...]]:
-    """Of galore-torch 1.0: the shape of a matrix's projected gradient, and those of its projectors."""
+    """Shape of a matrix's projected gradient in galore-torch 1.0, and shapes of its projectors."""
     rows, columns = shape
     rank = min(rank, rows, columns)
     left, right = (rows, rank), (rank, columns)
@@ -377,7 +377,7 @@ def state_tensors(optimizer: TorchOptimizer, parameter: torch.Tensor) -> dict[st
 
 
 def step_count(optimizer: TorchOptimizer, parameter: torch.Tensor) -> int | None:
-    """How many steps the optimizer has counted for one parameter; None where it counts none."""
+    """Steps that the optimizer has counted for one parameter; None if it counts none."""
     step = optimizer.state.get(parameter, {}).get("step")
     return None if step is None else int(step)
 

@@ -84,7 +84,7 @@ _DTYPES = {type_: dtype for dtype, type_ in _TYPES.items()}
 
 
 class Elsewhere(Protocol):
-    """Where the memory of a piece is fetched from, and written to where it was filled."""
+    """Source of a piece's memory, to which it is written back if it was filled."""
 
     def bring(self, num_elements: int, *, to_fill: bool) -> torch.Tensor:
         """The values, until another piece is brought."""
@@ -102,7 +102,7 @@ class Coded(NamedTuple):
 
 
 class Replica(NamedTuple):
-    """Which of the ranks that hold the same values this one is; each of them writes only its share."""
+    """Number of this rank among those that hold the same values; each of them writes only its share."""
 
     number: int
     num_replicas: int

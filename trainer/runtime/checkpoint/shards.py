@@ -50,7 +50,7 @@ class NonFiniteStateError(EnvironmentFaultError):
 
 
 class PlacedChunk(Value, frozen=True, kw_only=True):
-    """Where a piece of a tensor was put."""
+    """Location of a piece of a tensor."""
 
     name: str
     state: str | None
@@ -175,7 +175,7 @@ def open_header(path: Path, opened: ExitStack) -> _Handle:
 
 
 def blocks_of(chunk: Chunk, tensor: TensorEntry) -> Blocks:
-    """How the values of a chunk stand for its elements."""
+    """Blocks of elements for which the values of a chunk stand."""
     return Blocks(num_elements=chunk.num_elements, first_elements=chunk.first_elements, block=tensor.block)
 
 
@@ -334,7 +334,7 @@ class OpenShards:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Of a tensor, as a header has it."""
+    """Entry of a tensor in a header."""
 
     dtype: TensorType
     data_offsets: tuple[int, int]

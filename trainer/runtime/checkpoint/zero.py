@@ -257,7 +257,7 @@ def _partitions(model: Any, optimizer: TorchOptimizer) -> list[_Partition]:  # n
 
 
 def _fragments(model: Any, parameters: Sequence[Any]) -> list[_Fragment | None]:  # noqa: ANN401  # DeepSpeedEngine, untyped
-    """Of each parameter of a partition, what this rank holds of it."""
+    """This rank's fragments of the parameters of a partition."""
     if _is_zero3(model):
         sizes = [each.partition_numel() for each in parameters]
         offsets = list(accumulate(sizes, initial=0))[:-1]

@@ -31,7 +31,7 @@ def forget_mesh_of_launch() -> None:
     os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
 
 
-def take_fsdp_branch(
+def use_fsdp_branch(
     accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin, mesh: ParallelismConfig | None
 ) -> None:
     """Gives Accelerate the FSDP plugin that it drops for CPU ranks, where it would wrap in DDP instead (W1).

@@ -59,7 +59,7 @@ class Fsdp(Engine):
             kwargs_handlers=[process_group(choice.device_kind, holds_shards_on_host=keeps_shards_on_host)],
         )
         if is_on_cpu:
-            cpu_ranks.take_fsdp_branch(accelerator, plugin, mesh)
+            cpu_ranks.use_fsdp_branch(accelerator, plugin, mesh)
         return accelerator
 
     def runs(self, model: nn.Module) -> bool:

@@ -49,7 +49,7 @@ class Initialization(NamedTuple):
 
 
 def plan_initialization(build: Build) -> Initialization | None:
-    """How to draw a model tensor by tensor; None where only a whole build has its weights."""
+    """Plan that initializes a model tensor by tensor; None if only a whole build has its weights."""
     seen = _Writes()
     calls: list[_Call] = []
 
@@ -248,7 +248,7 @@ Put = Callable[[str, Values], None]
 
 
 class Source(Protocol):
-    """Where weights come from, by the model's names."""
+    """Source of weights, by the model's names."""
 
     @property
     def names(self) -> Collection[str]:
@@ -392,7 +392,7 @@ class _Readable(NamedTuple):
 
 
 def _planned_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Of each parameter and persistent buffer; some models keep some of theirs in fp32 under 16 bit."""
+    """Types of each parameter and persistent buffer; some models keep some of theirs in fp32 under 16 bit."""
     types = {name: tensor.dtype for name, tensor in model.state_dict(keep_vars=True).items()}
     plan = model._get_dtype_plan(dtype)
     if plan:

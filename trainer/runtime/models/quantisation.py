@@ -41,7 +41,7 @@ _METHOD = "shardwise_nf4"  # our quantiser's name in transformers' table
 
 
 class Packing(NamedTuple):
-    """How base weights are quantised and where."""
+    """Format of quantised base weights, and the devices of quantisation and storage."""
 
     quant: Quant
     compute: torch.dtype

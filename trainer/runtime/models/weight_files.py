@@ -297,5 +297,5 @@ def _pieces(file: Any, name: str, expected: Tensor) -> Iterator[tuple[Tensor, Te
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Also where both hold the same NaN."""
+    """True if all bits are equal, also those of NaN."""
     return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))

@@ -56,7 +56,7 @@ Group = dict[str, Any]  # as torch keeps them
 
 
 class UpdateRule(NamedTuple):
-    """How an optimizer is built; the names of its groups, in order."""
+    """Builder of an optimizer, and the names of its groups, in order."""
 
     build: Callable[[list[Group], float], TorchOptimizer]
     class_name: str

@@ -40,7 +40,7 @@ TEMPLATE_TOKENS: Mapping[str, tuple[str, ...]] = {
 
 
 class Encoding(Enum):
-    """How rows become token ids."""
+    """Conversion of rows to token ids."""
 
     TEXT = "text"  # tokenised, between bos (where the tokenizer writes one) and eos
     RENDERED = "rendered"  # by a chat template, or as prompt and completion; the roles of the tokens are known

@@ -49,7 +49,7 @@ class Heartbeat(Value, frozen=True, kw_only=True):
 
 
 def heartbeat_path(attempt_dir: Path, rank: int) -> Path:
-    """Where a rank gives its signs."""
+    """Path of the heartbeats of a rank."""
     return attempt_dir / "heartbeats" / f"rank-{rank}"
 
 
@@ -70,7 +70,7 @@ def read_heartbeat(attempt_dir: Path, rank: int) -> Heartbeat | None:
 
 
 class MemoryState(Value, frozen=True, kw_only=True):
-    """Of one process; a counter that its device lacks is None."""
+    """Memory of one process; a counter that its device lacks is None."""
 
     rank: int
     phase: str  # as its signs of life call it
@@ -102,7 +102,7 @@ class SavingChoice(Value, frozen=True, kw_only=True):
 
 
 def saving_choice(plan: Plan, chosen: Candidate) -> SavingChoice:
-    """How this candidate of the plan saves; the same on every rank, from the plan alone."""
+    """Way in which this candidate of the plan saves; the same on every rank, from the plan alone."""
     requested = plan.job.checkpoint.is_async
     snapshot = -(-chosen.memory.checkpoint_bytes // plan.hardware.num_nodes)
     if requested is False:

@@ -16,7 +16,6 @@ SCRIPT_NAME = "train.sbatch"
 FILE_NAME = "submission.json"
 JOBS_FILE = "slurm-jobs.txt"  # of each start: UTC time, job id, how often that job was restarted, its nodes
 CHAIN_FILE = "chain.txt"  # ids of the jobs of a chain, one a line, in the order in which they run
-OUTPUT_PATTERN = "slurm-%j.out"  # of an array's point slurm-%A_%a.out
 
 
 class Submission(Value, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from shardwise.trainer.spec.value import Value
 
 
 class ImportKind(StrEnum):
-    """Who wrote a checkpoint; the command line's `--kind`."""
+    """Program that wrote a checkpoint; the command line's `--kind`."""
 
     HUGGINGFACE = "huggingface"
     TRAINER = "trainer"
