@@ -9,7 +9,7 @@ prediction, which the next plan uses. After an out of memory no other configurat
 wrong, and its best configuration may be the one that failed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from msgspec.structs import replace
 
@@ -126,45 +126,26 @@ def _word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _loading(_: PlanningContext, plan: Plan, __: Report, observed: Observed) -> Iterator[Recommendation]:
-    if observed.data_share is None:
-        return
-    gain = _without(observed.data_share)
-    change = "rows on a faster disk (XDG_CACHE_HOME)"
+def _lost_time(_: PlanningContext, plan: Plan, __: Report, observed: Observed) -> Iterator[Recommendation]:
+    """Reading of data, waiting for the slowest rank, padding (pairs cannot be packed) and skipped steps."""
+    faster = "rows on a faster disk (XDG_CACHE_HOME)"
     if plan.data.is_stream:
-        change = "rows that were prepared before (data.streaming=false)"
-    text = f"{observed.data_share:.0%} of a step is reading data: {change} would give up to {gain:.2f}x"
-    yield Recommendation(text=text, gain=gain)
-
-
-def _waiting(_: PlanningContext, __: Plan, ___: Report, observed: Observed) -> Iterator[Recommendation]:
-    if observed.wait_share is None:
-        return
-    gain = _without(observed.wait_share)
-    text = (
-        f"{observed.wait_share:.0%} of a step is waiting for the slowest rank: even ranks would give up to {gain:.2f}x"
-    )
-    yield Recommendation(text=text, gain=gain)
-
-
-def _padding(_: PlanningContext, plan: Plan, __: Report, observed: Observed) -> Iterator[Recommendation]:
-    """Pairs are compared row by row and cannot be packed."""
-    if observed.padding_share is None or plan.data.is_packed or SHAPES[plan.data.format].rows_per_example == 2:
-        return
-    gain = _without(observed.padding_share)
-    text = f"{observed.padding_share:.0%} of the positions are padding: data.packing=true is predicted {gain:.2f}x"
-    yield Recommendation(text=text, gain=gain)
-
-
-def _skipping(_: PlanningContext, plan: Plan, __: Report, observed: Observed) -> Iterator[Recommendation]:
-    if not observed.num_skipped or observed.num_skipped >= observed.num_steps:
-        return
-    gain = _without(observed.num_skipped / observed.num_steps)
-    text = (
-        f"{observed.num_skipped} of {observed.num_steps} steps were skipped: a train.lr below {plan.schedule.lr:g} "
-        f"that skips none would give {gain:.2f}x"
-    )
-    yield Recommendation(text=text, gain=gain)
+        faster = "rows that were prepared before (data.streaming=false)"
+    can_pack = not plan.data.is_packed and SHAPES[plan.data.format].rows_per_example == 1
+    skipped = observed.num_skipped / observed.num_steps if 0 < observed.num_skipped < observed.num_steps else None
+    waits = "of a step is waiting for the slowest rank: even ranks would give up to"
+    lower = f"{observed.num_skipped} of {observed.num_steps} steps were skipped: a train.lr below {plan.schedule.lr:g}"
+    for share, text in (
+        (observed.data_share, f"{{:.0%}} of a step is reading data: {faster} would give up to {{:.2f}}x"),
+        (observed.wait_share, f"{{:.0%}} {waits} {{:.2f}}x"),
+        (
+            observed.padding_share if can_pack else None,
+            "{:.0%} of the positions are padding: data.packing=true is predicted {:.2f}x",
+        ),
+        (skipped, f"{lower} that skips none would give {{1:.2f}}x"),
+    ):
+        if share is not None:
+            yield Recommendation(text=text.format(share, _without(share)), gain=_without(share))
 
 
 def _saving(_: PlanningContext, plan: Plan, report: Report, observed: Observed) -> Iterator[Recommendation]:
@@ -229,15 +210,4 @@ def _without(share: float) -> float:
     return 1 / (1 - share) if share < 1 else 1.0
 
 
-_Finder = Callable[[PlanningContext, Plan, Report, Observed], Iterator[Recommendation]]
-_FINDERS: tuple[_Finder, ...] = (
-    _configurations,
-    _loading,
-    _waiting,
-    _padding,
-    _skipping,
-    _saving,
-    _host,
-    _throttling,
-    _prediction,
-)
+_FINDERS = (_configurations, _lost_time, _saving, _host, _throttling, _prediction)
