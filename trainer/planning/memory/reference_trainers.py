@@ -1,4 +1,4 @@
-"""Reference trainers: the behaviour of other programs that affects memory, as values.
+"""Reference trainers: the behaviour of other programs that affects memory and speed, as values.
 
 A reference trainer never changes a formula, only the values that the formulas read; the first row is our own runtime.
 The other rows make published measurements of those programs comparable. A trainer without a row is computed as ours.
@@ -63,6 +63,10 @@ class ReferenceTrainer(Value, frozen=True, kw_only=True):
     keeps_table_state: bool = False  # 8-bit optimizers keep fp32 state for the embedding
     dequantises_states: bool = False  # 8-bit state: fp32 copies of one tensor's state and weight during its update
     loads_whole_model: bool = False  # the 16-bit model is on each device before it is sharded
+    # Speed alone:
+    flash_generation: int = 2  # of FlashAttention, under `flash` and `sdpa`
+    eager_logit_bytes: int | None = None  # of `eager`, through memory; None: as transformers' loss
+    wraps_adapters: bool = False  # each matrix of an adapter is a unit of FSDP: gathered and reduced by itself
 
 
 _IN_LOGITS_TYPE = LogitBytes(forward=4, backward=8)  # logits, log-softmax; their two gradients
@@ -71,8 +75,8 @@ _HF_TRAINER = ReferenceTrainer(
     name="hf-trainer",
     source="transformers 4.4x modeling_llama.py (16-bit logits, logits.float(), shifted copy, log-softmax: "
     "2 + 4 + 4 + 4 B), PEFT (fp32 adapters), torch FSDP1, fms-acceleration framework_plugin_bnb.py (double "
-    "quantisation); "
-    "M: fms-acceleration scripts/benchmarks/refs",
+    "quantisation), PEFT utils/other.py, fsdp_auto_wrap_policy (a unit of every module without children whose weight "
+    "is trained); M: fms-acceleration scripts/benchmarks/refs",
     logits={
         LossHead.EAGER: LogitBytes(forward=14, backward=12),
         LossHead.FUSED: LogitBytes(forward=8, backward=8),
@@ -87,6 +91,7 @@ _HF_TRAINER = ReferenceTrainer(
     prefetched_blocks=0,
     retains_frozen_inputs=True,
     keeps_table_state=True,
+    wraps_adapters=True,
 )
 _FUSED_KERNELS = replace(
     _HF_TRAINER,
@@ -95,6 +100,7 @@ _FUSED_KERNELS = replace(
     "FSDP's ignored modules), Liger and Unsloth kernels",
     has_fused_kernels=True,
     fuses_adapters=True,
+    wraps_adapters=False,
 )
 _TRAINERS_SUBCLASSES = tuple(
     replace(_HF_TRAINER, name=name, source="general knowledge: subclasses transformers' Trainer; its values")
@@ -148,8 +154,8 @@ _LITGPT = ReferenceTrainer(
 _FSDP_QLORA = replace(
     _HF_TRAINER,
     name="fsdp_qlora",
-    source="AnswerDotAI/fsdp_qlora train.py: transformers model and loss, FSDP1, adapters in the model's type, "
-    "non-reentrant checkpointing, every micro batch reduced unless no_sync is requested",
+    source="AnswerDotAI/fsdp_qlora train.py: transformers model and loss, FSDP1 (get_wrapping_policy: PEFT's), "
+    "adapters in the model's type, non-reentrant checkpointing, every micro batch reduced unless no_sync is requested",
     keeps_block_output=False,
     adapter_bytes=None,
     adapter_inputs=AdapterInputs.SHARED,
@@ -159,12 +165,14 @@ _FSDP_QLORA = replace(
 )
 _LLM_FOUNDRY = ReferenceTrainer(
     name="llm-foundry",
-    source="Composer's FSDP1 with 16-bit reduction of every micro batch; flash-attn's cross-entropy in place of the "
-    "logits",
+    source="Composer's FSDP1 with 16-bit reduction of every micro batch; llm-foundry 0.1 to 0.3: flash-attn 1.0, whose "
+    "cross-entropy is in place of the logits",
     logits={LossHead.EAGER: LogitBytes(forward=4, backward=4), LossHead.FUSED: LogitBytes(forward=4, backward=4)},
     uses_fsdp1=True,
     reduces_every_micro_batch=True,
     fuses_adamw=True,
+    flash_generation=1,
+    eager_logit_bytes=14,
 )
 
 REFERENCE_TRAINERS: dict[str, ReferenceTrainer] = {

@@ -3,12 +3,7 @@
 `fitted` constants were found once, on 176 published throughputs of A100, H100 and H200 machines (robust error, each
 source weighted by the root of its rows); no row has a constant of its own. The others are from the source in their
 comment and were not fitted. docs/speed-model.md repeats this table with the effect of each constant.
-
-`ReferenceSpeed` holds the properties of a reference trainer that affect time alone, read from its source; those of
-memory are in `memory.reference_trainers`. A trainer without a row is computed as ours.
 """
-
-from shardwise.trainer.spec.value import Value
 
 # Fitted.
 MATMUL_SHARE = 0.781  # of the dense peak, where power does not limit
@@ -37,35 +32,3 @@ SVD_SHARE = 0.05  # of the fp32 peak: a 7B model takes about 10 minutes on an A1
 CPU_OPERATOR_S = 8e-6  # without a kernel launch
 CPU_STEP_S = 0.005
 CPU_ATTENTION_SHARE = 0.3  # of the rate of its matrix products
-
-
-class ReferenceSpeed(Value, frozen=True, kw_only=True):
-    """One row; every default is what our runtime does."""
-
-    source: str
-    flash_generation: int = 2  # of FlashAttention, under `flash` and `sdpa`
-    eager_logit_bytes: int | None = None  # of `eager`, through memory; None: as transformers' loss
-    wraps_adapters: bool = False  # each matrix of an adapter is a unit of FSDP: gathered and reduced by itself
-
-
-OURS = ReferenceSpeed(source="trainer/runtime: FSDP2 units are blocks")
-_ROWS = {
-    # PEFT's fsdp_auto_wrap_policy makes a unit of every module without children whose weight is trained.
-    **dict.fromkeys(
-        ("hf-trainer", "trl", "axolotl", "llama-factory"),
-        ReferenceSpeed(source="peft utils/other.py, fsdp_auto_wrap_policy", wraps_adapters=True),
-    ),
-    "fsdp_qlora": ReferenceSpeed(
-        source="fsdp_qlora train.py, get_wrapping_policy: the same policy", wraps_adapters=True
-    ),
-    "llm-foundry": ReferenceSpeed(
-        source="llm-foundry 0.1 to 0.3: flash-attn 1.0, whose cross-entropy replaces torch's",
-        flash_generation=1,
-        eager_logit_bytes=14,
-    ),
-}
-
-
-def reference_speed_of(name: str) -> ReferenceSpeed:
-    """The row of a stack; our own where there is none."""
-    return _ROWS.get(name, OURS)

@@ -7,8 +7,8 @@ nothing is known the assumed rate is very low, and `speed_notes` reports that th
 
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.memory.reference_trainers import reference_of
 from shardwise.trainer.planning.speed import constants as constants
-from shardwise.trainer.planning.speed.constants import reference_speed_of
 from shardwise.trainer.planning.tables.gpu_chips import Generation
 from shardwise.trainer.planning.tables.gpu_names import GDDR_GENERATIONS
 from shardwise.trainer.spec.hardware import DeviceKind, LinkKind
@@ -65,9 +65,7 @@ def rates_of(configuration: Configuration, device: Device) -> Rates:
     return Rates(
         matmul=matmul,
         linear=_fp8_rate(device, matmul) if precision is Precision.FP8 else matmul,
-        attention=_attention_rate(
-            device, precision, exact, reference_speed_of(configuration.reference).flash_generation
-        ),
+        attention=_attention_rate(device, precision, exact, reference_of(configuration.reference).flash_generation),
         fp32=device.peak_flops_per_s.get(Precision.FP32) or matmul,
         memory=_memory_rate(device),
         link=_ring(device, inner) if spans_nodes else inner,

@@ -54,7 +54,6 @@ from shardwise.trainer.planning.memory.precision_policy import attention_kernel,
 from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch, reference_of
 from shardwise.trainer.planning.memory.saved_tensors import keys_and_values
 from shardwise.trainer.planning.speed import constants as constants
-from shardwise.trainer.planning.speed.constants import reference_speed_of
 from shardwise.trainer.planning.speed.rates import Rates, rates_of, speed_notes
 from shardwise.trainer.planning.speed.work import (
     LOGIT_BYTES,
@@ -453,7 +452,7 @@ def _head_seconds(shape: ModelShape, configuration: Configuration, work: Work, r
     a_logit = OWN_FUSED_LOGIT_BYTES if _is_own_fused(configuration) else LOGIT_BYTES[configuration.loss]
     if configuration.loss is LossHead.EAGER:
         fused = LOGIT_BYTES[LossHead.FUSED] if configuration.compile else None
-        a_logit = reference_speed_of(configuration.reference).eager_logit_bytes or fused or a_logit
+        a_logit = reference_of(configuration.reference).eager_logit_bytes or fused or a_logit
     a_weight = SLICE_WEIGHT_BYTES
     if configuration.loss is LossHead.CHUNKED and passes.learns_head:
         a_weight += SLICE_GRADIENT_BYTES

@@ -22,7 +22,6 @@ from functools import lru_cache
 
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.memory.reference_trainers import reference_of
-from shardwise.trainer.planning.speed.constants import reference_speed_of
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 from shardwise.trainer.spec.value import Value
@@ -274,6 +273,6 @@ def operators(configuration: Configuration, work: Work, adapters: Adapters) -> i
     if configuration.strategy.sharding.is_replicated:
         return count
     units = work.blocks
-    if reference_speed_of(configuration.reference).wraps_adapters:
+    if reference_of(configuration.reference).wraps_adapters:
         units += 2 * adapters.count
     return count + 20 * units
