@@ -1,31 +1,31 @@
 """Process groups of gloo ranks, and the reference that every engine has to equal."""
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from operator_cache import folder_with_operators
-from rank_factory import LR, NUM_STEPS, SEED, rank_plan, write_rows
+from attempt_runs import metrics_of
+from fp16_units import HAS_FP16_UNITS, NO_FP16_UNITS
+from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
+from plain_training import train_plainly
+from rank_factory import NUM_STEPS, rank_plan, write_attempt, write_rows
 from safetensors.torch import load_file
-from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardwise.trainer.runtime.data.batches import step_micro_batches
-from shardwise.trainer.runtime.data.cache import TokenRows
-from shardwise.trainer.spec.plan import Plan, learning_rate
+from shardwise.launch.engine.offload import check_nvme
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Precision
 
 WORKER = Path(__file__).parent / "engine_worker.py"
 TIMEOUT_S = 1200  # a group may run a hundred attempts
 
 
 class Course(NamedTuple):
-    """What a training came to."""
+    """Losses and gradient norms by step, and the exported weights."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -70,52 +70,80 @@ def run_ranks(start_ranks) -> Callable[[Sequence[Path], int], None]:
     return lambda plan_paths, num_ranks: start_ranks([str(WORKER), *map(str, plan_paths)], num_ranks) and None
 
 
+class RunDirs:
+    """Run directories by case; those of one list, library and number of ranks train in one group at the first request.
+
+    A case that this machine cannot run is skipped: NVMe without libaio, fp16 under DeepSpeed without units for it.
+    """
+
+    def __init__(self, folder: Path, start_ranks: Callable[[Sequence[str], int], str], worker: Path) -> None:
+        self._folder, self._start_ranks, self._worker = folder, start_ranks, worker
+        self._plans: dict[Any, Plan] = {}
+        self._groups: dict[Any, tuple[int, bool, int]] = {}
+        self._trained: set[tuple[int, bool, int]] = set()
+
+    def add(self, cases: Sequence[Any], plan_of: Callable[[Any, Path], Plan]) -> None:
+        number = len(set(self._groups.values()))
+        for case in cases:
+            plan = self._plans[case] = plan_of(case, self._dir(case))
+            self._groups[case] = (number, plan.chosen.strategy.sharding.uses_deepspeed, plan.chosen.num_ranks)
+
+    def __call__(self, case: Any) -> Path:
+        if reason := _missing(self._plans[case]):
+            pytest.skip(reason)
+        if (group := self._groups[case]) not in self._trained:
+            self._trained.add(group)
+            self._train([each for each in self._plans if self._groups[each] == group], group[-1])
+        return self._dir(case)
+
+    def _train(self, cases: Sequence[Any], num_ranks: int) -> None:
+        plans = {case: self._plans[case] for case in cases if not _missing(self._plans[case])}
+        if any(plan.chosen.strategy.offload.uses_nvme for plan in plans.values()):
+            folder_with_operators("async_io")
+        for plan in plans.values():
+            check_nvme(plan)
+        attempts = [str(write_attempt(self._dir(case), plan)) for case, plan in plans.items()]
+        self._start_ranks([str(self._worker), *attempts], num_ranks)
+
+    def _dir(self, case: Any) -> Path:
+        return self._folder / "-".join(map(str, case if isinstance(case, tuple) else (case,)))
+
+
+def _missing(plan: Plan) -> str | None:
+    strategy = plan.chosen.strategy
+    if strategy.offload.uses_nvme and lacks_libaio():
+        return NO_LIBAIO
+    is_zero_fp16 = strategy.sharding.uses_deepspeed and strategy.precision is Precision.FP16_MIXED
+    return NO_FP16_UNITS if is_zero_fp16 and not HAS_FP16_UNITS else None
+
+
+@pytest.fixture(scope="module")
+def run_dirs(tmp_path_factory, start_ranks) -> Callable[..., RunDirs]:
+    """Makes `RunDirs` of lists of cases, with the plan of a case and its run directory."""
+
+    def make(plan_of: Callable[[Any, Path], Plan], *lists: Sequence[Any], worker: Path = WORKER) -> RunDirs:
+        made = RunDirs(tmp_path_factory.mktemp("runs"), start_ranks, worker)
+        for cases in lists:
+            made.add(cases, plan_of)
+        return made
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def reference(cache_dir: Path) -> Course:
-    """Some steps in one process of plain PyTorch: no Accelerate, no accumulation, transformers' own logits."""
-    torch.manual_seed(SEED)
-    plan = rank_plan(cache_dir, num_steps=NUM_STEPS)
-    config = {name: value for name, value in plan.model_config.items() if name != "model_type"}
-    model = LlamaForCausalLM(LlamaConfig(**config))
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
-    )
-    rows = TokenRows.open(cache_dir, "train")
-    losses, norms = [], []
-    for step in range(plan.schedule.num_steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(plan.schedule, plan.job.train, step + 1)
-        loss = _mean_loss(model, rows, plan, step)
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), plan.job.train.clip)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return Course(losses, norms, {name: value.clone() for name, value in model.state_dict().items()})
-
-
-def _mean_loss(model: LlamaForCausalLM, rows: TokenRows, plan: Plan, step: int) -> torch.Tensor:
-    """The mean over the targets of the global batch, in one forward."""
-    (batch,), num_targets = step_micro_batches(
-        rows, step=step, seed=SEED, sequences_per_step=plan.schedule.sequences_per_step, rank=0, num_ranks=1,
-        micro_batch=plan.schedule.sequences_per_step, accumulation=1,
-    )  # fmt: skip
-    logits = model(input_ids=batch.input_ids, use_cache=False).logits
-    total = functional.cross_entropy(
-        logits[:, :-1].reshape(-1, logits.shape[-1]), batch.labels[:, 1:].reshape(-1), reduction="sum"
-    )
-    return total / num_targets
+    """Some steps in one process of plain PyTorch."""
+    plain = train_plainly(rank_plan(cache_dir, num_steps=NUM_STEPS))
+    return Course(list(plain.losses.values()), plain.grad_norms, plain.weights)
 
 
 @pytest.fixture(scope="session")
 def read_course() -> Callable[[Path], Course]:
-    """Reads what a run left behind."""
+    """Reads the files of a run."""
     return _read_course
 
 
 def _read_course(run_dir: Path) -> Course:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(run_dir)
     weights = load_file(run_dir / "export" / "model.safetensors")
     return Course([line["loss"] for line in lines], [line["grad_norm"] for line in lines], weights)

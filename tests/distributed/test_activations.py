@@ -3,7 +3,7 @@
 Attention drops a third of its probabilities: a mask that were another in the recomputation would show at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,25 +89,9 @@ def plan_of(case: Case, cache_dir: Path):
     )
 
 
-def run_cases(cases: list[Case], folder: Path, cache_dir: Path, run_ranks) -> dict[Case, Path]:
-    plans = [write_attempt(folder / case.name, plan_of(case, cache_dir)) for case in cases]
-    run_ranks(plans, 2)
-    return {case: folder / case.name for case in cases}
-
-
 @pytest.fixture(scope="module")
-def torch_runs(tmp_path_factory, cache_dir, run_ranks) -> dict[Case, Path]:
-    return run_cases(TORCH_CASES, tmp_path_factory.mktemp("torch"), cache_dir, run_ranks)
-
-
-@pytest.fixture(scope="module")
-def deepspeed_runs(tmp_path_factory, cache_dir, run_ranks) -> dict[Case, Path]:
-    return run_cases(DEEPSPEED_CASES, tmp_path_factory.mktemp("deepspeed"), cache_dir, run_ranks)
-
-
-@pytest.fixture
-def runs(case: Case, request: pytest.FixtureRequest) -> dict[Case, Path]:
-    return request.getfixturevalue("deepspeed_runs" if case.sharding.uses_deepspeed else "torch_runs")
+def runs(run_dirs, cache_dir) -> Callable[[Case], Path]:
+    return run_dirs(lambda case, _: plan_of(case, cache_dir), TORCH_CASES + DEEPSPEED_CASES)
 
 
 EACH = pytest.mark.parametrize("case", TORCH_CASES + DEEPSPEED_CASES, ids=lambda case: case.name)
@@ -115,7 +99,7 @@ EACH = pytest.mark.parametrize("case", TORCH_CASES + DEEPSPEED_CASES, ids=lambda
 
 @EACH
 def test_steps_with_dropout_end_where_they_do_when_everything_is_kept(case, runs, read_course):
-    course, expected = read_course(runs[case]), read_course(runs[Case(case.sharding)])
+    course, expected = read_course(runs(case)), read_course(runs(Case(case.sharding)))
     assert len(course.losses) == NUM_STEPS
     assert course.losses == pytest.approx(expected.losses, abs=1e-6)
     assert course.grad_norms == pytest.approx(expected.grad_norms, abs=1e-6)
@@ -126,7 +110,7 @@ def test_steps_with_dropout_end_where_they_do_when_everything_is_kept(case, runs
 @EACH
 def test_every_rank_saw_what_was_recomputed_and_moved(case, runs):
     for rank in (0, 1):
-        verified = engaged_of(runs[case], rank)
+        verified = engaged_of(runs(case), rank)
         assert verified.facts.get("checkpointing") == FACTS.get(case.checkpointing)
         moved = verified.facts.get("activation_offload", "")
         assert ("of 3 blocks" in moved) is case.moves

@@ -11,10 +11,11 @@ import msgspec
 import pytest
 import torch
 from attempt_runs import engaged_of
-from rank_factory import NUM_STEPS, rank_plan, write_attempt
+from rank_factory import NUM_STEPS, rank_plan
 from safetensors.torch import load_file
 
 from shardwise.trainer.spec.engines import Offload, Sharding
+from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead
 
 TOLERANCE = 1e-5
@@ -52,11 +53,10 @@ def eager(sharding: Sharding) -> Case:
 
 EXPORTED = [whole(Sharding.DDP), whole(Sharding.FSDP), whole(Sharding.ZERO3)]
 TORCH_CASES = [
-    *EXPORTED[:2], padded(Sharding.DDP), eager(Sharding.FSDP), padded(Sharding.FSDP), padded(Sharding.FSDP_GRAD_OP)
+    *EXPORTED[:2], padded(Sharding.DDP), eager(Sharding.FSDP), padded(Sharding.FSDP_GRAD_OP)
 ]  # fmt: skip
 DEEPSPEED_CASES = [
-    padded(Sharding.ZERO1), eager(Sharding.ZERO1), whole(Sharding.ZERO2), padded(Sharding.ZERO2),
-    EXPORTED[2], eager(Sharding.ZERO3), padded(Sharding.ZERO3),
+    padded(Sharding.ZERO1), eager(Sharding.ZERO2), EXPORTED[2], padded(Sharding.ZERO3),
     Case(Sharding.ZERO2, accumulation=2, micro_batch=2, offload=Offload.OPTIMIZER),
 ]  # fmt: skip
 ENGINE_CLASSES = {
@@ -69,16 +69,7 @@ ENGINE_CLASSES = {
 }
 
 
-def run_cases(
-    cases: Sequence[Case], folder: Path, cache_dir: Path, run_ranks: Callable[[Sequence[Path], int], None]
-) -> dict[str, Path]:
-    """Run directories by case, all trained in one group of two ranks."""
-    plans = [write_attempt(folder / case.name, plan_of(case, cache_dir)) for case in cases]
-    run_ranks(plans, 2)
-    return {case.name: folder / case.name for case in cases}
-
-
-def plan_of(case: Case, cache_dir: Path):
+def plan_of(case: Case, cache_dir: Path) -> Plan:
     return rank_plan(
         cache_dir,
         case.sharding,
@@ -93,19 +84,13 @@ def plan_of(case: Case, cache_dir: Path):
 
 
 @pytest.fixture(scope="module")
-def torch_runs(tmp_path_factory, cache_dir, run_ranks) -> dict[str, Path]:
-    return run_cases(TORCH_CASES, tmp_path_factory.mktemp("torch"), cache_dir, run_ranks)
-
-
-@pytest.fixture(scope="module")
-def deepspeed_runs(tmp_path_factory, cache_dir, run_ranks) -> dict[str, Path]:
-    return run_cases(DEEPSPEED_CASES, tmp_path_factory.mktemp("deepspeed"), cache_dir, run_ranks)
+def runs(run_dirs, cache_dir) -> Callable[[Case], Path]:
+    return run_dirs(lambda case, _: plan_of(case, cache_dir), TORCH_CASES + DEEPSPEED_CASES)
 
 
 @pytest.fixture
-def run_dir(case: Case, request: pytest.FixtureRequest) -> Path:
-    runs = request.getfixturevalue("deepspeed_runs" if case.sharding.uses_deepspeed else "torch_runs")
-    return runs[case.name]
+def run_dir(case: Case, runs: Callable[[Case], Path]) -> Path:
+    return runs(case)
 
 
 def each(cases: Sequence[Case]):

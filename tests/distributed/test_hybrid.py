@@ -11,18 +11,24 @@ from typing import Any
 import pytest
 import torch
 from attempt_runs import engaged_of, metrics_of
-from estimate_factory import config, configuration, cpu, shape_of
 from msgspec.structs import replace
-from rank_factory import NUM_STEPS, SEQ_LEN, rank_plan, write_attempt
-from safetensors.torch import load_file
-from spoilt_rows import spoil, train_plainly
+from plain_training import train_plainly
+from rank_factory import NUM_STEPS, rank_plan, write_attempt
+from rank_scenarios import (
+    BAD_STEPS,
+    NUM_STEPS_BACK,
+    SAVED_STEP,
+    TAKEN,
+    check_best_export,
+    check_going_back,
+    early_stop_plan,
+    predicted_share,
+    share_plan,
+)
+from spoilt_rows import spoil
 
-from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.runtime.checkpoint import read_weights
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
-from shardwise.trainer.runtime.run.state import STEPS_UNTIL_ROLL_BACK, PassedOver
 from shardwise.trainer.spec.engines import Sharding
-from shardwise.trainer.spec.job.sections import CheckpointJob, EvalJob
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Precision
@@ -44,20 +50,6 @@ TRAINED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 CLIPPED = [name for name in TRAINED if name != "inside-the-backward"]
 
-# As in `test_memory_shares`.
-FIELDS = config(4096, 192, 512, 4, 6, 2, is_tied=True, head_dim=32)
-SHAPE = shape_of(FIELDS)
-CHUNK_TOKENS = 40
-
-# As in `test_going_back`.
-NUM_STEPS_BACK, SAVED_STEP = 10, 3
-BAD_STEPS = range(5, 5 + STEPS_UNTIL_ROLL_BACK)
-PASSED_OVER = PassedOver(after_step=SAVED_STEP, num_steps=BAD_STEPS[-1] - SAVED_STEP)
-TAKEN = {step: step if step <= SAVED_STEP else step + PASSED_OVER.num_steps for step in range(1, NUM_STEPS_BACK + 1)}
-
-# As in `test_best`.
-PATIENCE = 2
-
 
 def hybrid_plan(cache_dir: Path, **settings: Any) -> Plan:
     defaults = {"micro_batch": 2, "accumulation": 1, "num_steps": NUM_STEPS}
@@ -69,30 +61,16 @@ def rehearsed(plan: Plan) -> Plan:
     return replace(plan, schedule=replace(plan.schedule, rehearses_save=True))
 
 
-def plan_of_shares(cache_dir: Path) -> Plan:
-    """Four steps, of which the third is measured."""
-    plan = hybrid_plan(
-        cache_dir, num_steps=4, sequences_per_step=4, micro_batch=1, model_config=FIELDS, loss=LossHead.CHUNKED,
-        loss_chunk_tokens=CHUNK_TOKENS, optimizer=Optimizer.ADAMW_FUSED,
-    )  # fmt: skip
-    return replace(plan, model_shape=SHAPE)
-
-
-def plan_of_early_stop(cache_dir: Path) -> Plan:
-    """A rate so high that the first steps gain something, and the later ones undo it."""
-    plan = hybrid_plan(cache_dir, num_steps=40, eval_every_steps=1, lr=0.15, precision=Precision.BF16_MIXED)
-    job = replace(plan.job, eval=EvalJob(early_stop=PATIENCE), checkpoint=CheckpointJob(best="eval_loss", keep=1))
-    return replace(plan, job=job)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, cache_dir, run_ranks) -> Path:
     """A folder of run directories, all trained in one group of four ranks."""
     folder = tmp_path_factory.mktemp("hybrid")
     plans = {name: hybrid_plan(cache_dir, **settings) for name, settings in TRAINED.items()}
     plans["1x2"] = rehearsed(plans["1x2"])
-    plans["shares"] = plan_of_shares(cache_dir)
-    plans["best"] = plan_of_early_stop(cache_dir)
+    plans["shares"] = share_plan(cache_dir, Sharding.HSDP, num_ranks=NUM_RANKS)
+    plans["best"] = early_stop_plan(
+        cache_dir, Sharding.HSDP, num_ranks=NUM_RANKS, micro_batch=2, precision=Precision.BF16_MIXED
+    )
     going_back = hybrid_plan(
         cache_dir, num_steps=NUM_STEPS_BACK, checkpoint_every_steps=SAVED_STEP, loss=LossHead.EAGER
     )
@@ -113,8 +91,7 @@ def test_every_step_equals_that_of_a_single_process_of_plain_pytorch(name, runs,
 
 def test_an_update_within_the_backward_pass_sees_gradients_of_all_copies(runs, cache_dir):
     """Not clipped, so held against a run of one process that is not clipped either."""
-    plan = rank_plan(cache_dir, clip=0.0, num_steps=NUM_STEPS)
-    losses, _ = train_plainly(plan, {step: step for step in range(1, plan.schedule.num_steps + 1)})
+    losses = train_plainly(rank_plan(cache_dir, clip=0.0, num_steps=NUM_STEPS)).losses
     found = [line["loss"] for line in metrics_of(runs / "inside-the-backward")]
     assert found == pytest.approx(list(losses.values()), abs=TOLERANCE)
     facts = engaged_of(runs / "inside-the-backward", 3).facts
@@ -137,11 +114,7 @@ def test_the_engine_of_the_plan_is_the_one_that_ran(name, runs):
 
 @pytest.fixture(scope="module")
 def predicted():
-    chosen = configuration(
-        Sharding.HSDP, precision=Precision.FP32, optimizer=Optimizer.ADAMW_FUSED, num_ranks=NUM_RANKS,
-        ranks_per_node=NUM_SHARDS, seq_len=SEQ_LEN, loss=LossHead.CHUNKED, loss_chunk_tokens=CHUNK_TOKENS,
-    )  # fmt: skip
-    return estimate_memory(SHAPE, chosen, cpu(NUM_RANKS))
+    return predicted_share(Sharding.HSDP, num_ranks=NUM_RANKS, ranks_per_node=NUM_SHARDS)
 
 
 def test_a_rank_holds_its_share_of_its_machine(runs, predicted):
@@ -159,33 +132,13 @@ def test_a_rank_peaks_about_where_predicted(runs, predicted):
     assert 0.85 < predicted.peak_allocated_bytes / metrics_of(runs / "shares")[-1]["memory_peak_bytes"] < 1.15
 
 
-def test_a_run_goes_back_on_all_ranks_alike(runs, cache_dir, read_course):
-    """The bad rows are on one rank of four; held against a run that passes over the same rows."""
-    course = read_course(runs / "back")
-    losses, weights = train_plainly(rank_plan(cache_dir, num_steps=NUM_STEPS_BACK), TAKEN)
-    last_bad = BAD_STEPS[-1]
-    assert course.losses[BAD_STEPS[0] - 1 : last_bad] == [None] * STEPS_UNTIL_ROLL_BACK
-    assert course.losses[:SAVED_STEP] + course.losses[last_bad:] == pytest.approx(list(losses.values()), abs=TOLERANCE)
-    for name, weight in weights.items():
-        difference = (course.weights[name] - weight).abs()
-        assert difference.mean() < 1e-6 and difference.max() < 1e-3, name
-    manifest = open_checkpoint(runs / "back" / "checkpoints" / f"step-{NUM_STEPS_BACK:08d}").manifest
-    assert manifest.facts.spikes.passed_over == (PASSED_OVER,)
+def test_a_run_goes_back_on_all_ranks_alike(runs, cache_dir):
+    """The bad rows are on one rank of four."""
+    check_going_back(runs / "back", train_plainly(rank_plan(cache_dir, num_steps=NUM_STEPS_BACK), TAKEN))
 
 
 def test_the_export_is_of_the_best_step(runs):
-    losses = [line["eval_loss"] for line in metrics_of(runs / "best")]
-    best = losses.index(min(losses)) + 1
-    assert best == len(losses) - PATIENCE < 40
-    retained, last = (
-        read_weights(open_checkpoint(runs / "best" / "checkpoints" / f"step-{step:08d}"))
-        for step in (best, len(losses))
-    )
-    exported = load_file(runs / "best" / "export" / "model.safetensors")
-    assert exported.keys() == retained.keys()
-    for name, weight in exported.items():
-        assert torch.equal(weight, retained[name].to(weight.dtype)), name
-        assert not torch.equal(weight, last[name].to(weight.dtype)), name
+    check_best_export(runs / "best")
 
 
 def test_ranks_share_the_writing_with_those_that_hold_the_same(runs):

@@ -4,7 +4,6 @@ Each run of plain LoRA equals PEFT in one process without any of our code; the o
 what the method is, and a sharding engine may change nothing about it.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,15 @@ from typing import Any
 import pytest
 import torch
 from attempt_runs import engaged_of, losses_of
-from msgspec.structs import replace
 from peft import LoraConfig, get_peft_model
-from rank_factory import LR, NUM_STEPS, SEED, rank_plan, write_attempt
+from plain_training import plain_model, train_plainly
+from rank_factory import NUM_STEPS, SEED, rank_plan
 from safetensors.torch import load_file
-from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardwise.trainer.runtime.data.batches import step_micro_batches
-from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.runtime.models.methods import seed_adapters
 from shardwise.trainer.spec.engines import Sharding
-from shardwise.trainer.spec.job.sections import LoraJob, LrSchedule
-from shardwise.trainer.spec.plan import Plan, learning_rate
+from shardwise.trainer.spec.job.sections import LoraJob
+from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks
@@ -34,7 +29,6 @@ NUM_ADAPTERS, NUM_LENGTHS = 8192, 1024  # elements of rank 4 on 14 layers; rows 
 LORA = LoraJob(rank=4, alpha=8.0)
 DORA = LoraJob(rank=4, alpha=8.0, dora=True, rslora=True)
 DROPPED = LoraJob(rank=4, alpha=8.0, dora=True, dropout=0.1, targets=("q_proj", "layers.1.mlp.up_proj"))
-CONSTANT = {"lora": LORA, "schedule": LrSchedule.CONSTANT}
 LORA_RUN: dict[str, Any] = {"method": Method.LORA, "train": {"lora": LORA}, "num_steps": NUM_STEPS}
 KINDS: dict[str, dict[str, Any]] = {
     "lora": LORA_RUN,
@@ -43,16 +37,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "noisy": {**LORA_RUN, "train": {"lora": LORA, "neftune_alpha": 5.0}},
     "qlora": {**LORA_RUN, "method": Method.QLORA, "train": {"lora": DORA}, "checkpointing": Checkpointing.FULL},
     "qlora-mixed": {**LORA_RUN, "method": Method.QLORA, "precision": Precision.BF16_MIXED},
-    "resumed": {**LORA_RUN, "train": CONSTANT, "num_steps": NUM_STEPS // 2},
-    "straight": {**LORA_RUN, "train": CONSTANT},
 }
 TORCH = (Sharding.DDP, Sharding.FSDP)
 ZERO = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 TORCH_RUNS = (
     *((sharding, "lora") for sharding in TORCH),
     *((sharding, kind) for sharding in TORCH for kind in ("mixed", "dropped", "noisy", "qlora", "qlora-mixed")),
-    (Sharding.DDP, "resumed"),
-    (Sharding.DDP, "straight"),
 )
 ZERO_RUNS = (
     *((sharding, "lora") for sharding in ZERO),
@@ -68,28 +58,9 @@ def each(runs: Sequence[tuple[Sharding, str]]):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, cache_dir, run_ranks) -> Callable[[Sharding, str], Path]:
-    """The folder of a run; those of one library are trained in one group of ranks, the first time one is asked for."""
-    folder = tmp_path_factory.mktemp("methods")
-    trained: set[bool] = set()
-
-    def run_dir(sharding: Sharding, kind: str) -> Path:
-        if sharding.uses_deepspeed not in trained:
-            trained.add(sharding.uses_deepspeed)
-            run_ranks(list(attempts(ZERO_RUNS if sharding.uses_deepspeed else TORCH_RUNS, folder, cache_dir)), 2)
-        return folder / f"{sharding}-{kind}"
-
-    return run_dir
-
-
-def attempts(wanted: Sequence[tuple[Sharding, str]], folder: Path, cache_dir: Path):
-    for sharding, kind in wanted:
-        run_dir = folder / f"{sharding}-{kind}"
-        plan = plan_of(sharding, cache_dir, KINDS[kind])
-        yield write_attempt(run_dir, plan)
-        if kind == "resumed":
-            on = plan_of(sharding, cache_dir, {**KINDS[kind], "num_steps": NUM_STEPS})
-            yield write_attempt(run_dir, replace(on, resume=True), number=2)
+def runs(run_dirs, cache_dir) -> Callable[[Sharding, str], Path]:
+    run_dir_of = run_dirs(lambda run, _: plan_of(run[0], cache_dir, KINDS[run[1]]), TORCH_RUNS + ZERO_RUNS)
+    return lambda sharding, kind: run_dir_of((sharding, kind))
 
 
 def plan_of(sharding: Sharding, cache_dir: Path, settings: Mapping[str, Any]) -> Plan:
@@ -98,31 +69,14 @@ def plan_of(sharding: Sharding, cache_dir: Path, settings: Mapping[str, Any]) ->
 
 @pytest.fixture(scope="module")
 def reference(cache_dir) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and adapters of PEFT's own model in one process, with transformers' own logits."""
+    """Losses and adapters of PEFT's own model in one process."""
     plan = rank_plan(cache_dir, num_steps=NUM_STEPS)
-    torch.manual_seed(SEED)
-    config = {name: value for name, value in plan.model_config.items() if name != "model_type"}
-    base = LlamaForCausalLM(LlamaConfig(**config))
+    base = plain_model(plan)
     seed_adapters(SEED)
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8.0, target_modules="all-linear", task_type="CAUSAL_LM"))
+    losses = train_plainly(plan, model=model).losses
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
-    rows, found = TokenRows.open(cache_dir, "train"), []
-    for step in range(NUM_STEPS):
-        (batch,), num_targets = step_micro_batches(
-            rows, step=step, seed=SEED, sequences_per_step=8, rank=0, num_ranks=1, micro_batch=8, accumulation=1
-        )
-        optimizer.param_groups[0]["lr"] = learning_rate(plan.schedule, plan.job.train, step + 1)
-        logits = model(input_ids=batch.input_ids, use_cache=False).logits
-        total = functional.cross_entropy(
-            logits[:, :-1].reshape(-1, logits.shape[-1]), batch.labels[:, 1:].reshape(-1), reduction="sum"
-        )
-        (total / num_targets).backward()
-        torch.nn.utils.clip_grad_norm_(trained.values(), plan.job.train.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(total.detach()) / num_targets)
-    return found, {name.replace(".default", ""): value.detach() for name, value in trained.items()}
+    return list(losses.values()), {name.replace(".default", ""): value.detach() for name, value in trained.items()}
 
 
 @each([run for run in (*TORCH_RUNS, *ZERO_RUNS) if run[1] == "lora"])
@@ -159,7 +113,7 @@ def test_in_16_bit_too_up_to_rounding(sharding, kind, runs):
     assert found[0] == pytest.approx(exact[0], abs=5e-3), "before the first update DoRA changes nothing"
 
 
-@each([run for run in (*TORCH_RUNS, *ZERO_RUNS) if run[1] not in ("resumed", "straight")])
+@each(TORCH_RUNS + ZERO_RUNS)
 def test_the_method_of_the_plan_is_the_one_that_ran(sharding, kind, runs):
     seen = engaged_of(runs(sharding, kind))
     facts = seen.facts
@@ -207,16 +161,3 @@ def test_a_run_leaves_adapters_and_no_base_behind(sharding, kind, runs):
     tensors = load_file(export / "adapter_model.safetensors")
     assert len(tensors) == (3 if kind == "qlora" else 2) * 14
     assert all(tensor.abs().max() > 0 for tensor in tensors.values()), "B starts at zero and was trained"
-
-
-def test_a_run_on_two_ranks_that_was_resumed_ends_bitwise_like_one_that_was_not(runs):
-    resumed, straight = runs(Sharding.DDP, "resumed"), runs(Sharding.DDP, "straight")
-    assert losses_of(resumed) == losses_of(straight)
-    for folder in (resumed, straight):
-        assert (folder / "checkpoints" / f"step-{NUM_STEPS:08d}").is_dir()
-    ends = [load_file(folder / "export" / "adapter_model.safetensors") for folder in (resumed, straight)]
-    assert all(torch.equal(ends[0][name], tensor) for name, tensor in ends[1].items())
-    manifest = json.loads((straight / "checkpoints" / f"step-{NUM_STEPS:08d}" / "MANIFEST.json").read_text())
-    assert len(manifest["parameters"]) == 28
-    assert all(".lora_" in name and entry["state"].keys() == {"exp_avg", "exp_avg_sq"}
-               for name, entry in manifest["parameters"].items())  # fmt: skip

@@ -12,24 +12,18 @@ import msgspec
 import pytest
 import torch
 from attempt_runs import engaged_of
-from engine_plan_factory import TINY_LLAMA
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
-from rank_factory import NUM_STEPS, rank_plan, write_attempt
+from rank_factory import LOCKABLE_BYTES, NUM_STEPS, SWAPPED_LLAMA, offload_plan, rank_plan, write_attempt
 from safetensors.torch import load_file
 
 from shardwise.launch.engine.offload import check_nvme, offload_buffers
 from shardwise.trainer.spec.engines import Offload, Sharding
-from shardwise.trainer.spec.job.sections import Limits, NvmeLimit
-from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import Buckets, Plan
 from shardwise.trainer.spec.strategy import Precision
-from shardwise.trainer.spec.units import MIB, format_bytes
+from shardwise.trainer.spec.units import format_bytes
 
-MODEL = {**TINY_LLAMA, "vocab_size": 8192}
 TABLE_ELEMENTS = 8192 * 64
 TOLERANCE = 1e-5
-LOCKABLE_BYTES = 12 * MIB  # as on a machine that grants little, so that there are several sub-groups
-
 Case = tuple[Sharding, Offload]
 CASES: tuple[Case, ...] = (
     (Sharding.ZERO2, Offload.OPTIMIZER),
@@ -58,25 +52,10 @@ def pure_plan(case: Case, cache_dir: Path) -> Plan:
 
 
 def plan_of(case: Case, cache_dir: Path, folder: Path) -> Plan:
-    plan = rank_plan(
-        cache_dir,
-        *case,
-        num_ranks=2,
-        num_steps=NUM_STEPS,
-        micro_batch=2,
-        accumulation=2,
-        model_config=MODEL,
-        limits=Limits(nvme=NvmeLimit(path=str(folder / name_of(case) / "nvme"))),
-    )
-    if plan.chosen.strategy.base_config is None and case[1] is not Offload.NONE:
-        strategy = msgspec.structs.replace(plan.chosen.strategy, base_config="ds_configs/zero3_nvme_optimizer.json")
-        plan = msgspec.structs.replace(plan, candidates=(msgspec.structs.replace(plan.chosen, strategy=strategy),))
-    host = msgspec.structs.replace(plan.hardware.host, memlock_limit_bytes=LOCKABLE_BYTES)
-    return msgspec.structs.replace(
-        plan,
-        model_shape=read_model_shape(MODEL),
-        hardware=msgspec.structs.replace(plan.hardware, host=host),
-    )
+    return offload_plan(
+        cache_dir, *case, nvme=folder / name_of(case) / "nvme", num_ranks=2, num_steps=NUM_STEPS, micro_batch=2,
+        accumulation=2, model_config=SWAPPED_LLAMA,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

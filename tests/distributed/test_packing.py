@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rank_factory import LR, SEED, rank_plan, write_attempt, write_packed_rows
+from plain_training import plain_model, train_plainly
+from rank_factory import SEED, rank_plan, write_attempt, write_packed_rows
+from torch import nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Sharding
-from shardwise.trainer.spec.plan import Plan, learning_rate
+from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Verified
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead
 
@@ -50,26 +51,12 @@ def plan_of(case, cache_dir: Path) -> Plan:
 
 @pytest.fixture(scope="module")
 def reference(packed_cache: Path) -> list[float]:
-    plan = plan_of(TORCH_CASES[0], packed_cache)
-    torch.manual_seed(SEED)
-    config = {name: value for name, value in plan.model_config.items() if name != "model_type"}
-    model = LlamaForCausalLM(LlamaConfig(**config))
-    decayed, others = ([p for p in model.parameters() if (p.ndim >= 2) is wide] for wide in (True, False))
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
-    )
     rows = TokenRows.open(packed_cache, "train")
-    losses = []
-    for step in range(NUM_STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(plan.schedule, plan.job.train, step + 1)
-        loss = _mean_loss(model, [document for number in _numbers(rows, step) for document in _cut(rows, number)])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), plan.job.train.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+
+    def mean_loss(model: nn.Module, step: int) -> torch.Tensor:
+        return _mean_loss(model, [document for number in _numbers(rows, step) for document in _cut(rows, number)])
+
+    return list(train_plainly(plan_of(TORCH_CASES[0], packed_cache), mean_loss=mean_loss).losses.values())
 
 
 def _numbers(rows: TokenRows, step: int) -> list[int]:
@@ -80,7 +67,7 @@ def _cut(rows: TokenRows, number: int) -> Sequence[torch.Tensor]:
     return [torch.from_numpy(part) for part in np.split(rows.row(number), rows.document_starts(number))]
 
 
-def _mean_loss(model: LlamaForCausalLM, documents: Sequence[torch.Tensor]) -> torch.Tensor:
+def _mean_loss(model: nn.Module, documents: Sequence[torch.Tensor]) -> torch.Tensor:
     """Over the targets of documents that are each a batch of one."""
     learned = [document for document in documents if len(document) > 1]
     total = torch.zeros(())
@@ -106,10 +93,7 @@ def test_packed_rows_are_learned_as_their_documents_one_by_one(
 
 def test_the_reference_differs_from_rows_that_are_read_as_one_document(packed_cache, reference):
     """A loss over whole rows is another one: the test above would see documents run into each other."""
-    plan = plan_of(TORCH_CASES[0], packed_cache)
-    torch.manual_seed(SEED)
-    config = {name: value for name, value in plan.model_config.items() if name != "model_type"}
-    model = LlamaForCausalLM(LlamaConfig(**config))
+    model = plain_model(plan_of(TORCH_CASES[0], packed_cache))
     rows = TokenRows.open(packed_cache, "train")
     with torch.no_grad():
         whole = _mean_loss(model, [torch.from_numpy(rows.row(number)) for number in _numbers(rows, 0)])

@@ -8,33 +8,25 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import pytest
 import torch
 from engine_plan_factory import TINY_LLAMA
-from fp16_units import HAS_FP16_UNITS, NO_FP16_UNITS
-from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
-from rank_factory import rank_plan, write_attempt
+from plain_training import PlainCourse, train_plainly
+from rank_factory import SWAPPED_LLAMA, offload_plan, rank_plan
 from safetensors.torch import load_file
-from spoilt_rows import train_plainly
 
-from shardwise.launch.engine.offload import check_nvme
 from shardwise.trainer.runtime.precision.mixed_precision import INIT_SCALE
 from shardwise.trainer.spec.engines import Offload, Sharding
-from shardwise.trainer.spec.job.sections import Limits, NvmeLimit
-from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Precision
-from shardwise.trainer.spec.units import MIB
 
 WORKER = Path(__file__).with_name("spike_worker.py")
 NUM_STEPS, SKIPPED = 7, (3, 4, 5)
 TAKEN = {step: step for step in range(1, NUM_STEPS + 1) if step not in SKIPPED}
 FAULTS = ("the gradient norm is not finite", "the loss is not finite", "refused")
-MODEL = {**TINY_LLAMA, "vocab_size": 8192}  # its tables are just large enough for DeepSpeed to swap them
-LOCKABLE_BYTES = 12 * MIB
+MODELS = {False: TINY_LLAMA, True: SWAPPED_LLAMA}  # by whether state is on NVMe
 
 Case = tuple[Sharding, Offload, Precision]
 
@@ -74,60 +66,27 @@ def name_of(case: Case) -> str:
     return "+".join(case)
 
 
-def lacks_units(case: Case) -> bool:
-    return case[0].uses_deepspeed and case[2] is Precision.FP16_MIXED and not HAS_FP16_UNITS
-
-
-def lacks_operator(case: Case) -> bool:
-    return case[1].uses_nvme and lacks_libaio()
-
-
 def num_ranks_of(case: Case) -> int:
     return 4 if case in HYBRID_CASES else 2
 
 
-def model_of(case: Case) -> dict[str, Any]:
-    return MODEL if case[1].uses_nvme else TINY_LLAMA
-
-
-def plan_of(case: Case, cache_dir: Path, folder: Path) -> Plan:
+def plan_of(case: Case, cache_dir: Path, run_dir: Path) -> Plan:
     sharding, offload, precision = case
-    plan = rank_plan(
-        cache_dir, sharding, offload, num_ranks=num_ranks_of(case), micro_batch=4 // num_ranks_of(case),
-        accumulation=2, precision=precision,
-        model_config=model_of(case),
-        limits=Limits(nvme=NvmeLimit(path=str(folder / name_of(case) / "nvme"))),
+    return offload_plan(
+        cache_dir, sharding, offload, nvme=run_dir / "nvme", num_ranks=num_ranks_of(case),
+        micro_batch=4 // num_ranks_of(case), accumulation=2, precision=precision,
     )  # fmt: skip
-    if not offload.uses_nvme:
-        return plan
-    host = msgspec.structs.replace(plan.hardware.host, memlock_limit_bytes=LOCKABLE_BYTES)
-    hardware = msgspec.structs.replace(plan.hardware, host=host)
-    return msgspec.structs.replace(plan, model_shape=read_model_shape(MODEL), hardware=hardware)
 
 
 @pytest.fixture(scope="module")
-def steps_of(tmp_path_factory, cache_dir, start_ranks) -> Callable[[Case], Run]:
-    """What a case came to; all cases of a list are trained in one group of ranks, when the first is asked for."""
-    folder = tmp_path_factory.mktemp("spikes")
-
-    def train(cases: tuple[Case, ...]) -> None:
-        cases = tuple(case for case in cases if not (lacks_units(case) or lacks_operator(case)))
-        if any(case[1].uses_nvme for case in cases):
-            folder_with_operators("async_io")
-        plans = {name_of(case): plan_of(case, cache_dir, folder) for case in cases}
-        for plan in plans.values():
-            check_nvme(plan)
-        attempts = [str(write_attempt(folder / name, plan)) for name, plan in plans.items()]
-        start_ranks([str(WORKER), *attempts], num_ranks_of(cases[0]))
+def steps_of(run_dirs, cache_dir) -> Callable[[Case], Run]:
+    run_dir_of = run_dirs(
+        lambda case, run_dir: plan_of(case, cache_dir, run_dir), CASES, MORE_CASES, HYBRID_CASES, FP16_CASES,
+        worker=WORKER,
+    )  # fmt: skip
 
     def read(case: Case) -> Run:
-        if lacks_units(case):
-            pytest.skip(NO_FP16_UNITS)
-        if lacks_operator(case):
-            pytest.skip(NO_LIBAIO)
-        if not (folder / name_of(case)).exists():
-            train(next(cases for cases in (CASES, MORE_CASES, HYBRID_CASES, FP16_CASES) if case in cases))
-        attempt = folder / name_of(case) / "attempts" / "1"
+        attempt = run_dir_of(case) / "attempts" / "1"
         steps = [json.loads((attempt / f"steps-{rank}.json").read_text()) for rank in range(num_ranks_of(case))]
         return Run(steps, load_file(attempt / "weights.safetensors"))
 
@@ -135,14 +94,10 @@ def steps_of(tmp_path_factory, cache_dir, start_ranks) -> Callable[[Case], Run]:
 
 
 @pytest.fixture(scope="module")
-def expected(cache_dir) -> Callable[[Case], tuple[dict[int, float], dict[str, torch.Tensor]]]:
+def expected(cache_dir) -> Callable[[Case], PlainCourse]:
     """Losses of the steps that were taken, and the weights after them."""
-
-    @cache
-    def train(vocab_size: int) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
-        return train_plainly(rank_plan(cache_dir, model_config={**TINY_LLAMA, "vocab_size": vocab_size}), TAKEN)
-
-    return lambda case: train(model_of(case)["vocab_size"])
+    train = cache(lambda model: train_plainly(rank_plan(cache_dir, model_config=MODELS[model]), TAKEN))
+    return lambda case: train(case[1].uses_nvme)
 
 
 def each(more_cases):
@@ -180,10 +135,10 @@ def test_a_step_that_is_not_taken_changes_no_bit_of_weights_moments_and_counts(c
 @each(MORE_CASES + HYBRID_CASES + FP16_CASES)
 def test_the_other_steps_are_those_of_a_run_without_it(case, steps_of, expected):
     run, is_fp32 = steps_of(case), case[2] is FP32
-    losses, weights = expected(case)
+    plain = expected(case)
     taken = {number: step["loss"] for number, step in enumerate(run.steps[0], start=1) if number in TAKEN}
-    assert taken == pytest.approx(losses, abs=1e-5 if is_fp32 else 3e-3)
-    for name, weight in weights.items():
+    assert taken == pytest.approx(plain.losses, abs=1e-5 if is_fp32 else 3e-3)
+    for name, weight in plain.weights.items():
         difference = (run.weights[name] - weight).abs()
         assert difference.mean() < (1e-6 if is_fp32 else 3e-3), f"{name}: ZeRO's are rounded to 16 bit"
         assert difference.max() < (1e-3 if is_fp32 else 2e-2), f"{name}: a gradient near 0 may have another sign"

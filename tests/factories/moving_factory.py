@@ -8,22 +8,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 from attempt_runs import losses_of
-from rank_factory import rank_plan, write_attempt
+from rank_factory import offload_plan, write_attempt
 
 from shardwise.trainer.runtime.checkpoint import CheckpointFolder
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
 from shardwise.trainer.spec.engines import Offload, Sharding
-from shardwise.trainer.spec.job.sections import GaloreJob, Limits, LoraJob, NvmeLimit
-from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method, Precision
-from shardwise.trainer.spec.units import MIB
 
 WORKER = Path(__file__).parents[1] / "distributed" / "moving_worker.py"
 STEP, NUM_STEPS = 3, 6
 MOST_AT_ONCE = 60  # attempts in one group of ranks, which has a limit of time
-LOCKABLE_BYTES = 12 * MIB  # so little that partitions are cut into several sub-groups
 ODD_LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 257, "hidden_size": 25, "intermediate_size": 37, "num_hidden_layers": 2,
     "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6,
@@ -113,12 +110,12 @@ class Yard:
         self, place: Place, kind: str = "plain", *, is_resumed: bool = False, warmup_steps: int = 3, **changed: Any
     ) -> Plan:
         """A plan for a place; `changed` are settings of `rank_plan`."""
-        nvme = NvmeLimit(path=str(self.nvme_folder(place)))
-        settings = {"model_config": ODD_LLAMA, "limits": Limits(nvme=nvme), **KINDS[kind], **changed}
-        plan = rank_plan(
+        settings = {"model_config": ODD_LLAMA, **KINDS[kind], **changed}
+        plan = offload_plan(
             settings.pop("cache_dir", self.cache_dir),
             place.sharding,
             place.offload,
+            nvme=self.nvme_folder(place),
             num_ranks=place.num_ranks,
             micro_batch=3,
             accumulation={1: 3, 2: 2, 3: 1, 4: 1}[place.num_ranks],  # of eight rows, so one or four are padding
@@ -126,17 +123,8 @@ class Yard:
             num_steps=NUM_STEPS,
             **{"clip": 0.1, "lr": 1e-2, **settings},
         )
-        if place.offload is Offload.NVME_OPTIMIZER:  # which the catalogue has for weights in 16 bit alone
-            strategy = msgspec.structs.replace(plan.chosen.strategy, base_config="ds_configs/zero3_nvme_optimizer.json")
-            plan = msgspec.structs.replace(plan, candidates=(msgspec.structs.replace(plan.chosen, strategy=strategy),))
-        host = msgspec.structs.replace(plan.hardware.host, memlock_limit_bytes=LOCKABLE_BYTES)
-        return msgspec.structs.replace(
-            plan,
-            resume=is_resumed,
-            model_shape=read_model_shape(plan.model_config),
-            schedule=msgspec.structs.replace(plan.schedule, warmup_steps=warmup_steps),
-            hardware=msgspec.structs.replace(plan.hardware, host=host),
-        )
+        schedule = msgspec.structs.replace(plan.schedule, warmup_steps=warmup_steps)
+        return msgspec.structs.replace(plan, resume=is_resumed, schedule=schedule)
 
     def nvme_folder(self, place: Place) -> Path:
         return self.folder / "nvme" / str(place)

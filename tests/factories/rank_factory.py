@@ -15,13 +15,17 @@ from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.runtime.data.row_writer import RowShape, RowWriter
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Offload, Sharding
-from shardwise.trainer.spec.job.sections import Job, Limits, TrainJob
+from shardwise.trainer.spec.job.sections import Job, Limits, NvmeLimit, TrainJob
+from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.units import MIB
 
 SEQ_LEN = 48
 NUM_EVAL_ROWS = 24
 SEED = 7
 LR = 3e-3
+LOCKABLE_BYTES = 12 * MIB  # so little that partitions are cut into several sub-groups
+SWAPPED_LLAMA = {**TINY_LLAMA, "vocab_size": 8192}  # its tables are just large enough for DeepSpeed to swap them
 NUM_STEPS = 6  # of runs that are held step by step against another: enough to learn, so that a difference shows
 
 
@@ -103,6 +107,23 @@ def rank_plan(
             saving_max_share=None,  # it goes by the clock
             rehearses_save=False,
         ),
+    )
+
+
+def offload_plan(cache_dir: Path, sharding: Sharding, offload: Offload, *, nvme: Path, **settings: Any) -> Plan:
+    """A plan with a folder for NVMe, on a host that may lock little memory; `settings` are those of `rank_plan`."""
+    settings = {"model_config": SWAPPED_LLAMA if offload.uses_nvme else TINY_LLAMA, **settings}
+    plan = rank_plan(cache_dir, sharding, offload, limits=Limits(nvme=NvmeLimit(path=str(nvme))), **settings)
+    chosen = plan.chosen
+    if offload is Offload.NVME_OPTIMIZER:  # which the catalogue has for weights in 16 bit alone
+        strategy = msgspec.structs.replace(chosen.strategy, base_config="ds_configs/zero3_nvme_optimizer.json")
+        chosen = msgspec.structs.replace(chosen, strategy=strategy)
+    host = msgspec.structs.replace(plan.hardware.host, memlock_limit_bytes=LOCKABLE_BYTES)
+    return msgspec.structs.replace(
+        plan,
+        candidates=(chosen,),
+        model_shape=read_model_shape(plan.model_config),
+        hardware=msgspec.structs.replace(plan.hardware, host=host),
     )
 
 

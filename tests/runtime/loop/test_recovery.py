@@ -13,9 +13,10 @@ import torch
 from attempt_runs import metrics_of, run_attempt
 from engine_plan_factory import TINY_LLAMA
 from msgspec.structs import replace
+from plain_training import PlainCourse, train_plainly
 from rank_factory import rank_plan, write_rows
 from safetensors.torch import load_file
-from spoilt_rows import HUGE, NAN, rows_of, spoil, tokens_of, train_plainly
+from spoilt_rows import HUGE, NAN, rows_of, spoil, tokens_of
 
 from shardwise.trainer.runtime.checkpoint import CheckpointFacts, LossScaler
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint, steps_in
@@ -86,12 +87,11 @@ def run(
     return Run(run_dir, state, ending, error)
 
 
-def assert_equal(run: Run, expected: tuple[dict[int, float], dict[str, torch.Tensor]]) -> None:
+def assert_equal(run: Run, expected: PlainCourse) -> None:
     assert run.ending is Ending.FINISHED
-    losses, weights = expected
-    assert {step: run.losses[step] for step in losses} == pytest.approx(losses, abs=1e-5)
+    assert {step: run.losses[step] for step in expected.losses} == pytest.approx(expected.losses, abs=1e-5)
     found = load_file(run.run_dir / "export" / "model.safetensors")
-    for name, weight in weights.items():
+    for name, weight in expected.weights.items():
         torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-4, msg=f"{name}: {{}}".format)
 
 
