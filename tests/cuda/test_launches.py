@@ -39,7 +39,6 @@ ZERO_OFFLOAD = {"optimizer": "DeepSpeedCPUAdam", "master weights": "cpu", "place
 SHARDINGS = {
     "ddp": Case(TWO, {"sharding": "ddp"}),
     "zero1": Case(TWO, {"sharding": "zero1"}, seen={"master weights": "on cuda"}),
-    "zero2": Case(TWO, {"sharding": "zero2"}, seen={"master weights": "on cuda"}),
     "zero3": Case(TWO, {"sharding": "zero3"}, seen={"weights": "on cuda"}),
     "zero2-offload": Case(ONE, {"sharding": "zero2", "offload": "optimizer"}, seen=ZERO_OFFLOAD),
     "zero3-offload": Case(
@@ -62,12 +61,10 @@ METHODS = {
 ADAPTERS = {"adapters": "float32", "trained parameters": "12.4 %"}
 ON_WEIGHTS = {
     "lora": Case(ONE, train=LORA, seen=ADAPTERS),
-    "lora-unpacked": Case(ONE, train=LORA, data={"packing": False}, seen=ADAPTERS),
     "lora-zero3": Case(TWO, {"sharding": "zero3"}, LORA),
     "qlora": Case(ONE, train=QLORA, seen={**ADAPTERS, "4-bit layers": "nf4"}),
     "qlora-fsdp": Case(TWO, {"sharding": "fsdp"}, QLORA, seen={"4-bit layers": "nf4", "shards": "on cuda"}),
     "qlora-fsdp-offload": Case(TWO, FSDP_OFFLOAD, QLORA, seen={"4-bit layers": "nf4", "shards": "on pinned cpu"}),
-    "dpo": Case(ONE, train={"method": "full", **DPO}, data=PAIRS),
     "dpo-lora": Case(ONE, train={**LORA, **DPO}, data=PAIRS, seen=ADAPTERS),
     "dpo-fsdp": Case(TWO, {"sharding": "fsdp"}, {**LORA, **DPO}, data=PAIRS, seen={"shards": "on cuda"}),
 }

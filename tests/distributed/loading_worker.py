@@ -9,28 +9,22 @@ whether the optimizer has each trained parameter once.
 `:whole` does that for a model that every rank builds as a whole, as an engine has it that does not shard weights.
 """
 
-import ctypes
-import gc
 import json
 import os
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
+from rank_process import Peak, attempt, end_group
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.trainer.runtime.engines import engine_of, running_engine
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
 from shardwise.trainer.runtime.engines.sharded_loading import loads_sharded
-from shardwise.trainer.runtime.loop.memory_profile import anonymous_bytes
 from shardwise.trainer.runtime.loop.session import build_session
 from shardwise.trainer.runtime.models.build import build_meta_model, build_model, plain_model
 from shardwise.trainer.runtime.optimizers import unwrapped
@@ -40,26 +34,19 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.plan import Plan
 
-INTERVAL_S = 0.002
-
 
 def main(arguments: list[str]) -> None:
     rank = int(os.environ["RANK"])
-    environment = dict(os.environ)
     for argument in arguments:
-        name, _, question = argument.partition(":")
+        name, _, kind = argument.partition(":")
         path, plan = Path(name), codec.read(Path(name), Plan)
-        if question == "start":
-            path.with_name(f"start-{rank}.json").write_text(json.dumps(look_at_start(path, plan, rank)))
-        else:
-            answer = take_peak(path, plan, is_whole=question == "whole")
-            path.with_name(f"peak-{rank}.json").write_text(json.dumps(answer))
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        os.environ.clear()
-        os.environ.update(environment)
-    dist.barrier()
-    dist.destroy_process_group()
+        with attempt():
+            if kind == "start":
+                path.with_name(f"start-{rank}.json").write_text(json.dumps(look_at_start(path, plan, rank)))
+            else:
+                measured = measure_peak(path, plan, is_whole=kind == "whole")
+                path.with_name(f"peak-{rank}.json").write_text(json.dumps(measured))
+    end_group()
 
 
 def look_at_start(path: Path, plan: Plan, rank: int) -> dict[str, object]:
@@ -121,7 +108,7 @@ def gathering(tensor: torch.Tensor, model: nn.Module):
     return GatheredParameters([tensor])
 
 
-def take_peak(path: Path, plan: Plan, *, is_whole: bool) -> dict[str, int]:
+def measure_peak(path: Path, plan: Plan, *, is_whole: bool) -> dict[str, int]:
     engine = engine_of(plan.chosen.strategy.sharding)
     accelerator = build_accelerator(plan, ds_config=engine.read_config(path.parent))
     with Peak() as peak:
@@ -138,28 +125,6 @@ def load(plan: Plan, accelerator, *, is_whole: bool) -> object:
     engine.load_shards(meta_model, accelerator)
     engine.cut_loaded(meta_model, accelerator, plan.chosen.strategy.precision)
     return meta_model.model
-
-
-class Peak:
-    """The largest anonymous memory while a block runs, above the level before it."""
-
-    def __enter__(self) -> "Peak":
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what an earlier plan has given back would be taken again unseen
-        self.level, self.highest, self._is_done = anonymous_bytes(), 0, threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.at_end = anonymous_bytes() - self.level
-        self._is_done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._is_done.is_set():
-            self.highest = max(self.highest, anonymous_bytes() - self.level)
-            time.sleep(INTERVAL_S)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 import torch
-import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
+from rank_process import attempt, end_group
 from safetensors.torch import save_file
 from torch import nn
 
@@ -109,15 +108,10 @@ def run_all(plan: Plan, path: Path, rank: int) -> None:
 
 def main(arguments: list[str]) -> None:
     rank = int(os.environ["RANK"])
-    environment = dict(os.environ)
     for path in map(Path, arguments):
-        run_all(codec.read(path, Plan), path, rank)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        os.environ.clear()
-        os.environ.update(environment)
-    dist.barrier()
-    dist.destroy_process_group()
+        with attempt():
+            run_all(codec.read(path, Plan), path, rank)
+    end_group()
 
 
 if __name__ == "__main__":

@@ -8,19 +8,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from attempt_runs import engaged_of, metrics_of
-from fp16_units import HAS_FP16_UNITS, NO_FP16_UNITS
-from rank_factory import NUM_STEPS, rank_plan, write_attempt
+from rank_factory import NUM_STEPS, rank_plan
 from safetensors.torch import load_file
 
 from shardwise.trainer.runtime.precision.mixed_precision import INIT_SCALE
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Verified
 from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, Precision
 
@@ -45,8 +46,8 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        words = (self.sharding, self.precision, self.accumulation, self.optimizer, self.recipe, self.checkpointing)
-        return "-".join(map(str, words)) + ("-overflow" if self.overflows else "")
+        parts = (self.sharding, self.precision, self.accumulation, self.optimizer, self.recipe, self.checkpointing)
+        return "-".join(map(str, parts)) + ("-overflow" if self.overflows else "")
 
     @property
     def num_ranks(self) -> int:
@@ -55,11 +56,6 @@ class Case(NamedTuple):
     @property
     def train_forwards(self) -> int:
         return NUM_STEPS * self.accumulation
-
-    @property
-    def lacks_units(self) -> bool:
-        """DeepSpeed trains in fp16 only on a CPU that computes in it."""
-        return self.sharding.uses_deepspeed and self.precision is FP16 and not HAS_FP16_UNITS
 
 
 FP16_CASES = [Case(Sharding.DDP, FP16, accumulation=2), Case(Sharding.FSDP, FP16), Case(Sharding.FSDP_GRAD_OP, FP16)]
@@ -79,6 +75,7 @@ FP8_CASES = [
 ]
 HYBRID_OVERFLOW = Case(Sharding.HSDP, FP16, overflows=True)
 HYBRID_FP8 = Case(Sharding.HSDP, FP8, recipe=Fp8Recipe.CURRENT, checkpointing=Checkpointing.FULL)
+HYBRID = (HYBRID_OVERFLOW, HYBRID_FP8)
 ZERO_CASES = [Case(Sharding.ZERO2, FP16), Case(Sharding.ZERO3, FP16)]
 ZERO_OVERFLOWS = [case._replace(overflows=True) for case in ZERO_CASES]
 RECIPE_CLASSES = {
@@ -112,64 +109,43 @@ class Run(NamedTuple):
         return json.loads((self.folder / "attempts" / "1" / f"seen-{rank}.json").read_text())
 
 
-def run_cases(cases, folder: Path, cache_dir: Path, start_ranks) -> dict[str, Run]:
-    """Every case in one group of ranks, which find the stand-in where Transformer Engine would be."""
-    arguments = []
-    for case in cases:
-        plan = rank_plan(
-            cache_dir,
-            case.sharding,
-            num_ranks=case.num_ranks,
-            num_steps=NUM_STEPS,
-            precision=case.precision,
-            micro_batch=8 // (case.num_ranks * case.accumulation),
-            accumulation=case.accumulation,
-            checkpointing=case.checkpointing,
-            optimizer=case.optimizer,
-            fp8_recipe=case.recipe,
-        )
-        path = write_attempt(folder / case.name, plan)
-        arguments.append(f"{path}:overflow" if case.overflows else str(path))
+def plan_of(case: Case, cache_dir: Path, run_dir: Path) -> Plan:
+    if case.overflows:
+        run_dir.mkdir()
+        (run_dir / "overflows").touch()
+    return rank_plan(
+        cache_dir,
+        case.sharding,
+        num_ranks=case.num_ranks,
+        num_steps=NUM_STEPS,
+        precision=case.precision,
+        micro_batch=8 // (case.num_ranks * case.accumulation),
+        accumulation=case.accumulation,
+        checkpointing=case.checkpointing,
+        optimizer=case.optimizer,
+        fp8_recipe=case.recipe,
+    )
+
+
+@pytest.fixture(scope="module")
+def run_of(run_dirs, cache_dir) -> Iterator[Callable[[Case], Run]]:
+    """Ranks find the stand-in where Transformer Engine would be."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(FAKE_TE), os.environ.get("PYTHONPATH", "")]))
-        start_ranks([str(WORKER), *arguments], cases[0].num_ranks)
-    return {case.name: Run(folder / case.name) for case in cases}
-
-
-@pytest.fixture(scope="module")
-def torch_runs(tmp_path_factory, cache_dir, start_ranks) -> dict[str, Run]:
-    cases = [FP32_CASE, BF16_CASE, *FP16_CASES, *OVERFLOWS, *(c for c in FP8_CASES if not c.sharding.uses_deepspeed)]
-    return run_cases(cases, tmp_path_factory.mktemp("torch"), cache_dir, start_ranks)
-
-
-@pytest.fixture(scope="module")
-def deepspeed_runs(tmp_path_factory, cache_dir, start_ranks) -> dict[str, Run]:
-    cases = [*ZERO_CASES, *ZERO_OVERFLOWS, *(case for case in FP8_CASES if case.sharding.uses_deepspeed)]
-    cases = [case for case in cases if not case.lacks_units]
-    return run_cases(cases, tmp_path_factory.mktemp("deepspeed"), cache_dir, start_ranks)
-
-
-@pytest.fixture(scope="module")
-def hybrid_runs(tmp_path_factory, cache_dir, start_ranks) -> dict[str, Run]:
-    return run_cases([HYBRID_OVERFLOW, HYBRID_FP8], tmp_path_factory.mktemp("hybrid"), cache_dir, start_ranks)
+        cases = [FP32_CASE, BF16_CASE, *FP16_CASES, *OVERFLOWS, *ZERO_CASES, *ZERO_OVERFLOWS, *FP8_CASES, *HYBRID]
+        run_dir_of = run_dirs(lambda case, run_dir: plan_of(case, cache_dir, run_dir), cases, worker=WORKER)
+        yield lambda case: Run(run_dir_of(case))
 
 
 @pytest.fixture
-def run(case: Case, request: pytest.FixtureRequest) -> Run:
-    engine = "deepspeed" if case.sharding.uses_deepspeed else "hybrid" if case.sharding is Sharding.HSDP else "torch"
-    runs = request.getfixturevalue(f"{engine}_runs")
-    return runs[case.name]
+def run(case: Case, run_of: Callable[[Case], Run]) -> Run:
+    return run_of(case)
 
 
 def each(cases):
     """Four ranks take long on two cores."""
-
-    def marks(case):
-        yield pytest.mark.skipif(case.lacks_units, reason=NO_FP16_UNITS)
-        if case.sharding is Sharding.HSDP:
-            yield pytest.mark.long
-
-    return pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=[*marks(case)]) for case in cases])
+    marks = {case: [pytest.mark.long] if case.sharding is Sharding.HSDP else [] for case in cases}
+    return pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=marks[case]) for case in cases])
 
 
 @each([*FP16_CASES, *ZERO_CASES, *FP8_CASES, HYBRID_FP8])
@@ -181,8 +157,8 @@ def test_every_step_follows_plain_pytorch_in_fp32(case, run, reference):
 
 
 @each(FP16_CASES)
-def test_the_gradients_of_fp16_carry_the_scale(case, run, torch_runs):
-    plain = torch_runs[FP32_CASE.name]
+def test_the_gradients_of_fp16_carry_the_scale(case, run, run_of):
+    plain = run_of(FP32_CASE)
     assert [line["loss_scale"] for line in run.lines] == [INIT_SCALE] * NUM_STEPS
     for rank in (0, 1):
         facts = run.verified(rank).facts
@@ -201,7 +177,7 @@ def test_deepspeed_scales_the_loss_and_the_scale_is_logged(case, run):
 
 
 @each(ZERO_OVERFLOWS)
-def test_what_deepspeed_skips_is_told(case, run):
+def test_steps_that_deepspeed_skips_are_logged(case, run):
     assert [bool(line.get("skipped")) for line in run.lines] == [True] + [False] * (NUM_STEPS - 1)
     assert run.lines[0].get("grad_norm") is None and run.lines[1]["grad_norm"] > 0
     assert {run.verified(rank).facts["skipped steps"] for rank in (0, 1)} == {"1"}
@@ -209,7 +185,7 @@ def test_what_deepspeed_skips_is_told(case, run):
 
 
 @each([*OVERFLOWS, HYBRID_OVERFLOW])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(case, run, torch_runs):
+def test_an_overflow_on_one_rank_skips_the_step_on_all(case, run, run_of):
     """The element that is infinite on rank 1 is, summed up, in rank 0's half of the embeddings under FSDP2.
 
     Under hybrid sharding it is in that of rank 2 as well.
@@ -220,14 +196,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(case, run, torch_runs):
     for rank in range(case.num_ranks):
         facts = run.verified(rank).facts
         assert (facts["loss scale"], facts["skipped steps"]) == ("32768", "1")
-    plain = torch_runs[FP32_CASE.name]
+    plain = run_of(FP32_CASE)
     assert run.losses[0] == pytest.approx(plain.losses[0], abs=TOLERANCE)
     assert run.losses[-1] < run.losses[0] - 0.5, "it trains on"
     assert all(torch.isfinite(weight).all() for weight in run.weights.values())
 
 
-def test_a_skipped_step_is_skipped_alike_by_every_engine(torch_runs):
-    losses = [torch_runs[case.name].losses for case in OVERFLOWS]
+def test_a_skipped_step_is_skipped_alike_by_every_engine(run_of):
+    losses = [run_of(case).losses for case in OVERFLOWS]
     assert losses[1] == pytest.approx(losses[0], abs=TOLERANCE)
     assert losses[2] == pytest.approx(losses[0], abs=TOLERANCE)
 
@@ -248,7 +224,7 @@ def test_every_forward_multiplies_in_fp8_recomputation_too(case, run):
 
 
 @each([*FP8_CASES, HYBRID_FP8])
-def test_the_report_says_what_was_converted_and_what_ran(case, run):
+def test_the_report_lists_converted_layers_and_products(case, run):
     facts = run.verified(0).facts
     assert str(case.recipe) in facts["fp8 recipe"] and RECIPE_CLASSES[case.recipe] in facts["fp8 recipe"]
     assert ("experimental" in facts["fp8 recipe"]) is (case.recipe is Fp8Recipe.MXFP8)
@@ -258,17 +234,17 @@ def test_the_report_says_what_was_converted_and_what_ran(case, run):
     assert facts["fp8 products"].split()[0] == str(NUM_LINEARS * forwards), "of the first step"
 
 
-def test_the_layers_take_over_the_very_weights(torch_runs):
+def test_converted_layers_have_the_weights_of_the_model(run_of):
     """The stand-in multiplies as bf16 does, so any other weight would show in every loss."""
-    fp8, bf16 = torch_runs[FP8_CASES[0].name], torch_runs[BF16_CASE.name]
+    fp8, bf16 = run_of(FP8_CASES[0]), run_of(BF16_CASE)
     assert fp8.losses == bf16.losses
     assert all(torch.equal(weight, bf16.weights[name]) for name, weight in fp8.weights.items())
 
 
-def test_nothing_of_fp8_is_in_a_checkpoint(torch_runs):
+def test_nothing_of_fp8_is_in_a_checkpoint(run_of):
     for case in (FP8_CASES[0], BF16_CASE):
-        manifest = json.loads(next(torch_runs[case.name].folder.glob("checkpoints/*/MANIFEST.json")).read_text())
-        assert set(manifest["parameters"]) == set(torch_runs[BF16_CASE.name].weights)
+        manifest = json.loads(next(run_of(case).folder.glob("checkpoints/*/MANIFEST.json")).read_text())
+        assert set(manifest["parameters"]) == set(run_of(BF16_CASE).weights)
 
 
 def test_w21_accelerates_fp16_is_fp32_on_a_cpu():

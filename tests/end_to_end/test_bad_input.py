@@ -185,44 +185,33 @@ def test_debug_shows_the_traceback(workplace, monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-class TestARunThatIsThere:
-    """Cases that need a finished run."""
+@pytest.mark.parametrize(
+    ("fact", "name", "old", "new"),
+    [
+        ("hidden_size", "model/config.json", b'"hidden_size": 32', b'"hidden_size": 64'),
+        ("dataset", "text/00.txt", b"the cat", b"the rat"),
+    ],
+)
+def test_a_run_does_not_resume_with_another_model_or_data_set(trained, fact, name, old, new):
+    place, run_dir, _ = trained()
+    path = place.folder / name
+    content, before = path.read_bytes(), everything_in(run_dir)
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+    try:
+        answer = place.run("train", "job.yaml", "--resume", "--run-dir", run_dir, check=False)
+    finally:
+        path.write_bytes(content)
+    assert answer.returncode == 2 and fact in answer.stderr, answer.stderr
+    assert len(answer.stderr.splitlines()) <= 3 and everything_in(run_dir) == before
 
-    def test_resume_with_another_model(self, trained):
-        place, run_dir, _ = trained()
-        self.refused(
-            place,
-            run_dir,
-            "hidden_size",
-            place.folder / "model" / "config.json",
-            b'"hidden_size": 32',
-            b'"hidden_size": 64',
-        )
 
-    def test_resume_with_another_dataset(self, trained):
-        place, run_dir, _ = trained()
-        self.refused(place, run_dir, "dataset", place.folder / "text" / "00.txt", b"the cat", b"the rat")
-
-    def test_resume_without_a_checkpoint(self, trained, tmp_path):
-        place, run_dir, _ = trained()
-        copy = tmp_path / "copy"
-        copy.mkdir()
-        for name in ("plan.json", "metrics.jsonl"):  # it did train
-            (copy / name).write_bytes((run_dir / name).read_bytes())
-        answer = place.run("train", "job.yaml", "--resume", "--run-dir", copy, check=False)
-        assert answer.returncode == 2 and f"{copy}" in answer.stderr and "checkpoint" in answer.stderr
-
-    def refused(self, place, run_dir, expected, path, old, new):
-        content = path.read_bytes()
-        assert old in content
-        path.write_bytes(content.replace(old, new))
-        before = everything_in(run_dir)
-        try:
-            answer = place.run("train", "job.yaml", "--resume", "--run-dir", run_dir, check=False)
-        finally:
-            path.write_bytes(content)
-        assert answer.returncode == 2 and expected in answer.stderr, answer.stderr
-        assert len(answer.stderr.splitlines()) <= 3 and everything_in(run_dir) == before
+def test_a_run_that_trained_without_a_checkpoint_does_not_resume(trained, tmp_path):
+    place, run_dir, _ = trained()
+    for name in ("plan.json", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((run_dir / name).read_bytes())
+    answer = place.run("train", "job.yaml", "--resume", "--run-dir", tmp_path, check=False)
+    assert answer.returncode == 2 and f"{tmp_path}" in answer.stderr and "checkpoint" in answer.stderr
 
 
 def test_a_disk_too_small_for_a_checkpoint_is_told_before_training(workplace, small_disk):

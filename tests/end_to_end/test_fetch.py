@@ -2,42 +2,17 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
-import numpy as np
 import pytest
+from export_factory import write_base
 from hub_server import COMMIT, Hub, serving
-from safetensors.numpy import save
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from workplace_factory import SENTENCES, TINY_CONFIG, Workplace
+
+from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 
 NUM_FILES = 3
 ROWS = [{"text": f"{SENTENCES[number % 4]} {number}"} for number in range(240)]
-
-
-def weights() -> bytes:
-    """model.safetensors of the tiny Llama, drawn at random."""
-    width, inner = TINY_CONFIG["hidden_size"], TINY_CONFIG["intermediate_size"]
-    key = width * TINY_CONFIG["num_key_value_heads"] // TINY_CONFIG["num_attention_heads"]
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (320, width), "norm": (width,)}
-    for layer in range(TINY_CONFIG["num_hidden_layers"]):
-        shapes |= {f"layers.{layer}.self_attn.{name}_proj": (width, width) for name in "qo"}
-        shapes |= {f"layers.{layer}.self_attn.{name}_proj": (key, width) for name in "kv"}
-        shapes |= {f"layers.{layer}.mlp.{name}_proj": (inner, width) for name in ("gate", "up")}
-        shapes |= {f"layers.{layer}.mlp.down_proj": (width, inner)}
-        shapes |= {f"layers.{layer}.{name}_layernorm": (width,) for name in ("input", "post_attention")}
-    draw = np.random.default_rng(7)
-    drawn = {name: draw.normal(0, 0.05, shape) if len(shape) > 1 else np.ones(shape) for name, shape in shapes.items()}
-    return save({f"model.{name}.weight": values.astype(np.float32) for name, values in drawn.items()})
-
-
-def tokenizer() -> bytes:
-    """Every byte is a token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<eos>"])
-    return made.to_str().encode()
 
 
 def rows_file(number: int) -> bytes:
@@ -45,16 +20,11 @@ def rows_file(number: int) -> bytes:
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    model = {
-        "config.json": json.dumps(TINY_CONFIG).encode(),
-        "tokenizer.json": tokenizer(),
-        "tokenizer_config.json": json.dumps(
-            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
-        ).encode(),
-        "model.safetensors": weights(),
-        "pytorch_model.bin": b"never fetched",
-    }
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    folder = tmp_path / "model"
+    write_trained_tokenizer(train_tokenizer(iter(SENTENCES), vocab_size=TINY_CONFIG["vocab_size"]), folder)
+    write_base(folder, TINY_CONFIG)
+    model = {path.name: path.read_bytes() for path in folder.iterdir()} | {"pytorch_model.bin": b"never fetched"}
     rows = {f"data/train-{number:05d}-of-0000{NUM_FILES}.jsonl": rows_file(number) for number in range(NUM_FILES)}
     with serving(Hub(files={"org/model": model, "org/rows": rows})) as served:
         yield served

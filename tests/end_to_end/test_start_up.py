@@ -22,7 +22,6 @@ sys.stderr.write(f"code {code} loaded {loaded}")
 @pytest.mark.parametrize(
     "command",
     [
-        ("plan", "examples/quickstart.yaml"),
         ("plan", "examples/quickstart.yaml", "--json"),
         ("plan", "examples/quickstart.yaml", "--hardware", "8xH100-SXM5-80GB", "--hardware", "1xRTX-4090"),
         ("estimate", "CASES.jsonl"),

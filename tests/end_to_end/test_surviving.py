@@ -150,22 +150,11 @@ def test_a_rank_that_the_kernel_ends_for_want_of_ram_is_out_of_memory(alone, und
 FINDS_HEADERS_AND_FAILS = '#!/bin/sh\ncase "$*" in *"-x c++ -"*) exit 0 ;; *) exit 1 ;; esac\n'
 
 
-@pytest.mark.parametrize(
-    ("compiler", "facts"),
-    [
-        (None, ("cpu_adam", "no C++ compiler", "apt install g++")),
-        (FINDS_HEADERS_AND_FAILS, ("cpu_adam could not be built", "log: ")),
-    ],
-    ids=["no compiler", "a build that fails"],
-)
-def test_a_fallback_whose_operator_cannot_be_built_is_left_out(
-    alone, undisturbed, tmp_path, monkeypatch, compiler, facts
-):
+def test_a_fallback_whose_operator_cannot_be_built_is_left_out(alone, undisturbed, tmp_path, monkeypatch):
     """It is built when the run comes to it, so a run that does not needs no compiler."""
     program = tmp_path / "c++"
-    if compiler is not None:
-        program.write_text(compiler)
-        program.chmod(0o755)
+    program.write_text(FINDS_HEADERS_AND_FAILS)
+    program.chmod(0o755)
     monkeypatch.setenv("CXX", str(program))
     strategy = replace(alone.chosen.strategy, name="zero2+optimizer/fp32/deepspeed_cpu_adam", sharding=Sharding.ZERO2,
                        offload=Offload.OPTIMIZER, optimizer=Optimizer.DEEPSPEED_CPU_ADAM)  # fmt: skip
@@ -177,8 +166,8 @@ def test_a_fallback_whose_operator_cannot_be_built_is_left_out(
     assert [(each.strategy, each.micro_batch) for each in outcome.report.history] == [
         (alone.chosen.strategy.name, 8), (four.strategy.name, 4)
     ]  # fmt: skip
-    told = printed[printed.index(strategy.name) :]
-    assert [fact for fact in facts if fact not in told] == []
+    reported = printed[printed.index(strategy.name) :]
+    assert "cpu_adam could not be built" in reported and "log: " in reported
     assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
 
 

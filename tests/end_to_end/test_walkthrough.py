@@ -55,7 +55,6 @@ def place(tmp_path_factory):
     made.train("5-preferences")
     for name in ("3-lora", "4-qlora", "6-extensions"):
         made.train(name, "train.epochs=1")
-    made.run("export", "runs/3-lora", "my-lora", "--merge")
     made.run("export", "runs/4-qlora", "my-qlora", "--merge")
     return made
 
@@ -106,19 +105,3 @@ def test_the_extensions_file_reads_the_rows_is_told_of_steps_and_kept_with_the_r
     assert "step 2: loss" in logs
     (retained,) = (place.folder / "runs" / "6-extensions" / "extensions").iterdir()
     assert retained.read_bytes() == (JOBS / "support_log.py").read_bytes()
-
-
-@pytest.mark.parametrize("name", ["my-lora", "my-qlora"])
-def test_merged_models_load_with_plain_transformers(place, name):
-    program = (
-        "import sys\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        "model, tokenizer = (kind.from_pretrained(sys.argv[1]) for kind in (AutoModelForCausalLM, AutoTokenizer))\n"
-        "chat = [{'role': 'user', 'content': 'What is 2 + 2?'}]\n"
-        "ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors='pt', return_dict=True)\n"
-        "print(model.generate(**ids, max_new_tokens=8, do_sample=False).shape)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(place.folder / name)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.startswith("torch.Size([1, ")
