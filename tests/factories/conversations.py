@@ -65,7 +65,7 @@ CONVERSATIONS = {
         {"role": "tool", "content": "18"},
         assistant("Mild."),
     ],
-    "tool without words": [
+    "tool without text": [
         user("Weather?"),
         assistant(None, tool_calls=[tool_call("get_weather", city="Paris")]),
         {"role": "tool", "content": "18"},

@@ -31,7 +31,7 @@ EXCHANGES = [user("U1"), assistant("A1"), user("U2"), assistant("A2")]
 
 
 class FixedDay(datetime):
-    """The day that our templates are told of."""
+    """The day that our templates get."""
 
     @classmethod
     def now(cls, tz=None):

@@ -1,4 +1,4 @@
-"""The split: decided by content, near the share asked for, and never empty where it can be helped."""
+"""The split: decided by content, near the requested share, and never empty where that is possible."""
 
 import random
 from collections import Counter

@@ -284,11 +284,11 @@ def test_tokens_beyond_the_vocabulary_are_refused(request_of, text, tmp_path, to
     """An added token is one where the text holds it; ids of the vocabulary itself are, in any case."""
     with pytest.raises(InputError, match=r"\b299\b.* vocabulary of 290 ends at 289"):
         profile_of(request_of(text, tokenizer=str(tokenizer_folder), vocab_size=290))
-    grown = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
-    grown.add_special_tokens(["<image>"])
+    extended = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    extended.add_special_tokens(["<image>"])
     folder = tmp_path / "grown"
     folder.mkdir()
-    grown.save(str(folder / "tokenizer.json"))
+    extended.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     assert profile_of(request_of(text, tokenizer=str(folder))).num_rows > 0
     text.write_text(text.read_text() + "<image>")

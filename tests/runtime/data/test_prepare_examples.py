@@ -53,24 +53,24 @@ def prepared_from(tmp_path, sources, tokenizer, **settings):
 
 def learned_text(profile, rows, number):
     """What is learned of a row."""
-    words = load_tokenizer(Path(profile.cache_dir) / "tokenizer").tokenizer
-    return words.decode([label for label in rows.labels(number) if label != IGNORED_LABEL], skip_special_tokens=False)
+    loaded = load_tokenizer(Path(profile.cache_dir) / "tokenizer").tokenizer
+    return loaded.decode([label for label in rows.labels(number) if label != IGNORED_LABEL], skip_special_tokens=False)
 
 
 def test_the_tokens_of_a_template_are_given_to_the_tokenizer_and_the_template_kept(tmp_path, tokenizer):
     profile, _ = prepared(tmp_path, [chat(1)], tokenizer)
     folder = Path(profile.cache_dir) / "tokenizer"
-    words = load_tokenizer(folder)
-    assert words.vocab_size == load_tokenizer(Path(tokenizer)).vocab_size + 2
-    assert words.tokenizer.encode("<|im_start|>user").ids[0] == words.vocab_size - 2
+    loaded = load_tokenizer(folder)
+    assert loaded.vocab_size == load_tokenizer(Path(tokenizer)).vocab_size + 2
+    assert loaded.tokenizer.encode("<|im_start|>user").ids[0] == loaded.vocab_size - 2
     assert "<|im_start|>" in (folder / "chat_template.jinja").read_text()
 
 
 def test_a_tokenizer_made_from_chats_learns_what_is_said_and_has_the_templates_tokens(tmp_path):
     profile, rows = prepared(tmp_path, [chat(number) for number in range(200)], None, vocab_size=300)
-    words = load_tokenizer(Path(profile.cache_dir) / "tokenizer")
-    assert words.vocab_size <= 300
-    assert {"<|im_start|>", "<|im_end|>"} <= set(words.tokenizer.get_vocab())
+    loaded = load_tokenizer(Path(profile.cache_dir) / "tokenizer")
+    assert loaded.vocab_size <= 300
+    assert {"<|im_start|>", "<|im_end|>"} <= set(loaded.tokenizer.get_vocab())
     assert learned_text(profile, rows, 0).startswith("it is ")
 
 

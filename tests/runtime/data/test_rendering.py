@@ -85,17 +85,17 @@ MORE_IN_THE_TWIN = {
     "qwen3_vl": LINE_END,
 }
 REFUSED = {  # by these templates, which have no place for tools, reasoning or a system message
-    "cohere": {"tools", "tool without words"},
-    "cohere2": {"tools", "tool without words"},
-    "deepseek_r1_distill": {"reasoning", "tools", "tool without words"},
-    "deepseekv3": {"reasoning", "tool without words"},
-    "gemma": {"system", "tools", "tool without words"},
-    "gemma3": {"tools", "tool without words"},
-    "lfm2": {"tools", "tool without words"},
-    "llama3": {"tools", "tool without words"},
-    "phi3": {"tools", "tool without words"},
-    "phi3_5": {"tools", "tool without words"},
-    "qwen2_5_vl": {"tools", "tool without words"},
+    "cohere": {"tools", "tool without text"},
+    "cohere2": {"tools", "tool without text"},
+    "deepseek_r1_distill": {"reasoning", "tools", "tool without text"},
+    "deepseekv3": {"reasoning", "tool without text"},
+    "gemma": {"system", "tools", "tool without text"},
+    "gemma3": {"tools", "tool without text"},
+    "lfm2": {"tools", "tool without text"},
+    "llama3": {"tools", "tool without text"},
+    "phi3": {"tools", "tool without text"},
+    "phi3_5": {"tools", "tool without text"},
+    "qwen2_5_vl": {"tools", "tool without text"},
 }
 
 
@@ -126,11 +126,11 @@ def test_what_is_learned_is_what_trl_marks_but_for_what_the_model_does_not_write
 
 @pytest.mark.parametrize(("name", "conversation", "expected"), [
     ("llama3_1", "system", ["Hello<|eot_id|>", "x<|eot_id|>"]),
-    ("llama3_1", "tool without words",
+    ("llama3_1", "tool without text",
      ['{"name": "get_weather", "parameters": {"city": "Paris"}}<|eot_id|>', "Mild.<|eot_id|>"]),
     ("qwen3", "two exchanges", ["Hello<|im_end|>", "<think>\n\n</think>\n\nBye<|im_end|>"]),
     ("qwen3", "reasoning", ["Hello<|im_end|>", "<think>\nwell\n</think>\n\ny<|im_end|>"]),
-    ("qwen3", "tool without words", [
+    ("qwen3", "tool without text", [
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>',
         "<think>\n\n</think>\n\nMild.<|im_end|>",
     ]),
@@ -140,7 +140,7 @@ def test_what_is_learned_is_what_trl_marks_but_for_what_the_model_does_not_write
     # no token of its own ends a turn: the next one's does, and eos the last
     ("glm4moe", "two exchanges", ["\n<think></think>\nHello<|user|>", f"\n<think></think>\nBye{EOS}"]),
     ("our chatml", "outer spaces", [" Hello \n<|im_end|>", "  x<|im_end|>"]),
-    ("our qwen", "tool without words", [
+    ("our qwen", "tool without text", [
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>',
         "Mild.<|im_end|>",
     ]),

@@ -46,7 +46,7 @@ def test_a_vocabulary_without_room_for_every_byte_is_refused():
 
 @pytest.mark.parametrize("model_type", [None, "llama", "qwen3", "mistral", "gpt2"])
 def test_transformers_loads_what_was_made_and_gives_the_same_ids(trained, folder, model_type):
-    """Also beside a model's config.json, as in an exported folder, which may make it take another class."""
+    """Also with a model's config.json, as in an exported folder, which may select another class."""
     from transformers import AutoTokenizer
 
     if model_type is not None:
@@ -151,7 +151,7 @@ def test_a_digest_changes_with_the_tokenizer_and_not_with_the_weights(folder):
 
 
 def with_code(folder):
-    """The same folder, saying that a class of its own cuts the text."""
+    """The same folder, which names a class of its own for splitting the text."""
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     own = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}, "tokenizer_class": "OwnTokenizer"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | own))

@@ -1,4 +1,4 @@
-"""What saving a model loads, and what it leaves behind."""
+"""Libraries that saving a model loads, and the state after it."""
 
 import subprocess
 import sys

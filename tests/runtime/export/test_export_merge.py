@@ -54,7 +54,7 @@ ADAPTERS = {
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Folders of weights by configuration and type, written when first asked for."""
+    """Folders of weights by configuration and type, written at the first request."""
     root, made = tmp_path_factory.mktemp("models"), {}
 
     def base(name: str, dtype: torch.dtype = torch.float32) -> Path:
@@ -67,7 +67,7 @@ def bases(tmp_path_factory):
 
 
 def trained_model(run_dir: Path, plan: Plan):
-    """What was trained: adapters beside their base."""
+    """The trained model: adapters on their base."""
     model = build_model(plan_on(plan, DeviceKind.CPU))
     import_weights(model, find_checkpoint(run_dir / "checkpoints", on_skip=pytest.fail))
     return model
@@ -225,7 +225,7 @@ def test_adapters_whose_base_is_gone_are_exported_only_unchecked(bases, tmp_path
 
 @pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
 def test_a_folder_of_other_weights_gives_other_logits(method, bases, tmp_path):
-    """A thousandth more in one matrix, as a fault of a library or a disk might leave behind, is found."""
+    """A thousandth more in one matrix, as a fault of a library or a disk might cause, is found."""
     plan = run_of(bases("llama"), method)
     run_dir = save_run(tmp_path / "run", plan)
     export(run_dir, tmp_path / "out")
@@ -268,7 +268,7 @@ def test_16_bit_weights_are_widened_only_while_their_module_runs(bases):
 
 @pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
 def test_adapters_on_experts_are_merged_and_are_found_again_by_peft(method, tmp_path):
-    """They stand beside tensors of a module, one around the other, and beside the router."""
+    """They adapt tensors of a module, one around the other, and the router."""
     plan = run_of(write_base(tmp_path / "base", EXPERTS), method, config=EXPERTS)
     run_dir = save_run(tmp_path / "run", plan)
     model = trained_model(run_dir, plan)

@@ -70,6 +70,6 @@ def test_a_graph_in_fp16_is_within_the_rounding_of_its_type(tmp_path):
 def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch, tmp_path):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else found(name))
-    with pytest.raises(EnvironmentFaultError, match="onnxscript ") as told:
+    with pytest.raises(EnvironmentFaultError, match="onnxscript ") as caught:
         check_onnx_installed()
-    assert set(requirements_in(str(told.value), tmp_path)) == {"onnx", "onnxscript", "onnxruntime"}
+    assert set(requirements_in(str(caught.value), tmp_path)) == {"onnx", "onnxscript", "onnxruntime"}

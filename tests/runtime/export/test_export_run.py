@@ -1,4 +1,4 @@
-"""The exported folder, used as its user will use it: the same weights and the same ids, beside every config.json."""
+"""The exported folder, used as its user will use it: the same weights and the same ids, with every config.json."""
 
 import json
 import re
@@ -74,13 +74,13 @@ def test_a_model_type_whose_tokenizers_transformers_cuts_by_its_own_rules_is_an_
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "fact"),
     [
         ({"extra_special_tokens": ["lazy"]}, r"token \d+: \[\d.*\].*TokenizersBackend.*\[400, "),
         ({"added_tokens_decoder": {"0": "nonsense"}}, "transformers cannot load"),
     ],
 )
-def test_a_tokenizer_that_gives_other_ids_is_an_incident(changes, words, tokenizer_folder, tmp_path):
+def test_a_tokenizer_that_gives_other_ids_is_an_incident(changes, fact, tokenizer_folder, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     for path in tokenizer_folder.iterdir():
@@ -89,7 +89,7 @@ def test_a_tokenizer_that_gives_other_ids_is_an_incident(changes, words, tokeniz
     (source / "tokenizer_config.json").write_text(json.dumps(settings | changes))
     incident = write_folder("llama", tmp_path / "out", source)
     assert incident is not None and "\n" not in incident
-    assert re.search(f"tokenizer.* {words}", incident)
+    assert re.search(f"tokenizer.* {fact}", incident)
 
 
 def test_a_model_without_a_tokenizer_is_exported_alone(tmp_path):

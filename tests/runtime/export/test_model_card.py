@@ -57,13 +57,13 @@ def test_a_licence_is_named_only_where_the_base_names_one(tmp_path):
 def test_the_card_states_what_was_trained_from_what_and_how_to_load_it(tmp_path):
     plan = on_the_hub(tmp_path, Method.QLORA, lora=replace(LORA, dora=True, rslora=True))
     card = model_card(Export(plan=plan, step=30, checks=("loaded again: fine",)))
-    for words in (
+    for text in (
         f"| base | org/base, revision {COMMIT} |",
         "| method | qlora with DoRA, rank 4, alpha 8, rank-stabilised, on all-linear |",
         "steps of", "exported at step 30", "- loaded again: fine", "load_in_4bit=True",
         f'from_pretrained("org/base", revision="{COMMIT}"', 'PeftModel.from_pretrained(base, "THIS_FOLDER")', "torch ",
     ):  # fmt: skip
-        assert words in card, card
+        assert text in card, card
     code = card.split("```python\n")[1].split("```")[0]
     compile(code, "card", "exec")
 

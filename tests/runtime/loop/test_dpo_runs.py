@@ -75,15 +75,15 @@ def test_the_reference_of_adapters_is_the_model_without_them(tmp_path, cache_dir
     torch.manual_seed(0)
     move_adapters(session, lambda parameter: torch.randn_like(parameter) * 0.1)
     micro_batch, expected = held_out(cache_dir), logps_of_base(plan, held_out(cache_dir))
-    asked = {"input_ids": micro_batch.input_ids, "labels": micro_batch.labels, "output": LossOutput.ROWS}
-    before = session.model.eval()(**asked).detach()
+    inputs = {"input_ids": micro_batch.input_ids, "labels": micro_batch.labels, "output": LossOutput.ROWS}
+    before = session.model.eval()(**inputs).detach()
     session.model.train()
     torch.testing.assert_close(plain_base(session.model, micro_batch, CPU), expected, rtol=1e-6, atol=1e-5)
     assert session.model.training
     session.model.eval()
-    assert torch.equal(session.model(**asked).detach(), before), "the adapters are on again"
+    assert torch.equal(session.model(**inputs).detach(), before), "the adapters are on again"
     assert (before - expected).abs().max() > 0.1, "they make a difference"
-    session.model(**asked).sum().backward()
+    session.model(**inputs).sum().backward()
     assert all(parameter.grad is not None for parameter in session.model.parameters() if parameter.requires_grad)
 
 
@@ -245,7 +245,7 @@ def test_a_resumed_run_without_its_own_reference_is_refused(half_way, content, k
         run(run_dir, plan, number=2)
 
 
-def test_another_attempt_from_the_start_reads_what_the_first_has_asked(tmp_path, cache_dir):
+def test_another_attempt_from_the_start_reads_the_reference_of_the_first(tmp_path, cache_dir):
     plan = pair_plan(cache_dir, num_steps=2, micro_batch=8)
     run(tmp_path, plan)
     path = tmp_path / "reference.safetensors"
@@ -254,12 +254,12 @@ def test_another_attempt_from_the_start_reads_what_the_first_has_asked(tmp_path,
     assert path.stat().st_mtime_ns == before
     path.write_bytes(b"foreign")
     run(tmp_path, plan, number=3)
-    assert len(load_file(path)["keys"]) == 2 * (NUM_PAIRS + NUM_EVAL_PAIRS), "asked anew"
+    assert len(load_file(path)["keys"]) == 2 * (NUM_PAIRS + NUM_EVAL_PAIRS), "run anew"
     first, second, third = (losses_of(tmp_path)[start : start + 2] for start in (0, 2, 4))
     assert first == second == third
 
 
-def test_a_stop_ends_the_asking_of_the_reference_and_a_resume_asks_again(tmp_path, cache_dir):
+def test_a_stop_ends_the_run_of_the_reference_and_a_resume_runs_it_again(tmp_path, cache_dir):
     plan = pair_plan(cache_dir, num_steps=2, micro_batch=8)
     state = run(tmp_path / "stopped", plan, wants_stop=True)
     assert (state.step, state.checkpoint) == (0, "checkpoints/step-00000000")
@@ -270,6 +270,6 @@ def test_a_stop_ends_the_asking_of_the_reference_and_a_resume_asks_again(tmp_pat
     assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "straight")
 
 
-def test_a_trial_asks_no_reference(tmp_path, cache_dir):
+def test_a_trial_runs_no_reference(tmp_path, cache_dir):
     run(tmp_path, replace(pair_plan(cache_dir, num_steps=2, micro_batch=8), is_trial=True))
     assert not (tmp_path / "reference.safetensors").exists()

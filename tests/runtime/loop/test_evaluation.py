@@ -1,4 +1,4 @@
-"""The score on the held-out rows against transformers' own logits, whatever the micro batch and the loss head."""
+"""The score on the held-out rows against transformers' own logits, for any micro batch and loss head."""
 
 import math
 from pathlib import Path

@@ -71,7 +71,7 @@ def test_weights_and_moments_are_held_between_steps():
 
 @pytest.mark.parametrize("sides", [1, 2])
 def test_projectors_are_state(sides):
-    """GaLore keeps them in an object beside the moments; one where a side is projected, two where both are."""
+    """GaLore stores them in an object next to the moments; one where a side is projected, two where both are."""
     model, optimizer = trained_linear()
     before = held_bytes(model, optimizer)[OPTIMIZER_STATE]
     matrices = [torch.zeros(SIZE, 16) for _ in range(sides)]
@@ -111,7 +111,7 @@ def test_the_peak_of_a_step_is_what_it_held_at_once():
         scratch = torch.empty(1_000_000)  # 4 MB while everything else is alive
         del scratch, loss
         optimizer.zero_grad()
-        later = torch.empty(500_000)  # less, after the gradient is gone
+        later = torch.empty(500_000)  # less, after the gradient was freed
         del later
     assert not model.weight._post_accumulate_grad_hooks
     figures = profile.figures()
@@ -123,7 +123,7 @@ def test_the_peak_of_a_step_is_what_it_held_at_once():
     assert figures.peak_reserved_bytes is None and figures.device_bytes is None
 
 
-def test_the_peak_of_each_phase_is_told_beside_that_of_the_step():
+def test_the_peak_of_each_phase_is_reported_with_that_of_the_step():
     model, optimizer = trained_linear()
     profile, clock = MemoryProfile(model, optimizer, CPU), Clock(CPU)
     with clock.measure("data"):
@@ -215,7 +215,7 @@ def test_a_thread_that_cannot_start_under_a_cap_is_out_of_memory():
     assert subprocess.check_output([sys.executable, "-c", program], text=True).split() == ["False", "True"]
 
 
-def test_a_capped_card_holds_what_is_beside_the_allocator_too(monkeypatch):
+def test_a_capped_card_holds_bytes_outside_the_allocator_too(monkeypatch):
     shares = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))

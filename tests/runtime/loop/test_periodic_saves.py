@@ -1,4 +1,4 @@
-"""The checkpoints of a run on its way: the first read back, the later ones beside the training, none missing."""
+"""The checkpoints of a run on its way: the first read back, the later ones saved during training, none missing."""
 
 from pathlib import Path
 from typing import Any

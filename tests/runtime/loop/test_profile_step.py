@@ -1,4 +1,4 @@
-"""What is alive when a forward ends is told by the module that allocated it."""
+"""Bytes alive at the end of a forward are attributed to the module that allocated them."""
 
 import time
 
@@ -30,11 +30,11 @@ BLOCKS = ("model.layers.0", "model.layers.1", "model.layers.10")
         ("model.norm", (None, "model.norm")),
     ],
 )
-def test_a_module_is_told_by_its_place(module, place):
+def test_a_module_is_named_by_its_place(module, place):
     assert within_block(module, BLOCKS) == place
 
 
-def test_what_is_freed_or_of_another_time_is_not_kept():
+def test_bytes_that_are_freed_or_of_another_time_are_not_retained():
     allocations = [
         Allocation(5, 1, 1000),  # before the forward
         Allocation(10, 2, 64),
@@ -47,10 +47,10 @@ def test_what_is_freed_or_of_another_time_is_not_kept():
     assert retained_by_module(allocations, ModuleMarks(), begin_ns=10, end_ns=20) == {"": 160}
 
 
-def test_words_and_sums_over_blocks():
+def test_places_and_sums_over_blocks():
     sizes = {"model.layers.0.mlp": 8, "": 6, "model.layers.1.mlp": 8, "model.norm": 1, "model.layers.1.attn": 3}
-    words = [(retained.place, retained.num_bytes) for retained in places_of(sizes, BLOCKS)]
-    assert words == [
+    places = [(retained.place, retained.num_bytes) for retained in places_of(sizes, BLOCKS)]
+    assert places == [
         ("transformer block 0, mlp", 8),
         ("outside of the model's modules (the loss)", 6),
         ("transformer block 1, mlp", 8),
@@ -75,8 +75,8 @@ class Small(nn.Module):
         return self.head(rows).sum()
 
 
-def test_a_real_forward_keeps_what_its_modules_answered():
-    """The last sum needs no answer of the head: it is given back, and the others are kept for the backward."""
+def test_a_real_forward_retains_the_outputs_of_its_modules():
+    """The last sum needs no output of the head: it is freed, and the others are saved for the backward."""
     model, marks = Small(), ModuleMarks()
     rows = torch.ones(32, 64)
     model(rows).backward()
@@ -86,7 +86,7 @@ def test_a_real_forward_keeps_what_its_modules_answered():
         end_ns = time.time_ns()
         loss.backward()
     retained = retained_by_module(allocations_of(profiler, "cpu"), marks, begin_ns=begin_ns, end_ns=end_ns)
-    answers = {"layers.0.0": 32 * 128 * 4, "layers.0.1": 32 * 128 * 4, "layers.0.2": 32 * 64 * 4, "": 4}
-    assert retained == answers
+    expected = {"layers.0.0": 32 * 128 * 4, "layers.0.1": 32 * 128 * 4, "layers.0.2": 32 * 64 * 4, "": 4}
+    assert retained == expected
     assert block_names(model) == ["layers.0"]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

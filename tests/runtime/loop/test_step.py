@@ -81,13 +81,13 @@ def test_a_step_with_dropout_can_be_repeated_bit_by_bit_from_anywhere(cache_dir)
 
 
 def test_every_micro_batch_of_the_run_has_masks_of_its_own():
-    def drawn(*arguments: int) -> float:
+    def sampled(*arguments: int) -> float:
         seed_dropout(*arguments)
         return float(torch.rand(()))
 
-    values = {drawn(seed, step, index) for seed in (0, 1) for step in (1, 2, 12) for index in (0, 1, 2)}
+    values = {sampled(seed, step, index) for seed in (0, 1) for step in (1, 2, 12) for index in (0, 1, 2)}
     assert len(values) == 18
-    assert drawn(1, 12, 2) == drawn(1, 12, 2)
+    assert sampled(1, 12, 2) == sampled(1, 12, 2)
 
 
 def test_the_seed_of_a_micro_batch_is_that_of_torchs_own_seeding_on_every_device_of_a_rank(monkeypatch):
@@ -95,11 +95,11 @@ def test_the_seed_of_a_micro_batch_is_that_of_torchs_own_seeding_on_every_device
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     seed_dropout(1, 2, 3)
-    drawn, number = torch.rand(4), torch.initial_seed()
+    sampled, number = torch.rand(4), torch.initial_seed()
     assert seeded == [number]
     torch.default_generator.manual_seed(0)
     torch.manual_seed(number)
-    assert torch.equal(torch.rand(4), drawn)
+    assert torch.equal(torch.rand(4), sampled)
 
 
 def losses_of_repeated_micro_batch(cache_dir: Path, steps: tuple[int, ...], *, dropout: float) -> list[list[float]]:
@@ -163,13 +163,13 @@ def hybrid(num_nodes: int, on_each: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "words"),
+    ("plan", "fact"),
     [
         (hybrid(num_nodes=1, on_each=4), "several machines; the plan has 1 of 4; use fsdp"),
         (hybrid(num_nodes=4, on_each=1), "several machines; the plan has 4 of 1; use ddp"),
         ({"num_ranks": 2}, "none drives one device, the plan has 2 ranks"),
     ],
 )
-def test_what_would_silently_be_something_else_is_refused(cache_dir, plan, words):
-    with pytest.raises(InputError, match=words):
+def test_what_would_silently_be_something_else_is_refused(cache_dir, plan, fact):
+    with pytest.raises(InputError, match=fact):
         build_accelerator(rank_plan(cache_dir, **plan), ds_config=None)

@@ -1,4 +1,4 @@
-"""Liger's Triton kernels, interpreted on a CPU, beside the eager loss head.
+"""Liger's Triton kernels, interpreted on a CPU, compared with the eager loss head.
 
 The kernels come from the package index into a folder of the test: the locked environment has neither Triton nor Liger,
 and a plan is another where they are installed.
@@ -53,11 +53,11 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_ligers_loss_and_gradients_are_those_of_the_eager_head(kernels):
     """Without a soft cap, whose tanh Triton's interpreter cannot run (3.8: `'float' object has no attribute 'to'`)."""
-    answer = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-P", "-c", PROGRAM],
         env={**os.environ, "PYTHONPATH": str(kernels), "TRITON_INTERPRET": "1"},
         capture_output=True, text=True, check=False, timeout=LIMIT_S,
     )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr
-    loss, ran_liger = json.loads(answer.stdout)
+    assert done.returncode == 0, done.stderr
+    loss, ran_liger = json.loads(done.stdout)
     assert loss > 0 and ran_liger

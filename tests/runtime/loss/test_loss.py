@@ -65,16 +65,16 @@ WEIGHTS = {LossOutput.SUM: torch.tensor(0.37), LossOutput.ROWS: torch.tensor([-0
 
 
 def with_gradients(model: LlamaForCausalLM, found: torch.Tensor, output: LossOutput) -> dict[str, torch.Tensor]:
-    """The answer and, by name, the gradients of what is made of it."""
+    """The output and, by name, the gradients of a function of it."""
     (found * WEIGHTS[output]).sum().backward()
     return {"output": found.detach(), **{name: each.grad for name, each in model.named_parameters()}}
 
 
-def answered(model: LlamaForCausalLM, output: LossOutput = LossOutput.SUM) -> dict[str, torch.Tensor]:
+def outputs_of(model: LlamaForCausalLM, output: LossOutput = LossOutput.SUM) -> dict[str, torch.Tensor]:
     return with_gradients(model, model(input_ids=IDS, labels=LABELS, output=output), output)
 
 
-def answered_by_transformers(model: LlamaForCausalLM, output: LossOutput) -> dict[str, torch.Tensor]:
+def outputs_of_transformers(model: LlamaForCausalLM, output: LossOutput) -> dict[str, torch.Tensor]:
     targets = shift(LABELS)
     if output is LossOutput.SUM:
         found = model(input_ids=IDS, labels=LABELS, use_cache=False).loss * (targets != IGNORED).sum()
@@ -100,30 +100,30 @@ FEW_HEADS = [(LossHead.EAGER, None), (LossHead.CHUNKED, 7), (LossHead.CHUNKED, 1
 
 @pytest.fixture
 def slice_of(monkeypatch):
-    """Sets how many tokens the fused head takes at a time."""
+    """Sets the number of tokens in a slice of the fused head."""
     return lambda size: size and monkeypatch.setattr(losses, "FUSED_SLICE_TOKENS", size)
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("output", WEIGHTS)
 @pytest.mark.parametrize(("head", "chunk_tokens"), HEADS)
-def test_every_head_answers_the_loss_and_the_log_probabilities_of_rows(head, chunk_tokens, output, is_tied, slice_of):
+def test_every_head_returns_the_loss_and_the_log_probabilities_of_rows(head, chunk_tokens, output, is_tied, slice_of):
     slice_of(chunk_tokens if head is LossHead.FUSED else None)
-    expected = answered_by_transformers(build(is_tied=is_tied), output)
-    found = answered(build(head, chunk_tokens, is_tied=is_tied), output)
+    expected = outputs_of_transformers(build(is_tied=is_tied), output)
+    found = outputs_of(build(head, chunk_tokens, is_tied=is_tied), output)
     assert_same(found, expected)
     assert output is LossOutput.SUM or found["output"][2] == 0, "the third row has no target"
 
 
 def assert_near_in_16_bit(found: dict[str, torch.Tensor]) -> None:
-    expected = answered(build(LossHead.EAGER))
+    expected = outputs_of(build(LossHead.EAGER))
     torch.testing.assert_close(found["output"], expected["output"], rtol=2e-2, atol=0)
     error = found["lm_head.weight"].float() - expected["lm_head.weight"]
     assert error.norm() < 0.05 * expected["lm_head.weight"].norm()
 
 
 def test_the_chunked_head_adds_the_gradient_of_the_head_in_fp32_under_bf16():
-    found = answered(build(LossHead.CHUNKED, 3, dtype=torch.bfloat16))
+    found = outputs_of(build(LossHead.CHUNKED, 3, dtype=torch.bfloat16))
     assert found["lm_head.weight"].dtype is torch.bfloat16
     assert_near_in_16_bit(found)
 
@@ -143,8 +143,8 @@ def test_under_autocast_the_loss_is_fp32_and_the_gradients_are_those_of_fp32_wei
 @pytest.mark.parametrize(("head", "size"), [(LossHead.CHUNKED, 7), (LossHead.FUSED, 7), (LossHead.FUSED, 256)])
 def test_heads_know_caps_and_biases(slice_of, head, size, softcap, output):
     slice_of(size)
-    expected = answered(build(LossHead.EAGER, softcap=softcap, has_bias=True), output)
-    found = answered(build(head, size, softcap=softcap, has_bias=True), output)
+    expected = outputs_of(build(LossHead.EAGER, softcap=softcap, has_bias=True), output)
+    found = outputs_of(build(head, size, softcap=softcap, has_bias=True), output)
     assert "lm_head.bias" in found
     assert_same(found, expected)
 
@@ -228,11 +228,11 @@ class LargestOutput(TorchDispatchMode):
 @pytest.mark.parametrize(("head", "num_logits"), [(LossHead.EAGER, 3 * WIDTH * VOCAB), (LossHead.CHUNKED, 7 * VOCAB)])
 def test_only_one_slice_of_logits_is_ever_made(head, num_logits):
     with LargestOutput() as largest:
-        answered(build(head, 7))
+        outputs_of(build(head, 7))
     assert largest.num_logits == num_logits
 
 
-def test_without_labels_the_model_still_answers_logits():
+def test_without_labels_the_model_still_returns_logits():
     model: Any = build(LossHead.CHUNKED, 7)
     assert torch.equal(model(input_ids=IDS).logits, build()(input_ids=IDS).logits)
     assert model.generate(input_ids=IDS[:1], max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, WIDTH + 2)
@@ -242,15 +242,15 @@ def test_labels_are_shifted_by_one_and_the_last_position_learns_nothing():
     assert shift(torch.tensor([[1, 2, 3], [4, 5, IGNORED]])).tolist() == [[2, 3, IGNORED], [5, IGNORED, IGNORED]]
 
 
-def test_fused_linear_says_what_it_lacks(monkeypatch, tmp_path):
+def test_fused_linear_names_the_missing_package(monkeypatch, tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match=r"GPU.*pin\.loss=fused"):
             build(LossHead.FUSED_LINEAR)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(InputError, match="liger-kernel") as told:
+    with pytest.raises(InputError, match="liger-kernel") as caught:
         build(LossHead.FUSED_LINEAR)
-    assert set(requirements_in(str(told.value), tmp_path)) == {"liger-kernel"}
+    assert set(requirements_in(str(caught.value), tmp_path)) == {"liger-kernel"}
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
@@ -284,7 +284,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
 @pytest.fixture
 def liger(monkeypatch):
-    """Liger installed beside a GPU, as far as the loss head can tell."""
+    """Liger installed and a GPU available, as far as the loss head can see."""
     package, part = ModuleType("liger_kernel"), ModuleType("liger_kernel.transformers")
     module: Any = ModuleType("liger_kernel.transformers.fused_linear_cross_entropy")
     module.LigerFusedLinearCrossEntropyLoss = LigerFusedLinearCrossEntropyLoss
@@ -306,13 +306,13 @@ def test_ligers_kernels_need_a_c_compiler_and_pythons_headers(monkeypatch, compi
 @pytest.mark.usefixtures("liger")
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_liger_is_handed_what_the_head_is(softcap):
-    expected = answered(build(LossHead.EAGER, softcap=softcap, has_bias=True))
-    assert_same(answered(build(LossHead.FUSED_LINEAR, softcap=softcap, has_bias=True)), expected)
+    expected = outputs_of(build(LossHead.EAGER, softcap=softcap, has_bias=True))
+    assert_same(outputs_of(build(LossHead.FUSED_LINEAR, softcap=softcap, has_bias=True)), expected)
     assert LigerFusedLinearCrossEntropyLoss.made[-1].accum_dtype is torch.float32
 
 
 @pytest.mark.usefixtures("liger")
-def test_without_labels_a_head_of_liger_answers_logits():
+def test_without_labels_a_head_of_liger_returns_logits():
     assert torch.equal(build(LossHead.FUSED_LINEAR)(input_ids=IDS).logits, build()(input_ids=IDS).logits)
 
 
@@ -364,7 +364,7 @@ def test_a_score_counts_the_targets_that_are_the_most_likely_token(head, chunk_t
     with torch.no_grad():
         likely = build(softcap=softcap)(input_ids=IDS, use_cache=False).logits.argmax(-1)
     labels = LABELS.clone()
-    labels[0, 3:9] = likely[0, 2:8]  # six right ones at the least, whatever the row says
+    labels[0, 3:9] = likely[0, 2:8]  # six right ones at the least, with any other token
     expected = ((likely == shift(labels)) & (shift(labels) != IGNORED)).sum()
     model = build(head, chunk_tokens, softcap=softcap)
     score = model(input_ids=IDS, labels=labels, output=LossOutput.SCORE)

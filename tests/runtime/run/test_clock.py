@@ -48,8 +48,8 @@ print(json.dumps(to_builtins(first)))
 """
 
 
-def ask(folder: Path, functions: str, *, uuid: str = UUID) -> "subprocess.CompletedProcess[str]":
-    """Asks a driver with these functions in a process of its own."""
+def query(folder: Path, functions: str, *, uuid: str = UUID) -> "subprocess.CompletedProcess[str]":
+    """Queries a driver with these functions in a process of its own."""
     (folder / "nvml.c").write_text(LIBRARY % (UUID, functions))
     compiler, name = os.environ.get("CC", "cc"), "libnvidia-ml.so.1"
     driver = folder / name
@@ -64,9 +64,9 @@ def ask(folder: Path, functions: str, *, uuid: str = UUID) -> "subprocess.Comple
 
 
 def test_a_card_reports_its_counters(tmp_path: Path):
-    answer = ask(tmp_path, POWER + REASONS % "Event", uuid=UUID.removeprefix("GPU-"))  # as torch has it
-    assert answer.returncode == 0, answer.stderr
-    assert json.loads(answer.stdout) == {
+    found = query(tmp_path, POWER + REASONS % "Event", uuid=UUID.removeprefix("GPU-"))  # as torch has it
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout) == {
         "utilization": 0.87,
         "power_w": 312.5,
         "temperature_c": 66,
@@ -76,14 +76,14 @@ def test_a_card_reports_its_counters(tmp_path: Path):
 
 
 def test_an_older_driver_and_a_card_that_lacks_a_counter_report_the_others(tmp_path: Path):
-    found = json.loads(ask(tmp_path, NO_POWER + REASONS % "Throttle").stdout)
+    found = json.loads(query(tmp_path, NO_POWER + REASONS % "Throttle").stdout)
     assert found["power_w"] is None and found["throttle"] == "power cap, temperature"
-    found = json.loads(ask(tmp_path, NO_POWER).stdout)
+    found = json.loads(query(tmp_path, NO_POWER).stdout)
     assert found["throttle"] is None and found["temperature_c"] == 66
 
 
 def test_a_card_that_is_not_there_ends_the_thread_and_nothing_else(tmp_path: Path):
-    assert "NVMLError_NotFound" in ask(tmp_path, POWER, uuid="GPU-other").stderr
+    assert "NVMLError_NotFound" in query(tmp_path, POWER, uuid="GPU-other").stderr
 
     watch = CardWatch(torch.device("cpu"))
     thread = threading.Thread(target=watch._sample, args=("GPU-none",))  # without a driver, or without this card
@@ -93,11 +93,11 @@ def test_a_card_that_is_not_there_ends_the_thread_and_nothing_else(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("bits", "words"),
+    ("bits", "names"),
     [(None, None), (0, None), (0x1, None), (0x4, "power cap"), (0x48, "hardware slowdown, hardware temperature")],
 )
-def test_only_what_holds_clocks_down_is_a_throttle(bits, words):
-    assert throttle_reasons(bits) == words
+def test_only_what_holds_clocks_down_is_a_throttle(bits, names):
+    assert throttle_reasons(bits) == names
 
 
 def test_traffic_is_what_the_disk_was_given_since_the_last_look():
@@ -114,7 +114,7 @@ def test_traffic_is_what_the_disk_was_given_since_the_last_look():
         written += found[1]
     assert 2**20 <= written < 2**22
     found = traffic.since_last()
-    assert found is not None and found[1] < 2**20, "told once"
+    assert found is not None and found[1] < 2**20, "reported once"
 
 
 def test_without_cuda_nothing_is_pinned_and_no_card_is_queried():

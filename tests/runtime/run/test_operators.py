@@ -16,7 +16,7 @@ from shardwise.trainer.runtime.run.operators import PROCESSORS, built_library, m
 
 TIMEOUT_S = 600
 
-# Loads DeepSpeed's CPU Adam, with ours or without, and tells whether a compiler's driver was asked.
+# Loads DeepSpeed's CPU Adam, with ours or without, and prints how often a compiler's driver was run.
 LOAD = """
 import json
 import torch.utils.cpp_extension as cpp_extension
@@ -35,7 +35,7 @@ OURS = "from shardwise.trainer.runtime.run.operators import use_built_operators 
 PLAIN = "from shardwise.trainer.runtime.run.operators import omit_debug_symbols; omit_debug_symbols()"
 
 
-def answer_of(program: str, **environment: str) -> Any:
+def result_of(program: str, **environment: str) -> Any:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "DS_ACCELERATOR": "cpu", "PATH": path, **environment},
@@ -47,7 +47,7 @@ def answer_of(program: str, **environment: str) -> Any:
 
 
 def load(before: str) -> Any:
-    return answer_of(LOAD.format(before=before), TORCH_EXTENSIONS_DIR=str(folder_with_operators("cpu_adam")))
+    return result_of(LOAD.format(before=before), TORCH_EXTENSIONS_DIR=str(folder_with_operators("cpu_adam")))
 
 
 def test_w56_deepspeed_runs_the_compiler_for_an_operator_that_is_built():
@@ -73,7 +73,7 @@ def test_only_a_library_that_is_marked_counts(tmp_path, monkeypatch):
     assert built_library("cpu_adam") is None
 
 
-# What DeepSpeed finds for its operators, and how often the machine was asked for it: by itself, and with our answers.
+# What DeepSpeed finds for its operators, and how often the machine was queried: by itself, and with our facts.
 ASK = """
 import json
 import cpuinfo
@@ -97,13 +97,13 @@ print("answer:" + json.dumps([plain, answer()]))
 
 
 def test_w53_deepspeed_reads_the_processor_each_time():
-    (*plain, asked_before), (*answered, asked) = answer_of(ASK)
-    assert asked_before == 3  # once for the architecture, once for the flags; the third is this test's
-    assert answered == plain
-    assert asked == (1 if read_processor(PROCESSORS.read_text(), platform.machine()) is None else 0)
+    (*plain, num_queries_before), (*cached, num_queries) = result_of(ASK)
+    assert num_queries_before == 3  # once for the architecture, once for the flags; the third is this test's
+    assert cached == plain
+    assert num_queries == (1 if read_processor(PROCESSORS.read_text(), platform.machine()) is None else 0)
 
 
-def test_the_first_processor_of_an_x86_machine_says_it_all():
+def test_the_first_processor_of_an_x86_machine_has_all_facts():
     facts = read_processor(captured("rtx4090_desktop", "cpuinfo"), "x86_64")
     assert facts["arch"] == "X86_64"
     assert facts["vendor_id_raw"] in ("GenuineIntel", "AuthenticAMD")
@@ -119,5 +119,5 @@ def test_the_first_processor_of_an_x86_machine_says_it_all():
         pytest.param("processor\t: 0\nFeatures\t: fp asimd sve\n", "aarch64", id="arm"),
     ],
 )
-def test_a_machine_that_does_not_say_so_is_asked(text, machine):
+def test_a_machine_without_these_names_is_queried(text, machine):
     assert read_processor(text, machine) is None

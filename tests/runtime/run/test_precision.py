@@ -45,7 +45,7 @@ def test_fp8_without_a_library_is_refused_before_a_model_is_loaded(monkeypatch):
         check_precision(precision)
 
 
-# oneDNN reads what it may use when it is first asked, so each child of one process has its own limit.
+# oneDNN reads its limit at the first call, so each child of one process has its own limit.
 FP16_PROGRAM = """
 import os
 import deepspeed.accelerator
@@ -69,7 +69,7 @@ for limit in ("AVX2", "DEFAULT"):
 
 
 def test_deepspeed_needs_fp16_units_on_a_cpu():
-    """oneDNN is kept from the units that this CPU may have."""
+    """The limit hides the units that this CPU may have."""
     folders = [Path(__file__).parents[3], Path(__file__).parents[2] / "factories"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(map(str, folders))}
     done = subprocess.run(

@@ -28,16 +28,19 @@ def write_llama(folder, *, is_tied, shard_size="5GB", dtype=torch.float32):
     ("is_tied", "shard_size", "dtype"),
     [(True, "5GB", torch.float32), (True, "20KB", torch.bfloat16), (False, "20KB", torch.float32)],
 )
-def test_old_rows_stay_to_the_bit_and_so_what_the_model_says_of_known_tokens(tmp_path, is_tied, shard_size, dtype):
+def test_old_rows_and_the_logits_of_known_tokens_stay_to_the_bit(tmp_path, is_tied, shard_size, dtype):
     model = write_llama(tmp_path / "model", is_tied=is_tied, shard_size=shard_size, dtype=dtype)
     extend_vocabulary(tmp_path / "model", 64, tmp_path / "grown")
-    grown = AutoModelForCausalLM.from_pretrained(tmp_path / "grown", dtype="auto").eval()
-    assert (grown.config.vocab_size, grown.dtype) == (64, dtype)
-    grown, model = grown.float(), model.float()  # a product in 16 bit may be rounded another way where it is larger
+    extended = AutoModelForCausalLM.from_pretrained(tmp_path / "grown", dtype="auto").eval()
+    assert (extended.config.vocab_size, extended.dtype) == (64, dtype)
+    extended, model = (
+        extended.float(),
+        model.float(),
+    )  # a product in 16 bit may be rounded another way where it is larger
     with torch.no_grad():
-        torch.testing.assert_close(grown(IDS).logits[..., :48], model(IDS).logits, rtol=0, atol=1e-6)
-    assert torch.equal(grown.get_input_embeddings().weight[:48], model.get_input_embeddings().weight)
-    new, old = grown.get_input_embeddings().weight[48:], model.get_input_embeddings().weight
+        torch.testing.assert_close(extended(IDS).logits[..., :48], model(IDS).logits, rtol=0, atol=1e-6)
+    assert torch.equal(extended.get_input_embeddings().weight[:48], model.get_input_embeddings().weight)
+    new, old = extended.get_input_embeddings().weight[48:], model.get_input_embeddings().weight
     assert (new.float() - old.float().mean(0)).abs().max() < 0.1 * old.float().std() + 1e-3
     assert len({tuple(row.tolist()) for row in new}) == 16
 

@@ -54,14 +54,14 @@ def test_the_gain_counts_each_shape_as_often_as_the_model_has_it():
     assert nothing.speedup is None and not nothing.pays
 
 
-def test_without_a_gpu_the_answer_is_a_problem(tmp_path, monkeypatch):
+def test_without_a_gpu_the_result_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    path, answered = tmp_path / "request.json", tmp_path / "answer.json"
+    path, out = tmp_path / "request.json", tmp_path / "answer.json"
     codec.write(path, Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096))
-    assert run_request([str(path), str(answered)], Fp8GainRequest, measure_gain) == 0
-    answer = codec.read(answered, Fp8Gain)
-    assert (answer.recipe, answer.tokens, answer.shapes) == (Fp8Recipe.CURRENT, 4096, ())
-    assert answer.problem is not None and "CUDA" in answer.problem
+    assert run_request([str(path), str(out)], Fp8GainRequest, measure_gain) == 0
+    result = codec.read(out, Fp8Gain)
+    assert (result.recipe, result.tokens, result.shapes) == (Fp8Recipe.CURRENT, 4096, ())
+    assert result.problem is not None and "CUDA" in result.problem
 
 
 def test_the_report_of_a_run_in_fp8_has_what_was_timed_before_it():

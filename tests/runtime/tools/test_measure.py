@@ -76,14 +76,14 @@ def test_the_first_repetition_is_not_counted_and_there_are_at_least_three_more()
     assert len(runs) == 1 + MIN_REPETITIONS
 
 
-def test_the_module_writes_its_answer(tmp_path: Path):
-    answer = tmp_path / "rates.json"
+def test_the_module_writes_its_result(tmp_path: Path):
+    out = tmp_path / "rates.json"
     subprocess.run(
-        [sys.executable, "-m", "shardwise.trainer.runtime.tools.measure", answer, "cpu", "0.02"],
+        [sys.executable, "-m", "shardwise.trainer.runtime.tools.measure", out, "cpu", "0.02"],
         check=True,
         env=ENVIRONMENT,
     )
-    assert codec.read(answer, Measurement).rates.matmul_flops_per_s is not None
+    assert codec.read(out, Measurement).rates.matmul_flops_per_s is not None
 
 
 def test_every_pair_is_tried_both_ways_and_entered_before_it_starts():
