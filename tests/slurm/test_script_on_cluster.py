@@ -44,22 +44,16 @@ def test_a_job_that_ends_with_75_is_queued_again_and_of_an_array_that_point_alon
     assert [read_events(sweep_dir / f"point-{point}") for point in (1, 2)] == [[FRESH], [FRESH, AGAIN]]
 
 
-def test_where_requeueing_is_refused_a_new_job_follows(slurm: SlurmCluster, tmp_path: Path):
-    run_dir = tmp_path / "run"
-    job = slurm.submit(write_run(batch_job(run_dir, requeue=False), "75", "0"))
-    assert slurm.wait_for(job, "COMPLETED").restarts == 0
-    following = next_job(slurm, run_dir, 2)
-    assert following != job and slurm.wait_for(following, "COMPLETED").restarts == 0
-    assert read_events(run_dir) == [FRESH, FRESH]
-    assert "a new job continues" in read_output(run_dir)
-
-
-def test_term_reaches_the_supervisor_as_usr1(slurm: SlurmCluster, tmp_path: Path):
+def test_term_reaches_the_supervisor_as_usr1_and_where_requeueing_is_refused_a_new_job_follows(slurm, tmp_path: Path):
     run_dir = tmp_path / "run"
     job = slurm.submit(write_run(batch_job(run_dir, requeue=False), "told", "0"))
     wait_for_events(slurm, run_dir, FRESH)
     slurm.run("scancel", "--batch", "--signal=TERM", job)
-    wait_for_events(slurm, run_dir, FRESH, "told", FRESH)
+    following = next_job(slurm, run_dir, 2)
+    assert following != job and slurm.wait_for(following, "COMPLETED").restarts == 0
+    assert slurm.wait_for(job, "COMPLETED").restarts == 0
+    assert read_events(run_dir) == [FRESH, "told", FRESH]
+    assert "a new job continues" in read_output(run_dir)
 
 
 def test_a_supervisor_that_does_not_listen_yet_is_started_again(slurm: SlurmCluster, tmp_path: Path):

@@ -128,19 +128,12 @@ def kill_group(suite: Suite) -> None:
     os.killpg(suite.process.pid, signal.SIGKILL)
 
 
-def kill_family(suite: Suite) -> None:
-    pids = family(suite.process.pid)
-    assert len(pids) > 8, "pytest and its daemons"
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-
-
 def end_by_term(suite: Suite) -> None:
     suite.process.terminate()
     assert suite.process.wait(300) == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize("end", [kill_group, pytest.param(kill_family, marks=pytest.mark.long), end_by_term])
+@pytest.mark.parametrize("end", [kill_group, end_by_term])
 def test_a_suite_that_is_ended_leaves_nothing(slurm: SlurmCluster, suite_with_cluster: Suite, tmp_path: Path, end):
     slot, before = suite_with_cluster.slot, processes_of(suite_with_cluster)
     assert {"munged", "slurmctld", "slurmd", "slurmstepd", "sleep"} <= set(before.values())

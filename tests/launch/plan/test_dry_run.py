@@ -25,8 +25,8 @@ from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError, NothingFitsError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import DataFormat, Job, LoraJob, TrainJob
-from shardwise.trainer.spec.messages.simulation import LiveGroup, Simulation, SimulationRequest
-from shardwise.trainer.spec.plan import MemoryEstimate, Plan
+from shardwise.trainer.spec.messages.simulation import Simulation, SimulationRequest
+from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Report
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method, Precision
 from shardwise.trainer.spec.units import GIB, MIB
@@ -68,68 +68,6 @@ def test_the_request_is_what_the_candidate_says() -> None:
     assert request.device_name == "NVIDIA H100"
 
 
-def predicted() -> MemoryEstimate:
-    return MemoryEstimate(
-        parts={"weights": 2 * GIB, "activations": GIB, "logits": GIB, "workspace": 64 * MIB},
-        peak_event="loss_backward",
-        events={"load": 2 * GIB, "loss_backward": 4 * GIB + 64 * MIB, "block_backward_top": 3 * GIB + 64 * MIB},
-        steady_allocated_bytes=2 * GIB + 64 * MIB,
-        peak_allocated_bytes=4 * GIB + 64 * MIB,
-        peak_reserved_bytes=5 * GIB + 64 * MIB,
-        device_bytes=6 * GIB,
-        low_bytes=4 * GIB,
-        high_bytes=6 * GIB,
-        need_bytes=6 * GIB,
-        usable_bytes=8 * GIB,
-    )
-
-
-def simulated() -> Simulation:
-    return Simulation(
-        steady_allocated_bytes=2 * GIB,
-        peak_allocated_bytes=5 * GIB,
-        peak_event="loss_backward",
-        events={
-            "load": 2 * GIB,
-            "loss_backward": 5 * GIB,
-            "block_backward_top": 2 * GIB,
-            "block_backward_middle": 4 * GIB,
-            "gradients_complete": GIB,
-        },
-        parts={"weights": 2 * GIB, "activations": 2 * GIB, "temporaries": GIB},
-        live=(LiveGroup(kind="weights", module="", operation="empty", num_tensors=1, num_bytes=2 * GIB),),
-        peak_reserved_bytes=10 * GIB,
-        expandable_reserved_bytes=6 * GIB,
-        min_capacity_bytes=5 * GIB,
-        checks=("attention: flash",),
-        num_parameters=1,
-        num_trained_parameters=1,
-        seconds=1.0,
-        versions={},
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "columns"),
-    [
-        ("load", ["2 GiB", "2 GiB", "+0.00%"]),
-        ("loss_backward", ["4 GiB", "5 GiB", "-20.00%"]),
-        ("block_backward_top", ["3 GiB", "4 GiB", "-25.00%"]),  # the blocks between count with the last
-        ("gradients_complete", ["-", "1 GiB", "-"]),
-        ("peak", ["4 GiB", "5 GiB", "-20.00%"]),
-        ("between steps", ["2 GiB", "2 GiB", "+0.00%"]),
-        ("reserved", ["5 GiB", "6 GiB", "-16.67%"]),
-        ("  weights", ["2 GiB", "2 GiB", "+0.00%"]),
-        ("  activations", ["2 GiB", "3 GiB", "-33.33%"]),
-    ],
-)
-def test_predicted_stands_beside_simulated(name: str, columns: list[str]) -> None:
-    """Without the workspaces of the matrix library, which the dry run does not see."""
-    lines = {line[:24].rstrip(): line[24:] for line in describe_simulation(simulated(), predicted())}
-    width = 12
-    assert [lines[name][start : start + width].strip() for start in range(0, 3 * width, width)] == columns
-
-
 OLMO2 = {
     "model_type": "olmo2",
     "vocab_size": 320,
@@ -168,6 +106,24 @@ def simulation_like(plan: Plan, *, factor: float = 1) -> Simulation:
         seconds=1.0,
         versions={},
     )
+
+
+def test_each_event_and_part_is_compared_without_the_workspaces_that_no_dry_run_sees() -> None:
+    plan = plan_of("1b", "1xRTX-4090")
+    memory, simulation = plan.chosen.memory, simulation_like(plan, factor=0.8)
+    between = {"block_backward_middle": simulation.peak_allocated_bytes, "new_event": GIB}
+    simulation = replace(simulation, events={**between, **simulation.events}, parts={"weights": 2 * GIB})
+    rows = {line[:24].rstrip(): line[24:].split() for line in describe_simulation(simulation, memory)}
+    same = memory.events.keys() - {"block_backward_top"}
+    assert {rows[name][-1] for name in (*same, "peak")} == {"+25.00%"} and "load" in same
+    expected = memory.events["block_backward_top"] - memory.parts["workspace"]
+    difference = f"{expected / simulation.peak_allocated_bytes - 1:+.2%}"
+    assert rows["block_backward_top"][-1] == difference, "the blocks between count with the last"
+    assert (rows["new_event"][0], rows["new_event"][-1]) == ("-", "-")
+    assert rows["between steps"][-1] == "+0.00%"
+    reserved = memory.peak_reserved_bytes - memory.parts["workspace"]
+    assert rows["reserved"][-1] == f"{reserved / simulation.expandable_reserved_bytes - 1:+.2%}"
+    assert rows["  weights"][-1] == f"{memory.parts['weights'] / (2 * GIB) - 1:+.2%}"
 
 
 @pytest.mark.parametrize("machine", ["1xRTX-4090", "8xH100-SXM5-80GB"])
