@@ -41,9 +41,9 @@ class Shot(NamedTuple):
 
 
 SHOTS = (
-    Shot("report-light", "report", "predicted beside", "loss", DESK, is_dark=False),
+    Shot("report-light", "report", "predicted and measured", "loss", DESK, is_dark=False),
     Shot("report-dark", "report", "throughput", "memory of", DESK, is_dark=True),
-    Shot("report-phone", "report", "predicted beside", "throughput", PHONE, is_dark=False),
+    Shot("report-phone", "report", "predicted and measured", "throughput", PHONE, is_dark=False),
     Shot("comparison-light", "comparison", "figures", "training loss", DESK, is_dark=False),
     Shot("plan-dark", "plan", "memory of", "memory of", DESK, is_dark=True),
 )
@@ -95,7 +95,7 @@ def write_shot(browser: Browser, shot: Shot, folder: Path) -> None:
     """Writes the picture; AssertionError if it is too large for a document."""
     page = folder / f"{shot.page}.html"
     opened = browser.open(page, width=shot.width, is_dark=shot.is_dark, clip=between(shot.first, shot.last))
-    assert opened.said == [] and opened.requests == []
+    assert opened.messages == [] and opened.requests == []
     assert len(opened.png) <= MOST_BYTES, f"{shot.name}.png would have {len(opened.png)} bytes"
     (IMAGES / f"{shot.name}.png").write_bytes(opened.png)
     print(f"docs/images/{shot.name}.png: {len(opened.png) / 1000:.0f} kB")

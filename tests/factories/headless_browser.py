@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 _INSTALL = "apt-get install -y --no-install-recommends chromium"
 _PATIENCE_S = 60
-_SAYS = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
+_MESSAGES = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
 
 
 class Opened(NamedTuple):
     """What came of opening a page."""
 
-    said: list[str]  # on the console, by the page or about it
+    messages: list[str]  # of the console, by the page or about it
     requests: list[str]  # but for the page itself
     scroll_width: int
     width: int
@@ -84,16 +84,16 @@ class Browser:
         self, page: Path, *, width: int, height: int = 900, is_dark: bool = False, clip: str | None = None
     ) -> Opened:
         """The page at a width, in light or dark; `clip` is a selector of what the picture shows."""
-        target = self._ask("Target.createTarget", url="about:blank")["targetId"]
-        session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
-            self._ask(f"{domain}.enable", session)
+            self._call(f"{domain}.enable", session)
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        self._ask("Emulation.setDeviceMetricsOverride", session, **size)
+        self._call("Emulation.setDeviceMetricsOverride", session, **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
-        self._ask("Emulation.setEmulatedMedia", session, features=[scheme])
+        self._call("Emulation.setEmulatedMedia", session, features=[scheme])
         self._events.clear()
-        self._ask("Page.navigate", session, url=page.absolute().as_uri())
+        self._call("Page.navigate", session, url=page.absolute().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self._events):
             self._receive()
         measured = {
@@ -105,14 +105,14 @@ class Browser:
             )
         }
         png = self._picture(session, clip)
-        said = [json.dumps(event["params"]) for event in self._events if event["method"] in _SAYS]
-        asked = [
+        messages = [json.dumps(event["params"]) for event in self._events if event["method"] in _MESSAGES]
+        requested = [
             event["params"]["request"]["url"]
             for event in self._events
             if event["method"] == "Network.requestWillBeSent"
         ]
-        self._ask("Target.closeTarget", targetId=target)
-        return Opened(said, [url for url in asked if url != page.absolute().as_uri()], png=png, **measured)
+        self._call("Target.closeTarget", targetId=target)
+        return Opened(messages, [url for url in requested if url != page.absolute().as_uri()], png=png, **measured)
 
     def _picture(self, session: str, clip: str | None) -> bytes:
         options: dict[str, Any] = {"format": "png"}
@@ -121,13 +121,13 @@ class Browser:
             box = self._value(session, f"JSON.stringify({script})")
             options["clip"] = {**dict(zip(("x", "y", "width", "height"), json.loads(box), strict=True)), "scale": 1}
             options["captureBeyondViewport"] = True
-        return base64.b64decode(self._ask("Page.captureScreenshot", session, **options)["data"])
+        return base64.b64decode(self._call("Page.captureScreenshot", session, **options)["data"])
 
     def _value(self, session: str, script: str) -> Any:
-        answer = self._ask("Runtime.evaluate", session, expression=script, returnByValue=True)
+        answer = self._call("Runtime.evaluate", session, expression=script, returnByValue=True)
         return answer["result"]["value"]
 
-    def _ask(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
+    def _call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if session is not None:
@@ -144,7 +144,7 @@ class Browser:
         """The next message; events are kept."""
         while b"\0" not in self._rest:
             is_there, _, _ = select.select([self._reader], [], [], _PATIENCE_S)
-            assert is_there, f"the browser said nothing for {_PATIENCE_S} s"
+            assert is_there, f"the browser sent nothing for {_PATIENCE_S} s"
             received = self._reader.read(1 << 16)
             assert received, "the browser has ended"
             self._rest += received

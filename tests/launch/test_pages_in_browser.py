@@ -59,7 +59,7 @@ def test_pages_open_without_a_word_or_a_request_at_every_width(browser: Browser,
     for width in (390, 1280):
         for is_dark in (False, True):
             opened = browser.open(page, width=width, is_dark=is_dark)
-            assert (opened.said, opened.requests) == ([], [])
+            assert (opened.messages, opened.requests) == ([], [])
             assert opened.scroll_width == width, "the body scrolls sideways"
             assert opened.background == (NEAR_BLACK if is_dark else WHITE)
 
@@ -70,12 +70,12 @@ def test_the_browser_tells_of_what_pages_do_wrong(browser: Browser, tmp_path: Pa
     page = tmp_path / "page.html"
     page.write_text(html.replace("<body>", "<body><script>console.log(1)</script><img src='x.png'>"))
     opened = browser.open(page, width=390)
-    assert "Content Security Policy" in "".join(opened.said) and "x.png" in "".join(opened.said)
+    assert "Content Security Policy" in "".join(opened.messages) and "x.png" in "".join(opened.messages)
     policy = html[html.index("<meta http-equiv") : html.index("<meta name")]
     wide = "<body><script>console.log('hello')</script><img src='x.png'><pre id='w'></pre><p>" + "<b>wide</b>" * 2
     page.write_text(html.replace(policy, "").replace("<body>", wide).replace("max-width: 58rem", "width: 900px"))
     opened = browser.open(page, width=390)
-    assert "hello" in "".join(opened.said) and [url.rpartition("/")[2] for url in opened.requests] == ["x.png"]
+    assert "hello" in "".join(opened.messages) and [url.rpartition("/")[2] for url in opened.requests] == ["x.png"]
     assert opened.scroll_width > 390
 
 
@@ -84,4 +84,4 @@ def test_a_run_that_still_goes_has_a_page_that_opens(browser: Browser, tmp_path:
     page = tmp_path / "page.html"
     page.write_text(pages_html([run_page(run)], title="bot"))
     opened = browser.open(page, width=390, is_dark=True)
-    assert (opened.said, opened.requests, opened.scroll_width) == ([], [], 390)
+    assert (opened.messages, opened.requests, opened.scroll_width) == ([], [], 390)
