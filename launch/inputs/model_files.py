@@ -8,9 +8,9 @@ A preset is `trainer/presets/NAME.json`, the config.json of a well-known model. 
 scratch; with `model.name` it means the published weights that its `_name_or_path` names, and a plan needs no network.
 
 A tokenizer may have more tokens than the model has embeddings. `ModelFiles.new_rows` counts them, so that a plan knows
-the larger embeddings before they are written: once, in the cache, by a process that may load torch. Adapters leave the
-embeddings frozen, so the rows would stay untrained and the exported adapters would name a base without them; such a job
-is refused.
+the larger embeddings before they are written: once, in the cache, by a process that may load torch. Adapters do not
+train the embeddings, so the rows would stay untrained and the exported adapters would name a base without them; such a
+job is refused.
 """
 
 import json

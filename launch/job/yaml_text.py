@@ -7,6 +7,7 @@ refused. Every error is one line with the line and column in the file.
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.units import MIB
 
 LARGEST_FILE_BYTES = MIB
-_STR = "tag:yaml.org,2002:str"
 
 
 class _Loader(yaml.SafeLoader):
@@ -102,14 +102,6 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any
     return loader.construct_mapping(node, deep=True)
 
 
-def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    return int(_number(loader, node, int))
-
-
-def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
-    return float(_number(loader, node, float))
-
-
 def _number(loader: _Loader, node: yaml.ScalarNode, kind: type[int] | type[float]) -> float:
     text = loader.construct_scalar(node)
     try:
@@ -131,5 +123,5 @@ _SCALARS = (
 for _tag, _pattern, _first in _SCALARS:
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
 _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+for _tag, _kind in (("int", int), ("float", float)):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", partial(_number, kind=_kind))
