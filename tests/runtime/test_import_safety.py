@@ -216,7 +216,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(name, base, tmp_path):
     shutil.copy(base / "model.safetensors", tmp_path / "outside.safetensors")
     places = dict.fromkeys(load_file(base / "model.safetensors"), name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    assert_refused(folder, tmp_path / "out", rf"{re.escape(repr(name))}.*beside")
+    assert_refused(folder, tmp_path / "out", rf"{re.escape(repr(name))}.*nothing was read")
 
 
 def with_tokenizer(base: Path, folder: Path) -> Path:
