@@ -137,7 +137,7 @@ def test_one_consumer_card_trains_a_small_model_whole_in_bf16() -> None:
     plan = plan_of("1b", "1xRTX-4090")
     assert plan.chosen.strategy.name == "none/bf16-mixed/adamw_fused"
     assert plan.chosen.checkpointing is Checkpointing.FULL
-    assert any("as fast; an engine that shards is taken where it gains more" in note for note in plan.notes)
+    assert any("as fast; an engine that shards is chosen only if its gain" in note for note in plan.notes)
 
 
 def test_two_small_cards_offload_what_they_cannot_hold() -> None:

@@ -338,7 +338,7 @@ def _engine_notes(candidates: Sequence[Candidate]) -> Iterator[str]:
     if fastest.strategy.sharding.shards_optimizer and ratio > 1 + SAME_SPEED:
         yield (
             f"{fastest.strategy.name} (--take {number}) is predicted {ratio:.2f}x as fast; an engine that shards is "
-            "taken where it gains more than a prediction of it may err"
+            "chosen only if its gain exceeds the error of such predictions"
         )
 
 

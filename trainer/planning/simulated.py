@@ -121,7 +121,7 @@ def plan_of_simulated(plan: Plan, taken: Simulated, failed: Sequence[Simulated])
     """
     is_described = plan.model_shape.is_described
     chosen = replace(taken.candidate, memory=taken.memory) if is_described else taken.candidate
-    remarks = [f"not taken: {each.text}; {format_bytes(each.memory.usable_bytes)} are usable" for each in failed]
+    remarks = [f"not chosen: {each.text}; {format_bytes(each.memory.usable_bytes)} are usable" for each in failed]
     remarks += _described_notes(plan) if is_described else []
     if taken.candidate == plan.chosen:
         return replace(plan, candidates=(chosen, *plan.candidates[1:]), notes=(*plan.notes, *remarks))

@@ -154,7 +154,7 @@ def match_card(name: str, *, count: int = 1) -> CardMatch:
     slices = tuple(row for row in rows if gpu_spec(f"{row.name}{MIG_MARK}{profile}") is not None)
     if not slices:
         profiles = [one.name for one in rows[0].mig_profiles]
-        there = f"it has {', '.join(profiles)}" if profiles else "it is not divided, as far as the catalogue knows"
+        there = f"it has {', '.join(profiles)}" if profiles else "the catalogue has none of this card"
         raise InputError(f"unknown GPU {name!r}; {rows[0].name} has no MIG profile {profile}: {there}")
     chosen = preferred_row(slices, count)
     spec = gpu_spec(f"{chosen.name}{MIG_MARK}{profile}")
@@ -225,7 +225,7 @@ def _gpu_of(found: CardMatch, index: int) -> Gpu:
 def _assumed(name: str, found: CardMatch) -> tuple[str, ...]:
     if not found.others:
         return ()
-    return (f"{name} is taken for {found.spec.name}; it also names {', '.join(found.others)}",)
+    return (f"{name} is assumed to be {found.spec.name}; it also names {', '.join(found.others)}",)
 
 
 def _others(rows: Sequence[GpuSpec], chosen: GpuSpec) -> tuple[str, ...]:
