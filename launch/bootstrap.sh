@@ -5,7 +5,7 @@
 #   SHARDWISE_PYTHON=/path/to/python   the interpreter to build .venv with
 #   SHARDWISE_OUTCOME=1                test-long keeps what it came to under benchmarks/results/
 #
-# Exit code 2: the target does not exist. 4: something is missing on the machine; the message says what and how to get it.
+# Exit code 2: the target does not exist. 4: something is missing on the machine; the message names it and how to get it.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -29,7 +29,7 @@ bench       benchmarks, as ratios measured side by side
 bench-gpu   half an hour on a GPU: every engine, predictions, other trainers, FP8, small cards; a rehearsal without one
 golden      runs every known dry run anew and writes tests/golden/dry_run.jsonl; half an hour
 newest      the canaries with the newest versions of all libraries, in .venv-newest: may an upper bound go up?
-uninstall   remove .venv, caches and compiled operators; runs are kept
+uninstall   remove .venv, caches and compiled operators; runs remain
 TEXT
 }
 
@@ -123,7 +123,7 @@ uninstall() {
     for path in "$venv" "$venv-newest" "$cache"; do
         [ -e "$path" ] && { say "Removing $path"; rm -rf "$path"; }
     done
-    say "Kept: runs/, ${XDG_STATE_HOME:-$HOME/.local/state}/shardwise, ${XDG_CONFIG_HOME:-$HOME/.config}/shardwise"
+    say "Not removed: runs/, ${XDG_STATE_HOME:-$HOME/.local/state}/shardwise, ${XDG_CONFIG_HOME:-$HOME/.config}/shardwise"
 }
 
 check_shell() { # a system package, which continuous integration has

@@ -13,7 +13,7 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = stream if stream is not None else sys.stdout
-        self.before_line: Callable[[], None] | None = None  # takes away what is redrawn below the last line
+        self.before_line: Callable[[], None] | None = None  # removes what is redrawn below the last line
 
     @property
     def is_terminal(self) -> bool:

@@ -8,7 +8,7 @@ is never used (docs/workarounds.md, W12). So the moments are bitsandbytes' (bloc
 -m / (sqrt(v) + eps) there, and the rest is done here. The ratio |w| / |r| is one where either is zero, as in the
 authors' code.
 
-Imports bitsandbytes, which takes seconds: imported by `build_optimizer` only where it is asked for.
+Imports bitsandbytes, which takes seconds: imported by `build_optimizer` only where it is used.
 """
 
 from typing import Any

@@ -93,7 +93,7 @@ def install_fp8(model: PreTrainedModel, chosen: Candidate) -> Fp8:
     recipe = chosen.fp8_recipe or Fp8Recipe.CURRENT
     if recipe is Fp8Recipe.DELAYED and chosen.checkpointing is not Checkpointing.NONE:
         raise InputError(
-            "pin.fp8_recipe: delayed takes its scales from earlier forwards, and a recomputed block would find newer "
+            "pin.fp8_recipe: delayed finds its scales in earlier forwards, and a recomputed block would find newer "
             "ones; use current, or pin.checkpointing: none"
         )
     region = fp8_region(recipe)

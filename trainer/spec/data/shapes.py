@@ -87,7 +87,7 @@ SHAPES: Mapping[DataFormat, ShapeFacts] = {
         objective=Objective.SFT,
         loss_on=(LossOn.COMPLETION, LossOn.ASSISTANT),
         plural="chats",
-        learned="what the assistant says",
+        learned="the assistant's messages",
     ),
     DataFormat.PREFERENCE: ShapeFacts(
         fields=("prompt", "chosen", "rejected", "messages", *_IN_MESSAGES),
