@@ -5,6 +5,7 @@ Compiling takes a minute on a busy machine: one combination is in every run of t
 
 import re
 import sys
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from block_models import IDS, assert_same_gradients, backward, build_installed
 
-from shardwise.trainer.runtime.models.build import compile_blocks
+from shardwise.trainer.runtime.memory.compilation import compile_blocks, without_compilation
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.strategy import Checkpointing
 
@@ -102,6 +103,30 @@ def test_without_a_compiler_it_is_refused_before_anything_runs(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(EnvironmentFaultError, match=r"no-such-compiler.*install g\+\+"):
         compile_blocks(build_eager())
+
+
+def test_blocks_that_fail_to_compile_run_eagerly_where_no_job_pins_compilation(monkeypatch, tmp_path):
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, str(compiler)))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    model, eager, pinned = build_eager(), build_eager(), build_eager()
+    compilation = compile_blocks(model, is_pinned=False)
+    check_same(model, eager)
+    assert compilation.problem is not None and compilation.problem in compilation.facts(model)["compile"]
+    compile_blocks(pinned)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"No working C\+\+ compiler"):
+        backward(pinned)
+
+
+def test_generation_runs_compiled_blocks_eagerly():
+    model = build_eager()
+    compilation = compile_blocks(model)
+    with without_compilation(model):
+        backward(model)
+    assert counts(compilation.facts(model)["compile"]) == [2, 2, 0, 0]
+    assert isinstance(without_compilation(build_eager()), nullcontext)
 
 
 def test_on_a_gpu_triton_needs_a_c_compiler_too(monkeypatch):

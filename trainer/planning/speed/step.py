@@ -49,8 +49,8 @@ import math
 
 from shardwise.trainer.planning.configuration import SHARDWISE, Configuration
 from shardwise.trainer.planning.device import Device
-from shardwise.trainer.planning.memory.activations import FUSED_SLICE_TOKENS
-from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of
+from shardwise.trainer.planning.memory.activations import FUSED_SLICE_TOKENS, block_activations
+from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of, policy_of
 from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch, reference_of
 from shardwise.trainer.planning.memory.saved_tensors import keys_and_values
 from shardwise.trainer.planning.speed import constants as constants
@@ -121,7 +121,7 @@ def _parts(shape: ModelShape, configuration: Configuration, device: Device) -> d
     micro = both(computing, wire + moved)
     exposed = micro - computing
     on_wire = exposed * wire / (wire + moved) if wire + moved else 0.0
-    waits = max(0.0, activation_copy_seconds(shape, configuration, rates) - micro)
+    waits = activation_waits(shape, configuration, device, rates, micro)
     accumulation = configuration.accumulation
     return {
         "compute_s": accumulation * busy,
@@ -264,12 +264,24 @@ def offload_seconds(configuration: Configuration, work: Work, rates: Rates, trai
     return micro, step
 
 
-def activation_copy_seconds(shape: ModelShape, configuration: Configuration, rates: Rates) -> float:
-    """Seconds of copies of block inputs to the host and back, by copy engines during the computation."""
+def activation_waits(
+    shape: ModelShape, configuration: Configuration, device: Device, rates: Rates, micro_s: float
+) -> float:
+    """Seconds of a micro batch that the device waits for activations on their way to the host, and back.
+
+    The bytes are those that `memory.activations` counts. They move out during the forward and back during the backward.
+    """
     if not configuration.activation_offload:
         return 0.0
-    width = configuration.policy.residual_bytes or configuration.strategy.precision.compute_bytes
-    return 2.0 * width * tokens_computed(configuration) * shape.hidden_size * shape.num_layers / rates.pcie
+    dims = dims_of(shape)
+    moved = block_activations(configuration, policy_of(configuration, device, dims), dims).offloaded / rates.pcie
+    forward = micro_s * _forward_share(configuration)
+    return max(0.0, moved - forward) + max(0.0, moved - (micro_s - forward))
+
+
+def _forward_share(configuration: Configuration) -> float:
+    """Share of a micro batch that is its forward, by matrix products."""
+    return 1 / training_passes(configuration).products
 
 
 def _per_micro_batch_or_step(configuration: Configuration, gathered: float, reduction: float) -> tuple[float, float]:

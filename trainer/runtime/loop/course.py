@@ -47,6 +47,7 @@ from shardwise.trainer.runtime.precision.fp8 import check_fp8_ran, timed_facts
 from shardwise.trainer.runtime.run.clock import CardWatch, Clock
 from shardwise.trainer.runtime.run.state import (
     SKIPPED_STEPS,
+    IncidentKind,
     ReportWriter,
     RunPaths,
     RunState,
@@ -205,7 +206,14 @@ def _one_step(session: Session, objectives: Objectives, observer: StepObserver) 
         check_fp8_ran(session.installed.fp8, plain_model(session.model))
         seen = facts_after_step(session.model, session.optimizer, session.installed, session.scaler)
         state.verified = replace(state.verified, facts=seen | timed_facts(session.plan))
+    _note_eager_blocks(session, step)
     return DoneStep(result, clock, lr, step_s, padding_share(micro_batches), rows, _epoch(session))
+
+
+def _note_eager_blocks(session: Session, step: int) -> None:
+    compilation, log = session.installed.compilation, session.state.log
+    if compilation is not None and compilation.problem is not None and not log.count(IncidentKind.NOT_COMPILED):
+        log.note(f"step {step}: blocks run eagerly, not compiled: {compilation.problem}", IncidentKind.NOT_COMPILED)
 
 
 def _micro_batches(session: Session, step: int) -> tuple[Sequence[MicroBatch], int]:

@@ -51,6 +51,7 @@ from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.loop.step import Means, Objective, Sums, Terms, TokenLoss, forward
 from shardwise.trainer.runtime.loss import IGNORED, LossOutput
+from shardwise.trainer.runtime.memory.compilation import without_compilation
 from shardwise.trainer.runtime.models.methods import adapters_off
 from shardwise.trainer.runtime.run.extension import Hooks
 from shardwise.trainer.spec import codec
@@ -174,7 +175,8 @@ def continue_prompt(model: nn.Module, prompt: list[int], tokenizer: PreTrainedTo
 
 
 def _generate(model: PreTrainedModel, ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    with torch.no_grad(), torch.random.fork_rng(devices=[ids.device] if ids.is_cuda else []):
+    devices = [ids.device] if ids.is_cuda else []
+    with without_compilation(model), torch.no_grad(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(SEED)
         output = model.generate(  # type: ignore[operator]  # transformers' mixin, untyped
             input_ids=ids,

@@ -7,18 +7,8 @@ type of the precision, one of qlora in 4 bit from the moment it is read (`quanti
 
 `Installed` is one typed value, made as the model is built and held by the session. Modules keep their own forwards; it
 has the objects behind them, from which verification and the report read what is active.
-
-torch.compile runs block by block: one compilation serves all blocks that are alike. Blocks are compiled in place, after
-checkpointing and before an engine wraps the model: recomputation is traced with the block, and the engine's hooks
-around a block stay outside of it. When the width of the rows changes, torch compiles a second time, for any width.
-
-torch stops compiling a function that it had to recompile too often, and runs it uncompiled without an error. Here that
-is an error: a run that is configured to compile does.
 """
 
-import importlib.util
-import os
-import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +23,7 @@ from shardwise.trainer.runtime.attention.choice import attention_name, check_att
 from shardwise.trainer.runtime.attention.kernels import choose_attention_kernels
 from shardwise.trainer.runtime.loss import LossForward, install_loss_head
 from shardwise.trainer.runtime.memory.activation_offload import ActivationOffload, offload_activations
+from shardwise.trainer.runtime.memory.compilation import Compilation, compile_blocks
 from shardwise.trainer.runtime.memory.recomputation import Recomputation, apply_checkpointing, recomputation_facts
 from shardwise.trainer.runtime.models.meta_model import MetaModel, meta_model_from_config, meta_model_from_folder
 from shardwise.trainer.runtime.models.methods import apply_method, base_type
@@ -47,8 +38,7 @@ from shardwise.trainer.runtime.models.quantisation import (
 )
 from shardwise.trainer.runtime.run.blocks import blocks_of
 from shardwise.trainer.runtime.run.extension import Hooks
-from shardwise.trainer.runtime.run.operators import check_triton_compiler
-from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method
@@ -67,20 +57,6 @@ class Fp8(NamedTuple):
     def num_products(self) -> int:
         """Forward products in FP8 so far, recomputations included."""
         return sum(int(getattr(layer, "num_products", 0)) for layer in self.layers.values())
-
-
-class Compilation(NamedTuple):
-    """The compiler's counters in this process before the blocks of a model were compiled."""
-
-    num_graphs: int
-    num_breaks: int
-
-    def facts(self, model: nn.Module) -> dict[str, str]:
-        """Text of what has been compiled since."""
-        blocks = blocks_of(model)
-        num_compiled = sum(block._compiled_call_impl is not None for block in blocks)
-        graphs, breaks = (now - earlier for now, earlier in zip(_graphs_and_breaks(), self, strict=True))
-        return {"compile": f"{num_compiled} of {len(blocks)} blocks, as {graphs} graphs with {breaks} breaks"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +135,10 @@ def _complete(model: PreTrainedModel, plan: Plan) -> Installed:
         every_n=chosen.checkpoint_every_n,
         activation_offload=chosen.activation_offload,
     )
-    return replace(installed, compilation=compile_blocks(model, installed.offload)) if chosen.compile else installed
+    if not chosen.compile:
+        return installed
+    is_pinned = bool(plan.job.pin.compile)
+    return replace(installed, compilation=compile_blocks(model, installed.offload, is_pinned=is_pinned))
 
 
 def model_from_config(
@@ -285,40 +264,3 @@ def _read_config(folder: str, *, model_type: str) -> tuple[Any, dict[str, str] |
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     refuse_quantised(config, folder)
     return (config, None) if config.model_type == model_type else (config.get_text_config(), _TEXT_PART)
-
-
-def compile_blocks(model: PreTrainedModel, offload: ActivationOffload | None = None) -> Compilation:
-    """Compiles every block by itself, at its first forward; EnvironmentFaultError if there is no compiler."""
-    _check_compiler()
-    blocks = blocks_of(model)
-    if not blocks:
-        raise InputError(f"pin.compile: {type(model).__name__} has no blocks that can be compiled")
-    import torch._dynamo  # after the check: it takes seconds
-
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    for block in blocks:
-        block.compile()
-    if offload is not None:
-        offload.exclude_from_compilation()
-    return Compilation(*_graphs_and_breaks())
-
-
-def _graphs_and_breaks() -> tuple[int, int]:
-    """Number of graphs captured in this process, and of graph breaks."""
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"]), int(sum(counters["graph_break"].values()))
-
-
-def _check_compiler() -> None:
-    if torch.cuda.is_available():
-        if importlib.util.find_spec("triton") is None:
-            raise EnvironmentFaultError("pin.compile: triton is not installed; install it, or set pin.compile=false")
-        check_triton_compiler("pin.compile")
-        return
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        raise EnvironmentFaultError(
-            f"pin.compile: on a CPU it needs a C++ compiler, and there is no {compiler}: install g++, name another in "
-            "CXX, or set pin.compile=false"
-        )

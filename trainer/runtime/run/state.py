@@ -130,6 +130,7 @@ class IncidentKind(StrEnum):
     MORE_STEPS_NOT_TAKEN = "more_steps_not_taken"
     NO_CHECKPOINTS = "no_checkpoints"
     BAD_ROWS = "bad_rows"
+    NOT_COMPILED = "not_compiled"
     OTHER = "other"
 
 
