@@ -74,7 +74,8 @@ class EagerFallback:
             try:
                 return compiled(*args, **kwargs)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-                self.problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                first, second, *_ = (*filter(None, map(str.strip, str(error).splitlines())), "", "")
+                self.problem = f"{type(error).__name__}: {first} {second}".strip()
         return block._call_impl(*args, **kwargs)
 
 
