@@ -19,6 +19,8 @@ from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.schedule import document_tokens
 from shardwise.trainer.planning.simulated import (
     Simulated,
+    compiled_memory,
+    eager_candidate,
     longest_row,
     named_events,
     obstacle_to_dry_run,
@@ -183,12 +185,15 @@ def simulated_plan(plan: Plan, console: Console) -> tuple[Plan, list[str]]:
     for candidate in _with_dry_run(plan, is_cpu=is_cpu):
         console.line(f"dry run of {candidate.strategy.name}, micro batch {candidate.micro_batch} ...")
         request = replace(simulation_request(plan, candidate), seq_len=longest_row(plan, candidate))
-        simulation = simulate(request)
-        simulated = Simulated(candidate=candidate, memory=simulated_memory(context, candidate, simulation))
+        simulation, eager = simulate(request), eager_candidate(context, candidate)
+        memory = simulated_memory(context, eager, simulation)
+        if candidate.compile:
+            memory = compiled_memory(memory, eager.memory, candidate.memory)
+        simulated = Simulated(candidate=candidate, memory=memory)
         if simulated.memory.fits:
             lines = [_head(simulated), *(f"not chosen: {each.text}" for each in failed)]
             is_expandable = plan.hardware.can_expand_segments
-            lines += describe_simulation(simulation, candidate.memory, is_expandable=is_expandable)
+            lines += describe_simulation(simulation, eager.memory, is_expandable=is_expandable)
             return plan_of_simulated(plan, simulated, failed), lines
         failed.append(simulated)
         if len(failed) == MAX_DRY_RUNS:

@@ -25,7 +25,7 @@ def pairs(**facts: Any) -> DataProfile:
 
 
 def planned(method: Method, data: DataProfile) -> Plan:
-    job = job_of(method=method, pin={"micro_batch": 1, "sharding": "none"}, tokens_per_step=32768)
+    job = job_of(method=method, pin={"micro_batch": 1, "sharding": "none", "compile": False}, tokens_per_step=32768)
     return plan_of("1b", "1xH100-SXM5-80GB", job=job, data=data)
 
 

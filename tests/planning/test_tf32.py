@@ -11,7 +11,7 @@ from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Precision
 
-FP32 = {"precision": Precision.FP32}
+FP32 = {"precision": Precision.FP32, "compile": False}
 
 
 def plan(spec: str, *allow: Allowance, pin: dict[str, Any] = FP32) -> Plan:

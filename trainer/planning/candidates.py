@@ -21,7 +21,7 @@ from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.memory import estimate_memory, held_bytes, least_bytes, needed_bytes
 from shardwise.trainer.planning.schedule import longest_width, mean_width, row_policy
-from shardwise.trainer.planning.speed.step import estimate_speed, evaluation_seconds, step_seconds
+from shardwise.trainer.planning.speed.step import compile_seconds, estimate_speed, evaluation_seconds, step_seconds
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate
 from shardwise.trainer.spec.strategy import Checkpointing
 from shardwise.trainer.spec.units import GIB, format_bytes, format_seconds
@@ -128,6 +128,19 @@ def relative_seconds(context: PlanningContext, configuration: Configuration) -> 
     return step_seconds(context.shape, average, context.device)
 
 
+def start_up_seconds(context: PlanningContext, configuration: Configuration) -> float:
+    """Seconds before the first step ends that depend on the configuration: those of torch.compile."""
+    if not configuration.compile:
+        return 0.0
+    is_padded = context.data is not None and not context.data.is_packed
+    return compile_seconds(context.shape, is_padded=is_padded)
+
+
+def seconds_with_start_up(context: PlanningContext, configuration: Configuration, step_s: float) -> float:
+    """Seconds of a step and its share of the start-up: what configurations are compared by."""
+    return step_s + start_up_seconds(context, configuration) / context.schedule.num_steps
+
+
 def _mean_width(context: PlanningContext, configuration: Configuration) -> float | None:
     """Mean width of padded rows; None if all rows have `seq_len` tokens."""
     data, seq_len = context.data, configuration.seq_len
@@ -159,8 +172,8 @@ def run_hours(context: PlanningContext, candidate: Candidate) -> float:
     DPO that trains the whole model scores every pair once more, before the first step: that model is its reference.
     """
     schedule, speed = context.schedule, candidate.speed
-    seconds = schedule.num_steps * speed.step_s
     configuration = configuration_of(context, candidate)
+    seconds = schedule.num_steps * speed.step_s + start_up_seconds(context, configuration)
     num_scored = _tokens_scored(context, configuration)
     if num_scored:
         is_corrected = context.corrections.of(candidate.strategy, candidate.method).step.value != 1

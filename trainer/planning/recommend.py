@@ -20,7 +20,6 @@ from shardwise.trainer.planning.reasons import usual_error
 from shardwise.trainer.planning.search.choice import survey
 from shardwise.trainer.planning.search.configurations import best_candidate, loss_handicap
 from shardwise.trainer.spec.data.shapes import SHAPES
-from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.rank_files import saving_choice
 from shardwise.trainer.spec.plan import Candidate, Plan, RatesSource
 from shardwise.trainer.spec.report import Report
@@ -175,8 +174,7 @@ def _host(_: PlanningContext, plan: Plan, report: Report, observed: Observed) ->
         return
     idle = max(0.0, observed.idle_share - (observed.data_share or 0.0) - (observed.wait_share or 0.0))
     gain = _without(idle)
-    can_compile = Allowance.COMPILE not in plan.job.allow and plan.job.pin.compile is None and not report.plan.compile
-    change = "a larger micro batch or allow: [compile]" if can_compile else "a larger micro batch"
+    change = "a larger micro batch" if report.plan.compile else "a larger micro batch or pin.compile=true"
     text = f"the GPU ran nothing {idle:.0%} of the time, waiting for the host: {change} would give up to {gain:.2f}x"
     yield Recommendation(text=text, gain=gain)
 

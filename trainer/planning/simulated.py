@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.candidates import at_longest, configuration_of
+from shardwise.trainer.planning.candidates import at_longest, candidate_of, configuration_of
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.memory import OVERHEADS, StepBytes, on_device, overheads, step_memory
 from shardwise.trainer.planning.memory.events import StepMemory, resident_bytes, step_events
@@ -54,7 +54,6 @@ def obstacle_to_dry_run(candidate: Candidate, shape: ModelShape, *, is_cpu: bool
         (candidate.method is Method.GALORE, "galore"),
         (candidate.method is Method.QLORA and strategy.sharding.uses_fsdp, f"qlora under {strategy.sharding}"),
         (is_cpu and not strategy.sharding.facts.is_one_rank, f"{strategy.sharding} on CPU devices"),
-        (candidate.compile, "torch.compile"),
         (candidate.optimizer_in_backward, "optimizer_in_backward"),
         (candidate.checkpointing is Checkpointing.SELECTIVE, "checkpointing selective"),
         (
@@ -111,6 +110,33 @@ def simulated_memory(context: PlanningContext, candidate: Candidate, simulation:
         high_bytes=max(reserved, around.high),
         need_bytes=around.need,
         usable_bytes=context.device.usable_bytes,
+    )
+
+
+_FIGURES = (
+    "peak_allocated_bytes", "steady_allocated_bytes", "peak_reserved_bytes", "device_bytes", "low_bytes", "high_bytes",
+    "need_bytes",
+)  # fmt: skip
+
+
+def eager_candidate(context: PlanningContext, candidate: Candidate) -> Candidate:
+    """The candidate whose step a dry run executes: nothing is compiled in it."""
+    if not candidate.compile:
+        return candidate
+    return candidate_of(context, replace(configuration_of(context, candidate), compile=False))
+
+
+def compiled_memory(simulated: MemoryEstimate, eager: MemoryEstimate, compiled: MemoryEstimate) -> MemoryEstimate:
+    """Memory of a compiled candidate: of its eager dry run, less the difference of its two closed forms."""
+    shifted = {name: getattr(simulated, name) - getattr(eager, name) + getattr(compiled, name) for name in _FIGURES}
+    largest = max(simulated.parts, key=simulated.parts.__getitem__)
+    saved = simulated.peak_allocated_bytes - shifted["peak_allocated_bytes"]
+    events = {
+        name: size - eager.events.get(name, 0) + compiled.events.get(name, eager.events.get(name, 0))
+        for name, size in simulated.events.items()
+    }
+    return replace(
+        simulated, parts=simulated.parts | {largest: simulated.parts[largest] - saved}, events=events, **shifted
     )
 
 

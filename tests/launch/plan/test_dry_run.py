@@ -19,7 +19,14 @@ from shardwise.launch.plan.dry_run import (
 from shardwise.launch.plan.gather import read_inputs
 from shardwise.launch.terminal import Console
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.simulated import Simulated, obstacle_to_dry_run, plan_of_simulated, simulated_memory
+from shardwise.trainer.planning.simulated import (
+    Simulated,
+    compiled_memory,
+    eager_candidate,
+    obstacle_to_dry_run,
+    plan_of_simulated,
+    simulated_memory,
+)
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError, NothingFitsError
@@ -231,6 +238,19 @@ def test_a_dpo_job_is_run_as_pairs_against_its_reference_and_agrees_with_the_clo
     differences = {line[:24].strip(): line.split()[-1] for line in lines if line.endswith("%")}
     assert abs(float(differences["peak"].removesuffix("%"))) < 1
     assert abs(float(differences["between steps"].removesuffix("%"))) < 1  # tensors of a tiny model are rounded up
+
+
+def test_a_compiled_candidate_is_dry_run_eagerly_and_needs_less_by_what_compilation_saves():
+    plan = plan_of("1b", "1xRTX-4090", pin={"compile": True})
+    context, compiled = context_of(plan), plan.chosen
+    eager = eager_candidate(context, compiled)
+    assert not eager.compile and eager.memory.need_bytes > compiled.memory.need_bytes
+    assert obstacle_to_dry_run(compiled, plan.model_shape, is_cpu=False) is None
+    same = compiled_memory(eager.memory, eager.memory, compiled.memory)
+    assert (same.need_bytes, same.events) == (compiled.memory.need_bytes, compiled.memory.events)
+    assert sum(same.parts.values()) == same.peak_allocated_bytes
+    more = replace(eager.memory, need_bytes=eager.memory.need_bytes + GIB)
+    assert compiled_memory(more, eager.memory, compiled.memory).need_bytes == compiled.memory.need_bytes + GIB
 
 
 def test_a_dry_run_that_does_not_fit_ends_the_plan_of_that_machine(capsys):

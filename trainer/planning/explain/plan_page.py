@@ -6,7 +6,13 @@ are one line; those that a number decided are one line only if their numbers and
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from shardwise.trainer.planning.candidates import ENERGY_RULE, RunTotals, configuration_of, run_totals
+from shardwise.trainer.planning.candidates import (
+    ENERGY_RULE,
+    RunTotals,
+    configuration_of,
+    run_totals,
+    start_up_seconds,
+)
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
@@ -126,7 +132,8 @@ def _policy_parts(chosen: Candidate, context: PlanningContext) -> Iterator[str]:
     every = f", n = {chosen.checkpoint_every_n}" if chosen.checkpoint_every_n else ""
     yield f"checkpointing {chosen.checkpointing}{every}{moved}"
     if chosen.compile:
-        yield "torch.compile"
+        start_up = format_seconds(start_up_seconds(context, configuration_of(context, chosen)))
+        yield f"torch.compile, about {start_up} before the first step"
     if chosen.buckets:
         yield f"buckets of {format_count(chosen.buckets.reduce_elements)} elements"
 

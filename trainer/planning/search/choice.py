@@ -14,11 +14,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.candidates import candidate_of, excess, run_totals
+from shardwise.trainer.planning.candidates import (
+    candidate_of,
+    configuration_of,
+    excess,
+    run_totals,
+    seconds_with_start_up,
+    start_up_seconds,
+)
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import may_run, refuse
 from shardwise.trainer.planning.search.configurations import (
+    EAGER_HANDICAP,
     SAME_SPEED,
     Bounded,
     best_candidate,
@@ -124,7 +132,9 @@ def best_of(context: PlanningContext, rows: Iterable[Strategy]) -> tuple[Candida
 def _least_rank(context: PlanningContext, row: Strategy, starts: Sequence[Bounded]) -> tuple[bool, float]:
     """A lower bound of the rank of any configuration of a strategy: approximate or not, and corrected seconds."""
     factor = context.corrections.of(row, context.method).step.value
-    return not row.is_exact, starts[0].seconds * factor * handicap(context, row)
+    start_up = max(start_up_seconds(context, bounded.start) for bounded in starts)  # runs correct the step alone
+    uncorrected = max(0.0, factor - 1) * EAGER_HANDICAP * start_up / context.schedule.num_steps
+    return not row.is_exact, (starts[0].seconds * factor - uncorrected) * handicap(context, row)
 
 
 def with_remedies(context: PlanningContext, ranking: Ranking) -> tuple[Rejection, ...]:
@@ -171,7 +181,8 @@ def in_order(
 
 
 def _predicted_seconds(context: PlanningContext, candidate: Candidate) -> float:
-    return loss_handicap(candidate.loss) * candidate.speed.step_s * handicap(context, candidate.strategy)
+    seconds = seconds_with_start_up(context, configuration_of(context, candidate), candidate.speed.step_s)
+    return loss_handicap(candidate.loss) * seconds * handicap(context, candidate.strategy)
 
 
 def _machinery(candidate: Candidate) -> tuple[int, bool, int, int]:

@@ -29,6 +29,7 @@ TORCH_CPU_ADAM_SHARE = 0.16  # the same table: 1.39 s with PyTorch's own Adam
 NVME_BYTES_PER_S = 6e9  # read or write of a server's NVMe disk, until `probe --measure`
 NO_PEER_SHARE = 0.5  # without peer access a copy crosses PCIe twice, through host memory
 SVD_SHARE = 0.05  # of the fp32 peak: a 7B model takes about 10 minutes on an A100 (Q-GaLore paper, section 1)
+COMPILE_S = 30.0  # of a kind of block, both directions: assumed (2 CPU cores: 14 s; vLLM, whole 8B on an L4: 66 s)
 CPU_OPERATOR_S = 8e-6  # without a kernel launch
 CPU_STEP_S = 0.005
 CPU_ATTENTION_SHARE = 0.3  # of the rate of its matrix products

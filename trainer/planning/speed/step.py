@@ -133,6 +133,12 @@ def _parts(shape: ModelShape, configuration: Configuration, device: Device) -> d
     }
 
 
+def compile_seconds(shape: ModelShape, *, is_padded: bool) -> float:
+    """Seconds of torch.compile before the first step ends: a graph for each kind of block, two where widths change."""
+    kinds = 1 + (shape.sliding_window is not None)
+    return constants.COMPILE_S * kinds * (1 + is_padded)
+
+
 def evaluation_seconds(shape: ModelShape, configuration: Configuration, device: Device, num_tokens: int) -> float:
     """Seconds of a forward over `num_tokens`, shared by the ranks, in the micro batches of training."""
     work, rates, adapters = work_of(shape), rates_of(configuration, device), adapters_of(shape, configuration)

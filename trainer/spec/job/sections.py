@@ -97,7 +97,7 @@ class Allowance(StrEnum):
     BF16_WEIGHTS = "bf16_weights"
     FP8 = "fp8"
     TF32 = "tf32"
-    COMPILE = "compile"
+    COMPILE = "compile"  # changes nothing: it is exact and always considered
 
 
 class NodeNetwork(StrEnum):
