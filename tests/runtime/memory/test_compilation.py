@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -116,7 +117,7 @@ def build():
 
 chosen, eager, pinned = build(), build(), build()
 compilation = compile_blocks(chosen, is_pinned=False)
-assert_same_gradients(backward(chosen), backward(eager))
+assert_same_gradients(backward(chosen), backward(eager), tolerance=1e-5)
 print(compilation.problem)
 print(compilation.facts(chosen)["compile"])
 compile_blocks(pinned)
@@ -129,7 +130,8 @@ def test_blocks_that_fail_to_compile_run_eagerly_where_no_job_pins_compilation(t
     compiler = tmp_path / "g++"
     compiler.write_text("#!/bin/sh\nexit 1\n")
     compiler.chmod(0o755)
-    paths = os.pathsep.join(path for path in sys.path if path)
+    root = Path(__file__).parents[3]
+    paths = os.pathsep.join(map(str, (root, root / "tests" / "factories")))
     environment = {
         "CXX": str(compiler),  # read when the compiler is imported, which a warm Python has done
         "WARM_PYTHON": "0",
@@ -139,7 +141,8 @@ def test_blocks_that_fail_to_compile_run_eagerly_where_no_job_pins_compilation(t
     done = subprocess.run(
         [sys.executable, "-c", FAILING], env=os.environ | environment, capture_output=True, text=True, timeout=300
     )
-    problem, fact = done.stdout.splitlines() or ["", done.stderr]
+    assert done.stdout, done.stderr
+    problem, fact = done.stdout.splitlines()
     assert "No working C++ compiler" in problem and problem in fact
     assert done.returncode == 1 and "InductorError" in done.stderr, "a pinned compilation is not replaced"
 
