@@ -80,7 +80,7 @@ class Checkout(NamedTuple):
 
     @property
     def has_downloaded(self) -> bool:
-        """Whether pip was asked for the packages."""
+        """True if the packages were requested from pip."""
         return "-r requirements.lock" in (self.folder / "tools" / "asked").read_text()
 
 

@@ -85,8 +85,8 @@ def test_every_stack_that_was_measured_has_a_row() -> None:
 def test_a_stack_without_a_row_answers_as_ours() -> None:
     chosen = configuration(Sharding.FSDP, num_ranks=8, checkpointing=FULL)
     ours = estimate_memory(LLAMA_8B, chosen, gpu())
-    assert estimate_memory(LLAMA_8B, replace(chosen, reference="a trainer that nobody knows"), gpu()) == ours
-    assert reference_of("a trainer that nobody knows") is REFERENCE_TRAINERS[SHARDWISE]
+    assert estimate_memory(LLAMA_8B, replace(chosen, reference="an unknown trainer"), gpu()) == ours
+    assert reference_of("an unknown trainer") is REFERENCE_TRAINERS[SHARDWISE]
 
 
 @pytest.mark.parametrize("name", [name for name in REFERENCE_TRAINERS if name != SHARDWISE])

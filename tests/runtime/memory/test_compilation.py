@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 from block_models import IDS, assert_same_gradients, backward, build_installed
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.trainer.runtime.memory.compilation import compile_blocks, without_compilation
-from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.strategy import Checkpointing
 
 TOLERANCE = 1e-5
@@ -162,6 +163,21 @@ def test_generation_runs_compiled_blocks_eagerly():
         backward(model)
     assert counts(compilation.facts(model)["compile"]) == [2, 2, 0, 0]
     assert isinstance(without_compilation(build_eager()), nullcontext)
+
+
+def test_a_model_without_blocks_is_refused_where_a_job_pins_compilation_and_else_runs_eagerly():
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=0))
+    with pytest.raises(InputError, match="no blocks"):
+        compile_blocks(model)
+    assert "no blocks" in (compile_blocks(model, is_pinned=False).problem or "")
+
+
+@pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+def test_a_variable_that_disables_compilation_is_named(name, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(EnvironmentFaultError, match=name):
+        compile_blocks(build_eager())
+    assert name in (compile_blocks(build_eager(), is_pinned=False).problem or "")
 
 
 def test_on_a_gpu_triton_needs_a_c_compiler_too(monkeypatch):

@@ -26,20 +26,22 @@ from shardwise.trainer.runtime.run.blocks import blocks_of
 from shardwise.trainer.runtime.run.operators import check_triton_compiler
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
+_SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
+
 
 def compile_blocks(
     model: PreTrainedModel, offload: ActivationOffload | None = None, *, is_pinned: bool = True
 ) -> "Compilation":
     """Compiles every block by itself, at its first forward.
 
-    If there is no compiler: EnvironmentFaultError if `is_pinned`, else nothing is compiled.
+    Without blocks, or without a compiler: InputError or EnvironmentFaultError if `is_pinned`, else nothing is compiled.
     """
     blocks = blocks_of(model)
-    if not blocks:
-        raise InputError(f"pin.compile: {type(model).__name__} has no blocks that can be compiled")
     try:
+        if not blocks:
+            raise InputError(f"pin.compile: {type(model).__name__} has no blocks that can be compiled")
         _check_compiler()
-    except EnvironmentFaultError as error:
+    except (InputError, EnvironmentFaultError) as error:
         if is_pinned:
             raise
         return Compilation(0, 0, EagerFallback(str(error).splitlines()[0]))
@@ -67,7 +69,7 @@ class EagerFallback:
         self.problem = problem  # why blocks run eagerly
 
     def run(self, block: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """The block's output; a graph is compiled as a whole before any of it runs, so a failure has no effects."""
+        """The block's output, computed again from its inputs if one of its graphs fails to compile."""
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         if self.problem is None:
@@ -117,6 +119,9 @@ def _graphs_and_breaks() -> tuple[int, int]:
 
 
 def _check_compiler() -> None:
+    off = next((name for name in _SWITCHES if os.environ.get(name) == "1"), None)
+    if off is not None:  # blocks would run eagerly without a word
+        raise EnvironmentFaultError(f"pin.compile: {off}=1 disables torch.compile; unset it, or set pin.compile=false")
     if torch.cuda.is_available():
         if importlib.util.find_spec("triton") is None:
             raise EnvironmentFaultError("pin.compile: triton is not installed; install it, or set pin.compile=false")
