@@ -144,13 +144,11 @@ def test_cpu_ranks_run_any_engine_that_is_pinned(sharding: Sharding) -> None:
 def test_one_consumer_card_trains_a_small_model_whole_in_bf16() -> None:
     """1.24B parameters x 16 B = 18.4 GiB of state on 23.6: it fits if blocks are recomputed.
 
-    With the optimizer in host RAM nothing needs recomputing, which is predicted a little faster: by less than such a
-    prediction may err.
+    With the optimizer in host RAM nothing needs recomputing, but the two memory channels of a desktop are slow.
     """
     plan = plan_of("1b", "1xRTX-4090")
     assert plan.chosen.strategy.name == "none/bf16-mixed/adamw_fused"
     assert plan.chosen.checkpointing is Checkpointing.FULL
-    assert any("as fast; an engine that shards is chosen only if its gain" in note for note in plan.notes)
 
 
 def test_two_small_cards_offload_what_they_cannot_hold() -> None:

@@ -41,6 +41,8 @@ class Device(Value, frozen=True, kw_only=True):
     devices_per_node: int = 1
     host_ram_bytes: int | None = None  # of a node
     num_cores: int | None = None  # of a node
+    cpu_name: str | None = None
+    is_consumer: bool = False  # a card of desktops and laptops
     compute_capability: tuple[int, int] | None = None
     generation: Generation | None = None
     board_watts: float | None = None  # the limit that is set
@@ -117,6 +119,8 @@ def _gpu_device(hardware: Hardware) -> Device:
         devices_per_node=len(gpus),
         host_ram_bytes=hardware.host.ram_bytes,
         num_cores=hardware.host.num_cores,
+        cpu_name=hardware.host.cpu_name,
+        is_consumer=any(spec.is_consumer for spec in known),
         compute_capability=min(capabilities) if len(capabilities) == len(gpus) else None,
         generation=slowest.generation if slowest else None,
         board_watts=min(watts) if watts else (slowest.board_watts or None if slowest else None),
@@ -213,6 +217,7 @@ def _cpu_device(hardware: Hardware) -> Device:
         devices_per_node=num_ranks,
         host_ram_bytes=host.ram_bytes,
         num_cores=host.num_cores,
+        cpu_name=host.cpu_name,
         sums_bf16_apart=_sums_bf16_apart(host),
         matmul_flops_per_s=(measured // num_ranks) if measured else cores * _assumed_flops_per_core(host),
         is_matmul_assumed=not measured,

@@ -13,6 +13,7 @@ from shardwise.trainer.planning.device import Device, device_of
 from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.speed.rates import rates_of
 from shardwise.trainer.planning.speed.step import estimate_speed, evaluation_seconds, flops_per_token, speed_notes
+from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import Gpu, Hardware
@@ -353,6 +354,47 @@ def test_the_host_updates_what_is_offloaded_as_fast_as_its_software() -> None:
     on_disk = offload_s(Sharding.ZERO3, Optimizer.DEEPSPEED_CPU_ADAM, Offload.NVME_OPTIMIZER)
     in_memory = offload_s(Sharding.ZERO3, Optimizer.DEEPSPEED_CPU_ADAM)
     assert on_disk - in_memory == pytest.approx(24 * P / constants.NVME_BYTES_PER_S, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "cpu_name", "num_cores", "adam", "nvme"),
+    [
+        ("1xRTX-4090", None, None, constants.DDR4_ADAM_BYTES_PER_S, constants.DESKTOP_NVME_BYTES_PER_S),
+        (
+            "1xRTX-4090", "AMD Ryzen 9 7950X 16-Core Processor", 32, constants.DDR5_ADAM_BYTES_PER_S,
+            constants.DESKTOP_NVME_BYTES_PER_S,
+        ),
+        (
+            "1xRTX-4090", "13th Gen Intel(R) Core(TM) i5-13600K", 2, 2 * constants.CORE_ADAM_BYTES_PER_S,
+            constants.DESKTOP_NVME_BYTES_PER_S,
+        ),
+        ("1xRTX-4090", "AMD EPYC 7543", 64, constants.HOST_ADAM_BYTES_PER_S, constants.NVME_BYTES_PER_S),
+        ("1xA10G", "AMD EPYC 7R32", 4, 4 * constants.CORE_ADAM_BYTES_PER_S, constants.NVME_BYTES_PER_S),
+        ("8xH100-SXM5-80GB", None, None, constants.HOST_ADAM_BYTES_PER_S, constants.NVME_BYTES_PER_S),
+        (
+            "1xT4", "Intel(R) Core(TM) i7-8700 CPU @ 3.20GHz", 12, constants.DDR4_ADAM_BYTES_PER_S,
+            constants.DESKTOP_NVME_BYTES_PER_S,
+        ),
+    ],
+)  # fmt: skip
+def test_a_host_updates_no_more_than_its_cores_and_memory_channels_move(
+    spec: str, cpu_name: str | None, num_cores: int | None, adam: float, nvme: float
+) -> None:
+    host = replace(UNKNOWN_HOST, cpu_name=cpu_name, num_cores=num_cores)
+    rates = rates_of(configuration(), device_of(replace(hardware_from_spec(spec, local_host=lambda: host), host=host)))
+    assert (rates.host_adam, rates.nvme) == (adam, nvme)
+
+
+def test_replicas_of_hybrid_sharding_share_no_offloaded_state() -> None:
+    def offload_s(sharding: Sharding, num_nodes: int) -> float:
+        chosen = configuration(
+            sharding, num_ranks=8 * num_nodes, offload=Offload.OPTIMIZER, optimizer=Optimizer.ADAMW_FUSED
+        )
+        return estimate_speed(LLAMA_8B, chosen, gpu(f"{num_nodes}x8xA100-SXM4-80GB")).parts["offload_s"]
+
+    one, hybrid, full = offload_s(Sharding.FSDP, 1), offload_s(Sharding.HSDP, 4), offload_s(Sharding.FSDP, 4)
+    assert hybrid == pytest.approx(one, rel=0.05)
+    assert full < 0.5 * hybrid
 
 
 # --- rates ------------------------------------------------------------------------------------------------------------

@@ -24,9 +24,14 @@ FLASH_1_SHARE = 0.5  # FlashAttention-1 against 2: "about 2x", FlashAttention-2 
 STEP_S = 0.020  # host time of a step outside micro batches; freed, a fit returns 0.017
 HOP_S = 5e-6  # latency of a collective per rank: nccl-tests at 8 bytes, 30 to 40 us on 8 GPUs
 PCIE_SHARE = 0.8  # of PCIe, by copies of pinned memory: 55 of 64 GB/s on H200, 25 of 32 on A100
-HOST_ADAM_BYTES_PER_S = 100e9  # of a node: ZeRO-Offload paper, table 4: 0.22 s for 1e9 parameters of 28 bytes
+HOST_ADAM_BYTES_PER_S = 100e9  # of a server: ZeRO-Offload paper, table 4: 0.22 s for 1e9 parameters of 28 bytes
+DDR5_ADAM_BYTES_PER_S = 65e9  # of two channels of DDR5-5600, of whose 90 GB/s 0.75 are reached
+DDR4_ADAM_BYTES_PER_S = 38e9  # of two channels of DDR4-3200, of 51 GB/s
+CORE_ADAM_BYTES_PER_S = 10e9  # of a core: half of what each of two cores of a Xeon reached, which may be one core
 TORCH_CPU_ADAM_SHARE = 0.16  # the same table: 1.39 s with PyTorch's own Adam
 NVME_BYTES_PER_S = 6e9  # read or write of a server's NVMe disk, until `probe --measure`
+# Of a desktop's, read and write together: 5 GB/s read, 1.5 written once the cache of its TLC flash is full.
+DESKTOP_NVME_BYTES_PER_S = 2.3e9
 NO_PEER_SHARE = 0.5  # without peer access a copy crosses PCIe twice, through host memory
 SVD_SHARE = 0.05  # of the fp32 peak: a 7B model takes about 10 minutes on an A100 (Q-GaLore paper, section 1)
 COMPILE_S = 30.0  # of a kind of block, both directions: assumed (2 CPU cores: 14 s; vLLM, whole 8B on an L4: 66 s)

@@ -3,7 +3,13 @@
 A rate that was measured on the machine replaces its datasheet figure and the share of it that is reached. A measured
 copy or collective ran alone; in a step it shares memory with products, hence the two factors `_DURING_PRODUCTS`. If
 nothing is known the assumed rate is very low, and `speed_notes` reports that the speed is not known.
+
+The CPUs of a host update no more state than its cores and its memory move. The channels of the memory follow from the
+name of the CPU; if that is not known the host of a consumer card is a desktop with two, any other a server.
 """
+
+import math
+import re
 
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import Device
@@ -38,6 +44,10 @@ UNKNOWN_FLOPS_PER_S = 5e12
 UNKNOWN_MEMORY_BYTES_PER_S = 200e9
 UNKNOWN_LINK_BYTES_PER_S = 4e9
 UNKNOWN_NETWORK_BYTES_PER_S = 1e9
+# Kinds of CPU by their names, in the order in which they are compared.
+_SERVER_CPU = re.compile(r"Xeon|EPYC|Threadripper|Neoverse|Graviton|Grace", re.IGNORECASE)
+_DDR5_CPU = re.compile(r"Ryzen.* [789]\d{3}|Ryzen AI|Core.* i\d-1[2-4]\d{2,3}|Core.* Ultra", re.IGNORECASE)
+_DESKTOP_CPU = re.compile(r"Ryzen|Core|Pentium|Celeron|Athlon", re.IGNORECASE)
 
 
 class Rates(Value, frozen=True, kw_only=True):
@@ -71,9 +81,32 @@ def rates_of(configuration: Configuration, device: Device) -> Rates:
         link=_ring(device, inner) if spans_nodes else inner,
         inner_link=inner,
         pcie=_pcie_rate(device),
-        host_adam=float(device.measured_host_adam_bytes_per_s or constants.HOST_ADAM_BYTES_PER_S),
-        nvme=float(device.nvme_bytes_per_s or constants.NVME_BYTES_PER_S),
+        host_adam=_host_adam_rate(device),
+        nvme=_nvme_rate(device),
     )
+
+
+def has_desktop_host(device: Device) -> bool:
+    """True if the host has two memory channels and a consumer's NVMe disk."""
+    name = device.cpu_name or ""
+    if _SERVER_CPU.search(name):
+        return False
+    return device.is_consumer or bool(_DESKTOP_CPU.search(name))
+
+
+def _host_adam_rate(device: Device) -> float:
+    if device.measured_host_adam_bytes_per_s is not None:
+        return float(device.measured_host_adam_bytes_per_s)
+    by_cores = math.inf if device.num_cores is None else device.num_cores * constants.CORE_ADAM_BYTES_PER_S
+    if not has_desktop_host(device):
+        return min(by_cores, constants.HOST_ADAM_BYTES_PER_S)
+    has_ddr5 = bool(_DDR5_CPU.search(device.cpu_name or ""))
+    return min(by_cores, constants.DDR5_ADAM_BYTES_PER_S if has_ddr5 else constants.DDR4_ADAM_BYTES_PER_S)
+
+
+def _nvme_rate(device: Device) -> float:
+    assumed = constants.DESKTOP_NVME_BYTES_PER_S if has_desktop_host(device) else constants.NVME_BYTES_PER_S
+    return float(device.nvme_bytes_per_s or assumed)
 
 
 def speed_notes(device: Device) -> tuple[str, ...]:

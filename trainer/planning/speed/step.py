@@ -50,7 +50,7 @@ import math
 from shardwise.trainer.planning.configuration import SHARDWISE, Configuration
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.activations import FUSED_SLICE_TOKENS, block_activations
-from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of, policy_of
+from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of, policy_of, shard_degree
 from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch, reference_of
 from shardwise.trainer.planning.memory.saved_tensors import keys_and_values
 from shardwise.trainer.planning.speed import constants as constants
@@ -177,7 +177,7 @@ def optimizer_seconds(configuration: Configuration, work: Work, rates: Rates, de
     strategy = configuration.strategy
     if strategy.offload is not Offload.NONE:
         return 0.0
-    mine = trained / (configuration.num_ranks if strategy.sharding.shards_optimizer else 1)
+    mine = trained / shard_degree(configuration)
     facts = strategy.optimizer.facts
     if facts.fused_form is not None and reference_of(configuration.reference).fuses_adamw:
         facts = facts.fused_form.facts
@@ -258,13 +258,13 @@ def offload_seconds(configuration: Configuration, work: Work, rates: Rates, trai
     offload = configuration.strategy.offload
     if offload is Offload.NONE:
         return 0.0, 0.0
-    mine = trained / (configuration.num_ranks if configuration.strategy.sharding.shards_optimizer else 1)
+    mine = trained / shard_degree(configuration)
     on_node = mine * min(configuration.ranks_per_node, configuration.num_ranks)
     is_fast = configuration.strategy.optimizer.facts.updates_on_host
     host_rate = rates.host_adam * (1.0 if is_fast else constants.TORCH_CPU_ADAM_SHARE)
     micro, step = 2.0 * mine / rates.pcie, mine * 2 / rates.pcie + ADAM_BYTES * on_node / host_rate
     if offload.moves_parameters:
-        micro += 2 * gathered_bytes(configuration, work) / configuration.num_ranks / rates.pcie
+        micro += 2 * gathered_bytes(configuration, work) / shard_degree(configuration) / rates.pcie
     if offload.uses_nvme:
         step += 2 * NVME_STATE_BYTES * on_node / rates.nvme
     return micro, step

@@ -351,6 +351,7 @@ def rated_spec(gpu: Gpu) -> GpuSpec | None:
         network_bytes_per_s=_UNKNOWN_NETWORK_BYTES_PER_S,
         has_peer_access_over_pcie=False,
         halves_fp32_sums=halves,
+        is_consumer=halves,
         board_watts=round(gpu.power_limit_w or 0),
         context_bytes=chip.context_mib * MIB,
         source="its driver",

@@ -83,6 +83,7 @@ class GpuSpec(Value, frozen=True, kw_only=True):
     network_bytes_per_s: int  # of a typical node
     has_peer_access_over_pcie: bool
     halves_fp32_sums: bool  # products that sum in fp32 run at half the rate of those that sum in fp16
+    is_consumer: bool = False  # GeForce and TITAN: the usual machine is a desktop or a laptop
     board_watts: int
     lowest_watts: int | None = None  # of a laptop GPU: the lowest board power it is sold with
     lowest_clock_share: float = 1.0  # its boost clock there, as a share of the one at `board_watts`
@@ -158,13 +159,21 @@ class _Family(Value, frozen=True, kw_only=True):
     source: str
     halves_fp32_sums: bool = False
     has_peer_access_over_pcie: bool = True
+    is_consumer: bool = False
     network: int  # GB/s of a typical node
 
 
 def _geforce(chip: Chip, source: str) -> _Family:
     """GeForce drivers bounce copies between cards through host memory."""
     halves = chip.tensor_flop is not None
-    return _Family(chip=chip, source=source, halves_fp32_sums=halves, has_peer_access_over_pcie=False, network=3)
+    return _Family(
+        chip=chip,
+        source=source,
+        halves_fp32_sums=halves,
+        has_peer_access_over_pcie=False,
+        is_consumer=True,
+        network=3,
+    )
 
 
 _TURING_PAPER = "NVIDIA Turing GPU Architecture whitepaper"
@@ -289,6 +298,7 @@ def _row(
         network_bytes_per_s=(network or family.network) * GB_PER_S,
         has_peer_access_over_pcie=family.has_peer_access_over_pcie,
         halves_fp32_sums=halves_fp32_sums,
+        is_consumer=family.is_consumer,
         board_watts=watts,
         lowest_watts=lowest[0] if lowest else None,
         lowest_clock_share=lowest[1] / boost_mhz if lowest else 1.0,
