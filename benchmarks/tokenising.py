@@ -114,6 +114,7 @@ def _make_tokenizer(folder: Path, chats: Path) -> Path:
 
 
 def _write_request(path: Path, chats: Path, tokenizer: Path, cache: Path) -> Path:
+    from shardwise.launch.inputs.model_files import read_preset
     from shardwise.launch.plan.gather import make_request
     from shardwise.trainer.spec import codec
     from shardwise.trainer.spec.job.reading import read_job
@@ -127,7 +128,7 @@ def _write_request(path: Path, chats: Path, tokenizer: Path, cache: Path) -> Pat
         },
         origin="benchmark",
     )
-    config = json.loads((ROOT / "trainer" / "presets" / "tiny-llama.json").read_text()) | {"vocab_size": 8192}
+    config = read_preset("tiny-llama") | {"vocab_size": 8192}
     shape = read_model_shape(config, origin="benchmark")
     codec.write(path, make_request(job, shape=shape, tokenizer_path=str(tokenizer), cache_root=cache))
     return path

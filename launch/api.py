@@ -35,7 +35,9 @@ def plan(
 
     Raises NothingFitsError where no strategy fits, InputError where the job is wrong.
     """
-    inputs = read_inputs(Path(job), overrides, gpus=gpus, vram_cap_bytes=_size(vram), hardware_spec=hardware)
+    inputs = read_inputs(
+        Path(job), overrides, gpus=gpus, vram_cap_bytes=_size(vram), hardware_spec=hardware, only_plans=True
+    )
     return plan_inputs(inputs, profile_data(inputs))
 
 

@@ -127,8 +127,16 @@ class ProbeOptions(NamedTuple):
 
 
 class PlanOptions(NamedTuple):
-    job: _Job
+    """The options of settings (`model_settings`) apply over the job file, and key=value over them."""
+
+    job: Annotated[Path, _Argument(type=Path, metavar="JOB|MODEL", help="job file, or a hub id, folder or preset")]
     overrides: _Overrides = ()
+    data: Annotated[str | None, _text("--data", "DATA", "file, folder or hub id; default: 20M tokens are assumed")] = (
+        None
+    )
+    method: Annotated[str | None, _text("--method", "M", "full, lora, qlora or auto")] = None
+    seq_len: Annotated[int | None, _number("--seq-len", "tokens a row")] = None
+    allow: Annotated[str | None, _text("--allow", "A,B", "opt-ins, e.g. bf16_weights,optimizer_8bit")] = None
     vram_cap_bytes: _Vram = None
     gpus: _Gpus = None
     specs: Annotated[
@@ -137,7 +145,7 @@ class PlanOptions(NamedTuple):
             "--hardware",
             action="append",
             metavar="FILE|SPEC",
-            help="plan for another machine: 8xH100-SXM5-80GB; repeatable",
+            help='plan for another machine: 8xH100-SXM5-80GB, "rtx 4060"; repeatable',
         ),
     ] = ()
     top: Annotated[int, _Argument("--top", type=_positive, help="number of runners-up to show; default: 3")] = 3

@@ -212,9 +212,9 @@ def test_the_options_of_every_command_are_frozen():
     assert found == {
         "init": ["--data", "--help", "--model", "--output"],
         "probe": ["--gpus", "--help", "--json", "--measure", "--output"],
-        "plan": ["--constraint", "--gpus", "--hardware", "--help", "--html", "--json", "--largest-batch",
-                 "--largest-model", "--longest-seq", "--nodes", "--partition", "--simulate", "--take", "--top",
-                 "--trial", "--vram"],
+        "plan": ["--allow", "--constraint", "--data", "--gpus", "--hardware", "--help", "--html", "--json",
+                 "--largest-batch", "--largest-model", "--longest-seq", "--method", "--nodes", "--partition",
+                 "--seq-len", "--simulate", "--take", "--top", "--trial", "--vram"],
         "estimate": ["--help"],
         "train": ["--dry-run", "--gpus", "--head", "--help", "--here", "--json", "--node-rank", "--nodes", "--resume",
                   "--run-dir", "--take", "--trial", "--vram"],

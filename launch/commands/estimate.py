@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from shardwise.launch.inputs.model_files import preset_names, read_model_config
+from shardwise.launch.inputs.model_files import find_known_model, read_model_config, similar_model
 from shardwise.launch.options import EstimateOptions
 from shardwise.launch.terminal import Console
 from shardwise.trainer.planning.cases import estimate_case
@@ -107,7 +107,11 @@ def _with_config(case: dict[str, Any]) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=64)
 def _config_of(name: str) -> dict[str, Any]:
-    if name not in preset_names() and not Path(name).expanduser().exists():
-        raise InputError(f"{name} is no preset and no file or folder here; presets: {', '.join(preset_names())}")
+    if not Path(name).expanduser().exists():
+        known = find_known_model(name)
+        if known is None:
+            meant = similar_model(name) or "a preset such as llama-3.1-8b"
+            raise InputError(f"{name} is no preset, no known hub id and no file or folder here; did you mean {meant}?")
+        return known.config
     # Only the shape is of interest, so no tokenizer is looked for.
     return read_model_config(Job(model=ModelJob(config=name, tokenizer="train"))).config

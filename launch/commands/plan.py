@@ -1,11 +1,19 @@
-"""`shardwise plan`: the plan for this machine, or for others, and their limits; as text, as JSON, as one HTML page."""
+"""`shardwise plan`: the plan for this machine, or for others, and their limits; as text, as JSON, as one HTML page.
+
+A job comes from a file, or from the name of a model and options: a file is a job unless its name is config.json, and
+everything else is a model.
+"""
 
 import json
+import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardwise.launch.inputs.model_files import preset_names, read_preset
+from msgspec.structs import replace
+
+from shardwise.launch.inputs.model_files import find_known_model, preset_names, read_preset
 from shardwise.launch.options import PlanOptions
 from shardwise.launch.plan.gather import (
     NodeOptions,
@@ -24,6 +32,7 @@ from shardwise.trainer.planning.page.content import Page, Section, page_text
 from shardwise.trainer.planning.planner import open_contexts, take_candidate
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode, InputError, NothingFitsError
+from shardwise.trainer.spec.job.sections import TrainJob
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Plan
@@ -133,19 +142,78 @@ def machines(options: PlanOptions) -> list[tuple[str, PlanInputs]]:
     nodes = NodeOptions(options.partition, options.nodes, options.constraint)
     if any(nodes) and len(specs) > 1:
         raise InputError("--partition is one machine, whose cards one --hardware may state; remove the others")
+    is_job = is_job_file(options.job)
+    of_model = [] if is_job else _settings_of_model(options.job)
+    overrides = [*of_model, *_settings_of(options), *options.overrides]
     found = []
     for spec in specs:
         inputs = read_inputs(
-            options.job,
-            options.overrides,
+            options.job if is_job else None,
+            overrides,
             gpus=options.gpus,
             vram_cap_bytes=options.vram_cap_bytes,
             hardware_spec=spec,
             describes_models=options.simulate,
             nodes=nodes,
+            only_plans=options.trial is None,
+            assumes_data=not is_job and not any(_DATA.match(override) for override in overrides),
         )
+        if not is_job:
+            inputs = inputs._replace(resolved=replace(inputs.resolved, name=_run_name(options.job)))
         found.append((spec or "this machine" if inputs.partition is None else inputs.hardware.source, inputs))
     return found
+
+
+_DATA = re.compile(r"\s*(data\.(train|dataset)|dataset|data)\s*=")  # overrides that name data
+
+
+def is_job_file(path: Path) -> bool:
+    """True if the argument of `plan` is a job file rather than a model."""
+    return path.suffix in (".yaml", ".yml") or (path.is_file() and path.name != "config.json")
+
+
+def _settings_of(options: PlanOptions) -> list[str]:
+    """Overrides that the options of a plan stand for."""
+    settings = {
+        "data.train": None if options.data is None else json.dumps(options.data),
+        "train.method": options.method,
+        "train.seq_len": options.seq_len,
+        "allow": None if options.allow is None else f"[{options.allow}]",
+    }
+    return [f"{path}={value}" for path, value in settings.items() if value is not None]
+
+
+def _settings_of_model(model: Path) -> list[str]:
+    """Overrides that make a model a job: its weights, or its shape if none are published."""
+    known, name = find_known_model(str(model)), json.dumps(str(_model_of(model)))
+    setting = (
+        [f"model.name={name}"] if known is None or known.hub else [f"model.config={name}", "model.tokenizer=train"]
+    )
+    positions = None if known is None else read_model_shape(known.config).max_positions
+    has_short_rows = positions is not None and positions < TrainJob().seq_len
+    return [*setting, *([f"train.seq_len={positions}"] if has_short_rows else [])]
+
+
+def next_commands(options: PlanOptions) -> tuple[str, ...]:
+    """The command lines that train what was planned; of a plan without a job file, the first writes that file."""
+    settings = [*_settings_of(options), *options.overrides]
+    if is_job_file(options.job):
+        return (shlex.join(["shardwise", "train", str(options.job), *settings]),)
+    data, model = options.data or "YOUR_DATA.jsonl", str(_model_of(options.job))
+    further = [setting for setting in settings if not setting.startswith("data.train=")]
+    return (
+        shlex.join(["shardwise", "init", "--model", model, "--data", data]),
+        shlex.join(["shardwise", "train", "job.yaml", *further]),
+    )
+
+
+def _model_of(argument: Path) -> Path:
+    """A model as the command line names it; a config.json stands for its folder."""
+    return argument.parent if argument.name == "config.json" else argument
+
+
+def _run_name(model: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", _model_of(model).name).strip("-.").lower() or "job"
 
 
 def _result_of(spec: str, inputs: PlanInputs, options: PlanOptions) -> Result:

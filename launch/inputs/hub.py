@@ -8,7 +8,7 @@ downloaded. A new repository is private unless `--public` is given; an existing 
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,17 +79,24 @@ def download_snapshot(
     setting: str,
     with_weights: bool,
     timeout_s: float = REPLY_TIMEOUT_S,
+    similar: Callable[[str], str | None] = lambda _: None,
 ) -> Path:
     """Downloads config, tokenizer and, on request, weights; returns their folder. `timeout_s` limits the first request.
+
+    `similar` returns a known name that resembles one that is not found.
 
     Raises InputError if the repository or revision does not exist or needs a token, EnvironmentFaultError if the hub
     cannot be reached; both name the next step.
     """
+    if is_offline():  # the library would report the same after its import
+        raise EnvironmentFaultError(_unreachable(repository, setting=setting, cache=cache, similar=similar))
     from huggingface_hub import HfApi, snapshot_download
 
     with (
         nullcontext() if with_weights else _without_progress_bars(),
-        hub_errors_explained(repository, revision=revision, cache=cache, setting=setting, what="a model"),
+        hub_errors_explained(
+            repository, revision=revision, cache=cache, setting=setting, what="a model", similar=similar
+        ),
     ):
         HfApi().repo_info(repository, revision=revision, timeout=timeout_s)
         folder = snapshot_download(
@@ -156,11 +163,19 @@ def _without_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def hub_errors_explained(
-    repository: str, *, revision: str | None, cache: Path, setting: str, what: str, pages: str = ""
+    repository: str,
+    *,
+    revision: str | None,
+    cache: Path,
+    setting: str,
+    what: str,
+    pages: str = "",
+    similar: Callable[[str], str | None] = lambda _: None,
 ) -> Iterator[None]:
     """Turns the errors of huggingface_hub into one line with the next step.
 
-    `what` is "a model" or "a data set"; the hub has the pages of the latter below `datasets/`.
+    `what` is "a model" or "a data set"; the hub has the pages of the latter below `datasets/`. `similar` returns a
+    known name that resembles one that is not found.
     """
     from huggingface_hub import errors
 
@@ -176,18 +191,31 @@ def hub_errors_explained(
         raise InputError(f"{setting}: {repository} has no revision {revision}") from None
     except errors.RepositoryNotFoundError:
         raise InputError(
-            f"{setting}: {repository} is neither a folder here nor {what} on the hub that you may see; check the "
-            "name or, for a private one, run: hf auth login"
+            f"{setting}: {repository} is neither a folder here nor {what} on the hub that you may see; "
+            f"{_meant(similar(repository)) or 'check the name'} or, for a private one, run: hf auth login"
         ) from None
     except (transport_error, OSError) as error:
-        raise EnvironmentFaultError(_unreachable(repository, setting=setting, error=error, cache=cache)) from error
+        sentence = _unreachable(repository, setting=setting, cache=cache, similar=similar, error=error)
+        raise EnvironmentFaultError(sentence) from error
 
 
-def _unreachable(repository: str, *, setting: str, error: BaseException, cache: Path) -> str:
+def _meant(name: str | None) -> str:
+    return f"did you mean {name}?" if name else ""
+
+
+def _unreachable(
+    repository: str,
+    *,
+    setting: str,
+    cache: Path,
+    similar: Callable[[str], str | None],
+    error: BaseException | None = None,
+) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         return f"{setting}: {repository} cannot be downloaded into {cache}: {os.strerror(error.errno)}"
     why = "HF_HUB_OFFLINE is set" if is_offline() else "the hub cannot be reached"
-    return f"{setting}: {repository} is neither a folder here nor in {cache}, and {why}; name a local folder"
+    remedy = _meant(similar(repository)) or "name a local folder"
+    return f"{setting}: {repository} is neither a folder here nor in {cache}, and {why}; {remedy}"
 
 
 class Target(NamedTuple):

@@ -1,11 +1,14 @@
 """Files of a job's model (config, weights, tokenizer), checked before anything heavy starts.
 
-`model.name` and `model.config` are looked up in this order: a preset of that name (write `./NAME` for a folder called
-like one), a folder or file on this machine, a hub id in the local cache, a hub id on the hub. Relative paths start
-at the working directory, `~` is the home folder; the result holds absolute ones.
+`model.name` and `model.config` are looked up in this order: a folder with a config.json, a preset of that name, any
+other folder or file on this machine, a hub id in the local cache, a hub id on the hub, a hub id in the package's own
+table. Relative paths start at the working directory, `~` is the home folder; the result holds absolute ones.
 
-A preset is `trainer/presets/NAME.json`, the config.json of a well-known model. With `model.config` it starts from
-scratch; with `model.name` it means the published weights that its `_name_or_path` names, and a plan needs no network.
+The table, `trainer/presets/models.jsonl`, has a row for each shape of a well-known model: its name is a preset, and
+`hub` lists the hub ids that share it, the base weights first. With `model.config` a preset starts from scratch; with
+`model.name` it means those weights, and a plan needs no network.
+
+A plan alone (`only_plans`) needs neither weights nor a tokenizer; a run does.
 
 A tokenizer may have more tokens than the model has embeddings. `ModelFiles.new_rows` counts them, so that a plan knows
 the larger embeddings before they are written: once, in the cache, by a process that may load torch. Adapters do not
@@ -13,9 +16,9 @@ train the embeddings, so the rows would stay untrained and the exported adapters
 job is refused.
 """
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shardwise.launch.inputs.hub import HUB_ID, download_snapshot, find_snapshot, hub_cache
-from shardwise.launch.inputs.weight_files import TensorShapes, check_weights, has_weights
+from shardwise.launch.inputs.weight_files import TensorShapes, check_weights, has_weights, holds_weights
 from shardwise.trainer import FOLDER
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.shapes import TEMPLATE_TOKENS
@@ -35,7 +38,8 @@ from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.value import Value
 
 ROWS_MULTIPLE = 64  # of an extended embedding: matrix units need it, and it costs next to nothing
-_PRESETS = FOLDER / "trainer" / "presets"
+_TABLE = FOLDER / "trainer" / "presets" / "models.jsonl"
+_MIRRORS = ("unsloth", "nousresearch")  # owners that publish others' weights under the same names
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -54,29 +58,73 @@ class ModelFiles(Value, frozen=True, kw_only=True):
     revision: str | None = None  # its commit, once known
     needs_download: bool = False
     new_rows: int = 0  # of the embeddings beyond those of the weights; `config` includes them
+    note: str | None = None  # for the plan
+
+
+class KnownModel(Value, frozen=True, kw_only=True):
+    """A row of the table of models; `config` omits fields of config.json that have transformers' defaults."""
+
+    name: str
+    hub: tuple[str, ...]
+    parameters: int | None = None  # as published with the weights; exact unless it ends in six zeros
+    licence: str | None = None
+    dtype: str = "bfloat16"  # of the published weights
+    source: str
+    config: dict[str, Any]
+
+
+@cache
+def known_models() -> tuple[KnownModel, ...]:
+    """The rows of the table, sorted by name."""
+    return tuple(msgspec.json.Decoder(KnownModel).decode_lines(_TABLE.read_bytes()))
+
+
+@cache
+def _models_by_name() -> dict[str, KnownModel]:
+    """Rows by preset and by hub id, in lower case."""
+    return {name.lower(): model for model in known_models() for name in (model.name, *model.hub)}
+
+
+def find_known_model(name: str) -> KnownModel | None:
+    """The row of a preset or of a hub id, or of a mirror of one; None if the table has none."""
+    key = name.lower()
+    found = _models_by_name().get(key)
+    owner, _, own_name = key.partition("/")
+    if found is not None or owner not in _MIRRORS:
+        return found
+    return next((model for known, model in _models_by_name().items() if known.partition("/")[2] == own_name), None)
+
+
+def similar_model(name: str) -> str | None:
+    """The preset or hub id of the table that `name` resembles most; None if none does, or if the table has it."""
+    if find_known_model(name) is not None:
+        return None
+    hub = [name for model in known_models() for name in model.hub]
+    by_key = {name.partition("/")[2].lower(): name for name in hub} | {name.lower(): name for name in hub}
+    by_key |= {name: name for name in preset_names()}
+    return next((by_key[key] for key in close_matches(name.lower(), by_key)), None)
 
 
 def preset_names() -> tuple[str, ...]:
     """Names of the presets, sorted."""
-    return tuple(sorted(path.stem for path in _PRESETS.glob("*.json")))
+    return tuple(model.name for model in known_models())
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """The config.json of a preset."""
-    config = json.loads((_PRESETS / f"{name}.json").read_bytes())
-    assert isinstance(config, dict)
-    return config
+    """The config.json of a preset; `_name_or_path` is the hub id of its weights, if it has some."""
+    model = _models_by_name()[name]
+    return ({"_name_or_path": model.hub[0]} if model.hub else {}) | model.config
 
 
-def read_model_config(job: Job, *, cache_home: Path | None = None) -> ModelFiles:
+def read_model_config(job: Job, *, cache_home: Path | None = None, only_plans: bool = False) -> ModelFiles:
     """The files of the job's model, with headers and counts checked; raises InputError.
 
     `cache_home` replaces the environment's Hugging Face home folder. Small files (config, tokenizer) of a hub id that
-    is not here are downloaded, weights never: see `download_model`.
+    is not here are downloaded, weights never: see `download_model`. With `only_plans` a folder needs no weights.
     """
     cache = hub_cache(cache_home)
     if job.model.name is not None:
-        files = _from_name(job, cache)
+        files = _from_name(job, cache, only_plans=only_plans)
     else:
         assert job.model.config is not None, "read_job refuses a job without a model"
         files = _from_config(job, cache)
@@ -108,37 +156,42 @@ def download_model(job: Job, files: ModelFiles, *, cache_home: Path | None = Non
     return read_model_config(job, cache_home=cache_home) if has_weights(folder) else _without_weights(folder)
 
 
-def _from_name(job: Job, cache: Path) -> ModelFiles:
+def _from_name(job: Job, cache: Path, *, only_plans: bool) -> ModelFiles:
     name = job.model.name
     assert name is not None
-    if name in preset_names():
-        config = read_preset(name)
-        repository = config.get("_name_or_path")
-        if repository is None:
-            raise InputError(f"model.name: {name} is a shape without weights; write model.config: {name}")
-        return _from_hub(repository, job, cache, preset=(name, config))
     path = _path_of(name, setting="model.name")
+    if name in preset_names() and not (path / "config.json").is_file():
+        known = _models_by_name()[name]
+        if not known.hub:
+            raise InputError(f"model.name: {name} is a shape without weights; write model.config: {name}")
+        return _from_hub(known.hub[0], job, cache, preset=known)
     if path.is_dir():
-        return _from_folder(path)
+        return _from_folder(path, needs_weights=not only_plans)
     if path.exists():
         raise InputError(f"model.name: {name} is a file; name the folder that holds config.json and the weights")
     _refuse_unless_hub_id(name, setting="model.name")
-    return _from_hub(name, job, cache, preset=None)
+    return _from_hub(name, job, cache)
 
 
 def _from_config(job: Job, cache: Path) -> ModelFiles:
     name = job.model.config
     assert name is not None
-    if name in preset_names():
+    path = _path_of(name, setting="model.config")
+    if name in preset_names() and not (path / "config.json").is_file():
         return ModelFiles(
             config=read_preset(name), config_origin=f"preset {name}", model_path=None, tokenizer_path=None
         )
-    path = _path_of(name, setting="model.config")
     if path.is_file():
         return ModelFiles(config=codec.read_object(path), config_origin=str(path), model_path=None, tokenizer_path=None)
     if not path.is_dir():
         _refuse_unless_hub_id(name, setting="model.config")
-        path = _snapshot(name, revision=job.model.revision, cache=cache, setting="model.config")
+        try:
+            path = _snapshot(name, revision=job.model.revision, cache=cache, setting="model.config")
+        except (InputError, EnvironmentFaultError) as error:
+            files = _from_table(name, job, error)
+            return msgspec.structs.replace(
+                files, model_path=None, tokenizer_path=None, repository=None, needs_download=False
+            )
     return ModelFiles(
         config=_read_config(path),
         config_origin=str(path / "config.json"),
@@ -147,32 +200,31 @@ def _from_config(job: Job, cache: Path) -> ModelFiles:
     )
 
 
-def _from_folder(folder: Path) -> ModelFiles:
-    config = _read_config(folder)
-    _check_embedding(folder, config, check_weights(folder))
+def _from_folder(folder: Path, *, needs_weights: bool = True) -> ModelFiles:
+    config, note = _read_config(folder), None
+    if needs_weights or holds_weights(folder):
+        _check_embedding(folder, config, check_weights(folder))
+    else:
+        note = f"{folder} holds no weights; training needs them: model.safetensors"
     return ModelFiles(
         config=config,
         config_origin=str(folder / "config.json"),
         model_path=str(folder.absolute()),
         tokenizer_path=_own_tokenizer(folder),
+        note=note,
     )
 
 
-def _from_hub(repository: str, job: Job, cache: Path, *, preset: tuple[str, dict[str, Any]] | None) -> ModelFiles:
+def _from_hub(repository: str, job: Job, cache: Path, *, preset: KnownModel | None = None) -> ModelFiles:
     revision = job.model.revision
     folder = find_snapshot(repository, revision=revision, cache=cache)
     if folder is None and preset is not None:
-        name, config = preset
-        return ModelFiles(
-            config=config,
-            config_origin=f"preset {name}",
-            model_path=repository,
-            tokenizer_path=repository,
-            repository=repository,
-            needs_download=True,
-        )
+        return _to_download(preset, repository, origin=f"preset {preset.name}")
     if folder is None:
-        folder = _download_small(repository, revision=revision, cache=cache, setting="model.name")
+        try:
+            folder = _download_small(repository, revision=revision, cache=cache, setting="model.name")
+        except (InputError, EnvironmentFaultError) as error:
+            return _from_table(repository, job, error)
     elif job.model.tokenizer is None and _own_tokenizer(folder) is None:
         with suppress(EnvironmentFaultError):  # without a network the job uses the local files
             folder = _download_small(repository, revision=revision, cache=cache, setting="model.name")
@@ -189,13 +241,39 @@ def _from_hub(repository: str, job: Job, cache: Path, *, preset: tuple[str, dict
     )
 
 
+def _from_table(repository: str, job: Job, error: InputError | EnvironmentFaultError) -> ModelFiles:
+    """A hub id that could not be read from the hub, as the table has it; raises `error` if it has not."""
+    known = find_known_model(repository)
+    if known is None or job.model.revision is not None:
+        raise error
+    why = "the hub was not reached" if isinstance(error, EnvironmentFaultError) else str(error).partition(": ")[2]
+    licence = f", licence {known.licence}" if known.licence is not None else ""
+    note = f"shape of {repository} from the package's own table ({known.name}{licence}): {why}"
+    return msgspec.structs.replace(
+        _to_download(known, repository, origin=f"the package's table of models, {known.name}"), note=note
+    )
+
+
+def _to_download(known: KnownModel, repository: str, *, origin: str) -> ModelFiles:
+    return ModelFiles(
+        config=read_preset(known.name),
+        config_origin=origin,
+        model_path=repository,
+        tokenizer_path=repository,
+        repository=repository,
+        needs_download=True,
+    )
+
+
 def _snapshot(repository: str, *, revision: str | None, cache: Path, setting: str) -> Path:
     folder = find_snapshot(repository, revision=revision, cache=cache)
     return folder or _download_small(repository, revision=revision, cache=cache, setting=setting)
 
 
 def _download_small(repository: str, *, revision: str | None, cache: Path, setting: str) -> Path:
-    return download_snapshot(repository, revision=revision, cache=cache, setting=setting, with_weights=False)
+    return download_snapshot(
+        repository, revision=revision, cache=cache, setting=setting, with_weights=False, similar=similar_model
+    )
 
 
 def _without_weights(folder: Path) -> ModelFiles:
@@ -315,9 +393,8 @@ def _path_of(name: str, *, setting: str) -> Path:
 def _refuse_unless_hub_id(name: str, *, setting: str) -> None:
     if HUB_ID.fullmatch(name) and ".." not in name:
         return
-    presets = preset_names()
-    meant = close_matches(name.lower(), presets)
-    hint = f"did you mean {meant[0]}?" if meant else f"presets: {', '.join(presets)}"
+    meant = similar_model(name)
+    hint = f"did you mean {meant}?" if meant else "docs/architectures.md lists the presets, such as llama-3.1-8b"
     raise InputError(f"{setting}: {name} is no folder here, no hub id (ORG/NAME) and no preset; {hint}")
 
 

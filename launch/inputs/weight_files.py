@@ -19,6 +19,7 @@ _DTYPE_BITS = {
     "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
 _AGAIN = "download or save it again"
+_PICKLED = ("*.bin", "*.pt", "*.pth")
 
 TensorShapes = Mapping[str, tuple[int, ...]]
 
@@ -35,12 +36,18 @@ def check_weights(folder: Path) -> TensorShapes:
             f"{folder}: holds an adapter, not a model; merge it into its base model first:\n"
             "shardwise import FOLDER NEW_FOLDER --base MODEL"
         )
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+    if any(any(folder.glob(pattern)) for pattern in _PICKLED):
         raise InputError(
             f"{folder}: holds only pickled weights, which can run code when they are read; convert them with "
             "shardwise import FOLDER NEW_FOLDER, which runs none"
         )
     raise InputError(f"{folder}: holds no model.safetensors and no model.safetensors.index.json")
+
+
+def holds_weights(folder: Path) -> bool:
+    """True if a folder holds any file of weights, whole or not, of a format that is read or refused."""
+    names = ("model.safetensors", "model.safetensors.index.json", "adapter_config.json")
+    return any((folder / name).is_file() for name in names) or any(any(folder.glob(pattern)) for pattern in _PICKLED)
 
 
 def has_weights(folder: Path) -> bool:

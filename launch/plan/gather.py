@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
-from shardwise.launch.inputs.data_files import list_files, shape_of_first_row, source_bytes
+from shardwise.launch.inputs.data_files import PYTHON_STDLIB, list_files, shape_of_first_row, source_bytes
 from shardwise.launch.inputs.model_files import ModelFiles, download_model, read_model_config
 from shardwise.launch.inputs.prepare_data import find_prepared
 from shardwise.launch.inputs.trusted_code import offered_code, read_extension, read_model_code
@@ -21,7 +21,7 @@ from shardwise.launch.plan.calibration_store import read_calibration
 from shardwise.launch.probe.gpu_selection import select_gpus
 from shardwise.launch.probe.installed import installed_version
 from shardwise.trainer.planning.planner import make_plan
-from shardwise.trainer.planning.schedule import estimate_data
+from shardwise.trainer.planning.schedule import bytes_per_token, estimate_data
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.spec.data.profile import DataProfile, PrepareRequest
 from shardwise.trainer.spec.data.shapes import Encoding, assumed_shape, encoding_of
@@ -64,6 +64,7 @@ class PlanInputs(NamedTuple):
     fp8_gain: Fp8Gain | None = None  # timed just now; None: what the cache holds
     model_code: ModelCode | None = None  # that the job trusts
     partition: "PartitionHardware | None" = None  # whose nodes `hardware` describes
+    assumes_data: bool = False  # no data is named: `ASSUMED_TOKENS` are planned for
 
 
 def read_inputs(
@@ -76,9 +77,13 @@ def read_inputs(
     describes_models: bool = False,
     machines: Hardware | None = None,
     nodes: NodeOptions | None = None,
+    only_plans: bool = False,
+    assumes_data: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> PlanInputs:
     """Reads the job, the model's config and the machine; every problem of the input shows here, before any work.
+
+    With `only_plans` the model needs neither weights nor a tokenizer; with `assumes_data`, no data either.
 
     `machines` is the hardware of a run on several machines. With `nodes`, a partition is planned for if an option names
     nodes, or if this is a login node and the job names a partition.
@@ -88,18 +93,27 @@ def read_inputs(
     """
     resolved = read_job_layers(
         job_path,
-        overrides,
+        overrides if not assumes_data else [f"data.train={PYTHON_STDLIB}", *overrides],  # in place of any data
         config_home=folders.config_home(environment),
         site_config=folders.site_config(environment),
     )
+    if assumes_data:
+        resolved = replace(resolved, job=replace(resolved.job, data=replace(resolved.job.data, train=())))
     job = resolved.job
     named_hub_home = resolved.folders.get("huggingface")
     hub_home = Path(named_hub_home) if named_hub_home else None
-    model = read_model_config(job, cache_home=hub_home)
+    model = read_model_config(job, cache_home=hub_home, only_plans=only_plans)
     code = read_model_code(job, model, cache_home=hub_home)
     shape = _read_shape(job, model, code, describes_models=describes_models)
     cache = folders.cache_home(environment, configured=resolved.folders.get("cache"))
-    request = make_request(job, shape=shape, tokenizer_path=model.tokenizer_path, cache_root=cache, hub_home=hub_home)
+    request = make_request(
+        job,
+        shape=shape,
+        tokenizer_path=model.tokenizer_path,
+        cache_root=cache,
+        hub_home=hub_home,
+        only_plans=only_plans,
+    )
     cap = vram_cap_bytes if vram_cap_bytes is not None else job.limits.vram
     found = _read_nodes(nodes, job, hardware_spec, environment)
     if machines is None:
@@ -107,7 +121,12 @@ def read_inputs(
         hardware = read_machine(hardware_spec, gpus=gpus, vram_cap_bytes=cap, partition=partition)
     else:
         hardware = replace(machines, vram_cap_bytes=cap)
-    return PlanInputs(resolved, model, shape, hardware, request, cache, hub_home, model_code=code, partition=found)
+    return PlanInputs(
+        *(resolved, model, shape, hardware, request, cache, hub_home),
+        model_code=code,
+        partition=found,
+        assumes_data=assumes_data,
+    )
 
 
 def _read_nodes(
@@ -156,9 +175,20 @@ WINDOW_BYTES, WINDOW_STEPS, BYTES_OF_TOKEN = 64 << 20, 16, 4  # of a stream: the
 
 
 def make_request(
-    job: Job, *, shape: ModelShape, tokenizer_path: str | None, cache_root: Path, hub_home: Path | None = None
+    job: Job,
+    *,
+    shape: ModelShape,
+    tokenizer_path: str | None,
+    cache_root: Path,
+    hub_home: Path | None = None,
+    only_plans: bool = False,
 ) -> PrepareRequest:
-    """The request to prepare data for this job; InputError if no tokenizer is named and none can be made."""
+    """The request to prepare data for this job; InputError if no tokenizer is named and none can be made.
+
+    With `only_plans` it may lack the tokenizer, and data.
+    """
+    if not job.data.train and not only_plans:
+        raise InputError("data.train: the plan assumed its data; make one for yours: shardwise plan MODEL --data FILE")
     if job.model.tokenizer == "train" and shape.model_type in OWN_TOKENIZER_RULES:
         raise InputError(
             f'model.tokenizer: "train" cannot serve {shape.model_type}: transformers would read it back by other '
@@ -166,7 +196,7 @@ def make_request(
         )
     if job.model.tokenizer == "train" or (tokenizer_path is None and encoding_of(job.data.format) is Encoding.TOKENS):
         tokenizer = None
-    elif tokenizer_path is not None:
+    elif tokenizer_path is not None or only_plans:
         tokenizer = tokenizer_path
     else:
         raise InputError(
@@ -261,20 +291,31 @@ def _only(hardware: Hardware, gpus: tuple[int, ...]) -> Hardware:
     )
 
 
+ASSUMED_TOKENS = 20_000_000  # about 40,000 chats of 500 tokens
+
+
 def profile_data(inputs: PlanInputs) -> DataProfile:
-    """The prepared profile if the cache has it, else an estimate from file sizes."""
-    prepared = None if inputs.model.needs_download else find_prepared(inputs.request)
-    if prepared is not None:
-        return prepared
-    return estimate_data(
-        num_bytes=source_bytes(inputs.request),
+    """The prepared profile if the cache has it, else an estimate from file sizes; of assumed data, from its tokens."""
+    vocab_size, num_bytes = inputs.shape.vocab_size, source_bytes(inputs.request)
+    if inputs.assumes_data:
+        num_bytes = round(ASSUMED_TOKENS * bytes_per_token(vocab_size))
+    elif not inputs.model.needs_download:
+        prepared = find_prepared(inputs.request)
+        if prepared is not None:
+            return prepared
+    profile = estimate_data(
+        num_bytes=num_bytes,
         window_bytes=inputs.request.window_bytes,
         seq_len=inputs.request.seq_len,
-        vocab_size=inputs.shape.vocab_size,
+        vocab_size=vocab_size,
         eval_share=inputs.request.eval_share,
         is_packed=inputs.request.packing is not False,
         shape=_shape_unread(inputs),
     )
+    if not inputs.assumes_data:
+        return profile
+    note = f"no data is named: {ASSUMED_TOKENS // 10**6} million tokens are assumed; name yours with --data FILE"
+    return replace(profile, notes=(note,))
 
 
 def _shape_unread(inputs: PlanInputs) -> DataFormat:
@@ -310,8 +351,8 @@ def plan_inputs(
         extension=_extension_of(inputs.resolved.job),
     )
     code = inputs.model_code
-    more = [*([code.description] if code is not None else []), *([ignored] if ignored is not None else [])]
-    return replace(plan, model_code=code, notes=(*plan.notes, *more))
+    more = (inputs.model.note, code.description if code is not None else None, ignored)
+    return replace(plan, model_code=code, notes=(*plan.notes, *(note for note in more if note is not None)))
 
 
 def _fp8_gain_of(inputs: PlanInputs, versions: dict[str, str]) -> tuple[Fp8Gain | None, str | None]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Thread
 
 from shardwise.launch.commands.estimate import MAX_LINE_BYTES
+from shardwise.launch.inputs.model_files import read_preset
 from shardwise.trainer.spec.errors import ExitCode
 
 REPOSITORY = Path(__file__).parents[3]
@@ -75,11 +76,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 
 def test_a_model_is_a_preset_a_file_a_folder_or_its_config(tmp_path):
-    config = json.loads((REPOSITORY / "trainer" / "presets" / "llama-3.1-8b.json").read_text())
+    config = read_preset("llama-3.1-8b")
     (tmp_path / "config.json").write_text(json.dumps(config))
     cases = [
         {**UNNAMED, "name": "llama-3.1-8b"},
         {**UNNAMED, "model": "llama-3.1-8b"},
+        {**UNNAMED, "model": "meta-llama/Llama-3.1-8B-Instruct"},
         {**UNNAMED, "model": {"name": "llama-3.1-8b"}},
         {**UNNAMED, "name": str(tmp_path)},
         {**UNNAMED, "name": str(tmp_path / "config.json")},

@@ -1,13 +1,19 @@
 """`shardwise plan` as it is typed: one machine or several, questions on limits, text, JSON and a page, exit codes."""
 
 import json
+import shlex
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typed_command import Run, in_empty_home, typed, write_rows
 
-from shardwise.trainer.spec.errors import ExitCode
+from shardwise.launch.commands.plan import machines, next_commands
+from shardwise.launch.inputs.model_files import known_models, read_preset
+from shardwise.launch.options import PlanOptions
+from shardwise.launch.plan.gather import plan_inputs, profile_data
+from shardwise.trainer.spec.errors import ExitCode, NothingFitsError
 
 JOB = """\
 model: {{name: llama-3.2-1b}}
@@ -113,3 +119,116 @@ def test_a_page_in_a_folder_that_is_not_there_is_wrong_input(run: Run, tmp_path:
     page = str(tmp_path / "none" / "plan.html")
     code, _, err = run("plan", "--hardware", "1xRTX-4090", "--html", page)
     assert code == ExitCode.INPUT and page in err
+
+
+# --- without a job file -----------------------------------------------------------------------------------------
+
+RTX_4060 = ("--hardware", "rtx 4060")
+SPECS = ("1xH200",)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`shardwise WORDS` in an empty home that is the working directory, without a network."""
+    in_empty_home(tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a plan of a known model asked the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    return lambda *words: typed(capsys, *words)
+
+
+def test_every_known_model_plans_a_lora_job_without_a_network(model: Run, tmp_path: Path) -> None:
+    del model
+    for known in known_models():
+        method = "lora" if known.hub else "full"
+        options = PlanOptions(Path(known.hub[0] if known.hub else known.name), seq_len=512, method=method, specs=SPECS)
+        ((_, inputs),) = machines(options)
+        assert inputs.resolved.name and inputs.shape.num_parameters > 0
+        try:
+            plan = plan_inputs(inputs, profile_data(inputs), environment={"HOME": str(tmp_path)})
+        except NothingFitsError:
+            assert inputs.shape.num_parameters > 60e9, known.name
+            continue
+        assert plan.chosen.method == method and plan.data.num_tokens == pytest.approx(20e6, rel=0.02)
+
+
+def test_a_model_and_a_file_are_a_job(model: Run, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path)
+    words = ("plan", "Qwen/Qwen2.5-7B", "--data", "rows.txt", *RTX_4060, "--method", "qlora", "--seq-len", "1024")
+    code, out, _ = model(*words, "--allow", "bf16_weights,optimizer_8bit", "train.seq_len=512", "--json")
+    plan = json.loads(out)
+    job = plan["job"]
+    assert (code, job["train"]["method"], job["train"]["seq_len"]) == (ExitCode.DONE, "qlora", 512)
+    assert job["allow"] == ["bf16_weights", "optimizer_8bit"]
+    assert [source["source"] for source in job["data"]["train"]] == [rows.name]
+    notes = " ".join((*plan["notes"], *plan["data"]["notes"]))
+    assert "package's own table" in notes and "14,000 bytes of text are counted as" in notes
+    assert "Qwen2.5-7B".lower() in plan["name"] and plan["hardware"]["gpus"][0]["name"] == "RTX-4060-8GB"
+
+
+def test_without_data_the_assumption_is_a_note(model: Run) -> None:
+    code, out, _ = model("plan", "qwen2.5-0.5b", *RTX_4060, "--json")
+    plan = json.loads(out)
+    assert code == ExitCode.DONE and "20 million tokens are assumed" in " ".join(plan["data"]["notes"])
+    assert plan["job"]["data"]["train"] == []
+
+
+def test_a_plan_of_assumed_data_does_not_train(model: Run, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(model("plan", "tiny-llama", "--hardware", "1xCPU", "train.tokens=1M", "--json").out)
+    code, _, err = model("train", str(plan))
+    assert code == ExitCode.INPUT and "--data FILE" in err
+
+
+def test_a_folder_with_a_config_alone_is_planned_and_not_trained(model: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(read_preset("qwen2.5-0.5b")))
+    write_rows(tmp_path)
+    code, out, _ = model("plan", "./bare", "--data", "rows.txt", *RTX_4060, "--json")
+    assert code == ExitCode.DONE and "holds no weights" in " ".join(json.loads(out)["notes"])
+    assert model("plan", "bare/config.json", *RTX_4060).code == ExitCode.DONE
+    (tmp_path / "job.yaml").write_text("model: {name: bare}\ndata: {train: rows.txt}\n")
+    code, _, err = model("train", "job.yaml")
+    assert code == ExitCode.INPUT and "model.safetensors" in err
+
+
+def test_an_existing_job_file_wins_and_options_apply_over_it(model: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    (tmp_path / "qwen2.5-0.5b").write_text(JOB.format(data="rows.txt"))
+    code, out, _ = model("plan", "qwen2.5-0.5b", "--method", "lora", *RTX_4060, "--json")
+    plan = json.loads(out)
+    assert (code, plan["job"]["train"]["method"]) == (ExitCode.DONE, "lora")
+    assert plan["job"]["model"]["name"] == "llama-3.2-1b"
+
+
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [
+        ("Qwen/Qwen2.5-7b-Instrct", "did you mean Qwen/Qwen2.5-7B-Instruct?"),
+        ("qwen2.5-7", "did you mean qwen2.5-7b?"),
+        ("nothing-like-it", "docs/architectures.md"),
+        ("job.yml", "job.yml"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_named(model: Run, name: str, fact: str) -> None:
+    code, _, err = model("plan", name, *RTX_4060)
+    assert code != ExitCode.DONE and fact in err and len(err.splitlines()) <= 3
+
+
+def test_the_next_commands_work_as_printed(model: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    options = PlanOptions(Path("tiny-llama"), ("train.lr=1e-3",), data="rows.txt", seq_len=128)
+    init, train = (shlex.split(line) for line in next_commands(options))
+    assert model(*init[1:]).code == ExitCode.DONE
+    assert train == ["shardwise", "train", "job.yaml", "train.seq_len=128", "train.lr=1e-3"]
+    code, out, _ = model("plan", *train[2:], "--hardware", "1xCPU", "--json")
+    job = json.loads(out)["job"]
+    assert (code, job["train"]["seq_len"], job["model"]["config"]) == (ExitCode.DONE, 128, "tiny-llama")
+    of_a_file = PlanOptions(Path("job.yaml"), method="lora")
+    assert next_commands(of_a_file) == ("shardwise train job.yaml train.method=lora",)
+    assert "YOUR_DATA" in next_commands(PlanOptions(Path("tiny-llama")))[0]

@@ -20,7 +20,7 @@ from shardwise.launch.inputs.model_files import (
     refuse_frozen_rows,
     retained_plan_with_new_rows,
 )
-from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.reading import read_job
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.model.readers import read_model_shape
@@ -102,6 +102,61 @@ def test_every_preset_of_published_weights_plans_without_a_network(name, tmp_pat
     assert files.config == read_preset(name)
 
 
+def test_a_folder_with_a_config_wins_over_a_preset_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "phi-2").mkdir()
+    assert read_model_config(job(name="phi-2"), cache_home=tmp_path).repository == "microsoft/phi-2"
+    folder = write_model(tmp_path / "phi-2")
+    assert read_model_config(job(name="phi-2"), cache_home=tmp_path).model_path == str(folder)
+    assert read_model_config(job(config="phi-2"), cache_home=tmp_path).config == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("qwen/qwen2.5-7b", "qwen2.5-7b"),
+        ("unsloth/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b"),
+    ],
+)
+def test_a_hub_id_that_cannot_be_read_is_in_the_table(name, preset, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    files = read_model_config(job(name=name), cache_home=tmp_path)
+    assert (files.config, files.model_path, files.needs_download) == (read_preset(preset), name, True)
+    assert "package's own table" in (files.note or "") and preset in (files.note or "")
+    from_scratch = read_model_config(job(config=name), cache_home=tmp_path)
+    assert (from_scratch.config, from_scratch.model_path) == (read_preset(preset), None)
+    with pytest.raises(EnvironmentFaultError, match="HF_HUB_OFFLINE"):  # a run needs the weights
+        download_model(job(name=name), files, cache_home=tmp_path)
+
+
+def test_the_cache_wins_over_the_table(tmp_path):
+    snapshot = write_cached(tmp_path, "Qwen/Qwen2.5-7B")
+    files = read_model_config(job(name="Qwen/Qwen2.5-7B"), cache_home=tmp_path)
+    assert (files.config, files.model_path, files.note) == (CONFIG, str(snapshot), None)
+
+
+def test_the_table_stands_for_no_other_revision_and_no_other_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for wanted in (job(name="Qwen/Qwen2.5-7B", revision="abc"), job(name="someone/Qwen2.5-7B")):
+        with pytest.raises(EnvironmentFaultError):
+            read_model_config(wanted, cache_home=tmp_path)
+    with pytest.raises(EnvironmentFaultError, match=r"did you mean Qwen/Qwen2\.5-7B\?"):
+        read_model_config(job(name="Qwen/Qwen2.5-7b-"), cache_home=tmp_path)
+
+
+def test_a_plan_alone_needs_no_weights_and_a_run_does(tmp_path):
+    folder = write_model(tmp_path / "bare", rows=None, tokens=None)
+    files = read_model_config(job(name=str(folder)), only_plans=True)
+    assert (files.config, files.model_path, files.tokenizer_path) == (CONFIG, str(folder), None)
+    assert "holds no weights" in (files.note or "")
+    assert "model.safetensors" in refused(job(name=str(folder)))
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(InputError, match="pickled"):
+        read_model_config(job(name=str(folder)), only_plans=True)
+
+
 def test_a_folder_answers_with_absolute_paths(tmp_path, monkeypatch):
     folder = write_model(tmp_path / "it's a model")
     monkeypatch.chdir(tmp_path)
@@ -175,7 +230,8 @@ def test_another_tokenizer_may_be_named(tmp_path):
 def test_what_is_no_model_here_says_what_a_name_may_be():
     line = refused(job(name="llama-3.1-8"))
     assert line.startswith("model.name: llama-3.1-8 ") and "ORG/NAME" in line and "did you mean llama-3.1-8b?" in line
-    assert "falcon-7b, gemma-2-9b" in refused(job(config="zzz"))
+    assert "did you mean Qwen/Qwen2.5-7B-Instruct?" in refused(job(name="qwen2.5-7b-instrct"))
+    assert "docs/architectures.md" in refused(job(config="zzz"))
     for name in ("../gone/model", "/gone", "a/b/c", "a b/c", "org/..", "x" * 300, "~nobody-at-all/model"):
         assert name in refused(job(name=name))
 

@@ -1,6 +1,5 @@
 """What holds for every setting, whatever the numbers are."""
 
-import json
 from typing import Any
 
 from estimate_factory import LLAMA_1B, LLAMA_2_7B, LLAMA_8B, QWEN_HALF_B, TINY, configuration, cpu, gpu
@@ -8,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from shardwise.trainer import FOLDER
+from shardwise.launch.inputs.model_files import known_models
 from shardwise.trainer.planning.configuration import Configuration, PolicyChoices
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory import estimate_memory, held_bytes, least_bytes, needed_bytes, step_memory
@@ -23,8 +22,7 @@ from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
 
-PRESET_FILES = (FOLDER / "trainer" / "presets").glob("*.json")
-PRESETS = [read_model_shape(json.loads(path.read_text())) for path in sorted(PRESET_FILES)]
+PRESETS = [read_model_shape(model.config) for model in known_models()]
 SHAPES = st.sampled_from([TINY, QWEN_HALF_B, LLAMA_1B, LLAMA_2_7B, LLAMA_8B, *PRESETS])
 DEVICES = st.sampled_from([gpu("8xA100-SXM4-80GB"), gpu("8xH200"), gpu("2xT4"), gpu("1xRTX-4090"), cpu(2)])
 OFFLOADS = {
