@@ -44,7 +44,7 @@ PACKAGES = (  # in the order of the bundles: the first ones suffice for most of 
     Package("py-cpuinfo", "DeepSpeed"),
     Package("ninja", "DeepSpeed's operators"),
     Package("nvidia-ml-py", "the memory of the whole card", ">=12.535"),
-    Package("liger-kernel", "the fused loss", ">=0.6.2"),
+    Package("liger-kernel", "the fused loss", ">=0.8.5,<0.9"),
     Package("torchao", "FP8 without Transformer Engine", ">=0.18"),
     Package("trl", "the comparison with TRL"),
     Package("datasets", "TRL"),

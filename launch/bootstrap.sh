@@ -100,10 +100,17 @@ install_packages() {
     announce
     pip_install -r requirements.lock || stop "the packages could not be installed; the lines above say which and why" \
         "behind a proxy: set https_proxy; offline: point PIP_FIND_LINKS at a folder of wheels"
+    install_kernels
     pip_install --no-deps -e .
     check_gpu
     printf '%s\n' "$wanted" >"$venv/.installed"
     say "Installed: $("$bin/shardwise" --version), $bin/shardwise"
+}
+
+install_kernels() { # Liger's need Triton, which a torch for CUDA brings; for the CPU it would be 0.7 GB for nothing
+    "$bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("triton") is None)' || return 0
+    pip_install --no-deps "$(sed -n 's/^liger = \["\([^"]*\)"\].*/\1/p' pyproject.toml)" ||
+        say "liger-kernel could not be installed: plans use torch's own kernels, which are slower"
 }
 
 install_dev() {

@@ -134,6 +134,19 @@ def test_a_machine_with_a_card_that_torch_uses_is_set_up(project: Path, name: st
     assert (code, is_downloaded) == (0, True), said
 
 
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_ligers_kernels_are_installed_with_a_torch_that_brings_triton(project: Path, has_triton: bool):
+    if has_triton:
+        (project / "triton.py").touch()
+    code, said, _ = on_machine(project, "cuda_compat_h100")
+    asked = (project / "downloaded").read_text().splitlines()
+    assert code == 0, said
+    assert [line for line in asked if "liger" in line] == (
+        ["-m pip install --disable-pip-version-check --progress-bar off -q --no-deps liger-kernel>=0.8.5,<0.9"]
+        * has_triton
+    )
+
+
 def test_a_second_card_that_is_too_old_is_named(project: Path):
     assert "GPU 1 (NVIDIA GeForce GTX 1050 Ti" in on_machine(project, "rtx4090_and_old_card")[1]
 

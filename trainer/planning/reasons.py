@@ -297,6 +297,8 @@ def _why_loss(context: PlanningContext, candidate: Candidate) -> str:
         if tokens <= (candidate.loss_chunk_tokens or 0):
             return f"one slice holds all {tokens} tokens of a micro batch and is freed after use"
         return f"slices of {candidate.loss_chunk_tokens} tokens; all logits would be {logits} in fp32, and copies of it"
+    if candidate.loss is LossHead.FUSED_LINEAR:
+        return "Liger's kernels compute each product of the head once and hold a slice of the logits"
     return "whole logits fit and save a second product of the head"
 
 

@@ -47,6 +47,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.attention.packed import packed_inputs
-from shardwise.trainer.runtime.run.operators import check_triton_compiler
+from shardwise.trainer.runtime.run.operators import KernelFallback
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.packages import extra_line
 from shardwise.trainer.spec.strategy import LossHead
@@ -75,10 +76,13 @@ class LossOutput(StrEnum):
     SCORE = "score"  # the token losses added up, and how many targets are the most likely token: [2] in float64
 
 
-def install_loss_head(model: PreTrainedModel, head: LossHead, *, chunk_tokens: int | None) -> "LossForward":
+def install_loss_head(
+    model: PreTrainedModel, head: LossHead, *, chunk_tokens: int | None, is_pinned: bool = True
+) -> "LossForward":
     """Makes `model(input_ids=..., labels=..., output=...)` return the sum of token losses, or another `LossOutput`.
 
-    Without labels the model returns what it returned before (generation needs it).
+    Without labels the model returns what it returned before (generation needs it). If `fused_linear` is not pinned,
+    `chunked` computes the loss where Liger's kernels fail to compile.
     """
     linear: Any = model.get_output_embeddings()
     config: Any = model.config.get_text_config()
@@ -90,11 +94,12 @@ def install_loss_head(model: PreTrainedModel, head: LossHead, *, chunk_tokens: i
             "the loss of tokens only: set it to false"
         )
     softcap = getattr(config, "final_logit_softcapping", None)
-    liger = _liger_loss(softcap) if head is LossHead.FUSED_LINEAR else None
+    liger = LigerLoss(softcap, is_pinned=is_pinned) if head is LossHead.FUSED_LINEAR else None
     replaceable: Any = model
     of_head: Any = linear
-    of_head.forward = _HeadForward(linear, head, chunk_tokens or DEFAULT_CHUNK_TOKENS, softcap, liger).forward
-    loss = LossForward(head, softcap, model.forward)
+    default = FUSED_SLICE_TOKENS if liger is not None else DEFAULT_CHUNK_TOKENS
+    of_head.forward = _HeadForward(linear, head, chunk_tokens or default, softcap, liger).forward
+    loss = LossForward(head, softcap, model.forward, liger)
     replaceable.forward = MethodType(loss.forward, model)  # a method of the model: Accelerate binds its function anew
     return loss
 
@@ -111,6 +116,12 @@ class LossForward:
     head: LossHead
     softcap: float | None
     own_forward: Callable[..., Any]  # the model's forward before
+    liger: "LigerLoss | None" = None
+
+    @property
+    def problem(self) -> str | None:
+        """Why `chunked` computes the loss of `fused_linear`, or None."""
+        return None if self.liger is None else self.liger.fallback.problem
 
     def forward(
         self,
@@ -193,7 +204,7 @@ class _HeadForward:
     head: LossHead
     chunk_tokens: int
     softcap: float | None
-    liger: nn.Module | None  # the loss of `fused_linear`
+    liger: "LigerLoss | None"  # the loss of `fused_linear`
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, *, output: LossOutput = LossOutput.SUM) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
@@ -201,15 +212,18 @@ class _HeadForward:
             return functional.linear(hidden, weight, bias)
         row_tokens = targets.shape[1] if output is LossOutput.ROWS else None
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
-        if output is not LossOutput.SCORE and self.liger is not None:
-            loss: Tensor = self.liger(weight, hidden, targets, bias)
-            return loss.float()
         hidden, head = _in_computing_type(hidden, Head(weight, bias, self.softcap))
         if output is LossOutput.SCORE:
             return scored(hidden, head, targets, self._score_tokens(hidden.shape[0]))
-        found = ChunkedLoss.apply(hidden, *head, targets, self.chunk_tokens, row_tokens)  # type: ignore[no-untyped-call]  # torch's
+        chunked = partial(self._chunked, row_tokens=row_tokens)
+        found = (
+            chunked(hidden, head, targets) if self.liger is None else self.liger.loss(hidden, head, targets, chunked)
+        )
         assert isinstance(found, Tensor)
         return found
+
+    def _chunked(self, hidden: Tensor, head: Head, targets: Tensor, *, row_tokens: int | None) -> Any:  # noqa: ANN401  # a tensor
+        return ChunkedLoss.apply(hidden, *head, targets, self.chunk_tokens, row_tokens)  # type: ignore[no-untyped-call]  # torch's
 
     def _score_tokens(self, num_tokens: int) -> int:
         """Tokens whose logits a score may hold at a time: no more than the head holds in training."""
@@ -230,8 +244,25 @@ def _in_computing_type(hidden: Tensor, head: Head) -> tuple[Tensor, Head]:
     return hidden.to(dtype), head._replace(weight=head.weight.to(dtype), bias=bias)
 
 
-def _liger_loss(softcap: float | None) -> nn.Module:
+class LigerLoss:
     """Liger's loss of hidden states under a head; InputError or EnvironmentFaultError where it cannot run."""
+
+    def __init__(self, softcap: float | None, *, is_pinned: bool) -> None:
+        self._kernels = liger_loss(softcap)
+        self.fallback = KernelFallback("pin.loss", is_pinned=is_pinned)
+
+    def loss(self, hidden: Tensor, head: Head, targets: Tensor, chunked: Callable[..., Any]) -> Tensor:
+        """The token losses of hidden [T, H] added up, in fp32."""
+        found: Tensor = self.fallback.run(self._fused, chunked, hidden, head, targets)
+        return found
+
+    def _fused(self, hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
+        found: Tensor = self._kernels(head.weight, hidden, targets, head.bias)
+        return found.float()
+
+
+def liger_loss(softcap: float | None) -> nn.Module:
+    """Liger's module, which a dry run replaces."""
     if not torch.cuda.is_available():
         raise InputError("pin.loss: fused_linear is Liger's, which needs a GPU; pin.loss=fused does without")
     if importlib.util.find_spec("liger_kernel") is None:
@@ -239,7 +270,6 @@ def _liger_loss(softcap: float | None) -> nn.Module:
             "pin.loss: fused_linear is Liger's, and liger-kernel is not installed; use pin.loss=fused or chunked, or\n"
             f"{extra_line('liger')}"
         )
-    check_triton_compiler("pin.loss")
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss(

@@ -33,13 +33,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from shardwise.trainer.runtime import engines
+from shardwise.trainer.runtime import engines, loss
 from shardwise.trainer.runtime.engines.engine import EngineChoice
 from shardwise.trainer.runtime.models.build import Installed, make_trainable, model_from_config
 from shardwise.trainer.runtime.models.methods import add_adapters, base_type
 from shardwise.trainer.runtime.models.model_code import faults_of, load_model_code
+from shardwise.trainer.runtime.run import operators
 from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.simulation.fake_device import replaced
+from shardwise.trainer.simulation.kernels import LigerLoss
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.messages.simulation import SimulationRequest
 from shardwise.trainer.spec.strategy import Method, Quant
@@ -66,13 +68,17 @@ def build_on_meta(request: SimulationRequest) -> tuple[PreTrainedModel, Installe
         what = request.model_config.get("model_type", "model_type missing")
         sentence = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()  # the cause comes last
         raise InputError(f"model config ({what}): {sentence}") from error
-    installed = make_trainable(
-        model,
-        request.checkpointing,
-        request.loss,
-        loss_chunk_tokens=request.loss_chunk_tokens,
-        activation_offload=request.activation_offload,
-    )
+    with (
+        replaced(loss, liger_loss=lambda _: LigerLoss()),
+        replaced(operators, check_triton_compiler=lambda _: None),
+    ):
+        installed = make_trainable(
+            model,
+            request.checkpointing,
+            request.loss,
+            loss_chunk_tokens=request.loss_chunk_tokens,
+            activation_offload=request.activation_offload,
+        )
     return model, installed
 
 

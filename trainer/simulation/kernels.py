@@ -13,6 +13,8 @@ fp32 accumulator of the query gradient, a row sum for each query, and under flas
 query head where heads are grouped. They are allocated here by hand. So are those of `varlen_attn`, which runs packed
 rows: its accumulator and row sums have 128 rows more for each document.
 
+Liger's kernels are written in Triton, which runs on no fake device: `LigerLoss` allocates what its loss allocates.
+
 `grouped_mm`, which runs the experts of a mixture, supports bf16 alone on meta; a device multiplies other types group by
 group into the same outputs. It does so here.
 """
@@ -23,7 +25,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import varlen
 
@@ -273,6 +275,35 @@ def _grouped_product(rows: Tensor, weights: Tensor, *, offs: Tensor | None = Non
     if rows.dtype == torch.bfloat16:
         return _grouped_mm(rows, weights, offs=offs, **options)
     return _first(_GroupedProduct.apply(rows, weights))  # type: ignore[no-untyped-call]
+
+
+class LigerLoss(nn.Module):
+    """The loss of liger-kernel 0.8.5 as far as memory goes (ops/fused_linear_cross_entropy.py)."""
+
+    def forward(self, weight: Tensor, hidden: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
+        return _first(_LigerLoss.apply(hidden, weight, targets, bias))  # type: ignore[no-untyped-call]
+
+
+class _LigerLoss(torch.autograd.Function):
+    """A slice of logits, whose gradient replaces them, and sums of gradients, those of the weight in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ANN401  # torch's context
+        grad_hidden = torch.zeros_like(hidden)
+        is_learned = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_learned else None
+        losses = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
+        (num_tokens, width), vocab = hidden.shape, weight.shape[0]
+        in_slice = min(num_tokens, 1 << (-(-num_tokens // -(-vocab // width)) - 1).bit_length())
+        logits = hidden.new_empty(in_slice, vocab)
+        del logits
+        total = losses.sum()
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # torch's context
+        return (*ctx.saved_tensors, None, None)
 
 
 def _one_kernel(operation: Any) -> Any:  # noqa: ANN401  # torch's operations have no type

@@ -203,7 +203,7 @@ LOGITS = 128256 * 2048
         (LossHead.CHUNKED, 512, 8 * LOGITS // 4, 6 * LOGITS // 4 + 24 * 512),
         (LossHead.CHUNKED, 4096, 8 * LOGITS, 6 * LOGITS + 24 * 2048),
         (LossHead.FUSED, None, 2 * LOGITS + 4 * LOGITS // 8, 2 * LOGITS + 4 * LOGITS // 8),  # slices of 256 tokens
-        (LossHead.FUSED_LINEAR, None, 3 * 2 * 4096 * 2048, 0),
+        (LossHead.FUSED_LINEAR, None, 4 * 128256 * 4096 + 4 * 2048, 0),  # the head's gradient in fp32
     ],
 )
 def test_bytes_a_logit_of_each_loss_head(loss: LossHead, chunk: int | None, forward: int, backward: int) -> None:

@@ -1,10 +1,11 @@
 """The best setting of a row: nothing that fits is overlooked, and the least need is the least."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from planning_factory import CONFIGS, context_for, data_of
+from planning_factory import CONFIGS, context_for, data_of, machine, plan_of
 
 from shardwise.trainer.planning.calibrate import Correction, Corrections, Factor
 from shardwise.trainer.planning.candidates import (
@@ -41,7 +42,8 @@ from shardwise.trainer.planning.search.fallbacks import fallbacks
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile
 from shardwise.trainer.spec.engines import Sharding
-from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.job.sections import Allowance, DataFormat
+from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Candidate
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Strategy
@@ -300,6 +302,18 @@ def test_slices_come_in_two_sizes_and_whole_logits_in_none(model: str) -> None:
     assert standard is not None
     assert standard > MIN_CHUNK_TOKENS == smallest
     assert chunk_sizes(context.shape, eager) == (None,)
+
+
+def test_ligers_loss_head_is_chosen_where_it_is_installed_and_defined() -> None:
+    data, machine_of = data_of(), partial(machine, libraries=("liger-kernel",))
+    plan = plan_of("1b", machine_of("1xRTX-4090"), data=data)
+    without = plan_of("1b", "1xRTX-4090", data=data)
+    assert (plan.chosen.loss, without.chosen.loss) == (LossHead.FUSED_LINEAR, LossHead.CHUNKED)
+    assert plan.chosen.speed.step_s < without.chosen.speed.step_s
+    pairs = data_of(format=DataFormat.PREFERENCE, is_packed=False)
+    for spec, rows, hooks in (("1xCPU", data, ()), ("1xRTX-4090", pairs, ()), ("1xRTX-4090", data, (Hook.LOSS,))):
+        context = replace(context_for("1b", machine_of(spec)), data=rows, hooks=hooks)
+        assert LossHead.FUSED_LINEAR not in losses(context)
 
 
 def test_the_largest_vocabularies_have_small_slices_only() -> None:

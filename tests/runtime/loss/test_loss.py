@@ -39,6 +39,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     softcap: float | None = None,
     has_bias: bool = False,
+    is_pinned: bool = True,
 ) -> LlamaForCausalLM:
     """A Llama with that head, or as transformers has it; caps and biases are Gemma 2's and Phi-2's."""
     torch.manual_seed(0)
@@ -52,7 +53,7 @@ def build(
         torch.manual_seed(2)
         model.lm_head = nn.Linear(HIDDEN, VOCAB)
     if head is not None:
-        install_loss_head(model, head, chunk_tokens=chunk_tokens)
+        install_loss_head(model, head, chunk_tokens=chunk_tokens, is_pinned=is_pinned)
     return model
 
 
@@ -301,6 +302,29 @@ def test_ligers_kernels_need_a_c_compiler_and_pythons_headers(monkeypatch, compi
     monkeypatch.setenv("CC", compiler)
     with pytest.raises(EnvironmentFaultError, match=rf"pin\.loss(.|\n)*apt install {package}"):
         build(LossHead.FUSED_LINEAR)
+
+
+@pytest.mark.usefixtures("liger")
+@pytest.mark.parametrize("fails", ["at once", "in the first forward"])
+def test_a_head_of_liger_that_is_not_pinned_runs_in_slices_where_its_kernels_do_not_compile(monkeypatch, fails):
+    errors: Any = ModuleType("triton.errors")
+    errors.TritonError = type("TritonError", (Exception,), {})
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    monkeypatch.setitem(sys.modules, "triton.errors", errors)
+
+    def fail(*_: Any) -> None:
+        raise errors.TritonError("out of resource: shared memory")
+
+    if fails == "at once":
+        monkeypatch.setenv("CC", "no-such-cc")
+    else:
+        monkeypatch.setattr(LigerFusedLinearCrossEntropyLoss, "forward", fail)
+        with pytest.raises(errors.TritonError):
+            outputs_of(build(LossHead.FUSED_LINEAR))
+    model = build(LossHead.FUSED_LINEAR, is_pinned=False)
+    assert_same(outputs_of(model), outputs_of(build(LossHead.EAGER)))
+    head: Any = model.forward
+    assert ("no C compiler" if fails == "at once" else "shared memory") in head.__func__.__self__.problem
 
 
 @pytest.mark.usefixtures("liger")

@@ -29,7 +29,9 @@ micro batch, C = min(T, slice of `chunked`), c bytes of the computing type.
                   In addition the fp32 gradient of the head, the gradient of all hidden states and, in 16 bit, a slice's
                   share of the head's gradient before it is added
     fused         logits once in the computing type, cross-entropy in place; its gradient replaces them
-    fused_linear  no logits: slices of tokens such that a slice of logits is no larger than the hidden states (Liger)
+    fused_linear  Liger's: a slice of logits in the computing type, whose gradient replaces them, 1 / 2^n of the tokens
+                  but no fewer than give as many logits as hidden states; gradients are made in the forward, the head's
+                  in fp32 and cast at its end
 
 On a CPU whose bf16 products sum in an fp32 array, 4 V T are added to the logits until their product is complete, and
 4 V h to the gradient of the head's weight.
@@ -356,8 +358,7 @@ def head_memory(configuration: Configuration, policy: PrecisionPolicy, dims: Dim
     if configuration.loss is LossHead.CHUNKED:
         return _chunked(configuration, policy, dims, retained=retained, cast_gradient=cast_gradient)
     if configuration.loss is LossHead.FUSED_LINEAR:
-        in_slice = min(logits, 2 * dims.hidden * tokens)
-        return HeadMemory(retained=retained + hidden + cast_gradient, forward_logits=(c + 4) * in_slice // 2)
+        return _fused_linear(policy, dims, retained=retained + hidden, cast_gradient=cast_gradient)
     sums = policy.sum_bytes * (dims.hidden * tokens if policy.is_frozen else dims.embedding)
     # Autocast casts the weight's gradient to fp32 once the product has freed its inputs.
     at_cast = gradient - cast_head - hidden - c * logits if policy.is_autocast else 0
@@ -374,6 +375,24 @@ def head_memory(configuration: Configuration, policy: PrecisionPolicy, dims: Dim
         forward_logits=c * logits + max((8 if dims.caps_logits else 4) * in_slice, policy.sum_bytes * logits),
         backward_logits=c * logits + own * in_slice,
         **product,
+    )
+
+
+def liger_slice_tokens(num_tokens: int, *, hidden: int, vocab: int) -> int:
+    """Tokens of a slice of logits of `fused_linear` (liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py)."""
+    fewest = -(-num_tokens // -(-vocab // hidden))
+    return min(num_tokens, 1 << (fewest - 1).bit_length())
+
+
+def _fused_linear(policy: PrecisionPolicy, dims: Dims, *, retained: int, cast_gradient: int) -> HeadMemory:
+    in_slice = liger_slice_tokens(policy.tokens, hidden=dims.hidden, vocab=dims.vocab)
+    fp32_gradient = 0 if policy.is_frozen else 4 * dims.embedding
+    at_slice = policy.compute_bytes * dims.vocab * in_slice + fp32_gradient - cast_gradient
+    is_cast = policy.compute_bytes != 4
+    return HeadMemory(
+        retained=retained + cast_gradient,
+        forward_logits=max(at_slice, fp32_gradient if is_cast else 0) + 4 * policy.tokens,
+        backward_extra=policy.weight_bytes * dims.embedding if policy.is_autocast and cast_gradient else 0,
     )
 
 

@@ -95,11 +95,20 @@ def every_n(context: PlanningContext, checkpointing: Checkpointing) -> int | Non
 
 
 def losses(context: PlanningContext) -> tuple[LossHead, ...]:
-    """Logits in slices of tokens, or whole; a user's own loss receives all of them."""
+    """Logits in slices of tokens, or whole; a user's own loss receives all of them.
+
+    Liger's fused head where it is installed; not for pairs of rows, whose weights are known after its forward.
+    """
     if Hook.LOSS in context.hooks:
         return (LossHead.EAGER,)
     pinned = context.job.pin.loss
-    return (pinned,) if pinned is not None else (LossHead.CHUNKED, LossHead.EAGER)
+    if pinned is not None:
+        return (pinned,)
+    has_liger = not context.is_cpu and context.has_library("liger-kernel")
+    is_of_pairs = row_policy(context.data, seq_len=context.job.train.seq_len).rows_per_example > 1
+    if has_liger and not is_of_pairs:
+        return (LossHead.CHUNKED, LossHead.FUSED_LINEAR, LossHead.EAGER)
+    return (LossHead.CHUNKED, LossHead.EAGER)
 
 
 def compiles(context: PlanningContext) -> tuple[bool, ...]:

@@ -49,13 +49,15 @@ import math
 
 from shardwise.trainer.planning.configuration import SHARDWISE, Configuration
 from shardwise.trainer.planning.device import Device
-from shardwise.trainer.planning.memory.activations import FUSED_SLICE_TOKENS, block_activations
+from shardwise.trainer.planning.memory.activations import FUSED_SLICE_TOKENS, block_activations, liger_slice_tokens
 from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of, policy_of, shard_degree
 from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch, reference_of
 from shardwise.trainer.planning.memory.saved_tensors import keys_and_values
 from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.speed.rates import Rates, rates_of, speed_notes
 from shardwise.trainer.planning.speed.work import (
+    LIGER_GRADIENT_BYTES,
+    LIGER_WEIGHT_BYTES,
     LOGIT_BYTES,
     OWN_FUSED_LOGIT_BYTES,
     SLICE_GRADIENT_BYTES,
@@ -110,7 +112,7 @@ def _parts(shape: ModelShape, configuration: Configuration, device: Device) -> d
     is_cpu = device.kind is DeviceKind.CPU
     trained = trained_parameters(configuration, work, adapters)
     busy = device_seconds(shape, configuration, work, adapters, rates, device, training_passes(configuration))
-    host = host_seconds(configuration, work, adapters, is_cpu=is_cpu)
+    host = host_seconds(shape, configuration, work, adapters, is_cpu=is_cpu)
     wire, wire_step = collective_seconds(configuration, work, rates, trained)
     moved, moved_step = offload_seconds(configuration, work, rates, trained)
     if configuration.runs_reference:
@@ -415,10 +417,12 @@ def device_seconds(
     return seconds + bytes_moved / rates.memory + _head_seconds(shape, configuration, work, rates, passes)
 
 
-def host_seconds(configuration: Configuration, work: Work, adapters: Adapters, *, is_cpu: bool) -> float:
+def host_seconds(
+    shape: ModelShape, configuration: Configuration, work: Work, adapters: Adapters, *, is_cpu: bool
+) -> float:
     """Seconds in which the host starts the operators of one micro batch."""
     an_operator = constants.CPU_OPERATOR_S if is_cpu else constants.OPERATOR_S
-    in_blocks, slices = operators(configuration, work, adapters), _num_slices(configuration)
+    in_blocks, slices = operators(configuration, work, adapters), _num_slices(configuration, shape)
     if _is_own_fused(configuration):
         slices = math.ceil(tokens_computed(configuration) / FUSED_SLICE_TOKENS)
     seconds = an_operator * ((3 + (recomputation(configuration) > 0)) * in_blocks + SLICE_OPERATORS * (slices - 1))
@@ -471,10 +475,12 @@ def _head_seconds(shape: ModelShape, configuration: Configuration, work: Work, r
     if configuration.loss is LossHead.EAGER:
         fused = LOGIT_BYTES[LossHead.FUSED] if configuration.compile else None
         a_logit = reference_of(configuration.reference).eager_logit_bytes or fused or a_logit
-    a_weight = SLICE_WEIGHT_BYTES
-    if configuration.loss is LossHead.CHUNKED and passes.learns_head:
-        a_weight += SLICE_GRADIENT_BYTES
-    moved = a_logit * tokens * shape.vocab_size + width * a_weight * _num_slices(configuration) * work.table
+    a_weight, a_gradient = SLICE_WEIGHT_BYTES, SLICE_GRADIENT_BYTES
+    if _is_liger(configuration):
+        a_weight, a_gradient = LIGER_WEIGHT_BYTES, LIGER_GRADIENT_BYTES
+    if passes.learns_head and (configuration.loss is LossHead.CHUNKED or _is_liger(configuration)):
+        a_weight += a_gradient
+    moved = a_logit * tokens * shape.vocab_size + width * a_weight * _num_slices(configuration, shape) * work.table
     return passes.head_products * 2.0 * tokens * work.table / rates.matmul + passes.head_bytes * moved / rates.memory
 
 
@@ -482,8 +488,16 @@ def _is_own_fused(configuration: Configuration) -> bool:
     return configuration.loss is LossHead.FUSED and configuration.reference == SHARDWISE
 
 
-def _num_slices(configuration: Configuration) -> int:
-    """Of logits; those of `chunked` are products of their own."""
+def _is_liger(configuration: Configuration) -> bool:
+    is_own = LossHead.FUSED_LINEAR in reference_of(configuration.reference).logits
+    return configuration.loss is LossHead.FUSED_LINEAR and not is_own
+
+
+def _num_slices(configuration: Configuration, shape: ModelShape) -> int:
+    """Of logits; those of `chunked` and `fused_linear` are products of their own."""
+    if _is_liger(configuration):
+        tokens = tokens_computed(configuration)
+        return math.ceil(tokens / liger_slice_tokens(tokens, hidden=shape.hidden_size, vocab=shape.vocab_size))
     if configuration.loss is not LossHead.CHUNKED:
         return 1
     return math.ceil(tokens_computed(configuration) / (configuration.loss_chunk_tokens or DEFAULT_SLICE_TOKENS))

@@ -32,6 +32,8 @@ LOGIT_BYTES = {LossHead.EAGER: 40, LossHead.CHUNKED: 64, LossHead.FUSED: 14, Los
 OWN_FUSED_LOGIT_BYTES = 66
 # Of the head's weight, for each slice of `chunked`: read three times, in fp32 added to a gradient that is written once.
 SLICE_WEIGHT_BYTES, SLICE_GRADIENT_BYTES = 6, 12
+# The same of `fused_linear`: read twice; added to an fp32 gradient by the product itself.
+LIGER_WEIGHT_BYTES, LIGER_GRADIENT_BYTES = 4, 8
 SLICE_OPERATORS = 24  # forward and backward
 TILE_TOKENS = 128  # rows of a tile of a matrix product; of each expert's last tile half is empty, on average
 _AGAIN = {Checkpointing.NONE: 0.0, Checkpointing.SELECTIVE: 0.5, Checkpointing.ATTENTION: 0.1}

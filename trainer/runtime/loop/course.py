@@ -206,14 +206,19 @@ def _one_step(session: Session, objectives: Objectives, observer: StepObserver) 
         check_fp8_ran(session.installed.fp8, plain_model(session.model))
         seen = facts_after_step(session.model, session.optimizer, session.installed, session.scaler)
         state.verified = replace(state.verified, facts=seen | timed_facts(session.plan))
-    _note_eager_blocks(session, step)
+    _note_fallbacks(session, step)
     return DoneStep(result, clock, lr, step_s, padding_share(micro_batches), rows, _epoch(session))
 
 
-def _note_eager_blocks(session: Session, step: int) -> None:
-    compilation, log = session.installed.compilation, session.state.log
-    if compilation is not None and compilation.problem is not None and not log.count(IncidentKind.NOT_COMPILED):
-        log.note(f"step {step}: blocks run eagerly, not compiled: {compilation.problem}", IncidentKind.NOT_COMPILED)
+def _note_fallbacks(session: Session, step: int) -> None:
+    """Logs once what runs as plain torch because it failed to compile."""
+    installed, log = session.installed, session.state.log
+    for kind, found, text in (
+        (IncidentKind.NOT_COMPILED, installed.compilation, "blocks run eagerly, not compiled"),
+        (IncidentKind.NOT_FUSED, installed.loss, "the loss is computed in slices by torch, not by Liger's kernels"),
+    ):
+        if found is not None and found.problem is not None and not log.count(kind):
+            log.note(f"step {step}: {text}: {found.problem}", kind)
 
 
 def _micro_batches(session: Session, step: int) -> tuple[Sequence[MicroBatch], int]:

@@ -134,6 +134,7 @@ def _complete(model: PreTrainedModel, plan: Plan) -> Installed:
         loss_chunk_tokens=chosen.loss_chunk_tokens,
         every_n=chosen.checkpoint_every_n,
         activation_offload=chosen.activation_offload,
+        is_loss_pinned=plan.job.pin.loss is not None,
     )
     if not chosen.compile:
         return installed
@@ -165,12 +166,13 @@ def make_trainable(
     loss_chunk_tokens: int | None,
     every_n: int | None = None,
     activation_offload: bool = False,
+    is_loss_pinned: bool = True,
 ) -> Installed:
     """Installs checkpointing and the loss head on a model that was built or loaded, and chooses attention's kernels."""
     choose_attention_kernels()
     model.config.use_cache = False
     recomputations = apply_checkpointing(model, checkpointing, every_n=every_n)
-    loss_forward = install_loss_head(model, loss, chunk_tokens=loss_chunk_tokens)
+    loss_forward = install_loss_head(model, loss, chunk_tokens=loss_chunk_tokens, is_pinned=is_loss_pinned)
     offload = offload_activations(model, checkpointing) if activation_offload else None
     model.train()
     return Installed(loss=loss_forward, recomputations=recomputations, offload=offload)

@@ -12,7 +12,8 @@ DeepSpeedCPUAdam calls py-cpuinfo three times for the same machine. Each time py
 the clock for over a second (W53).
 
 In a process's first launch Triton compiles its binding to the driver, with $CC, gcc or clang and against Python.h
-(triton 3.7.1, runtime/build.py and backends/nvidia/driver.py). Images with CUDA's runtime alone have neither.
+(triton 3.7.1, runtime/build.py and backends/nvidia/driver.py). Images with CUDA's runtime alone have neither. Where the
+job pins Liger's kernels, whatever fails is an error; where the planner chose them, `KernelFallback` runs plain torch.
 """
 
 import importlib.util
@@ -140,6 +141,40 @@ def check_triton_compiler(setting: str) -> None:
         f"{setting}: Triton compiles its binding to the driver here, and {missing}\n"
         f"remove {setting}, or apt install {debian} (Debian, Ubuntu) or dnf install {fedora} (Fedora, RHEL)"
     )
+
+
+class KernelFallback:
+    """Runs Liger's kernels until one fails to compile, and plain torch from then on; errors are raised if pinned.
+
+    EnvironmentFaultError that names the setting if it is pinned and no kernel can be compiled here.
+    """
+
+    def __init__(self, setting: str, *, is_pinned: bool) -> None:
+        self.problem: str | None = None  # why plain torch runs
+        self._is_pinned = is_pinned
+        try:
+            check_triton_compiler(setting)
+        except EnvironmentFaultError as error:
+            if is_pinned:
+                raise
+            self.problem = str(error).splitlines()[0]
+
+    def run(self, kernel: Callable[..., Any], plain: Callable[..., Any], *inputs: Any) -> Any:  # noqa: ANN401  # of any kernel
+        """The result of the kernel, or of plain torch from the same inputs if it fails to compile."""
+        if self.problem is None:
+            try:
+                return kernel(*inputs)
+            except _triton_errors() as error:
+                if self._is_pinned:
+                    raise
+                self.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return plain(*inputs)
+
+
+def _triton_errors() -> tuple[type[Exception], ...]:
+    from triton.errors import TritonError
+
+    return (TritonError, subprocess.CalledProcessError)
 
 
 def _finds_python(compiler: str) -> bool:

@@ -131,6 +131,7 @@ class IncidentKind(StrEnum):
     NO_CHECKPOINTS = "no_checkpoints"
     BAD_ROWS = "bad_rows"
     NOT_COMPILED = "not_compiled"
+    NOT_FUSED = "not_fused"
     OTHER = "other"
 
 
