@@ -148,6 +148,10 @@ class PlanOptions(NamedTuple):
             help='plan for another machine: 8xH100-SXM5-80GB, "rtx 4060"; repeatable',
         ),
     ] = ()
+    verbose: Annotated[bool, _switch("--verbose", "every section of the plan", short=("-v",))] = False
+    show: Annotated[
+        str | None, _text("--show", "A,B", "these sections: choice, memory, speed, why, methods, opt-ins, notes, ...")
+    ] = None
     top: Annotated[int, _Argument("--top", type=_positive, help="number of runners-up to show; default: 3")] = 3
     take: _Take = 1
     simulate: Annotated[bool, _switch("--simulate", "check the choice by an exact dry run; loads torch")] = False

@@ -214,7 +214,7 @@ def test_the_options_of_every_command_are_frozen():
         "probe": ["--gpus", "--help", "--json", "--measure", "--output"],
         "plan": ["--allow", "--constraint", "--data", "--gpus", "--hardware", "--help", "--html", "--json",
                  "--largest-batch", "--largest-model", "--longest-seq", "--method", "--nodes", "--partition",
-                 "--seq-len", "--simulate", "--take", "--top", "--trial", "--vram"],
+                 "--seq-len", "--show", "--simulate", "--take", "--top", "--trial", "--verbose", "--vram"],
         "estimate": ["--help"],
         "train": ["--dry-run", "--gpus", "--head", "--help", "--here", "--json", "--node-rank", "--nodes", "--resume",
                   "--run-dir", "--take", "--trial", "--vram"],

@@ -1,7 +1,8 @@
 """`shardwise plan`: the plan for this machine, or for others, and their limits; as text, as JSON, as one HTML page.
 
 A job comes from a file, or from the name of a model and options: a file is a job unless its name is config.json, and
-everything else is a model.
+everything else is a model. The text is the first screen, at most 20 lines; `-v` prints every section, `--show` the
+named ones.
 """
 
 import json
@@ -23,11 +24,11 @@ from shardwise.launch.plan.gather import (
     read_calibration_of,
     read_inputs,
 )
+from shardwise.launch.show.first_screen import show_lines, text_width
 from shardwise.launch.terminal import Console, write_page
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
-from shardwise.trainer.planning.explain.comparison import compare_plans, comparison_page
-from shardwise.trainer.planning.explain.plan_page import explain_plan, plan_page
+from shardwise.trainer.planning.explain.first_screen import first_screen, summary_lines
 from shardwise.trainer.planning.page.content import Page, Section, page_text
 from shardwise.trainer.planning.planner import open_contexts, take_candidate
 from shardwise.trainer.spec import codec
@@ -37,7 +38,7 @@ from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method
-from shardwise.trainer.spec.units import format_count
+from shardwise.trainer.spec.units import MIB, format_count
 
 Result = tuple[str, Plan | NothingFitsError]
 
@@ -49,6 +50,7 @@ def run_plan(options: PlanOptions, console: Console) -> ExitCode:
     """
     if options.longest_seq or options.largest_batch or options.largest_model:
         return _show_limits(options, console)
+    shown = _sections_to_show(options)
     requested = machines(options)
     results = [_result_of(spec, inputs, options) for spec, inputs in requested]
     dry_runs: dict[str, list[str]] = {}
@@ -64,14 +66,81 @@ def run_plan(options: PlanOptions, console: Console) -> ExitCode:
         if options.as_json:
             console.line(codec.encode(plan).decode().rstrip())
             continue
-        text = explain_plan(plan, top=options.top, more=more.get(spec, ()))
-        console.line("\n".join((text, *_section(dry_runs.get(spec, ())))))
-        if plan is not plans[-1][1]:
+        if plan is not plans[0][1]:
             console.line()
+        if shown is None:
+            _show_first_screen(plan, dict(requested)[spec], options, console, more.get(spec, ()))
+        else:
+            from shardwise.trainer.planning.explain.plan_page import explain_plan
+
+            console.line(explain_plan(plan, top=options.top, more=more.get(spec, ()), show=shown))
+        for line in _section(dry_runs.get(spec, ())):
+            console.line(line)
     if len(results) > 1 and not options.as_json:
+        from shardwise.trainer.planning.explain.comparison import compare_plans
+
         console.line()
         console.line(compare_plans(results))
     return ExitCode.DONE if plans else ExitCode.NOTHING_FITS
+
+
+def _sections_to_show(options: PlanOptions) -> tuple[str, ...] | None:
+    """The sections that are printed, () for all; None for the first screen."""
+    if options.show is None:
+        return () if options.verbose else None
+    from shardwise.trainer.planning.explain.plan_page import SECTIONS
+
+    names = tuple(name.strip() for name in options.show.split(","))
+    unknown = [name for name in names if name not in SECTIONS]
+    if unknown:
+        raise InputError(f"--show {unknown[0]}: there is no such section; there are {', '.join(SECTIONS)}")
+    return names
+
+
+def _show_first_screen(
+    plan: Plan, inputs: PlanInputs, options: PlanOptions, console: Console, more: Sequence[Section]
+) -> None:
+    width = text_width(console)
+    if len(options.specs) > 1:
+        show_lines(summary_lines(plan, width=width), console)
+        return
+    start, again = _commands(options, inputs)
+    if plan.hardware.source != "probe" and inputs.partition is None:
+        start = (f"(on that machine) {start[0]}", *start[1:])
+    remarks = [section.title for section in more]
+    show_lines(first_screen(plan, start=start, more=f"{again} -v", remarks=remarks, width=width), console)
+
+
+def _commands(options: PlanOptions, inputs: PlanInputs) -> tuple[tuple[str, ...], str]:
+    """The commands that start the planned run, and the one that repeats the plan."""
+    named = {
+        "--data": options.data,
+        "--method": options.method,
+        "--seq-len": options.seq_len,
+        "--allow": options.allow,
+    }
+    nodes = {"--partition": options.partition, "--nodes": options.nodes, "--constraint": options.constraint}
+    devices = {
+        "--vram": None if options.vram_cap_bytes is None else _size_text(options.vram_cap_bytes),
+        "--gpus": None if options.gpus is None else ",".join(map(str, options.gpus)),
+        "--take": options.take if options.take > 1 else None,
+    }
+    machine = [*(word for spec in options.specs for word in ("--hardware", spec)), *_given(nodes)]
+    again = ["shardwise", "plan", str(options.job), *options.overrides, *_given(named), *machine, *_given(devices)]
+    *before, train = next_commands(options)
+    if inputs.partition is not None and is_job_file(options.job):
+        train = shlex.join(["shardwise", "submit", *shlex.split(train)[2:], *machine])
+    else:
+        train = " ".join([train, *map(shlex.quote, _given(devices))])
+    return (*before, train), shlex.join(again)
+
+
+def _given(options: Mapping[str, object]) -> list[str]:
+    return [word for flag, value in options.items() if value is not None for word in (flag, str(value))]
+
+
+def _size_text(num_bytes: int) -> str:
+    return f"{num_bytes // MIB}MiB" if num_bytes % MIB == 0 else f"{num_bytes}B"
 
 
 def _section(lines: Sequence[str]) -> list[str]:
@@ -251,6 +320,8 @@ def _partition_sections(
 
 
 def _write_html(path: Path, results: Sequence[Result], *, top: int, more: Mapping[str, tuple[Section, ...]]) -> None:
+    from shardwise.trainer.planning.explain.comparison import comparison_page
+    from shardwise.trainer.planning.explain.plan_page import plan_page
     from shardwise.trainer.planning.page.html import pages_html
 
     pages = [

@@ -33,10 +33,11 @@ from shardwise.launch.probe.machine import read_hardware
 from shardwise.launch.probe.torch_fit import check_torch
 from shardwise.launch.run.trials import plan_after_trials
 from shardwise.launch.rundir import paths as run_dirs
+from shardwise.launch.show.first_screen import show_lines, text_width
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.start import check_trackers
 from shardwise.slurm.jobs import is_login_node, submit_line
-from shardwise.trainer.planning.explain.plan_page import explain_plan
+from shardwise.trainer.planning.explain.first_screen import first_screen
 from shardwise.trainer.planning.planner import take_candidate
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
@@ -107,7 +108,7 @@ def prepare(options: TrainOptions, console: Console, environment: Mapping[str, s
         plan = plan_after_trials(inputs, data, options.trial, console=console, environment=environment)
     plan = take_candidate(after_dry_run(plan, console), options.take)
     refuse_frozen_rows(plan, given, template)  # the data, a trial or --take may have changed the method
-    console.line(explain_plan(plan))
+    show_lines(first_screen(plan, width=text_width(console)), console)
     console.line()
     return Prepared(plan, inputs.resolved, inputs.cache)
 

@@ -48,7 +48,7 @@ def test_an_example_plans_as_its_header_says(
     assert main(words) == 0
     output, complaints = capsys.readouterr()
     assert complaints == ""
-    assert re.search(r"^chosen: \S+/\S+/\S+$", output, re.MULTILINE)
+    assert re.search(r"\(\S+/\S+/\S+\)$", output, re.MULTILINE)
     if command.hardware:
         assert command.hardware.split("x")[-1] in output
     assert "not trained by this version" not in output

@@ -100,7 +100,7 @@ def test_a_run_and_its_watcher_show_the_same_on_terminals(workplace: Workplace, 
     assert block[4].startswith("memory     ") and "RAM, peak " in block[4] and ", predicted " in block[4]
     assert block[5] == "incidents  none"
     above, below = lines[: blocks[0]], lines[blocks[0] + 6 :]
-    assert any("chosen: none/" in line for line in above) and any("finished at step 40" in line for line in below)
+    assert any("(none/" in line for line in above) and any("finished at step 40" in line for line in below)
     assert [line for line in above if "held-out loss" in line][-1].startswith("step 40: held-out loss")
     assert "\x1b[36m" in text
 

@@ -28,7 +28,7 @@ limits: {{hours: 100}}
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`shardwise plan job.yaml WORDS` in an empty home, on a login node of `cluster`."""
+    """`shardwise plan job.yaml -v WORDS` in an empty home, on a login node of `cluster`."""
     in_empty_home(tmp_path, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "bin").mkdir()
@@ -38,7 +38,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             monkeypatch.setenv(name, value)
         job = tmp_path / "job.yaml"
         job.write_text(JOB.format(data=write_rows(tmp_path), more=more))
-        return typed(capsys, "plan", str(job), *words)
+        return typed(capsys, "plan", str(job), "-v", *words)
 
     return planned
 

@@ -627,7 +627,8 @@ def test_bf16_weights_are_used_only_with_leave_and_after_exact_rows() -> None:
     ],
 )
 def test_notes_say_what_a_reader_must_know(facts: dict[str, Any], words: str) -> None:
-    assert any(words in note for note in plan_of(**{"model": "tiny", "spec": "2xCPU"} | facts).notes)
+    plan = plan_of(**{"model": "tiny", "spec": "2xCPU"} | facts)
+    assert any(words in note for note in (*plan.warnings, *plan.notes))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from shardwise.trainer.planning.calibrate import Corrections, after_trials, corrections_of
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
-from shardwise.trainer.planning.reasons import notes, reasons
+from shardwise.trainer.planning.reasons import notes, reasons, warnings
 from shardwise.trainer.planning.rules.incompatible import LAYOUTS, SETTINGS
 from shardwise.trainer.planning.rules.rule import Refusal, pinned_rule_input, refuse
 from shardwise.trainer.planning.rules.rule_input import first_broken
@@ -95,6 +95,7 @@ def make_plan(
         trials=trials,
         fp8_gain=fp8_gain,
         extension=extension,
+        warnings=warnings(context, ranking.candidates[0]),
         notes=notes(context, data, trials, ranking.candidates),
     )
 
@@ -114,6 +115,7 @@ def take_candidate(plan: Plan, number: int) -> Plan:
         schedule=schedule_with(taken, plan.job, plan.data, plan.model_shape),
         candidates=candidates,
         fallbacks=fallbacks(context, candidates),
+        warnings=warnings(context, candidates[0]),
         notes=notes(context, plan.data, plan.trials, candidates),
     )
 

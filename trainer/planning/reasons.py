@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.calibrate import Correction, Corrections, Factor
-from shardwise.trainer.planning.candidates import candidate_of, configuration_of, with_micro_batch
+from shardwise.trainer.planning.candidates import candidate_of, configuration_of, run_hours, with_micro_batch
+from shardwise.trainer.planning.certainty import certainty_text, trial_text
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.rules.rule import Rule, may_run, rule_named
 from shardwise.trainer.planning.rules.rule_input import capability_text
 from shardwise.trainer.planning.schedule import padding_share, widths_at
@@ -19,16 +18,13 @@ from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,
     attention,
     micro_batches,
-    supports_tf32,
     updates_in_backward,
 )
 from shardwise.trainer.planning.speed.step import speed_notes
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
-from shardwise.trainer.planning.tables.gpu_specs import MIG_MARK
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.engines import Offload
-from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.plan import Candidate, Plan, Rejection, TrialResult
@@ -72,90 +68,6 @@ def _length_text(data: DataProfile, mean_tokens: float, mean_cut: float, micro_b
     yield f"the longest row, {data.longest_row:,} tokens, sets the peak of memory"
 
 
-# Errors of nine in ten predictions of published runs (`python benchmarks/accuracy.py`). Cards without NVLink, cards
-# rated by their driver's report, and CPUs depend on facts that no datasheet has.
-WELL_KNOWN_CARDS = ("A100", "H100", "H200")
-WELL_KNOWN_SPEED, OTHER_SPEED, ASSUMED_SPEED = 0.15, 0.5, 1.0
-MEMORY = "2 %"
-
-
-def certainty_text(corrections: Corrections, chosen: Candidate, device: Device) -> tuple[str, ...]:
-    """Certainty of the predictions for `chosen`, from earlier runs or, without any, from published accuracy."""
-    return tuple(_run_text(corrections, chosen, device))
-
-
-def trial_text(trials: Sequence[TrialResult]) -> tuple[str, ...]:
-    """Measurements of trials and their predictions, in the order they ran; empty without trials."""
-    timed = [
-        (trial.strategy, trial.step_s, trial.predicted_step_s)
-        for trial in trials
-        if trial.step_s is not None and trial.predicted_step_s is not None
-    ]
-    if not timed:
-        return ()
-    measured = ", ".join(f"{name} {format_seconds(step_s)}" for name, step_s, _ in timed)
-    expected = ", ".join(format_seconds(step_s) for _, _, step_s in timed)
-    return (f"trial: {measured} a step; predicted {expected}",)
-
-
-def usual_error(device: Device) -> float | None:
-    """Expected error of a predicted step time, as a share, before any run on this device.
-
-    None if the speed of the device is not known, so that nothing was predicted.
-    """
-    if not device.has_known_speed:
-        return None
-    if device.kind is DeviceKind.CPU or device.is_rated_by_driver:
-        return ASSUMED_SPEED
-    return WELL_KNOWN_SPEED if _is_well_known(device) else OTHER_SPEED
-
-
-def _run_text(corrections: Corrections, chosen: Candidate, device: Device) -> Iterator[str]:
-    correction = corrections.of(chosen.strategy, chosen.method)
-    is_tried = chosen.strategy.name in corrections.tried  # `trial_text` has the measurement
-    if correction.step.num_runs and not is_tried:
-        like = "like this one" if correction.is_of_class else "in this precision"
-        yield f"step time {_applied(correction.step, like)}"
-    if correction.peak.num_runs:
-        yield f"peak memory {_applied(correction.peak, 'like this one')}"
-    if not correction.step.num_runs and not is_tried:
-        unknown = "no run like this one" if corrections.num_unused or correction.peak.num_runs else "no run"
-        expected = [text for text in (_speed_text(device), _memory_text(correction)) if text]
-        if expected:
-            yield f"{unknown} on this device yet: expect {', '.join(expected)}"
-    if corrections.num_unused:
-        runs = _runs(corrections.num_unused)
-        yield f"{runs} on this device not used: another version, or a model of another size"
-
-
-def _applied(factor: Factor, like: str) -> str:
-    spread = "" if factor.spread is None else f" (spread {factor.spread:.1%})"
-    runs = f"{_runs(factor.num_runs)} {like} on this device{spread}"
-    if abs(factor.value - 1) < 0.0005:
-        return f"not corrected: {runs} measured {factor.measured:.3f} of it"
-    return f"corrected by {factor.value:.3g} from {runs}, which measured {factor.measured:.3g} of what was predicted"
-
-
-def _runs(number: int) -> str:
-    return "1 run" if number == 1 else f"{number} runs"
-
-
-def _speed_text(device: Device) -> str | None:
-    error = usual_error(device)
-    if error is None:
-        return None
-    return "tokens/s within " + ("a factor of 2" if error == ASSUMED_SPEED else f"+-{error:.0%}".replace("%", " %"))
-
-
-def _memory_text(correction: Correction) -> str | None:
-    return None if correction.peak.num_runs else f"peak memory within {MEMORY}"
-
-
-def _is_well_known(device: Device) -> bool:
-    """No published run was made on a MIG slice of one of these cards."""
-    return device.name.startswith(WELL_KNOWN_CARDS) and MIG_MARK not in device.name
-
-
 _TIMES_FP8_FIRST = "`shardwise train` times it on this model's matrix shapes first and uses it only if it pays"
 
 
@@ -179,17 +91,66 @@ def notes(
     chosen = candidates[0]
     return (
         *_batch_notes(context, chosen),
-        *_update_notes(context, chosen),
         *_extension_notes(context),
         *_data_notes(data, chosen),
         *trial_text(trials),
-        *certainty_text(context.corrections, chosen, context.device),
+        *certainty_text(context, chosen),
         *_engine_notes(candidates),
         *_fp8_notes(context, candidates),
-        *_host_notes(context, chosen),
         *speed_notes(context.device),
         *context.hardware.notes,
     )
+
+
+FEW_STEPS = 20
+
+
+def warnings(context: PlanningContext, chosen: Candidate) -> tuple[str, ...]:
+    """Cautions that every form of the plan shows: each costs the run its purpose, its time or its memory."""
+    return (
+        *_step_warnings(context),
+        *_time_warnings(context, chosen),
+        *_memory_warnings(context, chosen),
+        *_idle_warnings(context, chosen),
+        *_update_warnings(context, chosen),
+    )
+
+
+def _step_warnings(context: PlanningContext) -> Iterator[str]:
+    num_steps = context.schedule.num_steps
+    if num_steps < FEW_STEPS:
+        yield (
+            f"the run has {num_steps} optimizer step{'s' if num_steps > 1 else ''} and would hardly change the model: "
+            "lower train.tokens_per_step or raise train.epochs"
+        )
+
+
+def _time_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
+    hours, limit = run_hours(context, chosen), context.job.limits.hours
+    if hours > limit:
+        yield f"the run needs {format_seconds(hours * 3600)}, more than limits.hours: {limit:g}"
+
+
+def _memory_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
+    memory = chosen.memory
+    most = memory.high_bytes + memory.outside_bytes
+    if most > memory.usable_bytes:
+        yield (
+            f"at the upper end of its prediction a step needs {format_bytes(most)} of the "
+            f"{format_bytes(memory.usable_bytes)} usable; the first fallback then continues the run"
+        )
+    if not context.is_cpu and context.host_ram_bytes is None:
+        need = format_bytes(memory.pinned_bytes + memory.host_bytes)
+        yield f"host RAM of the nodes is unknown; the plan needs {need} a node"
+
+
+def _idle_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
+    schedule, seq_len = context.schedule, context.job.train.seq_len
+    if schedule.sequences_per_step < chosen.num_ranks:
+        yield (
+            f"a step has {schedule.sequences_per_step} sequences for {chosen.num_ranks} ranks: some idle; "
+            f"train.tokens_per_step: {chosen.num_ranks * seq_len} or more keeps all busy"
+        )
 
 
 def _extension_notes(context: PlanningContext) -> Iterator[str]:
@@ -202,7 +163,7 @@ def _extension_notes(context: PlanningContext) -> Iterator[str]:
         yield "on_step of extensions: its time is not predicted"
 
 
-def _update_notes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
+def _update_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
     if context.job.train.clip and updates_in_backward(context, chosen.strategy):
         yield "train.clip is not applied: updates inside the backward pass never have all gradients at once"
 
@@ -310,12 +271,7 @@ def _batch_notes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
             f"{schedule.sequences_per_step} sequences, {schedule.tokens_per_step} tokens"
         )
     num_rows = chosen.num_ranks * chosen.micro_batch * chosen.accumulation
-    if schedule.sequences_per_step < chosen.num_ranks:
-        yield (
-            f"a step has {schedule.sequences_per_step} sequences for {chosen.num_ranks} ranks: some idle; "
-            f"train.tokens_per_step: {chosen.num_ranks * train.seq_len} or more keeps all busy"
-        )
-    elif num_rows > schedule.sequences_per_step:
+    if chosen.num_ranks <= schedule.sequences_per_step < num_rows:
         empty = num_rows - schedule.sequences_per_step
         yield f"{empty} of {num_rows} rows of each step are padding: the global batch does not divide evenly"
 
@@ -325,12 +281,6 @@ def _data_notes(data: DataProfile, chosen: Candidate) -> Iterator[str]:
     yield from data_text(data, chosen.micro_batch)
     if data.source == "estimated":
         yield "the data was not read yet: steps and hours follow from an estimate of its tokens by file size"
-
-
-def _host_notes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
-    if not context.is_cpu and context.host_ram_bytes is None:
-        need = format_bytes(chosen.memory.pinned_bytes + chosen.memory.host_bytes)
-        yield f"host RAM of the nodes is unknown; the plan needs {need} a node"
 
 
 def _engine_notes(candidates: Sequence[Candidate]) -> Iterator[str]:
@@ -359,15 +309,11 @@ def opt_ins(context: PlanningContext, plan: Plan) -> tuple[OptIn, ...]:
     """Opt-ins that are missing from `allow` and would be faster or need less memory than the chosen candidate."""
     waiting = list(_waiting(plan.rejections))
     found = (
-        (allowance, _opened_by(context, allowance, waiting, plan.chosen.strategy))
+        (allowance, _opened_by(context, allowance, waiting, plan.chosen))
         for allowance in Allowance
         if allowance not in context.job.allow
     )
-    return tuple(
-        OptIn(allowance=allowance, candidate=candidate)
-        for allowance, candidate in found
-        if candidate is not None and _is_worth_opting_in(candidate, plan.chosen)
-    )
+    return tuple(OptIn(allowance=allowance, candidate=candidate) for allowance, candidate in found if candidate)
 
 
 def _waiting(rejections: Sequence[Rejection]) -> Iterator[tuple[Strategy, Rule]]:
@@ -380,15 +326,17 @@ def _waiting(rejections: Sequence[Rejection]) -> Iterator[tuple[Strategy, Rule]]
 
 
 def _opened_by(
-    context: PlanningContext, allowance: Allowance, waiting: Sequence[tuple[Strategy, Rule]], chosen: Strategy
+    context: PlanningContext, allowance: Allowance, waiting: Sequence[tuple[Strategy, Rule]], chosen: Candidate
 ) -> Candidate | None:
-    """The best of the `waiting` strategies that this opt-in would allow; TF32 speeds up the chosen one."""
+    """The fastest that this opt-in adds: one of the `waiting` strategies, or the chosen one with a setting of it.
+
+    None if nothing it adds is worth opting in.
+    """
     allowed = replace(context, job=replace(context.job, allow=(*context.job.allow, allowance)))
     opened = [row for row, rule in waiting if not rule.is_broken(allowed, row) and may_run(allowed, row)]
-    if allowance is Allowance.TF32 and supports_tf32(allowed, chosen.precision):
-        opened = [chosen]
-    best, _ = best_of(allowed, one_a_layout(opened))
-    return best
+    best = [best_of(allowed, rows)[0] for rows in (one_a_layout(opened), (chosen.strategy,)) if rows]
+    worth = [candidate for candidate in best if candidate is not None and _is_worth_opting_in(candidate, chosen)]
+    return min(worth, key=lambda candidate: candidate.speed.step_s, default=None)
 
 
 def _is_worth_opting_in(candidate: Candidate, chosen: Candidate) -> bool:

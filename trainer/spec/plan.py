@@ -118,6 +118,11 @@ class MemoryEstimate(Value, frozen=True, kw_only=True):
     def fits(self) -> bool:
         return self.need_bytes <= self.usable_bytes
 
+    @property
+    def occupied_bytes(self) -> int:
+        """Bytes of the device that a run occupies: those it needs, or those that its allocator reserves."""
+        return max(self.need_bytes, self.device_bytes)
+
 
 class SpeedEstimate(Value, frozen=True, kw_only=True):
     """Predicted seconds of one optimizer step, by part, and what follows from them."""
@@ -185,6 +190,8 @@ class MethodRow(Value, frozen=True, kw_only=True):
     cost: float | None
     verdict: str  # taken, fits, or the reason against it
     kwh: float | None = None  # of the boards alone
+    occupied_bytes: int | None = None  # of a device, by a run: what it needs, or what its allocator reserves
+    is_within_limits: bool = False  # it could be selected
 
 
 class Schedule(Value, frozen=True, kw_only=True):
@@ -336,6 +343,7 @@ class Plan(Value, frozen=True, kw_only=True):
     extension: Extension | None = None  # a user's own functions; of a run, the copy in its directory
     model_code: ModelCode | None = None  # of the model's repository, trusted by the job
     staged: dict[str, str] = {}  # set by the supervisor: folders that ranks read, and their copies on each node
+    warnings: tuple[str, ...] = ()  # cautions that every form of the plan shows
     notes: tuple[str, ...] = ()
     needs_version: str | None = None  # in plans of shardwise 0.5, which its runs still have; not used
     resume: bool = False  # set by the supervisor: go on from the newest committed checkpoint of the run

@@ -34,14 +34,38 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_a_machine_that_is_not_here_is_planned_for(run: Run) -> None:
     code, out, err = run("plan", "--hardware", "1xRTX-4090")
     assert (code, err) == (ExitCode.DONE, "")
+    assert "llama (1.24B) on 1 x RTX-4090: fits, about " in out.splitlines()[0]
+    assert "  start   (on that machine) shardwise train " in out
+    code, out, err = run("plan", "--hardware", "1xRTX-4090", "-v")
+    assert (code, err) == (ExitCode.DONE, "")
     first, _, then = out.partition("\n\n")
-    assert first.endswith("1.24B parameters, on 1 x RTX-4090") and then.startswith("chosen: ")
+    assert first.endswith("1.24B parameters, on 1 x RTX-4090") and "\nchosen: " in f"\n{then}"
+
+
+def test_sections_are_shown_by_name(run: Run) -> None:
+    code, out, _ = run("plan", "--hardware", "1xRTX-4090", "--show", "why,memory")
+    assert code == ExitCode.DONE
+    assert [part.split()[0] for part in out.split("\n\n")[1:]] == ["memory", "why"]
+    code, _, err = run("plan", "--hardware", "1xRTX-4090", "--show", "why,wy")
+    assert code == ExitCode.INPUT and "--show wy" in err and "memory" in err
+
+
+def test_the_printed_commands_repeat_every_option(run: Run) -> None:
+    options = ("--hardware", "2xRTX-4090", "--gpus", "0", "--vram", "20GiB", "--take", "2")
+    changes = ("train.lr=1e-4", "train.method=lora")
+    _, out, _ = run("plan", *changes, *options)
+    commands = dict(line.split(maxsplit=1) for line in out.splitlines() if line.startswith(("  start", "  more")))
+    _, *again = shlex.split(commands["more"])
+    assert again[2:] == [*changes, *options[:2], "--vram", "20480MiB", "--gpus", "0", "--take", "2", "-v"]
+    assert commands["start"].endswith(" train.method=lora --vram 20480MiB --gpus 0 --take 2")
+    repeated, expected = run(*again[:1], *again[2:]), run("plan", *changes, *options, "-v")
+    assert repeated == expected
 
 
 def test_cards_are_chosen_on_a_machine_that_is_not_here(run: Run) -> None:
     code, out, _ = run("plan", "--hardware", "2xRTX-4090", "--gpus", "1")
     assert code == ExitCode.DONE
-    assert out.splitlines()[0].endswith(" on 1 x RTX-4090")
+    assert " on 1 x RTX-4090: fits" in out.splitlines()[0]
     code, _, err = run("plan", "--hardware", "2xRTX-4090", "--gpus", "2")
     assert code == ExitCode.INPUT and "GPU 2" in err and "GPUs 0 and 1" in err
 
@@ -66,7 +90,7 @@ def test_what_cannot_be_trained_is_wrong_input(run: Run) -> None:
 def test_several_machines_are_explained_and_compared(run: Run) -> None:
     code, out, _ = run("plan", "price_per_gpu_hour=2", "--hardware", "1xRTX-4090", "--hardware", "2xH100-SXM5-80GB")
     assert code == ExitCode.DONE
-    assert out.count("\nchosen: ") == 2
+    assert out.count("\n  how  ") == 2 and "  start  " not in out
     compared = out.rpartition("\n\n")[2]
     assert "fastest: 2xH100-SXM5-80GB" in compared and "cheapest: " in compared
     assert max(map(len, out.splitlines())) <= 100
@@ -87,7 +111,7 @@ def test_questions_are_answered_in_text_on_a_page_and_in_json(run: Run, tmp_path
     options = [f"--{question.replace('_', '-')}" for question in sizes]
     page = tmp_path / "limits.html"
     code, out, _ = run("plan", "--hardware", "1xRTX-4090", *options, "--html", str(page))
-    assert code == ExitCode.DONE and "chosen: " not in out and page.read_text().count("<h1>") == 1
+    assert code == ExitCode.DONE and "  how  " not in out and page.read_text().count("<h1>") == 1
     assert all(f"the {question.split('_')[0]}" in out for question in sizes)
     code, out, _ = run("plan", "--hardware", "1xRTX-4090", "--hardware", "1xL4", *options, "--json")
     answers: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
@@ -111,7 +135,7 @@ def test_a_machine_that_holds_nothing_answers_so(run: Run) -> None:
 def test_the_page_holds_every_machine_and_the_comparison(run: Run, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     code, out, _ = run("plan", "--hardware", "1xRTX-4090", "--hardware", "1xL4", "--html", str(page))
-    assert code == ExitCode.DONE and "chosen: " in out
+    assert code == ExitCode.DONE and "  how  " in out
     assert page.read_text().count("<h1>") == 3
 
 

@@ -6,6 +6,8 @@ are one line; those that a number decided are one line only if their numbers and
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from msgspec.structs import replace
+
 from shardwise.trainer.planning.candidates import (
     ENERGY_RULE,
     RunTotals,
@@ -30,29 +32,43 @@ from shardwise.trainer.spec.strategy import LossHead, Method, Precision
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
 
-def explain_plan(plan: Plan, *, top: int = 3, width: int = 100, more: Sequence[Section] = ()) -> str:
-    """The plan as text of at most `width` columns, with the `top` runners-up."""
-    return page_text(plan_page(plan, top=top, more=more), width=width)
+def explain_plan(
+    plan: Plan, *, top: int = 3, width: int = 100, more: Sequence[Section] = (), show: Sequence[str] = ()
+) -> str:
+    """The plan as text of at most `width` columns, with the `top` runners-up; `show` names the sections, else all."""
+    page = plan_page(plan, top=top, more=more)
+    shown = tuple(section for section in page.sections if not show or section.name in show)
+    return page_text(replace(page, sections=shown), width=width)
 
 
 def plan_page(plan: Plan, *, top: int = 3, more: Sequence[Section] = ()) -> Page:
     """The page of one plan; the sections `more` come before the notes."""
     context = context_of(plan)
-    sections = (
-        choice_section(plan, context),
-        memory_section(plan, context),
-        speed_section(plan, context),
-        cache_section(plan),
-        _sentences("why", plan.chosen.reasons),
-        methods_section(plan),
-        runners_up_section(plan, context, top),
-        opt_in_section(opt_ins(context, plan), plan),
-        fallbacks_section(plan),
-        rejections_section(plan.rejections),
-        *more,
-        _sentences("notes", (*plan.notes, *(f"not used: {text}" for text in plan.hardware.excluded))),
+    sections = {
+        "warnings": _sentences("warnings", plan.warnings),
+        "choice": choice_section(plan, context),
+        "memory": memory_section(plan, context),
+        "speed": speed_section(plan, context),
+        "generation": cache_section(plan),
+        "why": _sentences("why", plan.chosen.reasons),
+        "methods": methods_section(plan),
+        "runners-up": runners_up_section(plan, context, top),
+        "opt-ins": opt_in_section(opt_ins(context, plan), plan),
+        "fallbacks": fallbacks_section(plan),
+        "rejected": rejections_section(plan.rejections),
+    }
+    notes = _sentences("notes", (*plan.notes, *(f"not used: {text}" for text in plan.hardware.excluded)))
+    named = (*sections.items(), *(("nodes", section) for section in more), ("notes", notes))
+    return Page(
+        title=heading(plan),
+        sections=tuple(replace(section, name=name) for name, section in named if section is not None),
     )
-    return Page(title=heading(plan), sections=tuple(section for section in sections if section is not None))
+
+
+SECTIONS = (
+    "warnings", "choice", "memory", "speed", "generation", "why", "methods", "runners-up", "opt-ins", "fallbacks",
+    "rejected", "nodes", "notes",
+)  # fmt: skip
 
 
 def _sentences(title: str, texts: Sequence[str]) -> Section | None:

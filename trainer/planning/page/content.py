@@ -142,10 +142,11 @@ Block = Sentence | Quote | Table | StackedBar | Bars | PairedBars | Spans | Line
 
 
 class Section(Value, frozen=True, kw_only=True):
-    """A heading and its content."""
+    """A heading and its content; `name` selects it on the command line."""
 
     title: str
     blocks: tuple[Block, ...] = ()
+    name: str = ""
 
 
 class Page(Value, frozen=True, kw_only=True):

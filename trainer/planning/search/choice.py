@@ -253,6 +253,8 @@ def _method_row(context: PlanningContext, ranking: Ranking, *, is_taken: bool) -
     return MethodRow(
         method=context.method,
         memory_bytes=best.memory.need_bytes,
+        occupied_bytes=best.memory.occupied_bytes,
+        is_within_limits=over is None,
         hours=None if totals is None else totals.hours,
         gpu_hours=None if totals is None else totals.gpu_hours,
         kwh=None if totals is None else totals.kwh,

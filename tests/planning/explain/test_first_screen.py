@@ -1,0 +1,131 @@
+"""The first screen of a plan: at most 20 lines of 100 columns with what decides, and exact ways to the alternatives."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from planning_factory import data_of, machine, plan_of
+
+from shardwise.trainer.planning.candidates import run_hours
+from shardwise.trainer.planning.certainty import time_error
+from shardwise.trainer.planning.explain.first_screen import MOST_LINES, Tone, first_screen, text_of, time_range
+from shardwise.trainer.planning.planner import context_of, take_candidate
+from shardwise.trainer.planning.reasons import FEW_STEPS, opt_ins
+from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Method, Precision
+from shardwise.trainer.spec.units import GIB, format_bytes, parse_bytes
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+try:
+    import choices
+finally:
+    sys.path.remove(str(BENCHMARKS))
+
+CASES = (*choices.GOLDEN, *choices.COMBINATIONS, *choices.WITHIN_8_GB)
+
+
+def screen(plan: Plan, **options: Any) -> str:
+    return text_of(first_screen(plan, start=["shardwise train job.yaml"], more="shardwise plan job.yaml -v", **options))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_golden_job_has_one_screen(case: choices.Case) -> None:
+    plan = case.plan()
+    text = screen(plan)
+    lines = text.splitlines()
+    assert len(lines) <= MOST_LINES == 20
+    assert max(map(len, lines)) <= 100
+    chosen, context = plan.chosen, context_of(plan)
+    assert "fits, about " in " ".join(lines[:2])
+    error = time_error(context, chosen)
+    assert error is not None
+    assert time_range(run_hours(context, chosen) * 3600, error) in text
+    assert f" {format_bytes(chosen.memory.usable_bytes)} (" in text
+    assert f"({chosen.strategy.name})" in text
+    assert "  if memory runs out" in text and "shardwise train job.yaml" in lines[-2] and lines[-1].endswith(" -v")
+    assert "  other ways" in text
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_an_alternative_is_what_its_setting_selects(case: choices.Case) -> None:
+    """`--take N` and `train.method=M` give the stated memory and time; a method is only surveyed, and may be faster."""
+    plan = case.plan()
+    lines = screen(plan).splitlines()
+    for place, line in enumerate(lines):
+        stated = " ".join(lines[place - 1 : place + 1]) if line.startswith("      ") else line
+        if found := re.search(r"--take (\d+)$", line):
+            other = take_candidate(plan, int(found[1]))
+        elif found := re.search(r"(train\.method=\w+)$", line):
+            other = case.plan(found[1])
+        else:
+            continue
+        number, unit, size = re.findall(r" ([\d.]+) (s|min|h|days)  +([\d.]+ [GM]iB)  ", stated)[0]
+        assert parse_bytes(size) == pytest.approx(other.chosen.memory.occupied_bytes, rel=0.05)
+        seconds = run_hours(context_of(other), other.chosen) * 3600
+        stated_s = float(number) * {"s": 1, "min": 60, "h": 3600, "days": 86400}[unit]
+        assert seconds < 1.06 * stated_s
+        assert "--take" not in line or seconds > 0.94 * stated_s
+
+
+@pytest.mark.parametrize(
+    ("seconds", "error", "expected"),
+    [
+        (36000, 0.5, "6.6 to 15 h"),
+        (36000, 1.0, "5 to 20 h"),
+        (90, 0.15, "78 to 104 s"),
+        (864000, 0.15, "8.6 to 12 days"),
+    ],
+)
+def test_a_range_is_rounded_away_from_its_middle(seconds: float, error: float, expected: str) -> None:
+    assert time_range(seconds, error) == expected
+
+
+def test_warnings_stay_where_there_is_no_room_for_alternatives() -> None:
+    plan = plan_of("8b", "1xRTX-4060-8GB")
+    warned = replace(plan, warnings=tuple(f"warning {number} " + "long " * 15 for number in range(9)))
+    lines = first_screen(warned, start=["shardwise train job.yaml"], more="shardwise plan job.yaml -v")
+    assert len(lines) <= MOST_LINES
+    assert sum("WARNING: " in line.text for line in lines if line.tone is Tone.WARNING) >= 3
+    assert any("-v shows all" in line.text for line in lines)
+
+
+def test_a_run_that_would_learn_nothing_is_a_warning() -> None:
+    few = plan_of("1b", "1xRTX-4090", data=data_of(num_rows=3))
+    assert few.schedule.num_steps < FEW_STEPS
+    assert "WARNING: the run has " in screen(few) and "train.tokens_per_step" in screen(few)
+    assert "WARNING" not in screen(plan_of("1b", "1xH100-SXM5-80GB", pin={"micro_batch": 1}))
+
+
+def test_names_cannot_command_a_terminal() -> None:
+    plan = replace(plan_of("1b", "1xRTX-4090"), name="job\x1b[2J\r\nname")
+    assert all(line.text.isprintable() or not line.text for line in first_screen(plan))
+    assert "job [2J" in screen(plan)
+
+
+def test_adapters_are_no_alternative_for_weights_that_do_not_exist_yet() -> None:
+    scratch = screen(plan_of("1b", "1xRTX-4090", from_scratch=True))
+    assert "LoRA" not in scratch and "galore" in scratch
+    assert "train.method=lora" in screen(plan_of("1b", "1xRTX-4090"))
+
+
+def test_a_setting_is_an_opt_in_like_a_row() -> None:
+    """TF32 is a setting of the chosen row; with it the same row is faster."""
+    plan = plan_of("1b", "1xA100-SXM4-80GB", pin={"precision": Precision.FP32})
+    found = {opt_in.allowance: opt_in.candidate for opt_in in opt_ins(context_of(plan), plan)}
+    assert found[Allowance.TF32].tf32
+    assert found[Allowance.TF32].strategy == plan.chosen.strategy
+    assert found[Allowance.TF32].speed.step_s < plan.chosen.speed.step_s / 1.1
+
+
+def test_a_method_beyond_the_host_ram_is_no_alternative() -> None:
+    """Full training of 8B fits the card with its state in host RAM, which a node of 32 GiB does not have."""
+    plan = plan_of("8b", machine("1xRTX-4090", ram_bytes=32 * GIB))
+    (full,) = (row for row in plan.methods if row.method is Method.FULL)
+    assert plan.chosen.method is not Method.FULL and full.hours is not None and not full.is_within_limits
+    assert "train.method=full" not in screen(plan)
+    assert full.verdict in screen(plan)

@@ -1,0 +1,183 @@
+"""Certainty of a plan's figures: from earlier runs on the device, else from published measurements of similar runs.
+
+`SPEED` and `PEAK` state the error of nine in ten predictions, rounded up to 5 %, of published runs whose trainer or
+machine no constant was fitted to: rows of benchmarks/measured_unfitted.jsonl for the speed; for the peak those of
+measured_public.jsonl, predicted as an unknown trainer. tests/planning/test_accuracy.py compares both with the rows. A
+strategy without a row there has been compared with no measurement on a GPU, and the plan states so. On a CPU the tests
+compare the peak with the allocator events of PyTorch's profiler (docs/memory-model.md).
+"""
+
+from collections.abc import Iterator, Sequence
+
+from shardwise.trainer.planning.calibrate import Corrections, Factor
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.tables.gpu_specs import MIG_MARK
+from shardwise.trainer.spec.engines import Engine, Offload
+from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.plan import Candidate, TrialResult
+from shardwise.trainer.spec.strategy import Method, Precision
+from shardwise.trainer.spec.units import format_seconds
+from shardwise.trainer.spec.value import Value
+
+
+class Compared(Value, frozen=True, kw_only=True):
+    """Published measurements of one kind, and the error that nine in ten predictions of them do not exceed."""
+
+    num_rows: int
+    error: float
+
+
+# Cards without NVLink, and all others, depend on links and clocks that no datasheet states.
+WELL_KNOWN_CARDS = ("A100", "H100", "H200")
+SPEED = {
+    True: Compared(num_rows=71, error=0.15),  # of well-known cards
+    False: Compared(num_rows=29, error=0.60),
+}
+# By (weights sharded by FSDP, method).
+PEAK = {
+    (False, Method.FULL): Compared(num_rows=17, error=0.15),
+    (False, Method.LORA): Compared(num_rows=11, error=0.15),
+    (False, Method.QLORA): Compared(num_rows=15, error=0.25),
+    (True, Method.FULL): Compared(num_rows=17, error=0.10),
+    (True, Method.LORA): Compared(num_rows=16, error=0.30),
+    (True, Method.QLORA): Compared(num_rows=18, error=0.35),
+}
+CPU_PEAK = 0.02
+ASSUMED_SPEED = 1.0  # a factor of two: of a CPU, and of a card that is rated by its driver's report
+TRIAL_SPEED = 0.05  # three steps of the very configuration
+FIRM_RUNS = 3  # whose spread is a range
+
+
+def usual_error(device: Device) -> float | None:
+    """Expected error of a predicted step time, as a share, before any run on this device.
+
+    None if the speed of the device is not known, so that nothing was predicted.
+    """
+    if not device.has_known_speed:
+        return None
+    if device.kind is DeviceKind.CPU or device.is_rated_by_driver:
+        return ASSUMED_SPEED
+    return SPEED[is_well_known(device.name)].error
+
+
+def is_well_known(card: str) -> bool:
+    """True for cards of servers with NVLink; no published run was made on a MIG slice of one."""
+    return card.startswith(WELL_KNOWN_CARDS) and MIG_MARK not in card
+
+
+def time_error(context: PlanningContext, candidate: Candidate) -> float | None:
+    """Expected error of the predicted time, as a share: the time is within a factor of 1 + this share.
+
+    None if the speed of the device is not known.
+    """
+    if candidate.strategy.name in context.corrections.tried:
+        return TRIAL_SPEED
+    usual = usual_error(context.device)
+    step = context.corrections.of(candidate.strategy, candidate.method).step
+    if usual is None or not step.num_runs:
+        return usual
+    spread = 2 * (step.spread or 0.0)
+    return max(spread, TRIAL_SPEED if step.num_runs >= FIRM_RUNS else usual / (step.num_runs + 1))
+
+
+def not_compared(context: PlanningContext, candidate: Candidate) -> str | None:
+    """The first property of a configuration that no published peak has; None if measurements cover its kind."""
+    row = candidate.strategy
+    if context.is_cpu:
+        return None
+    found = (
+        (context.shape.num_experts > 1, "mixtures of experts"),
+        (row.sharding.facts.engine is Engine.DEEPSPEED, "ZeRO"),
+        (row.offload is not Offload.NONE, "offload"),
+        (row.optimizer.facts.is_paged, "paged optimizer state"),
+        (candidate.activation_offload, "activations in host RAM"),
+        (row.sharding.is_replicated and candidate.num_ranks > 1, "DDP"),
+        (candidate.method is Method.GALORE, "GaLore"),
+        (row.precision in (Precision.FP8, Precision.FP32, Precision.FP16_MIXED), str(row.precision)),
+    )
+    return next((text for applies, text in found if applies), None)
+
+
+def peak_error(context: PlanningContext, candidate: Candidate) -> float | None:
+    """Expected error of the predicted peak, as a share; None if no measurement of this kind has been compared."""
+    peak = context.corrections.of(candidate.strategy, candidate.method).peak
+    if peak.num_runs:
+        return max(CPU_PEAK, 2 * (peak.spread or abs(peak.measured - 1)))
+    if context.is_cpu:
+        return CPU_PEAK
+    if not_compared(context, candidate) is not None:
+        return None
+    return PEAK[_kind(candidate)].error
+
+
+def certainty_text(context: PlanningContext, chosen: Candidate) -> tuple[str, ...]:
+    """Certainty of the predictions for `chosen`, from earlier runs or, without any, from published measurements."""
+    return tuple(_run_text(context, context.corrections, chosen))
+
+
+def trial_text(trials: Sequence[TrialResult]) -> tuple[str, ...]:
+    """Measurements of trials and their predictions, in the order they ran; empty without trials."""
+    timed = [
+        (trial.strategy, trial.step_s, trial.predicted_step_s)
+        for trial in trials
+        if trial.step_s is not None and trial.predicted_step_s is not None
+    ]
+    if not timed:
+        return ()
+    measured = ", ".join(f"{name} {format_seconds(step_s)}" for name, step_s, _ in timed)
+    expected = ", ".join(format_seconds(step_s) for _, _, step_s in timed)
+    return (f"trial: {measured} a step; predicted {expected}",)
+
+
+def error_text(error: float) -> str:
+    """`within 15 %`, or `within a factor of 2`."""
+    return "within a factor of 2" if error == ASSUMED_SPEED else f"within {error:.0%}".replace("%", " %")
+
+
+def peak_text(context: PlanningContext, chosen: Candidate) -> str:
+    """`within 15 %; 17 published peaks`, or what has not been compared with a measurement."""
+    correction, error = context.corrections.of(chosen.strategy, chosen.method), peak_error(context, chosen)
+    if error is None:
+        return f"{not_compared(context, chosen)}: no measured peak yet"
+    if correction.peak.num_runs:
+        return f"{error_text(error)}; runs on this device: {correction.peak.num_runs}"
+    if context.is_cpu:
+        return error_text(error)
+    return f"{error_text(error)}; {PEAK[_kind(chosen)].num_rows} published peaks"
+
+
+def _kind(candidate: Candidate) -> tuple[bool, Method]:
+    return candidate.strategy.sharding.uses_fsdp, candidate.method
+
+
+def _run_text(context: PlanningContext, corrections: Corrections, chosen: Candidate) -> Iterator[str]:
+    correction = corrections.of(chosen.strategy, chosen.method)
+    is_tried = chosen.strategy.name in corrections.tried  # `trial_text` has the measurement
+    if correction.step.num_runs and not is_tried:
+        like = "like this one" if correction.is_of_class else "in this precision"
+        yield f"step time {_applied(correction.step, like)}"
+    if correction.peak.num_runs:
+        yield f"peak memory {_applied(correction.peak, 'like this one')}"
+    if not correction.step.num_runs and not is_tried:
+        unknown = "no run like this one" if corrections.num_unused or correction.peak.num_runs else "no run"
+        usual = usual_error(context.device)
+        expected = [] if usual is None else [f"expect tokens/s {error_text(usual)}"]
+        expected += [] if correction.peak.num_runs else [f"peak memory {peak_text(context, chosen)}"]
+        if expected:
+            yield f"{unknown} on this device yet: {', '.join(expected)}"
+    if corrections.num_unused:
+        runs = _runs(corrections.num_unused)
+        yield f"{runs} on this device not used: another version, or a model of another size"
+
+
+def _applied(factor: Factor, like: str) -> str:
+    spread = "" if factor.spread is None else f" (spread {factor.spread:.1%})"
+    runs = f"{_runs(factor.num_runs)} {like} on this device{spread}"
+    if abs(factor.value - 1) < 0.0005:
+        return f"not corrected: {runs} measured {factor.measured:.3f} of it"
+    return f"corrected by {factor.value:.3g} from {runs}, which measured {factor.measured:.3g} of what was predicted"
+
+
+def _runs(number: int) -> str:
+    return "1 run" if number == 1 else f"{number} runs"

@@ -1,0 +1,448 @@
+"""The first screen of a plan: whether it fits, how long it takes, the choice in a sentence, and the alternatives.
+
+At most MOST_LINES lines. Commands are never wrapped, so that they can be pasted; all other lines have at most `width`
+columns. Alternatives differ from the choice in something that a user notices: time, memory of the card or of the host,
+or the mathematics; each has the exact setting that selects it. If lines are short, warnings stay and alternatives go.
+"""
+
+import math
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+
+from msgspec.structs import replace
+
+from shardwise.trainer.planning.candidates import run_hours, run_totals
+from shardwise.trainer.planning.certainty import error_text, peak_text, time_error
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.device import machine_text
+from shardwise.trainer.planning.page.content import paragraph, table
+from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.reasons import OptIn, opt_ins
+from shardwise.trainer.spec.data.shapes import SHAPES
+from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.strategy import Checkpointing, Method
+from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
+from shardwise.trainer.spec.value import Value
+
+MOST_LINES = 20
+MOST_WARNING_LINES = 5
+MOST_ALTERNATIVES = 3
+
+
+class Tone(StrEnum):
+    """Meaning of a line, for a terminal that has colours."""
+
+    TITLE = "title"
+    FIGURE = "figure"
+    PLAIN = "plain"
+    NOTE = "note"
+    WARNING = "warning"
+    COMMAND = "command"
+
+
+class Line(Value, frozen=True, kw_only=True):
+    """One line; `share` is that of the device's memory which is used, for a bar."""
+
+    text: str
+    tone: Tone = Tone.PLAIN
+    share: float | None = None
+
+
+class Alternative(Value, frozen=True, kw_only=True):
+    """Another way to run the job: its seconds and card bytes if they are known, its effect, and how to select it."""
+
+    name: str
+    effect: str
+    setting: str
+    seconds: float | None = None
+    occupied_bytes: int | None = None
+
+
+def first_screen(
+    plan: Plan, *, start: Sequence[str] = (), more: str = "", remarks: Sequence[str] = (), width: int = 100
+) -> tuple[Line, ...]:
+    """The lines of the first screen, with further remarks and the commands that start the run and that show more."""
+    context = context_of(plan)
+    above = (*_verdict(plan, context, width), *_choice(plan, context, width))
+    remarked = (line for text in remarks for line in _wrapped(text, width, Tone.PLAIN))
+    below = (*_fallback(plan, width), *remarked, *_warnings(plan, width))
+    then = tuple(_next(start, more))
+    room = MOST_LINES - len(above) - len(below) - len(then)
+    others = _alternative_lines(alternatives(plan, context), context, room, width)
+    blocks = [block for block in (above, others, below, then) if block]
+    is_spaced = sum(map(len, blocks)) + len(blocks) - 1 <= MOST_LINES
+    lines = [line for block in blocks for line in (*block, *([Line(text="")] if is_spaced else []))]
+    return tuple(map(_printable, lines[:-1] if is_spaced else lines))
+
+
+def summary_lines(plan: Plan, *, width: int = 100) -> tuple[Line, ...]:
+    """The verdict, the choice and the warnings, for one of several machines that are compared."""
+    context = context_of(plan)
+    lines = (*_verdict(plan, context, width), *_choice(plan, context, width), *_warnings(plan, width))
+    return tuple(map(_printable, lines))
+
+
+def text_of(lines: Sequence[Line]) -> str:
+    """The lines as plain text."""
+    return "\n".join(line.text for line in lines)
+
+
+def _printable(line: Line) -> Line:
+    """Names of a job, a model or a card may hold control characters, which a terminal would obey."""
+    return replace(line, text="".join(each if each.isprintable() else " " for each in line.text))
+
+
+def _wrapped(text: str, width: int, tone: Tone, indent: str = "  ") -> Iterator[Line]:
+    for line in paragraph(text, width=width, indent=indent):
+        yield Line(text=line, tone=tone)
+
+
+def _verdict(plan: Plan, context: PlanningContext, width: int) -> Iterator[Line]:
+    method, shape = _METHODS[plan.chosen.method], plan.model_shape
+    model = f"{shape.model_type} ({format_count(shape.num_parameters)})"
+    text = f"{plan.name}: {method} of {model} on {machine_text(plan.hardware)}: fits, {_length(plan, context)}"
+    yield from _wrapped(text, width, Tone.TITLE, indent="")
+
+
+def _length(plan: Plan, context: PlanningContext) -> str:
+    if not context.device.has_known_speed:
+        return "but the speed of this device is not known"
+    return f"about {_about(run_hours(context, plan.chosen) * 3600)}"
+
+
+def _about(seconds: float) -> str:
+    divisor, unit = _unit(seconds)
+    return f"{_rounded(seconds / divisor, round)} {unit}"
+
+
+def time_range(seconds: float, error: float) -> str:
+    """`7 to 17 h`: from `seconds` divided by 1 + `error` to `seconds` times it, rounded away from each other."""
+    divisor, unit = _unit(seconds)
+    low, high = seconds / divisor / (1 + error), seconds / divisor * (1 + error)
+    return f"{_rounded(low, math.floor)} to {_rounded(high, math.ceil)} {unit}"
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    for most, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (48 * 3600, 3600, "h")):
+        if seconds < most:
+            return divisor, unit
+    return 86400, "days"
+
+
+def _rounded(value: float, to_whole: Callable[[float], int]) -> str:
+    return f"{to_whole(value):,}" if value >= 10 else f"{to_whole(10 * value) / 10:g}"
+
+
+_METHODS = {
+    Method.FULL: "full training",
+    Method.GALORE: "GaLore training",
+    Method.LORA: "LoRA",
+    Method.QLORA: "QLoRA",
+}
+
+
+def _choice(plan: Plan, context: PlanningContext, width: int) -> Iterator[Line]:
+    chosen, memory = plan.chosen, plan.chosen.memory
+    used, place = chosen.memory.occupied_bytes, "RAM of each rank" if context.is_cpu else "card"
+    steps = f"{plan.schedule.num_steps:,} step{'s' if plan.schedule.num_steps > 1 else ''}"
+    time = [*_certain_range(context, chosen), f"{steps} of {format_seconds(chosen.speed.step_s)}"]
+    yield Line(text=f"  time    {'   '.join(time)}", tone=Tone.FIGURE)
+    sizes = [
+        f"{place} {_of(used, memory.usable_bytes)} ({peak_text(context, chosen)})",
+        *_host_sizes(context, chosen),
+    ]
+    yield Line(text=f"  memory  {'   '.join(sizes)}", tone=Tone.FIGURE, share=used / memory.usable_bytes)
+    source = "" if plan.data.source == "prepared" else " (estimated from file sizes)"
+    source = source if plan.job.data.train else " (assumed: no data is named)"
+    tokens = format_count(plan.schedule.num_steps * plan.schedule.tokens_per_step)
+    totals = run_totals(context, chosen)
+    cost = "" if totals.cost is None else f"   cost {totals.cost:,.2f}"
+    yield Line(text=f"  speed   {totals.tokens_per_s:,.0f} tokens/s   {tokens} tokens{source}{cost}", tone=Tone.FIGURE)
+    yield from _labelled("how", f"{'; '.join(_how(plan, context))} ({chosen.strategy.name})", width)
+
+
+def _certain_range(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
+    error = time_error(context, chosen)
+    if error is None:
+        return
+    num_runs = context.corrections.of(chosen.strategy, chosen.method).step.num_runs
+    source = f"runs on this device: {num_runs}" if num_runs else "no run on this device yet"
+    if chosen.strategy.name in context.corrections.tried:
+        source = "timed by a trial"
+    yield f"{time_range(run_hours(context, chosen) * 3600, error)} ({error_text(error)}; {source})"
+
+
+_LABEL_COLUMNS = 10
+
+
+def _labelled(label: str, text: str, width: int) -> Iterator[Line]:
+    first, *rest = paragraph(text, width=width - _LABEL_COLUMNS, indent="")
+    yield Line(text=f"  {label:8}{first}")
+    for line in rest:
+        yield Line(text=f"          {line.strip()}")
+
+
+def _of(num_bytes: int, total: int) -> str:
+    """`5.79 of 7.75 GiB`."""
+    size, whole = format_bytes(num_bytes).split(), format_bytes(total).split()
+    return f"{size[0] if size[1] == whole[1] else ' '.join(size)} of {' '.join(whole)}"
+
+
+def _host_sizes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
+    memory, granted = chosen.memory, context.host_ram_bytes
+    host = memory.pinned_bytes + memory.host_bytes
+    if host and not context.is_cpu:
+        yield f"RAM {_of(host, granted) if granted else format_bytes(host)}"
+    if memory.nvme_bytes:
+        yield f"NVMe {format_bytes(memory.nvme_bytes)}"
+
+
+def _how(plan: Plan, context: PlanningContext) -> Iterator[str]:
+    chosen, job = plan.chosen, plan.job
+    if chosen.method.freezes_base:
+        yield f"adapters of rank {job.train.lora.rank}"
+    if chosen.method is Method.GALORE:
+        yield f"gradients projected to rank {job.train.galore.rank}"
+    each = "rank" if context.is_cpu else "GPU"
+    ranks = f" on each of {chosen.num_ranks} {each}s" if chosen.num_ranks > 1 else ""
+    yield f"{_batch(plan, chosen)} at a time{ranks}, {plan.schedule.tokens_per_step:,} a step"
+    yield _recomputation(chosen)
+    yield from _state(chosen)
+    if chosen.compile:
+        yield "torch.compile"
+
+
+def _batch(plan: Plan, candidate: Candidate) -> str:
+    pairs = " pairs of" if SHAPES[plan.data.format].rows_per_example == 2 else ""
+    return f"{candidate.micro_batch} x{pairs} {candidate.seq_len:,} tokens"
+
+
+_RECOMPUTED = {
+    Checkpointing.NONE: "activations saved",
+    Checkpointing.SELECTIVE: "some activations recomputed",
+    Checkpointing.FULL: "activations recomputed",
+    Checkpointing.EVERY_N: "activations of some blocks recomputed",
+    Checkpointing.ATTENTION: "attention recomputed",
+}
+
+
+def _recomputation(candidate: Candidate) -> str:
+    moved = " in host RAM" if candidate.activation_offload else ""
+    return f"{_RECOMPUTED[candidate.checkpointing]}{moved}"
+
+
+_STAGES = {0: "", 1: "optimizer state", 2: "gradients and optimizer state", 3: "weights, gradients and optimizer state"}
+_OFFLOADED = {
+    Offload.NONE: "",
+    Offload.OPTIMIZER: "optimizer in RAM",
+    Offload.OPTIMIZER_PARAMS: "weights, optimizer in RAM",
+    Offload.NVME_OPTIMIZER: "optimizer on NVMe",
+    Offload.NVME_ALL: "weights, optimizer on NVMe",
+}
+
+
+def _state(candidate: Candidate) -> Iterator[str]:
+    """Where weights and optimizer state are; nothing if all of it is on the one device."""
+    row = candidate.strategy
+    spread = _STAGES[row.sharding.facts.zero_stage]
+    if spread and candidate.num_ranks > 1:
+        yield f"{spread} spread over the devices"
+    if row.offload is not Offload.NONE:
+        yield _OFFLOADED[row.offload]
+    if row.optimizer.facts.is_paged:
+        yield "optimizer state paged to RAM"
+
+
+def alternatives(plan: Plan, context: PlanningContext) -> tuple[Alternative, ...]:
+    """Alternatives, the most useful first: the best runner-up, method and opt-in, then the others of each."""
+    runners_up = list(_runners_up(plan, context))
+    methods = list(_methods(plan))
+    gains = [_opt_in(plan, context, opt_in) for opt_in in opt_ins(context, plan)]
+    return (*runners_up[:1], *methods[:1], *gains[:1], *methods[1:], *gains[1:], *runners_up[1:])
+
+
+FASTER, MUCH_LESS, TOO_SLOW = 0.97, 0.85, 1.5
+LONGEST_NAME = 28
+
+
+def _runners_up(plan: Plan, context: PlanningContext) -> Iterator[Alternative]:
+    """Candidates that are faster, or need clearly less card or host memory for at most half more time."""
+    chosen, seen = plan.chosen, set()
+    seconds, host, granted = run_hours(context, chosen) * 3600, _host_bytes(chosen), context.host_ram_bytes
+    is_much_host = granted is not None and not context.is_cpu and host > granted / 2
+    for number, candidate in enumerate(plan.candidates[1:], start=2):
+        its_seconds = run_hours(context, candidate) * 3600
+        gains = [
+            text
+            for text, applies in (
+                ("faster", its_seconds < FASTER * seconds),
+                ("less of the card", candidate.memory.occupied_bytes < MUCH_LESS * chosen.memory.occupied_bytes),
+                ("less host RAM", is_much_host and _host_bytes(candidate) < host / 2),
+            )
+            if applies
+        ]
+        if not gains or its_seconds > TOO_SLOW * seconds or tuple(gains) in seen:
+            continue
+        seen.add(tuple(gains))
+        yield Alternative(
+            name=_difference(plan, candidate),
+            effect=", ".join((*gains, *([] if candidate.strategy.is_exact else ["changes the update"]))),
+            setting=f"--take {number}",
+            seconds=its_seconds,
+            occupied_bytes=candidate.memory.occupied_bytes,
+        )
+
+
+def _host_bytes(candidate: Candidate) -> int:
+    return candidate.memory.pinned_bytes + candidate.memory.host_bytes
+
+
+def _difference(plan: Plan, candidate: Candidate) -> str:
+    """The most important property in which a candidate differs from the choice, with a second if both are short."""
+    pairs = zip(_properties(plan, candidate), _properties(plan, plan.chosen), strict=True)
+    differing = [its for its, chosen in pairs if its != chosen] or [candidate.strategy.name]
+    both = ", ".join(differing[:2])
+    return both if len(both) <= LONGEST_NAME else differing[0]
+
+
+def _properties(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
+    row = candidate.strategy
+    return (
+        f"{row.precision}",
+        "" if row.is_exact else f"{row.optimizer}",
+        _OFFLOADED[row.offload] or "state on the card",
+        f"{row.sharding}",
+        _recomputation(candidate),
+        f"{_batch(plan, candidate)} at a time",
+    )
+
+
+_METHOD_EFFECTS = {
+    Method.FULL: "trains every weight",
+    Method.GALORE: "trains every weight, approximates AdamW",
+    Method.LORA: "trains adapters only",
+    Method.QLORA: "adapters on weights in 4 bit",
+}
+
+
+def _methods(plan: Plan) -> Iterator[Alternative]:
+    """The other methods that fit, the fastest first, and what full training lacks."""
+    from_scratch = plan.job.model.config is not None
+    others = [
+        row
+        for row in plan.methods
+        if row.method is not plan.chosen.method and not (from_scratch and row.method.freezes_base)
+    ]
+    fitting = sorted((row for row in others if row.is_within_limits), key=lambda row: row.hours or 0.0)
+    refused = [row for row in others if not row.is_within_limits and row.method is Method.FULL]
+    for row in (*fitting, *refused):
+        yield Alternative(
+            name=_METHODS[row.method],
+            effect=_METHOD_EFFECTS[row.method] if row.is_within_limits else row.verdict,
+            setting=f"train.method={row.method}" if row.is_within_limits else "",
+            seconds=None if row.hours is None or not row.is_within_limits else row.hours * 3600,
+            occupied_bytes=row.occupied_bytes,
+        )
+
+
+_OPT_INS = {
+    Allowance.OFFLOAD_CPU: "state in host RAM",
+    Allowance.OFFLOAD_NVME: "state on NVMe",
+    Allowance.OPTIMIZER_8BIT: "optimizer state in 8 bit",
+    Allowance.OPTIMIZER_APPROX: "another optimizer",
+    Allowance.BF16_WEIGHTS: "weights in bf16",
+    Allowance.FP8: "matrix products in fp8",
+    Allowance.TF32: "matrix products in tf32",
+    Allowance.COMPILE: "torch.compile",
+}
+
+
+def _opt_in(plan: Plan, context: PlanningContext, opt_in: OptIn) -> Alternative:
+    candidate = opt_in.candidate
+    is_exact = candidate.strategy.is_exact and not candidate.tf32
+    rounding = "rounds products" if opt_in.allowance in (Allowance.TF32, Allowance.FP8) else "changes the update"
+    allowed = ",".join((*plan.job.allow, opt_in.allowance))
+    return Alternative(
+        name=_OPT_INS[opt_in.allowance],
+        effect="exact" if is_exact else rounding,
+        setting=shlex.quote(f"allow=[{allowed}]"),
+        seconds=run_hours(context, candidate) * 3600,
+        occupied_bytes=candidate.memory.occupied_bytes,
+    )
+
+
+def _alternative_lines(
+    found: Sequence[Alternative], context: PlanningContext, room: int, width: int
+) -> tuple[Line, ...]:
+    """A table of the alternatives for which there is room."""
+    for most in range(min(MOST_ALTERNATIVES, len(found)), 0, -1):
+        lines = tuple(_table_lines(found[:most], "RAM" if context.is_cpu else "card", width))
+        if len(lines) <= room:
+            return lines
+    return ()
+
+
+def _table_lines(found: Sequence[Alternative], place: str, width: int) -> Iterator[Line]:
+    rows = [("  other ways", "time", place, "changes")]
+    rows += [
+        (
+            f"  {each.name}",
+            "-" if each.seconds is None else _about(each.seconds),
+            "-" if each.occupied_bytes is None else format_bytes(each.occupied_bytes),
+            each.effect,
+        )
+        for each in found
+    ]
+    header, *lines = table(rows, right=(1, 2), indent="")
+    yield Line(text=header, tone=Tone.NOTE)
+    column = min(max(map(len, lines)) + 2, width)
+    for line, each in zip(lines, found, strict=True):
+        together = f"{line.ljust(column)}{each.setting}".rstrip()
+        if len(together) <= width:
+            yield Line(text=together)
+        else:
+            yield Line(text=line[:width])
+            yield Line(text=f"      {each.setting}")
+
+
+def _fallback(plan: Plan, width: int) -> Iterator[Line]:
+    if not plan.fallbacks:
+        text = "if memory runs out, the run ends: nothing smaller is left to try"
+    else:
+        last, steps = plan.chosen, []
+        for fallback in plan.fallbacks[:2]:
+            steps.append(_step_down(plan, last, fallback))
+            last = fallback
+        more = f" ({len(plan.fallbacks)} steps in all)" if len(plan.fallbacks) > 2 else ""
+        text = f"if memory runs out, the run continues by itself with {', then '.join(steps)}{more}"
+    yield from _wrapped(text, width, Tone.PLAIN)
+
+
+def _step_down(plan: Plan, last: Candidate, fallback: Candidate) -> str:
+    if fallback.strategy != last.strategy:
+        state = _OFFLOADED[fallback.strategy.offload]
+        return f"{fallback.strategy.sharding}, {state}" if state else str(fallback.strategy.sharding)
+    if fallback.micro_batch != last.micro_batch:
+        return f"{_batch(plan, fallback)} at a time"
+    if fallback.checkpointing != last.checkpointing:
+        return _recomputation(fallback)
+    if (fallback.loss, fallback.loss_chunk_tokens) != (last.loss, last.loss_chunk_tokens):
+        return "smaller slices of the loss"
+    return "smaller buffers"
+
+
+def _warnings(plan: Plan, width: int) -> Iterator[Line]:
+    lines = [line for text in plan.warnings for line in _wrapped(f"WARNING: {text}", width, Tone.WARNING)]
+    yield from lines[:MOST_WARNING_LINES]
+    if len(lines) > MOST_WARNING_LINES:
+        yield Line(text="  WARNING: there are more warnings; -v shows all of them", tone=Tone.WARNING)
+
+
+def _next(start: Sequence[str], more: str) -> Iterator[Line]:
+    for label, command in zip(("start", *[""] * len(start)), start, strict=False):
+        yield Line(text=f"  {label:8}{command}", tone=Tone.COMMAND)
+    if more:
+        yield Line(text=f"  more    {more}", tone=Tone.NOTE)
