@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from shardwise.trainer.planning.candidates import candidate_of, configuration_of, run_hours, with_micro_batch
-from shardwise.trainer.planning.certainty import certainty_text, trial_text
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import Rule, may_run, rule_named
 from shardwise.trainer.planning.rules.rule_input import capability_text
 from shardwise.trainer.planning.schedule import padding_share, widths_at
+from shardwise.trainer.planning.search.certainty import certainty_text, trial_text
 from shardwise.trainer.planning.search.choice import best_of, one_a_layout
 from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from shardwise.trainer.planning.calibrate import rates_source
-from shardwise.trainer.planning.certainty import usual_error
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.search.certainty import usual_error
 from shardwise.trainer.planning.search.choice import survey
 from shardwise.trainer.planning.search.configurations import best_candidate, loss_handicap
 from shardwise.trainer.spec.data.shapes import SHAPES

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from planning_factory import data_of, machine, plan_of
 
 from shardwise.trainer.planning.candidates import run_hours
-from shardwise.trainer.planning.certainty import time_error
 from shardwise.trainer.planning.explain.first_screen import MOST_LINES, Tone, first_screen, text_of, time_range
 from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.planning.reasons import FEW_STEPS, opt_ins
+from shardwise.trainer.planning.search.certainty import time_error
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method, Precision

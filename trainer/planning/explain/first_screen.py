@@ -1,4 +1,4 @@
-"""The first screen of a plan: whether it fits, how long it takes, the choice in a sentence, and the alternatives.
+"""The first screen of a plan: whether it fits, the time it needs, the choice in a sentence, and the alternatives.
 
 At most MOST_LINES lines. Commands are never wrapped, so that they can be pasted; all other lines have at most `width`
 columns. Alternatives differ from the choice in something that a user notices: time, memory of the card or of the host,
@@ -13,12 +13,12 @@ from enum import StrEnum
 from msgspec.structs import replace
 
 from shardwise.trainer.planning.candidates import run_hours, run_totals
-from shardwise.trainer.planning.certainty import error_text, peak_text, time_error
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.page.content import paragraph, table
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import OptIn, opt_ins
+from shardwise.trainer.planning.search.certainty import error_text, peak_text, time_error
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.job.sections import Allowance
