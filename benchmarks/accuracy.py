@@ -20,7 +20,10 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from shardwise.trainer.planning.search.certainty import Compared
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "benchmarks" / "measured_public.jsonl"
@@ -57,12 +60,16 @@ class Score(NamedTuple):
         return not (above or below)
 
 
-def read_rows(path: Path = ROWS) -> list[Row]:
-    """Every measurement with its prediction."""
+def read_rows(path: Path = ROWS, *, reference: str | None = None) -> list[Row]:
+    """Every measurement with its prediction, as one of its own trainer or of `reference`."""
     from shardwise.trainer.planning.cases import estimate_case
 
-    rows = (json.loads(line) for line in path.read_text().splitlines())
-    return [Row(row["id"], row["case"]["stack"], row["case"], row["truth"], estimate_case(row["case"])) for row in rows]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    cases = [row["case"] if reference is None else row["case"] | {"stack": reference} for row in rows]
+    return [
+        Row(row["id"], row["case"]["stack"], row["case"], row["truth"], estimate_case(case))
+        for row, case in zip(rows, cases, strict=True)
+    ]
 
 
 def errors(rows: Iterable[Row], counter: str) -> list[tuple[Row, float]]:
@@ -207,6 +214,54 @@ def score_unfitted(rows: Sequence[Row]) -> list[Score]:
     ]
 
 
+class Unfitted(NamedTuple):
+    """Errors of one kind of prediction that no constant was fitted to, and the error that plans state for it."""
+
+    name: str
+    errors: tuple[float, ...]
+    stated: "Compared"
+
+    @property
+    def nine_in_ten(self) -> float:
+        return percentile(self.errors, 0.9)
+
+
+def unfitted() -> list[Unfitted]:
+    """Speeds by kind of card, and peaks by method and sharding, of machines and trainers that nothing was fitted to.
+
+    Peaks are those of the fitted rows, predicted without the properties of their trainer.
+    """
+    from shardwise.trainer.planning.search.certainty import PEAK, SPEED, is_well_known
+
+    speeds: dict[bool, list[float]] = defaultdict(list)
+    for row, error in errors(read_rows(UNFITTED_ROWS), "tokens_per_s_per_gpu"):
+        speeds[is_well_known(row.case["hardware"]["gpu"])].append(abs(error))
+    peaks: dict[tuple[bool, str], list[float]] = defaultdict(list)
+    for row, error in errors(read_rows(reference="unknown"), "peak_allocated_gib"):
+        train = row.case["train"]
+        peaks[train["sharding"] == "fsdp", train["method"]].append(abs(error))
+    cards = {True: "A100, H100, H200", False: "other cards"}
+    return [
+        *(Unfitted(f"tokens/s, {cards[kind]}", tuple(speeds[kind]), SPEED[kind]) for kind in cards),
+        *(
+            Unfitted(f"peak allocated, {method}, {'FSDP' if is_sharded else 'one GPU'}", tuple(found), stated)
+            for (is_sharded, method), stated in PEAK.items()
+            for found in [peaks[is_sharded, method]]
+        ),
+    ]
+
+
+def unfitted_figure(kind: Unfitted) -> dict[str, object]:
+    """A kind as a row of a table."""
+    return {
+        "not fitted": kind.name,
+        "rows": len(kind.errors),
+        "median": f"{percentile(kind.errors, 0.5):.1%}",
+        "90th percentile": f"{kind.nine_in_ten:.1%}",
+        "a plan states": f"within {kind.stated.error:.0%}",
+    }
+
+
 def score_rows(rows: Sequence[Row]) -> list[Score]:
     """Every figure that docs/accuracy.md shows."""
     return [
@@ -268,6 +323,7 @@ def run_accuracy(*, write: bool, list_rows: bool = False, only_ours: bool = Fals
     scores, unpredicted = score_rows(rows), [row for row in rows if "error" in row.prediction]
     print(f"\naccuracy, {len(rows)} published measurements, {len(unpredicted)} without a prediction")
     print(text_table([figure(score) for score in scores]))
+    print(f"\n{text_table([unfitted_figure(kind) for kind in unfitted()])}")
     if not only_ours:
         _compare(rows, scores, write=write)
     return not unpredicted and all(score.is_met for score in scores)

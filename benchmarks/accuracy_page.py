@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from accuracy import ROOT, Score, figure
+from accuracy import ROOT, Score, figure, unfitted, unfitted_figure
 from written_page import markdown_table, with_tables
 
 PAGE = ROOT / "docs" / "accuracy.md"
@@ -18,7 +18,7 @@ def page_tables(
 ) -> dict[str, str]:
     """The generated parts of the page by the name of their markers."""
     used = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return {"scores": scores_table(scores), "tools": f"{_table(tools)}\nWith {used}.\n"}
+    return {"unfitted": unfitted_table(), "scores": scores_table(scores), "tools": f"{_table(tools)}\nWith {used}.\n"}
 
 
 def scores_table(scores: Sequence[Score]) -> str:
@@ -26,8 +26,13 @@ def scores_table(scores: Sequence[Score]) -> str:
     return _table([figure(score) for score in scores])
 
 
+def unfitted_table() -> str:
+    """Errors on trainers and machines that nothing was fitted to."""
+    return _table([unfitted_figure(kind) for kind in unfitted()])
+
+
 def write_page(scores: Sequence[Score], tools: Sequence[dict[str, object]], *, versions: dict[str, str]) -> None:
-    """Updates both tables of docs/accuracy.md."""
+    """Updates the tables of docs/accuracy.md."""
     PAGE.write_text(with_tables(PAGE.read_text(), page_tables(scores, tools, versions)))
     print(f"wrote {PAGE.relative_to(ROOT)}")
 

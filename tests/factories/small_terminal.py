@@ -6,7 +6,7 @@ else is an error, as is a line that is wider than the terminal.
 
 import re
 
-_SEQUENCE = re.compile(r"\x1b\[(\d*)([A-Za-z])")
+_SEQUENCE = re.compile(r"\x1b\[([\d;]*)([A-Za-z])")
 
 
 class SmallTerminal:

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -57,7 +58,17 @@ def test_nothing_that_is_asked_goes_unmeasured():
 def test_the_page_shows_the_scores_of_these_predictions():
     """Renewed by `python benchmarks/accuracy.py --write`."""
     page = accuracy_page.PAGE.read_text()
-    assert written_page.with_tables(page, {"scores": accuracy_page.scores_table(SCORES)}) == page
+    tables = {"unfitted": accuracy_page.unfitted_table(), "scores": accuracy_page.scores_table(SCORES)}
+    assert written_page.with_tables(page, tables) == page
+    assert page.index("<!-- unfitted -->") < page.index("<!-- scores -->")
+
+
+def test_a_plan_states_the_error_of_rows_that_nothing_was_fitted_to():
+    """Nine in ten errors, rounded up to 5 %; the table in the planner is the only place of the figures."""
+    for kind in accuracy.unfitted():
+        assert kind.stated.num_rows == len(kind.errors), kind.name
+        assert kind.stated.error == pytest.approx(math.ceil(20 * kind.nine_in_ten) / 20), kind.name
+    assert sum(len(kind.errors) for kind in accuracy.unfitted()) == 100 + 94
 
 
 def scaled(row, *, memory=1.0, speed=1.0, fits=None):

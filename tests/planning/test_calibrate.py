@@ -245,8 +245,8 @@ def test_a_setting_that_runs_show_not_to_fit_is_no_longer_taken() -> None:
     ("model", "spec", "speed", "peak"),
     [
         ("8b", H100S, "within 15 %", "ZeRO: no measured peak yet"),
-        ("1b", "1xRTX-4090", "within 60 %", "within 15 %; 17 published peaks"),
-        ("1b", "1xA100-SXM4-80GB-MIG-3g.40gb", "within 60 %", "within 15 %; 17 published peaks"),
+        ("1b", "1xRTX-4090", "within 70 %", "within 15 %; 17 published peaks"),
+        ("1b", "1xA100-SXM4-80GB-MIG-3g.40gb", "within 70 %", "within 15 %; 17 published peaks"),
         ("tiny", "1xCPU", "within a factor of 2", "within 2 %"),
     ],
 )

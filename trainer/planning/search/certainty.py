@@ -32,16 +32,16 @@ class Compared(Value, frozen=True, kw_only=True):
 WELL_KNOWN_CARDS = ("A100", "H100", "H200")
 SPEED = {
     True: Compared(num_rows=71, error=0.15),  # of well-known cards
-    False: Compared(num_rows=29, error=0.60),
+    False: Compared(num_rows=29, error=0.70),
 }
 # By (weights sharded by FSDP, method).
 PEAK = {
     (False, Method.FULL): Compared(num_rows=17, error=0.15),
-    (False, Method.LORA): Compared(num_rows=11, error=0.15),
+    (False, Method.LORA): Compared(num_rows=11, error=0.10),
     (False, Method.QLORA): Compared(num_rows=15, error=0.25),
-    (True, Method.FULL): Compared(num_rows=17, error=0.10),
+    (True, Method.FULL): Compared(num_rows=17, error=0.05),
     (True, Method.LORA): Compared(num_rows=16, error=0.30),
-    (True, Method.QLORA): Compared(num_rows=18, error=0.35),
+    (True, Method.QLORA): Compared(num_rows=18, error=0.30),
 }
 CPU_PEAK = 0.02
 ASSUMED_SPEED = 1.0  # a factor of two: of a CPU, and of a card that is rated by its driver's report
