@@ -24,13 +24,14 @@ from shardwise.trainer.planning.candidates import (
     excess,
     predicted_memory,
     predicted_speed,
+    prediction_error,
     with_micro_batch,
 )
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.page.content import Bars, Section, Sentence, Table
 from shardwise.trainer.planning.rules.rule import may_run, obstacle_to
-from shardwise.trainer.planning.search.choice import OFFLOAD_HANDICAP, one_a_layout, survey
+from shardwise.trainer.planning.search.choice import one_a_layout, survey
 from shardwise.trainer.planning.search.configurations import (
     activation_offloads,
     checkpointings,
@@ -40,7 +41,6 @@ from shardwise.trainer.planning.search.configurations import (
     micro_batches,
 )
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
-from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Candidate
 from shardwise.trainer.spec.strategy import Method, Strategy
@@ -60,13 +60,13 @@ class LimitStep(Value, frozen=True, kw_only=True):
     size: int  # tokens of a sequence, sequences of a micro batch, or parameters
     candidate: Candidate
     slowdown: float  # time of a token over that of the fastest step of the method
+    error: float = 0.0  # of that time, by prediction
     name: str | None = None  # of a preset
 
     @property
     def price(self) -> float:
-        """Order of the results: seconds per token, with a margin for offload."""
-        offloads = self.candidate.activation_offload or self.candidate.strategy.offload is not Offload.NONE
-        return self.slowdown * (OFFLOAD_HANDICAP if offloads else 1.0)
+        """Order of the results: seconds per token at the upper end of their range."""
+        return self.slowdown * (1 + self.error)
 
 
 def longest_sequences(contexts: Mapping[Method, PlanningContext]) -> tuple[LimitStep, ...]:
@@ -126,6 +126,7 @@ def _reached(
             method=context.method,
             size=configuration.seq_len if is_sequence else configuration.micro_batch,
             candidate=candidate_of(context, configuration),
+            error=prediction_error(configuration),
             slowdown=_seconds_per_token(
                 context, configuration if not is_sequence else _at_the_jobs_length(context, configuration)
             ),
@@ -140,7 +141,7 @@ def _frontier(steps: Iterable[LimitStep]) -> list[LimitStep]:
     for is_exact in (True, False):
         reached = max((step.size for step in retained), default=0)
         ordered = sorted(
-            (step for step in steps if step.candidate.strategy.is_exact is is_exact),
+            (step for step in steps if step.candidate.is_exact is is_exact),
             key=lambda step: (step.price, -step.size),
         )
         farthest = max((step.size for step in ordered), default=0)
@@ -298,7 +299,7 @@ def limits_json(question: Question, steps: Sequence[LimitStep], *, machine: str)
                 "strategy": step.candidate.strategy.name,
                 "checkpointing": str(step.candidate.checkpointing),
                 "activation_offload": step.candidate.activation_offload,
-                "is_exact": step.candidate.strategy.is_exact,
+                "is_exact": step.candidate.is_exact,
                 "need_bytes": step.candidate.memory.need_bytes,
                 "tokens_per_s": step.candidate.speed.tokens_per_s_per_gpu * step.candidate.num_ranks,
                 "slowdown": step.slowdown,
@@ -310,7 +311,7 @@ def limits_json(question: Question, steps: Sequence[LimitStep], *, machine: str)
 
 def _row(question: Question, step: LimitStep) -> tuple[str, ...]:
     candidate = step.candidate
-    strategy = candidate.strategy.name + ("" if candidate.strategy.is_exact else " (changes the update)")
+    strategy = candidate.strategy.name + ("" if candidate.is_exact else " (changes the update)")
     place = ", saved in host RAM" if candidate.activation_offload else ""
     return (
         str(step.method),

@@ -4,7 +4,8 @@
    the checks here are about conflicts between job, model and data, and pins that this machine does not support.
 2. Every strategy of the catalogue is refused by a rule or searched for its best configuration. Those within every
    budget are ranked (`choice`); the others are rejected with the number or the rule.
-3. The method is the job's, or under `auto` the first of full, galore, lora, qlora that runs within the limits.
+3. The method is the job's, or under `auto` the first of full, galore, lora, qlora that runs within the limits; qlora
+   also where lora would stream its base from host RAM and not be clearly faster.
 4. The first candidate is chosen; fallbacks and the table of methods are added.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from shardwise.trainer.planning.calibrate import Corrections, after_trials, corrections_of
+from shardwise.trainer.planning.candidates import configuration_of, upper_seconds
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.reasons import notes, reasons, warnings
@@ -169,7 +171,34 @@ def _rank_methods(
         rankings[method] = rank(context, trials) if is_requested else survey(context)
         if is_requested and rankings[method].candidates:
             taken = method
-    return taken, rankings
+    resident = _without_streaming(contexts, wanted, taken, rankings)
+    if resident is not None:
+        rankings[resident] = rank(contexts[resident], trials)
+    return resident or taken, rankings
+
+
+def _without_streaming(
+    contexts: Mapping[Method, PlanningContext],
+    wanted: Sequence[Method],
+    taken: Method | None,
+    rankings: Mapping[Method, Ranking],
+) -> Method | None:
+    """The next wanted method, if adapters of the `taken` one stream the base from host RAM and are not clearly faster.
+
+    The base then stays on the device, in 4 bit: what others use on such cards, and no host RAM is pinned.
+    """
+    if taken is None or not taken.freezes_base or not rankings[taken].candidates[0].strategy.offload.moves_parameters:
+        return None
+
+    def seconds(method: Method) -> float:
+        candidate = rankings[method].candidates[0]
+        return upper_seconds(contexts[method], configuration_of(contexts[method], candidate), candidate.speed.step_s)
+
+    others = [
+        method for method in wanted if method.freezes_base and method is not taken and rankings[method].candidates
+    ]
+    resident = [each for each in others if not rankings[each].candidates[0].strategy.offload.moves_parameters]
+    return next((method for method in resident if seconds(method) <= seconds(taken)), None)
 
 
 def _methods(job: Job, data: DataProfile) -> tuple[Method, ...]:

@@ -7,7 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.candidates import candidate_of, configuration_of, run_hours, with_micro_batch
+from shardwise.trainer.planning.candidates import (
+    candidate_of,
+    configuration_of,
+    prediction_error,
+    run_hours,
+    with_micro_batch,
+)
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import Rule, may_run, rule_named
 from shardwise.trainer.planning.rules.rule_input import capability_text
@@ -18,7 +24,6 @@ from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,
     attention,
     micro_batches,
-    updates_in_backward,
 )
 from shardwise.trainer.planning.speed.step import speed_notes
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
@@ -95,7 +100,7 @@ def notes(
         *_data_notes(data, chosen),
         *trial_text(trials),
         *certainty_text(context, chosen),
-        *_engine_notes(candidates),
+        *_error_notes(context, candidates),
         *_fp8_notes(context, candidates),
         *speed_notes(context.device),
         *context.hardware.notes,
@@ -164,7 +169,7 @@ def _extension_notes(context: PlanningContext) -> Iterator[str]:
 
 
 def _update_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
-    if context.job.train.clip and updates_in_backward(context, chosen.strategy):
+    if context.job.train.clip and configuration_of(context, chosen).updates_in_backward:
         yield "train.clip is not applied: updates inside the backward pass never have all gradients at once"
 
 
@@ -212,7 +217,8 @@ def _fp8_notes(context: PlanningContext, candidates: Sequence[Candidate]) -> Ite
 def _why_micro_batch(context: PlanningContext, candidate: Candidate) -> str:
     if context.job.pin.micro_batch is not None:
         return "the job file pins it"
-    larger = next((size for size in micro_batches(context, candidate.strategy) if size > candidate.micro_batch), None)
+    sizes = micro_batches(context, at_once=configuration_of(context, candidate).updates_in_backward)
+    larger = next((size for size in sizes if size > candidate.micro_batch), None)
     if larger is None:
         return "a rank's whole share of a step at once"
     other = candidate_of(context, with_micro_batch(context, configuration_of(context, candidate), larger))
@@ -230,6 +236,8 @@ def _why_checkpointing(context: PlanningContext, candidate: Candidate) -> str:
     other = candidate_of(
         context, replace(configuration, checkpointing=Checkpointing.FULL if is_retained else Checkpointing.NONE)
     )
+    if is_retained and candidate.activation_offload:
+        return "what blocks save waits in host RAM"
     if is_retained:
         share = other.speed.step_s / candidate.speed.step_s - 1
         return f"activations fit; recomputing them would cost {share:.0%} of the speed"
@@ -283,14 +291,17 @@ def _data_notes(data: DataProfile, chosen: Candidate) -> Iterator[str]:
         yield "the data was not read yet: steps and hours follow from an estimate of its tokens by file size"
 
 
-def _engine_notes(candidates: Sequence[Candidate]) -> Iterator[str]:
+def _error_notes(context: PlanningContext, candidates: Sequence[Candidate]) -> Iterator[str]:
+    """The candidate that is predicted faster than the chosen one, but with a larger error."""
     chosen = candidates[0]
-    number, fastest = min(enumerate(candidates, start=1), key=lambda numbered: numbered[1].speed.step_s)
+    numbered = [(n, each) for n, each in enumerate(candidates, start=1) if each.is_exact is chosen.is_exact]
+    number, fastest = min(numbered, key=lambda numbered: numbered[1].speed.step_s)
     ratio = chosen.speed.step_s / fastest.speed.step_s
-    if fastest.strategy.sharding.shards_optimizer and ratio > 1 + SAME_SPEED:
+    its, ours = (prediction_error(configuration_of(context, each)) for each in (fastest, chosen))
+    if ratio > 1 + SAME_SPEED and its > ours:
         yield (
-            f"{fastest.strategy.name} (--take {number}) is predicted {ratio:.2f}x as fast; an engine that shards is "
-            "chosen only if its gain exceeds the error of such predictions"
+            f"{fastest.strategy.name} (--take {number}) is predicted {ratio:.2f}x as fast, but within {its:.0%} where "
+            f"{chosen.strategy.name} is within {ours:.0%}: the gain is less than the difference"
         )
 
 

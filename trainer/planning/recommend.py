@@ -18,7 +18,7 @@ from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.search.certainty import usual_error
 from shardwise.trainer.planning.search.choice import survey
-from shardwise.trainer.planning.search.configurations import best_candidate, loss_handicap
+from shardwise.trainer.planning.search.configurations import best_candidate
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.messages.rank_files import saving_choice
 from shardwise.trainer.spec.plan import Candidate, Plan, RatesSource
@@ -94,7 +94,7 @@ def _configurations(context: PlanningContext, plan: Plan, report: Report, _: Obs
         yield Recommendation(text=text, gain=gain if named else 0.0)
     if best is None or _layout(best) == _layout(ran) or _gain(ran, best) < LEAST_GAIN * gain:
         return
-    effect = "exact and " if best.strategy.is_exact else ""
+    effect = "exact and " if best.is_exact else ""
     held = [name for name in _FREED if getattr(pins, name) is not None]
     how = f"remove {' and '.join(f'pin.{name}' for name in held)}" if held else "it is what a plan without --take has"
     text = (
@@ -105,8 +105,7 @@ def _configurations(context: PlanningContext, plan: Plan, report: Report, _: Obs
 
 
 def _gain(ran: Candidate, other: Candidate) -> float:
-    """Predicted gain, with the planner's handicap for whole logits."""
-    return ran.speed.step_s * loss_handicap(ran.loss) / (other.speed.step_s * loss_handicap(other.loss))
+    return ran.speed.step_s / other.speed.step_s
 
 
 def _layout(candidate: Candidate) -> tuple[object, ...]:

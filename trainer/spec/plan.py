@@ -170,6 +170,11 @@ class Candidate(Value, frozen=True, kw_only=True):
     buckets: Buckets | None = None
     reasons: tuple[str, ...] = ()
 
+    @property
+    def is_exact(self) -> bool:
+        """True if the mathematics of AdamW in mixed precision is unchanged, clipping included."""
+        return self.strategy.is_exact and not self.tf32 and not self.optimizer_in_backward
+
 
 class Rejection(Value, frozen=True, kw_only=True):
     """A row of the catalogue that was not chosen, and the number or the rule that decided."""

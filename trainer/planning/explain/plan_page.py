@@ -376,7 +376,8 @@ def opt_in_section(opt_ins: Sequence[OptIn], plan: Plan) -> Section | None:
     for opt_in in opt_ins:
         candidate = opt_in.candidate
         effect = "rounds products" if candidate.tf32 else "changes the update"
-        effect = "exact" if candidate.strategy.is_exact and not candidate.tf32 else effect
+        effect = "does not clip" if candidate.strategy.is_exact and candidate.optimizer_in_backward else effect
+        effect = "exact" if candidate.is_exact else effect
         ratio = candidate.speed.step_s / plan.chosen.speed.step_s
         rows.append(
             (

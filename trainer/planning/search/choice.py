@@ -4,8 +4,8 @@ Exact strategies come before those that change the update, faster ones before sl
 fastest the simplest comes first (`catalogue.LAYOUTS`, state that is not paged), then the one that needs the least
 memory. Trials outrank predictions: strategies that ran in one come first, those that ran out of memory are rejected.
 
-Some strategies are ranked with a handicap on their time: engines that shard, as their gain is predicted and has not
-been measured in a comparison, and those without published measurements of speed: offload and paged state.
+Times are compared at the upper end of their range (`candidates.prediction_error`): of two strategies the one whose
+prediction is less certain must be predicted faster by the difference of their errors.
 
 `method_rows` is the table of methods: memory and time of full, galore, lora and qlora, even of those that may not run.
 """
@@ -19,21 +19,18 @@ from shardwise.trainer.planning.candidates import (
     configuration_of,
     excess,
     run_totals,
-    seconds_with_start_up,
-    start_up_seconds,
+    upper_seconds,
 )
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import may_run, refuse
 from shardwise.trainer.planning.search.configurations import (
-    EAGER_HANDICAP,
     SAME_SPEED,
     Bounded,
     best_candidate,
     best_configuration,
     bounded_starts,
     least_need,
-    loss_handicap,
     with_larger_buckets,
 )
 from shardwise.trainer.planning.search.fallbacks import remedy_for
@@ -42,14 +39,6 @@ from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.plan import Candidate, MethodRow, Rejection, TrialResult
 from shardwise.trainer.spec.strategy import Method, Strategy
 from shardwise.trainer.spec.value import Value
-
-# A choice of ours, from when such runs could not be resumed: without it two CPU ranks use ZeRO, and 1B on one RTX 4090
-# the optimizer in host RAM. To be replaced by measurements of several engines on one machine.
-SHARDING_HANDICAP = 1.25
-OFFLOAD_HANDICAP = 1.10  # more than the error of nine in ten predictions that can be compared with measurements
-# The driver moves paged state page by page as it is touched, where a prediction assumes the rate of the link. For
-# adapters the state is too small to matter.
-PAGED_HANDICAP = 1.5
 
 
 class Ranking(Value, frozen=True, kw_only=True):
@@ -121,7 +110,7 @@ def best_of(context: PlanningContext, rows: Iterable[Strategy]) -> tuple[Candida
             continue
         candidates.append(candidate)
         configurations[row.name] = configuration
-        rank = is_approximate, _predicted_seconds(context, candidate)
+        rank = not candidate.is_exact, _upper_seconds(context, candidate)
         best = rank if best is None else min(best, rank)
     if not candidates:
         return None, beyond
@@ -132,9 +121,8 @@ def best_of(context: PlanningContext, rows: Iterable[Strategy]) -> tuple[Candida
 def _least_rank(context: PlanningContext, row: Strategy, starts: Sequence[Bounded]) -> tuple[bool, float]:
     """A lower bound of the rank of any configuration of a strategy: approximate or not, and corrected seconds."""
     factor = context.corrections.of(row, context.method).step.value
-    start_up = max(start_up_seconds(context, bounded.start) for bounded in starts)  # runs correct the step alone
-    uncorrected = max(0.0, factor - 1) * EAGER_HANDICAP * start_up / context.schedule.num_steps
-    return not row.is_exact, (starts[0].seconds * factor - uncorrected) * handicap(context, row)
+    start_up = max(upper_seconds(context, bounded.start, 0) for bounded in starts)  # runs correct the step alone
+    return not row.is_exact, starts[0].seconds * factor - max(0.0, factor - 1) * start_up
 
 
 def with_remedies(context: PlanningContext, ranking: Ranking) -> tuple[Rejection, ...]:
@@ -147,14 +135,6 @@ def with_remedies(context: PlanningContext, ranking: Ranking) -> tuple[Rejection
     )
 
 
-def handicap(context: PlanningContext, row: Strategy) -> float:
-    """Factor of the time of a strategy's candidate when it is ranked."""
-    pages_much = row.optimizer.facts.is_paged and not context.method.freezes_base
-    sharded = SHARDING_HANDICAP if row.sharding.shards_optimizer else 1.0
-    paged = PAGED_HANDICAP if pages_much else 1.0
-    return sharded * paged * (OFFLOAD_HANDICAP if row.offload is not Offload.NONE else 1.0)
-
-
 def in_order(
     context: PlanningContext, candidates: Iterable[Candidate], trials: Sequence[TrialResult] = ()
 ) -> tuple[Candidate, ...]:
@@ -163,8 +143,8 @@ def in_order(
     def rank_of(candidate: Candidate) -> tuple[bool, bool, float]:
         measured = [trial.step_s for trial in _trials_of(candidate, trials) if trial.step_s is not None]
         if not measured:
-            return not candidate.strategy.is_exact, True, _predicted_seconds(context, candidate)
-        return not candidate.strategy.is_exact, False, min(measured) * handicap(context, candidate.strategy)
+            return not candidate.is_exact, True, _upper_seconds(context, candidate)
+        return not candidate.is_exact, False, min(measured)
 
     left = sorted(((rank_of(candidate), candidate) for candidate in candidates), key=lambda ranked: ranked[0])
     ordered: list[Candidate] = []
@@ -180,9 +160,8 @@ def in_order(
     return tuple(ordered)
 
 
-def _predicted_seconds(context: PlanningContext, candidate: Candidate) -> float:
-    seconds = seconds_with_start_up(context, configuration_of(context, candidate), candidate.speed.step_s)
-    return loss_handicap(candidate.loss) * seconds * handicap(context, candidate.strategy)
+def _upper_seconds(context: PlanningContext, candidate: Candidate) -> float:
+    return upper_seconds(context, configuration_of(context, candidate), candidate.speed.step_s)
 
 
 def _machinery(candidate: Candidate) -> tuple[int, bool, int, int]:

@@ -16,18 +16,21 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
+from itertools import product
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from shardwise.trainer.planning.candidates import (
     candidate_of,
+    host_excess,
     least_needy,
     need_floor,
     never_fits,
+    predicted_memory,
     predicted_need,
     relative_seconds,
-    seconds_with_start_up,
+    upper_seconds,
     with_micro_batch,
 )
 from shardwise.trainer.planning.configuration import Configuration, fp8_recipe_of
@@ -35,6 +38,7 @@ from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import obstacle_to
 from shardwise.trainer.planning.rules.rule_input import capability_text
 from shardwise.trainer.planning.schedule import row_policy
+from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.model.shape import ModelShape
@@ -51,15 +55,13 @@ TF32_CAPABILITY = (8, 0)
 PERSISTENCE_PER_HIDDEN = 10  # norms and biases stay whole under ZeRO-3; DeepSpeed's own "auto" uses the same
 
 
-def micro_batches(context: PlanningContext, strategy: Strategy | None = None) -> tuple[int, ...]:
-    """Powers of two and divisors of a rank's sequences, ascending; only all of them if nothing can be accumulated."""
+def micro_batches(context: PlanningContext, *, at_once: bool = False) -> tuple[int, ...]:
+    """Powers of two and divisors of a rank's sequences, ascending; only all of them `at_once` if none accumulates."""
     pinned = context.job.pin.micro_batch
     if pinned is not None:
         return (pinned,)
     share = context.sequences_per_rank
-    if strategy is not None and updates_in_backward(context, strategy):
-        return (share,)
-    return _cuts(share)
+    return (share,) if at_once else _cuts(share)
 
 
 @cache
@@ -68,10 +70,20 @@ def _cuts(share: int) -> tuple[int, ...]:
     return tuple(sorted(divisors | {2**power for power in range(share.bit_length())}))
 
 
-def updates_in_backward(context: PlanningContext, strategy: Strategy) -> bool:
-    """True if each gradient is used and freed at once, so that a step is one micro batch."""
-    is_layerwise = context.method is Method.GALORE and context.job.train.galore.layerwise
-    return bool(context.job.pin.optimizer_in_backward) or is_layerwise or strategy.optimizer.facts.updates_in_backward
+def optimizers_in_backward(context: PlanningContext, strategy: Strategy) -> tuple[bool, ...]:
+    """Update after the backward, or of each weight inside it, where the job allows gradients that are not clipped."""
+    pinned = context.job.pin.optimizer_in_backward
+    if pinned is not None:
+        return (pinned,)
+    is_defined = (
+        Allowance.UNCLIPPED in context.job.allow
+        and context.method is Method.FULL
+        and strategy.sharding.facts.updates_in_backward
+        and strategy.offload is Offload.NONE
+        and not strategy.sharding.uses_deepspeed
+        and not strategy.optimizer.facts.updates_in_backward
+    )
+    return (False, True) if is_defined else (False,)
 
 
 def checkpointings(context: PlanningContext) -> tuple[Checkpointing, ...]:
@@ -124,7 +136,7 @@ def compiles(context: PlanningContext) -> tuple[bool, ...]:
 
 
 def activation_offloads(context: PlanningContext) -> tuple[bool, ...]:
-    """Activations stay on the device; if nothing else fits they may move to host RAM, if `allow` has it."""
+    """Activations stay on the device, or move to host RAM until the backward, if `allow` has it."""
     pinned = context.job.pin.activation_offload
     if pinned is not None:
         return (pinned,)
@@ -252,7 +264,7 @@ def first_configuration(
     context: PlanningContext, strategy: Strategy, *, checkpointing: Checkpointing, loss: LossHead
 ) -> Configuration:
     """The smallest micro batch and buffers of a strategy with this recomputation and loss head."""
-    micro_batch = micro_batches(context, strategy)[0]
+    micro_batch = micro_batches(context)[0]
     taken = attention(context, strategy.precision)[0]
     return Configuration(
         strategy=strategy,
@@ -281,17 +293,11 @@ def first_configuration(
 
 
 SAME_SPEED = 0.01  # predictions that differ by less are one
-EAGER_HANDICAP = 1.10  # whole logits are worth their memory if the gain exceeds the error of nine in ten predictions
 
 
 def time_class(seconds: float) -> int:
     """Durations within about one per cent share a class; the shorter, the smaller."""
     return math.floor(math.log(seconds) / math.log1p(SAME_SPEED))
-
-
-def loss_handicap(loss: LossHead) -> float:
-    """Factor of a predicted time for its loss head."""
-    return EAGER_HANDICAP if loss is LossHead.EAGER else 1.0
 
 
 class Bounded(NamedTuple):
@@ -303,8 +309,17 @@ class Bounded(NamedTuple):
 
 
 def bounded_starts(context: PlanningContext, strategy: Strategy) -> list[Bounded]:
-    """All starts of a strategy with the first choice of activation offload, the lowest bound first."""
-    return _bounded(context, strategy, offloads=activation_offloads(context)[0])
+    """All starts of a strategy, the lowest bound first."""
+    bounds: dict[_Kind, Bounded] = {}
+    found = []
+    for start in _starts(context, strategy):
+        key = _kind(start)
+        if key in bounds:  # with larger slices of logits: smaller ones are no faster
+            found.append(bounds[key]._replace(micro_batch=None, start=start))
+        else:
+            bounds[key] = _bound(context, start)
+            found.append(bounds[key])
+    return sorted(found, key=lambda bounded: bounded.seconds)
 
 
 def best_candidate(context: PlanningContext, strategy: Strategy) -> Candidate | None:
@@ -317,33 +332,33 @@ def best_configuration(context: PlanningContext, strategy: Strategy, starts: Seq
     """The fastest configuration of a strategy with its smallest buffers; `starts` are its `bounded_starts`."""
     if never_fits(context, starts[0].start):
         return None
-    _, *others = activation_offloads(context)  # the second only where nothing fits under the first
-    best = _fastest(context, starts)
-    for offloads in others:
-        best = best or _fastest(context, _bounded(context, strategy, offloads=offloads))
-    return best
+    unclipped = [bounded for bounded in starts if strategy.is_exact and bounded.start.optimizer_in_backward]
+    exact = [bounded for bounded in starts if bounded not in unclipped] or unclipped
+    return _fastest(context, exact) or _fastest(context, unclipped)
 
 
 def least_need(context: PlanningContext, strategy: Strategy) -> Candidate:
-    """The configuration of a strategy that needs the least memory; there is a `best_candidate` exactly if it fits.
+    """The configuration of a strategy that needs the least device memory: without one that fits no other does.
 
     Its micro batch is the smallest or the largest, and larger slices of logits never need less.
     """
-    sizes = micro_batches(context, strategy)
     configurations = [
         configuration
-        for offloads in activation_offloads(context)
-        for start in _starts(context, strategy, offloads=offloads)
+        for start in _starts(context, strategy)
         if start.loss_chunk_tokens == chunk_sizes(context.shape, start.loss)[-1]
-        for micro_batch in sorted({sizes[0], sizes[-1]})
+        for micro_batch in _ends(sizes_of(context, start))
         if obstacle_to(context, configuration := with_micro_batch(context, start, micro_batch)) is None
     ]
     return candidate_of(context, least_needy(context, configurations))
 
 
+def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return (sizes[0],) if len(sizes) == 1 else (sizes[0], sizes[-1])
+
+
 def can_fit(context: PlanningContext, strategy: Strategy) -> bool:
     """True if any configuration of a strategy fits the device."""
-    first = next(_starts(context, strategy, offloads=activation_offloads(context)[0]))
+    first = next(_starts(context, strategy))
     return not never_fits(context, first) and least_need(context, strategy).memory.fits
 
 
@@ -355,8 +370,8 @@ def _fastest(context: PlanningContext, starts: Sequence[Bounded]) -> Configurati
     """
     best: tuple[tuple[int, int], Configuration] | None = None
     cuts = not _is_padded(context)
-    possible: dict[tuple[Checkpointing, bool], list[int]] = {}
-    found_of: dict[tuple[Checkpointing, LossHead, bool], set[int]] = {}
+    possible: dict[_Kind, list[int]] = {}
+    found_of: dict[_Kind, set[int]] = {}
 
     def key_of(configuration: Configuration, bounded: Bounded) -> tuple[int, int]:
         is_bound = configuration.micro_batch == bounded.micro_batch
@@ -367,10 +382,11 @@ def _fastest(context: PlanningContext, starts: Sequence[Bounded]) -> Configurati
         if best is not None and time_class(bounded.seconds) > best[0][0]:
             break
         start = bounded.start
-        if (start.checkpointing, start.compile) not in possible:
-            possible[start.checkpointing, start.compile] = _possible_sizes(context, start)
-        known = found_of.setdefault((start.checkpointing, start.loss, start.compile), set())
-        sizes = [size for size in possible[start.checkpointing, start.compile] if size not in known]
+        without_loss = _kind(start)._replace(loss=None)
+        if without_loss not in possible:
+            possible[without_loss] = _possible_sizes(context, start)
+        known = found_of.setdefault(_kind(start), set())
+        sizes = [size for size in possible[without_loss] if size not in known]
         for configurations in by_accumulation(context, start, sizes):
             if best is not None and cuts and configurations and key_of(configurations[-1], bounded)[0] > best[0][0]:
                 break
@@ -387,7 +403,7 @@ def _fastest(context: PlanningContext, starts: Sequence[Bounded]) -> Configurati
 
 def _possible_sizes(context: PlanningContext, start: Configuration) -> list[int]:
     """Micro batches that would fit if logits needed no memory; the same for every loss head."""
-    groups = by_accumulation(context, start, micro_batches(context, start.strategy))
+    groups = by_accumulation(context, start, sizes_of(context, start))
     floor, usable = need_floor(context, start), context.device.usable_bytes
     return sorted(
         configuration.micro_batch for group in groups for configuration in group[: _num_within(group, usable, floor)]
@@ -408,26 +424,19 @@ def by_accumulation(
 
 
 def fitting(context: PlanningContext, configurations: Sequence[Configuration]) -> Sequence[Configuration]:
-    """The configurations that fit the device, in ascending order of micro batch and need."""
-    return configurations[: _num_within(configurations, context.device.usable_bytes, partial(predicted_need, context))]
+    """The configurations that fit the device, in ascending order of micro batch and need.
 
-
-def _bounded(context: PlanningContext, strategy: Strategy, *, offloads: bool) -> list[Bounded]:
-    bounds: dict[tuple[Checkpointing, LossHead, bool], Bounded] = {}
-    found = []
-    for start in _starts(context, strategy, offloads=offloads):
-        key = start.checkpointing, start.loss, start.compile
-        if key in bounds:  # with larger slices of logits: smaller ones are no faster
-            found.append(bounds[key]._replace(micro_batch=None, start=start))
-        else:
-            bounds[key] = _bound(context, start)
-            found.append(bounds[key])
-    return sorted(found, key=lambda bounded: bounded.seconds)
+    Activations that move must fit the host as well.
+    """
+    found = configurations[: _num_within(configurations, context.device.usable_bytes, partial(predicted_need, context))]
+    while found and found[-1].activation_offload and host_excess(context, predicted_memory(context, found[-1])):
+        found = found[:-1]
+    return found
 
 
 def _bound(context: PlanningContext, start: Configuration) -> Bounded:
     """The fastest micro batch: the largest, a rank's whole share, unless rows are padded to the longest."""
-    sizes = micro_batches(context, start.strategy)
+    sizes = sizes_of(context, start)
     configurations = [with_micro_batch(context, start, size) for size in (sizes if _is_padded(context) else sizes[-1:])]
     seconds, at = min(
         (_seconds_of(context, configuration), configuration.micro_batch) for configuration in configurations
@@ -441,21 +450,50 @@ def _is_padded(context: PlanningContext) -> bool:
 
 def _seconds_of(context: PlanningContext, configuration: Configuration) -> float:
     """Seconds by which configurations of a strategy are compared."""
-    step_s = relative_seconds(context, configuration)
-    return seconds_with_start_up(context, configuration, step_s) * loss_handicap(configuration.loss)
+    return upper_seconds(context, configuration, relative_seconds(context, configuration))
 
 
-def _starts(context: PlanningContext, strategy: Strategy, *, offloads: bool) -> Iterator[Configuration]:
-    """Each choice of checkpointing, loss head and slice, at the smallest micro batch and buffers."""
+def sizes_of(context: PlanningContext, start: Configuration) -> tuple[int, ...]:
+    """The micro batches that a start may have."""
+    return micro_batches(context, at_once=start.updates_in_backward)
+
+
+class _Kind(NamedTuple):
+    """The settings of a start but for the slice of logits."""
+
+    checkpointing: Checkpointing
+    loss: LossHead | None
+    compile: bool
+    activation_offload: bool
+    optimizer_in_backward: bool
+
+
+def _kind(start: Configuration) -> _Kind:
+    return _Kind(start.checkpointing, start.loss, start.compile, start.activation_offload, start.optimizer_in_backward)
+
+
+def _starts(context: PlanningContext, strategy: Strategy) -> Iterator[Configuration]:
+    """Each choice of the settings, at the smallest micro batch and buffers."""
     kinds, heads = checkpointings(context), losses(context)
     first = first_configuration(context, strategy, checkpointing=kinds[0], loss=heads[0])
-    first = replace(first, activation_offload=offloads)
-    for checkpointing in kinds:
-        start = replace(first, checkpointing=checkpointing, checkpoint_every_n=every_n(context, checkpointing))
-        for loss in heads:
-            for tokens in chunk_sizes(context.shape, loss):
-                for is_compiled in compiles(context):
-                    yield replace(start, loss=loss, loss_chunk_tokens=tokens, compile=is_compiled)
+    settings = product(
+        kinds,
+        ((loss, tokens) for loss in heads for tokens in chunk_sizes(context.shape, loss)),
+        compiles(context),
+        activation_offloads(context),
+        optimizers_in_backward(context, strategy),
+    )
+    for checkpointing, (loss, tokens), is_compiled, offloads, in_backward in settings:
+        yield replace(
+            first,
+            checkpointing=checkpointing,
+            checkpoint_every_n=every_n(context, checkpointing),
+            loss=loss,
+            loss_chunk_tokens=tokens,
+            compile=is_compiled,
+            activation_offload=offloads,
+            optimizer_in_backward=in_backward,
+        )
 
 
 def with_larger_buckets(context: PlanningContext, configuration: Configuration) -> Candidate:

@@ -35,7 +35,6 @@ from shardwise.trainer.planning.search.configurations import (
     can_fit,
     least_need,
     smallest_buckets,
-    updates_in_backward,
 )
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.engines import Offload, Sharding
@@ -68,7 +67,7 @@ def fallbacks(context: PlanningContext, candidates: Sequence[Candidate]) -> tupl
 
 def _keeps_the_update(other: Candidate, chosen: Candidate) -> bool:
     has_same_rate = shares_rate(other.strategy.optimizer, chosen.strategy.optimizer)
-    return has_same_rate and (other.strategy.is_exact or not chosen.strategy.is_exact)
+    return has_same_rate and (other.is_exact or not chosen.is_exact)
 
 
 def _layout(candidate: Candidate) -> tuple[Sharding, Offload]:
@@ -98,7 +97,7 @@ def _is_lower(candidate: Candidate, last: Candidate, *, gain: float = MIN_GAIN) 
 def _smaller_configurations(context: PlanningContext, configuration: Configuration) -> Iterator[Configuration]:
     """One step down on each axis without a pin, the cheapest first."""
     pin = context.job.pin
-    is_one = pin.micro_batch is not None or updates_in_backward(context, configuration.strategy)
+    is_one = pin.micro_batch is not None or configuration.updates_in_backward
     micro_batch = 1 if is_one else configuration.micro_batch
     while micro_batch > 1:  # the first halves may need more: accumulated gradients need memory of their own
         micro_batch //= 2
@@ -275,7 +274,9 @@ def _job_changes(context: PlanningContext) -> Iterator[str]:
 def _host_ram_need(context: PlanningContext) -> int | None:
     """The least host RAM of a node with which anything fits, if the RAM of the nodes is unknown."""
     job = context.job
-    unlimited = replace(context, job=replace(job, limits=replace(job.limits, host_ram=_ANY_HOST_RAM_BYTES)))
+    limits, pin = replace(job.limits, host_ram=_ANY_HOST_RAM_BYTES), job.pin
+    retained = replace(pin, activation_offload=bool(pin.activation_offload))  # less RAM, if slower
+    unlimited = replace(context, job=replace(job, limits=limits, pin=retained))
     runnable = (row for row in CATALOGUE if refuse(unlimited, row) is None)
     found = [candidate for row in runnable if (candidate := best_candidate(unlimited, row)) is not None]
     needs = [

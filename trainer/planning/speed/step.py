@@ -123,7 +123,7 @@ def _parts(shape: ModelShape, configuration: Configuration, device: Device) -> d
     micro = both(computing, wire + moved)
     exposed = micro - computing
     on_wire = exposed * wire / (wire + moved) if wire + moved else 0.0
-    waits = activation_waits(shape, configuration, device, rates, micro)
+    waits = activation_waits(shape, configuration, device, rates, micro, moved)
     accumulation = configuration.accumulation
     return {
         "compute_s": accumulation * busy,
@@ -273,18 +273,19 @@ def offload_seconds(configuration: Configuration, work: Work, rates: Rates, trai
 
 
 def activation_waits(
-    shape: ModelShape, configuration: Configuration, device: Device, rates: Rates, micro_s: float
+    shape: ModelShape, configuration: Configuration, device: Device, rates: Rates, micro_s: float, moved_s: float
 ) -> float:
     """Seconds of a micro batch that the device waits for activations on their way to the host, and back.
 
-    The bytes are those that `memory.activations` counts. They move out during the forward and back during the backward.
+    The bytes are those that `memory.activations` counts. They move out during the forward and back during the backward,
+    where half of the weights that cross PCIe as well (`moved_s`) take the same direction.
     """
     if not configuration.activation_offload:
         return 0.0
     dims = dims_of(shape)
     moved = block_activations(configuration, policy_of(configuration, device, dims), dims).offloaded / rates.pcie
     forward = micro_s * _forward_share(configuration)
-    return max(0.0, moved - forward) + max(0.0, moved - (micro_s - forward))
+    return max(0.0, moved - forward) + max(0.0, moved + moved_s / 2 - (micro_s - forward))
 
 
 def _forward_share(configuration: Configuration) -> float:

@@ -97,6 +97,7 @@ class Allowance(StrEnum):
     BF16_WEIGHTS = "bf16_weights"
     FP8 = "fp8"
     TF32 = "tf32"
+    UNCLIPPED = "unclipped"  # train.clip may go unapplied, so that an update runs inside the backward pass
     COMPILE = "compile"  # changes nothing: it is exact and always considered
 
 
