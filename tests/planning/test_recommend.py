@@ -96,7 +96,7 @@ def test_a_better_strategy_is_named_with_the_pin_to_leave_out() -> None:
     free = plan_of("8b", "8xH100-SXM5-80GB", pin=EAGER).chosen
     (text,) = said(pinned)
     assert text.startswith(f"{free.strategy.name}, micro batch {free.micro_batch}, ")
-    assert all(fact in text for fact in ("predicted 3.", "GiB of 79.1 GiB", "pin.offload"))
+    assert all(fact in text for fact in ("exact and predicted ", "GiB of 79.1 GiB", "pin.offload"))
 
 
 def test_a_candidate_that_was_taken_by_hand_is_held_against_the_first() -> None:

@@ -171,34 +171,30 @@ def _rank_methods(
         rankings[method] = rank(context, trials) if is_requested else survey(context)
         if is_requested and rankings[method].candidates:
             taken = method
-    resident = _without_streaming(contexts, wanted, taken, rankings)
-    if resident is not None:
-        rankings[resident] = rank(contexts[resident], trials)
-    return resident or taken, rankings
+    if taken is Method.LORA and Method.QLORA in wanted and _streams(rankings[taken]):
+        rankings[Method.QLORA] = rank(contexts[Method.QLORA], trials)
+        taken = _without_streaming(contexts, rankings)
+    return taken, rankings
 
 
-def _without_streaming(
-    contexts: Mapping[Method, PlanningContext],
-    wanted: Sequence[Method],
-    taken: Method | None,
-    rankings: Mapping[Method, Ranking],
-) -> Method | None:
-    """The next wanted method, if adapters of the `taken` one stream the base from host RAM and are not clearly faster.
+def _streams(ranking: Ranking) -> bool:
+    """True if the first candidate's weights cross PCIe in every pass."""
+    return ranking.candidates[0].strategy.offload.moves_parameters
 
-    The base then stays on the device, in 4 bit: what others use on such cards, and no host RAM is pinned.
+
+def _without_streaming(contexts: Mapping[Method, PlanningContext], rankings: Mapping[Method, Ranking]) -> Method:
+    """QLoRA, whose base stays on the device in 4 bit, unless LoRA that streams its base is clearly faster.
+
+    Others use it on such cards, and no host RAM is pinned.
     """
-    if taken is None or not taken.freezes_base or not rankings[taken].candidates[0].strategy.offload.moves_parameters:
-        return None
 
     def seconds(method: Method) -> float:
-        candidate = rankings[method].candidates[0]
-        return upper_seconds(contexts[method], configuration_of(contexts[method], candidate), candidate.speed.step_s)
+        context, candidate = contexts[method], rankings[method].candidates[0]
+        return upper_seconds(context, configuration_of(context, candidate), candidate.speed.step_s)
 
-    others = [
-        method for method in wanted if method.freezes_base and method is not taken and rankings[method].candidates
-    ]
-    resident = [each for each in others if not rankings[each].candidates[0].strategy.offload.moves_parameters]
-    return next((method for method in resident if seconds(method) <= seconds(taken)), None)
+    if not rankings[Method.QLORA].candidates or _streams(rankings[Method.QLORA]):
+        return Method.LORA
+    return Method.QLORA if seconds(Method.QLORA) <= seconds(Method.LORA) else Method.LORA
 
 
 def _methods(job: Job, data: DataProfile) -> tuple[Method, ...]:
