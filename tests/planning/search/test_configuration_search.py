@@ -333,8 +333,8 @@ def test_slices_come_in_two_sizes_and_whole_logits_in_none(model: str) -> None:
 
 def test_ligers_loss_head_is_chosen_where_it_is_installed_and_defined() -> None:
     data, machine_of = data_of(), partial(machine, libraries=("liger-kernel",))
-    plan = plan_of("1b", machine_of("1xRTX-4090"), data=data)
-    without = plan_of("1b", "1xRTX-4090", data=data)
+    plan = plan_of("1b", machine_of("1xRTX-4090"), data=data, allow=())
+    without = plan_of("1b", "1xRTX-4090", data=data, allow=())
     assert (plan.chosen.loss, without.chosen.loss) == (LossHead.FUSED_LINEAR, LossHead.CHUNKED)
     assert plan.chosen.speed.step_s < without.chosen.speed.step_s
     pairs = data_of(format=DataFormat.PREFERENCE, is_packed=False)
