@@ -20,7 +20,8 @@ ZERO2, ZERO3, ZERO2_3 = Place(Sharding.ZERO2, 2), Place(Sharding.ZERO3, 2), Plac
 
 EXACT = (
     Move(ZERO3, ZERO3, "lion"), Move(ZERO2, ZERO2, "adamw_8bit"),
-    Move(FSDP, ZERO3, "lion"), Move(SINGLE, DDP, "adamw_8bit"), Move(ZERO3, ZERO3, "ademamix_8bit"),
+    Move(FSDP, ZERO3, "lion"), Move(FSDP, FSDP, "adamw_8bit"), Move(SINGLE, DDP, "adamw_8bit"),
+    Move(ZERO3, ZERO3, "ademamix_8bit"),
     Move(ZERO2, SINGLE, "paged_adamw"),
     Move(SINGLE, DDP, "muon"), Move(DDP, SINGLE, "adafactor"), Move(SINGLE, DDP, "galore"),
 )  # fmt: skip
@@ -30,6 +31,7 @@ MORE_EXACT = (
 )  # fmt: skip
 ANEW = (
     Move(DDP, ZERO2, "adamw_8bit"),
+    Move(FSDP, ZERO2, "adamw_8bit"),
     Move(ZERO3, SINGLE, "adamw_8bit"),
     Move(ZERO2, ZERO2_3, "adamw_8bit"),
     Move(DDP, ZERO3, "ademamix_8bit"),

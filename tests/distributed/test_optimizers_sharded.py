@@ -21,6 +21,8 @@ RUNS = [
     (Sharding.ZERO3, Optimizer.ADEMAMIX_8BIT, False, CUT_BLOCKS, "state1: uint8"),
     (Sharding.ZERO2, Optimizer.PAGED_ADAMW, False, CUT_ANYWHERE, "state1: float32"),
     (Sharding.FSDP, Optimizer.LION, False, CUT_ANYWHERE, "exp_avg: float32"),
+    (Sharding.FSDP, Optimizer.ADAMW_8BIT, False, CUT_BLOCKS, "state1: uint8"),
+    (Sharding.FSDP, Optimizer.ADAMW_8BIT, True, CUT_BLOCKS, "state1: uint8"),
     (Sharding.FSDP, Optimizer.ADAMW_FUSED, True, CUT_ANYWHERE, "exp_avg: float32"),
     (Sharding.FSDP_GRAD_OP, Optimizer.LION, True, CUT_ANYWHERE, "exp_avg: float32"),
 ]

@@ -68,8 +68,9 @@ def tolerance(point: Point) -> float:
     if point.precision is Precision.FP32:
         if point.optimizer is Optimizer.MUON:
             return ORTHOGONALISED  # in bf16, by torch's implementation
-        if point.sharding.uses_deepspeed and point.optimizer not in CUT_ANYWHERE:
-            return MIXED  # blocks of 8-bit state fall elsewhere in a flat partition
+        is_flat = point.sharding.uses_deepspeed and point.optimizer not in CUT_ANYWHERE
+        if is_flat or (point.sharding.uses_fsdp and point.optimizer is Optimizer.ADAMW_8BIT):
+            return MIXED  # blocks of 8-bit state fall elsewhere in a flat partition or a shard
         # A sum in another order moves an 8-bit code now and then, and with it the sign that is a whole step of Lion.
         return SIGNED if point.optimizer is Optimizer.LION_8BIT else EXACT
     if point.precision is Precision.BF16_MIXED and not point.sharding.uses_fsdp and point.method is not Method.GALORE:

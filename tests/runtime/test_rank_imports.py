@@ -22,7 +22,7 @@ TIMEOUT_S = 300  # only a rank that hangs needs it
 NOT_IMPORTED = (
     # engines, methods, optimizers and kernels that another plan names
     "deepspeed", "peft", "bitsandbytes", "trl", "galore_torch", "torchao", "transformer_engine", "liger_kernel",
-    "kernels", "flash_attn", "shardwise.trainer.runtime.optimizers.lamb_8bit",
+    "kernels", "flash_attn", "shardwise.trainer.runtime.optimizers.eight_bit",
     # data is read from prepared rows
     "datasets", "pyarrow", "pandas", "shardwise.trainer.runtime.data.prepare",
     # the export and what checks it

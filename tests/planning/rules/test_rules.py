@@ -120,7 +120,7 @@ RULE_INPUTS: list[tuple[str, RuleInput, RuleInput]] = [
         rule_input(PLAIN, method=Method.LORA, lora=LoraJob(dora=True, targets=("q_proj",)), shape=MIXTURE),
     ),
     ("lomo_needs_one_rank", rule_input("fsdp/bf16/lomo"), rule_input("none/bf16/lomo")),
-    ("bitsandbytes_takes_plain_tensors", rule_input("fsdp/bf16/adamw_8bit"), rule_input("zero3/bf16/adamw_8bit")),
+    ("bitsandbytes_takes_plain_tensors", rule_input("fsdp/bf16/lion_8bit"), rule_input("zero3/bf16/lion_8bit")),
     ("lamb_needs_whole_tensors", rule_input("zero1/bf16/lamb_8bit"), rule_input("ddp/bf16/lamb_8bit")),
     ("matrix_updates_need_whole_matrices", rule_input("zero2/bf16/muon"), rule_input("ddp/bf16/muon")),
     (

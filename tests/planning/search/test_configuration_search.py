@@ -370,3 +370,12 @@ def test_selective_is_offered_where_weights_are_trained_and_not_for_frozen_ones(
     full, lora = (context_for("8b", "1xA100-SXM4-80GB", method=method) for method in (Method.FULL, Method.LORA))
     assert Checkpointing.SELECTIVE in checkpointings(full)
     assert Checkpointing.SELECTIVE not in checkpointings(lora)
+
+
+def test_a_70b_model_trains_on_one_node_of_80_gb_with_16_bit_weights_and_8_bit_state() -> None:
+    allowed = (Allowance.OFFLOAD_CPU, Allowance.BF16_WEIGHTS, Allowance.OPTIMIZER_8BIT)
+    sizes: dict[str, Any] = {"method": Method.FULL, "seq_len": 4096, "tokens_per_step": 131_072}
+    chosen = plan_of("70b", "8xH100-SXM5-80GB", allow=allowed, **sizes).chosen
+    assert (chosen.strategy.sharding, chosen.strategy.optimizer) == (Sharding.FSDP, Optimizer.ADAMW_8BIT)
+    state = chosen.memory.parts["optimizer_state"]
+    assert state == pytest.approx(2 * (1 + 4 / 256) * 70.55e9 / 8, rel=0.001)

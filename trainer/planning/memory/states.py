@@ -215,6 +215,7 @@ class StateTensors(Value, frozen=True, kw_only=True):
     """(elements, how many of that size) of everything that is trained, before sharding."""
 
     groups: tuple[tuple[int, int], ...]
+    least_8bit: int = LEAST_8BIT_ELEMENTS  # of a tensor whose state is 8 bit; of FSDP2's, a shard has as many as others
 
     def num_elements(self, least: int = 0) -> int:
         """Elements of the tensors that have at least so many."""
@@ -223,13 +224,13 @@ class StateTensors(Value, frozen=True, kw_only=True):
     @property
     def largest_8bit(self) -> int:
         """Elements of the largest tensor whose state is 8 bit; 0 where none is."""
-        return max((size for size, _ in self.groups if size >= LEAST_8BIT_ELEMENTS), default=0)
+        return max((size for size, _ in self.groups if size >= self.least_8bit), default=0)
 
     def state_bytes(self, *, is_8bit: bool, num_moments: int = 2, least: int = 0) -> int:
         """Bytes of the moments of tensors of at least `least` elements, fp32 or 8 bit with their scales."""
         if not is_8bit:
             return 4 * num_moments * self.num_elements(least)
-        compact = self.num_elements(max(least, LEAST_8BIT_ELEMENTS))
+        compact = self.num_elements(max(least, self.least_8bit))
         return num_moments * (4 * (self.num_elements(least) - compact) + round(EIGHT_BIT_BYTES * compact))
 
 
@@ -240,7 +241,9 @@ def state_tensors(
     if policy.uses_deepspeed:
         return StateTensors(groups=((num_trained // policy.shard_degree, policy.shard_degree),))
     groups = tuple(_adapters(configuration, dims) if policy.is_frozen else _weights(dims))
-    return StateTensors(groups=groups)
+    return StateTensors(
+        groups=groups, least_8bit=LEAST_8BIT_ELEMENTS * (policy.shard_degree if policy.uses_fsdp else 1)
+    )
 
 
 def _adapters(configuration: Configuration, dims: Dims) -> Iterator[tuple[int, int]]:

@@ -106,8 +106,8 @@ LAYOUTS: tuple[Incompatibility, ...] = (
         name="bitsandbytes_takes_plain_tensors",
         is_broken=lambda c: not c.strategy.optimizer.facts.supports_dtensors and c.strategy.sharding.uses_fsdp,
         reason="optimizer: {optimizer} does not work under {sharding}: its kernels take plain tensors, not DTensors",
-        instead="zero2 or zero3, or adamw_fused",
-        evidence="bitsandbytes#89, pytorch/ao#1213; ZeRO's flat partitions are plain tensors",
+        instead="zero2 or zero3, or adamw_8bit",
+        evidence="bitsandbytes#89, pytorch/ao#1213; ZeRO's flat partitions are plain tensors; adamw_8bit has shards",
     ),
     Incompatibility(
         name="lamb_needs_whole_tensors",

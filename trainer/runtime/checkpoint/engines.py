@@ -54,7 +54,10 @@ def describe(model: nn.Module, optimizer: TorchOptimizer) -> dict[str, Parameter
             is_buffer=item.is_buffer,
             group=group,
             step=step_count(optimizer, item.tensor),
-            state={key: _state_entry(stored, shape) for key, stored in state_tensors(optimizer, item.tensor).items()},
+            state={
+                key: _state_entry(stored, shape, is_shard=isinstance(item.tensor, DTensor))
+                for key, stored in state_tensors(optimizer, item.tensor).items()
+            },
         )
     return entries
 
@@ -89,9 +92,9 @@ def settle(model: nn.Module) -> None:
     """Nothing: the filled tensors are those that the model computes with."""
 
 
-def _state_entry(stored: StateTensor, shape: tuple[int, ...]) -> TensorEntry:
-    """The entry of a state tensor; values that stand for blocks of elements have the shape of the parameter."""
-    own = tuple(stored.values.shape) if stored.block == 1 else shape
+def _state_entry(stored: StateTensor, shape: tuple[int, ...], *, is_shard: bool) -> TensorEntry:
+    """The entry of a state tensor; shards, and values that stand for blocks, have the shape of the parameter."""
+    own = tuple(stored.values.shape) if stored.block == 1 and not is_shard else shape
     return TensorEntry(shape=own, type=type_of(stored.values), chunks=(), block=stored.block)
 
 
@@ -100,21 +103,28 @@ def fsdp_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
     pieces = []
     for name, item in named_state(model).items():
         if item.tied_to is None:
-            pieces.append(_fsdp_piece(name, None, item.tensor))
+            pieces.append(_fsdp_piece(name, None, item.tensor, StateTensor(item.tensor)))
             states = state_tensors(optimizer, item.tensor)
-            pieces += [_fsdp_piece(name, key, stored.values) for key, stored in states.items()]
+            pieces += [_fsdp_piece(name, key, item.tensor, stored) for key, stored in states.items()]
     return [piece for piece in pieces if piece.num_elements]
 
 
-def _fsdp_piece(name: str, state: str | None, tensor: torch.Tensor) -> Piece:
+def _fsdp_piece(name: str, state: str | None, tensor: torch.Tensor, stored: StateTensor) -> Piece:
+    """Values of the parameter `tensor`, or of a state of it: a DTensor, or a plain tensor of this rank's rows."""
+    values = stored.values.to_local() if isinstance(stored.values, DTensor) else stored.values
     if not isinstance(tensor, DTensor):
-        return Piece(name, state, 0, flat(tensor, name=name), is_shared=True)
+        return Piece(name, state, 0, flat(values, name=name), is_shared=True)
+    num_elements = tensor.to_local().numel()
+    blocks = None if stored.block == 1 else Blocks(num_elements, min(stored.block, num_elements), stored.block)
     *replicated, sharded = tensor.placements
     assert sharded == Shard(0) and replicated in ([], [Replicate()]), f"{name}: lies as {tensor.placements}"
     mesh = tensor.device_mesh
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     replica = Replica(mesh.get_local_rank(0), mesh.size(0)) if replicated else None
-    return Piece(name, state, offset[0] * prod(tensor.shape[1:]), flat(tensor.to_local(), name=name), replica=replica)
+    start = offset[0] * prod(tensor.shape[1:])
+    return Piece(
+        name, state, start, flat(values, name=name), replica=replica, blocks=blocks, coded=stored.coded
+    )  # fmt: skip
 
 
 class StateAdapter(NamedTuple):

@@ -310,7 +310,8 @@ class Resumption:
     def load(self, model: nn.Module, optimizer: object, *, sharding: Sharding) -> int:
         """`fill_engine` for the newest checkpoint whose hashes are right; then the engine's copy follows.
 
-        InputError if it does not fit; errors of `begin_resumption` if all turn out to be damaged.
+        Returns the number of blocks coded anew on all ranks that share the state. InputError if it does not fit;
+        errors of `begin_resumption` if all turn out to be damaged.
         """
         while True:
             own = sorted(self.checkpoint.manifest.files)[self._ranks.rank :: self._ranks.world_size]
@@ -335,7 +336,9 @@ class Resumption:
             if problem is not None:
                 raise problem
             adapter_of(sharding).settle(model)
-            return num_coded_anew
+            if not sharding.shards_optimizer:
+                return num_coded_anew
+            return sum(int(each) for each in self._ranks.exchange(str(num_coded_anew).encode()))
 
     def _open_next(self) -> None:
         """The next older one, verified and compared with the job."""

@@ -7,8 +7,9 @@ Where each is from, and why that one:
                               under offload would silently turn it off (docs/workarounds.md, W5)
     *_8bit, paged_*           bitsandbytes: moments in blocks of 256 elements with an fp32 scale each, tensors below
                               4,096 elements in fp32. Paged state lies in CUDA managed memory, which the driver moves to
-                              host RAM when the device is full; on a CPU it is ordinary memory. Plain tensors only
-    lamb_8bit                 ours on bitsandbytes' moments (`lamb_8bit`)
+                              host RAM when the device is full; on a CPU it is ordinary memory. Plain tensors only,
+                              except for adamw_8bit
+    adamw_8bit, lamb_8bit     the first also on FSDP2's shards; LAMB is ours on bitsandbytes' moments (`eight_bit`)
     ademamix_8bit             bitsandbytes' (arXiv:2409.03137): AdamW plus alpha times a second, slow mean of gradients.
                               Betas and alpha are bitsandbytes' defaults, constant from the first step; the authors
                               raise alpha and the slow beta over the whole run
@@ -88,7 +89,7 @@ def _deepspeed_cpu_adam(groups: list[Group], lr: float) -> TorchOptimizer:
 
 
 def _adamw_8bit(groups: list[Group], lr: float) -> TorchOptimizer:
-    from bitsandbytes.optim import AdamW8bit
+    from shardwise.trainer.runtime.optimizers.eight_bit import AdamW8bit
 
     return _as_torch(AdamW8bit(groups, lr=lr, betas=BETAS, eps=EPSILON))
 
@@ -118,7 +119,7 @@ def _lion_8bit(groups: list[Group], lr: float) -> TorchOptimizer:
 
 
 def _lamb_8bit(groups: list[Group], lr: float) -> TorchOptimizer:
-    from shardwise.trainer.runtime.optimizers.lamb_8bit import Lamb8bit
+    from shardwise.trainer.runtime.optimizers.eight_bit import Lamb8bit
 
     return _as_torch(Lamb8bit(groups, lr=lr, betas=BETAS, eps=EPSILON))
 
