@@ -512,3 +512,18 @@ def test_dora_measures_every_weight_in_every_forward(precision: Precision, squar
     recomputed = estimate_speed(LLAMA_8B, again, device).parts["compute_s"]
     retained = estimate_speed(LLAMA_8B, replace(chosen, checkpointing=FULL_AC), device).parts["compute_s"]
     assert recomputed - retained == pytest.approx(2 * (measuring - plain), rel=0.001)
+
+
+def test_compiled_blocks_leave_the_loss_head_to_torch() -> None:
+    """Our runtime compiles blocks; another trainer compiles the whole model."""
+
+    def head_s(reference: str, *, compiles: bool) -> float:
+        chosen = configuration(seq_len=8192, compile=compiles, reference=reference)
+        eager, linear = (
+            estimate_speed(LLAMA_8B, replace(chosen, loss=loss), gpu()).parts["compute_s"]
+            for loss in (LossHead.EAGER, LossHead.FUSED)
+        )
+        return eager - linear
+
+    assert head_s("shardwise", compiles=True) == pytest.approx(head_s("shardwise", compiles=False))
+    assert head_s("torchtitan", compiles=True) < head_s("torchtitan", compiles=False)

@@ -474,7 +474,8 @@ def _head_seconds(shape: ModelShape, configuration: Configuration, work: Work, r
     tokens, width = tokens_computed(configuration), configuration.strategy.precision.compute_bytes / 2
     a_logit = OWN_FUSED_LOGIT_BYTES if _is_own_fused(configuration) else LOGIT_BYTES[configuration.loss]
     if configuration.loss is LossHead.EAGER:
-        fused = LOGIT_BYTES[LossHead.FUSED] if configuration.compile else None
+        is_compiled = configuration.compile and configuration.reference != SHARDWISE  # ours compiles blocks alone
+        fused = LOGIT_BYTES[LossHead.FUSED] if is_compiled else None
         a_logit = reference_of(configuration.reference).eager_logit_bytes or fused or a_logit
     a_weight, a_gradient = SLICE_WEIGHT_BYTES, SLICE_GRADIENT_BYTES
     if _is_liger(configuration):
