@@ -20,7 +20,7 @@ from shardwise.launch.job.layers import ResolvedJob, read_job_layers
 from shardwise.launch.plan.calibration_store import read_calibration
 from shardwise.launch.probe.gpu_selection import select_gpus
 from shardwise.launch.probe.installed import installed_version
-from shardwise.trainer.planning.planner import make_plan
+from shardwise.trainer.planning.planner import make_plan, plan_on_enough_gpus
 from shardwise.trainer.planning.schedule import bytes_per_token, estimate_data
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.spec.data.profile import DataProfile, PrepareRequest
@@ -335,21 +335,25 @@ def plan_inputs(
     """The plan for these inputs."""
     calibration, versions = read_calibration_of(inputs, environment=environment)
     fp8_gain, ignored = _fp8_gain_of(inputs, versions)
-    plan = make_plan(
-        inputs.resolved.job,
-        name=inputs.resolved.name,
-        hardware=inputs.hardware,
-        shape=inputs.shape,
-        model_config=dict(text_part(inputs.model.config)),
-        model_path=inputs.model.model_path,
-        tokenizer_path=prepared_tokenizer(data) or inputs.model.tokenizer_path,
-        data=data,
-        calibration=calibration,
-        versions=versions,
-        trials=trials,
-        fp8_gain=fp8_gain,
-        extension=_extension_of(inputs.resolved.job),
-    )
+
+    def plan_on(hardware: Hardware) -> Plan:
+        return make_plan(
+            inputs.resolved.job,
+            name=inputs.resolved.name,
+            hardware=hardware,
+            shape=inputs.shape,
+            model_config=dict(text_part(inputs.model.config)),
+            model_path=inputs.model.model_path,
+            tokenizer_path=prepared_tokenizer(data) or inputs.model.tokenizer_path,
+            data=data,
+            calibration=calibration,
+            versions=versions,
+            trials=trials,
+            fp8_gain=fp8_gain,
+            extension=_extension_of(inputs.resolved.job),
+        )
+
+    plan = plan_on_enough_gpus(plan_on, inputs.hardware)
     code = inputs.model_code
     more = (inputs.model.note, code.description if code is not None else None, ignored)
     return replace(plan, model_code=code, notes=(*plan.notes, *(note for note in more if note is not None)))

@@ -22,7 +22,7 @@ from shardwise.trainer.planning.candidates import (
     upper_seconds,
 )
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.planner import context_of, take_candidate
+from shardwise.trainer.planning.planner import context_of, plan_on_enough_gpus, take_candidate
 from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,
     best_candidate,
@@ -35,7 +35,7 @@ from shardwise.trainer.planning.search.fallbacks import fallbacks, memory_remedy
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError, NothingFitsError
-from shardwise.trainer.spec.hardware import Disk
+from shardwise.trainer.spec.hardware import Disk, Hardware
 from shardwise.trainer.spec.job.sections import Allowance, Limits, NvmeLimit
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Candidate, Plan, TrialResult
@@ -531,6 +531,22 @@ def test_an_uncertain_prediction_must_be_faster_by_what_it_is_less_certain() -> 
     errors = [prediction_error(configuration_of(context_of(plan), each)) for each in (plan.chosen, paged)]
     assert errors == [UNCOMPARED_ERROR, PAGING_ERROR]
     assert plan.chosen.strategy.optimizer is Optimizer.ADAMW_FUSED
+
+
+def test_cards_that_would_idle_or_make_a_plan_impossible_are_left_out() -> None:
+    """One row a step keeps one card busy; and eight ranks that load at once need more host RAM than four."""
+
+    def planned(model: str, hardware: Hardware, **facts: Any) -> Plan:
+        return plan_on_enough_gpus(lambda machine: plan_of(model, machine, **facts), hardware)
+
+    idle = planned("1b", machine("4xL4"), method=Method.LORA, tokens_per_step=2048)
+    assert (idle.chosen.num_ranks, len(idle.hardware.gpus)) == (1, 1)
+    assert idle.hardware.excluded[-1].startswith("GPU 1, 2, 3: ")
+    assert planned("1b", machine("4xL4"), method=Method.LORA, tokens_per_step=8192).chosen.num_ranks == 4
+    short = machine("8xA100-SXM4-80GB", ram_bytes=30 * GIB)
+    assert planned("1b", short, method=Method.FULL).chosen.num_ranks == 4
+    with pytest.raises(NothingFitsError, match=r"full training of 8\.03B"):
+        planned("8b", short, method=Method.FULL)
 
 
 def test_fewer_cards_are_offered_where_host_ram_is_what_is_missing() -> None:

@@ -9,7 +9,8 @@
 4. The first candidate is chosen; fallbacks and the table of methods are added.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec.structs import replace
@@ -30,7 +31,7 @@ from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import objective_of, shapes_for
 from shardwise.trainer.spec.engines import Offload
-from shardwise.trainer.spec.errors import InputError, InputProblemsError
+from shardwise.trainer.spec.errors import InputError, InputProblemsError, NothingFitsError
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.job.sections import Job, Objective
 from shardwise.trainer.spec.messages.extension import Extension, Hook
@@ -100,6 +101,46 @@ def make_plan(
         warnings=warnings(context, ranking.candidates[0]),
         notes=notes(context, data, trials, ranking.candidates),
     )
+
+
+def plan_on_enough_gpus(plan_on: Callable[[Hardware], Plan], hardware: Hardware) -> Plan:
+    """The plan for all GPUs of a machine, or for fewer of one node: where nothing fits all, or some of them would idle.
+
+    NothingFitsError, that of all GPUs, if no number of them suffices.
+    """
+    try:
+        plan = plan_on(hardware)
+    except NothingFitsError:
+        fewer = next(_plans_on_fewer(plan_on, hardware), None)
+        if fewer is None:
+            raise
+        return fewer
+    if plan.schedule.sequences_per_step >= hardware.num_devices:
+        return plan
+    return min((plan, *_plans_on_fewer(plan_on, hardware)), key=_rank_of)
+
+
+def _rank_of(plan: Plan) -> tuple[int, bool, float]:
+    context, chosen = context_of(plan), plan.chosen
+    seconds = upper_seconds(context, configuration_of(context, chosen), chosen.speed.step_s)
+    return list(Method).index(chosen.method), not chosen.is_exact, seconds
+
+
+def _plans_on_fewer(plan_on: Callable[[Hardware], Plan], hardware: Hardware) -> Iterator[Plan]:
+    """Plans for half of the GPUs of a node, a quarter, down to one; only those that fit."""
+    num_gpus = len(hardware.gpus) // 2 if hardware.num_nodes == 1 else 0
+    while num_gpus:
+        used = [gpu.index for gpu in hardware.gpus[:num_gpus]]
+        unused = ", ".join(str(gpu.index) for gpu in hardware.gpus[num_gpus:])
+        fewer = replace(
+            hardware,
+            gpus=hardware.gpus[:num_gpus],
+            links=tuple(link for link in hardware.links if {link.a, link.b} <= set(used)),
+            excluded=(*hardware.excluded, f"GPU {unused}: this job is no faster with more than {num_gpus}"),
+        )
+        with suppress(NothingFitsError, InputError):
+            yield plan_on(fewer)
+        num_gpus //= 2
 
 
 def take_candidate(plan: Plan, number: int) -> Plan:

@@ -183,7 +183,7 @@ def plan_on_a_t4(num_kv_heads: int) -> Plan:
         "max_position_embeddings": 4096,
     }  # fmt: skip
     return make_plan(
-        job_of(seq_len=4096, tokens_per_step=32768, pin={"compile": False, "loss": "chunked"}),
+        job_of(seq_len=4096, tokens_per_step=32768, pin={"compile": False, "loss": LossHead.CHUNKED}),
         name="test",
         hardware=machine("1xT4"),
         shape=read_model_shape(fields),
