@@ -545,8 +545,8 @@ def test_cards_that_would_idle_or_make_a_plan_impossible_are_left_out() -> None:
     assert planned("1b", machine("4xL4"), method=Method.LORA, tokens_per_step=8192).chosen.num_ranks == 4
     short = machine("8xA100-SXM4-80GB", ram_bytes=30 * GIB)
     assert planned("1b", short, method=Method.FULL).chosen.num_ranks == 4
-    with pytest.raises(NothingFitsError, match=r"full training of 8\.03B"):
-        planned("8b", short, method=Method.FULL)
+    with pytest.raises(NothingFitsError, match=r"full training of 70\.6B"):
+        planned("70b", short, method=Method.FULL)
 
 
 def test_fewer_cards_are_offered_where_host_ram_is_what_is_missing() -> None:
