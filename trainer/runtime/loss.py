@@ -99,9 +99,16 @@ def install_loss_head(
     of_head: Any = linear
     default = FUSED_SLICE_TOKENS if liger is not None else DEFAULT_CHUNK_TOKENS
     of_head.forward = _HeadForward(linear, head, chunk_tokens or default, softcap, liger).forward
-    loss = LossForward(head, softcap, model.forward, liger)
+    loss = LossForward(head, softcap, model.forward, liger, _logit_scale(config))
     replaceable.forward = MethodType(loss.forward, model)  # a method of the model: Accelerate binds its function anew
     return loss
+
+
+def _logit_scale(config: Any) -> float:  # noqa: ANN401  # of transformers, one class for each model
+    """Factor of a model's logits: Cohere multiplies them, Granite divides them."""
+    if config.model_type.startswith("cohere"):  # MPT has a field of this name, and ignores it
+        return float(config.logit_scale or 1.0)
+    return 1.0 / float(config.logits_scaling) if config.model_type.startswith("granite") else 1.0
 
 
 def shift(labels: Tensor) -> Tensor:
@@ -117,6 +124,7 @@ class LossForward:
     softcap: float | None
     own_forward: Callable[..., Any]  # the model's forward before
     liger: "LigerLoss | None" = None
+    logit_scale: float = 1.0
 
     @property
     def problem(self) -> str | None:
@@ -143,6 +151,8 @@ class LossForward:
                 "rows (DPO); use pin.loss=chunked"
             )
         hidden = _hidden_states(model, input_ids, **inputs)
+        if self.logit_scale != 1:  # a power of two in published models: exact before the product as after it
+            hidden = hidden * self.logit_scale
         targets = shift(labels)
         linear = model.get_output_embeddings()
         if output is LossOutput.LOGITS:

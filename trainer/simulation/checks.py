@@ -6,7 +6,7 @@ a device, nothing fails: the figures are only wrong. So each run looks for signs
 Check that the loss trained here is the model's own: cross-entropy of hidden states x head, and nothing else.
 
 Some models scale or mask their logits after the head, change the hidden states before it, or add a loss of another
-kind. The loss heads of `trainer.runtime.loss` know a cap and a bias; they would train another loss than such a
+kind. The loss heads of `trainer.runtime.loss` know a scale, a cap and a bias; they would train another loss than such a
 model's unnoticed. So the model's own loss is run on fake tensors, and so are its hidden states and its head, and
 the operations are compared one by one.
 """
@@ -160,9 +160,11 @@ def loss_obstacle(model: PreTrainedModel, loss: LossForward) -> str | None:
             ours = _operations(lambda: _logits(model, ids))
     except _NOT_FOLLOWED as error:
         return f"its forward cannot be followed without values ({type(error).__name__})"
-    ours = [*ours, *(_CAP if loss.softcap is not None else ()), *_CROSS_ENTROPY]
-    if theirs == ours:
+    scalings = ((),) if loss.logit_scale == 1 else (("mul",), ("div",))
+    caps = _CAP if loss.softcap is not None else ()
+    if any(theirs == [*ours, *scaling, *caps, *_CROSS_ENTROPY] for scaling in scalings):
         return None
+    ours = [*ours, *caps, *_CROSS_ENTROPY]
     differing = next((own for own, other in zip_longest(theirs, ours) if own != other), None)
     return f"its loss is not just the cross-entropy of its hidden states times its head ({differing or 'less'})"
 

@@ -91,7 +91,7 @@ def _shape_of(model: PreTrainedModel) -> ModelShape:
         linears=usual,
         num_dense_layers=len(others),
         dense_linears=Counter(others).most_common(1)[0][0] if others else (),
-        norm=Norm.LAYER if any(isinstance(norm, nn.LayerNorm) for _, norm in norms) else Norm.RMS,
+        norm=Norm.LAYER if any(_is_layer_norm(norm) for _, norm in norms) else Norm.RMS,
         norm_parameters_per_block=_size(block) - sum(linear.num_parameters for linear in usual),
         is_gated=_is_gated(usual, down),
         sliding_window=window or None,
@@ -242,6 +242,11 @@ def _norms(block: nn.Module) -> list[tuple[str, nn.Module]]:
 def _norms_outside(model: nn.Module, block: nn.Module) -> list[nn.Module]:
     inside = {id(part) for each in model.modules() if type(each) is type(block) for part in each.modules()}
     return [part for part in model.modules() if "Norm" in type(part).__name__ and id(part) not in inside]
+
+
+def _is_layer_norm(norm: nn.Module) -> bool:
+    """True for a norm that is one kernel; one without parameters is (OLMo)."""
+    return isinstance(norm, nn.LayerNorm) or not list(norm.parameters())
 
 
 def _is_qk_norm(name: str) -> bool:

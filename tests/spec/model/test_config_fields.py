@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.trainer.spec.model.llama_readers import ALIASES, DEFAULTS, fields_of
+from shardwise.trainer.spec.model.config_fields import ALIASES, DEFAULTS, fields_of
 from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types
 
 # The least a config of each type may say, so that transformers' own defaults for the rest make a model.
@@ -14,6 +14,9 @@ LEAST = {
     **{model_type: {**_LEAST, "intermediate_size": 80} for model_type in supported_model_types()},
     "gemma3_text": {},
     "phi3": {**_LEAST, "intermediate_size": 80, "vocab_size": 32064},  # its padding token needs an embedding
+    "glm": {**_LEAST, "intermediate_size": 80, "vocab_size": 151552},
+    "glm4": {**_LEAST, "intermediate_size": 80, "vocab_size": 151552},
+    "smollm3": {**_LEAST, "intermediate_size": 80, "vocab_size": 128256},
     "falcon": _LEAST,
     "gpt2": {"vocab_size": 200, "n_embd": 64, "n_layer": 2, "n_head": 4},
     "gpt_bigcode": {"vocab_size": 200, "n_embd": 64, "n_layer": 2, "n_head": 4},

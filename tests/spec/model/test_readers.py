@@ -215,7 +215,7 @@ def test_a_shape_says_how_its_blocks_differ(name, fields):
     [
         (
             {"model_type": "bert"},
-            r"'bert'.*falcon, gemma2, .*stablelm.*`shardwise plan --simulate`",
+            r"'bert'.*falcon, gemma, gemma2, .*stablelm.*`shardwise plan --simulate`",
         ),
         ({"model_type": None}, "model_type None"),
         ({"hidden_size": None}, "llama .*'hidden_size'"),

@@ -258,9 +258,11 @@ def _temporaries(configuration: Configuration, policy: PrecisionPolicy, dims: Di
             in_mlp = max(in_mlp - 2 * c * h, backward_bytes(configuration, policy, dims))
     elif policy.reference.keeps_block_output and policy.is_checkpointed:
         in_mlp += policy.residual_bytes * h
-    # RMSNorm after the backward of the MLP: six fp32 arrays, its saved input counted already, its output freed.
+    # RMSNorm after the backward of the MLP, or before it: six fp32 arrays, its saved input counted already, its output
+    # freed.
     if not policy.is_frozen:
-        in_norm = (NORM_BACKWARD_BYTES - 4 - 2 * c + policy.residual_bytes) * h - saved.mlp
+        in_norm = (NORM_BACKWARD_BYTES - 4 - 2 * c + policy.residual_bytes) * h
+        in_norm -= 0 if dims.ends_with_norm else saved.mlp
         in_mlp = max(in_mlp, in_norm)
     return in_mlp * tokens
 

@@ -71,7 +71,10 @@ class Dims(Value, frozen=True, kw_only=True):
     num_norm_inputs: int  # different tensors that norms read
     num_norm_outputs: int  # different tensors that linear layers read from norms
     num_normed_linears: int  # linear layers that read them
-    has_fp32_norms: bool  # weights applied in fp32: the normalised input is saved in fp32
+    has_fp32_norms: bool  # weights applied in fp32: the normalised input is saved in fp32; a LayerNorm copies its input
+    has_centred_norms: bool  # LayerNorms written out in Python: they save their input less its mean twice
+    begins_with_norm: bool
+    ends_with_norm: bool  # the output of the feed-forward half is normalised
     has_qk_norm: bool
     has_rotary: bool
     rotary_dim: int  # elements of a head that are rotated
@@ -138,7 +141,9 @@ _FUSED_QKV = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
 _FUSED_GATE_UP = "gate_up_proj"
 _MASK_OWNERS = ("gpt_bigcode",)
 MASKED_DOCUMENTS = ("falcon", "mpt")  # as `runtime/attention/packed.py` has it
-_JOINED_ROTARY = ("phi3", "gpt_neox", "stablelm", "phi")
+_JOINED_ROTARY = ("phi3", "gpt_neox", "stablelm", "phi", "glm", "glm4")
+_FP32_NORMS = ("gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "cohere")
+_POST_NORMS = ("olmo2", "olmo3")  # which normalise the output of each half, and not its input
 
 
 def _attention_linears(shape: ModelShape) -> tuple[Linear, ...]:
@@ -165,7 +170,6 @@ def _structure(shape: ModelShape) -> dict[str, Any]:
     num_mlp_inputs = 1 if _FUSED_GATE_UP in names or not shape.is_gated else 2
     if has_experts:
         num_mlp_inputs = 3 if shared else 0  # gate, up and the gate of the shared expert
-    is_gemma = shape.model_type.startswith("gemma")
     num_inputs = shape.num_norms if not shape.is_parallel else 1
     return {
         "norm": shape.norm,
@@ -173,7 +177,10 @@ def _structure(shape: ModelShape) -> dict[str, Any]:
         "num_norm_inputs": num_inputs,
         "num_norm_outputs": min(2, shape.num_norms),
         "num_normed_linears": (1 if is_qkv_fused else 3) + num_mlp_inputs,
-        "has_fp32_norms": is_gemma,
+        "has_fp32_norms": shape.model_type in _FP32_NORMS,
+        "has_centred_norms": shape.model_type == "cohere",
+        "begins_with_norm": shape.model_type not in _POST_NORMS,
+        "ends_with_norm": shape.model_type in _POST_NORMS or shape.num_norms == 4,
         "has_qk_norm": shape.has_qk_norm,
         "has_rotary": shape.positions is Positions.ROTARY,
         "rotary_dim": (shape.rotary_dim or shape.head_dim) if shape.positions is Positions.ROTARY else 0,

@@ -196,6 +196,8 @@ _EXPERT_INDICES = 4 * 8  # order of the tokens, its inverse, the tokens' weights
 
 def keeps_input(policy: PrecisionPolicy, dims: Dims) -> bool:
     """True if the first norm saves the block's input itself, not a copy in another dtype."""
+    if dims.has_centred_norms or not dims.begins_with_norm:
+        return False
     if dims.norm is Norm.LAYER:
         return policy.residual_bytes == 4 or not policy.is_autocast
     return policy.residual_bytes == 4 or policy.is_fused
@@ -232,14 +234,18 @@ def _norm_bytes(policy: PrecisionPolicy, dims: Dims) -> int:
     h, inputs, norms = dims.hidden, dims.num_norm_inputs, dims.num_norms
     if dims.norm is Norm.LAYER:
         # Autocast runs it in fp32: where the residual stream is 16 bit, each norm keeps a copy of its own.
-        own_copies = policy.is_autocast and policy.residual_bytes != 4
+        own_copies = (policy.is_autocast or dims.has_fp32_norms) and policy.residual_bytes != 4
         return (norms * 4 if own_copies else inputs * policy.residual_bytes) * h + 8 * norms
     if policy.is_fused:
         return inputs * policy.residual_bytes * h + 4 * norms
     normalised = 0
-    if not policy.is_frozen:
-        normalised = 4 if dims.has_fp32_norms else max(policy.residual_bytes, policy.compute_bytes)
-    return inputs * 4 * h + norms * (normalised * h + 4)
+    if not policy.is_frozen and dims.has_fp32_norms:
+        normalised = 4 * norms
+    elif not policy.is_frozen:  # those after a half read products in the computing type
+        wide = max(policy.residual_bytes, policy.compute_bytes)
+        normalised = wide * min(norms, 2) + policy.compute_bytes * max(norms - 2, 0)
+    centred = 4 * norms if dims.has_centred_norms else 0
+    return (inputs * 4 + normalised + centred) * h + 4 * norms
 
 
 def _head_norm_bytes(policy: PrecisionPolicy, dims: Dims) -> int:

@@ -10,264 +10,13 @@ adapters on "all-linear", peft 0.21 adapts them in Mixtral and Qwen3-MoE all the
 since they are two layers in one, and then skips the MLPs of blocks without experts, whose names it considers those of
 experts; in Qwen2-MoE it adapts linear modules only. Tests count its adapters. The auxiliary loss that balances the
 experts is not added by this project's loss head.
-
-Above the readers are the fields of a config.json (`Fields`) that every reader in this folder reads. A missing field has
-the default of that model's config class in transformers. The table below repeats the defaults of all fields that a
-shape needs, since nothing here may import transformers; a test compares it with the installed classes. The fields of a
-model's size (`hidden_size`, the number of layers, heads and tokens) have no default: a file without them is refused.
-Gemma 3 is the exception, whose published files omit default values.
-
-A field that is null is not missing: the readers treat it as the config class does.
 """
-
-from collections.abc import Mapping
-from typing import Any
 
 from msgspec.structs import replace
 
-from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.model.config_fields import Fields
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm
 from shardwise.trainer.spec.strategy import Attention
-from shardwise.trainer.spec.value import Value
-
-_NO_DROPOUT = {"attention_dropout": 0.0}
-_GPT = {
-    "n_positions": 1024,
-    "n_inner": None,
-    "resid_pdrop": 0.1,
-    "attn_pdrop": 0.1,
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
-}
-_GEMMA = {
-    **_NO_DROPOUT,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "sliding_window": 4096,
-    "layer_types": None,
-}
-_QWEN = {
-    **_NO_DROPOUT,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-}
-_QWEN_LAYERS = {"max_window_layers": 28, "layer_types": None}
-_QWEN_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": None}
-_PHI = {**_NO_DROPOUT, "num_key_value_heads": None, "resid_pdrop": 0.0, "tie_word_embeddings": False}
-
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {
-        **_NO_DROPOUT,
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "hidden_act": "silu",
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
-    "mistral": {
-        **_NO_DROPOUT,
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "hidden_act": "silu",
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
-        "sliding_window": 4096,
-    },
-    "qwen2": {**_QWEN, **_QWEN_LAYERS, "num_key_value_heads": 32},
-    "qwen3": {**_QWEN, **_QWEN_LAYERS, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
-    "gemma2": {
-        **_GEMMA,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 8192,
-        "final_logit_softcapping": 30.0,
-        "attn_logit_softcapping": 50.0,
-    },
-    "gemma3_text": {
-        **_GEMMA,
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131072,
-        "final_logit_softcapping": None,
-    },
-    "phi3": {**_PHI, "hidden_act": "silu", "max_position_embeddings": 4096, "sliding_window": None},
-    "phi": {**_PHI, "hidden_act": "gelu_new", "max_position_embeddings": 2048, "qk_layernorm": False},
-    "stablelm": {
-        **_NO_DROPOUT,
-        "num_key_value_heads": 32,
-        "hidden_act": "silu",
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-        "use_qkv_bias": False,
-        "qk_layernorm": False,
-        "use_parallel_residual": False,
-        "hidden_dropout": 0.0,
-    },
-    "gpt2": {**_GPT, "activation_function": "gelu_new"},
-    "gpt_bigcode": {**_GPT, "activation_function": "gelu_pytorch_tanh", "multi_query": True},
-    "gpt_neox": {
-        **_NO_DROPOUT,
-        "hidden_act": "gelu",
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-        "hidden_dropout": 0.0,
-        "use_parallel_residual": True,
-        "attention_bias": True,
-    },
-    "mpt": {"expansion_ratio": 4, "max_seq_len": 2048, "attn_config": None, "tie_word_embeddings": True},
-    "falcon": {
-        **_NO_DROPOUT,
-        "num_ln_in_parallel_attn": None,
-        "num_kv_heads": None,
-        "alibi": False,
-        "new_decoder_architecture": False,
-        "multi_query": True,
-        "parallel_attn": True,
-        "bias": False,
-        "max_position_embeddings": 2048,
-        "ffn_hidden_size": None,
-        "activation": "gelu",
-        "tie_word_embeddings": True,
-        "hidden_dropout": 0.0,
-    },
-    "mixtral": {
-        **_NO_DROPOUT,
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "hidden_act": "silu",
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
-        "sliding_window": None,
-        "num_experts_per_tok": 2,
-        "num_local_experts": 8,
-    },
-    "qwen2_moe": {
-        **_QWEN,
-        **_QWEN_LAYERS,
-        **_QWEN_EXPERTS,
-        "num_key_value_heads": 16,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "num_experts_per_tok": 4,
-        "num_experts": 60,
-        "qkv_bias": True,
-    },
-    "qwen3_moe": {
-        **_QWEN,
-        **_QWEN_EXPERTS,
-        "num_key_value_heads": 4,
-        "attention_bias": False,
-        "moe_intermediate_size": 768,
-        "num_experts_per_tok": 8,
-        "num_experts": 128,
-    },
-}
-
-# Other names that transformers accepts for a field, by the name that is read here.
-_GPT_ALIASES = {
-    "n_embd": "hidden_size",
-    "n_positions": "max_position_embeddings",
-    "n_head": "num_attention_heads",
-    "n_layer": "num_hidden_layers",
-}
-ALIASES: Mapping[str, Mapping[str, str]] = {
-    "gpt2": _GPT_ALIASES,
-    "gpt_bigcode": _GPT_ALIASES,
-    "mpt": {"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"},
-    "falcon": {"hidden_size": "n_embed"},
-    "mixtral": {"num_local_experts": "num_experts"},
-    "qwen3_moe": {"num_experts": "num_local_experts"},
-}
-
-
-class Fields(Value, frozen=True, kw_only=True):
-    """A config with its defaults filled in; each read raises InputError for a value of another kind."""
-
-    origin: str
-    values: dict[str, Any]
-
-    def __contains__(self, name: str) -> bool:
-        """True if the field is present and not null."""
-        return self.values.get(name) is not None
-
-    def whole(self, name: str, *, null: int | None = None, least: int = 1) -> int:
-        """A whole number; `null` if the field is missing or null."""
-        value = self.values.get(name, null)
-        value = null if value is None else value
-        if value is None:
-            raise KeyError(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            kind = "a positive whole number" if least else "a whole number, zero or more"
-            raise InputError(f"{self.origin}: {name} must be {kind}, not {value!r}")
-        return value
-
-    def number(self, name: str, *, null: float = 0.0) -> float:
-        """A number, zero or more."""
-        value = self.values.get(name)
-        value = null if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise InputError(f"{self.origin}: {name} must be a number, not {value!r}")
-        return float(value)
-
-    def cap(self, name: str) -> float | None:
-        return self.number(name) if name in self else None
-
-    def is_on(self, name: str) -> bool:
-        """True if a switch is on; null is off."""
-        value = self.values.get(name)
-        if not isinstance(value, bool | None):
-            raise InputError(f"{self.origin}: {name} must be true or false, not {value!r}")
-        return bool(value)
-
-    def text(self, name: str) -> str:
-        return str(self.values[name])
-
-    def indices(self, name: str) -> tuple[int, ...]:
-        """A list of block numbers; empty if there is none."""
-        value = self.values.get(name)
-        if value is None:
-            return ()
-        if not isinstance(value, list | tuple) or not all(type(index) is int and index >= 0 for index in value):
-            raise InputError(f"{self.origin}: {name} must be a list of whole numbers, not {value!r}")
-        return tuple(value)
-
-    def table(self, name: str) -> dict[str, Any]:
-        """An object in the config; empty if it is missing or null."""
-        value = self.values.get(name) or {}
-        if not isinstance(value, dict):
-            raise InputError(f"{self.origin}: {name} must be an object, not {value!r}")
-        return value
-
-    def head_dim(self, *, hidden: int, num_heads: int) -> int:
-        """`head_dim`, or an equal share of the hidden size for each head."""
-        return self.whole("head_dim") if "head_dim" in self else self.equal_share(hidden=hidden, num_heads=num_heads)
-
-    def equal_share(self, *, hidden: int, num_heads: int) -> int:
-        """The hidden size divided by the number of heads, independent of `head_dim`."""
-        if hidden % num_heads:
-            raise InputError(
-                f"{self.origin}: hidden size {hidden} is not a multiple of the number of attention heads {num_heads}"
-            )
-        return hidden // num_heads
-
-
-def fields_of(config: Mapping[str, Any], model_type: str, *, origin: str) -> Fields:
-    """The fields of a config of this type, under one name each, with defaults."""
-    values = dict(config)
-    for name, other in ALIASES.get(model_type, {}).items():
-        if other in values:
-            values.setdefault(name, values[other])
-    return Fields(origin=origin, values={**DEFAULTS[model_type], **values})
 
 
 def read_llama(fields: Fields) -> ModelShape:
@@ -279,6 +28,90 @@ def read_llama(fields: Fields) -> ModelShape:
             *gated_mlp(fields, bias=fields.is_on("mlp_bias")),
         ),
     )
+
+
+def read_gemma(fields: Fields) -> ModelShape:
+    """The first Gemma: Llama's block with norms in fp32."""
+    bias = fields.is_on("attention_bias")
+    return replace(
+        gated_shape(fields, "GemmaDecoderLayer"),
+        linears=(*attention(fields, qkv_bias=bias, output_bias=bias), *gated_mlp(fields)),
+    )
+
+
+def read_granite(fields: Fields) -> ModelShape:
+    """Llama's block; embeddings, residuals, scores and logits are multiplied by numbers of the config."""
+    return replace(read_llama(fields), block_class="GraniteDecoderLayer")
+
+
+def read_smollm3(fields: Fields) -> ModelShape:
+    """Llama's block, of which every fourth rotates nothing; windows on demand."""
+    shape = replace(read_llama(fields), block_class="SmolLM3DecoderLayer")
+    if not fields.is_on("use_sliding_window") or "sliding_window" not in fields:
+        return shape
+    rotates = fields.values.get("no_rope_layers")
+    interval = fields.whole("no_rope_layer_interval")
+    return with_window(
+        shape, fields, num_layers=shape.num_layers // interval if rotates is None else list(rotates).count(0)
+    )
+
+
+def read_olmo(fields: Fields) -> ModelShape:
+    """LayerNorms without parameters."""
+    shape = replace(read_gemma(fields), block_class="OlmoDecoderLayer")
+    return replace(shape, norm=Norm.LAYER, norm_parameters_per_block=0, final_norm_parameters=0)
+
+
+def read_olmo2(fields: Fields) -> ModelShape:
+    """OLMo 2 and 3: each half is normalised at its end; query and key have norms over all heads; OLMo 3 has windows."""
+    model_type = fields.text("model_type")
+    shape = replace(read_gemma(fields), block_class=f"{model_type.capitalize()}DecoderLayer", has_qk_norm=True)
+    shape = replace(shape, norm_parameters_per_block=2 * shape.hidden_size + shape.query_size + shape.kv_size)
+    if model_type == "olmo2":
+        return shape
+    return with_window(shape, fields, num_layers=shape.num_layers - shape.num_layers // 4)
+
+
+def read_glm(fields: Fields) -> ModelShape:
+    """GLM-4: gate and up in one product, half of each head rotated; 0414 models also normalise the output of a half."""
+    num_norms = 4 if fields.text("model_type") == "glm4" else 2
+    shape = gated_shape(fields, "Glm4DecoderLayer" if num_norms == 4 else "GlmDecoderLayer")
+    return replace(
+        shape,
+        linears=(*attention(fields, qkv_bias=fields.is_on("attention_bias")), *_fused_gated_mlp(shape)),
+        num_norms=num_norms,
+        norm_parameters_per_block=num_norms * shape.hidden_size,
+        rotary_dim=rotary_dim(fields, shape.head_dim, share=0.5),
+    )
+
+
+def read_cohere(fields: Fields) -> ModelShape:
+    """Command-R: one norm for both halves side by side; Command-R+ has norms of query and key. Logits are scaled."""
+    shape = replace(read_gemma(fields), block_class="CohereDecoderLayer", num_norms=1, is_parallel=True)
+    has_qk_norm = fields.is_on("use_qk_norm")
+    qk_parameters = shape.query_size + shape.kv_size if has_qk_norm else 0
+    return replace(shape, has_qk_norm=has_qk_norm, norm_parameters_per_block=shape.hidden_size + qk_parameters)
+
+
+def read_starcoder2(fields: Fields) -> ModelShape:
+    """LayerNorms with biases and an MLP of two matrices, around Llama's attention."""
+    bias = fields.is_on("use_bias")
+    shape = gated_shape(fields, "Starcoder2DecoderLayer")
+    hidden, ffn = shape.hidden_size, shape.ffn_size
+    shape = replace(
+        shape,
+        linears=(
+            *attention(fields, qkv_bias=bias, output_bias=bias),
+            Linear(name="c_fc", num_inputs=hidden, num_outputs=ffn, has_bias=bias),
+            Linear(name="c_proj", num_inputs=ffn, num_outputs=hidden, has_bias=bias),
+        ),
+        norm=Norm.LAYER,
+        norm_parameters_per_block=4 * hidden,
+        final_norm_parameters=2 * hidden,
+        is_gated=False,
+        hidden_dropout=fields.number("residual_dropout"),
+    )
+    return with_window_everywhere(shape, fields)
 
 
 def read_mistral(fields: Fields) -> ModelShape:
@@ -320,14 +153,13 @@ def read_gemma3(fields: Fields) -> ModelShape:
 def read_phi3(fields: Fields) -> ModelShape:
     """Phi-3 and Phi-4: query, key and value in one product, gate and up in another."""
     shape = gated_shape(fields, "Phi3DecoderLayer")
-    hidden, ffn = shape.hidden_size, shape.ffn_size
+    hidden = shape.hidden_size
     shape = replace(
         shape,
         linears=(
             Linear(name="qkv_proj", num_inputs=hidden, num_outputs=shape.query_size + 2 * shape.kv_size),
             Linear(name="o_proj", num_inputs=shape.query_size, num_outputs=hidden),
-            Linear(name="gate_up_proj", num_inputs=hidden, num_outputs=2 * ffn),
-            Linear(name="down_proj", num_inputs=ffn, num_outputs=hidden),
+            *_fused_gated_mlp(shape),
         ),
         hidden_dropout=fields.number("resid_pdrop"),
         rotary_dim=rotary_dim(fields, shape.head_dim, share=1.0),
@@ -400,6 +232,14 @@ def gated_mlp(fields: Fields, *, size: str = "intermediate_size", bias: bool = F
         Linear(name="gate_proj", num_inputs=hidden, num_outputs=ffn, has_bias=bias),
         Linear(name="up_proj", num_inputs=hidden, num_outputs=ffn, has_bias=bias),
         Linear(name="down_proj", num_inputs=ffn, num_outputs=hidden, has_bias=bias),
+    )
+
+
+def _fused_gated_mlp(shape: ModelShape) -> tuple[Linear, ...]:
+    """Gate and up as one product, and down."""
+    return (
+        Linear(name="gate_up_proj", num_inputs=shape.hidden_size, num_outputs=2 * shape.ffn_size),
+        Linear(name="down_proj", num_inputs=shape.ffn_size, num_outputs=shape.hidden_size),
     )
 
 

@@ -3,7 +3,7 @@
 Covered: the decoder-only architectures in `_READERS`. Parameter counts are exact for them: tests build each on the
 meta device with transformers and compare, as they do for the class of the blocks and for the targets of adapters. Of a
 Gemma 3 config with a vision part, the text part is read. Anything else is refused rather than guessed. The readers of
-Llama's descendants and the defaults of a config are in `llama_readers`.
+Llama's descendants are in `llama_readers`, the defaults of a config in `config_fields`.
 
 GPT-2's descendants have LayerNorms and an MLP of two matrices; half of them read attention and MLP from the same input.
 Sources: the modelling files of transformers, class by class. A field that transformers ignores is ignored here: MPT has
@@ -14,21 +14,28 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.model.config_fields import Fields, fields_of
 from shardwise.trainer.spec.model.llama_readers import (
-    Fields,
     attention,
-    fields_of,
+    read_cohere,
+    read_gemma,
     read_gemma2,
     read_gemma3,
+    read_glm,
+    read_granite,
     read_llama,
     read_mistral,
     read_mixtral,
+    read_olmo,
+    read_olmo2,
     read_phi3,
     read_qwen2,
     read_qwen2_moe,
     read_qwen3,
     read_qwen3_moe,
+    read_smollm3,
     read_stablelm,
+    read_starcoder2,
     rotary_dim,
 )
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
@@ -291,21 +298,31 @@ def _falcon_norms(fields: Fields) -> int:
 
 
 _READERS: dict[str, Callable[[Fields], ModelShape]] = {
+    "cohere": read_cohere,
     "falcon": read_falcon,
+    "gemma": read_gemma,
     "gemma2": read_gemma2,
     "gemma3_text": read_gemma3,
+    "glm": read_glm,
+    "glm4": read_glm,
     "gpt2": read_gpt2,
     "gpt_bigcode": read_gpt_bigcode,
     "gpt_neox": read_gpt_neox,
+    "granite": read_granite,
     "llama": read_llama,
     "mistral": read_mistral,
     "mixtral": read_mixtral,
     "mpt": read_mpt,
+    "olmo": read_olmo,
+    "olmo2": read_olmo2,
+    "olmo3": read_olmo2,
     "phi": read_phi,
     "phi3": read_phi3,
     "qwen2": read_qwen2,
     "qwen2_moe": read_qwen2_moe,
     "qwen3": read_qwen3,
     "qwen3_moe": read_qwen3_moe,
+    "smollm3": read_smollm3,
     "stablelm": read_stablelm,
+    "starcoder2": read_starcoder2,
 }
