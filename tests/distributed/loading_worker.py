@@ -1,12 +1,13 @@
 """One rank that builds the engines of several plans, and looks at the weights they start from or at what they held.
 
-    torchrun ... loading_worker.py PLAN.json[:start|:peak|:whole] [...]
+    torchrun ... loading_worker.py PLAN.json[:start|:peak|:whole|:onto] [...]
 
 `:start` leaves `start-RANK.json` beside a plan: the parameters, buffers and scales of packed weights whose bits are not
 those of a model that one process builds as a whole, how many there are, whether ranks loaded their shards alone, and
 whether the optimizer has each trained parameter once.
 `:peak` leaves `peak-RANK.json`: the anonymous bytes above the level before loading, at the peak and at the end.
-`:whole` does that for a model that every rank builds as a whole, as an engine has it that does not shard weights.
+`:whole` does that for a model that every rank builds as a whole, as ZeRO-1 and ZeRO-2 have it.
+`:onto` does that for one whose tensors go to its device one by one, which is the CPU here.
 """
 
 import json
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.trainer.runtime.engines import engine_of, running_engine
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
-from shardwise.trainer.runtime.engines.sharded_loading import loads_sharded
+from shardwise.trainer.runtime.engines.sharded_loading import load_onto, loads_by_tensor
 from shardwise.trainer.runtime.loop.session import build_session
 from shardwise.trainer.runtime.models.build import build_meta_model, build_model, plain_model
 from shardwise.trainer.runtime.optimizers import unwrapped
@@ -44,7 +45,7 @@ def main(arguments: list[str]) -> None:
             if kind == "start":
                 path.with_name(f"start-{rank}.json").write_text(json.dumps(look_at_start(path, plan, rank)))
             else:
-                measured = measure_peak(path, plan, is_whole=kind == "whole")
+                measured = measure_peak(path, plan, kind)
                 path.with_name(f"peak-{rank}.json").write_text(json.dumps(measured))
     end_group()
 
@@ -62,7 +63,7 @@ def look_at_start(path: Path, plan: Plan, rank: int) -> dict[str, object]:
         "differing": [name for name in whole if name not in seen or not equal(seen[name], whole[name])],
         "surplus": sorted(seen.keys() - whole.keys()),
         "num_tensors": len(seen),
-        "loads_sharded": loads_sharded(plan),
+        "loads_by_tensor": loads_by_tensor(plan),
         "is_updated": engine.updates_in_last_backward or updated(session.optimizer) == trained(model),
     }
 
@@ -108,19 +109,22 @@ def gathering(tensor: torch.Tensor, model: nn.Module):
     return GatheredParameters([tensor])
 
 
-def measure_peak(path: Path, plan: Plan, *, is_whole: bool) -> dict[str, int]:
+def measure_peak(path: Path, plan: Plan, kind: str) -> dict[str, int]:
     engine = engine_of(plan.chosen.strategy.sharding)
     accelerator = build_accelerator(plan, ds_config=engine.read_config(path.parent))
     with Peak() as peak:
-        retained = load(plan, accelerator, is_whole=is_whole)
+        retained = load(plan, accelerator, kind)
     del retained
     return {"peak": max(peak.highest, peak.at_end), "end": peak.at_end}
 
 
-def load(plan: Plan, accelerator, *, is_whole: bool) -> object:
-    if is_whole:
+def load(plan: Plan, accelerator, kind: str) -> object:
+    if kind == "whole":
         return build_model(plan)
     meta_model, _ = build_meta_model(plan)
+    if kind == "onto":
+        load_onto(torch.device("cpu"), meta_model)
+        return meta_model.model
     engine = engine_of(plan.chosen.strategy.sharding)
     engine.load_shards(meta_model, accelerator)
     engine.cut_loaded(meta_model, accelerator, plan.chosen.strategy.precision)

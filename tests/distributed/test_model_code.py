@@ -47,7 +47,7 @@ def test_the_shards_have_the_weights_and_buffers_of_a_whole_build(sharding, runs
     for rank in (0, 1):
         seen = json.loads((runs / sharding / "attempts" / "1" / f"start-{rank}.json").read_text())
         assert (seen["differing"], seen["surplus"], seen["is_updated"]) == ([], [], True)
-        assert (seen["loads_sharded"], seen["num_tensors"]) == (True, 22)
+        assert (seen["loads_by_tensor"], seen["num_tensors"]) == (True, 22)
 
 
 def test_each_rank_runs_each_file_once(runs):

@@ -255,15 +255,15 @@ def test_zero_2_reduces_from_two_buckets_and_converts_one_to_fp32(
     assert found.buffers_backward == (2 * width + to_fp32) * bucket + width * largest
 
 
-def test_every_rank_of_a_node_builds_the_whole_model_in_host_ram_where_it_keeps_all_weights() -> None:
-    eight = estimate(LLAMA_8B, configuration(Sharding.DDP, num_ranks=8, checkpointing=FULL))
-    four = estimate(LLAMA_8B, configuration(Sharding.DDP, num_ranks=4, checkpointing=FULL))
+def test_every_rank_of_a_node_builds_the_whole_model_in_host_ram_under_zero_with_whole_weights() -> None:
+    eight = estimate(LLAMA_8B, configuration(Sharding.ZERO2, num_ranks=8, checkpointing=FULL))
+    four = estimate(LLAMA_8B, configuration(Sharding.ZERO2, num_ranks=4, checkpointing=FULL))
     assert eight.host_bytes > 8 * 4 * P
     assert eight.host_bytes == 2 * four.host_bytes
 
 
-@pytest.mark.parametrize("sharding", [Sharding.FSDP, Sharding.ZERO3])
-def test_a_rank_that_keeps_a_shard_of_the_weights_loads_one_tensor_at_a_time(sharding: Sharding) -> None:
+@pytest.mark.parametrize("sharding", [Sharding.DDP, Sharding.FSDP, Sharding.ZERO3])
+def test_a_rank_of_any_other_engine_loads_one_tensor_at_a_time(sharding: Sharding) -> None:
     """The embedding, and one more like it on its way, in fp32; beside two GiB for the process."""
     found = estimate(LLAMA_8B, configuration(sharding, num_ranks=8, checkpointing=FULL))
     assert found.host_bytes == 8 * (2 * GIB + 2 * 4 * LLAMA_8B.embedding_parameters)

@@ -15,11 +15,11 @@ Under offload the masters and the optimizer state move to pinned host RAM togeth
 keeps the 16-bit weights (and not even those with `optimizer+params`). With NVMe host RAM has a window of buffers.
 DeepSpeed and FSDP2 pin host RAM; FSDP2's optimizer state is created by torch and stays pageable.
 
-Host RAM and NVMe of a node. If every rank computes with the whole model, it builds it in host memory in the type of
-its master weights: a node needs that many copies once, at the start, and the offloaded state for the rest of the run.
-An engine that shards weights loads shard by shard, and QLoRA quantises each tensor as it is read: in addition to its
-own state a rank then holds at most one tensor and one in transfer. FP8 converts the layers of a whole model. On a CPU
-device the model itself is the device's memory and is not counted twice.
+Host RAM and NVMe of a node. An engine that shards weights loads shard by shard, one GPU or DDP copies each tensor to
+the GPU as it is read, and QLoRA quantises it there: in addition to its own state a rank then holds at most one tensor
+and one in transfer. ZeRO-1 and ZeRO-2 build the whole model in host memory in the type of its master weights, and FP8
+converts the layers of a whole model: a node needs that many copies once, at the start, and the offloaded state for the
+rest of the run. On a CPU device the model itself is the device's memory and is not counted twice.
 
 Optimizer state, per element: w = bytes of a master weight: AdamW two moments (2w); paged AdamW two in fp32; Lion one
 (w); SGD without momentum none; 8-bit Adam two bytes and one fp32 scale per 256 elements and moment (bitsandbytes
@@ -198,10 +198,11 @@ def host_memory(
 def loading_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
     """Bytes of host RAM that a rank needs while it loads the model, in addition to its own state."""
     width = policy.compute_bytes if policy.is_frozen else policy.master_bytes
-    loads_sharded = (
-        configuration.strategy.sharding.shards_weights and configuration.strategy.precision is not Precision.FP8
+    sharding = configuration.strategy.sharding
+    builds_whole = configuration.strategy.precision is Precision.FP8 or (
+        sharding.uses_deepspeed and not sharding.shards_weights
     )
-    if configuration.method is Method.QLORA or loads_sharded:
+    if configuration.method is Method.QLORA or not builds_whole:
         return 2 * width * dims.largest_tensor
     return width * dims.parameters
 

@@ -10,8 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.trainer.runtime.engines.engine import Engine, EngineChoice, process_group
 from shardwise.trainer.runtime.engines.fsdp import Fsdp
+from shardwise.trainer.runtime.engines.sharded_loading import load_onto
 from shardwise.trainer.runtime.engines.zero import Zero
 from shardwise.trainer.runtime.models.build import plain_model
+from shardwise.trainer.runtime.models.meta_model import MetaModel
 from shardwise.trainer.runtime.run.types import accelerate_precision
 from shardwise.trainer.spec import engines as facts
 from shardwise.trainer.spec.engines import Sharding
@@ -34,6 +36,9 @@ class Replicated(Engine):
             if choice.num_ranks > 1
             else [],
         )
+
+    def load_shards(self, meta_model: MetaModel, accelerator: Accelerator) -> None:
+        load_onto(accelerator.device, meta_model)
 
     def runs(self, model: nn.Module) -> bool:
         return True  # every model that no other engine has wrapped

@@ -77,7 +77,7 @@ class Engine(ABC):
         return None
 
     def load_shards(self, meta_model: MetaModel, accelerator: Accelerator) -> None:
-        """Cuts and fills the model before the optimizer is built on the shards; collective."""
+        """Cuts and fills the model before the optimizer is built on its parameters; collective."""
 
     def cut_loaded(self, meta_model: MetaModel, accelerator: Accelerator, precision: Precision) -> None:
         """Fills and cuts the model once the optimizer has grouped its parameters; collective."""

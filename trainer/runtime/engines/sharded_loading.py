@@ -1,14 +1,16 @@
-"""Weights straight into the shards of an engine: no rank ever holds the whole model under FSDP2 and ZeRO-3.
+"""Weights straight to their place in an engine: no rank holds the whole model in host RAM to begin with.
 
     FSDP2     the model is sharded without memory, as Accelerate shards it; then every rank reads its own rows of each
               tensor, or keeps them of what it draws
     ZeRO-3    one tensor after the other is made whole where the engine computes, sent from the first rank to all, and
               cut by DeepSpeed's own `zero.Init`, which keeps a rank's piece in host RAM or on NVMe under offload
+    GPU, DDP  one tensor after the other is copied to the GPU
 
 So a rank holds its shard and one tensor; of new weights, those that transformers initializes together. The
 result is bitwise that of a whole build (`trainer.runtime.models.build.build_model`). Of QLoRA's base a rank keeps its
-rows of each packed weight, and the scales of all. Built whole, as without sharding, are what FP8 converts, QLoRA's base
-where it is initialized, and DoRA on a 4-bit base: PEFT needs that base when it puts the adapters in.
+rows of each packed weight, and the scales of all. Built whole are what FP8 converts, the models of ZeRO-1 and ZeRO-2,
+QLoRA's base where it is initialized, and DoRA on a 4-bit base: PEFT needs that base when it puts the adapters in.
+Without sharding `quantisation` reads QLoRA's base tensor by tensor.
 """
 
 from typing import Any
@@ -26,20 +28,47 @@ from shardwise.trainer.runtime.models.meta_model import MetaModel, Values, Whole
 from shardwise.trainer.runtime.models.methods import ADAPTER
 from shardwise.trainer.runtime.models.quantisation import pack
 from shardwise.trainer.runtime.run.types import compute_type
+from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method, Precision
 
 
-def loads_sharded(plan: Plan) -> bool:
-    """True if ranks load no more than their own shards."""
+def loads_by_tensor(plan: Plan) -> bool:
+    """True if ranks load no more than their own shards, or on a GPU one tensor after the other."""
     chosen = plan.chosen
-    if not chosen.strategy.sharding.shards_weights or chosen.strategy.precision is Precision.FP8:
+    if chosen.strategy.precision is Precision.FP8:
         return False
     if plan.extension is not None and Hook.BUILD_MODEL in plan.extension.hooks:
         return False
+    if not chosen.strategy.sharding.shards_weights:
+        is_on_gpu = plan.device_kind is DeviceKind.CUDA  # on a CPU a model that is built is in its place
+        return is_on_gpu and not chosen.strategy.sharding.uses_deepspeed and chosen.method is not Method.QLORA
     is_read = plan.model_path is not None
     return chosen.method is not Method.QLORA or (is_read and not plan.job.train.lora.dora)
+
+
+def load_onto(device: torch.device, meta_model: MetaModel) -> None:
+    """Gives every parameter its memory on the device, and fills one after the other."""
+    model, wanted = meta_model.model, dict(meta_model.wanted)
+    parameters = dict(model.named_parameters())
+    paths = {parameter: path for path, parameter in parameters.items()}
+    ready = {path: parameter.detach() for path, parameter in parameters.items() if not is_placeholder(parameter)}
+    lengths = _Lengths(model)
+
+    def put(name: str, values: Values) -> None:
+        tensor = wanted.pop(name, None)
+        if isinstance(tensor, nn.Parameter):
+            path = paths[tensor]
+            if path in lengths.of:
+                values = Whole(values.whole().to(tensor.dtype))
+                parameters[lengths.of[path]].data.copy_(lengths.of_weight(path, values.tensor, ready))
+            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(values.whole())
+        elif tensor is not None:
+            tensor.copy_(values.whole())
+
+    meta_model.source.deliver(put)
+    assert not wanted, f"{len(wanted)} tensors were not delivered"
 
 
 def load_into_fsdp(meta_model: MetaModel, accelerator: Accelerator) -> None:

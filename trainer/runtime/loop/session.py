@@ -1,10 +1,10 @@
 """The session of a rank: everything it builds before its first step, in the order that every engine needs.
 
 An engine that shards weights is filled shard by shard: FSDP2 before the optimizer is built, whose groups hold shards;
-ZeRO-3 after it, as a parameter that is cut no longer shows its shape. For every other engine weights are loaded into
-the plain model before `prepare`. A checkpoint is chosen before all of that and hashed meanwhile; it comes into the
-prepared engine, each rank reading its own ranges. A memory cap is set when the libraries are loaded and the ranks have
-met, so that it counts what the plan counts.
+ZeRO-3 after it, as a parameter that is cut no longer shows its shape. Whole weights go to their GPU tensor by tensor;
+for ZeRO-1 and ZeRO-2, and on a CPU, they are loaded into the plain model before `prepare`. A checkpoint is chosen
+before all of that and hashed meanwhile; it comes into the prepared engine, each rank reading its own ranges. A memory
+cap is set when the libraries are loaded and the ranks have met, so that it counts what the plan counts.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.runtime.data.stream.rows import StreamRows
 from shardwise.trainer.runtime.engines import engine_of
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator, verify_engine
-from shardwise.trainer.runtime.engines.sharded_loading import loads_sharded
+from shardwise.trainer.runtime.engines.sharded_loading import loads_by_tensor
 from shardwise.trainer.runtime.loop.memory_profile import cap_memory
 from shardwise.trainer.runtime.models.build import Installed, build_meta_model, build_trainable
 from shardwise.trainer.runtime.models.meta_model import MetaModel, blank
@@ -97,7 +97,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     hooks = load_hooks(plan.extension)
     resumption = _begin_resumption(plan, paths, state, ranks)
     meta_model: MetaModel | None = None
-    if loads_sharded(plan):
+    if loads_by_tensor(plan):
         meta_model, installed = build_meta_model(plan)
         model = meta_model.model
     else:

@@ -1,0 +1,75 @@
+"""Whole weights that go to their device tensor by tensor have the bits of a whole build.
+
+tests/distributed/test_sharded_loading.py measures the host memory of it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architecture_factory import TINY
+from msgspec.structs import replace
+from rank_factory import rank_plan
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardwise.trainer.runtime.engines.sharded_loading import load_onto
+from shardwise.trainer.runtime.models.build import build_meta_model, build_model
+from shardwise.trainer.spec.job.sections import LoraJob
+from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Attention, Method, Precision
+
+CPU = torch.device("cpu")
+DORA = {"lora": LoraJob(rank=2, dora=True)}
+
+
+def write_weights(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> str:
+    torch.manual_seed(3)
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields), dtype=dtype)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def plan_of(config: dict[str, Any], path: str | None = None, **settings: Any) -> Plan:
+    shape = read_model_shape(config)
+    attention = Attention.SDPA if Attention.SDPA in shape.attentions else Attention.EAGER
+    plan = rank_plan(Path("nowhere"), model_config=config, attention=attention, **settings)
+    return replace(plan, model_path=path)
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def assert_same_start(plan: Plan) -> None:
+    meta_model, _ = build_meta_model(plan)
+    load_onto(CPU, meta_model)
+    found, whole = tensors_of(meta_model.model), tensors_of(build_model(plan))
+    assert found.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert (found[name].dtype, found[name].requires_grad) == (tensor.dtype, tensor.requires_grad), name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("config", TINY.values(), ids=TINY)
+def test_weights_that_are_read_have_the_bits_of_a_whole_build(config, tmp_path):
+    path = write_weights(tmp_path, config, torch.float32)
+    assert_same_start(plan_of(config, path, precision=Precision.BF16))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": Precision.BF16_MIXED},
+        {"precision": Precision.BF16_MIXED, "method": Method.LORA},
+        {"precision": Precision.FP32, "method": Method.LORA, "train": DORA},
+    ],
+    ids=["full", "lora", "dora"],
+)
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "drawn"])
+def test_so_they_have_under_every_method(settings, is_read, tmp_path):
+    config = {**TINY["llama"], "tie_word_embeddings": True}
+    path = write_weights(tmp_path, config, torch.bfloat16) if is_read else None
+    assert_same_start(plan_of(config, path, **settings))
