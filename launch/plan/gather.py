@@ -22,7 +22,7 @@ from shardwise.launch.probe.gpu_selection import select_gpus
 from shardwise.launch.probe.installed import installed_version
 from shardwise.trainer.planning.planner import make_plan, plan_on_enough_gpus
 from shardwise.trainer.planning.schedule import bytes_per_token, estimate_data
-from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
+from shardwise.trainer.planning.tables.gpu_names import as_usual, hardware_from_spec
 from shardwise.trainer.spec.data.profile import DataProfile, PrepareRequest
 from shardwise.trainer.spec.data.shapes import Encoding, assumed_shape, encoding_of
 from shardwise.trainer.spec.errors import InputError
@@ -269,7 +269,7 @@ def read_machine(
     elif spec.endswith(".json"):
         hardware = replace(codec.read(Path(spec), Hardware), source=spec)
     else:
-        hardware = hardware_from_spec(spec, local_host=_read_local_host)
+        hardware = as_usual(hardware_from_spec(spec, local_host=_read_local_host))
     hardware = hardware if gpus is None else _only(hardware, gpus)
     return replace(hardware, vram_cap_bytes=vram_cap_bytes)
 

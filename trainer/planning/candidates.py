@@ -303,11 +303,11 @@ def host_excess(context: PlanningContext, memory: MemoryEstimate) -> Excess | No
     need, granted = memory.pinned_bytes + memory.host_bytes, context.host_ram_bytes
     if context.is_cpu or granted is None:
         return None  # a CPU's memory is its host RAM; if the RAM is unknown a rule has refused offload
-    is_capped = granted == context.job.limits.host_ram
+    is_setting = host.is_ram_assumed or granted == context.job.limits.host_ram
     if need > granted:
         return Excess(
             reason=f"needs {format_bytes(need)} of host RAM a node; {format_bytes(granted)} are granted",
-            remedy=f"limits.host_ram: {whole_gib(need)}" if is_capped else f"nodes with {whole_gib(need)} of RAM",
+            remedy=f"limits.host_ram: {whole_gib(need)}" if is_setting else f"nodes with {whole_gib(need)} of RAM",
             is_host=True,
         )
     if host.pinned_limit_bytes is not None and memory.pinned_bytes > host.pinned_limit_bytes:

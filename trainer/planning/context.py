@@ -45,6 +45,8 @@ class PlanningContext(Value, frozen=True, kw_only=True):
     def host_ram_bytes(self) -> int | None:
         """Bytes of RAM that the processes of a node may use, or None if unknown."""
         host = self.hardware.host
+        if host.is_ram_assumed and self.job.limits.host_ram is not None:
+            return self.job.limits.host_ram
         known = [size for size in (self.job.limits.host_ram, host.ram_available_bytes or host.ram_bytes) if size]
         return min(known) if known else None
 

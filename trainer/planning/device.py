@@ -107,7 +107,9 @@ def _gpu_device(hardware: Hardware) -> Device:
     slowest = min(known, key=lambda spec: spec.fp16_flops_per_s) if len(known) == len(gpus) else None
     capabilities = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
     usable = _grantable_bytes(smallest)
-    fabric = _fabric(hardware, slowest)
+    slots = [spec.pcie_bytes_per_s_at(gpu.pcie_width) for gpu in gpus if (spec := spec_of(gpu)) is not None]
+    pcie = min(slots) if slowest else None
+    fabric = _fabric(hardware, slowest, pcie)
     watts = [gpu.power_limit_w for gpu in gpus if gpu.power_limit_w is not None]
     return Device(
         kind=DeviceKind.CUDA,
@@ -136,7 +138,7 @@ def _gpu_device(hardware: Hardware) -> Device:
         halves_fp32_sums=bool(slowest and slowest.halves_fp32_sums),
         memory_bytes_per_s=min(spec.memory_bytes_per_s for spec in known) if slowest else None,
         measured_memory_bytes_per_s=rates.memory_bytes_per_s,
-        pcie_bytes_per_s=min(spec.pcie_bytes_per_s for spec in known) if slowest else None,
+        pcie_bytes_per_s=pcie,
         measured_pcie_bytes_per_s=rates.host_to_device_bytes_per_s,
         measured_host_adam_bytes_per_s=rates.host_adam_bytes_per_s,
         nvme_bytes_per_s=_fastest_disk(hardware.host.disks),
@@ -168,7 +170,7 @@ class _Fabric(Value, frozen=True, kw_only=True):
     has_peer_access: bool | None
 
 
-def _fabric(hardware: Hardware, spec: GpuSpec | None) -> _Fabric:
+def _fabric(hardware: Hardware, spec: GpuSpec | None, pcie: int | None) -> _Fabric:
     """Link between the GPUs of a node: the slowest of the probed links, or that of the catalogue."""
     links = hardware.links
     is_nvlink = all(link.kind is LinkKind.NVLINK for link in links) if links else bool(spec and spec.nvlink_bytes_per_s)
@@ -176,7 +178,7 @@ def _fabric(hardware: Hardware, spec: GpuSpec | None) -> _Fabric:
     if rates:
         rate: int | None = min(rates)
     else:
-        rate = (spec.nvlink_bytes_per_s if is_nvlink else spec.pcie_bytes_per_s) if spec else None
+        rate = spec.nvlink_bytes_per_s if spec and is_nvlink else pcie
     if links:
         kind: LinkKind | None = max((link.kind for link in links), key=list(LinkKind).index)
     else:

@@ -109,6 +109,7 @@ class Host(Value, frozen=True, kw_only=True):
     num_cores: int | None
     ram_bytes: int | None
     ram_available_bytes: int | None
+    is_ram_assumed: bool = False  # usual for such a machine, neither probed nor stated
     pinned_limit_bytes: int | None = None
     memlock_limit_bytes: int | None = None  # mlock and InfiniBand, not CUDA; None: no limit, or not known
     shm_bytes: int | None = None

@@ -1,15 +1,28 @@
 """Names of cards as people, nvidia-smi and SPECs write them, and the row that each means."""
 
+import re
+import tomllib
+from pathlib import Path
+
 import pytest
 from estimate_factory import CPU_HOST
 
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.speed.step import speed_notes
-from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec, match_card, match_gpu_name
+from shardwise.trainer.planning.tables.gpu_names import (
+    DISPLAY_BYTES,
+    USUAL_LIBRARIES,
+    as_usual,
+    hardware_from_spec,
+    match_card,
+    match_gpu_name,
+)
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS, GpuSpec
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.units import MIB
+from shardwise.trainer.spec.hardware import DeviceKind, Hardware
+from shardwise.trainer.spec.units import GIB, MIB
+
+ROOT = Path(__file__).parents[3]
 
 ROWS = pytest.mark.parametrize("spec", GPU_SPECS.values(), ids=GPU_SPECS.keys())
 # Written from vendors' and Wikipedia's names, as people type them; a row is all that they mean.
@@ -197,3 +210,47 @@ def test_mig_slices_do_not_work_together() -> None:
     assert hardware_from_spec("A30-MIG-1g.6gb", local_host=lambda: CPU_HOST).gpus[0].is_mig_on
     with pytest.raises(InputError, match=r"1xA30-MIG-1g\.6gb"):
         hardware_from_spec("2xA30-MIG-1g.6gb", local_host=lambda: CPU_HOST)
+
+
+def test_what_a_spec_does_not_state_is_assumed_as_usual_and_noted() -> None:
+    desktop, server = (usual("2xRTX-3090"), usual("8xH100-SXM5-80GB"))
+    assert desktop.host.is_ram_assumed and server.host.is_ram_assumed
+    assert desktop.host.ram_bytes == 96 * GIB  # twice the memory of both cards
+    assert server.host.ram_bytes == server.host.ram_available_bytes > 1250 * GIB
+    assert usual("1xRTX-4060").host.ram_bytes == 32 * GIB
+    first, second = desktop.gpus
+    assert (first.free_bytes, second.free_bytes) == (GPU_SPECS["RTX-3090"].usable_bytes - DISPLAY_BYTES, None)
+    assert [gpu.pcie_width for gpu in desktop.gpus] == [8, 8]
+    assert device_of(desktop).pcie_bytes_per_s == GPU_SPECS["RTX-3090"].pcie_bytes_per_s // 2
+    assert device_of(desktop).link_bytes_per_s == GPU_SPECS["RTX-3090"].pcie_bytes_per_s // 2
+    assert usual("4xRTX-4060").gpus[0].pcie_width == 4
+    assert usual("1xRTX-3090").gpus[0].pcie_width is None
+    assert server.gpus[0].free_bytes is server.gpus[0].pcie_width is None
+    for hardware in (desktop, server):
+        assert "bitsandbytes" in hardware.libraries and "transformer-engine" not in hardware.libraries
+        assert any("assumed of this machine" in note for note in hardware.notes)
+    assert usual("1xGB10").host.ram_bytes is None  # its memory is the card's
+
+
+def test_a_spec_states_what_is_otherwise_assumed() -> None:
+    stated = usual("2xRTX-3090,ram=128GiB,lanes=16,display=no,cores=32")
+    assert (stated.host.ram_bytes, stated.host.is_ram_assumed, stated.host.num_cores) == (128 * GIB, False, 32)
+    assert {gpu.pcie_width for gpu in stated.gpus} == {16}
+    assert device_of(stated).usable_bytes == GPU_SPECS["RTX-3090"].usable_bytes
+    assert device_of(stated).pcie_bytes_per_s == GPU_SPECS["RTX-3090"].pcie_bytes_per_s
+
+
+@pytest.mark.parametrize("option", ["ram", "ram=much", "lanes=0", "cores=x", "display=maybe", "disk=1TB", ""])
+def test_a_fact_that_is_none_of_a_machine_is_an_error_with_the_form(option: str) -> None:
+    with pytest.raises(InputError, match="1xRTX-3090"):
+        usual(f"1xRTX-3090,{option}")
+
+
+def test_a_normal_installation_brings_the_usual_libraries() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {re.split(r"[\[<>=!~ ]", line)[0] for line in (*extras["train"], *extras["liger"])}
+    assert set(USUAL_LIBRARIES) - {"triton"} <= named  # which torch for CUDA brings
+
+
+def usual(spec: str) -> Hardware:
+    return as_usual(hardware_from_spec(spec, local_host=lambda: CPU_HOST))

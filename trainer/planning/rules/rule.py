@@ -94,7 +94,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: row.offload is not Offload.NONE and not s.is_cpu and s.host_ram_bytes is None,
         reason="host RAM is unknown",
         instead="give limits.host_ram",
-        evidence="a machine of the catalogue has no host",
+        evidence="Slurm does not report the RAM of every node",
     ),
     Rule(
         name="paged_not_allowed",

@@ -22,14 +22,19 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 
+from msgspec.structs import replace
+
 from shardwise.trainer.planning.tables.gpu_chips import CHIPS, MHZ, TU10X, TU11X, Chip, Generation, peaks_of
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS, MIG_MARK, GpuSpec, gpu_spec
 from shardwise.trainer.spec.errors import InputError, close_matches
 from shardwise.trainer.spec.hardware import Gpu, Hardware, Host
-from shardwise.trainer.spec.units import GIB, MIB
+from shardwise.trainer.spec.units import GIB, MIB, format_bytes, parse_bytes
 from shardwise.trainer.spec.value import Value
 
-SPEC_FORM = "[NODESx]GPUSxNAME, such as 8xH100-SXM5-80GB, 4x8xA100-SXM4-80GB, 1xRTX-4090 or 2xCPU"
+SPEC_FORM = (
+    "[NODESx]GPUSxNAME[,ram=SIZE][,cores=N][,lanes=N][,display=no], such as 8xH100-SXM5-80GB, 4x8xA100-SXM4-80GB, "
+    "2xRTX-3090,ram=128GiB,lanes=16 or 2xCPU"
+)
 BASEBOARD_GPUS = (4, 8, 16)
 # A card is called by the size of its chips, of which ECC and the driver take up to 7 %: 45 GiB of a 48 GB A40.
 _MEMORY_TOLERANCE = 0.08
@@ -184,9 +189,10 @@ def hardware_from_spec(text: str, *, local_host: Callable[[], Host]) -> Hardware
     """The machine that a SPEC on the command line describes; InputError with the form of a SPEC otherwise.
 
     `2xCPU` is two ranks that share this machine's CPU and RAM, `4x2xCPU` four machines like it; only these call
-    `local_host`. The host of other machines is unknown.
+    `local_host`. What a SPEC does not state of the host of other machines is unknown: `as_usual` assumes it.
     """
-    match = re.fullmatch(r"\s*(?:(\d+)\s*x)?(?:(\d+)\s*x)?\s*([A-Za-z0-9].*?)\s*", text, re.IGNORECASE)
+    cards, *options = text.split(",")
+    match = re.fullmatch(r"\s*(?:(\d+)\s*x)?(?:(\d+)\s*x)?\s*([A-Za-z0-9].*?)\s*", cards, re.IGNORECASE)
     if match is None:
         raise InputError(f"{text!r} is not a hardware SPEC; it has the form {SPEC_FORM}")
     first, second, name = match.groups()
@@ -194,7 +200,7 @@ def hardware_from_spec(text: str, *, local_host: Callable[[], Host]) -> Hardware
     if not num_nodes or not num_devices:
         raise InputError(f"{text!r}: a machine needs at least one device; a SPEC has the form {SPEC_FORM}")
     source = f"catalogue {text.strip()}"
-    if name.upper() == "CPU":
+    if name.upper() == "CPU" and not options:
         return Hardware(gpus=(), host=local_host(), num_nodes=num_nodes, num_cpu_devices=num_devices, source=source)
     try:
         found = match_card(name, count=num_devices)
@@ -202,9 +208,100 @@ def hardware_from_spec(text: str, *, local_host: Callable[[], Host]) -> Hardware
         raise InputError(f"{text!r}: {error}\na SPEC has the form {SPEC_FORM}") from None
     if MIG_MARK in found.spec.name and num_devices > 1:
         raise InputError(f"{text!r}: MIG slices do not work together; name one, 1x{found.spec.name}")
-    gpus = tuple(_gpu_of(found, index) for index in range(num_devices))
-    unknown_host = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
-    return Hardware(gpus=gpus, host=unknown_host, num_nodes=num_nodes, notes=_assumed(name, found), source=source)
+    stated = _stated(text, options)
+    gpus = tuple(
+        replace(
+            _gpu_of(found, index),
+            pcie_width=stated.lanes,
+            free_bytes=None if stated.display else found.spec.usable_bytes,
+        )
+        for index in range(num_devices)
+    )
+    host = Host(cpu_name=None, num_cores=stated.cores, ram_bytes=stated.ram, ram_available_bytes=stated.ram)
+    return Hardware(gpus=gpus, host=host, num_nodes=num_nodes, notes=_assumed(name, found), source=source)
+
+
+class _Stated(Value, frozen=True, kw_only=True):
+    """What a SPEC states besides the cards."""
+
+    ram: int | None = None  # bytes of a node
+    cores: int | None = None
+    lanes: int | None = None  # of PCIe, for each card
+    display: bool = True  # the first card drives one
+
+
+def _stated(text: str, options: Sequence[str]) -> _Stated:
+    found: dict[str, int | bool] = {}
+    for option in options:
+        name, _, value = (part.strip().lower() for part in option.partition("="))
+        if name == "ram":
+            found[name] = _parsed_size(text, option)
+        elif name in ("cores", "lanes") and value.isdecimal() and int(value):
+            found[name] = int(value)
+        elif name == "display" and value in ("yes", "no"):
+            found[name] = value == "yes"
+        else:
+            raise InputError(f"{text!r}: {option.strip()!r} is no fact of a machine; a SPEC has the form {SPEC_FORM}")
+    return _Stated(**found)  # type: ignore[arg-type]  # checked above
+
+
+def _parsed_size(text: str, option: str) -> int:
+    try:
+        return parse_bytes(option.partition("=")[2].strip())
+    except ValueError as error:
+        raise InputError(f"{text!r}: {option.strip()}: expected {error}") from None
+
+
+RAM_SHARE = 2  # of the device memory of a node: what clouds and builders of servers pair cards with
+LEAST_DESKTOP_RAM_BYTES = 32 * GIB
+SYSTEM_RAM_BYTES = 4 * GIB  # operating system, desktop and a browser
+DISPLAY_BYTES = 768 * MIB  # of the first card: a desktop and a browser, 0.5 to 1 GiB
+# Besides what `pip install .[train]` and `make install` bring nothing is assumed: other kernels are compiled.
+USUAL_LIBRARIES = (
+    "torch", "accelerate", "transformers", "peft", "deepspeed", "bitsandbytes", "galore-torch", "lion-pytorch",
+    "tokenizers", "safetensors", "triton", "liger-kernel",
+)  # fmt: skip
+
+
+def as_usual(hardware: Hardware) -> Hardware:
+    """A machine of a SPEC with what is usual for such cards in the place of what is not known, and a note of it.
+
+    A consumer card is in a desktop, which it drives: cards share the 16 lanes of its CPU and those of its chipset.
+    """
+    spec = gpu_spec(hardware.gpus[0].spec_name) if hardware.gpus else None
+    if spec is None or not hardware.source.startswith("catalogue"):
+        return hardware
+    gpus, assumed, examples = hardware.gpus, list[str](), list[str]()
+    host = hardware.host
+    if host.ram_bytes is None and not spec.is_integrated:
+        host = _usual_host(host, spec, len(gpus))
+        assumed.append(f"{format_bytes(host.ram_bytes or 0)} of RAM")
+        examples.append("ram=64GiB")
+    if spec.is_consumer and len(gpus) > 1 and gpus[0].pcie_width is None:
+        lanes = 8 if len(gpus) == 2 else 4
+        gpus = tuple(replace(gpu, pcie_width=lanes) for gpu in gpus)
+        assumed.append(f"PCIe x{lanes} for each card")
+        examples.append("lanes=16")
+    if spec.is_consumer and gpus[0].free_bytes is None:
+        first = replace(gpus[0], free_bytes=spec.usable_bytes - DISPLAY_BYTES)
+        gpus = (first, *gpus[1:])
+        assumed.append(f"{format_bytes(DISPLAY_BYTES)} of the first card for a desktop")
+        examples.append("display=no")
+    note = f"assumed of this machine: {', '.join((*assumed, 'the libraries of a normal installation'))}"
+    note += (
+        f"; --hardware {hardware.source.removeprefix('catalogue ')},{','.join(examples)} states others"
+        if examples
+        else ""
+    )
+    libraries = hardware.libraries or dict.fromkeys(USUAL_LIBRARIES, "assumed")
+    return replace(hardware, gpus=gpus, host=host, libraries=libraries, notes=(*hardware.notes, note))
+
+
+def _usual_host(host: Host, spec: GpuSpec, num_cards: int) -> Host:
+    ram = -(-RAM_SHARE * num_cards * spec.memory_bytes // GIB) * GIB
+    ram = max(ram, LEAST_DESKTOP_RAM_BYTES) if spec.is_consumer else ram
+    available = ram - SYSTEM_RAM_BYTES if spec.is_consumer else ram
+    return replace(host, ram_bytes=ram, ram_available_bytes=available, is_ram_assumed=True)
 
 
 def _gpu_of(found: CardMatch, index: int) -> Gpu:

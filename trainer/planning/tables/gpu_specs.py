@@ -80,6 +80,7 @@ class GpuSpec(Value, frozen=True, kw_only=True):
     fp8_flops_per_s: int | None
     nvlink_bytes_per_s: int | None  # to the other GPUs of the node, all links together, each direction
     pcie_bytes_per_s: int  # to the host, each direction
+    pcie_lanes: int | None = None  # None: another link, or unknown
     network_bytes_per_s: int  # of a typical node
     has_peer_access_over_pcie: bool
     halves_fp32_sums: bool  # products that sum in fp32 run at half the rate of those that sum in fp16
@@ -100,6 +101,17 @@ class GpuSpec(Value, frozen=True, kw_only=True):
         if precision is Precision.FP8:
             return self.fp8_flops_per_s
         return self.bf16_flops_per_s
+
+    @property
+    def is_integrated(self) -> bool:
+        """True if the device memory is the RAM of the machine."""
+        return self.pcie_lanes is None and self.nvlink_bytes_per_s is None
+
+    def pcie_bytes_per_s_at(self, lanes: int | None) -> int:
+        """Rate to the host in a slot with `lanes`, or with all that the card has."""
+        if lanes is None or self.pcie_lanes is None:
+            return self.pcie_bytes_per_s
+        return self.pcie_bytes_per_s * min(lanes, self.pcie_lanes) // self.pcie_lanes
 
     def at_power(self, watts: float | None) -> "GpuSpec":
         """The row of a laptop GPU whose board power is limited to `watts`; any other row as it is."""
@@ -295,6 +307,7 @@ def _row(
         fp8_flops_per_s=peaks.fp8,
         nvlink_bytes_per_s=None if nvlink is None else nvlink * GB_PER_S,
         pcie_bytes_per_s=_slot_gb_per_s(slot) * GB_PER_S,
+        pcie_lanes=int(slot.partition("x")[2]) if "x" in slot else None,
         network_bytes_per_s=(network or family.network) * GB_PER_S,
         has_peer_access_over_pcie=family.has_peer_access_over_pcie,
         halves_fp32_sums=halves_fp32_sums,
