@@ -60,7 +60,7 @@ def test_two_24_gb_cards_take_lora_and_share_nothing_but_gradients() -> None:
     plan = sft("2xRTX-3090", ram_gib=64)
     chosen = plan.chosen
     assert (chosen.method, chosen.strategy.sharding) == (Method.LORA, Sharding.DDP)
-    assert chosen.checkpointing is not Checkpointing.NONE
+    assert chosen.checkpointing is not Checkpointing.NONE or chosen.activation_offload
     assert "of host RAM" in plan.methods[0].verdict
 
 

@@ -224,16 +224,16 @@ def _streams(ranking: Ranking) -> bool:
 
 
 def _without_streaming(contexts: Mapping[Method, PlanningContext], rankings: Mapping[Method, Ranking]) -> Method:
-    """QLoRA, whose base stays on the device in 4 bit, unless LoRA that streams its base is clearly faster.
+    """QLoRA, whose base has 4 bits, unless LoRA that streams its base is faster.
 
-    Others use it on such cards, and no host RAM is pinned.
+    Others use it on such cards, and little or no host RAM is pinned.
     """
 
     def seconds(method: Method) -> float:
         context, candidate = contexts[method], rankings[method].candidates[0]
         return upper_seconds(context, configuration_of(context, candidate), candidate.speed.step_s)
 
-    if not rankings[Method.QLORA].candidates or _streams(rankings[Method.QLORA]):
+    if not rankings[Method.QLORA].candidates:
         return Method.LORA
     return Method.QLORA if seconds(Method.QLORA) <= seconds(Method.LORA) else Method.LORA
 
