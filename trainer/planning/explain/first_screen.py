@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.candidates import run_hours, run_totals
+from shardwise.trainer.planning.candidates import configuration_of, prediction_error, run_hours, run_totals
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.page.content import paragraph, table
@@ -230,8 +230,8 @@ _RECOMPUTED = {
 
 
 def _recomputation(candidate: Candidate) -> str:
-    moved = " in host RAM" if candidate.activation_offload else ""
-    return f"{_RECOMPUTED[candidate.checkpointing]}{moved}"
+    moved = " in host RAM" if candidate.checkpointing is Checkpointing.NONE else " from inputs in host RAM"
+    return f"{_RECOMPUTED[candidate.checkpointing]}{moved if candidate.activation_offload else ''}"
 
 
 _STAGES = {0: "", 1: "optimizer state", 2: "gradients and optimizer state", 3: "weights, gradients and optimizer state"}
@@ -278,7 +278,7 @@ def _runners_up(plan: Plan, context: PlanningContext) -> Iterator[Alternative]:
         gains = [
             text
             for text, applies in (
-                ("faster", its_seconds < FASTER * seconds),
+                (_faster(context, candidate, chosen), its_seconds < FASTER * seconds),
                 ("less of the card", candidate.memory.occupied_bytes < MUCH_LESS * chosen.memory.occupied_bytes),
                 ("less host RAM", is_much_host and _host_bytes(candidate) < host / 2),
             )
@@ -289,11 +289,16 @@ def _runners_up(plan: Plan, context: PlanningContext) -> Iterator[Alternative]:
         seen.add(tuple(gains))
         yield Alternative(
             name=_difference(plan, candidate),
-            effect=", ".join((*gains, *([] if candidate.strategy.is_exact else ["changes the update"]))),
+            effect=", ".join((*gains, *([] if candidate.is_exact else ["changes the update"]))),
             setting=f"--take {number}",
             seconds=its_seconds,
             occupied_bytes=candidate.memory.occupied_bytes,
         )
+
+
+def _faster(context: PlanningContext, candidate: Candidate, chosen: Candidate) -> str:
+    its, ours = (prediction_error(configuration_of(context, each)) for each in (candidate, chosen))
+    return "faster, but less certain" if its > ours else "faster"
 
 
 def _host_bytes(candidate: Candidate) -> int:
@@ -303,7 +308,7 @@ def _host_bytes(candidate: Candidate) -> int:
 def _difference(plan: Plan, candidate: Candidate) -> str:
     """The most important property in which a candidate differs from the choice, with a second if both are short."""
     pairs = zip(_properties(plan, candidate), _properties(plan, plan.chosen), strict=True)
-    differing = [its for its, chosen in pairs if its != chosen] or [candidate.strategy.name]
+    differing = [its for its, chosen in pairs if its and its != chosen] or [candidate.strategy.name]
     both = ", ".join(differing[:2])
     return both if len(both) <= LONGEST_NAME else differing[0]
 
@@ -312,7 +317,7 @@ def _properties(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
     row = candidate.strategy
     return (
         f"{row.precision}",
-        "" if row.is_exact else f"{row.optimizer}",
+        f"{row.optimizer}" if row.optimizer.facts.is_paged or not candidate.is_exact else "",
         _OFFLOADED[row.offload] or "state on the card",
         f"{row.sharding}",
         _recomputation(candidate),
@@ -362,7 +367,7 @@ _OPT_INS = {
 
 def _opt_in(plan: Plan, context: PlanningContext, opt_in: OptIn) -> Alternative:
     candidate = opt_in.candidate
-    is_exact = candidate.strategy.is_exact and not candidate.tf32
+    is_exact = candidate.is_exact and not candidate.tf32
     rounding = "rounds products" if opt_in.allowance in (Allowance.TF32, Allowance.FP8) else "changes the update"
     allowed = ",".join((*plan.job.allow, opt_in.allowance))
     return Alternative(
@@ -398,7 +403,7 @@ def _table_lines(found: Sequence[Alternative], place: str, width: int) -> Iterat
     ]
     header, *lines = table(rows, right=(1, 2), indent="")
     yield Line(text=header, tone=Tone.NOTE)
-    column = min(max(map(len, lines)) + 2, width)
+    column = max(len(line) + 2 for line, each in zip(lines, found, strict=True) if each.setting or line is lines[0])
     for line, each in zip(lines, found, strict=True):
         together = f"{line.ljust(column)}{each.setting}".rstrip()
         if len(together) <= width:
@@ -424,7 +429,7 @@ def _fallback(plan: Plan, width: int) -> Iterator[Line]:
 def _step_down(plan: Plan, last: Candidate, fallback: Candidate) -> str:
     if fallback.strategy != last.strategy:
         state = _OFFLOADED[fallback.strategy.offload]
-        return f"{fallback.strategy.sharding}, {state}" if state else str(fallback.strategy.sharding)
+        return f"{fallback.strategy.sharding} ({state})" if state else str(fallback.strategy.sharding)
     if fallback.micro_batch != last.micro_batch:
         return f"{_batch(plan, fallback)} at a time"
     if fallback.checkpointing != last.checkpointing:

@@ -9,7 +9,8 @@ compare the peak with the allocator events of PyTorch's profiler (docs/memory-mo
 
 from collections.abc import Iterator, Sequence
 
-from shardwise.trainer.planning.calibrate import Corrections, Factor
+from shardwise.trainer.planning.calibrate import Correction, Factor
+from shardwise.trainer.planning.candidates import configuration_of, prediction_error
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.tables.gpu_specs import MIG_MARK
@@ -69,16 +70,24 @@ def is_well_known(card: str) -> bool:
 def time_error(context: PlanningContext, candidate: Candidate) -> float | None:
     """Expected error of the predicted time, as a share: the time is within a factor of 1 + this share.
 
-    None if the speed of the device is not known.
+    The larger of those of the device and of the configuration; None if the speed of the device is not known.
     """
     if candidate.strategy.name in context.corrections.tried:
         return TRIAL_SPEED
     usual = usual_error(context.device)
-    step = context.corrections.of(candidate.strategy, candidate.method).step
-    if usual is None or not step.num_runs:
-        return usual
-    spread = 2 * (step.spread or 0.0)
-    return max(spread, TRIAL_SPEED if step.num_runs >= FIRM_RUNS else usual / (step.num_runs + 1))
+    if usual is None:
+        return None
+    correction, of_configuration = (
+        _correction(context, candidate),
+        prediction_error(configuration_of(context, candidate)),
+    )
+    num_runs, spread = correction.step.num_runs, 2 * (correction.step.spread or 0.0)
+    learned = max(spread, TRIAL_SPEED if num_runs >= FIRM_RUNS else usual / (num_runs + 1))
+    return learned if correction.is_of_class else max(learned, of_configuration)
+
+
+def _correction(context: PlanningContext, candidate: Candidate) -> Correction:
+    return context.corrections.of(candidate.strategy, candidate.method)
 
 
 def not_compared(context: PlanningContext, candidate: Candidate) -> str | None:
@@ -90,7 +99,7 @@ def not_compared(context: PlanningContext, candidate: Candidate) -> str | None:
         (context.shape.num_experts > 1, "mixtures of experts"),
         (row.sharding.facts.engine is Engine.DEEPSPEED, "ZeRO"),
         (row.offload is not Offload.NONE, "offload"),
-        (row.optimizer.facts.is_paged, "paged optimizer state"),
+        (row.optimizer.facts.is_paged and not candidate.method.freezes_base, "paged optimizer state"),
         (candidate.activation_offload, "activations in host RAM"),
         (row.sharding.is_replicated and candidate.num_ranks > 1, "DDP"),
         (candidate.method is Method.GALORE, "GaLore"),
@@ -101,7 +110,7 @@ def not_compared(context: PlanningContext, candidate: Candidate) -> str | None:
 
 def peak_error(context: PlanningContext, candidate: Candidate) -> float | None:
     """Expected error of the predicted peak, as a share; None if no measurement of this kind has been compared."""
-    peak = context.corrections.of(candidate.strategy, candidate.method).peak
+    peak = _correction(context, candidate).peak
     if peak.num_runs:
         return max(CPU_PEAK, 2 * (peak.spread or abs(peak.measured - 1)))
     if context.is_cpu:
@@ -113,7 +122,7 @@ def peak_error(context: PlanningContext, candidate: Candidate) -> float | None:
 
 def certainty_text(context: PlanningContext, chosen: Candidate) -> tuple[str, ...]:
     """Certainty of the predictions for `chosen`, from earlier runs or, without any, from published measurements."""
-    return tuple(_run_text(context, context.corrections, chosen))
+    return tuple(_run_text(context, chosen))
 
 
 def trial_text(trials: Sequence[TrialResult]) -> tuple[str, ...]:
@@ -137,7 +146,7 @@ def error_text(error: float) -> str:
 
 def peak_text(context: PlanningContext, chosen: Candidate) -> str:
     """`within 15 %; 17 published peaks`, or what has not been compared with a measurement."""
-    correction, error = context.corrections.of(chosen.strategy, chosen.method), peak_error(context, chosen)
+    correction, error = _correction(context, chosen), peak_error(context, chosen)
     if error is None:
         return f"{not_compared(context, chosen)}: no measured peak yet"
     if correction.peak.num_runs:
@@ -151,8 +160,8 @@ def _kind(candidate: Candidate) -> tuple[bool, Method]:
     return candidate.strategy.sharding.uses_fsdp, candidate.method
 
 
-def _run_text(context: PlanningContext, corrections: Corrections, chosen: Candidate) -> Iterator[str]:
-    correction = corrections.of(chosen.strategy, chosen.method)
+def _run_text(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
+    corrections, correction = context.corrections, _correction(context, chosen)
     is_tried = chosen.strategy.name in corrections.tried  # `trial_text` has the measurement
     if correction.step.num_runs and not is_tried:
         like = "like this one" if correction.is_of_class else "in this precision"
@@ -161,8 +170,8 @@ def _run_text(context: PlanningContext, corrections: Corrections, chosen: Candid
         yield f"peak memory {_applied(correction.peak, 'like this one')}"
     if not correction.step.num_runs and not is_tried:
         unknown = "no run like this one" if corrections.num_unused or correction.peak.num_runs else "no run"
-        usual = usual_error(context.device)
-        expected = [] if usual is None else [f"expect tokens/s {error_text(usual)}"]
+        error = time_error(context, chosen)
+        expected = [] if error is None else [f"expect tokens/s {error_text(error)}"]
         expected += [] if correction.peak.num_runs else [f"peak memory {peak_text(context, chosen)}"]
         if expected:
             yield f"{unknown} on this device yet: {', '.join(expected)}"
