@@ -305,6 +305,7 @@ def _error_notes(context: PlanningContext, candidates: Sequence[Candidate]) -> I
         )
 
 
+OF_SETTINGS = (Allowance.OFFLOAD_CPU, Allowance.TF32, Allowance.UNCLIPPED)  # they change a strategy, not only add some
 WORTH_A_LINE = 1.10  # times as fast
 WORTH_OPTING_IN = 1.25  # times the memory
 
@@ -314,6 +315,15 @@ class OptIn(Value, frozen=True, kw_only=True):
 
     allowance: Allowance
     candidate: Candidate
+
+    @property
+    def effect(self) -> str:
+        """Effect on the mathematics."""
+        if self.candidate.is_exact:
+            return "exact"
+        if self.candidate.tf32 or self.allowance is Allowance.FP8:
+            return "rounds products"
+        return "does not clip" if self.candidate.strategy.is_exact else "changes the update"
 
 
 def opt_ins(context: PlanningContext, plan: Plan) -> tuple[OptIn, ...]:
@@ -345,7 +355,8 @@ def _opened_by(
     """
     allowed = replace(context, job=replace(context.job, allow=(*context.job.allow, allowance)))
     opened = [row for row, rule in waiting if not rule.is_broken(allowed, row) and may_run(allowed, row)]
-    best = [best_of(allowed, rows)[0] for rows in (one_a_layout(opened), (chosen.strategy,)) if rows]
+    changed = (chosen.strategy,) if allowance in OF_SETTINGS else ()
+    best = [best_of(allowed, rows)[0] for rows in (one_a_layout(opened), changed) if rows]
     worth = [candidate for candidate in best if candidate is not None and _is_worth_opting_in(candidate, chosen)]
     return min(worth, key=lambda candidate: candidate.speed.step_s, default=None)
 

@@ -25,7 +25,7 @@ from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.strategy import Checkpointing, Method
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
-from shardwise.trainer.spec.value import Value
+from shardwise.trainer.spec.value import Value, complete
 
 MOST_LINES = 20
 MOST_WARNING_LINES = 5
@@ -353,26 +353,29 @@ def _methods(plan: Plan) -> Iterator[Alternative]:
         )
 
 
-_OPT_INS = {
-    Allowance.OFFLOAD_CPU: "state in host RAM",
-    Allowance.OFFLOAD_NVME: "state on NVMe",
-    Allowance.OPTIMIZER_8BIT: "optimizer state in 8 bit",
-    Allowance.OPTIMIZER_APPROX: "another optimizer",
-    Allowance.BF16_WEIGHTS: "weights in bf16",
-    Allowance.FP8: "matrix products in fp8",
-    Allowance.TF32: "matrix products in tf32",
-    Allowance.COMPILE: "torch.compile",
-}
+_OPT_INS = complete(
+    Allowance,
+    {
+        Allowance.OFFLOAD_CPU: "state in host RAM",
+        Allowance.OFFLOAD_NVME: "state on NVMe",
+        Allowance.OPTIMIZER_8BIT: "optimizer state in 8 bit",
+        Allowance.OPTIMIZER_APPROX: "another optimizer",
+        Allowance.BF16_WEIGHTS: "weights in bf16",
+        Allowance.FP8: "matrix products in fp8",
+        Allowance.TF32: "matrix products in tf32",
+        Allowance.UNCLIPPED: "updates in the backward",
+        Allowance.COMPILE: "torch.compile",
+    },
+    "the names of opt-ins",
+)
 
 
 def _opt_in(plan: Plan, context: PlanningContext, opt_in: OptIn) -> Alternative:
     candidate = opt_in.candidate
-    is_exact = candidate.is_exact and not candidate.tf32
-    rounding = "rounds products" if opt_in.allowance in (Allowance.TF32, Allowance.FP8) else "changes the update"
     allowed = ",".join((*plan.job.allow, opt_in.allowance))
     return Alternative(
         name=_OPT_INS[opt_in.allowance],
-        effect="exact" if is_exact else rounding,
+        effect=opt_in.effect,
         setting=shlex.quote(f"allow=[{allowed}]"),
         seconds=run_hours(context, candidate) * 3600,
         occupied_bytes=candidate.memory.occupied_bytes,

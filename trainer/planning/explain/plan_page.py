@@ -375,16 +375,13 @@ def opt_in_section(opt_ins: Sequence[OptIn], plan: Plan) -> Section | None:
     rows = [("allow", "memory", "time", "", "strategy")]
     for opt_in in opt_ins:
         candidate = opt_in.candidate
-        effect = "rounds products" if candidate.tf32 else "changes the update"
-        effect = "does not clip" if candidate.strategy.is_exact and candidate.optimizer_in_backward else effect
-        effect = "exact" if candidate.is_exact else effect
         ratio = candidate.speed.step_s / plan.chosen.speed.step_s
         rows.append(
             (
                 str(opt_in.allowance),
                 format_bytes(candidate.memory.need_bytes),
                 f"{ratio:.2f}x",
-                effect,
+                opt_in.effect,
                 candidate.strategy.name,
             )
         )
