@@ -7,6 +7,7 @@
 Every row is a job file under examples/ on a machine from the catalogue. No figure depends on the machine this runs on.
 """
 
+import shlex
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from written_page import markdown_table, run_page  # noqa: E402  (the path comes
 
 from shardwise.launch.plan.gather import plan_inputs, profile_data, read_inputs  # noqa: E402
 from shardwise.trainer.planning.candidates import run_hours  # noqa: E402
+from shardwise.trainer.planning.explain.first_screen import Line, first_screen, text_of  # noqa: E402
+from shardwise.trainer.planning.explain.plan_page import explain_plan  # noqa: E402
 from shardwise.trainer.planning.planner import context_of  # noqa: E402
 from shardwise.trainer.spec.errors import InputError, NothingFitsError  # noqa: E402
 from shardwise.trainer.spec.plan import Plan  # noqa: E402
@@ -47,6 +50,18 @@ class Case(NamedTuple):
         )
         return plan_inputs(inputs, profile_data(inputs), environment=NO_SETTINGS)
 
+    @property
+    def command(self) -> str:
+        """The command line that prints the plan."""
+        return shlex.join(
+            ["shardwise", "plan", f"examples/{self.example}", *self.overrides, "--hardware", self.hardware]
+        )
+
+    def first_screen(self) -> tuple[Line, ...]:
+        """The first screen of the plan."""
+        start = shlex.join(["shardwise", "train", f"examples/{self.example}", *self.overrides])
+        return first_screen(self.plan(), start=[f"(on that machine) {start}"], more=f"{self.command} -v")
+
 
 GOLDEN = (
     Case("8B SFT, one 8 GB card, 32 GB RAM", "8b-sft.yaml", "1xRTX-4060-8GB", ("limits.host_ram=32GiB",)),
@@ -69,6 +84,8 @@ WITHIN_8_GB = (
     Case("... with 256 GB RAM instead", "8gb-7b-full.yaml", "1xRTX-4060-8GB", ("limits.host_ram=256GiB",)),
 )
 
+PRINTED = GOLDEN[1]
+
 
 def tables() -> dict[str, str]:
     """The tables of docs/choices.md by the name of their markers."""
@@ -82,7 +99,17 @@ def tables() -> dict[str, str]:
             ("job", "choice", "outside the card"),
             [(case.name, _choice(case), _off_the_card(case)) for case in WITHIN_8_GB],
         ),
+        "first-screen": _captured(f"$ {PRINTED.command}", text_of(PRINTED.first_screen())),
+        "sections": _captured(
+            f"$ {PRINTED.command} --show memory,why", explain_plan(PRINTED.plan(), show=("memory", "why"))
+        ),
     }
+
+
+def _captured(*texts: str) -> str:
+    """Output as a block of code."""
+    lines = (line for text in texts for line in text.splitlines())
+    return "".join(f"    {line}\n" if line else "\n" for line in lines)
 
 
 def _choice(case: Case, *overrides: str) -> str:

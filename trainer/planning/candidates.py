@@ -38,8 +38,18 @@ def candidate_of(context: PlanningContext, configuration: Configuration) -> Cand
     return Candidate(
         **{name: getattr(configuration, name) for name in _SHARED_FIELDS},
         memory=predicted_memory(context, configuration),
-        speed=predicted_speed(context, configuration),
+        speed=_of_rows_with_data(context, configuration, predicted_speed(context, configuration)),
     )
+
+
+def _of_rows_with_data(context: PlanningContext, configuration: Configuration, speed: SpeedEstimate) -> SpeedEstimate:
+    """The speed without rows of a step that are empty, because the global batch does not divide evenly."""
+    num_rows = configuration.num_ranks * configuration.micro_batch * configuration.accumulation
+    share = min(1.0, context.schedule.sequences_per_step / num_rows)
+    if share == 1:
+        return speed
+    mfu = None if speed.mfu is None else share * speed.mfu
+    return replace(speed, tokens_per_s_per_gpu=share * speed.tokens_per_s_per_gpu, mfu=mfu)
 
 
 def predicted_memory(context: PlanningContext, configuration: Configuration) -> MemoryEstimate:
@@ -250,14 +260,8 @@ def run_totals(context: PlanningContext, candidate: Candidate) -> RunTotals:
         gpu_hours=gpu_hours,
         kwh=None if gpu_hours is None or watts is None else gpu_hours * watts / 1000,
         cost=run_cost(context, hours),
-        tokens_per_s=candidate.speed.tokens_per_s_per_gpu * context.num_ranks * _filled_share(context, candidate),
+        tokens_per_s=candidate.speed.tokens_per_s_per_gpu * context.num_ranks,
     )
-
-
-def _filled_share(context: PlanningContext, candidate: Candidate) -> float:
-    """Rows of a step that hold data: where the global batch does not divide evenly the others are empty."""
-    num_rows = candidate.num_ranks * candidate.micro_batch * candidate.accumulation
-    return min(1.0, context.schedule.sequences_per_step / num_rows)
 
 
 class Excess(Value, frozen=True, kw_only=True):

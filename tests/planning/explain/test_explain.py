@@ -62,9 +62,7 @@ def test_ranks_without_a_sequence_count_no_tokens() -> None:
     rate = 4096 / plan.chosen.speed.step_s
     text = explain_plan(plan)
     assert section(text, "speed").startswith(f"speed: {rate:,.0f} tokens/s, {rate / 8:,.0f} a GPU, ")
-    busy = plan.chosen.speed.tokens_per_s_per_gpu * 8
-    assert busy == pytest.approx(4 * rate)
-    assert f"{busy:,.0f}" not in text
+    assert plan.chosen.speed.tokens_per_s_per_gpu == pytest.approx(rate / 8)
 
 
 def test_every_part_of_the_memory_stands_in_the_bar_and_in_the_list(node: Plan, text: str) -> None:

@@ -49,6 +49,8 @@ def test_a_golden_job_has_one_screen(case: choices.Case) -> None:
     assert f"({chosen.strategy.name})" in text
     assert "  if memory runs out" in text and "shardwise train job.yaml" in lines[-2] and lines[-1].endswith(" -v")
     assert "  other ways" in text
+    narrow = first_screen(plan, width=80)
+    assert len(narrow) <= MOST_LINES and max(len(line.text) for line in narrow) <= 80
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

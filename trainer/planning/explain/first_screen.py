@@ -149,19 +149,31 @@ def _choice(plan: Plan, context: PlanningContext, width: int) -> Iterator[Line]:
     used, place = chosen.memory.occupied_bytes, "RAM of each rank" if context.is_cpu else "card"
     steps = f"{plan.schedule.num_steps:,} step{'s' if plan.schedule.num_steps > 1 else ''}"
     time = [*_certain_range(context, chosen), f"{steps} of {format_seconds(chosen.speed.step_s)}"]
-    yield Line(text=f"  time    {'   '.join(time)}", tone=Tone.FIGURE)
+    yield from _figures("time", time, width)
     sizes = [
         f"{place} {_of(used, memory.usable_bytes)} ({peak_text(context, chosen)})",
         *_host_sizes(context, chosen),
     ]
-    yield Line(text=f"  memory  {'   '.join(sizes)}", tone=Tone.FIGURE, share=used / memory.usable_bytes)
+    yield from _figures("memory", sizes, width, share=used / memory.usable_bytes)
     source = "" if plan.data.source == "prepared" else " (estimated from file sizes)"
     source = source if plan.job.data.train else " (assumed: no data is named)"
     tokens = format_count(plan.schedule.num_steps * plan.schedule.tokens_per_step)
     totals = run_totals(context, chosen)
-    cost = "" if totals.cost is None else f"   cost {totals.cost:,.2f}"
-    yield Line(text=f"  speed   {totals.tokens_per_s:,.0f} tokens/s   {tokens} tokens{source}{cost}", tone=Tone.FIGURE)
+    cost = [] if totals.cost is None else [f"cost {totals.cost:,.2f}"]
+    yield from _figures("speed", [f"{totals.tokens_per_s:,.0f} tokens/s", f"{tokens} tokens{source}", *cost], width)
     yield from _labelled("how", f"{'; '.join(_how(plan, context))} ({chosen.strategy.name})", width)
+
+
+def _figures(label: str, figures: Sequence[str], width: int, *, share: float | None = None) -> Iterator[Line]:
+    """The figures on one line; those for which it has no room on further ones."""
+    text, *others = (f"  {label:8}{figures[0]}", *figures[1:])
+    for figure in others:
+        if len(text) + 3 + len(figure) > width:
+            yield Line(text=text, tone=Tone.FIGURE, share=share)
+            text, share = " " * _LABEL_COLUMNS + figure, None
+        else:
+            text += f"   {figure}"
+    yield Line(text=text, tone=Tone.FIGURE, share=share)
 
 
 def _certain_range(context: PlanningContext, chosen: Candidate) -> Iterator[str]:

@@ -257,8 +257,7 @@ def speed_section(plan: Plan, context: PlanningContext) -> Section:
         figures.append(f"{totals.tokens_per_s / chosen.num_ranks:,.0f} a GPU")
     figures += [f"{format_seconds(chosen.speed.step_s)} a step", f"{format_seconds(totals.hours * 3600)} in all"]
     if chosen.speed.mfu is not None:
-        share_filled = totals.tokens_per_s / (chosen.speed.tokens_per_s_per_gpu * chosen.num_ranks)
-        figures.append(f"MFU {chosen.speed.mfu * share_filled:.0%}")
+        figures.append(f"MFU {chosen.speed.mfu:.0%}")
     ordered = sorted(((part, seconds) for part, seconds in chosen.speed.parts.items() if seconds), key=lambda p: -p[1])
     parts = ", ".join(f"{part.removesuffix('_s')} {format_seconds(seconds)}" for part, seconds in ordered[:4])
     bars = tuple((part.removesuffix("_s"), seconds, format_seconds(seconds)) for part, seconds in ordered)
