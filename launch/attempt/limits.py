@@ -111,7 +111,9 @@ class Limit(NamedTuple):
 def limits_of(job: Job, history: Sequence[AttemptRecord], *, num_ranks: int = 1) -> tuple[Limit, ...]:
     """The limits of a job before an attempt on so many ranks."""
     hours = sum(record.duration_s for record in history) / 3600
-    limits = [Limit("limits.hours", job.limits.hours, job.limits.hours, hours, 1)]
+    limits = []
+    if job.limits.hours is not None:
+        limits.append(Limit("limits.hours", job.limits.hours, job.limits.hours, hours, 1))
     cost, price = job.limits.cost, job.price_per_gpu_hour
     if cost is not None and price is not None:
         gpu_hours = sum(record.duration_s * record.num_ranks for record in history) / 3600

@@ -86,7 +86,7 @@ def job_of(
     *,
     allow: tuple[Allowance, ...] = (Allowance.OFFLOAD_CPU,),
     from_scratch: bool = False,
-    hours: float = 1e6,
+    hours: float | None = 1e6,
     cost: float | None = None,
     host_ram: int | None = None,
     price: float | None = None,

@@ -14,6 +14,7 @@ from planning_factory import context_for, data_of, job_of, machine, plan_of
 from shardwise.trainer.planning.candidates import (
     PAGING_ERROR,
     UNCOMPARED_ERROR,
+    WISHED_HOURS,
     candidate_of,
     configuration_of,
     excess,
@@ -329,7 +330,7 @@ FULL: dict[str, Any] = {"method": Method.FULL, "allow": ()}
         (
             "70b",
             "8xH100-SXM5-80GB",
-            {"hours": 0.01, "host_ram": 64 * GIB},
+            {"hours": 0.01, "host_ram": 64 * GIB, "method": Method.FULL},
             r"limits\.host_ram: \d+ GiB and limits\.hours: \d+",
         ),
         (
@@ -338,7 +339,12 @@ FULL: dict[str, Any] = {"method": Method.FULL, "allow": ()}
             {"hours": 0.01, "cost": 0.01, "price": 2.0},
             r"limits\.hours: \d+ and limits\.cost: \d+",
         ),
-        ("70b", "1xRTX-4060-8GB", {"host_ram": 16 * GIB}, r"device with \d+ GiB usable and limits\.host_ram: \d+ GiB"),
+        (
+            "70b",
+            "1xRTX-4060-8GB",
+            {"host_ram": 16 * GIB, "method": Method.FULL},
+            r"device with \d+ GiB usable and limits\.host_ram: \d+ GiB",
+        ),
     ],
 )
 def test_what_is_in_the_way_is_named_with_what_would_do(
@@ -699,3 +705,37 @@ def test_an_exact_plan_never_falls_back_to_another_update() -> None:
     layouts = {link.strategy.sharding for link in fallbacks(context, (exact, approximate))}
     assert layouts == {Sharding.ZERO1}
     assert Sharding.FSDP in {link.strategy.sharding for link in fallbacks(context, (approximate, exact))}
+
+
+def test_a_day_is_a_wish_where_no_limit_is_stated() -> None:
+    """8B on 8 GB: LoRA and QLoRA take 12 and 10 hours for 20 million tokens."""
+    schedule = {"seq_len": 4096, "tokens_per_step": 131072, "epochs": None}
+    card = machine("1xRTX-4060-8GB", ram_bytes=32 * GIB)
+
+    def plan(millions: int, hours: float | None, **facts: Any) -> Plan:
+        job = job_of(**schedule, tokens=millions * 10**6, hours=hours, **facts)
+        return plan_of("8b", card, job=job, data=data_of(seq_len=4096, num_eval_rows=0))
+
+    day, week = plan(20, None), plan(200, None)
+    assert not any("limits.hours" in warning for warning in day.warnings)
+    assert any("limits.hours" in warning for warning in week.warnings)
+    fitting = [row for row in week.methods if row.verdict in ("taken", "fits")]
+    assert all(row.hours > WISHED_HOURS for row in fitting)
+    assert week.chosen.method is min(fitting, key=lambda row: row.hours).method
+    with pytest.raises(NothingFitsError, match=r"limits.hours is 24\n.*limits.hours: \d+"):
+        plan(200, 24)
+
+
+def test_nothing_fits_names_the_smallest_change_over_all_methods() -> None:
+    two = machine("2xRTX-3090", ram_bytes=24 * GIB)
+    with pytest.raises(NothingFitsError, match=r"nothing fits: qlora training of 70.6B .* of host RAM a node") as fault:
+        plan_of("70b", two)
+    assert "GiB of RAM" in str(fault.value).splitlines()[1]
+
+
+def test_a_smaller_batch_is_named_where_it_lets_the_update_run_in_the_backward() -> None:
+    allowed = (Allowance.OFFLOAD_CPU, Allowance.BF16_WEIGHTS, Allowance.OPTIMIZER_8BIT, Allowance.UNCLIPPED)
+    card = machine("1xRTX-4090", ram_bytes=40 * GIB)
+    with pytest.raises(NothingFitsError, match=r"would fit: train.tokens_per_step: 2048, or "):
+        plan_of("8b", card, allow=allowed, method=Method.FULL, tokens_per_step=65536)
+    assert plan_of("8b", card, allow=allowed, method=Method.FULL, tokens_per_step=2048).chosen.optimizer_in_backward

@@ -231,6 +231,11 @@ def _tokens_scored(context: PlanningContext, configuration: Configuration) -> in
     return num_scored
 
 
+WISHED_HOURS = (
+    24.0  # of a run without limits.hours: `auto` prefers methods that take no longer, a plan warns if it does
+)
+
+
 def run_cost(context: PlanningContext, hours: float) -> float | None:
     """Cost of the run, in the currency of price_per_gpu_hour; None if no price is known."""
     price = context.job.price_per_gpu_hour
@@ -339,7 +344,7 @@ def _nvme_excess(context: PlanningContext, memory: MemoryEstimate) -> Excess | N
 
 def _time_excess(context: PlanningContext, hours: float) -> Excess | None:
     limits, cost = context.job.limits, run_cost(context, hours)
-    if hours > limits.hours:
+    if limits.hours is not None and hours > limits.hours:
         return Excess(
             reason=f"needs {format_seconds(hours * 3600)}; limits.hours is {limits.hours:g}",
             remedy=f"limits.hours: {math.ceil(hours)}",

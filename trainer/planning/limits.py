@@ -11,7 +11,6 @@ needed, so configurations with and without it are searched separately.
 `limits_section` and `limits_json` show the results.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -90,7 +89,7 @@ def largest_models(
 def _without_deadline(context: PlanningContext) -> PlanningContext:
     """The context without limits on time and money, and with rows of full length."""
     job = context.job
-    free = replace(job, limits=replace(job.limits, hours=math.inf, cost=None))
+    free = replace(job, limits=replace(job.limits, hours=None, cost=None))
     data = context.data if context.data is not None and context.data.is_packed else None
     return replace(context, job=free, data=data)
 

@@ -4,8 +4,9 @@
    the checks here are about conflicts between job, model and data, and pins that this machine does not support.
 2. Every strategy of the catalogue is refused by a rule or searched for its best configuration. Those within every
    budget are ranked (`choice`); the others are rejected with the number or the rule.
-3. The method is the job's, or under `auto` the first of full, galore, lora, qlora that runs within the limits; qlora
-   also where lora would stream its base from host RAM and not be clearly faster.
+3. The method is the job's, or under `auto` the first of full, galore, lora, qlora that runs within the limits, and
+   within a day if there is no limit of hours; if none does, the fastest. Where lora would stream its base from host RAM
+   it is qlora unless lora is faster.
 4. The first candidate is chosen; fallbacks and the table of methods are added.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from shardwise.trainer.planning.calibrate import Corrections, after_trials, corrections_of
-from shardwise.trainer.planning.candidates import configuration_of, upper_seconds
+from shardwise.trainer.planning.candidates import WISHED_HOURS, configuration_of, run_hours, upper_seconds
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.reasons import notes, reasons, warnings
@@ -26,7 +27,7 @@ from shardwise.trainer.planning.rules.rule_input import first_broken
 from shardwise.trainer.planning.schedule import make_schedule
 from shardwise.trainer.planning.search.choice import Ranking, method_rows, rank, survey, with_remedies
 from shardwise.trainer.planning.search.configurations import attention_text, every_n, missing_flash, obstacle_to_flash
-from shardwise.trainer.planning.search.fallbacks import fallbacks, nothing_fits
+from shardwise.trainer.planning.search.fallbacks import fallbacks, least_short, nothing_fits
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import objective_of, shapes_for
@@ -75,9 +76,10 @@ def make_plan(
     check_pins(contexts[wanted[0]])
     taken, rankings = _rank_methods(contexts, wanted, trials)
     methods = method_rows(contexts, rankings, taken)
-    context, ranking = contexts[taken or wanted[0]], rankings[taken or wanted[0]]
     if taken is None:
-        raise nothing_fits(context, tuple(ranking.smallest.values()), methods)
+        method = least_short({method: (contexts[method], rankings[method].smallest.values()) for method in wanted})
+        raise nothing_fits(contexts[method], tuple(rankings[method].smallest.values()), methods)
+    context, ranking = contexts[taken], rankings[taken]
     return Plan(
         name=name,
         job=job,
@@ -204,14 +206,19 @@ def with_fp8_gain(context: PlanningContext, gain: Fp8Gain | None) -> PlanningCon
 def _rank_methods(
     contexts: Mapping[Method, PlanningContext], wanted: Sequence[Method], trials: Sequence[TrialResult]
 ) -> tuple[Method | None, dict[Method, Ranking]]:
-    """The first wanted method that has a candidate, and a ranking of every method: a survey of the others."""
+    """The first wanted method that runs in time, else the fastest, and a ranking of every method, of some a survey."""
     taken: Method | None = None
     rankings: dict[Method, Ranking] = {}
+    hours: dict[Method, float] = {}
     for method, context in contexts.items():
         is_requested = taken is None and method in wanted
         rankings[method] = rank(context, trials) if is_requested else survey(context)
         if is_requested and rankings[method].candidates:
-            taken = method
+            hours[method] = run_hours(context, rankings[method].candidates[0])
+            is_in_time = context.job.limits.hours is not None or hours[method] <= WISHED_HOURS
+            taken = method if is_in_time else None
+    if taken is None and hours:
+        taken = min(hours, key=lambda method: hours[method])
     if taken is Method.LORA and Method.QLORA in wanted and _streams(rankings[taken]):
         rankings[Method.QLORA] = rank(contexts[Method.QLORA], trials)
         taken = _without_streaming(contexts, rankings)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from shardwise.trainer.planning.candidates import (
+    WISHED_HOURS,
     candidate_of,
     configuration_of,
     prediction_error,
@@ -132,8 +133,10 @@ def _step_warnings(context: PlanningContext) -> Iterator[str]:
 
 def _time_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
     hours, limit = run_hours(context, chosen), context.job.limits.hours
-    if hours > limit:
+    if limit is not None and hours > limit:
         yield f"the run needs {format_seconds(hours * 3600)}, more than limits.hours: {limit:g}"
+    if limit is None and hours > WISHED_HOURS:
+        yield f"the run needs {format_seconds(hours * 3600)}; limits.hours: {WISHED_HOURS:g} would refuse it"
 
 
 def _memory_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[str]:

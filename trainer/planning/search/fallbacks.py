@@ -9,7 +9,7 @@ of the same devices, and a larger device, whose size is named.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 
 from msgspec.structs import replace
@@ -41,7 +41,7 @@ from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import NothingFitsError
 from shardwise.trainer.spec.job.sections import Allowance, Pin
 from shardwise.trainer.spec.plan import Candidate, MethodRow
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Strategy
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Strategy
 from shardwise.trainer.spec.units import format_bytes, format_count
 
 MIN_GAIN = 0.02  # of the peak, to be worth a restart
@@ -120,7 +120,13 @@ _MIN_SEQ_LEN = 128
 _MAX_DEVICE_FACTOR = 64
 _ANY_HOST_RAM_BYTES = 2**60
 # Opt-ins in the order in which they are proposed: those that keep the mathematics first.
-_ALLOWANCES = (Allowance.OFFLOAD_CPU, Allowance.BF16_WEIGHTS, Allowance.OPTIMIZER_8BIT, Allowance.OPTIMIZER_APPROX)
+_ALLOWANCES = (
+    Allowance.OFFLOAD_CPU,
+    Allowance.UNCLIPPED,
+    Allowance.BF16_WEIGHTS,
+    Allowance.OPTIMIZER_8BIT,
+    Allowance.OPTIMIZER_APPROX,
+)
 
 
 def remedy_for(context: PlanningContext, smallest: Candidate) -> str | None:
@@ -147,6 +153,29 @@ def memory_remedy(context: PlanningContext, smallest: Candidate) -> str:
     return f"a device with {need} usable"
 
 
+def least_short(methods: Mapping[Method, tuple[PlanningContext, Iterable[Candidate]]]) -> Method:
+    """The method that exceeds its budgets by the least factor: the smallest change makes it fit."""
+    found = {
+        method: min((_shortage(context, candidate) for candidate in smallest), default=math.inf)
+        for method, (context, smallest) in methods.items()
+    }
+    return min(found, key=lambda method: found[method])
+
+
+def _shortage(context: PlanningContext, candidate: Candidate) -> float:
+    """The largest of the factors by which a candidate exceeds its budgets."""
+    memory, limits = candidate.memory, context.job.limits
+    hours = run_hours(context, candidate)
+    budgets = (
+        (memory.need_bytes, memory.usable_bytes),
+        (memory.pinned_bytes + memory.host_bytes, None if context.is_cpu else context.host_ram_bytes),
+        (memory.nvme_bytes, context.nvme_bytes),
+        (hours, limits.hours),
+        (run_cost(context, hours), limits.cost),
+    )
+    return max(need / granted for need, granted in budgets if need and granted)
+
+
 def nothing_fits(
     context: PlanningContext, smallest: Sequence[Candidate], methods: Sequence[MethodRow]
 ) -> NothingFitsError:
@@ -154,7 +183,7 @@ def nothing_fits(
     size = format_count(context.shape.num_parameters)
     model = f"{context.method} training of {size} parameters"
     fitting = [candidate for candidate in smallest if candidate.memory.fits]
-    changes = list(islice(_job_changes(context), 1))
+    changes = [*islice(_job_changes(context), 1), *_smaller_batch(context)]
     if fitting:
         timely = [candidate for candidate in fitting if excess(_untimed(context), candidate) is None]
         nearest = min(timely or fitting, key=lambda candidate: run_hours(context, candidate))
@@ -180,7 +209,7 @@ def nothing_fits(
 
 def _untimed(context: PlanningContext) -> PlanningContext:
     """The same job without a limit on hours and money; if it still exceeds a budget it needs another machine."""
-    limits = replace(context.job.limits, hours=math.inf, cost=None)
+    limits = replace(context.job.limits, hours=None, cost=None)
     return replace(context, job=replace(context.job, limits=limits))
 
 
@@ -189,7 +218,7 @@ def _more_time(context: PlanningContext, candidate: Candidate, first: Excess) ->
     limits, hours = context.job.limits, run_hours(context, candidate)
     cost = run_cost(context, hours)
     named = first.remedy.partition(":")[0]
-    if hours > limits.hours and named != "limits.hours":
+    if limits.hours is not None and hours > limits.hours and named != "limits.hours":
         yield f"limits.hours: {math.ceil(hours)}"
     if cost is not None and limits.cost is not None and cost > limits.cost and named != "limits.cost":
         yield f"limits.cost: {math.ceil(cost)}"
@@ -269,6 +298,16 @@ def _job_changes(context: PlanningContext) -> Iterator[str]:
             allowed = replace(job, allow=(*job.allow, allowance))
             if _anything_fits(replace(context, job=allowed), CATALOGUE):
                 yield f"allow: [{', '.join((*job.allow, allowance))}]"
+
+
+def _smaller_batch(context: PlanningContext) -> Iterator[str]:
+    """One sequence a rank and step: no gradients are accumulated, and the update can run in the backward."""
+    num_ranks, seq_len = context.num_ranks, context.job.train.seq_len
+    if context.schedule.sequences_per_step > num_ranks:
+        tokens = num_ranks * seq_len
+        schedule = replace(context.schedule, sequences_per_step=num_ranks, tokens_per_step=tokens)
+        if _anything_fits(replace(context, schedule=schedule), CATALOGUE):
+            yield f"train.tokens_per_step: {tokens}"
 
 
 def _host_ram_need(context: PlanningContext) -> int | None:

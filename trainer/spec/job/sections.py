@@ -254,7 +254,8 @@ class TrainJob(Value, frozen=True, kw_only=True):
 
     objective: Annotated[Objective, Setting("Training objective, which selects the loss.")] = Objective.AUTO
     method: Annotated[
-        Method | None, Setting("`auto` selects the first of them that finishes within `limits.hours`.", none="auto")
+        Method | None,
+        Setting("`auto` selects the first of them that finishes within `limits.hours`, or 24 hours.", none="auto"),
     ] = None
     seq_len: Annotated[
         int,
@@ -323,8 +324,11 @@ class Limits(Value, frozen=True, kw_only=True):
     """Most time, memory and money that a run may use."""
 
     hours: Annotated[
-        float, Setting("The plan must finish within; a run stops ahead of it with a checkpoint.", time_in_hours())
-    ] = 24.0
+        float | None,
+        Setting(
+            "The plan must finish within; a run stops ahead of it with a checkpoint. null is no limit.", time_in_hours()
+        ),
+    ] = None
     vram: Annotated[int | None, Setting("Cap of each device, for planning and at run time.", byte_size())] = None
     host_ram: Annotated[
         int | None, Setting("Cap of host RAM; null is what the cgroup or Slurm allows.", byte_size())
