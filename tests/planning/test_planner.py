@@ -709,11 +709,11 @@ def test_an_exact_plan_never_falls_back_to_another_update() -> None:
 
 def test_a_day_is_a_wish_where_no_limit_is_stated() -> None:
     """8B on 8 GB: LoRA and QLoRA take 12 and 10 hours for 20 million tokens."""
-    schedule = {"seq_len": 4096, "tokens_per_step": 131072, "epochs": None}
     card = machine("1xRTX-4060-8GB", ram_bytes=32 * GIB)
 
-    def plan(millions: int, hours: float | None, **facts: Any) -> Plan:
-        job = job_of(**schedule, tokens=millions * 10**6, hours=hours, **facts)
+    def plan(millions: int, hours: float | None) -> Plan:
+        tokens = millions * 10**6
+        job = job_of(seq_len=4096, tokens_per_step=131072, epochs=None, tokens=tokens, hours=hours)
         return plan_of("8b", card, job=job, data=data_of(seq_len=4096, num_eval_rows=0))
 
     day, week = plan(20, None), plan(200, None)

@@ -43,6 +43,10 @@ def took(*hours: float, num_ranks: int = 1) -> list[AttemptRecord]:
     return [attempt_record(number, duration_s=each * HOUR_S, num_ranks=num_ranks) for number, each in enumerate(hours)]
 
 
+def test_a_job_that_states_no_limit_has_none():
+    assert limits_of(Job(), took(100.0)) == ()
+
+
 def test_hours_are_those_of_all_attempts():
     (limit,) = limits_of(job(hours=10), took(1.5, 2.5), num_ranks=8)
     assert limit == Limit("limits.hours", 10, 10, 4.0, 1) and limit.left_s == 6 * HOUR_S
