@@ -56,8 +56,9 @@ def record_of_run(
     peak_bytes, step_s = measured.memory.peak_allocated_bytes, measured.speed.step_s
     if peak_bytes is None or step_s is None:
         return None
-    ran = report.plan
-    predicted = _uncorrected(plan, ran)
+    ran, not_compiled = report.plan, None if report.verified is None else report.verified.not_compiled
+    is_compiled = ran.compile and not_compiled is None
+    predicted = _uncorrected(plan, msgspec.structs.replace(ran, compile=is_compiled))
     device, driver = device_key(plan.hardware)
     return CalibrationRecord(
         device=device,
@@ -91,6 +92,9 @@ def record_of_run(
         measured_device_bytes=measured.memory.device_bytes,
         stated_peak_bytes=stated.memory.peak_allocated_bytes,
         stated_step_s=stated.speed.step_s,
+        transformers=plan.versions.get("transformers"),
+        is_compiled=is_compiled if ran.compile else None,
+        not_compiled=not_compiled,
     )
 
 

@@ -133,6 +133,7 @@ def plan_of(
     trials: tuple[TrialResult, ...] = (),
     fp8_gain: Fp8Gain | None = None,
     extension: Extension | None = None,
+    transformers: str = "5.17.0",
     **job_facts: Any,
 ) -> Plan:
     """The plan of a model on a machine, with everything else as it usually is."""
@@ -148,7 +149,7 @@ def plan_of(
         tokenizer_path=None,
         data=data or data_of(seq_len=job.train.seq_len),
         calibration=calibration or Calibration(),
-        versions={"shardwise": "0"},
+        versions={"shardwise": "0", "transformers": transformers},
         trials=trials,
         extension=extension,
         fp8_gain=fp8_gain,

@@ -27,7 +27,10 @@ H100S = "8xH100-SXM5-80GB"
 
 def learned(*records: CalibrationRecord, model: str = "8b", hardware: Hardware | None = None) -> Corrections:
     return corrections_of(
-        calibration_of(*records), shape=shape_of(model), hardware=hardware or machine(H100S), version="0"
+        calibration_of(*records),
+        shape=shape_of(model),
+        hardware=hardware or machine(H100S),
+        versions={"shardwise": "0"},
     )
 
 

@@ -18,7 +18,7 @@ which ones fit, the predicted time of a run, and the chosen strategy.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 
 from msgspec.structs import replace
@@ -90,6 +90,7 @@ class Corrections(Value, frozen=True, kw_only=True):
     num_unused: int = 0  # runs on this device that cannot be compared
     tried: dict[str, float] = {}  # strategies that a trial of this job timed: a further factor of their step time
     untried: float = 1.0  # the same for the other strategies
+    not_compiled: str | None = None  # why blocks of this model failed to compile with these versions
 
     def of(self, strategy: Strategy, method: Method) -> Correction:
         """The factors for one strategy."""
@@ -108,9 +109,10 @@ NO_CORRECTIONS = Corrections()
 
 
 def corrections_of(
-    calibration: Calibration, *, shape: ModelShape, hardware: Hardware, version: str | None
+    calibration: Calibration, *, shape: ModelShape, hardware: Hardware, versions: Mapping[str, str]
 ) -> Corrections:
-    """The factors that the records of a device give for a model."""
+    """The factors that the records of a device give for a model, and whether it compiled in the latest of them."""
+    version = versions.get("shardwise")
     if not calibration.records:
         return NO_CORRECTIONS
     usable = [record for record in calibration.records if _is_usable(record, shape, version)]
@@ -130,7 +132,23 @@ def corrections_of(
             device=factor_of(_ratios(full, "device")),
             is_of_class=bool(timed),
         )
-    return Corrections(by_class=by_class, by_precision=corrections, num_unused=len(calibration.records) - len(usable))
+    return Corrections(
+        by_class=by_class,
+        by_precision=corrections,
+        num_unused=len(calibration.records) - len(usable),
+        not_compiled=_not_compiled(calibration, shape, transformers=versions.get("transformers")),
+    )
+
+
+def _not_compiled(calibration: Calibration, shape: ModelShape, *, transformers: str | None) -> str | None:
+    compiled = (
+        record
+        for record in reversed(calibration.records)
+        if record.is_compiled is not None
+        and (record.model_type, record.transformers) == (shape.model_type, transformers)
+    )
+    latest = next(compiled, None)
+    return None if latest is None else latest.not_compiled
 
 
 def after_trials(corrections: Corrections, trials: Sequence[TrialResult]) -> Corrections:

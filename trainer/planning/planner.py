@@ -67,7 +67,7 @@ def make_plan(
     check_job(job, shape, data)
     check_objective(job, data, hooks)
     wanted = _methods(job, data)
-    learned = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
+    learned = corrections_of(calibration, shape=shape, hardware=hardware, versions=versions)
     corrections = after_trials(learned, trials)
     contexts = {
         method: with_fp8_gain(_context(job, hardware, shape, data, method, corrections, hooks), fp8_gain)
@@ -181,15 +181,13 @@ def open_contexts(
 ) -> dict[Method, PlanningContext]:
     """The context of each method that the job allows, for the limits of a machine."""
     check_job(job, shape, data)
-    corrections = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
+    corrections = corrections_of(calibration, shape=shape, hardware=hardware, versions=versions)
     return {method: _context(job, hardware, shape, data, method, corrections) for method in _methods(job, data)}
 
 
 def context_of(plan: Plan) -> PlanningContext:
     """The context of a plan."""
-    learned = corrections_of(
-        plan.calibration, shape=plan.model_shape, hardware=plan.hardware, version=plan.versions.get("shardwise")
-    )
+    learned = corrections_of(plan.calibration, shape=plan.model_shape, hardware=plan.hardware, versions=plan.versions)
     corrections = after_trials(learned, plan.trials)
     hooks = () if plan.extension is None else plan.extension.hooks
     context = _context(plan.job, plan.hardware, plan.model_shape, plan.data, plan.chosen.method, corrections, hooks)

@@ -103,9 +103,19 @@ def notes(
         *certainty_text(context, chosen),
         *_error_notes(context, candidates),
         *_fp8_notes(context, candidates),
+        *_compilation_notes(context),
         *speed_notes(context.device),
         *context.hardware.notes,
     )
+
+
+def _compilation_notes(context: PlanningContext) -> Iterator[str]:
+    problem = context.corrections.not_compiled
+    if problem is not None and context.job.pin.compile is None:
+        yield (
+            f"torch.compile is off: blocks of this model failed to compile here ({problem}); plans stay eager until "
+            "torch or transformers changes, or a run with pin.compile=true compiles"
+        )
 
 
 FEW_STEPS = 20

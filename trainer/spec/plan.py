@@ -315,6 +315,9 @@ class CalibrationRecord(Value, frozen=True, kw_only=True):
     measured_device_bytes: int | None = None
     stated_peak_bytes: int | None = None
     stated_step_s: float | None = None
+    transformers: str | None = None
+    is_compiled: bool | None = None  # torch.compile ran; False: blocks failed to compile; None: it was not planned
+    not_compiled: str | None = None  # why they failed
 
 
 class Calibration(Value, frozen=True, kw_only=True):

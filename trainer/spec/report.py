@@ -88,6 +88,7 @@ class Verified(Value, frozen=True, kw_only=True):
     accumulation: int
     backend: str | None = None
     checkpointed_blocks: int = 0
+    not_compiled: str | None = None  # why blocks that failed to compile ran eagerly
     facts: dict[str, str] = {}  # what was seen after the first step: state types, recomputation, scale, trained share
 
 

@@ -127,12 +127,13 @@ def compiles(context: PlanningContext) -> tuple[bool, ...]:
     """Eager, or torch.compile, whose seconds before the first step count as well (`compile_seconds`).
 
     Not on a CPU: there the compiled quickstart took 0.2636 s a step and the eager one 0.2642 s. Nor for a model without
-    a closed form, whose memory is that of an eager dry run.
+    a closed form, whose memory is that of an eager dry run, or one whose blocks failed to compile here.
     """
     pinned = context.job.pin.compile
     if pinned is not None:
         return (pinned,)
-    return (False,) if context.is_cpu or context.shape.is_described else (False, True)
+    is_eager = context.is_cpu or context.shape.is_described or context.corrections.not_compiled is not None
+    return (False,) if is_eager else (False, True)
 
 
 def activation_offloads(context: PlanningContext) -> tuple[bool, ...]:

@@ -219,6 +219,9 @@ def _note_fallbacks(session: Session, step: int) -> None:
     ):
         if found is not None and found.problem is not None and not log.count(kind):
             log.note(f"step {step}: {text}: {found.problem}", kind)
+    compilation, verified = installed.compilation, session.state.verified
+    if compilation is not None and compilation.failure is not None and verified is not None:
+        session.state.verified = replace(verified, not_compiled=compilation.failure)
 
 
 def _micro_batches(session: Session, step: int) -> tuple[Sequence[MicroBatch], int]:

@@ -67,6 +67,7 @@ class EagerFallback:
 
     def __init__(self, problem: str | None = None) -> None:
         self.problem = problem  # why blocks run eagerly
+        self.has_failed = False  # a block failed to compile; False if compilation was not begun
 
     def run(self, block: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """The block's output, computed again from its inputs if one of its graphs fails to compile."""
@@ -78,6 +79,7 @@ class EagerFallback:
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                 first, second, *_ = (*filter(None, map(str.strip, str(error).splitlines())), "", "")
                 self.problem = f"{type(error).__name__}: {first} {second}".strip()
+                self.has_failed = True
         return block._call_impl(*args, **kwargs)
 
 
@@ -100,6 +102,11 @@ class Compilation(NamedTuple):
     def problem(self) -> str | None:
         """Why the blocks run eagerly, or None if they run compiled."""
         return None if self.fallback is None else self.fallback.problem
+
+    @property
+    def failure(self) -> str | None:
+        """`problem` if it is a failure of the compiler, which the next run would have as well."""
+        return self.problem if self.fallback is not None and self.fallback.has_failed else None
 
     def facts(self, model: nn.Module) -> dict[str, str]:
         """Text of what has been compiled since."""

@@ -1,0 +1,91 @@
+"""A compilation that failed is remembered: from the run's report to the plans of the same machine and versions."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempt_runs import run_attempt
+from calibration_factory import calibration_of
+from msgspec.structs import replace
+from planning_factory import machine, plan_of
+from rank_factory import rank_plan, write_rows
+from report_factory import make_report
+from torch import nn
+
+from shardwise.launch.plan.calibration_store import append_calibration, read_calibration, record_of_run
+from shardwise.trainer.spec.plan import CalibrationRecord, Plan
+from shardwise.trainer.spec.report import Report, Verified
+
+NOW = datetime(2030, 1, 2, tzinfo=UTC)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that supports no block."""
+    from torch._dynamo.exc import Unsupported
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Unsupported("data-dependent branch", "data_dependent")
+
+    def compile_nothing(module: Any, *_: Any, **__: Any) -> None:
+        module._compiled_call_impl = fail
+
+    monkeypatch.setattr(nn.Module, "compile", compile_nothing)
+
+
+def eager_run(tmp_path: Path) -> Verified:
+    """What a run verified whose planner chose compilation."""
+    plan = rank_plan(write_rows(tmp_path / "rows"), num_steps=3)
+    plan = replace(plan, candidates=(replace(plan.chosen, compile=True),))
+    _, state = run_attempt(tmp_path / "run", plan)
+    assert sum("not compiled" in text for text in state.log.texts) == 1
+    assert state.verified is not None
+    return state.verified
+
+
+@pytest.mark.usefixtures("failing")
+def test_a_failed_compilation_is_in_the_report_of_its_run(tmp_path):
+    assert "data-dependent branch" in (eager_run(tmp_path).not_compiled or "")
+
+
+def test_a_variable_that_disables_the_compiler_is_no_failure(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert eager_run(tmp_path).not_compiled is None
+
+
+def plan_with(*records: CalibrationRecord, transformers: str = "5.17.0", **job: Any) -> Plan:
+    hardware = machine("1xA100-SXM4-80GB")
+    return plan_of("1b", hardware, calibration=calibration_of(*records), transformers=transformers, **job)
+
+
+def record_with(home: Path, plan: Plan, not_compiled: str | None) -> CalibrationRecord:
+    """What the store holds of a run of a plan, after it has been written and read."""
+    report: Report = make_report()
+    assert report.verified is not None
+    report = replace(report, plan=plan.chosen, verified=replace(report.verified, not_compiled=not_compiled))
+    record = record_of_run(report, plan, now=NOW)
+    assert record is not None
+    append_calibration(home, record)
+    (found,) = read_calibration(home, plan.hardware, torch="none").records[-1:]
+    return found
+
+
+def test_later_plans_of_the_same_versions_are_eager_and_say_why(tmp_path):
+    first = plan_with()
+    assert first.chosen.compile
+    failed = record_with(tmp_path, first, "Unsupported: data-dependent branch")
+    again = plan_with(failed)
+    assert not any(candidate.compile for candidate in again.candidates)
+    assert any("data-dependent branch" in note for note in again.notes)
+    assert plan_with(failed, transformers="5.18.0").chosen.compile
+    pinned = plan_with(failed, pin={"compile": True})
+    assert pinned.chosen.compile
+    assert plan_with(failed, record_with(tmp_path, pinned, None)).chosen.compile, "it compiled since"
+
+
+def test_an_eager_run_of_a_compiled_plan_corrects_the_prediction_of_an_eager_step(tmp_path):
+    plan = plan_with()
+    compiled, failed = (record_with(tmp_path, plan, problem) for problem in (None, "Unsupported: a branch"))
+    assert compiled.predicted_step_s == pytest.approx(plan.chosen.speed.step_s)
+    assert failed.predicted_step_s > compiled.predicted_step_s
