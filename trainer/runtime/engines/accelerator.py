@@ -239,7 +239,8 @@ def _activation_rows(plain: PreTrainedModel, installed: Installed, chosen: Candi
     yield "blocks are recomputed", recomputes, bool(installed.recomputations)
     yield "activation offload", chosen.activation_offload, installed.offload is not None
     compiled = any(module._compiled_call_impl is not None for module in plain.modules())
-    yield "compiled blocks", chosen.compile, compiled
+    compilation = installed.compilation
+    yield "compiled blocks", chosen.compile, compiled or (compilation is not None and compilation.problem is not None)
 
 
 def _owns_a_share(
