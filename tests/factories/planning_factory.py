@@ -162,12 +162,13 @@ def context_for(
     *,
     method: Method = Method.FULL,
     job: Job | None = None,
+    shape: ModelShape | None = None,
     fp8_gain: Fp8Gain | None = None,
     **job_facts: Any,
 ) -> PlanningContext:
     hardware = machine(spec) if isinstance(spec, str) else spec
     job = job or job_of(**({"seq_len": 512, "tokens_per_step": 8192} if model == "tiny" else {}) | job_facts)
-    shape = shape_of(model)
+    shape = shape or shape_of(model)
     context = PlanningContext(
         job=job,
         hardware=hardware,

@@ -104,6 +104,7 @@ def notes(
         *_error_notes(context, candidates),
         *_fp8_notes(context, candidates),
         *_compilation_notes(context),
+        *_wear_notes(context, chosen),
         *speed_notes(context.device),
         *context.hardware.notes,
     )
@@ -115,6 +116,16 @@ def _compilation_notes(context: PlanningContext) -> Iterator[str]:
         yield (
             f"torch.compile is off: blocks of this model failed to compile here ({problem}); plans stay eager until "
             "torch or transformers changes, or a run with pin.compile=true compiles"
+        )
+
+
+def _wear_notes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
+    """Bytes that a run writes to NVMe disks: every step writes the master weights and the optimizer state once."""
+    if chosen.strategy.offload.uses_nvme:
+        step = chosen.memory.checkpoint_bytes / context.hardware.num_nodes
+        yield (
+            f"each step writes {step / 1e9:,.0f} GB to the NVMe disk of a node, the run "
+            f"{step * context.schedule.num_steps / 1e12:.3g} TB; a consumer disk of 1 TB is made for some 600 TB in all"
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 from architecture_factory import TINY
 from msgspec.structs import replace
 from pasted_pip import requirements_in
-from planning_factory import context_for, fp8_gain_of, machine, shape_of
+from planning_factory import context_for, fp8_gain_of, job_of, machine, plan_of, shape_of
 
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.planner import check_pins
@@ -26,6 +26,7 @@ from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method, Precision, Strategy
 from shardwise.trainer.spec.units import GIB
 
+GEMMA = replace(shape_of("1b"), model_type="gemma3_text")
 ROWS_BY_NAME = {row.name: row for row in CATALOGUE}
 OFFLOADED = "zero2+optimizer/bf16-mixed/deepspeed_cpu_adam"
 ON_NVME = "zero3+nvme_all/bf16-mixed/deepspeed_cpu_adam"
@@ -70,6 +71,7 @@ OF_A_CONTEXT: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("adapters_have_little_state", "1xRTX-4090", {"method": Method.LORA}, OFFLOADED, "is small"),
     ("bf16_is_slow_here", "1xCPU", {}, "none/bf16-mixed/adamw_fused", "no amx_bf16"),
     ("fp16_is_slow_here", "1xCPU", {}, "none/fp16-mixed/adamw_fused", "is a CPU"),
+    ("fp16_overflows", "1xT4", {"shape": GEMMA}, "none/fp16-mixed/adamw_fused", "65,504"),
     ("bf16_needs_no_scaler", "1xRTX-4090", {}, "none/fp16-mixed/adamw_fused", "loss scaling"),
     ("fp32_is_slow_here", "1xRTX-4090", {}, "none/fp32/adamw_fused", "slower here than bf16-mixed"),
 ]  # fmt: skip
@@ -418,6 +420,24 @@ def test_nvme_is_taken_with_leave_and_a_path() -> None:
     allowed = replace(context, job=replace(context.job, limits=limits))
     assert refuse(allowed, ROWS_BY_NAME[ON_NVME]) is None
     assert allowed.nvme_bytes == 1000 * GIB
+
+
+def test_a_plan_states_what_it_writes_to_nvme() -> None:
+    pin = {"offload": Offload.NVME_OPTIMIZER}
+    job = job_of(allow=(Allowance.OFFLOAD_NVME,), method=Method.FULL, pin=pin)
+    limits = replace(job.limits, nvme=NvmeLimit(path="/scratch", size=1000 * GIB))
+    plan = plan_of("8b", "1xRTX-3090", job=replace(job, limits=limits))
+    (note,) = (note for note in plan.notes if "to the NVMe disk" in note)
+    assert "writes 96 GB" in note  # 12 bytes a parameter
+    assert f"{12 * 8.03e9 * plan.schedule.num_steps / 1e12:.3g} TB" in note
+
+
+def test_gemma_trains_in_fp32_where_there_is_no_bf16() -> None:
+    context = context_for("8b", "1xT4", shape=GEMMA)
+    allowed = {row.precision for row in CATALOGUE if refuse(context, row) is None}
+    assert Precision.FP32 in allowed and Precision.FP16_MIXED not in allowed
+    pinned = context_for("8b", "1xT4", shape=GEMMA, pin={"precision": Precision.FP16_MIXED})
+    assert refuse(pinned, ROWS_BY_NAME["none/fp16-mixed/adamw_fused"]) is None
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,10 @@ class Rule(Value, frozen=True, kw_only=True):
         return self.kind is Kind.OPT_IN
 
 
+# Types of models whose residual stream leaves the range of fp16.
+_OVERFLOWS_IN_FP16 = frozenset({"gemma2", "gemma3", "gemma3_text", "gemma3n_text"})
+
+
 def _lacks(context: PlanningContext, allowance: Allowance) -> bool:
     return allowance not in context.job.allow
 
@@ -206,6 +210,15 @@ OF_THE_JOB: tuple[Rule, ...] = (
         instead="fp32, or pin it",
         yields_to="precision",
         evidence="products of fp16 are computed in fp32 there, and the loss is scaled on top",
+    ),
+    Rule(
+        name="fp16_overflows",
+        kind=Kind.INCOMPATIBLE,
+        is_broken=lambda s, row: row.precision is Precision.FP16_MIXED and s.shape.model_type in _OVERFLOWS_IN_FP16,
+        reason="{precision} overflows in models of this type: their activations exceed 65,504",
+        instead="fp32, or a GPU with bf16 (compute capability 8.0)",
+        yields_to="precision",
+        evidence="transformers issue 36822 (Gemma 3: losses are not finite); Gemma 2 was trained in bf16 alone",
     ),
     Rule(
         name="bf16_needs_no_scaler",
