@@ -44,6 +44,7 @@ TINY: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {**_GPT, "model_type": "gpt_bigcode"},
     "gpt_neox": {**_WITHOUT_GROUPS, "model_type": "gpt_neox"},
     "falcon": _FALCON,
+    "opt": {**_WITHOUT_GROUPS, "model_type": "opt", "ffn_dim": 80, "word_embed_proj_dim": 64},
     "mpt": {"model_type": "mpt", "vocab_size": 200, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 96},
     "gemma": {**_SIZES, "model_type": "gemma", "head_dim": 24},
     "granite": {

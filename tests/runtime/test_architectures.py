@@ -22,6 +22,7 @@ _OTHERS = (
     "gemma3 with a capped head",
 )
 CONFIGS = {**TINY, **{name: VARIANTS[name] for name in _OTHERS}, "gpt2": {**TINY["gpt2"], **_NO_DROPOUT}}
+CONFIGS["opt"] = {**TINY["opt"], "dropout": 0.0}
 CONFIGS["gpt_bigcode"] = {**TINY["gpt_bigcode"], **_NO_DROPOUT}
 EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 IDS = torch.randint(0, 200, (2, 40), generator=torch.Generator().manual_seed(1))

@@ -18,6 +18,7 @@ LEAST = {
     "glm4": {**_LEAST, "intermediate_size": 80, "vocab_size": 151552},
     "smollm3": {**_LEAST, "intermediate_size": 80, "vocab_size": 128256},
     "falcon": _LEAST,
+    "opt": {**_LEAST, "ffn_dim": 80, "word_embed_proj_dim": 256},
     "gpt2": {"vocab_size": 200, "n_embd": 64, "n_layer": 2, "n_head": 4},
     "gpt_bigcode": {"vocab_size": 200, "n_embd": 64, "n_layer": 2, "n_head": 4},
     "mpt": {"vocab_size": 200, "d_model": 64, "n_layers": 2, "n_heads": 4},

@@ -140,7 +140,7 @@ def dims_of(shape: ModelShape) -> Dims:
 _FUSED_QKV = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
 _FUSED_GATE_UP = "gate_up_proj"
 _MASK_OWNERS = ("gpt_bigcode",)
-MASKED_DOCUMENTS = ("falcon", "mpt")  # as `runtime/attention/packed.py` has it
+MASKED_DOCUMENTS = ("falcon", "mpt", "opt")  # as `runtime/attention/packed.py` has it
 _JOINED_ROTARY = ("phi3", "gpt_neox", "stablelm", "phi", "glm", "glm4")
 _FP32_NORMS = ("gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "cohere")
 _POST_NORMS = ("olmo2", "olmo3")  # which normalise the output of each half, and not its input

@@ -412,6 +412,8 @@ def mlp_bytes(policy: PrecisionPolicy, dims: Dims) -> int:
 def _activation_bytes(policy: PrecisionPolicy, dims: Dims) -> int:
     """Bytes per element that the activation function saves; most are one kernel that saves its input."""
     c = 4 if policy.has_fp32_products else policy.compute_bytes
+    if dims.activation == "relu" and not policy.is_frozen and not policy.is_fp8:
+        return 0  # its output, which the next layer saves
     if dims.activation == "gelu_new":  # x, tanh, 1 + tanh and x / 2; autocast computes powers in fp32
         return 3 * 4 + c if policy.is_autocast else 4 * c
     return 3 * c if dims.activation == "quick_gelu" else c

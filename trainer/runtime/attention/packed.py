@@ -13,7 +13,7 @@ Documents are distinguished by their positions, which start at 0 in each. They a
              given the bounds
     eager    transformers makes the mask from the positions
 
-Falcon and MPT pass the starts of documents neither to transformers nor to the kernel: they are given a mask of row x
+Falcon, MPT and OPT pass the starts of documents neither to transformers nor to the kernel: they are given a mask of row x
 row, bool or in the type of the weights, for each row of a micro batch, where transformers makes one for all rows.
 Falcon with ALiBi accepts no such mask: it is refused. Falcon and StableLM under flash-attn get their rows as one, the
 only form in which they pass positions on.
@@ -77,7 +77,7 @@ def _document_numbers(position_ids: Tensor) -> Tensor:
 
 
 SDPA, PACKED_SDPA, FLASH = "sdpa", "packed_sdpa", "flash_attention_2"
-_NEEDS_MASK = ("falcon", "mpt")  # model types that make their mask without the positions
+_NEEDS_MASK = ("falcon", "mpt", "opt")  # model types that make their mask without the positions
 _LOSES_BOUNDS = ("falcon", "stablelm")  # whose attention is handed positions, and no other keyword arguments (W31)
 
 
@@ -115,8 +115,9 @@ def packed_inputs(
     decoder is called with one row, [1, B x S], its hidden states are one row too.
     """
     isolate_documents(model)
-    name, is_masked = model.config._attn_implementation, model.config.model_type in _NEEDS_MASK
+    name = model.config._attn_implementation
     is_flash = is_flash_attention_requested(model.config)  # by whichever name
+    is_masked = model.config.model_type in _NEEDS_MASK and not is_flash
     if is_flash and model.config.model_type in _LOSES_BOUNDS:
         return {"input_ids": input_ids.reshape(1, -1), "position_ids": position_ids.reshape(1, -1)}
     inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}

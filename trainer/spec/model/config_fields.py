@@ -157,6 +157,16 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "use_parallel_residual": True,
         "attention_bias": True,
     },
+    "opt": {
+        **_NO_DROPOUT,
+        "dropout": 0.1,
+        "activation_function": "relu",
+        "max_position_embeddings": 2048,
+        "enable_bias": True,
+        "do_layer_norm_before": True,
+        "word_embed_proj_dim": None,
+        "tie_word_embeddings": True,
+    },
     "mpt": {"expansion_ratio": 4, "max_seq_len": 2048, "attn_config": None, "tie_word_embeddings": True},
     "falcon": {
         **_NO_DROPOUT,

@@ -181,6 +181,37 @@ def read_falcon(fields: Fields) -> ModelShape:
     )
 
 
+_OPT_OFFSET = 2  # rows of its table of positions that no position reads
+
+
+def read_opt(fields: Fields) -> ModelShape:
+    """GPT-2's block with four projections of attention and ReLU. The 350M model, another kind of block, is refused."""
+    hidden, ffn, bias = fields.whole("hidden_size"), fields.whole("ffn_dim"), fields.is_on("enable_bias")
+    if not fields.is_on("do_layer_norm_before") or fields.whole("word_embed_proj_dim", null=hidden) != hidden:
+        raise InputError(
+            f"{fields.origin}: OPT with norms after its halves, or with projected embeddings, is not supported; "
+            "use another size than 350M"
+        )
+    num_heads = fields.whole("num_attention_heads")
+    *projections, output = attention(fields, qkv_bias=bias, output_bias=bias)
+    return ModelShape(
+        **_sizes(fields, hidden=hidden, ffn=ffn, num_heads=num_heads, num_kv_heads=num_heads),
+        block_class="OPTDecoderLayer",
+        linears=(
+            *projections,
+            Linear(name="out_proj", num_inputs=output.num_inputs, num_outputs=hidden, has_bias=bias),
+            Linear(name="fc1", num_inputs=hidden, num_outputs=ffn, has_bias=bias),
+            Linear(name="fc2", num_inputs=ffn, num_outputs=hidden, has_bias=bias),
+        ),
+        **_layer_norms(2, hidden),
+        positions=Positions.LEARNED,
+        position_parameters=(fields.whole("max_position_embeddings") + _OPT_OFFSET) * hidden,
+        activation=fields.text("activation_function"),
+        hidden_dropout=fields.number("dropout"),
+        attention_dropout=fields.number("attention_dropout"),
+    )
+
+
 def read_phi(fields: Fields) -> ModelShape:
     """Phi-1, 1.5 and 2: one norm feeds both halves; the head has a bias."""
     hidden, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
@@ -316,6 +347,7 @@ _READERS: dict[str, Callable[[Fields], ModelShape]] = {
     "olmo": read_olmo,
     "olmo2": read_olmo2,
     "olmo3": read_olmo2,
+    "opt": read_opt,
     "phi": read_phi,
     "phi3": read_phi3,
     "qwen2": read_qwen2,
