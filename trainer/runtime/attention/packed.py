@@ -13,8 +13,8 @@ Documents are distinguished by their positions, which start at 0 in each. They a
              given the bounds
     eager    transformers makes the mask from the positions
 
-Falcon, MPT and OPT pass the starts of documents neither to transformers nor to the kernel: they are given a mask of row x
-row, bool or in the type of the weights, for each row of a micro batch, where transformers makes one for all rows.
+Falcon, MPT and OPT pass the starts of documents neither to transformers nor to the kernel: they are given a mask of
+row x row, bool or in the type of the weights, for each row of a micro batch, where transformers makes one for all rows.
 Falcon with ALiBi accepts no such mask: it is refused. Falcon and StableLM under flash-attn get their rows as one, the
 only form in which they pass positions on.
 
