@@ -113,7 +113,8 @@ ROWS: dict[str, Row] = {
     "adamw_fused": Row(at(optimizer=Optimizer.ADAMW_FUSED), 4 * P, 4 * P, 8 * P),
     "adamw_8bit": Row(at(optimizer=Optimizer.ADAMW_8BIT), 4 * P, 4 * P, MOMENTS * P),
     "adamw_8bit under fsdp": Row(
-        at(Sharding.FSDP, 8, optimizer=Optimizer.ADAMW_8BIT), 4 * P / 8, 4 * P / 8, MOMENTS * P / 8
+        at(Sharding.FSDP, 8, optimizer=Optimizer.ADAMW_8BIT),
+        *(4 * P / 8, 4 * P / 8, (MOMENTS * (P - NORMS) + 8 * NORMS) / 8),  # a shard of a norm has 512 elements
     ),
     "hf-trainer keeps the embedding's moments in fp32": Row(
         at(optimizer=Optimizer.ADAMW_8BIT, reference="hf-trainer"), 4 * P, 4 * P, MOMENTS * (P - V * H) + 8 * V * H
