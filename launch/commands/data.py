@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 from shardwise.launch.inputs.prepare_data import prepare_data
 from shardwise.launch.options import DataOptions
-from shardwise.launch.plan.gather import read_inputs
+from shardwise.launch.plan.gather import PlanInputs, profile_data, read_inputs
 from shardwise.launch.terminal import Console
 from shardwise.launch.worker import ask
+from shardwise.trainer.planning.planner import check_job, check_objective
 from shardwise.trainer.spec.data.profile import DataProfile, LengthHistogram
 from shardwise.trainer.spec.data.shapes import SHAPES, objective_of
 from shardwise.trainer.spec.errors import ExitCode
@@ -25,13 +26,23 @@ _BAR = 40  # columns of the longest
 def run_data(options: DataOptions, console: Console) -> ExitCode:
     """Prepares, or finds what was prepared, and describes it."""
     inputs = read_inputs(options.job, options.overrides, hardware_spec=None)
-    profile = prepare_data(inputs.request, on_progress=console.line)
-    for line in describe_data(profile, inputs.resolved.job):
+    job, request = inputs.resolved.job, inputs.request
+    _refuse_as_a_plan(job, inputs, profile_data(inputs))  # before anything is tokenised
+    profile = prepare_data(request, on_progress=console.line)
+    _refuse_as_a_plan(job, inputs, profile)
+    for line in describe_data(profile, job):
         console.line(line)
     console.line()
     console.line("the first example, as the model will see it:")
     console.line(_first_example(profile, console))
     return ExitCode.DONE
+
+
+def _refuse_as_a_plan(job: Job, inputs: PlanInputs, data: DataProfile) -> None:
+    """InputError for what `plan` and `train` refuse about these data."""
+    extension = inputs.request.extension
+    check_job(job, inputs.shape, data)
+    check_objective(job, data, () if extension is None else extension.hooks)
 
 
 def describe_data(profile: DataProfile, job: Job) -> Iterator[str]:

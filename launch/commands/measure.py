@@ -111,10 +111,15 @@ def _page(options: LadderOptions, inputs: PlanInputs, results: Sequence[StepResu
     job, shape = inputs.resolved.job, inputs.shape
     title = f"{inputs.resolved.name}: {shape.model_type}, {format_count(shape.num_parameters)} parameters"
     ran = next((result.candidate for result in results if result.candidate is not None), None)
-    micro = "" if ran is None else f"micro batch {ran.micro_batch} x {ran.accumulation}, "
+    micro = (
+        ""
+        if ran is None
+        else f"micro batch {ran.micro_batch} x {ran.accumulation}, {ran.num_ranks} "
+        f"rank{'s' if ran.num_ranks > 1 else ''}, "
+    )
     common = (
         f"{machine_text(inputs.hardware)}. In every step: {micro}rows of {job.train.seq_len} tokens, "
-        f"{job.train.tokens_per_step} tokens a batch, seed {job.train.seed}, {options.num_steps} optimizer steps; "
+        f"seed {job.train.seed}, {options.num_steps} optimizer steps; "
         "allocated bytes of one device."
     )
     if any(result.outcome is Outcome.RAN for result in results):

@@ -35,9 +35,10 @@ from shardwise.launch.inputs.dataset_hub import dataset_files, is_dataset_id, li
 from shardwise.launch.inputs.dataset_splits import SETTINGS_FILES, Part, files_of_part, saved_files
 from shardwise.launch.inputs.hub import hub_cache
 from shardwise.trainer.spec.data.profile import ROW_SUFFIXES, PrepareRequest, SourceFile, compression, content_suffix
-from shardwise.trainer.spec.data.shapes import column_names, fitting_shapes, shape_of_row
+from shardwise.trainer.spec.data.shapes import Encoding, column_names, encoding_of, fitting_shapes, shape_of_row
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
-from shardwise.trainer.spec.job.sections import DataFormat
+from shardwise.trainer.spec.job.kinds import one_of
+from shardwise.trainer.spec.job.sections import BadRows, DataFormat
 from shardwise.trainer.spec.job.sources import DataSource
 
 PYTHON_STDLIB = "python-stdlib"
@@ -60,6 +61,8 @@ _NEVER_READ = re.compile(
 )
 # Measured on Python sources, on prose and on Markdown (levels as the programs choose them); each within a fifth of it.
 CONTENT_PER_BYTE = {".gz": 3.6, ".zst": 3.3, ".bz2": 4.5, ".xz": 4.6, ".parquet": 2.4}
+_BEGINNING = 4096  # bytes
+_LINES = (".jsonl", ".ndjson", ".csv", ".tsv")
 _LONGEST_ROW = 2**20  # bytes; a longer one is not parsed
 _MODULES: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}  # milliseconds each, so imported on use
 
@@ -293,6 +296,29 @@ def _found(path: str) -> FoundFile | None:
     return FoundFile(path, status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
 
 
+class RowSizes(NamedTuple):
+    """Number of rows of some files, and the bytes of the longest."""
+
+    num_rows: int
+    longest_bytes: int
+
+
+def row_sizes(listed: PrepareRequest) -> RowSizes | None:
+    """The sizes of the rows of the listed files, which are read; None unless every file has a row a line."""
+    if not all(content_suffix(file.path) in _LINES and file.weight == 1 for file in listed.files):
+        return None
+    num_rows = longest = 0
+    try:
+        for file in listed.files:
+            with closing(_open(file.path)) as stream:
+                sizes = [len(line) for line in stream if line.strip()]
+            num_rows += len(sizes) - (content_suffix(file.path) in (".csv", ".tsv"))
+            longest = max(longest, *sizes)
+    except (OSError, EOFError, ValueError, KeyError, TypeError):  # damaged, which preparation reports
+        return None
+    return RowSizes(num_rows, longest) if num_rows > 0 else None
+
+
 def shape_of_first_row(listed: PrepareRequest) -> DataFormat | None:
     """The shape of the first row of the listed files; None if they are text or the row cannot be read."""
     file = next((file for file in listed.files if content_suffix(file.path) in ROW_SUFFIXES), None)
@@ -305,7 +331,50 @@ def shape_of_first_row(listed: PrepareRequest) -> DataFormat | None:
     )
 
 
-def _columns(file: SourceFile) -> Sequence[str]:
+def refuse_first_row(listed: PrepareRequest) -> DataFormat | None:
+    """The shape of the listed files by their beginning, None if that does not show it; preparation reads every row.
+
+    InputError for a fault that is seen there already.
+    """
+    file = next((file for file in listed.files if content_suffix(file.path) in ROW_SUFFIXES), None)
+    if file is None:
+        return _refuse_text(listed)
+    is_line = content_suffix(file.path) in _LINES and compression(file.path) in (None, *_MODULES)
+    if listed.extension is not None or not is_line or listed.bad_rows is not BadRows.FAIL:
+        return shape_of_first_row(listed) if listed.format is DataFormat.AUTO else listed.format
+    columns = _columns(file, with_nulls=True)
+    if not columns and file.size_bytes < _LONGEST_ROW:
+        raise InputError(f"data: {file.path}: its first row cannot be read; with data.bad_rows=skip a few are skipped")
+    if not columns:
+        return None if listed.format is DataFormat.AUTO else listed.format
+    allowed = fitting_shapes(listed.fields) if listed.format is DataFormat.AUTO else [listed.format]
+    shape = shape_of_row(lambda field: any(name in columns for name in column_names(field, listed.fields)), allowed)
+    if shape is None:
+        raise InputError(
+            f"data.format: {listed.format} finds no {one_of(tuple(allowed))} in the columns of {file.path}: "
+            f"{', '.join(columns)};\n"
+            "name them: data.fields={text: COLUMN}, {messages: COLUMN}, {prompt: COLUMN, completion: COLUMN}, ..."
+        )
+    return shape if listed.format is DataFormat.AUTO else listed.format
+
+
+def _refuse_text(listed: PrepareRequest) -> DataFormat:
+    """The shape of files of text; InputError if the job wants rows, or the first file is not text."""
+    first = listed.files[0]
+    if encoding_of(listed.format) not in (None, Encoding.TEXT):
+        raise InputError(
+            f"data.format: {listed.format} rows are read from .jsonl, .csv, .parquet or .arrow files; "
+            f"{first.path} is text"
+        )
+    if not first.is_remote and compression(first.path) is None:
+        with open(first.path, "rb") as stream:  # noqa: PTH123 - as everywhere here
+            place = stream.read(_BEGINNING).find(b"\0")
+        if place >= 0:
+            raise InputError(f"data: {first.path}: is not text: NUL byte at offset {place}")
+    return DataFormat.TEXT
+
+
+def _columns(file: SourceFile, *, with_nulls: bool = False) -> Sequence[str]:
     """Columns with a value in the first row, or those of all rows; empty if they cannot be read."""
     suffix = content_suffix(file.path)
     try:
@@ -322,7 +391,7 @@ def _columns(file: SourceFile) -> Sequence[str]:
         row = msgspec.json.decode(line)
     except Exception:  # noqa: BLE001 - damaged; every format has errors of its own, and preparation reports them
         return ()
-    return [name for name, value in row.items() if value is not None] if isinstance(row, dict) else ()
+    return [name for name, value in row.items() if with_nulls or value is not None] if isinstance(row, dict) else ()
 
 
 def _open(path: str) -> IO[bytes]:

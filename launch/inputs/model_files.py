@@ -337,6 +337,20 @@ def _with_room(files: ModelFiles, chat_template: str | None) -> ModelFiles:
     )
 
 
+def chat_templates(folder: Path) -> frozenset[str]:
+    """Names of the chat templates of the tokenizer in a folder; `default` is the one it uses."""
+    names = {path.stem for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (folder / "chat_template.jinja").is_file():
+        names.add("default")
+    path = folder / "tokenizer_config.json"
+    if names or not path.is_file():
+        return frozenset(names)
+    found = codec.read_object(path).get("chat_template")
+    if isinstance(found, list):
+        return frozenset(str(each.get("name")) for each in found if isinstance(each, dict))
+    return frozenset() if found is None else frozenset({"default"})
+
+
 class Tokens(NamedTuple):
     """The tokens of a tokenizer.json."""
 

@@ -19,6 +19,7 @@ from shardwise.launch.terminal import Console
 from shardwise.launch.worker import ask
 from shardwise.trainer.planning.configuration import fp8_recipe_of
 from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.planning.schedule import DEFAULT_STEP_TOKENS
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
 from shardwise.trainer.spec.hardware import Gpu, Hardware
@@ -53,7 +54,7 @@ def fp8_key(job: Job, *, shape: ModelShape, hardware: Hardware, versions: dict[s
 def timed_tokens(job: Job, num_ranks: int) -> int:
     """Tokens of the micro batch that is timed: no more than a rank has of a step, rounded down to a power of two."""
     seq_len = job.train.seq_len
-    share = max(1, job.train.tokens_per_step // (seq_len * num_ranks))
+    share = max(1, (job.train.tokens_per_step or DEFAULT_STEP_TOKENS) // (seq_len * num_ranks))
     rows = job.pin.micro_batch or max(1, min(share, USUAL_TOKENS // seq_len))
     return min(MOST_TOKENS, 1 << (rows * seq_len).bit_length() - 1)
 

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
-from shardwise.launch.inputs.data_files import PYTHON_STDLIB, list_files, shape_of_first_row, source_bytes
-from shardwise.launch.inputs.model_files import ModelFiles, download_model, read_model_config
+from shardwise.launch.inputs.data_files import (
+    PYTHON_STDLIB,
+    list_files,
+    refuse_first_row,
+    row_sizes,
+    shape_of_first_row,
+    source_bytes,
+)
+from shardwise.launch.inputs.model_files import ModelFiles, chat_templates, download_model, read_model_config
 from shardwise.launch.inputs.prepare_data import find_prepared
 from shardwise.launch.inputs.trusted_code import offered_code, read_extension, read_model_code
 from shardwise.launch.job import folders
@@ -21,10 +28,10 @@ from shardwise.launch.plan.calibration_store import read_calibration
 from shardwise.launch.probe.gpu_selection import select_gpus
 from shardwise.launch.probe.installed import installed_version
 from shardwise.trainer.planning.planner import make_plan, plan_on_enough_gpus
-from shardwise.trainer.planning.schedule import bytes_per_token, estimate_data
+from shardwise.trainer.planning.schedule import DEFAULT_STEP_TOKENS, bytes_per_token, estimate_data, is_small
 from shardwise.trainer.planning.tables.gpu_names import as_usual, hardware_from_spec
 from shardwise.trainer.spec.data.profile import DataProfile, PrepareRequest
-from shardwise.trainer.spec.data.shapes import Encoding, assumed_shape, encoding_of
+from shardwise.trainer.spec.data.shapes import TEMPLATE_TOKENS, Encoding, assumed_shape, check_shape, encoding_of
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import Hardware, Host
 from shardwise.trainer.spec.job.sections import Allowance, DataFormat, Job
@@ -204,7 +211,7 @@ def make_request(
             'name a folder that has one, or "train" to make one from the data'
         )
     extension = _extension_of(job)
-    return list_files(
+    listed = list_files(
         PrepareRequest(
             sources=job.data.train,
             eval_share=job.data.eval_share,
@@ -227,6 +234,15 @@ def make_request(
             window_bytes=_window_bytes(job) if job.data.streaming else None,
         )
     )
+    return replace(listed, packing=False) if listed.packing is None and _is_too_small_to_pack(listed) else listed
+
+
+def _is_too_small_to_pack(listed: PrepareRequest) -> bool:
+    """True of few conversations, each of which is a row then."""
+    if not is_small(source_bytes(listed), seq_len=listed.seq_len, vocab_size=listed.vocab_size):
+        return False
+    shape = shape_of_first_row(listed) if listed.format is DataFormat.AUTO else listed.format
+    return shape is not None and encoding_of(shape) is Encoding.RENDERED
 
 
 def _extension_of(job: Job) -> Extension | None:
@@ -237,7 +253,7 @@ def _extension_of(job: Job) -> Extension | None:
 
 def _window_bytes(job: Job) -> int:
     """Text of a window: enough to shuffle in, and for what is left of its last step to be little."""
-    return max(WINDOW_BYTES, WINDOW_STEPS * job.train.tokens_per_step * BYTES_OF_TOKEN)
+    return max(WINDOW_BYTES, WINDOW_STEPS * (job.train.tokens_per_step or DEFAULT_STEP_TOKENS) * BYTES_OF_TOKEN)
 
 
 def _absolute(chat_template: str | None) -> str | None:
@@ -303,14 +319,20 @@ def profile_data(inputs: PlanInputs) -> DataProfile:
         prepared = find_prepared(inputs.request)
         if prepared is not None:
             return prepared
+    seq_len, shape = inputs.request.seq_len, _shape_unread(inputs)
+    if not inputs.assumes_data:
+        check_shape(shape, packing=inputs.request.packing, loss_on=inputs.request.loss_on)
+        _refuse_template(inputs.request, shape)
+    is_counted = inputs.request.packing is False and is_small(num_bytes, seq_len=seq_len, vocab_size=vocab_size)
     profile = estimate_data(
         num_bytes=num_bytes,
+        row_sizes=row_sizes(inputs.request) if is_counted and encoding_of(shape) is Encoding.RENDERED else None,
         window_bytes=inputs.request.window_bytes,
-        seq_len=inputs.request.seq_len,
+        seq_len=seq_len,
         vocab_size=vocab_size,
         eval_share=inputs.request.eval_share,
         is_packed=inputs.request.packing is not False,
-        shape=_shape_unread(inputs),
+        shape=shape,
     )
     if not inputs.assumes_data:
         return profile
@@ -321,8 +343,24 @@ def profile_data(inputs: PlanInputs) -> DataProfile:
 def _shape_unread(inputs: PlanInputs) -> DataFormat:
     """Format of the rows: as the job states, as the first row suggests, or as the objective requires."""
     stated, objective = inputs.request.format, inputs.resolved.job.train.objective
-    seen = shape_of_first_row(inputs.request) if stated is DataFormat.AUTO else None
+    seen = None if inputs.assumes_data else refuse_first_row(inputs.request)
     return seen or assumed_shape(objective, stated)
+
+
+def _refuse_template(request: PrepareRequest, shape: DataFormat) -> None:
+    """InputError for chats without a chat template, or with one that is not there; of a local tokenizer alone."""
+    folder = None if request.tokenizer is None else Path(request.tokenizer)
+    if encoding_of(shape) is not Encoding.RENDERED or (folder is not None and not folder.is_dir()):
+        return
+    own, choice = frozenset[str]() if folder is None else chat_templates(folder), request.chat_template
+    names = ", ".join([*TEMPLATE_TOKENS, *sorted(own - {"default", "tool_use"})])
+    if choice is None and shape is DataFormat.CHAT and "default" not in own:
+        raise InputError(
+            "data.chat_template: the tokenizer has no chat template, and the rows hold messages;\n"
+            f"name one ({names}) or a file"
+        )
+    if choice is not None and choice not in TEMPLATE_TOKENS and choice not in own and not Path(choice).is_file():
+        raise InputError(f"data.chat_template: {choice} is no file and no template by that name;\nthere are {names}")
 
 
 def plan_inputs(

@@ -21,6 +21,7 @@ from shardwise.launch.options import TrainOptions
 from shardwise.launch.plan.dry_run import after_dry_run
 from shardwise.launch.plan.fp8 import fp8_gain_for
 from shardwise.launch.plan.gather import (
+    PlanInputs,
     make_request,
     plan_inputs,
     prepared_tokenizer,
@@ -42,6 +43,7 @@ from shardwise.trainer.planning.planner import take_candidate
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Report
@@ -90,6 +92,7 @@ def prepare(options: TrainOptions, console: Console, environment: Mapping[str, s
     )
     if options.resume:
         inputs = inputs._replace(hardware=_as_submitted(inputs.hardware, options.run_dir, console))
+        inputs = _with_earlier_defaults(inputs, options.run_dir)
     _refuse_untrainable(inputs.shape, inputs.model.config_origin)
     # A job that cannot fit is refused before any work.
     early = plan_inputs(inputs, profile_data(inputs), environment=environment)
@@ -140,6 +143,31 @@ def _as_submitted(found: Hardware, run_dir: Path | None, console: Console) -> Ha
     if difference is not None:
         console.line(f"the nodes are not as they were planned for: {difference}; planning for what was found")
     return found
+
+
+def _with_earlier_defaults(inputs: PlanInputs, run_dir: Path | None) -> PlanInputs:
+    """The inputs with the batch and length that the resumed run has, where the job leaves them open.
+
+    On another number of ranks the defaults could be others.
+    """
+    resolved = inputs.resolved
+    folder = run_dir or run_dirs.find_run_dir(run_dirs.output_base(resolved.job.output, resolved.name))
+    if not (folder / "plan.json").is_file():
+        return inputs
+    earlier = codec.read(folder / "plan.json", Plan)
+    return inputs._replace(resolved=replace(resolved, job=with_earlier_length(resolved.job, earlier)))
+
+
+def with_earlier_length(job: Job, earlier: Plan) -> Job:
+    """The job with the batch and the length of an earlier plan, where it states none."""
+    train, before = job.train, earlier.job.train
+    if train.tokens_per_step is None:
+        train = replace(train, tokens_per_step=earlier.schedule.tokens_per_step)
+    if train.epochs is None and train.tokens is None and train.steps is None:
+        is_open = before.epochs is None and before.tokens is None
+        steps = earlier.schedule.num_steps if is_open else None
+        train = replace(train, epochs=before.epochs, tokens=before.tokens, steps=steps)
+    return replace(job, train=train)
 
 
 def _prepare_retained_plan(
@@ -274,17 +302,20 @@ def plan_to_resume(plan: Plan, earlier: Plan, run_dir: Path, console: Console, *
 
 def describe_changes(plan: Plan, earlier: Plan) -> list[str]:
     """Differences between the jobs and machines of two plans; free memory does not count."""
+    now, then = plan.job, earlier.job
+    if now != then:
+        now, then = with_earlier_length(now, earlier), with_earlier_length(then, earlier)
     changes = [
         f"{section} changed in the job"
-        for section in plan.job.__struct_fields__
-        if getattr(plan.job, section) != getattr(earlier.job, section)
+        for section in now.__struct_fields__
+        if getattr(now, section) != getattr(then, section)
     ]
     if _extension_key(plan) != _extension_key(earlier):
         changes.append("the extensions file changed")
     if _code_key(plan) != _code_key(earlier):
         changes.append("the model's code changed")
-    then, now = _machine_key(earlier.hardware), _machine_key(plan.hardware)
-    return changes + [f"{name} was {then[name]}, is {now[name]}" for name in then if then[name] != now[name]]
+    before, here = _machine_key(earlier.hardware), _machine_key(plan.hardware)
+    return changes + [f"{name} was {before[name]}, is {here[name]}" for name in here if before[name] != here[name]]
 
 
 def _extension_key(plan: Plan) -> str | None:

@@ -434,7 +434,7 @@ def test_the_length_that_is_offered_suffices_at_the_same_global_batch() -> None:
             {"pin": {"checkpointing": Checkpointing.EVERY_N, "checkpointing_n": 33}},
             r"pin\.checkpointing_n.*32",
         ),
-        ({"pin": {"micro_batch": 5}}, r"pin\.micro_batch.*32.* 8 .*4"),
+        ({"tokens_per_step": 65536, "pin": {"micro_batch": 5}}, r"pin\.micro_batch.*32.* 8 .*4"),
     ],
 )
 def test_impossible_combinations_are_refused_by_setting_and_figure(facts: dict[str, Any], words: str) -> None:

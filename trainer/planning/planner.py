@@ -90,7 +90,7 @@ def make_plan(
         tokenizer_path=tokenizer_path,
         data=data,
         device_kind=hardware.device_kind,
-        schedule=schedule_with(ranking.candidates[0], job, data, shape),
+        schedule=schedule_with(ranking.candidates[0], context, data),
         candidates=_explained(context, ranking.candidates),
         rejections=with_remedies(context, ranking),
         methods=methods,
@@ -157,7 +157,7 @@ def take_candidate(plan: Plan, number: int) -> Plan:
     candidates = _explained(context, (taken, *others))
     return replace(
         plan,
-        schedule=schedule_with(taken, plan.job, plan.data, plan.model_shape),
+        schedule=schedule_with(taken, context, plan.data),
         candidates=candidates,
         fallbacks=fallbacks(context, candidates),
         warnings=warnings(context, candidates[0]),
@@ -165,9 +165,16 @@ def take_candidate(plan: Plan, number: int) -> Plan:
     )
 
 
-def schedule_with(chosen: Candidate, job: Job, data: DataProfile, shape: ModelShape) -> Schedule:
+def schedule_with(chosen: Candidate, context: PlanningContext, data: DataProfile) -> Schedule:
     """The schedule of the run at the learning rate of the chosen candidate."""
-    return make_schedule(job, data, shape, method=chosen.method, optimizer=chosen.strategy.optimizer)
+    return make_schedule(
+        context.job,
+        data,
+        context.shape,
+        method=chosen.method,
+        optimizer=chosen.strategy.optimizer,
+        num_ranks=context.num_ranks,
+    )
 
 
 def open_contexts(
@@ -191,7 +198,7 @@ def context_of(plan: Plan) -> PlanningContext:
     corrections = after_trials(learned, plan.trials)
     hooks = () if plan.extension is None else plan.extension.hooks
     context = _context(plan.job, plan.hardware, plan.model_shape, plan.data, plan.chosen.method, corrections, hooks)
-    return with_fp8_gain(context, plan.fp8_gain)
+    return with_fp8_gain(replace(context, schedule=plan.schedule), plan.fp8_gain)
 
 
 def with_fp8_gain(context: PlanningContext, gain: Fp8Gain | None) -> PlanningContext:
@@ -265,7 +272,7 @@ def _context(
         hardware=hardware,
         device=device_of(hardware),
         shape=shape,
-        schedule=make_schedule(job, data, shape, method=method),
+        schedule=make_schedule(job, data, shape, method=method, num_ranks=hardware.num_devices),
         method=method,
         num_eval_tokens=data.num_eval_tokens,
         data=data,

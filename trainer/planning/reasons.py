@@ -18,7 +18,7 @@ from shardwise.trainer.planning.candidates import (
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import Rule, may_run, rule_named
 from shardwise.trainer.planning.rules.rule_input import capability_text
-from shardwise.trainer.planning.schedule import padding_share, widths_at
+from shardwise.trainer.planning.schedule import idle_run_warnings, padding_share, widths_at
 from shardwise.trainer.planning.search.certainty import certainty_text, trial_text
 from shardwise.trainer.planning.search.choice import best_of, one_a_layout
 from shardwise.trainer.planning.search.configurations import (
@@ -129,27 +129,15 @@ def _wear_notes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
         )
 
 
-FEW_STEPS = 20
-
-
 def warnings(context: PlanningContext, chosen: Candidate) -> tuple[str, ...]:
     """Cautions that every form of the plan shows: each costs the run its purpose, its time or its memory."""
     return (
-        *_step_warnings(context),
+        *(() if context.data is None else idle_run_warnings(context.job, context.data, context.schedule)),
         *_time_warnings(context, chosen),
         *_memory_warnings(context, chosen),
         *_idle_warnings(context, chosen),
         *_update_warnings(context, chosen),
     )
-
-
-def _step_warnings(context: PlanningContext) -> Iterator[str]:
-    num_steps = context.schedule.num_steps
-    if num_steps < FEW_STEPS:
-        yield (
-            f"the run has {num_steps} optimizer step{'s' if num_steps > 1 else ''} and would hardly change the model: "
-            "lower train.tokens_per_step or raise train.epochs"
-        )
 
 
 def _time_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
@@ -297,7 +285,7 @@ def _why_loss(context: PlanningContext, candidate: Candidate) -> str:
 
 def _batch_notes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
     train, schedule = context.job.train, context.schedule
-    if schedule.tokens_per_step != train.tokens_per_step:
+    if train.tokens_per_step not in (None, schedule.tokens_per_step):
         yield (
             f"train.tokens_per_step {train.tokens_per_step} is no multiple of seq_len {train.seq_len}: a step has "
             f"{schedule.sequences_per_step} sequences, {schedule.tokens_per_step} tokens"

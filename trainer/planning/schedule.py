@@ -1,9 +1,17 @@
 """The schedule of a run (steps, warmup, learning rate, evaluations, checkpoints) and the widths of its rows.
 
-Pure. All but the rate is a function of the job and the data alone: two machines of any size train the same steps. The
-global batch is a number of examples (sequences, or pairs of sequences under DPO); another number is rounded to the
-nearest, never below one. One epoch is the default of every objective: repeated data gains less each time, though up to
-four epochs lose little (Muennighoff et al. 2023, arXiv:2305.16264).
+Pure. The rate is a function of job, model and data, the rest of job and data alone, with one exception: a global batch
+that the job does not set is a multiple of the number of ranks, so that none idles. Machines with 1, 2, 4, ... ranks
+train the same steps as long as the batch has a sequence for each. The global batch is a number of examples (sequences,
+or pairs of sequences under DPO); a stated one is rounded to the nearest, never below one.
+
+Batch and length by default (`_RunKind`, one row a kind of run). A step has so many sequences that the run has
+USUAL_STEPS steps, and with existing weights at most DEFAULT_STEP_TOKENS, Alpaca's 128 examples of 512 tokens: the less
+data, the smaller the steps, down to one sequence, with which models train stably (arXiv:2507.07101). From scratch the
+most is the optimum that Step Law measured, 0.58 x (tokens of the run)^0.571 tokens (arXiv:2503.04715), and at most
+Llama 2's 4 million; neither it nor the critical batch depends on the size of the model (arXiv:1812.06162,
+arXiv:2410.21676). Batches are powers of two. Data is repeated only as often as USUAL_STEPS steps need, and up to a
+limit: repeated data gains less each time, up to four epochs lose little (Muennighoff et al. 2023, arXiv:2305.16264).
 
 A learning rate that the job does not set is that of the optimizer, method and size (`spec.optimizers`). DPO's rates
 are published for AdamW; another optimizer uses the same share of its own fine-tuning rate. GaLore has its own rates.
@@ -24,7 +32,7 @@ from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile, LengthH
 from shardwise.trainer.spec.data.shapes import SHAPES, objective_of, rows_per_example
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.kinds import Every, Warmup
-from shardwise.trainer.spec.job.sections import DataFormat, Job, Objective, TrainJob
+from shardwise.trainer.spec.job.sections import DataFormat, Job, LossOn, Objective, TrainJob
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.optimizers import ADAMW_RATES, Optimizer, PublishedRate, Rates, two_digits
 from shardwise.trainer.spec.plan import Schedule
@@ -105,9 +113,20 @@ def shares_rate(optimizer: Optimizer, other: Optimizer) -> bool:
 _BYTES_PER_TOKEN = ((1024, 2.5), (4096, 3.1), (65536, 3.2), (math.inf, 3.9))
 
 
+_LENGTH_MARGIN = 2.0  # of the longest row, as its text may have far shorter tokens
+
+
 def bytes_per_token(vocab_size: int) -> float:
     """Bytes of text in an average token of a vocabulary of this size."""
     return next(length for largest, length in _BYTES_PER_TOKEN if vocab_size <= largest)
+
+
+LEAST_PACKED_ROWS = 256  # that packing leaves by default; of fewer, each conversation is a row of its own
+
+
+def is_small(num_bytes: int, *, seq_len: int, vocab_size: int) -> bool:
+    """True of text that would fill fewer than LEAST_PACKED_ROWS rows, too few for USUAL_STEPS steps."""
+    return num_bytes < LEAST_PACKED_ROWS * seq_len * bytes_per_token(vocab_size)
 
 
 def estimate_data(
@@ -119,10 +138,12 @@ def estimate_data(
     is_packed: bool = True,
     shape: DataFormat = DataFormat.TEXT,
     window_bytes: int | None = None,
+    row_sizes: tuple[int, int] | None = None,
 ) -> DataProfile:
     """A profile of `num_bytes` of text, `eval_share` of it held out; preferences are pairs of rows, never packed.
 
-    Of a stream, whose windows have `window_bytes`, that of the first window.
+    Of a stream, whose windows have `window_bytes`, that of the first window. `row_sizes` are the number of examples
+    and the bytes of the longest, if they are counted: each is a row that is not packed, as wide as the mean on average.
     """
     num_bytes = num_bytes if window_bytes is None else min(num_bytes, window_bytes)
     rows_per_example = SHAPES[shape].rows_per_example
@@ -131,12 +152,18 @@ def estimate_data(
     num_tokens = int(num_bytes / length)
     num_eval_tokens = int(num_tokens * (eval_share or 0))
     num_train_tokens = num_tokens - num_eval_tokens
+    longest, widths = seq_len, tuple[BatchWidth, ...]()
+    if row_sizes is not None:
+        num_rows, longest = row_sizes[0], min(seq_len, math.ceil(_LENGTH_MARGIN * row_sizes[1] / length))
+        row_tokens, mean = max(1, num_tokens // num_rows), min(float(longest), num_tokens / num_rows / rows_per_example)
+        widths = (BatchWidth(micro_batch=1, mean_width=mean, mean_width_sorted=mean),)
     return DataProfile(
         source="estimated",
         format=shape,
         num_rows=max(1, num_train_tokens // row_tokens),
         num_tokens=num_train_tokens,
-        longest_row=seq_len,
+        longest_row=longest,
+        batch_widths=widths,
         is_packed=is_packed and rows_per_example == 1,
         fingerprint="estimated",
         vocab_size=vocab_size,
@@ -237,6 +264,41 @@ _WARMUP = DefaultWarmup(0.03, "QLoRA, arXiv:2305.14314; OLMo 7B, arXiv:2402.0083
 _DPO_WARMUP = DefaultWarmup(0.10, "Zephyr 7B, arXiv:2310.16944; OLMo 7B, arXiv:2402.00838")
 
 
+USUAL_STEPS = 300  # of a default run on few data; published: LIMA 469, Llama 2 chat 860, Alpaca 1,218
+LEAST_STEPS = 100  # that remain where idle ranks make the default batch larger
+DEFAULT_STEP_TOKENS = 65536  # of a step on much data, with existing weights
+LARGEST_STEP_TOKENS = 4_000_000  # of a step from scratch: Llama 2 (arXiv:2307.09288)
+
+
+class _RunKind(NamedTuple):
+    """Defaults of one kind of run."""
+
+    name: str
+    max_epochs: int  # over data that give fewer than USUAL_STEPS steps
+    epochs_source: str
+    batch_source: str = "as much as Alpaca's 128 x 512 tokens"
+    is_from_scratch: bool = False
+
+
+_FROM_SCRATCH = _RunKind(
+    "training from scratch", 4, "arXiv:2305.16264", batch_source="Step Law, arXiv:2503.04715", is_from_scratch=True
+)
+_KINDS = {
+    Objective.PRETRAIN: _RunKind("continued pre-training", 4, "arXiv:2305.16264"),
+    Objective.SFT: _RunKind("fine-tuning", 3, "Stanford Alpaca; arXiv:2305.16264"),
+    Objective.DPO: _RunKind("preference training", 1, "Tulu 3, arXiv:2411.15124"),
+}
+
+
+class _Length(NamedTuple):
+    """Sequences of a step, number of steps, and the sources of both."""
+
+    sequences: int
+    num_steps: int
+    batch_source: str
+    length_source: str
+
+
 def make_schedule(
     job: Job,
     data: DataProfile,
@@ -244,6 +306,7 @@ def make_schedule(
     *,
     method: Method = Method.FULL,
     optimizer: Optimizer | None = None,
+    num_ranks: int = 1,
 ) -> Schedule:
     """The schedule of `job` on `data`; InputError if a step is shorter than one sequence or the data is empty.
 
@@ -251,9 +314,8 @@ def make_schedule(
     """
     train = job.train
     objective = objective_of(train.objective, data.format)
-    num_rows = rows_per_example(objective)
-    sequences = sequences_per_step(train, rows_per_example=num_rows)
-    num_steps = _num_steps(train, data, sequences)
+    length = _length(job, data, objective, num_ranks)
+    num_steps = length.num_steps
     optimizer = optimizer or job.pin.optimizer or Optimizer.ADAMW
     lr, lr_source = _learning_rate(job, shape, method, optimizer, objective)
     default_warmup = _DPO_WARMUP if objective is Objective.DPO else _WARMUP
@@ -262,9 +324,10 @@ def make_schedule(
     checkpoints = _checkpoint_every(job, evaluations, num_steps)
     return Schedule(
         num_steps=num_steps,
-        length_source=_length_source(train),
-        sequences_per_step=sequences,
-        tokens_per_step=sequences * num_rows * train.seq_len,
+        length_source=length.length_source,
+        sequences_per_step=length.sequences,
+        tokens_per_step=length.sequences * rows_per_example(objective) * train.seq_len,
+        batch_source=length.batch_source,
         warmup_steps=warmup_steps,
         lr=lr,
         lr_source=lr_source,
@@ -278,43 +341,156 @@ def make_schedule(
     )
 
 
-def sequences_per_step(train: TrainJob, *, rows_per_example: int = 1) -> int:
-    """Sequences, or pairs of them, of one optimizer step over all ranks."""
-    num_tokens = rows_per_example * train.seq_len
-    if train.tokens_per_step < num_tokens:
-        what = "one sequence" if rows_per_example == 1 else "one pair of sequences"
-        raise InputError(
-            f"train.tokens_per_step is {train.tokens_per_step} and {what} of train.seq_len {train.seq_len} "
-            f"has {num_tokens} tokens; raise tokens_per_step to {num_tokens} or more"
+def idle_run_warnings(job: Job, data: DataProfile, schedule: Schedule) -> tuple[str, ...]:
+    """Sentences about a run that would change next to nothing, each with the setting that mends it."""
+    return tuple(
+        warning
+        for warning in (
+            _few_steps(job, data, schedule),
+            _long_warmup(job, schedule),
+            _few_targets(job, data, schedule),
         )
-    return round(train.tokens_per_step / num_tokens)
+        if warning is not None
+    )
 
 
-def _num_steps(train: TrainJob, data: DataProfile, sequences: int) -> int:
+FEW_STEPS = 10  # in which a model learns next to nothing at the usual rates
+FEW_TARGETS, FEW_TARGETS_SHARE = 1000, 0.01  # learned tokens of a run, and of all its tokens
+
+
+def _few_steps(job: Job, data: DataProfile, schedule: Schedule) -> str | None:
+    if schedule.num_steps >= FEW_STEPS:
+        return None
+    train, num_examples = job.train, schedule.num_steps * schedule.sequences_per_step
+    if train.steps is not None:
+        remedy = f"train.steps: {USUAL_STEPS}"
+    elif train.tokens_per_step is not None and num_examples >= FEW_STEPS:
+        remedy = "train.tokens_per_step: auto"
+    elif (train.epochs or train.tokens) is not None and data.num_rows >= FEW_STEPS:
+        remedy = "train.epochs: auto (and no train.tokens)"
+    else:
+        seq_len = max(8, _power_of_two(num_examples * min(train.seq_len, data.longest_row) / LEAST_STEPS))
+        remedy = (
+            f"train.seq_len: {seq_len}, or more data" if data.is_packed and seq_len < train.seq_len else "more data"
+        )
+    steps = "1 optimizer step" if schedule.num_steps == 1 else f"{schedule.num_steps} optimizer steps"
+    return f"{steps} of {schedule.tokens_per_step:,} tokens will change next to nothing; remedy: {remedy}"
+
+
+def _long_warmup(job: Job, schedule: Schedule) -> str | None:
+    if job.train.warmup is None or 2 * schedule.warmup_steps <= schedule.num_steps:
+        return None
+    return (
+        f"the learning rate rises in {schedule.warmup_steps} of {schedule.num_steps} steps and is too low in most of "
+        "them; remedy: train.warmup: auto"
+    )
+
+
+def _few_targets(job: Job, data: DataProfile, schedule: Schedule) -> str | None:
+    if data.num_targets is None or rows_per_example(objective_of(job.train.objective, data.format)) > 1:
+        return None
+    passes = schedule.num_steps * schedule.sequences_per_step / data.num_rows
+    if data.num_targets * passes >= FEW_TARGETS and data.num_targets >= FEW_TARGETS_SHARE * data.num_tokens:
+        return None
+    remedy = "more data" if job.data.loss_on is LossOn.ALL else "data.loss_on: all, or the columns in data.fields"
+    return (
+        f"only {data.num_targets:,} of {data.num_tokens:,} tokens of an epoch are learned (data.loss_on: "
+        f"{job.data.loss_on}); remedy: {remedy}"
+    )
+
+
+def _length(job: Job, data: DataProfile, objective: Objective, num_ranks: int) -> _Length:
+    """Batch and number of steps: those of the job, or the defaults of its kind of run."""
     if data.num_rows < 1:
         raise InputError("data.train has no rows to train on")
-    if train.steps is not None:
-        return train.steps
+    train, num_tokens = job.train, rows_per_example(objective) * job.train.seq_len
+    kind = _FROM_SCRATCH if job.model.config is not None else _KINDS[objective]
+    stated = None if train.tokens_per_step is None else sequences_per_step(train.tokens_per_step, num_tokens)
+    learned_share = _tokens_per_row(train, data) / train.seq_len  # of a row; the rest is padding
+    wanted = stated or _usual_batch(kind, data.num_rows, num_tokens, learned_share)
+    epochs, source = _epochs(train, kind, min(kind.max_epochs, math.ceil(USUAL_STEPS * wanted / data.num_rows)))
+    num_sequences = epochs * data.num_rows
     if train.tokens is not None:
-        return max(1, math.ceil(train.tokens / (sequences * _tokens_per_row(train, data)) - 1e-9))
-    epochs = 1.0 if train.epochs is None else train.epochs
-    return max(1, math.ceil(epochs * data.num_rows / sequences - 1e-9))
+        num_sequences = train.tokens / _tokens_per_row(train, data)
+    elif data.is_stream and train.steps is not None:
+        num_sequences = train.steps * DEFAULT_STEP_TOKENS / num_tokens
+    if stated is not None:
+        sequences, batch_source = stated, ""
+    else:
+        sequences, why = _default_batch(job, kind, num_sequences, num_tokens, learned_share, num_ranks)
+        batch_source = f"default of {kind.name}: {why}"
+    num_steps = max(1, math.ceil(num_sequences / sequences - 1e-9)) if train.steps is None else train.steps
+    return _Length(sequences, num_steps, batch_source, source)
 
 
-def _length_source(train: TrainJob) -> str:
-    if train.steps is not None:
-        return "train.steps of the job file"
+def _epochs(train: TrainJob, kind: _RunKind, default: int) -> tuple[float, str]:
+    """Passes over the data, the most where the job states another length, and where the length is from."""
+    if train.epochs is not None:
+        return train.epochs, f"{train.epochs:g} epoch{'' if train.epochs == 1 else 's'}"
     if train.tokens is not None:
-        return "train.tokens of the job file"
-    epochs = 1.0 if train.epochs is None else train.epochs
-    if epochs == 1:
-        return "1 epoch, as by default: arXiv:2305.16264"
-    return f"{epochs:g} epochs"
+        return float(kind.max_epochs), "train.tokens of the job file"
+    if train.steps is not None:
+        return float(kind.max_epochs), "train.steps of the job file"
+    if default == 1:
+        return 1.0, f"1 epoch, as by default: {kind.epochs_source}"
+    return float(default), f"{default} epochs, the default of {kind.name} on few data: {kind.epochs_source}"
+
+
+def _usual_batch(kind: _RunKind, num_sequences: float, num_tokens: int, learned_share: float) -> float:
+    """Sequences of a step on as many that all runs of this kind take, before few data make it smaller."""
+    if not kind.is_from_scratch:
+        return DEFAULT_STEP_TOKENS / num_tokens
+    tokens: float = 0.58 * math.pow(num_sequences * num_tokens * learned_share, 0.571)
+    return min(LARGEST_STEP_TOKENS, tokens) / (num_tokens * learned_share)
+
+
+def _default_batch(
+    job: Job, kind: _RunKind, num_sequences: float, num_tokens: int, learned_share: float, num_ranks: int
+) -> tuple[int, str]:
+    """Sequences, or pairs of them, of a step over all ranks, and why."""
+    micro_batch = job.pin.micro_batch
+    if micro_batch is not None and _updates_in_backward(job):
+        return num_ranks * micro_batch, "one micro batch a rank, because gradients are not accumulated"
+    usual = _usual_batch(kind, num_sequences, num_tokens, learned_share)
+    if job.train.steps is not None:  # however many sequences the data would have
+        usual = min(usual, DEFAULT_STEP_TOKENS / num_tokens)
+    few = num_sequences / (job.train.steps or USUAL_STEPS)
+    is_small = few < usual
+    sequences = _power_of_two(few if is_small else usual)
+    together = num_ranks * (micro_batch or 1)
+    spread = max(1, round(sequences / together)) * together
+    if spread > sequences and micro_batch is None and num_sequences / spread < LEAST_STEPS:
+        return sequences, "small steps, because the data are few"
+    if spread == together > sequences:
+        each = "one" if micro_batch is None else "a micro batch"
+        return spread, f"{each} for each of {num_ranks} ranks"
+    return spread, "small steps, because the data are few" if is_small else kind.batch_source
+
+
+def _power_of_two(number: float) -> int:
+    """The largest power of two that is not above the number, and at least 1."""
+    return 1 << max(0, math.floor(math.log2(max(1.0, number))))
+
+
+def _updates_in_backward(job: Job) -> bool:
+    pinned = job.pin.optimizer
+    return job.pin.optimizer_in_backward or (pinned is not None and pinned.facts.updates_in_backward)
+
+
+def sequences_per_step(tokens_per_step: int, num_tokens: int) -> int:
+    """Examples of `num_tokens` each, rows of seq_len or pairs of them, in a stated global batch."""
+    if tokens_per_step < num_tokens:
+        raise InputError(
+            f"train.tokens_per_step is {tokens_per_step}, less than the {num_tokens} tokens of one example "
+            f"(a row of train.seq_len, or two in preferences): train.tokens_per_step: {num_tokens} or more, or auto"
+        )
+    return round(tokens_per_step / num_tokens)
 
 
 def _tokens_per_row(train: TrainJob, data: DataProfile) -> float:
     """Tokens of an average row without padding."""
-    return float(train.seq_len) if data.source == "estimated" else data.num_tokens / data.num_rows
+    mean = data.num_tokens / data.num_rows
+    return min(float(train.seq_len), mean) if data.source == "estimated" else mean
 
 
 def _warmup_steps(train: TrainJob, num_steps: int, default: DefaultWarmup) -> tuple[int, str]:

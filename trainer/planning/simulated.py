@@ -158,7 +158,7 @@ def plan_of_simulated(plan: Plan, taken: Simulated, failed: Sequence[Simulated])
     names = {candidate.strategy.name for candidate in candidates}
     return replace(
         plan,
-        schedule=schedule_with(chosen, plan.job, plan.data, plan.model_shape),
+        schedule=schedule_with(chosen, context, plan.data),
         candidates=candidates,
         rejections=(*plan.rejections, *(_rejection(each) for each in failed if _name(each) not in names)),
         fallbacks=_fallbacks_after(plan, context, taken.candidate, candidates),

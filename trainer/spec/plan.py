@@ -200,12 +200,13 @@ class MethodRow(Value, frozen=True, kw_only=True):
 
 
 class Schedule(Value, frozen=True, kw_only=True):
-    """The run in steps; every entry is a function of the job and the data, never of the machine."""
+    """The run in steps: a function of job and data, and of the number of ranks if the job does not set the batch."""
 
     num_steps: int
     length_source: str = ""
     sequences_per_step: int
     tokens_per_step: int
+    batch_source: str = ""
     warmup_steps: int
     lr: float
     lr_source: str

@@ -1,18 +1,29 @@
 """`shardwise init` writes a job that reads, whatever the model and the data are called."""
 
+import json
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from workplace_factory import TINY_CONFIG
 
-from shardwise.launch.commands.housekeeping import job_template
+from shardwise.launch.commands.housekeeping import DataFacts, ModelFacts, job_template, look_at_data, look_at_model
 from shardwise.launch.inputs.model_files import preset_names, read_preset
 from shardwise.launch.job.yaml_text import read_yaml
 from shardwise.launch.options import COMMANDS
 from shardwise.trainer.spec.job.reading import read_job
-from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.job.sections import DataFormat, Job
 from shardwise.trainer.spec.model.readers import read_model_shape
+
+UNREAD = DataFacts()
+
+
+def job_for(model: str, data: DataFacts = UNREAD, **facts: Any) -> Job:
+    known = ModelFacts(**facts) if facts else look_at_model(model)
+    return read(job_template(model=model, data="text", model_facts=known, data_facts=data))
 
 
 def read(text: str) -> Job:
@@ -24,12 +35,13 @@ def read(text: str) -> Job:
 @settings(deadline=None)  # a busy machine is no fault
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(lambda text: text.strip()))
 def test_any_text_is_quoted_so_that_it_reads_back(data):
-    assert read(job_template(model="org/model", data=data)).data.train[0].source == data
+    text = job_template(model="org/model", data=data, model_facts=ModelFacts(), data_facts=DataFacts())
+    assert read(text).data.train[0].source == data
 
 
 @pytest.mark.parametrize("preset", preset_names())
 def test_a_template_of_a_preset_is_a_job_within_its_positions(preset):
-    job = read(job_template(model=preset, data="text"))
+    job = job_for(preset)
     assert job.train.seq_len <= read_model_shape(read_preset(preset)).max_positions
     has_no_weights = preset == "tiny-llama"
     assert (job.model.config, job.model.name) == ((preset, None) if has_no_weights else (None, preset))
@@ -37,8 +49,46 @@ def test_a_template_of_a_preset_is_a_job_within_its_positions(preset):
 
 
 def test_a_config_file_starts_from_scratch():
-    job = read(job_template(model="shapes/mine.json", data="text"))
+    job = job_for("shapes/mine.json")
     assert (job.model.config, job.model.tokenizer, job.output) == ("shapes/mine.json", "train", "runs/mine")
+
+
+def test_a_job_states_only_what_differs_from_the_defaults():
+    job = job_for("org/model", DataFacts(DataFormat.CHAT, 10**9), max_positions=32768, has_chat_template=True)
+    assert (job.train, job.limits, job.data.eval_share) == (Job().train, Job().limits, Job().data.eval_share)
+
+
+@pytest.mark.parametrize(
+    ("facts", "data", "settings"),
+    [
+        ({"max_positions": 1024}, DataFacts(), {"seq_len": 1024}),
+        ({"vocab_size": 32000}, DataFacts(DataFormat.CHAT, 10**6, 5000, 20_000), {"seq_len": 8192}),
+        ({"max_positions": 4096}, DataFacts(DataFormat.CHAT, 10**6, 5000, 20_000), {"seq_len": 4096}),
+        ({"vocab_size": 32000}, DataFacts(None, 40_000), {"seq_len": 128, "eval": 0.1}),
+        ({"has_chat_template": True}, DataFacts(DataFormat.CHAT, 50_000, 400, 200), {"eval": 0.1}),
+        ({"has_chat_template": False}, DataFacts(DataFormat.CHAT, 10**6, 5000, 200), {"chat_template": "plain"}),
+        (
+            {"has_chat_template": False, "starts_from_scratch": True},
+            DataFacts(DataFormat.PREFERENCE, 10**6, 5000, 200),
+            {"chat_template": "chatml"},
+        ),
+    ],
+)
+def test_a_job_follows_the_limits_of_the_model_and_the_shape_of_the_data(facts, data, settings):
+    job = job_for("org/model", data, **facts)
+    made = {"seq_len": job.train.seq_len, "eval": job.data.eval_share, "chat_template": job.data.chat_template}
+    usual = {"seq_len": 2048, "eval": 0.01, "chat_template": None}
+    assert made == usual | settings
+
+
+def test_a_model_and_data_on_disk_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIG))
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 3)
+    model, data = look_at_model(str(tmp_path)), look_at_data(str(tmp_path / "chats.jsonl"))
+    assert model == ModelFacts(True, 128, 320, has_chat_template=False)
+    assert (data.shape, data.num_rows, data.longest_bytes) == (DataFormat.CHAT, 3, 50)
+    assert "absent.jsonl" in look_at_data(str(tmp_path / "absent.jsonl")).problem[0]
+    assert look_at_model(str(tmp_path / "absent")).problem
 
 
 @pytest.mark.parametrize("name", COMMANDS)

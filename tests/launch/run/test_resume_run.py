@@ -6,14 +6,16 @@ from pathlib import Path
 import msgspec
 import pytest
 from msgspec.structs import replace
-from planning_factory import plan_of
+from planning_factory import data_of, job_of, plan_of
 
-from shardwise.launch.run.start import plan_to_resume
+from shardwise.launch.run.start import describe_changes, plan_to_resume, with_earlier_length
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
+
+CPUS = ("2xCPU", "3xCPU")
 
 
 @pytest.fixture
@@ -79,3 +81,17 @@ def test_an_unchanged_plan_reads_data_and_model_where_they_are_now(earlier: Plan
     plan = replace(earlier, data=data, model_path="/elsewhere/model", tokenizer_path="/elsewhere/tokenizer")
     taken, _ = resume(plan, earlier, run_dir)
     assert taken == plan
+
+
+def test_what_the_job_leaves_open_stays_as_the_run_began() -> None:
+    """Three ranks would take another batch by default, and another length would be a change of the job."""
+    earlier, here = (plan_of("tiny", spec, job=job_of(seq_len=512), data=data_of(num_rows=400)) for spec in CPUS)
+    assert earlier.schedule.tokens_per_step != here.schedule.tokens_per_step
+    job = with_earlier_length(here.job, earlier)
+    again = plan_of("tiny", CPUS[1], job=job, data=data_of(num_rows=400))
+    assert (again.schedule.tokens_per_step, again.schedule.num_steps) == (
+        earlier.schedule.tokens_per_step,
+        earlier.schedule.num_steps,
+    )
+    assert describe_changes(again, earlier) == ["number of CPU devices was 2, is 3"]
+    assert with_earlier_length(job_of(epochs=2.0), earlier).train.epochs == 2

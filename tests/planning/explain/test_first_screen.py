@@ -12,7 +12,8 @@ from planning_factory import data_of, machine, plan_of
 from shardwise.trainer.planning.candidates import run_hours
 from shardwise.trainer.planning.explain.first_screen import MOST_LINES, Tone, first_screen, text_of, time_range
 from shardwise.trainer.planning.planner import context_of, take_candidate
-from shardwise.trainer.planning.reasons import FEW_STEPS, opt_ins
+from shardwise.trainer.planning.reasons import opt_ins
+from shardwise.trainer.planning.schedule import FEW_STEPS
 from shardwise.trainer.planning.search.certainty import time_error
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.plan import Plan
@@ -97,9 +98,9 @@ def test_warnings_stay_where_there_is_no_room_for_alternatives() -> None:
 
 
 def test_a_run_that_would_learn_nothing_is_a_warning() -> None:
-    few = plan_of("1b", "1xRTX-4090", data=data_of(num_rows=3))
+    few = plan_of("1b", "1xRTX-4090", data=data_of(num_rows=3), tokens_per_step=65536)
     assert few.schedule.num_steps < FEW_STEPS
-    assert "WARNING: the run has " in screen(few) and "train.tokens_per_step" in screen(few)
+    assert "WARNING: 1 optimizer step " in screen(few) and "train.tokens_per_step: auto" in screen(few)
     assert "WARNING" not in screen(plan_of("1b", "1xH100-SXM5-80GB", pin={"micro_batch": 1}))
 
 

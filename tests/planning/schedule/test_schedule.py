@@ -1,12 +1,15 @@
-"""The schedule is a function of job and data: never of the machine, always with a source for the rate."""
+"""The schedule is a function of job, data and number of ranks, always with a source for rate, batch and length."""
 
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from planning_factory import data_of, job_of, shape_of
 
-from shardwise.trainer.planning.schedule import make_schedule
+from shardwise.trainer.planning.schedule import LEAST_STEPS, idle_run_warnings, make_schedule
+from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.kinds import Every, Warmup
 from shardwise.trainer.spec.job.sections import CheckpointJob, DataFormat, EvalJob, LrSchedule, TrainJob
@@ -24,9 +27,9 @@ def schedule(num_rows: int = 10_000, *, model: str = "8b", num_eval_rows: int = 
         ({"epochs": 1.0}, 313),  # 10,000 rows at 32 a step: 312.5, and the last rows count too
         ({"epochs": 2.5}, 782),
         ({"epochs": 0.0001}, 1),
-        ({"epochs": None, "steps": 17}, 17),
-        ({"epochs": None, "tokens": 10_000_000}, 153),
-        ({"epochs": None, "tokens": 1}, 1),
+        ({"steps": 17}, 17),
+        ({"tokens_per_step": 65536, "tokens": 10_000_000}, 153),
+        ({"tokens": 1}, 1),
     ],
 )
 def test_the_length_of_a_run_follows_from_epochs_steps_or_tokens(train: dict[str, Any], num_steps: int) -> None:
@@ -35,13 +38,15 @@ def test_the_length_of_a_run_follows_from_epochs_steps_or_tokens(train: dict[str
 
 def test_padding_is_not_counted_as_tokens_trained_on() -> None:
     data = data_of(num_rows=1000, is_packed=False, num_tokens=512_000)  # a quarter of each row of 2,048
-    made = make_schedule(job_of(epochs=None, tokens=10_000_000), data, shape_of("8b"))
+    made = make_schedule(job_of(tokens=10_000_000), data, shape_of("8b"))
     assert made.num_steps == 611  # 10,000,000 / (32 x 512)
     assert made.tokens_per_step == 65536
 
 
 def test_whole_epochs_are_not_lost_to_rounding() -> None:
-    assert schedule(num_rows=320, epochs=0.1 + 0.2).num_steps == 3  # 0.30000000000000004 x 320 / 32
+    assert (
+        schedule(num_rows=320, tokens_per_step=65536, epochs=0.1 + 0.2).num_steps == 3
+    )  # 0.30000000000000004 x 320 / 32
 
 
 @pytest.mark.parametrize(("tokens_per_step", "sequences"), [(65536, 32), (2048, 1), (65000, 32), (5000, 2), (5200, 3)])
@@ -52,7 +57,7 @@ def test_the_global_batch_is_the_nearest_whole_number_of_sequences(tokens_per_st
 
 
 def test_a_step_that_holds_no_sequence_is_refused_with_both_numbers() -> None:
-    with pytest.raises(InputError, match=r"1024 .* 2048"):
+    with pytest.raises(InputError, match=r"1024, .* 2048"):
         schedule(tokens_per_step=1024)
 
 
@@ -78,18 +83,97 @@ def test_an_open_warmup_says_whose_it_is_and_that_of_dpo_is_longer() -> None:
 
 
 def test_the_length_of_a_run_says_where_it_is_from() -> None:
-    assert schedule(epochs=1.0).length_source == "1 epoch, as by default: arXiv:2305.16264"
+    assert schedule(epochs=1.0).length_source == "1 epoch"
+    assert schedule().length_source == "1 epoch, as by default: arXiv:2305.16264"
+    assert schedule(num_rows=100).length_source.startswith("4 epochs, the default of continued pre-training")
     assert schedule(epochs=2.5).length_source == "2.5 epochs"
-    assert schedule(epochs=None, steps=7).length_source == "train.steps of the job file"
-    assert schedule(epochs=None, tokens=10_000).length_source == "train.tokens of the job file"
+    assert schedule(steps=7).length_source == "train.steps of the job file"
+    assert schedule(tokens=10_000).length_source == "train.tokens of the job file"
 
 
 def test_a_pair_is_two_sequences_of_the_global_batch() -> None:
     preferences = replace(data_of(num_rows=10_000), format=DataFormat.PREFERENCE)
     made = make_schedule(job_of(), preferences, shape_of("8b"))
     assert (made.sequences_per_step, made.tokens_per_step, made.num_steps) == (16, 65536, 625)
-    with pytest.raises(InputError, match=r"2048 and one pair of sequences of train\.seq_len 2048 has 4096"):
+    with pytest.raises(InputError, match=r"2048, .* 4096"):
         make_schedule(job_of(tokens_per_step=2048), preferences, shape_of("8b"))
+
+
+CHATS: dict[str, Any] = {"format": DataFormat.CHAT, "is_packed": False}
+
+
+def default_schedule(data: DataProfile, *, num_ranks: int = 1, from_scratch: bool = False, **facts: Any) -> Schedule:
+    return make_schedule(job_of(from_scratch=from_scratch, **facts), data, shape_of("8b"), num_ranks=num_ranks)
+
+
+def test_few_chats_get_some_hundred_steps_over_a_few_epochs() -> None:
+    made = default_schedule(data_of(num_rows=396, num_tokens=11_700, longest_row=40, **CHATS))
+    assert (made.sequences_per_step, made.num_steps) == (2, 594)
+    assert made.length_source.startswith("3 epochs, the default of fine-tuning on few data")
+
+
+def test_a_million_chats_are_read_once_in_steps_of_65536_tokens() -> None:
+    made = default_schedule(data_of(num_rows=200_000, format=DataFormat.CHAT))
+    assert made.length_source.startswith("1 epoch,")
+    assert (made.tokens_per_step, made.num_steps) == (65536, 6250)
+
+
+@pytest.mark.parametrize(("seq_len", "sequences"), [(500, 128), (1536, 32), (2048, 32), (32768, 2), (131072, 1)])
+def test_the_default_batch_needs_no_arithmetic(seq_len: int, sequences: int) -> None:
+    made = default_schedule(data_of(num_rows=10**6, seq_len=seq_len), seq_len=seq_len)
+    assert (made.sequences_per_step, made.tokens_per_step) == (sequences, sequences * seq_len)
+
+
+@given(
+    num_rows=st.integers(1, 10**7),
+    num_ranks=st.integers(1, 600),
+    seq_len=st.sampled_from([8, 500, 1536, 2048, 32768]),
+    shape=st.sampled_from([DataFormat.TEXT, DataFormat.CHAT, DataFormat.PREFERENCE]),
+    from_scratch=st.booleans(),
+)
+def test_no_rank_idles_where_steps_remain_and_few_data_keep_their_steps(
+    num_rows: int, num_ranks: int, seq_len: int, shape: DataFormat, *, from_scratch: bool
+) -> None:
+    data = data_of(num_rows=num_rows, seq_len=seq_len, format=shape)
+    one, all_ranks = (
+        default_schedule(data, num_ranks=ranks, from_scratch=from_scratch, seq_len=seq_len) for ranks in (1, num_ranks)
+    )
+    idles = all_ranks.sequences_per_step % num_ranks > 0
+    num_sequences = all_ranks.num_steps * all_ranks.sequences_per_step
+    assert not idles or num_sequences < LEAST_STEPS * (all_ranks.sequences_per_step + num_ranks)
+    assert all_ranks.sequences_per_step <= one.sequences_per_step or all_ranks.num_steps >= LEAST_STEPS
+    assert all_ranks.length_source == one.length_source
+    assert one.num_steps >= min(LEAST_STEPS, num_rows)
+
+
+def test_a_stated_batch_or_length_is_never_moved() -> None:
+    few = data_of(num_rows=10, **CHATS)
+    assert default_schedule(few, num_ranks=64, tokens_per_step=4096).sequences_per_step == 2
+    assert default_schedule(few, epochs=1.0).num_steps == 10
+    assert default_schedule(few, steps=7).num_steps == 7
+
+
+def test_a_pinned_micro_batch_has_room_in_the_default_batch() -> None:
+    assert default_schedule(data_of(), num_ranks=2, pin={"micro_batch": 3}).sequences_per_step == 30
+    in_backward = {"micro_batch": 3, "optimizer_in_backward": True}
+    assert default_schedule(data_of(), num_ranks=2, pin=in_backward).sequences_per_step == 6
+
+
+@pytest.mark.parametrize(
+    ("shape", "from_scratch", "tokens", "name"),
+    [
+        (DataFormat.TEXT, True, 2**20, "training from scratch: Step Law"),
+        (DataFormat.TEXT, False, 65536, "continued pre-training"),
+        (DataFormat.CHAT, False, 65536, "fine-tuning"),
+        (DataFormat.PREFERENCE, False, 65536, "preference training"),
+    ],
+)
+def test_each_kind_of_run_has_its_own_default_batch(
+    shape: DataFormat, tokens: int, name: str, *, from_scratch: bool
+) -> None:
+    made = default_schedule(data_of(num_rows=5 * 10**7, format=shape), from_scratch=from_scratch)  # 100G tokens
+    assert made.tokens_per_step == tokens
+    assert name in made.batch_source
 
 
 @pytest.mark.parametrize(
@@ -134,5 +218,31 @@ def test_intervals_of_the_job_file_are_kept() -> None:
 
 @pytest.mark.parametrize("course", LrSchedule)
 def test_every_step_of_a_made_schedule_has_a_rate(course: LrSchedule) -> None:
-    made = schedule(epochs=None, steps=3, warmup=Warmup(steps=10))
+    made = schedule(steps=3, warmup=Warmup(steps=10))
     assert all(learning_rate(made, TrainJob(schedule=course), step) > 0 for step in (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("facts", "num_rows", "remedy"),
+    [
+        ({"steps": 1}, 1000, "train.steps: 300"),
+        ({"tokens_per_step": 65536}, 50, "train.tokens_per_step: auto"),
+        ({"epochs": 0.01}, 100, "train.epochs: auto"),
+        ({}, 1, "train.seq_len: 64, or more data"),
+        ({"warmup": Warmup(steps=80), "steps": 100}, 1000, "train.warmup: auto"),
+    ],
+)
+def test_a_run_that_changes_next_to_nothing_is_a_warning_with_what_mends_it(
+    facts: dict[str, Any], num_rows: int, remedy: str
+) -> None:
+    job, data = job_of(**facts), data_of(num_rows=num_rows)
+    (warning,) = idle_run_warnings(job, data, make_schedule(job, data, shape_of("8b")))
+    assert remedy in warning
+
+
+def test_few_learned_tokens_are_a_warning_and_a_usual_run_has_none() -> None:
+    job, data = job_of(), data_of(format=DataFormat.CHAT)
+    usual = make_schedule(job, data, shape_of("8b"))
+    assert idle_run_warnings(job, data, usual) == ()
+    (warning,) = idle_run_warnings(job, replace(data, num_targets=1000), usual)
+    assert "1,000 of 20,480,000" in warning and "data.loss_on: all" in warning

@@ -26,6 +26,7 @@ def problems(tree: dict[str, Any]) -> tuple[str, ...]:
     return ()
 
 
+BATCH = {"tokens_per_step": 65536}
 CASES = [  # a job, what the line must name
     ({"data": {"train": "x"}}, ("model", "model.name", "model.config")),
     (job(model={"name": "a/b", "config": "c", "tokenizer": "t"}), ("model.name", "model.config")),
@@ -65,7 +66,10 @@ CASES = [  # a job, what the line must name
     (job(model=SCRATCH, train={"objective": "dpo"}), ("train.objective: dpo", "model.config", "model.name")),
     (job(model=SCRATCH, train={"method": "qlora"}), ("train.method: qlora", "model.config")),
     (job(model=SCRATCH, train={"method": "lora"}), ("train.method: lora", "model.config")),
-    (job(train={"seq_len": 3000}), ("train.tokens_per_step", "65536", "train.seq_len", "3000", "63000", "66000")),
+    (
+        job(train={"seq_len": 3000, "tokens_per_step": 65536}),
+        ("train.tokens_per_step", "65536", "train.seq_len", "3000", "63000", "66000", "or auto"),
+    ),
     (
         job(train={"seq_len": 2048, "tokens_per_step": 65000}),
         ("train.tokens_per_step", "65000", "train.seq_len", "2048", "63488", "65536"),
@@ -73,8 +77,7 @@ CASES = [  # a job, what the line must name
     (job(train={"seq_len": 2048, "tokens_per_step": 100}), ("train.tokens_per_step", "100", "train.seq_len", "2048")),
     (job(train={"steps": 5, "epochs": 1}), ("train.epochs", "train.steps")),
     (job(train={"steps": 5, "epochs": 1, "tokens": "1M"}), ("train.epochs", "train.steps", "train.tokens")),
-    (job(train={"epochs": None}), ("train.epochs", "train.steps", "train.tokens")),
-    (job(train={"tokens": 1000}), ("train.tokens", "1000", "65536", "train.tokens_per_step")),
+    (job(train={"tokens": 1000, "tokens_per_step": 65536}), ("train.tokens", "1000", "65536", "train.tokens_per_step")),
     (job(train={"steps": 10, "warmup": 11}), ("train.warmup", "11", "10", "train.steps")),
     (job(train={"lora": {"targets": ["all-linear", "q_proj"]}}), ("train.lora.targets: all",)),
     (job(limits={"cost": 10}), ("limits.cost", "price_per_gpu_hour")),
@@ -98,13 +101,19 @@ CASES = [  # a job, what the line must name
     ),
     (job(pin={"fp8_recipe": "delayed"}), ("pin.fp8_recipe: delayed", "pin.precision: fp8")),
     (job(pin={"fp8_recipe": "delayed", "precision": "bf16"}), ("pin.fp8_recipe: delayed", "pin.precision: fp8")),
-    (job(pin={"micro_batch": 3}), ("pin.micro_batch", "3", "32", "is 2", "train.tokens_per_step", "train.seq_len")),
-    (job(pin={"micro_batch": 64}), ("pin.micro_batch", "64", "is 32", "train.tokens_per_step", "train.seq_len")),
     (
-        job(pin={"optimizer_in_backward": True, "micro_batch": 8, "sharding": "none"}),
+        job(train=BATCH, pin={"micro_batch": 3}),
+        ("pin.micro_batch", "3", "32", "is 2", "train.tokens_per_step", "train.seq_len"),
+    ),
+    (
+        job(train=BATCH, pin={"micro_batch": 64}),
+        ("pin.micro_batch", "64", "is 32", "train.tokens_per_step", "train.seq_len"),
+    ),
+    (
+        job(train=BATCH, pin={"optimizer_in_backward": True, "micro_batch": 8, "sharding": "none"}),
         ("pin.optimizer_in_backward", "pin.micro_batch", "8", "4", "pin.micro_batch: 32"),
     ),
-    (job(pin={"optimizer": "lomo", "micro_batch": 16, "sharding": "none"}), ("pin.optimizer: lomo",)),
+    (job(train=BATCH, pin={"optimizer": "lomo", "micro_batch": 16, "sharding": "none"}), ("pin.optimizer: lomo",)),
     (job(pin={"checkpointing_n": 4}), ("pin.checkpointing_n: 4", "pin.checkpointing: every_n")),
     (
         job(pin={"checkpointing": "full", "checkpointing_n": 2}),
@@ -172,7 +181,12 @@ def test_galore_runs_its_own_optimizers_only(optimizer):
         job(limits={"cost": 10}, price_per_gpu_hour=2),
         job(pin={"optimizer": "deepspeed_cpu_adam"}),
         job(pin={"optimizer": "deepspeed_cpu_adam", "sharding": "zero2", "offload": "optimizer"}),
-        job(pin={"optimizer_in_backward": True, "micro_batch": 32, "sharding": "none"}),
+        job(train=BATCH, pin={"optimizer_in_backward": True, "micro_batch": 32, "sharding": "none"}),
+        job(pin={"optimizer_in_backward": True, "micro_batch": 8, "sharding": "none"}),
+        job(pin={"micro_batch": 3}),
+        job(train={"seq_len": 3000}),
+        job(train={"epochs": None}),
+        job(train={"tokens": 1000}),
         job(pin={"optimizer_in_backward": True, "micro_batch": 8, "sharding": "ddp"}),
         job(pin={"fp8_recipe": "mxfp8", "precision": "fp8"}),
         job(pin={"sharding": "none"}, slurm={"nodes": 1}),

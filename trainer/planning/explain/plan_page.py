@@ -180,12 +180,12 @@ def _state_text(optimizer: Optimizer, trained: str) -> str:
 def _batch_line(plan: Plan) -> str:
     chosen = plan.chosen
     ranks = f"{chosen.num_ranks} rank{'s' if chosen.num_ranks > 1 else ''}"
-    size = f"{chosen.micro_batch} x {chosen.seq_len} tokens"
+    size, source = f"{chosen.micro_batch} x {chosen.seq_len} tokens", plan.schedule.batch_source
     if SHAPES[plan.data.format].rows_per_example == 2:
         size = f"{chosen.micro_batch} pair{'s' if chosen.micro_batch > 1 else ''} of rows of {chosen.seq_len} tokens"
     return (
         f"micro batch {size}, accumulation {chosen.accumulation}, {ranks}: "
-        f"{plan.schedule.tokens_per_step:,} tokens a step"
+        f"{plan.schedule.tokens_per_step:,} tokens a step{f' ({source})' if source else ''}"
     )
 
 

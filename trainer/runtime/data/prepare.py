@@ -67,9 +67,9 @@ from shardwise.trainer.runtime.data.tokenizer import (
 )
 from shardwise.trainer.runtime.run.process import report_progress, run_request_and_exit
 from shardwise.trainer.spec.data.profile import DataProfile, PrepareRequest, SourceFile, content_suffix
-from shardwise.trainer.spec.data.shapes import SHAPES, Encoding, ShapeFacts
+from shardwise.trainer.spec.data.shapes import SHAPES, Encoding, ShapeFacts, check_shape
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
-from shardwise.trainer.spec.job.sections import DataFormat, LossOn
+from shardwise.trainer.spec.job.sections import DataFormat
 
 TOKENIZER_TRAINING_CHARS = 100_000_000
 BATCH_CHARS = 2**20
@@ -117,25 +117,13 @@ def prepare(request: PrepareRequest, report: Callable[[str], None]) -> DataProfi
 
 
 def prepare_cached(request: PrepareRequest, sources: Sources, build: Callable[[Work], DataProfile]) -> DataProfile:
-    _check_shape(request, sources.reading.format)
+    check_shape(sources.reading.format, packing=request.packing, loss_on=request.loss_on)
     fingerprint = _fingerprint(request, sources)
     root = Path(request.cache_root, "data")
     profile = prepared_once(
         root, fingerprint, lambda folder: build(Work(request, sources, fingerprint, folder)), sources.report
     )
     return replace(profile, cache_dir=str(root / fingerprint))
-
-
-def _check_shape(request: PrepareRequest, shape: DataFormat) -> None:
-    """InputError for settings that rows of this shape cannot have."""
-    facts = SHAPES[shape]
-    if facts.rows_per_example > 1 and request.packing:
-        raise InputError("data.packing: pairs of rows are compared and cannot be packed; remove it")
-    if facts.encoding is not Encoding.RENDERED and request.loss_on in (LossOn.COMPLETION, LossOn.ASSISTANT):
-        raise InputError(
-            f"data.loss_on: {request.loss_on} is requested, and the rows are {shape}, which have no such part;\n"
-            "remove it, or give rows of chats or of prompts and completions"
-        )
 
 
 def _fingerprint(request: PrepareRequest, sources: Sources) -> str:

@@ -10,6 +10,7 @@ decides: preference rows often carry the messages they were made from, and chat 
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 
+from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import DataFormat, LossOn, Objective
 from shardwise.trainer.spec.value import Value
 
@@ -117,6 +118,18 @@ BY_PRECEDENCE = tuple(dict.fromkeys(shape for _, _, shape in _IDENTIFICATIONS))
 def encoding_of(stated: DataFormat) -> Encoding | None:
     """The encoding of rows of a stated shape; None for `auto`."""
     return None if stated is DataFormat.AUTO else SHAPES[stated].encoding
+
+
+def check_shape(shape: DataFormat, *, packing: bool | None, loss_on: LossOn) -> None:
+    """InputError for settings that rows of this shape cannot have."""
+    facts = SHAPES[shape]
+    if facts.rows_per_example > 1 and packing:
+        raise InputError("data.packing: pairs of rows are compared and cannot be packed; remove it")
+    if facts.encoding is not Encoding.RENDERED and loss_on in (LossOn.COMPLETION, LossOn.ASSISTANT):
+        raise InputError(
+            f"data.loss_on: {loss_on} is requested, and the rows are {shape}, which have no such part;\n"
+            "remove it, or give rows of chats or of prompts and completions"
+        )
 
 
 def column_names(field: str, fields: Mapping[str, str]) -> tuple[str, ...]:

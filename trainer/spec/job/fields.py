@@ -79,12 +79,13 @@ def job_tree(job: Job) -> dict[str, Any]:
             values = getattr(values, part)
         several = tuple(getattr(values, attribute) for attribute in entry.attributes)
         value = several[0] if len(several) == 1 else several
-        if value is None and any(entry.path in group for group in EXCLUSIVE):
+        written = entry.kind.write(value)
+        if written is None and any(entry.path in group for group in EXCLUSIVE):
             continue
         section = tree
         for part in outer:
             section = section.setdefault(part, {})
-        section[name] = entry.kind.write(value)
+        section[name] = written
     return tree
 
 

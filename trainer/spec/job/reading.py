@@ -77,7 +77,7 @@ def read_layers(layers: Sequence[Layer], *, origin: str, checks_clashes: bool = 
         problems += [f"{layer.origin}: {problem}" for problem in found.problems]
         unreadable |= found.unreadable
         _lay_over(values, sources, found.values, layer.origin)
-    job = _build(_with_one_length(values))
+    job = _build(values)
     for clash in CLASHES if checks_clashes else ():
         if not unreadable.intersection(clash.paths) and (sentence := clash.sentence(job)):
             stated = (sources[path] for path in clash.paths if path in sources)
@@ -181,12 +181,6 @@ def _lay_over(values: dict[str, Any], sources: dict[str, str], upper: Mapping[st
         sources[path] = origin
 
 
-def _with_one_length(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`train.epochs` has a default; a run that states steps or tokens does not have it."""
-    has_other = any(values.get(path) is not None for path in ("train.steps", "train.tokens"))
-    return {"train.epochs": None, **values} if has_other else dict(values)
-
-
 def _build(values: Mapping[str, Any]) -> Job:
     arguments: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for path, value in values.items():
@@ -256,25 +250,22 @@ def _remote_code(job: Job) -> str | None:
 
 def _length_of_run(job: Job) -> str | None:
     stated = [name for name in ("epochs", "steps", "tokens") if getattr(job.train, name) is not None]
-    if len(stated) == 1:
+    if len(stated) < 2:
         return None
-    if not stated:
-        return "train.epochs is empty; write train.epochs, train.steps or train.tokens"
     return f"{one_of(tuple(f'train.{name}' for name in stated)).replace(' or ', ' and ')} exclude each other; keep one"
 
 
 def _global_batch(job: Job) -> str | None:
     tokens, seq_len = job.train.tokens_per_step, job.train.seq_len
-    if tokens % seq_len == 0:
+    if tokens is None or tokens % seq_len == 0:
         return None
     below, above = tokens // seq_len * seq_len, (tokens // seq_len + 1) * seq_len
     near = f"the nearest are {below} and {above}" if below else f"the least is {above}"
-    default = " (the default)" if tokens == Job().train.tokens_per_step else ""
-    return f"train.tokens_per_step is {tokens}{default}, not a multiple of train.seq_len {seq_len}; {near}"
+    return f"train.tokens_per_step is {tokens}, not a multiple of train.seq_len {seq_len}; {near}, or auto"
 
 
 def _tokens_below_step(job: Job) -> str | None:
-    if job.train.tokens is None or job.train.tokens >= job.train.tokens_per_step:
+    if job.train.tokens is None or job.train.tokens >= (job.train.tokens_per_step or 0):
         return None
     return (
         f"train.tokens is {job.train.tokens}, less than the {job.train.tokens_per_step} of one step "
@@ -330,11 +321,9 @@ def _template_format(job: Job) -> str | None:
 
 
 def _streaming(job: Job) -> str | None:
-    if not job.data.streaming or job.train.epochs is None:
+    if not job.data.streaming or job.train.steps is not None or job.train.tokens is not None:
         return None
-    return (
-        "data.streaming and train.epochs exclude each other; a stream has no length: write train.steps or train.tokens"
-    )
+    return "data.streaming needs train.steps or train.tokens, because a stream has no length to count train.epochs in"
 
 
 def _bad_rows_max(job: Job) -> str | None:
@@ -443,7 +432,7 @@ def _selective_offload(job: Job) -> str | None:
 
 
 def _micro_batch(job: Job) -> str | None:
-    micro_batch, sequences = job.pin.micro_batch, job.train.tokens_per_step // job.train.seq_len
+    micro_batch, sequences = job.pin.micro_batch, (job.train.tokens_per_step or 0) // job.train.seq_len
     if micro_batch is None or sequences == 0 or sequences % micro_batch == 0:
         return None
     fitting = [size for size in range(1, min(sequences, 4096) + 1) if sequences % size == 0]
@@ -460,6 +449,8 @@ def _update_in_backward(job: Job) -> str | None:
     is_one_rank = job.pin.sharding is not None and job.pin.sharding.facts.is_one_rank
     if not (job.pin.optimizer_in_backward or is_lomo) or job.pin.micro_batch is None or not is_one_rank:
         return None
+    if job.train.tokens_per_step is None:
+        return None  # the default is one micro batch then
     sequences = job.train.tokens_per_step // job.train.seq_len
     if job.pin.micro_batch >= sequences:
         return None

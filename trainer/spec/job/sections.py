@@ -262,18 +262,24 @@ class TrainJob(Value, frozen=True, kw_only=True):
         Setting("Longest row, in tokens.", whole("a number of tokens", minimum=8), aliases=("max_seq_length",)),
     ] = 2048
     tokens_per_step: Annotated[
-        int,
+        int | None,
         Setting(
-            "The global batch, in tokens; never changed to save memory.",
+            "The global batch, in tokens, never changed to save memory; `auto` depends on the data and the objective.",
             whole("a number of tokens", minimum=8),
+            none="auto",
             aliases=("batch_size", "gradient_accumulation_steps"),
         ),
-    ] = 65536
-    # Exactly one of epochs, steps and tokens is set.
+    ] = None
+    # At most one of epochs, steps and tokens is set.
     epochs: Annotated[
         float | None,
-        Setting("Passes over the data; or `steps`, or `tokens`.", number(above=0), aliases=("num_train_epochs",)),
-    ] = 1.0
+        Setting(
+            "Passes over the data, or `steps`, or `tokens`; `auto` is 1, and up to 4 of few data.",
+            number(above=0),
+            none="auto",
+            aliases=("num_train_epochs",),
+        ),
+    ] = None
     steps: Annotated[
         int | None,
         Setting("Optimizer steps, instead of `epochs`.", whole("a number of steps", minimum=1), aliases=("max_steps",)),

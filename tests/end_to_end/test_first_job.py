@@ -1,0 +1,44 @@
+"""What `shardwise init` writes trains: a few hundred chats lower the held-out loss, on the defaults alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+from workplace_factory import Workplace, make_workplace, read_metrics
+
+THINGS = ("cat", "dog", "hill", "mat", "plan", "train", "memory", "budget")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    made = make_workplace(tmp_path_factory.mktemp("first"))
+    made.job.unlink()
+    return made
+
+
+def write_chats(path: Path, number: int) -> None:
+    with path.open("w") as stream:
+        for count in range(number):
+            thing, other = THINGS[count % 8], THINGS[count // 8 % 8]
+            messages = [
+                {"role": "user", "content": f"where is the {thing}"},
+                {"role": "assistant", "content": f"the {thing} is near the {other}"},
+            ]
+            stream.write(json.dumps({"messages": messages}) + "\n")
+
+
+def test_400_chats_on_a_written_job_lower_the_held_out_loss(place: Workplace) -> None:
+    write_chats(place.folder / "chats.jsonl", 400)
+    place.run("init", "--model", "model", "--data", "chats.jsonl")
+    planned = place.run("plan", "job.yaml").stdout
+    trained = place.run("train", "job.yaml").stdout
+    assert "WARNING" not in planned + trained
+    losses = [line["eval_loss"] for _, line in sorted(read_metrics(place.only_run()).items()) if "eval_loss" in line]
+    assert max(read_metrics(place.only_run())) >= 100
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_run_of_one_step_is_a_warning_on_the_first_screen(place: Workplace) -> None:
+    few = ("train.epochs=0.001", "train.tokens_per_step=8192")
+    assert "WARNING: 1 optimizer step " in place.run("plan", "job.yaml", *few).stdout
+    assert "WARNING: 1 optimizer step " in place.run("train", "job.yaml", *few, "--dry-run").stdout
