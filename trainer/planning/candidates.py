@@ -169,13 +169,17 @@ def prediction_error(configuration: Configuration) -> float:
     return COMPARED_ERROR if is_compared else UNCOMPARED_ERROR
 
 
+APPROXIMATE = 0.10  # of the time, that an update which is not exact must gain: it may need more steps
+
+
 def upper_seconds(context: PlanningContext, configuration: Configuration, step_s: float) -> float:
     """The upper end of the range of a predicted step with its share of the start-up: what a search compares.
 
-    So of two configurations the one whose prediction is less certain must be predicted faster by the difference.
+    So of two configurations the one whose prediction is less certain must be predicted faster by the difference, and
+    one that the job allows though it changes the update by `APPROXIMATE` more.
     """
     start_up = start_up_seconds(context, configuration) / context.schedule.num_steps
-    return (step_s + start_up) * (1 + prediction_error(configuration))
+    return (step_s + start_up) * (1 + prediction_error(configuration) + (0 if configuration.is_exact else APPROXIMATE))
 
 
 def _mean_width(context: PlanningContext, configuration: Configuration) -> float | None:

@@ -69,6 +69,11 @@ class Configuration(Value, frozen=True, kw_only=True):
         return self.optimizer_in_backward or is_layerwise or self.strategy.optimizer.facts.updates_in_backward
 
     @property
+    def is_exact(self) -> bool:
+        """True if the mathematics of AdamW in mixed precision is unchanged, clipping included."""
+        return self.strategy.is_exact and not self.tf32 and not self.optimizer_in_backward
+
+    @property
     def runs_reference(self) -> bool:
         """True if a step also runs the frozen base: the reference of DPO, with the adapters disabled."""
         return self.policy.rows_per_example == 2 and self.method.freezes_base

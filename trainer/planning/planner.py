@@ -122,10 +122,10 @@ def plan_on_enough_gpus(plan_on: Callable[[Hardware], Plan], hardware: Hardware)
     return min((plan, *_plans_on_fewer(plan_on, hardware)), key=_rank_of)
 
 
-def _rank_of(plan: Plan) -> tuple[int, bool, float]:
+def _rank_of(plan: Plan) -> tuple[int, float]:
     context, chosen = context_of(plan), plan.chosen
     seconds = upper_seconds(context, configuration_of(context, chosen), chosen.speed.step_s)
-    return list(Method).index(chosen.method), not chosen.is_exact, seconds
+    return list(Method).index(chosen.method), seconds
 
 
 def _plans_on_fewer(plan_on: Callable[[Hardware], Plan], hardware: Hardware) -> Iterator[Plan]:

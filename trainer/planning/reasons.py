@@ -223,7 +223,7 @@ def _fp8_notes(context: PlanningContext, candidates: Sequence[Candidate]) -> Ite
     if chosen.precision is Precision.FP8 or all(row.strategy.precision is not Precision.FP8 for row in candidates):
         return
     timed = _fp8_text(context) or f"the speed of its rows is assumed; {_TIMES_FP8_FIRST}"
-    yield f"fp8: {timed}" + ("; rows that are exact come first" if chosen.is_exact else "")
+    yield f"fp8: {timed}"
 
 
 def _why_micro_batch(context: PlanningContext, candidate: Candidate) -> str:
@@ -306,8 +306,7 @@ def _data_notes(data: DataProfile, chosen: Candidate) -> Iterator[str]:
 def _error_notes(context: PlanningContext, candidates: Sequence[Candidate]) -> Iterator[str]:
     """The candidate that is predicted faster than the chosen one, but with a larger error."""
     chosen = candidates[0]
-    numbered = [(n, each) for n, each in enumerate(candidates, start=1) if each.is_exact is chosen.is_exact]
-    number, fastest = min(numbered, key=lambda numbered: numbered[1].speed.step_s)
+    number, fastest = min(enumerate(candidates, start=1), key=lambda numbered: numbered[1].speed.step_s)
     ratio = chosen.speed.step_s / fastest.speed.step_s
     its, ours = (prediction_error(configuration_of(context, each)) for each in (fastest, chosen))
     if ratio > 1 + SAME_SPEED and its > ours:

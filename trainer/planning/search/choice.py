@@ -1,15 +1,15 @@
 """Ranking of all strategies for one method: candidates, best first, and rejections with the number or the rule.
 
-Exact strategies come before those that change the update, faster ones before slower ones. Of those within 1 % of the
-fastest the simplest comes first (`catalogue.LAYOUTS`, state that is not paged), then the one that needs the least
-memory. Trials outrank predictions: strategies that ran in one come first, those that ran out of memory are rejected.
-
-Times are compared at the upper end of their range (`candidates.prediction_error`): of two strategies the one whose
-prediction is less certain must be predicted faster by the difference of their errors.
+Faster ones come before slower ones, by the upper end of their range (`candidates.upper_seconds`): of two strategies
+the one whose prediction is less certain must be predicted faster by the difference of their errors, and one that
+changes the update, which only a job that allows it has, by 10 % more. Of those within 1 % of the fastest exact ones
+come first, then the simplest (`catalogue.LAYOUTS`, state that is not paged), then the one that needs the least memory.
+Trials outrank predictions: strategies that ran in one come first, those that ran out of memory are rejected.
 
 `method_rows` is the table of methods: memory and time of full, galore, lora and qlora, even of those that may not run.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
@@ -76,7 +76,7 @@ def rank(context: PlanningContext, trials: Sequence[TrialResult] = ()) -> Rankin
 
 
 def survey(context: PlanningContext) -> Ranking:
-    """The best strategy for the context's method alone: one strategy a layout is searched, exact ones first."""
+    """The best strategy for the context's method alone: one exact and one other strategy a layout is searched."""
     rows = one_a_layout(CATALOGUE, lambda row: may_run(context, row))
     best, beyond = best_of(context, rows)
     candidates = () if best is None else (best,)
@@ -93,13 +93,13 @@ def best_of(context: PlanningContext, rows: Iterable[Strategy]) -> tuple[Candida
 
     By branch and bound: a strategy that cannot come within one per cent of the best so far is not searched.
     """
-    bounded = [(_least_rank(context, row, starts := bounded_starts(context, row)), row, starts) for row in rows]
+    bounded = [(_least_seconds(context, row, starts := bounded_starts(context, row)), row, starts) for row in rows]
     candidates: list[Candidate] = []
     beyond: dict[str, Candidate] = {}
     configurations: dict[str, Configuration] = {}
-    best: tuple[bool, float] | None = None
-    for (is_approximate, bound), row, starts in sorted(bounded, key=lambda entry: entry[0]):
-        if best is not None and (is_approximate, bound) > (best[0], (1 + SAME_SPEED) * best[1]):
+    best = math.inf
+    for bound, row, starts in sorted(bounded, key=lambda entry: entry[0]):
+        if bound > (1 + SAME_SPEED) * best:
             break
         configuration = best_configuration(context, row, starts)
         if configuration is None:
@@ -110,19 +110,18 @@ def best_of(context: PlanningContext, rows: Iterable[Strategy]) -> tuple[Candida
             continue
         candidates.append(candidate)
         configurations[row.name] = configuration
-        rank = not candidate.is_exact, _upper_seconds(context, candidate)
-        best = rank if best is None else min(best, rank)
+        best = min(best, _upper_seconds(context, candidate))
     if not candidates:
         return None, beyond
     first = in_order(context, candidates)[0]
     return with_larger_buckets(context, configurations[first.strategy.name]), beyond
 
 
-def _least_rank(context: PlanningContext, row: Strategy, starts: Sequence[Bounded]) -> tuple[bool, float]:
-    """A lower bound of the rank of any configuration of a strategy: approximate or not, and corrected seconds."""
+def _least_seconds(context: PlanningContext, row: Strategy, starts: Sequence[Bounded]) -> float:
+    """A lower bound of the corrected seconds of any configuration of a strategy."""
     factor = context.corrections.of(row, context.method).step.value
     start_up = max(upper_seconds(context, bounded.start, 0) for bounded in starts)  # runs correct the step alone
-    return not row.is_exact, starts[0].seconds * factor - max(0.0, factor - 1) * start_up
+    return starts[0].seconds * factor - max(0.0, factor - 1) * start_up
 
 
 def with_remedies(context: PlanningContext, ranking: Ranking) -> tuple[Rejection, ...]:
@@ -140,20 +139,18 @@ def in_order(
 ) -> tuple[Candidate, ...]:
     """Best first."""
 
-    def rank_of(candidate: Candidate) -> tuple[bool, bool, float]:
+    def rank_of(candidate: Candidate) -> tuple[bool, float]:
         measured = [trial.step_s for trial in _trials_of(candidate, trials) if trial.step_s is not None]
-        if not measured:
-            return not candidate.is_exact, True, _upper_seconds(context, candidate)
-        return not candidate.is_exact, False, min(measured)
+        return (False, min(measured)) if measured else (True, _upper_seconds(context, candidate))
 
     left = sorted(((rank_of(candidate), candidate) for candidate in candidates), key=lambda ranked: ranked[0])
     ordered: list[Candidate] = []
     while left:
-        (*kind, seconds), _ = left[0]
+        (is_predicted, seconds), _ = left[0]
         peers = [
             candidate
-            for (*its_kind, its_seconds), candidate in left
-            if its_kind == kind and its_seconds <= (1 + SAME_SPEED) * seconds
+            for (its_kind, its_seconds), candidate in left
+            if its_kind is is_predicted and its_seconds <= (1 + SAME_SPEED) * seconds
         ]
         ordered += sorted(peers, key=_machinery)
         left = left[len(peers) :]
@@ -164,9 +161,10 @@ def _upper_seconds(context: PlanningContext, candidate: Candidate) -> float:
     return upper_seconds(context, configuration_of(context, candidate), candidate.speed.step_s)
 
 
-def _machinery(candidate: Candidate) -> tuple[int, bool, int, int]:
+def _machinery(candidate: Candidate) -> tuple[bool, int, bool, int, int]:
     row = candidate.strategy
     return (
+        not candidate.is_exact,
         LAYOUTS.index((row.sharding, row.offload)),
         row.optimizer.facts.is_paged,
         candidate.memory.need_bytes,

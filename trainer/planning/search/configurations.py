@@ -331,11 +331,7 @@ def best_candidate(context: PlanningContext, strategy: Strategy) -> Candidate | 
 
 def best_configuration(context: PlanningContext, strategy: Strategy, starts: Sequence[Bounded]) -> Configuration | None:
     """The fastest configuration of a strategy with its smallest buffers; `starts` are its `bounded_starts`."""
-    if never_fits(context, starts[0].start):
-        return None
-    unclipped = [bounded for bounded in starts if strategy.is_exact and bounded.start.optimizer_in_backward]
-    exact = [bounded for bounded in starts if bounded not in unclipped] or unclipped
-    return _fastest(context, exact) or _fastest(context, unclipped)
+    return None if never_fits(context, starts[0].start) else _fastest(context, starts)
 
 
 def least_need(context: PlanningContext, strategy: Strategy) -> Candidate:
