@@ -30,7 +30,7 @@ from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.page.content import Bars, Section, Sentence, Table
 from shardwise.trainer.planning.rules.rule import may_run, obstacle_to
-from shardwise.trainer.planning.search.choice import one_a_layout, survey
+from shardwise.trainer.planning.search.choice import one_a_kind, survey
 from shardwise.trainer.planning.search.configurations import (
     activation_offloads,
     checkpointings,
@@ -114,7 +114,7 @@ def _reached(
             first_configuration(context, row, checkpointing=checkpointing, loss=losses(context)[0]),
             activation_offload=offloads,
         )
-        for row in one_a_layout(rows)
+        for row in one_a_kind(rows)
         for checkpointing in checkpointings(context)
         for offloads in activation_offloads(context)
     ]
@@ -232,7 +232,7 @@ def _may_fit(context: PlanningContext) -> bool:
     sizes = micro_batches(context)
     return any(
         predicted_memory(context, with_micro_batch(context, start, micro_batch)).fits
-        for row in one_a_layout(rows)
+        for row in one_a_kind(rows)
         for start in (_smallest_start(context, row),)
         for micro_batch in {sizes[0], sizes[-1]}
     )

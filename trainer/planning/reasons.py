@@ -20,7 +20,7 @@ from shardwise.trainer.planning.rules.rule import Rule, may_run, rule_named
 from shardwise.trainer.planning.rules.rule_input import capability_text
 from shardwise.trainer.planning.schedule import idle_run_warnings, padding_share, widths_at
 from shardwise.trainer.planning.search.certainty import certainty_text, trial_text
-from shardwise.trainer.planning.search.choice import best_of, one_a_layout
+from shardwise.trainer.planning.search.choice import best_of, one_a_kind
 from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,
     attention,
@@ -367,7 +367,7 @@ def _opened_by(
     allowed = replace(context, job=replace(context.job, allow=(*context.job.allow, allowance)))
     opened = [row for row, rule in waiting if not rule.is_broken(allowed, row) and may_run(allowed, row)]
     changed = (chosen.strategy,) if allowance in OF_SETTINGS else ()
-    best = [best_of(allowed, rows)[0] for rows in (one_a_layout(opened), changed) if rows]
+    best = [best_of(allowed, rows)[0] for rows in (one_a_kind(opened), changed) if rows]
     worth = [candidate for candidate in best if candidate is not None and _is_worth_opting_in(candidate, chosen)]
     return min(worth, key=lambda candidate: candidate.speed.step_s, default=None)
 

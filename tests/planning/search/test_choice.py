@@ -11,7 +11,7 @@ from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import may_run
 from shardwise.trainer.planning.search import choice
-from shardwise.trainer.planning.search.choice import best_of, in_order, one_a_layout, survey
+from shardwise.trainer.planning.search.choice import best_of, in_order, one_a_kind, survey
 from shardwise.trainer.planning.search.configurations import Bounded, best_candidate, best_configuration, bounded_starts
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import BatchWidth
@@ -33,7 +33,7 @@ EVERYTHING = tuple(Allowance)
 
 def rows_of(context: PlanningContext) -> tuple[Strategy, ...]:
     runnable = [row for row in CATALOGUE if may_run(context, row)]
-    return one_a_layout(runnable)
+    return one_a_kind(runnable)
 
 
 def best_of_all(context: PlanningContext, rows: tuple[Strategy, ...]) -> Candidate | None:

@@ -35,7 +35,6 @@ from shardwise.trainer.planning.search.configurations import (
 )
 from shardwise.trainer.planning.search.fallbacks import remedy_for
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
-from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.plan import Candidate, MethodRow, Rejection, TrialResult
 from shardwise.trainer.spec.strategy import Method, Strategy
 from shardwise.trainer.spec.value import Value
@@ -76,8 +75,8 @@ def rank(context: PlanningContext, trials: Sequence[TrialResult] = ()) -> Rankin
 
 
 def survey(context: PlanningContext) -> Ranking:
-    """The best strategy for the context's method alone: one exact and one other strategy a layout is searched."""
-    rows = one_a_layout(CATALOGUE, lambda row: may_run(context, row))
+    """The best strategy for the context's method alone: one strategy of each kind is searched."""
+    rows = one_a_kind(CATALOGUE, lambda row: may_run(context, row))
     best, beyond = best_of(context, rows)
     candidates = () if best is None else (best,)
     smallest = (
@@ -172,15 +171,17 @@ def _machinery(candidate: Candidate) -> tuple[bool, int, bool, int, int]:
     )
 
 
-def one_a_layout(
-    rows: Sequence[Strategy], is_taken: Callable[[Strategy], bool] = lambda _: True
-) -> tuple[Strategy, ...]:
-    """The first exact and the first approximate strategy of each layout that `is_taken`, in the catalogue's order."""
-    first: dict[tuple[Sharding, Offload, bool], Strategy] = {}
+def one_a_kind(rows: Sequence[Strategy], is_taken: Callable[[Strategy], bool] = lambda _: True) -> tuple[Strategy, ...]:
+    """The first strategy of each kind that `is_taken`, in the catalogue's order.
+
+    Strategies of a kind have one layout, precision and update, with state in the same place and of the same width.
+    """
+    first: dict[tuple[object, ...], Strategy] = {}
     for row in rows:
-        layout = row.sharding, row.offload, row.is_exact
-        if layout not in first and is_taken(row):
-            first[layout] = row
+        facts = row.optimizer.facts
+        kind = row.sharding, row.offload, row.precision, facts.is_paged, facts.is_8bit, facts.changes_update
+        if kind not in first and is_taken(row):
+            first[kind] = row
     return tuple(first.values())
 
 
