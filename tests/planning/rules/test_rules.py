@@ -372,7 +372,7 @@ def test_no_pin_makes_the_impossible_possible() -> None:
 def test_a_pinned_setting_refuses_the_rows_that_cannot_serve_it(
     spec: str, pin: dict[str, Any], rule: str, refused: str, taken: str | None
 ) -> None:
-    context = context_for("8b", spec, pin=pin)
+    context = context_for("8b", spec, pin=pin, tokens_per_step=65536)
     refusal = refuse(context, ROWS_BY_NAME[refused])
     assert refusal is not None
     assert refusal.rule == rule
