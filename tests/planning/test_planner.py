@@ -529,6 +529,17 @@ def test_auto_takes_the_first_method_within_the_limits() -> None:
     assert f"limits.hours is {limit:g}" in hurried.methods[0].verdict
 
 
+def test_an_update_that_is_not_exact_is_chosen_only_if_it_gains_a_tenth() -> None:
+    """Lion moves fewer bytes and gains little; bf16 weights need no copies and gain much."""
+    approximate, rounded = (
+        plan_of("1b", "1xA100-SXM4-80GB", allow=(allowance,), tokens_per_step=2048)
+        for allowance in (Allowance.OPTIMIZER_APPROX, Allowance.BF16_WEIGHTS)
+    )
+    assert approximate.chosen.is_exact
+    assert min(each.speed.step_s for each in approximate.candidates) < 0.99 * approximate.chosen.speed.step_s
+    assert rounded.chosen.strategy.precision is Precision.BF16
+
+
 def test_an_uncertain_prediction_must_be_faster_by_what_it_is_less_certain() -> None:
     plan = plan_of("8b", "4xA100-SXM4-80GB")
     paged = next(c for c in plan.candidates if c.strategy.optimizer is Optimizer.PAGED_ADAMW)

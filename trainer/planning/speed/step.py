@@ -262,8 +262,8 @@ def offload_seconds(configuration: Configuration, work: Work, rates: Rates, trai
         return 0.0, 0.0
     mine = trained / shard_degree(configuration)
     on_node = mine * min(configuration.ranks_per_node, configuration.num_ranks)
-    is_fast = configuration.strategy.optimizer.facts.updates_on_host
-    host_rate = rates.host_adam * (1.0 if is_fast else constants.TORCH_CPU_ADAM_SHARE)
+    is_one_kernel = configuration.strategy.optimizer.facts.fused_form is None  # torch's or DeepSpeed's
+    host_rate = rates.host_adam * (1.0 if is_one_kernel else constants.TORCH_CPU_ADAM_SHARE)
     micro, step = 2.0 * mine / rates.pcie, mine * 2 / rates.pcie + ADAM_BYTES * on_node / host_rate
     if offload.moves_parameters:
         micro += 2 * gathered_bytes(configuration, work) / shard_degree(configuration) / rates.pcie
