@@ -70,8 +70,8 @@ def test_after_fetch_a_job_of_the_hub_trains_without_a_network(online: Workplace
     ]
     assert len(hub.requests) == asked
 
-    output = offline(online).run("train", "job.yaml").stdout
-    assert f"org/rows@{COMMIT}" in output
+    offline(online).run("train", "job.yaml")
+    assert f"org/rows@{COMMIT}" in (online.only_run() / "plan.json").read_text()
 
 
 def test_a_stream_is_fetched_whole(online: Workplace, hub: Hub):

@@ -43,9 +43,10 @@ def online(workplace: Workplace, hub: Hub) -> Workplace:
 
 
 def test_a_data_set_of_the_hub_is_trained_on_file_by_file(online: Workplace, hub: Hub) -> None:
-    output = online.run("train", "job.yaml").stdout
-    assert "64 MiB" in output, "of the window in which rows are shuffled"
+    online.run("train", "job.yaml")
     run_dir = online.only_run()
+    plan = (run_dir / "plan.json").read_text()
+    assert "64 MiB" in plan, "of the window in which rows are shuffled"
     report = codec.read(run_dir / "report.json", Report)
     assert (report.ending, report.step) == (Ending.FINISHED, 40)
     assert [evaluation.step for evaluation in report.evaluations] == [20, 40]
@@ -61,4 +62,4 @@ def test_a_data_set_of_the_hub_is_trained_on_file_by_file(online: Workplace, hub
     ]
     assert left == []
     assert [path.name for path in Path(online.environment["SHARDWISE_CACHE"], "streams").iterdir()] == ["locks"]
-    assert f"org/rows@{COMMIT}" in output
+    assert f"org/rows@{COMMIT}" in plan

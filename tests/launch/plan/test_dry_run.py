@@ -75,8 +75,9 @@ def test_the_request_is_what_the_candidate_says() -> None:
     assert request.device_name == "NVIDIA H100"
 
 
-OLMO2 = {
-    "model_type": "olmo2",
+HELIUM = {
+    "model_type": "helium",
+    "head_dim": 8,
     "vocab_size": 320,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -241,7 +242,7 @@ def test_a_dpo_job_is_run_as_pairs_against_its_reference_and_agrees_with_the_clo
 
 
 def test_a_compiled_candidate_is_dry_run_eagerly_and_needs_less_by_what_compilation_saves():
-    plan = plan_of("1b", "1xRTX-4090", pin={"compile": True})
+    plan = plan_of("1b", "1xRTX-4090", pin={"compile": True, "sharding": Sharding.NONE})
     context, compiled = context_of(plan), plan.chosen
     eager = eager_candidate(context, compiled)
     assert not eager.compile and eager.memory.need_bytes > compiled.memory.need_bytes
@@ -267,16 +268,16 @@ def test_a_dry_run_that_does_not_fit_ends_the_plan_of_that_machine(capsys):
 
 def test_an_architecture_that_no_reader_knows_is_refused_without_simulate_and_told_where_to_go(tmp_path, monkeypatch):
     workplace = make_workplace(tmp_path)
-    (workplace.folder / "model" / "config.json").write_text(json.dumps(OLMO2))
+    (workplace.folder / "model" / "config.json").write_text(json.dumps(HELIUM))
     monkeypatch.chdir(workplace.folder)
-    with pytest.raises(InputError, match=r"'olmo2'.*`shardwise plan --simulate`"):
+    with pytest.raises(InputError, match=r"'helium'.*`shardwise plan --simulate`"):
         read_inputs(workplace.job, [], environment=workplace.environment)
 
 
 def test_a_plan_of_an_architecture_that_no_reader_knows_is_trained(tmp_path):
     workplace = make_workplace(tmp_path)
     workplace.write_job(train={"steps": 6}, checkpoint={"every": "6 steps"})
-    (workplace.folder / "model" / "config.json").write_text(json.dumps(OLMO2))
+    (workplace.folder / "model" / "config.json").write_text(json.dumps(HELIUM))
     answer = workplace.run("plan", "job.yaml", "--simulate", "--json")
     (workplace.folder / "plan.json").write_text(answer.stdout)
     plan = codec.read(workplace.folder / "plan.json", Plan)
@@ -284,6 +285,6 @@ def test_a_plan_of_an_architecture_that_no_reader_knows_is_trained(tmp_path):
     report = codec.read(workplace.only_run() / "report.json", Report)
     measured = report.measured.memory.peak_allocated_bytes
     assert report.ending is Ending.FINISHED
-    assert plan.model_shape.num_parameters == 2 * 320 * 32 + 2 * (3072 + 6144 + 112) + 32
+    assert plan.model_shape.num_parameters == 2 * 320 * 32 + 2 * (3072 + 6144 + 64) + 32
     assert plan.chosen.memory.peak_allocated_bytes == pytest.approx(measured, rel=0.03)
     assert "dry run" in answer.stderr
