@@ -230,7 +230,8 @@ def test_a_plan_is_as_much_slower_as_its_runs_were_and_says_so() -> None:
 
 def test_runs_of_one_row_do_not_turn_the_ranking_around() -> None:
     before, after = plan_of("8b", H100S), plan_after(*[record_of(2.0)] * 3)
-    assert [c.strategy.name for c in after.candidates] == [c.strategy.name for c in before.candidates]
+    # Only the step is corrected, not the start-up of torch.compile, so that candidates far behind may change places.
+    assert [c.strategy.name for c in after.candidates[:10]] == [c.strategy.name for c in before.candidates[:10]]
 
 
 def test_a_setting_that_runs_show_not_to_fit_is_no_longer_taken() -> None:

@@ -158,13 +158,11 @@ def test_a_faster_candidate_whose_prediction_is_less_certain_is_named_with_both_
 
 
 def test_two_small_cards_offload_what_they_cannot_hold() -> None:
-    """120 GiB of state on 2 x 23.7: only with the optimizer in host RAM, and with activations there blocks are kept."""
-    large, small = (plan_of("8b", machine("2xRTX-3090", ram_bytes=ram * GIB)) for ram in (256, 140))
-    assert large.chosen.strategy.name == "zero3+optimizer/bf16-mixed/deepspeed_cpu_adam"
-    assert large.chosen.activation_offload
-    assert large.chosen.memory.pinned_bytes > 160 * GIB
-    assert small.chosen.strategy.offload is not Offload.NONE
-    assert not small.chosen.activation_offload
+    """120 GiB of state on 2 x 23.7: it fits only with the optimizer in host RAM."""
+    for ram in (140, 256):
+        chosen = plan_of("8b", machine("2xRTX-3090", ram_bytes=ram * GIB)).chosen
+        assert chosen.strategy.offload is not Offload.NONE
+        assert chosen.memory.pinned_bytes + chosen.memory.host_bytes < ram * GIB
 
 
 def test_flash_attention_is_taken_where_it_is_installed_and_runs() -> None:

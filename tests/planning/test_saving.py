@@ -45,8 +45,8 @@ def test_nodes_share_the_copy() -> None:
     ("asked", "ram", "spec", "reason"),
     [
         (False, 1024, "1xH100-SXM5-80GB", "checkpoint.async is false"),
-        (None, 12, "1xH100-SXM5-80GB", "the copy needs 13.8 GiB of host RAM, 5.4 GiB are free"),
-        (True, 12, "1xH100-SXM5-80GB", "the copy needs 13.8 GiB of host RAM, 5.4 GiB are free"),
+        (None, 12, "1xH100-SXM5-80GB", "the copy needs 13.8 GiB of host RAM, 8.04 GiB are free"),
+        (True, 12, "1xH100-SXM5-80GB", "the copy needs 13.8 GiB of host RAM, 8.04 GiB are free"),
         (None, None, "1xH100-SXM5-80GB", "the RAM of the host is not known"),
     ],
 )

@@ -58,12 +58,16 @@ def test_matrices_decay_and_everything_else_does_not():
         (Optimizer.ADAMW, "torch.optim.adamw.AdamW", {"foreach": True, "fused": None, "betas": (0.9, 0.95)}),
         (Optimizer.ADAMW_FUSED, "torch.optim.adamw.AdamW", {"fused": True, "betas": (0.9, 0.95)}),
         (Optimizer.SGD, "torch.optim.sgd.SGD", {"momentum": 0}),
-        (Optimizer.ADAMW_8BIT, "bitsandbytes.optim.adamw.AdamW8bit", {"betas": (0.9, 0.95), "eps": 1e-8}),
+        (
+            Optimizer.ADAMW_8BIT,
+            "shardwise.trainer.runtime.optimizers.eight_bit.AdamW8bit",
+            {"betas": (0.9, 0.95), "eps": 1e-8},
+        ),
         (Optimizer.PAGED_ADAMW, "bitsandbytes.optim.adamw.PagedAdamW32bit", {"betas": (0.9, 0.95)}),
         (Optimizer.PAGED_ADAMW_8BIT, "bitsandbytes.optim.adamw.PagedAdamW8bit", {"betas": (0.9, 0.95)}),
         (Optimizer.LION, "lion_pytorch.lion_pytorch.Lion", {"betas": (0.95, 0.98)}),
         (Optimizer.LION_8BIT, "bitsandbytes.optim.lion.Lion8bit", {"betas": (0.95, 0.98)}),
-        (Optimizer.LAMB_8BIT, "shardwise.trainer.runtime.optimizers.lamb_8bit.Lamb8bit", {"betas": (0.9, 0.95)}),
+        (Optimizer.LAMB_8BIT, "shardwise.trainer.runtime.optimizers.eight_bit.Lamb8bit", {"betas": (0.9, 0.95)}),
         (
             Optimizer.ADEMAMIX_8BIT,
             "bitsandbytes.optim.ademamix.AdEMAMix8bit",
