@@ -80,7 +80,9 @@ def run_one(session: Session, step: int) -> StepResult:
         clock=Clock(accelerator.device), scaler=session.scaler,
         objective=FirstOnly(Spoilt(step), []) if is_last and step in (BAD_GRADIENT, BAD_LOSS) else TokenLoss(),
         judge=lambda loss, grad_norm: (
-            "refused" if step == REFUSED else find_fault(SpikeRecord(), loss=loss, grad_norm=grad_norm)
+            "refused"
+            if step == REFUSED
+            else find_fault(SpikeRecord(), loss=loss, grad_norm=grad_norm, skips_spikes=False)
         ),
     )  # fmt: skip
 

@@ -26,32 +26,38 @@ CALM = SpikeRecord(losses=LOSSES, grad_norms=NORMS)
 @pytest.mark.parametrize("record", [SpikeRecord(), CALM])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_never_taken(record, value):
-    assert find_fault(record, loss=value, grad_norm=0.5) == "the loss is not finite"
-    assert find_fault(record, loss=2.0, grad_norm=value) == "the gradient norm is not finite"
-    assert find_fault(record, loss=value, grad_norm=None) == "the loss is not finite"
+    assert find_fault(record, loss=value, grad_norm=0.5, skips_spikes=True) == "the loss is not finite"
+    assert find_fault(record, loss=2.0, grad_norm=value, skips_spikes=True) == "the gradient norm is not finite"
+    assert find_fault(record, loss=value, grad_norm=None, skips_spikes=True) == "the loss is not finite"
 
 
 def test_a_spike_is_more_than_six_standard_deviations_above_the_mean():
     edge = mean(LOSSES) + SIGMAS * stdev(LOSSES)
-    assert find_fault(CALM, loss=edge - 1e-9, grad_norm=0.5) is None
-    fault = find_fault(CALM, loss=edge + 1e-9, grad_norm=0.5)
+    assert find_fault(CALM, loss=edge - 1e-9, grad_norm=0.5, skips_spikes=True) is None
+    fault = find_fault(CALM, loss=edge + 1e-9, grad_norm=0.5, skips_spikes=True)
     assert fault is not None and fault.startswith(f"the loss, {edge:.4g}, is 6 sigma above the mean of the last 64")
     edge = mean(NORMS) + SIGMAS * stdev(NORMS)
-    assert find_fault(CALM, loss=2.0, grad_norm=edge - 1e-9) is None
-    assert "the gradient norm" in (find_fault(CALM, loss=2.0, grad_norm=edge + 1e-9) or "")
+    assert find_fault(CALM, loss=2.0, grad_norm=edge - 1e-9, skips_spikes=True) is None
+    assert "the gradient norm" in (find_fault(CALM, loss=2.0, grad_norm=edge + 1e-9, skips_spikes=True) or "")
+
+
+def test_a_spike_is_a_fault_only_on_request():
+    assert find_fault(CALM, loss=1e9, grad_norm=1e9, skips_spikes=True) is not None
+    assert find_fault(CALM, loss=1e9, grad_norm=1e9, skips_spikes=False) is None
+    assert find_fault(CALM, loss=math.nan, grad_norm=0.5, skips_spikes=False) == "the loss is not finite"
 
 
 def test_before_half_a_window_only_what_is_not_finite_is_a_fault():
     young = SpikeRecord(losses=LOSSES[1:], grad_norms=NORMS[1:])
-    assert find_fault(young, loss=1e9, grad_norm=1e9) is None
-    assert find_fault(CALM, loss=-1e9, grad_norm=0.0) is None, "what falls is no spike"
+    assert find_fault(young, loss=1e9, grad_norm=1e9, skips_spikes=True) is None
+    assert find_fault(CALM, loss=-1e9, grad_norm=0.0, skips_spikes=True) is None, "what falls is no spike"
 
 
 @pytest.mark.parametrize("level", [2.0, 1e-6, 0.0])
 def test_where_nothing_varies_a_little_more_is_no_spike(level):
     record = SpikeRecord(losses=(level,) * WINDOW_STEPS)
-    assert find_fault(record, loss=level * 1.11, grad_norm=None) is None
-    assert find_fault(record, loss=level * 1.13 + 1e-3, grad_norm=None) is not None
+    assert find_fault(record, loss=level * 1.11, grad_norm=None, skips_spikes=True) is None
+    assert find_fault(record, loss=level * 1.13 + 1e-3, grad_norm=None, skips_spikes=True) is not None
 
 
 def test_the_window_is_the_last_steps_that_were_taken():
@@ -70,7 +76,7 @@ def test_the_window_is_the_last_steps_that_were_taken():
 def test_steps_in_a_row_are_counted_until_one_is_taken():
     record = CALM
     for step in range(7, 7 + STEPS_UNTIL_ROLL_BACK):
-        fault = find_fault(record, loss=9.0, grad_norm=0.5)
+        fault = find_fault(record, loss=9.0, grad_norm=0.5, skips_spikes=True)
         assert fault is not None, "a spike that stays is one to the end"
         record = after_step(record, step=step, loss=9.0, grad_norm=0.5, fault=fault, was_skipped=step != 8)
     assert (record.in_a_row, record.losses, record.grad_norms) == (STEPS_UNTIL_ROLL_BACK, LOSSES, NORMS)

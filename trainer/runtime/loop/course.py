@@ -190,7 +190,9 @@ def _one_step(session: Session, objectives: Objectives, observer: StepObserver) 
             clock=clock,
             scaler=session.scaler,
             objective=objectives.train,
-            judge=lambda loss, grad_norm: find_fault(state.spikes, loss=loss, grad_norm=grad_norm),
+            judge=lambda loss, grad_norm: find_fault(
+                state.spikes, loss=loss, grad_norm=grad_norm, skips_spikes=plan.job.train.skip_spikes
+            ),
         )
     clock.seconds("optimizer")  # waits for it: a step ends with its update
     step_s = time.perf_counter() - begin

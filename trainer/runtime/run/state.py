@@ -1,9 +1,10 @@
 """The state of a run on one rank: progress, measurements, incidents, steps that are not applied; its status and report.
 
-A step is not taken if its loss or gradient norm is not finite, or far above that of the last steps. The rule is pure:
-it decides from what all ranks agree on, so the verdict is the same on every rank. Window and distance are those of OLMo
-(allenai/OLMo-core, optim/skip_step_optimizer.py: the last 128 steps, 6 standard deviations, no verdict before half a
-window). Unlike there, steps that were not taken do not enter the window: one spike in it would hide the next ones.
+A step is not taken if its loss or gradient norm is not finite or, under `train.skip_spikes`, far above that of the last
+steps. The rule is pure: it decides from what all ranks agree on, so the verdict is the same on every rank. Window and
+distance are those of OLMo (allenai/OLMo-core, optim/skip_step_optimizer.py: the last 128 steps, 6 standard deviations,
+no verdict before half a window). Unlike there, steps that were not taken do not enter the window: one spike in it would
+hide the next ones.
 
 A step that is not taken is spent all the same: the next one has its own learning rate and its own rows. When a run goes
 back to a checkpoint, the rows since are passed over: from then on a step learns from the rows of a later one. What must
@@ -73,13 +74,13 @@ class SpikeRecord(Value, frozen=True, kw_only=True):
     passed_over: tuple[PassedOver, ...] = ()
 
 
-def find_fault(record: SpikeRecord, *, loss: float, grad_norm: float | None) -> str | None:
+def find_fault(record: SpikeRecord, *, loss: float, grad_norm: float | None, skips_spikes: bool) -> str | None:
     """Why a step of this loss and gradient norm, both over all ranks, is not to be taken; None where it is."""
     figures = (("loss", loss, record.losses), ("gradient norm", grad_norm, record.grad_norms))
     for name, value, _ in figures:
         if value is not None and not math.isfinite(value):
             return f"the {name} is not finite"
-    for name, value, window in figures:
+    for name, value, window in figures if skips_spikes else ():
         if value is None or len(window) < LEAST_STEPS:
             continue
         mean, sigma = _mean_and_sigma(window)

@@ -310,6 +310,9 @@ class TrainJob(Value, frozen=True, kw_only=True):
     ] = None
     weight_decay: Annotated[float, Setting("Decoupled weight decay, on matrices.", number(minimum=0, maximum=10))] = 0.1
     clip: Annotated[float, Setting("Largest norm of the gradient.", number(above=0), aliases=("max_grad_norm",))] = 1.0
+    skip_spikes: Annotated[
+        bool, Setting("Skips a step whose loss or gradient norm is 6 standard deviations above the last 128 steps.")
+    ] = False
     seed: Annotated[
         int, Setting("Seed of initial weights, data order and dropout.", whole(minimum=0, maximum=2**32 - 1))
     ] = 0
