@@ -4,9 +4,9 @@ Cheap checks come first, and every fault of the input is reported here. A resume
 one that can load its last checkpoint.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -43,6 +43,7 @@ from shardwise.trainer.planning.planner import take_candidate
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.job.fields import job_tree
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Plan
@@ -229,13 +230,16 @@ def _refuse_login_node(options: TrainOptions, hardware: Hardware) -> None:
 
 
 def refuse_other_run(run_dir: Path, plan: Plan, earlier: Plan) -> None:
-    """InputError where the run trained another model, or on other data."""
+    """InputError where the run trained another model, on other data, or with another seed or batch."""
     refuse_other_stream(run_dir, plan.data, earlier.data)
     changed = [
-        f"--resume: {run_dir} trained another {what}: {then!r}, this job has {now!r}; start it without --resume"
+        f"--resume: {run_dir} was trained with another {what}: {then!r}, this job has {now!r}; "
+        "undo the change, or start a new run without --resume"
         for what, then, now in (
             ("model", _model_name(earlier), _model_name(plan)),
             ("dataset", earlier.data.fingerprint, plan.data.fingerprint),
+            ("train.seed", earlier.job.train.seed, plan.job.train.seed),
+            ("train.tokens_per_step", earlier.schedule.tokens_per_step, plan.schedule.tokens_per_step),
         )
         if then != now
     ]
@@ -246,7 +250,7 @@ def refuse_other_run(run_dir: Path, plan: Plan, earlier: Plan) -> None:
             if earlier.model_config.get(key) != plan.model_config.get(key)
         )
         changed = [
-            f"--resume: {run_dir} trained another model: {keys[0]} was {earlier.model_config.get(keys[0])!r}, "
+            f"--resume: {run_dir} was trained with another model: {keys[0]} was {earlier.model_config.get(keys[0])!r}, "
             f"this job has {plan.model_config.get(keys[0])!r}; start it without --resume"
         ]
     if changed:
@@ -285,6 +289,11 @@ def plan_to_resume(plan: Plan, earlier: Plan, run_dir: Path, console: Console, *
         )
     console.line("resuming with a new plan, because " + "; ".join(changes))
     saved = newest_facts(run_dir)
+    if saved is not None and saved.step > plan.schedule.num_steps:
+        raise InputError(
+            f"--resume: {run_dir} is saved at step {saved.step}, this job has {plan.schedule.num_steps} steps: use "
+            f"train.steps={saved.step} or more, or export the checkpoint: shardwise export {run_dir} my-model"
+        )
     obstacles = [obstacle_to_resume(saved, candidate) for candidate in plan.candidates]
     if obstacles[0] is None:
         return plan
@@ -305,17 +314,29 @@ def describe_changes(plan: Plan, earlier: Plan) -> list[str]:
     now, then = plan.job, earlier.job
     if now != then:
         now, then = with_earlier_length(now, earlier), with_earlier_length(then, earlier)
+    before, after = (dict(_settings(job_tree(job))) for job in (then, now))
     changes = [
-        f"{section} changed in the job"
-        for section in now.__struct_fields__
-        if getattr(now, section) != getattr(then, section)
+        f"{path} was {before.get(path, 'not set')}, is {after.get(path, 'not set')}"
+        if path.startswith("train.")
+        else f"{path} changed in the job"
+        for path in dict.fromkeys([*before, *after])
+        if before.get(path) != after.get(path)
     ]
     if _extension_key(plan) != _extension_key(earlier):
         changes.append("the extensions file changed")
     if _code_key(plan) != _code_key(earlier):
         changes.append("the model's code changed")
-    before, here = _machine_key(earlier.hardware), _machine_key(plan.hardware)
-    return changes + [f"{name} was {before[name]}, is {here[name]}" for name in here if before[name] != here[name]]
+    there, here = _machine_key(earlier.hardware), _machine_key(plan.hardware)
+    return changes + [f"{name} was {there[name]}, is {here[name]}" for name in here if there[name] != here[name]]
+
+
+def _settings(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, object]]:
+    """Every setting of a job and its value, by path."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{section}{name}.")
+        else:
+            yield f"{section}{name}", value
 
 
 def _extension_key(plan: Plan) -> str | None:

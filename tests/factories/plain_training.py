@@ -33,8 +33,9 @@ def train_plainly(
     *,
     model: nn.Module | None = None,
     mean_loss: Callable[[nn.Module, int], torch.Tensor] | None = None,
+    later: tuple[int, Plan] | None = None,
 ) -> PlainCourse:
-    """Trains `model`, by default the plan's.
+    """Trains `model`, by default the plan's; after the step that `later` names, as its plan states.
 
     Each step of the run learns from the rows of the step of the data order that is given for it; other steps are not
     taken. `mean_loss` computes the loss of a step, which counts from 0; by default that of all its rows in one forward.
@@ -48,11 +49,13 @@ def train_plainly(
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
     losses, norms = dict[int, float](), []
     for step, step_of_rows in (rows_of_steps or {each: each for each in range(1, plan.schedule.num_steps + 1)}).items():
+        now = later[1] if later is not None and step > later[0] else plan
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(plan.schedule, plan.job.train, step)
+            group["lr"] = learning_rate(now.schedule, now.job.train, step)
+            group["weight_decay"] = now.job.train.weight_decay if group["weight_decay"] else 0.0
         loss = mean_loss(model, step_of_rows - 1) if mean_loss else _batch_loss(plan, model, step_of_rows - 1)
         loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), plan.job.train.clip or math.inf)))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), now.job.train.clip or math.inf)))
         optimizer.step()
         optimizer.zero_grad()
         losses[step] = float(loss.detach())

@@ -2,16 +2,20 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 from planning_factory import data_of, job_of, plan_of
 
-from shardwise.launch.run.start import describe_changes, plan_to_resume, with_earlier_length
+from shardwise.launch.run.start import describe_changes, plan_to_resume, refuse_other_run, with_earlier_length
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.fields import job_tree
+from shardwise.trainer.spec.job.kinds import Warmup
+from shardwise.trainer.spec.job.sections import LrSchedule
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
 
@@ -95,3 +99,42 @@ def test_what_the_job_leaves_open_stays_as_the_run_began() -> None:
     )
     assert describe_changes(again, earlier) == ["number of CPU devices was 2, is 3"]
     assert with_earlier_length(job_of(epochs=2.0), earlier).train.epochs == 2
+
+
+def plan_with(**train: Any) -> Plan:
+    return plan_of("tiny", "2xCPU", **train)
+
+
+# A setting that is taken from the next step on; its value at first and on the resume.
+TAKEN = {
+    "lr": (1e-3, 2e-3),
+    "schedule": (LrSchedule.COSINE, LrSchedule.LINEAR),
+    "warmup": (Warmup(steps=3), Warmup(steps=5)),
+    "clip": (1.0, 0.5),
+    "weight_decay": (0.1, 0.2),
+    "steps": (40, 50),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_setting_that_may_change_is_taken_and_reported_with_both_values(name: str, run_dir: Path) -> None:
+    earlier, plan = (plan_with(**{"steps": 40, name: value}) for value in TAKEN[name])
+    refuse_other_run(run_dir, plan, earlier)
+    taken, reported = resume(plan, earlier, run_dir)
+    assert taken is plan
+    before, now = (job_tree(each.job)["train"][name] for each in (earlier, plan))
+    assert f"train.{name} was {before}, is {now}" in reported
+
+
+@pytest.mark.parametrize(("name", "values"), [("seed", (0, 7)), ("tokens_per_step", (8192, 16384))])
+def test_another_seed_or_batch_is_refused_with_both_values(name: str, values: tuple[int, int], run_dir: Path) -> None:
+    earlier, plan = (plan_with(**{"seq_len": 512, "tokens_per_step": 8192} | {name: each}) for each in values)
+    with pytest.raises(InputError, match=rf"train\.{name}: {values[0]}, this job has {values[1]}; undo the change"):
+        refuse_other_run(run_dir, plan, earlier)
+
+
+def test_fewer_steps_than_are_done_are_refused_and_as_many_end_the_run(run_dir: Path) -> None:
+    earlier, enough, too_few = (plan_of("tiny", "2xCPU", steps=steps) for steps in (40, 30, 29))
+    assert resume(enough, earlier, run_dir)[0] is enough
+    with pytest.raises(InputError, match=r"saved at step 30, this job has 29 steps: use train\.steps=30"):
+        resume(too_few, earlier, run_dir)
