@@ -94,13 +94,19 @@ class Published(NamedTuple):
     source: str
     model: str
     hardware: str
-    job: tuple[str, ...]
-    pins: tuple[str, ...]
+    job: tuple[str, int, int, str]
+    pins: tuple[str, int, str, str]
     tokens_per_s: float  # of one GPU
 
     def plan(self, *, is_pinned: bool) -> Plan:
-        overrides = (f"model.name={self.model}", "limits.hours=10000", *self.job, *(self.pins if is_pinned else ()))
-        return Case(self.name, "8b-sft.yaml", self.hardware, overrides).plan()
+        """The plan of the job, with the pins of the published configuration or without."""
+        method, seq_len, sequences, more = self.job
+        job = f"train.method={method} train.seq_len={seq_len} train.tokens_per_step={seq_len * sequences}"
+        sharding, micro_batch, checkpointing, further = self.pins
+        pins = f"pin.sharding={sharding} pin.micro_batch={micro_batch} pin.checkpointing={checkpointing}"
+        pinned = f"{pins} pin.compile=true {further}" if is_pinned else ""
+        settings = f"model.name={self.model} limits.hours=10000 limits.host_ram=1TiB {job} {more} {pinned}"
+        return Case(self.name, "8b-sft.yaml", self.hardware, tuple(settings.split())).plan()
 
     def cells(self) -> tuple[str, ...]:
         found = [self._cell(self.plan(is_pinned=is_pinned)) for is_pinned in (True, False)]
@@ -120,83 +126,44 @@ class Published(NamedTuple):
         return f"{speed:,.0f} ({speed / self.tokens_per_s:.2f}): {', '.join(settings)}"
 
 
-def job(method: str, seq_len: int, sequences: int, *more: str, ram: str = "1TiB") -> tuple[str, ...]:
-    """Overrides for `sequences` rows a step."""
-    step = f"train.tokens_per_step={seq_len * sequences}"
-    return f"train.method={method}", f"train.seq_len={seq_len}", step, f"limits.host_ram={ram}", *more
-
-
-def pins(sharding: str, micro_batch: int, checkpointing: str, *more: str) -> tuple[str, ...]:
-    """Pins of a published configuration; all of these compile, or fuse by other means."""
-    chosen = f"pin.sharding={sharding}", f"pin.micro_batch={micro_batch}", f"pin.checkpointing={checkpointing}"
-    return *chosen, "pin.compile=true", *more
-
-
-ADAPTERS = ("train.lora.rank=8", "train.lora.targets=[q_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]")
-RECIPE = "allow=[offload_cpu,bf16_weights,optimizer_8bit,unclipped]"
-BF16 = "allow=[offload_cpu,bf16_weights]"
-IN_BACKWARD = ("pin.precision=bf16", "pin.optimizer=paged_adamw_8bit", "pin.optimizer_in_backward=true")
-STREAMED = ("pin.precision=bf16", "pin.offload=optimizer+params")
-ONE_4090, ONE_H100, EIGHT_H100, EIGHT_A100 = "1xRTX-4090", "1xH100-SXM5-80GB", "8xH100-SXM5-80GB", "8xA100-SXM4-80GB"
-TUNE, MODEL, FORGE = "torchtune, README", "NeMo AutoModel, performance summary", "KempnerForge, MFU scaling"
-PUBLISHED = (
-    Published(
-        *("8B full, one RTX 4090", TUNE, "llama-3.1-8b", ONE_4090, job("full", 2048, 2, RECIPE, ram="64GiB")),
-        *(pins("none", 2, "full", *IN_BACKWARD), 1650),
-    ),
-    Published(
-        *("8B LoRA, one RTX 4090", TUNE, "llama-3.1-8b", ONE_4090, job("lora", 2048, 2, *ADAPTERS, ram="64GiB")),
-        *(pins("none", 2, "full"), 3083),
-    ),
-    Published(
-        *("8B QLoRA, one RTX 4090", TUNE, "llama-3.1-8b", ONE_4090, job("qlora", 2048, 2, *ADAPTERS, ram="64GiB")),
-        *(pins("none", 2, "full"), 2413),
-    ),
-    Published(
-        *("8B full, one H200", FORGE, "llama-3.1-8b", "1xH200", job("full", 4096, 8, BF16)),
-        *(pins("none", 4, "full", "pin.precision=bf16", "pin.loss=eager"), 10471),
-    ),
-    Published(
-        *("8B full, four H200", FORGE, "llama-3.1-8b", "4xH200", job("full", 4096, 32, BF16)),
-        *(pins("fsdp", 4, "full", "pin.precision=bf16", "pin.loss=eager"), 9745.8),
-    ),
-    Published(
-        *("8B full, eight H100 of 96 GB", "torchtitan, performance", "llama-3.1-8b", "8xH100-96GB-HBM2e"),
-        *(job("full", 8192, 16), pins("fsdp", 2, "selective", "pin.loss=eager"), 6667),
-    ),
-    Published(
-        *("8B full, eight H100, context parallel", "NVIDIA dgxc-benchmarking", "llama-3.1-8b", EIGHT_H100),
-        *(job("full", 8192, 128), ("pin.sharding=zero1", "pin.micro_batch=1", "pin.compile=true"), 10254),
-    ),
-    Published(
-        *("8B LoRA, one H100", MODEL, "llama-3.1-8b", ONE_H100, job("lora", 4096, 32)),
-        *(pins("none", 2, "none"), 12472.87),
-    ),
-    Published(
-        *("7B LoRA, one H100", MODEL, "qwen2.5-7b", ONE_H100, job("lora", 4096, 32)),
-        *(pins("none", 2, "none"), 14110.05),
-    ),
-    Published(
-        *("32B LoRA, eight H100, tensor parallel", MODEL, "qwen2.5-32b", EIGHT_H100, job("lora", 4096, 32)),
-        *(pins("fsdp", 2, "full"), 2250.31),
-    ),
-    Published(
-        *("70B LoRA, eight H100, tensor parallel", MODEL, "llama-3.1-70b", EIGHT_H100, job("lora", 4096, 32)),
-        *(pins("fsdp", 2, "full"), 1091.85),
-    ),
-    Published(
-        *("70B full, 64 H100, context parallel", MODEL, "llama-3.1-70b", "8x8xH100-SXM5-80GB", job("full", 8192, 128)),
-        *(pins("fsdp", 2, "full"), 866.77),
-    ),
-    Published(
-        *("70B full, eight A100, host offload", TUNE, "llama-3.1-70b", EIGHT_A100, job("full", 2048, 16, BF16)),
-        *(pins("fsdp", 2, "full", *STREAMED), 1568 / 8),
-    ),
-    Published(
-        *("70B LoRA, eight A100", TUNE, "llama-3.1-70b", EIGHT_A100, job("lora", 2048, 16, *ADAPTERS)),
-        *(pins("fsdp", 2, "full"), 3497 / 8),
-    ),
-)
+_TUNE, _MODEL, _FORGE = "torchtune, README", "NeMo AutoModel, performance summary", "KempnerForge, MFU scaling"
+_LLAMA_8B, _LLAMA_70B, _QWEN_7B, _QWEN_32B = "llama-3.1-8b", "llama-3.1-70b", "qwen2.5-7b", "qwen2.5-32b"
+_RANK_8 = "train.lora.rank=8 train.lora.targets=[q_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
+_BF16, _SMALL = "allow=[offload_cpu,bf16_weights]", "allow=[offload_cpu,bf16_weights,optimizer_8bit,unclipped]"
+_IN_BACKWARD = "pin.precision=bf16 pin.optimizer=paged_adamw_8bit pin.optimizer_in_backward=true"
+# name, source, model, machine; method, sequence length, sequences a step, further settings of the job; sharding, micro
+# batch, recomputation, further pins (all of these runs compile, or fuse by other means); tokens/s of one GPU
+_RUNS: tuple[tuple[str, str, str, str, tuple[str, int, int, str], tuple[str, int, str, str], float], ...] = (
+    ("8B full, one RTX 4090", _TUNE, _LLAMA_8B, "1xRTX-4090",
+     ("full", 2048, 2, f"limits.host_ram=64GiB {_SMALL}"), ("none", 2, "full", _IN_BACKWARD), 1650),
+    ("8B LoRA, one RTX 4090", _TUNE, _LLAMA_8B, "1xRTX-4090",
+     ("lora", 2048, 2, f"limits.host_ram=64GiB {_RANK_8}"), ("none", 2, "full", ""), 3083),
+    ("8B QLoRA, one RTX 4090", _TUNE, _LLAMA_8B, "1xRTX-4090",
+     ("qlora", 2048, 2, f"limits.host_ram=64GiB {_RANK_8}"), ("none", 2, "full", ""), 2413),
+    ("8B full, one H200", _FORGE, _LLAMA_8B, "1xH200",
+     ("full", 4096, 8, _BF16), ("none", 4, "full", "pin.precision=bf16 pin.loss=eager"), 10471),
+    ("8B full, four H200", _FORGE, _LLAMA_8B, "4xH200",
+     ("full", 4096, 32, _BF16), ("fsdp", 4, "full", "pin.precision=bf16 pin.loss=eager"), 9745.8),
+    ("8B full, eight H100 of 96 GB", "torchtitan, performance", _LLAMA_8B, "8xH100-96GB-HBM2e",
+     ("full", 8192, 16, ""), ("fsdp", 2, "selective", "pin.loss=eager"), 6667),
+    ("8B full, eight H100, context parallel", "NVIDIA dgxc-benchmarking", _LLAMA_8B, "8xH100-SXM5-80GB",
+     ("full", 8192, 128, ""), ("zero1", 1, "auto", ""), 10254),
+    ("8B LoRA, one H100", _MODEL, _LLAMA_8B, "1xH100-SXM5-80GB",
+     ("lora", 4096, 32, ""), ("none", 2, "none", ""), 12472.87),
+    ("7B LoRA, one H100", _MODEL, _QWEN_7B, "1xH100-SXM5-80GB",
+     ("lora", 4096, 32, ""), ("none", 2, "none", ""), 14110.05),
+    ("32B LoRA, eight H100, tensor parallel", _MODEL, _QWEN_32B, "8xH100-SXM5-80GB",
+     ("lora", 4096, 32, ""), ("fsdp", 2, "full", ""), 2250.31),
+    ("70B LoRA, eight H100, tensor parallel", _MODEL, _LLAMA_70B, "8xH100-SXM5-80GB",
+     ("lora", 4096, 32, ""), ("fsdp", 2, "full", ""), 1091.85),
+    ("70B full, 64 H100, context parallel", _MODEL, _LLAMA_70B, "8x8xH100-SXM5-80GB",
+     ("full", 8192, 128, ""), ("fsdp", 2, "full", ""), 866.77),
+    ("70B full, eight A100, host offload", _TUNE, _LLAMA_70B, "8xA100-SXM4-80GB",
+     ("full", 2048, 16, _BF16), ("fsdp", 2, "full", "pin.precision=bf16 pin.offload=optimizer+params"), 1568 / 8),
+    ("70B LoRA, eight A100", _TUNE, _LLAMA_70B, "8xA100-SXM4-80GB",
+     ("lora", 2048, 16, _RANK_8), ("fsdp", 2, "full", ""), 3497 / 8),
+)  # fmt: skip
+PUBLISHED = tuple(Published(*run) for run in _RUNS)
 
 
 def tables() -> dict[str, str]:

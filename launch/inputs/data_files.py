@@ -339,8 +339,7 @@ def refuse_first_row(listed: PrepareRequest) -> DataFormat | None:
     file = next((file for file in listed.files if content_suffix(file.path) in ROW_SUFFIXES), None)
     if file is None:
         return _refuse_text(listed)
-    is_here = "://" not in str(file.path)  # a stream fetches its files as it comes to them
-    is_line = is_here and content_suffix(file.path) in _LINES and compression(file.path) in (None, *_MODULES)
+    is_line = not file.is_remote and content_suffix(file.path) in _LINES and compression(file.path) in (None, *_MODULES)
     if listed.extension is not None or not is_line or listed.bad_rows is not BadRows.FAIL:
         return shape_of_first_row(listed) if listed.format is DataFormat.AUTO else listed.format
     columns = _columns(file, with_nulls=True)

@@ -393,10 +393,9 @@ def plan_inputs(
 
     plan = plan_on_enough_gpus(plan_on, inputs.hardware)
     code = inputs.model_code
-    warnings = plan.warnings if code is None else (*plan.warnings, code.description)
-    more = (inputs.model.note, code.description if code is not None else None, ignored)
+    more = (inputs.model.note, ignored)
     notes = (*plan.notes, *(note for note in more if note is not None))
-    return replace(plan, model_code=code, warnings=warnings, notes=notes)
+    return replace(plan, model_code=code, notes=notes)
 
 
 def _fp8_gain_of(inputs: PlanInputs, versions: dict[str, str]) -> tuple[Fp8Gain | None, str | None]:

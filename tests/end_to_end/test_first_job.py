@@ -1,4 +1,4 @@
-"""What `shardwise init` writes trains: a few hundred chats lower the held-out loss, on the defaults alone."""
+"""The job that `shardwise init` writes trains: a few hundred chats lower the held-out loss, on the defaults alone."""
 
 import json
 from pathlib import Path

@@ -65,7 +65,7 @@ def test_a_model_of_the_hub_trains_at_its_commit_and_its_export_loads_with_its_c
     run_dir = workplace.only_run()
     plan = check_run(run_dir)
     assert plan.model_code is not None and plan.model_code.revision == COMMIT
-    assert any("org/tiny" in note and COMMIT in note for note in plan.notes)
+    assert any("org/tiny" in text and COMMIT in text for text in plan.all_warnings)
     moved = run_dir.rename(workplace.folder / "moved")
     workplace.run("export", moved, "out")
     auto_map = json.loads((workplace.folder / "out" / "config.json").read_text())["auto_map"]

@@ -20,6 +20,8 @@ try:
 finally:
     sys.path.remove(str(BENCHMARKS))
 
+from shardwise.trainer.planning.candidates import COMPARED_ERROR, HOST_STATE_ERROR, UNCOMPARED_ERROR  # noqa: E402
+
 ROWS = accuracy.read_rows()
 SCORES = accuracy.score_rows(ROWS)
 ASKED = [score for score in SCORES if score.at_most is not None or score.at_least is not None]
@@ -69,6 +71,33 @@ def test_a_plan_states_the_error_of_rows_that_nothing_was_fitted_to():
         assert kind.stated.num_rows == len(kind.errors), kind.name
         assert kind.stated.error == pytest.approx(math.ceil(20 * kind.nine_in_ten) / 20), kind.name
     assert sum(len(kind.errors) for kind in accuracy.unfitted()) == 100 + 94
+
+
+def is_of_host_state(train):
+    return train.get("offload", "none") != "none"
+
+
+def is_of_activations(train):
+    return train.get("activation_offload", False) and not is_of_host_state(train)
+
+
+@pytest.mark.parametrize(
+    ("is_of_kind", "num_rows", "stated"),
+    [
+        (lambda train: train.get("compile", False) and not train.get("activation_offload", False), 14, COMPARED_ERROR),
+        (is_of_activations, 4, UNCOMPARED_ERROR),
+        (is_of_host_state, 9, HOST_STATE_ERROR),
+    ],
+    ids=["compiled", "activations", "host-state"],
+)
+def test_the_errors_that_a_search_compares_are_those_of_the_rows_there_are(is_of_kind, num_rows, stated):
+    """Of all rows that measured a speed, fitted or not; nine in ten are within the stated error."""
+    rows = [*ROWS, *accuracy.read_rows(BENCHMARKS / "measured_unfitted.jsonl")]
+    found = [
+        abs(error) for row, error in accuracy.errors(rows, "tokens_per_s_per_gpu") if is_of_kind(row.case["train"])
+    ]
+    assert len(found) == num_rows
+    assert accuracy.percentile(found, 0.9) <= stated
 
 
 def scaled(row, *, memory=1.0, speed=1.0, fits=None):

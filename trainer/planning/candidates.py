@@ -148,9 +148,9 @@ def start_up_seconds(context: PlanningContext, configuration: Configuration) -> 
 
 
 # Relative errors of a predicted time, as far as they depend on the configuration: nine in ten published runs are within
-# those that were compared with any (docs/accuracy.md).
-COMPARED_ERROR = 0.10  # FSDP2 and one GPU, torch.compile included: 176 rows
-UNCOMPARED_ERROR = 0.15  # DeepSpeed's ZeRO: no row; activations in host RAM: 5 rows, four of one program
+# those that were compared with any (docs/accuracy.md; tests/planning/test_accuracy.py has the rows of each).
+COMPARED_ERROR = 0.10  # FSDP2 and one GPU: 176 rows; torch.compile: 14
+UNCOMPARED_ERROR = 0.15  # DeepSpeed's ZeRO: no row; activations in host RAM: 4 rows of one program
 HOST_STATE_ERROR = 0.30  # weights or optimizer in host RAM: 9 rows of one program, none of DeepSpeed's CPU Adam
 PAGING_ERROR = 1.00  # no row; the driver moves paged state as it is touched, a prediction assumes the rate of the link
 
@@ -235,9 +235,8 @@ def _tokens_scored(context: PlanningContext, configuration: Configuration) -> in
     return num_scored
 
 
-WISHED_HOURS = (
-    24.0  # of a run without limits.hours: `auto` prefers methods that take no longer, a plan warns if it does
-)
+# Of a run without limits.hours: `auto` prefers methods that take no longer, and a plan warns if it does.
+WISHED_HOURS = 24.0
 
 
 def run_cost(context: PlanningContext, hours: float) -> float | None:

@@ -70,8 +70,7 @@ class Configuration(Value, frozen=True, kw_only=True):
 
     @property
     def is_exact(self) -> bool:
-        """True if the mathematics of AdamW in mixed precision is unchanged, clipping included."""
-        return self.strategy.is_exact and not self.tf32 and not self.optimizer_in_backward
+        return self.strategy.is_exact_with(tf32=self.tf32, optimizer_in_backward=self.optimizer_in_backward)
 
     @property
     def runs_reference(self) -> bool:

@@ -134,11 +134,12 @@ def _plans_on_fewer(plan_on: Callable[[Hardware], Plan], hardware: Hardware) -> 
     while num_gpus:
         used = [gpu.index for gpu in hardware.gpus[:num_gpus]]
         unused = ", ".join(str(gpu.index) for gpu in hardware.gpus[num_gpus:])
+        why = f"with more than {num_gpus} some would idle, or nothing would fit"
         fewer = replace(
             hardware,
             gpus=hardware.gpus[:num_gpus],
             links=tuple(link for link in hardware.links if {link.a, link.b} <= set(used)),
-            excluded=(*hardware.excluded, f"GPU {unused}: this job is no faster with more than {num_gpus}"),
+            excluded=(*hardware.excluded, f"GPU {unused}: {why}"),
         )
         with suppress(NothingFitsError, InputError):
             yield plan_on(fewer)

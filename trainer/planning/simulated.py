@@ -162,7 +162,7 @@ def plan_of_simulated(plan: Plan, taken: Simulated, failed: Sequence[Simulated])
         candidates=candidates,
         rejections=(*plan.rejections, *(_rejection(each) for each in failed if _name(each) not in names)),
         fallbacks=_fallbacks_after(plan, context, taken.candidate, candidates),
-        notes=(*notes(context, plan.data, plan.trials, candidates), *_code_notes(plan), *remarks),
+        notes=(*notes(context, plan.data, plan.trials, candidates), *remarks),
     )
 
 
@@ -190,10 +190,6 @@ def _described_notes(plan: Plan) -> list[str]:
     if shape.loss_obstacle is not None:
         remarks.append(f"shardwise does not train {shape.model_type}: {shape.loss_obstacle}")
     return remarks
-
-
-def _code_notes(plan: Plan) -> tuple[str, ...]:
-    return () if plan.model_code is None else (plan.model_code.description,)
 
 
 def _name(simulated: Simulated) -> str:

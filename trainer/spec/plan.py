@@ -172,8 +172,7 @@ class Candidate(Value, frozen=True, kw_only=True):
 
     @property
     def is_exact(self) -> bool:
-        """True if the mathematics of AdamW in mixed precision is unchanged, clipping included."""
-        return self.strategy.is_exact and not self.tf32 and not self.optimizer_in_backward
+        return self.strategy.is_exact_with(tf32=self.tf32, optimizer_in_backward=self.optimizer_in_backward)
 
 
 class Rejection(Value, frozen=True, kw_only=True):
@@ -362,6 +361,11 @@ class Plan(Value, frozen=True, kw_only=True):
     @property
     def chosen(self) -> Candidate:
         return self.candidates[0]
+
+    @property
+    def all_warnings(self) -> tuple[str, ...]:
+        """`warnings`, and the Python code that the model brings."""
+        return self.warnings if self.model_code is None else (*self.warnings, self.model_code.description)
 
     def place_of(self, folder: str) -> str:
         """Path at which the ranks read a folder of this plan: its copy on their node, if there is one."""

@@ -23,7 +23,7 @@ LINES = (
 
 
 def on_terminal(lines: Sequence[Line]) -> tuple[str, int]:
-    """What is written to a terminal, and the width of text on it."""
+    """The text that a terminal receives, and the width of a line on it."""
     master, slave = os.openpty()
     found: list[bytes] = []
 

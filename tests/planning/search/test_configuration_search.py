@@ -78,7 +78,7 @@ def needs(context: PlanningContext, configuration: Configuration) -> int:
 
 
 def key_of(context: PlanningContext, configuration: Configuration) -> tuple[int, int]:
-    """What is minimised: the class of the upper end of a time, then the micro batch."""
+    """The key that a search minimises: the class of the upper end of a time, then the micro batch."""
     seconds = upper_seconds(context, configuration, predicted_speed(context, configuration).step_s)
     return time_class(seconds), configuration.micro_batch
 

@@ -12,7 +12,15 @@ from shardwise.trainer.planning.configuration import PolicyChoices
 from shardwise.trainer.planning.device import Device, device_of
 from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.speed.rates import rates_of
-from shardwise.trainer.planning.speed.step import estimate_speed, evaluation_seconds, flops_per_token, speed_notes
+from shardwise.trainer.planning.speed.step import (
+    activation_waits,
+    estimate_speed,
+    evaluation_seconds,
+    flops_per_token,
+    offload_seconds,
+    speed_notes,
+)
+from shardwise.trainer.planning.speed.work import work_of
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
 from shardwise.trainer.spec.engines import Offload, Sharding
@@ -383,6 +391,39 @@ def test_a_host_updates_no_more_than_its_cores_and_memory_channels_move(
     host = replace(UNKNOWN_HOST, cpu_name=cpu_name, num_cores=num_cores)
     rates = rates_of(configuration(), device_of(replace(hardware_from_spec(spec, local_host=lambda: host), host=host)))
     assert (rates.host_adam, rates.nvme) == (adam, nvme)
+
+
+def test_sixteen_bit_state_halves_the_traffic_of_the_update_but_not_the_work_of_the_cores() -> None:
+    def update_s(precision: Precision, num_cores: int | None) -> float:
+        chosen = configuration(
+            Sharding.FSDP, num_ranks=8, precision=precision, offload=Offload.OPTIMIZER_PARAMS,
+            optimizer=Optimizer.ADAMW_FUSED,
+        )  # fmt: skip
+        device = replace(gpu("8xA100-SXM4-80GB"), num_cores=num_cores)
+        rates, trained = rates_of(chosen, device), 8_000_000_000
+        return offload_seconds(chosen, work_of(LLAMA_8B), rates, trained)[1] - 2 * trained / 8 / rates.pcie
+
+    by_channels = [update_s(precision, None) for precision in (Precision.BF16_MIXED, Precision.BF16)]
+    by_cores = [update_s(precision, 2) for precision in (Precision.BF16_MIXED, Precision.BF16)]
+    assert by_channels[0] == pytest.approx(2 * by_channels[1])
+    assert by_cores[0] == pytest.approx(by_cores[1])
+
+
+def test_weights_that_stream_delay_activations_on_their_way_back_and_not_on_their_way_out() -> None:
+    chosen = configuration(
+        Sharding.FSDP, offload=Offload.OPTIMIZER_PARAMS, method=Method.LORA, checkpointing=Checkpointing.NONE,
+        activation_offload=True,
+    )  # fmt: skip
+    device = gpu("1xRTX-4090")
+    rates = rates_of(chosen, device)
+
+    def waits_s(micro_s: float, moved_s: float) -> float:
+        return activation_waits(LLAMA_8B, chosen, device, rates, micro_s, moved_s)
+
+    one_way_s = waits_s(0.0, 0.0) / 2
+    hidden_s = 2 * one_way_s  # forward and backward take as long, so that all copies hide
+    assert waits_s(hidden_s, 0.0) == pytest.approx(0, abs=1e-9)
+    assert waits_s(hidden_s, one_way_s) == pytest.approx(one_way_s / 2)
 
 
 def test_replicas_of_hybrid_sharding_share_no_offloaded_state() -> None:

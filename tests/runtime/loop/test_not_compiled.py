@@ -35,7 +35,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def eager_run(tmp_path: Path) -> Verified:
-    """What a run verified whose planner chose compilation."""
+    """The verification of a run whose planner chose compilation."""
     plan = rank_plan(write_rows(tmp_path / "rows"), num_steps=3)
     plan = replace(plan, candidates=(replace(plan.chosen, compile=True),))
     _, state = run_attempt(tmp_path / "run", plan)
@@ -60,7 +60,7 @@ def plan_with(*records: CalibrationRecord, transformers: str = "5.17.0", **job: 
 
 
 def record_with(home: Path, plan: Plan, not_compiled: str | None) -> CalibrationRecord:
-    """What the store holds of a run of a plan, after it has been written and read."""
+    """The record of a run of a plan, after the store has been written and read."""
     report: Report = make_report()
     assert report.verified is not None
     report = replace(report, plan=plan.chosen, verified=replace(report.verified, not_compiled=not_compiled))

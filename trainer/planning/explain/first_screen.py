@@ -455,7 +455,7 @@ def _step_down(plan: Plan, last: Candidate, fallback: Candidate) -> str:
 
 
 def _warnings(plan: Plan, width: int) -> Iterator[Line]:
-    lines = [line for text in plan.warnings for line in _wrapped(f"WARNING: {text}", width, Tone.WARNING)]
+    lines = [line for text in plan.all_warnings for line in _wrapped(f"WARNING: {text}", width, Tone.WARNING)]
     yield from lines[:MOST_WARNING_LINES]
     if len(lines) > MOST_WARNING_LINES:
         yield Line(text="  WARNING: there are more warnings; -v shows all of them", tone=Tone.WARNING)

@@ -45,7 +45,7 @@ def plan_page(plan: Plan, *, top: int = 3, more: Sequence[Section] = ()) -> Page
     """The page of one plan; the sections `more` come before the notes."""
     context = context_of(plan)
     sections = {
-        "warnings": _sentences("warnings", plan.warnings),
+        "warnings": _sentences("warnings", plan.all_warnings),
         "choice": choice_section(plan, context),
         "memory": memory_section(plan, context),
         "speed": speed_section(plan, context),

@@ -70,20 +70,19 @@ def _cuts(share: int) -> tuple[int, ...]:
     return tuple(sorted(divisors | {2**power for power in range(share.bit_length())}))
 
 
-def optimizers_in_backward(context: PlanningContext, strategy: Strategy) -> tuple[bool, ...]:
-    """Update after the backward, or of each weight inside it, where the job allows gradients that are not clipped."""
+def optimizers_in_backward(context: PlanningContext, first: Configuration) -> tuple[bool, ...]:
+    """Update after the backward, or of each weight inside it, where the job allows gradients that are not clipped.
+
+    Not of weights in host RAM: the backward would wait for the update of each.
+    """
     pinned = context.job.pin.optimizer_in_backward
     if pinned is not None:
         return (pinned,)
-    is_defined = (
-        Allowance.UNCLIPPED in context.job.allow
-        and context.method is Method.FULL
-        and strategy.sharding.facts.updates_in_backward
-        and strategy.offload is Offload.NONE
-        and not strategy.sharding.uses_deepspeed
-        and not strategy.optimizer.facts.updates_in_backward
-    )
-    return (False, True) if is_defined else (False,)
+    is_settled = first.updates_in_backward or first.strategy.offload is not Offload.NONE
+    if Allowance.UNCLIPPED not in context.job.allow or context.method is not Method.FULL or is_settled:
+        return (False,)
+    inside = replace(first, optimizer_in_backward=True, accumulation=1)
+    return (False, True) if obstacle_to(context, inside) is None else (False,)
 
 
 def checkpointings(context: PlanningContext) -> tuple[Checkpointing, ...]:
@@ -478,7 +477,7 @@ def _starts(context: PlanningContext, strategy: Strategy) -> Iterator[Configurat
         ((loss, tokens) for loss in heads for tokens in chunk_sizes(context.shape, loss)),
         compiles(context),
         activation_offloads(context),
-        optimizers_in_backward(context, strategy),
+        optimizers_in_backward(context, first),
     )
     for checkpointing, (loss, tokens), is_compiled, offloads, in_backward in settings:
         yield replace(

@@ -201,7 +201,7 @@ def nothing_fits(
         if over is not None and over.is_host:
             changes[-1] += f" and {over.remedy}"
     lines = [first, f"smallest change that would fit: {', or '.join(changes)}"]
-    others = [f"{row.method} ({format_bytes(row.memory_bytes or 0)})" for row in methods if row.verdict == "fits"]
+    others = [f"{row.method} ({format_bytes(row.memory_bytes or 0)})" for row in methods if row.is_within_limits]
     if others:
         lines.append(f"what would fit: {', '.join(others)}")
     return NothingFitsError("\n".join(lines))

@@ -28,8 +28,8 @@ HOST_ADAM_BYTES_PER_S = 100e9  # of a server: ZeRO-Offload paper, table 4: 0.22 
 DDR5_ADAM_BYTES_PER_S = 65e9  # of two channels of DDR5-5600, of whose 90 GB/s 0.75 are reached
 DDR4_ADAM_BYTES_PER_S = 38e9  # of two channels of DDR4-3200, of 51 GB/s
 CORE_ADAM_BYTES_PER_S = 10e9  # of a core: half of what each of two cores of a Xeon reached, which may be one core
-# The same table: 1.39 s with PyTorch's Adam, operation by operation. Its fused kernel is as fast as DeepSpeed's: 0.101
-# and 0.136 s for 60e6 fp32 parameters on two cores, foreach 0.545 s (torch 2.13).
+# The same table: 1.39 s with PyTorch's Adam, operation by operation. Its fused kernel is as fast as DeepSpeed's
+# (`python benchmarks/run.py host_adam`).
 TORCH_CPU_ADAM_SHARE = 0.16
 NVME_BYTES_PER_S = 6e9  # read or write of a server's NVMe disk, until `probe --measure`
 # Of a desktop's, read and write together: 5 GB/s read, 1.5 written once the cache of its TLC flash is full.

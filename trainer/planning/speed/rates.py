@@ -61,7 +61,8 @@ class Rates(Value, frozen=True, kw_only=True):
     link: float  # bytes each way through one device of a ring over all of them
     inner_link: float  # the same inside a node
     pcie: float
-    host_adam: float  # bytes of state, weight and gradient that the CPUs of a node update
+    host_adam: float  # bytes of fp32 state, weight and gradient that the CPUs of a node update
+    host_cores: float  # the same by its cores alone, which update as many elements of 16 bit
     nvme: float
 
 
@@ -82,6 +83,7 @@ def rates_of(configuration: Configuration, device: Device) -> Rates:
         inner_link=inner,
         pcie=_pcie_rate(device),
         host_adam=_host_adam_rate(device),
+        host_cores=_host_core_rate(device),
         nvme=_nvme_rate(device),
     )
 
@@ -95,13 +97,20 @@ def has_desktop_host(device: Device) -> bool:
 
 
 def _host_adam_rate(device: Device) -> float:
+    by_cores = _host_core_rate(device)
     if device.measured_host_adam_bytes_per_s is not None:
-        return float(device.measured_host_adam_bytes_per_s)
-    by_cores = math.inf if device.num_cores is None else device.num_cores * constants.CORE_ADAM_BYTES_PER_S
+        return by_cores
     if not has_desktop_host(device):
         return min(by_cores, constants.HOST_ADAM_BYTES_PER_S)
     has_ddr5 = bool(_DDR5_CPU.search(device.cpu_name or ""))
     return min(by_cores, constants.DDR5_ADAM_BYTES_PER_S if has_ddr5 else constants.DDR4_ADAM_BYTES_PER_S)
+
+
+def _host_core_rate(device: Device) -> float:
+    """A measurement does not separate cores from memory; it was made in fp32, and counts for 16 bit too."""
+    if device.measured_host_adam_bytes_per_s is not None:
+        return float(device.measured_host_adam_bytes_per_s)
+    return math.inf if device.num_cores is None else device.num_cores * constants.CORE_ADAM_BYTES_PER_S
 
 
 def _nvme_rate(device: Device) -> float:

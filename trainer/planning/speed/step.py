@@ -26,9 +26,10 @@ FSDP gathers a block's weights for each forward and backward, or once if they st
 with the last micro batch; DeepSpeed's ZeRO-2 and 3 reduce with each, DDP and ZeRO-1 once a step. Some programs reduce
 with each micro batch under every engine: a value of `memory.reference_trainers`, or of the case.
 
-Offload (DeepSpeed and FSDP alike): gradients of a shard to the host after each micro batch, the CPU's update of
-fp32 weight and moments (28 bytes a parameter), new 16-bit weights back; parameters on the host cross PCIe for each
-forward and backward; NVMe holds 12 bytes a parameter, read and written once a step. Copies are pinned.
+Offload (DeepSpeed and FSDP alike): gradients of a shard to the host after each micro batch, the CPU's update (7
+accesses a parameter to weight, moments and gradient, and no faster than its cores in fp32), new 16-bit weights back;
+parameters on the host cross PCIe for each forward and backward; NVMe holds 12 bytes a parameter, read and written once
+a step. Copies are pinned.
 
 One micro batch on the device and on the host that feeds it: T tokens with padding, i x o a linear layer, r the share of
 a block that is recomputed, w = 1 if base weights are trained, s the length of a row, R, A and M the rates of products,
@@ -220,7 +221,7 @@ def _bytes_paged_out(configuration: Configuration, device: Device, mine: float) 
     return min(state, max(0.0, held + state + device.context_bytes - device.usable_bytes))
 
 
-ADAM_BYTES = 28  # a parameter: fp32 weight and two moments read and written, gradient read
+ADAM_ACCESSES = 7  # weight and two moments read and written, gradient read
 NVME_STATE_BYTES = 12  # a parameter: fp32 weight and two moments
 NF4_BYTES = 0.52  # a weight, its scales included
 
@@ -263,8 +264,10 @@ def offload_seconds(configuration: Configuration, work: Work, rates: Rates, trai
     mine = trained / shard_degree(configuration)
     on_node = mine * min(configuration.ranks_per_node, configuration.num_ranks)
     is_one_kernel = configuration.strategy.optimizer.facts.fused_form is None  # torch's or DeepSpeed's
-    host_rate = rates.host_adam * (1.0 if is_one_kernel else constants.TORCH_CPU_ADAM_SHARE)
-    micro, step = 2.0 * mine / rates.pcie, mine * 2 / rates.pcie + ADAM_BYTES * on_node / host_rate
+    through_memory = configuration.strategy.precision.master_bytes / rates.host_adam
+    update = ADAM_ACCESSES * on_node * max(through_memory, 4 / rates.host_cores)
+    update /= 1.0 if is_one_kernel else constants.TORCH_CPU_ADAM_SHARE
+    micro, step = 2.0 * mine / rates.pcie, mine * 2 / rates.pcie + update
     if offload.moves_parameters:
         micro += 2 * gathered_bytes(configuration, work) / shard_degree(configuration) / rates.pcie
     if offload.uses_nvme:
@@ -496,7 +499,7 @@ def _is_liger(configuration: Configuration) -> bool:
 
 
 def _num_slices(configuration: Configuration, shape: ModelShape) -> int:
-    """Of logits; those of `chunked` and `fused_linear` are products of their own."""
+    """Number of slices of the logits; each slice of `chunked` and `fused_linear` has a product of its own."""
     if _is_liger(configuration):
         tokens = tokens_computed(configuration)
         return math.ceil(tokens / liger_slice_tokens(tokens, hidden=shape.hidden_size, vocab=shape.vocab_size))
