@@ -8,9 +8,11 @@ progress. A `ShardwiseError` of the worker is raised here again, by its exit cod
 that need each other, such as the ranks of a measurement.
 
 A worker has a session of its own: Ctrl-C reaches this process alone, which then ends the worker and all its children.
+If this process is killed, the kernel sends TERM to the worker, from its first moment on (`ending_with_this_process`).
 """
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 import select
@@ -172,9 +174,30 @@ def _start(
             stdout=output,
             stderr=errors,
             start_new_session=True,
+            preexec_fn=ending_with_this_process(signal.SIGTERM),
         )
     except OSError as error:
         raise EnvironmentFaultError(f"{argv[0]}: cannot be started: {error.strerror}") from error
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def ending_with_this_process(number: signal.Signals, *, ignored: Sequence[signal.Signals] = ()) -> Callable[[], None]:
+    """The `preexec_fn` of a process to which the kernel sends `number` when the thread that starts it ends.
+
+    The setting survives `exec`, so there is no moment at which a kill of this process leaves the other one running.
+    """
+    parent, libc = os.getpid(), ctypes.CDLL(None, use_errno=True)
+
+    def prepare_child() -> None:
+        for each in ignored:
+            signal.signal(each, signal.SIG_IGN)
+        libc.prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare_child
 
 
 def _pass_on_lines(process: subprocess.Popen[bytes], on_line: Callable[[str], None], timeout_s: float | None) -> bool:

@@ -17,7 +17,6 @@ A pid is valid on one machine only: in a folder that several machines share, eac
 files, without secrets, to compare the nodes of a run.
 """
 
-import ctypes
 import json
 import os
 import re
@@ -48,6 +47,7 @@ from shardwise.launch.rundir.process_record import (
     record_of,
     write_record,
 )
+from shardwise.launch.worker import ending_with_this_process
 from shardwise.trainer.spec.codec import write_bytes
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.plan import Plan
@@ -59,7 +59,6 @@ END_GRACE_S = 15.0  # torchrun has reported by then which rank failed first
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 DUMP_S = 2.0  # for the ranks to write their stacks
 KILL_GRACE_S = 10.0
-_PR_SET_PDEATHSIG = 1
 _RECORDED = re.compile(
     r"(SLURM|SBATCH|SRUN|NCCL|GLOO|UCX|FI|CUDA|NVIDIA|ROCR|TORCH|PYTORCH|TRITON|OMP|MKL|KMP|DS|DEEPSPEED|ACCELERATE|PET"
     r"|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|SHARDWISE|WANDB|XDG|PYTHON|LD|LC|LOADEDMODULES|MODULEPATH|CONDA)(_.*)?"
@@ -273,16 +272,6 @@ def write_environment(attempt_dir: Path, environment: Mapping[str, str], *, node
 
 
 def _start(argv: Sequence[str], environment: Mapping[str, str], log: int) -> subprocess.Popen[bytes]:
-    parent = os.getpid()
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def prepare_child() -> None:
-        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
     try:
         return subprocess.Popen(
             list(argv),
@@ -291,7 +280,7 @@ def _start(argv: Sequence[str], environment: Mapping[str, str], log: int) -> sub
             stdout=log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=prepare_child,  # this process has one thread
+            preexec_fn=ending_with_this_process(signal.SIGKILL, ignored=_STOP_SIGNALS),
         )
     except OSError as error:
         raise EnvironmentFaultError(f"{argv[0]}: cannot be started: {error.strerror}") from error

@@ -105,12 +105,12 @@ def _train_in(
                 return RunOutcome(ExitCode.DONE, finished, run_dir)
             refuse_spent(run_dir, plan)
             if not run_dirs.committed_checkpoints(run_dir):
-                console.line(f"{run_dir} was stopped before its first step: starting from the beginning")
+                console.line(f"{run_dir} has no checkpoint yet: starting from the beginning")
             plan = plan_to_resume(plan, earlier, run_dir, console, may_choose=options.take == 1)
             plan = keep_extension(plan, run_dir)
             plan = keep_model_code(plan, run_dir)
         if options.dry_run:
-            return _stop_before_launch(plan, run_dir, console, resume=earlier is not None)
+            return _stop_before_launch(plan, run_dir, console)
         plan = with_stages(plan, prepared.scratch)
         return _run_and_report(plan, run_dir, session, cache=prepared.cache, resume=earlier is not None)
 
@@ -129,15 +129,13 @@ def _find_run_dir(options: TrainOptions, plan: Plan) -> tuple[Path, Plan | None]
             return run_dirs.use_run_dir(options.run_dir), None
         return run_dirs.make_run_dir(base, now=datetime.now(UTC)), None
     run_dir = options.run_dir if options.run_dir is not None else run_dirs.find_run_dir(base)
-    if run_dirs.is_submitted(run_dir):
+    if run_dirs.is_before_plan(run_dir):
         check_disk(plan, run_dir)
         return run_dir, None
     if not (run_dir / "plan.json").is_file():
         raise InputError(f"--resume: {run_dir} is not a run directory: it has no plan.json")
     earlier = codec.read(run_dir / "plan.json", Plan)
     refuse_other_run(run_dir, plan, earlier)
-    if not run_dirs.committed_checkpoints(run_dir) and run_dirs.has_trained(run_dir):
-        raise InputError(f"--resume: {run_dir} has no checkpoint to resume from; start it without --resume")
     return run_dir, earlier
 
 
@@ -151,8 +149,9 @@ def _write_run(run_dir: Path, plan: Plan, resolved: ResolvedJob | None) -> None:
         raise EnvironmentFaultError(f"{run_dir}: cannot be written: {error.strerror}") from error
 
 
-def _stop_before_launch(plan: Plan, run_dir: Path, console: Console, *, resume: bool) -> RunOutcome:
-    attempt_dir = prepare_attempt(plan, plan.chosen, run_dir=run_dir, resume=resume)
+def _stop_before_launch(plan: Plan, run_dir: Path, console: Console) -> RunOutcome:
+    may_resume = bool(run_dirs.committed_checkpoints(run_dir))
+    attempt_dir = prepare_attempt(plan, plan.chosen, run_dir=run_dir, resume=may_resume)
     console.line(f"prepared, nothing started: {run_dir}")
     console.line("by hand:")
     console.line(

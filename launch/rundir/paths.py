@@ -70,14 +70,23 @@ def find_run_dir(base: Path) -> Path:
         if path.is_dir() and _STAMPED.sub("", path.name) == base.name and _STAMPED.search(path.name)
     )
     with_plan = [path for path in found if (path / "plan.json").is_file()]
-    if not with_plan:
+    usable = with_plan or [path for path in found if is_before_plan(path) and not is_submitted(path)]
+    if not usable:
         raise InputError(f"--resume: no run named {base}-<time> exists; start it without --resume")
-    return with_plan[-1]
+    return usable[-1]
 
 
 def is_submitted(run_dir: Path) -> bool:
     """True if the run was submitted and has not begun."""
     return (run_dir / "submission.json").is_file() and not (run_dir / "plan.json").is_file()
+
+
+def is_before_plan(run_dir: Path) -> bool:
+    """True if the run was submitted and has not begun, or was killed before its plan was written."""
+    if not run_dir.is_dir() or (run_dir / "plan.json").is_file():
+        return False
+    names = {path.name for path in run_dir.iterdir()}
+    return not names or not names.isdisjoint((LOCK, "submission.json"))
 
 
 def committed_checkpoints(run_dir: Path) -> list[Path]:
@@ -90,12 +99,6 @@ def committed_checkpoints(run_dir: Path) -> list[Path]:
         for path in folder.iterdir()
         if re.fullmatch(r"step-\d{8}", path.name) and (path / "MANIFEST.json").is_file()
     )
-
-
-def has_trained(run_dir: Path) -> bool:
-    """True if the run has done a step."""
-    metrics = run_dir / "metrics.jsonl"
-    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def next_attempt(run_dir: Path) -> int:

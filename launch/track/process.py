@@ -47,6 +47,7 @@ from shardwise.trainer.spec.units import format_seconds
 POLL_S = 0.5
 _INCIDENTS_EVERY_S = 5.0
 _MAX_END_S = 120.0  # a living supervisor waits less than this
+_ORPHAN_END_S = 8.0  # after the supervisor died
 _SWITCHED_OFF = 1
 _NICENESS = 10  # below the ranks, which need the cores
 _MAX_READ_BYTES = 4 * 1024 * 1024
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         feed.start()
     line = sys.stdin.buffer.readline()  # returns at the end of the run
     ending.set(codec.decode(line, EndNotice, origin="standard input") if line.endswith(b"\n") else None)
-    return _join(feeds)
+    return _join(feeds, limit_s=_MAX_END_S if line else _ORPHAN_END_S)
 
 
 def makers_of(order: TrackerOrder, run_dir: Path) -> Mapping[str, Callable[[], Tracker]]:
@@ -283,9 +284,9 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _join(feeds: Sequence[Feed]) -> int:
+def _join(feeds: Sequence[Feed], *, limit_s: float) -> int:
     """Waits for the threads; the process ends without those that hang."""
-    until_s = time.monotonic() + _MAX_END_S
+    until_s = time.monotonic() + limit_s
     for feed in feeds:
         feed.join(max(0.0, until_s - time.monotonic()))
     late = [feed.name for feed in feeds if feed.is_alive()]

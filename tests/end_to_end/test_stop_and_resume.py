@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -111,6 +112,27 @@ def test_a_run_that_is_cancelled_on_another_machine_ends_by_its_flag(long_job):
     assert stopped.ending is Ending.STOPPED and stopped.checkpoint is not None
     long_job.run("train", "job.yaml", "--resume", "train.steps=1000", "--dry-run")
     assert not is_cancelled(long_job.only_run()), "a person goes on with it"
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_is_resumed_from_its_beginning(workplace):
+    """With a step in its metrics; before its plan was written; and as an empty directory."""
+    words = ("train", "job.yaml", "--run-dir", "run", "--dry-run")
+    workplace.run(*words)
+    run_dir = workplace.folder / "run"
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0, "attempt": 1}\n')
+    answer = workplace.run(*words, "--resume")
+    assert "from the beginning" in answer.stdout
+    assert not codec.read(run_dir / "attempts" / "2" / "plan.json", Plan).resume, "the second attempt begins anew"
+    (run_dir / "plan.json").unlink()
+    workplace.run(*words, "--resume")
+    assert (run_dir / "plan.json").is_file() and (run_dir / "attempts" / "3").is_dir()
+    shutil.rmtree(run_dir)
+    run_dir.mkdir()
+    workplace.run(*words, "--resume")
+    (run_dir / "plan.json").unlink()
+    (run_dir / ".lock").unlink()
+    answer = workplace.run(*words, "--resume", check=False)
+    assert answer.returncode == 2 and "not a run directory" in answer.stderr
 
 
 def everything_below(process: subprocess.Popen[str]) -> list[ProcessRecord]:

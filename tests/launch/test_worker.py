@@ -1,6 +1,8 @@
 """`launch.worker`: progress, answers, errors, time limits and the end of a process that runs torch for launch."""
 
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,20 @@ def test_workers_that_wait_for_a_failed_one_are_ended(module_of, tmp_path):
     environment = {"PYTHONPATH": str(tmp_path), "PATH": str(Path(sys.executable).parent)}
     found = run_together(module, [["0"], ["1"]], environment=environment, folder=tmp_path, timeout_s=300)
     assert found == (True, "no such backend")
+
+
+@pytest.mark.cold
+def test_a_worker_ends_with_a_killed_parent_also_while_it_imports_libraries(module_of, tmp_path):
+    """At a moment when no code of the worker itself could have asked for that."""
+    module_of(f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n")
+    code = (
+        "from shardwise.launch.worker import ask; from shardwise.trainer.spec.messages.worker_requests import Lines\n"
+        "ask('stand_in', None, Lines, subject='the work')"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    while not pids_in(tmp_path / "pid"):
+        assert parent.poll() is None
+        time.sleep(0.01)
+    parent.kill()
+    parent.wait()
+    wait_until_gone(*pids_in(tmp_path / "pid"))

@@ -39,6 +39,8 @@ def test_resume_finds_the_newest_run_of_exactly_this_name(tmp_path: Path):
     for name in ("bot-20300101-000000", "bot-20300102-000000", "bot-b-20300104-000000"):
         (tmp_path / name / "plan.json").write_text("{}")
     assert run_dir.find_run_dir(tmp_path / "bot").name == "bot-20300102-000000"
+    (tmp_path / "new-20300104-000000").mkdir()
+    assert run_dir.find_run_dir(tmp_path / "new").name == "new-20300104-000000", "killed before its plan was written"
     with pytest.raises(InputError, match=str(tmp_path / "other")):
         run_dir.find_run_dir(tmp_path / "other")
     with pytest.raises(InputError, match=str(tmp_path / "missing")):

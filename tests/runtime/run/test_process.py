@@ -2,10 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from shardwise.launch.rundir.process_record import launcher_record, read_state, record_of, write_record
 from shardwise.trainer.runtime.run.process import install_stop_flag
 
 
@@ -31,3 +35,24 @@ def test_ctrl_c_is_left_to_the_supervisor():
     flag = install_stop_flag()
     os.kill(os.getpid(), signal.SIGINT)
     assert not flag.is_set
+
+
+def test_a_rank_ends_at_its_start_if_its_launcher_has_ended_also_where_no_process_waited_for_it(tmp_path: Path):
+    """As in a container whose process 1 does not reap: the launcher stays in /proc."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as launcher:
+        record = record_of(launcher.pid)
+        assert record is not None
+        write_record(launcher_record(tmp_path, 0), record)
+        begin = "import sys; from pathlib import Path; from shardwise.trainer.runtime.run import process\n"
+        rank = [
+            sys.executable,
+            "-c",
+            f"{begin}process.die_with_launcher(Path(sys.argv[1])); print('works')",
+            str(tmp_path),
+        ]
+        assert subprocess.run(rank, check=True, capture_output=True).stdout == b"works\n"
+        launcher.kill()
+        while read_state(launcher.pid) != ("Z", record.start_time):
+            pass
+        answer = subprocess.run(rank, check=False, capture_output=True, text=True)
+    assert answer.returncode == 1 and "launcher of this rank has ended" in answer.stderr

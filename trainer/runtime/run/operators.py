@@ -20,6 +20,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -219,4 +220,5 @@ def main(names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))  # with the compilers that it has started
     sys.exit(main(sys.argv[1:]))

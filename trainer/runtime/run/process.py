@@ -33,6 +33,7 @@ _PR_SET_PDEATHSIG = 1
 _STDERR = 2  # a descriptor, which may become the log's
 _OOM_SCORE = 500  # of 1000, added to the share of the RAM that a process holds
 _STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+_CLEANING_S = 5  # after TERM
 
 
 class StopFlag:
@@ -47,12 +48,17 @@ class StopFlag:
 
 
 def end_with_parent() -> None:
-    """Ends this process, cleaning up, when its parent ends or sends TERM."""
+    """Ends this process, cleaning up for a few seconds at most, when its parent ends or sends TERM.
+
+    `launch.worker` has the kernel send TERM from the first moment of the process on; a process that another one starts
+    gets it from here on.
+    """
     signal.signal(signal.SIGTERM, _raise_stop_requested)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _raise_stop_requested(number: int, _frame: object) -> None:
+    signal.alarm(_CLEANING_S)  # ALRM ends the process, also if a library swallows the exception
     raise SystemExit(128 + number)
 
 
@@ -129,12 +135,15 @@ def redirect_output(log_dir: Path, *, rank: int) -> None:
 
 
 def _start_time(pid: int) -> int | None:
-    """Clock ticks after boot at which the process started (field 22 of /proc/PID/stat); None if it has ended."""
+    """Clock ticks after boot at which the process started (field 22 of /proc/PID/stat); None if it has ended.
+
+    A process that has ended and that its parent has not waited for is still in /proc, as a zombie.
+    """
     try:
-        content = Path(f"/proc/{pid}/stat").read_text()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return int(content.rpartition(")")[2].split()[19])
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _launcher_record() -> str:
