@@ -2,7 +2,8 @@
 
 It says what was selected, with which versions and on which machine, and of every file how many tests passed, failed
 and were skipped, and their seconds. A test that measures how far two runs are apart adds it with
-`record_property(DIFFERENCES, [Difference(...), ...])`; of these the file keeps the number and the largest.
+`record_property(DIFFERENCES, [Difference(...), ...])`; of these the file keeps the number and the largest. A test of
+faults from outside adds `record_property(FAULTS, {kind: {"tried": ..., "survived": ...}})`; the file adds them up.
 """
 
 import json
@@ -21,6 +22,7 @@ from shardwise.launch.probe.host import read_host
 from shardwise.trainer.spec.units import GIB
 
 DIFFERENCES = "differences"
+FAULTS = "faults"
 PACKAGES = ("shardwise", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes", "datasets")
 _WORST_FIRST = ("failed", "skipped", "passed")
 
@@ -54,6 +56,7 @@ class OutcomeFile:
         self._seconds: dict[str, float] = defaultdict(float)
         self._reasons: Counter[str] = Counter()
         self._differences: dict[str, list[Difference]] = defaultdict(list)
+        self._faults: dict[str, Counter[str]] = defaultdict(Counter)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = _file_of(report.nodeid)
@@ -65,6 +68,8 @@ class OutcomeFile:
         if report.when == "call":
             properties: dict[str, Any] = dict(report.user_properties)
             self._differences[file] += [Difference(*each) for each in properties.get(DIFFERENCES, ())]
+            for kind, counts in properties.get(FAULTS, {}).items():
+                self._faults[kind].update(counts)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -89,6 +94,7 @@ class OutcomeFile:
             "failed_tests": [name for name, outcome in self._outcomes.items() if outcome == "failed"],
             "skipped_because": dict(self._reasons),
             "differences": {file: summary(found) for file, found in self._differences.items() if found},
+            "faults": {kind: dict(counts) for kind, counts in self._faults.items()},
         }
 
     def _paths(self) -> list[str]:

@@ -1,0 +1,68 @@
+"""kill -9 at any moment of a run, from its first line to its last: it goes on, and loses nothing that was saved.
+
+The kills within a save are in tests/runtime/checkpoint/test_crashes.py.
+"""
+
+import os
+import random
+
+import pytest
+from kill_factory import (
+    KILLS_A_RUN,
+    NUMBERS,
+    VICTIMS,
+    Count,
+    Life,
+    kill_and_resume,
+    prepare,
+    reaping_nothing,
+    undisturbed,
+)
+from outcome_file import FAULTS
+from workplace_factory import Workplace, make_workplace
+
+NUM_KILLS = int(os.environ.get("SHARDWISE_KILLS", "500"))  # of the long test
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    made = make_workplace(tmp_path_factory.mktemp("kills") / "work place")
+    prepare(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def life(place: Workplace) -> Life:
+    return undisturbed(place)
+
+
+def kill(place: Workplace, life: Life, num_kills: int, seed: int) -> dict[str, Count]:
+    """At least so many kills, of each kind of victim equally many."""
+    chance, sums = random.Random(seed), {victim: Count() for victim in VICTIMS}
+    number = 0
+    with reaping_nothing():
+        while sum(each.tried for each in sums.values()) < num_kills:
+            victims = sorted(VICTIMS, key=lambda each: (sums[each].tried, chance.random()))[:KILLS_A_RUN]
+            chance.shuffle(victims)
+            for victim, count in kill_and_resume(place, f"run-{seed}-{number}", victims, life, chance):
+                for name in (*NUMBERS, "notes"):
+                    setattr(sums[victim], name, getattr(sums[victim], name) + getattr(count, name))
+            number += 1
+    return sums
+
+
+def check(sums: dict[str, Count], record_property: pytest.FixtureRequest) -> None:
+    rows = {f"SIGKILL of {victim.replace('-', ' ')}": count.row() for victim, count in sums.items()}
+    record_property(FAULTS, rows)  # type: ignore[operator]
+    failures = [note for count in sums.values() for note in count.notes]
+    assert not failures, "\n\n".join(failures)
+
+
+def test_five_kills_of_a_run_lose_nothing(place, life, record_property):
+    check(kill(place, life, 5, seed=1), record_property)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_five_hundred_kills_of_runs_lose_nothing(place, life, record_property):
+    check(kill(place, life, NUM_KILLS, seed=2), record_property)
