@@ -4,15 +4,18 @@ Each command imports what it needs when it runs: `probe`, `plan`, `report` load 
 """
 
 import atexit
+import errno
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import cast
 
 from shardwise.launch.options import parse_command_line
 from shardwise.launch.terminal import Console, write_error
 from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
-from shardwise.trainer.spec.secrets import redacted_output
+from shardwise.trainer.spec.secrets import RedactedStream, redacted_output
 
 # Objects made before the collector looks for cycles. Python's 700 cost a start ten milliseconds and find next to none.
 GC_THRESHOLD = 100_000
@@ -26,8 +29,18 @@ def _print_traceback() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. Secrets of the environment are redacted in all output."""
+    _open_closed_descriptors()
     with redacted_output():
         return _exit_code(argv)
+
+
+def _open_closed_descriptors() -> None:
+    """Opens /dev/null in place of a closed standard stream, or the next file would be taken for one."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number
 
 
 def _exit_code(argv: Sequence[str] | None) -> int:
@@ -46,8 +59,13 @@ def _exit_code(argv: Sequence[str] | None) -> int:
         write_error("shardwise: interrupted")
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        sys.stderr.close()
         return int(ExitCode.DONE)
+    except (OSError, UnicodeEncodeError) as error:
+        if is_debug:
+            _print_traceback()
+        write_error(f"shardwise: {_fault_text(error)}")
+        is_input = isinstance(error, UnicodeEncodeError) or error.errno == errno.ENAMETOOLONG
+        return int(ExitCode.INPUT if is_input else ExitCode.ENVIRONMENT)
     except Exception as error:  # noqa: BLE001 - the last resort: an internal error must still end in one line
         if is_debug:
             _print_traceback()
@@ -62,8 +80,18 @@ def _run(arguments: list[str]) -> ExitCode:
     command, options = parse_command_line(arguments)
     module, _, function = command.run.partition(":")
     consoles = (Console(), Console(sys.stderr)) if command.has_notes else (Console(),)
+    cast("RedactedStream", sys.stdout).is_needed = command.needs_output
     exit_code: ExitCode = getattr(importlib.import_module(f"shardwise.launch.{module}"), function)(options, *consoles)
     return exit_code
+
+
+def _fault_text(error: OSError | UnicodeEncodeError) -> str:
+    """A file that the machine refuses, or a name that cannot be stored, in a line."""
+    if isinstance(error, UnicodeEncodeError):
+        place = error.object[max(0, error.start - 60) : error.end + 20]
+        return f"{place!r} is not UTF-8, and cannot be stored or sent; rename the file or the folder"
+    place = "" if error.filename is None else f"{str(error.filename)[-200:]}: "
+    return f"{place}{error.strerror or error}"
 
 
 if __name__ == "__main__":

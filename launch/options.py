@@ -391,16 +391,20 @@ class SchemaOptions(NamedTuple):
 
 
 class Command(NamedTuple):
-    """`run` is called with the options, a console on stdout, and, if `has_notes`, one on stderr."""
+    """`run` is called with the options, a console on stdout, and, if `has_notes`, one on stderr.
+
+    A command that `needs_output` ends if stdout is closed or full; others go on to their own end.
+    """
 
     options: Any
     run: str  # module under shardwise.launch:function
     text: str
     has_notes: bool = False
+    needs_output: bool = True
 
 
 COMMANDS = {
-    "init": Command(InitOptions, "commands.housekeeping:run_init", "write a commented job file"),
+    "init": Command(InitOptions, "commands.housekeeping:run_init", "write a commented job file", needs_output=False),
     "probe": Command(ProbeOptions, "commands.housekeeping:run_probe", "show what this machine offers"),
     "plan": Command(PlanOptions, "commands.plan:run_plan", "choose a strategy and explain it; nothing is started"),
     "data": Command(
@@ -409,17 +413,21 @@ COMMANDS = {
     "estimate": Command(
         EstimateOptions, "commands.estimate:run_estimate", "memory and speed of cases that pin everything"
     ),
-    "train": Command(TrainOptions, "commands.train:run_train", "plan, train, evaluate, export, report"),
+    "train": Command(
+        TrainOptions, "commands.train:run_train", "plan, train, evaluate, export, report", needs_output=False
+    ),
     "submit": Command(
         SubmitOptions,
         "commands.cluster:run_submit",
         "plan for a Slurm partition, write train.sbatch, submit it",
         has_notes=True,
+        needs_output=False,
     ),
     "fetch": Command(
         FetchOptions,
         "commands.cluster:run_fetch",
         "download everything that a job needs from a network: weights, data, tokens",
+        needs_output=False,
     ),
     "status": Command(
         StatusOptions, "commands.follow:run_status", "state of runs: queue, step, loss, speed, time left"
@@ -441,7 +449,10 @@ COMMANDS = {
         has_notes=True,
     ),
     "cancel": Command(
-        CancelOptions, "commands.follow:run_cancel", "have a run save a checkpoint and end, with all of its jobs"
+        CancelOptions,
+        "commands.follow:run_cancel",
+        "have a run save a checkpoint and end, with all of its jobs",
+        needs_output=False,
     ),
     "doctor": Command(
         DoctorOptions, "doctor.command:run_doctor", "problems here that would make training fail or slow, with remedies"
@@ -451,12 +462,23 @@ COMMANDS = {
     ),
     "report": Command(ReportOptions, "commands.report:run_report", "predicted and measured figures of runs"),
     "export": Command(
-        ExportOptions, "commands.convert:run_export", "write a folder that other libraries load, from a run"
+        ExportOptions,
+        "commands.convert:run_export",
+        "write a folder that other libraries load, from a run",
+        needs_output=False,
     ),
-    "import": Command(ImportOptions, "commands.convert:run_import", "make a foreign checkpoint a folder to train from"),
+    "import": Command(
+        ImportOptions,
+        "commands.convert:run_import",
+        "make a foreign checkpoint a folder to train from",
+        needs_output=False,
+    ),
     "chat": Command(ChatOptions, "commands.convert:run_chat", "chat with the model of a run"),
     "workspace": Command(
-        WorkspaceOptions, "track.workspace:run_workspace", "save charts of memory and throughput in a wandb project"
+        WorkspaceOptions,
+        "track.workspace:run_workspace",
+        "save charts of memory and throughput in a wandb project",
+        needs_output=False,
     ),
     "schema": Command(SchemaOptions, "commands.housekeeping:run_schema", "print the JSON Schema of the job file"),
 }

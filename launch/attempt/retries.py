@@ -17,13 +17,14 @@ fallback.
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from shardwise.launch.attempt.end import AttemptEnd
-from shardwise.launch.rundir.files import tail_rows
+from shardwise.launch.rundir.files import NewLines
 from shardwise.launch.rundir.paths import committed_checkpoints
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
@@ -37,7 +38,6 @@ from shardwise.trainer.spec.units import format_bytes
 MAX_RESTARTS = 5  # without a newer checkpoint
 MAX_SAME_STEP = 3  # attempts that end at one step
 MAX_IDLE = 10  # jobs that were stopped before they did a step
-_MAX_METRICS_BYTES = 64 << 20  # of metrics.jsonl: a hundred thousand steps
 
 
 class Tried(NamedTuple):
@@ -184,7 +184,7 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
 def read_facts(checkpoint: Path) -> SavedFacts | None:
     """The facts on a checkpoint; None if its manifest cannot be read, which the ranks report with the reason."""
     try:
-        return msgspec.json.decode((checkpoint / "MANIFEST.json").read_bytes(), type=_Manifest).facts
+        return msgspec.json.decode(codec.read_file(checkpoint / "MANIFEST.json"), type=_Manifest).facts
     except (OSError, msgspec.DecodeError):
         return None
 
@@ -275,9 +275,17 @@ def _record_of_killed(attempt_dir: Path) -> AttemptRecord | None:
     )
 
 
+class _MetricsLine(msgspec.Struct, gc=False):
+    step: int
+    attempt: int
+
+
 def _first_step(run_dir: Path, attempt: int) -> int | None:
     """The step that an attempt resumed from, by its first line of metrics; None from the beginning, or without one."""
-    for line in tail_rows(run_dir / "metrics.jsonl", limit=_MAX_METRICS_BYTES):
-        if line.get("attempt") == attempt and "step" in line:
-            return int(line["step"]) - 1 or None
+    decode = msgspec.json.Decoder(_MetricsLine).decode
+    for line in NewLines(run_dir / "metrics.jsonl").read():
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            row = decode(line)
+            if row.attempt == attempt:
+                return row.step - 1 or None
     return None

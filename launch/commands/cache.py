@@ -39,7 +39,6 @@ from shardwise.launch.probe.disks import mount_of
 from shardwise.launch.probe.host import parse_mountinfo, read_host, read_text
 from shardwise.launch.rundir.process_record import read_records, read_state
 from shardwise.launch.terminal import Console
-from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.units import format_bytes
 from shardwise.trainer.spec.value import Value
@@ -143,7 +142,7 @@ def run_cache(options: CacheOptions, console: Console, *, environment: Mapping[s
             freed=tuple(entry.path for entry in freed),
             freed_bytes=sum(entry.num_bytes for entry in freed),
         )
-        console.line(codec.encode(result).decode().rstrip())
+        console.json(result)
     elif not options.prune:
         console.line(render_entries(entries, now_s=time.time()))
     else:

@@ -196,7 +196,7 @@ def _report_submission(
     options: SubmitOptions, target: Target, run_dir: Path, job_ids: Sequence[str], console: Console
 ) -> None:
     if options.as_json:
-        console.line(json.dumps(_as_json(options, target, run_dir, job_ids)))
+        console.json(_as_json(options, target, run_dir, job_ids), is_indented=False)
         return
     what = f"array {job_ids[0]} of {len(target.points)} points" if options.sweeps else f"job {' then '.join(job_ids)}"
     assert target.found is not None

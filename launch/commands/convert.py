@@ -5,7 +5,6 @@ do. A chat uses the terminal or the pipe of this process. Ctrl-C reaches both pr
 itself, and this process waits for it.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -56,7 +55,7 @@ def run_export(options: ExportOptions, console: Console) -> ExitCode:
         notes.line(f"uploaded to {address}, {'public' if target.is_public else 'private'}")
     if options.as_json:
         pushed = {} if address is None else {"pushed": address}
-        console.line(json.dumps({"export": str(options.output), **pushed}))
+        console.json({"export": str(options.output), **pushed}, is_indented=False)
     else:
         notes.line(f"wrote {options.output}; its README.md shows how to load it")
     return ExitCode.DONE
@@ -110,7 +109,7 @@ def run_import(options: ImportOptions, console: Console) -> ExitCode:
     for note in imported.notes:
         notes.line(note)
     if options.as_json:
-        console.line(json.dumps({"import": str(options.output), "kind": imported.kind, "notes": imported.notes}))
+        console.json({"import": str(options.output), "kind": imported.kind, "notes": imported.notes}, is_indented=False)
     else:
         notes.line(f"wrote {options.output}; train from it with model.name: {options.output}")
     return ExitCode.DONE

@@ -5,7 +5,6 @@ gets its result. A line that cannot be processed gets an error message, and the 
 if there was one. Names of models are looked up here, because planning reads no files; nothing is downloaded.
 """
 
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -26,20 +25,19 @@ STDIN = Path("-")
 MAX_LINE_BYTES = 4 * MIB  # a case has a few hundred bytes; an endless line must not fill the memory
 _TOO_LONG = f"the line is longer than {format_bytes(MAX_LINE_BYTES)}"
 _DECODER = msgspec.json.Decoder()
-_ENCODER = msgspec.json.Encoder()
 
 
-def run_estimate(options: EstimateOptions, _console: Console) -> ExitCode:
+def run_estimate(options: EstimateOptions, console: Console) -> ExitCode:
     """Writes a result for every case of the file, or of stdin for `-`; INPUT if one of them is an error."""
     path = options.cases
     if path == STDIN:
-        return _result_stream(sys.stdin.buffer, sys.stdout.buffer)
+        return _result_stream(sys.stdin.buffer, console)
     try:
         stream = path.open("rb")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     with stream:
-        return _result_stream(stream, sys.stdout.buffer)
+        return _result_stream(stream, console)
 
 
 def estimate_line(line: bytes) -> dict[str, Any]:
@@ -56,18 +54,13 @@ def estimate_line(line: bytes) -> dict[str, Any]:
         return _refusal(case, str(error))
 
 
-def _result_stream(lines: BinaryIO, output: BinaryIO) -> ExitCode:
+def _result_stream(lines: BinaryIO, console: Console) -> ExitCode:
     exit_code = ExitCode.DONE
-    try:
-        for line in _lines(lines):
-            result = _refusal(None, _TOO_LONG) if line is None else estimate_line(line)
-            if "error" in result:
-                exit_code = ExitCode.INPUT
-            output.write(_ENCODER.encode(result) + b"\n")
-            output.flush()
-    except BrokenPipeError:
-        # The reader has ended. Buffered output must not fail a second time when Python closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for line in _lines(lines):
+        result = _refusal(None, _TOO_LONG) if line is None else estimate_line(line)
+        if "error" in result:
+            exit_code = ExitCode.INPUT
+        console.json(result, is_indented=False)
     return exit_code
 
 

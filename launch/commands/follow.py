@@ -17,8 +17,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-import msgspec
-
 from shardwise.launch.options import CancelOptions, LogsOptions, StatusOptions, WatchOptions
 from shardwise.launch.rundir.files import (
     NUM_SIDE_LINES,
@@ -90,7 +88,7 @@ def run_status(options: StatusOptions, console: Console, *, environment: Mapping
         if options.sync:
             return _sync(statuses, console, environment)
         if options.as_json:
-            console.line(_as_json(statuses))
+            console.json(statuses)
             return ExitCode.DONE
         console.line(
             render_table(statuses, base=base) if statuses else f"no runs in {base / RUNS}, and none in a queue"
@@ -105,7 +103,7 @@ def run_status(options: StatusOptions, console: Console, *, environment: Mapping
     if options.sync:
         return _sync(statuses, console, environment)
     if options.as_json:
-        console.line(_as_json(statuses if runs.is_sweep else statuses[0]))
+        console.json(statuses if runs.is_sweep else statuses[0])
     elif runs.is_sweep:
         console.line(render_table(statuses, base=base))
     else:
@@ -149,7 +147,7 @@ def last_line(files: RunFiles) -> str | None:
     for path in (*outputs[-1:], *rank_0):
         lines = [line.strip() for line in tail_lines(path, _LAST_LINE_BYTES) if line.strip()]
         if lines:
-            return "".join(each if each.isprintable() else " " for each in lines[-1])[:_LONGEST_LINE]
+            return lines[-1][:_LONGEST_LINE]
     return None
 
 
@@ -168,10 +166,6 @@ def _age(files: RunFiles) -> tuple[float, str, int, str]:
     submission, folder = files.submission, files.run_dir
     began_s = (folder / "plan.json").stat().st_mtime if submission is None else submitted_s(submission.submitted)
     return -began_s, str(folder.parent), len(folder.name), folder.name
-
-
-def _as_json(status: RunStatus | Sequence[RunStatus]) -> str:
-    return msgspec.json.format(msgspec.json.encode(status), indent=1).decode()
 
 
 def run_logs(
@@ -444,7 +438,7 @@ class _JsonLines:
         self._printed = now
 
     def _line(self, line: dict[str, object]) -> None:
-        self._console.line(msgspec.json.encode(line).decode())
+        self._console.json(line, is_indented=False)
 
 
 def _state_line(look: Look) -> dict[str, object]:

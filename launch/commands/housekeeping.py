@@ -40,17 +40,19 @@ def run_probe(options: ProbeOptions, console: Console) -> ExitCode:
             codec.write(options.output, hardware)
         except OSError as error:
             raise InputError(f"{options.output}: cannot be written: {error.strerror}") from error
-    console.line(codec.encode(hardware).decode().rstrip() if options.as_json else describe_hardware(hardware))
+    if options.as_json:
+        console.json(hardware)
+    else:
+        console.line(describe_hardware(hardware))
     return ExitCode.DONE
 
 
 def run_schema(_options: SchemaOptions, console: Console) -> ExitCode:
     """Prints the JSON Schema of the job file."""
-    import json
 
     from shardwise.trainer.spec.job.fields import job_json_schema
 
-    console.line(json.dumps(job_json_schema(), indent=2))
+    console.json(job_json_schema())
     return ExitCode.DONE
 
 

@@ -92,7 +92,7 @@ def _show_results(
     page = _page(options, inputs, results)
     rows = ladder_rows(results)
     if options.as_json:
-        console.line(json.dumps(rows, indent=1))
+        console.json(rows)
     else:
         console.line()
         console.line(page_text(page, width=_WIDTH))
@@ -222,7 +222,7 @@ def _show_profile(options: ProfileOptions, plan: Plan, report: Report, run_dir: 
     steps_s = timed_steps(run_dir, num_profiled=0 if figures is None else 1)
     text = page_text(profile_page(plan, report, figures, steps_s), width=_WIDTH)
     if options.as_json:
-        console.line(json.dumps({"run_dir": str(run_dir), **profile_json(plan, report, figures, steps_s)}, indent=1))
+        console.json({"run_dir": str(run_dir), **profile_json(plan, report, figures, steps_s)})
         return
     console.line(text)
     if figures is not None:

@@ -31,7 +31,6 @@ from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain.first_screen import first_screen, summary_lines
 from shardwise.trainer.planning.page.content import Page, Section, page_text
 from shardwise.trainer.planning.planner import open_contexts, take_candidate
-from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode, InputError, NothingFitsError
 from shardwise.trainer.spec.job.sections import TrainJob
 from shardwise.trainer.spec.model.readers import read_model_shape
@@ -64,7 +63,7 @@ def run_plan(options: PlanOptions, console: Console) -> ExitCode:
         _write_html(options.html, results, top=options.top, more=more)
     for spec, plan in plans:
         if options.as_json:
-            console.line(codec.encode(plan).decode().rstrip())
+            console.json(plan)
             continue
         if plan is not plans[0][1]:
             console.line()
@@ -181,7 +180,7 @@ def _show_limits(options: PlanOptions, console: Console) -> ExitCode:
             found = search(contexts)
             has_result |= bool(found)
             if options.as_json:
-                console.line(json.dumps(limits_json(question, found, machine=machine)))
+                console.json(limits_json(question, found, machine=machine), is_indented=False)
             sections.append(limits_section(question, found, machine=machine, seq_len=train.seq_len, shape=inputs.shape))
     page = Page(title=title, sections=tuple(sections))
     if not options.as_json:

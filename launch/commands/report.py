@@ -19,7 +19,7 @@ def run_report(options: ReportOptions, console: Console) -> ExitCode:
         _write_page(options.html, runs)
     if options.as_json:
         for run in runs:
-            console.line(msgspec.json.format(msgspec.json.encode(report_json(run)), indent=1).decode())
+            console.json(report_json(run))
         return ExitCode.DONE
     console.line(_text(runs))
     return ExitCode.DONE

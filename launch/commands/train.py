@@ -43,7 +43,7 @@ def run_train(options: TrainOptions, console: Console) -> ExitCode:
     notes = Console(sys.stderr) if options.as_json else console
     outcome = train(options, notes)
     if options.as_json and outcome.report is not None:
-        console.line(codec.encode(outcome.report).decode().rstrip())
+        console.json(outcome.report)
     if outcome.exit_code is ExitCode.DONE and outcome.run_dir is not None and outcome.report is not None:
         notes.line()
         notes.line("next:")

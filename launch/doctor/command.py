@@ -48,7 +48,6 @@ from shardwise.launch.run.disk_needs import (
 from shardwise.launch.rundir.paths import output_base
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.start import check_trackers
-from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
 from shardwise.trainer.spec.plan import Plan
@@ -75,7 +74,7 @@ def run_doctor(options: DoctorOptions, console: Console, *, environment: Mapping
         output = output_base(resolved.job.output, resolved.name).expanduser().absolute().parent
     diagnosis = diagnose(place_of(environment, named=named, output=output, is_quick=options.quick), requested)
     if options.as_json:
-        console.line(codec.encode(diagnosis).decode().rstrip())
+        console.json(diagnosis)
     else:
         console.line(render_diagnosis(diagnosis, seconds=time.monotonic() - started))
     return diagnosis.exit_code

@@ -9,10 +9,13 @@ incomplete or of another version are skipped: the next read finds them.
 """
 
 import json
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,6 +43,9 @@ NUM_SIDE_LINES = 5  # shown of a launcher's log
 _BYTES_A_LINE = 400  # of logs, generously: read for the last lines
 _MIN_TAIL_BYTES = 16 * 1024
 _CHUNK_BYTES = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
+MAX_METRICS_LINES = 10_000  # of metrics.jsonl, kept for a view or a report
+LEAST_SAVE_S = 1e-3  # below it, no save was due
 _POINT = re.compile(r"point-(\d+)")
 V = TypeVar("V", bound=Value)
 
@@ -124,7 +130,7 @@ def tail_rows(path: Path, limit: int = TAIL_BYTES) -> list[dict[str, Any]]:
     """The complete rows among the last bytes of a file of JSON lines; damaged ones are skipped."""
     rows = []
     for line in tail_lines(path, limit):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             row = json.loads(line)
             if isinstance(row, dict):
                 rows.append(row)
@@ -134,7 +140,7 @@ def tail_rows(path: Path, limit: int = TAIL_BYTES) -> list[dict[str, Any]]:
 def tail_lines(path: Path, limit: int = TAIL_BYTES) -> list[str]:
     """The lines among the last bytes of a file; the first of them only if it is complete."""
     try:
-        with path.open("rb") as stream:
+        with codec.open_file(path) as stream:
             size = stream.seek(0, os.SEEK_END)
             begin = max(0, size - limit - 1)
             stream.seek(begin)
@@ -192,6 +198,99 @@ def side_logs(files: RunFiles, *, attempt: int | None = None) -> list[Path]:
     return [path for path in found if any(map(str.strip, tail_lines(path, _MIN_TAIL_BYTES)))]
 
 
+class NewLines:
+    """Complete lines of a file since the last call; those that are longer than a MiB are skipped."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._is_skipping = path, 0, False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that have not been read; 0 while the file cannot be seen."""
+        try:
+            size = self._path.stat().st_size
+        except OSError:
+            return 0
+        return size - self._offset if size >= self._offset else size
+
+    def read(self) -> Iterator[bytes]:
+        """Lines in the order of the file; none while it cannot be read. A file that became shorter is read again."""
+        rest = b""
+        with suppress(OSError), codec.open_file(self._path) as stream:
+            if stream.seek(0, os.SEEK_END) < self._offset:
+                self._offset, self._is_skipping = 0, False
+            stream.seek(self._offset)
+            while content := stream.read(_CHUNK_BYTES):
+                *lines, rest = (rest + content).split(b"\n")
+                if lines and self._is_skipping:
+                    self._offset, self._is_skipping = self._offset + len(lines.pop(0)) + 1, False
+                self._offset += sum(map(len, lines)) + len(lines)
+                if len(rest) > _MAX_LINE_BYTES:
+                    self._offset, rest, self._is_skipping = self._offset + len(rest), b"", True
+                yield from lines
+
+
+class _Glance(msgspec.Struct, gc=False):
+    """The fields of a line of metrics.jsonl that decide if it is kept."""
+
+    step: int
+    attempt: int = 1
+    loss: float | None = None
+    eval_loss: float | None = None
+    step_s: float | None = None
+    checkpoint_s: float | None = None
+    memory_peak_bytes: int | None = None
+    skipped: bool | None = None
+
+
+class ThinnedLines(NamedTuple):
+    """Lines of metrics.jsonl, and what all of them add up to."""
+
+    lines: list[bytes]
+    num_steps: int
+    training_s: float
+
+
+def thinned_lines(lines: Iterator[bytes], *, num_bytes: int) -> ThinnedLines:
+    """All lines of a short file, of one of `num_bytes` at most about `MAX_METRICS_LINES`; damaged ones are left out.
+
+    Of each stretch it keeps the lowest and the highest loss, so that no spike is lost; of the whole file scores, saves,
+    skipped steps, new peaks of memory, the first steps of an attempt and the last hundred lines.
+    """
+    first = list(islice(lines, 100))
+    stretch = num_bytes * len(first) // (sum(map(len, first)) or 1) * 2 // MAX_METRICS_LINES
+    decode = msgspec.json.Decoder(_Glance).decode
+    kept: dict[int, bytes] = {}
+    last: deque[tuple[int, bytes]] = deque(maxlen=100)
+    low = high = (math.nan, 0, b"")
+    number, training_s, peak_bytes, num_early, attempt = 0, 0.0, 0, 0, 0
+    for line in chain(first, lines):
+        try:
+            row = decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        number += 1
+        training_s += row.step_s or 0.0
+        if row.attempt != attempt:
+            attempt, num_early = row.attempt, 0
+        num_early += 1
+        is_peak = row.memory_peak_bytes is not None and row.memory_peak_bytes > peak_bytes
+        if is_peak:
+            peak_bytes = row.memory_peak_bytes or 0
+        is_named = is_peak or row.skipped or row.eval_loss is not None or (row.checkpoint_s or 0.0) >= LEAST_SAVE_S
+        if stretch <= 2 or num_early <= 2 or (is_named and len(kept) < 2 * MAX_METRICS_LINES):
+            kept[number] = line
+        last.append((number, line))
+        loss = math.inf if row.loss is None else row.loss
+        low = low if low[0] <= loss else (loss, number, line)
+        high = high if high[0] >= loss else (loss, number, line)
+        if stretch > 2 and number % stretch == 0:
+            kept[low[1]], kept[high[1]] = low[2], high[2]
+            low = high = (math.nan, 0, b"")
+    kept.update(last)
+    return ThinnedLines([kept[place] for place in sorted(kept)], number, training_s)
+
+
 class LogFollower:
     """New complete lines of one file since the last read. An incomplete line is left for the next read."""
 
@@ -202,7 +301,7 @@ class LogFollower:
     def read_new(self) -> Sequence[str]:
         """The lines since the last read; a file that became shorter is read from its beginning."""
         try:
-            with self.path.open("rb") as stream:
+            with codec.open_file(self.path) as stream:
                 if os.fstat(stream.fileno()).st_size < self._offset:
                     self._offset = 0
                 stream.seek(self._offset)
@@ -216,7 +315,7 @@ class LogFollower:
 
 def _end_of_last_line(path: Path) -> int:
     try:
-        with path.open("rb") as stream:
+        with codec.open_file(path) as stream:
             size = stream.seek(0, os.SEEK_END)
             begin = max(0, size - _MIN_TAIL_BYTES)
             stream.seek(begin)
@@ -242,15 +341,15 @@ def _read(path: Path, kind: type[V]) -> V | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        content = json.loads(codec.read_file(path))
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return codec.read_file(path).decode(errors="replace")
     except OSError:
         return ""
 
@@ -258,7 +357,7 @@ def _read_text(path: Path) -> str:
 def _changed_s(path: Path) -> float:
     """The time of the last write; the file is opened first, or NFS returns an earlier time."""
     try:
-        with path.open("rb") as stream:
+        with codec.open_file(path) as stream:
             return os.fstat(stream.fileno()).st_mtime
     except OSError:
         return 0.0

@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.trainer.spec.codec import write_bytes
+from shardwise.trainer.spec.codec import read_file, write_bytes
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 LOCK = ".lock"
@@ -83,7 +83,7 @@ def parse_owner(content: bytes) -> LockOwner | None:
 def recorded_owner(run_dir: Path) -> LockOwner | None:
     """The last owner of the lock, on any machine, which may have ended."""
     try:
-        return parse_owner((run_dir / LOCK).read_bytes())
+        return parse_owner(read_file(run_dir / LOCK))
     except OSError:
         return None
 
@@ -125,7 +125,7 @@ def is_cancelled(run_dir: Path) -> bool:
 def read_cancel_flag(run_dir: Path) -> str | None:
     """`cancelled 2030-01-02T12:00:00Z by user@host`; None if the run was not cancelled."""
     try:
-        return (run_dir / CANCEL_FLAG).read_text(errors="replace").partition("\n")[0] or "cancelled"
+        return read_file(run_dir / CANCEL_FLAG).decode(errors="replace").partition("\n")[0] or "cancelled"
     except OSError:
         return None
 
@@ -146,7 +146,7 @@ def write_cancel_flag(run_dir: Path, *, now: datetime, job_ids: Sequence[str] = 
 def must_end_at_start(run_dir: Path, environment: Mapping[str, str] = os.environ) -> bool:
     """True if this process runs in a job that was cancelled; any other start removes the flag."""
     try:
-        _, _, jobs = (run_dir / CANCEL_FLAG).read_text(errors="replace").partition("\njobs")
+        _, _, jobs = read_file(run_dir / CANCEL_FLAG).decode(errors="replace").partition("\njobs")
     except OSError:
         return False
     if own_job(environment) in jobs.split():

@@ -11,6 +11,8 @@ import signal
 from pathlib import Path
 from typing import NamedTuple
 
+from shardwise.trainer.spec.codec import read_file
+
 
 class ProcessRecord(NamedTuple):
     """One process that was started for an attempt."""
@@ -63,9 +65,9 @@ def read_records(folder: Path) -> dict[str, ProcessRecord]:
     records = {}
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(read_file(path))
             records[path.stem] = ProcessRecord(int(content["pid"]), int(content["start_time"]))
-        except (ValueError, KeyError, TypeError, FileNotFoundError):
+        except (ValueError, KeyError, TypeError, OSError):
             continue
     return records
 

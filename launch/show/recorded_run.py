@@ -2,7 +2,8 @@
 
 A file that is missing or damaged is a problem in the result, so that one bad run does not hide the others. A line of
 metrics.jsonl that is cut off or damaged is left out. A step that was repeated, after a restart or after going back to a
-checkpoint, has several lines: all of them count for time, the last one counts for the curves.
+checkpoint, has several lines: all of them count for time, the last one counts for the curves. Of a long run a part of
+the lines is read in full.
 """
 
 import contextlib
@@ -10,10 +11,11 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from shardwise.launch.rundir.files import LEAST_SAVE_S, NewLines, thinned_lines
 from shardwise.trainer.planning.recommend import Observed, Recommendation, recommendations
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
@@ -25,7 +27,6 @@ from shardwise.trainer.spec.value import Value
 
 _WARM_UP = 2  # steps of an attempt that are slower than the others
 _LEAST_SAMPLES = 5  # on either side, before two medians are compared
-_LEAST_SAVE_S = 1e-3  # below it, no save was due
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,27 +63,41 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.step_s is None else max(0.0, self.step_s - sum(part or 0.0 for part in parts))
 
 
-def read_steps(path: Path) -> tuple[Step, ...]:
+class RecordedSteps(NamedTuple):
+    """Steps of metrics.jsonl; of a long file those that `thinned_lines` keeps."""
+
+    steps: tuple[Step, ...]
+    num_steps: int = 0  # of the whole file
+    training_s: float = 0.0
+
+
+def read_steps(path: Path) -> RecordedSteps:
     """Every complete line, in the order of the file."""
-    decoder, steps = msgspec.json.Decoder(Step), []
-    with contextlib.suppress(OSError), path.open("rb") as stream:
-        for line in stream:
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-                steps.append(decoder.decode(line))
-    return tuple(steps)
+    decoder, steps, new = msgspec.json.Decoder(Step), [], NewLines(path)
+    thinned = thinned_lines(new.read(), num_bytes=new.num_bytes)
+    for line in thinned.lines:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            steps.append(decoder.decode(line))
+    return RecordedSteps(tuple(steps), thinned.num_steps, thinned.training_s)
 
 
 def last_of_each(steps: Iterable[Step]) -> tuple[Step, ...]:
-    """The last line of each step, by number."""
-    return tuple(step for _, step in sorted({step.step: step for step in steps}.items()))
+    """The steps by number; one that was repeated replaces what followed it, as in a run that went back."""
+    found: list[Step] = []
+    for step in steps:
+        while found and found[-1].step >= step.step:
+            found.pop()
+        found.append(step)
+    return tuple(found)
 
 
-def observed(steps: Sequence[Step]) -> Observed:
-    """Summary of the steps."""
+def observed(steps: Sequence[Step], *, num_steps: int | None = None, training_s: float | None = None) -> Observed:
+    """Summary of the steps; number and time are those of the whole file, if `steps` are a part of it."""
     steady = steady_steps(steps)
     throttled = [step for step in steady if step.gpu_throttle]
-    saves = [step.checkpoint_s for step in steps if (step.checkpoint_s or 0.0) >= _LEAST_SAVE_S]
-    training_s, saving_s = sum(step.step_s or 0.0 for step in steps), sum(step.checkpoint_s or 0.0 for step in steps)
+    saves = [step.checkpoint_s for step in steps if (step.checkpoint_s or 0.0) >= LEAST_SAVE_S]
+    saving_s = sum(saves)
+    training_s = sum(step.step_s or 0.0 for step in steps) if training_s is None else training_s
     padded = [step.padding_share for step in steps if step.padding_share is not None]
     busy = [step.gpu_utilization for step in steady if step.gpu_utilization is not None]
     return Observed(
@@ -91,7 +106,7 @@ def observed(steps: Sequence[Step]) -> Observed:
         saving_share=saving_s / (training_s + saving_s) if training_s else None,
         num_saves=len(saves),
         padding_share=statistics.fmean(padded) if padded else None,
-        num_steps=len(steps),
+        num_steps=len(steps) if num_steps is None else num_steps,
         num_skipped=sum(1 for step in steps if step.skipped and step.skipped_rows),
         idle_share=1 - statistics.fmean(busy) if busy else None,
         throttle=statistics.mode(step.gpu_throttle for step in throttled) if throttled else None,
@@ -169,9 +184,14 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     run_dir: Path
     plan: Plan | None
     report: Report | None
-    steps: tuple[Step, ...] = ()  # every line of metrics.jsonl
+    recorded: RecordedSteps = RecordedSteps(())
     overrides: tuple[str, ...] = ()  # of a point of a sweep
     problem: str | None = None  # why there is no report, or no plan
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Lines of metrics.jsonl."""
+        return self.recorded.steps
 
     @cached_property
     def curve(self) -> tuple[Step, ...]:
@@ -197,7 +217,7 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def step(self) -> int:
-        return self.report.step if self.report is not None else max((step.step for step in self.steps), default=0)
+        return self.report.step if self.report is not None else self.curve[-1].step if self.curve else 0
 
     @property
     def num_steps(self) -> int | None:
@@ -221,7 +241,9 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Empty if the run has not ended or has no plan."""
         if self.plan is None or self.report is None:
             return ()
-        return recommendations(self.plan, self.report, observed(self.steps))
+        whole = self.recorded
+        found = observed(whole.steps, num_steps=whole.num_steps, training_s=whole.training_s)
+        return recommendations(self.plan, self.report, found)
 
 
 def read_recorded(run_dir: Path) -> RecordedRun:
@@ -235,7 +257,7 @@ def read_recorded(run_dir: Path) -> RecordedRun:
         run_dir=run_dir,
         plan=plan,
         report=report,
-        steps=read_steps(run_dir / "metrics.jsonl"),
+        recorded=read_steps(run_dir / "metrics.jsonl"),
         overrides=() if submission is None else submission.overrides,
         problem=no_plan or no_report,
     )

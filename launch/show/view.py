@@ -21,34 +21,24 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from shardwise.launch.rundir.files import NewLines, thinned_lines
+from shardwise.trainer.spec.codec import read_file
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.secrets import printable
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
-
-_CHUNK_BYTES = 8 << 20
 
 
 class MetricsTail:
     """New complete lines of a metrics file since the last call; damaged lines are skipped."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset, self._rest = path, 0, b""
+        self._new = NewLines(path)
 
     def read_new(self) -> list[dict[str, Any]]:
-        """Rows in the order of the file; none while it cannot be read. A file that became shorter is read again."""
-        rows: list[dict[str, Any]] = []
-        try:
-            with self._path.open("rb") as stream:
-                if stream.seek(0, 2) < self._offset:
-                    self._offset, self._rest = 0, b""
-                stream.seek(self._offset)
-                while content := stream.read(_CHUNK_BYTES):
-                    self._offset += len(content)
-                    *lines, self._rest = (self._rest + content).split(b"\n")
-                    rows += [row for line in lines if (row := parse_row(line)) is not None]
-        except OSError:  # not there yet, or out of sight for a while
-            return rows
-        return rows
+        """Rows in the order of the file, of a long one the lines that a view needs (`thinned_lines`)."""
+        lines = thinned_lines(self._new.read(), num_bytes=self._new.num_bytes).lines
+        return [row for line in lines if (row := parse_row(line)) is not None]
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
@@ -63,8 +53,8 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 def read_phase(attempt_dir: Path) -> str | None:
     """The phase that the ranks of an attempt report; None before the first report or while it is written."""
     try:
-        status = msgspec.json.decode((attempt_dir / "status.json").read_bytes())
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        status = msgspec.json.decode(read_file(attempt_dir / "status.json"))
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     phase = status.get("phase") if isinstance(status, dict) else None
     return phase if isinstance(phase, str) else None
@@ -380,12 +370,16 @@ def fitted(parts: Sequence[str], width: int, *, cuts_last: bool = False) -> str:
     """As many parts as fit, joined by commas. The first, or with `cuts_last` the last, is cut to fit."""
     text = ""
     for number, part in enumerate(parts):
-        longer = f"{text}, {printable(part)}" if number else printable(part)
+        longer = f"{text}, {_in_one_line(part)}" if number else _in_one_line(part)
         if num_columns(longer) > width:
             is_cut = not number or (cuts_last and width - num_columns(text) >= _LEAST_OF_A_PART)
             return _cut(longer, width) if is_cut else text
         text = longer
     return text
+
+
+def _in_one_line(text: str) -> str:
+    return printable(" ".join(text.split("\n")).replace("\t", " "))
 
 
 def num_columns(text: str) -> int:
@@ -401,11 +395,6 @@ def _cut(text: str, width: int) -> str:
     while num_columns(text) > max(0, width - 2):
         text = text[:-1]
     return (text.rstrip() + "..")[:width]
-
-
-def printable(text: str) -> str:
-    """The text in one line, without characters that move the cursor."""
-    return "".join(each if each.isprintable() else " " for each in text)
 
 
 def _line(row: _Row, width: int, graphic: int, *, has_color: bool) -> str:

@@ -80,7 +80,7 @@ def offline_logs(run_dir: Path) -> list[Path]:
 
 def read_records(path: Path) -> Iterator[bytes]:
     """The serialized records of a log, up to the first piece that is damaged or incomplete."""
-    content = path.read_bytes()
+    content = codec.read_file(path)
     if content[: len(_HEADER)] != _HEADER:
         return
     place, record = _HEADER_BYTES, b""

@@ -72,7 +72,7 @@ class TensorboardTracker(Tracker):
 def _read_count(folder: Path) -> int:
     """Lines of metrics.jsonl in the event files; 0 without a count."""
     try:
-        count = json.loads((folder / _COUNT_FILE).read_bytes())["lines"]
+        count = json.loads(codec.read_file(folder / _COUNT_FILE))["lines"]
     except (OSError, ValueError, KeyError, TypeError):
         return 0
     return count if isinstance(count, int) else 0

@@ -3,16 +3,20 @@
 A file of another format, a truncated one or one with unknown fields is an InputError that names the file.
 """
 
+import errno
 import json
 import os
+import stat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.secrets import redact
 from shardwise.trainer.spec.value import Value
+
+MAX_FILE_BYTES = 256 << 20  # of a file that is read whole
 
 V = TypeVar("V", bound=Value)
 
@@ -33,10 +37,32 @@ def decode(content: bytes, kind: type[V], *, origin: str) -> V:
 def read(path: Path, kind: type[V]) -> V:
     """The value in the file `path`."""
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     return decode(content, kind, origin=str(path))
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A regular file, for reading. OSError for others: a FIFO may block for ever, and a device may have no end."""
+    stream = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 # a Path takes no opener; the caller closes it
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return stream
+
+
+def read_file(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Content of a regular file; OSError if it is larger than `max_bytes`."""
+    with open_file(path) as stream:
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return content
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
 
 
 def write(path: Path, value: Value) -> None:
@@ -72,7 +98,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file of another program, such as config.json."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_file(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -1,27 +1,48 @@
-"""Removes secrets of the environment from everything that is written or printed.
+"""Text as it may be shown: without secrets of the environment, and without characters that a terminal obeys.
 
-What counts: values of variables that are named like one (HF_TOKEN, WANDB_API_KEY, TEAM_WEBHOOK_URL), the token
-that `hf auth login` stored, anything of the form `hf_...`, and what stands before the `@` of a URL. Shown is
-`[redacted]`.
+What counts as a secret: values of variables that are named like one (HF_TOKEN, PGPASSWORD, TEAM_WEBHOOK_URL), the token
+that `hf auth login` stored, anything of the form `hf_...`, and what stands before the `@` of a URL. `[redacted]` is
+shown instead.
 """
 
+import errno
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+
 _NAME = re.compile(
-    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|(?:API|ACCESS|PRIVATE)_?KEY|WEBHOOKS?|HOOK_URL)(?:$|_)"
+    r"(?:^|_)(?:TOKENS?|SECRETS?|PASSPHRASE|CREDENTIALS?|(?:API|ACCESS|PRIVATE)_?KEYS?|WEBHOOKS?|(?:HOOK|NOTIFY)_URL)(?:$|_)"
+    r"|PASSWORDS?(?:$|_)|PASSWD(?:$|_)|_(?:KEYS?|PASS|PAT)$"
 )
 _NO_VALUE = ("_PATH", "_FILE", "_DIR", "_ID")  # such a variable holds a secret's path or owner
 _LEAST_CHARACTERS = 8  # shorter ones would occur in ordinary text
 _FORMS = re.compile(r"\bhf_[A-Za-z0-9]{20,}\b|(?<=://)[^/\s@\"']+:[^/\s@\"']+(?=@)")
 REDACTED = "[redacted]"
+# Control characters but newline and tab, marks that reverse or hide text, and halves of characters, which a name of
+# bytes that are not UTF-8 has.
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e0fff]"
+)
+
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+
+
+def printable(text: str) -> str:
+    """The text with characters that a terminal would obey as JSON writes them: `\\u001b`. JSON keeps its meaning."""
+    return _OBEYED.sub(_as_json, text)
+
+
+def _as_json(found: re.Match[str]) -> str:
+    return json.dumps(found[0])[1:-1]
 
 
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
@@ -47,7 +68,7 @@ def names_secret(name: str) -> bool:
 
 @contextmanager
 def redacted_output() -> Iterator[None]:
-    """Redacts what Python prints in this block."""
+    """Redacts what Python prints in this block. A stream that fails is dropped, so that no run ends with its output."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast("TextIO", RedactedStream(stream)) for stream in before)
     try:
@@ -57,19 +78,59 @@ def redacted_output() -> Iterator[None]:
 
 
 class RedactedStream:
-    """A text stream that shows no secret; everything but `write` is the stream's own."""
+    """A text stream that shows no secret; everything but writing is the stream's own.
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    A stream that was closed, or whose disk is full, accepts no more: the rest goes to /dev/null, and `problem` is the
+    error. If `is_needed` is set, the error is raised: BrokenPipeError, or EnvironmentFaultError.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        """The stream is None if it was closed before Python started."""
+        self.is_needed = False
+        self.problem = None if stream is not None else OSError(errno.EBADF, os.strerror(errno.EBADF))
+        self._stream = stream if stream is not None else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  # as long as the process
 
     def write(self, text: str) -> int:
         """Returns the length of `text`; the written text may be shorter."""
-        self._stream.write(redact(text))
+        self._or_drop(lambda: self._stream.write(self._encodable(redact(text))))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
+
+    def flush(self) -> None:
+        self._or_drop(self._stream.flush)
+
+    def _encodable(self, text: str) -> str:
+        """The text, of a stream that cannot encode it in ASCII, as JSON writes it."""
+        try:
+            text.encode(getattr(self._stream, "encoding", None) or "utf-8")
+        except UnicodeEncodeError:
+            return _NOT_ASCII.sub(_as_json, text)
+        return text
+
+    def _or_drop(self, act: Callable[[], object]) -> None:
+        if self.problem is None:
+            try:
+                act()
+            except OSError as error:
+                self.problem = error
+                self._discard()
+        if self.is_needed and self.problem is not None:
+            if isinstance(self.problem, BrokenPipeError):
+                raise BrokenPipeError
+            raise EnvironmentFaultError(f"the output cannot be written: {self.problem.strerror}")
+
+    def _discard(self) -> None:
+        """Sends what is buffered to /dev/null, or it fails again when Python closes the stream."""
+        try:
+            number = self._stream.fileno()
+        except (OSError, ValueError):
+            return
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(null, number)
+        os.close(null)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute of the stream
         return getattr(self._stream, name)

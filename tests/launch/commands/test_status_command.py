@@ -53,7 +53,7 @@ def test_without_slurm_a_submitted_run_says_that_nobody_can_tell(runs: Path):
     (runs / "one" / "slurm-12.out").write_text("planning\nstep 1\x1b[2K\n\n")
     text = status("runs/one")
     assert "no Slurm here" in text
-    assert "last line: step 1 [2K" in text and "logs: runs/one/slurm-12.out" in text
+    assert "last line: step 1\\u001b[2K" in text and "logs: runs/one/slurm-12.out" in text
 
 
 def test_all_runs_of_a_folder_the_newest_first(runs: Path):

@@ -157,7 +157,7 @@ def test_the_tail_returns_each_whole_step_once(tmp_path: Path):
 
 
 def test_a_file_that_is_larger_than_a_chunk_is_read_whole(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("shardwise.launch.show.view._CHUNK_BYTES", 10)
+    monkeypatch.setattr("shardwise.launch.rundir.files._CHUNK_BYTES", 10)
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(50)))
     assert [row["step"] for row in MetricsTail(path).read_new()] == list(range(50))

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.report import Ending
@@ -64,7 +65,7 @@ def encode_heartbeat(beat: Heartbeat) -> bytes:
 def read_heartbeat(attempt_dir: Path, rank: int) -> Heartbeat | None:
     """The last sign of a rank; None where it gave none yet, or is writing one."""
     try:
-        return msgspec.json.decode(heartbeat_path(attempt_dir, rank).read_bytes(), type=Heartbeat)
+        return msgspec.json.decode(codec.read_file(heartbeat_path(attempt_dir, rank)), type=Heartbeat)
     except (OSError, msgspec.DecodeError):
         return None
 

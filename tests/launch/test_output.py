@@ -1,0 +1,117 @@
+"""Output that cannot be written or shown ends in a line and a documented code, in every command."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from reported_run import report_for, tiny_plan, write_run
+from typed_command import typed
+
+from shardwise.launch.options import COMMANDS
+from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.report import Sample
+
+READERS = tuple(
+    line.split()
+    for line in [
+        "report run",
+        "report run --json",
+        "status run",
+        "status run --json",
+        "logs run",
+        "watch run --once",
+        "watch run --once --json",
+        "schema",
+    ]
+)
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+FILE_TOO_LONG = "x" * 300
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def redirected(where: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """`shardwise WORDS` with its stdout redirected as a shell does."""
+    argv = [sys.executable, "-m", "shardwise.launch.cli", *words]
+    return subprocess.run(["sh", "-c", f'exec "$@" {where}', "sh", *argv], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize(("where", "fact"), [(">/dev/full", "No space left"), (">&-", "Bad file descriptor")])
+def test_output_that_cannot_be_written_is_a_fault_of_the_environment(here, where, fact):
+    write_run(here / "run")
+    for words in (READERS[0], READERS[3], READERS[5], READERS[7]):
+        ended = redirected(where, *words)
+        assert (ended.returncode, ended.stderr.count("\n")) == (int(ExitCode.ENVIRONMENT), 1), (words, ended.stderr)
+        assert fact in ended.stderr
+
+
+@pytest.mark.cold
+def test_a_reader_that_has_seen_enough_is_no_fault(here):
+    write_run(here / "run")
+    ended = redirected("| head -n 1; true", "report", "run")
+    assert (ended.returncode, ended.stderr, ended.stdout.count("\n")) == (0, "", 1)
+
+
+@pytest.mark.cold
+def test_a_command_that_does_more_than_print_goes_on_without_its_output(here):
+    """Only its own outcome decides about its exit code."""
+    (here / "rows.jsonl").write_text('{"text": "a row"}\n' * 20)
+    for where in (">/dev/full", ">&-", ">/dev/full 2>&1", ">&- 2>&-"):
+        ended = redirected(where, "init", "--model", "gpt2", "--data", "rows.jsonl", "-o", "job.yaml")
+        assert ended.returncode == 0 and (here / "job.yaml").is_file(), (where, ended.stderr)
+        (here / "job.yaml").unlink()
+    needing = {name for name, command in COMMANDS.items() if not command.needs_output}
+    assert needing == {"init", "train", "submit", "fetch", "cancel", "export", "import", "workspace"}
+
+
+@pytest.mark.cold
+def test_text_is_readable_in_a_terminal_of_ascii(here, monkeypatch):
+    plan = tiny_plan()
+    report = replace(report_for(plan), sample=Sample(prompt="Grüße", before=None, after="日本"))
+    write_run(here / "run", plan=plan, report=report)
+    for name, value in {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONIOENCODING": "ascii",
+    }.items():
+        monkeypatch.setenv(name, value)
+    ended = redirected("", "report", "run")
+    assert ended.returncode == 0 and r"Gr\u00fc\u00dfe" in ended.stdout and ended.stdout.isascii()
+    assert json.loads(redirected("", "report", "run", "--json").stdout)["sample"]["after"] == "日本"
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_shown_and_never_an_internal_error(here, monkeypatch, capfd):
+    name = os.fsdecode(b"caf\xe9")
+    write_run(here / name)
+    for words in READERS[:-1]:
+        answer = typed(capfd, *(name if word == "run" else word for word in words))
+        assert (answer.code, answer.err) == (0, ""), words
+        if words[0] != "logs":
+            assert r"caf\udce9" in answer.out, words
+    assert os.fsencode(json.loads(typed(capfd, "status", name, "--json").out)["run_dir"]) == b"caf\xe9"
+    assert typed(capfd, "report", name, "--html", "page.html").code == 0
+    refused = typed(capfd, "plan", "gpt2", "--hardware", "1xA100-SXM4-80GB", "--data", name, "--json")
+    assert refused.code == int(ExitCode.INPUT) and "internal error" not in refused.err
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"probe", "doctor", "cache", "schema", "workspace"}))
+def test_a_path_that_is_too_long_is_an_error_of_the_input(here, capsys, command):
+    words = {
+        "init": ["--model", FILE_TOO_LONG, "--data", "rows"],
+        "export": [FILE_TOO_LONG, "out"],
+        "import": [FILE_TOO_LONG, "out"],
+    }
+    answer = typed(capsys, command, *words.get(command, [FILE_TOO_LONG]))
+    assert answer.code == int(ExitCode.INPUT) and "File name too long" in answer.err, answer.err
+    assert len(answer.err.splitlines()) <= 3
