@@ -40,7 +40,7 @@ def _open_closed_descriptors() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number
 
 
 def _exit_code(argv: Sequence[str] | None) -> int:

@@ -196,7 +196,7 @@ class Bench:
                 stop=self.stop,
                 environment=self.environment,
             )
-            steps = tuple(last_of_each(read_steps(run_dir / "metrics.jsonl")))
+            steps = tuple(last_of_each(read_steps(run_dir / "metrics.jsonl").steps))
         finally:
             shutil.rmtree(run_dir, ignore_errors=True)
         return _result_of(case, plan.chosen, run, steps, time.monotonic() - started)

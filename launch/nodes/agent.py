@@ -37,6 +37,7 @@ from shardwise.launch.nodes.channel import (
     Stacks,
     Start,
     StopRequested,
+    Token,
     nodes_path,
 )
 from shardwise.launch.probe.host import interface_of, read_host
@@ -289,9 +290,8 @@ def _connect(
                     continue
                 channel, address = Channel(connection, FromSupervisor), connection.getsockname()[0]
                 name = socket.gethostname()
-                channel.send(
-                    Hello(token=content.token, node_rank=node_rank, host=name, address=address, hardware=hardware)
-                )
+                channel.send(Token(token=content.token))
+                channel.send(Hello(node_rank=node_rank, host=name, address=address, hardware=hardware))
                 return channel
             problem = problems[0]
         if time.monotonic() > end:

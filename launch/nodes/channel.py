@@ -7,12 +7,14 @@ rest: starts and stops, the end of each machine's launcher, and the loss of a ma
 machine, its network or its process, so each side notices the end of the other at once.
 
 `RUN/.nodes.json` holds port and token and is readable by the user alone: a client that knows the token runs as the user
-and sees the run directory. Clients that send longer lines than `MAX_LINE_BYTES`, or anything else before a valid Hello,
-are disconnected.
+and sees the run directory. Its first line is the token, at most `MAX_TOKEN_LINE_BYTES` long, and within `HELLO_S`; of
+clients that have not sent it, the oldest are disconnected if there are more than `MAX_PENDING`. The port is open on the
+interface of the name by which the other machines find this one.
 """
 
 import contextlib
-import os
+import hmac
+import ipaddress
 import secrets
 import select
 import socket
@@ -33,6 +35,8 @@ from shardwise.trainer.spec.value import Value
 
 NODES_NAME = ".nodes.json"
 MAX_LINE_BYTES = 4 << 20  # a probe of a large node is some hundred KiB
+MAX_TOKEN_LINE_BYTES = 512
+MAX_PENDING = 64  # clients that have not authenticated
 HELLO_S = 10.0  # for a client to authenticate
 _RECEIVE_BYTES = 1 << 16
 _POLL_S = 0.05
@@ -46,10 +50,15 @@ class NodesFile(Value, frozen=True, kw_only=True):
     token: str
 
 
-class Hello(Value, frozen=True, kw_only=True, tag="hello"):
+class Token(Value, frozen=True, kw_only=True, tag="token"):
     """The first message of an agent."""
 
     token: str
+
+
+class Hello(Value, frozen=True, kw_only=True, tag="hello"):
+    """The second message of an agent."""
+
     node_rank: int
     host: str
     address: str  # of the interface that leads to the supervisor
@@ -115,16 +124,17 @@ class Bye(Value, frozen=True, kw_only=True, tag="bye"):
     text: str = ""
 
 
-FromAgent = Hello | Note | Stacks | Ended | StopRequested
+FromAgent = Token | Hello | Note | Stacks | Ended | StopRequested
 FromSupervisor = Start | Command | Bye
 
 
 class Channel:
     """One connection with complete messages in both directions; no call waits without a limit."""
 
-    def __init__(self, connection: socket.socket, kind: object) -> None:
+    def __init__(self, connection: socket.socket, kind: object, *, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         """`kind` is the union of messages that the other side may send."""
         self.connection = connection
+        self.max_line_bytes = max_line_bytes
         self.is_open = True
         self._decoder = msgspec.json.Decoder(kind)
         self._rest = b""
@@ -147,9 +157,9 @@ class Channel:
 
     def receive(self, wait_s: float = 0.0) -> list[Value]:
         """The messages that have arrived, after waiting at most `wait_s` for one; closes the channel at its end."""
-        if self.is_open and select.select([self.connection], [], [], wait_s)[0]:
+        if self.is_open and self._has_content(wait_s):
             try:
-                content = self.connection.recv(_RECEIVE_BYTES)
+                content = self.connection.recv(min(_RECEIVE_BYTES, self.max_line_bytes))
             except OSError:
                 content = b""
             self._rest += content
@@ -161,9 +171,14 @@ class Channel:
         except (msgspec.DecodeError, UnicodeDecodeError):  # an unauthenticated client
             messages = []
             self.close()
-        if len(self._rest) > MAX_LINE_BYTES:
+        if len(self._rest) >= self.max_line_bytes:
             self.close()
         return messages
+
+    def _has_content(self, wait_s: float) -> bool:
+        poll = select.poll()  # `select` refuses descriptors above 1023
+        poll.register(self.connection, select.POLLIN)
+        return bool(poll.poll(1000 * wait_s))
 
     def close(self) -> None:
         self.is_open = False
@@ -190,19 +205,35 @@ class Node:
         return f"{self.hello.host} (node {self.rank})"
 
 
+@dataclass(slots=True, eq=False)
+class _Client:
+    """A client that has not authenticated."""
+
+    channel: Channel
+    address: str  # of this machine at which it connected
+    end_s: float  # of its time, on the monotonic clock
+    has_token: bool = False
+
+
 class NodeServer:
     """The supervisor's side of the connections; only `wait_for_all` waits."""
 
-    def __init__(self, run_dir: Path, *, num_nodes: int, port: int = 0, on_line: Callable[[str], None]) -> None:
-        """Opens the port and writes `RUN/.nodes.json`; EnvironmentFaultError if either fails."""
+    def __init__(
+        self, run_dir: Path, *, num_nodes: int, address: str = "", port: int = 0, on_line: Callable[[str], None]
+    ) -> None:
+        """Opens the port at `address`, or at all of this machine, and writes `RUN/.nodes.json`.
+
+        EnvironmentFaultError if either fails.
+        """
         self.num_nodes = num_nodes
+        self.own_address = address or "127.0.0.1"  # for the agent of this machine
         self.nodes: dict[int, Node] = {}
         self.lost: list[str] = []  # machines whose connection ended, in sentences
         self._on_line = on_line
-        self._pending: list[tuple[Channel, str, float]] = []  # unauthenticated clients, with the end of their time
+        self._pending: list[_Client] = []
         self._path = nodes_path(run_dir)
         try:
-            self._listener = socket.create_server(("", port), backlog=num_nodes + 8)
+            self._listener = socket.create_server((address, port), backlog=num_nodes + MAX_PENDING)
         except OSError as error:
             raise EnvironmentFaultError(
                 f"--head: port {port} of this machine cannot be listened on: {error.strerror}; name another: HOST:PORT"
@@ -211,12 +242,8 @@ class NodeServer:
         self.port: int = self._listener.getsockname()[1]
         self._token = secrets.token_hex(16)
         content = NodesFile(host=socket.gethostname(), port=self.port, token=self._token)
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "wb") as stream:
-                stream.write(codec.encode(content))
-            temporary.replace(self._path)
+            codec.write_bytes(self._path, codec.encode(content), mode=0o600)
         except OSError as error:
             self._listener.close()
             raise EnvironmentFaultError(f"{self._path}: cannot be written: {error.strerror}") from error
@@ -277,7 +304,7 @@ class NodeServer:
 
     def close(self) -> None:
         """Ends every connection and removes the file."""
-        for channel in (*(node.channel for node in self.nodes.values()), *(each[0] for each in self._pending)):
+        for channel in (*(node.channel for node in self.nodes.values()), *(client.channel for client in self._pending)):
             channel.close()
         self._listener.close()
         with contextlib.suppress(OSError):
@@ -290,16 +317,25 @@ class NodeServer:
             except OSError:
                 return
             address = connection.getsockname()[0]
-            self._pending.append((Channel(connection, FromAgent), address, time.monotonic() + HELLO_S))
+            channel = Channel(connection, FromAgent, max_line_bytes=MAX_TOKEN_LINE_BYTES)
+            self._pending.append(_Client(channel, address, time.monotonic() + HELLO_S))
+            for client in self._pending[:-MAX_PENDING]:
+                client.channel.close()
+            del self._pending[:-MAX_PENDING]
 
-    def _authenticate(self, client: tuple[Channel, str, float]) -> None:
-        channel, address, end = client
-        messages = channel.receive()
-        if not messages and channel.is_open and time.monotonic() <= end:
+    def _authenticate(self, client: _Client) -> None:
+        """The token first, as long as lines are short; then the Hello, which has the hardware."""
+        channel, messages = client.channel, client.channel.receive()
+        if messages and not client.has_token:
+            token, *messages = messages
+            if not isinstance(token, Token) or not hmac.compare_digest(token.token.encode(), self._token.encode()):
+                channel.close()
+            client.has_token, channel.max_line_bytes = True, MAX_LINE_BYTES
+        if not messages and channel.is_open and time.monotonic() <= client.end_s:
             return
         self._pending.remove(client)
-        hello = messages[0] if messages else None
-        if not isinstance(hello, Hello) or hello.token != self._token or hello.node_rank >= self.num_nodes:
+        hello = messages[0] if messages and channel.is_open else None
+        if not isinstance(hello, Hello) or not 0 <= hello.node_rank < self.num_nodes or not _is_address(hello.address):
             channel.close()
             return
         present = self.nodes.get(hello.node_rank)
@@ -308,7 +344,7 @@ class NodeServer:
             channel.send(Bye(exit_code=int(ExitCode.INPUT), text=text))
             channel.close()
             return
-        node = self.nodes[hello.node_rank] = Node(hello, channel, address)
+        node = self.nodes[hello.node_rank] = Node(hello, channel, client.address)
         self._store(node, messages[1:])
 
     def _store(self, node: Node, messages: Sequence[Value]) -> None:
@@ -326,6 +362,14 @@ def head_address(nodes: dict[int, Node]) -> str:
     """
     others = [node.peer_address for rank, node in sorted(nodes.items()) if rank != 0]
     return others[0] if others else nodes[0].hello.address
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def nodes_path(run_dir: Path) -> Path:

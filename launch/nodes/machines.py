@@ -128,12 +128,12 @@ class Machines:
             yield None
             return
         if self._server is not None:
-            argv = agent_argv(run_dir, f"127.0.0.1:{self._server.port}", node_rank=0)
+            argv = agent_argv(run_dir, f"{self._server.own_address}:{self._server.port}", node_rank=0)
             yield Cluster(self._server, self._steps(argv), is_slurm=False, cache=cache, on_line=on_line)
             return
         assert self._allocation is not None
-        with NodeServer(run_dir, num_nodes=self.num_nodes, on_line=on_line) as server:
-            name = self._environment.get("SLURMD_NODENAME") or socket.gethostname()
+        name = self._environment.get("SLURMD_NODENAME") or socket.gethostname()
+        with NodeServer(run_dir, num_nodes=self.num_nodes, address=_slurm_address(name), on_line=on_line) as server:
             argv = srun_argv(self._allocation, agent_argv(run_dir, f"{name}:{server.port}"))
             yield Cluster(server, self._steps(argv), is_slurm=True, cache=cache, on_line=on_line)
 
@@ -154,10 +154,10 @@ def machines_of(
     if place is None:
         yield Machines(find_allocation(environment), None, environment)
         return
-    _refuse_foreign_head(place.head.host)
+    address = _head_address(place.head.host)
     place.run_dir.mkdir(parents=True, exist_ok=True)
     port = place.head.port or DEFAULT_PORT
-    with NodeServer(place.run_dir, num_nodes=place.num_nodes, port=port, on_line=on_line) as server:
+    with NodeServer(place.run_dir, num_nodes=place.num_nodes, address=address, port=port, on_line=on_line) as server:
         on_line(f"waiting for {place.num_nodes - 1} more machines at {place.head.host}:{port}")
         missing = server.wait_for_all(limit_s=limit_s, is_over=lambda: None, here=0)
         if missing is not None:
@@ -247,18 +247,36 @@ def _refuse_unknown_host(host: str) -> None:
         )
 
 
-def _refuse_foreign_head(host: str) -> None:
-    """Raises InputError if rank 0 is not started on the head: only a machine's own addresses can be bound."""
-    for address in _addresses(host):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as own:
-            try:
-                own.bind((address, 0))
-            except OSError:
-                continue
-            return
-    raise InputError(
-        f"--head {host}: is no address of this machine ({socket.gethostname()}); --node-rank 0 belongs on the head"
-    )
+def _head_address(host: str) -> str:
+    """The address to bind on the head; InputError if rank 0 is not started there."""
+    own = _own_addresses(host)
+    if not own:
+        raise InputError(
+            f"--head {host}: is no address of this machine ({socket.gethostname()}); --node-rank 0 belongs on the head"
+        )
+    return _bindable(own)
+
+
+def _slurm_address(name: str) -> str:
+    try:
+        return _bindable(_own_addresses(name))
+    except EnvironmentFaultError:  # the resolver need not know a node's name
+        return ""
+
+
+def _own_addresses(host: str) -> list[str]:
+    """The addresses of a name that are this machine's."""
+    own = []
+    for address in sorted(_addresses(host)):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+            own.append(address)
+    return own
+
+
+def _bindable(own: Sequence[str]) -> str:
+    """The address that other machines reach; empty, for all, if a machine's own name leads to its loopback alone."""
+    return next((address for address in own if not _is_loopback(address)), "")
 
 
 _GPU_AMOUNTS = ("memory_bytes", "usable_bytes", "free_bytes")

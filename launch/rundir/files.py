@@ -44,7 +44,7 @@ _BYTES_A_LINE = 400  # of logs, generously: read for the last lines
 _MIN_TAIL_BYTES = 16 * 1024
 _CHUNK_BYTES = 1 << 20
 _MAX_LINE_BYTES = 1 << 20
-MAX_METRICS_LINES = 10_000  # of metrics.jsonl, kept for a view or a report
+MAX_METRICS_LINES = 10_000  # of metrics.jsonl, retained for a view or a report
 LEAST_SAVE_S = 1e-3  # below it, no save was due
 _POINT = re.compile(r"point-(\d+)")
 V = TypeVar("V", bound=Value)
@@ -231,7 +231,7 @@ class NewLines:
 
 
 class _Glance(msgspec.Struct, gc=False):
-    """The fields of a line of metrics.jsonl that decide if it is kept."""
+    """The fields of a line of metrics.jsonl that decide if it is retained."""
 
     step: int
     attempt: int = 1
@@ -260,7 +260,7 @@ def thinned_lines(lines: Iterator[bytes], *, num_bytes: int) -> ThinnedLines:
     first = list(islice(lines, 100))
     stretch = num_bytes * len(first) // (sum(map(len, first)) or 1) * 2 // MAX_METRICS_LINES
     decode = msgspec.json.Decoder(_Glance).decode
-    kept: dict[int, bytes] = {}
+    retained: dict[int, bytes] = {}
     last: deque[tuple[int, bytes]] = deque(maxlen=100)
     low = high = (math.nan, 0, b"")
     number, training_s, peak_bytes, num_early, attempt = 0, 0.0, 0, 0, 0
@@ -278,17 +278,17 @@ def thinned_lines(lines: Iterator[bytes], *, num_bytes: int) -> ThinnedLines:
         if is_peak:
             peak_bytes = row.memory_peak_bytes or 0
         is_named = is_peak or row.skipped or row.eval_loss is not None or (row.checkpoint_s or 0.0) >= LEAST_SAVE_S
-        if stretch <= 2 or num_early <= 2 or (is_named and len(kept) < 2 * MAX_METRICS_LINES):
-            kept[number] = line
+        if stretch <= 2 or num_early <= 2 or (is_named and len(retained) < 2 * MAX_METRICS_LINES):
+            retained[number] = line
         last.append((number, line))
         loss = math.inf if row.loss is None else row.loss
         low = low if low[0] <= loss else (loss, number, line)
         high = high if high[0] >= loss else (loss, number, line)
         if stretch > 2 and number % stretch == 0:
-            kept[low[1]], kept[high[1]] = low[2], high[2]
+            retained[low[1]], retained[high[1]] = low[2], high[2]
             low = high = (math.nan, 0, b"")
-    kept.update(last)
-    return ThinnedLines([kept[place] for place in sorted(kept)], number, training_s)
+    retained.update(last)
+    return ThinnedLines([retained[place] for place in sorted(retained)], number, training_s)
 
 
 class LogFollower:

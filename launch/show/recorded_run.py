@@ -96,7 +96,7 @@ def observed(steps: Sequence[Step], *, num_steps: int | None = None, training_s:
     steady = steady_steps(steps)
     throttled = [step for step in steady if step.gpu_throttle]
     saves = [step.checkpoint_s for step in steps if (step.checkpoint_s or 0.0) >= LEAST_SAVE_S]
-    saving_s = sum(saves)
+    saving_s = sum(seconds or 0.0 for seconds in saves)
     training_s = sum(step.step_s or 0.0 for step in steps) if training_s is None else training_s
     padded = [step.padding_share for step in steps if step.padding_share is not None]
     busy = [step.gpu_utilization for step in steady if step.gpu_utilization is not None]

@@ -145,3 +145,16 @@ def test_the_home_holds_only_what_the_readme_names(trained):
 
 def read_losses(run_dir: Path) -> list[float]:
     return [row["loss"] for _, row in sorted(read_metrics(run_dir).items())]
+
+
+def test_a_run_whose_output_cannot_be_written_any_more_trains_to_its_end(workplace):
+    """Its reader ends after the first line, and there is no room for errors."""
+    workplace.write_job()
+    command = 'set -o pipefail; "$0" -m shardwise.launch.cli train job.yaml --run-dir run 2>/dev/full | head -n 1'
+    ended = subprocess.run(
+        ["bash", "-c", command, sys.executable],
+        cwd=workplace.folder, env=workplace.environment, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout.count("\n")) == (0, 1), ended.stdout
+    report = codec.read(workplace.folder / "run" / "report.json", Report)
+    assert report.ending is Ending.FINISHED and (workplace.folder / "run" / "export" / "config.json").is_file()

@@ -1,13 +1,23 @@
 """Secrets of the environment are found and never shown; text that only resembles one is not changed."""
 
+import errno
 import io
 import json
+import os
 import sys
 
 import pytest
 
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.secrets import RedactedStream, _own_values, redact, redacted_output, secret_values
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.secrets import (
+    RedactedStream,
+    _own_values,
+    printable,
+    redact,
+    redacted_output,
+    secret_values,
+)
 from shardwise.trainer.spec.value import Value
 
 SECRET = "canary-4f1c9e77"
@@ -21,7 +31,8 @@ class Message(Value, frozen=True, kw_only=True):
 @pytest.mark.parametrize(
     "name",
     ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "DB_PASSWORD",
-     "my_secret", "SLACK_APIKEY", "SSH_PRIVATE_KEY", "GOOGLE_CREDENTIALS"],
+     "my_secret", "SLACK_APIKEY", "SSH_PRIVATE_KEY", "GOOGLE_CREDENTIALS", "PGPASSWORD", "MYSQL_PASS", "GITHUB_PAT",
+     "OPENAI_KEY", "CLIENT_SECRETS", "NOTIFY_URL", "ACCESS_TOKENS", "API_KEYS"],
 )  # fmt: skip
 def test_variables_that_are_named_like_secrets_are(name):
     assert redact(f"401 for {SECRET}!", {name: SECRET}) == "401 for [redacted]!"
@@ -36,6 +47,10 @@ def test_variables_that_are_named_like_secrets_are(name):
         ("GIT_PASSWORD_FILE", "/run/secrets/git"),
         ("HF_TOKEN", "short"),
         ("MONKEY", "gibbon-or-lemur"),
+        ("PWD", "/home/someone"),
+        ("SSH_ASKPASS", "/usr/bin/askpass"),
+        ("PATH", "/usr/bin:/bin"),
+        ("KEYBOARD", "mechanical"),
     ],
 )
 def test_what_only_looks_like_one_is_not(name, value):
@@ -111,3 +126,31 @@ def test_a_secret_of_digits_leaves_numbers_alone(monkeypatch, tmp_path):
     codec.write_redacted(tmp_path / "message.json", Message(text="as 12345678", count=12345678))
     _own_values.cache_clear()
     assert codec.read(tmp_path / "message.json", Message) == Message(text="as [redacted]", count=12345678)
+
+
+class _Broken(io.StringIO):
+    """A stream whose disk is full, or whose reader has ended."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def write(self, text):
+        raise self.error
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF])
+def test_a_stream_that_fails_is_dropped_unless_it_is_needed(number):
+    stream = RedactedStream(_Broken(OSError(number, os.strerror(number))))
+    stream.write("a line")
+    stream.flush()
+    assert stream.problem is not None and stream.problem.errno == number
+    stream.is_needed = True
+    with pytest.raises(BrokenPipeError if number == errno.EPIPE else EnvironmentFaultError):
+        stream.write("another")
+
+
+def test_characters_that_a_terminal_obeys_are_shown_as_json_writes_them():
+    assert printable("a\x1b[2J\x9b\u202e\r\x00\x7f") == r"a\u001b[2J\u009b\u202e\r\u0000\u007f"
+    plain = "Grüße\t日本\u3000語 \U0001f468\u200d\U0001f469\n\xa0"
+    assert printable(plain) == plain

@@ -45,7 +45,7 @@ def read(path: Path, kind: type[V]) -> V:
 
 def open_file(path: Path) -> BinaryIO:
     """A regular file, for reading. OSError for others: a FIFO may block for ever, and a device may have no end."""
-    stream = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 # a Path takes no opener; the caller closes it
+    stream = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 # Path.open has no opener; the caller closes it
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
@@ -85,11 +85,13 @@ def redacted(value: Any) -> Any:  # noqa: ANN401 - any JSON tree
     return [redacted(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replaces the file `path` by `content` in one rename."""
+def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Replaces the file `path` by `content` in one rename; `mode` is reduced by the umask."""
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
-        temporary.write_bytes(content)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

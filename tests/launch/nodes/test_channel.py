@@ -1,6 +1,7 @@
 """The supervisor and its agents: authentication, messages and lost machines; real sockets on this machine."""
 
 import os
+import resource
 import signal
 import socket
 import stat
@@ -14,7 +15,8 @@ import pytest
 from shardwise.launch.attempt.supervisor import StopRequest
 from shardwise.launch.nodes.agent import Head, parse_head, run_agent
 from shardwise.launch.nodes.channel import (
-    MAX_LINE_BYTES,
+    MAX_PENDING,
+    MAX_TOKEN_LINE_BYTES,
     Bye,
     Channel,
     Command,
@@ -25,6 +27,7 @@ from shardwise.launch.nodes.channel import (
     Order,
     Start,
     StopRequested,
+    Token,
     head_address,
     nodes_path,
 )
@@ -48,11 +51,12 @@ def call(server, tmp_path):
     """Greets the server as the agent of a machine."""
     channels: list[Channel] = []
 
-    def greet(rank: int, *, token: str | None = None) -> Channel:
+    def greet(rank: int, *, token: str | None = None, address: str = "127.0.0.1") -> Channel:
         content = codec.read(nodes_path(tmp_path), NodesFile)
         channel = Channel(socket.create_connection(("127.0.0.1", content.port)), FromSupervisor)
         channels.append(channel)
-        channel.send(Hello(token=token or content.token, node_rank=rank, host=f"n{rank}", address="127.0.0.1"))
+        channel.send(Token(token=token or content.token))
+        channel.send(Hello(node_rank=rank, host=f"n{rank}", address=address))
         return channel
 
     yield greet
@@ -82,9 +86,10 @@ def test_machines_authenticate_with_a_file_that_only_the_user_reads(server, call
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b'{"type":"command","order":"stop"}\n',
-        b"x" * (MAX_LINE_BYTES + 2),
+        b"x" * MAX_TOKEN_LINE_BYTES,
+        b'{"type":"hello","node_rank":1,"host":"n1","address":"127.0.0.1"}\n',
     ],
-    ids=["http", "no hello", "endless"],
+    ids=["http", "no hello", "endless", "no token"],
 )
 def test_an_unauthenticated_client_is_disconnected(server, call, words):
     friend, stranger = call(0), call(1, token="0" * 32)
@@ -107,6 +112,38 @@ def test_an_unauthenticated_client_is_disconnected(server, call, words):
     poll_until(server, lambda: 0 in server.nodes)
     poll_until(server, lambda: not server._pending)
     assert friend.is_open and list(server.nodes) == [0] and stranger.receive(0.5) == []
+
+
+def test_more_idle_clients_than_descriptors_neither_end_the_server_nor_keep_an_agent_out(server, call):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(3000, before[1]), before[1]))
+    idle: list[socket.socket] = []
+    try:
+        for _ in range(1100):
+            idle.append(socket.create_connection(("127.0.0.1", server.port)))
+            server.poll()
+        assert len(server._pending) == MAX_PENDING
+        call(1)
+        poll_until(server, lambda: 1 in server.nodes)
+    finally:
+        for client in idle:
+            client.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(("rank", "address"), [(-1, "127.0.0.1"), (2, "127.0.0.1"), (1, "n1; reboot\x1b[2J")])
+def test_a_machine_that_cannot_be_is_refused(server, call, rank, address):
+    refused = call(rank, address=address)
+    poll_until(server, lambda: not refused.receive() and not refused.is_open)
+    assert server.nodes == {}
+
+
+def test_the_port_is_open_on_the_interface_that_is_used_alone(tmp_path):
+    with NodeServer(tmp_path, num_nodes=2, address="127.0.0.2", on_line=print) as server:
+        socket.create_connection(("127.0.0.2", server.port)).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server.port))
+        assert server.own_address == "127.0.0.2"
 
 
 def test_a_second_agent_of_a_rank_is_refused(server, call):

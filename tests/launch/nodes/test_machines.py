@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from shardwise.launch.nodes.agent import Head
 from shardwise.launch.nodes.machines import (
-    _refuse_foreign_head,
+    _head_address,
     _refuse_unknown_host,
     combined_hardware,
     describe_difference,
@@ -65,9 +65,9 @@ def test_impossible_options_are_refused(changes, words):
 
 
 def test_rank_0_belongs_on_the_head():
-    _refuse_foreign_head("127.0.0.1")
+    _head_address("127.0.0.1")
     with pytest.raises(InputError, match=f"192.0.2.1.*{socket.gethostname()}"):
-        _refuse_foreign_head("192.0.2.1")
+        _head_address("192.0.2.1")
 
 
 def test_a_head_that_is_unknown_or_local_is_refused():

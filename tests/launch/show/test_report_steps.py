@@ -34,7 +34,9 @@ def test_a_step_that_was_done_again_replaces_what_followed_it() -> None:
 def test_of_a_long_run_every_spike_score_save_and_skipped_step_is_kept(tmp_path: Path) -> None:
     """What is left out changes neither the number of steps nor their time."""
     count, path = 60_000, tmp_path / "metrics.jsonl"
-    rows = [{"step": step, "loss": 4.0, "step_s": 0.5, "memory_peak_bytes": 100} for step in range(1, count + 1)]
+    rows: list[dict[str, object]] = [
+        {"step": step, "loss": 4.0, "step_s": 0.5, "memory_peak_bytes": 100} for step in range(1, count + 1)
+    ]
     rows[30_000] |= {"loss": 99.0}
     rows[30_100] |= {"loss": None, "skipped": True, "skipped_rows": [1]}
     rows[30_200] |= {"eval_loss": 3.0}
