@@ -46,6 +46,7 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.messages.rank_files import REPORT_ROOM_BYTES, report_room_path
 from shardwise.trainer.spec.plan import Buckets, Candidate, Plan
 from shardwise.trainer.spec.strategy import Precision
 
@@ -123,6 +124,7 @@ def prepare_attempt(plan: Plan, candidate: Candidate, *, run_dir: Path, resume: 
         head = socket.gethostname() if attempt_plan.num_machines > 1 else None  # each agent writes its own later
         settings = accelerate_config(attempt_plan, attempt_dir=attempt_dir, head=head)
         codec.write_bytes(attempt_dir / "accelerate.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
+        report_room_path(attempt_dir).write_bytes(bytes(REPORT_ROOM_BYTES))
     except OSError as error:
         raise EnvironmentFaultError(f"{attempt_dir}: cannot be written: {error.strerror}") from error
     return attempt_dir

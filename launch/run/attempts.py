@@ -43,6 +43,7 @@ from shardwise.launch.track.start import TrackerProcess, running_trackers
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.messages.rank_files import report_room_path
 from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault, Report, RollBack
 
@@ -126,7 +127,7 @@ def _run_all(context: RunContext, *, resume: bool) -> RunOutcome:
             duration_s=time.monotonic() - started,
             limit=spending.limit_of(report),
         )
-        _write_report(run_dir, report)
+        report = _write_report(run_dir, attempt_dir, report, console)
     return RunOutcome(ExitCode(report.exit_code), report, run_dir)
 
 
@@ -317,8 +318,12 @@ def stop_code(stop: StopRequest, run_dir: Path | None = None) -> ExitCode:
     return ExitCode.INTERRUPTED if is_for_good else ExitCode.REQUEUE
 
 
-def _write_report(run_dir: Path, report: Report) -> None:
+def _write_report(run_dir: Path, attempt_dir: Path, report: Report, console: Console) -> Report:
+    """Writes the report of the run; where that fails, the returned one has no longer the exit code of success."""
+    report_room_path(attempt_dir).unlink(missing_ok=True)
     try:
         codec.write_redacted(run_dir / "report.json", report)
     except OSError as error:
-        raise EnvironmentFaultError(f"{run_dir}: the report cannot be written: {error.strerror}") from error
+        console.line(f"{run_dir}: the report cannot be written: {error.strerror}")
+        return msgspec.structs.replace(report, exit_code=report.exit_code or int(ExitCode.ENVIRONMENT))
+    return report

@@ -25,7 +25,13 @@ from shardwise.launch.rundir.lock import read_cancel_flag
 from shardwise.launch.rundir.paths import committed_checkpoints, next_attempt
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.messages.rank_files import heartbeat_path
+from shardwise.trainer.spec.messages.rank_files import (
+    HOOK_PHASE,
+    STEP_PHASES,
+    TRAINING_PHASE,
+    heartbeat_path,
+    read_heartbeat,
+)
 from shardwise.trainer.spec.messages.submission import (
     CHAIN_FILE,
     FILE_NAME,
@@ -57,6 +63,7 @@ class RunFiles(NamedTuple):
     plan: Plan | None  # of the newest attempt, else of the run
     attempt: int  # the newest; 0 before the first
     phase: str | None  # of the newest attempt
+    problem: str | None  # why its last save failed
     rows: tuple[dict[str, Any], ...]  # the last lines of metrics.jsonl, of one attempt
     step: int | None
     report: Report | None  # of the attempts that ended
@@ -99,21 +106,22 @@ def read_run(run_dir: Path) -> RunFiles:
     """Everything that the files of a run contain."""
     attempt = next_attempt(run_dir) - 1
     folder = run_dir / "attempts" / str(attempt)
-    status = _read_json(folder / "status.json")
+    position = read_position(folder)
     rows = tuple(row for row in tail_rows(run_dir / "metrics.jsonl") if row.get("attempt", attempt) == attempt)
     report = _read(run_dir / "report.json", Report)
     submission = _read(run_dir / FILE_NAME, Submission)
     starts = parse_job_starts(_read_text(run_dir / JOBS_FILE))
     chain = _read_text(run_dir / CHAIN_FILE).split()
     named = (*(submission.job_ids if submission is not None else ()), *chain, *(start.job_id for start in starts))
-    steps = [rows[-1].get("step") if rows else None, status.get("step"), report.step if report is not None else None]
+    steps = [rows[-1].get("step") if rows else None, position.step, report.step if report is not None else None]
     checkpoints = committed_checkpoints(run_dir)
     written = [folder / "status.json", heartbeat_path(folder, 0), run_dir / "metrics.jsonl"] if attempt else []
     return RunFiles(
         run_dir=run_dir,
         plan=_read(folder / "plan.json", Plan) or _read(run_dir / "plan.json", Plan),
         attempt=attempt,
-        phase=status.get("phase"),
+        phase=position.phase,
+        problem=position.problem,
         rows=rows,
         step=max((step for step in steps if isinstance(step, int)), default=None),
         report=report,
@@ -124,6 +132,26 @@ def read_run(run_dir: Path) -> RunFiles:
         heartbeat_s=max((changed for path in written if (changed := _changed_s(path))), default=None),
         cancelled=read_cancel_flag(run_dir),
     )
+
+
+class Position(NamedTuple):
+    """The position of an attempt; None where it is unknown."""
+
+    phase: str | None = None
+    step: int | None = None
+    problem: str | None = None  # why the last save failed
+
+
+def read_position(attempt_dir: Path) -> Position:
+    """By status.json, and by rank 0's heartbeat, which is written on a full disk too."""
+    status, beat = _read_json(attempt_dir / "status.json"), read_heartbeat(attempt_dir, 0)
+    phase, step = status.get("phase"), status.get("step")
+    phase, step = phase if isinstance(phase, str) else None, step if isinstance(step, int) else None
+    if beat is None:
+        return Position(phase, step)
+    if step is None or beat.step > step:
+        phase = TRAINING_PHASE if beat.phase in STEP_PHASES or beat.phase == HOOK_PHASE else beat.phase
+    return Position(phase, max(beat.step, step or 0), beat.problem or None)
 
 
 def tail_rows(path: Path, limit: int = TAIL_BYTES) -> list[dict[str, Any]]:

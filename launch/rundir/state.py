@@ -164,6 +164,7 @@ class RunStatus(Value, frozen=True, kw_only=True):
     jobs: tuple[QueuedJob, ...] = ()
     ended_job: EndedJob | None = None
     phase: str | None = None
+    problem: str | None = None  # why the last checkpoint was not saved
     step: int | None = None
     num_steps: int | None = None
     loss: float | None = None
@@ -284,6 +285,7 @@ def status_of(
         jobs=liveness.jobs or (),
         ended_job=None if judged.state.is_alive else liveness.ended,
         phase=files.phase if may_be_alive and not files.has_final_report else None,
+        problem=files.problem if may_be_alive and not files.has_final_report else None,
         step=files.step,
         num_steps=num_steps,
         loss=row.get("loss"),

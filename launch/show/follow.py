@@ -13,18 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.launch.rundir.files import RunFiles, read_run
+from shardwise.launch.rundir.files import Position, RunFiles, read_position, read_run
 from shardwise.launch.rundir.lock import recorded_owner
 from shardwise.launch.rundir.state import Judged, Queue, RunState, judge, read_liveness
 from shardwise.launch.show.screen import ViewOutput
 from shardwise.launch.show.status import SILENT_S
-from shardwise.launch.show.view import LiveView, MetricsTail, StepLog, read_phase, view_of
+from shardwise.launch.show.view import LiveView, MetricsTail, StepLog, view_of
 from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.messages.rank_files import TRAINING_PHASE
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending
 from shardwise.trainer.spec.units import format_seconds
-
-_TRAINING = "training"
 
 
 class Progress:
@@ -46,7 +45,7 @@ class Progress:
         self._tail = MetricsTail(attempt_dir.parent.parent / "metrics.jsonl")
         self._steps = StepLog()
         self._has_step = False  # of this attempt
-        self._phase = ""
+        self._phase, self._position = "", Position()
         for row in self._tail.read_new():  # of earlier attempts
             self._steps.note(row)
 
@@ -64,20 +63,22 @@ class Progress:
     def tick(self) -> None:
         """Reads the files once and shows what is new."""
         self._read_rows()
-        self._read_phase()
+        self._read_position()
         if self._output.is_due and (self._has_step or self._output.screen.is_block):
             self._output.show(self.view())
 
     def view(self) -> LiveView:
         """The state of the attempt, as far as its files show it."""
-        state = self._phase if self._phase or not self._has_step else _TRAINING
+        state = self._phase if self._phase or not self._has_step else TRAINING_PHASE
+        problem = self._position.problem
         return view_of(
             self._steps,
             self._plan,
             title=self._attempt_dir.parent.parent.name,
             state=state,
+            step=self._position.step or 0,
             attempt=int(self._attempt_dir.name),
-            incidents=self._incidents,
+            incidents=(*self._incidents, *([problem] if problem else ())),
         )
 
     def _read_rows(self) -> None:
@@ -88,12 +89,17 @@ class Progress:
             if row.get("eval_loss") is not None:
                 self._output.screen.print_line(f"step {row['step']}: held-out loss {row['eval_loss']:.4f}")
 
-    def _read_phase(self) -> None:
-        phase = read_phase(self._attempt_dir)
+    def _read_position(self) -> None:
+        before, self._position = self._position, read_position(self._attempt_dir)
+        phase, problem = self._position.phase, self._position.problem
+        if problem and not before.problem:
+            self._output.screen.print_line(problem)
+        elif before.problem and not problem:
+            self._output.screen.print_line("checkpoints are saved again")
         if phase is None or phase == self._phase:
             return
         self._phase = phase
-        if phase != _TRAINING and not self._output.screen.is_block:
+        if phase != TRAINING_PHASE and not self._output.screen.is_block:
             self._output.screen.print_line(f"{phase} ...")
 
 
@@ -174,8 +180,9 @@ class WatchedRun:
             files.plan,
             title=self._run_dir.resolve().name,
             state=state_text(files, judged, now_s=time.time()),
+            step=files.step or 0,
             attempt=max(1, files.attempt),
-            incidents=report.incidents if report is not None else (),
+            incidents=(*(() if report is None else report.incidents), *([files.problem] if files.problem else ())),
             is_running=judged.state in (RunState.RUNNING, RunState.UNKNOWN) and not files.has_final_report,
         )
 

@@ -40,6 +40,7 @@ def render_status(status: RunStatus, *, base: Path) -> str:
     strategy = "" if status.strategy is None else f"{status.strategy} on {ranks}"
     lines += [f"  error: {line}" for line in (status.error or "").splitlines()[:1]]
     lines += [f"  {line}" for line in (strategy, _learning(status), _clock(status)) if line]
+    lines += [f"  {status.problem}"] if status.problem else []
     lines += _history(status)
     lines += [f"  checkpoint: {status.checkpoint}"] if status.checkpoint else []
     lines += [f"  last line: {status.last_line}"] if status.last_line else []

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shardwise.launch.rundir.files import NewLines, thinned_lines
-from shardwise.trainer.spec.codec import read_file
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.secrets import printable
@@ -48,16 +47,6 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def read_phase(attempt_dir: Path) -> str | None:
-    """The phase that the ranks of an attempt report; None before the first report or while it is written."""
-    try:
-        status = msgspec.json.decode(read_file(attempt_dir / "status.json"))
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    phase = status.get("phase") if isinstance(status, dict) else None
-    return phase if isinstance(phase, str) else None
 
 
 _MOST_POINTS = 512
@@ -239,17 +228,18 @@ def view_of(
     *,
     title: str,
     state: str,
+    step: int = 0,
     attempt: int = 1,
     incidents: Sequence[str] = (),
     is_running: bool = True,
 ) -> LiveView:
-    """The view after these steps; fields that only a plan has are None without one."""
+    """The view after these steps, or a later `step` that has no figures; what only a plan has is None without one."""
     row, num_steps = steps.last, None if plan is None else plan.schedule.num_steps
     chosen = None if plan is None else plan.chosen
     return LiveView(
         title=title,
         state=state,
-        step=steps.step,
+        step=max(steps.step or 0, step) or None,
         num_steps=num_steps,
         attempt=attempt,
         seconds_left=steps.seconds_left(num_steps) if is_running and num_steps is not None else None,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.launch.track.tracker import End, Tracker
+from shardwise.launch.track.tracker import NOT_SAVED, End, Incident, Tracker, show
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.job.kinds import HintError, check_url, is_url, variable_of
 from shardwise.trainer.spec.secrets import redact
@@ -28,7 +28,7 @@ class NotifyError(Exception):
 
 
 class NotifyTracker(Tracker):
-    """Sends one notification, at the end."""
+    """Sends a notification at the end, and one when a checkpoint could not be saved."""
 
     name = "notify"
 
@@ -38,9 +38,21 @@ class NotifyTracker(Tracker):
         self._run_dir, self._name, self._notify = run_dir, name, notify
         self._command_timeout_s = command_timeout_s
 
+    def incident(self, incident: Incident) -> None:
+        """Sends one that has no ending, while the run goes on; a failure leaves the one of the end."""
+        if incident.title != NOT_SAVED:
+            return
+        try:
+            self._send(problem_message(incident, run_dir=self._run_dir, name=self._name))
+        except NotifyError as error:
+            show(f"{self.name}: {error}")
+
     def end(self, end: End) -> None:
         """Sends the notification; NotifyError if that fails."""
-        content = json.dumps(message(end, run_dir=self._run_dir, name=self._name)).encode()
+        self._send(message(end, run_dir=self._run_dir, name=self._name))
+
+    def _send(self, notification: Mapping[str, Any]) -> None:
+        content = json.dumps(notification).encode()
         variable = variable_of(self._notify)
         if variable is not None:
             post(url_in(variable), content)
@@ -76,6 +88,11 @@ def message(end: End, *, run_dir: Path, name: str) -> dict[str, Any]:
         "host": socket.gethostname(),
     }
     return dict(codec.redacted(tree))
+
+
+def problem_message(incident: Incident, *, run_dir: Path, name: str) -> dict[str, Any]:
+    """The notification of a problem while the run goes on: its `ending` is null."""
+    return {**message(End(None, incident.text), run_dir=run_dir, name=name), "ending": None, "step": None}
 
 
 def post(url: str, content: bytes) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from shardwise.launch.track.notify import NotifyTracker
 from shardwise.launch.track.tracker import (
+    NOT_SAVED,
     STEP,
     End,
     EndNotice,
@@ -165,6 +166,7 @@ class RunReader:
         self._last_failed = first_attempt - 1
         self._report_ns = 0
         self._is_finite = True
+        self._problem = ""
         self._stall = StallWatch()
 
     def plan(self, attempt: int) -> Plan | None:
@@ -197,12 +199,16 @@ class RunReader:
         self._is_finite = is_finite
 
     def read_incidents(self) -> Iterator[Incident]:
-        """Attempts that failed since the last call, and a stall."""
+        """Attempts that failed since the last call, a checkpoint that was not saved, and a stall."""
         yield from self._failed_attempts()
         number = self.first_attempt
         while (self.run_dir / "attempts" / str(number + 1)).is_dir():
             number += 1
         heartbeat = read_heartbeat(self.run_dir / "attempts" / str(number), 0)
+        problem = "" if heartbeat is None else heartbeat.problem
+        if problem and not self._problem:
+            yield Incident(NOT_SAVED, problem)
+        self._problem = problem
         text = self._stall.check(heartbeat, now_s=time.monotonic())
         if text is not None:
             yield Incident("stalled", text)

@@ -23,6 +23,7 @@ from shardwise.trainer.spec.value import Value
 SHOWN = "tracker: "  # prefix of the log lines that the supervisor shows on the console
 STEP = "step"  # the x axis of every series
 PREDICTED = "_predicted"
+NOT_SAVED = "checkpoint not saved"  # title of an incident
 _GROUPS = (  # the first match decides
     ("eval", re.compile(r"eval_.*")),
     ("speed", re.compile(r"tokens_per_s.*|mfu|model_tflops.*|padding_share")),

@@ -12,6 +12,7 @@ from shardwise.launch.commands.follow import run_status
 from shardwise.launch.options import StatusOptions
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
 from shardwise.trainer.spec.report import Ending
 
 NO_SLURM = {"PATH": "/nonexistent"}
@@ -44,6 +45,19 @@ def test_a_run_is_shown_with_all_that_its_files_tell(runs: Path):
         "runs/one/attempts/2/logs",
     )  # fmt: skip
     assert [fact for fact in facts if fact not in "\n".join(lines)] == []
+
+
+def test_a_checkpoint_that_was_not_saved_is_shown_while_the_run_goes_on(runs: Path):
+    folder = write_attempt(runs / "one", steps=[1, 2])
+    beat = Heartbeat(step=7, count=1, phase="forward", problem="no checkpoint at step 6: the disk is full")
+    heartbeat_path(folder, 0).write_bytes(encode_heartbeat(beat))
+    write_holder(runs / "one", 5, "n3")
+    text = status("runs/one")
+    assert "7 of 100" in text.splitlines()[0], "metrics.jsonl and status.json end at step 2"
+    assert f"\n  {beat.problem}\n" in text
+    assert beat.problem in status("runs/one", as_json=True)
+    write_report(runs / "one", Ending.FINISHED, step=100)
+    assert beat.problem not in status("runs/one")
 
 
 def test_without_slurm_a_submitted_run_says_that_nobody_can_tell(runs: Path):

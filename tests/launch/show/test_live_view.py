@@ -8,6 +8,7 @@ from engine_plan_factory import engine_plan
 from msgspec.structs import replace
 from run_factory import metrics_row, run_plan
 
+from shardwise.launch.rundir.files import Position, read_position
 from shardwise.launch.show.view import (
     CardFigures,
     Curve,
@@ -16,12 +17,12 @@ from shardwise.launch.show.view import (
     Point,
     StepLog,
     memory_gauge,
-    read_phase,
     sparkline,
     view_of,
 )
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
 from shardwise.trainer.spec.units import GIB, MIB
 
 
@@ -164,9 +165,21 @@ def test_a_file_that_is_larger_than_a_chunk_is_read_whole(tmp_path: Path, monkey
 
 
 def test_the_phase_is_the_last_that_the_ranks_wrote_whole(tmp_path: Path):
-    assert read_phase(tmp_path) is None
-    for content in (b"{", b"[]", b'{"step": 1}', b'{"phase": 3}', b"\xff"):
+    assert read_position(tmp_path) == Position()
+    for content in (b"{", b"[]", b'{"phase": 3}', b"\xff"):
         (tmp_path / "status.json").write_bytes(content)
-        assert read_phase(tmp_path) is None
+        assert read_position(tmp_path).phase is None
     (tmp_path / "status.json").write_text('{"phase": "evaluating", "step": 3}')
-    assert read_phase(tmp_path) == "evaluating"
+    assert read_position(tmp_path) == Position("evaluating", 3)
+
+
+@pytest.mark.parametrize(("phase", "shown"), [("backward", "training"), ("on_step", "training"), ("saving", "saving")])
+def test_where_status_json_cannot_be_written_the_heartbeat_has_the_position(tmp_path: Path, phase: str, shown: str):
+    (tmp_path / "status.json").write_text('{"phase": "loading", "step": 0}')
+    path = heartbeat_path(tmp_path, 0)
+    path.parent.mkdir()
+    beat = Heartbeat(step=7, count=1, phase=phase, problem="no checkpoint at step 6: the disk is full")
+    path.write_bytes(encode_heartbeat(beat))
+    assert read_position(tmp_path) == Position(shown, 7, beat.problem)
+    path.write_bytes(encode_heartbeat(Heartbeat(step=0, count=9, phase="importing")))
+    assert read_position(tmp_path) == Position("loading", 0)

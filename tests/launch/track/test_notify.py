@@ -10,7 +10,7 @@ from report_factory import make_report
 from tracker_factory import write_program
 
 from shardwise.launch.track.notify import NotifyError, NotifyTracker, message
-from shardwise.launch.track.tracker import End
+from shardwise.launch.track.tracker import NOT_SAVED, End, Incident
 from shardwise.trainer.spec.report import Ending
 
 FINISHED = End(make_report())
@@ -65,6 +65,22 @@ def test_the_message_names_the_run_its_progress_and_its_host(tmp_path):
     assert received["host"]
     died = message(End(None, "the supervisor died"), run_dir=tmp_path, name="bot-1")
     assert (died["ending"], died["step"], died["error"]) == ("failed", 0, "the supervisor died")
+
+
+def test_a_checkpoint_that_was_not_saved_is_notified_while_the_run_goes_on(tmp_path, capsys):
+    with listening() as server:
+        url = f"http://127.0.0.1:{server.server_port}/"
+        tracker = NotifyTracker(tmp_path, name="bot-1", notify=(url,))
+        tracker.incident(Incident("stalled", "no heartbeat"))
+        tracker.incident(Incident(NOT_SAVED, "no checkpoint at step 6: the disk is full"))
+        server.status = 500
+        tracker.incident(Incident(NOT_SAVED, "no checkpoint at step 9: the disk is full"))
+        server.status = 200
+        tracker.end(FINISHED)
+    assert "notify: 127.0.0.1 was not notified: it returned status 500" in capsys.readouterr().err
+    received = [(body["ending"], body["error"]) for _, _, body in server.got]
+    assert received[0] == (None, "no checkpoint at step 6: the disk is full")
+    assert received[-1] == ("finished", None) and len(received) == 3
 
 
 def test_a_url_gets_a_post_and_its_password_is_in_a_header_alone(tmp_path, monkeypatch):

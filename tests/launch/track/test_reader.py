@@ -9,8 +9,9 @@ from run_factory import attempt_record, run_plan
 from tracker_factory import append_steps, write_plan
 
 from shardwise.launch.track.process import RunReader, StallWatch
+from shardwise.launch.track.tracker import NOT_SAVED
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.messages.rank_files import Heartbeat
+from shardwise.trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
 from shardwise.trainer.spec.report import Fault
 
 
@@ -61,6 +62,17 @@ def test_the_first_of_several_lines_without_a_finite_loss_is_an_incident(run_dir
     texts = [incident.text for line in reader.read_lines() for incident in reader.incidents_of(line)]
     first, second = texts
     assert "step 2" in first and "loss" in first and "step 5" in second and "skipped" in second
+
+
+def test_a_checkpoint_that_was_not_saved_is_an_incident_once_until_one_is(run_dir):
+    reader = RunReader(run_dir, first_attempt=1)
+    path = heartbeat_path(run_dir / "attempts" / "1", 0)
+    path.parent.mkdir()
+    found = []
+    for step, problem in enumerate(("", "no room at 2", "no room at 3", "", "no room at 5"), start=1):
+        path.write_bytes(encode_heartbeat(Heartbeat(step=step, count=1, phase="forward", problem=problem)))
+        found.append([(each.title, each.text) for each in reader.read_incidents()])
+    assert found == [[], [(NOT_SAVED, "no room at 2")], [], [], [(NOT_SAVED, "no room at 5")]]
 
 
 def test_an_attempt_that_failed_is_reported_once(run_dir):

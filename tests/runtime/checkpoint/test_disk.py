@@ -1,7 +1,6 @@
 """A disk that is full, read-only, or of another process: one sentence, and older checkpoints as they were."""
 
 import os
-import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_disk import mounted_disk
+from small_disk import file_size_limit, mounted_disk
 from torch import nn
 
 from shardwise.trainer.runtime.checkpoint import NonFiniteStateError, shards
@@ -22,17 +21,6 @@ NOBODY = 65534
 
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
-
-
-@contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """The kernel refuses longer files; Python ignores the signal that comes with it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextmanager
@@ -155,6 +143,26 @@ def test_disk_that_fills_up_meanwhile_keeps_the_older_one(tiny, newest, small_di
         tiny.save(small_disk, model, optimizer, 2, on_point=fill)
     assert names(small_disk) == [".lock", "others", "step-00000001"]
     assert newest(small_disk).step == 1
+
+
+def test_the_oldest_makes_room_where_that_suffices_and_another_stays(tiny, newest, small_disk):
+    model = nn.Linear(400, 400)  # 640 kB: the disk has room for two
+    optimizer = torch.optim.SGD(model.parameters())
+    for step in (1, 2):
+        tiny.save(small_disk, model, optimizer, step)
+    (small_disk / "others").write_bytes(bytes(shutil.disk_usage(small_disk).free - 100_000))
+    large = nn.Linear(700, 700)
+    for keep in (1, 2):
+        with pytest.raises(EnvironmentFaultError, match="a checkpoint needs"):
+            tiny.save(small_disk, large, torch.optim.SGD(large.parameters()), 3, keep=keep)
+        assert names(small_disk) == [".lock", "others", "step-00000001", "step-00000002"], "it would not suffice"
+    tiny.save(small_disk, model, optimizer, 3, keep=2)
+    assert names(small_disk) == [".lock", "others", "step-00000002", "step-00000003"]
+    shutil.rmtree(small_disk / "step-00000002")
+    (small_disk / "others").write_bytes(bytes((small_disk / "others").stat().st_size + 640_000))
+    with pytest.raises(EnvironmentFaultError, match="a checkpoint needs"):
+        tiny.save(small_disk, model, optimizer, 4, keep=1)
+    assert newest(small_disk).step == 3, "the only one stays"
 
 
 @pytest.mark.parametrize("is_new", [True, False])

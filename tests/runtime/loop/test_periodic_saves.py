@@ -1,5 +1,6 @@
 """The checkpoints of a run on its way: the first read back, the later ones saved during training, none missing."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from attempt_runs import run_attempt, session_of
 from msgspec.structs import replace
 from rank_factory import rank_plan
+from small_disk import file_size_limit
 
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint, steps_in
 from shardwise.trainer.runtime.checkpoint.load import checkpoint_digest
@@ -15,8 +17,11 @@ from shardwise.trainer.runtime.loop.saving import poll_save, save_state, settle_
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.job.kinds import Every
-from shardwise.trainer.spec.messages.rank_files import saving_choice
+from shardwise.trainer.spec.messages.rank_files import read_heartbeat, saving_choice
 from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending
+
+SHARD_BYTES = 1_288_768
 
 
 def plan_of(cache_dir: Path, *, schedule: dict[str, object] | None = None, **checkpoint: Any) -> Plan:
@@ -108,3 +113,33 @@ def test_the_best_of_those_that_were_saved_is_kept(cache_dir, tmp_path):
     assert [each.step for each in state.evaluations] == [1, 2, 3, 4, 5, 6]
     best = min((each for each in state.evaluations if each.step % 2 == 0), key=lambda each: each.loss).step
     assert steps_in(tmp_path / "checkpoints") == sorted({best, 6})
+
+
+def test_a_failed_save_is_tried_again_at_the_next_steps(cache_dir, tmp_path):
+    """No shard can be written up to step 5: saves of steps 2, 3 and 4 fail, that of step 5 succeeds."""
+    with ExitStack() as full:
+        full.enter_context(file_size_limit(SHARD_BYTES // 2))
+
+        def free(state: RunState) -> bool:
+            if state.step == 4:
+                full.close()
+            return False
+
+        ending, state = run_attempt(tmp_path, plan_of(cache_dir), wants_stop=free)
+    assert ending is Ending.FINISHED and state.unsaved is None
+    first, more = state.incidents
+    assert first.startswith("no checkpoint at step 2: ") and "no checkpoint at step 4: " in more
+    assert steps_in(tmp_path / "checkpoints") == [5, 6]
+
+
+def test_a_run_whose_end_cannot_be_saved_fails_with_its_export_and_without_its_checkpoint(cache_dir, tmp_path):
+    state = RunState()
+    with (
+        file_size_limit(SHARD_BYTES // 2),
+        pytest.raises(EnvironmentFaultError, match=r"no checkpoint at the end: .*;\nmake room and add --resume"),
+    ):
+        run_attempt(tmp_path, plan_of(cache_dir), state=state)
+    assert (state.step, state.export, state.checkpoint) == (6, "export", None)
+    assert (tmp_path / "export" / "model.safetensors").stat().st_size < SHARD_BYTES // 2
+    heartbeat = read_heartbeat(tmp_path / "attempts" / "1", 0)
+    assert heartbeat is not None and heartbeat.problem == state.unsaved

@@ -25,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from shardwise.trainer.runtime.checkpoint.manifest import (
     FOLDER_PATTERN,
     MANIFEST_MAX_BYTES,
@@ -40,6 +42,7 @@ from shardwise.trainer.runtime.checkpoint.shards import check_shards, own_cores
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.units import format_bytes
+from shardwise.trainer.spec.value import Value
 
 
 def find_checkpoint(
@@ -169,9 +172,31 @@ _HEADROOM = 1.1  # of the tensors' bytes: headers, manifest, the file system's o
 _NO_LOCKS_HERE = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}  # Lustre without -o flock, some NFS
 
 
+class Retention(Value, frozen=True, kw_only=True):
+    """Which checkpoints stay: the newest `keep`, those of every `keep_every`-th step, and the protected."""
+
+    keep: int
+    keep_every: int | None = None
+    protect: tuple[int, ...] = ()
+
+    def superseded(self, root: Path, *, newest: int) -> list[int]:
+        """Steps of the complete checkpoints that do not stay, oldest first.
+
+        A folder of a later step stays: this run, resumed from before it, has not reached it yet.
+        """
+        complete = [step for step in steps_in(root) if step <= newest and is_complete(root / folder_name(step))]
+        retained = {step for step in complete if self.keep_every is not None and step % self.keep_every == 0}
+        return [step for step in complete[: -self.keep] if step not in retained and step not in self.protect]
+
+
 @contextmanager
-def staging_folder(root: Path, facts: CheckpointFacts, *, num_bytes: int) -> Iterator[str]:
-    """The name of a fresh folder to write in, under the lock; empty where this step is saved already, whole."""
+def staging_folder(
+    root: Path, facts: CheckpointFacts, *, num_bytes: int, retention: Retention, on_point: OnPoint
+) -> Iterator[str]:
+    """The name of a fresh folder to write in, under the lock; empty where this step is saved already, whole.
+
+    If the disk has too little room, checkpoints that the new one would replace are removed first, if that suffices.
+    """
     root.mkdir(parents=True, exist_ok=True)
     with _writer_lock(root):
         for path in root.glob(f"{_TEMPORARY}*"):  # of a crash
@@ -179,7 +204,9 @@ def staging_folder(root: Path, facts: CheckpointFacts, *, num_bytes: int) -> Ite
         if _is_there(root / folder_name(facts.step), facts):
             yield ""
             return
-        _check_free_space(root, num_bytes)
+        needed = int(num_bytes * _HEADROOM)
+        _make_room(root, facts.step, needed, retention, on_point)
+        _check_free_space(root, needed)
         staged = root / f"{_TEMPORARY}{folder_name(facts.step)}-{secrets.token_hex(4)}"
         staged.mkdir()
         try:
@@ -209,22 +236,10 @@ def commit(staged: Path, manifest: Manifest, *, final: Path, on_point: OnPoint) 
     _remove(damaged)
 
 
-def prune(
-    root: Path, *, newest: int, keep: int, keep_every: int | None, protect: tuple[int, ...], on_point: OnPoint
-) -> None:
-    """Removes complete checkpoints except the newest `keep`, those of every `keep_every`-th step, and the protected.
-
-    A folder of a later step stays: this run, resumed from before it, has not reached it yet.
-    """
-    complete = [step for step in steps_in(root) if step <= newest and is_complete(root / folder_name(step))]
+def prune(root: Path, *, newest: int, retention: Retention, on_point: OnPoint) -> None:
+    """Removes the checkpoints that are not retained once `newest` is saved."""
     try:
-        for step in complete[:-keep]:
-            is_retained = keep_every is not None and step % keep_every == 0
-            if not is_retained and step not in protect:
-                trash = root / f"{_TRASH}{folder_name(step)}-{secrets.token_hex(4)}"
-                (root / folder_name(step)).rename(trash)
-                on_point("pruning")
-                shutil.rmtree(trash)
+        _discard(root, retention.superseded(root, newest=newest), on_point)
     except OSError as error:
         raise EnvironmentFaultError(
             f"{root}: step {newest} is saved, but an older checkpoint could not be removed: {error.strerror}"
@@ -270,8 +285,31 @@ def _is_there(final: Path, facts: CheckpointFacts) -> bool:
     return True
 
 
-def _check_free_space(root: Path, num_bytes: int) -> None:
-    needed, free = int(num_bytes * _HEADROOM), shutil.disk_usage(root).free
+def _make_room(root: Path, step: int, needed: int, retention: Retention, on_point: OnPoint) -> None:
+    """Removes what `prune` would remove after the commit, as far as it is needed and if it suffices; one stays."""
+    missing = needed - shutil.disk_usage(root).free
+    if missing <= 0:
+        return
+    before_commit = replace(retention, keep=max(1, retention.keep - 1))
+    chosen, freed = [], 0
+    for old in before_commit.superseded(root, newest=step):
+        if freed < missing:
+            chosen.append(old)
+            freed += sum(file.stat().st_size for file in (root / folder_name(old)).iterdir())
+    if freed >= missing:
+        _discard(root, chosen, on_point)
+
+
+def _discard(root: Path, steps: Collection[int], on_point: OnPoint) -> None:
+    for step in steps:
+        trash = root / f"{_TRASH}{folder_name(step)}-{secrets.token_hex(4)}"
+        (root / folder_name(step)).rename(trash)
+        on_point("pruning")
+        shutil.rmtree(trash)
+
+
+def _check_free_space(root: Path, needed: int) -> None:
+    free = shutil.disk_usage(root).free
     if free < needed:
         raise EnvironmentFaultError(
             f"{root}: a checkpoint needs {format_bytes(needed)} and {format_bytes(free)} are free;"

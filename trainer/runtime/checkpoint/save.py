@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from shardwise.trainer.runtime.checkpoint.engines import StateAdapter, adapter_of
-from shardwise.trainer.runtime.checkpoint.folders import OnPoint, commit, prune, staging_folder
+from shardwise.trainer.runtime.checkpoint.folders import OnPoint, Retention, commit, prune, staging_folder
 from shardwise.trainer.runtime.checkpoint.manifest import (
     CheckpointFacts,
     Chunk,
@@ -77,7 +77,7 @@ class Save:
         self.final = root / folder_name(facts.step)
         self.step, self.ranks, self.on_point = facts.step, ranks, on_point
         self._root, self._facts = root, facts
-        self._keep, self._keep_every, self._protect = keep, keep_every, protect
+        self._retention = Retention(keep=keep, keep_every=keep_every, protect=protect)
         self._doing = f"the checkpoint of step {facts.step} was not saved"
         self._held = ExitStack()
 
@@ -142,7 +142,9 @@ class Save:
         on_first(self.ranks, lambda: self._commit(records), doing=self._doing)
 
     def _stage(self) -> bytes:
-        staging = staging_folder(self._root, self._facts, num_bytes=self._num_bytes)
+        staging = staging_folder(
+            self._root, self._facts, num_bytes=self._num_bytes, retention=self._retention, on_point=self.on_point
+        )
         return self._held.enter_context(staging).encode()
 
     def _commit(self, records: Sequence[ShardRecord]) -> bytes:
@@ -153,14 +155,7 @@ class Save:
             files={record.file: record.entry for record in records},
         )
         commit(self._root / self._staged, manifest, final=self.final, on_point=self.on_point)
-        prune(
-            self._root,
-            newest=self._facts.step,
-            keep=self._keep,
-            keep_every=self._keep_every,
-            protect=self._protect,
-            on_point=self.on_point,
-        )
+        prune(self._root, newest=self._facts.step, retention=self._retention, on_point=self.on_point)
         return b""
 
 

@@ -38,6 +38,7 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from jinja2 import TemplateError
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, modeling_utils
@@ -106,8 +107,9 @@ def staged(out: Path) -> Iterator[Path]:
         if out.exists():
             shutil.rmtree(out)
         staging.rename(out)
-    except OSError as error:
-        raise EnvironmentFaultError(f"{out}: the export cannot be written: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise EnvironmentFaultError(f"{out}: the export cannot be written: {reason}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -38,6 +38,7 @@ from shardwise.trainer.runtime.loop.saving import (
     load_best,
     must_go_back,
     note_step,
+    save_last_state,
     save_state,
 )
 from shardwise.trainer.runtime.loop.session import Session, build_session
@@ -54,7 +55,7 @@ from shardwise.trainer.runtime.run.state import (
     find_fault,
     step_of_rows,
 )
-from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.messages.rank_files import HOOK_PHASE
 from shardwise.trainer.spec.plan import Plan, learning_rate
@@ -74,7 +75,7 @@ def train(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, wa
                 _sample(session, is_before=True)
             ending = _run_steps(session, objectives, wants_stop)
             if ending is Ending.FINISHED and not plan.is_trial:
-                _finish(session, objectives)
+                _finish(session, objectives, wants_stop)
     session.ranks.barrier()  # a rank that ends early would break collectives of the others
     return ending
 
@@ -298,18 +299,31 @@ def _evaluate(session: Session, objectives: Objectives) -> Evaluation | None:
     return evaluation
 
 
-def _finish(session: Session, objectives: Objectives) -> None:
-    """Runs everything after the last step: the last evaluation, checkpoint and sample, and the export."""
+def _finish(session: Session, objectives: Objectives, wants_stop: Callable[[], bool]) -> None:
+    """Runs everything after the last step: the last evaluation, checkpoint and sample, and the export.
+
+    EnvironmentFaultError if the last state could not be saved.
+    """
     state = session.state
     is_early = state.step < session.plan.schedule.num_steps
     if not state.evaluations or state.evaluations[-1].step != state.step:
         _evaluate(session, objectives)
     if state.checkpoint != f"checkpoints/step-{state.step:08d}":
-        save_state(session, "the end")
+        save_last_state(session, wants_stop)
     is_best_loaded = is_early and _go_back_to_best(session)
     _sample(session, is_before=False)
-    if is_best_loaded or not is_early or state.export is None:
-        export_model(session)
+    try:
+        if is_best_loaded or not is_early or state.export is None:
+            export_model(session)
+    except EnvironmentFaultError as error:
+        if state.unsaved is None:
+            raise
+        state.log.note(str(error))
+    if state.unsaved is not None:
+        since = state.checkpoint or "the beginning"
+        raise EnvironmentFaultError(
+            f"{state.unsaved};\nmake room and add --resume, which repeats the steps after {since} and saves the end"
+        )
 
 
 def _go_back_to_best(session: Session) -> bool:

@@ -9,9 +9,11 @@ queried (a thread does that). benchmarks/metrics_cost.py measures the price.
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -84,11 +86,18 @@ class StepMetrics(Value, frozen=True, kw_only=True):
 _OPTIONAL = frozenset({"epoch", *(field.name for field in fields(StepMetrics) if not field.required)})
 
 
+_MAX_WAITING_BYTES = 16 << 20  # some 30,000 lines
+
+
 class MetricsFile:
-    """Appends lines on rank 0; on the other ranks it swallows them."""
+    """Appends lines on rank 0; on the other ranks it swallows them.
+
+    On a full disk lines wait for a later one, up to `_MAX_WAITING_BYTES` of them.
+    """
 
     def __init__(self, path: Path, *, is_writer: bool) -> None:
-        self._file = path.open("a", encoding="utf-8") if is_writer else None
+        self._file = path.open("ab", buffering=0) if is_writer else None
+        self._waiting = b"\n" if is_writer and _ends_within_a_line(path) else b""
 
     def append(self, metrics: StepMetrics) -> None:
         """Writes one line; a figure that was not measured is omitted, and a number that is not finite is null."""
@@ -96,9 +105,14 @@ class MetricsFile:
             return
         named = {name: getattr(metrics, name) for name in metrics.__struct_fields__}
         line = {name: value for name, value in named.items() if not (value is None and name in _OPTIONAL)}
-        with suppress(OSError):  # of a full disk: the line stays in the buffer, and goes with a later one
-            self._file.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
-            self._file.flush()
+        if len(self._waiting) < _MAX_WAITING_BYTES:
+            self._waiting += json.dumps({name: _finite(value) for name, value in line.items()}).encode() + b"\n"
+        self._write(self._file)
+
+    def _write(self, file: FileIO) -> None:
+        with suppress(OSError):
+            while self._waiting:
+                self._waiting = self._waiting[file.write(self._waiting) :]
 
     def __enter__(self) -> Self:
         return self
@@ -107,8 +121,17 @@ class MetricsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
+            self._write(self._file)
             with suppress(OSError):
                 self._file.close()
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """True if an earlier attempt ended on a full disk, in the middle of a line."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) not in (b"", b"\n")
 
 
 def _finite(value: object) -> object:

@@ -54,6 +54,9 @@ from shardwise.trainer.spec.messages.rank_files import SAVING_PHASE, saving_choi
 from shardwise.trainer.spec.plan import Schedule
 from shardwise.trainer.spec.report import RollBack
 
+_MAX_END_WAIT_S = 600.0
+_END_RETRY_S = 1.0
+
 
 class SaveTimer:
     """Decides once at the end of each step if a checkpoint is due, from the cost of the saves before."""
@@ -128,7 +131,26 @@ def save_state(session: Session, occasion: str, *, in_background: bool = False) 
             session.in_flight.save, session.in_flight.occasion = BackgroundSave(save), occasion
         else:
             save.run()
-            state.checkpoint = _relative(state.step)
+            _note_saved(session, state.step)
+
+
+def _note_saved(session: Session, step: int) -> None:
+    state = session.state
+    state.checkpoint, state.unsaved, session.writer.problem = _relative(step), None, ""
+
+
+def save_last_state(session: Session, wants_stop: Callable[[], bool]) -> None:
+    """Saves the state after the last step; waits for room for as long as the steps took, at most ten minutes."""
+    save_state(session, "the end")
+    trained_s = sum(seconds for seconds, _ in session.state.steady_steps)
+    until, ranks = time.monotonic() + min(_MAX_END_WAIT_S, trained_s), session.ranks
+    while (
+        session.state.unsaved is not None
+        and ranks.all_agree(not wants_stop())
+        and ranks.all_agree(not ranks.is_first or time.monotonic() < until)
+    ):
+        time.sleep(_END_RETRY_S)
+        save_state(session, "the end")
 
 
 def poll_save(session: Session) -> bool:
@@ -138,7 +160,7 @@ def poll_save(session: Session) -> bool:
         return False
     with _failures_as_incidents(session, session.in_flight.occasion, step=save.step):
         if save.poll():
-            session.state.checkpoint = _relative(save.step)
+            _note_saved(session, save.step)
     if save.is_over:
         session.in_flight.save = None
     return save.is_over
@@ -153,7 +175,7 @@ def settle_save(session: Session) -> None:
     session.in_flight.save = None
     with _failures_as_incidents(session, session.in_flight.occasion, step=save.step):
         save.finish()
-        session.state.checkpoint = _relative(save.step)
+        _note_saved(session, save.step)
 
 
 @contextmanager
@@ -168,10 +190,22 @@ def _failures_as_incidents(session: Session, occasion: str, *, step: int) -> Ite
         raise NonFiniteStateError(f"{error}; {last}; a lower train.lr may keep the run finite") from error
     except EnvironmentFaultError as error:
         if not _is_saved(session, step):
-            state.log.note(f"no checkpoint at {occasion}: {error}")
+            _note_unsaved(session, f"no checkpoint at {occasion}: {error}")
             return
         state.log.note(f"at {occasion}: {error}")
-        state.checkpoint = _relative(step)
+        _note_saved(session, step)
+
+
+def _note_unsaved(session: Session, text: str) -> None:
+    """Reports a save that failed, at once; of several in a row the first and the last are incidents."""
+    state, writer = session.state, session.writer
+    is_first = state.unsaved is None
+    state.unsaved = writer.problem = text
+    writer.beat(SAVING_PHASE, step=state.step)
+    if is_first:
+        state.log.note(text, IncidentKind.NOT_SAVED)
+    else:
+        state.log.replace(f"more saves failed, the last one: {text}", IncidentKind.MORE_NOT_SAVED)
 
 
 def _best_saved(session: Session) -> tuple[int, ...]:
@@ -263,6 +297,7 @@ class PeriodicSaves:
         self._is_background = saving_choice(plan, plan.chosen).is_background
         self._is_rehearsal = plan.schedule.rehearses_save and not plan.is_trial and session.state.step == 0
         self._is_due = self._is_rehearsal
+        self._retry_steps, self._retry_at = 1, math.inf  # a save that failed is tried again at this step
 
     def after_step(self) -> None:
         """Commits a written checkpoint, and saves one that is due."""
@@ -270,16 +305,27 @@ class PeriodicSaves:
         begin = time.monotonic()
         if poll_save(session):
             self._timer.went_on_costing(time.monotonic() - begin)
-        self._is_due |= self._timer.is_due(state.step)
+            self._plan_retry()
+        self._is_due |= self._timer.is_due(state.step) or state.step >= self._retry_at
         if not self._is_due or state.spikes.in_a_row:
             return
         self._is_due, begin = False, time.monotonic()
         if self._is_rehearsal:
-            self._is_rehearsal = False
             self._rehearse()
+            self._is_rehearsal = state.unsaved is not None
         else:
             save_state(session, f"step {state.step}", in_background=self._is_background)
         self._timer.saved(time.monotonic() - begin)
+        self._plan_retry()
+
+    def _plan_retry(self) -> None:
+        """A failed save is tried again after 1, 2, 4, ... steps, the same on every rank."""
+        state = self._session.state
+        if state.unsaved is None:
+            self._retry_steps, self._retry_at = 1, math.inf
+        elif state.step >= self._retry_at or self._retry_at == math.inf:
+            self._retry_at = state.step + self._retry_steps
+            self._retry_steps *= 2
 
     def _rehearse(self) -> None:
         session, state = self._session, self._session.state

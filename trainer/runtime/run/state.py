@@ -39,7 +39,13 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.messages.rank_files import HEARTBEAT_BYTES, Heartbeat, encode_heartbeat, heartbeat_path
+from shardwise.trainer.spec.messages.rank_files import (
+    HEARTBEAT_BYTES,
+    Heartbeat,
+    encode_heartbeat,
+    heartbeat_path,
+    report_room_path,
+)
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation, Figures, MemoryFigures, Report, RollBack, SpeedFigures, Verified
 from shardwise.trainer.spec.value import Value
@@ -133,6 +139,8 @@ class IncidentKind(StrEnum):
     BAD_ROWS = "bad_rows"
     NOT_COMPILED = "not_compiled"
     NOT_FUSED = "not_fused"
+    NOT_SAVED = "not_saved"
+    MORE_NOT_SAVED = "more_not_saved"
     OTHER = "other"
 
 
@@ -177,6 +185,7 @@ class RunState:
     final_loss: float | None = None
     resumed_from_step: int | None = None
     checkpoint: str | None = None  # newest committed, relative to the run directory
+    unsaved: str | None = None  # why the last save failed; None once one succeeded
     export: str | None = None
     verified: Verified | None = None
     memory: MemoryFigures = field(default_factory=MemoryFigures)
@@ -276,6 +285,7 @@ class ReportWriter:
 
     def __init__(self, paths: RunPaths, *, rank: int) -> None:
         self.attempt_dir, self.rank = paths.attempt_dir, rank
+        self.problem = ""  # in every heartbeat
         self._num_beats, self._step = 0, 0
         self._phase, self._written_at = "", 0.0  # of status.json, and when it was written
         self._heartbeat: int | None = None  # a descriptor, open while the process lives
@@ -297,14 +307,15 @@ class ReportWriter:
         """Writes a heartbeat: one small write, cheap enough for every phase of a step."""
         self._num_beats = self._num_beats + 1 if step == self._step else 1
         self._step = step
-        beat = Heartbeat(count=self._num_beats, phase=phase, step=step)
+        beat = Heartbeat(count=self._num_beats, phase=phase, step=step, problem=self.problem)
         with suppress(OSError):
             if self._heartbeat is None:
                 self._heartbeat = _open_heartbeat(heartbeat_path(self.attempt_dir, self.rank))
             os.pwrite(self._heartbeat, encode_heartbeat(beat), 0)
 
     def write_report(self, report: Report) -> None:
-        """Writes this rank's report."""
+        """Writes this rank's report, on a full disk in the room that was reserved for it."""
+        report_room_path(self.attempt_dir).unlink(missing_ok=True)
         name = "report.json" if self.rank == 0 else f"report-rank-{self.rank}.json"
         codec.write_redacted(self.attempt_dir / name, report)
 

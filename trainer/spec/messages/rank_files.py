@@ -6,7 +6,8 @@ Heartbeats: a small file for each rank, which the supervisor's watchdog reads.
 
 A sign is one write into a file that is open and has its length already: microseconds, no rename, and no room on the
 disk that could be missing. Each holds the rank's position, and the number of its signs at this step: of two ranks that
-run the same lines, the one with fewer is behind.
+run the same lines, the one with fewer is behind. Rank 0's also state why the last checkpoint was not saved: on a full
+disk no other file can.
 
 Allocations of a rank when its memory ran out.
 
@@ -31,10 +32,11 @@ from shardwise.trainer.spec.report import Ending
 from shardwise.trainer.spec.units import format_bytes
 from shardwise.trainer.spec.value import Value
 
-HEARTBEAT_BYTES = 256
+HEARTBEAT_BYTES = 1024
 _SHORT_PHASE = 24  # characters, of at most 6 bytes each in JSON
 # Within an optimizer step. The length of other phases (loading, saving, evaluating) cannot be predicted.
-STEP_PHASES = frozenset({"training", "data", "forward", "backward", "optimizer"})
+TRAINING_PHASE = "training"
+STEP_PHASES = frozenset({TRAINING_PHASE, "data", "forward", "backward", "optimizer"})
 SAVING_PHASE = "saving a checkpoint"
 HOOK_PHASE = "on_step"  # of the user's extensions file, after a step: it may do anything
 # After these a rank ends.
@@ -47,6 +49,7 @@ class Heartbeat(Value, frozen=True, kw_only=True):
     step: int  # optimizer steps done
     count: int  # signs since it is so
     phase: str
+    problem: str = ""  # why the last save failed; empty once one succeeds
 
 
 def heartbeat_path(attempt_dir: Path, rank: int) -> Path:
@@ -55,10 +58,12 @@ def heartbeat_path(attempt_dir: Path, rank: int) -> Path:
 
 
 def encode_heartbeat(beat: Heartbeat) -> bytes:
-    """Always `HEARTBEAT_BYTES` long; a phase that is too long for it is cut."""
+    """Always `HEARTBEAT_BYTES` long; a phase or a problem that is too long for it is cut."""
     content = msgspec.json.encode(beat)
     if len(content) >= HEARTBEAT_BYTES:
-        content = msgspec.json.encode(msgspec.structs.replace(beat, phase=beat.phase[:_SHORT_PHASE]))
+        beat = msgspec.structs.replace(beat, phase=beat.phase[:_SHORT_PHASE])
+    while len(content := msgspec.json.encode(beat)) >= HEARTBEAT_BYTES:
+        beat = msgspec.structs.replace(beat, problem=beat.problem[: len(beat.problem) * 3 // 4])
     return content.ljust(HEARTBEAT_BYTES - 1) + b"\n"
 
 
@@ -68,6 +73,14 @@ def read_heartbeat(attempt_dir: Path, rank: int) -> Heartbeat | None:
         return msgspec.json.decode(codec.read_file(heartbeat_path(attempt_dir, rank)), type=Heartbeat)
     except (OSError, msgspec.DecodeError):
         return None
+
+
+REPORT_ROOM_BYTES = 128 * 1024
+
+
+def report_room_path(attempt_dir: Path) -> Path:
+    """Path of the file that is removed before a report is written, so that a full disk has room for it."""
+    return attempt_dir / ".report-room"
 
 
 class MemoryState(Value, frozen=True, kw_only=True):
