@@ -46,7 +46,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_an_error_and_a_resume_saves_it
     assert (ended.ending, ended.step, len(ended.history)) == (Ending.FAILED, NUM_STEPS, 1)
     assert ended.checkpoint == "checkpoints/step-00000004"
     assert ended.error is not None and "add --resume" in ended.error
-    assert first < printed.index("exporting the model"), "while the run went on"
+    assert first < printed.index(f"step {NUM_STEPS} with "), "before the end of the run"
     (small_disk / "marks" / "filler").unlink()
     outcome, printed = run_plan(replace(full, resume=True), run_dir, resume=True)
     assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
