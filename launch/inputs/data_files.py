@@ -73,6 +73,7 @@ class FoundFile(NamedTuple):
     path: str
     size_bytes: int
     mtime_ns: int
+    ctime_ns: int | None = None
     hub: str | None = None  # as in SourceFile
 
 
@@ -102,7 +103,7 @@ def list_files(request: PrepareRequest) -> PrepareRequest:
     references = (listed.reference for _, listed in (*train, *held_out))
     return msgspec.structs.replace(
         request,
-        files=_weighted(train),
+        files=_weighted(train, streams=streams),
         eval_files=_weighted(held_out),
         revisions=tuple(dict.fromkeys(reference for reference in references if reference is not None)),
     )
@@ -125,12 +126,14 @@ def _content_per_byte(path: str) -> float:
     return CONTENT_PER_BYTE.get(compression(path) or content_suffix(path), 1.0)
 
 
-def _weighted(listed: Sequence[tuple[DataSource, _Listed]]) -> tuple[SourceFile, ...]:
+def _weighted(listed: Sequence[tuple[DataSource, _Listed]], *, streams: bool = False) -> tuple[SourceFile, ...]:
+    """The files of the sources; those of a stream are compared by size and time alone, as it is never read whole."""
     return tuple(
         SourceFile(
             path=found.path,
             size_bytes=found.size_bytes,
             mtime_ns=found.mtime_ns,
+            ctime_ns=None if streams else found.ctime_ns,
             weight=source.weight,
             source=number,
             hub=found.hub,
@@ -192,7 +195,7 @@ def _list_stream(source: str, part: Part, *, setting: str, cache: Path) -> _List
     found = [
         local._replace(hub=file.address)
         if (local := _found(str(file.path))) is not None
-        else FoundFile(file.address, file.size_bytes, 0, file.address)
+        else FoundFile(file.address, file.size_bytes, 0, hub=file.address)
         for file in listed.files
     ]
     return _Listed(found, listed.reference)
@@ -293,7 +296,9 @@ def _found(path: str) -> FoundFile | None:
         if error.errno in (errno.ENOENT, errno.ELOOP):
             return None
         raise EnvironmentFaultError(f"{path}: cannot be read: {error.strerror}") from error
-    return FoundFile(path, status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return FoundFile(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class RowSizes(NamedTuple):

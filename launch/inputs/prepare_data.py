@@ -4,8 +4,10 @@ Tokenising needs libraries that `launch` never imports, so a worker does it.
 
 Prepared data is found through an index: a key over the paths, sizes and times of all files and over the settings,
 pointing to the fingerprint of the content. So an unchanged source is not read, and a touched one is only read, not
-tokenised. Without the index everything works, slower. The files of a stream are compared by name, size, and time or
-commit, because a stream is never read as a whole; a run keeps the list that it was started with.
+tokenised. Programs can set the time of writing (cp -p, rsync -t), so the time of the last change, which only the kernel
+sets, is part of the key. On file systems that do not keep it, each start of a training reads the files. Without the
+index everything works, slower. The files of a stream are compared by name, size, and time or commit, because a stream
+is never read as a whole; a run keeps the list that it was started with.
 """
 
 import os
@@ -27,7 +29,8 @@ from shardwise.trainer.spec.value import Value
 
 GRACE_S = 5.0
 RACY_NS = 2 * 10**9  # a file changed twice within this time may have one mtime
-_INDEX_FORMAT = 4
+RACY_CHANGE_NS = 50 * 10**6  # or one ctime: the kernel's clock for it ticks at least a hundred times a second
+_INDEX_FORMAT = 5
 _PREPARED_FILES = ("layout.json", "tokens.bin", "starts.bin", "train_rows.npy", "eval_rows.npy")
 _NUM_SHOWN = 2  # changed files of a stream, in a message
 
@@ -44,7 +47,7 @@ def prepare_data(
     On an interrupt the worker has `grace_s` seconds to clean up.
     """
     listed = list_files(request)
-    profile = find_prepared(listed)
+    profile = find_prepared(listed) if _changes_are_seen(listed) else None
     if profile is None:
         from shardwise.launch.worker import ask  # not loaded by a plan of prepared data
 
@@ -70,6 +73,14 @@ def _environment(listed: PrepareRequest) -> dict[str, str]:
     """A stream downloads files of the hub while it is read, unless the user's own environment forbids it."""
     offline = "1" if listed.window_bytes is None else os.environ.get("HF_HUB_OFFLINE", "0")
     return {"TOKENIZERS_PARALLELISM": "true", "HF_HUB_OFFLINE": offline}
+
+
+def _changes_are_seen(listed: PrepareRequest) -> bool:
+    """True if the time of the last change of every file can be relied on, or is not compared, as of a stream."""
+    from shardwise.launch.probe.disks import keeps_change_times  # not loaded by a plan
+
+    paths = (file.path for file in (*listed.files, *listed.eval_files) if file.ctime_ns is not None)
+    return keeps_change_times({Path(os.path.realpath(path)).parent for path in paths})
 
 
 class PreparedIndex(Value, frozen=True, kw_only=True):
@@ -100,7 +111,7 @@ def _index_path(listed: PrepareRequest, tokenizer_files: Sequence[Path]) -> Path
     key = blake2b(f"{_INDEX_FORMAT}\n".encode() + request, digest_size=16)
     for path in tokenizer_files:
         status = path.stat()
-        key.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        key.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ctime_ns}\n".encode())
     return Path(listed.cache_root, "data", "index", f"{key.hexdigest()}.json")
 
 
@@ -118,8 +129,11 @@ def _tokenizer_files(listed: PrepareRequest) -> list[Path]:
 
 def write_index(listed: PrepareRequest, profile: DataProfile, started_ns: int) -> None:
     """Stores the fingerprint, unless a file is so new that a second change could have the same time."""
-    youngest_ns = max(file.mtime_ns for file in (*listed.files, *listed.eval_files))
-    if youngest_ns > started_ns - RACY_NS:
+    files = (*listed.files, *listed.eval_files)
+    is_racy = any(
+        file.mtime_ns > started_ns - RACY_NS or (file.ctime_ns or 0) > started_ns - RACY_CHANGE_NS for file in files
+    )
+    if is_racy:
         return
     path = _index_path(listed, _tokenizer_files(listed))
     try:

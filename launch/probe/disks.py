@@ -13,11 +13,11 @@ counts if there is no hard one: it may be exceeded for a week, and a run may tak
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.launch.probe.host import Mount, parse_mountinfo, read_text
+from shardwise.launch.probe.host import LOCAL_FILESYSTEMS, Mount, parse_mountinfo, read_text
 from shardwise.launch.probe.program import run_program
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.units import KIB, format_bytes
@@ -26,6 +26,9 @@ from shardwise.trainer.spec.value import Value
 TIMEOUT_S = 5.0
 _SCALE_FOLDER = "/usr/lpp/mmfs/bin"  # of mmlsquota, which is seldom on PATH
 _READ_BY_QUOTA = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "jfs", "reiserfs", "nfs", "nfs4", "ocfs2", "gfs2"})
+_KEEPS_CHANGE_TIMES = LOCAL_FILESYSTEMS | {
+    "beegfs", "ceph", "gfs2", "gpfs", "lustre", "nfs", "nfs4", "ocfs2", "tmpfs", "virtiofs",
+}  # fmt: skip
 _USED = re.compile(r"\d+\*?")  # the star marks what is over its soft limit
 
 
@@ -107,6 +110,16 @@ def mount_of(folder: Path, mounts: Sequence[Mount]) -> Mount | None:
     path = folder.resolve()
     above = [mount for mount in mounts if path.is_relative_to(mount.mount_point)]
     return max(enumerate(above), key=lambda pair: (len(pair[1].mount_point), pair[0]), default=(0, None))[1]
+
+
+def keeps_change_times(folders: Collection[Path], *, root: Path = Path("/")) -> bool:
+    """True if the file systems of all folders store the time of each change (ctime) as the kernel saw it.
+
+    FAT stores none, and a FUSE file system may repeat the time of writing, which programs can set.
+    """
+    mounts = parse_mountinfo(read_text(root / "proc/self/mountinfo"))
+    found = [mount_of(folder, mounts) for folder in folders]
+    return all(mount is not None and mount.filesystem in _KEEPS_CHANGE_TIMES for mount in found)
 
 
 def parse_table(text: str, whose: str) -> DiskQuota | None:

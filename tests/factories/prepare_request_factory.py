@@ -1,6 +1,7 @@
 """Requests to prepare data, and rows that need no preparation."""
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import msgspec
 import numpy as np
 
 from shardwise.launch.inputs.data_files import list_files
+from shardwise.launch.inputs.prepare_data import RACY_CHANGE_NS
 from shardwise.trainer.runtime.data.cache import TokenLayout, TokenRows
 from shardwise.trainer.spec.data.profile import PrepareRequest, SourceFile
 from shardwise.trainer.spec.job.sections import BadRows, DataFormat
@@ -55,10 +57,11 @@ def numbered_text(num_lines: int, *, word: str = "row") -> str:
 
 
 def make_old(*paths: Path) -> None:
-    """Dates files back by an hour, so that they count as settled."""
+    """Dates files back by an hour, so that they count as settled, and waits until the kernel's clock has moved on."""
     for path in paths:
         status = path.stat()
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - 3600 * 10**9))
+    time.sleep(2 * RACY_CHANGE_NS / 1e9)
 
 
 def rows_of_lengths(folder: Path, lengths: Sequence[int], *, seq_len: int | None = None) -> TokenRows:

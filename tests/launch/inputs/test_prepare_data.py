@@ -64,7 +64,7 @@ def test_the_standard_library_is_prepared_from_its_name(request_of):
     assert find(request_of("python-stdlib", eval_share=0.01, vocab_size=512, seq_len=128)) == profile
 
 
-@pytest.mark.parametrize("change", ["content", "time", "another file", "a setting", "a weight"])
+@pytest.mark.parametrize("change", ["content", "size", "time", "place", "another file", "a setting", "a weight"])
 def test_a_change_is_not_overlooked(request_of, text, tmp_path, change):
     folder = tmp_path / "text"
     folder.mkdir()
@@ -72,7 +72,16 @@ def test_a_change_is_not_overlooked(request_of, text, tmp_path, change):
     request = request_of(folder)
     prepare(request)
     if change == "content":
+        rewrite_unseen(path)
+    elif change == "size":
         path.write_text("row 0 of 3333, which is 0\n" * 3000)
+    elif change == "place":  # as rsync -t does it
+        other = tmp_path / "other.txt"
+        other.write_bytes(path.read_bytes())
+        rewrite_unseen(other)
+        status = path.stat()
+        os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+        other.replace(path)
     elif change == "time":
         os.utime(path, ns=(0, path.stat().st_mtime_ns - 1))
     elif change == "another file":
@@ -84,7 +93,31 @@ def test_a_change_is_not_overlooked(request_of, text, tmp_path, change):
     assert find(request) is None
 
 
-def test_a_change_of_the_tokenizer_is_not_overlooked(request_of, text, tmp_path):
+def test_other_content_of_the_same_size_and_time_is_prepared(request_of, text):
+    then, _ = prepare(request_of(text))
+    rewrite_unseen(text)
+    now, _ = prepare(request_of(text))
+    assert now.fingerprint != then.fingerprint
+
+
+def test_a_touched_file_is_read_and_not_tokenised(request_of, text):
+    then, _ = prepare(request_of(text))
+    text.chmod(0o600)
+    assert find(request_of(text)) is None
+    now, lines = prepare(request_of(text))
+    assert now == then and not [line for line in lines if "tokenis" in line]
+
+
+def rewrite_unseen(path):
+    """Other bytes under the same name, of the same number and with the same time of writing, as cp -p leaves them."""
+    status = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"o", b"a", 1))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_change_of_the_tokenizer_is_not_overlooked(request_of, text, tmp_path, seen):
     made, _ = prepare(request_of(text))
     folder = Path(made.cache_dir, "tokenizer")
     request = request_of(text, tokenizer=str(folder))
@@ -92,6 +125,10 @@ def test_a_change_of_the_tokenizer_is_not_overlooked(request_of, text, tmp_path)
     assert profile.fingerprint != made.fingerprint
     assert find(request) == profile
     settings = folder / "tokenizer_config.json"
+    if not seen:
+        rewrite_unseen(settings)
+        assert find(request) is None
+        return
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 7}))
     assert find(request) is None
 

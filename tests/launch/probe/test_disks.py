@@ -8,6 +8,7 @@ import pytest
 from shardwise.launch.probe.disks import (
     DiskQuota,
     check_room,
+    keeps_change_times,
     mount_of,
     parse_scale,
     parse_table,
@@ -86,6 +87,20 @@ def mounted(root: Path, filesystem: str, source: str = "/dev/x") -> str:
 def program(root: Path, name: str, script: str) -> None:
     (root / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
     (root / "bin" / name).chmod(0o755)
+
+
+def test_a_time_of_change_is_relied_on_where_the_kernel_keeps_it(place):
+    folder, _, root = place
+    for filesystem, is_kept in (
+        ("ext4", True),
+        ("nfs4", True),
+        ("tmpfs", True),
+        ("vfat", False),
+        ("fuse.sshfs", False),
+    ):
+        mounted(root, filesystem)
+        assert keeps_change_times([folder], root=root) is is_kept
+    assert not keeps_change_times([folder, root], root=root)  # of the other nothing is known
 
 
 def test_lustre_has_quotas_of_user_group_and_project(place):

@@ -86,6 +86,8 @@ class SourceFile(Value, frozen=True, kw_only=True):
     path: str  # absolute; equal to `hub` for a file that a stream downloads when it reaches it
     size_bytes: int
     mtime_ns: int
+    # Time of the last change of content, name or permissions, which no program can set; None: not compared.
+    ctime_ns: int | None = None
     weight: float = 1.0  # of its source: how often its rows appear in one epoch
     source: int = 0  # index of its source in the request
     hub: str | None = None  # hf://datasets/ORG/NAME@COMMIT/FILE, which never changes; None: not from the hub

@@ -16,9 +16,11 @@ import csv
 import gzip
 import io
 import lzma
+import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from shutil import copyfileobj
@@ -63,13 +65,33 @@ def open_listed(file: SourceFile) -> BinaryIO:
         raise InputError(f"{path}: is missing since the sources were listed; start again") from None
     except OSError as error:
         raise EnvironmentFaultError(f"{path}: cannot be read: {error.strerror}") from error
-    status = path.stat()
-    if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+    try:
+        refuse_changed(file)
+    except InputError:
         stream.close()
-        raise InputError(
-            f"{path}: changed since it was listed ({file.size_bytes} bytes then, {status.st_size} now); start again"
-        )
+        raise
     return stream
+
+
+def refuse_changed(file: SourceFile) -> None:
+    """InputError with both values if the file is not as it was when it was listed."""
+    try:
+        status = os.stat(file.path)  # noqa: PTH116 - thousands of paths
+    except FileNotFoundError:
+        raise InputError(f"{file.path}: is missing since the sources were listed; start again") from None
+    if status.st_size != file.size_bytes:
+        change = f"{file.size_bytes} bytes then, {status.st_size} now"
+    elif status.st_mtime_ns != file.mtime_ns:
+        change = f"written {_local_time(file.mtime_ns)} then, {_local_time(status.st_mtime_ns)} now"
+    elif file.ctime_ns not in (None, status.st_ctime_ns):
+        change = f"the time of writing is the same, but it was replaced or touched {_local_time(status.st_ctime_ns)}"
+    else:
+        return
+    raise InputError(f"{file.path}: changed since it was listed ({change}); start again")
+
+
+def _local_time(time_ns: int) -> str:
+    return datetime.fromtimestamp(time_ns / 1e9).astimezone().isoformat(" ", timespec="milliseconds")
 
 
 def open_content(file: SourceFile) -> BinaryIO:

@@ -28,6 +28,7 @@ from shardwise.trainer.runtime.data.sources.files import (
     open_content,
     open_listed,
     read_rows,
+    refuse_changed,
 )
 from shardwise.trainer.runtime.data.sources.rows import FormatRow, RowReading, detect_shape, example_of
 from shardwise.trainer.runtime.run.extension import load_hooks
@@ -173,6 +174,7 @@ def check_file(file: SourceFile) -> CheckedFile:
         with open_content(file) as stream:
             while judge.defect is None and (chunk := stream.read(READ_BYTES)):
                 judge.read(chunk)
+    refuse_changed(file)  # while it was read
     if judge:
         judge.read(b"")
     return CheckedFile(file, digest.digest(), judge.defect if judge else None)
@@ -335,10 +337,15 @@ def _read(sources: Sources, files: Sequence[CheckedFile], verb: str) -> Iterator
     progress = _Progress(sources.report, verb, [file.source for file in files])
     for file in files:
         num_chars = 0
-        for item in read_blocks(file.source, sources.reading, defect=file.defect):
-            yield item
-            num_chars += size_of(item.content) if isinstance(item, Block) else 0
-            progress.reached(file.source, num_chars)
+        try:
+            for item in read_blocks(file.source, sources.reading, defect=file.defect):
+                yield item
+                num_chars += size_of(item.content) if isinstance(item, Block) else 0
+                progress.reached(file.source, num_chars)
+        except InputError:  # damage, which a change of the file explains
+            refuse_changed(file.source)
+            raise
+        refuse_changed(file.source)
         progress.finished(file.source)
 
 
