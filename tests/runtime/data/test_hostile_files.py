@@ -3,17 +3,32 @@
 Each ends in an InputError that names the file.
 """
 
+import bz2
 import gzip
+import io
 import json
+import lzma
 import os
+import re
+import tracemalloc
+import zipfile
+from pathlib import Path
+from random import Random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from prepare_request_factory import listed_request
 
+from shardwise.trainer.runtime.data.chat.rendering import Renderer
+from shardwise.trainer.runtime.data.prepare import prepare
+from shardwise.trainer.runtime.data.sources import files, scan
+from shardwise.trainer.runtime.data.sources.examples import Completion
 from shardwise.trainer.runtime.data.sources.scan import ALL_TRAIN, check_sources, scan_rows, units_of
+from shardwise.trainer.runtime.data.tokenizer import train_tokenizer
+from shardwise.trainer.spec.data.profile import SourceFile
 from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import LossOn
 
 TEXTS = [f"text {number} of many, which is one row\n" for number in range(300)]
 
@@ -81,3 +96,195 @@ def test_a_file_that_changes_or_vanishes_while_it_is_prepared_is_refused(tmp_pat
                 next(units)
                 change(path, KINDS[name](TEXTS[::-1]))
                 list(units)
+
+
+def zst(content):
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
+COMPRESSORS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zst}
+
+
+@pytest.fixture
+def small_limits(monkeypatch):
+    """The limits of files of rows, a thousandth of themselves."""
+    monkeypatch.setattr(files, "ROW_BYTES", 2**16)
+    monkeypatch.setattr(files, "ARRAY_BYTES", 2**20)
+    monkeypatch.setattr(files, "EXPANSION_BYTES", 2**18)
+    monkeypatch.setattr(files, "BATCH_BYTES", 2**14)
+
+
+def prepared(path, **settings):
+    prepare(listed_request(path, cache_root=path.parent / "cache", **settings), lambda _: None)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.parquet", "a.arrow"])
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+def test_a_compression_bomb_is_refused(tmp_path, small_limits, name, suffix):
+    path = tmp_path / f"{name}{suffix}"
+    path.write_bytes(COMPRESSORS[suffix](b"a" * 2**21))
+    with pytest.raises(InputError, match=rf"{path}: its {path.stat().st_size} bytes expand to more than"):
+        prepared(path)
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+def test_much_text_of_one_kind_is_no_bomb(tmp_path, small_limits, suffix):
+    content = "".join(f"line {number}: the same again\n" for number in range(12_000)).encode()
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(COMPRESSORS[suffix](content))
+    assert len(content) > files.EXPANSION_BYTES
+    prepared(path)
+
+
+def test_one_text_that_a_table_repeats_without_end_is_refused(tmp_path, small_limits):
+    """Parquet stores it once."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": pa.array(["a " * 2**12] * 2000)}), path)
+    with pytest.raises(InputError, match=rf"{path}: its {path.stat().st_size} bytes expand to more than"):
+        prepared(path)
+
+
+def test_a_text_that_a_table_repeats_is_read_in_small_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "BATCH_BYTES", 2**16)
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a " * 2**12] * 200, "number": range(200)}), path)
+    with path.open("rb") as stream:
+        batches = list(files._parquet_batches(stream))
+    assert sum(batch.num_rows for batch in batches) == 200
+    assert max(batch.nbytes for batch in batches) <= 2**17
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
+def test_a_row_above_the_limit_is_a_bad_row_and_the_others_are_used(tmp_path, small_limits, name):
+    texts = [f"text {number}" for number in range(40)]
+    path = tmp_path / name
+    path.write_bytes(KINDS[name]([*texts[:20], "long " * 2**14, *texts[20:]]))
+    file = listed_request(path, cache_root=tmp_path).files[0]
+    rows = dict(files.read_rows(file))
+    assert [number for number, row in rows.items() if isinstance(row, files.BadRow)] == [21]
+    assert rows[21].where == f"{path}:21" and "MiB" in rows[21].reason
+    assert [row["text"] for number, row in rows.items() if number != 21] == texts
+
+
+def test_a_line_above_the_limit_is_never_held_as_a_whole(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as stream:
+        for _ in range(200):
+            stream.write(b"x" * 2**20)
+        stream.write(b'\n{"text": "a"}\n')
+    file = listed_request(path, cache_root=tmp_path).files[0]
+    tracemalloc.start()
+    try:
+        rows = list(files.read_rows(file))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert isinstance(rows[0][1], files.BadRow) and rows[1] == (2, {"text": "a"})
+    assert peak_bytes < 2.5 * files.ROW_BYTES
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_a_record_above_the_limit_is_refused_by_name(tmp_path, small_limits, name):
+    path = tmp_path / name
+    path.write_bytes(b"text\nshort\n" + b"long " * 2**15 + b"\n")
+    with pytest.raises(InputError, match=rf"{path}: one of its lines is longer than"):
+        prepared(path)
+
+
+def test_an_array_above_the_limit_is_refused_with_the_command_that_makes_lines(tmp_path, small_limits):
+    path = tmp_path / "a.json"
+    path.write_bytes(KINDS["a.json"](TEXTS * 100))
+    with pytest.raises(InputError, match=rf"{path}: is one JSON value .*\n.*jq -c '\.\[\]' {path} > "):
+        prepared(path)
+
+
+def test_a_long_row_is_cut_into_blocks_in_linear_time(tmp_path):
+    """Each block is copied once; the characters of all slices are those of the text."""
+
+    class Counted(str):
+        num_chars = 0
+
+        def __getitem__(self, key):
+            piece = super().__getitem__(key)
+            Counted.num_chars += len(piece)
+            return Counted(piece)
+
+        def __radd__(self, other):
+            return Counted(str(other) + str(self))
+
+    text = Counted("a line of text\n" * 2**18)
+    blocks = list(scan._blocks_of_text(iter([text]), 1.0, "a.jsonl:1"))
+    assert "".join(block.content for block in blocks) == str(text)
+    assert Counted.num_chars <= 2 * len(text)
+
+
+def test_an_answer_far_above_the_length_of_a_row_is_refused_by_its_beginning(tmp_path):
+    tokenizer = train_tokenizer(TEXTS, vocab_size=300)
+    renderer = Renderer(tokenizer, None, LossOn.AUTO, 64)
+    tracemalloc.start()
+    try:
+        reason = renderer.render(Completion("a few words " * 2**20, "yes"))
+    finally:
+        tracemalloc.stop()
+    assert reason == f"too long: {12 * 2**20 + 3} characters, train.seq_len is 64 tokens"
+
+
+ZIPPED = io.BytesIO()
+with zipfile.ZipFile(ZIPPED, "w", zipfile.ZIP_DEFLATED) as archive:
+    archive.writestr("a.jsonl", b"a" * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("zip.jsonl", ZIPPED.getvalue()),
+        ("zip.txt", ZIPPED.getvalue()),
+        ("zip.parquet", ZIPPED.getvalue()),
+        ("zip.jsonl.gz", gzip.compress(ZIPPED.getvalue())),
+        ("gz in gz.txt.gz", gzip.compress(gzip.compress(b"a" * 2**20))),
+        ("wrong.jsonl.zst", gzip.compress(b'{"text": "a"}\n')),
+    ],
+)
+def test_an_archive_inside_the_data_is_not_unpacked(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=re.escape(str(path))):
+        prepared(path)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz", "a.jsonl.zst"])
+def test_random_damage_ends_in_a_message(tmp_path, name):
+    damage(tmp_path, name, num_tries=40)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz", "a.jsonl.zst", "a.json", "a.csv"])
+def test_much_random_damage_ends_in_a_message(tmp_path, name):
+    damage(tmp_path, name, num_tries=2000)
+
+
+def damage(folder, name, *, num_tries):
+    """Cut off, or with bytes changed: an InputError of at most three lines, or rows."""
+    suffix = Path(name).suffix
+    compress = COMPRESSORS.get(suffix, bytes)
+    content = compress(KINDS[name.removesuffix(suffix) if suffix in COMPRESSORS else name](TEXTS))
+    random = Random(13)
+    path = folder / name
+    for number in range(num_tries):
+        damaged = bytearray(content[: random.randrange(len(content))] if number % 4 == 0 else content)
+        for _ in range(random.randrange(1, 9) if number % 4 and damaged else 0):
+            near = min(len(damaged), 400) if number % 4 > 1 else len(damaged)  # where formats keep their descriptions
+            place = random.randrange(near)
+            damaged[-1 - place if number % 4 == 3 else place] = random.randrange(256)
+        path.write_bytes(damaged)
+        file = listed_source(path)
+        try:
+            for _ in files.read_rows(file):
+                pass
+        except InputError as error:
+            assert len(str(error).splitlines()) <= 3
+
+
+def listed_source(path):
+    status = path.stat()
+    return SourceFile(path=str(path), size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)

@@ -53,6 +53,9 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import LossOn
 
 LEAST_EXAMPLES = 4000  # for which starting processes pays
+LONG_CHARS = 2**19  # of a text whose beginning is counted first
+CHARS_PER_TOKEN = 16  # four times those of English
+END_TOKENS = 64  # more than those at the end of a beginning that the rest of the text can change
 BATCHES_AHEAD = 4  # of each worker: bounds what is held in memory
 
 T = TypeVar("T")
@@ -105,13 +108,27 @@ class Renderer:
 
         InputError where an example holds messages and there is no template.
         """
-        drafts = [self._drafts(content) for content in contents]
+        drafts = [self._short_drafts(content) for content in contents]
         texts = [text for drafted in drafts if isinstance(drafted, list) for draft in drafted for text in _texts(draft)]
         encodings = iter(self._tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False))
         return [
             self._rendered(content, drafted, encodings) if isinstance(drafted, list) else drafted
             for content, drafted in zip(contents, drafts, strict=True)
         ]
+
+    def _short_drafts(self, content: Content) -> list[_Draft] | str:
+        """As `_drafts`; of a very long text the beginning shows that it is too long, in a fraction of the memory."""
+        drafts = self._drafts(content)
+        if isinstance(drafts, str) or isinstance(content, str):
+            return drafts
+        num_chars = max(LONG_CHARS, CHARS_PER_TOKEN * self._seq_len)
+        for text in (_texts(draft)[-1] for draft in drafts):
+            if (
+                len(text) > num_chars
+                and len(self._tokenizer.encode([text[:num_chars]])[0]) > self._seq_len + END_TOKENS
+            ):
+                return f"too long: {len(text)} characters, train.seq_len is {self._seq_len} tokens"
+        return drafts
 
     def _drafts(self, content: Content) -> list[_Draft] | str:
         """One sequence, two of a preference, none of token ids; or the reason why the example cannot be used."""

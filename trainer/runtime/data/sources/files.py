@@ -6,8 +6,10 @@ below the header in CSV (a record may span lines), by position elsewhere. A row 
 number. A file that changed since it was listed, or that is damaged, is an InputError, because its missing rows cannot
 be known.
 
-Everything is read in bounded memory: lines one by one, Parquet at most a row group at a time. The exceptions are a
-`.json` array, of which JSON has no way to read half, and a row itself.
+Everything is read in bounded memory: lines one by one, tables in batches of about BATCH_BYTES. A row is at most
+ROW_BYTES; a longer one is a BadRow, and its bytes are passed over. The exception is a `.json` array, of which JSON has
+no way to read half: one of more than ARRAY_BYTES is an InputError. So is a file whose content is more than EXPANSION
+times its own size and more than EXPANSION_BYTES: a compression bomb, as no text is compressed so far.
 """
 
 import bz2
@@ -19,10 +21,11 @@ import lzma
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
+from shlex import quote
 from shutil import copyfileobj
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -32,17 +35,23 @@ import pyarrow.parquet as pq
 
 from shardwise.trainer.spec.data.profile import ROW_SUFFIXES, SourceFile, compression, content_suffix
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.units import format_bytes
 
 READ_BYTES = 2**20
 BATCH_BYTES = 2**24
 BATCH_ROWS = 2**12
-CELL_CHARS = 2**26
+SAMPLE_ROWS = 16
+ROW_BYTES = 2**26  # also the most characters of a CSV cell
+ARRAY_BYTES = 2**31
+EXPANSION = 500  # times a file's size; source code and prose reach 5, logs 100
+EXPANSION_BYTES = 2**28
 _ARROW_FILE_MAGIC = b"ARROW1"
-_ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError)  # of pyarrow at damaged bytes
+_ARROW_ERRORS = (pa.ArrowException, MemoryError, OSError, ValueError, OverflowError)  # of pyarrow at damaged bytes
 _DELIMITERS = ",;\t|"
 
 _NAMES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "Zstandard"}
 _DAMAGES = (EOFError, zlib.error, lzma.LZMAError, OSError)  # BadGzipFile is an OSError, as are bz2's and pyarrow's
+TOO_LONG = f"is longer than {format_bytes(ROW_BYTES)}, the most of a row; a longer text may be a file of its own"
 Row = dict[str, Any]
 
 
@@ -100,7 +109,7 @@ def open_content(file: SourceFile) -> BinaryIO:
     suffix = compression(file.path)
     if suffix is None:
         return stream
-    return io.BufferedReader(_Decompressed(stream, suffix, file.path), buffer_size=io.DEFAULT_BUFFER_SIZE * 16)
+    return io.BufferedReader(_Decompressed(stream, suffix, file), buffer_size=io.DEFAULT_BUFFER_SIZE * 16)
 
 
 def open_for_seeking(file: SourceFile) -> BinaryIO:
@@ -110,7 +119,11 @@ def open_for_seeking(file: SourceFile) -> BinaryIO:
         return stream
     with stream:
         copy = tempfile.TemporaryFile(prefix="shardwise-")  # noqa: SIM115 - the reader closes it
-        copyfileobj(stream, copy)
+        try:
+            copyfileobj(stream, copy)
+        except BaseException:
+            copy.close()
+            raise
     copy.seek(0)
     return cast("BinaryIO", copy)
 
@@ -118,9 +131,9 @@ def open_for_seeking(file: SourceFile) -> BinaryIO:
 class _Decompressed(io.RawIOBase):
     """Decompressed bytes; a library's error at a damaged stream becomes an InputError."""
 
-    def __init__(self, stream: BinaryIO, suffix: str, path: str) -> None:
-        self._file, self._suffix, self._path = stream, suffix, path
-        self._num_bytes = 0
+    def __init__(self, stream: BinaryIO, suffix: str, file: SourceFile) -> None:
+        self._file, self._suffix, self._path = stream, suffix, file.path
+        self._num_bytes, self._size_bytes = 0, file.size_bytes
         try:
             self._stream = _decompressor(stream, suffix)
         except _DAMAGES as error:
@@ -137,6 +150,7 @@ class _Decompressed(io.RawIOBase):
             raise self._damage(error) from error
         buffer[: len(chunk)] = chunk
         self._num_bytes += len(chunk)
+        refuse_bomb(self._path, self._num_bytes, self._size_bytes)
         return len(chunk)
 
     def close(self) -> None:
@@ -148,6 +162,15 @@ class _Decompressed(io.RawIOBase):
         what = f"is damaged after {self._num_bytes} bytes of content" if self._num_bytes else "cannot be decompressed"
         return InputError(
             f"{self._path}: {what}: not a whole {name} file ({error});\nfetch it again, or remove it from data.train"
+        )
+
+
+def refuse_bomb(path: str, num_bytes: int, size_bytes: int) -> None:
+    """InputError if a file of `size_bytes` cannot hold as much text as was read from it."""
+    if num_bytes > max(EXPANSION_BYTES, EXPANSION * size_bytes):
+        raise InputError(
+            f"{path}: its {size_bytes} bytes expand to more than {num_bytes}, over {EXPANSION} times as many, "
+            "which no text does;\nremove it from data.train, or decompress it"
         )
 
 
@@ -200,14 +223,32 @@ def _json_rows(file: SourceFile) -> Iterator[tuple[int, Row | BadRow]]:
     is_one_document = content_suffix(file.path) == ".json" and _holds_one_document(file)
     with open_content(file) as stream:
         if is_one_document:
-            rows = _decoded(stream.read(), file.path)
+            content = stream.read(ARRAY_BYTES + 1)
+            if len(content) > ARRAY_BYTES:
+                raise InputError(
+                    f"{file.path}: is one JSON value of more than {format_bytes(ARRAY_BYTES)}, which is read whole;\n"
+                    f"write its rows as lines: jq -c '.[]' {quote(file.path)} > rows.jsonl"
+                )
+            rows = _decoded(content, file.path)
             for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
                 yield number, _row(row, f"{file.path}:{number}")
             return
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                where = f"{file.path}:{number}"
+        for number, line in enumerate(_lines(stream), start=1):
+            where = f"{file.path}:{number}"
+            if line is None:
+                yield number, BadRow(where, TOO_LONG)
+            elif line.strip():
                 yield number, _row(_decoded(line, where), where)
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes | None]:
+    """The lines of a file; None for one of more than ROW_BYTES, which is never held as a whole."""
+    while line := stream.readline(ROW_BYTES + 1):
+        is_whole = len(line) <= ROW_BYTES
+        end = line[-1:]
+        while not is_whole and end not in (b"\n", b""):
+            end = stream.readline(READ_BYTES)[-1:]
+        yield line if is_whole else None
 
 
 def _holds_one_document(file: SourceFile) -> bool:
@@ -231,9 +272,9 @@ def _row(row: Any, where: str) -> Row | BadRow:  # noqa: ANN401 - any JSON
 
 def _delimited_rows(file: SourceFile, delimiter: str | None) -> Iterator[tuple[int, Row | BadRow]]:
     """Every record below the header; a cell that is not UTF-8 makes its record a bad row, not the file."""
-    csv.field_size_limit(CELL_CHARS)  # of the whole process; without it 128 KiB, which documents exceed
+    csv.field_size_limit(ROW_BYTES)  # of the whole process; without it 128 KiB, which documents exceed
     with open_content(file) as stream:
-        lines = (line.decode("utf-8", "surrogateescape") for line in stream)
+        lines = (_csv_line(line, file.path) for line in _lines(stream))
         first = next(lines, "").removeprefix("\ufeff")
         if delimiter is None:  # the comma, unless the header has none and something else that separates columns
             delimiter = "," if "," in first else max(_DELIMITERS, key=lambda mark: (first.count(mark), mark == ","))
@@ -253,6 +294,12 @@ def _delimited_rows(file: SourceFile, delimiter: str | None) -> Iterator[tuple[i
             if record:
                 number += 1
                 yield number, _record(record, header, f"{file.path}:{number}", records.line_num)
+
+
+def _csv_line(line: bytes | None, path: str) -> str:
+    if line is None:  # the quotes in it decide where its record ends
+        raise InputError(f"{path}: one of its lines {TOO_LONG}")
+    return line.decode("utf-8", "surrogateescape")
 
 
 def _header(records: Iterator[list[str]], path: str) -> list[str]:
@@ -286,7 +333,7 @@ def _batched_rows(
     file: SourceFile, batches_of: Callable[[BinaryIO], Iterator[pa.RecordBatch]]
 ) -> Iterator[tuple[int, Row | BadRow]]:
     """The rows of each batch; InputError with the place at damaged bytes."""
-    num_rows = 0
+    num_rows = num_bytes = 0
     with open_for_seeking(file) as stream:
         batches = batches_of(stream)
         while True:
@@ -297,31 +344,49 @@ def _batched_rows(
                 raise _damage(file.path, num_rows, error) from error
             if batch is None:
                 return
+            num_bytes += batch.nbytes
+            refuse_bomb(file.path, num_bytes, file.size_bytes)
             yield from enumerate(rows, start=num_rows + 1)
             num_rows += batch.num_rows
 
 
-def _rows_of_batch(batch: pa.RecordBatch, path: str, num_before: int) -> list[Row | BadRow]:
+def _rows_of_batch(batch: pa.RecordBatch, path: str, num_before: int) -> Iterable[Row | BadRow]:
     kinds = enumerate(batch.schema.types)  # without times and decimals, of which Python cannot hold all that Arrow can
     batch = batch.select([n for n, kind in kinds if not pa.types.is_temporal(kind) and not pa.types.is_decimal(kind)])
+    one_by_one = (_one_row(batch, number, f"{path}:{num_before + number + 1}") for number in range(batch.num_rows))
+    if batch.nbytes > ROW_BYTES:
+        return one_by_one
     try:
         return batch.to_pylist()  # type: ignore[no-any-return]
     except UnicodeDecodeError:  # somewhere in these rows; the others can be used
-        return [_one_row(batch, number, f"{path}:{num_before + number + 1}") for number in range(batch.num_rows)]
+        return one_by_one
 
 
 def _one_row(batch: pa.RecordBatch, number: int, where: str) -> Row | BadRow:
+    row = batch.slice(number, 1)
+    if row.nbytes > ROW_BYTES:
+        return BadRow(where, TOO_LONG)
     try:
-        return batch.slice(number, 1).to_pylist()[0]  # type: ignore[no-any-return]
+        return row.to_pylist()[0]  # type: ignore[no-any-return]
     except UnicodeDecodeError as error:
         return BadRow(where, f"is not UTF-8 ({error.reason})")
 
 
 def _parquet_batches(stream: BinaryIO) -> Iterator[pa.RecordBatch]:
     with pq.ParquetFile(stream, pre_buffer=False, buffer_size=READ_BYTES) as table:
-        groups = [table.metadata.row_group(index) for index in range(table.metadata.num_row_groups)]
-        widest = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
-        yield from table.iter_batches(batch_size=min(BATCH_ROWS, max(1, BATCH_BYTES // max(widest, 1))))
+        for index in range(table.metadata.num_row_groups):
+            group = table.metadata.row_group(index)
+            size = _batch_rows(group.total_byte_size, group.num_rows)
+            # One text for many rows is stored once, so the sizes in the file are not those in memory.
+            sample = next(table.iter_batches(batch_size=min(size, SAMPLE_ROWS), row_groups=[index]), None)
+            if sample is not None:
+                size = min(size, _batch_rows(sample.nbytes, sample.num_rows))
+            yield from table.iter_batches(batch_size=size, row_groups=[index])
+
+
+def _batch_rows(num_bytes: int, num_rows: int) -> int:
+    """Rows of a batch where so many rows have so many bytes."""
+    return min(BATCH_ROWS, max(1, BATCH_BYTES * num_rows // max(num_bytes, 1)))
 
 
 def _arrow_batches(stream: BinaryIO) -> Iterator[pa.RecordBatch]:
@@ -335,9 +400,9 @@ def _arrow_batches(stream: BinaryIO) -> Iterator[pa.RecordBatch]:
         batches = iter(pa.ipc.open_stream(stream))
     for batch in batches:
         _check_offsets(batch)
-        size = max(1, BATCH_BYTES * batch.num_rows // max(batch.nbytes, 1))
-        for start in range(0, batch.num_rows, min(size, BATCH_ROWS)):
-            yield batch.slice(start, min(size, BATCH_ROWS))
+        size = _batch_rows(batch.nbytes, batch.num_rows)
+        for start in range(0, batch.num_rows, size):
+            yield batch.slice(start, size)
 
 
 def _check_offsets(batch: pa.RecordBatch) -> None:
@@ -351,7 +416,7 @@ def _check_offsets(batch: pa.RecordBatch) -> None:
 
 def _damage(path: str, num_rows: int, error: Exception) -> InputError:
     what = f"is damaged after row {num_rows}" if num_rows else "cannot be read"
-    sentence = str(error).partition("\n")[0].rstrip(". ")
+    sentence = str(error).partition("\n")[0].rstrip(". ") or "it states sizes that no memory holds"
     return InputError(
         f"{path}: {what}: not a whole {Path(path).suffix} file ({sentence});\n"
         "fetch it again, or remove it from data.train"

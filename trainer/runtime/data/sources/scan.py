@@ -279,10 +279,13 @@ def _blocks_of_text(texts: Iterator[str], weight: float, where: str) -> Iterator
     opens, carried = True, ""
     for text in texts:
         carried += text
-        while len(carried) > BLOCK_CHARS:
-            piece = next(cut_at_line_ends(carried, BLOCK_CHARS))
-            yield Block(piece, weight, opens, where)
-            opens, carried = False, carried[len(piece) :]
+        start, rest = 0, ""
+        for piece in cut_at_line_ends(carried, BLOCK_CHARS):
+            start, rest = start + len(piece), piece
+            if start < len(carried):
+                yield Block(piece, weight, opens, where)
+                opens = False
+        carried = rest
     if carried and not (opens and carried.isspace()):
         yield Block(carried, weight, opens, where)
 
