@@ -18,6 +18,7 @@ files, without secrets, to compare the nodes of a run.
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -44,6 +45,7 @@ from shardwise.launch.rundir.process_record import (
     descendants,
     launcher_record,
     read_records,
+    read_state,
     record_of,
     write_record,
 )
@@ -57,6 +59,7 @@ from shardwise.trainer.spec.secrets import names_secret, redact
 POLL_S = 0.1
 END_GRACE_S = 15.0  # torchrun has reported by then which rank failed first
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOPPED_S = 5.0  # before a process that is stopped is reported
 DUMP_S = 2.0  # for the ranks to write their stacks
 KILL_GRACE_S = 10.0
 _RECORDED = re.compile(
@@ -132,6 +135,9 @@ class Ranks(Protocol):
     def has_failed(self) -> bool:
         """True if a rank reported a failure, or ended without a report."""
 
+    def stopped(self) -> dict[str, ProcessRecord]:
+        """The launcher and the ranks of this machine that a signal has stopped, by name. Called often."""
+
     def dump_stacks(self) -> dict[int, CallStack]:
         """Has every rank write its stacks into its log; returns them by rank."""
 
@@ -188,6 +194,12 @@ class LocalRanks:
         if ended <= reports.keys():
             return False
         return not ended <= rank_reports(self._attempt_dir).keys()  # it may have been written in between
+
+    def stopped(self) -> dict[str, ProcessRecord]:
+        launcher = record_of(self._launcher.pid)
+        named = {f"rank {rank}": record for rank, record in self._records().items()}
+        named |= {} if launcher is None else {"the launcher": launcher}
+        return {name: record for name, record in named.items() if read_state(record.pid) == ("T", record.start_time)}
 
     def dump_stacks(self) -> dict[int, CallStack]:
         records = self._records()
@@ -287,12 +299,21 @@ def _start(argv: Sequence[str], environment: Mapping[str, str], log: int) -> sub
 
 
 def watch_attempt(
-    ranks: Ranks, *, attempt_dir: Path, stop: StopRequest, on_tick: Callable[[], None], watchdog: Watchdog
+    ranks: Ranks,
+    *,
+    attempt_dir: Path,
+    stop: StopRequest,
+    on_tick: Callable[[], None],
+    on_notice: Callable[[str], None],
+    watchdog: Watchdog,
 ) -> AttemptEnd:
-    """Watches ranks until they end, or have to be ended; returns their end, with their report or a made one."""
+    """Watches ranks until they end, or have to be ended; returns their end, with their report or a made one.
+
+    `on_notice` gets a line on processes that are stopped, and on ranks that may hang.
+    """
     hung: str | None = None
     try:
-        silence = _watch(ranks, stop, on_tick, watchdog)
+        silence = _watch(ranks, stop, on_tick, on_notice, watchdog)
         hung = None if silence is None else with_stacks(silence, ranks.dump_stacks())
         return_code = ranks.poll()
     finally:
@@ -309,9 +330,16 @@ def watch_attempt(
     return attempt_end(attempt_dir, seen)
 
 
-def _watch(ranks: Ranks, stop: StopRequest, on_tick: Callable[[], None], watchdog: Watchdog) -> Silence | None:
+def _watch(
+    ranks: Ranks,
+    stop: StopRequest,
+    on_tick: Callable[[], None],
+    on_notice: Callable[[str], None],
+    watchdog: Watchdog,
+) -> Silence | None:
     """Returns when the attempt has ended, or has to be ended; the silence of ranks that hang, if that is why."""
     failed_since: float | None = None
+    stopped: dict[str, tuple[ProcessRecord, float]] = {}  # since when
     while ranks.poll() is None and not stop.is_urgent:
         if stop.kind is not None:
             ranks.request_stop()
@@ -319,9 +347,28 @@ def _watch(ranks: Ranks, stop: StopRequest, on_tick: Callable[[], None], watchdo
             failed_since = time.monotonic()
         if failed_since is not None and time.monotonic() - failed_since > END_GRACE_S:
             return None
+        stopped = _notice_stopped(ranks.stopped(), stopped, on_notice)
         silence = watchdog.look()
-        if silence is not None:  # after the last heartbeat, only the processes remain to be ended
+        if silence is not None and silence.is_allowed:
+            on_notice(with_stacks(silence, ranks.dump_stacks()))
+        elif silence is not None:  # after the last heartbeat, only the processes remain to be ended
             return None if watchdog.has_ended else silence
         on_tick()
         time.sleep(POLL_S)
     return None
+
+
+def _notice_stopped(
+    found: Mapping[str, ProcessRecord],
+    before: Mapping[str, tuple[ProcessRecord, float]],
+    on_notice: Callable[[str], None],
+) -> dict[str, tuple[ProcessRecord, float]]:
+    """Reports each process once that is stopped for `STOPPED_S`; returns since when each is, infinity after that."""
+    now, since = time.monotonic(), dict[str, tuple[ProcessRecord, float]]()
+    for name, record in found.items():
+        known, began = before.get(name, (record, now))
+        since[name] = (record, began if known == record else now)
+        if now - since[name][1] >= STOPPED_S:
+            on_notice(f"{name} is stopped by a signal; kill -CONT {record.pid} continues it")
+            since[name] = (record, math.inf)
+    return since

@@ -1,9 +1,10 @@
 """Detection of ranks that hang: each rank writes heartbeats, and each phase has a limit for the time without one.
 
 Within a step the limit follows from the steps of this attempt: twenty times the median, three times the longest, at
-least five minutes. Before enough steps were seen, and in every other phase (loading, saving, evaluating, exporting), it
-is an hour plus the time that a slow disk needs for the state. A false alarm costs a restart, a late one idle time, so
-the limits are generous. Time in which this process did not run does not count: a suspended job does not hang.
+least five minutes. A silence of 45 s that is three times the longest step is reported before. Until enough steps were
+seen, and in every other phase (loading, saving, evaluating, exporting), the limit is an hour plus the time that a slow
+disk needs for the state. A false alarm costs a restart, a late one idle time, so the limits are generous. Time in which
+this process did not run does not count: a suspended job does not hang.
 
 All ranks wait for one that hangs, so all are silent. The rank that hangs is the one that is behind, by its step and its
 heartbeats at that step, as all ranks run the same code; the others may wait for any time. If several are equally far,
@@ -48,6 +49,7 @@ class WatchLimits(NamedTuple):
     data_s: float | None = None  # to wait for the data of a step; None: as for other phases of a step
     times_usual_step: float = 20.0
     times_longest_step: float = 3.0
+    notice_s: float = 45.0  # in a step, before a hang is reported; it is ended at its limit
 
     def scaled_to(self, plan: Plan) -> "WatchLimits":
         """The limits with the time that a disk needs for this model and that the first steps of this plan may take."""
@@ -65,6 +67,11 @@ class Silence(NamedTuple):
     step: int  # optimizer steps done
     silent_s: float
     limit_s: float
+
+    @property
+    def is_allowed(self) -> bool:
+        """True while the ranks may still go on by themselves."""
+        return self.silent_s <= self.limit_s
 
     @property
     def message(self) -> str:
@@ -90,6 +97,11 @@ class _Rank:
     save_s: float = 0.0  # of the save it is in
     longest_save_s: float = 0.0
 
+    @property
+    def is_in_usual_step(self) -> bool:
+        """True in a step of an attempt of which the usual duration of a step is known."""
+        return self.last is not None and self.last.phase in STEP_PHASES and len(self.steps_s) > _NUM_WARM_STEPS
+
 
 class Watchdog:
     """Heartbeats of the ranks of one attempt."""
@@ -107,6 +119,7 @@ class Watchdog:
         self._limits = limits
         self._clock = clock
         self._looked_at = clock()
+        self._noticed: tuple[int, int] | None = None  # the progress at which a silence was reported
 
     @property
     def step(self) -> int:
@@ -129,7 +142,10 @@ class Watchdog:
         return all(rank.last is not None and rank.last.phase in END_PHASES for rank in self._ranks.values())
 
     def look(self) -> Silence | None:
-        """Reads the heartbeats, at most twice a second; returns the silence that is too long, if any."""
+        """Reads the heartbeats, at most twice a second; returns a silence that is too long.
+
+        An unusual one that `is_allowed` still is returned once.
+        """
         now = self._clock()
         passed = now - self._looked_at
         if passed < _LOOK_EVERY_S:
@@ -141,8 +157,11 @@ class Watchdog:
         behind = {number: rank for number, rank in self._ranks.items() if _progress(rank) == least}
         late = max(behind.values(), key=lambda rank: rank.silent_s)  # all other ranks wait for these
         limit_s = self._limit_s(late)
-        if late.silent_s <= limit_s:
+        notice_s = max(self._limits.notice_s, self._limits.times_longest_step * max(late.steps_s, default=0.0))
+        is_notice = late.is_in_usual_step and late.silent_s > notice_s and self._noticed != least
+        if late.silent_s <= limit_s and not is_notice:
             return None
+        self._noticed = least
         phase, step = ("starting", self.step) if late.last is None else (late.last.phase, late.last.step)
         return Silence(ranks=tuple(behind), phase=phase, step=step, silent_s=late.silent_s, limit_s=limit_s)
 
@@ -152,7 +171,7 @@ class Watchdog:
             return self._limits.end_s
         if phase == "data" and self._limits.data_s is not None:
             return self._limits.data_s
-        if phase not in STEP_PHASES or len(rank.steps_s) <= _NUM_WARM_STEPS:
+        if not rank.is_in_usual_step:
             return self._limits.phase_s
         usual = rank.steps_s[_NUM_WARM_STEPS:]
         return max(

@@ -20,6 +20,7 @@ from shardwise.launch.attempt.end import rank_reports
 from shardwise.launch.attempt.supervisor import DUMP_S, StopRequest
 from shardwise.launch.attempt.watchdog import CallStack
 from shardwise.launch.nodes.channel import Command, Ended, NodeServer, Order, Stacks, Start, StopRequested, head_address
+from shardwise.launch.rundir.process_record import ProcessRecord
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from shardwise.trainer.spec.report import Ending
 
@@ -141,6 +142,9 @@ class ClusterRanks:
         failed = (Ending.OUT_OF_MEMORY, Ending.FAILED)
         is_reported = any(report.ending in failed for report in rank_reports(self._attempt_dir).values())
         return is_reported or any(ended.return_code for ended in self._ended.values())
+
+    def stopped(self) -> dict[str, ProcessRecord]:
+        return {}  # the messages of a silence name those of other machines
 
     def dump_stacks(self) -> dict[int, CallStack]:
         self._stacks = {}

@@ -36,7 +36,7 @@ from shardwise.launch.engine.launcher import prepare_attempt
 from shardwise.launch.engine.operators import build_operators, needed_operators
 from shardwise.launch.nodes.ranks import Cluster, ClusterRanks
 from shardwise.launch.rundir import paths as run_dirs
-from shardwise.launch.rundir.lock import is_cancelled
+from shardwise.launch.rundir.lock import HeldFolder, is_cancelled
 from shardwise.launch.show.follow import Progress
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.start import TrackerProcess, running_trackers
@@ -69,6 +69,13 @@ class RunContext(NamedTuple):
     cluster: Cluster | None  # of a run on several machines
     deadline: Deadline | None
     trackers: TrackerProcess
+    folder: HeldFolder
+
+    def follow_folder(self) -> None:
+        """Reports that the run directory was moved; EnvironmentFaultError if the run cannot follow it."""
+        sentence = self.folder.follow()
+        if sentence is not None:
+            self.console.line(sentence)
 
 
 def run_attempts(
@@ -89,9 +96,12 @@ def run_attempts(
     Ahead of `deadline` the run stops with a checkpoint as after USR1.
     EnvironmentFaultError where an attempt cannot be started at all.
     """
-    with running_trackers(plan, run_dir=run_dir, console=console, environment=environment, stop=stop) as trackers:
+    with (
+        HeldFolder(run_dir) as folder,
+        running_trackers(plan, run_dir=run_dir, console=console, environment=environment, stop=stop) as trackers,
+    ):
         context = RunContext(
-            plan, run_dir, extensions_dir, console, stop, environment, limits, cluster, deadline, trackers
+            plan, run_dir, extensions_dir, console, stop, environment, limits, cluster, deadline, trackers, folder
         )
         return _run_all(context, resume=resume)
 
@@ -103,6 +113,7 @@ def _run_all(context: RunContext, *, resume: bool) -> RunOutcome:
     number: int | None = _place_of_last(run_dir, candidates, console) if resume else 0
     started = time.monotonic()
     while number is not None:
+        context.follow_folder()
         may_resume = bool(run_dirs.committed_checkpoints(run_dir)) and (resume or bool(past.tried))
         begin = Begin(time.monotonic(), _saved_step(run_dir) if may_resume else None)
         attempt_dir = prepare_attempt(plan, candidates[number], run_dir=run_dir, resume=may_resume)
@@ -164,6 +175,7 @@ def _run_one(context: RunContext, attempt_dir: Path, past: _History, spending: L
     watchdog = Watchdog(attempt_dir, num_ranks=plan.chosen.num_ranks, limits=context.limits.scaled_to(plan))
 
     def tick() -> None:
+        context.follow_folder()
         progress.tick()
         context.trackers.tick()
         if context.stop.kind is None and is_cancelled(context.run_dir):  # on another machine, perhaps
@@ -175,7 +187,14 @@ def _run_one(context: RunContext, attempt_dir: Path, past: _History, spending: L
     with contextlib.ExitStack() as held:
         held.enter_context(progress.shown())
         ranks = held.enter_context(_started(context, plan, attempt_dir))
-        return watch_attempt(ranks, attempt_dir=attempt_dir, stop=context.stop, on_tick=tick, watchdog=watchdog)
+        return watch_attempt(
+            ranks,
+            attempt_dir=attempt_dir,
+            stop=context.stop,
+            on_tick=tick,
+            on_notice=context.console.line,
+            watchdog=watchdog,
+        )
 
 
 @contextlib.contextmanager

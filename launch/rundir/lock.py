@@ -1,4 +1,4 @@
-"""The owner of a run directory and its cancel flag: the files `.lock` and `cancelled`.
+"""The owner of a run directory and its cancel flag: the files `.lock` and `cancelled`; its place, if it is moved.
 
 The process that supervises the run holds `.lock`, with its pid and host as content. The file retains the last owner's
 name after that process has ended, so readers check the process. Readers never lock it: a run that starts at that moment
@@ -7,17 +7,21 @@ would be refused.
 A stop with a checkpoint usually means "continue later": a scheduler queues the job again, or the next job of a chain
 starts. The cancel flag prevents both: the supervisor ends the run as after Ctrl-C, and a job that was cancelled with it
 ends at once when it starts. The flag lists these jobs. Any other start of the run, by a person, removes the flag.
+
+Supervisor, ranks and trackers write to paths. If the directory is moved meanwhile, they would make a second one at the
+old path, so the supervisor holds the directory by descriptor (`HeldFolder`).
 """
 
 import fcntl
 import getpass
 import os
+import shlex
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from shardwise.trainer.spec.codec import read_file, write_bytes
 from shardwise.trainer.spec.errors import EnvironmentFaultError
@@ -112,6 +116,55 @@ def _has_open(pid: int, lock: Path) -> bool:
             return False
 
     return any(map(is_lock, descriptors))
+
+
+class HeldFolder:
+    """A directory that is held by descriptor while processes write to its path."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._paths = [path.absolute()]  # by which processes know it, the newest last
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def follow(self) -> str | None:
+        """Leaves a link at the old path of a directory that was moved; returns a sentence on that, None if it was not.
+
+        EnvironmentFaultError if no link can be left: it was deleted, or moved to another file system, or with the
+        folder above it, or another directory is there now.
+        """
+        held = os.fstat(self._descriptor)
+        missing = [path for path in self._paths if not _is_same(path, held)]
+        if not missing:
+            return None
+        place, old = Path(f"/proc/self/fd/{self._descriptor}").readlink(), self._paths[0]
+        if held.st_nlink == 0 or not _is_same(place, held):
+            raise EnvironmentFaultError(
+                f"{old}: was deleted, or moved to another file system, while the run writes to it"
+            )
+        try:
+            for path in missing:
+                if path.is_symlink():
+                    path.unlink()  # it led to the place before
+                path.symlink_to(place)
+        except OSError as error:
+            raise EnvironmentFaultError(
+                f"{old}: was moved to {place} while the run writes to it, and no link can be left: {error.strerror}; "
+                f"continue it there, with --resume --run-dir {shlex.quote(str(place))}"
+            ) from error
+        self._paths.append(place)
+        return f"{old} was moved to {place} while the run writes to it; a link at the old path leads there"
+
+
+def _is_same(path: Path, held: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.stat(), held)
+    except OSError:
+        return False
 
 
 CANCEL_FLAG = "cancelled"

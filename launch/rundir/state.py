@@ -18,6 +18,7 @@ from msgspec import field
 
 from shardwise.launch.rundir.files import RunFiles, is_run_dir, point_of, read_run
 from shardwise.launch.rundir.lock import LockOwner, local_owner, recorded_owner
+from shardwise.launch.rundir.process_record import read_state
 from shardwise.slurm.jobs import JOB_ID, EndedJob, QueuedJob, describe_ended, has_slurm, read_job, read_queue
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.messages.submission import FILE_NAME, SCRIPT_NAME
@@ -144,6 +145,7 @@ class Liveness(NamedTuple):
     ended: EndedJob | None = None  # its newest job, if that was queried
     owner: LockOwner | None = None  # the process of this machine that supervises it
     recorded_owner: LockOwner | None = None  # the last supervisor, on any machine
+    is_owner_stopped: bool = False  # by a signal
 
 
 class Judged(NamedTuple):
@@ -224,19 +226,25 @@ def read_liveness(
             ended = read_job(newest, environment)
         except EnvironmentFaultError:
             ended = None
+    owner = local_owner(files.run_dir)
+    state = None if owner is None else read_state(owner.pid)
     return Liveness(
         jobs=jobs,
         problem=queue.problem if may_be_queued else None,
         ended=ended,
-        owner=local_owner(files.run_dir),
+        owner=owner,
         recorded_owner=recorded_owner(files.run_dir),
+        is_owner_stopped=state is not None and state[0] == "T",
     )
 
 
 def judge(files: RunFiles, liveness: Liveness, *, now_s: float) -> Judged:
     """The state of a run. Pure."""
     if liveness.owner is not None:
-        return _alive(files, f"supervised by {liveness.owner} of this machine")
+        hint = (
+            f", stopped by a signal; kill -CONT {liveness.owner.pid} continues it" if liveness.is_owner_stopped else ""
+        )
+        return _alive(files, f"supervised by {liveness.owner} of this machine{hint}")
     jobs = liveness.jobs or ()
     running = [job for job in jobs if job.is_running]
     if running:

@@ -135,6 +135,21 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_resumed_from_its_b
     assert answer.returncode == 2 and "not a run directory" in answer.stderr
 
 
+def test_a_run_directory_that_is_moved_while_the_run_writes_stays_one(long_job, straight_losses):
+    process = start_and_wait(long_job, steps=3)
+    (long_job.folder / "hold").touch()
+    run_dir, place = long_job.only_run(), long_job.folder / "another place"
+    run_dir.rename(place)
+    wait_for(lambda: run_dir.is_symlink() or process.poll() is not None, "a link at the old path")
+    for name in ("hold", "slow"):
+        (long_job.folder / name).unlink()
+    output = process.communicate(timeout=LIMIT_S)[0]
+    assert process.returncode == 0 and f"was moved to {place}" in output, output
+    assert run_dir.readlink() == place and losses(place) == straight_losses
+    report = codec.read(place / "report.json", Report)
+    assert report.ending is Ending.FINISHED and (place / str(report.checkpoint) / "MANIFEST.json").is_file()
+
+
 def everything_below(process: subprocess.Popen[str]) -> list[ProcessRecord]:
     record = record_of(process.pid)
     assert record is not None

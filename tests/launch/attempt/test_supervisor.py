@@ -12,6 +12,7 @@ import pytest
 from engine_plan_factory import engine_plan
 from report_factory import make_report
 
+from shardwise.launch.attempt import supervisor
 from shardwise.launch.attempt.end import AttemptEnd
 from shardwise.launch.attempt.supervisor import (
     LocalRanks,
@@ -72,12 +73,13 @@ def run(
     attempt: Path,
     stop: StopRequest,
     on_tick=lambda: None,
+    on_notice=print,
     limits: WatchLimits | None = None,
     num_ranks: int = 1,
 ) -> AttemptEnd:
     watchdog = Watchdog(attempt, num_ranks=num_ranks, limits=limits or WatchLimits())
     ranks = LocalRanks(argv, attempt_dir=attempt, environment=os.environ)
-    return watch_attempt(ranks, attempt_dir=attempt, stop=stop, on_tick=on_tick, watchdog=watchdog)
+    return watch_attempt(ranks, attempt_dir=attempt, stop=stop, on_tick=on_tick, on_notice=on_notice, watchdog=watchdog)
 
 
 def test_a_stop_request_reaches_ranks_in_their_own_session(attempt: Path):
@@ -233,7 +235,7 @@ from shardwise.launch.attempt.watchdog import Watchdog
 folder, stop = Path(sys.argv[1]), StopRequest()
 watchdog = Watchdog(folder, num_ranks=1)
 ranks = LocalRanks(sys.argv[2:], attempt_dir=folder, environment=os.environ)
-watch_attempt(ranks, attempt_dir=folder, stop=stop, on_tick=lambda: None, watchdog=watchdog)
+watch_attempt(ranks, attempt_dir=folder, stop=stop, on_tick=lambda: None, on_notice=print, watchdog=watchdog)
 """
 
 
@@ -254,6 +256,26 @@ def test_killing_the_supervisor_kills_the_launcher(attempt: Path):
     rank = read_records(attempt / "pids").get("rank-0")
     if rank is not None:  # the stand-in rank does not ask to die with its launcher; the real one does (end to end)
         rank.send(signal.SIGKILL)
+
+
+def test_a_launcher_or_a_rank_that_is_stopped_is_named_with_the_command_that_continues_it(attempt: Path, monkeypatch):
+    monkeypatch.setattr(supervisor, "STOPPED_S", 0.3)
+    notices: list[str] = []
+
+    def stop_both() -> None:
+        records = read_records(attempt / "pids")
+        if not notices and records.keys() >= {"launcher", "rank-0"}:
+            for name in ("launcher", "rank-0"):
+                records[name].send(signal.SIGSTOP)
+
+    def continue_it(notice: str) -> None:
+        notices.append(notice)
+        os.kill(int(notice.partition("-CONT ")[2].split()[0]), signal.SIGCONT)
+
+    argv = launcher_argv(attempt, make_report(ending=Ending.FINISHED), seconds=3)
+    end = run(argv, attempt, StopRequest(), stop_both, continue_it)
+    assert end.report.ending is Ending.FINISHED
+    assert {notice.partition(" is stopped")[0] for notice in notices} == {"the launcher", "rank 0"}
 
 
 def test_the_launcher_ignores_signals_of_a_terminal(attempt: Path):

@@ -32,6 +32,7 @@ class Ranks:
 
     def __init__(self, folder: Path, num_ranks: int, limits: WatchLimits = LIMITS) -> None:
         self.folder, self.now_s = folder, 0.0
+        self.notices: list[Silence] = []
         self.counts = dict.fromkeys(range(num_ranks), 0)
         self.watchdog = Watchdog(folder, num_ranks=num_ranks, limits=limits, clock=lambda: self.now_s)
 
@@ -43,11 +44,15 @@ class Ranks:
             path.write_bytes(encode_heartbeat(Heartbeat(count=self.counts[rank], phase=phase, step=step)))
 
     def wait(self, seconds: float) -> Silence | None:
-        """Looks once a second."""
+        """Looks once a second; what is not yet too long is collected in `notices`."""
         silence = None
         for _ in range(round(seconds)):
             self.now_s += 1
-            silence = silence or self.watchdog.look()
+            found = self.watchdog.look()
+            if found is not None and found.is_allowed:
+                self.notices.append(found)
+            else:
+                silence = silence or found
         return silence
 
     def train(self, steps: range, *, step_s: float) -> None:
@@ -66,6 +71,26 @@ def test_a_step_may_be_silent_for_twenty_usual_ones(tmp_path: Path):
     silence = ranks.wait(10)
     assert silence is not None and (silence.ranks, silence.phase, silence.step) == ((0,), "forward", 6)
     assert silence.limit_s == pytest.approx(600, abs=20)
+
+
+def test_an_unusual_silence_in_a_step_is_reported_within_a_minute_and_once(tmp_path: Path):
+    ranks = Ranks(tmp_path, 2)
+    ranks.beat("loading", 0)
+    ranks.wait(200)
+    ranks.train(range(6), step_s=2)
+    assert not ranks.notices, "loading may take longer"
+    ranks.beat("forward", 6, but=(1,))
+    assert ranks.wait(44) is None and not ranks.notices
+    assert ranks.wait(50) is None
+    (notice,) = ranks.notices
+    assert notice.ranks == (1,) and notice.silent_s < 60
+    assert ranks.wait(10) is not None, "and ended at its limit"
+    slow = Ranks(tmp_path / "slow", 1)
+    slow.folder.mkdir()
+    slow.train(range(6), step_s=30)
+    slow.beat("forward", 6)
+    slow.wait(85)
+    assert not slow.notices, "three steps of the longest"
 
 
 def test_one_long_step_among_short_ones_raises_the_limit(tmp_path: Path):

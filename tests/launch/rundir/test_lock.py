@@ -10,6 +10,7 @@ import pytest
 from run_factory import write_holder
 
 from shardwise.launch.rundir.lock import (
+    HeldFolder,
     LockOwner,
     is_cancelled,
     local_owner,
@@ -100,3 +101,40 @@ def test_only_jobs_that_were_cancelled_end_and_any_other_start_removes_the_flag(
 def test_a_flag_that_cannot_be_written_is_an_environment_fault():
     with pytest.raises(EnvironmentFaultError, match="/proc"):
         write_cancel_flag(Path("/proc"), now=NOON)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "runs" / "bot").mkdir(parents=True)
+    return tmp_path / "runs" / "bot"
+
+
+def test_a_folder_that_is_moved_is_followed_by_links_at_all_its_old_paths(run: Path):
+    first, second = run.with_name("first place"), run.with_name("second")
+    with HeldFolder(run) as folder:
+        assert folder.follow() is None
+        run.rename(first)
+        sentence = folder.follow()
+        assert sentence is not None and str(run) in sentence and str(first) in sentence
+        assert folder.follow() is None
+        first.rename(second)
+        assert folder.follow() is not None and folder.follow() is None
+    for path in (run, first):
+        (path / "written").touch()
+        (second / "written").unlink()
+
+
+@pytest.mark.parametrize("fault", ["deleted", "another is there", "moved with the folder above it"])
+def test_a_folder_that_cannot_be_followed_is_an_error_with_its_new_place(run: Path, fault: str):
+    place = run.with_name("new place")
+    with HeldFolder(run) as folder:
+        if fault == "deleted":
+            run.rmdir()
+        elif fault == "another is there":
+            run.rename(place)
+            run.mkdir()
+        else:
+            run.parent.rename(run.parent.with_name("old runs"))
+            place = run.parent.with_name("old runs") / run.name
+        with pytest.raises(EnvironmentFaultError, match=fault if fault == "deleted" else f"--run-dir '{place}'"):
+            folder.follow()

@@ -60,7 +60,8 @@ def test_a_job_that_runs_starts_before_its_first_attempt_and_runs_after(run_dir)
 def test_a_process_that_holds_the_directory_is_a_run_that_runs(tmp_path):
     write_attempt(tmp_path, steps=[1])
     state, words = judged(tmp_path, Liveness(jobs=None, owner=HERE))
-    assert state is RunState.RUNNING and "process 4711" in words
+    assert state is RunState.RUNNING and "process 4711" in words and "CONT" not in words
+    assert "kill -CONT 4711" in judged(tmp_path, Liveness(jobs=None, owner=HERE, is_owner_stopped=True))[1]
     write_report(tmp_path, Ending.FAILED)
     _, words = judged(tmp_path, Liveness(jobs=None, owner=HERE))
     assert "attempt 1" in words and "failed" in words

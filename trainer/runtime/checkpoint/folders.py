@@ -197,7 +197,7 @@ def staging_folder(
 
     If the disk has too little room, checkpoints that the new one would replace are removed first, if that suffices.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    root.mkdir(exist_ok=True)  # never the run directory: it may have been moved
     with _writer_lock(root):
         for path in root.glob(f"{_TEMPORARY}*"):  # of a crash
             _remove(path)
