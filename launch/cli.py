@@ -19,6 +19,10 @@ from shardwise.trainer.spec.secrets import RedactedStream, redacted_output
 
 # Objects made before the collector looks for cycles. Python's 700 cost a start ten milliseconds and find next to none.
 GC_THRESHOLD = 100_000
+# A full or read-only disk, or a limit (RLIMIT_FSIZE, RLIMIT_NOFILE, RLIMIT_NPROC): no internal error.
+_REFUSED = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
+)
 
 
 def _print_traceback() -> None:
@@ -69,6 +73,10 @@ def _exit_code(argv: Sequence[str] | None) -> int:
     except Exception as error:  # noqa: BLE001 - the last resort: an internal error must still end in one line
         if is_debug:
             _print_traceback()
+        if isinstance(error, OSError) and error.errno in _REFUSED:
+            place = f"{error.filename}: " if error.filename else ""
+            write_error(f"shardwise: {place}{error.strerror}; see df -h and ulimit -a")
+            return int(ExitCode.ENVIRONMENT)
         write_error(
             f"shardwise: internal error: {type(error).__name__}: {error}\n"
             "please report it with the traceback that --debug shows"

@@ -190,16 +190,16 @@ def _run_and_report(plan: Plan, run_dir: Path, session: _Session, *, cache: Path
         console.line()
         recommended = () if plan.is_trial else read_recorded(run_dir).recommended
         console.line(render_report(outcome.report, run_dir=run_dir, recommended=recommended))
-        _keep_calibration(plan, outcome.report, environment)
+        _keep_calibration(plan, outcome.report, environment, console)
     return outcome
 
 
-def _keep_calibration(plan: Plan, report: Report, environment: Mapping[str, str]) -> None:
+def _keep_calibration(plan: Plan, report: Report, environment: Mapping[str, str], console: Console) -> None:
     if report.ending is not Ending.FINISHED:
         return
     record = record_of_run(report, plan, now=datetime.now(UTC))
     if record is not None:
-        append_calibration(folders.state_home(environment), record)
+        append_calibration(folders.state_home(environment), record, on_line=console.line)
 
 
 def next_commands(run_dir: Path, job: str) -> list[str]:

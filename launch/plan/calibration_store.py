@@ -6,6 +6,7 @@ next plan and is no condition of it.
 
 import fcntl
 import os
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from shardwise.trainer.planning.calibrate import NO_CORRECTIONS, rates_source
 from shardwise.trainer.planning.candidates import candidate_of, configuration_of
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.schedule import longest_row_decides
-from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.plan import Calibration, CalibrationRecord, Candidate, Plan, RecordSource
 from shardwise.trainer.spec.report import Report
@@ -104,16 +104,13 @@ def _uncorrected(plan: Plan, candidate: Candidate) -> Candidate:
     return candidate_of(context, configuration_of(context, candidate))
 
 
-def append_calibration(state_home: Path, record: CalibrationRecord) -> None:
-    """Adds one line."""
+def append_calibration(state_home: Path, record: CalibrationRecord, *, on_line: Callable[[str], None]) -> None:
+    """Adds one line; `on_line` gets the reason if it cannot be written, which is no error of the run."""
     path = state_home / FILE_NAME
     try:
         state_home.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        with path.open("ab", buffering=0) as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            stream.write(msgspec.json.encode(record) + b"\n")
     except OSError as error:
-        raise EnvironmentFaultError(f"{path}: the calibration cannot be written: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.write(descriptor, msgspec.json.encode(record) + b"\n")
-    finally:
-        os.close(descriptor)
+        on_line(f"{path}: the measurements of this run cannot be kept for later plans: {error.strerror}")

@@ -117,7 +117,9 @@ def plan_after_trials(
     if not results:
         raise EnvironmentFaultError(f"--trial: none of {len(trials)} candidates could run")
     decided = plan_inputs(inputs, data, environment=environment, trials=results)
-    _keep(plan, trials, environment)  # only now: the same predictions have to be ranked with and without the trials
+    _keep(
+        plan, trials, environment, console
+    )  # only now: the same predictions have to be ranked with and without the trials
     return decided
 
 
@@ -179,13 +181,13 @@ def _outcome_text(report: Report) -> str:
     return f"{format_seconds(step)} a step ({expected}), peak {format_bytes(peak)}"
 
 
-def _keep(plan: Plan, trials: tuple[Trial, ...], environment: Mapping[str, str]) -> None:
+def _keep(plan: Plan, trials: tuple[Trial, ...], environment: Mapping[str, str], console: Console) -> None:
     now = datetime.now(UTC)
     for trial in trials:
         if trial.report is not None and trial.report.ending is Ending.FINISHED:
             record = record_of_run(trial.report, plan, now=now, source=RecordSource.TRIAL)
             if record is not None:
-                append_calibration(folders.state_home(environment), record)
+                append_calibration(folders.state_home(environment), record, on_line=console.line)
 
 
 def short_plan(plan: Plan, candidate: Candidate, *, num_steps: int) -> Plan:

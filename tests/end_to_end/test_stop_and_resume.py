@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from kill_factory import Count
+from outcome_file import FAULTS
 from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics, wait_for
 
 from shardwise.launch.rundir.lock import is_cancelled, write_cancel_flag
@@ -184,6 +186,32 @@ def test_a_kill_of_the_launcher_ends_its_ranks_and_starts_others(long_job):
     assert killed.fault is Fault.KILLED and "launcher" in killed.cause and "SIGKILL" in killed.cause
     assert report.ending is Ending.FINISHED and finished.resumed_from_step == 1, "where the first save was rehearsed"
     assert killed.cause in output and "from step 1" in output
+
+
+@pytest.mark.cold
+@pytest.mark.long
+def test_processes_that_are_stopped_and_continued_are_named_and_cost_nothing(
+    long_job, straight_losses, record_property
+):
+    process = start_and_wait(long_job, steps=3)
+    run_dir = long_job.only_run()
+    records = read_records(run_dir / "attempts" / "1" / "pids")
+    supervisor = record_of(process.pid)
+    assert supervisor is not None
+    assert records["rank-0"].send(signal.SIGSTOP) and records["launcher"].send(signal.SIGSTOP)
+    time.sleep(8)
+    assert supervisor.send(signal.SIGSTOP)
+    status = long_job.run("status", run_dir).stdout
+    assert f"kill -CONT {supervisor.pid}" in status, status
+    for record in (supervisor, records["launcher"], records["rank-0"]):
+        assert record.send(signal.SIGCONT)
+    (long_job.folder / "slow").unlink()
+    output = process.communicate(timeout=LIMIT_S)[0]
+    assert process.returncode == 0, output
+    for name, kind in (("rank 0", "rank-0"), ("the launcher", "launcher")):
+        assert f"{name} is stopped by a signal; kill -CONT {records[kind].pid}" in output, output
+    assert losses(run_dir) == straight_losses
+    record_property(FAULTS, {f"SIGSTOP of {each}": Count(1, 1).row() for each in ("rank", "launcher", "supervisor")})
 
 
 @pytest.mark.cold

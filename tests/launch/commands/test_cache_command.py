@@ -254,7 +254,7 @@ def test_copies_on_a_scratch_disk_go_by_their_age(environment, home):
 
 
 def test_what_is_measured_and_what_belongs_to_others_is_never_freed(environment, home):
-    append_calibration(home / "state" / "shardwise", calibration_record())
+    append_calibration(home / "state" / "shardwise", calibration_record(), on_line=print)
     write_file(home / "cache" / "fp8" / "0123456789abcdef.json")
     write_file(home / "cache" / "notes.txt")
     write_file(home / "hf" / "hub" / "models--org--name" / "blobs" / "c0ffee", 5000)

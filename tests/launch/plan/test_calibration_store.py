@@ -1,5 +1,6 @@
 """What earlier runs measured is kept for the same device, driver and torch only, with what the formulas alone said."""
 
+import io
 import json
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ from report_factory import make_report
 
 from shardwise.launch.commands.train import _keep_calibration
 from shardwise.launch.plan.calibration_store import MAX_RECORDS, append_calibration, read_calibration, record_of_run
+from shardwise.launch.terminal import Console
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import Gpu, Hardware, Host, MeasuredRates
@@ -41,7 +43,7 @@ def retained(plan: Plan, **facts: Any) -> CalibrationRecord:
 
 def test_a_finished_run_is_found_again_under_its_key(tmp_path: Path):
     for hardware, torch in ((CPU, "2.13.0"), (GPU, "2.13.0"), (GPU, "2.11.0")):
-        append_calibration(tmp_path / "state", retained(plan_on(hardware, torch=torch)))
+        append_calibration(tmp_path / "state", retained(plan_on(hardware, torch=torch)), on_line=print)
     (found,) = read_calibration(tmp_path / "state", GPU, torch="2.11.0").records
     assert (found.device, found.driver, found.torch) == ("H200", "580.1", "2.11.0")
     assert (found.measured_peak_bytes, found.measured_step_s) == (25 * MIB, 0.8)
@@ -92,16 +94,16 @@ def test_a_line_of_an_earlier_version_is_still_read(tmp_path: Path):
 
 def test_a_line_that_cannot_be_read_is_passed_over(tmp_path: Path):
     record = retained(plan_on(CPU))
-    append_calibration(tmp_path, record)
+    append_calibration(tmp_path, record, on_line=print)
     with (tmp_path / "calibration.jsonl").open("ab") as stream:
         stream.write(b'{"device": "A CP\n{"other": 1}\n')
-    append_calibration(tmp_path, record)
+    append_calibration(tmp_path, record, on_line=print)
     assert read_calibration(tmp_path, CPU, torch="2.13.0").records == (record, record)
 
 
 def test_only_the_newest_records_are_read(tmp_path: Path):
     for number in range(MAX_RECORDS + 3):
-        append_calibration(tmp_path, replace(retained(plan_on(CPU)), measured_peak_bytes=number + 1))
+        append_calibration(tmp_path, replace(retained(plan_on(CPU)), measured_peak_bytes=number + 1), on_line=print)
     found = read_calibration(tmp_path, CPU, torch="2.13.0").records
     assert [found[0].measured_peak_bytes, found[-1].measured_peak_bytes] == [4, MAX_RECORDS + 3]
 
@@ -109,6 +111,8 @@ def test_only_the_newest_records_are_read(tmp_path: Path):
 @pytest.mark.parametrize("ending", Ending)
 def test_only_a_run_that_finished_is_kept(tmp_path: Path, ending: Ending):
     """One that was cut off has measured fewer steps, or what a step took before it failed."""
-    _keep_calibration(plan_on(CPU), make_report(ending=ending), {"XDG_STATE_HOME": str(tmp_path)})
+    _keep_calibration(
+        plan_on(CPU), make_report(ending=ending), {"XDG_STATE_HOME": str(tmp_path)}, Console(io.StringIO())
+    )
     records = read_calibration(tmp_path / "shardwise", CPU, torch="2.13.0").records
     assert [record.measured_step_s for record in records] == ([0.8] if ending is Ending.FINISHED else [])

@@ -66,7 +66,7 @@ def record_with(home: Path, plan: Plan, not_compiled: str | None) -> Calibration
     report = replace(report, plan=plan.chosen, verified=replace(report.verified, not_compiled=not_compiled))
     record = record_of_run(report, plan, now=NOW)
     assert record is not None
-    append_calibration(home, record)
+    append_calibration(home, record, on_line=print)
     (found,) = read_calibration(home, plan.hardware, torch="none").records[-1:]
     return found
 
