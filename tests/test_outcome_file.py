@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from outcome_file import fault_rows
 
 REPOSITORY = Path(__file__).parents[1]
 TESTS = """
 import pytest
-from outcome_file import DIFFERENCES, Difference
+from outcome_file import DIFFERENCES, FAULTS, Difference
 
 @pytest.fixture
 def broken():
@@ -23,9 +24,11 @@ def test_passes(record_property):
     record_property(DIFFERENCES, [Difference("zero2 adamw", 1e-5, 3e-6), Difference("zero2 lion", 1e-5, 2e-6)])
 
 def test_passes_too(record_property):
+    record_property(FAULTS, {"kill": {"tried": 2, "survived": 2}})
     record_property(DIFFERENCES, [Difference("zero2 adamw", 1e-5, 1e-6), Difference("zero2 muon", 1e-4, 4e-5)])
 
 def test_fails(record_property):
+    record_property(FAULTS, {"kill": {"tried": 3, "survived": 1, "lost": 2}})
     record_property(DIFFERENCES, [Difference("zero3 adamw", 1e-5, 0.5)])
     raise AssertionError
 
@@ -108,3 +111,10 @@ def test_a_part_of_the_tests_is_not_taken_for_all(tmp_path: Path, outcome):
 def test_a_file_that_cannot_be_loaded_has_failed(tmp_path: Path):
     broken = outcome_of(tmp_path, tests="import nowhere\n", code=2)
     assert (broken["failed"], broken["failed_tests"]) == (1, ["test_some.py"])
+
+
+def test_it_adds_up_the_faults_of_each_kind_and_the_documentation_has_those_of_the_newest_files(outcome):
+    assert outcome["faults"] == {"kill": {"tried": 5, "survived": 3, "lost": 2}}
+    rows = fault_rows(REPOSITORY / "benchmarks" / "results")
+    page = (REPOSITORY / "docs" / "surviving.md").read_text().splitlines()
+    assert rows and set(rows) <= set(page), "\n".join(rows)

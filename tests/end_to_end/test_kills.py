@@ -7,18 +7,8 @@ import os
 import random
 
 import pytest
-from kill_factory import (
-    KILLS_A_RUN,
-    NUMBERS,
-    VICTIMS,
-    Count,
-    Life,
-    kill_and_resume,
-    prepare,
-    reaping_nothing,
-    undisturbed,
-)
-from outcome_file import FAULTS
+from kill_factory import KILLS_A_RUN, VICTIMS, Count, Life, kill_and_resume, prepare, reaping_nothing, undisturbed
+from outcome_file import FAULT_NUMBERS, FAULTS
 from workplace_factory import Workplace, make_workplace
 
 NUM_KILLS = int(os.environ.get("SHARDWISE_KILLS", "500"))  # of the long test
@@ -45,7 +35,7 @@ def kill(place: Workplace, life: Life, num_kills: int, seed: int) -> dict[str, C
             victims = sorted(VICTIMS, key=lambda each: (sums[each].tried, chance.random()))[:KILLS_A_RUN]
             chance.shuffle(victims)
             for victim, count in kill_and_resume(place, f"run-{seed}-{number}", victims, life, chance):
-                for name in (*NUMBERS, "notes"):
+                for name in (*FAULT_NUMBERS, "notes"):
                     setattr(sums[victim], name, getattr(sums[victim], name) + getattr(count, name))
             number += 1
     return sums

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from outcome_file import FAULT_NUMBERS
 from workplace_factory import Workplace, read_metrics
 
 from shardwise.launch.rundir.paths import next_attempt
@@ -71,10 +72,7 @@ class Count:
 
     def row(self) -> dict[str, int]:
         """The numbers, for the outcome file."""
-        return {name: getattr(self, name) for name in NUMBERS}
-
-
-NUMBERS = ("tried", "survived", "lost", "hung", "tracebacks", "outlived")
+        return {name: getattr(self, name) for name in FAULT_NUMBERS}
 
 
 def prepare(place: Workplace) -> None:

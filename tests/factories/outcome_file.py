@@ -23,6 +23,7 @@ from shardwise.trainer.spec.units import GIB
 
 DIFFERENCES = "differences"
 FAULTS = "faults"
+FAULT_NUMBERS = ("tried", "survived", "lost", "hung", "tracebacks", "outlived")
 PACKAGES = ("shardwise", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes", "datasets")
 _WORST_FIRST = ("failed", "skipped", "passed")
 
@@ -133,6 +134,17 @@ def _largest(differences: Iterable[Difference]) -> dict[str, float]:
     for each in differences:
         groups[each.group] = max(each.largest, groups.get(each.group, 0.0))
     return groups
+
+
+def fault_rows(folder: Path) -> list[str]:
+    """The rows of the table in docs/surviving.md, from the newest outcome that has each kind of fault."""
+    newest: dict[str, dict[str, int]] = {}
+    for path in sorted(folder.glob("test-long-*.json"), key=lambda path: json.loads(path.read_text())["date"]):
+        newest |= json.loads(path.read_text()).get(FAULTS, {})
+    return [
+        f"| {kind} | " + " | ".join(str(counts.get(name, 0)) for name in FAULT_NUMBERS) + " |"
+        for kind, counts in newest.items()
+    ]
 
 
 def _file_of(nodeid: str) -> str:
