@@ -113,4 +113,4 @@ def append_calibration(state_home: Path, record: CalibrationRecord, *, on_line: 
             fcntl.flock(stream, fcntl.LOCK_EX)
             stream.write(msgspec.json.encode(record) + b"\n")
     except OSError as error:
-        on_line(f"{path}: the measurements of this run cannot be kept for later plans: {error.strerror}")
+        on_line(f"{path}: the measurements of this run cannot be stored for later plans: {error.strerror}")
