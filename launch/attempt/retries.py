@@ -25,6 +25,7 @@ import msgspec
 
 from shardwise.launch.attempt.end import AttemptEnd
 from shardwise.launch.rundir.files import NewLines
+from shardwise.launch.rundir.lock import local_owner, recorded_owner
 from shardwise.launch.rundir.paths import committed_checkpoints
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
@@ -35,6 +36,7 @@ from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault, Report
 from shardwise.trainer.spec.strategy import Method, Precision
 from shardwise.trainer.spec.units import format_bytes
 
+_SILENT_S = 120.0  # a write to a shared file system may appear a minute late
 MAX_RESTARTS = 5  # without a newer checkpoint
 MAX_SAME_STEP = 3  # attempts that end at one step
 MAX_IDLE = 10  # jobs that were stopped before they did a step
@@ -96,6 +98,15 @@ def earlier_history(run_dir: Path) -> list[AttemptRecord]:
     numbers = {int(path.name) for path in folder.glob("*") if path.name.isdigit()} if folder.is_dir() else set()
     made = {number: _record_of_killed(folder / str(number)) for number in numbers - reported.keys()}
     return [record for _, record in sorted((reported | made).items()) if record is not None]
+
+
+def is_alive(run_dir: Path, attempt: int) -> bool:
+    """True if the supervisor of this attempt runs here, or elsewhere and the attempt gave a sign of life lately."""
+    owner = recorded_owner(run_dir)
+    if owner is None or owner.is_local:
+        return local_owner(run_dir) is not None
+    heartbeat = heartbeat_path(run_dir / "attempts" / str(attempt), 0)
+    return heartbeat.is_file() and time.time() - heartbeat.stat().st_mtime < _SILENT_S
 
 
 def refuse_endless_restarts(run_dir: Path) -> None:

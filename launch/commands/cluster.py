@@ -57,7 +57,7 @@ from shardwise.slurm.submit import check_script, submit_script
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
-from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.job.sections import Job, without_url
 from shardwise.trainer.spec.messages.submission import CHAIN_FILE, FILE_NAME, SCRIPT_NAME, Submission
 from shardwise.trainer.spec.units import format_bytes, format_count
 
@@ -161,7 +161,9 @@ def _write(target: Target, job: BatchJob, script: str | None, job_ids: Sequence[
             folder.mkdir(exist_ok=True)
             ids = tuple(job_ids) if job.num_points is None else tuple(f"{each}_{number}" for each in job_ids)
             if script is not None:
-                codec.write_bytes(folder / "job.yaml", render_resolved(point.inputs.resolved).encode())
+                is_secret = without_url(point.inputs.resolved.job) != point.inputs.resolved.job
+                content = render_resolved(point.inputs.resolved).encode()
+                codec.write_bytes(folder / "job.yaml", content, mode=0o600 if is_secret else 0o666)
                 codec.write(folder / "hardware.json", point.inputs.hardware)
             own = None if job.num_points is None else number
             codec.write(folder / FILE_NAME, _submission(target, point, job, now, ids, number=own))

@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from shardwise.launch.attempt.limits import Deadline, refuse_spent
 from shardwise.launch.attempt.retries import refuse_endless_restarts
 from shardwise.launch.attempt.supervisor import StoppedEarlyError, StopRequest
@@ -34,6 +36,7 @@ from shardwise.launch.show.report import render_report
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.job.sections import without_url
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Report
 
@@ -142,9 +145,9 @@ def _find_run_dir(options: TrainOptions, plan: Plan) -> tuple[Path, Plan | None]
 def _write_run(run_dir: Path, plan: Plan, resolved: ResolvedJob | None) -> None:
     try:
         if resolved is not None and not run_dirs.is_submitted(run_dir):  # else it is the file that was read
-            codec.write_bytes(run_dir / "job.yaml", render_resolved(resolved).encode())
+            codec.write_bytes(run_dir / "job.yaml", render_resolved(resolved, has_url=False).encode())
         codec.write(run_dir / "hardware.json", plan.hardware)
-        codec.write(run_dir / "plan.json", plan)
+        codec.write(run_dir / "plan.json", msgspec.structs.replace(plan, job=without_url(plan.job)))
     except OSError as error:
         raise EnvironmentFaultError(f"{run_dir}: cannot be written: {error.strerror}") from error
 

@@ -46,6 +46,7 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.job.sections import without_url
 from shardwise.trainer.spec.messages.rank_files import REPORT_ROOM_BYTES, report_room_path
 from shardwise.trainer.spec.plan import Buckets, Candidate, Plan
 from shardwise.trainer.spec.strategy import Precision
@@ -114,7 +115,7 @@ def prepare_attempt(plan: Plan, candidate: Candidate, *, run_dir: Path, resume: 
     attempt_dir = run_dir / "attempts" / str(number)
     try:
         (attempt_dir / "logs").mkdir(parents=True)
-        attempt_plan = msgspec.structs.replace(plan, candidates=(candidate,), resume=resume)
+        attempt_plan = msgspec.structs.replace(plan, candidates=(candidate,), resume=resume, job=without_url(plan.job))
         codec.write(attempt_dir / "plan.json", attempt_plan)
         if candidate.strategy.sharding.uses_deepspeed:
             folder = nvme_folder(attempt_plan, run_dir, number)

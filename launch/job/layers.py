@@ -20,7 +20,7 @@ from shardwise.trainer.spec.errors import InputError, InputProblemsError, close_
 from shardwise.trainer.spec.job.fields import BY_PATH, job_tree
 from shardwise.trainer.spec.job.kinds import shown
 from shardwise.trainer.spec.job.reading import Layer, read_layers
-from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.job.sections import Job, without_url
 from shardwise.trainer.spec.messages.submission import FILE_NAME as SUBMISSION_NAME
 from shardwise.trainer.spec.value import Value
 
@@ -90,10 +90,14 @@ def read_personal_folders(*, config_home: Path, site_config: Path | None) -> dic
     return folders
 
 
-def render_resolved(resolved: ResolvedJob) -> str:
-    """The run directory's job.yaml: every setting with its origin; reads back to the same job."""
+def render_resolved(resolved: ResolvedJob, *, has_url: bool = True) -> str:
+    """The run directory's job.yaml: every setting with its origin; reads back to the same job.
+
+    Without `has_url` it has the host of a literal `log.notify` alone: such a file is not for another start of the run.
+    """
     lines = ["# The job as it ran: every setting, and where its value is from."]
-    _render_section(resolved.tree, "", resolved.sources, lines)
+    tree = resolved.tree if has_url else job_tree(without_url(resolved.job))
+    _render_section(tree, "", resolved.sources, lines)
     return "\n".join(lines) + "\n"
 
 

@@ -111,7 +111,6 @@ def _run_all(context: RunContext, *, resume: bool) -> RunOutcome:
     past = _History(history=earlier_history(run_dir) if resume else [])
     candidates = (plan.chosen, *plan.fallbacks)
     number: int | None = _place_of_last(run_dir, candidates, console) if resume else 0
-    started = time.monotonic()
     while number is not None:
         context.follow_folder()
         may_resume = bool(run_dirs.committed_checkpoints(run_dir)) and (resume or bool(past.tried))
@@ -135,7 +134,7 @@ def _run_all(context: RunContext, *, resume: bool) -> RunOutcome:
             roll_backs=tuple(past.roll_backs),
             history=tuple(past.history),
             attempts=len(past.history),
-            duration_s=time.monotonic() - started,
+            duration_s=sum(record.duration_s for record in past.history),
             limit=spending.limit_of(report),
         )
         report = _write_report(run_dir, attempt_dir, report, console)

@@ -44,7 +44,7 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.job.fields import job_tree
-from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.job.sections import Job, without_url
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Report
@@ -283,6 +283,7 @@ def plan_to_resume(plan: Plan, earlier: Plan, run_dir: Path, console: Console, *
         return replace(
             earlier,
             hardware=replace(earlier.hardware, can_expand_segments=can_expand),
+            job=replace(earlier.job, log=replace(earlier.job.log, notify=plan.job.log.notify)),  # a URL is not stored
             data=replace(earlier.data, cache_dir=plan.data.cache_dir),  # another cache, or the run was moved
             model_path=plan.model_path,
             tokenizer_path=plan.tokenizer_path,
@@ -311,7 +312,7 @@ def plan_to_resume(plan: Plan, earlier: Plan, run_dir: Path, console: Console, *
 
 def describe_changes(plan: Plan, earlier: Plan) -> list[str]:
     """Differences between the jobs and machines of two plans; free memory does not count."""
-    now, then = plan.job, earlier.job
+    now, then = without_url(plan.job), without_url(earlier.job)
     if now != then:
         now, then = with_earlier_length(now, earlier), with_earlier_length(then, earlier)
     before, after = (dict(_settings(job_tree(job))) for job in (then, now))

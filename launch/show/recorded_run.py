@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
+from shardwise.launch.attempt.retries import earlier_history, is_alive
 from shardwise.launch.rundir.files import LEAST_SAVE_S, NewLines, thinned_lines
 from shardwise.trainer.planning.recommend import Observed, Recommendation, recommendations
 from shardwise.trainer.spec import codec
@@ -252,6 +254,7 @@ def read_recorded(run_dir: Path) -> RecordedRun:
         raise InputError(f"{run_dir}: is not a run directory: it has no plan.json")
     plan, no_plan = _read(run_dir / "plan.json", Plan, "has not begun: it has no plan yet")
     report, no_report = _read(run_dir / "report.json", Report, "has no report yet")
+    report = None if report is None else _with_killed_attempts(report, run_dir)
     submission, _ = _read(run_dir / FILE_NAME, Submission, "")
     return RecordedRun(
         run_dir=run_dir,
@@ -260,6 +263,24 @@ def read_recorded(run_dir: Path) -> RecordedRun:
         recorded=read_steps(run_dir / "metrics.jsonl"),
         overrides=() if submission is None else submission.overrides,
         problem=no_plan or no_report,
+    )
+
+
+def _with_killed_attempts(report: Report, run_dir: Path) -> Report:
+    """The report with the attempts that were killed together with their supervisor, which wrote none."""
+    known = {record.number for record in report.history}
+    killed = [record for record in earlier_history(run_dir) if record.number not in known] if known else []
+    if killed and is_alive(run_dir, killed[-1].number):
+        killed.pop()
+    history = tuple(sorted((*report.history, *killed), key=lambda record: record.number))
+    if not killed:
+        return report
+    return replace(
+        report,
+        history=history,
+        attempts=len(history),
+        duration_s=sum(record.duration_s for record in history),
+        incidents=(*report.incidents, *(f"attempt {each.number} at step {each.step}: {each.cause}" for each in killed)),
     )
 
 

@@ -3,7 +3,7 @@
 The notification is one JSON object: a URL gets it as the body of a POST, a command on its standard input. No shell runs
 the command, and it ends with the process of the trackers. The URL may be in an environment variable, which is read only
 when the notification is sent. Messages name the host or the program alone, since the rest of a URL is often all that
-protects it.
+protects it. No redirect is followed: the content and the credentials go to the host that the job names, or nowhere.
 """
 
 import json
@@ -96,12 +96,18 @@ def problem_message(incident: Incident, *, run_dir: Path, name: str) -> dict[str
 
 
 def post(url: str, content: bytes) -> None:
-    """Posts JSON; a user and a password in the URL are sent as a header (RFC 7617)."""
+    """Posts JSON; a user and a password in the URL are sent as a header (RFC 7617). NotifyError without a 2xx."""
     from base64 import b64encode
     from http.client import HTTPException
     from urllib.error import HTTPError
     from urllib.parse import unquote, urlsplit
-    from urllib.request import Request, urlopen
+    from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+    class NoRedirect(HTTPRedirectHandler):
+        """urllib would repeat a POST as a GET, with its headers, at any host."""
+
+        def redirect_request(self, *_: object) -> None:
+            return None
 
     parts = urlsplit(url)
     headers = {"Content-Type": "application/json", "User-Agent": "shardwise"}
@@ -110,11 +116,13 @@ def post(url: str, content: bytes) -> None:
         headers["Authorization"] = "Basic " + b64encode(unquote(userinfo).encode()).decode()
     request = Request(parts._replace(netloc=place).geturl(), data=content, headers=headers, method="POST")  # noqa: S310 - the job file allows http and https alone
     try:
-        with urlopen(request, timeout=POST_TIMEOUT_S) as response:  # noqa: S310 - as above
+        with build_opener(NoRedirect).open(request, timeout=POST_TIMEOUT_S) as response:
             response.read(1)
     except HTTPError as error:
         error.close()
-        raise NotifyError(f"{parts.hostname} was not notified: it returned status {error.code}") from None
+        target = urlsplit(error.headers.get("Location") or "").hostname or parts.hostname
+        hint = f", a redirect to {target}; name the final URL in log.notify" if error.code // 100 == 3 else ""
+        raise NotifyError(f"{parts.hostname} was not notified: it returned status {error.code}{hint}") from None
     except (OSError, HTTPException, ValueError) as error:
         reason = redact(str(getattr(error, "reason", error)).replace(url, "the URL"))
         raise NotifyError(f"{parts.hostname} was not notified: {reason}") from None

@@ -30,7 +30,7 @@ from shardwise.trainer.spec.job.kinds import is_url, variable_of
 from shardwise.trainer.spec.job.sections import Job, NodeNetwork, WandbMode
 from shardwise.trainer.spec.packages import extra_line, pip_line
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.secrets import redact
+from shardwise.trainer.spec.secrets import REDACTED, printable, redact
 
 if TYPE_CHECKING:
     from shardwise.launch.attempt.supervisor import StopRequest  # `submit` checks trackers and supervises nothing
@@ -260,6 +260,8 @@ def _problems(job: Job, environment: Mapping[str, str], *, on_node: bool | None)
         yield f"log.tensorboard: tensorboard is not installed; {extra_line('tensorboard')}"
     notify = job.log.notify
     if notify is None or is_url(notify):
+        if notify is not None and REDACTED in notify[0]:
+            yield "log.notify: a run does not store the URL; name it again with log.notify=URL, or start the job file"
         return
     variable = variable_of(notify)
     if variable is not None:
@@ -280,4 +282,4 @@ def _write(process: subprocess.Popen[bytes], value: TrackerOrder | EndNotice) ->
 
 
 def _printable(line: str) -> str:
-    return redact("".join(letter if letter.isprintable() else " " for letter in line)[:_MAX_LINE_CHARS])
+    return redact(printable(line)[:_MAX_LINE_CHARS])

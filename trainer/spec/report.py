@@ -154,7 +154,7 @@ class Report(Value, frozen=True, kw_only=True):
     step: int  # optimizer steps done
     num_steps: int
     tokens: int
-    duration_s: float
+    duration_s: float  # of a run: of all its attempts, without the time between them
     final_loss: float | None = None
     evaluations: tuple[Evaluation, ...] = ()
     sample: Sample | None = None

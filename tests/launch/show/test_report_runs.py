@@ -4,10 +4,29 @@ from pathlib import Path
 
 import pytest
 from reported_run import report_for, step_rows, tiny_plan, write_point, write_run
+from run_factory import age, attempt_record, write_attempt, write_holder
 
 from shardwise.launch.show.recorded_run import labels_of, read_recorded, recorded_runs, state_line
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.report import Ending, Fault
+
+
+def test_an_attempt_that_was_killed_with_its_supervisor_is_in_the_report_and_its_time_counts(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    plan = tiny_plan()
+    first = attempt_record(step=10, ending=Ending.PREEMPTED, duration_s=60.0)
+    write_run(run_dir, plan=plan, report=report_for(plan, history=(first,), step=10, duration_s=60.0))
+    write_attempt(run_dir, 1, steps=[10])
+    folder = write_attempt(run_dir, 2, steps=[11, 12])
+    age(folder / "plan.json", seconds=100)
+    report = read_recorded(run_dir).report
+    assert report is not None and [each.number for each in report.history] == [1, 2] and report.attempts == 2
+    assert report.history[1].fault is Fault.KILLED and report.history[1].step == 12
+    assert report.duration_s == pytest.approx(160, abs=5)
+    assert any("attempt 2" in incident for incident in report.incidents)
+    write_holder(run_dir, 7, "another-machine")  # which gave a sign of life just now
+    alive = read_recorded(run_dir).report
+    assert alive is not None and alive.attempts == 1
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

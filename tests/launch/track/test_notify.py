@@ -19,17 +19,22 @@ FINISHED = End(make_report())
 class _Server(HTTPServer):
     def __init__(self, status):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.status, self.got = status, []
+        self.status, self.got, self.location = status, [], None
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.got.append((self.path, dict(self.headers), json.loads(body)))
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.got.append((self.path, dict(self.headers), json.loads(body or b"null")))
         self.send_response(self.server.status)
+        if self.server.location is not None:
+            self.send_header("Location", self.server.location)
         self.end_headers()
+
+    def do_GET(self):  # what urllib would make of a POST
+        self.do_POST()
 
     def log_message(self, format, *args):  # noqa: A002 - the name in the class above
         pass
@@ -130,3 +135,21 @@ def test_a_command_that_does_not_end_well_is_an_error(tmp_path, text, limit_s, e
     program = tmp_path / "missing" if text is None else write_program(tmp_path, text)
     with pytest.raises(NotifyError, match=error):
         NotifyTracker(tmp_path, name="bot-1", notify=(str(program),), command_timeout_s=limit_s).end(FINISHED)
+
+
+@pytest.mark.parametrize("status", [300, 301, 302, 303, 307, 308])
+def test_no_redirect_is_followed_and_no_credential_leaves_the_host(tmp_path, status):
+    with listening(200) as other, listening(status) as server:
+        for host in ("127.0.0.1", "localhost"):
+            server.location = f"http://{host}:{other.server_port}/services/secret"
+            with pytest.raises(NotifyError, match=f"127.0.0.1 was not notified: .*{status}.* {host};") as caught:
+                notify_end(tmp_path, f"http://me:word@127.0.0.1:{server.server_port}/hook")
+            assert "secret" not in str(caught.value)
+        assert other.got == [] and len(server.got) == 2
+
+
+@pytest.mark.parametrize("status", [200, 201, 202, 204])
+def test_every_status_of_success_is_one(tmp_path, status):
+    with listening(status) as server:
+        notify_end(tmp_path, f"http://127.0.0.1:{server.server_port}/hook")
+    assert len(server.got) == 1

@@ -4,6 +4,7 @@ import pytest
 
 from shardwise.trainer.spec.errors import InputProblemsError
 from shardwise.trainer.spec.job.fields import job_tree
+from shardwise.trainer.spec.job.kinds import without_secret
 from shardwise.trainer.spec.job.reading import read_job
 
 JOB = {"model": {"name": "a/b"}, "data": {"train": "x"}}
@@ -46,3 +47,20 @@ def test_what_is_neither_is_refused_with_what_is_expected(value, fact):
     (line,) = caught.value.problems
     assert line.startswith("job.yaml: log.notify is ")
     assert fact in line
+
+
+@pytest.mark.parametrize(
+    ("url", "stored"),
+    [
+        ("https://hooks.example.org/services/T0/B1/secret", "https://hooks.example.org/[redacted]"),
+        ("https://me:word@example.org:8443", "https://example.org:8443/[redacted]"),
+        ("http://example.org?token=secret", "http://example.org/[redacted]"),
+        ("http://example.org#secret", "http://example.org/[redacted]"),
+        ("http://[::1]:80/@secret", "http://[::1]:80/[redacted]"),
+        ("https://example.org/", "https://example.org/"),
+        ("$TEAM_WEBHOOK", "$TEAM_WEBHOOK"),
+    ],
+)
+def test_a_run_stores_the_host_of_a_url_alone(url, stored):
+    assert without_secret((url,)) == (stored,)
+    assert without_secret(("mail", url)) == ("mail", url) and without_secret(None) is None

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 from msgspec.structs import replace
 
 from shardwise.trainer.spec.errors import close_matches
+from shardwise.trainer.spec.secrets import REDACTED
 from shardwise.trainer.spec.units import GIB, MIB, parse_bytes, parse_count, parse_seconds, parse_share
 from shardwise.trainer.spec.value import Value
 
@@ -495,6 +496,16 @@ def variable_of(notify: tuple[str, ...]) -> str | None:
     """The name of the environment variable of the URL, for `$NAME`; None for a URL or a command."""
     match = _VARIABLE.fullmatch(notify[0]) if len(notify) == 1 else None
     return None if match is None else match[1]
+
+
+def without_secret(notify: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """The receiver as a run stores it: of a URL, whose path may be its only protection, the scheme and the host."""
+    if notify is None or not is_url(notify):
+        return notify
+    scheme, _, rest = notify[0].partition("://")
+    userinfo, _, place = rest.rpartition("@") if "@" in rest.partition("/")[0] else ("", "", rest)
+    end = min((found for mark in "/?#" if (found := place.find(mark)) >= 0), default=len(place))
+    return (f"{scheme}://{place[:end]}/{REDACTED}",) if userinfo or place[end:].strip("/") else notify
 
 
 def check_url(url: str) -> None:

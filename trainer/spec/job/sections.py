@@ -9,6 +9,8 @@ None in a field means "auto" or "off"; `Setting.none` is its spelling in the fil
 from enum import StrEnum
 from typing import Annotated
 
+from msgspec.structs import replace
+
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.kinds import (
     Every,
@@ -27,6 +29,7 @@ from shardwise.trainer.spec.job.kinds import (
     time_in_hours,
     warmup_length,
     whole,
+    without_secret,
 )
 from shardwise.trainer.spec.job.sources import DataSource, held_out_rows, sources
 from shardwise.trainer.spec.optimizers import Optimizer
@@ -574,3 +577,8 @@ class Job(Value, frozen=True, kw_only=True):
     price_per_gpu_hour: Annotated[
         float | None, Setting("Price of one GPU for an hour, in your currency.", number(above=0))
     ] = None
+
+
+def without_url(job: Job) -> Job:
+    """The job as a run stores it: of a literal URL in `log.notify`, the host alone."""
+    return replace(job, log=replace(job.log, notify=without_secret(job.log.notify)))
