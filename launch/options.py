@@ -334,10 +334,13 @@ class ExportOptions(NamedTuple):
     output: Annotated[Path, _Argument(type=Path, metavar="OUT")]
     merge: Annotated[bool, _switch("--merge", "merge adapters into their base: one whole model")] = False
     format: Annotated[
-        str, _Argument("--format", choices=("hf", "onnx"), help="hf: a Hugging Face folder, the default")
+        str, _Argument("--format", choices=("hf", "onnx", "gguf"), help="hf: a Hugging Face folder, the default")
     ] = "hf"
     dtype: Annotated[
         str | None, _Argument("--dtype", choices=_DTYPES, help="default: as trained; of merged weights, the base's")
+    ] = None
+    quant: Annotated[
+        str | None, _Argument("--quant", choices=("q8_0", "q4_0", "f16"), help="with --format gguf; default: q8_0")
     ] = None
     checkpoint: Annotated[str | None, _checkpoint("the last; of a job with eval.early_stop, the best")] = None
     push: Annotated[str | None, _text("--push", "USER/NAME", "upload it to the Hugging Face hub, private")] = None

@@ -232,7 +232,7 @@ def test_the_options_of_every_command_are_frozen():
         "cache": ["--dry-run", "--help", "--json", "--older-than", "--prune"],
         "report": ["--help", "--html", "--json"],
         "export": ["--checkpoint", "--dtype", "--format", "--help", "--json", "--merge", "--no-check", "--public",
-                   "--push"],
+                   "--push", "--quant"],
         "import": ["--base", "--config", "--dtype", "--help", "--json", "--kind"],
         "data": ["--help"],
         "chat": ["--checkpoint", "--help", "--max-new-tokens", "--system", "--temperature"],

@@ -9,7 +9,17 @@ import shlex
 import sys
 from functools import cache
 
-EXTRAS = ("train", "flash", "hub-kernels", "fp8", "torchao", "liger", "tensorboard", "onnx")  # as in pyproject.toml
+EXTRAS = (
+    "train",
+    "flash",
+    "hub-kernels",
+    "fp8",
+    "torchao",
+    "liger",
+    "tensorboard",
+    "onnx",
+    "gguf",
+)  # as in pyproject.toml
 # Compiled on the machine against the torch that is installed: from PyPI both are sources alone.
 _BUILDS = ("flash", "fp8")
 

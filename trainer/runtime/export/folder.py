@@ -34,6 +34,7 @@ from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any, cast
+from unicodedata import normalize
 
 import torch
 from accelerate import Accelerator
@@ -212,6 +213,16 @@ def export_tokenizer(source: Path, folder: Path) -> str | None:
     return f"the exported tokenizer does not give the same ids as the one trained with: {difference}"
 
 
+def tokenizer_difference(folder: Path, *, gguf_file: str) -> str | None:
+    """The difference of ids between the folder's tokenizer and that in its GGUF file, in one line, or None.
+
+    Only of text in NFC: GGUF has no field for a normalizer.
+    """
+    trained_with = load_tokenizer(folder)
+    texts = [normalize("NFC", text) for text in _texts(trained_with)]
+    return _first_difference(trained_with, folder, texts, gguf_file=gguf_file)
+
+
 def _texts(tokenizer: TextTokenizer) -> list[str]:
     """Some sentences, and tokens from all over the vocabulary, with all its spaces, line ends and scripts."""
     vocab_size = tokenizer.vocab_size
@@ -219,10 +230,15 @@ def _texts(tokenizer: TextTokenizer) -> list[str]:
     return [*_TEXTS, *(f"a{token} {token}1" for token in tokenizer.tokenizer.decode_batch([[id_] for id_ in some]))]
 
 
-def _first_difference(trained_with: TextTokenizer, folder: Path, texts: Sequence[str]) -> str | None:
+def _first_difference(
+    trained_with: TextTokenizer,
+    folder: Path,
+    texts: Sequence[str],
+    **settings: str,
+) -> str | None:
     """The difference for the first text that becomes other ids in `folder`; None if all are equal."""
     try:
-        exported = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        exported = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **settings)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         return f"transformers cannot load it: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
     assert isinstance(exported, PreTrainedTokenizerBase)

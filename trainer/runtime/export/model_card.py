@@ -34,7 +34,7 @@ class Export(NamedTuple):
     """Facts for the card of an exported folder."""
 
     plan: Plan
-    kind: str | None = None  # model | adapters | merged | onnx; None: as the method trains
+    kind: str | None = None  # model | adapters | merged | onnx | gguf; None: as the method trains
     dtype: str | None = None
     step: int | None = None
     evaluation: Evaluation | None = None  # of that step
@@ -83,7 +83,7 @@ def _front_matter(export: Export, base: Base) -> dict[str, Any]:
         front["license"] = base.licence
     front["library_name"] = "peft" if kind == "adapters" else "transformers"
     front["pipeline_tag"] = "text-generation"
-    front["tags"] = ["shardwise", str(method), *(["onnx"] if kind == "onnx" else [])]
+    front["tags"] = ["shardwise", str(method), *([kind] if kind in ("onnx", "gguf") else [])]
     return front
 
 
@@ -94,6 +94,7 @@ def _opening(export: Export, base: Base) -> str:
         "adapters": "Adapters for",
         "merged": "The weights, with trained adapters merged into them, of",
         "onnx": "An ONNX graph of",
+        "gguf": "A GGUF file of",
     }[export.kind_text]
     whose = f"`{base.name}`" if base.name is not None else f"a new {shape.model_type} model"
     held = f", in {export.dtype}" if export.dtype is not None else ""
@@ -111,6 +112,10 @@ def _loading(export: Export, base: Base) -> str:
         )
         shapes = "Both inputs are int64 [batch, sequence]; logits are [batch, sequence, vocabulary]."
         return f"## Use\n\n{shapes}\n\n```python\n{code}\n```"
+    if kind == "gguf":
+        run = f"ollama create {plan.name.lower()} -f Modelfile\nollama run {plan.name.lower()}"
+        where = "In this folder with Ollama; the .gguf file is for every program on llama.cpp:"
+        return f"## Use\n\n{where}\n\n```sh\n{run}\n```"
     names = ["AutoModelForCausalLM", *(["AutoTokenizer"] if plan.tokenizer_path is not None else [])]
     imports, lines = list[str](), [""]
     trust = ", trust_remote_code=True" if plan.model_code is not None else ""

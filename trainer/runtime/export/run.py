@@ -56,7 +56,7 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.messages.worker_requests import ExportFormat, ExportRequest, Lines, WeightType
+from shardwise.trainer.spec.messages.worker_requests import ExportFormat, ExportRequest, Lines, Quant, WeightType
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation, Report
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
@@ -106,6 +106,8 @@ def export_run(request: ExportRequest) -> Done:
     with staged(out) as folder:
         if request.format is ExportFormat.ONNX:
             export, more = _write_onnx(export, checkpoint, folder, request)
+        elif request.format is ExportFormat.GGUF:
+            export, more = _write_gguf(export, checkpoint, folder, request)
         elif plan.chosen.method.freezes_base and not request.merge:
             export, more = _write_adapters(export, checkpoint, folder, request)
         else:
@@ -117,6 +119,10 @@ def export_run(request: ExportRequest) -> Done:
 def _check_request(plan: Plan, request: ExportRequest) -> None:
     """InputError for what this run cannot be exported as."""
     freezes = plan.chosen.method.freezes_base
+    if request.format is ExportFormat.GGUF:
+        _check_gguf(plan, request)
+    elif request.quant is not None:
+        raise InputError("--quant: has an effect only with --format gguf; add that, or remove it")
     if request.merge and not freezes:
         raise InputError(
             f"--merge: {plan.chosen.method} trains all weights; there are no adapters to merge: remove --merge"
@@ -131,6 +137,14 @@ def _check_request(plan: Plan, request: ExportRequest) -> None:
         raise InputError(
             "--dtype: adapters are written in the type they were trained in; add --merge, or remove --dtype"
         )
+
+
+def _check_gguf(plan: Plan, request: ExportRequest) -> None:
+    from shardwise.trainer.runtime.export.gguf import check_gguf_request  # an extra
+
+    if request.dtype is not None:
+        raise InputError("--dtype: the type of the weights in a GGUF file is --quant f16, q8_0 or q4_0")
+    check_gguf_request(plan.model_config)
 
 
 def _write_adapters(
@@ -196,6 +210,18 @@ def _write_onnx(
     for path in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         path.unlink()
     return whole._replace(kind="onnx", checks=(*whole.checks, measured)), notes
+
+
+def _write_gguf(
+    export: Export, checkpoint: CheckpointFolder, folder: Path, request: ExportRequest
+) -> tuple[Export, list[str]]:
+    """One file of the whole model, adapters merged; it is made from safetensors in fp32, and replaces them."""
+    from shardwise.trainer.runtime.export.gguf import write_gguf
+
+    freezes, quant = export.plan.chosen.method.freezes_base, request.quant or Quant.Q8_0
+    whole, notes = _write_whole(export, checkpoint, folder, replace(request, merge=freezes, dtype=WeightType.FP32))
+    checks, more = write_gguf(folder, quant, name=export.plan.name, compares=request.checks)
+    return whole._replace(kind="gguf", dtype=quant, checks=(*whole.checks, *checks)), [*notes, *more]
 
 
 def _save_whole(plan: Plan, checkpoint: CheckpointFolder, folder: Path, request: ExportRequest) -> _Written:

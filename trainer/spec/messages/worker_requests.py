@@ -37,6 +37,15 @@ class ExportFormat(StrEnum):
 
     HF = "hf"
     ONNX = "onnx"
+    GGUF = "gguf"
+
+
+class Quant(StrEnum):
+    """Types of the weights in a GGUF file; the command line's `--quant`."""
+
+    Q8_0 = "q8_0"
+    Q4_0 = "q4_0"
+    F16 = "f16"
 
 
 class ExportRequest(Value, frozen=True, kw_only=True):
@@ -47,6 +56,7 @@ class ExportRequest(Value, frozen=True, kw_only=True):
     merge: bool = False
     format: ExportFormat = ExportFormat.HF
     dtype: WeightType | None = None
+    quant: Quant | None = None  # of GGUF; None: q8_0
     checkpoint: str | None = None
     checks: bool = True
     hides_paths: bool = False  # an uploaded folder does not name paths of this machine
