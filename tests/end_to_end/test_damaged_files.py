@@ -1,0 +1,64 @@
+"""Every kind of damage to every file of a run directory: commands end in order, and no whole checkpoint is lost."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from damage_factory import DAMAGE, Counts, add_older_checkpoint, damage_and_try, files_of
+from outcome_file import FAULTS
+from workplace_factory import Workplace
+
+CAPTURED = Path(__file__).parents[1] / "captured" / "run_of_0_7"
+READING = (
+    ("status", "{run}"),
+    ("status", "{run}", "--json"),
+    ("report", "{run}"),
+    ("report", "{run}", "--html", "{out}"),
+    ("watch", "{run}", "--once"),
+    ("logs", "{run}"),
+)
+RESUMING = (("train", "job.yaml", "--resume", "--run-dir", "{run}", "--dry-run"),)
+EXPORTING = (("export", "{run}", "{out}", "--no-check"),)
+
+
+@pytest.fixture
+def template(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that was stopped at step 28 of 40, with checkpoints of steps 20 and 28."""
+    for name in ("job.yaml", "config.json", "text.txt"):
+        shutil.copy(CAPTURED / name, workplace.folder / name)
+    run_dir = workplace.folder / "template" / "old-20261125-062908"
+    shutil.copytree(CAPTURED / "run", run_dir)
+    add_older_checkpoint(run_dir, newest=28, step=20)
+    monkeypatch.chdir(workplace.folder)
+    for name, value in workplace.environment.items():
+        monkeypatch.setenv(name, value)
+    return run_dir
+
+
+def check(sums: dict[str, Counts], record_property: pytest.FixtureRequest) -> None:
+    record_property(FAULTS, {f"damage to a file: {kind}": counts.row() for kind, counts in sums.items()})  # type: ignore[operator]
+    failures = [note for counts in sums.values() for note in counts.notes]
+    assert not failures, "\n\n".join(failures)
+
+
+def test_reading_commands_end_in_order_after_damage(template, tmp_path, record_property):
+    """Sixty of the pairs of a file and a kind, each kind with other files."""
+    sums = {kind: Counts() for kind in DAMAGE}
+    chance = random.Random(3)
+    for kind, counts in sums.items():
+        for file in chance.sample(files_of(template), 4):
+            command = chance.choice(READING)
+            damage_and_try(template, tmp_path / "damaged", file, kind, (command,), counts)
+    check(sums, record_property)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_every_command_ends_in_order_after_damage_to_any_file(kind, template, tmp_path, record_property):
+    counts = Counts()
+    for file in files_of(template):
+        commands = (*READING, *RESUMING, *(EXPORTING if file.endswith(("plan.json", "MANIFEST.json", "rs")) else ()))
+        damage_and_try(template, tmp_path / "damaged", file, kind, commands, counts)
+    check({kind: counts}, record_property)
