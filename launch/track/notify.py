@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from shardwise.launch.track.tracker import NOT_SAVED, End, Incident, Tracker, show
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.job.kinds import HintError, check_url, is_url, variable_of
-from shardwise.trainer.spec.secrets import redact
+from shardwise.trainer.spec.secrets import printable, redact
 
 POST_TIMEOUT_S = 10.0
 COMMAND_TIMEOUT_S = 30.0
@@ -96,7 +97,28 @@ def problem_message(incident: Incident, *, run_dir: Path, name: str) -> dict[str
 
 
 def post(url: str, content: bytes) -> None:
-    """Posts JSON; a user and a password in the URL are sent as a header (RFC 7617). NotifyError without a 2xx."""
+    """Posts JSON; NotifyError without a 2xx within POST_TIMEOUT_S, whatever the server sends meanwhile."""
+    from urllib.parse import urlsplit
+
+    outcome: list[NotifyError | None] = []
+
+    def send() -> None:
+        try:
+            _post(url, content)
+            outcome.append(None)
+        except NotifyError as error:
+            outcome.append(error)
+
+    sender = threading.Thread(target=send, name="notify", daemon=True)
+    sender.start()
+    sender.join(POST_TIMEOUT_S)
+    problem = outcome[0] if outcome else NotifyError(f"{urlsplit(url).hostname} was not notified: no answer in time")
+    if problem is not None:
+        raise problem
+
+
+def _post(url: str, content: bytes) -> None:
+    """A user and a password in the URL are sent as a header (RFC 7617)."""
     from base64 import b64encode
     from http.client import HTTPException
     from urllib.error import HTTPError
@@ -124,7 +146,7 @@ def post(url: str, content: bytes) -> None:
         hint = f", a redirect to {target}; name the final URL in log.notify" if error.code // 100 == 3 else ""
         raise NotifyError(f"{parts.hostname} was not notified: it returned status {error.code}{hint}") from None
     except (OSError, HTTPException, ValueError) as error:
-        reason = redact(str(getattr(error, "reason", error)).replace(url, "the URL"))
+        reason = redact(printable(str(getattr(error, "reason", error)).replace(url, "the URL").strip()))
         raise NotifyError(f"{parts.hostname} was not notified: {reason}") from None
 
 
