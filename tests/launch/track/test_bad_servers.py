@@ -1,7 +1,6 @@
 """Servers of notifications that hang, answer slowly or answer garbage: each ends in a line, and delays nothing else."""
 
 import itertools
-import json
 import socket
 import threading
 import time
@@ -16,7 +15,7 @@ from shardwise.launch.track import notify as notify_module
 from shardwise.launch.track.notify import NotifyError, NotifyTracker
 from shardwise.launch.track.tracker import End
 
-LIMIT_S = 1.5  # of a notification here
+LIMIT_S = 0.5  # of a notification that is not answered here
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
@@ -87,8 +86,9 @@ def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 
 @pytest.mark.parametrize("way", SERVERS)
 def test_a_notification_ends_whatever_its_server_does(way, tmp_path, monkeypatch, record_property):
-    monkeypatch.setattr(notify_module, "POST_TIMEOUT_S", LIMIT_S)
     answer, is_sent = SERVERS[way]
+    if not is_sent:
+        monkeypatch.setattr(notify_module, "POST_TIMEOUT_S", LIMIT_S)
     outcome: list[NotifyError | None] = []
     with serving(answer) as url:
 
@@ -110,4 +110,3 @@ def test_a_notification_ends_whatever_its_server_does(way, tmp_path, monkeypatch
     if outcome[0] is not None:
         text = str(outcome[0])
         assert text.startswith("127.0.0.1 was not notified: ") and text.isprintable() and "secret" not in text
-    assert json.dumps(str(outcome))
