@@ -47,6 +47,8 @@ _ERRORS: dict[int, type[ShardwiseError]] = {
     each.exit_code: each for each in (InputError, NothingFitsError, EnvironmentFaultError)
 }
 _NUM_LINES = 3  # of stderr, in an error
+# The ends of an interpreter that may not allocate: of Python, of the loader of shared libraries, of the kernel.
+_NO_MEMORY = ("MemoryError", "failed to map segment from shared object", "annot allocate memory")
 _POLL_S = 0.1
 _GRACE_S = 2.0  # for the others, after one of several has failed
 REAPING_S = 5.0
@@ -261,6 +263,9 @@ def _error_of(exit_code: int, folder: Path, subject: str, memory_hint: str) -> S
     message = written.read_text().strip() if written.is_file() else "\n".join(lines)
     if lines[-1].startswith("ModuleNotFoundError") and importlib.util.find_spec("torch") is None:
         return EnvironmentFaultError(f"{subject} needs torch, which is not installed here:\n{extra_line('train')}")
+    if any(sign in lines[-1] for sign in _NO_MEMORY):
+        hint = f":\n{memory_hint}" if memory_hint else "; see free -h and ulimit -v"
+        return EnvironmentFaultError(f"{subject} could not allocate host memory{hint}")
     kind = _ERRORS.get(exit_code)
     return ShardwiseError(f"{subject} failed: {lines[-1]}") if kind is None else kind(message)
 

@@ -56,3 +56,18 @@ def test_five_kills_of_a_run_lose_nothing(place, life, record_property):
 @pytest.mark.timeout(0)
 def test_five_hundred_kills_of_runs_lose_nothing(place, life, record_property):
     check(kill(place, life, NUM_KILLS, seed=2), record_property)
+
+
+@pytest.mark.cold
+@pytest.mark.long
+def test_no_process_outlives_a_killed_supervisor_where_process_1_does_not_reap(tmp_path, record_property):
+    """With new interpreters, whose imports take long: a rank begins when its launcher is dead, and stays in /proc."""
+    place = make_workplace(tmp_path / "work place")
+    prepare(place)
+    life = undisturbed(place)
+    with reaping_nothing():
+        counts = kill_and_resume(place, "run", ["supervisor"] * 5, life, random.Random(3))
+    sums = Count(notes=[note for _, count in counts for note in count.notes])
+    for name in FAULT_NUMBERS:
+        setattr(sums, name, sum(getattr(count, name) for _, count in counts))
+    check({"supervisor, new interpreters": sums}, record_property)

@@ -9,7 +9,9 @@ from pathlib import Path
 import fault_factory
 import pytest
 from fault_factory import Fault, halves, losses_of, run_plan, with_faults
+from kill_factory import Count
 from msgspec.structs import replace
+from outcome_file import FAULTS
 from rank_factory import rank_plan, write_rows
 from small_disk import mounted_disk
 from workplace_factory import LIMIT_S
@@ -133,7 +135,9 @@ sys.exit(int(run_plan(codec.read(plan, Plan), run_dir)[0].exit_code))
 
 
 @pytest.mark.cold
-def test_a_rank_that_the_kernel_ends_for_want_of_ram_is_out_of_memory(alone, undisturbed, memory_group, tmp_path):
+def test_a_rank_that_the_kernel_ends_for_want_of_ram_is_out_of_memory(
+    alone, undisturbed, memory_group, tmp_path, record_property
+):
     """A real kill by the kernel, which counts it, and which takes the rank rather than its supervisor."""
     codec.write(tmp_path / "plan.json", with_faults(alone, tmp_path, [Fault("out of RAM", 0, 4)]))
     factories = Path(fault_factory.__file__).parent
@@ -145,6 +149,7 @@ def test_a_rank_that_the_kernel_ends_for_want_of_ram_is_out_of_memory(alone, und
     assert "rank 0" in ended.cause
     assert (ended.micro_batch, finished.micro_batch, finished.resumed_from_step) == (8, 4, 2)
     assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
+    record_property(FAULTS, {"a control group out of memory": Count(1, 1).row()})
 
 
 FINDS_HEADERS_AND_FAILS = '#!/bin/sh\ncase "$*" in *"-x c++ -"*) exit 0 ;; *) exit 1 ;; esac\n'
@@ -197,7 +202,7 @@ KINDS = ("oom in forward", "oom in backward", "oom in optimizer", "segfault", "e
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_fault_on_every_rank_is_survived(plan, undisturbed, tmp_path, kind, rank):
+def test_every_fault_on_every_rank_is_survived(plan, undisturbed, tmp_path, kind, rank, record_property):
     outcome, printed = run_plan(with_faults(plan, tmp_path, [Fault(kind, rank, 7)]), tmp_path / "run")
     assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
     broken, finished = outcome.report.history
@@ -212,6 +217,7 @@ def test_every_fault_on_every_rank_is_survived(plan, undisturbed, tmp_path, kind
     }
     for fact in words.get(kind, ("OutOfMemoryError",)):
         assert fact in broken.cause
+    record_property(FAULTS, {f"a rank: {kind}": Count(1, 1).row()})
 
 
 @pytest.mark.long

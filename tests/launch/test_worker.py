@@ -49,6 +49,14 @@ def test_an_exit_code_is_the_error_it_stands_for(module_of, code, kind, exit_cod
     assert type(raised.value) is kind and raised.value.exit_code == exit_code
 
 
+@pytest.mark.parametrize(
+    "error", ["MemoryError", "ImportError('libtorch.so: failed to map segment from shared object')"]
+)
+def test_a_worker_that_may_not_allocate_is_a_fault_of_the_environment(module_of, error):
+    with pytest.raises(EnvironmentFaultError, match="the work could not allocate"):
+        lines_of(module_of(f"raise {error}\n"))
+
+
 def test_a_written_error_is_reported_without_the_noise_of_libraries(module_of):
     body = "sys.stderr.write('noise\\n'); pathlib.Path(sys.argv[2]).with_suffix('.error').write_text('a\\nb\\n')\n"
     with pytest.raises(InputError, match=r"^a\nb$"):

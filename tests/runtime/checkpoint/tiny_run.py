@@ -372,6 +372,9 @@ def _kill(root: Path, seed: str) -> None:
         run_until(checkpoints, last, ranks=ranks, in_background=in_background, on_commit=commit)
 
     children = fork_ranks(root, lambda ranks: run(ranks, MOST_STEPS))
+    deadline = time.monotonic() + 120
+    while int(seed) % 3 and not committed.exists() and time.monotonic() < deadline:
+        time.sleep(0.001)  # a busy machine may need long for the first steps
     time.sleep(moments.uniform(0.1, 1.2))
     for victim in victims:
         os.kill(children[victim], signal.SIGKILL)
