@@ -112,7 +112,7 @@ def post(url: str, content: bytes) -> None:
     sender = threading.Thread(target=send, name="notify", daemon=True)
     sender.start()
     sender.join(POST_TIMEOUT_S)
-    problem = outcome[0] if outcome else NotifyError(f"{urlsplit(url).hostname} was not notified: no answer in time")
+    problem = outcome[0] if outcome else NotifyError(f"{urlsplit(url).hostname} was not notified: no response in time")
     if problem is not None:
         raise problem
 

@@ -37,6 +37,11 @@ def drip(content: bytes) -> Callable[[socket.socket], None]:
     return answer
 
 
+def say_ok_and_wait(connection: socket.socket) -> None:
+    connection.sendall(OK)
+    wait_long(connection)
+
+
 def send(content: bytes) -> Callable[[socket.socket], None]:
     def answer(connection: socket.socket) -> None:
         connection.recv(1 << 16)
@@ -49,7 +54,7 @@ def send(content: bytes) -> Callable[[socket.socket], None]:
 SERVERS: dict[str, tuple[Callable[[socket.socket], None], bool]] = {
     "hangs before it reads": (lambda connection: time.sleep(60), False),
     "hangs before it answers": (wait_long, False),
-    "hangs after the status": (lambda connection: (connection.sendall(OK), wait_long(connection))[1], False),
+    "hangs after the status": (say_ok_and_wait, False),
     "answers a byte at a time": (drip(OK), False),
     "sends headers for ever": (drip(OK + b"X: "), False),
     "closes at once": (lambda connection: None, False),
