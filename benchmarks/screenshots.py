@@ -1,12 +1,15 @@
-"""The pictures of docs/reports.md: pages of real runs of the quickstart, on this machine, in a headless browser.
+"""The pictures of README.md and docs/reports.md: real runs of the quickstart, on this machine, in a headless browser.
 
     python benchmarks/screenshots.py --write                trains three short runs, updates docs/images/
     python benchmarks/screenshots.py --write RUN RUN ...    uses existing runs
 
-Shows the first run alone, all runs side by side, and a plan for a machine of the catalogue. Needs Chromium.
+Shows the first run alone, all runs side by side, a plan for a machine of the catalogue, and what `plan` and
+`report` print, for the README. Needs Chromium.
 """
 
 import argparse
+import html
+import os
 import subprocess
 import sys
 import tempfile
@@ -46,6 +49,7 @@ SHOTS = (
     Shot("report-phone", "report", "predicted and measured", "throughput", PHONE, is_dark=False),
     Shot("comparison-light", "comparison", "figures", "training loss", DESK, is_dark=False),
     Shot("plan-dark", "plan", "memory of", "memory of", DESK, is_dark=True),
+    Shot("plan-and-report", "terminal", "$ shardwise plan", "$ shardwise report", DESK, is_dark=True),
 )
 
 
@@ -53,6 +57,7 @@ def main() -> int:
     """Writes the pictures; 1 if there is no browser."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true", required=True, help="update docs/images/")
+    parser.add_argument("--only", metavar="NAME", help="this picture alone")
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="default: three new runs")
     options = parser.parse_args()
     obstacle = lacks_browser()
@@ -64,7 +69,8 @@ def main() -> int:
         IMAGES.mkdir(exist_ok=True)
         with running_browser() as browser:
             for shot in SHOTS:
-                write_shot(browser, shot, Path(scratch))
+                if options.only in (None, shot.name):
+                    write_shot(browser, shot, Path(scratch))
     return 0
 
 
@@ -77,18 +83,36 @@ def trained(folder: Path) -> list[Path]:
 
 
 def write_pages(runs: Sequence[Path], folder: Path) -> None:
-    """report.html, comparison.html and plan.html."""
+    """report.html, comparison.html, plan.html and terminal.html."""
     shardwise("report", str(runs[0]), "--html", str(folder / "report.html"))
     shardwise("report", *map(str, runs), "--html", str(folder / "comparison.html"))
     plan = ("plan", str(JOB), "model.config=llama-3.1-8b", "train.seq_len=4096", "train.tokens_per_step=131072")
     shardwise(*plan, "--hardware", "8xH100-SXM5-80GB", "limits.hours=9000", "--html", str(folder / "plan.html"))
+    (folder / "terminal.html").write_text(terminal_page(runs[0]), encoding="utf-8")
 
 
-def shardwise(*arguments: str) -> None:
-    """Runs a command of the working tree."""
-    subprocess.run(
-        [sys.executable, "-m", "shardwise.launch.cli", *arguments], check=True, cwd=ROOT, stdout=subprocess.DEVNULL
+def shardwise(*arguments: str, cwd: Path = ROOT) -> str:
+    """Runs a command of the working tree and returns what it prints."""
+    command = [sys.executable, "-m", "shardwise.launch.cli", *arguments]
+    environment = {**os.environ, "COLUMNS": "100"}
+    return subprocess.run(command, check=True, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True).stdout
+
+
+def terminal_page(run: Path) -> str:
+    """A plan for a small card, and the figures of a finished run, as a terminal shows them."""
+    plan = ("plan", "llama-3.1-8b", "--method", "qlora", "--seq-len", "2048", "--hardware", "RTX 4060")
+    report = ("report", str(run.relative_to(run.parent.parent)))
+    figures = shardwise(*report, cwd=run.parent.parent).partition("\nsample:")[0]
+    shown = [(" ".join(plan).replace("RTX 4060", '"RTX 4060"'), shardwise(*plan)), (" ".join(report), figures)]
+    panes = "".join(
+        f"<section><b>$ shardwise {html.escape(command)}</b>\n{html.escape(text.rstrip())}</section>"
+        for command, text in shown
     )
+    style = (
+        "body{margin:0;background:#111;color:#ddd} "
+        "section{white-space:pre-wrap;font:14px/1.35 monospace;padding:12px 20px}"
+    )
+    return f"<!doctype html><meta charset=utf-8><title>shardwise</title><style>{style} b{{color:#7c6}}</style>{panes}"
 
 
 def write_shot(browser: Browser, shot: Shot, folder: Path) -> None:

@@ -1,12 +1,7 @@
 """The job that `shardwise init` writes trains: a few hundred chats lower the held-out loss, on the defaults alone."""
 
-import json
-from pathlib import Path
-
 import pytest
-from workplace_factory import Workplace, make_workplace, read_metrics
-
-THINGS = ("cat", "dog", "hill", "mat", "plan", "train", "memory", "budget")
+from workplace_factory import Workplace, make_workplace, read_metrics, write_chats
 
 
 @pytest.fixture(scope="module")
@@ -14,17 +9,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     made = make_workplace(tmp_path_factory.mktemp("first"))
     made.job.unlink()
     return made
-
-
-def write_chats(path: Path, number: int) -> None:
-    with path.open("w") as stream:
-        for count in range(number):
-            thing, other = THINGS[count % 8], THINGS[count // 8 % 8]
-            messages = [
-                {"role": "user", "content": f"where is the {thing}"},
-                {"role": "assistant", "content": f"the {thing} is near the {other}"},
-            ]
-            stream.write(json.dumps({"messages": messages}) + "\n")
 
 
 def test_400_chats_on_a_written_job_lower_the_held_out_loss(place: Workplace) -> None:

@@ -117,3 +117,18 @@ def make_workplace(folder: Path) -> Workplace:
     workplace = Workplace(folder, environment)
     workplace.write_job()
     return workplace
+
+
+_THINGS = ("cat", "dog", "hill", "mat", "plan", "train", "memory", "budget")
+
+
+def write_chats(path: Path, number: int) -> None:
+    """Short conversations about things and their places."""
+    with path.open("w") as stream:
+        for count in range(number):
+            thing, other = _THINGS[count % 8], _THINGS[count // 8 % 8]
+            messages = [
+                {"role": "user", "content": f"where is the {thing}"},
+                {"role": "assistant", "content": f"the {thing} is near the {other}"},
+            ]
+            stream.write(json.dumps({"messages": messages}) + "\n")
