@@ -161,7 +161,7 @@ def _assumed(config: PreTrainedConfig) -> dict[str, object]:
         reaches = window is not None and window >= config.max_position_embeddings
         return {"sliding_window": window if reaches else None}
     if config.model_type.startswith("gemma"):
-        # llama-model.cpp takes the head's width, except in the largest models of a family, recognized by their layers
+        # llama-model.cpp uses the head's width, except in the largest models of a family, recognized by their layers
         is_largest = config.num_hidden_layers == {"gemma2": 46, "gemma3_text": 62}[config.model_type]
         width = config.hidden_size // config.num_attention_heads if is_largest else config.head_dim
         return {"query_pre_attn_scalar": width, "layer_types": _gemma_layers(config)}
@@ -334,7 +334,7 @@ def _logits(
 
 
 def _config_read(path: Path, config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration that transformers reads from the file, with what it takes from no file added from ours.
+    """The configuration that transformers reads from the file, with settings that the file lacks added from ours.
 
     EnvironmentFaultError for a setting that it reads otherwise than it was written.
     """
