@@ -81,9 +81,10 @@ class Browser:
         self._events: list[dict[str, Any]] = []
 
     def open(
-        self, page: Path, *, width: int, height: int = 900, is_dark: bool = False, clip: str | None = None
+        self, page: Path | str, *, width: int, height: int = 900, is_dark: bool = False, clip: str | None = None
     ) -> Opened:
-        """The page at a width, in light or dark; `clip` is a selector of what the picture shows."""
+        """A file or an address at a width, in light or dark; `clip` is a selector of what the picture shows."""
+        address = page if isinstance(page, str) else page.absolute().as_uri()
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -93,7 +94,7 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self._call("Emulation.setEmulatedMedia", session, features=[scheme])
         self._events.clear()
-        self._call("Page.navigate", session, url=page.absolute().as_uri())
+        self._call("Page.navigate", session, url=address)
         while not any(event["method"] == "Page.loadEventFired" for event in self._events):
             self._receive()
         measured = {
@@ -112,7 +113,7 @@ class Browser:
             if event["method"] == "Network.requestWillBeSent"
         ]
         self._call("Target.closeTarget", targetId=target)
-        return Opened(messages, [url for url in requested if url != page.absolute().as_uri()], png=png, **measured)
+        return Opened(messages, [url for url in requested if url != address], png=png, **measured)
 
     def _picture(self, session: str, clip: str | None) -> bytes:
         options: dict[str, Any] = {"format": "png"}

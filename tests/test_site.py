@@ -1,0 +1,59 @@
+"""The documentation builds as a site without a warning, and a browser shows it without errors or foreign requests."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from headless_browser import lacks_browser, running_browser
+
+ROOT = Path(__file__).parents[1]
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Nothing: the requests are not of interest."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0 and "WARNING" not in answer.stderr, answer.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=site)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def test_every_page_is_part_of_the_site_and_can_be_searched(site: Path) -> None:
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"README"}
+    assert {path.name for path in site.iterdir()} >= pages
+    assert "GaLore" in (site / "search" / "search_index.json").read_text()
+
+
+def test_pages_open_in_light_and_dark_without_an_error_or_a_foreign_request(address: str) -> None:
+    obstacle = lacks_browser()
+    if obstacle is not None:
+        (pytest.fail if os.environ.get("SHARDWISE_CI") == "1" else pytest.skip)(obstacle)
+    dark_address = address.replace("127.0.0.1", "localhost")  # the theme remembers a reader's choice by host
+    with running_browser() as browser:
+        light = browser.open(address, width=1280)
+        dark = browser.open(dark_address, width=1280, is_dark=True)
+        phone = browser.open(f"{address}choices/", width=390)
+    for opened in (light, dark, phone):
+        assert opened.messages == []
+        assert all(url.startswith((address, dark_address, "blob:", "data:")) for url in opened.requests)
+    assert light.background != dark.background
