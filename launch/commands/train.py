@@ -60,6 +60,8 @@ def train(options: TrainOptions, console: Console, *, environment: Mapping[str, 
     check_trial(options)
     stop = StopRequest()
     place = membership(nodes=options.nodes, node_rank=options.node_rank, head=options.head, run_dir=options.run_dir)
+    if options.run_dir is not None:
+        run_dirs.refuse_links(options.run_dir)
     if options.run_dir is not None and must_end_at_start(options.run_dir, environment):
         return _cancelled(options.run_dir, console)
     if place is not None and place.node_rank > 0:
@@ -132,6 +134,7 @@ def _find_run_dir(options: TrainOptions, plan: Plan) -> tuple[Path, Plan | None]
             return run_dirs.use_run_dir(options.run_dir), None
         return run_dirs.make_run_dir(base, now=datetime.now(UTC)), None
     run_dir = options.run_dir if options.run_dir is not None else run_dirs.find_run_dir(base)
+    run_dirs.refuse_links(run_dir)
     if run_dirs.is_before_plan(run_dir):
         check_disk(plan, run_dir)
         return run_dir, None

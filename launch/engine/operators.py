@@ -20,6 +20,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -109,6 +110,7 @@ def build_operators(
         extensions_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EnvironmentFaultError(f"{extensions_dir}: cannot be made: {error.strerror}") from error
+    _refuse_foreign(extensions_dir)
 
     def report_wait(owner: str) -> None:
         on_progress(f"waiting: {owner} is building DeepSpeed's operators in {extensions_dir}")
@@ -129,6 +131,16 @@ def build_operators(
             ):
                 return
             _built_file(extensions_dir, name).touch()
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """EnvironmentFaultError if another user can change the programs in a folder that the ranks load."""
+    status = folder.stat()
+    if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
+        raise EnvironmentFaultError(
+            f"{folder}: another user can write there, and the ranks would run that code; "
+            "name a cache of your own: export SHARDWISE_CACHE=~/.cache/shardwise"
+        )
 
 
 def build_needed(plan: Plan, *, cache_home: Path, on_progress: Report, should_stop: Callable[[], bool]) -> Path:

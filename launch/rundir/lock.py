@@ -64,7 +64,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 @contextmanager
 def exclusive(path: Path, *, on_wait: Callable[[str], None]) -> Iterator[None]:
     """Holds the lock of a file while the block runs; waits for another process after `on_wait` got its name."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

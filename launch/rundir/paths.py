@@ -11,6 +11,7 @@ A directory belongs to one supervisor at a time, which holds its lock (`launch.r
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -67,13 +68,26 @@ def find_run_dir(base: Path) -> Path:
     found = sorted(
         path
         for path in (base.parent.iterdir() if base.parent.is_dir() else ())
-        if path.is_dir() and _STAMPED.sub("", path.name) == base.name and _STAMPED.search(path.name)
+        if is_open(path) and _STAMPED.sub("", path.name) == base.name and _STAMPED.search(path.name)
     )
     with_plan = [path for path in found if (path / "plan.json").is_file()]
     usable = with_plan or [path for path in found if is_before_plan(path) and not is_submitted(path)]
     if not usable:
         raise InputError(f"--resume: no run named {base}-<time> exists; start it without --resume")
     return usable[-1]
+
+
+def is_open(folder: Path) -> bool:
+    """True if it is a folder and this user may read it, unlike a private one of another user in a shared folder."""
+    return folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
+
+
+def refuse_links(run_dir: Path) -> None:
+    """InputError for a link, a FIFO or a device in place of a file that a run writes: it may lead to another's file."""
+    for name in (LOCK, "metrics.jsonl", "logs/sinks.log", "cancelled"):
+        path = run_dir / name
+        if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+            raise InputError(f"{path}: is a link or no plain file, and the run would write to it; remove it")
 
 
 def is_submitted(run_dir: Path) -> bool:

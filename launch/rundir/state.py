@@ -18,6 +18,7 @@ from msgspec import field
 
 from shardwise.launch.rundir.files import RunFiles, is_run_dir, point_of, read_run
 from shardwise.launch.rundir.lock import LockOwner, local_owner, recorded_owner
+from shardwise.launch.rundir.paths import is_open
 from shardwise.launch.rundir.process_record import read_state
 from shardwise.slurm.jobs import JOB_ID, EndedJob, QueuedJob, describe_ended, has_slurm, read_job, read_queue
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
@@ -37,8 +38,8 @@ class Found(NamedTuple):
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """Run directories in a folder, the points of sweeps in place of the sweep; in no order."""
-    entries = [entry for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
+    """Run directories in a folder that this user may read, the points of sweeps in place of the sweep; in no order."""
+    entries = [entry for entry in folder.iterdir() if is_open(entry)] if folder.is_dir() else []
     return [run for entry in entries for run in (points_of(entry) or ([entry] if is_run_dir(entry) else []))]
 
 

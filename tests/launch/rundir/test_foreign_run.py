@@ -15,7 +15,9 @@ from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import write_attempt, write_start, write_submission
 from typed_command import typed
 
-from shardwise.launch.rundir.lock import CANCEL_FLAG, LOCK
+from shardwise.launch.engine.operators import _refuse_foreign
+from shardwise.launch.rundir.lock import CANCEL_FLAG, LOCK, locked
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.messages.submission import CHAIN_FILE, FILE_NAME, JOBS_FILE, Submission
 from shardwise.trainer.spec.report import Sample
 from shardwise.trainer.spec.value import Value
@@ -146,3 +148,52 @@ def test_no_text_of_a_file_reaches_a_terminal_as_a_command(run_dir, capsys):
     shown = typed(capsys, "report", "run").out
     assert shown.count("evil") >= 8 and r"\u001b[2J" in shown
     assert json.loads(typed(capsys, "report", "run", "--json").out)["incidents"] == [f"one{EVIL}"]
+
+
+@pytest.mark.parametrize("name", [LOCK, "metrics.jsonl", "logs/sinks.log", CANCEL_FLAG])
+def test_a_run_is_never_written_through_a_link(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    target, path = tmp_path / "precious", tmp_path / "run" / name
+    target.write_text("precious")
+    path.parent.mkdir(parents=True)
+    path.symlink_to(target)
+    answer = typed(capsys, "train", "job.yaml", "--run-dir", "run", "--resume")
+    assert answer.code == 2 and f"run/{name}: is a link" in answer.err
+    assert target.read_text() == "precious"
+
+
+def test_the_lock_of_a_run_is_no_link(tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / LOCK).symlink_to("precious")
+    with pytest.raises(EnvironmentFaultError), locked(tmp_path):
+        pass
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_a_private_run_of_another_user_hides_no_run_of_ones_own(run_dir, capsys, monkeypatch):
+    """Root may read everything, so access is asked as for another user."""
+    (run_dir.parent / "runs" / "theirs").mkdir(mode=0o700)
+    write_run(run_dir.parent / "runs" / "theirs" / "inner")
+    own_access, own_stat = os.access, Path.stat
+
+    def stat_as_stranger(path: Path, **settings: Any) -> os.stat_result:
+        if path.parent.name == "theirs":
+            raise PermissionError(13, "Permission denied", str(path))
+        return own_stat(path, **settings)
+
+    monkeypatch.setattr(Path, "stat", stat_as_stranger)
+    monkeypatch.setattr(os, "access", lambda path, mode: "theirs" not in str(path) and own_access(path, mode))
+    answer = typed(capsys, "status")
+    assert answer.code == 0 and "runs/run" in answer.out, answer.err
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777])
+def test_operators_that_another_user_can_change_are_not_loaded(tmp_path, monkeypatch, mode):
+    folder = tmp_path / "operators"
+    folder.mkdir()
+    folder.chmod(mode)
+    if mode == 0o755:
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+        monkeypatch.setattr(Path, "stat", lambda path, **_: os.stat_result((mode, 0, 0, 0, 7, 7, 0, 0, 0, 0)))
+    with pytest.raises(EnvironmentFaultError, match="SHARDWISE_CACHE"):
+        _refuse_foreign(folder)
