@@ -55,9 +55,18 @@ checksum() { cat "$@" | cksum | tr ' ' '-'; }
 
 done_already() { [ -f "$venv/.$1" ] && [ "$(cat "$venv/.$1")" = "$2" ] && [ -x "$bin/python" ]; }
 
-pip_install() {
-    if [ -t 2 ]; then "$bin/python" -m pip install --disable-pip-version-check "$@" >&2
-    else "$bin/python" -m pip install --disable-pip-version-check --progress-bar off -q "$@" >&2; fi
+pip_install() { # on a terminal with pip's own bars, elsewhere a line for each download
+    if [ -t 2 ]; then
+        "$bin/python" -m pip install --disable-pip-version-check "$@" >&2
+        return
+    fi
+    status=$({
+        {
+            "$bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" && code=0 || code=$?
+            echo "$code" >&3
+        } | sed -u -n -e 's/^ *Downloading \([^ ]*\) (\([0-9.]* MB\))$/  \1 (\2)/p' -e 's/^Installing collected packages.*/  unpacking .../p' >&2
+    } 3>&1)
+    return "$status"
 }
 
 announce() {

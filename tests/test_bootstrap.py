@@ -111,7 +111,8 @@ def on_machine(project: Path, name: str, *, torch: str = "2.13.0", **environment
     python.write_text(f"""#!/bin/sh
 case "$*" in
     *"pip install"*--dry-run*) echo '"version": "{torch}",' ;;
-    *"pip install"*) echo "$*" >>{shlex.quote(str(downloaded))} ;;
+    *"pip install"*) echo "$*" >>{shlex.quote(str(downloaded))}
+        printf '  Downloading %s\n' 'torch-2.13.0.whl (530.7 MB)' 'six-1.17.0.whl (11 kB)' ;;
     *compileall*) ;;
     *) exec {shlex.quote(sys.executable)} "$@" ;;
 esac
@@ -132,6 +133,7 @@ esac
 def test_a_machine_with_a_card_that_torch_uses_is_set_up(project: Path, name: str):
     code, said, is_downloaded = on_machine(project, name)
     assert (code, is_downloaded) == (0, True), said
+    assert "\n  torch-2.13.0.whl (530.7 MB)\n" in said and "six" not in said, "large downloads are named as they start"
 
 
 @pytest.mark.parametrize("has_triton", [True, False])
@@ -142,7 +144,7 @@ def test_ligers_kernels_are_installed_with_a_torch_that_brings_triton(project: P
     asked = (project / "downloaded").read_text().splitlines()
     assert code == 0, said
     assert [line for line in asked if "liger" in line] == (
-        ["-m pip install --disable-pip-version-check --progress-bar off -q --no-deps liger-kernel>=0.8.5,<0.9"]
+        ["-m pip install --disable-pip-version-check --progress-bar off --no-deps liger-kernel>=0.8.5,<0.9"]
         * has_triton
     )
 
