@@ -95,6 +95,7 @@ def simulation_request(plan: Plan, candidate: Candidate | None = None) -> Simula
         sharding=chosen.strategy.sharding,
         num_ranks=chosen.num_ranks,
         ranks_per_node=plan.hardware.num_devices_per_node,
+        shard_group=chosen.shard_group,
         precision=chosen.strategy.precision,
         optimizer=chosen.strategy.optimizer,
         micro_batch=chosen.micro_batch,

@@ -1,4 +1,6 @@
-"""Hybrid sharding: four ranks that stand for two machines of two, each machine with a copy of everything in two shards.
+"""Hybrid sharding: four ranks, a copy of everything in two shards on ranks 0 and 1, another on 2 and 3.
+
+They stand for two machines of two, or with a `shard_group` for one machine of four.
 
 What is asked of every engine is asked of it here, in one process group: that it trains like plain PyTorch, that a rank
 holds its share and no more, that a run goes back on all ranks alike, and that an early stop exports the best weights.
@@ -41,7 +43,7 @@ NUM_PARAMETERS = 21
 # Accumulation 1 and 2; three rows a micro batch leave dummy rows on the last ranks.
 TRAINED: dict[str, dict[str, Any]] = {
     "1x2": {"accumulation": 1, "micro_batch": 2},
-    "2x1-eager": {"accumulation": 2, "micro_batch": 1, "loss": LossHead.EAGER},
+    "2x1-eager-one-machine": {"accumulation": 2, "micro_batch": 1, "loss": LossHead.EAGER, "shard_group": NUM_SHARDS},
     "1x3-recomputed": {"accumulation": 1, "micro_batch": 3, "checkpointing": Checkpointing.FULL},
     "inside-the-backward": {
         "accumulation": 1, "micro_batch": 2, "clip": 0.0, "optimizer": Optimizer.ADAMW_FUSED,
@@ -67,6 +69,8 @@ def runs(tmp_path_factory, cache_dir, run_ranks) -> Path:
     folder = tmp_path_factory.mktemp("hybrid")
     plans = {name: hybrid_plan(cache_dir, **settings) for name, settings in TRAINED.items()}
     plans["1x2"] = rehearsed(plans["1x2"])
+    assert {plan.hybrid_mesh for plan in plans.values()} == {(NUM_COPIES, NUM_SHARDS)}
+    assert {plan.num_machines for plan in plans.values()} == {1, 2}
     plans["shares"] = share_plan(cache_dir, Sharding.HSDP, num_ranks=NUM_RANKS)
     plans["best"] = early_stop_plan(
         cache_dir, Sharding.HSDP, num_ranks=NUM_RANKS, micro_batch=2, precision=Precision.BF16_MIXED
@@ -107,7 +111,7 @@ def test_the_engine_of_the_plan_is_the_one_that_ran(name, runs):
         assert verified.accumulation == TRAINED[name]["accumulation"]
         assert verified.facts["copies of the weights"] == str(NUM_COPIES)
     owned = [verified.partition_elements for verified in ranks]
-    assert owned[:NUM_SHARDS] == owned[NUM_SHARDS:], "both machines cut alike"
+    assert owned[:NUM_SHARDS] == owned[NUM_SHARDS:], "both copies are cut alike"
     assert sum(owned[:NUM_SHARDS]) == NUM_ELEMENTS
     assert max(owned) < 0.51 * NUM_ELEMENTS
 

@@ -44,8 +44,11 @@ def engine_plan(
     job: Job | None = None,
     **candidate: object,
 ) -> Plan:
-    """A plan whose only candidate runs on `num_ranks` devices of `kind`, under hybrid sharding those of two nodes."""
-    num_nodes = 2 if sharding is Sharding.HSDP else 1
+    """A plan whose only candidate runs on `num_ranks` devices of `kind`, under hybrid sharding those of two nodes.
+
+    With a `shard_group` they are on one node.
+    """
+    num_nodes = 2 if sharding is Sharding.HSDP and "shard_group" not in candidate else 1
     on_each = num_ranks // num_nodes
     cards = gpus(on_each) if kind is DeviceKind.CUDA else ()
     host = Host(cpu_name=None, num_cores=8, ram_bytes=2**36, ram_available_bytes=2**36)

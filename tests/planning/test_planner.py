@@ -421,7 +421,8 @@ def test_the_length_that_is_offered_suffices_at_the_same_global_batch() -> None:
         ({"seq_len": 262144, "tokens_per_step": 262144}, r"train\.seq_len.*131072"),
         ({"pin": {"attention": Attention.FLASH}}, r"pin\.attention: flash .*flash-attn"),
         ({"pin": {"sharding": Sharding.NONE}}, r"pin\.sharding: none "),
-        ({"pin": {"sharding": Sharding.HSDP}}, r"pin\.sharding: hsdp "),
+        ({"pin": {"sharding": Sharding.HSDP, "shard_group": 3}}, r"pin\.shard_group: 3 .*write 2 or 4$"),
+        ({"pin": {"shard_group": 8}}, r"pin\.shard_group: 8 "),
         (
             {"pin": {"sharding": Sharding.ZERO1, "offload": Offload.OPTIMIZER}},
             r"pin\.sharding: zero1, pin\.offload: optimizer.* offload none",
@@ -472,14 +473,16 @@ def test_take_one_keeps_fallbacks_that_were_changed_since() -> None:
 
 
 # 70B by QLoRA in four hours: NF4 weights are too many for one card, and over a network as slow as that between such
-# nodes fsdp gathers them for longer than hsdp, which gathers inside a node. Only hsdp is in time.
+# nodes fsdp gathers them for longer than hsdp, which gathers between four cards. Only hsdp is in time.
 SLOW_NETWORK: dict[str, Any] = {"model": "70b", "spec": "2x8xRTX-4090", "method": Method.QLORA, "hours": 4}
 
 
 def test_over_a_slow_network_weights_are_gathered_inside_a_node() -> None:
     plan = plan_of(**SLOW_NETWORK)
     assert plan.chosen.strategy.sharding is Sharding.HSDP
-    assert plan.hybrid_mesh == (2, 8)
+    assert plan.hybrid_mesh == (4, 4)
+    (reason,) = (reason for reason in plan.chosen.reasons if reason.startswith("hsdp"))
+    assert "4 copies, each over 4 ranks: groups of 2 would need" in reason
     # Its fallbacks may be spread over all nodes: each step needs less than the one before.
     peaks = [candidate.memory.peak_allocated_bytes for candidate in (plan.chosen, *plan.fallbacks)]
     assert len(peaks) > 1
@@ -498,6 +501,8 @@ def test_over_a_slow_network_weights_are_gathered_inside_a_node() -> None:
         {"precision": Precision.FP16_MIXED},
         {"sharding": Sharding.ZERO3, "precision": Precision.BF16},
         {"sharding": Sharding.HSDP, "checkpointing": Checkpointing.SELECTIVE},
+        {"sharding": Sharding.HSDP, "shard_group": 4},
+        {"shard_group": 8},
     ],
 )
 def test_what_is_pinned_is_taken(pin: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ def test_the_dry_run_has_no_step_of_its_own() -> None:
         (replace(SUPPORTED, device_kind=DeviceKind.CPU, sharding=Sharding.DDP, num_ranks=2), "ddp on CPU"),
         (replace(SUPPORTED, num_ranks=2), "the request has 2"),
         (replace(SUPPORTED, sharding=Sharding.FSDP), "the request has 1"),
-        (replace(SUPPORTED, sharding=Sharding.HSDP, num_ranks=12), "12 ranks, 8 in a node"),
+        (replace(SUPPORTED, sharding=Sharding.HSDP, num_ranks=12), "12 ranks, 8 in a group"),
     ],
 )
 def test_what_has_no_dry_run_is_refused(request_: SimulationRequest, fact: str) -> None:

@@ -49,6 +49,7 @@ REQUESTS = {
     "fsdp accumulating": fsdp(8, checkpointing=FULL, accumulation=2),
     "fsdp_grad_op": replace(fsdp(8, checkpointing=FULL), sharding=Sharding.FSDP_GRAD_OP),
     "hsdp": replace(fsdp(16, checkpointing=FULL), sharding=Sharding.HSDP, ranks_per_node=8),
+    "hsdp in groups": replace(fsdp(16, checkpointing=FULL), sharding=Sharding.HSDP, shard_group=2),
     "falcon": replace(
         BASE,
         seq_len=128,
@@ -177,8 +178,10 @@ def test_fsdp_divides_what_lasts_by_the_ranks(results: dict[str, GoldenResult], 
     assert 0 <= steady - 12 * PARAMETERS / num_ranks < 8 * 40 * ROUNDING
 
 
-def test_hsdp_divides_by_the_ranks_of_a_node_only(results: dict[str, GoldenResult]) -> None:
-    assert results["hsdp"].steady_allocated_bytes == pytest.approx(results["fsdp 8"].steady_allocated_bytes, rel=0.001)
+@pytest.mark.parametrize(("name", "shards"), [("hsdp", 8), ("hsdp in groups", 2)])
+def test_hsdp_divides_by_the_ranks_of_a_group_only(results: dict[str, GoldenResult], name: str, shards: int) -> None:
+    full = results[f"fsdp {shards}"].steady_allocated_bytes
+    assert results[name].steady_allocated_bytes == pytest.approx(full, rel=0.001)
 
 
 def test_more_ranks_need_less_each(results: dict[str, GoldenResult]) -> None:

@@ -24,7 +24,6 @@ from shardwise.trainer.planning.schedule import longest_width, mean_width, row_p
 from shardwise.trainer.planning.speed.step import compile_seconds, estimate_speed, evaluation_seconds, step_seconds
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate
-from shardwise.trainer.spec.strategy import Checkpointing
 from shardwise.trainer.spec.units import GIB, format_bytes, format_seconds
 from shardwise.trainer.spec.value import Value
 
@@ -80,9 +79,14 @@ def least_needy(context: PlanningContext, configurations: Iterable[Configuration
     """The first of the configurations of a strategy with the least `predicted_need`."""
     first, *others = configurations
     least, found = predicted_need(context, first), first
-    floors: dict[tuple[Checkpointing, bool, bool], Callable[[Configuration], int]] = {}
+    floors: dict[tuple[object, ...], Callable[[Configuration], int]] = {}
     for configuration in others:
-        retained = configuration.checkpointing, configuration.compile, configuration.activation_offload
+        retained = (
+            configuration.checkpointing,
+            configuration.compile,
+            configuration.activation_offload,
+            configuration.shard_group,
+        )
         if retained not in floors:
             floors[retained] = need_floor(context, configuration)
         if floors[retained](configuration) < least and (need := predicted_need(context, configuration)) < least:
@@ -150,7 +154,7 @@ def start_up_seconds(context: PlanningContext, configuration: Configuration) -> 
 # Relative errors of a predicted time, as far as they depend on the configuration: nine in ten published runs are within
 # those that were compared with any (docs/accuracy.md; tests/planning/test_accuracy.py has the rows of each).
 COMPARED_ERROR = 0.10  # FSDP2 and one GPU: 176 rows; torch.compile: 14
-UNCOMPARED_ERROR = 0.15  # DeepSpeed's ZeRO: no row; activations in host RAM: 4 rows of one program
+UNCOMPARED_ERROR = 0.15  # DeepSpeed's ZeRO, hybrid sharding: no row; activations in host RAM: 4 rows of one program
 HOST_STATE_ERROR = 0.30  # weights or optimizer in host RAM: 9 rows of one program, none of DeepSpeed's CPU Adam
 PAGING_ERROR = 1.00  # no row; the driver moves paged state as it is touched, a prediction assumes the rate of the link
 
@@ -165,7 +169,8 @@ def prediction_error(configuration: Configuration) -> float:
         return PAGING_ERROR
     if row.offload is not Offload.NONE:
         return HOST_STATE_ERROR
-    is_compared = not row.sharding.uses_deepspeed and not configuration.activation_offload
+    has_rows = not row.sharding.uses_deepspeed and not row.sharding.facts.shards_within_group
+    is_compared = has_rows and not configuration.activation_offload
     return COMPARED_ERROR if is_compared else UNCOMPARED_ERROR
 
 

@@ -104,6 +104,7 @@ class TrainInput(Value, frozen=True, kw_only=True):
     optimizer_in_backward: bool = False
     activation_offload: bool = False
     layerwise: bool = False  # of galore
+    shard_group: Count | None = None  # ranks that share one copy of the state under hsdp; null: those of a node
 
     @property
     def lora(self) -> LoraJob:
@@ -207,7 +208,6 @@ _INCOMPATIBILITIES = (*LAYOUTS, *ROWS, *SETTINGS)
 # A case has GPUs where a plan has ranks.
 _REASONS_FOR_GPUS = {
     "several_ranks_share_nothing": "sharding: none would train {num_ranks} different models on {num_ranks} GPUs",
-    "hsdp_needs_nodes": "sharding: hsdp shards inside a node and replicates across nodes; on one node it is fsdp",
 }
 
 
@@ -399,7 +399,7 @@ def _probed_device(hardware: Hardware) -> Device:
 
 def _configuration_of(fields: CaseInput, shape: ModelShape, device: Device) -> Configuration:
     train, policy = fields.train, fields.recipe
-    slice_tokens = train.loss_chunk_tokens
+    slice_tokens, is_hybrid = train.loss_chunk_tokens, train.sharding.facts.shards_within_group
     if slice_tokens is None and train.loss is LossHead.CHUNKED:
         slice_tokens = chunk_tokens(shape)
     return Configuration(
@@ -419,6 +419,7 @@ def _configuration_of(fields: CaseInput, shape: ModelShape, device: Device) -> C
         activation_offload=train.activation_offload,
         optimizer_in_backward=train.optimizer_in_backward,
         fp8_recipe=fp8_recipe_of(train.precision, train.fp8_recipe),
+        shard_group=train.shard_group or (device.devices_per_node if is_hybrid else None),
         lora=train.lora,
         galore=train.galore,
         quant=train.quant or Quant.NF4_DQ,

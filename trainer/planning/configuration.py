@@ -1,5 +1,7 @@
 """A configuration, the input of the estimates: a candidate before its memory and speed are known."""
 
+from functools import cache
+
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
 from shardwise.trainer.spec.plan import Buckets
 from shardwise.trainer.spec.strategy import (
@@ -52,6 +54,7 @@ class Configuration(Value, frozen=True, kw_only=True):
     tf32: bool = False  # of precision fp32: matrix products round their inputs to TF32
     flash_kernel: str | None = None  # of attention flash, from the hub; None: flash-attn
     buckets: Buckets | None = None
+    shard_group: int | None = None  # ranks that share one copy of the state under hsdp; None: those of a node
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
     quant: Quant = Quant.NF4_DQ
@@ -81,6 +84,20 @@ class Configuration(Value, frozen=True, kw_only=True):
     def has_dropout(self) -> bool:
         """True if the dropout of the model's config is active; DPO disables it."""
         return self.policy.rows_per_example == 1
+
+
+@cache
+def group_sizes(num_ranks: int, ranks_per_node: int) -> tuple[int, ...]:
+    """Sizes of the groups of hybrid sharding, the largest first.
+
+    There are two groups or more of two ranks or more, each in one node or over whole nodes; one group is fsdp, groups
+    of one rank are ddp.
+    """
+    return tuple(
+        size
+        for size in range(num_ranks // 2, 1, -1)
+        if num_ranks % size == 0 and (ranks_per_node % size == 0 or size % ranks_per_node == 0)
+    )
 
 
 def fp8_recipe_of(precision: Precision, pinned: Fp8Recipe | None) -> Fp8Recipe | None:

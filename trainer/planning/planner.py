@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from shardwise.trainer.planning.calibrate import Corrections, after_trials, corrections_of
 from shardwise.trainer.planning.candidates import WISHED_HOURS, configuration_of, run_hours, upper_seconds
+from shardwise.trainer.planning.configuration import group_sizes
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.reasons import notes, reasons, warnings
@@ -34,6 +35,7 @@ from shardwise.trainer.spec.data.shapes import objective_of, shapes_for
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.errors import InputError, InputProblemsError, NothingFitsError
 from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.job.kinds import one_of
 from shardwise.trainer.spec.job.sections import Job, Objective
 from shardwise.trainer.spec.messages.extension import Extension, Hook
 from shardwise.trainer.spec.model.shape import ModelShape
@@ -290,7 +292,7 @@ def _explained(context: PlanningContext, candidates: Sequence[Candidate]) -> tup
 
 _ROW_AXES = ("sharding", "offload", "optimizer", "precision")
 _OF_SETTINGS = frozenset(rule.name for rule in SETTINGS)
-_SETTING_AXES = ("checkpointing", "loss", "compile", "activation_offload", "optimizer_in_backward")
+_SETTING_AXES = ("checkpointing", "loss", "compile", "activation_offload", "optimizer_in_backward", "shard_group")
 
 
 def check_job(job: Job, shape: ModelShape, data: DataProfile) -> None:
@@ -406,6 +408,13 @@ def _setting_problems(context: PlanningContext) -> list[str]:
         could_be_allowed = context.job.model.flash_kernel is None and obstacle == missing_flash(context)
         instead = "use sdpa, or name a prebuilt one in model.flash_kernel" if could_be_allowed else "use sdpa"
         problems += [f"pin.attention: flash cannot be used: {obstacle}; {instead}"] if obstacle else []
+    sizes = group_sizes(context.num_ranks, context.hardware.num_devices_per_node)
+    if pin.shard_group is not None and pin.shard_group not in sizes:
+        possible = f"write {one_of(tuple(map(str, sorted(sizes))))}" if sizes else "remove it"
+        problems.append(
+            f"pin.shard_group: {pin.shard_group} ranks are no group of hsdp, one of two or more in a node or of whole "
+            f"nodes, on {context.num_ranks} ranks; {possible}"
+        )
     return problems
 
 

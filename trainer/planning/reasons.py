@@ -25,6 +25,7 @@ from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,
     attention,
     micro_batches,
+    shard_groups,
 )
 from shardwise.trainer.planning.speed.step import speed_notes
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
@@ -81,7 +82,7 @@ def reasons(context: PlanningContext, candidate: Candidate) -> tuple[str, ...]:
     """The reason for each setting of `candidate`."""
     row = candidate.strategy
     return (
-        f"{row.sharding}: {_why_sharding(row, candidate.num_ranks)}",
+        f"{row.sharding}: {_why_sharding(row, candidate.num_ranks)}{_why_group(context, candidate)}",
         f"{row.precision}: {_why_precision(context, row.precision)}",
         f"micro batch {candidate.micro_batch}: {_why_micro_batch(context, candidate)}",
         f"checkpointing {candidate.checkpointing}: {_why_checkpointing(context, candidate)}",
@@ -189,6 +190,23 @@ def _why_sharding(row: Strategy, num_ranks: int) -> str:
     if num_ranks == 1 and row.offload is not Offload.NONE:
         return f"one device: nothing to spread, but its engine does the offload ({row.offload})"
     return row.sharding.facts.reason
+
+
+def _why_group(context: PlanningContext, candidate: Candidate) -> str:
+    """The group of hybrid sharding and the reason against the next smaller one; empty for other shardings."""
+    group = candidate.shard_group
+    if group is None:
+        return ""
+    text = f"; {candidate.num_ranks // group} copies, each over {group} ranks"
+    if context.job.pin.shard_group is not None:
+        return f"{text}: the job file pins it"
+    sizes = (size for size in shard_groups(context, candidate.strategy) if size is not None and size < group)
+    smaller = next(sizes, None)
+    if smaller is None:
+        return text
+    other = candidate_of(context, replace(configuration_of(context, candidate), shard_group=smaller))
+    need = "are no faster" if other.memory.fits else f"would need {format_bytes(other.memory.need_bytes)}"
+    return f"{text}: groups of {smaller} {need}"
 
 
 def _why_precision(context: PlanningContext, precision: Precision) -> str:

@@ -30,7 +30,10 @@ LEAST_GAIN = 1.05
 MAX_RECOMMENDATIONS = 5
 MAX_SAVING_SHARE = 0.01  # of the time, that a longer interval aims at
 LEAST_SAVES = 3  # of fewer, the last one weighs too much
-_FREED = ("sharding", "offload", "activation_offload", "checkpointing", "checkpointing_n", "loss", "micro_batch")
+_FREED = (
+    "sharding", "shard_group", "offload", "activation_offload", "checkpointing", "checkpointing_n", "loss",
+    "micro_batch",
+)  # fmt: skip
 _SETTINGS = ("micro_batch", "checkpointing", "loss", "activation_offload")
 
 

@@ -156,7 +156,7 @@ def _forget_engine() -> None:
 
 
 def _choice(request: SimulationRequest, model: PreTrainedModel) -> EngineChoice:
-    nodes = -(-request.num_ranks // request.ranks_per_node)
+    group = request.shard_group or request.ranks_per_node
     return EngineChoice(
         sharding=request.sharding,
         precision=request.precision,
@@ -164,7 +164,7 @@ def _choice(request: SimulationRequest, model: PreTrainedModel) -> EngineChoice:
         accumulation=request.accumulation,
         device_kind=request.device_kind,
         block_class=type(blocks_of(model)[0]).__name__,
-        hybrid_mesh=(nodes, request.num_ranks // nodes) if request.sharding.facts.shards_within_node else None,
+        hybrid_mesh=(request.num_ranks // group, group) if request.sharding.facts.shards_within_group else None,
     )
 
 

@@ -39,7 +39,7 @@ _ALWAYS_MASKED = "allow_is_causal_skip=False"  # in the code of a model that nee
 
 def check_supported(request: SimulationRequest) -> None:
     """InputError for a request that a dry run does not support."""
-    sharding, ranks = request.sharding, request.num_ranks
+    sharding, ranks, group = request.sharding, request.num_ranks, request.shard_group or request.ranks_per_node
     for is_refused, sentence in (
         (
             sharding.uses_deepspeed and request.precision is Precision.FP16_MIXED,
@@ -63,8 +63,8 @@ def check_supported(request: SimulationRequest) -> None:
         (sharding.facts.is_one_rank and ranks != 1, f"sharding none is one rank, the request has {ranks}"),
         (not sharding.facts.is_one_rank and ranks < 2, f"{sharding} needs 2 ranks or more, the request has {ranks}"),
         (
-            sharding.facts.shards_within_node and ranks % request.ranks_per_node != 0,
-            f"hsdp needs full nodes: {ranks} ranks, {request.ranks_per_node} in a node",
+            sharding.facts.shards_within_group and ranks % group != 0,
+            f"hsdp needs full groups: {ranks} ranks, {group} in a group",
         ),
     ):
         if is_refused:

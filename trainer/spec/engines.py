@@ -90,7 +90,7 @@ class EngineFacts(Value, frozen=True, kw_only=True):
     is_one_rank: bool = False  # it drives one device; every other sharding needs two ranks or more
     # Distribution of state
     zero_stage: int = 0  # ranks share 1: optimizer state, 2: gradients too, 3: weights too (ZeRO, arXiv:1910.02054)
-    shards_within_node: bool = False  # over the ranks of a machine, with a copy on each machine; else over all ranks
+    shards_within_group: bool = False  # of ranks, each of which has a copy (`Candidate.shard_group`); else over all
     keeps_weights_gathered: bool = False  # from the forward to the end of the backward
     keeps_gradient_buckets: bool = False  # gradients are views of buckets that stay between steps
     # Updates
@@ -188,9 +188,9 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
         ),
         Sharding.HSDP: EngineFacts(
             engine=Engine.FSDP,
-            reason="state is spread inside each node and replicated across nodes",
+            reason="state is spread inside groups of ranks and replicated across groups",
             zero_stage=3,
-            shards_within_node=True,
+            shards_within_group=True,
             pieces=Pieces.SHARDS,
             updates_in_backward=True,
             offloads=(Offload.OPTIMIZER_PARAMS,),

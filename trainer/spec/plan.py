@@ -168,6 +168,7 @@ class Candidate(Value, frozen=True, kw_only=True):
     tf32: bool = False  # of precision fp32: matrix products round their inputs to TF32
     flash_kernel: str | None = None  # of attention flash, OWNER/flash-attn2@COMMIT on the hub; None: flash-attn
     buckets: Buckets | None = None
+    shard_group: int | None = None  # ranks that share one copy of the state under hsdp; None: those of a machine
     reasons: tuple[str, ...] = ()
 
     @property
@@ -378,10 +379,12 @@ class Plan(Value, frozen=True, kw_only=True):
 
     @property
     def hybrid_mesh(self) -> tuple[int, int] | None:
-        """(replicas, shards) under hybrid sharding: shards within a machine, replicas between machines; else None."""
-        if not self.chosen.strategy.sharding.facts.shards_within_node:
+        """(replicas, shards) under hybrid sharding: neighbouring ranks share one of several copies; else None."""
+        chosen = self.chosen
+        if not chosen.strategy.sharding.facts.shards_within_group:
             return None
-        return self.num_machines, self.chosen.num_ranks // self.num_machines
+        shards = chosen.shard_group or chosen.num_ranks // self.num_machines
+        return chosen.num_ranks // shards, shards
 
 
 COSINE_FLOOR = 0.1  # of the full rate

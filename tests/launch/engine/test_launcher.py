@@ -179,9 +179,9 @@ ATTEMPT = Path("/run/attempts/1")
 HOST = Host(cpu_name=None, num_cores=64, ram_bytes=None, ram_available_bytes=None)
 
 
-def cluster(sharding: Sharding, *, num_ranks: int = 16) -> Plan:
+def cluster(sharding: Sharding, *, num_ranks: int = 16, **candidate: Any) -> Plan:
     hardware = Hardware(gpus=gpus(8), host=HOST, num_nodes=2)
-    return engine_plan(sharding, num_ranks=num_ranks, kind=DeviceKind.CUDA, hardware=hardware)
+    return engine_plan(sharding, num_ranks=num_ranks, kind=DeviceKind.CUDA, hardware=hardware, **candidate)
 
 
 @pytest.mark.parametrize("kind", DeviceKind)
@@ -245,6 +245,7 @@ def test_several_machines_without_a_first_one_are_refused():
 
 def test_hybrid_sharding_stays_within_a_machine():
     assert cluster(Sharding.HSDP).hybrid_mesh == (2, 8)
+    assert cluster(Sharding.HSDP, shard_group=4).hybrid_mesh == (4, 4)
     assert cluster(Sharding.FSDP).hybrid_mesh is None
     parallelism = accelerate_config(cluster(Sharding.HSDP), attempt_dir=ATTEMPT, head="n")["parallelism_config"]
     assert parallelism["parallelism_config_dp_replicate_size"] == 2

@@ -69,6 +69,7 @@ ROWS: dict[str, Row] = {
     "fsdp bf16": Row(at(Sharding.FSDP, 8, precision=BF16), 2 * P / 8, 2 * P / 8, 4 * P / 8),
     "fsdp_grad_op": Row(at(Sharding.FSDP_GRAD_OP, 8), 4 * P / 8, 4 * P / 8, 8 * P / 8),
     "hsdp in nodes of 8": Row(at(Sharding.HSDP, 64), 4 * P / 8, 4 * P / 8, 8 * P / 8),
+    "hsdp in groups of 2": Row(at(Sharding.HSDP, 64, shard_group=2), 4 * P / 2, 4 * P / 2, 8 * P / 2),
     # offload
     "zero1 optimizer": Row(
         at(Sharding.ZERO1, 8, offload=Offload.OPTIMIZER, optimizer=CPU_ADAM),

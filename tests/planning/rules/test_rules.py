@@ -39,8 +39,8 @@ OF_A_CONTEXT: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("pinned", "8xH100-SXM5-80GB", {"pin": {"sharding": Sharding.DDP}}, "zero2/bf16-mixed/adamw", "pin.sharding: ddp"),
     ("several_ranks_share_nothing", "2xRTX-4090", {}, "none/bf16-mixed/adamw_fused", "2 different models"),
     ("one_rank_has_no_peer", "1xRTX-4090", {}, "ddp/bf16-mixed/adamw_fused", "there is one"),
-    ("hsdp_needs_nodes", "8xH100-SXM5-80GB", {}, "hsdp/bf16-mixed/adamw_fused", "1 node is fsdp"),
-    ("hsdp_needs_shards", "4x1xH100-SXM5-80GB", {}, "hsdp/bf16-mixed/adamw_fused", "one device each are ddp"),
+    ("hsdp_needs_groups", "3xH100-SXM5-80GB", {}, "hsdp/bf16-mixed/adamw_fused", "3 ranks have none"),
+    ("hsdp_needs_groups", "2x1xH100-SXM5-80GB", {}, "hsdp/bf16-mixed/adamw_fused", "2 ranks have none"),
     ("bf16_needs_ampere", "1xV100-16GB", {}, "none/bf16-mixed/adamw_fused", "8.0; V100-16GB has 7.0"),
     ("bf16_needs_ampere", "1xT4", {}, "none/fp8/adamw_fused", "8.0; T4 has 7.5"),
     ("zero_multiplies_fp16_in_hardware", "2xCPU", {}, "zero3/fp16-mixed/adamw", "no avx512_fp16"),
@@ -229,6 +229,16 @@ RULE_INPUTS: list[tuple[str, RuleInput, RuleInput]] = [
         "compiled_blocks_hold_no_gathering_hooks",
         rule_input("zero3/bf16/adamw", compile=True),
         rule_input("zero2/bf16/adamw", compile=True),
+    ),
+    (
+        "shard_group_is_of_hsdp",
+        rule_input("fsdp/bf16-mixed/adamw_fused", "8xH100-SXM5-80GB", shard_group=4),
+        rule_input("hsdp/bf16-mixed/adamw_fused", "8xH100-SXM5-80GB", shard_group=4),
+    ),
+    (
+        "shard_group_divides_the_ranks",
+        rule_input("hsdp/bf16-mixed/adamw_fused", "3x8xH100-SXM5-80GB", num_ranks=24, shard_group=12),
+        rule_input("hsdp/bf16-mixed/adamw_fused", "3x8xH100-SXM5-80GB", num_ranks=24, shard_group=8),
     ),
     (
         "selective_keeps_on_the_device",
@@ -442,7 +452,7 @@ def test_gemma_trains_in_fp32_where_there_is_no_bf16() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "missing"),
-    [("8xH100-SXM5-80GB", {Sharding.NONE, Sharding.HSDP}), ("2x8xH100-SXM5-80GB", {Sharding.NONE})],
+    [("2xH100-SXM5-80GB", {Sharding.NONE, Sharding.HSDP}), ("8xH100-SXM5-80GB", {Sharding.NONE})],
 )
 def test_every_engine_is_left_on_nodes_that_it_can_run_on(spec: str, missing: set[Sharding]) -> None:
     context = context_for("8b", spec)

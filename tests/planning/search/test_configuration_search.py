@@ -36,6 +36,7 @@ from shardwise.trainer.planning.search.configurations import (
     least_need,
     losses,
     micro_batches,
+    shard_groups,
     time_class,
 )
 from shardwise.trainer.planning.search.fallbacks import fallbacks
@@ -60,6 +61,7 @@ CASES = [
     *[("8b", "4xA100-SXM4-80GB", f"{sharding}/bf16-mixed/adamw_fused") for sharding in ("ddp", *SHARDED)],
     *[("8b", "8xH100-SXM5-80GB", f"{sharding}/bf16-mixed/adamw_fused") for sharding in SHARDED],
     ("70b", "8xH100-SXM5-80GB", "fsdp/bf16-mixed/adamw_fused"),
+    ("8b", "4x8xA100-SXM4-80GB", "hsdp/bf16-mixed/adamw_fused"),
 ]
 
 
@@ -93,7 +95,10 @@ def every_setting(context: PlanningContext, strategy: Strategy) -> list[Configur
         for first in [first_configuration(context, strategy, checkpointing=checkpointing, loss=loss)]
         for compiled in compiles(context)
         for offloads in activation_offloads(context)
-        for start in [replace(first, loss_chunk_tokens=chunk, activation_offload=offloads, compile=compiled)]
+        for group in shard_groups(context, strategy)
+        for start in [
+            replace(first, loss_chunk_tokens=chunk, activation_offload=offloads, compile=compiled, shard_group=group)
+        ]
         for micro_batch in micro_batches(context)
         for configuration in [with_micro_batch(context, start, micro_batch)]
         if obstacle_to(context, configuration) is None
@@ -159,6 +164,30 @@ def test_nothing_that_fits_is_faster_than_what_is_taken(
     best = best_candidate(context, ROWS[row])
     assert best is not None
     assert key_of(context, replace(configuration_of(context, best), buckets=None)) == min(key for key, _ in keys)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes"),
+    [("8xRTX-4090", (4, 2)), ("6xRTX-4090", (3, 2)), ("4x1xRTX-4090", (2,)), ("4x4xRTX-4090", (8, 4, 2))],
+)
+def test_groups_of_hybrid_sharding_divide_a_node_or_the_nodes(spec: str, sizes: tuple[int, ...]) -> None:
+    hybrid, plain = (ROWS[f"{sharding}/bf16-mixed/adamw_fused"] for sharding in ("hsdp", "fsdp"))
+    assert shard_groups(context_for("8b", spec), hybrid) == sizes
+    assert shard_groups(context_for("8b", spec), plain) == (None,)
+    pinned = context_for("8b", spec, pin={"shard_group": sizes[-1]})
+    assert shard_groups(pinned, hybrid) == (sizes[-1],)
+
+
+def test_cards_with_slow_links_share_no_more_than_they_have_to() -> None:
+    """LoRA of 8B: a copy fits on two cards of 14 GiB, and over PCIe two cards exchange less than eight."""
+    context = with_usable("8b", "8xRTX-4090", 14 * GIB, method=Method.LORA)
+    hybrid, full = (best_candidate(context, ROWS[f"{name}/bf16-mixed/adamw_fused"]) for name in ("hsdp", "fsdp"))
+    assert hybrid is not None and full is not None
+    assert hybrid.shard_group == 2
+    assert hybrid.speed.step_s < 0.9 * full.speed.step_s
+    less = with_usable("8b", "8xRTX-4090", 12 * GIB, method=Method.LORA)
+    larger = best_candidate(less, ROWS["hsdp/bf16-mixed/adamw_fused"])
+    assert larger is not None and larger.shard_group == 4
 
 
 @pytest.mark.parametrize("model", ["1b", "8b"])

@@ -165,8 +165,8 @@ def hybrid(num_nodes: int, on_each: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("plan", "fact"),
     [
-        (hybrid(num_nodes=1, on_each=4), "several machines; the plan has 1 of 4; use fsdp"),
-        (hybrid(num_nodes=4, on_each=1), "several machines; the plan has 4 of 1; use ddp"),
+        (hybrid(num_nodes=1, on_each=4), "the plan has 1 over 4 on 4 ranks; use fsdp"),
+        (hybrid(num_nodes=4, on_each=1), "the plan has 4 over 1 on 4 ranks; use ddp"),
         ({"num_ranks": 2}, "none drives one device, the plan has 2 ranks"),
     ],
 )

@@ -114,6 +114,10 @@ CASES = [  # a job, what the line must name
         ("pin.optimizer_in_backward", "pin.micro_batch", "8", "4", "pin.micro_batch: 32"),
     ),
     (job(train=BATCH, pin={"optimizer": "lomo", "micro_batch": 16, "sharding": "none"}), ("pin.optimizer: lomo",)),
+    (
+        job(pin={"sharding": "fsdp", "shard_group": 4}),
+        ("pin.shard_group: 4", "pin.sharding: hsdp"),
+    ),
     (job(pin={"checkpointing_n": 4}), ("pin.checkpointing_n: 4", "pin.checkpointing: every_n")),
     (
         job(pin={"checkpointing": "full", "checkpointing_n": 2}),

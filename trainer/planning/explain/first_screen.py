@@ -261,7 +261,8 @@ def _state(candidate: Candidate) -> Iterator[str]:
     row = candidate.strategy
     spread = _STAGES[row.sharding.facts.zero_stage]
     if spread and candidate.num_ranks > 1:
-        yield f"{spread} spread over the devices"
+        groups = f"{candidate.shard_group} of " if candidate.shard_group else ""
+        yield f"{spread} spread over {groups}the devices"
     if row.offload is not Offload.NONE:
         yield _OFFLOADED[row.offload]
     if row.optimizer.facts.is_paged:

@@ -147,6 +147,9 @@ def _policy_parts(chosen: Candidate, context: PlanningContext) -> Iterator[str]:
     moved = ", saved activations in host RAM" if chosen.activation_offload else ""
     every = f", n = {chosen.checkpoint_every_n}" if chosen.checkpoint_every_n else ""
     yield f"checkpointing {chosen.checkpointing}{every}{moved}"
+    if chosen.shard_group:
+        copies = chosen.num_ranks // chosen.shard_group
+        yield f"{copies} copies of the state, each spread over {chosen.shard_group} ranks"
     if chosen.compile:
         start_up = format_seconds(start_up_seconds(context, configuration_of(context, chosen)))
         yield f"torch.compile, about {start_up} before the first step"

@@ -345,10 +345,10 @@ def _adapter_inputs(reference: ReferenceTrainer, configuration: Configuration, *
 
 
 def shard_degree(configuration: Configuration) -> int:
-    """Number of ranks that state is sharded over; hsdp shards inside a node."""
+    """Number of ranks that state is sharded over; those of a group under hsdp."""
     sharding = configuration.strategy.sharding
-    if sharding.facts.shards_within_node:
-        return max(1, min(configuration.ranks_per_node, configuration.num_ranks))
+    if sharding.facts.shards_within_group:
+        return configuration.shard_group or max(1, min(configuration.ranks_per_node, configuration.num_ranks))
     return configuration.num_ranks if sharding.shards_optimizer else 1
 
 

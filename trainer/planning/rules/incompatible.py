@@ -145,18 +145,11 @@ ROWS: tuple[Incompatibility, ...] = (
         reach=Reach.PLANNER,
     ),
     Incompatibility(
-        name="hsdp_needs_nodes",
-        is_broken=lambda c: c.strategy.sharding.facts.shards_within_node and c.device.num_nodes < 2,
-        reason="hsdp shards inside a node and replicates across nodes; {num_nodes} node is fsdp",
-        instead="fsdp",
-        evidence="the mesh of one node has one replica",
-    ),
-    Incompatibility(
-        name="hsdp_needs_shards",
-        is_broken=lambda c: c.strategy.sharding.facts.shards_within_node and c.device.devices_per_node < 2,
-        reason="hsdp shards inside a node and replicates across nodes; nodes of one device each are ddp",
-        instead="ddp",
-        evidence="accelerate 1.15, parallelism_config.py: 'no dimension for FSDP to shard across' at dp_shard_size 1",
+        name="hsdp_needs_groups",
+        is_broken=lambda c: c.strategy.sharding.facts.shards_within_group and not c.group_sizes,
+        reason="hsdp needs two groups or more of two ranks or more; {num_ranks} ranks have none in a node or of nodes",
+        instead="fsdp or ddp",
+        evidence="one group of all ranks is fsdp, groups of one are ddp: accelerate 1.15 refuses dp_shard_size 1",
     ),
     Incompatibility(
         name="bf16_needs_ampere",
@@ -347,6 +340,22 @@ SETTINGS: tuple[Incompatibility, ...] = (
         reason="{backward_update} updates before all gradients can be checked for an fp16 overflow",
         instead="bf16-mixed, bf16 or fp32",
         evidence="the loss scale depends on a check of all gradients (arXiv:1710.03740, 3.2)",
+    ),
+    # Groups of hybrid sharding.
+    Incompatibility(
+        name="shard_group_is_of_hsdp",
+        is_broken=lambda c: c.shard_group is not None and not c.strategy.sharding.facts.shards_within_group,
+        reason="shard_group is of sharding: hsdp, not of {sharding}",
+        instead="hsdp",
+        evidence="every other sharding spreads state over all ranks, or not at all",
+        reach=Reach.ALL,
+    ),
+    Incompatibility(
+        name="shard_group_divides_the_ranks",
+        is_broken=lambda c: c.shard_group is not None and c.shard_group not in c.group_sizes,
+        reason="shard_group: {shard_group} is no size of two groups or more inside a node or of whole nodes",
+        instead="{group_sizes}, or fsdp",
+        evidence="torch 2.13, init_device_mesh: the sizes of a mesh multiply to the ranks; neighbours share a copy",
     ),
     # Loss heads.
     Incompatibility(

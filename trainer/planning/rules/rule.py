@@ -252,7 +252,9 @@ __all__ = [
     "rule_named",
 ]
 _AXES = ("sharding", "offload", "optimizer", "precision")
-_SETTING_PINS = ("checkpointing", "attention", "loss", "compile", "activation_offload", "optimizer_in_backward")
+_SETTING_PINS = (
+    "checkpointing", "attention", "loss", "compile", "activation_offload", "optimizer_in_backward", "shard_group",
+)  # fmt: skip
 
 
 class Refusal(Value, frozen=True, kw_only=True):
@@ -332,6 +334,7 @@ def pinned_rule_input(context: PlanningContext, strategy: Strategy) -> RuleInput
         activation_offload=bool(pin.activation_offload),
         optimizer_in_backward=bool(pin.optimizer_in_backward),
         fp8_recipe=fp8_recipe_of(strategy.precision, pin.fp8_recipe),
+        shard_group=pin.shard_group,
         lora=train.lora,
         galore=train.galore,
         libraries=_libraries(context),

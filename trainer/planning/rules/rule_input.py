@@ -9,7 +9,7 @@ pair of values, so the documents agree with the program.
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 
-from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.configuration import Configuration, group_sizes
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.spec.engines import Offload, shardings_with
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -39,6 +39,7 @@ class RuleInput(Value, frozen=True, kw_only=True):
     activation_offload: bool = False
     optimizer_in_backward: bool = False
     fp8_recipe: Fp8Recipe | None = None
+    shard_group: int | None = None
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
     libraries: frozenset[str] | None = None  # names as on the package index; None: unknown, assumed to be complete
@@ -57,6 +58,11 @@ class RuleInput(Value, frozen=True, kw_only=True):
         if self.strategy.optimizer.facts.updates_in_backward:
             return f"optimizer: {self.strategy.optimizer}"
         return "layerwise" if self.method is Method.GALORE and self.galore.layerwise else None
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Sizes that a group of hybrid sharding may have on this machine."""
+        return group_sizes(self.num_ranks, self.device.devices_per_node)
 
     @property
     def tile(self) -> int:
@@ -146,7 +152,8 @@ def placeholders_of(rule_input: RuleInput) -> dict[str, object]:
         "device": rule_input.device.name,
         "capability": capability_text(rule_input.device),
         "num_ranks": rule_input.num_ranks,
-        "num_nodes": rule_input.device.num_nodes,
+        "shard_group": rule_input.shard_group,
+        "group_sizes": one_of(tuple(map(str, sorted(rule_input.group_sizes)))) if rule_input.group_sizes else "none",
         "accumulation": rule_input.accumulation,
         "backward_update": rule_input.backward_update,
         "checkpointing": rule_input.checkpointing,

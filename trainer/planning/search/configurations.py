@@ -33,7 +33,7 @@ from shardwise.trainer.planning.candidates import (
     upper_seconds,
     with_micro_batch,
 )
-from shardwise.trainer.planning.configuration import Configuration, fp8_recipe_of
+from shardwise.trainer.planning.configuration import Configuration, fp8_recipe_of, group_sizes
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import obstacle_to
 from shardwise.trainer.planning.rules.rule_input import capability_text
@@ -142,6 +142,19 @@ def activation_offloads(context: PlanningContext) -> tuple[bool, ...]:
         return (pinned,)
     is_allowed = Allowance.OFFLOAD_CPU in context.job.allow and context.host_ram_bytes is not None
     return (False, True) if is_allowed and not context.is_cpu else (False,)
+
+
+def shard_groups(context: PlanningContext, strategy: Strategy) -> tuple[int | None, ...]:
+    """Numbers of ranks that may share one copy of the state under hsdp, from the least memory to the most.
+
+    (None,) for other shardings.
+    """
+    if not strategy.sharding.facts.shards_within_group:
+        return (None,)
+    pinned = context.job.pin.shard_group
+    if pinned is not None:
+        return (pinned,)
+    return group_sizes(context.num_ranks, context.hardware.num_devices_per_node) or (None,)
 
 
 def supports_tf32(context: PlanningContext, precision: Precision) -> bool:
@@ -281,6 +294,7 @@ def first_configuration(
         loss=loss,
         loss_chunk_tokens=chunk_sizes(context.shape, loss)[0],
         buckets=smallest_buckets(context.shape, strategy),
+        shard_group=shard_groups(context, strategy)[0],
         compile=compiles(context)[0],
         activation_offload=activation_offloads(context)[0],
         optimizer_in_backward=bool(context.job.pin.optimizer_in_backward),
@@ -330,7 +344,8 @@ def best_candidate(context: PlanningContext, strategy: Strategy) -> Candidate | 
 
 def best_configuration(context: PlanningContext, strategy: Strategy, starts: Sequence[Bounded]) -> Configuration | None:
     """The fastest configuration of a strategy with its smallest buffers; `starts` are its `bounded_starts`."""
-    return None if never_fits(context, starts[0].start) else _fastest(context, starts)
+    least = max(starts, key=lambda bounded: bounded.start.shard_group or 0)
+    return None if never_fits(context, least.start) else _fastest(context, starts)
 
 
 def least_need(context: PlanningContext, strategy: Strategy) -> Candidate:
@@ -462,10 +477,11 @@ class _Kind(NamedTuple):
     compile: bool
     activation_offload: bool
     optimizer_in_backward: bool
+    shard_group: int | None
 
 
 def _kind(start: Configuration) -> _Kind:
-    return _Kind(start.checkpointing, start.loss, start.compile, start.activation_offload, start.optimizer_in_backward)
+    return _Kind(**{name: getattr(start, name) for name in _Kind._fields})
 
 
 def _starts(context: PlanningContext, strategy: Strategy) -> Iterator[Configuration]:
@@ -478,8 +494,9 @@ def _starts(context: PlanningContext, strategy: Strategy) -> Iterator[Configurat
         compiles(context),
         activation_offloads(context),
         optimizers_in_backward(context, first),
+        _possible_groups(context, first),
     )
-    for checkpointing, (loss, tokens), is_compiled, offloads, in_backward in settings:
+    for checkpointing, (loss, tokens), is_compiled, offloads, in_backward, group in settings:
         yield replace(
             first,
             checkpointing=checkpointing,
@@ -489,7 +506,20 @@ def _starts(context: PlanningContext, strategy: Strategy) -> Iterator[Configurat
             compile=is_compiled,
             activation_offload=offloads,
             optimizer_in_backward=in_backward,
+            shard_group=group,
         )
+
+
+MOST_GROUPS = 8  # times the smallest group that is possible: a larger one saves less than an eighth of that one's state
+
+
+def _possible_groups(context: PlanningContext, first: Configuration) -> tuple[int | None, ...]:
+    """The largest group, and the smallest whose state fits the device between two steps with those that follow."""
+    largest, *groups = shard_groups(context, first.strategy)
+    possible = [
+        group for group in groups if group is not None and not never_fits(context, replace(first, shard_group=group))
+    ]
+    return (largest, *(group for group in possible if group <= MOST_GROUPS * possible[-1]))
 
 
 def with_larger_buckets(context: PlanningContext, configuration: Configuration) -> Candidate:

@@ -1,8 +1,8 @@
 """Fallbacks after an out of memory, and the smallest change that would make a strategy fit.
 
 Fallbacks have the same global batch and each a lower predicted peak. They are ordered by cost: half the micro batch and
-twice the accumulation, recomputation, smaller slices of logits, smaller buffers, a rank's whole share at once if
-accumulated gradients need more than activations, and last another place for the state.
+twice the accumulation, recomputation, smaller slices of logits, smaller buffers, larger groups of hybrid sharding, a
+rank's whole share at once if accumulated gradients need more than activations, and last another place for the state.
 
 Remedies are ordered by their cost to the user: a setting of the job file, shorter sequences (down to a quarter), more
 of the same devices, and a larger device, whose size is named.
@@ -34,6 +34,7 @@ from shardwise.trainer.planning.search.configurations import (
     best_candidate,
     can_fit,
     least_need,
+    shard_groups,
     smallest_buckets,
 )
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
@@ -112,6 +113,13 @@ def _smaller_configurations(context: PlanningContext, configuration: Configurati
     least = smallest_buckets(context.shape, configuration.strategy)
     if configuration.buckets != least:
         yield replace(configuration, buckets=least)
+    if pin.shard_group is None:
+        larger = (group for group in shard_groups(context, configuration.strategy) if group is not None)
+        yield from (
+            replace(configuration, shard_group=group)
+            for group in sorted(larger)
+            if group > (configuration.shard_group or 0)
+        )
     if configuration.accumulation > 1 and pin.micro_batch is None:  # a share at once accumulates no gradients
         yield with_micro_batch(context, configuration, context.sequences_per_rank)
 

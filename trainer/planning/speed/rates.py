@@ -60,6 +60,7 @@ class Rates(Value, frozen=True, kw_only=True):
     memory: float  # bytes
     link: float  # bytes each way through one device of a ring over all of them
     inner_link: float  # the same inside a node
+    network: float  # bytes each way through all adapters of a node
     pcie: float
     host_adam: float  # bytes of fp32 state, weight and gradient that the CPUs of a node update
     host_cores: float  # the same by its cores alone, which update as many elements of 16 bit
@@ -71,7 +72,7 @@ def rates_of(configuration: Configuration, device: Device) -> Rates:
     precision = configuration.strategy.precision
     exact = _matmul_rate(device, precision)
     matmul = max(exact, _tf32_rate(device)) if configuration.tf32 else exact
-    inner = _inner_link(device)
+    inner, network = _inner_link(device), _network_rate(device)
     spans_nodes = configuration.num_ranks > configuration.ranks_per_node
     return Rates(
         matmul=matmul,
@@ -79,8 +80,10 @@ def rates_of(configuration: Configuration, device: Device) -> Rates:
         attention=_attention_rate(device, precision, exact, reference_of(configuration.reference).flash_generation),
         fp32=device.peak_flops_per_s.get(Precision.FP32) or matmul,
         memory=_memory_rate(device),
-        link=_ring(device, inner) if spans_nodes else inner,
+        # The slower of a node's fabric and its network, whose adapters serve one ring together.
+        link=min(inner, network) if spans_nodes else inner,
         inner_link=inner,
+        network=network,
         pcie=_pcie_rate(device),
         host_adam=_host_adam_rate(device),
         host_cores=_host_core_rate(device),
@@ -237,9 +240,8 @@ def _inner_link(device: Device) -> float:
     return constants.LINK_SHARE * rate * (constants.NO_PEER_SHARE if bounces else 1.0)
 
 
-def _ring(device: Device, inner: float) -> float:
-    """The slower of a node's fabric and its network, whose adapters serve one ring together."""
-    return min(inner, constants.LINK_SHARE * (device.network_bytes_per_s or UNKNOWN_NETWORK_BYTES_PER_S))
+def _network_rate(device: Device) -> float:
+    return constants.LINK_SHARE * (device.network_bytes_per_s or UNKNOWN_NETWORK_BYTES_PER_S)
 
 
 def _pcie_rate(device: Device) -> float:

@@ -231,7 +231,7 @@ def collective_seconds(configuration: Configuration, work: Work, rates: Rates, t
     num_ranks, sharding = configuration.num_ranks, configuration.strategy.sharding
     if num_ranks == 1 or sharding.facts.is_one_rank:
         return 0.0, 0.0
-    if sharding.facts.shards_within_node:
+    if sharding.facts.shards_within_group:
         return _hybrid_seconds(configuration, work, rates, trained)
     share, latency = (num_ranks - 1) / num_ranks, (work.blocks + 1) * num_ranks * constants.HOP_S
     reduction = trained * _gradient_bytes(configuration) * share / rates.link + latency
@@ -301,13 +301,22 @@ def _per_micro_batch_or_step(configuration: Configuration, gathered: float, redu
 
 
 def _hybrid_seconds(configuration: Configuration, work: Work, rates: Rates, trained: int) -> tuple[float, float]:
-    """Full sharding inside a node, one all-reduce of the shards across nodes."""
-    inside = min(configuration.ranks_per_node, configuration.num_ranks)
-    share, latency = (inside - 1) / inside, (work.blocks + 1) * inside * constants.HOP_S
-    gathered = gathered_bytes(configuration, work) * share / rates.inner_link
+    """Full sharding inside a group of ranks, one all-reduce of each shard across the groups.
+
+    Rings of an all-reduce, one for each shard of a node, share its adapters. FSDP2 runs
+    the sum of a block's gradients inside groups and that of another across them on streams of their own.
+    """
+    inside, on_node = shard_degree(configuration), min(configuration.ranks_per_node, configuration.num_ranks)
+    copies, hops = configuration.num_ranks / inside, (work.blocks + 1) * constants.HOP_S
+    link = rates.link if inside > on_node else rates.inner_link
+    share, latency = (inside - 1) / inside, hops * inside
+    gathered = gathered_bytes(configuration, work) * share / link
     gradients = trained * _gradient_bytes(configuration)
-    across = 2 * gradients / inside / rates.link if configuration.num_ranks > inside else 0.0
-    reduction = gradients * share / rates.inner_link + latency + across
+    spans_nodes = configuration.num_ranks > on_node
+    outer = min(rates.inner_link, rates.network / min(inside, on_node)) if spans_nodes else rates.inner_link
+    across = 2 * (copies - 1) / copies * gradients / inside / outer + hops * copies if copies > 1 else 0.0
+    summed = gradients * share / link + latency
+    reduction = both(summed, across) if spans_nodes and link == rates.inner_link else summed + across
     return _per_micro_batch_or_step(configuration, 2 * (gathered + latency), reduction)
 
 

@@ -8,6 +8,7 @@ several set-ups (docs/workarounds.md). So the classes and the sharded elements t
 and a difference stops the run with both values.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -63,11 +64,10 @@ def build_accelerator(plan: Plan, *, ds_config: Mapping[str, Any] | None) -> Acc
 
 def _check_sharding(plan: Plan) -> None:
     chosen, mesh = plan.chosen, plan.hybrid_mesh
-    if mesh is not None and min(mesh) < 2:
-        machines, on_each = mesh
+    if mesh is not None and (min(mesh) < 2 or math.prod(mesh) != chosen.num_ranks):
         raise InputError(
-            f"pin.sharding: hsdp spreads over several devices of each of several machines; the plan has {machines} of "
-            f"{on_each}; use {'fsdp' if machines < 2 else 'ddp'}"
+            f"pin.sharding: hsdp has several copies, each over several ranks; the plan has {mesh[0]} over {mesh[1]} on "
+            f"{chosen.num_ranks} ranks; use {'fsdp' if mesh[1] > 1 else 'ddp'}"
         )
     if chosen.strategy.sharding.facts.is_one_rank and chosen.num_ranks != 1:
         raise InputError(f"pin.sharding: none drives one device, the plan has {chosen.num_ranks} ranks; use ddp")

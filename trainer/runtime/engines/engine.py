@@ -49,7 +49,7 @@ class EngineChoice(NamedTuple):
     device_kind: DeviceKind
     block_class: str  # what FSDP2 wraps
     offload: Offload = Offload.NONE
-    hybrid_mesh: tuple[int, int] | None = None  # (machines, devices on each) of HSDP
+    hybrid_mesh: tuple[int, int] | None = None  # (copies, ranks that share one) of HSDP
 
 
 class Engine(ABC):

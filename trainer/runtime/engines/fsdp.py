@@ -106,7 +106,7 @@ class Fsdp(Engine):
         return len(sizes), sum(sizes) if sizes else None
 
     def rows(self, model: nn.Module, chosen: Candidate, hybrid_mesh: tuple[int, int] | None) -> Iterator[Row]:
-        """Every shard lies over the same ranks, and the ranks of a copy are neighbours: those of one machine."""
+        """Every shard lies over the same ranks, and the ranks of a copy are neighbours."""
         planned = (chosen.num_ranks,) if hybrid_mesh is None else hybrid_mesh
         *copies, shards = planned
         placements = (*(Replicate() for _ in copies), Shard(0))
@@ -139,7 +139,7 @@ def _types(precision: Precision) -> MixedPrecisionPolicy | None:
 
 
 def _mesh(replicas: int, shards: int) -> ParallelismConfig:
-    """Neighbouring ranks, which are those of one machine, hold shards of one copy of the model."""
+    """Neighbouring ranks, of one machine or of whole ones, hold shards of one copy of the model."""
     return ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards, tp_size=1, cp_size=1, sp_size=1)
 
 

@@ -337,6 +337,7 @@ def plan_on(plan: Plan, device_kind: DeviceKind, *, precision: Precision | None 
         loss_chunk_tokens=None,
         compile=False,
         activation_offload=False,
+        shard_group=None,
     )
     return replace(plan, candidates=(single,), device_kind=device_kind)
 

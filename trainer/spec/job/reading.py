@@ -421,6 +421,12 @@ def _checkpointing_n(job: Job) -> str | None:
     return f"pin.checkpointing_n: {job.pin.checkpointing_n} needs pin.checkpointing: every_n"
 
 
+def _shard_group(job: Job) -> str | None:
+    if job.pin.shard_group is None or job.pin.sharding in (None, Sharding.HSDP):
+        return None
+    return f"pin.shard_group: {job.pin.shard_group} needs pin.sharding: hsdp"
+
+
 def _selective_offload(job: Job) -> str | None:
     """Activation offload moves what autograd saves, which excludes the activations of selective checkpointing."""
     if not job.pin.activation_offload or job.pin.checkpointing is not Checkpointing.SELECTIVE:
@@ -496,6 +502,7 @@ CLASHES: tuple[Clash, ...] = (
     Clash(("pin.optimizer", "train.method"), _galore_optimizer),
     Clash(("pin.fp8_recipe", "pin.precision"), _fp8_recipe),
     Clash(("pin.checkpointing_n", "pin.checkpointing"), _checkpointing_n),
+    Clash(("pin.shard_group", "pin.sharding"), _shard_group),
     Clash(("pin.activation_offload", "pin.checkpointing"), _selective_offload),
     Clash(("pin.micro_batch", *_STEP), _micro_batch),
     Clash(

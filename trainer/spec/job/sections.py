@@ -362,6 +362,14 @@ class Pin(Value, frozen=True, kw_only=True):
         Sharding | None,
         Setting("Distribution of the model state over the ranks.", none="auto", aliases=("deepspeed", "zero_stage")),
     ] = None
+    shard_group: Annotated[
+        int | None,
+        Setting(
+            "With `hsdp`: the ranks that share one copy of the state.",
+            whole("a number of ranks", minimum=2),
+            none="auto",
+        ),
+    ] = None
     offload: Annotated[Offload | None, Setting("State that is held in host RAM or on NVMe.", none="auto")] = None
     optimizer: Annotated[
         Optimizer | None, Setting("The update rule and its implementation.", none="auto", aliases=("optim",))
