@@ -84,7 +84,7 @@ def _pieces(folder: Path) -> Sequence[tuple[str, Callable[[], object]]]:
         session.train_rows, step=0, seed=0, sequences_per_step=plan.schedule.sequences_per_step, rank=0, num_ranks=1,
         micro_batch=chosen.micro_batch, accumulation=chosen.accumulation,
     )  # fmt: skip
-    result = StepResult(loss=1.0, num_targets=1000, grad_norm=1.0)
+    result = StepResult(loss=1.0, num_targets=1000, num_tokens=1000, grad_norm=1.0)
 
     def take_phases() -> Clock:
         clock = Clock(session.accelerator.device, on_phase=lambda phase: writer.beat(phase, step=1))

@@ -164,6 +164,7 @@ def _report(
         step=state.step,
         num_steps=plan.schedule.num_steps,
         tokens=state.tokens_seen,
+        targets=state.targets_seen,
         duration_s=duration_s,
         final_loss=state.final_loss if state.final_loss is not None and math.isfinite(state.final_loss) else None,
         evaluations=finite,

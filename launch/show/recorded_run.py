@@ -47,6 +47,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_s: float | None = None
     tokens_per_s: float | None = None
     tokens_per_s_per_gpu: float | None = None
+    targets_per_s: float | None = None
     padding_share: float | None = None
     host_rss_bytes: int | None = None
     memory_allocated_bytes: int | None = None
@@ -57,6 +58,13 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     gpu_throttle: str | None = None
     skipped: bool | None = None
     skipped_rows: tuple[int, ...] | None = None
+
+    @property
+    def targets_per_s_per_gpu(self) -> float | None:
+        """Learned tokens per second of one device; None for a line of an earlier version."""
+        if self.targets_per_s is None or not self.tokens_per_s or self.tokens_per_s_per_gpu is None:
+            return None
+        return self.targets_per_s * self.tokens_per_s_per_gpu / self.tokens_per_s
 
     @property
     def other_s(self) -> float | None:
@@ -141,6 +149,7 @@ def figures_of(steps: Sequence[Step]) -> Figures:
         speed=SpeedFigures(
             step_s=_median([step.step_s for step in steady]),
             tokens_per_s_per_gpu=_median([step.tokens_per_s_per_gpu for step in steady]),
+            targets_per_s_per_gpu=_median([step.targets_per_s_per_gpu for step in steady]),
         ),
     )
 

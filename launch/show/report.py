@@ -19,6 +19,9 @@ FAULTS = {
 }
 
 
+_MOST_LEARNED = 0.9  # of the tokens: where more are learned, their rate is no line of its own
+
+
 def render_run(run: RecordedRun) -> str:
     """The report of one run for a terminal; without report.json, its progress."""
     if run.report is not None:
@@ -119,7 +122,12 @@ def comparison_rows(predicted: Figures, measured: Figures) -> list[tuple[str, st
         expected, found = expected_parts.get(name), found_parts.get(name)
         rows += [row(f"  {name.replace('_', ' ')}", expected, found, format_size)] if expected or found else []
     before, after = predicted.speed, measured.speed
-    rows.append(row("tokens/s per device", before.tokens_per_s_per_gpu, after.tokens_per_s_per_gpu, format_count))
+    rate, learned = after.tokens_per_s_per_gpu, after.targets_per_s_per_gpu
+    counts_targets = rate is not None and learned is None  # an earlier version
+    label = "tokens/s per device" + (" (measured: learned ones)" if counts_targets else "")
+    rows.append(row(label, before.tokens_per_s_per_gpu, rate, format_count))
+    if rate and learned is not None and learned < _MOST_LEARNED * rate:
+        rows.append(row("learned tokens/s per device", None, learned, format_count))
     rows.append(row("step", before.step_s, after.step_s, format_seconds))
     if after.mfu is not None:
         rows.append(("MFU", shown(before.mfu, "{:.1%}".format), f"{after.mfu:.1%}", ""))

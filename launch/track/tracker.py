@@ -26,11 +26,11 @@ PREDICTED = "_predicted"
 NOT_SAVED = "checkpoint not saved"  # title of an incident
 _GROUPS = (  # the first match decides
     ("eval", re.compile(r"eval_.*")),
-    ("speed", re.compile(r"tokens_per_s.*|mfu|model_tflops.*|padding_share")),
+    ("speed", re.compile(r"tokens_per_s.*|targets_per_s|mfu|model_tflops.*|padding_share")),
     ("time", re.compile(r".*_s")),
     ("gpu", re.compile(r"gpu_.*")),
     ("memory", re.compile(r"(memory|host|nvme)_.*_bytes")),
-    ("train", re.compile(r"loss|lr|grad_norm|epoch|tokens|attempt|loss_scale|skipped.*|reward_.*|logps_.*")),
+    ("train", re.compile(r"loss|lr|grad_norm|epoch|tokens|targets|attempt|loss_scale|skipped.*|reward_.*|logps_.*")),
 )
 _SUMMARIES = (  # the first match decides; any other series is summarized by its last value
     (("min", "last"), re.compile(r"train/loss|eval/eval_loss")),

@@ -19,6 +19,7 @@ FILES = (
 )  # fmt: skip
 METRICS = {
     "step", "epoch", "tokens", "loss", "lr", "grad_norm", "step_s", "data_s", "forward_s", "backward_s", "optimizer_s",
+    "targets", "targets_per_s",
     "tokens_per_s", "tokens_per_s_per_gpu", "memory_allocated_bytes", "memory_peak_bytes", "host_rss_bytes",
     "model_tflops_per_s_per_gpu", "padding_share",
 }  # fmt: skip
@@ -41,7 +42,7 @@ def test_each_step_is_one_line_with_the_promised_names(trained):
     assert sorted(metrics) == list(range(1, 9))
     assert metrics[8].keys() >= METRICS
     assert metrics[8]["loss"] < metrics[1]["loss"]
-    assert metrics[8]["tokens"] <= 8 * 256
+    assert metrics[8]["targets"] <= metrics[8]["tokens"] <= 8 * 256
 
 
 def test_where_the_time_of_a_step_went_adds_up(trained):

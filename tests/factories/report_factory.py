@@ -74,7 +74,7 @@ def make_report(**changes: object) -> Report:
         ),
         measured=Figures(
             memory=MemoryFigures(peak_allocated_bytes=25 * MIB, parts={"weights": 10 * MIB, "gradients": 3 * MIB}),
-            speed=SpeedFigures(step_s=0.8, tokens_per_s_per_gpu=1280.0),
+            speed=SpeedFigures(step_s=0.8, tokens_per_s_per_gpu=1280.0, targets_per_s_per_gpu=1270.0),
         ),
         verified=Verified(
             world_size=1,

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from rank_factory import NUM_EVAL_ROWS, rank_plan, write_attempt, write_rows
 from spoilt_rows import spoil
 
+from shardwise.trainer.runtime.data.cache import TokenLayout
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import ExitCode
@@ -101,6 +104,31 @@ def test_a_finished_attempt_reports_what_was_measured(finished):
     assert report.measured.speed.step_s is not None and report.measured.speed.tokens_per_s_per_gpu is not None
     assert report.final_loss == losses_of(finished.parents[2])[6]
     assert report.checkpoint == "checkpoints/step-00000006" and report.export == "export"
+
+
+def test_speed_counts_what_goes_through_the_model_and_learned_tokens_beside_it(tmp_path, cache_dir):
+    masked = Path(shutil.copytree(cache_dir, tmp_path / "rows"))
+    layout = codec.read(masked / "layout.json", TokenLayout)
+    codec.write(masked / "layout.json", msgspec.structs.replace(layout, is_masked=True))
+    is_learned = np.arange(layout.num_tokens) % 3 == 0
+    for name in ("train", "eval"):
+        is_learned[np.load(masked / f"{name}_rows.npy")[:, 0]] = False  # no token stands before these
+    (masked / "learned.bin").write_bytes(np.packbits(is_learned, bitorder="little").tobytes())
+    plan = plan_with(masked, num_steps=5, eval_every_steps=None, checkpoint_every_steps=None)
+    plan_path = write_attempt(tmp_path / "run", plan)
+    run(plan_path)
+    lines = [json.loads(line) for line in (plan_path.parents[2] / "metrics.jsonl").read_text().splitlines()]
+    before = {"tokens": 0, "targets": 0}
+    for line in lines:
+        tokens, targets = line["tokens"] - before["tokens"], line["targets"] - before["targets"]
+        assert tokens == pytest.approx(line["tokens_per_s"] * line["step_s"])
+        assert targets == pytest.approx(line["targets_per_s"] * line["step_s"])
+        assert targets / tokens < 0.45
+        before = line
+    report = report_of(plan_path)
+    assert (report.tokens, report.targets) == (before["tokens"], before["targets"])
+    speed = report.measured.speed
+    assert speed.targets_per_s_per_gpu / speed.tokens_per_s_per_gpu < 0.45
 
 
 def test_a_return_to_a_checkpoint_is_in_the_report(tmp_path, cache_dir):

@@ -62,7 +62,9 @@ class SpeedFigures(Value, frozen=True, kw_only=True):
     """Median over the steady steps."""
 
     step_s: float | None = None
-    tokens_per_s_per_gpu: float | None = None
+    tokens_per_s_per_gpu: float | None = None  # positions that go through the model, without padding
+    targets_per_s_per_gpu: float | None = None  # tokens that are learned; None: predicted, or of an earlier version,
+    # which gave these as tokens
     mfu: float | None = None
     parts: dict[str, float] = {}  # seconds of a step: data, forward, backward, optimizer, wait; predicted ones by cause
 
@@ -153,7 +155,8 @@ class Report(Value, frozen=True, kw_only=True):
     versions: dict[str, str]
     step: int  # optimizer steps done
     num_steps: int
-    tokens: int
+    tokens: int  # positions that went through the model, without padding
+    targets: int | None = None  # tokens that were learned; None: of an earlier version, which gave these as tokens
     duration_s: float  # of a run: of all its attempts, without the time between them
     final_loss: float | None = None
     evaluations: tuple[Evaluation, ...] = ()

@@ -7,8 +7,10 @@ import pytest
 from reported_run import step_rows
 
 from shardwise.launch.show.recorded_run import Step, figures_of, last_of_each, observed, read_steps, steady_steps
+from shardwise.launch.show.report import comparison_rows
 from shardwise.launch.show.view import MetricsTail
 from shardwise.trainer.planning.recommend import Observed
+from shardwise.trainer.spec.report import Figures
 
 
 def steps_of(rows: list[dict[str, object]]) -> tuple[Step, ...]:
@@ -105,3 +107,18 @@ def test_figures_so_far_of_a_run_without_a_report() -> None:
     figures = figures_of(steps_of([*step_rows(range(1, 8)), *step_rows((8,), memory_peak_bytes=2**30)]))
     assert figures.memory.peak_allocated_bytes == 2**30 and figures.speed.step_s == 2.0
     assert figures.speed.tokens_per_s_per_gpu == 1005.5 and figures.memory.device_bytes is None
+
+
+def test_a_speed_in_learned_tokens_of_an_earlier_version_is_marked(tmp_path: Path) -> None:
+    """Lines without `targets_per_s` count learned tokens; those with it give both rates."""
+    now = {"step_s": 2.0, "tokens_per_s": 60.0, "tokens_per_s_per_gpu": 30.0, "targets_per_s": 20.0}
+    then = {name: value for name, value in now.items() if name != "targets_per_s"}
+    labels = {}
+    for name, row in (("now", now), ("then", then)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"step": step, "attempt": 1, **row}) + "\n" for step in range(1, 9)))
+        figures = figures_of(read_steps(path).steps)
+        assert figures.speed.tokens_per_s_per_gpu == 30
+        labels[name] = {label: found for label, _, found, _ in comparison_rows(Figures(), figures)}
+    assert labels["now"]["tokens/s per device"] == "30" and labels["now"]["learned tokens/s per device"] == "10"
+    assert labels["then"]["tokens/s per device (measured: learned ones)"] == "30"

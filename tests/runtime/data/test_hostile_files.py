@@ -12,8 +12,10 @@ import os
 import re
 import tracemalloc
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -102,7 +104,12 @@ def zst(content):
     return pa.compress(content, codec="zstd", asbytes=True)
 
 
-COMPRESSORS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zst}
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zst,
+}
 
 
 @pytest.fixture
@@ -160,7 +167,7 @@ def test_a_row_above_the_limit_is_a_bad_row_and_the_others_are_used(tmp_path, sm
     path = tmp_path / name
     path.write_bytes(KINDS[name]([*texts[:20], "long " * 2**14, *texts[20:]]))
     file = listed_request(path, cache_root=tmp_path).files[0]
-    rows = dict(files.read_rows(file))
+    rows: dict[int, Any] = dict(files.read_rows(file))
     assert [number for number, row in rows.items() if isinstance(row, files.BadRow)] == [21]
     assert rows[21].where == f"{path}:21" and "MiB" in rows[21].reason
     assert [row["text"] for number, row in rows.items() if number != 21] == texts
@@ -214,7 +221,7 @@ def test_a_long_row_is_cut_into_blocks_in_linear_time(tmp_path):
 
     text = Counted("a line of text\n" * 2**18)
     blocks = list(scan._blocks_of_text(iter([text]), 1.0, "a.jsonl:1"))
-    assert "".join(block.content for block in blocks) == str(text)
+    assert "".join(str(block.content) for block in blocks) == str(text)
     assert Counted.num_chars <= 2 * len(text)
 
 

@@ -96,6 +96,22 @@ def test_a_preference_is_two_rows_that_share_a_prompt(tmp_path, tokenizer):
     assert chosen.startswith("it is ") and rejected == "no<|im_end|>"
 
 
+def test_plain_prompts_without_the_template_are_stated_with_the_setting_that_applies_it(tmp_path, tokenizer):
+    rows = [completion(number) for number in range(20)]
+    plain, _ = prepared(tmp_path, rows, tokenizer)
+    (note,) = plain.notes
+    assert "20 prompts" in note and "the chat template is not applied" in note
+    assert "data.fields={instruction: prompt, output: completion}" in note
+    as_chat, found = prepared(tmp_path, rows, tokenizer, fields={"instruction": "prompt", "output": "completion"})
+    assert as_chat.notes == () and as_chat.format is DataFormat.CHAT
+    assert learned_text(as_chat, found, 0).endswith("<|im_end|>")
+    without, _ = prepared(tmp_path, rows, tokenizer, chat_template=None)
+    assert without.notes == ()
+    pairs = [{"prompt": f"{number}?", "chosen": "yes", "rejected": "no"} for number in range(20)]
+    (note,) = prepared(tmp_path, pairs, tokenizer)[0].notes
+    assert "the chat template is not applied" in note and "messages" in note
+
+
 def test_rows_that_turn_out_unusable_are_named_and_skipped_where_the_job_says_so(tmp_path, tokenizer):
     rows = [*(chat(number) for number in range(10)), {"messages": [user("x " * 200), assistant("y")]}]
     with pytest.raises(InputError, match=r"1 of 11 rows .*rows\.jsonl:11: too long: "):

@@ -135,8 +135,9 @@ def test_after_several_in_a_row_the_run_goes_back_and_learns_from_later_rows(wen
     incident = went_back.state.incidents[STEPS_UNTIL_ROLL_BACK]
     assert incident.startswith("went back from step 11 to step 4, ") and "5 steps in a row" in incident
     counted = {step: tokens_of(plan, [place for at, place in TAKEN.items() if at <= step]) for step in TAKEN}
-    assert {step: line["tokens"] for step, line in went_back.lines.items()} == counted, "of the steps that remain"
-    assert went_back.state.tokens_seen == went_back.saved.tokens_seen == counted[NUM_STEPS]
+    assert {step: line["targets"] for step, line in went_back.lines.items()} == counted, "of the steps that remain"
+    assert went_back.state.targets_seen == went_back.saved.targets_seen == counted[NUM_STEPS]
+    assert went_back.state.tokens_seen == went_back.saved.tokens_seen == went_back.lines[NUM_STEPS]["tokens"]
     assert went_back.saved.spikes.passed_over == (PASSED_OVER,)
     epochs = {step: line["epoch"] for step, line in went_back.lines.items()}
     assert epochs[5] - epochs[4] == pytest.approx((1 + PASSED_OVER.num_steps) * 8 / 376)

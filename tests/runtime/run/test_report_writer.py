@@ -92,8 +92,9 @@ def test_a_status_that_cannot_be_written_ends_nothing(paths):
 
 def line(step: int) -> StepMetrics:
     return StepMetrics(
-        step=step, attempt=1, epoch=0.5, tokens=10, loss=2.0, lr=0.1, grad_norm=None, step_s=1.0, data_s=0.0,
-        forward_s=0.4, backward_s=0.5, optimizer_s=0.1, tokens_per_s=10.0, tokens_per_s_per_gpu=10.0, host_rss_bytes=5,
+        step=step, attempt=1, epoch=0.5, tokens=10, targets=9, loss=2.0, lr=0.1, grad_norm=None, step_s=1.0, data_s=0.0,
+        forward_s=0.4, backward_s=0.5, optimizer_s=0.1, tokens_per_s=10.0, tokens_per_s_per_gpu=10.0, targets_per_s=9.0,
+        host_rss_bytes=5,
     )  # fmt: skip
 
 

@@ -176,7 +176,8 @@ class CheckpointFacts(Value, frozen=True, kw_only=True):
 
     run_name: str
     step: Count  # optimizer steps done
-    tokens_seen: Count
+    tokens_seen: Count  # positions that went through the model, without padding
+    targets_seen: Count | None = None  # None: of an earlier version, whose tokens_seen are the targets
     seed: int
     sequences_per_step: Count
     tokens_per_step: Count
@@ -196,6 +197,11 @@ class CheckpointFacts(Value, frozen=True, kw_only=True):
     evaluations: tuple[Evaluation, ...] = ()
     best_step: int | None = None  # of the lowest evaluation loss
     loss_scaler: LossScaler | None = None
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens learned from so far."""
+        return self.tokens_seen if self.targets_seen is None else self.targets_seen
 
 
 class Chunk(Value, frozen=True, kw_only=True):

@@ -213,7 +213,7 @@ def build(work: Work) -> Built:
         skipped_rows=scan.bad_rows.num,
         cut_rows=rows.num_cut,
         dropped_tokens=rows.num_dropped_tokens,
-        notes=tuple(_notes(work.request, scan, rows)),
+        notes=tuple(_notes(work, scan, rows)),
     )
     return Built(profile, scan)
 
@@ -300,7 +300,8 @@ def _check_enough(request: PrepareRequest, rows: Rows) -> None:
         )
 
 
-def _notes(request: PrepareRequest, scan: RowScan, rows: Rows) -> Iterator[str]:
+def _notes(work: Work, scan: RowScan, rows: Rows) -> Iterator[str]:
+    request = work.request
     if request.revisions:
         yield f"from the hub: {', '.join(request.revisions)}"
     if scan.bad_rows.num:
@@ -309,6 +310,17 @@ def _notes(request: PrepareRequest, scan: RowScan, rows: Rows) -> Iterator[str]:
         yield f"{rows.num_cut} documents were longer than {request.seq_len} tokens and lost their end"
     if scan.split.piece_chars:
         yield f"few documents: the held-out part is pieces of {scan.split.piece_chars} characters out of them"
+    if scan.num_plain and _template(request, work.shape) is not None:
+        columns = {name: request.fields.get(name, name) for name in ("prompt", "completion")}
+        remedy = (
+            "give them as messages, [{role: user, content: ...}]"
+            if work.facts.rows_per_example > 1
+            else f"data.fields={{instruction: {columns['prompt']}, output: {columns['completion']}}}"
+        )
+        yield (
+            f"{scan.num_plain} prompts with their answers are plain text, to which the chat template is not applied; "
+            f"for turns of a chat: {remedy}"
+        )
 
 
 def write_rows(work: Work, scan: RowScan, tokenizer: TextTokenizer | None) -> Rows:

@@ -52,6 +52,7 @@ from shardwise.trainer.runtime.run.state import (
     ReportWriter,
     RunPaths,
     RunState,
+    SteadyStep,
     find_fault,
     step_of_rows,
 )
@@ -197,12 +198,14 @@ def _one_step(session: Session, objectives: Objectives, observer: StepObserver) 
         )
     clock.seconds("optimizer")  # waits for it: a step ends with its update
     step_s = time.perf_counter() - begin
-    state.step, state.tokens_seen = step, state.tokens_seen + result.num_targets
+    state.step = step
+    state.tokens_seen += result.num_tokens
+    state.targets_seen += result.num_targets
     state.final_loss = result.loss if math.isfinite(result.loss) else state.final_loss
     rows = _row_numbers(session, step) if result.fault is not None else ()
     note_step(state, result, step=step, rows=rows)
     if not is_profiled and step - (state.resumed_from_step or 0) > SKIPPED_STEPS:
-        state.steady_steps.append((step_s, result.num_targets))
+        state.steady_steps.append(SteadyStep(step_s, result.num_tokens, result.num_targets))
         state.steady_parts.append(observer.parts(clock))
     session.writer.write_status("training", step=step)
     if state.verified is not None and not state.verified.facts and not result.was_skipped:

@@ -36,7 +36,8 @@ class StepMetrics(Value, frozen=True, kw_only=True):
     step: int
     attempt: int
     epoch: float | None  # None for a stream, whose length is unknown
-    tokens: int  # seen so far, padding not counted
+    tokens: int  # that went through the model so far, without padding
+    targets: int  # of these, learned
     loss: float
     lr: float
     grad_norm: float | None
@@ -47,6 +48,7 @@ class StepMetrics(Value, frozen=True, kw_only=True):
     optimizer_s: float
     tokens_per_s: float
     tokens_per_s_per_gpu: float
+    targets_per_s: float  # learned tokens
     host_rss_bytes: int
     mfu: float | None = None  # model FLOPs over the device's dense peak; None where that is unknown
     model_tflops_per_s_per_gpu: float | None = None  # 10^12 FLOPs of the model, without what is recomputed
@@ -183,13 +185,14 @@ class StepObserver:
     def line(self, done: DoneStep, evaluation: Evaluation | None) -> StepMetrics:
         """The line of a step."""
         state, result = self._session.state, done.result
-        rate = result.num_targets / done.step_s
+        rate = result.num_tokens / done.step_s
         figures = {name: value for name, value in result.figures.items() if name in StepMetrics.__struct_fields__}
         line = StepMetrics(
             step=state.step,
             attempt=self._session.paths.attempt,
             epoch=done.epoch,
             tokens=state.tokens_seen,
+            targets=state.targets_seen,
             loss=result.loss,
             lr=done.lr,
             grad_norm=result.grad_norm,
@@ -198,6 +201,7 @@ class StepObserver:
             wait_s=self._wait_s if self._session.accelerator.num_processes > 1 else None,
             checkpoint_s=self._checkpoint_s or None,
             tokens_per_s=rate,
+            targets_per_s=result.num_targets / done.step_s,
             padding_share=done.padding_share,
             loss_scale=result.loss_scale,
             skipped=True if result.was_skipped else None,

@@ -142,7 +142,7 @@ def _note_saved(session: Session, step: int) -> None:
 def save_last_state(session: Session, wants_stop: Callable[[], bool]) -> None:
     """Saves the state after the last step; waits for room for as long as the steps took, at most ten minutes."""
     save_state(session, "the end")
-    trained_s = sum(seconds for seconds, _ in session.state.steady_steps)
+    trained_s = sum(done.step_s for done in session.state.steady_steps)
     until, ranks = time.monotonic() + min(_MAX_END_WAIT_S, trained_s), session.ranks
     while (
         session.state.unsaved is not None
@@ -399,7 +399,8 @@ def go_back(session: Session) -> None:
     state.log.note(f"went back from step {step} to step {saved.step}, {after}: {_why(state)}")
     state.roll_backs.append(RollBack(from_step=step, to_step=saved.step))
     state.spikes = after_roll_back(saved.spikes, saved_step=saved.step, step=step)
-    state.step, state.tokens_seen, state.fault = saved.step, saved.tokens_seen, None
+    state.step, state.fault = saved.step, None
+    state.tokens_seen, state.targets_seen = saved.tokens_seen, saved.num_targets
     state.evaluations[:] = saved.evaluations
 
 

@@ -168,6 +168,7 @@ def facts_of(plan: Plan, state: RunState, scaler: LossScaler | None = None) -> C
         run_name=plan.name,
         step=state.step,
         tokens_seen=state.tokens_seen,
+        targets_seen=state.targets_seen,
         seed=plan.job.train.seed,
         sequences_per_step=plan.schedule.sequences_per_step,
         tokens_per_step=plan.schedule.tokens_per_step,
@@ -238,7 +239,7 @@ def _continue_from(
     if scaler is not None and checkpoint.facts.loss_scaler is not None:
         scaler.restore(checkpoint.facts.loss_scaler.scale, checkpoint.facts.loss_scaler.growth_tracker)
     state.step = state.resumed_from_step = checkpoint.facts.step
-    state.tokens_seen = checkpoint.facts.tokens_seen
+    state.tokens_seen, state.targets_seen = checkpoint.facts.tokens_seen, checkpoint.facts.num_targets
     state.evaluations.extend(checkpoint.facts.evaluations)
     state.spikes = checkpoint.facts.spikes
     state.checkpoint = f"checkpoints/{checkpoint.path.name}"

@@ -75,6 +75,7 @@ class StepResult(Value, frozen=True, kw_only=True):
 
     loss: float  # mean over the terms of the global batch
     num_targets: int
+    num_tokens: int  # positions that went through the model, without padding
     grad_norm: float | None  # before clipping; None where it is no number, or there is none
     was_skipped: bool = False  # the weights are what they were: an fp16 overflow, or a fault
     fault: str | None = None  # why the step was not to be applied
@@ -121,7 +122,7 @@ def run_step(
         with nullcontext() if is_last else engine.without_sync(accelerator, model):
             with clock.measure("forward"):
                 terms = objective(model, micro_batch, accelerator.device)
-            sums.add(terms)
+            sums.add(terms, num_tokens=micro_batch.num_tokens)
             deciding = engine.deciding_update(model, decision.accepts) if is_last else nullcontext()
             with clock.measure("backward"), deciding:
                 loss = terms.loss * scale
@@ -134,6 +135,7 @@ def run_step(
     return StepResult(
         loss=means.loss,
         num_targets=means.num_targets,
+        num_tokens=means.num_tokens,
         grad_norm=means.grad_norm if means.grad_norm is not None and math.isfinite(means.grad_norm) else None,
         was_skipped=has_overflown or is_refused,
         fault=decision.fault,
@@ -148,6 +150,7 @@ class Means(NamedTuple):
     loss: float
     num_terms: int
     num_targets: int
+    num_tokens: int
     figures: dict[str, float]
     grad_norm: float | None = None
 
@@ -157,13 +160,14 @@ class Sums:
 
     def __init__(self, objective: Objective, device: torch.device) -> None:
         self._names = objective.figures
-        self._counts = [0, 0]  # of terms, of targets
+        self._counts = [0, 0, 0]  # of terms, of targets, of tokens
         self._values = torch.zeros(1 + len(self._names), dtype=torch.float64, device=device)
 
-    def add(self, terms: Terms) -> None:
+    def add(self, terms: Terms, *, num_tokens: int = 0) -> None:
         """Adds the terms of one micro batch of this rank."""
         self._counts[0] += terms.num_terms
         self._counts[1] += terms.num_targets
+        self._counts[2] += num_tokens
         self._values += torch.stack([value.detach().double() for value in (terms.loss, *terms.figures)])
 
     def means(self, grad_norm: Tensor | None = None) -> Means:
@@ -172,12 +176,13 @@ class Sums:
         counts = torch.tensor(self._counts, dtype=torch.float64, device=device)
         norm = torch.zeros((), dtype=torch.float64) if grad_norm is None else grad_norm.detach().double()
         sums = sum_over_ranks(torch.cat([counts, norm.to(device).view(1), self._values]))
-        num_terms, num_targets, norms, *values = sums.tolist()
+        num_terms, num_targets, num_tokens, norms, *values = sums.tolist()
         loss, *figures = (value / num_terms for value in values)
         return Means(
             loss,
             int(num_terms),
             int(num_targets),
+            int(num_tokens),
             dict(zip(self._names, figures, strict=True)),
             None if grad_norm is None else norms / _num_ranks(),
         )

@@ -176,12 +176,21 @@ class IncidentLog:
         return sum(entry.kind is kind for entry in self._entries)
 
 
+class SteadyStep(NamedTuple):
+    """A step whose time counts for the measured speed; counts are of all ranks."""
+
+    step_s: float
+    num_tokens: int  # without padding
+    num_targets: int
+
+
 @dataclass(slots=True)
 class RunState:
     """Mutable, one per rank; a report can be made of it at any moment, also in the middle of a failure."""
 
     step: int = 0  # optimizer steps done
-    tokens_seen: int = 0
+    tokens_seen: int = 0  # without padding
+    targets_seen: int = 0  # tokens that were learned
     final_loss: float | None = None
     resumed_from_step: int | None = None
     checkpoint: str | None = None  # newest committed, relative to the run directory
@@ -198,7 +207,7 @@ class RunState:
     prompt: str | None = None
     sample_before: str | None = None
     sample_after: str | None = None
-    steady_steps: list[tuple[float, int]] = field(default_factory=list)  # (seconds, tokens)
+    steady_steps: list[SteadyStep] = field(default_factory=list)
     steady_parts: list[dict[str, float]] = field(default_factory=list)  # seconds of their phases
 
     @property
@@ -216,12 +225,17 @@ def measured_figures(state: RunState, plan: Plan) -> Figures:
     """The measured figures: medians over the steady steps."""
     if not state.steady_steps:
         return Figures(memory=state.memory)
-    step_s = median(seconds for seconds, _ in state.steady_steps)
-    rate = median(tokens / seconds for seconds, tokens in state.steady_steps) / plan.chosen.num_ranks
+    step_s = median(done.step_s for done in state.steady_steps)
+    rate = median(done.num_tokens / done.step_s for done in state.steady_steps) / plan.chosen.num_ranks
+    learned = median(done.num_targets / done.step_s for done in state.steady_steps) / plan.chosen.num_ranks
     return Figures(
         memory=state.memory,
         speed=SpeedFigures(
-            step_s=step_s, tokens_per_s_per_gpu=rate, mfu=model_flops_share(plan, rate), parts=_median_parts(state)
+            step_s=step_s,
+            tokens_per_s_per_gpu=rate,
+            targets_per_s_per_gpu=learned,
+            mfu=model_flops_share(plan, rate),
+            parts=_median_parts(state),
         ),
     )
 

@@ -52,6 +52,11 @@ class Preference(NamedTuple):
 Content = str | TokenIds | Completion | Chat | Preference
 
 
+def is_plain_pair(content: Content) -> bool:
+    """True for a prompt and answers of plain text, which no chat template formats."""
+    return isinstance(content, Completion | Preference) and all(isinstance(part, str) for part in content)
+
+
 def size_of(content: Content) -> int:
     """Characters of all text, or tokens of token ids."""
     return len(content.ids) if isinstance(content, TokenIds) else sum(map(len, texts_of(content)))

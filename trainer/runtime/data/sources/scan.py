@@ -19,7 +19,7 @@ from hashlib import blake2b
 from itertools import chain, groupby
 from typing import NamedTuple
 
-from shardwise.trainer.runtime.data.sources.examples import Content, identity_of, size_of
+from shardwise.trainer.runtime.data.sources.examples import Content, identity_of, is_plain_pair, size_of
 from shardwise.trainer.runtime.data.sources.files import (
     BadRow,
     Row,
@@ -138,6 +138,7 @@ class RowScan(NamedTuple):
     num_chars: int  # of text that can be used, both sides; tokens where the data came tokenised
     num_documents: int
     bad_rows: RejectedRows
+    num_plain: int = 0  # prompts and answers of plain text
 
     @property
     def num_rows(self) -> int:
@@ -304,7 +305,7 @@ def cut_at_line_ends(text: str, max_chars: int) -> Iterator[str]:
 def scan_rows(request: PrepareRequest, sources: Sources) -> RowScan:
     """The counts and the split; InputError where there is nothing to use or more bad rows than the job allows."""
     search = None if request.eval_share is None else SplitSearch(request.eval_share)
-    num_chars = num_documents = 0
+    num_chars = num_documents = num_plain = 0
     bad_rows = RejectedRows()
     train = ((item, search) for item in _read_train(sources, "checking"))
     held_out = ((item, None) for item in _read(sources, sources.held_out, "checking"))
@@ -314,9 +315,10 @@ def scan_rows(request: PrepareRequest, sources: Sources) -> RowScan:
             continue
         num_chars += size_of(item.content)
         num_documents += item.opens_document
+        num_plain += is_plain_pair(item.content)
         if side is not None:
             side.add(item)
-    scan = RowScan(ALL_TRAIN, num_chars, num_documents, bad_rows)
+    scan = RowScan(ALL_TRAIN, num_chars, num_documents, bad_rows, num_plain)
     bad_rows.check(request, num_rows=scan.num_rows)
     if not num_documents:
         first = request.files[0].path
