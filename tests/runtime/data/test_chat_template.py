@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
@@ -147,6 +148,29 @@ def test_a_template_cannot_reach_python():
         text = ChatTemplate("{{ 1 }}" + attack, TOKENS)
         with suppress(TemplateRefusalError):
             assert text.render(EXCHANGES).text == "1"
+
+
+@pytest.mark.parametrize(
+    ("attack", "error", "fact"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", InputError, "does not end"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", TemplateRefusalError, "recursion"),
+        ("{{ 'x' * 9999999999 }}", TemplateRefusalError, "repeated"),
+        ("{{ 9999999999 * [1] }}", TemplateRefusalError, "repeated"),
+        ("{{ 9 ** 999999999 }}", TemplateRefusalError, "power"),
+        ("{{ range(999999999) }}", TemplateRefusalError, "Range"),
+        ("{{ ''.format.__globals__ }}{{ raise_exception('no') }}", TemplateRefusalError, "no"),
+        ("{% include '/etc/passwd' %}", TemplateRefusalError, "loader"),
+        ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", TemplateRefusalError, "unsafe"),
+        ("{{ '{0.__class__}'.format(1) }}{{ raise_exception('no') }}", TemplateRefusalError, "unsafe|no"),
+    ],
+)
+def test_a_template_has_limits(attack, error, fact, monkeypatch):
+    monkeypatch.setattr("shardwise.trainer.runtime.data.chat.template._RENDER_S", 0.2)
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(error, match=fact):
+        ChatTemplate(attack, TOKENS).render(EXCHANGES)
+    assert signal.getsignal(signal.SIGALRM) is before
 
 
 def test_marks_inside_a_macro_are_where_the_text_is():

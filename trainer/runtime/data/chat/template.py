@@ -3,8 +3,8 @@
 A template gets what `apply_chat_template` of transformers gives it (utils/chat_template_utils.py): `messages` without
 keys that hold nothing, `tools`, `add_generation_prompt`, the tokenizer's named tokens, `raise_exception`, a `tojson`
 that escapes no HTML, loop controls and {% generation %} blocks, in jinja2's immutable sandbox, as a template from a hub
-is untrusted code. transformers itself is not imported: that takes a second in each process, and its generation blocks
-are placed wrongly inside macros.
+is untrusted code; its time and the length of what it repeats have limits. transformers itself is not imported: that
+takes a second in each process, and its generation blocks are placed wrongly inside macros.
 
 `strftime_now` returns one fixed day, the default of the templates of Llama 3.1 and 3.2: today's date would make other
 ids of the same data tomorrow, in a cache that is keyed by content, and after a resume. `prints_date` is true for
@@ -22,7 +22,10 @@ a string, become the object that templates print, or the string for a template t
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +33,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shardwise.trainer.runtime.data.sources.examples import Message
@@ -44,6 +47,10 @@ OPENS_SLOT, CLOSES_SLOT = "\ufdd2", "\ufdd3"
 RESERVED = (OPENS_LEARNED, CLOSES_LEARNED, OPENS_SLOT, CLOSES_SLOT)
 # What a template may raise on a conversation it was not made for; jinja2's own errors are TemplateErrors.
 _FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_RENDER_S = 60.0  # of one conversation, which is a matter of microseconds
+_MOST_REPEATED = 1 << 24
+_MOST_POWER = 64
+_ANOTHER = "it is broken, or made to do harm: name another with data.chat_template"
 _TOKEN = re.compile(r"<\|[^\s|<>]+\|>|<\uff5c[^\s\uff5c<>]+\uff5c>|<(?:start|end)_of_turn>")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -93,13 +100,16 @@ class ChatTemplate:
         """The conversation as text; TemplateRefusalError with the reason where the template has no form for it."""
         template = self._with_tools if tools else self._plain
         try:
-            text = template.render(
-                messages=list(messages),
-                tools=list(tools) if tools else None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.named_tokens,
-            )
+            with _time_limit():
+                text = template.render(
+                    messages=list(messages),
+                    tools=list(tools) if tools else None,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **self.named_tokens,
+                )
+        except MemoryError as error:
+            raise InputError(f"the chat template fills the memory; {_ANOTHER}") from error
         except _FAULTS as error:
             message = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise TemplateRefusalError(f"the chat template refuses it: {message}") from error
@@ -202,8 +212,47 @@ class _GenerationBlocks(Extension):
         return f"{OPENS_LEARNED}{caller()}{CLOSES_LEARNED}"
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox, which limits ranges but neither products nor powers."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(
+        self,
+        context: Context,
+        operator: str,
+        left: Any,  # noqa: ANN401 - any value of a template
+        right: Any,  # noqa: ANN401 - as above
+    ) -> Any:  # noqa: ANN401 - as above
+        if operator == "**" and abs(right) > _MOST_POWER:
+            raise OverflowError(f"a power above {_MOST_POWER}")
+        for repeated, times in ((left, right), (right, left)):
+            if isinstance(repeated, str | list | tuple) and len(repeated) * times > _MOST_REPEATED:
+                raise OverflowError(f"more than {_MOST_REPEATED} characters of a repeated text")
+        return super().call_binop(context, operator, left, right)
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """InputError if a template takes longer than `_RENDER_S`; only the main thread of a process has an alarm."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise InputError(f"the chat template does not end: {_RENDER_S:g} s for one conversation; {_ANOTHER}")
+
+    handler = signal.signal(signal.SIGALRM, end)
+    timer = signal.setitimer(signal.ITIMER_REAL, _RENDER_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationBlocks, loopcontrols],
