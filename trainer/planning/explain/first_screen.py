@@ -20,7 +20,7 @@ from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import OptIn, opt_ins
 from shardwise.trainer.planning.search.certainty import error_text, peak_text, time_error
 from shardwise.trainer.spec.data.shapes import SHAPES
-from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.strategy import Checkpointing, Method
@@ -332,7 +332,7 @@ def _properties(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
         f"{row.precision}",
         f"{row.optimizer}" if row.optimizer.facts.is_paged or not candidate.is_exact else "",
         _OFFLOADED[row.offload] or "state on the card",
-        f"{row.sharding}",
+        "" if row.sharding is Sharding.NONE else f"{row.sharding}",
         _recomputation(candidate),
         f"{_batch(plan, candidate)} at a time",
     )
