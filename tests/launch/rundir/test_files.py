@@ -58,8 +58,10 @@ def test_files_of_another_version_are_as_if_they_were_not_there(tmp_path: Path):
     (folder / "plan.json").write_text("{")
     (folder / "status.json").write_text('{"phase": "tra')
     files = read_run(tmp_path)
-    assert files.report is None and files.phase is None and files.step == 1
+    assert files.report is None and (files.phase, files.step) == ("training", 1), "by the heartbeat of rank 0"
     assert files.plan is not None, "that of the run is there"
+    (folder / "heartbeats" / "rank-0").unlink()
+    assert read_run(tmp_path).phase is None
 
 
 def test_the_last_sign_of_life_is_the_youngest(tmp_path: Path):
