@@ -27,7 +27,7 @@ from shardwise.trainer.runtime.data.prepare import prepare
 from shardwise.trainer.runtime.data.sources import files, scan
 from shardwise.trainer.runtime.data.sources.examples import Completion
 from shardwise.trainer.runtime.data.sources.scan import ALL_TRAIN, check_sources, scan_rows, units_of
-from shardwise.trainer.runtime.data.tokenizer import train_tokenizer
+from shardwise.trainer.runtime.data.tokenizer import load_tokenizer, train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.spec.data.profile import SourceFile
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import LossOn
@@ -295,3 +295,37 @@ def damage(folder, name, *, num_tries):
 def listed_source(path):
     status = path.stat()
     return SourceFile(path=str(path), size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer.json", '{"a":' * 100_000),
+        ("tokenizer_config.json", "[" * 100_000),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"eos_token": {"content": ["x"]}}'),
+        ("tokenizer_config.json", '{"eos_token": 7}'),
+    ],
+)
+def test_a_hostile_tokenizer_is_refused(tmp_path, name, content):
+    folder = tmp_path / "tokenizer"
+    write_trained_tokenizer(train_tokenizer(TEXTS, vocab_size=300), folder)
+    (folder / name).write_text(content)
+    with pytest.raises(InputError, match=re.escape(str(folder))):
+        load_tokenizer(folder)
+
+
+def test_a_pattern_that_never_ends_on_a_text_is_refused(tmp_path):
+    folder = tmp_path / "tokenizer"
+    write_trained_tokenizer(train_tokenizer(TEXTS, vocab_size=300), folder)
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(folder)
+    renderer = Renderer(tokenizer, None, LossOn.AUTO, 64)
+    for tokenize in (lambda: tokenizer.encode(["a" * 40]), lambda: renderer.render(Completion("a" * 40, "!"))):
+        with pytest.raises(InputError, match=r"model\.tokenizer: "):
+            tokenize()

@@ -9,7 +9,8 @@ before a text (Llama does, GPT-2 and Qwen do not).
 
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +43,19 @@ class TextTokenizer(NamedTuple):
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without anything around them."""
-        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        with tokenizer_panics():
+            return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+@contextmanager
+def tokenizer_panics() -> Iterator[None]:
+    """InputError in place of a panic of the tokenizers library, as of a pattern that never ends on some text."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # a BaseException, which the library does not export
+            raise
+        raise InputError(f"model.tokenizer: cannot cut a text of the data: {error}; use another tokenizer") from error
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> TextTokenizer:
@@ -189,8 +202,10 @@ def _settings_of(folder: Path) -> dict[str, Any]:
             continue
         try:
             content = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path}: is not valid JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise InputError(f"{path}: is no JSON object")
         settings |= {key: entry for key, entry in content.items() if entry is not None}
     return settings
 
@@ -225,7 +240,7 @@ def _has_code(settings: dict[str, Any]) -> bool:
 
 def _token_id(tokenizer: Tokenizer, settings: dict[str, Any], name: str) -> int | None:
     content = _content(settings.get(name))
-    return None if content is None else tokenizer.token_to_id(content)
+    return tokenizer.token_to_id(content) if isinstance(content, str) else None
 
 
 def _content(entry: Any) -> Any:  # noqa: ANN401 - any JSON

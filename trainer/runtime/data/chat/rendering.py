@@ -47,7 +47,7 @@ from shardwise.trainer.runtime.data.chat.template import (
 )
 from shardwise.trainer.runtime.data.chat.turns import TurnFinder, num_shared
 from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Content, Message, Preference, TokenIds
-from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer, special_tokens
+from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer, special_tokens, tokenizer_panics
 from shardwise.trainer.runtime.run.process import end_with_parent
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import LossOn
@@ -110,7 +110,8 @@ class Renderer:
         """
         drafts = [self._short_drafts(content) for content in contents]
         texts = [text for drafted in drafts if isinstance(drafted, list) for draft in drafted for text in _texts(draft)]
-        encodings = iter(self._tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False))
+        with tokenizer_panics():
+            encodings = iter(self._tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False))
         return [
             self._rendered(content, drafted, encodings) if isinstance(drafted, list) else drafted
             for content, drafted in zip(contents, drafts, strict=True)
