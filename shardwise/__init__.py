@@ -1,8 +1,9 @@
 """The Python API of shardwise: plan and train from a script or a notebook.
 
 import shardwise
-plan = shardwise.plan("job.yaml", hardware="8xH100-SXM5-80GB")
-report = shardwise.train("job.yaml", "train.lr=1e-4")
+plan = shardwise.plan(model="Qwen/Qwen2.5-7B", data="chats.jsonl", hardware="RTX 4090")
+run = shardwise.train("job.yaml", "train.lr=1e-4")
+shardwise.export(run, "model", format="gguf")
 
 The folders of the repository are the subpackages: `shardwise/trainer` is a link to `trainer`, and so on. Importing the
 package alone loads none of them, as each rank and each command does.
@@ -11,22 +12,20 @@ package alone loads none of them, as each rank and each command does.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise.launch.api import estimate, plan, train
+    from shardwise.launch.api import chat, data, estimate, export, plan, report, train
     from shardwise.trainer.spec.errors import ShardwiseError
     from shardwise.trainer.spec.job.sections import Job
     from shardwise.trainer.spec.plan import Plan
     from shardwise.trainer.spec.report import Report
 
-__all__ = ["Job", "Plan", "Report", "ShardwiseError", "estimate", "plan", "train"]
+__all__ = ["Job", "Plan", "Report", "ShardwiseError", "chat", "data", "estimate", "export", "plan", "report", "train"]
 
 _MODULES = {
     "Job": "trainer.spec.job.sections",
     "Plan": "trainer.spec.plan",
     "Report": "trainer.spec.report",
     "ShardwiseError": "trainer.spec.errors",
-    "estimate": "launch.api",
-    "plan": "launch.api",
-    "train": "launch.api",
+    **dict.fromkeys(("chat", "data", "estimate", "export", "plan", "report", "train"), "launch.api"),
 }
 
 

@@ -161,6 +161,20 @@ def _named(option: str, name: str | None, find: Callable[[str], ModelFiles]) -> 
 
 def run_chat(options: ChatOptions, _console: Console) -> ExitCode:
     """Chats until the input ends; returns the exit code of the worker, which has reported any error."""
+    argv, environment = chat_process(options)
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which the subprocess would inherit
+    try:
+        exit_code = subprocess.call(argv, env=environment)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        return ExitCode(exit_code)
+    except ValueError:
+        raise EnvironmentFaultError(f"chat: the process that held the model ended with {exit_code}") from None
+
+
+def chat_process(options: ChatOptions) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of the process that holds the model; InputError where there is no model."""
     has_export = (options.run_dir / "export").is_dir() and options.checkpoint is None
     if not has_export or not (options.run_dir / "plan.json").is_file():
         check_run(options.run_dir)
@@ -168,15 +182,5 @@ def run_chat(options: ChatOptions, _console: Console) -> ExitCode:
     arguments += ["--checkpoint", options.checkpoint] if options.checkpoint is not None else []
     arguments += ["--temperature", str(options.temperature)] if options.temperature is not None else []
     arguments += [f"--system={options.system}"] if options.system is not None else []
-    before = signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which the subprocess would inherit
-    try:
-        exit_code = subprocess.call(
-            [sys.executable, "-P", "-m", "shardwise.trainer.runtime.tools.chat", str(options.run_dir), *arguments],
-            env=os.environ | _ENVIRONMENT,
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
-    try:
-        return ExitCode(exit_code)
-    except ValueError:
-        raise EnvironmentFaultError(f"chat: the process that held the model ended with {exit_code}") from None
+    argv = [sys.executable, "-P", "-m", "shardwise.trainer.runtime.tools.chat", str(options.run_dir), *arguments]
+    return argv, os.environ | _ENVIRONMENT

@@ -25,17 +25,28 @@ _BAR = 40  # columns of the longest
 
 def run_data(options: DataOptions, console: Console) -> ExitCode:
     """Prepares, or finds what was prepared, and describes it."""
+    profile, job = prepared_data(options, console)
+    for line in data_lines(profile, job, console):
+        console.line(line)
+    return ExitCode.DONE
+
+
+def prepared_data(options: DataOptions, console: Console) -> tuple[DataProfile, Job]:
+    """The prepared data of a job, checked as a plan checks them, and the job."""
     inputs = read_inputs(options.job, options.overrides, hardware_spec=None)
     job, request = inputs.resolved.job, inputs.request
     _refuse_as_a_plan(job, inputs, profile_data(inputs))  # before anything is tokenised
     profile = prepare_data(request, on_progress=console.line)
     _refuse_as_a_plan(job, inputs, profile)
-    for line in describe_data(profile, job):
-        console.line(line)
-    console.line()
-    console.line("the first example, as the model will see it:")
-    console.line(_first_example(profile, console))
-    return ExitCode.DONE
+    return profile, job
+
+
+def data_lines(profile: DataProfile, job: Job, console: Console) -> Iterator[str]:
+    """Description of the data, and its first example, in the width of the console."""
+    yield from describe_data(profile, job)
+    yield ""
+    yield "the first example, as the model will see it:"
+    yield _first_example(profile, console)
 
 
 def _refuse_as_a_plan(job: Job, inputs: PlanInputs, data: DataProfile) -> None:

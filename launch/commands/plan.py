@@ -210,9 +210,7 @@ def machines(options: PlanOptions) -> list[tuple[str, PlanInputs]]:
     nodes = NodeOptions(options.partition, options.nodes, options.constraint)
     if any(nodes) and len(specs) > 1:
         raise InputError("--partition is one machine, whose cards one --hardware may state; remove the others")
-    is_job = is_job_file(options.job)
-    of_model = [] if is_job else _settings_of_model(options.job)
-    overrides = [*of_model, *_settings_of(options), *options.overrides]
+    is_job, overrides = is_job_file(options.job), overrides_of(options)
     found = []
     for spec in specs:
         inputs = read_inputs(
@@ -227,7 +225,7 @@ def machines(options: PlanOptions) -> list[tuple[str, PlanInputs]]:
             assumes_data=not is_job and not any(_DATA.match(override) for override in overrides),
         )
         if not is_job:
-            inputs = inputs._replace(resolved=replace(inputs.resolved, name=_run_name(options.job)))
+            inputs = inputs._replace(resolved=replace(inputs.resolved, name=run_name(options.job)))
         found.append((spec or "this machine" if inputs.partition is None else inputs.hardware.source, inputs))
     return found
 
@@ -238,6 +236,12 @@ _DATA = re.compile(r"\s*(data\.(train|dataset)|dataset|data)\s*=")  # overrides 
 def is_job_file(path: Path) -> bool:
     """True if the argument of `plan` is a job file rather than a model."""
     return path.suffix in (".yaml", ".yml") or (path.is_file() and path.name != "config.json")
+
+
+def overrides_of(options: PlanOptions) -> list[str]:
+    """Overrides that a model and the options of a plan stand for, and the plan's own."""
+    of_model = [] if is_job_file(options.job) else _settings_of_model(options.job)
+    return [*of_model, *_settings_of(options), *options.overrides]
 
 
 def _settings_of(options: PlanOptions) -> list[str]:
@@ -280,7 +284,8 @@ def _model_of(argument: Path) -> Path:
     return argument.parent if argument.name == "config.json" else argument
 
 
-def _run_name(model: Path) -> str:
+def run_name(model: Path) -> str:
+    """Name of a run of a model without a job file."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", _model_of(model).name).strip("-.").lower() or "job"
 
 

@@ -165,20 +165,23 @@ def _read_tree(path: Path, problems: list[str], *, is_job: bool = False) -> Mapp
 def _override_layers(overrides: Sequence[str], problems: list[str]) -> list[Layer]:
     layers = []
     for override in overrides:
-        path, equals, value_text = (part.strip() for part in override.partition("="))
-        if not path or not equals or not value_text:
-            problems.append(f"{COMMAND_LINE}: {shown(override)} is not key=value, such as train.lr=1e-4")
-            continue
         try:
-            tree = _override_value(path, value_text)
+            layers.append(Layer(read_override(override), COMMAND_LINE))
         except InputError as error:
             problems.append(str(error))
-            continue
-        for name in reversed(path.split(".")):
-            tree = {name: tree}
-        assert isinstance(tree, dict)
-        layers.append(Layer(tree, COMMAND_LINE))
     return layers
+
+
+def read_override(override: str) -> dict[str, Any]:
+    """`train.lr=1e-4` as the settings {train: {lr: ...}}; InputError for what is not key=value."""
+    path, equals, value_text = (part.strip() for part in override.partition("="))
+    if not path or not equals or not value_text:
+        raise InputError(f"{COMMAND_LINE}: {shown(override)} is not key=value, such as train.lr=1e-4")
+    *outer, last = path.split(".")
+    tree: dict[str, Any] = {last: _override_value(path, value_text)}
+    for name in reversed(outer):
+        tree = {name: tree}
+    return tree
 
 
 def _override_value(path: str, value_text: str) -> object:

@@ -1,5 +1,6 @@
 """`import shardwise`: the same answers as the command line, as values."""
 
+import msgspec
 import pytest
 
 import shardwise
@@ -20,10 +21,48 @@ def test_a_plan_is_a_value_with_reasons():
     assert plan.schedule.lr == 1e-4 and plan.rejections and plan.chosen.reasons
 
 
-def test_training_returns_the_report(capsys):
-    report = shardwise.train("job.yaml", "train.steps=2", run_dir="runs/api")
-    assert isinstance(report, shardwise.Report) and report.step == 2 and report.export == "export"
-    assert "step 2 of 2" in capsys.readouterr().out
+def test_a_model_by_its_name_is_planned_as_on_the_command_line():
+    plan = shardwise.plan(model="Qwen/Qwen2.5-0.5B", hardware="RTX 4090", method="lora", seq_len=512)
+    assert (plan.name, plan.chosen.method, plan.chosen.seq_len) == ("qwen2.5-0.5b", "lora", 512)
+    options = ("train.method=lora", "train.seq_len=512")
+    assert plan.chosen == shardwise.plan("Qwen/Qwen2.5-0.5B", *options, hardware="1xRTX-4090").chosen
+
+
+def test_a_dict_is_a_job():
+    job = {
+        "model": {"config": "model", "tokenizer": "train"},
+        "data": {"train": "text"},
+        "train": {"steps": 3, "seq_len": 32},
+    }
+    plan = shardwise.plan(job, "train.lr=1e-4", hardware="RTX 4090")
+    assert (plan.schedule.num_steps, plan.schedule.lr) == (3, 1e-4)
+    with pytest.raises(shardwise.ShardwiseError, match="stepz"):
+        shardwise.plan({**job, "train": {"stepz": 3}})
+
+
+def test_a_notebook_shows_text_that_is_escaped():
+    plan = shardwise.plan(
+        {"model": {"config": "model", "tokenizer": "train"}, "data": {"train": "text"}}, "train.seq_len=32"
+    )
+    shown = msgspec.structs.replace(plan, warnings=("<script>alert(1)</script> & more",))._repr_html_()
+    assert shown.startswith("<pre>") and shown.endswith("</pre>")
+    assert "&lt;script&gt;" in shown and "<script>" not in shown
+
+
+def test_training_returns_a_run_that_is_reported_exported_and_answers(capsys):
+    described = shardwise.data("job.yaml")
+    assert described.num_rows > 0 and "the first example" in str(described)
+    job = {"model": {"config": "model", "tokenizer": "train"}, "data": {"train": "text"}, "train": {"seq_len": 32}}
+    run = shardwise.train(job, "train.steps=2", run_dir="runs/api")
+    assert isinstance(run, shardwise.Report) and run.step == 2 and run.export == "export"
+    printed = capsys.readouterr().out
+    assert "step 2 of 2" in printed and "\x1b" not in printed and "\r" not in printed
+    assert shardwise.report(run.run_dir).step == 2
+    assert "finished at step 2" in run._repr_html_()
+    assert (shardwise.export(run, "exported", check=False) / "config.json").is_file()
+    assert isinstance(shardwise.chat(run, "the cat", max_new_tokens=2, temperature=0), str)
+    with pytest.raises(shardwise.ShardwiseError, match="lines"):
+        shardwise.chat(run, "the cat\nsat")
 
 
 @pytest.mark.parametrize(
@@ -32,6 +71,10 @@ def test_training_returns_the_report(capsys):
         (lambda: shardwise.plan("absent.yaml"), "absent.yaml"),
         (lambda: shardwise.plan("job.yaml", vram="8 apples"), "8 apples"),
         (lambda: shardwise.plan("job.yaml", hardware="8xH300"), "H200"),
+        (lambda: shardwise.plan(), "model="),
+        (lambda: shardwise.plan("job.yaml", model="Qwen/Qwen2.5-0.5B"), "model="),
+        (lambda: shardwise.report("text"), "text"),
+        (lambda: shardwise.chat("text", "the cat"), "plan.json"),
     ],
 )
 def test_problems_are_shardwise_errors(call, words):
