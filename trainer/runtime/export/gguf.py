@@ -334,11 +334,7 @@ def _logits(
 
 
 def _config_read(path: Path, config: PreTrainedConfig) -> PreTrainedConfig:
-<<<<<<< HEAD
     """The configuration that transformers reads from the file, with settings that the file lacks added from ours.
-=======
-    """The configuration that transformers reads from the file, completed from ours with what it never reads.
->>>>>>> 1591529e (From Python: plan and train take a model and data by keywords, a dict or a path; data, report, export and chat are functions; results render in a notebook)
 
     EnvironmentFaultError for a setting that it reads otherwise than it was written.
     """
