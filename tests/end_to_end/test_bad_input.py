@@ -206,14 +206,6 @@ def test_a_run_does_not_resume_with_another_model_or_data_set(trained, fact, nam
     assert len(answer.stderr.splitlines()) <= 3 and everything_in(run_dir) == before
 
 
-def test_a_run_that_trained_without_a_checkpoint_does_not_resume(trained, tmp_path):
-    place, run_dir, _ = trained()
-    for name in ("plan.json", "metrics.jsonl"):
-        (tmp_path / name).write_bytes((run_dir / name).read_bytes())
-    answer = place.run("train", "job.yaml", "--resume", "--run-dir", tmp_path, check=False)
-    assert answer.returncode == 2 and f"{tmp_path}" in answer.stderr and "checkpoint" in answer.stderr
-
-
 def test_a_disk_too_small_for_a_checkpoint_is_told_before_training(workplace, small_disk):
     answer = workplace.run("train", "job.yaml", "--run-dir", small_disk / "run", check=False)
     assert answer.returncode == 4 and "free" in answer.stderr, answer.stderr
