@@ -1,11 +1,13 @@
 """Every kind of damage to every file of a run directory: commands end in order, and no whole checkpoint is lost."""
 
+import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from damage_factory import DAMAGE, Counts, add_older_checkpoint, damage_and_try, files_of
+from damage_factory import DAMAGE, Counts, add_older_checkpoint, damage_and_try, files_of, run_command
 from outcome_file import FAULTS
 from workplace_factory import Workplace
 
@@ -62,3 +64,43 @@ def test_every_command_ends_in_order_after_damage_to_any_file(kind, template, tm
         commands = (*READING, *RESUMING, *(EXPORTING if file.endswith(("plan.json", "MANIFEST.json", "rs")) else ()))
         damage_and_try(template, tmp_path / "damaged", file, kind, commands, counts)
     check({kind: counts}, record_property)
+
+
+def _same_size_and_time(path: Path) -> None:
+    before = path.stat()
+    path.write_bytes(path.read_bytes().swapcase())
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+# What happens to the data between an interruption and the resume, and a word of the refusal.
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "other content of the same size and time": (_same_size_and_time, "another dataset"),
+    "missing": (Path.unlink, "data.train"),
+    "a line more": (lambda path: path.write_bytes(path.read_bytes() + b"one line more\n"), "another dataset"),
+    "half": (lambda path: os.truncate(path, path.stat().st_size // 2), "another dataset"),
+    "empty": (lambda path: os.truncate(path, 0), "data.train"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "data.train"),
+    "a link to itself": (lambda path: (path.unlink(), path.symlink_to(path.name)), "data.train"),
+    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "data.train"),
+}
+
+
+@pytest.mark.parametrize(
+    "change", [name if place < 2 else pytest.param(name, marks=pytest.mark.long) for place, name in enumerate(CHANGES)]
+)
+def test_data_that_changed_before_a_resume_is_refused_and_accepted_again_once_restored(
+    change: str, template: Path, record_property: pytest.FixtureRequest
+) -> None:
+    text = template.parents[1] / "text.txt"
+    command = ("train", "job.yaml", "--resume", "--run-dir", str(template), "--dry-run")
+    assert run_command(*command)[0] == 0
+    original = shutil.copy2(text, text.with_name("original"))
+    damage, fact = CHANGES[change]
+    damage(text)
+    code, output = run_command(*command)
+    is_refused = code == 2 and fact in output and "internal error" not in output
+    record_property(FAULTS, {"data changed before a resume": {"tried": 1, "survived": int(is_refused)}})  # type: ignore[operator]
+    assert is_refused, output
+    shutil.rmtree(text) if text.is_dir() else text.unlink(missing_ok=True)
+    shutil.copy2(original, text)
+    assert run_command(*command)[0] == 0

@@ -21,7 +21,7 @@ import msgspec
 
 from shardwise.launch import cli
 
-HANG_S = 60  # for a command that takes a second where no other work keeps the cores busy
+HANG_S = 300  # for a command that takes a second where no other work keeps the cores busy
 EXIT_CODES = (0, 2, 3, 4)  # of a command that read a damaged file; 1 would be an internal error
 
 
