@@ -196,7 +196,7 @@ def read_facts(checkpoint: Path) -> SavedFacts | None:
     """The facts on a checkpoint; None if its manifest cannot be read, which the ranks report with the reason."""
     try:
         return msgspec.json.decode(codec.read_file(checkpoint / "MANIFEST.json"), type=_Manifest).facts
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

@@ -181,11 +181,12 @@ def tail_lines(path: Path, limit: int = TAIL_BYTES) -> list[str]:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last `count` lines of a file."""
+    """The last `count` lines of a file, fewer where they are extremely long."""
     size = path.stat().st_size if path.is_file() else 0
     limit = max(_MIN_TAIL_BYTES, count * _BYTES_A_LINE)
+    most = min(size, 16 * limit)
     lines = tail_lines(path, limit)
-    while len(lines) < count and limit < size:
+    while len(lines) < count and limit < most:
         limit *= 4
         lines = tail_lines(path, limit)
     return lines[-count:] if count else []

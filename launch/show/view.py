@@ -44,7 +44,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     """The figures of a step; None if the line is no object with a step."""
     try:
         row = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 

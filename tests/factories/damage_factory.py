@@ -57,7 +57,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "random bytes": in_place(lambda content: random.Random(7).randbytes(len(content) + 1)),
     "twice": in_place(lambda content: content * 2),
     "another type": in_place(lambda _: b"[1, null]\n"),
-    "deep JSON": in_place(lambda _: b'{"a":' * 100_000),
+    "deep JSON": in_place(lambda _: b'{"a":' * 100_000 + b"\n"),
     "terminal escapes": in_place(lambda content: content.replace(b'"', b'"\x1b]0;x\x07\xff', 40)),
     "a folder": _instead(lambda path: path.mkdir()),
     "a link to itself": _instead(lambda path: path.symlink_to(path.name)),

@@ -30,7 +30,7 @@ def decode(content: bytes, kind: type[V], *, origin: str) -> V:
     """The value in `content`; `origin` names it in the error."""
     try:
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{origin}: is not a shardwise {kind.__name__.lower()} of this version: {error}") from error
 
 
