@@ -295,7 +295,7 @@ def _first_step(run_dir: Path, attempt: int) -> int | None:
     """The step that an attempt resumed from, by its first line of metrics; None from the beginning, or without one."""
     decode = msgspec.json.Decoder(_MetricsLine).decode
     for line in NewLines(run_dir / "metrics.jsonl").read():
-        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             row = decode(line)
             if row.attempt == attempt:
                 return row.step - 1 or None

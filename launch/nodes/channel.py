@@ -168,7 +168,7 @@ class Channel:
         *lines, self._rest = self._rest.split(b"\n")
         try:
             messages = [self._decoder.decode(line) for line in lines]
-        except (msgspec.DecodeError, UnicodeDecodeError):  # an unauthenticated client
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # an unauthenticated client
             messages = []
             self.close()
         if len(self._rest) >= self.max_line_bytes:

@@ -296,7 +296,7 @@ def thinned_lines(lines: Iterator[bytes], *, num_bytes: int) -> ThinnedLines:
     for line in chain(first, lines):
         try:
             row = decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
         number += 1
         training_s += row.step_s or 0.0

@@ -86,7 +86,7 @@ def read_steps(path: Path) -> RecordedSteps:
     decoder, steps, new = msgspec.json.Decoder(Step), [], NewLines(path)
     thinned = thinned_lines(new.read(), num_bytes=new.num_bytes)
     for line in thinned.lines:
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             steps.append(decoder.decode(line))
     return RecordedSteps(tuple(steps), thinned.num_steps, thinned.training_s)
 

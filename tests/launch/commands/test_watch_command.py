@@ -18,6 +18,7 @@ from shardwise.launch.rundir.state import Judged, RunState
 from shardwise.launch.show.follow import FOREIGN_SETTLE_S, Look, WatchedRun, state_text
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.messages.rank_files import heartbeat_path
 from shardwise.trainer.spec.report import Ending
 
 NO_SLURM = {"PATH": "/nonexistent"}
@@ -155,6 +156,8 @@ def test_silence_is_said(run_dir: Path):
     assert state_text(files, running, now_s=files.heartbeat_s + 60) == "training"
     assert state_text(files, running, now_s=files.heartbeat_s + 300).endswith(" 5 min 00 s")
     (folder / "status.json").unlink()
+    assert state_text(read_run(run_dir), running, now_s=files.heartbeat_s) == "training", "by the heartbeat"
+    heartbeat_path(folder, 0).unlink()
     assert state_text(read_run(run_dir), running, now_s=files.heartbeat_s) == "starting"
 
 
