@@ -84,6 +84,7 @@ def least_needy(context: PlanningContext, configurations: Iterable[Configuration
         retained = (
             configuration.checkpointing,
             configuration.compile,
+            configuration.fused_kernels,
             configuration.activation_offload,
             configuration.shard_group,
         )

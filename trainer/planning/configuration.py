@@ -48,6 +48,7 @@ class Configuration(Value, frozen=True, kw_only=True):
     checkpoint_every_n: int | None = None
     loss_chunk_tokens: int | None = None
     compile: bool = False
+    fused_kernels: bool = False  # Liger's RMSNorm, rotary embedding and SwiGLU, in blocks that run eagerly
     activation_offload: bool = False
     optimizer_in_backward: bool = False
     fp8_recipe: Fp8Recipe | None = None  # of precision fp8

@@ -292,7 +292,15 @@ def _explained(context: PlanningContext, candidates: Sequence[Candidate]) -> tup
 
 _ROW_AXES = ("sharding", "offload", "optimizer", "precision")
 _OF_SETTINGS = frozenset(rule.name for rule in SETTINGS)
-_SETTING_AXES = ("checkpointing", "loss", "compile", "activation_offload", "optimizer_in_backward", "shard_group")
+_SETTING_AXES = (
+    "checkpointing",
+    "loss",
+    "compile",
+    "fused_kernels",
+    "activation_offload",
+    "optimizer_in_backward",
+    "shard_group",
+)
 
 
 def check_job(job: Job, shape: ModelShape, data: DataProfile) -> None:

@@ -162,6 +162,7 @@ class Candidate(Value, frozen=True, kw_only=True):
     checkpoint_every_n: int | None = None
     loss_chunk_tokens: int | None = None
     compile: bool = False
+    fused_kernels: bool = False  # Liger's, in blocks that run eagerly
     activation_offload: bool = False
     optimizer_in_backward: bool = False
     fp8_recipe: Fp8Recipe | None = None  # of precision fp8

@@ -231,6 +231,26 @@ RULE_INPUTS: list[tuple[str, RuleInput, RuleInput]] = [
         rule_input("zero2/bf16/adamw", compile=True),
     ),
     (
+        "compiled_blocks_are_fused",
+        rule_input(PLAIN, fused_kernels=True, compile=True),
+        rule_input(PLAIN, fused_kernels=True),
+    ),
+    (
+        "fused_kernels_need_liger",
+        rule_input(PLAIN, fused_kernels=True, libraries=frozenset({"triton"})),
+        rule_input(PLAIN, fused_kernels=True, libraries=frozenset({"liger-kernel"})),
+    ),
+    (
+        "fused_kernels_know_the_model",
+        rule_input(PLAIN, fused_kernels=True, shape=GEMMA),
+        rule_input(PLAIN, fused_kernels=True, shape=shape_of("1b")),
+    ),
+    (
+        "selective_saves_what_rotary_overwrites",
+        rule_input(PLAIN, fused_kernels=True, checkpointing=Checkpointing.SELECTIVE),
+        rule_input(PLAIN, fused_kernels=True, checkpointing=Checkpointing.FULL),
+    ),
+    (
         "shard_group_is_of_hsdp",
         rule_input("fsdp/bf16-mixed/adamw_fused", "8xH100-SXM5-80GB", shard_group=4),
         rule_input("hsdp/bf16-mixed/adamw_fused", "8xH100-SXM5-80GB", shard_group=4),

@@ -190,6 +190,28 @@ def test_cards_with_slow_links_share_no_more_than_they_have_to() -> None:
     assert larger is not None and larger.shard_group == 4
 
 
+def test_blocks_that_cannot_be_compiled_run_fused_kernels() -> None:
+    row, hardware = ROWS["none/bf16-mixed/adamw_fused"], machine("1xRTX-4090", libraries=("liger-kernel",))
+    context = context_for("1b", hardware)
+    compiled, eager = best_candidate(context, row), best_candidate(pinned_to(context, compile=False), row)
+    plain = best_candidate(pinned_to(context, compile=False, fused_kernels=False), row)
+    assert compiled is not None and eager is not None and plain is not None
+    assert (compiled.compile, compiled.fused_kernels) == (True, False)
+    assert (eager.compile, eager.fused_kernels, plain.fused_kernels) == (False, True, False)
+    assert eager.speed.step_s < plain.speed.step_s
+    failed = replace(context, corrections=replace(context.corrections, not_compiled="a graph broke"))
+    after_failure = best_candidate(failed, row)
+    assert after_failure is not None and after_failure.fused_kernels
+    selective = best_candidate(pinned_to(context, compile=False, checkpointing=Checkpointing.SELECTIVE), row)
+    assert selective is not None and not selective.fused_kernels
+    with_same = replace(configuration_of(context, plain), fused_kernels=True)
+    assert needs(context, with_same) < needs(context, configuration_of(context, plain))
+
+
+def pinned_to(context: PlanningContext, **pin: Any) -> PlanningContext:
+    return replace(context, job=replace(context.job, pin=replace(context.job.pin, **pin)))
+
+
 @pytest.mark.parametrize("model", ["1b", "8b"])
 def test_with_more_leave_there_is_more_to_choose_from_and_nothing_is_slower(model: str) -> None:
     row = ROWS["none/bf16-mixed/adamw_fused"]

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -17,8 +18,9 @@ import pytest
 import torch
 from block_models import IDS, assert_same_gradients, backward, build_installed
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 
-from shardwise.trainer.runtime.memory.compilation import compile_blocks, without_compilation
+from shardwise.trainer.runtime.memory.compilation import Kernels, compile_blocks, fuse_kernels, without_compilation
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.strategy import Checkpointing
 
@@ -188,3 +190,64 @@ def test_on_a_gpu_triton_needs_a_c_compiler_too(monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(EnvironmentFaultError, match=r"pin\.compile(.|\n)*no-such-compiler(.|\n)*apt install gcc"):
         compile_blocks(build_eager())
+
+
+class Counted:
+    """Plain torch in the place of Liger's kernels, which need a GPU; counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.kernels = Kernels(self.norm, self.gate, self.rotate)
+
+    def norm(self, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        self.calls["norm"] += 1
+        return weight * torch.nn.functional.rms_norm(hidden.float(), weight.shape, eps=epsilon).to(hidden.dtype)
+
+    def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        self.calls["gate"] += 1
+        return torch.nn.functional.silu(gate) * up
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor):
+        self.calls["rotate"] += 1
+        turned = (
+            torch.stack((-each[..., each.shape[-1] // 2 :], each[..., : each.shape[-1] // 2])) for each in (query, key)
+        )
+        parts = zip((query, key), turned, strict=True)
+        return tuple(each * cosine[:, None] + torch.cat((*other,), dim=-1) * sine[:, None] for each, other in parts)
+
+
+@pytest.fixture
+def own_rotation(monkeypatch):
+    """The function of transformers' module returns to its place after a test."""
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
+
+
+def test_fused_kernels_run_every_norm_mlp_and_rotation_of_a_model(own_rotation):
+    model, counted = build(Checkpointing.FULL, compiles=False)[0], Counted()
+    fused = fuse_kernels(model, counted.kernels)
+    counted.calls.clear()  # of the comparison with plain torch
+    assert (fused.num_norms, fused.num_gates, fused.problem) == (5, 2, None)
+    assert fused.facts() == {"fused_kernels": "5 norms, 2 gated MLPs and the rotary embedding"}
+    ours = backward(model)
+    assert counted.calls == {"norm": 9, "gate": 4, "rotate": 4}, "two blocks, each run again, and the last norm"
+    monkeypatched = modeling_llama.apply_rotary_pos_emb
+    modeling_llama.apply_rotary_pos_emb = monkeypatched.args[1]
+    theirs = backward(build_eager())
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=TOLERANCE, atol=0)
+    assert_same_gradients(ours, theirs, tolerance=TOLERANCE)
+
+
+def test_a_kernel_that_computes_something_else_is_not_used(own_rotation):
+    model = build(compiles=False)[0]
+    wrong = Counted().kernels._replace(gate=lambda gate, up: torch.nn.functional.gelu(gate) * up)
+    assert fuse_kernels(model, wrong, is_pinned=False).problem == (
+        "pin.fused_kernels: SwiGLU differs from plain torch on this device; set pin.fused_kernels=false"
+    )
+    assert not any("forward" in vars(module) for module in model.modules() if "RMSNorm" in type(module).__name__)
+    with pytest.raises(EnvironmentFaultError, match="SwiGLU differs"):
+        fuse_kernels(model, wrong)
+
+
+def test_without_a_gpu_fused_kernels_are_refused_with_what_installs_them():
+    with pytest.raises(InputError, match=r"pin\.fused_kernels: .*need a GPU"):
+        fuse_kernels(build(compiles=False)[0])

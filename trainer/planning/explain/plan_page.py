@@ -147,6 +147,8 @@ def _policy_parts(chosen: Candidate, context: PlanningContext) -> Iterator[str]:
     moved = ", saved activations in host RAM" if chosen.activation_offload else ""
     every = f", n = {chosen.checkpoint_every_n}" if chosen.checkpoint_every_n else ""
     yield f"checkpointing {chosen.checkpointing}{every}{moved}"
+    if chosen.fused_kernels:
+        yield "Liger's kernels for RMSNorm, rotary embedding and SwiGLU, because blocks are not compiled"
     if chosen.shard_group:
         copies = chosen.num_ranks // chosen.shard_group
         yield f"{copies} copies of the state, each spread over {chosen.shard_group} ranks"

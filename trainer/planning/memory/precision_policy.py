@@ -254,7 +254,7 @@ class PrecisionPolicy(Value, frozen=True, kw_only=True):
     is_autocast: bool
     has_fp32_products: bool  # of 4-bit layers, in the type of their input: after autocast's LayerNorm, or DoRA
     is_fused: bool  # norms keep their input only: fused kernels, or torch.compile
-    is_compiled: bool
+    recomputes_gate: bool  # the backward of a gated activation makes the activated gate again
     is_checkpointed: bool
     updates_in_backward: bool  # each weight as soon as its gradient exists, which is then freed
     is_fp8: bool
@@ -288,6 +288,7 @@ def policy_of(configuration: Configuration, device: Device, dims: Dims) -> Preci
         trained = choices.adapter_bytes or (compute if replicates_adapters else reference.adapter_bytes or master)
     seq_len = choices.longest_seq or configuration.seq_len
     kernel = attention_kernel(configuration, device, dims)
+    fuses_blocks = configuration.compile or configuration.fused_kernels
     return PrecisionPolicy(
         reference=reference,
         tokens=configuration.micro_batch * choices.rows_per_example * seq_len,
@@ -312,8 +313,8 @@ def policy_of(configuration: Configuration, device: Device, dims: Dims) -> Preci
         ),
         replicates_adapters=replicates_adapters,
         is_autocast=is_autocast,
-        is_fused=configuration.compile or (reference.has_fused_kernels and configuration.loss is not LossHead.EAGER),
-        is_compiled=configuration.compile,
+        is_fused=fuses_blocks or (reference.has_fused_kernels and configuration.loss is not LossHead.EAGER),
+        recomputes_gate=fuses_blocks,
         is_checkpointed=configuration.checkpointing is not Checkpointing.NONE,
         updates_in_backward=configuration.updates_in_backward,
         is_fp8=precision is Precision.FP8,

@@ -399,8 +399,9 @@ def _attention_inputs(dims: Dims, *, is_repeated: bool) -> int:
 def mlp_bytes(policy: PrecisionPolicy, dims: Dims) -> int:
     """The feed-forward half without its input."""
     c = 4 if policy.has_fp32_products else policy.compute_bytes
-    # A frozen output layer does not keep its input; a compiler computes a gated activation again.
-    products = (2 if dims.is_gated else 0) + (not policy.is_frozen) - (policy.is_compiled and dims.is_gated)
+    # A frozen output layer does not keep its input. A compiler computes a gated activation again, and so does Liger's
+    # SwiGLU, which saves gate and up alone (liger-kernel 0.8.5, LigerSiLUMulFunction).
+    products = (2 if dims.is_gated else 0) + (not policy.is_frozen) - (policy.recomputes_gate and dims.is_gated)
     each = _activation_bytes(policy, dims) + products * c
     if not dims.experts_per_token:
         return each * dims.ffn

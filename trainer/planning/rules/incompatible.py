@@ -259,6 +259,7 @@ ROWS: tuple[Incompatibility, ...] = (
 )
 
 
+FUSED_MODEL_TYPES = ("llama", "mistral", "qwen2")
 BLACKWELL_RECIPES = (Fp8Recipe.MXFP8, Fp8Recipe.NVFP4)  # scales of 32 and 16 elements, which its units multiply by
 TORCHAO_RECIPES = (Fp8Recipe.TORCHAO_TENSORWISE, Fp8Recipe.TORCHAO_ROWWISE)
 FP8_CAPABILITY: dict[Fp8Recipe, tuple[int, int]] = {
@@ -433,6 +434,35 @@ SETTINGS: tuple[Incompatibility, ...] = (
         reason="compile traces whole blocks, and under {sharding} hooks inside them gather each module's weights",
         instead="fsdp or zero2",
         evidence="deepspeed 0.19.8, torch 2.13: 'Dynamo recompile limit exceeded' in the first forward of two ranks",
+    ),
+    # Liger's kernels in blocks.
+    Incompatibility(
+        name="compiled_blocks_are_fused",
+        is_broken=lambda c: c.fused_kernels and c.compile,
+        reason="fused_kernels are for blocks that run eagerly; compile fuses the same operations",
+        instead="one of them",
+        evidence="torch 2.13: Inductor makes one kernel of each chain of elementwise operations of a block",
+    ),
+    Incompatibility(
+        name="fused_kernels_need_liger",
+        is_broken=lambda c: c.fused_kernels and (c.is_cpu or c.lacks("liger-kernel")),
+        reason="fused_kernels are Liger's Triton kernels and need a GPU and liger-kernel",
+        instead="fused_kernels: false, or {install[liger]}",
+        evidence="liger-kernel is written in Triton, which has no CPU target",
+    ),
+    Incompatibility(
+        name="fused_kernels_know_the_model",
+        is_broken=lambda c: c.fused_kernels and c.shape.model_type not in FUSED_MODEL_TYPES,
+        reason="fused_kernels replace the modules of llama, mistral and qwen2, not those of {model_type}",
+        instead="compile: true",
+        evidence="liger-kernel 0.8.5, monkey_patch.py: these have one RMSNorm, one SwiGLU and one rotary embedding",
+    ),
+    Incompatibility(
+        name="selective_saves_what_rotary_overwrites",
+        is_broken=lambda c: c.fused_kernels and c.checkpointing is Checkpointing.SELECTIVE,
+        reason="fused_kernels rotate query and key in place, which checkpointing: selective has saved unrotated",
+        instead="checkpointing: full or none",
+        evidence="liger-kernel 0.8.5, ops/rope.py: it overwrites its inputs, which a recomputation rotates again",
     ),
     # Activations.
     Incompatibility(

@@ -254,6 +254,7 @@ __all__ = [
 _AXES = ("sharding", "offload", "optimizer", "precision")
 _SETTING_PINS = (
     "checkpointing", "attention", "loss", "compile", "activation_offload", "optimizer_in_backward", "shard_group",
+    "fused_kernels",
 )  # fmt: skip
 
 
@@ -331,6 +332,7 @@ def pinned_rule_input(context: PlanningContext, strategy: Strategy) -> RuleInput
         attention=pin.attention,
         loss=pin.loss,
         compile=bool(pin.compile),
+        fused_kernels=bool(pin.fused_kernels),
         activation_offload=bool(pin.activation_offload),
         optimizer_in_backward=bool(pin.optimizer_in_backward),
         fp8_recipe=fp8_recipe_of(strategy.precision, pin.fp8_recipe),
@@ -379,6 +381,7 @@ def _is_remarkable(configuration: Configuration) -> bool:
     """True if any rule of `SETTINGS` could be broken."""
     return (
         configuration.compile
+        or configuration.fused_kernels
         or configuration.activation_offload
         or configuration.fp8_recipe is not None
         or configuration.attention is Attention.FLASH

@@ -36,6 +36,7 @@ class RuleInput(Value, frozen=True, kw_only=True):
     attention: Attention | None = None
     loss: LossHead | None = None
     compile: bool = False
+    fused_kernels: bool = False
     activation_offload: bool = False
     optimizer_in_backward: bool = False
     fp8_recipe: Fp8Recipe | None = None
@@ -158,6 +159,7 @@ def placeholders_of(rule_input: RuleInput) -> dict[str, object]:
         "backward_update": rule_input.backward_update,
         "checkpointing": rule_input.checkpointing,
         "loss": rule_input.loss,
+        "model_type": rule_input.shape.model_type,
         "recipe": rule_input.fp8_recipe,
         "tile": rule_input.tile,
         "install": extra_lines(),

@@ -204,8 +204,10 @@ def recomputation(configuration: Configuration) -> float:
 
 def has_fused_kernels(configuration: Configuration) -> bool:
     """True if norms and rotary embeddings are one kernel each."""
-    return configuration.compile or (
-        configuration.loss is not LossHead.EAGER and reference_of(configuration.reference).has_fused_kernels
+    return (
+        configuration.compile
+        or configuration.fused_kernels
+        or (configuration.loss is not LossHead.EAGER and reference_of(configuration.reference).has_fused_kernels)
     )
 
 

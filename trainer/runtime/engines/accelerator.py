@@ -240,6 +240,7 @@ def _activation_rows(plain: PreTrainedModel, installed: Installed, chosen: Candi
     yield "activation offload", chosen.activation_offload, installed.offload is not None
     compiled = any(module._compiled_call_impl is not None for module in plain.modules())
     compilation = installed.compilation
+    yield "fused kernels", chosen.fused_kernels, installed.fused is not None
     yield "compiled blocks", chosen.compile, compiled or (compilation is not None and compilation.problem is not None)
 
 

@@ -336,6 +336,7 @@ def plan_on(plan: Plan, device_kind: DeviceKind, *, precision: Precision | None 
         loss=LossHead.EAGER,
         loss_chunk_tokens=None,
         compile=False,
+        fused_kernels=False,
         activation_offload=False,
         shard_group=None,
     )

@@ -221,6 +221,7 @@ def _note_fallbacks(session: Session, step: int) -> None:
     installed, log = session.installed, session.state.log
     for kind, found, text in (
         (IncidentKind.NOT_COMPILED, installed.compilation, "blocks run eagerly, not compiled"),
+        (IncidentKind.NOT_FUSED, installed.fused, "blocks run as plain torch, without Liger's kernels"),
         (IncidentKind.NOT_FUSED, installed.loss, "the loss is computed in slices by torch, not by Liger's kernels"),
     ):
         if found is not None and found.problem is not None and not log.count(kind):

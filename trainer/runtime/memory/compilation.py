@@ -7,24 +7,31 @@ second time, for any width.
 torch stops compiling a function that it had to recompile too often, and runs it uncompiled without an error; a failure
 to compile raises inside the forward. Where the job pins compilation both are errors. Where the planner chose it the
 blocks run eagerly from then on, no step is lost, and the report has an incident.
+
+Blocks that are not compiled can run Liger's kernels for RMSNorm, rotary embedding and SwiGLU (`fuse_kernels`). They
+replace the forward of a norm or an MLP, whose weights, names and hooks stay as they are. Before the first step each
+kernel runs once on the device and is compared with plain torch, forward and backward; if it fails to compile or gives
+another result, the blocks stay plain: an error if the job pins the kernels, else an incident.
 """
 
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.memory.activation_offload import ActivationOffload
 from shardwise.trainer.runtime.run.blocks import blocks_of
-from shardwise.trainer.runtime.run.operators import check_triton_compiler
+from shardwise.trainer.runtime.run.operators import KernelFallback, check_triton_compiler
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.packages import extra_line
 
 _SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 
@@ -116,6 +123,161 @@ class Compilation(NamedTuple):
         num_compiled = sum(block._compiled_call_impl is not None for block in blocks)
         graphs, breaks = (now - earlier for now, earlier in zip(_graphs_and_breaks(), self[:2], strict=True))
         return {"compile": f"{num_compiled} of {len(blocks)} blocks, as {graphs} graphs with {breaks} breaks"}
+
+
+class Kernels(NamedTuple):
+    """Fused operations on tensors, with their gradients."""
+
+    norm: Callable[[Tensor, Tensor, float], Tensor]  # [..., H], weight [H], epsilon
+    gate: Callable[[Tensor, Tensor], Tensor]  # silu(gate) * up
+    rotate: Callable[..., tuple[Tensor, Tensor]]  # query [B, heads, S, D], key, cosine [B, S, D], sine; in place
+
+
+class FusedKernels(NamedTuple):
+    """Modules of a model that run fused kernels, or why none does."""
+
+    num_norms: int = 0
+    num_gates: int = 0
+    problem: str | None = None
+
+    def facts(self) -> dict[str, str]:
+        """Text of what was replaced."""
+        if self.problem is not None:
+            return {"fused_kernels": f"none, {self.problem}"}
+        return {"fused_kernels": f"{self.num_norms} norms, {self.num_gates} gated MLPs and the rotary embedding"}
+
+
+def fuse_kernels(model: PreTrainedModel, kernels: Kernels | None = None, *, is_pinned: bool = True) -> FusedKernels:
+    """Runs the norms, MLPs and rotary embedding of a Llama, Mistral or Qwen 2 by `kernels`, by default Liger's.
+
+    If they cannot run, InputError or EnvironmentFaultError if `is_pinned`, else nothing is replaced.
+    """
+    try:
+        kernels = kernels or _liger_kernels()
+        fallback = KernelFallback("pin.fused_kernels", is_pinned=is_pinned)
+        problem = fallback.run(_difference, lambda *_: fallback.problem, kernels, model.config)
+        if problem is not None:
+            raise EnvironmentFaultError(f"pin.fused_kernels: {problem}; set pin.fused_kernels=false")
+    except (InputError, EnvironmentFaultError) as error:
+        if is_pinned:
+            raise
+        return FusedKernels(problem=str(error).splitlines()[0])
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    gated = [module for module in model.modules() if hasattr(module, "gate_proj") and hasattr(module, "down_proj")]
+    for norm in norms:
+        norm.forward = partial(_run_norm, norm, kernels)
+    for mlp in gated:
+        mlp.forward = partial(_run_gated, mlp, kernels)
+    modeling: Any = sys.modules[type(norms[0]).__module__]
+    modeling.apply_rotary_pos_emb = partial(_rotate, kernels, modeling.apply_rotary_pos_emb, _device().type)
+    return FusedKernels(len(norms), len(gated))
+
+
+def _run_norm(norm: Any, kernels: Kernels, hidden: Tensor) -> Tensor:  # noqa: ANN401  # transformers' class
+    return kernels.norm(hidden, norm.weight, norm.variance_epsilon)
+
+
+def _run_gated(mlp: Any, kernels: Kernels, hidden: Tensor) -> Tensor:  # noqa: ANN401  # transformers' class
+    output: Tensor = mlp.down_proj(kernels.gate(mlp.gate_proj(hidden), mlp.up_proj(hidden)))
+    return output
+
+
+def _rotate(
+    kernels: Kernels, plain: Callable[..., Any], device_type: str, query: Tensor, *others: Tensor, **_: object
+) -> tuple[Tensor, Tensor]:
+    """By the kernel on the device of the run; a copy of the model on another device is rotated by plain torch."""
+    rotated: tuple[Tensor, Tensor] = (kernels.rotate if query.device.type == device_type else plain)(query, *others)
+    return rotated
+
+
+def _liger_kernels() -> Kernels:
+    if not torch.cuda.is_available() or importlib.util.find_spec("liger_kernel") is None:
+        raise InputError(
+            f"pin.fused_kernels: Liger's kernels need a GPU and liger-kernel; remove it, or\n{extra_line('liger')}"
+        )
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rope import LigerRopeFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    def norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        # Not in place: the gradient of what a norm returns may be read by others.
+        normed: Tensor = LigerRMSNormFunction.apply(hidden, weight, epsilon, 0.0, "llama", False)  # noqa: FBT003  # in_place
+        return normed
+
+    return Kernels(norm, LigerSiLUMulFunction.apply, LigerRopeFunction.apply)
+
+
+_TRIED_TOKENS, _TRIED_ERROR = 16, 0.02  # of the norm of a result; bf16 has 8 significant bits
+
+
+class _Trial(NamedTuple):
+    name: str
+    fused: Callable[..., Tensor]
+    plain: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+
+    def differs(self) -> bool:
+        """True if output or gradients are not those of plain torch."""
+        ours, theirs = (_with_gradients(compute, self.inputs) for compute in (self.fused, self.plain))
+        return any(
+            not bool((mine - other).norm() <= _TRIED_ERROR * other.norm())
+            for mine, other in zip(ours, theirs, strict=True)
+        )
+
+
+def _difference(kernels: Kernels, config: Any) -> str | None:  # noqa: ANN401  # transformers' config
+    """The first kernel that is not plain torch in bf16 at the widths of the model, or None."""
+    found = next((trial.name for trial in _trials(kernels, config, _device()) if trial.differs()), None)
+    return None if found is None else f"{found} differs from plain torch on this device"
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _trials(kernels: Kernels, config: Any, device: torch.device) -> Iterator[_Trial]:  # noqa: ANN401  # transformers' config
+    """Kernels overwrite inputs and what they saved, so they get copies, which are no leaves."""
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    size = getattr(config, "head_dim", None) or hidden // heads
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).bfloat16()
+
+    def plain_norm(states: Tensor, weight: Tensor) -> Tensor:
+        return nn.functional.rms_norm(states.float(), (hidden,), eps=1e-6).to(states.dtype) * weight
+
+    yield _Trial(
+        "RMSNorm", lambda x, w: kernels.norm(x, w, 1e-6), plain_norm, (drawn(_TRIED_TOKENS, hidden), drawn(hidden))
+    )
+    gate, up = (drawn(_TRIED_TOKENS, config.intermediate_size) for _ in range(2))
+    yield _Trial("SwiGLU", lambda a, b: kernels.gate(a * 1, b * 1), lambda a, b: nn.functional.silu(a) * b, (gate, up))
+    angles = torch.rand(1, _TRIED_TOKENS, size // 2, generator=generator, device=device).repeat(1, 1, 2)
+    cosine, sine = angles.cos().bfloat16(), angles.sin().bfloat16()
+
+    def turned(states: Tensor) -> Tensor:
+        left, right = states.chunk(2, dim=-1)
+        return states * cosine[:, None] + torch.cat((-right, left), dim=-1) * sine[:, None]
+
+    def rotated(query: Tensor, key: Tensor) -> Tensor:
+        copies = ((each * 1).transpose(1, 2) for each in (query, key))
+        return torch.cat(kernels.rotate(*copies, cosine, sine), dim=1)
+
+    query, key = (drawn(1, _TRIED_TOKENS, count, size) for count in (heads, config.num_key_value_heads))
+    yield _Trial(
+        "rotary embedding",
+        rotated,
+        lambda q, k: torch.cat([turned(each.transpose(1, 2)) for each in (q, k)], dim=1),
+        (query, key),
+    )
+
+
+def _with_gradients(compute: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """The output in fp32, and the gradients of the inputs for a gradient that is the output's sign."""
+    leaves = [each.detach().clone().requires_grad_() for each in inputs]
+    output = compute(*leaves)
+    gradients = torch.autograd.grad(output, leaves, output.detach().sign())
+    return [each.detach().float() for each in (output, *gradients)]
 
 
 def _graphs_and_breaks() -> tuple[int, int]:

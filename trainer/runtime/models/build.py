@@ -23,7 +23,7 @@ from shardwise.trainer.runtime.attention.choice import attention_name, check_att
 from shardwise.trainer.runtime.attention.kernels import choose_attention_kernels
 from shardwise.trainer.runtime.loss import LossForward, install_loss_head
 from shardwise.trainer.runtime.memory.activation_offload import ActivationOffload, offload_activations
-from shardwise.trainer.runtime.memory.compilation import Compilation, compile_blocks
+from shardwise.trainer.runtime.memory.compilation import Compilation, FusedKernels, compile_blocks, fuse_kernels
 from shardwise.trainer.runtime.memory.recomputation import Recomputation, apply_checkpointing, recomputation_facts
 from shardwise.trainer.runtime.models.meta_model import MetaModel, meta_model_from_config, meta_model_from_folder
 from shardwise.trainer.runtime.models.methods import apply_method, base_type
@@ -67,6 +67,7 @@ class Installed:
     recomputations: tuple[Recomputation, ...] = ()  # one for each block that recomputes something
     offload: ActivationOffload | None = None
     compilation: Compilation | None = None
+    fused: FusedKernels | None = None
     autocast: torch.dtype | None = None  # around the model's forward, by us
     fp8: Fp8 | None = None
 
@@ -75,7 +76,8 @@ class Installed:
         is_compiled = self.compilation is not None
         facts = recomputation_facts(self.recomputations, num_blocks=len(blocks_of(model)), is_compiled=is_compiled)
         facts |= {} if self.offload is None else self.offload.facts()
-        return facts | ({} if self.compilation is None else self.compilation.facts(model))
+        facts |= {} if self.compilation is None else self.compilation.facts(model)
+        return facts | ({} if self.fused is None else self.fused.facts())
 
 
 def build_model(plan: Plan) -> PreTrainedModel:
@@ -136,6 +138,8 @@ def _complete(model: PreTrainedModel, plan: Plan) -> Installed:
         activation_offload=chosen.activation_offload,
         is_loss_pinned=plan.job.pin.loss is not None,
     )
+    if chosen.fused_kernels:
+        installed = replace(installed, fused=fuse_kernels(model, is_pinned=bool(plan.job.pin.fused_kernels)))
     if not chosen.compile:
         return installed
     is_pinned = bool(plan.job.pin.compile)

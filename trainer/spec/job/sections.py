@@ -406,6 +406,9 @@ class Pin(Value, frozen=True, kw_only=True):
         ),
     ] = None
     compile: Annotated[bool | None, Setting("torch.compile, block by block.", none="auto")] = None
+    fused_kernels: Annotated[
+        bool | None, Setting("Liger's RMSNorm, rotary embedding and SwiGLU in blocks that run eagerly.", none="auto")
+    ] = None
     optimizer_in_backward: Annotated[
         bool | None, Setting("Updates each weight as soon as its gradient is complete.", none="auto")
     ] = None
