@@ -241,18 +241,22 @@ def _trials(kernels: Kernels, config: Any, device: torch.device) -> Iterator[_Tr
     size = getattr(config, "head_dim", None) or hidden // heads
     generator = torch.Generator(device).manual_seed(0)
 
-    def drawn(*shape: int) -> Tensor:
+    def random_of(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device).bfloat16()
 
     def plain_norm(states: Tensor, weight: Tensor) -> Tensor:
-        return nn.functional.rms_norm(states.float(), (hidden,), eps=1e-6).to(states.dtype) * weight
+        wide = states.float()
+        return (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(states.dtype) * weight
 
     yield _Trial(
-        "RMSNorm", lambda x, w: kernels.norm(x, w, 1e-6), plain_norm, (drawn(_TRIED_TOKENS, hidden), drawn(hidden))
+        "RMSNorm",
+        lambda x, w: kernels.norm(x, w, 1e-6),
+        plain_norm,
+        (random_of(_TRIED_TOKENS, hidden), random_of(hidden)),
     )
-    gate, up = (drawn(_TRIED_TOKENS, config.intermediate_size) for _ in range(2))
-    yield _Trial("SwiGLU", lambda a, b: kernels.gate(a * 1, b * 1), lambda a, b: nn.functional.silu(a) * b, (gate, up))
-    angles = torch.rand(1, _TRIED_TOKENS, size // 2, generator=generator, device=device).repeat(1, 1, 2)
+    gate, up = (random_of(_TRIED_TOKENS, config.intermediate_size) for _ in range(2))
+    yield _Trial("SwiGLU", lambda a, b: kernels.gate(a * 1, b * 1), lambda a, b: a * a.sigmoid() * b, (gate, up))
+    angles = torch.randn(1, _TRIED_TOKENS, size // 2, generator=generator, device=device).repeat(1, 1, 2)
     cosine, sine = angles.cos().bfloat16(), angles.sin().bfloat16()
 
     def turned(states: Tensor) -> Tensor:
@@ -263,7 +267,7 @@ def _trials(kernels: Kernels, config: Any, device: torch.device) -> Iterator[_Tr
         copies = ((each * 1).transpose(1, 2) for each in (query, key))
         return torch.cat(kernels.rotate(*copies, cosine, sine), dim=1)
 
-    query, key = (drawn(1, _TRIED_TOKENS, count, size) for count in (heads, config.num_key_value_heads))
+    query, key = (random_of(1, _TRIED_TOKENS, count, size) for count in (heads, config.num_key_value_heads))
     yield _Trial(
         "rotary embedding",
         rotated,
@@ -276,8 +280,8 @@ def _with_gradients(compute: Callable[..., Tensor], inputs: tuple[Tensor, ...]) 
     """The output in fp32, and the gradients of the inputs for a gradient that is the output's sign."""
     leaves = [each.detach().clone().requires_grad_() for each in inputs]
     output = compute(*leaves)
-    gradients = torch.autograd.grad(output, leaves, output.detach().sign())
-    return [each.detach().float() for each in (output, *gradients)]
+    output.backward(output.detach().sign())
+    return [each.float() for each in (output.detach(), *(leaf.grad for leaf in leaves)) if each is not None]
 
 
 def _graphs_and_breaks() -> tuple[int, int]:
