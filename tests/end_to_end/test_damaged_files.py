@@ -72,6 +72,16 @@ def _same_size_and_time(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
+def _replaced(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """A change that puts something else in place of a file."""
+
+    def change(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return change
+
+
 # What happens to the data between an interruption and the resume, and a word of the refusal.
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "other content of the same size and time": (_same_size_and_time, "another dataset"),
@@ -79,9 +89,9 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a line more": (lambda path: path.write_bytes(path.read_bytes() + b"one line more\n"), "another dataset"),
     "half": (lambda path: os.truncate(path, path.stat().st_size // 2), "another dataset"),
     "empty": (lambda path: os.truncate(path, 0), "data.train"),
-    "a folder": (lambda path: (path.unlink(), path.mkdir()), "data.train"),
-    "a link to itself": (lambda path: (path.unlink(), path.symlink_to(path.name)), "data.train"),
-    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "data.train"),
+    "a folder": (_replaced(Path.mkdir), "data.train"),
+    "a link to itself": (_replaced(lambda path: path.symlink_to(path.name)), "data.train"),
+    "a pipe": (_replaced(os.mkfifo), "data.train"),
 }
 
 

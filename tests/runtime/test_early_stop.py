@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from shardwise.trainer.runtime.loop.objectives import evaluations_without_gain
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.job.sections import CheckpointJob, EvalJob
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Evaluation
@@ -127,19 +128,18 @@ def test_the_best_is_kept_for_an_early_stop_also_where_the_job_keeps_no_best(tmp
     assert f"export is of step {state.best_step}," in state.incidents[-1]
 
 
-def test_where_no_checkpoint_can_be_saved_the_best_is_exported_as_it_comes(tmp_path, cache_dir):
+def test_where_no_checkpoint_can_be_saved_the_best_is_exported_as_it_comes_and_the_run_fails(
+    tmp_path, cache_dir, stalled
+):
     """A file stands where the folder of the checkpoints would be."""
-    plan, stopped = diverging(cache_dir), tmp_path / "stopped"
+    plan, stopped, best_step = diverging(cache_dir), tmp_path / "stopped", stalled[1].best_step
     stopped.mkdir()
     (stopped / "checkpoints").write_text("in the way")
-    ending, state = run(stopped, stopping(plan))
-    assert ending is Ending.FINISHED and (stopped / "checkpoints").is_file()
-    assert state.best_step is not None and state.best_step < state.step < 40
-    assert len(state.incidents) > 1 and all("no checkpoint" in line for line in state.incidents[:-1])
-    assert f"export is of step {state.best_step}," in state.incidents[-1]
-    short = replace(plan, schedule=replace(plan.schedule, num_steps=state.best_step))
-    run(tmp_path / "short", short)
-    assert losses_of(stopped)[: state.best_step] == losses_of(tmp_path / "short")
+    with pytest.raises(EnvironmentFaultError, match="no checkpoint at the end"):
+        run(stopped, stopping(plan))
+    assert (stopped / "checkpoints").is_file() and len(losses_of(stopped)) == stalled[1].step < 40
+    run(tmp_path / "short", replace(plan, schedule=replace(plan.schedule, num_steps=best_step)))
+    assert losses_of(stopped)[:best_step] == losses_of(tmp_path / "short")
     start = build_model(plan).state_dict()
     assert is_same_export(stopped, tmp_path / "short")
     assert not any(torch.equal(start[name], value) for name, value in exported(stopped).items())

@@ -126,6 +126,7 @@ def test_an_attempt_starts_without_locks_of_dead_ranks_and_leaves_nothing_on_the
     lock = tmp_path / "operators" / "async_io" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
+    (tmp_path / "bot").mkdir()
     lines = io.StringIO()
     outcome = run_attempts(
         with_data(plan_under(tmp_path / "nvme"), tmp_path / "no-data"),

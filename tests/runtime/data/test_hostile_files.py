@@ -241,20 +241,20 @@ with zipfile.ZipFile(ZIPPED, "w", zipfile.ZIP_DEFLATED) as archive:
     archive.writestr("a.jsonl", b"a" * 2**20)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("zip.jsonl", ZIPPED.getvalue()),
-        ("zip.txt", ZIPPED.getvalue()),
-        ("zip.parquet", ZIPPED.getvalue()),
-        ("zip.jsonl.gz", gzip.compress(ZIPPED.getvalue())),
-        ("gz in gz.txt.gz", gzip.compress(gzip.compress(b"a" * 2**20))),
-        ("wrong.jsonl.zst", gzip.compress(b'{"text": "a"}\n')),
-    ],
-)
-def test_an_archive_inside_the_data_is_not_unpacked(tmp_path, name, content):
+ARCHIVES = {
+    "zip.jsonl": ZIPPED.getvalue(),
+    "zip.txt": ZIPPED.getvalue(),
+    "zip.parquet": ZIPPED.getvalue(),
+    "zip.jsonl.gz": gzip.compress(ZIPPED.getvalue()),
+    "gz in gz.txt.gz": gzip.compress(gzip.compress(b"a" * 2**20)),
+    "wrong.jsonl.zst": gzip.compress(b'{"text": "a"}\n'),
+}
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_an_archive_inside_the_data_is_not_unpacked(tmp_path, name):
     path = tmp_path / name
-    path.write_bytes(content)
+    path.write_bytes(ARCHIVES[name])
     with pytest.raises(InputError, match=re.escape(str(path))):
         prepared(path)
 
