@@ -10,6 +10,7 @@ bound of pyproject.toml or requirements.lock has moved; `test_signatures.py` fai
 
 import argparse
 import ast
+import copy
 import re
 import subprocess
 import sys
@@ -139,6 +140,8 @@ class Library:
         own: list[Found] = [(file, each) for each in node.body if _defines(each, name)]
         if own or hops > _MAX_HOPS:
             return own
+        if name == "apply" and any(ast.unparse(base).endswith("autograd.Function") for base in node.bases):
+            return [(file, _without_context(each)) for _, each in self._member(found, "forward", hops)]
         for base in self._bases(found, hops):
             if inherited := self._member(base, name, hops + 1):
                 return inherited
@@ -267,6 +270,14 @@ def _defines(node: ast.AST, name: str) -> bool:
         targets = [inner for target in node.targets for inner in ast.walk(target)]
         return any(isinstance(target, ast.Name) and target.id == name for target in targets)
     return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == name
+
+
+def _without_context(forward: ast.AST) -> ast.AST:
+    """`forward` of an autograd function as `apply` is called: torch itself passes the context."""
+    called = copy.deepcopy(forward)
+    assert isinstance(called, ast.FunctionDef)
+    del called.args.args[0]
+    return called
 
 
 def _is_classmethod(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
