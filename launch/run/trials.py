@@ -117,9 +117,8 @@ def plan_after_trials(
     if not results:
         raise EnvironmentFaultError(f"--trial: none of {len(trials)} candidates could run")
     decided = plan_inputs(inputs, data, environment=environment, trials=results)
-    _keep(
-        plan, trials, environment, console
-    )  # only now: the same predictions have to be ranked with and without the trials
+    # Only now: the same predictions have to be ranked with and without the trials.
+    _keep(plan, trials, environment, console)
     return decided
 
 
