@@ -46,10 +46,10 @@ def without(owner: object, **attributes: object) -> Iterator[None]:
         yield
 
 
-def keep_terms(self: Any, terms: step.Terms) -> None:
+def keep_terms(self: Any, terms: step.Terms, **given: int) -> None:
     """The runtime's own, which moreover never lets go of what a forward made."""
     _retained.append(terms)
-    _add(self, terms)
+    _add(self, terms, **given)
 
 
 BREAKS: dict[str, Callable[[], AbstractContextManager[None]]] = {
