@@ -138,6 +138,8 @@ def test_after_several_in_a_row_the_run_goes_back_and_learns_from_later_rows(wen
     assert {step: line["targets"] for step, line in went_back.lines.items()} == counted, "of the steps that remain"
     assert went_back.state.targets_seen == went_back.saved.targets_seen == counted[NUM_STEPS]
     assert went_back.state.tokens_seen == went_back.saved.tokens_seen == went_back.lines[NUM_STEPS]["tokens"]
+    taken = [line["tokens"] - line["targets"] for _, line in sorted(went_back.lines.items())]
+    assert taken == [step * taken[0] for step in TAKEN], "a first token of each row is read and not learned"
     assert went_back.saved.spikes.passed_over == (PASSED_OVER,)
     epochs = {step: line["epoch"] for step, line in went_back.lines.items()}
     assert epochs[5] - epochs[4] == pytest.approx((1 + PASSED_OVER.num_steps) * 8 / 376)
