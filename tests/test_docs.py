@@ -30,7 +30,7 @@ TECHNIQUES = (REPOSITORY / "docs" / "techniques.md").read_text()
 DOCUMENTS = [
     path
     for path in REPOSITORY.rglob("*.md")
-    if not any(part.startswith(".") for part in path.relative_to(REPOSITORY).parts)
+    if not any(part.startswith(".") or part == "runs" for part in path.relative_to(REPOSITORY).parts)
 ]
 
 
