@@ -19,7 +19,7 @@ from shardwise.trainer.spec.secrets import RedactedStream, redacted_output
 
 # Objects made before the collector looks for cycles. Python's 700 cost a start ten milliseconds and find next to none.
 GC_THRESHOLD = 100_000
-# A full or read-only disk, or a limit (RLIMIT_FSIZE, RLIMIT_NOFILE, RLIMIT_NPROC): no internal error.
+# A full or read-only disk, or a limit (RLIMIT_FSIZE, RLIMIT_NOFILE, RLIMIT_NPROC).
 _REFUSED = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
 )
@@ -73,10 +73,6 @@ def _exit_code(argv: Sequence[str] | None) -> int:
     except Exception as error:  # noqa: BLE001 - the last resort: an internal error must still end in one line
         if is_debug:
             _print_traceback()
-        if isinstance(error, OSError) and error.errno in _REFUSED:
-            place = f"{error.filename}: " if error.filename else ""
-            write_error(f"shardwise: {place}{error.strerror}; see df -h and ulimit -a")
-            return int(ExitCode.ENVIRONMENT)
         write_error(
             f"shardwise: internal error: {type(error).__name__}: {error}\n"
             "please report it with the traceback that --debug shows"
@@ -99,7 +95,8 @@ def _fault_text(error: OSError | UnicodeEncodeError) -> str:
         place = error.object[max(0, error.start - 60) : error.end + 20]
         return f"{place!r} is not UTF-8, and cannot be stored or sent; rename the file or the folder"
     place = "" if error.filename is None else f"{str(error.filename)[-200:]}: "
-    return f"{place}{error.strerror or error}"
+    hint = "; see df -h and ulimit -a" if error.errno in _REFUSED else ""
+    return f"{place}{error.strerror or error}{hint}"
 
 
 if __name__ == "__main__":

@@ -49,7 +49,6 @@ def run_probe(options: ProbeOptions, console: Console) -> ExitCode:
 
 def run_schema(_options: SchemaOptions, console: Console) -> ExitCode:
     """Prints the JSON Schema of the job file."""
-
     from shardwise.trainer.spec.job.fields import job_json_schema
 
     console.json(job_json_schema())

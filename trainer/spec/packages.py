@@ -9,17 +9,8 @@ import shlex
 import sys
 from functools import cache
 
-EXTRAS = (
-    "train",
-    "flash",
-    "hub-kernels",
-    "fp8",
-    "torchao",
-    "liger",
-    "tensorboard",
-    "onnx",
-    "gguf",
-)  # as in pyproject.toml
+# As in pyproject.toml.
+EXTRAS = ("train", "flash", "hub-kernels", "fp8", "torchao", "liger", "tensorboard", "onnx", "gguf")
 # Compiled on the machine against the torch that is installed: from PyPI both are sources alone.
 _BUILDS = ("flash", "fp8")
 

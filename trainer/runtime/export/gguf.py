@@ -130,7 +130,7 @@ def write_gguf(folder: Path, quant: Quant, *, name: str, compares: bool) -> tupl
     checks = _compare(path, config, types, quant) if compares else ()
     notes = _tokenizer_notes(path, folder)
     text, note = modelfile(path.name, folder, adds_bos=bool(vocabulary.get("add_bos_token")))
-    for each in (*folder.glob("*"),):
+    for each in list(folder.iterdir()):
         if each.is_file() and each != path:
             each.unlink()
     (folder / MODELFILE).write_text(text, encoding="utf-8")
