@@ -165,7 +165,7 @@ def incident_of(end: AttemptEnd, decision: Decision) -> str:
     """The failure of an attempt and the decision, in one line."""
     report, candidate = end.report, end.report.plan
     if end.fault is not Fault.OUT_OF_MEMORY:
-        cause = (report.error or "no reason given").splitlines()[0]
+        cause = (report.error or "no reason given").splitlines()[0].rstrip(";")
         return f"step {report.step} with {candidate.strategy.name}: {cause}; {decision.reason}"
     memory, held = candidate.memory, report.measured.memory.peak_allocated_bytes
     largest = max(memory.parts, key=lambda name: memory.parts[name]) if memory.parts else "unknown"

@@ -40,12 +40,13 @@ def test_a_disk_that_stays_full_ends_the_run_with_an_error_and_a_resume_saves_it
     run_dir = small_disk / "run"
     full = with_faults(plan, small_disk, [Fault("full disk", 0, 5)], free_at=NUM_STEPS + 1)
     outcome, printed = run_plan(full, run_dir)
-    first = printed.index("no checkpoint at step 6: ")
+    first = printed.index("no checkpoint at step ")  # the newest of those that failed since the last look
     assert outcome.exit_code is ExitCode.ENVIRONMENT, printed
     ended = codec.read(run_dir / "report.json", Report)
     assert (ended.ending, ended.step, len(ended.history)) == (Ending.FAILED, NUM_STEPS, 1)
     assert ended.checkpoint == "checkpoints/step-00000004"
     assert ended.error is not None and "add --resume" in ended.error
+    assert ended.incidents[0].startswith("no checkpoint at step 6: ")
     assert first < printed.index(f"step {NUM_STEPS} with "), "before the end of the run"
     (small_disk / "marks" / "filler").unlink()
     outcome, printed = run_plan(replace(full, resume=True), run_dir, resume=True)

@@ -1,6 +1,7 @@
 """Values survive a file; any other content is refused under the file's name."""
 
 import re
+import tracemalloc
 
 import pytest
 from engine_plan_factory import engine_plan
@@ -78,3 +79,12 @@ def test_a_plan_of_version_0_5_can_be_read(waited_for):
 def test_a_missing_file_is_refused_under_its_name(tmp_path):
     with pytest.raises(InputError, match=r"gone\.json: "):
         codec.read(tmp_path / "gone.json", Job)
+
+
+def test_reading_needs_the_memory_of_the_content_and_not_of_the_bound(tmp_path):
+    codec.write(tmp_path / "value.json", PROFILE)
+    tracemalloc.start()
+    codec.read(tmp_path / "value.json", DataProfile)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 << 20 < codec.MAX_FILE_BYTES

@@ -16,6 +16,7 @@ from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.secrets import redact
 from shardwise.trainer.spec.value import Value
 
+_PIECE_BYTES = 1 << 20
 MAX_FILE_BYTES = 256 << 20  # of a file that is read whole
 
 V = TypeVar("V", bound=Value)
@@ -54,11 +55,13 @@ def open_file(path: Path) -> BinaryIO:
 
 def read_file(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Content of a regular file; OSError if it is larger than `max_bytes`."""
+    content = bytearray()
     with open_file(path) as stream:
-        content = stream.read(max_bytes + 1)
+        while piece := stream.read(min(_PIECE_BYTES, max_bytes + 1 - len(content))):  # Python reserves what it is asked
+            content += piece
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
-    return content
+    return bytes(content)
 
 
 def _open_at_once(path: str, flags: int) -> int:
