@@ -96,7 +96,9 @@ def test_it_keeps_the_largest_difference_of_every_group(outcome):
     }
 
 
-def test_it_records_versions_and_machine(outcome):
+def test_it_records_commit_versions_and_machine(outcome):
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert head.stdout.startswith((outcome["commit"] or "").removesuffix("-dirty"))
     assert outcome["versions"].keys() >= {"python", "shardwise", "torch", "deepspeed"}
     assert outcome["machine"]["cores"] >= 1
 

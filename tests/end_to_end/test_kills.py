@@ -11,7 +11,8 @@ from kill_factory import KILLS_A_RUN, VICTIMS, Count, Life, kill_and_resume, pre
 from outcome_file import FAULT_NUMBERS, FAULTS
 from workplace_factory import Workplace, make_workplace
 
-NUM_KILLS = int(os.environ.get("SHARDWISE_KILLS", "500"))  # of the long test
+NUM_KILLS = int(os.environ.get("SHARDWISE_KILLS", "500"))  # of the long tests, in parts of
+KILLS_A_PART = 25
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +49,15 @@ def check(sums: dict[str, Count], record_property: pytest.FixtureRequest) -> Non
     assert not failures, "\n\n".join(failures)
 
 
-def test_five_kills_of_a_run_lose_nothing(place, life, record_property):
-    check(kill(place, life, 5, seed=1), record_property)
+def test_twenty_five_kills_of_runs_lose_nothing(place, life, record_property):
+    check(kill(place, life, 25, seed=1), record_property)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(0)
-def test_five_hundred_kills_of_runs_lose_nothing(place, life, record_property):
-    check(kill(place, life, NUM_KILLS, seed=2), record_property)
+@pytest.mark.parametrize("seed", range(2, 2 + -(-NUM_KILLS // KILLS_A_PART)))
+def test_five_hundred_kills_of_runs_lose_nothing(place, life, record_property, seed):
+    check(kill(place, life, KILLS_A_PART, seed), record_property)
 
 
 @pytest.mark.cold

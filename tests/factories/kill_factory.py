@@ -24,7 +24,7 @@ from shardwise.launch.rundir.process_record import ProcessRecord, read_records, 
 
 VICTIMS = ("supervisor", "launcher", "rank-0", "rank-1", "all")
 OUTLIVING_S = 10.0  # that a process may outlive its supervisor
-KILLS_A_RUN = 3
+KILLS_A_RUN = 4
 LIMIT_S = 400.0
 STEPS = 12
 _MARK = "KILLED_RUN"
@@ -104,30 +104,31 @@ def kill_and_resume(
 ) -> list[tuple[str, Count]]:
     """Kills the victims, one after another, each at a random moment of its life; then lets the run end.
 
-    A victim of which the run had ended before its moment came is not counted.
+    A killed rank or launcher belongs to an attempt, which the same supervisor follows with another; a killed supervisor
+    is started again. A victim of which the run had ended before its moment came is not counted.
     """
     counts: list[tuple[str, Count]] = []
     run_dir = place.folder / name
-    code = None
+    process = _start(place, name, name)
     for victim in victims:
-        process = _start(place, name, name)
-        moment = chance.uniform(0.0, life.end - life.begins[victim])
-        has_struck = _strike(process, run_dir, victim, moment)
-        code, count = _end_of(process, place, name), Count(tried=int(has_struck))
-        counts += [(victim, count)] if has_struck else []
-        if has_struck and victim in ("supervisor", "all"):
-            count.outlived = len(_outliving(name))
-        elif code == 0:
+        if process.poll() == 0:
             break
-        count.hung = int(code is None)
-    if code != 0:
-        code = _end_of(_start(place, name, name), place, name)
+        if process.poll() is not None:
+            process = _start(place, name, name)
+        if _strike(process, run_dir, victim, chance.uniform(0.0, life.end - life.begins[victim])):
+            counts.append((victim, Count(tried=1)))
+            if victim in ("supervisor", "all"):
+                _end_of(process, name)
+                counts[-1][1].outlived = len(_outliving(name))
+    codes = [_end_of(process, name)]
+    if codes[-1] != 0:
+        codes.append(_end_of(_start(place, name, name), name))
     text = (place.folder / f"{name}.log").read_text()
-    is_whole = code == 0 and losses(run_dir) == life.losses
+    is_whole = codes[-1] == 0 and losses(run_dir) == life.losses
     for _, count in counts:
-        count.lost, count.tracebacks = int(not is_whole), int("Traceback" in text)
+        count.lost, count.hung, count.tracebacks = int(not is_whole), int(None in codes), int("Traceback" in text)
         count.survived = int(is_whole and not (count.hung or count.tracebacks or count.outlived))
-        count.notes += [] if count.survived else [f"{name} {victims}: code {code}\n{text}"]
+        count.notes += [] if count.survived else [f"{name} {victims}: exit codes {codes}\n{text}"]
     return counts
 
 
@@ -175,7 +176,7 @@ def _recorded(run_dir: Path, first: int = 1) -> dict[str, ProcessRecord]:
     return read_records(run_dir / "attempts" / str(number) / "pids") if number >= first else {}
 
 
-def _end_of(process: subprocess.Popen[bytes], place: Workplace, mark: str) -> int | None:
+def _end_of(process: subprocess.Popen[bytes], mark: str) -> int | None:
     """The exit code; None if it hung, and was killed with all its processes."""
     try:
         return process.wait(LIMIT_S)

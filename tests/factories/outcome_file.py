@@ -8,6 +8,7 @@ faults from outside adds `record_property(FAULTS, {kind: {"tried": ..., "survive
 
 import json
 import platform
+import subprocess
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -52,6 +53,7 @@ class OutcomeFile:
     def __init__(self, config: pytest.Config, path: Path) -> None:
         self._config = config
         self._path = path.resolve()  # a test may change the working directory
+        self._commit = _commit()  # files may change during the tests
         self._started = time.monotonic()
         self._outcomes: dict[str, str] = {}
         self._seconds: dict[str, float] = defaultdict(float)
@@ -86,6 +88,7 @@ class OutcomeFile:
         return {
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
             "selected": {"marks": option.markexpr, "keyword": option.keyword, "paths": self._paths()},
+            "commit": self._commit,
             "versions": _versions(),
             "machine": _machine(),
             "exit_code": exit_code,
@@ -155,6 +158,16 @@ def _reason(report: pytest.TestReport) -> str:
     if hasattr(report, "wasxfail"):
         return f"expected to fail: {report.wasxfail}"
     return report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else "no reason"
+
+
+def _commit() -> str | None:
+    """The commit of this tree, with "-dirty" if files differ from it; None without Git."""
+    words = ("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    try:
+        answer = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return answer.stdout.strip() or None
 
 
 def _versions() -> dict[str, str]:
