@@ -1,10 +1,11 @@
-"""The pictures of README.md and docs/reports.md: real runs of the quickstart, on this machine, in a headless browser.
+"""The pictures of README.md and docs/: real runs of the quickstart, on this machine, in a headless browser.
 
     python benchmarks/screenshots.py --write                trains three short runs, updates docs/images/
     python benchmarks/screenshots.py --write RUN RUN ...    uses existing runs
+    python benchmarks/screenshots.py --write --only ui      those alone whose names begin with ui
 
-Shows the first run alone, all runs side by side, a plan for a machine of the catalogue, and what `plan` and
-`report` print, for the README. Needs Chromium.
+Shows the first run alone, all runs side by side, a plan for a machine of the catalogue, what `plan` and `report` print,
+for the README, and the pages of `shardwise ui`. Needs Chromium.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +25,8 @@ for folder in (ROOT / "tests" / "factories", ROOT):
         sys.path.insert(0, str(folder))
 
 from headless_browser import Browser, lacks_browser, running_browser  # noqa: E402  (the path comes first)
+
+from shardwise.launch.commands.ui.server import UiServer  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 JOB = ROOT / "examples" / "quickstart.yaml"
@@ -53,11 +57,30 @@ SHOTS = (
 )
 
 
+class PageShot(NamedTuple):
+    """One picture: a page of `shardwise ui`, from its top."""
+
+    name: str
+    address: str
+    width: int
+    height: int
+    is_dark: bool
+
+
+RTX_4060 = "/plan?model=llama-3.1-8b&method=qlora&card=RTX-4060-8GB"
+PAGE_SHOTS = (
+    PageShot("ui-runs", "/", 1160, 430, is_dark=False),
+    PageShot("ui-run", "/run?name={run}&smooth=0.6", 1160, 900, is_dark=True),
+    PageShot("ui-plan", RTX_4060, 1160, 900, is_dark=False),
+    PageShot("ui-phone", "/run?name={run}&smooth=0.6", PHONE, 844, is_dark=False),
+)
+
+
 def main() -> int:
     """Writes the pictures; 1 if there is no browser."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true", required=True, help="update docs/images/")
-    parser.add_argument("--only", metavar="NAME", help="this picture alone")
+    parser.add_argument("--only", metavar="NAME", help="the pictures whose names begin so")
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="default: three new runs")
     options = parser.parse_args()
     obstacle = lacks_browser()
@@ -65,12 +88,17 @@ def main() -> int:
         print(obstacle, file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as scratch:
-        write_pages(options.runs or trained(Path(scratch)), Path(scratch))
+        runs = [run.absolute() for run in options.runs] or trained(Path(scratch) / "runs")
+        shots = [shot for shot in SHOTS if shot.name.startswith(options.only or "")]
+        if shots:
+            write_pages(runs, Path(scratch))
         IMAGES.mkdir(exist_ok=True)
         with running_browser() as browser:
-            for shot in SHOTS:
-                if options.only in (None, shot.name):
-                    write_shot(browser, shot, Path(scratch))
+            for shot in shots:
+                write_shot(browser, shot, Path(scratch))
+            page_shots = [shot for shot in PAGE_SHOTS if shot.name.startswith(options.only or "")]
+            if page_shots:
+                write_page_shots(browser, page_shots, runs)
     return 0
 
 
@@ -116,13 +144,32 @@ def terminal_page(run: Path) -> str:
 
 
 def write_shot(browser: Browser, shot: Shot, folder: Path) -> None:
-    """Writes the picture; AssertionError if it is too large for a document."""
+    """Writes the picture of a page in a file."""
     page = folder / f"{shot.page}.html"
     opened = browser.open(page, width=shot.width, is_dark=shot.is_dark, clip=between(shot.first, shot.last))
     assert opened.messages == [] and opened.requests == []
-    assert len(opened.png) <= MOST_BYTES, f"{shot.name}.png would have {len(opened.png)} bytes"
-    (IMAGES / f"{shot.name}.png").write_bytes(opened.png)
-    print(f"docs/images/{shot.name}.png: {len(opened.png) / 1000:.0f} kB")
+    write_picture(shot.name, opened.png)
+
+
+def write_page_shots(browser: Browser, shots: Sequence[PageShot], runs: Sequence[Path]) -> None:
+    """Writes pictures of the pages of `shardwise ui`, for the folder of the first run."""
+    os.chdir(runs[0].parent.parent)
+    with UiServer(Path(runs[0].parent.name), 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser.open(f"{server.address}/?token={server.token}", width=PHONE, until="document.querySelector('main')")
+        for shot in shots:
+            address = server.address + shot.address.format(run=runs[0].name)
+            opened = browser.open(address, width=shot.width, height=shot.height, is_dark=shot.is_dark)
+            assert opened.messages == []
+            write_picture(shot.name, opened.png)
+        server.shutdown()
+
+
+def write_picture(name: str, png: bytes) -> None:
+    """Writes docs/images/NAME.png; AssertionError if it is too large for a document."""
+    assert len(png) <= MOST_BYTES, f"{name}.png would have {len(png)} bytes"
+    (IMAGES / f"{name}.png").write_bytes(png)
+    print(f"docs/images/{name}.png: {len(png) / 1000:.0f} kB")
 
 
 def between(first: str, last: str) -> str:

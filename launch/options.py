@@ -83,6 +83,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _port(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, a number from 1 to 65535")
+    return int(text)
+
+
 def _number(flag: str, text: str) -> _Argument:
     return _Argument(flag, type=_positive, metavar="N", help=text)
 
@@ -329,6 +335,16 @@ class ReportOptions(NamedTuple):
     as_json: _Json = False
 
 
+class UiOptions(NamedTuple):
+    folder: Annotated[
+        Path, _Argument(type=Path, nargs="?", metavar="FOLDER", help="of runs, or one run; default: runs")
+    ] = Path("runs")
+    port: Annotated[
+        int | None, _Argument("--port", type=_port, metavar="N", help="default: 8642, or a free one if that is in use")
+    ] = None
+    opens_browser: Annotated[bool, _switch("--no-browser", "only print the address", value=False)] = True
+
+
 class ExportOptions(NamedTuple):
     run_dir: Annotated[Path, _Run]
     output: Annotated[Path, _Argument(type=Path, metavar="OUT")]
@@ -464,6 +480,9 @@ COMMANDS = {
         CacheOptions, "commands.cache:run_cache", "list what is stored outside of runs, and free what can be made again"
     ),
     "report": Command(ReportOptions, "commands.report:run_report", "predicted and measured figures of runs"),
+    "ui": Command(
+        UiOptions, "commands.ui.server:run_ui", "web pages on this machine: runs, live, compared, and a plan explorer"
+    ),
     "export": Command(
         ExportOptions,
         "commands.convert:run_export",

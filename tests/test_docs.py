@@ -242,6 +242,7 @@ def test_the_options_of_every_command_are_frozen():
         "doctor": ["--help", "--json", "--quick"],
         "cache": ["--dry-run", "--help", "--json", "--older-than", "--prune"],
         "report": ["--help", "--html", "--json"],
+        "ui": ["--help", "--no-browser", "--port"],
         "export": ["--checkpoint", "--dtype", "--format", "--help", "--json", "--merge", "--no-check", "--public",
                    "--push", "--quant"],
         "import": ["--base", "--config", "--dtype", "--help", "--json", "--kind"],

@@ -95,7 +95,7 @@ def earlier_history(run_dir: Path) -> list[AttemptRecord]:
     except InputError:
         reported = {}  # killed before it could report
     folder = run_dir / "attempts"
-    numbers = {int(path.name) for path in folder.glob("*") if path.name.isdigit()} if folder.is_dir() else set()
+    numbers = {int(path.name) for path in folder.glob("*") if path.name.isdecimal()} if folder.is_dir() else set()
     made = {number: _record_of_killed(folder / str(number)) for number in numbers - reported.keys()}
     return [record for _, record in sorted((reported | made).items()) if record is not None]
 

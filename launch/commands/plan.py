@@ -103,14 +103,14 @@ def _show_first_screen(
     if len(options.specs) > 1:
         show_lines(summary_lines(plan, width=width), console)
         return
-    start, again = _commands(options, inputs)
+    start, again = start_and_repeat(options, inputs)
     if plan.hardware.source != "probe" and inputs.partition is None:
         start = (f"(on that machine) {start[0]}", *start[1:])
     remarks = [section.title for section in more]
     show_lines(first_screen(plan, start=start, more=f"{again} -v", remarks=remarks, width=width), console)
 
 
-def _commands(options: PlanOptions, inputs: PlanInputs) -> tuple[tuple[str, ...], str]:
+def start_and_repeat(options: PlanOptions, inputs: PlanInputs) -> tuple[tuple[str, ...], str]:
     """The commands that start the planned run, and the one that repeats the plan."""
     named = {
         "--data": options.data,

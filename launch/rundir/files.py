@@ -155,14 +155,8 @@ def read_position(attempt_dir: Path) -> Position:
 
 
 def tail_rows(path: Path, limit: int = TAIL_BYTES) -> list[dict[str, Any]]:
-    """The complete rows among the last bytes of a file of JSON lines; damaged ones are skipped."""
-    rows = []
-    for line in tail_lines(path, limit):
-        with suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                rows.append(row)
-    return rows
+    """The complete rows among the last bytes of metrics.jsonl; damaged ones are skipped."""
+    return [row for line in tail_lines(path, limit) if (row := parse_row(line.encode())) is not None]
 
 
 def tail_lines(path: Path, limit: int = TAIL_BYTES) -> list[str]:
@@ -270,6 +264,35 @@ class _Glance(msgspec.Struct, gc=False):
     checkpoint_s: float | None = None
     memory_peak_bytes: int | None = None
     skipped: bool | None = None
+
+
+class _Row(_Glance, gc=False):
+    """Further figures that views calculate with; a line with text in place of one of them is damaged."""
+
+    lr: float | None = None
+    mfu: float | None = None
+    tokens_per_s: float | None = None
+    host_rss_bytes: int | None = None
+    memory_device_bytes: int | None = None
+    memory_reserved_bytes: int | None = None
+    memory_allocated_bytes: int | None = None
+    gpu_utilization: float | None = None
+    gpu_power_w: float | None = None
+    gpu_temperature_c: int | None = None
+    gpu_throttle: str | None = None
+
+
+_ROW, _ANY = msgspec.json.Decoder(_Row), msgspec.json.Decoder()
+
+
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """The figures of a step; None if the line is damaged."""
+    try:
+        _ROW.decode(line)
+        row: dict[str, Any] = _ANY.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return row
 
 
 class ThinnedLines(NamedTuple):

@@ -118,7 +118,7 @@ def committed_checkpoints(run_dir: Path) -> list[Path]:
 def next_attempt(run_dir: Path) -> int:
     """The number of the next attempt: one more than the highest that exists."""
     folder = run_dir / "attempts"
-    numbers = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    numbers = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
     return max(numbers, default=0) + 1
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from shardwise.launch.show.recorded_run import RecordedRun, ending_text, labels_of, state_line
-from shardwise.launch.show.report import format_size, shown
+from shardwise.launch.show.report import difference, format_size, shown
 from shardwise.launch.show.run_page import held_out_points, points_of
 from shardwise.trainer.planning.page.content import (
     Block,
@@ -38,6 +38,7 @@ def comparison_page(runs: Sequence[RecordedRun]) -> Page:
     sections = (
         Section(title="figures (* the best)", blocks=tuple(_figures(runs, labels))),
         Section(title="what differs", blocks=tuple(_differences(runs, labels))),
+        Section(title="predicted and measured", blocks=tuple(_predictions(runs, labels))),
         _curves("held-out loss", runs, labels, held_out_points, Unit.NUMBER),
         _curves("training loss", runs, labels, lambda run: points_of(run, lambda step: step.loss), Unit.NUMBER),
         _curves("tokens/s of all devices", runs, labels, _rate_points, Unit.COUNT),
@@ -147,6 +148,21 @@ def _differences(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator
     yield Table(rows=(("run", *first), *rows))
     if len(keys) > _MOST_SETTINGS:
         yield Sentence(text=f"and {', '.join(keys[_MOST_SETTINGS:])}")
+
+
+def _predictions(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator[Block]:
+    """Predicted figures of each run next to the measured ones, peak memory and speed of a device."""
+    rows = []
+    for run, label in zip(runs, labels, strict=True):
+        memory, speed = (run.predicted.memory, run.measured.memory), (run.predicted.speed, run.measured.speed)
+        peaks = [each.peak_allocated_bytes for each in memory]
+        rates = [each.tokens_per_s_per_gpu for each in speed]
+        if any(figure is not None for figure in (peaks[1], rates[1])):
+            sizes, counts = [shown(peak, format_size) for peak in peaks], [shown(rate, format_count) for rate in rates]
+            rows.append((label, *sizes, difference(*peaks), *counts, difference(*rates)))
+    if rows:
+        header = ("run", "peak predicted", "measured", "", "tokens/s predicted", "measured", "")
+        yield Table(rows=(header, *rows), right=tuple(range(1, 7)))
 
 
 def _setting(value: object) -> str:

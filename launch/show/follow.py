@@ -117,6 +117,8 @@ class Look(NamedTuple):
     files: RunFiles
     rows: tuple[dict[str, Any], ...]  # since the previous look
     has_ended: bool
+    num_steps: int = 0  # lines of metrics.jsonl, those that `rows` lack included
+    training_s: float = 0.0  # of all of them
 
 
 class WatchedRun:
@@ -151,7 +153,8 @@ class WatchedRun:
         files = read_run(self._run_dir)
         judged = self._judged(files, now)
         view = self._view(files, judged)
-        return Look(view, judged, files, tuple(rows), self._has_ended(files, judged, now))
+        has_ended = self._has_ended(files, judged, now)
+        return Look(view, judged, files, tuple(rows), has_ended, self._tail.num_steps, self._tail.training_s)
 
     def _judged(self, files: RunFiles, now: float) -> Judged:
         if now - self._requested_at >= self._query_s:

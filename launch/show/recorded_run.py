@@ -257,8 +257,8 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return recommendations(self.plan, self.report, found)
 
 
-def read_recorded(run_dir: Path) -> RecordedRun:
-    """The run of a directory; InputError if it is no run directory."""
+def read_recorded(run_dir: Path, recorded: RecordedSteps | None = None) -> RecordedRun:
+    """The run of a directory, with steps that were read already or all of them; InputError if it is none."""
     if not (run_dir / "plan.json").is_file() and not (run_dir / FILE_NAME).is_file():
         raise InputError(f"{run_dir}: is not a run directory: it has no plan.json")
     plan, no_plan = _read(run_dir / "plan.json", Plan, "has not begun: it has no plan yet")
@@ -269,7 +269,7 @@ def read_recorded(run_dir: Path) -> RecordedRun:
         run_dir=run_dir,
         plan=plan,
         report=report,
-        recorded=read_steps(run_dir / "metrics.jsonl"),
+        recorded=read_steps(run_dir / "metrics.jsonl") if recorded is None else recorded,
         overrides=() if submission is None else submission.overrides,
         problem=no_plan or no_report,
     )

@@ -105,7 +105,7 @@ def comparison_rows(predicted: Figures, measured: Figures) -> list[tuple[str, st
     def row(
         label: str, expected: float | None, found: float | None, form: Callable[[float], str]
     ) -> tuple[str, str, str, str]:
-        return label, shown(expected, form), shown(found, form), _difference(expected, found)
+        return label, shown(expected, form), shown(found, form), difference(expected, found)
 
     rows = [("", "predicted", "measured", "difference")]
     for label, name in (
@@ -180,7 +180,8 @@ def format_size(value: float) -> str:
     return format_bytes(round(value))
 
 
-def _difference(predicted: float | None, measured: float | None) -> str:
+def difference(predicted: float | None, measured: float | None) -> str:
+    """Of the prediction from the measurement, as `+3.2%`; empty if one is missing."""
     if predicted is None or not measured:
         return ""
     return f"{predicted / measured - 1:+.1%}"

@@ -7,6 +7,8 @@ curves have optimizer steps as their axis; restarts, returns to a checkpoint and
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
+from msgspec.structs import replace
+
 from shardwise.launch.show.recorded_run import ENDINGS, RecordedRun, Step, state_line
 from shardwise.launch.show.report import (
     FAULTS,
@@ -47,29 +49,31 @@ _MOST_REJECTIONS = 5
 _NUM_RUNNERS_UP = 3
 
 
-def run_page(run: RecordedRun) -> Page:
-    """The page of one run."""
-    sections = (
-        _summary(run),
-        _section("what would help", [Sentence(text=each.text) for each in run.recommended]),
-        _section("predicted and measured", _comparison(run)),
-        _section("loss", [loss_chart(run)] if run.curve else []),
-        _section("throughput", [throughput_chart(run)] if run.curve else []),
-        _section("time of a step", _step_time(run)),
-        _section("memory of a device", _memory(run)),
-        _section("incidents", _incidents(run)),
-        _section("attempts", _attempts(run)),
-        *_planned(run),
-        _section("sample", _sample(run)),
-        _section("verified engine", [] if run.report is None else _sentences(verified_lines(run.report))),
-        _section("hardware", [] if run.plan is None else list(_hardware(run.plan))),
-        _section("versions", _versions(run)),
-    )
-    title = run.run_dir.name if run.plan is None else f"{run.run_dir.name}: {_what(run.plan)}"
-    return Page(title=title, sections=tuple(section for section in sections if section is not None))
+def run_page(run: RecordedRun, *, smoothing: float = 0.0) -> Page:
+    """The page of one run; with `smoothing` the loss has a smoothed line as well."""
+    sections = {
+        "end": _summary(run),
+        "help": _section("what would help", [Sentence(text=each.text) for each in run.recommended]),
+        "figures": _section("predicted and measured", _comparison(run)),
+        "loss": _section("loss", [loss_chart(run, smoothing=smoothing)] if run.curve else []),
+        "throughput": _section("throughput", [throughput_chart(run)] if run.curve else []),
+        "step": _section("time of a step", _step_time(run)),
+        "memory": _section("memory of a device", _memory(run)),
+        "incidents": _section("incidents", _incidents(run)),
+        "attempts": _section("attempts", _attempts(run)),
+        **({} if run.plan is None else dict(_planned(run, run.plan))),
+        "sample": _section("sample", _sample(run)),
+        "verified": _section("verified engine", [] if run.report is None else _sentences(verified_lines(run.report))),
+        "hardware": _section("hardware", [] if run.plan is None else list(_hardware(run.plan))),
+        "versions": _section("versions", _versions(run)),
+    }
+    named = tuple(replace(section, name=name) for name, section in sections.items() if section is not None)
+    title = run.run_dir.name if run.plan is None else f"{run.run_dir.name}: {run_text(run.plan)}"
+    return Page(title=title, sections=named)
 
 
-def _what(plan: Plan) -> str:
+def run_text(plan: Plan) -> str:
+    """`lora training of llama on 1 x RTX-4090`."""
     return f"{plan.chosen.method} training of {plan.model_shape.model_type} on {machine_text(plan.hardware)}"
 
 
@@ -143,25 +147,21 @@ def _attempts(run: RecordedRun) -> list[Block]:
     return [attempts_chart(history), *_sentences(map(attempt_line, history))]
 
 
-def _planned(run: RecordedRun) -> Iterator[Section]:
-    """The choice and its reasons, the next candidates, and the nearest rejections."""
-    if run.plan is None:
-        return
-    plan, context = run.plan, context_of(run.plan)
+def _planned(run: RecordedRun, plan: Plan) -> Iterator[tuple[str, Section | None]]:
+    """The choice and its reasons, the next candidates, and the nearest rejections, by name."""
+    context = context_of(plan)
     choice = choice_section(plan, context)
     blocks = [*choice.blocks, *_sentences(plan.chosen.reasons)]
     if run.report is not None and run.report.plan.strategy.name != plan.chosen.strategy.name:
         blocks.insert(0, Sentence(text=f"a fallback ran in the end: {run.report.plan.strategy.name}"))
-    yield Section(title=f"the plan and its reasons: {plan.chosen.strategy.name}", blocks=tuple(blocks))
+    yield "plan", Section(title=f"the plan and its reasons: {plan.chosen.strategy.name}", blocks=tuple(blocks))
     if len(plan.candidates) > 1:
-        yield runners_up_section(plan, context, _NUM_RUNNERS_UP)
+        yield "runners-up", runners_up_section(plan, context, _NUM_RUNNERS_UP)
     if plan.rejections:
         nearest = nearest_rejections(plan.rejections, _MOST_REJECTIONS)
         title = f"not chosen: {len(plan.rejections)} strategies of the catalogue"
-        yield Section(title=title, blocks=tuple(_sentences(nearest)))
-    notes = _section("notes of the plan", _sentences(plan.notes))
-    if notes is not None:
-        yield notes
+        yield "rejected", Section(title=title, blocks=tuple(_sentences(nearest)))
+    yield "notes", _section("notes of the plan", _sentences(plan.notes))
 
 
 def _sample(run: RecordedRun) -> list[Block]:
@@ -222,11 +222,24 @@ def held_out_points(run: RecordedRun) -> Points:
     return tuple((float(step), loss) for step, loss in run.eval_losses.items())
 
 
-def loss_chart(run: RecordedRun) -> LineChart:
-    """Training and held-out loss."""
-    training = Series(name="training", points=points_of(run, lambda step: step.loss))
-    held_out = Series(name="held-out", points=held_out_points(run))
-    return _chart(run, "training and held-out loss", Unit.NUMBER, (training, held_out), from_zero=False)
+def loss_chart(run: RecordedRun, *, smoothing: float = 0.0) -> LineChart:
+    """Training and held-out loss; `smoothing` is the weight of the past in an exponential mean, 0 for none."""
+    measured = points_of(run, lambda step: step.loss)
+    lines = [Series(name="training", points=measured, is_faint=smoothing > 0)]
+    lines.append(Series(name="held-out", points=held_out_points(run)))
+    if smoothing:
+        lines.append(Series(name=f"training, smoothed by {smoothing:g}", points=smoothed(run, smoothing)))
+    return _chart(run, "training and held-out loss", Unit.NUMBER, tuple(lines), from_zero=False)
+
+
+def smoothed(run: RecordedRun, weight: float) -> Points:
+    """The exponential mean of the training loss, without the bias of its start; a loss that is no number is a gap."""
+    mean, total, points = 0.0, 0.0, []
+    for step in run.curve:
+        if step.loss is not None:
+            mean, total = weight * mean + (1 - weight) * step.loss, weight * total + 1 - weight
+        points.append((float(step.step), None if step.loss is None else mean / total))
+    return thinned(points)
 
 
 def throughput_chart(run: RecordedRun) -> LineChart:

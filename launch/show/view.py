@@ -19,9 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
-from shardwise.launch.rundir.files import NewLines, thinned_lines
+from shardwise.launch.rundir.files import NewLines, parse_row, thinned_lines
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.secrets import printable
@@ -33,20 +31,13 @@ class MetricsTail:
 
     def __init__(self, path: Path) -> None:
         self._new = NewLines(path)
+        self.num_steps, self.training_s = 0, 0.0  # of all lines, those that are left out included
 
     def read_new(self) -> list[dict[str, Any]]:
         """Rows in the order of the file, of a long one the lines that a view needs (`thinned_lines`)."""
-        lines = thinned_lines(self._new.read(), num_bytes=self._new.num_bytes).lines
-        return [row for line in lines if (row := parse_row(line)) is not None]
-
-
-def parse_row(line: bytes) -> dict[str, Any] | None:
-    """The figures of a step; None if the line is no object with a step."""
-    try:
-        row = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+        thinned = thinned_lines(self._new.read(), num_bytes=self._new.num_bytes)
+        self.num_steps, self.training_s = self.num_steps + thinned.num_steps, self.training_s + thinned.training_s
+        return [row for line in thinned.lines if (row := parse_row(line)) is not None]
 
 
 _MOST_POINTS = 512

@@ -10,6 +10,7 @@ import os
 import select
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ class Opened(NamedTuple):
     width: int
     background: str
     png: bytes
+    value: Any  # of the script
 
 
 def lacks_browser() -> str | None:
@@ -81,9 +83,20 @@ class Browser:
         self._events: list[dict[str, Any]] = []
 
     def open(
-        self, page: Path | str, *, width: int, height: int = 900, is_dark: bool = False, clip: str | None = None
+        self,
+        page: Path | str,
+        *,
+        width: int,
+        height: int = 900,
+        is_dark: bool = False,
+        clip: str | None = None,
+        until: str = "true",
+        script: str = "null",
     ) -> Opened:
-        """A file or an address at a width, in light or dark; `clip` is a selector of what the picture shows."""
+        """A file or an address at a width, in light or dark; `clip` is a selector of what the picture shows.
+
+        The page is looked at once `until` is true in it; `value` is that of `script`, a promise is waited for.
+        """
         address = page if isinstance(page, str) else page.absolute().as_uri()
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -97,12 +110,14 @@ class Browser:
         self._call("Page.navigate", session, url=address)
         while not any(event["method"] == "Page.loadEventFired" for event in self._events):
             self._receive()
+        self._wait(session, until)
         measured = {
             name: self._value(session, script)
             for name, script in (
                 ("scroll_width", "document.documentElement.scrollWidth"),
                 ("width", "window.innerWidth"),
                 ("background", "getComputedStyle(document.body).backgroundColor"),
+                ("value", script),
             )
         }
         png = self._picture(session, clip)
@@ -124,8 +139,18 @@ class Browser:
             options["captureBeyondViewport"] = True
         return base64.b64decode(self._call("Page.captureScreenshot", session, **options)["data"])
 
+    def _wait(self, session: str, until: str) -> None:
+        """Also over a page that goes on to another one, where there is nothing to ask for a moment."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            answer = self._call("Runtime.evaluate", session, expression=f"!!({until})", returnByValue=True)
+            if answer["result"].get("value"):
+                return
+            assert time.monotonic() < deadline, f"never true: {until}"
+            time.sleep(0.02)
+
     def _value(self, session: str, script: str) -> Any:
-        answer = self._call("Runtime.evaluate", session, expression=script, returnByValue=True)
+        answer = self._call("Runtime.evaluate", session, expression=script, returnByValue=True, awaitPromise=True)
         return answer["result"]["value"]
 
     def _call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:

@@ -57,7 +57,8 @@ def read_file(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Content of a regular file; OSError if it is larger than `max_bytes`."""
     content = bytearray()
     with open_file(path) as stream:
-        while piece := stream.read(min(_PIECE_BYTES, max_bytes + 1 - len(content))):  # Python reserves what it is asked
+        # Python reserves as many bytes as a read may return.
+        while piece := stream.read(min(_PIECE_BYTES, max_bytes + 1 - len(content))):
             content += piece
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))

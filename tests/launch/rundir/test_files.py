@@ -35,7 +35,10 @@ def test_only_the_end_of_a_long_file_is_read_and_lines_stay_whole(tmp_path: Path
     assert [row["step"] for row in rows] == list(range(2001 - len(rows), 2001)) and 5 < len(rows) < 20
 
 
-@pytest.mark.parametrize("end", ['{"step": 3, "los', "\n\n", "null\n", '{"step": 3} trailing\n', "\x00\x00\x00\n"])
+@pytest.mark.parametrize(
+    "end",
+    ['{"step": 3, "lr": "x"}\n', '{"step": 3, "los', "\n\n", "null\n", '{"step": 3} trailing\n', "\x00\x00\x00\n"],
+)
 def test_a_line_that_is_half_written_or_damaged_is_left_out(tmp_path: Path, end):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f"{json.dumps(metrics_row(1))}\n{json.dumps(metrics_row(2))}\n{end}")

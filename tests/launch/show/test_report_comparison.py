@@ -132,3 +132,11 @@ def test_runs_that_have_not_begun_or_are_damaged_stand_in_the_table(tmp_path: Pa
     assert any(each.startswith("queued: ") for each in sentences(page))
     reader = read_page(pages_html([page], title="t"))
     assert "img" not in reader.tags and " ".join(reader.text).count("<img src=x>") >= 3, "names are only text"
+
+
+def test_predicted_figures_stand_next_to_the_measured_ones(runs: tuple[RecordedRun, ...]) -> None:
+    rows = table(comparison_page(runs), "predicted and measured").rows
+    assert [row[0] for row in rows] == ["run", "slow", "quick", "going"]
+    slow, quick = rows[1], rows[2]
+    assert slow[1] == slow[2] and slow[3] == "+0.0%", "the peak is as it was predicted"
+    assert (slow[6], quick[6]) == ("+0.0%", "-50.0%")

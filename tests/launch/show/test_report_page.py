@@ -168,3 +168,14 @@ def test_what_happened_stands_on_the_axis(tmp_path: Path) -> None:
     marks = marks_of(run_of(tmp_path, report=report, rows=rows))
     for mark, (at, fact) in zip(marks, ((3, "skipped"), (12, "memory"), (30, "step 20")), strict=True):
         assert mark.at == at and fact in mark.text
+
+
+def test_a_smoothed_loss_is_a_line_over_a_faint_one_and_has_no_bias_of_its_start(tmp_path: Path) -> None:
+    rows = [{"step": step, "loss": 4.0 + (-1) ** step} for step in range(1, 101)] + [{"step": 101}]
+    run = run_of(tmp_path, rows=rows)
+    assert [each.is_faint for each in loss_chart(run).series] == [False, False]
+    measured, _, smooth = loss_chart(run, smoothing=0.9).series
+    assert measured.is_faint and not smooth.is_faint
+    heights = [y for _, y in smooth.points]
+    assert heights[0] == 3.0 and heights[-1] is None
+    assert all(y is not None and abs(y - 4) < 0.1 for y in heights[60:100])

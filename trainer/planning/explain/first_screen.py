@@ -110,10 +110,11 @@ def _verdict(plan: Plan, context: PlanningContext, width: int) -> Iterator[Line]
 def _length(plan: Plan, context: PlanningContext) -> str:
     if not context.device.has_known_speed:
         return "but the speed of this device is not known"
-    return f"about {_about(run_hours(context, plan.chosen) * 3600)}"
+    return f"about {about(run_hours(context, plan.chosen) * 3600)}"
 
 
-def _about(seconds: float) -> str:
+def about(seconds: float) -> str:
+    """`24 h`, with two digits at most."""
     divisor, unit = _unit(seconds)
     return f"{_rounded(seconds / divisor, round)} {unit}"
 
@@ -161,7 +162,7 @@ def _choice(plan: Plan, context: PlanningContext, width: int) -> Iterator[Line]:
     totals = run_totals(context, chosen)
     cost = [] if totals.cost is None else [f"cost {totals.cost:,.2f}"]
     yield from _figures("speed", [f"{totals.tokens_per_s:,.0f} tokens/s", f"{tokens} tokens{source}", *cost], width)
-    yield from _labelled("how", f"{'; '.join(_how(plan, context))} ({chosen.strategy.name})", width)
+    yield from _labelled("how", f"{'; '.join(how(plan, context))} ({chosen.strategy.name})", width)
 
 
 def _figures(label: str, figures: Sequence[str], width: int, *, share: float | None = None) -> Iterator[Line]:
@@ -212,7 +213,8 @@ def _host_sizes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
         yield f"NVMe {format_bytes(memory.nvme_bytes)}"
 
 
-def _how(plan: Plan, context: PlanningContext) -> Iterator[str]:
+def how(plan: Plan, context: PlanningContext) -> Iterator[str]:
+    """The choice in short phrases: adapters, batch, recomputation, where the state is."""
     chosen, job = plan.chosen, plan.job
     if chosen.method.freezes_base:
         yield f"adapters of rank {job.train.lora.rank}"
@@ -411,7 +413,7 @@ def _table_lines(found: Sequence[Alternative], place: str, width: int) -> Iterat
     rows += [
         (
             f"  {each.name}",
-            "-" if each.seconds is None else _about(each.seconds),
+            "-" if each.seconds is None else about(each.seconds),
             "-" if each.occupied_bytes is None else format_bytes(each.occupied_bytes),
             each.effect,
         )

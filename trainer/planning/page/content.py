@@ -115,6 +115,7 @@ class Series(Value, frozen=True, kw_only=True):
     name: str
     points: Points
     is_dashed: bool = False  # a prediction or a limit
+    is_faint: bool = False  # behind a smoothed one
 
 
 class Mark(Value, frozen=True, kw_only=True):

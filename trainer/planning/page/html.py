@@ -59,11 +59,12 @@ def _page(page: Page) -> Iterator[str]:
 def _section(section: Section) -> Iterator[str]:
     yield f"<section>\n<h2>{escape(section.title)}</h2>"
     for block in section.blocks:
-        yield from _block(block)
+        yield from block_html(block)
     yield "</section>"
 
 
-def _block(block: Block) -> Iterator[str]:
+def block_html(block: Block) -> Iterator[str]:
+    """A block, escaped, in the classes of `STYLE`."""
     if isinstance(block, Sentence):
         yield f"<p>{escape(block.text)}</p>"
     elif isinstance(block, Quote):
@@ -171,7 +172,7 @@ svg text.halo { paint-order: stroke; stroke: var(--paper); stroke-width: 3px; }
 .chart { display: grid; grid-template-columns: 4.2rem minmax(0, 1fr); gap: 0 0.4rem; }
 .line { fill: none; stroke: var(--hue); stroke-width: 1.8px; stroke-linejoin: round; stroke-linecap: round;
         vector-effect: non-scaling-stroke; }
-.line.dashed { stroke-dasharray: 6 5; stroke-linecap: butt; }
+.line.dashed { stroke-dasharray: 6 5; stroke-linecap: butt; } .line.faint { stroke-opacity: 0.4; }
 .area { fill: var(--hue); fill-opacity: 0.75; } .band { fill: var(--hue); fill-opacity: 0.16; }
 .grid { stroke: var(--line); } .mark { stroke: var(--ink); stroke-dasharray: 2 3; }
 """
@@ -303,7 +304,7 @@ def _paths(chart: LineChart, axes: Axes) -> Iterator[str]:
             yield f'<path class="area c{number % NUM_COLOURS}" d="{area_path(lower, upper, axes)}"/>'
         return
     for number, series in enumerate(chart.series):
-        dashed = " dashed" if series.is_dashed else ""
+        dashed = f"{' dashed' if series.is_dashed else ''}{' faint' if series.is_faint else ''}"
         path = line_path(series.points, axes)
         if path:
             yield f'<path class="line{dashed} c{number % NUM_COLOURS}" d="{path}"/>'

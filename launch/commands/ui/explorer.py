@@ -1,0 +1,298 @@
+"""The plan explorer: a model, a method, a length and cards in a form, and at once what fits and how long it would run.
+
+The form is written as a command line, which the program's own parser reads. So the page shows what `shardwise plan`
+prints for that line, and the line can be pasted. Models and cards are those of the package's tables; nothing is
+downloaded, and no path of a form is opened.
+"""
+
+import re
+import shlex
+from collections.abc import Sequence
+from functools import lru_cache
+from html import escape
+from threading import Lock
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+from msgspec.structs import replace
+
+from shardwise.launch.commands.plan import machines, start_and_repeat
+from shardwise.launch.commands.ui.pages import Content, Query, badge, bar, folded_html, lines, section_html, tile
+from shardwise.launch.commands.ui.runs import Runs
+from shardwise.launch.inputs.model_files import find_known_model, known_models, similar_model
+from shardwise.launch.job.layers import read_override
+from shardwise.launch.options import parse_command_line
+from shardwise.launch.plan.gather import plan_inputs, profile_data
+from shardwise.trainer.planning.candidates import run_totals
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.device import machine_text
+from shardwise.trainer.planning.explain.first_screen import about, alternatives, how, time_range
+from shardwise.trainer.planning.explain.plan_page import plan_page
+from shardwise.trainer.planning.planner import context_of, take_candidate
+from shardwise.trainer.planning.search.certainty import error_text, peak_text, time_error
+from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
+from shardwise.trainer.spec.errors import InputError, NothingFitsError
+from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Method
+from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds, parse_count
+
+_COUNT = re.compile(r"\s*[0-9_.]{1,20}\s*[A-Za-z]?\s*")  # without an exponent, which can stand for a very long number
+HERE = "here"  # in place of a card: this machine
+METHODS = ("auto", *(method.value for method in Method))
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+MOST = {"seq_len": 10**7, "gpus": 16, "nodes": 1024, "tokens": 10**16, "take": 99}
+_FOLDED = ("choice", "memory", "speed", "why", "runners-up", "opt-ins", "fallbacks", "rejected", "notes")
+_NO_PLAN = dict.fromkeys(("verdict", "memory", "ways", "command", "more"), "")
+_BY_DEFAULT = (Allowance.COMPILE, Allowance.OFFLOAD_CPU)  # of which opting in changes nothing
+
+
+class Form(NamedTuple):
+    """The fields of the form."""
+
+    model: str = "llama-3.1-8b"
+    method: str = "auto"
+    seq_len: int = 2048
+    card: str = "RTX-4090"
+    gpus: int = 1
+    nodes: int = 1
+    tokens: str = ""  # to learn, as it was typed
+    allow: tuple[str, ...] = ()
+    take: int = 1  # the candidate of the plan that runs
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of `shardwise` that plan this."""
+        spec = f"{self.nodes}x{self.gpus}x{self.card}" if self.nodes > 1 else f"{self.gpus}x{self.card}"
+        options = {
+            "--method": None if self.method == "auto" else self.method,
+            "--seq-len": str(self.seq_len),
+            "--hardware": None if self.card == HERE else spec,
+            "--allow": ",".join(self.allow) or None,
+            "--take": str(self.take) if self.take > 1 else None,
+        }
+        given = [part for flag, value in options.items() if value is not None for part in (flag, value)]
+        return ["plan", self.model, *given, *([f"train.tokens={parse_count(self.tokens)}"] if self.tokens else [])]
+
+    @property
+    def query(self) -> dict[str, Any]:
+        """The form as the query of an address; fields that have their default are left out."""
+        return {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+
+
+def read_form(query: Query) -> Form:
+    """The fields of an address; InputError for one that is none of those that the form offers."""
+    given = {name: query[name][0] for name in Form._fields if name in query}
+    model, method, card = (given.get(name, getattr(Form(), name)) for name in ("model", "method", "card"))
+    known = find_known_model(model)
+    if known is None:
+        near = similar_model(model)
+        raise InputError(f"model {model}: is not in the table" + (f"; did you mean {near}?" if near else ""))
+    if method not in METHODS:
+        raise InputError(f"method {method}: is none of {', '.join(METHODS)}")
+    if card != HERE and card not in GPU_SPECS:
+        raise InputError(f"card {card}: is not in the catalogue")
+    allow = tuple(each for each in query.get("allow", ()) if each in list(Allowance))
+    numbers = {name: _whole(name, given[name]) for name in ("seq_len", "gpus", "nodes", "take") if name in given}
+    tokens = given.get("tokens", "").strip()
+    if tokens:
+        _whole("tokens", tokens)
+    return Form(known.name, method, card=card, allow=allow, tokens=tokens, **numbers)
+
+
+def _whole(name: str, text: str) -> int:
+    field = f"{name.replace('_', ' ')} {text}"
+    if not _COUNT.fullmatch(text):
+        raise InputError(f'{field}: is not a count such as 2048, "64k" or "2G"')
+    try:
+        value = parse_count(text)
+    except ValueError as error:
+        raise InputError(f"{field}: is not {error}") from None
+    if not 1 <= value <= MOST[name]:
+        raise InputError(f"{field}: is not between 1 and {MOST[name]:,}")
+    return value
+
+
+def plan_content(_runs: Runs, query: Query) -> Content:
+    """The explorer with the plan of its form."""
+    try:
+        form = read_form(query)
+        parts = plan_parts(form)
+    except InputError as error:
+        form = Form()
+        parts = {**_NO_PLAN, "verdict": f'<p class="alert">{lines(str(error))}</p>'}
+    head = f'<div class="title"><h1>Plan</h1><p class="sub">What fits, and how long it runs</p></div>{form_html(form)}'
+    return Content(f"{form.model}: plan", head, parts, "/plan", "/api/plan")
+
+
+_PLANNING = Lock()  # a plan is a second of computation: two at a time would take twice as long each
+
+
+@lru_cache(maxsize=128)
+def plan_parts(form: Form) -> dict[str, str]:
+    """The parts of the page for a form; InputError where the program refuses the settings."""
+    _, options = parse_command_line(form.arguments)
+    command = shlex.join(["shardwise", *form.arguments])
+    try:
+        with _PLANNING:
+            ((_, inputs),) = machines(options)
+            plan = take_candidate(plan_inputs(inputs, profile_data(inputs)), options.take)
+    except NothingFitsError as error:
+        first, *rest = str(error).removeprefix("nothing fits: ").splitlines()
+        verdict = f'<div class="card">{badge("does not fit", "bad")}<p class="lead">{escape(first)}</p>'
+        verdict += f"<p>{lines(chr(10).join(rest))}</p></div>"
+        return {**_NO_PLAN, "verdict": verdict, "command": _command(command)}
+    context = context_of(plan)
+    sections = {section.name: section for section in plan_page(plan).sections}
+    memory, methods = sections["memory"], sections["methods"]
+    sections["memory"] = replace(memory, title="memory at every event of a step", blocks=memory.blocks[1:])
+    more = "".join(folded_html(sections[name]) for name in _FOLDED if name in sections)
+    return {
+        "verdict": _verdict(plan, context),
+        "memory": section_html(replace(memory, blocks=memory.blocks[:1]), "card"),
+        "ways": _ways(plan, context, form) + section_html(replace(methods, blocks=methods.blocks[:1]), "card"),
+        "command": _command(command, *start_and_repeat(options, inputs)[0]),
+        "more": more,
+    }
+
+
+def _verdict(plan: Plan, context: PlanningContext) -> str:
+    """Whether it fits, its time, memory and speed, and how it runs."""
+    chosen, totals = plan.chosen, run_totals(context, plan.chosen)
+    memory, seconds = chosen.memory, totals.hours * 3600
+    used, usable = memory.occupied_bytes, memory.usable_bytes
+    error = time_error(context, chosen)
+    within = "" if error is None else f"{time_range(seconds, error)}, {error_text(error)}"
+    num_steps = plan.schedule.num_steps
+    steps = f"{num_steps:,} steps of {format_seconds(chosen.speed.step_s)}"
+    host, granted = memory.pinned_bytes + memory.host_bytes, context.host_ram_bytes
+    place = "of each rank's RAM" if context.is_cpu else "of each card"
+    tiles = [
+        tile("time", about(seconds) if context.device.has_known_speed else "not known", escape(within), steps),
+        tile(
+            "memory",
+            format_bytes(used),
+            bar(used / usable),
+            f"of {format_bytes(usable)} {place}",
+            escape(peak_text(context, chosen)),
+        ),
+        tile(
+            "tokens/s",
+            format_count(totals.tokens_per_s),
+            f"{format_count(num_steps * plan.schedule.tokens_per_step)} tokens in all",
+            f"MFU {chosen.speed.mfu:.0%}" if chosen.speed.mfu is not None else "",
+        ),
+    ]
+    if host and not context.is_cpu:
+        of = f"of {format_bytes(granted)} of a node" if granted else ""
+        tiles.append(
+            tile(
+                "host RAM", format_bytes(host), bar(host / granted, is_full=host > 0.9 * granted) if granted else "", of
+            )
+        )
+    method = (
+        f"{plan.model_shape.model_type}, {format_count(plan.model_shape.num_parameters)} parameters, {chosen.method}"
+    )
+    text = "; ".join(how(plan, context))
+    warnings = "".join(f'<p class="alert warn">{escape(text)}</p>' for text in plan.all_warnings)
+    return (
+        f'<div class="card">{badge("fits", "good")} <span class="what">{escape(method)} on '
+        f'{escape(machine_text(plan.hardware))}</span><p class="lead">{escape(text[:1].upper() + text[1:])}</p>'
+        f'<p class="sub"><code>{escape(chosen.strategy.name)}</code></p></div>'
+        f'<div class="tiles">{"".join(tiles)}</div>{warnings}'
+    )
+
+
+def _command(*commands: str) -> str:
+    text = escape("\n".join(commands))
+    return (
+        '<section class="card"><h2>The same on the command line</h2>'
+        f'<pre class="command" id="command" tabindex="0">{text}</pre>'
+        '<button type="button" class="copy" data-copy="command">Copy</button></section>'
+    )
+
+
+def _ways(plan: Plan, context: PlanningContext, form: Form) -> str:
+    """Alternatives, each as a link to its own plan."""
+    rows = []
+    for each in alternatives(plan, context):
+        name = escape(each.name)
+        if each.setting:
+            name = f'<a href="{_address(changed(form, each.setting))}">{name}</a>'
+        time = "-" if each.seconds is None else format_seconds(each.seconds)
+        size = "-" if each.occupied_bytes is None else format_bytes(each.occupied_bytes)
+        setting = f"<code>{escape(each.setting)}</code>" if each.setting else ""
+        rows.append(
+            f"<tr><td>{name}</td><td class=right>{time}</td><td class=right>{size}</td>"
+            f"<td>{escape(each.effect)}</td><td>{setting}</td></tr>"
+        )
+    if not rows:
+        return ""
+    header = "<tr><th>way</th><th class=right>time</th><th class=right>card</th><th>changes</th><th>setting</th></tr>"
+    back = ""
+    if form.take > 1:
+        address = _address(form._replace(take=1))
+        back = f'<p>This is candidate {form.take}. <a href="{address}">Back to the first</a></p>'
+    table = f'<div class="scroll"><table>{header}{"".join(rows)}</table></div>'
+    return f'<section class="card"><h2>Other ways</h2>{back}{table}</section>'
+
+
+def _address(form: Form) -> str:
+    return escape(f"/plan?{urlencode(form.query, doseq=True)}")
+
+
+def changed(form: Form, setting: str) -> Form:
+    """The form with a setting of an alternative, as the command line would read it."""
+    _, options = parse_command_line(["plan", form.model, *shlex.split(setting)])
+    form = form._replace(take=options.take)
+    for override in options.overrides:
+        tree = read_override(override)
+        train, allow = tree.get("train", {}), tree.get("allow")
+        form = form._replace(
+            method=train.get("method", form.method), allow=form.allow if allow is None else tuple(allow)
+        )
+    return form
+
+
+def form_html(form: Form) -> str:
+    """The form; without a script its button shows the plan."""
+    by_name = sorted(GPU_SPECS.values(), key=lambda spec: spec.name)
+    cards = [
+        (HERE, "this machine"),
+        *((each.name, f"{each.name}, {format_bytes(each.memory_bytes)}") for each in by_name),
+    ]
+    models = [
+        (each.name, each.name + (f", {format_count(each.parameters)}" if each.parameters else ""))
+        for each in known_models()
+    ]
+    boxes = "".join(
+        f'<label class="box"><input type="checkbox" name="allow" value="{each}"'
+        f"{' checked' if each in form.allow else ''}> {each}</label>"
+        for each in Allowance
+        if each not in _BY_DEFAULT
+    )
+    lengths = "".join(f'<option value="{length}">' for length in LENGTHS)
+    return (
+        '<form class="card explorer" data-live action="/plan"><input type="hidden" name="take" '
+        f'value="{form.take}">{_select("model", "Model", models, form.model)}'
+        f"{_select('method', 'Method', [(each, each) for each in METHODS], form.method)}"
+        f"{_select('card', 'Card', cards, form.card)}"
+        f'<div class="pair">{_number("gpus", "Cards a node", form.gpus)}{_number("nodes", "Nodes", form.nodes)}</div>'
+        f'<label>Tokens a row<input name="seq_len" inputmode="numeric" list="lengths" value="{form.seq_len}"></label>'
+        f'<datalist id="lengths">{lengths}</datalist>'
+        f'<label>Tokens to train on<input name="tokens" placeholder="20M" value="{escape(form.tokens)}"></label>'
+        f"<details{' open' if form.allow else ''}><summary>Opt in to</summary>{boxes}</details>"
+        '<button class="plain">Plan</button></form>'
+    )
+
+
+def _select(name: str, label: str, options: Sequence[tuple[str, str]], chosen: str) -> str:
+    shown = "".join(
+        f'<option value="{escape(value)}"{" selected" if value == chosen else ""}>{escape(text)}</option>'
+        for value, text in options
+    )
+    return f'<label>{label}<select name="{name}">{shown}</select></label>'
+
+
+def _number(name: str, label: str, value: int) -> str:
+    return f'<label>{label}<input type="number" name="{name}" min="1" max="{MOST[name]}" value="{value}"></label>'

@@ -1,0 +1,375 @@
+"""The pages as HTML: the list of runs, one run, several side by side, with the charts and tables of `report --html`.
+
+A page has a fixed head and parts, which `ui.js` replaces where they changed. Everything that a file or a request may
+have named is escaped here or by `block_html`.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import NamedTuple
+from urllib.parse import urlencode
+
+import msgspec
+from msgspec.structs import replace
+
+from shardwise.launch.commands.ui.runs import MOST_RUNS, Runs, Summary, WholeRun
+from shardwise.launch.rundir.state import RunState
+from shardwise.launch.show.comparison import comparison_page
+from shardwise.launch.show.run_page import run_page, run_text
+from shardwise.launch.show.view import LiveView, MemoryGauge
+from shardwise.trainer.planning.page.content import Block, LineChart, Points, Section, Series, Unit
+from shardwise.trainer.planning.page.html import axes_of, block_html, line_chart_html, line_path
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.secrets import printable
+from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
+
+LIVE_S, IDLE_S, LIST_S = 1.5, 6.0, 3.0  # between two looks of a page
+MOST_COMPARED = 12
+SMOOTHINGS = ("0", "0.6", "0.9", "0.97", "0.99")
+_FOLDED = ("plan", "runners-up", "rejected", "notes", "verified", "hardware", "versions")
+_CHARTS = ("loss", "throughput", "memory", "step")
+_TONES = {
+    RunState.RUNNING: "live",
+    RunState.FINISHED: "good",
+    RunState.STOPPED: "warn",
+    RunState.PREEMPTED: "warn",
+    RunState.OUT_OF_MEMORY: "bad",
+    RunState.FAILED: "bad",
+    RunState.LOST: "bad",
+}
+_FULL_SHARE = 0.95
+
+Query = Mapping[str, list[str]]
+
+
+class Content(NamedTuple):
+    """A page: what is fixed, and its parts by name, all of them HTML."""
+
+    title: str
+    head: str
+    parts: dict[str, str]
+    place: str = ""  # of the navigation
+    api: str = ""  # where `ui.js` gets the parts again
+    every_s: float = 0.0  # 0: when a form changed only
+
+
+def document(content: Content) -> str:
+    """The whole page."""
+    here = "/plan" if content.place == "/plan" else "/"
+    links = "".join(
+        f'<a href="{address}"{" aria-current=page" if address == here else ""}>{name}</a>'
+        for address, name in (("/", "Runs"), ("/plan", "Plan"))
+    )
+    parts = "".join(f'<div class="pane {name}" data-part="{name}">{html}</div>' for name, html in content.parts.items())
+    api = f' data-api="{escape(content.api)}" data-every="{content.every_s:g}"' if content.api else ""
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(content.title)}</title>\n"
+        '<link rel="icon" href="/icon.svg"><link rel="stylesheet" href="/ui.css">\n'
+        '<script src="/ui.js" defer></script>\n</head>\n<body>\n'
+        '<a class="skip" href="#main">Skip to content</a>\n'
+        f'<header class="top"><nav><a class="brand" href="/"><img src="/icon.svg" alt="" width="22" height="22">'
+        f"shardwise</a>{links}</nav></header>\n"
+        f'<main id="main" class="page {content.place.strip("/") or "runs"}"{api}>\n{content.head}\n{parts}\n</main>\n'
+        "</body>\n</html>\n"
+    )
+
+
+def forwarding(address: str) -> str:
+    """A page that goes on to another one by itself."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>shardwise</title>'
+        f'<meta http-equiv="refresh" content="0;url={escape(address)}"><link rel="icon" href="/icon.svg"></head>'
+        f'<body><p><a href="{escape(address)}">shardwise</a></p></body></html>\n'
+    )
+
+
+def problem(title: str, reason: str) -> Content:
+    """A page that states why there is no other."""
+    return Content(title, f"<h1>{escape(title)}</h1>", {"problem": f'<p class="card">{lines(reason)}</p>'})
+
+
+def lines(text: str) -> str:
+    """Escaped text with its line breaks."""
+    return "<br>".join(escape(line) for line in text.splitlines())
+
+
+def runs_content(runs: Runs, _query: Query) -> Content:
+    """The list of runs, the newest first."""
+    found, total = runs.summaries()
+    shown = f"the newest {MOST_RUNS} of {total} runs" if total > len(found) else f"{total} run{'s' * (total != 1)}"
+    head = f'<div class="title"><h1>Runs</h1><p class="sub"><code>{escape(str(runs.folder))}</code></p></div>'
+    if not found:
+        return Content("runs", head, {"table": _no_runs(runs)}, "/", "/api/", LIST_S)
+    head += (
+        '<form id="compare" class="tools" action="/compare"><label>Filter <input type="search" id="filter" '
+        'autocomplete="off" placeholder="name, state, model"></label>'
+        '<button id="compare-button">Compare selected</button></form>'
+    )
+    rows = "".join(map(_row, found))
+    columns = ("", "run", "state", "progress", "loss", "", "tokens/s", "time", "model", "started")
+    header = "".join(f"<th{' class=right' if name in ('loss', 'tokens/s') else ''}>{name}</th>" for name in columns)
+    table = f'<table class="runs"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>'
+    parts = {"table": f'<div class="scroll card">{table}</div><p class="sub">{shown}</p>'}
+    return Content("runs", head, parts, "/", "/api/", LIST_S)
+
+
+def _no_runs(runs: Runs) -> str:
+    return (
+        f'<div class="card empty"><p>There is no run in <code>{escape(str(runs.folder))}</code> yet.</p>'
+        "<p>Start one, and it appears here by itself:</p><pre>shardwise init --model Qwen/Qwen2.5-0.5B-Instruct "
+        "--data chats.jsonl\nshardwise train job.yaml</pre>"
+        '<p>Or see first <a href="/plan">what fits, and how long it runs</a>.</p></div>'
+    )
+
+
+def _row(run: Summary) -> str:
+    """A row of the list."""
+    name, status = escape(run.name), run.status
+    box = f'<input type="checkbox" form="compare" name="run" value="{name}" aria-label="compare {name}">'
+    link = f'<a href="{escape(_address("/run", name=run.name))}">{name}</a>'
+    started = time.strftime("%d %b %Y, %H:%M", time.localtime(run.started_s))
+    if status is None:
+        reason = f"{badge('unreadable', 'bad')} {escape(run.problem or '')}"
+        return f'<tr><td>{box}</td><td>{link}</td><td colspan="7">{reason}</td><td>{started}</td></tr>'
+    share = (status.step or 0) / status.num_steps if status.num_steps else 0.0
+    steps = (
+        "-" if status.step is None else f"{status.step:,}" + (f" of {status.num_steps:,}" if status.num_steps else "")
+    )
+    left = "" if status.seconds_left is None else f"{format_seconds(status.seconds_left)} left"
+    spent = "" if run.duration_s is None or run.is_live else format_seconds(run.duration_s)
+    loss = run.loss if status.loss is None else status.loss
+    rate = status.tokens_per_s or run.tokens_per_s
+    cells = (
+        f"<td>{box}</td><td class=name>{link}</td><td>{state_badge(status.state, status.reason)}</td>",
+        f"<td>{bar(share)}<small>{steps}</small></td>",
+        f"<td class=right>{'-' if loss is None else f'{loss:.4f}'}</td><td>{_spark(run.curve)}</td>",
+        f"<td class=right>{'-' if not rate else format_count(rate)}</td>",
+        f"<td class=time>{left or spent or '-'}</td>",
+        f"<td>{'-' if run.plan is None else escape(_model_text(run.plan))}</td>",
+        f"<td><small>{started}</small></td>",
+    )
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _model_text(plan: Plan) -> str:
+    model = plan.job.model.name or plan.job.model.config or plan.model_shape.model_type
+    return f"{model.rstrip('/').rpartition('/')[2]}, {plan.chosen.method}"
+
+
+def state_badge(state: RunState, reason: str = "") -> str:
+    """The state of a run in its colour, with its reason as a tooltip."""
+    return badge(state.value.replace("_", " "), _TONES.get(state, "calm"), reason)
+
+
+def badge(text: str, tone: str, reason: str = "") -> str:
+    """A word in a colour; the word alone has the meaning."""
+    title = f' title="{escape(reason)}"' if reason else ""
+    return f'<span class="badge {tone}"{title}>{escape(text)}</span>'
+
+
+def bar(share: float, *, mark: float | None = None, is_full: bool = False) -> str:
+    """A share as a bar, with a mark at the prediction."""
+    width = 100 * min(1.0, max(0.0, share))
+    line = "" if mark is None else f'<rect class="at" x="{100 * min(1.0, max(0.0, mark)):.2f}%" width="2" height="8"/>'
+    tone = "full" if is_full else "filled"
+    return (
+        f'<svg class="bar" height="8" aria-hidden="true"><rect class="rest" width="100%" height="8" rx="4"/>'
+        f'<rect class="{tone}" width="{width:.2f}%" height="8" rx="4"/>{line}</svg>'
+    )
+
+
+def _spark(points: Points) -> str:
+    """A small curve of the loss."""
+    chart = LineChart(
+        caption="", x_label="", unit=Unit.NUMBER, series=(Series(name="", points=points),), from_zero=False
+    )
+    axes = axes_of(chart)
+    if axes is None or len(points) < 2:
+        return ""
+    return (
+        '<svg class="spark" viewBox="0 0 1000 180" preserveAspectRatio="none" aria-hidden="true">'
+        f'<path class="line c0" d="{line_path(points, axes)}"/></svg>'
+    )
+
+
+def run_content(runs: Runs, query: Query) -> Content:
+    """One run, live or ended."""
+    name = _only(query, "name")
+    smoothing = _smoothing(query)
+    whole = runs.whole(name)
+    sections = {section.name: section for section in run_page(whole.run, smoothing=smoothing).sections}
+    charts = {key: _over_steps(sections[key]) for key in _CHARTS if key in sections}
+    others = [sections[key] for key in sections if key not in (*_FOLDED, *_CHARTS, "end", "incidents")]
+    others += [rest for key in charts if (rest := _without_steps(sections[key])) is not None]
+    folded = [section for key, section in sections.items() if key in _FOLDED]
+    parts = {
+        "live": _tiles(whole),
+        "incidents": section_html(sections["incidents"], "card") if "incidents" in sections else "",
+        "charts": "".join(section_html(section, "card") for section in charts.values() if section.blocks),
+        "figures": "".join(section_html(section, "card") for section in others),
+        "more": "".join(map(folded_html, folded)),
+    }
+    plan = whole.run.plan
+    what = "" if plan is None else f'<p class="sub">{escape(run_text(plan))}</p>'
+    choices = "".join(
+        f"<option{' selected' if float(each) == smoothing else ''}>{each}</option>" for each in SMOOTHINGS
+    )
+    head = (
+        f'<div class="heading"><div class="title"><h1>{escape(name)}</h1>{what}</div>'
+        f'<form class="tools" data-live action="/run"><input type="hidden" name="name" value="{escape(name)}">'
+        f'<label>Smooth the loss by <select name="smooth">{choices}</select></label></form></div>'
+    )
+    return Content(_tab(whole.look.view, name), head, parts, "/run", "/api/run", LIVE_S if whole.is_live else IDLE_S)
+
+
+def _over_steps(section: Section) -> Section:
+    """The section with its charts over the steps of the run, and its sentences if it has no other chart."""
+    rest = _without_steps(section)
+    return section if rest is None else replace(section, blocks=tuple(filter(_has_step_axis, section.blocks)))
+
+
+def _without_steps(section: Section) -> Section | None:
+    """What the section has besides charts over steps, if one is a chart over the time of a step."""
+    blocks = tuple(block for block in section.blocks if not _has_step_axis(block))
+    return replace(section, blocks=blocks) if any(isinstance(block, LineChart) for block in blocks) else None
+
+
+def _has_step_axis(block: Block) -> bool:
+    return isinstance(block, LineChart) and block.x_unit is Unit.NUMBER
+
+
+def _tab(view: LiveView, name: str) -> str:
+    """`62% name`, the title of the window."""
+    return f"{int(100 * (view.step or 0) / view.num_steps)}% {name}" if view.num_steps else name
+
+
+def _tiles(whole: WholeRun) -> str:
+    """The state of a run in a row of figures."""
+    view, judged, run = whole.look.view, whole.look.judged, whole.run
+    report = run.report
+    share = (view.step or 0) / view.num_steps if view.num_steps else 0.0
+    of = f" of {view.num_steps:,}" if view.num_steps else ""
+    left = None if view.seconds_left is None else f"{format_seconds(view.seconds_left)} left"
+    spent = None if report is None or whole.is_live else f"{format_seconds(report.duration_s)} in all"
+    ended = state_badge(judged.state) + (f" attempt {view.attempt}" if view.attempt > 1 else "")
+    tiles = [tile("state", ended, bar(share), f"step {view.step or 0:,}{of}", left or spent or view.state)]
+    loss = view.loss if view.loss is not None else run.final_loss
+    if loss is not None:
+        notes = (
+            f"held-out {view.eval_loss:.4f}" if view.eval_loss is not None else "",
+            f"learning rate {view.lr:.3g}" if view.lr is not None else "",
+        )
+        tiles.append(tile("loss", f"{loss:.4f}", *map(escape, notes)))
+    rate, expected = view.tokens_per_s, view.predicted_tokens_per_s
+    if rate:
+        compared = f"{rate / expected:.0%} of the predicted {format_count(expected)}" if expected else ""
+        mfu = f"MFU {view.mfu:.1%}" if view.mfu is not None else ""
+        tiles.append(tile("tokens/s", format_count(rate), bar(rate / expected) if expected else "", compared, mfu))
+    if view.memory is not None and (view.memory.used_bytes or view.memory.peak_bytes):
+        tiles.append(_memory_tile(view.memory))
+    card = view.card
+    figures = (
+        (card.utilization, "{:.0%} busy"), (card.power_w, "{:.0f} W"), (card.temperature_c, "{} °C"),
+        (card.throttle, "slowed by {}"),
+    )  # fmt: skip
+    if any(figure is not None for figure, _ in figures):
+        first, *others = (escape(form.format(figure)) for figure, form in figures if figure is not None)
+        tiles.append(tile("GPU of rank 0", first, *others))
+    error = None if report is None or whole.is_live else report.error
+    alert = f'<p class="alert">{lines(error)}</p>' if error else ""
+    return f'{alert}<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _memory_tile(gauge: MemoryGauge) -> str:
+    """Memory in use against the card or the RAM, with a mark at the prediction."""
+    used, total = gauge.used_bytes or gauge.peak_bytes or 0, gauge.total_bytes
+    share = used / total if total else 0.0
+    mark = gauge.predicted_bytes / total if gauge.predicted_bytes and total else None
+    of = f"of {format_bytes(total)} {gauge.place}" if total else ""
+    peak = f"peak {format_bytes(gauge.peak_bytes)}" if gauge.peak_bytes else ""
+    expected = f"predicted {format_bytes(gauge.predicted_peak_bytes)}" if gauge.predicted_peak_bytes else ""
+    note = ", ".join(filter(None, (peak, expected)))
+    meter = bar(share, mark=mark, is_full=share >= _FULL_SHARE) if total else ""
+    return tile("memory", format_bytes(used), meter, of, note)
+
+
+def tile(label: str, figure: str, *notes: str) -> str:
+    """A figure with its label; all of it HTML."""
+    below = "".join(note if note.startswith("<svg") else f"<p>{note}</p>" for note in notes if note)
+    return f'<div class="tile"><h2>{label}</h2><p class="figure">{figure}</p>{below}</div>'
+
+
+def comparison_content(runs: Runs, query: Query) -> Content:
+    """Several runs side by side."""
+    names = list(dict.fromkeys(query.get("run", [])))
+    if not 2 <= len(names) <= MOST_COMPARED:
+        reason = f"select 2 to {MOST_COMPARED} runs in the list, and then Compare selected"
+        return problem("Nothing to compare" if len(names) < 2 else "Too many runs", reason)._replace(place="/compare")
+    wholes = [runs.whole(name) for name in names]
+    page = comparison_page([whole.run for whole in wholes])
+    parts = {"figures": "", "charts": ""}
+    for section in page.sections:
+        parts["charts" if _has_chart(section) else "figures"] += section_html(section, "card")
+    every_s = LIVE_S if any(whole.is_live for whole in wholes) else IDLE_S
+    links = ", ".join(f'<a href="{escape(_address("/run", name=name))}">{escape(name)}</a>' for name in names)
+    head = f'<div class="title"><h1>{escape(page.title)}</h1><p class="sub">{links}</p></div>'
+    return Content(page.title, head, parts, "/compare", "/api/compare", every_s)
+
+
+def _has_chart(section: Section) -> bool:
+    return any(isinstance(block, LineChart) for block in section.blocks)
+
+
+def section_html(section: Section, names: str = "") -> str:
+    """A section whose line charts can be read with the pointer and the keyboard."""
+    return f'<section class="{names}"><h2>{escape(section.title)}</h2>{_blocks(section.blocks)}</section>'
+
+
+def folded_html(section: Section) -> str:
+    """A section of which the title is shown until it is opened."""
+    head = f'<details class="card" data-id="{escape(section.name)}"><summary>{escape(section.title)}</summary>'
+    return f"{head}{_blocks(section.blocks)}</details>"
+
+
+def _blocks(blocks: Iterable[Block]) -> str:
+    return "\n".join(_plot(block) if isinstance(block, LineChart) else "\n".join(block_html(block)) for block in blocks)
+
+
+def _plot(chart: LineChart) -> str:
+    """A chart with its figures as text, for `ui.js`."""
+    axes = axes_of(chart)
+    if axes is None:
+        return ""
+    series = [
+        {
+            "name": printable(each.name),
+            "points": [(x, None if y is None else chart.unit.text(y)) for x, y in each.points],
+        }
+        for each in chart.series
+    ]
+    figures = {"left": axes.left, "right": axes.right, "label": chart.x_label, "series": series}
+    return (
+        f'<figure class="plot" tabindex="0" data-id="{escape(chart.caption)}" '
+        f'aria-label="{escape(chart.caption)}; arrow keys read its figures" '
+        f'data-chart="{escape(msgspec.json.encode(figures).decode())}">{"".join(line_chart_html(chart))}</figure>'
+    )
+
+
+def _smoothing(query: Query) -> float:
+    text = query.get("smooth", ["0"])[0]
+    return float(text) if text in SMOOTHINGS else 0.0
+
+
+def _only(query: Query, name: str) -> str:
+    values = query.get(name, [])
+    if len(values) != 1:
+        raise InputError(f"the address has no {name}")
+    return values[0]
+
+
+def _address(path: str, **query: str | Sequence[str]) -> str:
+    return f"{path}?{urlencode(query, doseq=True, errors='surrogateescape')}"

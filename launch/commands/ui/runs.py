@@ -1,0 +1,212 @@
+"""Runs of a folder for the pages: what the list shows of each, and whole runs, read again only where files changed.
+
+A run is found by its name among the directories of the folder. No path is ever made from a name, so that a request
+cannot reach a file elsewhere. Files of runs may be damaged or hostile: they are read through the codec, which accepts
+regular files of a bounded size, and of a long metrics.jsonl a part of the lines.
+"""
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple
+
+import msgspec
+
+from shardwise.launch.rundir.files import MAX_METRICS_LINES, is_run_dir, parse_row, read_run, tail_rows
+from shardwise.launch.rundir.lock import LOCK
+from shardwise.launch.rundir.state import Queue, RunState, RunStatus, read_liveness, runs_below, status_of
+from shardwise.launch.show.follow import QUERY_S, Look, WatchedRun
+from shardwise.launch.show.recorded_run import RecordedRun, RecordedSteps, Step, read_recorded
+from shardwise.trainer.planning.page.content import Points
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import InputError, ShardwiseError
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Report
+
+MOST_RUNS = 300  # in the list, the newest ones
+_MOST_FOLLOWED = 24  # whole runs in memory
+_NUM_SAMPLES = 64  # of the small curve in the list
+_SAMPLED_FROM, _SAMPLE_BYTES = 1 << 18, 1 << 12  # a longer file is read at places equally far apart
+_WATCHED = ("plan.json", "metrics.jsonl", "report.json", "submission.json", "cancelled", LOCK, "attempts")
+_MAY_CHANGE = (RunState.WAITING, RunState.STARTING, RunState.RUNNING, RunState.UNKNOWN)
+
+
+class Summary(NamedTuple):
+    """A row of the list."""
+
+    name: str
+    started_s: float  # in seconds of the epoch
+    status: RunStatus | None = None
+    plan: Plan | None = None
+    duration_s: float | None = None  # of the attempts that ended
+    loss: float | None = None  # by the report
+    tokens_per_s: float | None = None  # of all devices, by the report
+    curve: Points = ()  # of the loss
+    problem: str | None = None  # why there is no status
+
+    @property
+    def is_live(self) -> bool:
+        return self.status is not None and self.status.state in _MAY_CHANGE
+
+
+class WholeRun(NamedTuple):
+    """One run with its steps."""
+
+    look: Look
+    run: RecordedRun
+
+    @property
+    def is_live(self) -> bool:
+        return self.look.judged.state in _MAY_CHANGE
+
+
+class Runs:
+    """The runs of one folder; a folder that is a run itself is its only one."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str] = os.environ) -> None:
+        self.folder, self._environment = folder, environment
+        self._lock = Lock()
+        self._queue, self._queried_at = Queue(environment), time.monotonic()
+        self._summaries: dict[str, tuple[object, Summary]] = {}
+        self._followed: OrderedDict[str, _Followed] = OrderedDict()
+
+    def names(self) -> dict[str, Path]:
+        """The run directories by the names that requests use."""
+        if is_run_dir(self.folder):
+            return {self.folder.resolve().name: self.folder}
+        try:
+            return {str(path.relative_to(self.folder)): path for path in runs_below(self.folder)}
+        except OSError:
+            return {}
+
+    def summaries(self) -> tuple[list[Summary], int]:
+        """The newest runs, the newest first, and the number of all runs."""
+        names = self.names()
+        with self._lock:
+            started = sorted(((_started_s(path), name) for name, path in names.items()), reverse=True)
+            self._summaries = {name: each for name, each in self._summaries.items() if name in names}
+            found = [self._summary(name, names[name], at_s) for at_s, name in started[:MOST_RUNS]]
+        return found, len(names)
+
+    def whole(self, name: str) -> WholeRun:
+        """One run; InputError for a name that the folder does not have."""
+        path = self.names().get(name)
+        if path is None:
+            raise InputError(f"{name}: there is no such run in {self.folder}")
+        with self._lock:
+            followed = self._followed.pop(name, None)
+            if followed is None or followed.is_too_long:
+                followed = _Followed(path, self._environment)
+            self._followed[name] = followed
+            if len(self._followed) > _MOST_FOLLOWED:
+                self._followed.popitem(last=False)
+        return followed.whole()
+
+    def _summary(self, name: str, path: Path, started_s: float) -> Summary:
+        signature = _signature(path)
+        known = self._summaries.get(name)
+        if known is not None and known[0] == signature and not known[1].is_live:
+            return known[1]
+        try:
+            summary = self._read(name, path, started_s)
+        except (OSError, ShardwiseError) as error:
+            summary = Summary(name, started_s, problem=str(error))
+        self._summaries[name] = (signature, summary)
+        return summary
+
+    def _read(self, name: str, path: Path, started_s: float) -> Summary:
+        if time.monotonic() - self._queried_at >= QUERY_S:
+            self._queue, self._queried_at = Queue(self._environment), time.monotonic()
+        files = read_run(path)
+        liveness = read_liveness(files, self._queue, reads_ended=False, environment=self._environment)
+        status = status_of(files, liveness, now_s=time.time(), last_line=None, logs=())
+        curve = loss_points(path / "metrics.jsonl")
+        summary = Summary(name, started_s, status, files.plan, curve=curve)
+        return summary if files.report is None else _with_report(summary, files.report)
+
+
+class _Followed:
+    """A run whose new lines are added to those that were read before."""
+
+    def __init__(self, run_dir: Path, environment: Mapping[str, str]) -> None:
+        self._run_dir, self._watched = run_dir, WatchedRun(run_dir, environment=environment)
+        self._steps: list[Step] = []
+        self._lock = Lock()
+
+    @property
+    def is_too_long(self) -> bool:
+        """True if reading it anew would thin it out."""
+        return len(self._steps) > 2 * MAX_METRICS_LINES
+
+    def whole(self) -> WholeRun:
+        """The run as it is now; InputError if its directory is missing or is no run."""
+        with self._lock:
+            try:
+                look = self._watched.look()
+            except OSError as error:
+                raise InputError(f"{self._run_dir}: cannot be read: {error.strerror}") from error
+            self._steps += (step for row in look.rows if (step := _step_of(row)) is not None)
+            recorded = RecordedSteps(tuple(self._steps), look.num_steps, look.training_s)
+        return WholeRun(look, read_recorded(self._run_dir, recorded))
+
+
+def _step_of(row: dict[str, object]) -> Step | None:
+    try:
+        return msgspec.convert(row, Step)
+    except msgspec.ValidationError:
+        return None
+
+
+def loss_points(path: Path) -> Points:
+    """About `_NUM_SAMPLES` losses over a whole metrics.jsonl, of which a bounded part is read."""
+    try:
+        with codec.open_file(path) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            if size <= _SAMPLED_FROM:
+                rows = tail_rows(path, limit=_SAMPLED_FROM)
+                rows = rows[:: max(1, len(rows) // _NUM_SAMPLES)] + rows[-1:]
+            else:
+                rows = []
+                for number in range(_NUM_SAMPLES):
+                    stream.seek(number * (size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
+                    lines = stream.read(_SAMPLE_BYTES).split(b"\n")[1:-1]
+                    rows += [row for line in lines[:1] if (row := parse_row(line)) is not None]
+    except OSError:
+        return ()
+    points = {float(row["step"]): row["loss"] for row in rows if row.get("loss") is not None}
+    return tuple(sorted(points.items()))
+
+
+def _with_report(summary: Summary, report: Report) -> Summary:
+    rate = report.measured.speed.tokens_per_s_per_gpu
+    return summary._replace(
+        duration_s=report.duration_s,
+        loss=report.final_loss,
+        tokens_per_s=None if rate is None else rate * report.plan.num_ranks,
+    )
+
+
+def _started_s(path: Path) -> float:
+    """When the plan, which is never rewritten, or the submission was written; else the time of the directory."""
+    for each in (path / "plan.json", path / "submission.json", path):
+        try:
+            return each.stat().st_mtime
+        except OSError:
+            continue
+    return 0.0
+
+
+def _signature(path: Path) -> object:
+    """Times and sizes of the files that a summary depends on."""
+    found: list[tuple[int, int, int] | None] = []
+    for name in _WATCHED:
+        try:
+            status = (path / name).stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+    return tuple(found)

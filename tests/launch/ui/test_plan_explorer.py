@@ -1,0 +1,93 @@
+"""The plan explorer: its form is a command line of the program, and the page shows the plan of that line."""
+
+import re
+import shlex
+from html import unescape
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import pytest
+
+from shardwise.launch.commands.plan import machines
+from shardwise.launch.commands.ui.explorer import HERE, Form, changed, plan_content, plan_parts, read_form
+from shardwise.launch.commands.ui.runs import Runs
+from shardwise.launch.options import parse_command_line
+from shardwise.launch.plan.gather import plan_inputs, profile_data
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.strategy import Method
+from shardwise.trainer.spec.units import format_count, format_seconds
+
+SMALL = Form(model="qwen2.5-0.5b", method="lora", card="RTX-4060-8GB", tokens="5M")
+
+
+def commands_of(parts: dict[str, str]) -> list[list[str]]:
+    text = re.search(r'<pre class="command"[^>]*>(.*?)</pre>', parts["command"], re.DOTALL)[1]
+    return [shlex.split(line) for line in unescape(text).splitlines()]
+
+
+def test_the_page_shows_the_plan_of_the_command_that_it_prints():
+    parts = plan_parts(SMALL)
+    (_, *arguments), *start = commands_of(parts)
+    assert arguments == ["plan", "qwen2.5-0.5b", "--method", "lora", "--seq-len", "2048",
+                         "--hardware", "1xRTX-4060-8GB", "train.tokens=5000000"]  # fmt: skip
+    _, options = parse_command_line(arguments)
+    ((_, inputs),) = machines(options)
+    plan = plan_inputs(inputs, profile_data(inputs))
+    assert plan.chosen.strategy.name in parts["verdict"] and ">fits<" in parts["verdict"]
+    assert f"{plan.schedule.num_steps:,} steps of {format_seconds(plan.chosen.speed.step_s)}" in parts["verdict"]
+    assert format_count(plan.chosen.speed.tokens_per_s_per_gpu) in parts["verdict"]
+    assert all(name in parts["memory"] for name, size in plan.chosen.memory.parts.items() if size)
+    assert [command[1] for command in start] == ["init", "train"] and "train.tokens=5000000" in start[-1]
+
+
+def test_every_other_way_is_a_link_to_its_own_plan():
+    parts = plan_parts(SMALL._replace(method="auto", card="RTX-4090"))
+    addresses = [unescape(each) for each in re.findall(r'<a href="/plan\?([^"]*)"', parts["ways"])]
+    assert len(addresses) >= 2
+    for address in addresses[:2]:
+        form = read_form(parse_qs(address))
+        assert form != SMALL and form.model == SMALL.model and form.tokens == SMALL.tokens
+        assert ">fits<" in plan_parts(form)["verdict"]
+
+
+def test_a_setting_of_an_alternative_changes_its_field_alone():
+    assert changed(SMALL, "--take 3") == SMALL._replace(take=3)
+    assert changed(SMALL._replace(take=2), "train.method=full") == SMALL._replace(method="full")
+    allowed = changed(SMALL, "'allow=[bf16_weights,optimizer_8bit]'")
+    assert allowed == SMALL._replace(allow=("bf16_weights", "optimizer_8bit"))
+    assert allowed.arguments[-3:-1] == ["--allow", "bf16_weights,optimizer_8bit"]
+
+
+def test_where_nothing_fits_the_smallest_change_is_named():
+    parts = plan_parts(Form(model="llama-3.1-70b", method="full", card="RTX-4060-8GB"))
+    assert "does not fit" in parts["verdict"] and "smallest change that would fit" in parts["verdict"]
+    assert commands_of(parts)[0][:3] == ["shardwise", "plan", "llama-3.1-70b"] and parts["memory"] == ""
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"model": "/etc/passwd"}, {"model": "../job.yaml"}, {"model": "--json"}, {"model": "lama-3.1-8b"},
+        {"card": "H100"}, {"card": "1xH100,ram=1GiB"}, {"card": "/tmp/hardware.json"}, {"method": "rlhf"},
+        {"seq_len": "0"}, {"seq_len": "-1"}, {"seq_len": "1e99999999999"}, {"gpus": "17"}, {"nodes": "1.5"},
+        {"tokens": "many"}, {"take": "100"},
+    ],
+    ids=lambda query: "=".join(*query.items()),
+)  # fmt: skip
+def test_only_what_the_form_offers_is_planned(query: dict[str, str], tmp_path: Path):
+    with pytest.raises(InputError):
+        read_form({name: [value] for name, value in query.items()})
+    content = plan_content(Runs(tmp_path), {name: [value] for name, value in query.items()})
+    assert content.parts["verdict"].startswith('<p class="alert">') and content.parts["command"] == ""
+
+
+def test_a_hub_id_is_its_preset_and_unknown_opt_ins_are_left_out():
+    form = read_form({"model": ["Qwen/Qwen2.5-0.5B-Instruct"], "allow": ["fp8", "x; rm -rf /"], "seq_len": ["4k"]})
+    assert form == Form(model="qwen2.5-0.5b", allow=("fp8",), seq_len=4000)
+    assert read_form({}) == Form() and Form().query == {}
+
+
+def test_this_machine_is_planned_for_without_naming_it():
+    assert "--hardware" not in Form(card=HERE).arguments
+    assert Form(gpus=8, nodes=4, card="H200").arguments[-1] == "4x8xH200"
+    assert [Form(method=method.value).arguments[3] for method in Method] == [method.value for method in Method]

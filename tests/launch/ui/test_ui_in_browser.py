@@ -1,0 +1,183 @@
+"""The pages in a real browser: nothing on the console, no foreign request, readable contrast, live, and by keyboard."""
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from headless_browser import Browser, Opened, lacks_browser, running_browser
+from reported_run import report_for, step_rows, tiny_plan, write_run
+from run_factory import attempt_record
+
+from shardwise.launch.commands.ui.server import UiServer
+from shardwise.trainer.spec.report import Ending, Fault
+
+LONG = "a-run-with-a-name-that-has-no-place-to-break-" * 4
+PAGES = {
+    "runs": "/",
+    "run": "/run?name=good&smooth=0.9",
+    "failed": f"/run?name={LONG}",
+    "compare": f"/compare?run=good&run={LONG}",
+    "plan": "/plan?model=qwen2.5-0.5b&method=lora&card=RTX-4060-8GB",
+    "refused": "/run?name=none",
+}
+MODES = {"light": (1280, False), "dark-phone": (390, True), "phone": (390, False), "dark": (1280, True)}
+# Text whose contrast with its background is below WCAG 2.2 AA: 4.5, and 3 for large text.
+CONTRAST = """(() => {
+  const parse = (text) => { const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number); return {c: [r, g, b], a}; };
+  const light = (c) => c.map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const over = (top, below) => top.c.map((v, i) => v * top.a + below[i] * (1 - top.a));
+  const ground = (each) => {
+    const layers = [];
+    for (let at = each; at; at = at.parentElement) layers.push(parse(getComputedStyle(at).backgroundColor));
+    return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255]);
+  };
+  const found = [];
+  let count = 0;
+  for (const each of document.querySelectorAll("body *")) {
+    const text = [...each.childNodes].filter((n) => n.nodeType === 3).map((n) => n.data.trim()).join("");
+    if (!(text || each.matches("input, select")) || each.disabled || each.matches("option")) continue;
+    if (!each.checkVisibility()) continue;
+    const style = getComputedStyle(each), size = parseFloat(style.fontSize);
+    const below = ground(each), ink = parse(each.closest("svg") ? style.fill : style.color);
+    const [one, two] = [light(over(ink, below)), light(below)].sort((a, b) => b - a);
+    const least = size >= 24 || (size >= 18.66 && Number(style.fontWeight) >= 700) ? 3 : 4.5;
+    count += 1;
+    if ((one + 0.05) / (two + 0.05) < least) found.push(`${each.tagName} ${each.className}: ${text} ${ink.c} ${below}`);
+  }
+  return {count, found};
+})()"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    plan = tiny_plan()
+    write_run(folder / "good", plan=plan)
+    failed = attempt_record(1, step=12, ending=Ending.OUT_OF_MEMORY, fault=Fault.OUT_OF_MEMORY)
+    report = report_for(
+        plan, ending=Ending.FAILED, error=f"rank 0: {LONG}", history=(failed, failed), incidents=(LONG,)
+    )
+    write_run(folder / LONG, plan=plan, report=report)
+    write_run(folder / "going", plan=plan, has_report=False, rows=step_rows(range(1, 6)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[UiServer]:
+    with UiServer(folder, 0) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser(server: UiServer) -> Iterator[Browser]:
+    """A browser that has opened the printed address, and so has the cookie."""
+    obstacle = lacks_browser()
+    if obstacle is not None:
+        (pytest.fail if os.environ.get("SHARDWISE_CI") == "1" else pytest.skip)(obstacle)
+    with running_browser() as started:
+        refused = started.open(f"{server.address}/run?name=good", width=1280, script="document.body.innerText")
+        assert "with its token" in refused.value and "step" not in refused.value
+        address = f"{server.address}/run?name=good&token={server.token}"
+        entered = started.open(address, width=1280, until="document.querySelector('main')", script="location.href")
+        assert entered.value == f"{server.address}/run?name=good"
+        yield started
+
+
+def check(opened: Opened, server: UiServer, *, width: int, is_refused: bool = False) -> None:
+    messages = [each for each in opened.messages if not (is_refused and "404" in each)]
+    assert messages == []
+    assert {urlsplit(url).netloc for url in opened.requests} == {urlsplit(server.address).netloc}
+    assert opened.scroll_width == width, "the body scrolls sideways"
+    assert opened.value["found"] == [] and opened.value["count"] >= 4
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "mode", ["light", "dark-phone", *(pytest.param(m, marks=pytest.mark.long) for m in ("phone", "dark"))]
+)
+def test_pages_are_quiet_readable_and_fit_in_light_and_dark(browser: Browser, server: UiServer, page: str, mode: str):
+    width, is_dark = MODES[mode]
+    opened = browser.open(server.address + PAGES[page], width=width, is_dark=is_dark, script=CONTRAST)
+    check(opened, server, width=width, is_refused=page == "refused")
+    assert opened.background == ("rgb(11, 15, 20)" if is_dark else "rgb(244, 246, 248)")
+
+
+def test_text_without_contrast_is_found(browser: Browser, server: UiServer):
+    pale = "document.querySelector('h1').style.color = '#8a8f98', document.querySelector('main')"
+    assert "H1" in "".join(browser.open(server.address, width=1280, until=pale, script=CONTRAST).value["found"])
+
+
+def test_a_live_page_shows_new_steps_without_being_loaded_again(browser: Browser, server: UiServer, folder: Path):
+    page = f"{server.address}/run?name=going"
+    before = browser.open(page, width=1280, script="document.querySelector('.live').innerText")
+    assert "step 5 of 40" in before.value
+    until = "(window.same ??= 1, document.querySelector('.live').innerText.includes('step 7 of 40'))"
+    line = "".join(json.dumps(row) + "\n" for row in step_rows(range(6, 8)))
+
+    def write() -> None:
+        with (folder / "going" / "metrics.jsonl").open("a") as stream:
+            stream.write(line)
+
+    timer = threading.Timer(0.5, write)
+    timer.start()
+    script = "[window.same, document.title, performance.getEntriesByType('navigation').length]"
+    after = browser.open(page, width=1280, until=until, script=script)
+    timer.join()
+    assert after.value == [1, "17% going", 1] and after.messages == []
+
+
+def test_figures_of_charts_are_read_by_keyboard_and_pointer(browser: Browser, server: UiServer):
+    script = """(() => {
+      const plot = document.querySelector("figure.plot");
+      const read = () => document.querySelector(".reading")?.innerText ?? "";
+      const press = (key) => plot.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+      plot.focus();
+      const seen = [];
+      for (const key of ["End", "ArrowLeft", "Escape"]) { press(key); seen.push(read()); }
+      const box = plot.querySelectorAll(".chart > svg")[1].getBoundingClientRect();
+      plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left, clientY: box.top + 20, bubbles: true}));
+      return [...seen, read(), document.querySelectorAll(".reading").length];
+    })()"""
+    opened = browser.open(server.address + "/run?name=good", width=1280, script=script)
+    last, one_before, closed, first, num_read = opened.value
+    assert "step 40" in last and "4.2" in last and "step 39" in one_before and closed == "" and "step 1" in first
+    assert num_read >= 3 and opened.messages == [], "every chart over the steps is read at the same place"
+
+
+def test_the_explorer_plans_what_its_form_has_at_once(browser: Browser, server: UiServer):
+    until = """(() => {
+      const form = document.forms[0];
+      if (!window.began) {
+        window.began = true;
+        form.elements.method.value = "qlora";
+        form.elements.method.dispatchEvent(new Event("input", {bubbles: true}));
+      }
+      return document.querySelector(".command pre").innerText.includes("--method qlora");
+    })()"""
+    script = "[location.search, document.querySelector('.verdict').innerText, document.title]"
+    opened = browser.open(server.address + PAGES["plan"], width=1280, until=until, script=script)
+    search, verdict, title = opened.value
+    assert "method=qlora" in search and "qlora on 1 x RTX-4060" in verdict and title.startswith("qwen2.5-0.5b")
+    assert opened.messages == []
+
+
+def test_the_list_is_filtered_and_two_runs_are_compared(browser: Browser, server: UiServer):
+    script = """(() => {
+      const box = document.getElementById("filter"), button = document.getElementById("compare-button");
+      const before = button.disabled;
+      box.value = "FAILED";
+      box.dispatchEvent(new Event("input", {bubbles: true}));
+      const rows = [...document.querySelectorAll("table.runs tbody tr")];
+      for (const each of document.querySelectorAll("table.runs input")) each.click();
+      return [before, rows.filter((row) => !row.hidden).length, button.disabled, button.innerText,
+              new URLSearchParams(new FormData(button.form)).getAll("run").length];
+    })()"""
+    opened = browser.open(server.address, width=1280, script=script)
+    assert opened.value == [True, 1, False, "Compare 3 runs", 3] and opened.messages == []

@@ -1,0 +1,255 @@
+"""`shardwise ui` over HTTP: who is let in, what is refused, and what a hostile folder of runs can do."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote, urlencode
+
+import pytest
+from reported_run import report_for, step_rows, tiny_plan, write_run
+
+from shardwise.launch.commands.ui.runs import Runs, loss_points
+from shardwise.launch.commands.ui.server import PORT, UiServer, run_ui
+from shardwise.launch.options import UiOptions
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+SECRET = "hf_" + "a1B2" * 8
+
+
+class Answer(NamedTuple):
+    status: int
+    text: str
+    headers: http.client.HTTPMessage
+
+
+def ask(
+    server: UiServer, path: str, *, method: str = "GET", cookie: bool = True, body: str = "", **headers: str
+) -> Answer:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    own = {"Cookie": f"{server.cookie_name}={server.session}"} if cookie else {}
+    own |= {body: "5"} if body else {}
+    try:
+        connection.request(method, path, headers={**own, **headers})
+        reply = connection.getresponse()
+        return Answer(reply.status, reply.read().decode(), reply.headers)
+    finally:
+        connection.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two good runs, and five that somebody made to do harm."""
+    folder = tmp_path_factory.mktemp("runs")
+    plan = tiny_plan()
+    write_run(folder / "good", plan=plan)
+    write_run(folder / "failed", plan=plan, report=report_for(plan, error=f"could not push with {SECRET}"))
+    write_run(folder / HOSTILE, plan=plan, rows=[{"step": 1, "loss": "<b>1</b>", "lr": [], "step_s": {}}] * 3)
+    os.mkfifo(write_run(folder / "fifo", plan=plan, rows=[]) / "pipe")
+    (folder / "fifo" / "metrics.jsonl").unlink()
+    (folder / "fifo" / "pipe").rename(folder / "fifo" / "metrics.jsonl")
+    for name in ("linked", os.fsdecode(b"not-\xff-text")):
+        run = write_run(folder / name, plan=plan, rows=[])
+        (run / "report.json").unlink()
+        (run / "report.json").symlink_to("/etc/passwd")
+        (run / "attempts" / "²").mkdir(parents=True)
+    (folder / "empty").mkdir()
+    (folder / "empty" / "plan.json").write_text('{"name": "' + "x" * 10_000)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[UiServer]:
+    with UiServer(folder, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+
+
+def test_a_request_without_the_cookie_sees_nothing(server: UiServer):
+    for path in ("/", "/run?name=good", "/plan", "/api/", "/api/run?name=good", "/nothing"):
+        answer = ask(server, path, cookie=False)
+        assert answer.status == 403 and "good" not in answer.text and server.session not in answer.text
+    assert ask(server, "/", cookie=False, Cookie=f"{server.cookie_name}={server.token}").status == 403
+    assert ask(server, "/", cookie=False, Cookie='\x01=;;="').status == 403
+
+
+def test_the_token_becomes_a_strict_cookie_and_leaves_the_address(server: UiServer):
+    assert ask(server, "/?token=wrong", cookie=False).status == 403
+    answer = ask(server, f"/run?name=good&token={server.token}", cookie=False)
+    cookie = answer.headers["Set-Cookie"]
+    assert answer.status == 200 and "HttpOnly" in cookie and "SameSite=Strict" in cookie
+    assert 'content="0;url=/run?name=good"' in answer.text and server.token not in answer.text
+    elsewhere = ask(server, f"//evil.example/x?token={server.token}", cookie=False)
+    assert 'content="0;url=/"' in elsewhere.text
+    assert ask(server, "/run?name=good", cookie=False, Cookie=cookie.partition(";")[0]).status == 200
+
+
+def test_a_ticket_is_valid_once(server: UiServer):
+    ticket = server.new_ticket()
+    assert [ask(server, f"/?token={ticket}", cookie=False).status for _ in range(2)] == [200, 403]
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8642", "127.0.0.1.evil.example", "", "[::1]", "10.0.0.1"]
+)
+def test_a_foreign_host_is_refused_with_a_valid_cookie(server: UiServer, host: str):
+    answer = ask(server, "/", Host=host)
+    assert answer.status == 421 and "good" not in answer.text
+
+
+@pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1", "LOCALHOST"])
+def test_a_tunnel_may_have_another_port(server: UiServer, host: str):
+    assert ask(server, "/", Host=host).status == 200
+
+
+def test_only_short_reading_requests_are_served(server: UiServer):
+    assert [ask(server, "/", method=method).status for method in ("POST", "PUT", "DELETE", "OPTIONS")] == [405] * 4
+    assert ask(server, "/", body="Content-Length").status == 413
+    assert ask(server, "/", body="Transfer-Encoding").status == 413
+    assert ask(server, "/run?name=" + "x" * 5000).status == 414
+    assert ask(server, "/plan?" + "&".join(f"f{n}=1" for n in range(60))).status == 400
+    head = ask(server, "/", method="HEAD")
+    assert head.status == 200 and head.text == ""
+
+
+def test_every_answer_forbids_scripts_frames_and_other_origins(server: UiServer):
+    for path in ("/", "/plan?model=none", "/api/run?name=good", "/ui.css", "/ui.js", "/icon.svg", "/nothing"):
+        headers = ask(server, path).headers
+        policy = headers["Content-Security-Policy"]
+        assert "unsafe" not in policy and "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
+        assert headers["X-Content-Type-Options"] == "nosniff" and headers["Cache-Control"] == "no-store"
+        assert not [name for name in headers if name.lower().startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/ui.css/../../../etc/passwd", "/run?name=../../../etc",
+     "/run?name=/etc", "/run?name=.", "/run?name=", "/run", "/api/run?name=good/../failed", "/run?name=good%00",
+     "/run?name=good&name=failed", "/compare?run=good&run=../good", "//etc/passwd", "/api//ui.js"],
+)  # fmt: skip
+def test_no_address_leads_out_of_the_folder(server: UiServer, path: str):
+    answer = ask(server, path)
+    assert answer.status == 404 and "root:" not in answer.text
+
+
+def test_what_files_hold_is_shown_as_text(server: UiServer, folder: Path):
+    listed = ask(server, "/")
+    assert listed.status == 200 and "<img src=x" not in listed.text and "&lt;img src=x onerror" in listed.text
+    for name in sorted(path.name for path in folder.iterdir()):
+        query = f"name={quote(name, errors='surrogateescape')}"
+        page, state = ask(server, f"/run?{query}"), ask(server, f"/api/run?{query}")
+        assert (page.status, state.status) == (200, 200), (name, page.text)
+        assert not [text for text in ("<img src=x", "<b>1", "root:") if text in page.text]
+        assert "root:" not in state.text and "<img src=x" not in "".join(json.loads(state.text)["parts"].values())
+    both = urlencode({"run": [HOSTILE, "good"]}, doseq=True)
+    assert "<img src=x" not in ask(server, f"/compare?{both}").text
+
+
+def test_secrets_in_files_are_redacted(server: UiServer):
+    for path in ("/run?name=failed", "/api/run?name=failed"):
+        text = ask(server, path).text
+        assert SECRET not in text and "[redacted]" in text
+
+
+def test_the_parts_of_a_page_are_those_that_the_script_gets(server: UiServer):
+    page, state = ask(server, "/run?name=good"), json.loads(ask(server, "/api/run?name=good").text)
+    assert state["title"] == "100% good" and state["every_s"] > 0
+    for name, html in state["parts"].items():
+        assert f'data-part="{name}">{html}</div>' in page.text
+
+
+def test_connections_above_the_limit_are_closed(server: UiServer):
+    idle = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(40)]
+    try:
+        deadline = time.monotonic() + 10
+        closed: list[socket.socket] = []
+        while not closed and time.monotonic() < deadline:
+            closed = [each for each in idle if _is_closed(each)]
+        assert 1 <= len(closed) <= 10
+    finally:
+        for each in idle:
+            each.close()
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_new_steps_are_added_to_those_that_were_read(tmp_path: Path):
+    run = write_run(tmp_path / "one", has_report=False, rows=step_rows(range(1, 11)))
+    runs = Runs(tmp_path)
+    assert len(runs.whole("one").run.curve) == 10
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write("".join(json.dumps(row) + "\n" for row in step_rows(range(11, 16))) + '{"step": 16, "lo')
+    whole = runs.whole("one")
+    assert [step.step for step in whole.run.curve] == list(range(1, 16)) and whole.look.num_steps == 15
+    (run / "plan.json").unlink()
+    with pytest.raises(InputError, match="no such run"):
+        runs.whole("one")
+
+
+def test_the_curve_of_a_long_file_is_sampled_from_its_whole_length(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "loss": {10 - step / 1e4:.4f}}}\n' for step in range(1, 50_001)))
+    points = loss_points(path)
+    assert len(points) == 64 and points[0][0] < 200 and points[-1][0] > 49_800
+    assert [loss for _, loss in points] == sorted((loss for _, loss in points), reverse=True)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:30]))
+    assert [step for step, _ in loss_points(path)] == list(range(1, 31))
+
+
+def test_the_list_is_sorted_by_time_and_a_run_is_a_folder_of_its_own(tmp_path: Path):
+    for age, name in enumerate(("new", "old")):
+        run = write_run(tmp_path / name)
+        os.utime(run / "plan.json", (1e9 - age, 1e9 - age))
+    found, total = Runs(tmp_path).summaries()
+    assert [each.name for each in found] == ["new", "old"] and total == 2
+    assert found[0].loss == 4.5 and found[0].duration_s == 12.0 and not found[0].is_live
+    assert [each.name for each in Runs(tmp_path / "old").summaries()[0]] == ["old"]
+    assert Runs(tmp_path / "nothing").summaries() == ([], 0)
+
+
+def test_a_port_that_is_in_use_is_named_with_the_remedy(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EnvironmentFaultError, match=f"--port {port}.*without --port"):
+            run_ui(UiOptions(tmp_path, port, opens_browser=False), Console())
+    with pytest.raises(InputError, match="is no folder"):
+        run_ui(UiOptions(tmp_path / "none", opens_browser=False), Console())
+
+
+def test_the_command_prints_its_address_serves_it_and_ends_with_ctrl_c(tmp_path: Path):
+    command = [sys.executable, "-m", "shardwise.launch.cli", "ui", str(tmp_path), "--no-browser"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port, token = re.match(r"http://127\.0\.0\.1:(\d+)/\?token=([\w-]{20,})\n", process.stdout.readline()).groups()
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=20)
+        connection.request("GET", f"/?token={token}")
+        assert connection.getresponse().status == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == ExitCode.DONE
+        assert process.stderr is not None and process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.communicate()
+    assert PORT > 1024
