@@ -20,7 +20,7 @@ from pathlib import Path
 from shardwise.launch.options import CancelOptions, LogsOptions, StatusOptions, WatchOptions
 from shardwise.launch.rundir.files import (
     NUM_SIDE_LINES,
-    LogFollower,
+    NewLines,
     RunFiles,
     is_run_dir,
     last_lines,
@@ -212,19 +212,21 @@ def _show_and_follow(
 def _follow(
     run_dir: Path, path: Path | None, options: LogsOptions, console: Console, end: _EndOfRun, look_s: float
 ) -> None:
-    growing = None if path is None else LogFollower(path, from_end=True)
+    growing = None if path is None else NewLines(path, from_end=True)
     is_ending = False
     while True:
-        lines = growing.read_new() if growing is not None else ()
-        for line in lines:
-            console.line(line)
-        if lines:
+        has_new_lines = False
+        for line in growing.read() if growing is not None else ():
+            has_new_lines = True
+            for text in line.decode(errors="replace").splitlines() or [""]:  # a bar of progress has carriage returns
+                console.line(text)
+        if has_new_lines:
             is_ending = False
             continue
         newer = main_log(read_run(run_dir), rank=options.rank, attempt=options.attempt)
         if newer is not None and (growing is None or newer != growing.path):
             console.line(f"==> {newer} <==")
-            growing = LogFollower(newer, from_end=False)
+            growing = NewLines(newer)
             continue
         if is_ending:  # the output up to the end has been read
             console.line(f"{run_dir}: {end.reason}")

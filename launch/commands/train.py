@@ -25,7 +25,7 @@ from shardwise.launch.job import folders
 from shardwise.launch.job.layers import ResolvedJob, render_resolved
 from shardwise.launch.nodes.machines import Machines, machines_of, membership, serve
 from shardwise.launch.options import TrainOptions
-from shardwise.launch.plan.calibration_store import append_calibration, record_of_run
+from shardwise.launch.plan.calibration_store import store_measurements
 from shardwise.launch.run.attempts import RunOutcome, run_attempts, stop_code
 from shardwise.launch.run.disk_needs import check_disk
 from shardwise.launch.run.start import Prepared, check_trial, finished_report, plan_to_resume, prepare, refuse_other_run
@@ -38,7 +38,6 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.job.sections import without_url
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.report import Ending, Report
 
 
 def run_train(options: TrainOptions, console: Console) -> ExitCode:
@@ -196,16 +195,8 @@ def _run_and_report(plan: Plan, run_dir: Path, session: _Session, *, cache: Path
         console.line()
         recommended = () if plan.is_trial else read_recorded(run_dir).recommended
         console.line(render_report(outcome.report, run_dir=run_dir, recommended=recommended))
-        _keep_calibration(plan, outcome.report, environment, console)
+        store_measurements(folders.state_home(environment), outcome.report, plan, on_line=console.line)
     return outcome
-
-
-def _keep_calibration(plan: Plan, report: Report, environment: Mapping[str, str], console: Console) -> None:
-    if report.ending is not Ending.FINISHED:
-        return
-    record = record_of_run(report, plan, now=datetime.now(UTC))
-    if record is not None:
-        append_calibration(folders.state_home(environment), record, on_line=console.line)
 
 
 def next_commands(run_dir: Path, job: str) -> list[str]:

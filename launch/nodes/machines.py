@@ -133,8 +133,9 @@ class Machines:
             return
         assert self._allocation is not None
         name = self._environment.get("SLURMD_NODENAME") or socket.gethostname()
-        with NodeServer(run_dir, num_nodes=self.num_nodes, address=_slurm_address(name), on_line=on_line) as server:
-            argv = srun_argv(self._allocation, agent_argv(run_dir, f"{name}:{server.port}"))
+        address = _slurm_address(name)
+        with NodeServer(run_dir, num_nodes=self.num_nodes, address=address, on_line=on_line) as server:
+            argv = srun_argv(self._allocation, agent_argv(run_dir, f"{address or name}:{server.port}"))
             yield Cluster(server, self._steps(argv), is_slurm=True, cache=cache, on_line=on_line)
 
     def _steps(self, argv: list[str]) -> Callable[[Path], Step]:

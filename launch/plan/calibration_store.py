@@ -18,9 +18,10 @@ from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.schedule import longest_row_decides
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.plan import Calibration, CalibrationRecord, Candidate, Plan, RecordSource
-from shardwise.trainer.spec.report import Report
+from shardwise.trainer.spec.report import Ending, Report
 
 FILE_NAME = "calibration.jsonl"
+MOST_QUEUED = 0.25  # of the time; one other program on each core makes it a half
 MAX_RECORDS = 100  # of one device; every plan.json contains them
 
 
@@ -46,6 +47,32 @@ def read_calibration(state_home: Path, hardware: Hardware, *, torch: str) -> Cal
         if (record.device, record.driver, record.torch) == (device, driver, torch):
             records.append(record)
     return Calibration(records=tuple(records[-MAX_RECORDS:]))
+
+
+def store_measurements(
+    state_home: Path,
+    report: Report,
+    plan: Plan,
+    *,
+    on_line: Callable[[str], None],
+    source: RecordSource = RecordSource.RUN,
+) -> None:
+    """Stores what a finished run or trial measured, unless its ranks waited for cores that others used.
+
+    `on_line` gets the reason for which a measurement is not stored.
+    """
+    if report.ending is not Ending.FINISHED:
+        return
+    queued = report.measured.speed.queued_share or 0.0
+    if queued > MOST_QUEUED:
+        on_line(
+            f"other programs used the cores: rank 0 waited {queued:.0%} of the time for one; the measurements are "
+            "not stored for later plans"
+        )
+        return
+    record = record_of_run(report, plan, now=datetime.now(UTC), source=source)
+    if record is not None:
+        append_calibration(state_home, record, on_line=on_line)
 
 
 def record_of_run(

@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ from shardwise.launch.engine.operators import build_needed
 from shardwise.launch.inputs.prepare_data import prepare_data
 from shardwise.launch.inputs.trusted_code import fetch_flash_kernel
 from shardwise.launch.job import folders
-from shardwise.launch.plan.calibration_store import append_calibration, record_of_run
+from shardwise.launch.plan.calibration_store import store_measurements
 from shardwise.launch.plan.gather import PlanInputs, plan_inputs, with_weights
 from shardwise.launch.probe.torch_fit import check_torch
 from shardwise.launch.run.attempts import run_attempts, stop_code
@@ -181,12 +180,10 @@ def _outcome_text(report: Report) -> str:
 
 
 def _keep(plan: Plan, trials: tuple[Trial, ...], environment: Mapping[str, str], console: Console) -> None:
-    now = datetime.now(UTC)
+    home = folders.state_home(environment)
     for trial in trials:
-        if trial.report is not None and trial.report.ending is Ending.FINISHED:
-            record = record_of_run(trial.report, plan, now=now, source=RecordSource.TRIAL)
-            if record is not None:
-                append_calibration(folders.state_home(environment), record, on_line=console.line)
+        if trial.report is not None:
+            store_measurements(home, trial.report, plan, on_line=console.line, source=RecordSource.TRIAL)
 
 
 def short_plan(plan: Plan, candidate: Candidate, *, num_steps: int) -> Plan:

@@ -5,7 +5,8 @@
     attempts/N/logs/launcher*.log    output of the launcher of a machine; agents.log of srun and the agents
 
 Nothing here needs Slurm, a GPU, or the machine of the run. Long files are read from their end. Files that are missing,
-incomplete or of another version are skipped: the next read finds them.
+incomplete or of another version are skipped: the next read finds them. Of logs and metrics, links are skipped too: in a
+run directory of another user they may lead to files of the reader.
 """
 
 import json
@@ -13,7 +14,7 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -162,7 +163,7 @@ def tail_rows(path: Path, limit: int = TAIL_BYTES) -> list[dict[str, Any]]:
 def tail_lines(path: Path, limit: int = TAIL_BYTES) -> list[str]:
     """The lines among the last bytes of a file; the first of them only if it is complete."""
     try:
-        with codec.open_file(path) as stream:
+        with codec.open_file(path, follows_link=False) as stream:
             size = stream.seek(0, os.SEEK_END)
             begin = max(0, size - limit - 1)
             stream.seek(begin)
@@ -224,14 +225,15 @@ def side_logs(files: RunFiles, *, attempt: int | None = None) -> list[Path]:
 class NewLines:
     """Complete lines of a file since the last call; those that are longer than a MiB are skipped."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset, self._is_skipping = path, 0, False
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self.path, self._is_skipping = path, False
+        self._offset = _end_of_last_line(path) if from_end else 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes that have not been read; 0 while the file cannot be seen."""
         try:
-            size = self._path.stat().st_size
+            size = self.path.stat().st_size
         except OSError:
             return 0
         return size - self._offset if size >= self._offset else size
@@ -239,7 +241,7 @@ class NewLines:
     def read(self) -> Iterator[bytes]:
         """Lines in the order of the file; none while it cannot be read. A file that became shorter is read again."""
         rest = b""
-        with suppress(OSError), codec.open_file(self._path) as stream:
+        with suppress(OSError), codec.open_file(self.path, follows_link=False) as stream:
             if stream.seek(0, os.SEEK_END) < self._offset:
                 self._offset, self._is_skipping = 0, False
             stream.seek(self._offset)
@@ -343,31 +345,9 @@ def thinned_lines(lines: Iterator[bytes], *, num_bytes: int) -> ThinnedLines:
     return ThinnedLines([retained[place] for place in sorted(retained)], number, training_s)
 
 
-class LogFollower:
-    """New complete lines of one file since the last read. An incomplete line is left for the next read."""
-
-    def __init__(self, path: Path, *, from_end: bool) -> None:
-        self.path = path
-        self._offset = _end_of_last_line(path) if from_end else 0
-
-    def read_new(self) -> Sequence[str]:
-        """The lines since the last read; a file that became shorter is read from its beginning."""
-        try:
-            with codec.open_file(self.path) as stream:
-                if os.fstat(stream.fileno()).st_size < self._offset:
-                    self._offset = 0
-                stream.seek(self._offset)
-                content = stream.read(_CHUNK_BYTES)
-        except OSError:
-            return ()
-        whole = content[: content.rfind(b"\n") + 1] if len(content) < _CHUNK_BYTES or b"\n" in content else content
-        self._offset += len(whole)
-        return whole.decode(errors="replace").splitlines()
-
-
 def _end_of_last_line(path: Path) -> int:
     try:
-        with codec.open_file(path) as stream:
+        with codec.open_file(path, follows_link=False) as stream:
             size = stream.seek(0, os.SEEK_END)
             begin = max(0, size - _MIN_TAIL_BYTES)
             stream.seek(begin)
@@ -409,7 +389,7 @@ def _read_text(path: Path) -> str:
 def _changed_s(path: Path) -> float:
     """The time of the last write; the file is opened first, or NFS returns an earlier time."""
     try:
-        with codec.open_file(path) as stream:
+        with codec.open_file(path, follows_link=False) as stream:
             return os.fstat(stream.fileno()).st_mtime
     except OSError:
         return 0.0

@@ -58,7 +58,7 @@ class Progress:
             finally:
                 self._read_rows()
                 if self._has_step:
-                    self._output.show(self.view())
+                    self._output.show(self.view(is_running=False))
 
     def tick(self) -> None:
         """Reads the files once and shows what is new."""
@@ -67,7 +67,7 @@ class Progress:
         if self._output.is_due and (self._has_step or self._output.screen.is_block):
             self._output.show(self.view())
 
-    def view(self) -> LiveView:
+    def view(self, *, is_running: bool = True) -> LiveView:
         """The state of the attempt, as far as its files show it."""
         state = self._phase if self._phase or not self._has_step else TRAINING_PHASE
         problem = self._position.problem
@@ -79,6 +79,7 @@ class Progress:
             step=self._position.step or 0,
             attempt=int(self._attempt_dir.name),
             incidents=(*self._incidents, *([problem] if problem else ())),
+            is_running=is_running,
         )
 
     def _read_rows(self) -> None:

@@ -230,7 +230,7 @@ def view_of(
     return LiveView(
         title=title,
         state=state,
-        step=max(steps.step or 0, step) or None,
+        step=max(steps.step or 0, _with_figures(step, plan) if is_running else step) or None,
         num_steps=num_steps,
         attempt=attempt,
         seconds_left=steps.seconds_left(num_steps) if is_running and num_steps is not None else None,
@@ -246,6 +246,14 @@ def view_of(
         num_skipped=steps.num_skipped,
         incidents=tuple(incidents),
     )
+
+
+def _with_figures(step: int, plan: Plan | None) -> int:
+    """The step before one that is done and whose line of metrics.jsonl is due: it is shown once, with its figures."""
+    if plan is None:
+        return step
+    is_due = step % (plan.job.log.every.steps or 1) == 0 or step == plan.schedule.num_steps
+    return step - is_due
 
 
 def memory_gauge(row: dict[str, Any], plan: Plan | None) -> MemoryGauge | None:

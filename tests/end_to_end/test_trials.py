@@ -20,7 +20,8 @@ from shardwise.trainer.spec.strategy import Attention
 
 def records(place: Workplace) -> list[CalibrationRecord]:
     path = place.folder / "home" / ".local" / "state" / "shardwise" / "calibration.jsonl"
-    return [msgspec.json.decode(line, type=CalibrationRecord) for line in path.read_bytes().splitlines()]
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [msgspec.json.decode(line, type=CalibrationRecord) for line in lines]
 
 
 def scratch(place: Workplace) -> list[Path]:
@@ -40,8 +41,10 @@ def test_two_candidates_run_and_the_faster_one_trains(workplace):
         assert any(f"trial {number} of 2" in line and name in line for line in output.splitlines())
     assert report.ending is Ending.FINISHED
     tried = [record for record in records(workplace) if record.source is RecordSource.TRIAL]
-    assert {record.strategy: record.measured_step_s for record in tried} == measured
-    assert [record.source for record in records(workplace)][2:] in ([], [RecordSource.RUN])  # two steps: none is timed
+    found = {record.strategy: record.measured_step_s for record in tried}
+    assert found.items() <= measured.items()
+    assert len(found) + output.count("not stored for later plans") >= 2, "on a busy machine none is stored"
+    assert [record.source for record in records(workplace)][len(found) :] in ([], [RecordSource.RUN])  # none is timed
     assert scratch(workplace) == []
 
 

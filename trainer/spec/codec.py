@@ -44,9 +44,10 @@ def read(path: Path, kind: type[V]) -> V:
     return decode(content, kind, origin=str(path))
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path, *, follows_link: bool = True) -> BinaryIO:
     """A regular file, for reading. OSError for others: a FIFO may block for ever, and a device may have no end."""
-    stream = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 # Path.open has no opener; the caller closes it
+    opener = _open_at_once if follows_link else _open_no_link
+    stream = open(path, "rb", opener=opener)  # noqa: SIM115 # Path.open has no opener; the caller closes it
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
@@ -67,6 +68,10 @@ def read_file(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
 
 def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return _open_at_once(path, flags | os.O_NOFOLLOW)
 
 
 def write(path: Path, value: Value) -> None:

@@ -67,6 +67,7 @@ class SpeedFigures(Value, frozen=True, kw_only=True):
     # which gave these as tokens
     mfu: float | None = None
     parts: dict[str, float] = {}  # seconds of a step: data, forward, backward, optimizer, wait; predicted ones by cause
+    queued_share: float | None = None  # of the time, in which threads of rank 0 waited for a core
 
 
 class Figures(Value, frozen=True, kw_only=True):

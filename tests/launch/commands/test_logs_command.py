@@ -16,7 +16,7 @@ from run_factory import write_attempt, write_report, write_start, write_submissi
 
 from shardwise.launch.commands.follow import run_logs
 from shardwise.launch.options import LogsOptions
-from shardwise.launch.rundir.files import LogFollower, last_lines
+from shardwise.launch.rundir.files import NewLines, last_lines
 from shardwise.launch.rundir.lock import locked
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.errors import ExitCode, InputError
@@ -93,15 +93,15 @@ def test_last_lines_are_found_however_long_they_are(tmp_path: Path):
 def test_a_growing_file_is_read_by_whole_lines(tmp_path: Path):
     path = tmp_path / "log"
     path.write_text("old\nhalf")
-    growing = LogFollower(path, from_end=True)
-    assert list(growing.read_new()) == []
+    growing = NewLines(path, from_end=True)
+    assert list(growing.read()) == []
     with path.open("a") as stream:
-        stream.write(" a line\nnext")
-    assert list(growing.read_new()) == ["half a line"]
-    assert list(growing.read_new()) == []
+        stream.write(" a line\n\nnext")
+    assert list(growing.read()) == [b"half a line", b""]
+    assert list(growing.read()) == []
     path.write_text("new\n")
-    assert list(growing.read_new()) == ["new"], "what is shorter than before was written anew"
-    assert list(LogFollower(tmp_path / "none", from_end=False).read_new()) == []
+    assert list(growing.read()) == [b"new"], "what is shorter than before was written anew"
+    assert list(NewLines(tmp_path / "none").read()) == []
 
 
 class Followed:

@@ -1,5 +1,6 @@
 """Options for several machines on the command line, and their combined hardware."""
 
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from msgspec.structs import replace
 
 from shardwise.launch.nodes.agent import Head
 from shardwise.launch.nodes.machines import (
+    Machines,
     _head_address,
     _refuse_unknown_host,
     combined_hardware,
@@ -16,6 +18,7 @@ from shardwise.launch.nodes.machines import (
     membership,
     parse_labelled_probes,
 )
+from shardwise.slurm.jobs import Allocation
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import Gpu, Hardware, Host
@@ -126,3 +129,24 @@ def test_a_node_that_answers_something_else_is_named():
     whole = "\n".join(f"0: {line}" for line in codec.encode(machine()).decode().splitlines())
     with pytest.raises(EnvironmentFaultError, match=r"node 1.*: command not found"):
         parse_labelled_probes(f"{whole}\n1: python: command not found\n1: \n".replace("python: ", ""))
+
+
+def test_the_agents_of_a_slurm_job_connect_to_the_address_that_is_listened_on(tmp_path, monkeypatch):
+    """On a node of several interfaces its name may lead other nodes to another one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        try:
+            route.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no address besides its loopback")
+        own = route.getsockname()[0]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (own, 0))])
+    srun, called = tmp_path / "srun", tmp_path / "called"
+    srun.write_text(f'#!/bin/sh\necho "$@" > {called}\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    allocation = Allocation("7", num_nodes=2, num_restarts=0, cores_per_node=None, is_in_step=False)
+    machines = Machines(allocation, None, {**os.environ, "SLURMD_NODENAME": "n1"})
+    with machines.serving(tmp_path, cache=tmp_path, on_line=print) as cluster:
+        assert cluster is not None
+        cluster.start_step(tmp_path).end()
+        assert f"--head {own}:{cluster.server.port}" in called.read_text()

@@ -1,6 +1,5 @@
 """What earlier runs measured is kept for the same device, driver and torch only, with what the formulas alone said."""
 
-import io
 import json
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,9 +11,13 @@ from engine_plan_factory import engine_plan
 from msgspec.structs import replace
 from report_factory import make_report
 
-from shardwise.launch.commands.train import _keep_calibration
-from shardwise.launch.plan.calibration_store import MAX_RECORDS, append_calibration, read_calibration, record_of_run
-from shardwise.launch.terminal import Console
+from shardwise.launch.plan.calibration_store import (
+    MAX_RECORDS,
+    append_calibration,
+    read_calibration,
+    record_of_run,
+    store_measurements,
+)
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import Gpu, Hardware, Host, MeasuredRates
@@ -111,8 +114,17 @@ def test_only_the_newest_records_are_read(tmp_path: Path):
 @pytest.mark.parametrize("ending", Ending)
 def test_only_a_run_that_finished_is_kept(tmp_path: Path, ending: Ending):
     """One that was cut off has measured fewer steps, or what a step took before it failed."""
-    _keep_calibration(
-        plan_on(CPU), make_report(ending=ending), {"XDG_STATE_HOME": str(tmp_path)}, Console(io.StringIO())
-    )
-    records = read_calibration(tmp_path / "shardwise", CPU, torch="2.13.0").records
+    store_measurements(tmp_path, make_report(ending=ending), plan_on(CPU), on_line=print)
+    records = read_calibration(tmp_path, CPU, torch="2.13.0").records
     assert [record.measured_step_s for record in records] == ([0.8] if ending is Ending.FINISHED else [])
+
+
+@pytest.mark.parametrize(("queued", "is_stored"), [(None, True), (0.1, True), (0.5, False)])
+def test_a_run_on_a_machine_that_others_keep_busy_corrects_no_plan(tmp_path: Path, queued, is_stored):
+    report = make_report()
+    lines: list[str] = []
+    speed = replace(report.measured.speed, queued_share=queued)
+    report = replace(report, measured=replace(report.measured, speed=speed))
+    store_measurements(tmp_path, report, plan_on(CPU), on_line=lines.append)
+    assert len(read_calibration(tmp_path, CPU, torch="2.13.0").records) == is_stored
+    assert is_stored or (len(lines) == 1 and "50%" in lines[0])

@@ -74,6 +74,19 @@ def test_a_log_gets_a_line_every_ten_seconds_each_phase_and_every_evaluation(tmp
     assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
 
 
+def test_a_step_is_shown_once_and_with_its_own_figures(tmp_path: Path):
+    """The ranks write their position before the line of metrics.jsonl, an evaluation between the two."""
+    run_dir, stream, clock = tmp_path / "run", io.StringIO(), Clock()
+    attempt_dir = write_attempt(run_dir, num_steps=4)
+    with make_progress(attempt_dir, stream, clock).shown() as progress:
+        write_rows(run_dir, {**metrics_row(3), "loss": 3.0})
+        (attempt_dir / "status.json").write_text(json.dumps({"phase": "training", "step": 4}))
+        progress.tick()
+        write_rows(run_dir, {**metrics_row(4), "loss": 2.0})
+    shown = [line.split()[1:4:2] for line in stream.getvalue().splitlines() if line.startswith("[")]
+    assert shown == [["3/4", "3.0000"], ["4/4", "2.0000"]]
+
+
 def test_a_terminal_redraws_a_block_that_stays_complete(tmp_path: Path):
     run_dir, stream, clock = tmp_path / "run", Terminal(), Clock()
     attempt_dir = write_attempt(run_dir, num_steps=4)

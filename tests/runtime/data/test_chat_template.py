@@ -3,6 +3,8 @@
 import json
 import re
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
@@ -171,6 +173,23 @@ def test_a_template_has_limits(attack, error, fact, monkeypatch):
     with pytest.raises(error, match=fact):
         ChatTemplate(attack, TOKENS).render(EXCHANGES)
     assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_term_while_a_template_is_rendered_leaves_its_own_alarm():
+    """TERM gives a process some seconds to clean up; the limit of the template must not cancel their end."""
+    program = """
+import os, signal, threading
+from shardwise.trainer.runtime.data.chat.template import ChatTemplate
+from shardwise.trainer.runtime.run.process import end_with_parent
+end_with_parent()
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+try:
+    ChatTemplate("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {}).render([])
+except SystemExit:
+    print(signal.getitimer(signal.ITIMER_REAL)[0] > 0, signal.getsignal(signal.SIGALRM) is signal.SIG_DFL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["True", "True"]
 
 
 def test_marks_inside_a_macro_are_where_the_text_is():

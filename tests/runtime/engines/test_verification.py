@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator, verify_engine
 from shardwise.trainer.runtime.engines.fsdp import meshes, ranks_of_copy
+from shardwise.trainer.runtime.memory.compilation import FusedKernels
 from shardwise.trainer.runtime.models.build import build_trainable
 from shardwise.trainer.runtime.optimizers import build_optimizer
 from shardwise.trainer.runtime.precision.mixed_precision import install_precision
@@ -125,6 +126,7 @@ def test_fp32_products_are_rounded_where_the_plan_says_so(built):
         ({"activation_offload": True}, "activation offload", "True", "False"),
         ({"compile": True}, "compiled blocks", "True", "False"),
         ({"tf32": True}, "fp32 products in TF32", "True", "False"),
+        ({"fused_kernels": True}, "fused kernels", "True", "False"),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
@@ -241,3 +243,14 @@ def test_the_mesh_of_a_plan_has_machines_outside_and_their_ranks_inside(monkeypa
         assert mesh["dp_replicate", "dp_shard"].mesh.tolist() == [[0, 1, 2], [3, 4, 5]]
         assert accelerator.parallelism_config.fsdp_dim_names[0] == "dp_replicate"
         reset_accelerate()
+
+
+def test_fused_kernels_are_those_that_the_model_runs(built):
+    """A library may have given the modules their own forward again after the kernels were installed."""
+    model, optimizer, accelerator, installed, chosen = built
+    planned = changed(chosen, {"fused_kernels": True})
+    without = dataclasses.replace(installed, fused=FusedKernels(problem="no GPU"))
+    verify_engine(accelerator, model, optimizer, without, planned)
+    replaced = dataclasses.replace(installed, fused=FusedKernels(num_norms=5, num_gates=2))
+    with pytest.raises(EnvironmentFaultError, match=difference("fused kernels", "True", "False")):
+        verify_engine(accelerator, model, optimizer, replaced, planned)

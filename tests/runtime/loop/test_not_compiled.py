@@ -16,6 +16,7 @@ from torch import nn
 from shardwise.launch.plan.calibration_store import append_calibration, read_calibration, record_of_run
 from shardwise.trainer.spec.plan import CalibrationRecord, Plan
 from shardwise.trainer.spec.report import Report, Verified
+from shardwise.trainer.spec.strategy import LossHead
 
 NOW = datetime(2030, 1, 2, tzinfo=UTC)
 
@@ -52,6 +53,16 @@ def test_a_failed_compilation_is_in_the_report_of_its_run(tmp_path):
 def test_a_variable_that_disables_the_compiler_is_no_failure(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     assert eager_run(tmp_path).not_compiled is None
+
+
+def test_a_loss_head_and_blocks_without_ligers_kernels_are_two_incidents(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardwise.trainer.runtime.loss.liger_loss", lambda softcap: nn.Identity())  # Liger needs a GPU
+    monkeypatch.setenv("CC", "no-compiler")
+    plan = rank_plan(write_rows(tmp_path / "rows"), num_steps=2, loss=LossHead.FUSED_LINEAR)
+    plan = replace(plan, candidates=(replace(plan.chosen, fused_kernels=True),))
+    _, state = run_attempt(tmp_path / "run", plan)
+    facts = ("blocks run as plain torch", "the loss is computed in slices")
+    assert [sum(fact in text for text in state.log.texts) for fact in facts] == [1, 1]
 
 
 def plan_with(*records: CalibrationRecord, transformers: str = "5.17.0", **job: Any) -> Plan:

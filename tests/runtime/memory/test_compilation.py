@@ -227,7 +227,8 @@ def test_fused_kernels_run_every_norm_mlp_and_rotation_of_a_model(own_rotation):
     fused = fuse_kernels(model, counted.kernels)
     counted.calls.clear()  # of the comparison with plain torch
     assert (fused.num_norms, fused.num_gates, fused.problem) == (5, 2, None)
-    assert fused.facts() == {"fused_kernels": "5 norms, 2 gated MLPs and the rotary embedding"}
+    assert fused.facts(model) == {"fused_kernels": "5 norms, 2 gated MLPs and the rotary embedding"}
+    assert fused.run_in(model)
     ours = backward(model)
     assert counted.calls == {"norm": 9, "gate": 4, "rotate": 4}, "two blocks, each run again, and the last norm"
     monkeypatched = modeling_llama.apply_rotary_pos_emb
@@ -235,6 +236,7 @@ def test_fused_kernels_run_every_norm_mlp_and_rotation_of_a_model(own_rotation):
     theirs = backward(build_eager())
     torch.testing.assert_close(ours.loss, theirs.loss, rtol=TOLERANCE, atol=0)
     assert_same_gradients(ours, theirs, tolerance=TOLERANCE)
+    assert not fused.run_in(model), "the rotary embedding is transformers' again"
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(own_rotation):

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.trainer.runtime.run.clock import CardSample, CardWatch, Traffic, pinned_bytes, throttle_reasons
+from shardwise.trainer.runtime.run.clock import (
+    CardSample,
+    CardWatch,
+    CoreQueue,
+    Traffic,
+    pinned_bytes,
+    throttle_reasons,
+)
 
 UUID = "GPU-5d1a4b2e-0000-1111-2222-333344445555"
 LIBRARY = """
@@ -122,3 +129,27 @@ def test_without_cuda_nothing_is_pinned_and_no_card_is_queried():
     with CardWatch(torch.device("cpu")).watching() as watch:
         assert threading.active_count() == before and watch.newest == CardSample()
     assert pinned_bytes() is None
+
+
+def test_the_time_in_which_threads_wait_for_a_core_is_counted():
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("this kernel does not count it (CONFIG_SCHED_INFO)")
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # of this thread, and of the programs that it starts
+    others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        queue, begin_s = CoreQueue(), time.thread_time()
+        while time.thread_time() < begin_s + 0.3:
+            pass
+        share = queue.share
+    finally:
+        os.sched_setaffinity(0, cores)
+        for other in others:
+            other.kill()
+            other.wait()
+    assert share is not None
+    assert share > 0.4
+    idle = CoreQueue()
+    time.sleep(0.2)
+    assert idle.share is not None
+    assert idle.share < 0.4, "a process that sleeps waits for no core"

@@ -22,6 +22,7 @@ from shardwise.trainer.runtime.attention.choice import attention_facts, attentio
 from shardwise.trainer.runtime.attention.kernels import attention_kernel_rows
 from shardwise.trainer.runtime.engines import engine_of, running_engine
 from shardwise.trainer.runtime.engines.engine import EngineChoice, Row
+from shardwise.trainer.runtime.memory.compilation import fused_modules
 from shardwise.trainer.runtime.models.build import Installed, plain_model
 from shardwise.trainer.runtime.models.methods import method_facts
 from shardwise.trainer.runtime.optimizers import (
@@ -240,7 +241,9 @@ def _activation_rows(plain: PreTrainedModel, installed: Installed, chosen: Candi
     yield "activation offload", chosen.activation_offload, installed.offload is not None
     compiled = any(module._compiled_call_impl is not None for module in plain.modules())
     compilation = installed.compilation
-    yield "fused kernels", chosen.fused_kernels, installed.fused is not None
+    fused = installed.fused
+    runs_fused = any(fused_modules(plain)) if fused is None else fused.run_in(plain)
+    yield "fused kernels", chosen.fused_kernels, runs_fused
     yield "compiled blocks", chosen.compile, compiled or (compilation is not None and compilation.problem is not None)
 
 

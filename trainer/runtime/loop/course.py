@@ -45,7 +45,7 @@ from shardwise.trainer.runtime.loop.session import Session, build_session
 from shardwise.trainer.runtime.loop.step import run_step
 from shardwise.trainer.runtime.models.build import plain_model
 from shardwise.trainer.runtime.precision.fp8 import check_fp8_ran, timed_facts
-from shardwise.trainer.runtime.run.clock import CardWatch, Clock
+from shardwise.trainer.runtime.run.clock import CardWatch, Clock, CoreQueue
 from shardwise.trainer.runtime.run.state import (
     SKIPPED_STEPS,
     IncidentKind,
@@ -173,6 +173,8 @@ def _one_step(session: Session, objectives: Objectives, observer: StepObserver) 
     """Runs one step and records its measurements."""
     plan, state, device = session.plan, session.state, session.accelerator.device
     step = state.step + 1
+    if state.core_queue is None and step - (state.resumed_from_step or 0) > SKIPPED_STEPS:
+        state.core_queue = CoreQueue()
     clock = Clock(device, on_phase=lambda phase: session.writer.beat(phase, step=step - 1))
     begin = time.perf_counter()
     with clock.measure("data"):
@@ -222,7 +224,11 @@ def _note_fallbacks(session: Session, step: int) -> None:
     for kind, found, text in (
         (IncidentKind.NOT_COMPILED, installed.compilation, "blocks run eagerly, not compiled"),
         (IncidentKind.NOT_FUSED, installed.fused, "blocks run as plain torch, without Liger's kernels"),
-        (IncidentKind.NOT_FUSED, installed.loss, "the loss is computed in slices by torch, not by Liger's kernels"),
+        (
+            IncidentKind.LOSS_NOT_FUSED,
+            installed.loss,
+            "the loss is computed in slices by torch, not by Liger",
+        ),
     ):
         if found is not None and found.problem is not None and not log.count(kind):
             log.note(f"step {step}: {text}: {found.problem}", kind)

@@ -140,11 +140,38 @@ class FusedKernels(NamedTuple):
     num_gates: int = 0
     problem: str | None = None
 
-    def facts(self) -> dict[str, str]:
-        """Text of what was replaced."""
+    def facts(self, model: nn.Module) -> dict[str, str]:
+        """Text of what the model runs by now."""
         if self.problem is not None:
             return {"fused_kernels": f"none, {self.problem}"}
-        return {"fused_kernels": f"{self.num_norms} norms, {self.num_gates} gated MLPs and the rotary embedding"}
+        found = fused_modules(model)
+        rotary = " and the rotary embedding" if found.is_rotary else ""
+        return {"fused_kernels": f"{found.num_norms} norms, {found.num_gates} gated MLPs{rotary}"}
+
+    def run_in(self, model: nn.Module) -> bool:
+        """True if every replaced module of the model runs its kernel, or if none can and the report has the reason."""
+        return self.problem is not None or fused_modules(model) == (self.num_norms, self.num_gates, True)
+
+
+class FusedModules(NamedTuple):
+    """What runs fused kernels in a model."""
+
+    num_norms: int
+    num_gates: int
+    is_rotary: bool
+
+
+def fused_modules(model: nn.Module) -> FusedModules:
+    """Counted in the model itself."""
+    kernels = [(_kernel_of(vars(module).get("forward")), type(module).__module__) for module in model.modules()]
+    files = {file for kernel, file in kernels if kernel is _run_norm}
+    rotations = [_kernel_of(getattr(sys.modules.get(file), "apply_rotary_pos_emb", None)) for file in files]
+    ran = [kernel for kernel, _ in kernels]
+    return FusedModules(ran.count(_run_norm), ran.count(_run_gated), _rotate in rotations)
+
+
+def _kernel_of(forward: object) -> object:
+    return forward.func if isinstance(forward, partial) else None
 
 
 def fuse_kernels(model: PreTrainedModel, kernels: Kernels | None = None, *, is_pinned: bool = True) -> FusedKernels:

@@ -77,7 +77,7 @@ class Installed:
         facts = recomputation_facts(self.recomputations, num_blocks=len(blocks_of(model)), is_compiled=is_compiled)
         facts |= {} if self.offload is None else self.offload.facts()
         facts |= {} if self.compilation is None else self.compilation.facts(model)
-        return facts | ({} if self.fused is None else self.fused.facts())
+        return facts | ({} if self.fused is None else self.fused.facts(model))
 
 
 def build_model(plan: Plan) -> PreTrainedModel:

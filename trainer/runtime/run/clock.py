@@ -81,6 +81,33 @@ class Clock:
         return max(self.peaks.values(), default=None)
 
 
+class CoreQueue:
+    """Time since its creation in which threads of this process waited for a core, by the kernel's scheduler."""
+
+    def __init__(self) -> None:
+        self._begin_s, self._begin = time.perf_counter(), _scheduled_s()
+
+    @property
+    def share(self) -> float | None:
+        """Of the time, or of that of all threads that could run if it is longer; None if the kernel does not count."""
+        now = _scheduled_s()
+        if now is None or self._begin is None:
+            return None
+        ran_s, queued_s = (max(0.0, after - before) for after, before in zip(now, self._begin, strict=True))
+        return queued_s / max(time.perf_counter() - self._begin_s, ran_s + queued_s)
+
+
+def _scheduled_s() -> tuple[float, float] | None:
+    """Seconds in which the threads that live ran on a core, and waited for one (proc(5), schedstat)."""
+    ran_ns = queued_ns = 0
+    with suppress(OSError, ValueError):
+        for path in Path("/proc/self/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+                ran, queued, _ = (path / "schedstat").read_text().split()
+                ran_ns, queued_ns = ran_ns + int(ran), queued_ns + int(queued)
+    return (ran_ns / 1e9, queued_ns / 1e9) if ran_ns else None
+
+
 def _allocated(device: torch.device) -> tuple[int, int]:
     """Bytes allocated now, and at most since the peak was counted anew."""
     counted = torch.cuda.memory.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]

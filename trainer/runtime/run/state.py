@@ -38,6 +38,7 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta
 from msgspec.structs import replace
 
+from shardwise.trainer.runtime.run.clock import CoreQueue
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.messages.rank_files import (
     HEARTBEAT_BYTES,
@@ -139,6 +140,7 @@ class IncidentKind(StrEnum):
     BAD_ROWS = "bad_rows"
     NOT_COMPILED = "not_compiled"
     NOT_FUSED = "not_fused"
+    LOSS_NOT_FUSED = "loss_not_fused"
     NOT_SAVED = "not_saved"
     MORE_NOT_SAVED = "more_not_saved"
     OTHER = "other"
@@ -209,6 +211,7 @@ class RunState:
     sample_after: str | None = None
     steady_steps: list[SteadyStep] = field(default_factory=list)
     steady_parts: list[dict[str, float]] = field(default_factory=list)  # seconds of their phases
+    core_queue: CoreQueue | None = None  # since the first steady step
 
     @property
     def incidents(self) -> list[str]:
@@ -236,6 +239,7 @@ def measured_figures(state: RunState, plan: Plan) -> Figures:
             targets_per_s_per_gpu=learned,
             mfu=model_flops_share(plan, rate),
             parts=_median_parts(state),
+            queued_share=None if state.core_queue is None else state.core_queue.share,
         ),
     )
 

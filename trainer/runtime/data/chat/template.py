@@ -247,8 +247,9 @@ def _time_limit() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)
+        if signal.getsignal(signal.SIGALRM) is end:  # else TERM has set an alarm of its own
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, handler)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
