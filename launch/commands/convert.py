@@ -72,6 +72,8 @@ def check_run(run_dir: Path) -> None:
 
 def _check_output(output: Path) -> None:
     """InputError for a folder that holds anything: nothing is overwritten."""
+    if output.is_symlink():
+        raise InputError(f"{output}: is a link; name a folder that does not exist")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"{output}: exists already; name a folder that does not")
 
@@ -175,7 +177,10 @@ def run_chat(options: ChatOptions, _console: Console) -> ExitCode:
 
 def chat_process(options: ChatOptions) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of the process that holds the model; InputError where there is no model."""
-    has_export = (options.run_dir / "export").is_dir() and options.checkpoint is None
+    export = options.run_dir / "export"
+    if export.is_symlink():
+        raise InputError(f"{export}: is a link, not the export of this run; remove it, or name its folder's own run")
+    has_export = export.is_dir() and options.checkpoint is None
     if not has_export or not (options.run_dir / "plan.json").is_file():
         check_run(options.run_dir)
     arguments = ["--max-new-tokens", str(options.max_new_tokens)]

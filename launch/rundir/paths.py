@@ -83,11 +83,18 @@ def is_open(folder: Path) -> bool:
 
 
 def refuse_links(run_dir: Path) -> None:
-    """InputError for a link, a FIFO or a device in place of a file that a run writes: it may lead to another's file."""
+    """InputError for a link in place of what a run writes: it may lead to another's files. Also for a FIFO or a device.
+
+    A link in place of the run directory itself is no error.
+    """
     for name in (LOCK, "metrics.jsonl", "logs/sinks.log", "cancelled"):
         path = run_dir / name
         if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
             raise InputError(f"{path}: is a link or no plain file, and the run would write to it; remove it")
+    for name in ("attempts", "checkpoints", "export", ".export.partial", "logs", "model_code", "wandb", "tensorboard"):
+        path = run_dir / name
+        if path.is_symlink():
+            raise InputError(f"{path}: is a link, and the run would write behind it; put the folder itself there")
 
 
 def is_submitted(run_dir: Path) -> bool:

@@ -22,6 +22,7 @@ import msgspec
 from shardwise.launch import cli
 
 HANG_S = 300  # for a command that takes a second where no other work keeps the cores busy
+OUTSIDE = "outside"
 EXIT_CODES = (0, 2, 3, 4)  # of a command that read a damaged file; 1 would be an internal error
 
 
@@ -47,6 +48,14 @@ def _instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
     return damage
 
 
+def _link_out(path: Path) -> None:
+    """The same content, behind a link that leads out of the run directory."""
+    run_dir = next(parent for parent in path.parents if (parent / "attempts").is_dir())
+    target = run_dir.parent / OUTSIDE
+    path.rename(target)
+    path.symlink_to(target)
+
+
 DAMAGE: dict[str, Callable[[Path], None]] = {
     "missing": lambda path: path.unlink(),
     "empty": in_place(lambda _: b""),
@@ -62,6 +71,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "a folder": _instead(lambda path: path.mkdir()),
     "a link to itself": _instead(lambda path: path.symlink_to(path.name)),
     "a pipe": _instead(lambda path: os.mkfifo(path)),
+    "a link out of the run": _link_out,
     "a sparse gigabyte": lambda path: os.truncate(path, 2**30),
 }
 
@@ -132,7 +142,7 @@ def damage_and_try(
         shutil.rmtree(work, ignore_errors=True)
         shutil.copytree(template, run_dir)
         DAMAGE[kind](run_dir / file)
-        whole = _checkpoints(run_dir)
+        whole, outside = _checkpoints(run_dir), _content(work / OUTSIDE)
         counts.tried += 1
         what = f"{kind}: {file}: {' '.join(command)}"
         try:
@@ -144,11 +154,18 @@ def damage_and_try(
         if code not in EXIT_CODES or "\x1b]" in output:
             counts.tracebacks += 1
             counts.notes.append(f"{what}: exit code {code}\n{output[-1500:]}")
+        elif _content(work / OUTSIDE) != outside:
+            counts.lost += 1
+            counts.notes.append(f"{what}: what the link leads to was changed")
         elif any(_checkpoints(run_dir).get(name) != content for name, content in whole.items()):
             counts.lost += 1
             counts.notes.append(f"{what}: a checkpoint was changed")
         else:
             counts.survived += 1
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
 
 
 def _checkpoints(run_dir: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from outcome_file import FAULTS
 from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import write_attempt, write_start, write_submission
 from typed_command import typed
@@ -34,13 +36,18 @@ COMMANDS = tuple(
         "status", "status run", "watch run --once --json", "status run --json", "logs run", "logs run --attempt 1",
     )
 )  # fmt: skip
+HANG_S = 60  # for a command that takes a second where no other work keeps the cores busy
 EVIL = "\x1b[2J\x1b]0;t\x07\x9b31m\r\u202eevil"
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")
 
 
+class Waited(BaseException):  # no handler of errors takes it for one
+    """A command did not end."""
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch) -> Iterator[Path]:
-    """A run with all files; a command that takes 20 s fails."""
+    """A run with all files; a command that takes a minute fails."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "/nonexistent")
@@ -57,7 +64,7 @@ def run_dir(tmp_path: Path, monkeypatch) -> Iterator[Path]:
     (tmp_path / "runs" / "run").symlink_to(run)
 
     def give_up(*_: object) -> None:
-        raise AssertionError("the command waits")
+        raise Waited
 
     before = signal.signal(signal.SIGALRM, give_up)
     yield run
@@ -85,19 +92,34 @@ KINDS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["a FIFO", *(pytest.param(kind, marks=pytest.mark.long) for kind in [*KINDS][1:])])
-def test_a_file_that_is_no_file_is_never_waited_for(run_dir, capsys, kind):
+WHOLE = [pytest.param(kind, 1, marks=(pytest.mark.long, pytest.mark.timeout(0))) for kind in KINDS]
+
+
+@pytest.mark.parametrize(("kind", "every"), [("a FIFO", 3), *WHOLE])
+def test_a_file_that_is_no_file_is_never_waited_for(run_dir, capsys, kind, every, record_property):
+    """By each command for each file, 176 pairs of a kind; without `long`, every third command for one kind."""
+    tried, failures = 0, []
     for name in FILES:
         content = (run_dir / name).read_bytes()
         (run_dir / name).unlink()
         KINDS[kind](run_dir / name)
-        for words in COMMANDS[:: 3 if kind == "a FIFO" else 1]:
-            signal.alarm(20)
-            answer = typed(capsys, *words)
-            assert answer.code in (0, 2, 4) and "internal error" not in answer.err, (name, words, answer.err)
+        for words in COMMANDS[::every]:
+            tried += 1
+            signal.alarm(HANG_S)
+            try:
+                answer = typed(capsys, *words)
+            except Waited:
+                failures.append((name, words, "hung"))
+                continue
+            if answer.code not in (0, 2, 4) or "internal error" in answer.err:
+                failures.append((name, words, answer.err))
         signal.alarm(0)
         (run_dir / name).rmdir() if kind == "a folder" else (run_dir / name).unlink()
         (run_dir / name).write_bytes(content)
+    hung = sum(problem == "hung" for *_, problem in failures)
+    counts = {"tried": tried, "survived": tried - len(failures), "hung": hung, "tracebacks": len(failures) - hung}
+    record_property(FAULTS, {f"in place of a file of a run: {kind}": counts})
+    assert not failures
 
 
 def _poisoned(value: Value) -> Any:
@@ -160,6 +182,46 @@ def test_a_run_is_never_written_through_a_link(tmp_path, monkeypatch, capsys, na
     answer = typed(capsys, "train", "job.yaml", "--run-dir", "run", "--resume")
     assert answer.code == 2 and f"run/{name}: is a link" in answer.err
     assert target.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["attempts", "checkpoints", "export", ".export.partial", "logs", "wandb"])
+def test_a_run_is_never_written_behind_a_link(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "precious").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "theirs")
+    answer = typed(capsys, "train", "job.yaml", "--run-dir", "run", "--resume")
+    assert answer.code == 2 and f"run/{name}: is a link" in answer.err
+    assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["precious"]
+
+
+def test_no_command_shows_what_a_link_in_place_of_a_log_leads_to(run_dir, capsys):
+    secret = run_dir.parent / "id_rsa"
+    secret.write_text('{"step": 1, "loss": 31337.0}\na private key\n')
+    for name in FILES:
+        if name.endswith((".log", ".out", "metrics.jsonl")):
+            (run_dir / name).unlink()
+            (run_dir / name).symlink_to(secret)
+    for words in [*COMMANDS, ["logs", "run", "--rank", "0"]]:
+        answer = typed(capsys, *words)
+        assert answer.code in (0, 2, 4) and "internal error" not in answer.err, (words, answer.err)
+        assert "private key" not in answer.out + answer.err, words
+        assert "31337" not in answer.out + answer.err, words
+    assert "private key" not in Path("page.html").read_text()
+
+
+@pytest.mark.parametrize("words", [("export", "run", "out"), ("chat", "run")])
+def test_a_model_is_neither_written_nor_read_behind_a_link(run_dir, capsys, words):
+    """The output of an export, and the export that a chat loads."""
+    theirs = run_dir.parent / "theirs"
+    theirs.mkdir()
+    for link in (run_dir.parent / "out", run_dir / "export"):
+        shutil.rmtree(link, ignore_errors=True)
+        link.symlink_to(theirs)
+    answer = typed(capsys, *words)
+    assert answer.code == 2 and "is a link" in answer.err
+    assert list(theirs.iterdir()) == []
 
 
 def test_the_lock_of_a_run_is_no_link(tmp_path):

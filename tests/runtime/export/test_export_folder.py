@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 
-from shardwise.trainer.runtime.export.folder import save_model
+from shardwise.trainer.runtime.export.folder import save_model, staged
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 MODEL = """
 import sys
@@ -74,3 +75,16 @@ def test_transformers_unwraps_again_afterwards_whatever_happened_meanwhile(tmp_p
     with pytest.raises(RuntimeError, match="in the middle"):
         save_model(model, tmp_path / "out")
     assert modeling_utils.unwrap_model is unwrap
+
+
+@pytest.mark.parametrize("name", ["export", ".export.partial"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_export_is_never_written_behind_a_link(name, is_there, tmp_path):
+    theirs = tmp_path / "theirs"
+    if is_there:
+        theirs.mkdir()
+        (theirs / "precious").write_text("precious")
+    (tmp_path / name).symlink_to(theirs)
+    with pytest.raises(EnvironmentFaultError, match="cannot be written"), staged(tmp_path / "export") as folder:
+        (folder / "config.json").write_text("{}")
+    assert [path.read_text() for path in theirs.glob("*")] == ["precious"] * is_there
