@@ -6,6 +6,7 @@ have named is escaped here or by `block_html`.
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from html import escape
 from typing import NamedTuple
 from urllib.parse import urlencode
@@ -182,6 +183,7 @@ def bar(share: float, *, mark: float | None = None, is_full: bool = False) -> st
     )
 
 
+@lru_cache(maxsize=MOST_RUNS)
 def _spark(points: Points) -> str:
     """A small curve of the loss."""
     chart = LineChart(

@@ -135,6 +135,7 @@ class _Followed:
         self._run_dir, self._watched = run_dir, WatchedRun(run_dir, environment=environment)
         self._steps: list[Step] = []
         self._lock = Lock()
+        self._last: tuple[object, WholeRun] | None = None  # with the signature of its files
 
     @property
     def is_too_long(self) -> bool:
@@ -144,13 +145,18 @@ class _Followed:
     def whole(self) -> WholeRun:
         """The run as it is now; InputError if its directory is missing or is no run."""
         with self._lock:
+            signature = _signature(self._run_dir)
+            if self._last is not None and self._last[0] == signature and not self._last[1].is_live:
+                return self._last[1]
             try:
                 look = self._watched.look()
             except OSError as error:
                 raise InputError(f"{self._run_dir}: cannot be read: {error.strerror}") from error
             self._steps += (step for row in look.rows if (step := _step_of(row)) is not None)
             recorded = RecordedSteps(tuple(self._steps), look.num_steps, look.training_s)
-        return WholeRun(look, read_recorded(self._run_dir, recorded))
+            whole = WholeRun(look, read_recorded(self._run_dir, recorded))
+            self._last = signature, whole
+        return whole
 
 
 def _step_of(row: dict[str, object]) -> Step | None:

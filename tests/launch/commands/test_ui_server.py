@@ -22,6 +22,7 @@ from shardwise.launch.commands.ui.runs import Runs, loss_points
 from shardwise.launch.commands.ui.server import PORT, UiServer, run_ui
 from shardwise.launch.options import UiOptions
 from shardwise.launch.terminal import Console
+from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -202,6 +203,11 @@ def test_new_steps_are_added_to_those_that_were_read(tmp_path: Path):
         stream.write("".join(json.dumps(row) + "\n" for row in step_rows(range(11, 16))) + '{"step": 16, "lo')
     whole = runs.whole("one")
     assert [step.step for step in whole.run.curve] == list(range(1, 16)) and whole.look.num_steps == 15
+    codec.write(run / "report.json", report_for(tiny_plan()))
+    ended = runs.whole("one")
+    assert not ended.is_live and runs.whole("one").run is ended.run, "read once, until a file changes"
+    (run / "report.json").write_bytes((run / "report.json").read_bytes() + b"\n")
+    assert runs.whole("one").run is not ended.run
     (run / "plan.json").unlink()
     with pytest.raises(InputError, match="no such run"):
         runs.whole("one")
