@@ -116,12 +116,13 @@
       note.replaceChildren(...[["", [place.x, `${chart.label} ${place.text}`], -1], ...rows].map(([name, point, number]) => {
         const row = document.createElement("p");
         if (number >= 0) row.appendChild(Object.assign(document.createElement("span"), {className: `key c${number % 12}`}));
-        row.append(number >= 0 ? ` ${name} ` : "", Object.assign(document.createElement("b"), {textContent: point[1]}));
+        row.append(" ", Object.assign(document.createElement("b"), {textContent: point[1]}), ` ${name}`);
         return row;
       }));
       const isRight = share > 0.5;
       note.style.left = isRight ? "auto" : `${left + 12}px`;
       note.style.right = isRight ? `${frame.width - left + 12}px` : "auto";
+      note.style.maxWidth = `${Math.max(80, (isRight ? left : frame.width - left) - 14)}px`;
       note.style.top = `${drawn.top - frame.top + 12}px`;
     }
   }
