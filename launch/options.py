@@ -166,6 +166,10 @@ class PlanOptions(NamedTuple):
     largest_batch: Annotated[bool, _switch("--largest-batch", "the largest micro batch that fits")] = False
     largest_model: Annotated[bool, _switch("--largest-model", "the largest preset that fits")] = False
     html: Annotated[Path | None, _file("--html", "the plan as one page with charts")] = None
+    engine_files: Annotated[
+        Path | None,
+        _Argument("--engine-files", type=Path, metavar="FOLDER", help="write Accelerate's and DeepSpeed's files there"),
+    ] = None
     partition: Annotated[
         str | None, _text("--partition", "P", "plan for nodes of a Slurm partition, from a login node")
     ] = None

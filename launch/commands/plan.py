@@ -58,6 +58,7 @@ def run_plan(options: PlanOptions, console: Console) -> ExitCode:
 
         results, dry_runs = simulated_results(results, Console(sys.stderr))  # progress, not part of the output
     plans = [(spec, result) for spec, result in results if isinstance(result, Plan)]
+    engine_lines = [] if options.engine_files is None else _engine_files(plans, options.engine_files)
     more = {} if options.as_json and options.html is None else _partition_sections(dict(requested), plans)
     if options.html is not None:
         _write_html(options.html, results, top=options.top, more=more)
@@ -75,6 +76,8 @@ def run_plan(options: PlanOptions, console: Console) -> ExitCode:
             console.line(explain_plan(plan, top=options.top, more=more.get(spec, ()), show=shown))
         for line in _section(dry_runs.get(spec, ())):
             console.line(line)
+    for line in _section(engine_lines):
+        (Console(sys.stderr) if options.as_json else console).line(line)
     if len(results) > 1 and not options.as_json:
         from shardwise.trainer.planning.explain.comparison import compare_plans
 
@@ -132,6 +135,31 @@ def start_and_repeat(options: PlanOptions, inputs: PlanInputs) -> tuple[tuple[st
     else:
         train = " ".join([train, *map(shlex.quote, _given(devices))])
     return (*before, train), shlex.join(again)
+
+
+def _engine_files(plans: Sequence[tuple[str, Plan]], folder: Path) -> list[str]:
+    """Writes the engine's files of the one plan; returns the lines about them: what a script must do itself."""
+    from shardwise.launch.engine.launcher import write_engine_files
+
+    if len(plans) != 1 or plans[0][1].num_machines > 1:
+        raise InputError(f"--engine-files {folder}: they are of one machine; give one --hardware, and one node")
+    names, chosen = write_engine_files(plans[0][1], folder), plans[0][1].chosen
+    settings = [
+        f"method {chosen.method}",
+        f"rows of {chosen.seq_len} tokens",
+        f"micro batch {chosen.micro_batch}",
+        f"accumulation {chosen.accumulation}",
+        f"activation checkpointing {chosen.checkpointing}",
+        f"attention {chosen.attention}",
+        f"optimizer {chosen.strategy.optimizer}",
+        *(["compiled"] if chosen.compile else []),
+        *(["activations offloaded"] if chosen.activation_offload else []),
+    ]
+    return [
+        f"Files of {chosen.strategy.name} in {folder}: {', '.join(names)}",
+        f"{shlex.join(['accelerate', 'launch', '--config_file', str(folder / names[0])])} YOUR_SCRIPT.py",
+        f"set in the script: {', '.join(settings)}",
+    ]
 
 
 def _given(options: Mapping[str, object]) -> list[str]:

@@ -117,18 +117,40 @@ def prepare_attempt(plan: Plan, candidate: Candidate, *, run_dir: Path, resume: 
         (attempt_dir / "logs").mkdir(parents=True)
         attempt_plan = msgspec.structs.replace(plan, candidates=(candidate,), resume=resume, job=without_url(plan.job))
         codec.write(attempt_dir / "plan.json", attempt_plan)
-        if candidate.strategy.sharding.uses_deepspeed:
-            folder = nvme_folder(attempt_plan, run_dir, number)
-            config = deepspeed_config(attempt_plan, nvme_path=None if folder is None else str(folder))
-            filled = msgspec.json.format(msgspec.json.encode(config), indent=1)
-            codec.write_bytes(attempt_dir / "ds_config.json", filled + b"\n")
+        folder = nvme_folder(attempt_plan, run_dir, number)
         head = socket.gethostname() if attempt_plan.num_machines > 1 else None  # each agent writes its own later
         settings = accelerate_config(attempt_plan, attempt_dir=attempt_dir, head=head)
-        codec.write_bytes(attempt_dir / "accelerate.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
+        _write_engine_files(attempt_plan, settings, attempt_dir, nvme_path=None if folder is None else str(folder))
         report_room_path(attempt_dir).write_bytes(bytes(REPORT_ROOM_BYTES))
     except OSError as error:
         raise EnvironmentFaultError(f"{attempt_dir}: cannot be written: {error.strerror}") from error
     return attempt_dir
+
+
+def write_engine_files(plan: Plan, folder: Path) -> list[str]:
+    """Writes accelerate.yaml, and ds_config.json for ZeRO, for a script of the user's own; returns their names.
+
+    InputError for a plan of several machines, or of NVMe offload without `limits.nvme.path`.
+    """
+    settings = accelerate_config(plan, attempt_dir=folder)
+    if plan.chosen.strategy.precision is Precision.FP16_MIXED and not plan.chosen.strategy.sharding.uses_deepspeed:
+        settings["mixed_precision"] = "fp16"  # with Accelerate's scaler, where our ranks have their own
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _write_engine_files(plan, settings, folder, nvme_path=plan.job.limits.nvme.path)
+    except OSError as error:
+        raise EnvironmentFaultError(f"{folder}: cannot be written: {error.strerror}") from error
+
+
+def _write_engine_files(plan: Plan, settings: Mapping[str, Any], folder: Path, *, nvme_path: str | None) -> list[str]:
+    names = ["accelerate.yaml"]
+    if plan.chosen.strategy.sharding.uses_deepspeed:
+        config = deepspeed_config(plan, nvme_path=nvme_path)
+        filled = msgspec.json.format(msgspec.json.encode(config), indent=1)
+        codec.write_bytes(folder / "ds_config.json", filled + b"\n")
+        names.append("ds_config.json")
+    codec.write_bytes(folder / "accelerate.yaml", yaml.safe_dump(dict(settings), sort_keys=False).encode())
+    return names
 
 
 HOLE = "auto"

@@ -11,6 +11,7 @@ A directory belongs to one supervisor at a time, which holds its lock (`launch.r
 
 import os
 import re
+import shlex
 import stat
 from collections.abc import Iterator
 from datetime import datetime
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from shardwise.launch.rundir.lock import LOCK
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.messages.submission import SCRIPT_NAME
 
 _STAMP = "%Y%m%d-%H%M%S"
 _NOT_USE = (LOCK, ".nodes.json")  # of a run that is about to begin
@@ -54,7 +56,11 @@ def refuse_used(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise InputError(f"--run-dir {path}: is a file, not a directory")
     if path.is_dir() and any(entry.name not in _NOT_USE for entry in path.iterdir()):
-        raise InputError(f"--run-dir {path}: is used already; add --resume to continue it, or name another directory")
+        script = path / SCRIPT_NAME
+        remedy = (
+            f"{shlex.join(['sbatch', str(script)])} continues it" if script.is_file() else "add --resume to continue it"
+        )
+        raise InputError(f"--run-dir {path}: is used already; {remedy}, or name another directory")
 
 
 def _names(base: Path, now: datetime) -> Iterator[Path]:

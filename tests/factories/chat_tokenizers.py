@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from shardwise.trainer.runtime.export.gguf import _SPLITS
 
 CORPUS = [
     "The weather in Paris is mild today, about 18 degrees. What is two plus two? It is four.",
@@ -65,6 +67,19 @@ def byte_level_folder(folder: Path, *, bos: str | None, eos: str, special: tuple
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return _written(tokenizer, folder, bos=bos, eos=eos, special=special)
+
+
+def qwen_folder(folder: Path, *, eos: str = "<|endoftext|>") -> Path:
+    """Its rule of splitting is Qwen2's own."""
+    byte_level_folder(folder, bos=None, eos=eos)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    split = next(pattern for pattern, name in _SPLITS.items() if name == "qwen2")
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(split), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def metaspace_folder(

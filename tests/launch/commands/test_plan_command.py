@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typed_command import Run, in_empty_home, typed, write_rows
 
 from shardwise.launch.commands.plan import machines, next_commands
@@ -40,6 +41,35 @@ def test_a_machine_that_is_not_here_is_planned_for(run: Run) -> None:
     assert (code, err) == (ExitCode.DONE, "")
     first, _, then = out.partition("\n\n")
     assert first.endswith("1.24B parameters, on 1 x RTX-4090") and "\nchosen: " in f"\n{then}"
+
+
+def test_the_engine_of_a_plan_is_written_for_a_script_of_ones_own(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "eng ine"
+    words = ("--hardware", "8xH100-SXM5-80GB", "pin.sharding=zero3", "--engine-files", str(folder))
+    code, out, _ = run("plan", *words, "--json")
+    chosen = json.loads(out)["candidates"][0]
+    settings = yaml.safe_load((folder / "accelerate.yaml").read_text())
+    assert (code, settings["num_processes"]) == (ExitCode.DONE, 8)
+    config = json.loads(Path(settings["deepspeed_config"]["deepspeed_config_file"]).read_text())
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["train_micro_batch_size_per_gpu"] == chosen["micro_batch"]
+    _, out, _ = run("plan", *words)
+    assert f"accelerate launch --config_file '{folder}/accelerate.yaml' YOUR_SCRIPT.py" in out
+    assert f"micro batch {chosen['micro_batch']}, accumulation {chosen['accumulation']}, " in out
+
+
+@pytest.mark.parametrize("machines", [("1xRTX-4090", "2xRTX-4090"), ("2x8xH100-SXM5-80GB",)])
+def test_engine_files_are_of_one_machine(run: Run, tmp_path: Path, machines: tuple[str, ...]) -> None:
+    words = [word for name in machines for word in ("--hardware", name)]
+    code, out, err = run("plan", *words, "--engine-files", str(tmp_path / "engine"))
+    assert (code, out) == (ExitCode.INPUT, "") and "give one --hardware" in err
+    assert not (tmp_path / "engine").exists()
+
+
+def test_engine_files_that_cannot_be_written_are_an_error_of_the_environment(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, _, err = run("plan", "--hardware", "1xRTX-4090", "--engine-files", str(tmp_path / "file" / "engine"))
+    assert code == ExitCode.ENVIRONMENT and "cannot be written: Not a directory" in err
 
 
 def test_sections_are_shown_by_name(run: Run) -> None:

@@ -1,5 +1,6 @@
 """Run directories are never shared, overwritten or guessed."""
 
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -61,3 +62,10 @@ def test_attempts_are_numbered_on(tmp_path: Path):
     (tmp_path / "attempts" / "9").mkdir(parents=True)
     (tmp_path / "attempts" / "10").mkdir()
     assert run_dir.next_attempt(tmp_path) == 11
+
+
+def test_the_directory_of_a_submitted_run_is_continued_by_its_script(tmp_path):
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "train.sbatch").touch()
+    with pytest.raises(InputError, match=re.escape(f"sbatch '{tmp_path}/a run/train.sbatch' continues it")):
+        run_dir.use_run_dir(tmp_path / "a run")

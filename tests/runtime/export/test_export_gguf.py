@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from chat_tokenizers import byte_level_folder, metaspace_folder
+from chat_tokenizers import byte_level_folder, metaspace_folder, qwen_folder
 from engine_plan_factory import TINY_LLAMA
 from export_factory import EXPERTS, LORA, export, run_of, save_run, write_base
 from jinja2 import Environment
 from msgspec.structs import replace
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.trainer.runtime.checkpoint import import_weights
@@ -42,19 +41,6 @@ GEMMA = {
 GEMMA2, GEMMA3 = {**GEMMA, "model_type": "gemma2"}, {**GEMMA, "model_type": "gemma3_text"}
 
 
-def qwen_tokenizer(folder: Path) -> Path:
-    """Its rule of splitting is Qwen2's own."""
-    byte_level_folder(folder, bos=None, eos="<|endoftext|>")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    split = next(pattern for pattern, name in written._SPLITS.items() if name == "qwen2")
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(split), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
-
-
 def run_dir_of(tmp_path: Path, config: dict, method: Method, tokenizer: Path | None, template: str | None) -> Path:
     plan = run_of(write_base(tmp_path / "base", config), method, lora=LORA, config=config, tokenizer=tokenizer)
     data = replace(plan.job.data, chat_template=template)
@@ -78,7 +64,7 @@ def run_dir_of(tmp_path: Path, config: dict, method: Method, tokenizer: Path | N
     ],
 )  # fmt: skip
 def test_a_gguf_file_gives_the_logits_of_the_model(config, method, quant, template, tmp_path):
-    make = {"q": qwen_tokenizer, "g": metaspace_folder, "m": metaspace_folder}.get(
+    make = {"q": qwen_folder, "g": metaspace_folder, "m": metaspace_folder}.get(
         config["model_type"][0], lambda folder: byte_level_folder(folder, bos="<|begin_of_text|>", eos="<|endoftext|>")
     )
     run_dir = run_dir_of(tmp_path, config, method, make(tmp_path / "tokenizer"), template)

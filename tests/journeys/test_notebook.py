@@ -5,8 +5,7 @@ import warnings
 from pathlib import Path
 
 import nbformat
-import pytest
-from workplace_factory import LIMIT_S
+from workplace_factory import LIMIT_S, make_workplace
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTEBOOK = EXAMPLES / "quickstart.ipynb"
@@ -30,8 +29,8 @@ def test_the_notebook_is_committed_with_its_output():
     assert not any(word in NOTEBOOK.read_text() for word in ("/root", "/home/", "/tmp/"))
 
 
-@pytest.mark.long
-def test_the_notebook_executes(workplace, monkeypatch):
+def test_the_notebook_executes(tmp_path, monkeypatch):
+    workplace = make_workplace(tmp_path / "work place")
     for name, value in workplace.environment.items():
         monkeypatch.setenv(name, value)
     shutil.copy(EXAMPLES / "quickstart.yaml", workplace.folder)
