@@ -223,8 +223,8 @@ def test_the_options_of_every_command_are_frozen():
     assert found == {
         "init": ["--data", "--help", "--model", "--output"],
         "probe": ["--gpus", "--help", "--json", "--measure", "--output"],
-        "plan": ["--allow", "--constraint", "--data", "--engine-files", "--gpus", "--hardware", "--help", "--html", "--json",
-                 "--largest-batch", "--largest-model", "--longest-seq", "--method", "--nodes", "--partition",
+        "plan": ["--allow", "--constraint", "--data", "--engine-files", "--gpus", "--hardware", "--help", "--html",
+                 "--json", "--largest-batch", "--largest-model", "--longest-seq", "--method", "--nodes", "--partition",
                  "--seq-len", "--show", "--simulate", "--take", "--top", "--trial", "--verbose", "--vram"],
         "estimate": ["--help"],
         "train": ["--dry-run", "--gpus", "--head", "--help", "--here", "--json", "--node-rank", "--nodes", "--resume",
