@@ -20,7 +20,6 @@ import hashlib
 import os
 import re
 import shutil
-import stat
 import subprocess
 import sys
 import sysconfig
@@ -32,6 +31,7 @@ from shardwise.launch.probe.installed import installed_ns
 from shardwise.launch.probe.program import run_program
 from shardwise.launch.rundir.lock import exclusive
 from shardwise.launch.worker import python_environment, run
+from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Candidate, Plan
@@ -135,8 +135,7 @@ def build_operators(
 
 def _refuse_foreign(folder: Path) -> None:
     """EnvironmentFaultError if another user can change the programs in a folder that the ranks load."""
-    status = folder.stat()
-    if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
+    if codec.is_foreign(folder):
         raise EnvironmentFaultError(
             f"{folder}: another user can write there, and the ranks would run that code; "
             "name a cache of your own: export SHARDWISE_CACHE=~/.cache/shardwise"

@@ -100,6 +100,8 @@ def find_prepared(listed: PrepareRequest) -> DataProfile | None:
         index = codec.read(index_path, PreparedIndex)
         folder = root / index.fingerprint
         profile = codec.read(folder / "profile.json", DataProfile)
+        if codec.is_foreign(index_path) or codec.is_foreign(folder):
+            return None  # preparing them reports why
     except InputError:  # never prepared, or removed since, or of another version
         return None
     is_whole = all((folder / name).is_file() for name in _PREPARED_FILES)

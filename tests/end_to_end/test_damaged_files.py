@@ -1,8 +1,13 @@
-"""Every kind of damage to every file of a run directory: commands end in order, and no whole checkpoint is lost."""
+"""Every kind of damage to every file of a run directory: commands end in order, and no whole checkpoint is lost.
+
+Another user of the machine changes nothing in a run either.
+"""
 
 import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,3 +119,48 @@ def test_data_that_changed_before_a_resume_is_refused_and_accepted_again_once_re
     shutil.rmtree(text) if text.is_dir() else text.unlink(missing_ok=True)
     shutil.copy2(original, text)
     assert run_command(*command)[0] == 0
+
+
+STRANGER = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+OF_A_STRANGER = (*READING, *RESUMING, ("train", "job.yaml", "--resume", "--run-dir", "{run}"), ("cancel", "{run}"),
+                 ("export", "{run}", "{run}/out", "--no-check"))  # fmt: skip
+
+
+def python_of_anyone(environment: dict[str, str]) -> str:
+    """An interpreter that another user may start; of this version, or packages in C would not load."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("only root can start programs of another user, with setpriv")
+    for python in (sys.executable, f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"):
+        argv = [*STRANGER, python, "-c", "import shardwise.launch.cli"]
+        if subprocess.run(argv, env=environment, capture_output=True, check=False).returncode == 0:
+            return python
+    pytest.skip("no Python of this version is open to other users")
+
+
+@pytest.mark.long
+def test_another_user_reads_a_run_and_changes_nothing(template, workplace, record_property):
+    """Each command ends by itself, with a line where it would have to write."""
+    home = workplace.folder / "stranger"
+    home.mkdir()
+    os.chown(home, 65534, 65534)
+    for folder in (workplace.folder, *workplace.folder.parents[:-1]):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    paths = os.pathsep.join(path for path in (str(Path(__file__).parents[2]), *sys.path) if path)
+    environment = {"HOME": str(home), "PATH": os.environ["PATH"], "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    python = python_of_anyone(environment)
+    before = {path: path.read_bytes() for path in template.rglob("*") if path.is_file()}
+    counts = Counts()
+    for words in OF_A_STRANGER:
+        argv = [word.format(run=template, out=home / "page.html") for word in words]
+        done = subprocess.run(
+            [*STRANGER, python, "-P", "-m", "shardwise.launch.cli", *argv], cwd=workplace.folder, env=environment,
+            capture_output=True, text=True, check=False, timeout=300,
+        )  # fmt: skip
+        is_unchanged = {path: path.read_bytes() for path in template.rglob("*") if path.is_file()} == before
+        is_in_order = done.returncode in (0, 2, 4) and "Traceback" not in done.stderr
+        counts.tried, counts.survived = counts.tried + 1, counts.survived + (is_unchanged and is_in_order)
+        if not (is_unchanged and is_in_order):
+            counts.notes.append(f"{argv}: {done.returncode}, unchanged: {is_unchanged}\n{done.stdout}{done.stderr}")
+    counts.lost = counts.tried - counts.survived
+    record_property(FAULTS, {"another user's commands on a run": counts.row()})
+    assert not counts.notes, "\n\n".join(counts.notes)

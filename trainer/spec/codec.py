@@ -54,6 +54,12 @@ def open_file(path: Path, *, follows_link: bool = True) -> BinaryIO:
     return stream
 
 
+def is_foreign(path: Path) -> bool:
+    """True if another user than this one and root owns a file or a folder, or anyone can write to it."""
+    status = path.stat()
+    return status.st_uid not in (0, os.getuid()) or bool(status.st_mode & stat.S_IWOTH)
+
+
 def read_file(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Content of a regular file; OSError if it is larger than `max_bytes`."""
     content = bytearray()

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from prepare_request_factory import listed_request, numbered_text
 from tokenizers import Tokenizer
 
+from shardwise.launch.inputs.prepare_data import find_prepared, write_index
 from shardwise.trainer.runtime.data.cache import TokenRows, length_histogram
 from shardwise.trainer.runtime.data.prepare import prepare
 from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
@@ -33,6 +35,48 @@ def text(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text(numbered_text(3000))
     return path
+
+
+STRANGER = 65534
+
+
+def given_to(path: Path, uid: int) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    os.chown(path, uid, uid)
+
+
+@pytest.mark.parametrize("way", ["belongs to another user", "can be written by anyone", "its index is another user's"])
+def test_prepared_data_that_another_user_can_change_are_not_trained(way, text, tmp_path):
+    request = listed_request(text, cache_root=tmp_path / "cache")
+    profile = prepare(request, print)
+    started_ns = time.time_ns() + 10**12
+    write_index(request, profile, started_ns)
+    assert find_prepared(request) == profile
+    folder = Path(str(profile.cache_dir))
+    if way.startswith("its index"):
+        given_to(next((folder.parent / "index").iterdir()), STRANGER)
+        assert find_prepared(request) is None
+        assert prepare(request, print) == profile
+        return
+    folder.chmod(0o777) if way.startswith("can be") else given_to(folder, STRANGER)
+    assert find_prepared(request) is None
+    with pytest.raises(EnvironmentFaultError, match="SHARDWISE_CACHE"):
+        prepare(request, print)
+    assert (folder / "profile.json").is_file(), "it is not removed either"
+
+
+def test_a_lock_that_is_a_link_creates_no_file(text, tmp_path):
+    """In a cache that several users share."""
+    request = listed_request(text, cache_root=tmp_path / "cache")
+    folder = Path(str(prepare(request, print).cache_dir))
+    lock = folder.parent / "locks" / folder.name
+    lock.unlink()
+    lock.symlink_to(tmp_path / "created")
+    (folder / "tokens.bin").unlink()
+    with pytest.raises(EnvironmentFaultError, match="cannot be opened"):
+        prepare(request, print)
+    assert not (tmp_path / "created").exists()
 
 
 @pytest.fixture(scope="module")

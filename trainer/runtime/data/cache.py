@@ -256,8 +256,16 @@ _LOCKS = "locks"
 def prepared_once(
     root: Path, fingerprint: str, build: Callable[[Path], DataProfile], report: Callable[[str], None]
 ) -> DataProfile:
-    """The profile of `root/fingerprint`, which `build` fills if it does not exist yet."""
+    """The profile of `root/fingerprint`, which `build` fills if it does not exist yet.
+
+    EnvironmentFaultError if another user can change what is there: a run would train on it.
+    """
     final = root / fingerprint
+    if final.exists() and codec.is_foreign(final):
+        raise EnvironmentFaultError(
+            f"{final}: another user can write there, and the run would train on it; "
+            "name a cache of your own: export SHARDWISE_CACHE=~/.cache/shardwise"
+        )
     if (ready := _ready_profile(final)) is not None:
         return ready
     _make_lock_folder(root)
@@ -350,7 +358,7 @@ def _try_lock(root: Path, name: str) -> int | None:
 def _open_lock(root: Path, name: str) -> int:
     path = root / _LOCKS / name
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise EnvironmentFaultError(f"{path}: cannot be opened: {error.strerror}") from error
 
