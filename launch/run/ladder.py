@@ -148,7 +148,7 @@ def common_settings(ablation: Ablation) -> dict[str, str]:
     except NothingFitsError:
         return settings | {"pin.micro_batch": str(job.pin.micro_batch or 1)}
     settings["pin.micro_batch"] = str(chosen.micro_batch)
-    if ablation.inputs.hardware.num_devices > 1:
+    if chosen.num_ranks > 1:
         settings["pin.sharding"] = str(chosen.strategy.sharding)
     return settings
 

@@ -115,7 +115,8 @@ def plan_after_trials(
     results = tuple(trial.result for trial in trials if trial.result is not None)
     if not results:
         raise EnvironmentFaultError(f"--trial: none of {len(trials)} candidates could run")
-    decided = plan_inputs(inputs, data, environment=environment, trials=results)
+    tried = inputs._replace(hardware=plan.hardware)  # perhaps fewer GPUs
+    decided = plan_inputs(tried, data, environment=environment, trials=results)
     # Only now: the same predictions have to be ranked with and without the trials.
     _keep(plan, trials, environment, console)
     return decided

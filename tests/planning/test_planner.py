@@ -551,8 +551,11 @@ def test_an_uncertain_prediction_must_be_faster_by_what_it_is_less_certain() -> 
     assert plan.chosen.strategy.optimizer is Optimizer.ADAMW_FUSED
 
 
-def test_cards_that_would_idle_or_make_a_plan_impossible_are_left_out() -> None:
-    """One row a step keeps one card busy; and eight ranks that load at once need more host RAM than four."""
+def test_cards_that_make_a_step_slower_or_a_plan_impossible_are_left_out() -> None:
+    """One row a step keeps one card busy; ranks with a row each may wait for gradients longer than they compute.
+
+    And eight ranks that load at once need more host RAM than four, of which two may be faster.
+    """
 
     def planned(model: str, hardware: Hardware, **facts: Any) -> Plan:
         return plan_on_enough_gpus(lambda machine: plan_of(model, machine, **facts), hardware)
@@ -561,8 +564,14 @@ def test_cards_that_would_idle_or_make_a_plan_impossible_are_left_out() -> None:
     assert (idle.chosen.num_ranks, len(idle.hardware.gpus)) == (1, 1)
     assert idle.hardware.excluded[-1].startswith("GPU 1, 2, 3: ")
     assert planned("1b", machine("4xL4"), method=Method.LORA, tokens_per_step=8192).chosen.num_ranks == 4
+    slow = planned("1b", machine("4xL4"), method=Method.GALORE, seq_len=512, tokens_per_step=2048)
+    assert (slow.chosen.num_ranks, slow.hardware.excluded[-1]) == (2, "GPU 2, 3: with more than 2 a step takes longer")
     short = machine("8xA100-SXM4-80GB", ram_bytes=30 * GIB)
     assert planned("1b", short, method=Method.FULL).chosen.num_ranks == 4
+    both = planned("1b", machine("8xL4", ram_bytes=30 * GIB), method=Method.GALORE, seq_len=512, tokens_per_step=2048)
+    assert both.chosen.num_ranks == 2
+    reasons = [reason.partition("more than ")[2] for reason in both.hardware.excluded]
+    assert reasons == ["4 nothing fits", "2 a step takes longer"]
     with pytest.raises(NothingFitsError, match=r"full training of 70\.6B"):
         planned("70b", short, method=Method.FULL)
 

@@ -108,40 +108,52 @@ def make_plan(
 
 
 def plan_on_enough_gpus(plan_on: Callable[[Hardware], Plan], hardware: Hardware) -> Plan:
-    """The plan for all GPUs of a machine, or for fewer of one node: where nothing fits all, or some of them would idle.
+    """The plan for all GPUs of a machine, or for fewer of one node: where nothing fits all, or fewer are faster.
 
     NothingFitsError, that of all GPUs, if no number of them suffices.
     """
     try:
         plan = plan_on(hardware)
     except NothingFitsError:
-        fewer = next(_plans_on_fewer(plan_on, hardware), None)
-        if fewer is None:
+        fitting = next(_plans_on_fewer(plan_on, hardware, "nothing fits"), None)
+        if fitting is None:
             raise
-        return fewer
-    if plan.schedule.sequences_per_step >= hardware.num_devices:
+        plan = fitting
+    if not _may_be_faster_on_fewer(plan):
         return plan
-    return min((plan, *_plans_on_fewer(plan_on, hardware)), key=_rank_of)
+    return min((plan, *_plans_on_fewer(plan_on, plan.hardware, "a step takes longer")), key=_rank_of)
+
+
+def _may_be_faster_on_fewer(plan: Plan) -> bool:
+    """True if some ranks idle, or if half of the ranks could save more transfers than they compute in addition.
+
+    They save at most all transfers, and compute twice the tokens in at least 1.5 times the seconds: weights are read
+    once for however many tokens.
+    """
+    parts = plan.chosen.speed.parts
+    transfers = parts["communication_s"] + parts["offload_s"]
+    idles = plan.schedule.sequences_per_step < plan.hardware.num_devices
+    return idles or transfers > parts["compute_s"] / 2
 
 
 def _rank_of(plan: Plan) -> tuple[int, float]:
+    """The method, the most faithful first, and the seconds of a sequence: a default batch follows the ranks."""
     context, chosen = context_of(plan), plan.chosen
     seconds = upper_seconds(context, configuration_of(context, chosen), chosen.speed.step_s)
-    return list(Method).index(chosen.method), seconds
+    return list(Method).index(chosen.method), seconds / plan.schedule.sequences_per_step
 
 
-def _plans_on_fewer(plan_on: Callable[[Hardware], Plan], hardware: Hardware) -> Iterator[Plan]:
+def _plans_on_fewer(plan_on: Callable[[Hardware], Plan], hardware: Hardware, why: str) -> Iterator[Plan]:
     """Plans for half of the GPUs of a node, a quarter, down to one; only those that fit."""
     num_gpus = len(hardware.gpus) // 2 if hardware.num_nodes == 1 else 0
     while num_gpus:
         used = [gpu.index for gpu in hardware.gpus[:num_gpus]]
         unused = ", ".join(str(gpu.index) for gpu in hardware.gpus[num_gpus:])
-        why = f"with more than {num_gpus} some would idle, or nothing would fit"
         fewer = replace(
             hardware,
             gpus=hardware.gpus[:num_gpus],
             links=tuple(link for link in hardware.links if {link.a, link.b} <= set(used)),
-            excluded=(*hardware.excluded, f"GPU {unused}: {why}"),
+            excluded=(*hardware.excluded, f"GPU {unused}: with more than {num_gpus} {why}"),
         )
         with suppress(NothingFitsError, InputError):
             yield plan_on(fewer)

@@ -124,8 +124,8 @@ def block_activations(configuration: Configuration, policy: PrecisionPolicy, dim
     last = dims.layers - 1
     moves = configuration.activation_offload and configuration.checkpointing is not Checkpointing.SELECTIVE
     leaving = max(0, retained - retained_by(last)) if moves else 0
-    retained_as_views = _retained_as_views(policy, dims)
-    offloaded = max(0, leaving - retained_as_views * sum(not is_recomputed(index) for index in range(last)))
+    num_whole = last - min(num_recomputed, -(-last // every))  # blocks before the last that recompute nothing
+    offloaded = max(0, leaving - num_whole * _retained_as_views(policy, dims))
     in_mlp, at_scores = _temporaries(configuration, policy, dims, saved), _score_temporaries(policy, dims, saved)
     if configuration.checkpointing is Checkpointing.ATTENTION:
         at_scores = _attention_temporaries(policy, dims, saved, in_attention=in_attention)

@@ -299,12 +299,12 @@ def may_run(context: PlanningContext, strategy: Strategy) -> bool:
 
 
 def _broken_by_job(context: PlanningContext, strategy: Strategy) -> Rule | None:
-    pin = context.job.pin
-    for rule in OF_THE_JOB:
-        yields = rule.yields_to is not None and getattr(pin, rule.yields_to) == getattr(strategy, rule.yields_to)
-        if not yields and rule.is_broken(context, strategy):
-            return rule
-    return None
+    broken = (rule for rule in OF_THE_JOB if rule.is_broken(context, strategy))
+    return next((rule for rule in broken if not _is_pinned(context, strategy, rule.yields_to)), None)
+
+
+def _is_pinned(context: PlanningContext, strategy: Strategy, axis: str | None) -> bool:
+    return axis is not None and getattr(context.job.pin, axis) == getattr(strategy, axis)
 
 
 def obstacle_to(context: PlanningContext, configuration: Configuration) -> Incompatibility | None:

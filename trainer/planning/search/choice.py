@@ -92,7 +92,9 @@ def best_of(context: PlanningContext, rows: Iterable[Strategy]) -> tuple[Candida
 
     By branch and bound: a strategy that cannot come within one per cent of the best so far is not searched.
     """
-    bounded = [(_least_seconds(context, row, starts := bounded_starts(context, row)), row, starts) for row in rows]
+    bounded = [
+        (_least_seconds(context, row, starts), row, starts) for row in rows if (starts := bounded_starts(context, row))
+    ]
     candidates: list[Candidate] = []
     beyond: dict[str, Candidate] = {}
     configurations: dict[str, Configuration] = {}
@@ -100,7 +102,7 @@ def best_of(context: PlanningContext, rows: Iterable[Strategy]) -> tuple[Candida
     for bound, row, starts in sorted(bounded, key=lambda entry: entry[0]):
         if bound > (1 + SAME_SPEED) * best:
             break
-        configuration = best_configuration(context, row, starts)
+        configuration = best_configuration(context, starts)
         if configuration is None:
             continue
         candidate = candidate_of(context, configuration)  # larger buffers change neither its time nor its host RAM

@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from itertools import product
+from operator import attrgetter
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -335,10 +336,12 @@ class Bounded(NamedTuple):
 
 
 def bounded_starts(context: PlanningContext, strategy: Strategy) -> list[Bounded]:
-    """All starts of a strategy, the lowest bound first."""
+    """All starts of a strategy, the lowest bound first; none if its state alone exceeds the device."""
     bounds: dict[_Kind, Bounded] = {}
-    found = []
+    found: list[Bounded] = []
     for start in _starts(context, strategy):
+        if not found and never_fits(context, start):  # the first has the least state
+            return []
         key = _kind(start)
         if key in bounds:  # with larger slices of logits: smaller ones are no faster
             found.append(bounds[key]._replace(micro_batch=None, start=start))
@@ -350,14 +353,8 @@ def bounded_starts(context: PlanningContext, strategy: Strategy) -> list[Bounded
 
 def best_candidate(context: PlanningContext, strategy: Strategy) -> Candidate | None:
     """The fastest configuration of a strategy that fits the device, with larger buffers; None if none fits."""
-    best = best_configuration(context, strategy, bounded_starts(context, strategy))
+    best = best_configuration(context, bounded_starts(context, strategy))
     return None if best is None else with_larger_buckets(context, best)
-
-
-def best_configuration(context: PlanningContext, strategy: Strategy, starts: Sequence[Bounded]) -> Configuration | None:
-    """The fastest configuration of a strategy with its smallest buffers; `starts` are its `bounded_starts`."""
-    least = max(starts, key=lambda bounded: bounded.start.shard_group or 0)
-    return None if never_fits(context, least.start) else _fastest(context, starts)
 
 
 def least_need(context: PlanningContext, strategy: Strategy) -> Candidate:
@@ -385,11 +382,11 @@ def can_fit(context: PlanningContext, strategy: Strategy) -> bool:
     return not never_fits(context, first) and least_need(context, strategy).memory.fits
 
 
-def _fastest(context: PlanningContext, starts: Sequence[Bounded]) -> Configuration | None:
-    """The fastest configuration that fits, by branch and bound.
+def best_configuration(context: PlanningContext, starts: Sequence[Bounded]) -> Configuration | None:
+    """The fastest configuration that fits, with its smallest buffers; `starts` are the `bounded_starts` of a strategy.
 
-    If rows are not padded smaller micro batches are no faster. Smaller slices of logits never are: they are tried for
-    the micro batches that do not fit with larger ones.
+    By branch and bound. If rows are not padded smaller micro batches are no faster. Smaller slices of logits never are:
+    they are tried for the micro batches that do not fit with larger ones.
     """
     best: tuple[tuple[int, int], Configuration] | None = None
     cuts = not _is_padded(context)
@@ -493,8 +490,11 @@ class _Kind(NamedTuple):
     fused_kernels: bool
 
 
+_KIND_OF = attrgetter(*_Kind._fields)
+
+
 def _kind(start: Configuration) -> _Kind:
-    return _Kind(**{name: getattr(start, name) for name in _Kind._fields})
+    return _Kind._make(_KIND_OF(start))
 
 
 def _starts(context: PlanningContext, strategy: Strategy) -> Iterator[Configuration]:

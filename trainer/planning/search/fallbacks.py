@@ -27,7 +27,7 @@ from shardwise.trainer.planning.candidates import (
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
-from shardwise.trainer.planning.rules.rule import obstacle_to, refuse
+from shardwise.trainer.planning.rules.rule import may_run, obstacle_to
 from shardwise.trainer.planning.schedule import shares_rate
 from shardwise.trainer.planning.search.configurations import (
     MIN_CHUNK_TOKENS,
@@ -324,7 +324,7 @@ def _host_ram_need(context: PlanningContext) -> int | None:
     limits, pin = replace(job.limits, host_ram=_ANY_HOST_RAM_BYTES), job.pin
     retained = replace(pin, activation_offload=bool(pin.activation_offload))  # less RAM, if slower
     unlimited = replace(context, job=replace(job, limits=limits, pin=retained))
-    runnable = (row for row in CATALOGUE if refuse(unlimited, row) is None)
+    runnable = (row for row in CATALOGUE if may_run(unlimited, row))
     found = [candidate for row in runnable if (candidate := best_candidate(unlimited, row)) is not None]
     needs = [
         candidate.memory.pinned_bytes + candidate.memory.host_bytes
@@ -335,6 +335,6 @@ def _host_ram_need(context: PlanningContext) -> int | None:
 
 
 def _anything_fits(context: PlanningContext, rows: Iterable[Strategy]) -> bool:
-    runnable = (row for row in rows if refuse(context, row) is None)
+    runnable = (row for row in rows if may_run(context, row))
     found = (best_candidate(context, row) for row in runnable)
     return any(candidate is not None and excess(context, candidate) is None for candidate in found)
