@@ -19,7 +19,7 @@ from shardwise.launch.commands.convert import chat_process, run_export
 from shardwise.launch.commands.data import data_lines, prepared_data
 from shardwise.launch.commands.plan import is_job_file, machines, overrides_of, run_name
 from shardwise.launch.commands.train import train as run_training
-from shardwise.launch.job.layers import read_override
+from shardwise.launch.job.layers import COMMAND_LINE, read_override
 from shardwise.launch.options import ChatOptions, DataOptions, ExportOptions, PlanOptions, TrainOptions
 from shardwise.launch.plan.gather import plan_inputs, profile_data
 from shardwise.launch.show.recorded_run import read_recorded
@@ -28,7 +28,7 @@ from shardwise.launch.terminal import Console
 from shardwise.trainer.planning.explain.first_screen import first_screen, text_of
 from shardwise.trainer.planning.recommend import Recommendation
 from shardwise.trainer.spec.data.profile import DataProfile
-from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, InputProblemsError
 from shardwise.trainer.spec.plan import MemoryEstimate, Plan, SpeedEstimate
 from shardwise.trainer.spec.report import Report
 from shardwise.trainer.spec.units import parse_bytes
@@ -97,7 +97,7 @@ def plan(
 
     Raises NothingFitsError where no strategy fits, InputError where the job is wrong.
     """
-    with _named(job, model) as path:
+    with _of_keywords(is_written=job is None), _named(job, model) as path:
         options = _options(path, overrides, data, method, seq_len, allow)
         options = options._replace(specs=() if hardware is None else (hardware,), vram_cap_bytes=_size(vram), gpus=gpus)
         ((_, inputs),) = machines(options)
@@ -237,6 +237,27 @@ def _options(
     )
 
 
+_KEYWORDS = {
+    "model.name": "model", "model.config": "model", "data.train": "data", "train.method": "method",
+    "train.seq_len": "seq_len", "allow": "allow",
+}  # fmt: skip
+
+
+@contextmanager
+def _of_keywords(*, is_written: bool) -> Iterator[None]:
+    """Problems of settings that a keyword stands for name the keyword, not a command line or a file written for it."""
+    try:
+        yield
+    except InputProblemsError as error:
+        raise InputProblemsError([_of_keyword(problem, is_written=is_written) for problem in error.problems]) from None
+
+
+def _of_keyword(problem: str, *, is_written: bool) -> str:
+    text = problem.partition(": ")[2] if is_written else problem.removeprefix(f"{COMMAND_LINE}: ")
+    keyword = _KEYWORDS.get(text.split(" ")[0])
+    return text if keyword is None else f"{keyword}: {text}"
+
+
 @contextmanager
 def _named(job: JobSource | None, model: str | None) -> Iterator[Path]:
     """The path of a job, or the name of a model; a dict is written as a file."""
@@ -260,7 +281,7 @@ def _job_file(
     allow: Sequence[str],
 ) -> Iterator[tuple[Path, tuple[str, ...]]]:
     """A job file and the overrides for it; a model is one with its settings."""
-    with _named(job, model) as path:
+    with _of_keywords(is_written=job is None), _named(job, model) as path:
         options = _options(path, overrides, data, method, seq_len, allow)
         settings = tuple(overrides_of(options))
         if is_job_file(path) or path.suffix == ".json":

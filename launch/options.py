@@ -197,9 +197,12 @@ class TrainOptions(NamedTuple):
     overrides: _Overrides = ()
     vram_cap_bytes: _Vram = None
     gpus: _Gpus = None
+    spec: Annotated[str | None, _text("--hardware", "NxCPU", "so many ranks on the CPU of this machine")] = None
     run_dir: _RunDir = None
     resume: Annotated[bool, _switch("--resume", "continue the newest run of this name, or --run-dir")] = False
-    dry_run: Annotated[bool, _switch("--dry-run", "write the run directory, start nothing")] = False
+    dry_run: Annotated[
+        bool, _switch("--dry-run", "start nothing; with --run-dir, write what starts the run by hand")
+    ] = False
     take: Annotated[int, _number("--take", "run the N-th candidate of the plan")] = 1
     here: Annotated[bool, _switch("--here", "train on a Slurm login node nevertheless")] = False
     trial: Annotated[int | None, _TRIAL] = None

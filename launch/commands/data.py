@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 from shardwise.launch.inputs.prepare_data import prepare_data
 from shardwise.launch.options import DataOptions
-from shardwise.launch.plan.gather import PlanInputs, profile_data, read_inputs
+from shardwise.launch.plan.gather import check_inputs, profile_data, read_inputs
 from shardwise.launch.terminal import Console
 from shardwise.launch.worker import ask
-from shardwise.trainer.planning.planner import check_job, check_objective
 from shardwise.trainer.spec.data.profile import DataProfile, LengthHistogram
 from shardwise.trainer.spec.data.shapes import SHAPES, objective_of
 from shardwise.trainer.spec.errors import ExitCode
@@ -35,9 +34,9 @@ def prepared_data(options: DataOptions, console: Console) -> tuple[DataProfile, 
     """The prepared data of a job, checked as a plan checks them, and the job."""
     inputs = read_inputs(options.job, options.overrides, hardware_spec=None)
     job, request = inputs.resolved.job, inputs.request
-    _refuse_as_a_plan(job, inputs, profile_data(inputs))  # before anything is tokenised
+    check_inputs(inputs, profile_data(inputs))  # before anything is tokenised
     profile = prepare_data(request, on_progress=console.line)
-    _refuse_as_a_plan(job, inputs, profile)
+    check_inputs(inputs, profile)
     return profile, job
 
 
@@ -47,13 +46,6 @@ def data_lines(profile: DataProfile, job: Job, console: Console) -> Iterator[str
     yield ""
     yield "the first example, as the model will see it:"
     yield _first_example(profile, console)
-
-
-def _refuse_as_a_plan(job: Job, inputs: PlanInputs, data: DataProfile) -> None:
-    """InputError for what `plan` and `train` refuse about these data."""
-    extension = inputs.request.extension
-    check_job(job, inputs.shape, data)
-    check_objective(job, data, () if extension is None else extension.hooks)
 
 
 def describe_data(profile: DataProfile, job: Job) -> Iterator[str]:

@@ -31,6 +31,7 @@ from shardwise.launch.rundir.files import (
     tail_lines,
 )
 from shardwise.launch.rundir.lock import LockOwner, local_owner, recorded_owner, write_cancel_flag
+from shardwise.launch.rundir.paths import CONSOLE_LOG
 from shardwise.launch.rundir.state import (
     RUNS,
     Queue,
@@ -141,10 +142,10 @@ def log_places(files: RunFiles) -> list[Path]:
 
 
 def last_line(files: RunFiles) -> str | None:
-    """The last line that is not blank of the newest output, else of rank 0."""
+    """The last line that is not blank of the newest output, else of the run's console, else of rank 0."""
     outputs = outputs_of(files)
     rank_0 = [] if files.attempt_dir is None else [files.attempt_dir / "logs" / "rank-0.log"]
-    for path in (*outputs[-1:], *rank_0):
+    for path in (*outputs[-1:], files.run_dir / CONSOLE_LOG, *rank_0):
         lines = [line.strip() for line in tail_lines(path, _LAST_LINE_BYTES) if line.strip()]
         if lines:
             return lines[-1][:_LONGEST_LINE]

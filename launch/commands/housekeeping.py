@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path, PurePath
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from shardwise.launch.options import InitOptions, ProbeOptions, SchemaOptions
@@ -11,11 +12,12 @@ from shardwise.trainer.spec.job.sections import DataFormat, Job
 
 
 def run_init(options: InitOptions, console: Console) -> ExitCode:
-    """Writes a commented job file for this model and this data; raises InputError if there is one already."""
+    """Writes a commented job file that `plan` accepts; raises InputError for one that exists, and for bad input."""
     if options.output.exists():
         raise InputError(f"{options.output}: exists already; name another file with -o")
     model, data = look_at_model(options.model), look_at_data(options.data)
     text = job_template(model=options.model, data=options.data, model_facts=model, data_facts=data)
+    found = _checked(text, options.output.name)
     try:
         with options.output.open("x") as stream:
             stream.write(text)
@@ -23,10 +25,34 @@ def run_init(options: InitOptions, console: Console) -> ExitCode:
         raise InputError(f"{options.output}: exists already; name another file with -o") from None
     except OSError as error:
         raise InputError(f"{options.output}: cannot be written: {error.strerror}") from error
-    for problem in (*model.problem, *data.problem):
-        console.line(f"note: the job has the usual values where these could not be read: {problem}")
+    for line in found:
+        console.line(line)
     console.line(f"wrote {options.output}; next: shardwise plan {options.output}")
     return ExitCode.DONE
+
+
+def _checked(text: str, name: str) -> tuple[str, ...]:
+    """Lines on what the job was found to be; InputError where `plan` would refuse it."""
+    from shardwise.launch.plan.gather import check_inputs, profile_data, read_inputs, refuse_untrainable
+    from shardwise.launch.probe.installed import installed_version
+    from shardwise.trainer.spec.data.shapes import SHAPES, objective_of
+    from shardwise.trainer.spec.units import format_count
+
+    with TemporaryDirectory(prefix="shardwise-") as folder:
+        path = Path(folder, name).with_suffix(".yaml")
+        path.write_text(text, encoding="utf-8", errors="surrogateescape")
+        describes = installed_version("torch") is not None
+        inputs = read_inputs(path, (), hardware_spec="1xCPU", only_plans=True, describes_models=describes)
+    data, shape, job = profile_data(inputs), inputs.shape, inputs.resolved.job
+    check_inputs(inputs, data)
+    refuse_untrainable(shape, inputs.model.config_origin)
+    learned = f"{objective_of(job.train.objective, data.format)} on {SHAPES[data.format].plural}"
+    template = f", chat template {job.data.chat_template}" if job.data.chat_template else ""
+    positions = "" if shape.max_positions is None else f", {shape.max_positions:,} positions"
+    return (
+        f"model  {shape.model_type}, {format_count(shape.num_parameters)} parameters{positions}",
+        f"data   {learned}{template}, about {format_count(data.num_tokens)} tokens; rows of {job.train.seq_len:,}",
+    )
 
 
 def run_probe(options: ProbeOptions, console: Console) -> ExitCode:

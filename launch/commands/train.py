@@ -31,11 +31,13 @@ from shardwise.launch.run.disk_needs import check_disk
 from shardwise.launch.run.start import Prepared, check_trial, finished_report, plan_to_resume, prepare, refuse_other_run
 from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.rundir.lock import locked, must_end_at_start
+from shardwise.launch.show.first_screen import show_lines, text_width
 from shardwise.launch.show.recorded_run import read_recorded
 from shardwise.launch.show.report import render_report
 from shardwise.launch.terminal import Console
+from shardwise.trainer.planning.explain.first_screen import first_screen
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from shardwise.trainer.spec.job.sections import without_url
 from shardwise.trainer.spec.plan import Plan
 
@@ -57,6 +59,7 @@ def run_train(options: TrainOptions, console: Console) -> ExitCode:
 def train(options: TrainOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> RunOutcome:
     """Trains, and returns how it ended; a ShardwiseError means that nothing was started."""
     check_trial(options)
+    console.start_recording()
     stop = StopRequest()
     place = membership(nodes=options.nodes, node_rank=options.node_rank, head=options.head, run_dir=options.run_dir)
     if options.run_dir is not None:
@@ -71,12 +74,20 @@ def train(options: TrainOptions, console: Console, *, environment: Mapping[str, 
             with stop.raising():
                 machines = held.enter_context(machines_of(place, on_line=console.line, environment=environment))
                 prepared = prepare(options, console, environment, machines)
+                if options.dry_run and options.run_dir is None and not options.resume:
+                    return _show_alone(options, prepared.plan, console)
                 run_place = _find_run_dir(options, prepared.plan)
         except StoppedEarlyError:
             console.line("stopped before the first step: nothing was trained")
             return RunOutcome(stop_code(stop, options.run_dir), None)
         session = _Session(console, stop, environment, machines)
-        outcome = _train_in(options, prepared, run_place, session)
+        try:
+            outcome = _train_in(options, prepared, run_place, session)
+        except ShardwiseError as error:
+            console.record(f"shardwise: {error}")
+            raise
+        finally:
+            console.record_in(None)
         ending = "" if outcome.report is None else f": {outcome.report.ending} at step {outcome.report.step}"
         machines.end(outcome.exit_code, f"the run ended{ending}")
         return outcome
@@ -113,10 +124,25 @@ def _train_in(
             plan = plan_to_resume(plan, earlier, run_dir, console, may_choose=options.take == 1)
             plan = keep_extension(plan, run_dir)
             plan = keep_model_code(plan, run_dir)
+        _show_plan(plan, console)
         if options.dry_run:
             return _stop_before_launch(plan, run_dir, console)
+        console.record_in(run_dir / run_dirs.CONSOLE_LOG)
         plan = with_stages(plan, prepared.scratch)
         return _run_and_report(plan, run_dir, session, cache=prepared.cache, resume=earlier is not None)
+
+
+def _show_plan(plan: Plan, console: Console) -> None:
+    show_lines(first_screen(plan, width=text_width(console)), console)
+    console.line()
+
+
+def _show_alone(options: TrainOptions, plan: Plan, console: Console) -> RunOutcome:
+    """The plan of a run that leaves nothing behind, and what starts it."""
+    check_disk(plan, run_dirs.output_base(plan.job.output, plan.name))
+    _show_plan(plan, console)
+    console.line("nothing was started or written; the same command without --dry-run trains")
+    return RunOutcome(ExitCode.DONE, None)
 
 
 def _cancelled(run_dir: Path, console: Console) -> RunOutcome:

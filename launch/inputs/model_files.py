@@ -16,6 +16,7 @@ train the embeddings, so the rows would stay untrained and the exported adapters
 job is refused.
 """
 
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -387,6 +388,13 @@ def _check_embedding(folder: Path, config: dict[str, Any], shapes: TensorShapes)
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
+    if not path.is_file() and (folder / "adapter_config.json").is_file():
+        base = codec.read_object(folder / "adapter_config.json").get("base_model_name_or_path") or "BASE"
+        merged = folder.with_name(f"{folder.name}-merged")
+        command = shlex.join(["shardwise", "import", str(folder), str(merged), "--base", str(base)])
+        raise InputError(
+            f"{folder}: holds adapters of {base}, not a whole model; merge them and name {merged}:\n{command}"
+        )
     if not path.is_file():
         raise InputError(f"{folder}: holds no config.json; name the folder of a Hugging Face model")
     return codec.read_object(path)

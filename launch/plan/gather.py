@@ -19,7 +19,13 @@ from shardwise.launch.inputs.data_files import (
     shape_of_first_row,
     source_bytes,
 )
-from shardwise.launch.inputs.model_files import ModelFiles, chat_templates, download_model, read_model_config
+from shardwise.launch.inputs.model_files import (
+    ModelFiles,
+    chat_templates,
+    download_model,
+    read_model_config,
+    refuse_frozen_rows,
+)
 from shardwise.launch.inputs.prepare_data import find_prepared
 from shardwise.launch.inputs.trusted_code import offered_code, read_extension, read_model_code
 from shardwise.launch.job import folders
@@ -27,7 +33,7 @@ from shardwise.launch.job.layers import ResolvedJob, read_job_layers
 from shardwise.launch.plan.calibration_store import read_calibration
 from shardwise.launch.probe.gpu_selection import select_gpus
 from shardwise.launch.probe.installed import installed_version
-from shardwise.trainer.planning.planner import make_plan, plan_on_enough_gpus
+from shardwise.trainer.planning.planner import check_job, make_plan, plan_on_enough_gpus
 from shardwise.trainer.planning.schedule import DEFAULT_STEP_TOKENS, bytes_per_token, estimate_data, is_small
 from shardwise.trainer.planning.tables.gpu_names import as_usual, hardware_from_spec
 from shardwise.trainer.spec.data.profile import DataProfile, PrepareRequest
@@ -363,6 +369,18 @@ def _refuse_template(request: PrepareRequest, shape: DataFormat) -> None:
         raise InputError(f"data.chat_template: {choice} is no file and no template by that name;\nthere are {names}")
 
 
+def check_inputs(inputs: PlanInputs, data: DataProfile) -> None:
+    """InputError for what no machine can train: the checks that `init` and `data` share with every plan."""
+    extension = inputs.request.extension
+    check_job(inputs.resolved.job, inputs.shape, data, () if extension is None else extension.hooks)
+
+
+def refuse_untrainable(shape: ModelShape, origin: str) -> None:
+    """InputError for a model whose loss is more than the cross entropy that is computed here; `plan` notes it."""
+    if shape.loss_obstacle is not None:
+        raise InputError(f"{origin}: {shape.model_type} cannot be trained: {shape.loss_obstacle}")
+
+
 def plan_inputs(
     inputs: PlanInputs,
     data: DataProfile,
@@ -392,6 +410,7 @@ def plan_inputs(
         )
 
     plan = plan_on_enough_gpus(plan_on, inputs.hardware)
+    refuse_frozen_rows(plan, inputs.model, inputs.resolved.job.data.chat_template)
     code = inputs.model_code
     more = (inputs.model.note, ignored)
     notes = (*plan.notes, *(note for note in more if note is not None))

@@ -46,6 +46,7 @@ from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.rank_files import report_room_path
 from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault, Report, RollBack
+from shardwise.trainer.spec.units import format_seconds
 
 
 class RunOutcome(NamedTuple):
@@ -173,7 +174,13 @@ def _run_one(context: RunContext, attempt_dir: Path, past: _History, spending: L
     )
     watchdog = Watchdog(attempt_dir, num_ranks=plan.chosen.num_ranks, limits=context.limits.scaled_to(plan))
 
+    is_answered = False
+
     def tick() -> None:
+        nonlocal is_answered
+        if context.stop.num_interrupts and not is_answered:
+            is_answered = True
+            context.console.line(_answer_to_interrupt(watchdog))
         context.follow_folder()
         progress.tick()
         context.trackers.tick()
@@ -194,6 +201,13 @@ def _run_one(context: RunContext, attempt_dir: Path, past: _History, spending: L
             on_notice=context.console.line,
             watchdog=watchdog,
         )
+
+
+def _answer_to_interrupt(watchdog: Watchdog) -> str:
+    if not watchdog.step:
+        return "stopping before the first step; Ctrl-C again to stop now"
+    needed = f", up to {format_seconds(watchdog.stop_s)}" if watchdog.stop_s else ""
+    return f"stopping after this step with a checkpoint{needed}; Ctrl-C again to stop now, without one"
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ Cheap checks come first, and every fault of the input is reported here. A resume
 one that can load its last checkpoint.
 """
 
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from shardwise.launch.plan.gather import (
     prepared_tokenizer,
     profile_data,
     read_inputs,
+    refuse_untrainable,
     with_weights,
 )
 from shardwise.launch.probe.installed import require_libraries_of_training
@@ -34,18 +36,16 @@ from shardwise.launch.probe.machine import read_hardware
 from shardwise.launch.probe.torch_fit import check_torch
 from shardwise.launch.run.trials import plan_after_trials
 from shardwise.launch.rundir import paths as run_dirs
-from shardwise.launch.show.first_screen import show_lines, text_width
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.start import check_trackers
 from shardwise.slurm.jobs import is_login_node, submit_line
-from shardwise.trainer.planning.explain.first_screen import first_screen
 from shardwise.trainer.planning.planner import take_candidate
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.job.fields import job_tree
+from shardwise.trainer.spec.job.kinds import shown
 from shardwise.trainer.spec.job.sections import Job, without_url
-from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Report
 
@@ -87,14 +87,17 @@ def prepare(options: TrainOptions, console: Console, environment: Mapping[str, s
         options.overrides,
         gpus=options.gpus,
         vram_cap_bytes=options.vram_cap_bytes,
+        hardware_spec=options.spec,
         describes_models=True,
         machines=machines.read_hardware(),
         environment=environment,
     )
+    _refuse_other_machine(options, inputs.hardware)
     if options.resume:
-        inputs = inputs._replace(hardware=_as_submitted(inputs.hardware, options.run_dir, console))
+        if options.spec is None:
+            inputs = inputs._replace(hardware=_as_submitted(inputs.hardware, options.run_dir, console))
         inputs = _with_earlier_defaults(inputs, options.run_dir)
-    _refuse_untrainable(inputs.shape, inputs.model.config_origin)
+    refuse_untrainable(inputs.shape, inputs.model.config_origin)
     # A job that cannot fit is refused before any work.
     early = plan_inputs(inputs, profile_data(inputs), environment=environment)
     _refuse_login_node(options, inputs.hardware)
@@ -103,7 +106,6 @@ def prepare(options: TrainOptions, console: Console, environment: Mapping[str, s
     inputs = inputs._replace(fp8_gain=fp8_gain_for(early, cache=inputs.cache, console=console))
     inputs = with_weights(inputs)
     given, template = inputs.model, inputs.resolved.job.data.chat_template
-    refuse_frozen_rows(early, given, template)
     inputs = inputs._replace(model=with_new_rows(given, cache=inputs.cache, on_progress=console.line))
     data = prepare_data(inputs.request, on_progress=console.line)
     if options.trial is None:
@@ -112,15 +114,17 @@ def prepare(options: TrainOptions, console: Console, environment: Mapping[str, s
         plan = plan_after_trials(inputs, data, options.trial, console=console, environment=environment)
     plan = take_candidate(after_dry_run(plan, console), options.take)
     refuse_frozen_rows(plan, given, template)  # the data, a trial or --take may have changed the method
-    show_lines(first_screen(plan, width=text_width(console)), console)
-    console.line()
     return Prepared(plan, inputs.resolved, inputs.cache)
 
 
-def _refuse_untrainable(shape: ModelShape, origin: str) -> None:
-    """InputError for a model whose loss is more than the cross entropy that is computed here."""
-    if shape.loss_obstacle is not None:
-        raise InputError(f"{origin}: {shape.model_type} cannot be trained: {shape.loss_obstacle}")
+def _refuse_other_machine(options: TrainOptions, hardware: Hardware) -> None:
+    """InputError for --hardware that names anything but ranks on the CPU of this machine."""
+    if options.spec is not None and (hardware.gpus or hardware.num_nodes > 1):
+        planned = shlex.join(["shardwise", "plan", str(options.job), *options.overrides, "--hardware", options.spec])
+        raise InputError(
+            f"--hardware {options.spec} is another machine, and train runs on this one; it may be ranks on its CPU, as "
+            f"2xCPU.\nTo plan for the other: {planned}"
+        )
 
 
 def _check_several(options: TrainOptions, machines: Machines) -> None:
@@ -129,6 +133,8 @@ def _check_several(options: TrainOptions, machines: Machines) -> None:
         return
     if options.gpus is not None:
         raise InputError("--gpus names cards of one machine; on several, set CUDA_VISIBLE_DEVICES on each")
+    if options.spec is not None:
+        raise InputError(f"--hardware states ranks on one machine, this run has {machines.num_nodes}; remove it")
     if options.trial is not None:
         raise InputError(f"--trial runs on one machine, this run has {machines.num_nodes}; remove it")
 
@@ -174,12 +180,14 @@ def with_earlier_length(job: Job, earlier: Plan) -> Job:
 def _prepare_retained_plan(
     options: TrainOptions, console: Console, environment: Mapping[str, str], machines: Machines
 ) -> Prepared:
+    if options.spec is not None:
+        raise InputError(f"{options.job}: is a plan for its own machine; remove --hardware, or give the job file")
     if options.overrides:
         raise InputError(
             f"{options.job}: a plan cannot be overridden; give the job file to change {options.overrides[0]}"
         )
     plan = take_candidate(codec.read(options.job, Plan), options.take)
-    _refuse_untrainable(plan.model_shape, str(options.job))
+    refuse_untrainable(plan.model_shape, str(options.job))
     _check_several(options, machines)
     here = machines.read_hardware() or read_hardware()
     _refuse_login_node(options, here)
@@ -233,7 +241,7 @@ def refuse_other_run(run_dir: Path, plan: Plan, earlier: Plan) -> None:
     """InputError where the run trained another model, on other data, or with another seed or batch."""
     refuse_other_stream(run_dir, plan.data, earlier.data)
     changed = [
-        f"--resume: {run_dir} was trained with another {what}: {then!r}, this job has {now!r}; "
+        f"--resume: {run_dir} was trained with another {what}: {then}, this job has {now}; "
         "undo the change, or start a new run without --resume"
         for what, then, now in (
             ("model", _model_name(earlier), _model_name(plan)),
@@ -249,9 +257,10 @@ def refuse_other_run(run_dir: Path, plan: Plan, earlier: Plan) -> None:
             for key in earlier.model_config.keys() | plan.model_config.keys()
             if earlier.model_config.get(key) != plan.model_config.get(key)
         )
+        then, now = shown(earlier.model_config.get(keys[0])), shown(plan.model_config.get(keys[0]))
         changed = [
-            f"--resume: {run_dir} was trained with another model: {keys[0]} was {earlier.model_config.get(keys[0])!r}, "
-            f"this job has {plan.model_config.get(keys[0])!r}; start it without --resume"
+            f"--resume: {run_dir} was trained with another model: {keys[0]} was {then}, this job has {now}; start it "
+            "without --resume"
         ]
     if changed:
         raise InputError("\n".join(changed))

@@ -23,6 +23,7 @@ from shardwise.launch.plan.gather import (
     read_inputs,
     read_machine,
     recorded_versions,
+    refuse_untrainable,
 )
 from shardwise.launch.plan.partition import charge_of, read_partition_hardware, sbatch_option
 from shardwise.launch.probe import disks
@@ -193,18 +194,23 @@ def _read_nodes(
                 "elsewhere --dry-run --hardware 4x8xH100-SXM5-80GB prints the script for such nodes"
             )
         hardware = read_machine(spec)
-        return None, hardware
+        return None, replace(hardware, num_nodes=slurm.nodes or hardware.num_nodes)
     stated = None if spec is None else read_machine(spec)
     num_nodes = slurm.nodes or (1 if stated is None else stated.num_nodes)
-    found = read_partition_hardware(
-        slurm.partition,
-        nodes=num_nodes,
-        spec=spec,
-        constraint=slurm.constraint or sbatch_option(slurm.extra, "--constraint", "-C"),
-        **charge_of(slurm, environment),
-        share=share_of_job(slurm),
-        environment=environment,
-    )
+    try:
+        found = read_partition_hardware(
+            slurm.partition,
+            nodes=num_nodes,
+            spec=spec,
+            constraint=slurm.constraint or sbatch_option(slurm.extra, "--constraint", "-C"),
+            **charge_of(slurm, environment),
+            share=share_of_job(slurm),
+            environment=environment,
+        )
+    except EnvironmentFaultError:  # Slurm's programs without a cluster
+        if needs_slurm or stated is None:
+            raise
+        return None, replace(stated, num_nodes=num_nodes)
     if found.access is not None and found.access.refusal is not None:
         raise InputError(f"Slurm would not run this job: {found.access.refusal}")
     return found, found.hardware
@@ -214,10 +220,7 @@ def _read_point(
     job: Path, overrides: Sequence[str], point: tuple[str, ...], hardware: Hardware, environment: Mapping[str, str]
 ) -> Point:
     inputs = read_inputs(job, [*overrides, *point], describes_models=True, machines=hardware, environment=environment)
-    if inputs.shape.loss_obstacle is not None:
-        raise InputError(
-            f"{inputs.model.config_origin}: {inputs.shape.model_type} cannot be trained: {inputs.shape.loss_obstacle}"
-        )
+    refuse_untrainable(inputs.shape, inputs.model.config_origin)
     return Point(inputs, plan_inputs(inputs, profile_data(inputs), environment=environment), point)
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from shardwise.launch.rundir.lock import read_cancel_flag
-from shardwise.launch.rundir.paths import committed_checkpoints, next_attempt
+from shardwise.launch.rundir.paths import CONSOLE_LOG, committed_checkpoints, next_attempt
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.messages.rank_files import (
@@ -195,7 +195,7 @@ def outputs_of(files: RunFiles) -> tuple[Path, ...]:
 
 
 def main_log(files: RunFiles, *, rank: int | None = None, attempt: int | None = None) -> Path | None:
-    """The log to show: Slurm's output, else rank 0's log, or the requested one; None while there is none.
+    """The log to show: Slurm's output, else the run's console, else rank 0's log, or the requested one; None: no log.
 
     InputError for an attempt or a rank that does not exist.
     """
@@ -205,6 +205,8 @@ def main_log(files: RunFiles, *, rank: int | None = None, attempt: int | None = 
         raise InputError(f"--attempt {attempt}: {files.run_dir} has no such attempt; {has}")
     if rank is None and attempt is None and (outputs := outputs_of(files)):
         return outputs[-1]
+    if rank is None and attempt is None and (log := files.run_dir / CONSOLE_LOG).is_file():
+        return log
     logs = files.run_dir / "attempts" / str(number) / "logs"
     path = logs / f"rank-{rank or 0}.log"
     if path.is_file():

@@ -1,6 +1,7 @@
 """Names and creation of run directories, their attempts and checkpoints.
 
     <output>-<UTC time>/   job.yaml  hardware.json  plan.json (never rewritten)  metrics.jsonl  report.json
+                           console.log (lines that the run printed)
         attempts/N/        plan.json  accelerate.yaml  ds_config.json  environment.json  status.json  pids/  logs/
                            report.json; of several machines accelerate-1.yaml, environment-1.json ... as well;
                            out-of-memory.txt after an out of memory
@@ -21,6 +22,7 @@ from shardwise.launch.rundir.lock import LOCK
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.messages.submission import SCRIPT_NAME
 
+CONSOLE_LOG = "console.log"
 _STAMP = "%Y%m%d-%H%M%S"
 _NOT_USE = (LOCK, ".nodes.json")  # of a run that is about to begin
 _STAMPED = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
@@ -93,7 +95,7 @@ def refuse_links(run_dir: Path) -> None:
 
     A link in place of the run directory itself is no error.
     """
-    for name in (LOCK, "metrics.jsonl", "logs/sinks.log", "cancelled"):
+    for name in (LOCK, "metrics.jsonl", "logs/sinks.log", "cancelled", CONSOLE_LOG):
         path = run_dir / name
         if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
             raise InputError(f"{path}: is a link or no plain file, and the run would write to it; remove it")

@@ -34,8 +34,11 @@ def text_width(console: Console) -> int:
 
 def show_lines(lines: Sequence[Line], console: Console) -> None:
     """Prints the lines."""
-    if not console.is_terminal or not _draw(lines, console):
-        console.line("\n".join(line.text for line in lines))
+    text = "\n".join(line.text for line in lines)
+    if console.is_terminal and _draw(lines, console):
+        console.record(text)
+    else:
+        console.line(text)
 
 
 def _draw(lines: Sequence[Line], console: Console) -> bool:

@@ -185,7 +185,8 @@ class Screen:
             self._num_lines = before
 
     def print_line(self, text: str) -> None:
-        """A line above the block; dropped if the reader is stopped."""
+        """A line above the block; dropped if the reader is stopped, but recorded."""
+        self._console.record(text)
         if self._outlet.write(f"{self._erasing()}{redact(text)}\n"):
             self._num_lines = 0
 
@@ -218,7 +219,8 @@ class ViewOutput:
     ) -> None:
         self.screen = Screen(console, environment)
         self._clock = clock
-        self._shown_at = float("-inf")
+        self._console = console
+        self._shown_at = self._recorded_at = float("-inf")
         self._shown_step: int | None = None
 
     @property
@@ -232,6 +234,9 @@ class ViewOutput:
         if screen.is_block:
             width = screen.size.columns - 1  # a character in the last column would make some terminals wrap
             screen.draw(block_lines(view, width=width, glyphs=screen.glyphs, has_color=screen.has_color))
+            if view.step and view.step != self._shown_step and self._clock() - self._recorded_at >= LOG_EVERY_S:
+                self._console.record(log_line(view))
+                self._recorded_at = self._clock()
         elif view.step == self._shown_step:
             return
         else:

@@ -133,6 +133,7 @@ def make_train(tmp_path_factory) -> Train:
         checkout = make_checkout(folder / "checkout")
         there = machine_environment(machine, folder)
         there["PATH"] = f"{folder}:{there['PATH']}"  # what a test puts there is found first
+        words = (*words, "--run-dir", f"{checkout.folder}/runs/dry") if "--dry-run" in words else words
         answer = checkout.train(*settings, *words, environment={**place.environment, **there, **environment})
         return Made(checkout, answer)
 

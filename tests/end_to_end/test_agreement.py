@@ -1,4 +1,4 @@
-"""`plan`, `data` and `train` refuse the same jobs: one list of bad inputs through all three."""
+"""`plan`, `data`, `train` and `init` refuse the same inputs: one list of bad ones through all four."""
 
 import json
 import os
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 from workplace_factory import TINY_CONFIG, Workplace, make_workplace
 
 from shardwise.launch.cli import main
@@ -61,11 +62,22 @@ CASES: dict[str, tuple[dict[str, str], dict[str, object], str]] = {  # files, se
     ),
     "tokenizer of other rules": ({"model/config.json": config(model_type="qwen2")}, {}, "model.tokenizer"),
     "unsupported model": ({"model/config.json": config(model_type="bert")}, {}, "bert"),
+    "adapters in place of a model": (
+        {"lora/adapter_config.json": json.dumps({"base_model_name_or_path": "org/base"})},
+        {"model": {"name": "lora"}},
+        "shardwise import lora lora-merged --base org/base",
+    ),
+    "no model": ({}, {"model": {"name": "qwen2.5-7"}}, "did you mean qwen2.5-7b?"),
 }
+# `init` states the settings by itself; what it refuses are models and data.
+OF_INIT = (
+    "first row is no JSON", "unknown columns", "unknown columns of a table", "binary text", "no data", "empty data",
+    "unsupported model", "adapters in place of a model", "no model",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_plan_data_and_train_refuse_the_same(
+def test_all_commands_refuse_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files, sections, fact = CASES[name]
@@ -74,10 +86,28 @@ def test_plan_data_and_train_refuse_the_same(
         (place.folder / path).parent.mkdir(exist_ok=True)
         (place.folder / path).write_text(content)
     place.write_job(**sections)
+    job = yaml.safe_load(place.job.read_text())
+    if "name" in job["model"]:
+        place.job.write_text(yaml.safe_dump({**job, "model": {"name": job["model"]["name"]}}))
+    model, data = job["model"].get("name") or job["model"]["config"], job["data"]["train"]
+    init = (f"init --model {model} --data {data} -o made.yaml",) if name in OF_INIT else ()
     enter(place, monkeypatch)
-    for command in COMMANDS:
+    for command in (*COMMANDS, *init):
         assert main(command.split()) == 2, command
         assert fact in capsys.readouterr().err, command
+    assert not (place.folder / "made.yaml").exists()
+
+
+def test_init_states_what_it_found_and_plan_accepts_what_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = make_workplace(tmp_path / "place")
+    (place.folder / "rows.jsonl").write_text(jsonl(CHATS))
+    enter(place, monkeypatch)
+    assert main(["init", "--model", "model", "--data", "rows.jsonl", "-o", "made.yaml"]) == 0
+    found = capsys.readouterr().out
+    assert all(fact in found for fact in ("llama", "128 positions", "sft on chats", "chat template chatml")), found
+    assert main(["plan", "made.yaml"]) == 0
 
 
 def enter(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,7 @@ CASES = [
     ),
     Case("no permission to write", nothing, ("/proc/none",), f"{TRAIN} --run-dir /proc/none", 4),
     Case("used run directory", file("used/plan.json", b"{}"), ("used", "--resume"), f"{TRAIN} --run-dir used"),
+    Case("ranks on a card", nothing, ("shardwise plan job.yaml --hardware 1xT4",), f"{TRAIN} --hardware 1xT4"),
     Case("resume without a run", nothing, ("--resume", "runs/tiny"), f"{TRAIN} --resume"),
     Case("a kernel the machine cannot run", job(pin={"attention": "flash"}), ("flash",)),
     Case("a method that needs weights", job(train={"method": "qlora"}), ("qlora",)),
@@ -169,7 +170,9 @@ def test_each_case_has_its_lines_and_its_code(case, workplace, monkeypatch, caps
 
     code = main(case.command.split())
 
-    lines = capsys.readouterr().err.splitlines()
+    printed = capsys.readouterr()
+    assert "fits, about" not in printed.out, "an error comes before the plan"
+    lines = printed.err.splitlines()
     told = "\n".join(lines)
     assert code == case.code, told
     assert 1 <= len(lines) <= 3, told

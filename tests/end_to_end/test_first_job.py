@@ -25,4 +25,7 @@ def test_400_chats_on_a_written_job_lower_the_held_out_loss(place: Workplace) ->
 def test_a_run_of_one_step_is_a_warning_on_the_first_screen(place: Workplace) -> None:
     few = ("train.epochs=0.001", "train.tokens_per_step=8192")
     assert "WARNING: 1 optimizer step " in place.run("plan", "job.yaml", *few).stdout
-    assert "WARNING: 1 optimizer step " in place.run("train", "job.yaml", *few, "--dry-run").stdout
+    before = sorted((place.folder / "runs").iterdir())
+    shown = place.run("train", "job.yaml", *few, "--hardware", "2xCPU", "--dry-run").stdout
+    assert "WARNING: 1 optimizer step " in shown and "on 2 ranks" in shown
+    assert sorted((place.folder / "runs").iterdir()) == before, "a dry run leaves nothing behind"

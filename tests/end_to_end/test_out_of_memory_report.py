@@ -19,8 +19,8 @@ from shardwise.trainer.spec.strategy import LossHead
 def capped_plan(place: Workplace) -> Plan:
     """A real one: a data limit on the process refuses what the plan thought was there."""
     place.write_job(train={"steps": 2, "seq_len": 128, "tokens_per_step": 65536}, pin={"loss": "eager"})
-    place.run("train", "job.yaml", "--dry-run")
-    plan = codec.read(place.only_run() / "plan.json", Plan)
+    place.run("train", "job.yaml", "--dry-run", "--run-dir", "made")
+    plan = codec.read(place.folder / "made" / "plan.json", Plan)
     plan = replace(plan, hardware=replace(plan.hardware, vram_cap_bytes=2**20))
     return replace(short_plan(plan, plan.chosen, num_steps=3), candidates=plan.candidates)
 

@@ -92,6 +92,7 @@ def test_a_stopped_run_resumes_with_the_losses_of_an_uninterrupted_one(long_job,
         output = process.communicate(timeout=LIMIT_S)[0]
         code, ending = STOPS[number]
         assert process.returncode == code, output
+        assert ("stopping after this step with a checkpoint" in output) == (number is signal.SIGINT)
         stopped = codec.read(long_job.only_run() / "report.json", Report)
         assert stopped.ending is ending and stopped.checkpoint is not None
         assert stopped.resumed_from_step == step and (step or 0) + 5 <= stopped.step < STEPS

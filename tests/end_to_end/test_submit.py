@@ -174,3 +174,15 @@ def test_away_from_a_cluster_a_script_is_printed_for_stated_nodes(workplace: Wor
     assert "sbatch" in refused(away)
     script = away.run("submit", "job.yaml", "--dry-run", "--hardware", "4x8xH100-SXM5-80GB").stdout
     assert "#SBATCH --nodes=4\n" in script and "#SBATCH --gpus-per-node=8\n" in script
+
+
+def test_programs_of_slurm_without_a_cluster_are_no_cluster(workplace: Workplace):
+    programs = workplace.folder / "bin"
+    programs.mkdir()
+    for name in ("sbatch", "scontrol", "sinfo", "squeue", "sacctmgr"):
+        (programs / name).write_text("#!/bin/sh\necho 'fetch_config: DNS SRV lookup failed' >&2\nexit 1\n")
+        (programs / name).chmod(0o755)
+    away = workplace._replace(environment={**workplace.environment, "PATH": f"{programs}:/usr/bin:/bin"})
+    assert "lookup failed" in refused(away, "--dry-run")
+    words = ("submit", "job.yaml", "--dry-run", "--hardware", "8xH100-SXM5-80GB", "--nodes", "2")
+    assert "#SBATCH --nodes=2\n" in away.run(*words).stdout

@@ -86,6 +86,15 @@ def test_the_terminal_tells_the_plan_the_course_and_the_next_commands(trained):
     assert "before:" in output and "after:" in output
 
 
+def test_the_run_directory_has_the_lines_of_the_console_and_logs_shows_them(trained):
+    place, run_dir, output = trained()
+    printed, _, _ = output.partition("\nnext:")
+    assert (run_dir / "console.log").read_text().strip() == printed.strip()
+    assert output.count("fits, about") == 1
+    assert place.run("logs", run_dir, "-n", "9999").stdout.partition("\n")[2].startswith(printed)
+    assert f"last line: model: {run_dir.relative_to(place.folder)}" in place.run("status", run_dir).stdout
+
+
 def test_the_exported_model_loads_and_generates(trained):
     _, run_dir, _ = trained()
     code = (

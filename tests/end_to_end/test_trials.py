@@ -59,8 +59,8 @@ def test_a_plan_can_be_tried_without_being_trained(workplace):
 
 
 def prepared_plan(place: Workplace) -> Plan:
-    place.run("train", "job.yaml", "--dry-run")
-    return codec.read(place.only_run() / "plan.json", Plan)
+    place.run("train", "job.yaml", "--dry-run", "--run-dir", "made")
+    return codec.read(place.folder / "made" / "plan.json", Plan)
 
 
 def trials_of(plan: Plan, place: Workplace) -> tuple[list[Trial], list[str]]:

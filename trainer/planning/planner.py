@@ -66,8 +66,7 @@ def make_plan(
     limits.
     """
     hooks = () if extension is None else extension.hooks
-    check_job(job, shape, data)
-    check_objective(job, data, hooks)
+    check_job(job, shape, data, hooks)
     wanted = _methods(job, data)
     learned = corrections_of(calibration, shape=shape, hardware=hardware, versions=versions)
     corrections = after_trials(learned, trials)
@@ -202,7 +201,7 @@ def open_contexts(
     versions: dict[str, str],
 ) -> dict[Method, PlanningContext]:
     """The context of each method that the job allows, for the limits of a machine."""
-    check_job(job, shape, data)
+    check_job(job, shape, data, ())
     corrections = corrections_of(calibration, shape=shape, hardware=hardware, versions=versions)
     return {method: _context(job, hardware, shape, data, method, corrections) for method in _methods(job, data)}
 
@@ -315,14 +314,15 @@ _SETTING_AXES = (
 )
 
 
-def check_job(job: Job, shape: ModelShape, data: DataProfile) -> None:
-    """InputError for sequences and vocabularies that the model does not support."""
+def check_job(job: Job, shape: ModelShape, data: DataProfile, hooks: Sequence[Hook]) -> None:
+    """InputError for what no machine can train: job, model and data that exclude each other."""
     problems = [*_length_problems(job, shape), *_vocabulary_problems(shape, data)]
     if problems:
         raise InputProblemsError(problems)
+    _check_objective(job, data, hooks)
 
 
-def check_objective(job: Job, data: DataProfile, hooks: Sequence[Hook]) -> None:
+def _check_objective(job: Job, data: DataProfile, hooks: Sequence[Hook]) -> None:
     """InputError for settings that exclude the objective or a function of the extensions file."""
     pinned, objective = job.pin.loss, job.train.objective
     fitting = shapes_for(objective)

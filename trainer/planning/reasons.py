@@ -165,8 +165,9 @@ def _memory_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[st
 def _idle_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
     schedule, seq_len = context.schedule, context.job.train.seq_len
     if schedule.sequences_per_step < chosen.num_ranks:
+        s = "s" if schedule.sequences_per_step > 1 else ""
         yield (
-            f"a step has {schedule.sequences_per_step} sequences for {chosen.num_ranks} ranks: some idle; "
+            f"a step has {schedule.sequences_per_step} sequence{s} for {chosen.num_ranks} ranks: some idle; "
             f"train.tokens_per_step: {chosen.num_ranks * seq_len} or more keeps all busy"
         )
 

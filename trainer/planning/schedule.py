@@ -347,6 +347,7 @@ def idle_run_warnings(job: Job, data: DataProfile, schedule: Schedule) -> tuple[
         warning
         for warning in (
             _few_steps(job, data, schedule),
+            _many_epochs(job, data, schedule),
             _long_warmup(job, schedule),
             _few_targets(job, data, schedule),
         )
@@ -354,7 +355,8 @@ def idle_run_warnings(job: Job, data: DataProfile, schedule: Schedule) -> tuple[
     )
 
 
-FEW_STEPS = 10  # in which a model learns next to nothing at the usual rates
+NO_STEPS, FEW_STEPS = 10, 50  # in which a model learns next to nothing, and little, at the usual rates
+MANY_EPOCHS = 1000
 FEW_TARGETS, FEW_TARGETS_SHARE = 1000, 0.01  # learned tokens of a run, and of all its tokens
 
 
@@ -374,7 +376,17 @@ def _few_steps(job: Job, data: DataProfile, schedule: Schedule) -> str | None:
             f"train.seq_len: {seq_len}, or more data" if data.is_packed and seq_len < train.seq_len else "more data"
         )
     steps = "1 optimizer step" if schedule.num_steps == 1 else f"{schedule.num_steps} optimizer steps"
-    return f"{steps} of {schedule.tokens_per_step:,} tokens will change next to nothing; remedy: {remedy}"
+    effect = "next to nothing" if schedule.num_steps < NO_STEPS else "little"
+    return f"{steps} of {schedule.tokens_per_step:,} tokens will change {effect}; remedy: {remedy}"
+
+
+def _many_epochs(job: Job, data: DataProfile, schedule: Schedule) -> str | None:
+    epochs = schedule.num_steps * schedule.sequences_per_step / max(1, data.num_rows)
+    if epochs < MANY_EPOCHS or data.is_stream:
+        return None
+    setting = "steps" if job.train.steps is not None else "tokens" if job.train.tokens is not None else "epochs"
+    fewer = "train.epochs: auto" if setting == "epochs" else f"no train.{setting}"
+    return f"{epochs:,.0f} epochs: the model will learn its data by heart; remedy: {fewer}, or more data"
 
 
 def _long_warmup(job: Job, schedule: Schedule) -> str | None:
@@ -389,7 +401,7 @@ def _long_warmup(job: Job, schedule: Schedule) -> str | None:
 def _few_targets(job: Job, data: DataProfile, schedule: Schedule) -> str | None:
     if data.num_targets is None or rows_per_example(objective_of(job.train.objective, data.format)) > 1:
         return None
-    passes = schedule.num_steps * schedule.sequences_per_step / data.num_rows
+    passes = max(1.0, schedule.num_steps * schedule.sequences_per_step / data.num_rows)  # few steps are another warning
     if data.num_targets * passes >= FEW_TARGETS and data.num_targets >= FEW_TARGETS_SHARE * data.num_tokens:
         return None
     remedy = "more data" if job.data.loss_on is LossOn.ALL else "data.loss_on: all, or the columns in data.fields"

@@ -62,8 +62,8 @@ class EnvironmentFaultError(ShardwiseError):
     exit_code = ExitCode.ENVIRONMENT
 
 
-def close_matches(name: str, known: Iterable[str], *, count: int = 1) -> list[str]:
+def close_matches(name: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.66) -> list[str]:
     """Up to `count` of the known names that resemble `name`, the closest first: the "did you mean" of a message."""
     from difflib import get_close_matches  # a millisecond at every start, for a slip of the pen
 
-    return get_close_matches(name, list(known), n=count)
+    return get_close_matches(name, list(known), n=count, cutoff=cutoff)

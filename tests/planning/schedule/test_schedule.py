@@ -226,6 +226,8 @@ def test_every_step_of_a_made_schedule_has_a_rate(course: LrSchedule) -> None:
     ("facts", "num_rows", "remedy"),
     [
         ({"steps": 1}, 1000, "train.steps: 300"),
+        ({"steps": 49}, 1000, "will change little; remedy: train.steps: 300"),
+        ({"epochs": 2000}, 100, "2,000 epochs: the model will learn its data by heart; remedy: train.epochs: auto"),
         ({"tokens_per_step": 65536}, 50, "train.tokens_per_step: auto"),
         ({"epochs": 0.01}, 100, "train.epochs: auto"),
         ({}, 1, "train.seq_len: 64, or more data"),

@@ -109,6 +109,7 @@ def test_a_name_of_several_rows_says_which_was_taken(name: str, count: int, expe
         ("A100 MIG 9g.90gb", "1g.5gb"),
         ("L4 1g.5gb", "L4"),
         ("quantum", "V100-16GB"),
+        ("B9000", "known"),
         ("Radeon 7900", "known"),
         ("V100 32GB PCIe or so", "V100"),
     ],

@@ -273,6 +273,7 @@ def test_an_evaluation_source_is_scored_whole_and_unknown_to_the_tokenizer(reque
         (10, 7, {}, ["7 of 17 rows", *(f"a.jsonl:{row}:" for row in range(11, 16)), "and 2 more"]),
         (98, 2, {"bad_rows": BadRows.SKIP, "bad_rows_max": 0.01}, ["2 of 100 rows", "1.000%"]),
         (99, 1, {"bad_rows": BadRows.FAIL, "bad_rows_max": 1.0}, ["1 of 100 rows", "data.bad_rows=skip"]),
+        (1, 99, {"bad_rows": BadRows.FAIL}, ["99 of 100 rows", "too many to skip"]),
         (99, 1, {"bad_rows": BadRows.SKIP, "bad_rows_max": 0.01}, None),
     ],
 )

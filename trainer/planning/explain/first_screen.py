@@ -115,6 +115,8 @@ def _length(plan: Plan, context: PlanningContext) -> str:
 
 def about(seconds: float) -> str:
     """`24 h`, with two digits at most."""
+    if seconds < 0.1:
+        return "0.1 s"
     divisor, unit = _unit(seconds)
     return f"{_rounded(seconds / divisor, round)} {unit}"
 
@@ -294,7 +296,10 @@ def _runners_up(plan: Plan, context: PlanningContext) -> Iterator[Alternative]:
             text
             for text, applies in (
                 (_faster(context, candidate, chosen), its_seconds < FASTER * seconds),
-                ("less of the card", candidate.memory.occupied_bytes < MUCH_LESS * chosen.memory.occupied_bytes),
+                (
+                    "less RAM" if context.is_cpu else "less of the card",
+                    candidate.memory.occupied_bytes < MUCH_LESS * chosen.memory.occupied_bytes,
+                ),
                 ("less host RAM", is_much_host and _host_bytes(candidate) < host / 2),
             )
             if applies

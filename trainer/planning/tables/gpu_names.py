@@ -205,7 +205,8 @@ def hardware_from_spec(text: str, *, local_host: Callable[[], Host]) -> Hardware
     try:
         found = match_card(name, count=num_devices)
     except InputError as error:
-        raise InputError(f"{text!r}: {error}\na SPEC has the form {SPEC_FORM}") from None
+        of_spec = "" if name == text.strip() else f"{text}: "
+        raise InputError(f"--hardware: {of_spec}{error}\na SPEC has the form {SPEC_FORM}") from None
     if MIG_MARK in found.spec.name and num_devices > 1:
         raise InputError(f"{text!r}: MIG slices do not work together; name one, 1x{found.spec.name}")
     stated = _stated(text, options)
@@ -329,11 +330,14 @@ def _others(rows: Sequence[GpuSpec], chosen: GpuSpec) -> tuple[str, ...]:
     return tuple(row.name for row in rows if row is not chosen)
 
 
+_NEAR = 0.75  # of the letters of a name: H300 is near H200, B9000 is near nothing
+
+
 def _near_names(name: str) -> str:
     wanted, by_key = card_name(name).model or _bare(name), _rows_by_key()
     near = [row.name for row in rows_of_model(wanted)]
     near += [row for key, row in by_key.items() if len(wanted) > 1 and wanted in key]
-    near += [by_key[key] for key in close_matches(wanted, by_key, count=4)]
+    near = near or [by_key[key] for key in close_matches(wanted, by_key, count=4, cutoff=_NEAR)]
     unique = list(dict.fromkeys(near))[:4]
     if unique:
         return f"did you mean {', '.join(unique)}?"

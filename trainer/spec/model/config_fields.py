@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.kinds import shown
 from shardwise.trainer.spec.value import Value
 
 _NO_DROPOUT = {"attention_dropout": 0.0}
@@ -251,7 +252,7 @@ class Fields(Value, frozen=True, kw_only=True):
             raise KeyError(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             kind = "a positive whole number" if least else "a whole number, zero or more"
-            raise InputError(f"{self.origin}: {name} must be {kind}, not {value!r}")
+            raise InputError(f"{self.origin}: {name} must be {kind}, not {shown(value)}")
         return value
 
     def number(self, name: str, *, null: float = 0.0) -> float:
@@ -259,7 +260,7 @@ class Fields(Value, frozen=True, kw_only=True):
         value = self.values.get(name)
         value = null if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise InputError(f"{self.origin}: {name} must be a number, not {value!r}")
+            raise InputError(f"{self.origin}: {name} must be a number, not {shown(value)}")
         return float(value)
 
     def cap(self, name: str) -> float | None:
@@ -269,7 +270,7 @@ class Fields(Value, frozen=True, kw_only=True):
         """True if a switch is on; null is off."""
         value = self.values.get(name)
         if not isinstance(value, bool | None):
-            raise InputError(f"{self.origin}: {name} must be true or false, not {value!r}")
+            raise InputError(f"{self.origin}: {name} must be true or false, not {shown(value)}")
         return bool(value)
 
     def text(self, name: str) -> str:
@@ -281,14 +282,14 @@ class Fields(Value, frozen=True, kw_only=True):
         if value is None:
             return ()
         if not isinstance(value, list | tuple) or not all(type(index) is int and index >= 0 for index in value):
-            raise InputError(f"{self.origin}: {name} must be a list of whole numbers, not {value!r}")
+            raise InputError(f"{self.origin}: {name} must be a list of whole numbers, not {shown(value)}")
         return tuple(value)
 
     def table(self, name: str) -> dict[str, Any]:
         """An object in the config; empty if it is missing or null."""
         value = self.values.get(name) or {}
         if not isinstance(value, dict):
-            raise InputError(f"{self.origin}: {name} must be an object, not {value!r}")
+            raise InputError(f"{self.origin}: {name} must be an object, not {shown(value)}")
         return value
 
     def head_dim(self, *, hidden: int, num_heads: int) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.kinds import shown
 from shardwise.trainer.spec.model.config_fields import Fields, fields_of
 from shardwise.trainer.spec.model.llama_readers import (
     attention,
@@ -62,13 +63,14 @@ def read_model_shape(config: Mapping[str, Any], *, origin: str = "config.json") 
     reader = _READERS.get(str(model_type))
     if reader is None:
         raise InputError(
-            f"{origin}: model_type {model_type!r} is not supported; supported: {', '.join(supported_model_types())}; "
+            f"{origin}: model_type {shown(model_type)} is not supported; supported: "
+            f"{', '.join(supported_model_types())}; "
             "`shardwise plan --simulate` predicts any model of transformers by a dry run"
         )
     try:
         shape = reader(fields_of(config, str(model_type), origin=origin))
     except KeyError as error:
-        raise InputError(f"{origin}: {model_type} needs {error.args[0]!r}, which is missing") from None
+        raise InputError(f"{origin}: {model_type} needs {error.args[0]}, which is missing") from None
     if shape.num_heads % shape.num_kv_heads:
         raise InputError(
             f"{origin}: num_attention_heads {shape.num_heads} is not a multiple of num_key_value_heads "

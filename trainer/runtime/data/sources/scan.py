@@ -41,6 +41,7 @@ READ_BYTES = 2**20
 BLOCK_CHARS = 2**20
 PIECE_CHARS = 4096
 NUM_BAD_ROWS_SHOWN = 5
+FEW_BAD_ROWS = 0.1  # of all rows; more are no slips but another format
 PROGRESS_INTERVAL_S = 1.0
 _BYTE_ORDER_MARK = "\ufeff"
 _HASH_BYTES = 8
@@ -119,11 +120,14 @@ class RejectedRows:
         allowed = request.bad_rows_max * num_rows if skips else 0
         if self.num <= allowed:
             return
-        remedy = (
-            f"data.bad_rows_max allows {request.bad_rows_max:.3%}, {int(allowed)} rows; mend the others or raise it"
-            if skips
-            else "mend them, or skip a few with data.bad_rows=skip"
-        )
+        if self.num > FEW_BAD_ROWS * num_rows:
+            remedy = "too many to skip: mend the file, or name its columns with data.fields"
+        elif skips:
+            remedy = (
+                f"data.bad_rows_max allows {request.bad_rows_max:.3%}, {int(allowed)} rows; mend the others or raise it"
+            )
+        else:
+            remedy = "mend them, or skip a few with data.bad_rows=skip"
         raise InputError(
             f"data: {self}"
             if num_rows == 1
