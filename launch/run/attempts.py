@@ -174,13 +174,13 @@ def _run_one(context: RunContext, attempt_dir: Path, past: _History, spending: L
     )
     watchdog = Watchdog(attempt_dir, num_ranks=plan.chosen.num_ranks, limits=context.limits.scaled_to(plan))
 
-    is_answered = False
+    has_announced_stop = False
 
     def tick() -> None:
-        nonlocal is_answered
-        if context.stop.num_interrupts and not is_answered:
-            is_answered = True
-            context.console.line(_answer_to_interrupt(watchdog))
+        nonlocal has_announced_stop
+        if context.stop.num_interrupts and not has_announced_stop:
+            has_announced_stop = True
+            context.console.line(_stop_text(watchdog))
         context.follow_folder()
         progress.tick()
         context.trackers.tick()
@@ -203,7 +203,7 @@ def _run_one(context: RunContext, attempt_dir: Path, past: _History, spending: L
         )
 
 
-def _answer_to_interrupt(watchdog: Watchdog) -> str:
+def _stop_text(watchdog: Watchdog) -> str:
     if not watchdog.step:
         return "stopping before the first step; Ctrl-C again to stop now"
     needed = f", up to {format_seconds(watchdog.stop_s)}" if watchdog.stop_s else ""
