@@ -1,9 +1,10 @@
 """The command blocks of the README run as printed, in order, in a clean shell with a home of its own.
 
-But for the first, which installs.
+The first, which installs, runs in the long test alone.
 """
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,3 +82,29 @@ def test_the_job_is_planned_for_a_partition_and_its_script_printed(place: Workpl
         place._replace(environment=place.environment | login | {"PATH": f"{here}:{login['PATH']}"}), CLUSTER
     )
     assert "\n#SBATCH --partition=h100\n" in shown and "\n#SBATCH --nodes=2\n" in shown
+
+
+@pytest.mark.long
+@pytest.mark.cold
+@pytest.mark.timeout(3600)
+def test_a_clone_installs_and_runs_every_block_in_one_empty_shell(
+    place: Workplace, slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """No cache, and no variable but those that name the hub and the cluster of this test, and this machine's index."""
+    clone = tmp_path / "shardwise"
+    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+    shutil.copy(place.folder / "chats.jsonl", clone)
+    own = str(Path(sys.executable).parent)
+    path = ":".join(folder for folder in slurm.environment["PATH"].split(":") if folder != own)
+    environment = {"HOME": str(tmp_path / "home"), "PATH": path, "SLURM_CONF": slurm.environment["SLURM_CONF"]}
+    environment |= {name: place.environment[name] for name in ("HF_ENDPOINT", "HF_HUB_DISABLE_XET")}
+    environment |= {name: value for name, value in place.environment.items() if name.startswith("PIP_")}
+    blocks = [text if language == "bash" else f"python - <<'END'\n{text}END\n" for language, text in BLOCKS]
+    answer = subprocess.run(
+        ["sh", "-ec", "\n".join(blocks)],
+        cwd=clone, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    for fact in (r"finished at step \d+", "8 x H100-SXM5-80GB: fits", "#SBATCH --nodes=2", r"none/[\w-]+/\w+ \d+\.\d+"):
+        assert re.search(fact, answer.stdout), answer.stdout
+    assert (clone / "my-model" / "model.safetensors").is_file()

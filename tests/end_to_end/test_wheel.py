@@ -3,30 +3,51 @@
 import os
 import shutil
 import site
+import stat
 import subprocess
 import sys
 import venv
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from workplace_factory import LIMIT_S, make_workplace
 
 pytestmark = pytest.mark.cold  # pip in an environment of its own
 REPOSITORY = Path(__file__).parents[2]
+CASE = """\
+{"id": "a", "name": "llama-3.1-8b", "hardware": {"gpu": "H100-SXM5-80GB"}, "train": {"method": "full", \
+"sharding": "none", "precision": "bf16-mixed", "optimizer": "adamw_fused", "micro_batch": 1, "seq_len": 4096, \
+"checkpointing": "full", "attention": "sdpa", "loss": "chunked"}}"""
 FOLDERS = ("trainer", "launch", "slurm", "ds_configs", "fsdp_configs", "examples")
 
 
+class Built(NamedTuple):
+    """What is published."""
+
+    source: Path
+    wheel: Path
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _wheel_of(REPOSITORY, tmp_path_factory.mktemp("wheel"))
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The source distribution, and the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    _build(folder)
+    (source,), (wheel,) = folder.glob("shardwise-*.tar.gz"), folder.glob("shardwise-*.whl")
+    return Built(source, wheel)
 
 
-def _wheel_of(source: Path, folder: Path) -> Path:
-    argv: list[str | Path] = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, source]
-    subprocess.run(argv, check=True, timeout=LIMIT_S)
-    (built,) = folder.glob("shardwise-*.whl")
-    return built
+@pytest.fixture(scope="module")
+def wheel(built: Built) -> Path:
+    return built.wheel
+
+
+def _build(folder: Path, *options: str) -> None:
+    argv = [sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", str(folder), str(REPOSITORY)]
+    answer = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
 @pytest.fixture(scope="module")
@@ -43,26 +64,34 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "shardwise"
 
 
+def test_the_index_would_accept_what_is_built(built: Built):
+    argv: list[str | Path] = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *built]
+    answer = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert (answer.returncode, answer.stdout.count("PASSED")) == (0, 2), answer.stdout + answer.stderr
+
+
 def test_the_wheel_has_one_top_level_name_and_every_file_that_git_has(wheel: Path):
     listed = subprocess.run(
         ["git", "ls-files", *FOLDERS], cwd=REPOSITORY, capture_output=True, text=True, check=True
     ).stdout.split()
     expected = {"shardwise/__init__.py", *(f"shardwise/{name}" for name in listed)}
-    assert {name for name in _names(wheel) if ".dist-info/" not in name} == expected
+    found = _contents(wheel)
+    about = {name.partition(".dist-info/")[2] for name in found if ".dist-info/" in name}
+    assert {name for name in found if ".dist-info/" not in name} == expected
+    assert about == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
+    links = [entry.filename for entry in zipfile.ZipFile(wheel).infolist() if stat.S_ISLNK(entry.external_attr >> 16)]
+    assert links == []
 
 
-def test_a_wheel_built_from_the_source_distribution_holds_the_same_files(wheel: Path, tmp_path: Path):
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "hatchling"], check=True, timeout=LIMIT_S)
-    argv: list[str | Path] = [python, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path / "sdist"]
-    subprocess.run(argv, cwd=REPOSITORY, check=True, capture_output=True, timeout=LIMIT_S)
-    (archive,) = (tmp_path / "sdist").iterdir()
-    assert _names(_wheel_of(archive, tmp_path / "wheel")) == _names(wheel)
+def test_the_wheel_of_the_source_distribution_is_that_of_the_repository(wheel: Path, tmp_path: Path):
+    _build(tmp_path, "--wheel")
+    (direct,) = tmp_path.iterdir()
+    assert _contents(direct) == _contents(wheel)
 
 
-def _names(wheel: Path) -> set[str]:
-    return {name for name in zipfile.ZipFile(wheel).namelist() if "__pycache__" not in name}
+def _contents(wheel: Path) -> dict[str, bytes]:
+    archive = zipfile.ZipFile(wheel)
+    return {name: archive.read(name) for name in archive.namelist() if "__pycache__" not in name}
 
 
 def test_an_installed_shardwise_trains_beside_files_and_packages_of_the_names_of_its_folders(
@@ -101,17 +130,21 @@ def test_without_torch_it_plans_and_training_ends_with_the_line_that_installs_it
     place = make_workplace(tmp_path / "elsewhere")
     shutil.copy(REPOSITORY / "examples" / "quickstart.yaml", place.folder / "quickstart.yaml")
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [python.with_name("shardwise"), *words, "data.train=text"],
-            cwd=place.folder, env=place.environment, capture_output=True, text=True, check=False, timeout=LIMIT_S,
+            [python.with_name("shardwise"), *words], cwd=place.folder, env=place.environment,
+            input=CASE, capture_output=True, text=True,
+            check=False, timeout=LIMIT_S,
         )  # fmt: skip
 
-    planned = run("plan", "quickstart.yaml")
-    assert (planned.returncode, planned.stderr) == (0, ""), planned.stderr
+    finished = REPOSITORY / "tests" / "captured" / "run_of_0_7" / "run"
+    job = ("quickstart.yaml", "data.train=text")
+    for words in (("probe",), ("plan", *job), ("estimate", "-"), ("report", finished)):
+        answer = run(*words)
+        assert (answer.returncode, answer.stderr) == (0, ""), f"{words}: {answer.stdout}{answer.stderr}"
     everything_missing, first_missing = ("torch", "accelerate", "deepspeed"), ("torch",)
     for command, missing in (("train", everything_missing), ("plan --simulate", first_missing)):
-        refused = run(*command.split(), "quickstart.yaml")
+        refused = run(*command.split(), *job)
         assert refused.returncode == 4, refused.stderr
         assert all(name in refused.stderr for name in missing), refused.stderr
         assert "-m pip install 'shardwise[train]'" in refused.stderr

@@ -13,7 +13,7 @@ from architecture_factory import TINY
 from attempt_runs import losses_of
 from hub_kernel_factory import COMMIT, KERNEL, REPOSITORY, hub_environment, put_kernel
 from rank_factory import rank_plan, write_attempt, write_packed_rows
-from transformers.utils.import_utils import KERNELS_MIN_VERSION, is_kernels_available
+from transformers.utils.import_utils import is_kernels_available
 
 from shardwise.trainer.runtime.attention.choice import attention_name, check_attention
 from shardwise.trainer.runtime.attention.flash_kernel import load_flash_kernel, main
@@ -71,10 +71,8 @@ def test_the_name_is_the_pinned_kernels_for_flash_alone():
 
 
 @pytest.mark.skipif(is_kernels_available(), reason="kernels is installed")
-def test_without_the_package_the_versions_that_would_do_are_said():
-    facts = (
-        rf"{KERNEL} .*{KERNELS_MIN_VERSION}(?s:.*)pin\.attention=sdpa(?s:.*)-m pip install 'shardwise\[hub-kernels\]'"
-    )
+def test_without_the_package_the_line_that_installs_it_is_given():
+    facts = rf"{KERNEL} (?s:.*)pin\.attention=sdpa(?s:.*)-m pip install 'shardwise\[hub-kernels\]'"
     with pytest.raises(EnvironmentFaultError, match=facts):
         load_flash_kernel(KERNEL)
     with pytest.raises(EnvironmentFaultError, match=facts):

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from huggingface_hub import constants
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
-from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION, is_kernels_available
+from transformers.utils.import_utils import is_kernels_available
 
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
 from shardwise.trainer.spec.packages import extra_line
@@ -48,7 +48,7 @@ def load_flash_kernel(name: str) -> LoadedBuild:
     """
     if not is_kernels_available():
         raise EnvironmentFaultError(
-            f"attention: {name} needs kernels from {KERNELS_MIN_VERSION} to below {KERNELS_MAX_VERSION}, and "
+            f"attention: {name} needs a version of kernels that transformers {version('transformers')} accepts, and "
             f"{_installed_kernels()} is installed here;\n"
             f"run this on every machine of the run, or give pin.attention=sdpa:\n{extra_line('hub-kernels')}"
         )
