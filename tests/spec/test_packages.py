@@ -1,6 +1,7 @@
 """Lines that install what is missing: right for pip, for this Python, and for pyproject.toml."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -16,6 +17,19 @@ REPOSITORY = Path(__file__).parents[2]
 def test_the_extras_are_those_of_pyproject():
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(EXTRAS) == set(extras) - {"dev"}
+
+
+def test_the_page_of_installation_has_every_extra_and_no_document_another():
+    page = (REPOSITORY / "docs" / "install.md").read_text()
+    rows = {
+        extra
+        for row in re.findall(r"^\| (`[^|]*`) \| [^|]* \|$", page, re.MULTILINE)
+        for extra in row.strip("`").split("`, `")
+    }
+    assert {*EXTRAS, "dev"} <= rows
+    for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")):
+        named = re.findall(r"install[^\n`]* '(?:shardwise|\.)\[([^\]]*)\]'", path.read_text())
+        assert {extra for each in named for extra in each.split(",")} <= {*EXTRAS, "dev"}, path
 
 
 @pytest.mark.cold
