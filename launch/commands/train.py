@@ -141,7 +141,7 @@ def _show_alone(options: TrainOptions, plan: Plan, console: Console) -> RunOutco
     """The plan of a run that leaves nothing behind, and what starts it."""
     check_disk(plan, run_dirs.output_base(plan.job.output, plan.name))
     _show_plan(plan, console)
-    console.line("nothing was started or written; the same command without --dry-run trains")
+    console.line("nothing was started; the same command without --dry-run trains")
     return RunOutcome(ExitCode.DONE, None)
 
 
