@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from outcome_file import fault_rows
+from outcome_file import fault_rows, promised
 
 REPOSITORY = Path(__file__).parents[1]
 TESTS = """
@@ -84,6 +85,10 @@ def test_it_counts_what_passed_what_failed_and_what_was_skipped(outcome):
     assert outcome["skipped_because"] == {"needs two GPUs": 1, "expected to fail: a defect upstream": 1}
 
 
+def test_it_counts_the_cases_of_each_test_that_passed(outcome):
+    assert outcome["tests"] == {"test_some.py::test_passes": 1, "test_some.py::test_passes_too": 1}
+
+
 def test_it_keeps_the_largest_difference_of_every_group(outcome):
     """Those of a test that failed as well."""
     assert outcome["differences"]["test_some.py"] == {
@@ -120,3 +125,11 @@ def test_it_adds_up_the_faults_of_each_kind_and_the_documentation_has_those_of_t
     rows = fault_rows(REPOSITORY / "benchmarks" / "results")
     page = (REPOSITORY / "docs" / "surviving.md").read_text().splitlines()
     assert rows and set(rows) <= set(page), "\n".join(rows)
+
+
+def test_every_promise_has_a_test_and_the_number_of_cases_of_a_committed_outcome():
+    page = (REPOSITORY / "docs" / "promises.md").read_text()
+    rows = list(promised(page, REPOSITORY / "benchmarks" / "results"))
+    assert len(rows) == len(re.findall(r"^\| .*`tests/", page, re.MULTILINE)) > 50
+    assert [(promise, stated) for promise, stated, _ in rows] == [(promise, tried) for promise, _, tried in rows]
+    assert not [promise for promise, stated, _ in rows if stated == 0]

@@ -47,6 +47,7 @@ RIGHT = (
     ("drawn", "launch/show/*", ""),
     ("drawn", "trainer/planning/page/*", ""),
     ("kept", "docs/walkthrough.md", "in 64 bits"),
+    ("kept told", "docs/promises.md", "`tests/"),
     ("leave", "docs/choices.md", "leave (room|one row)"),
     ("tell", "*", r"\.tell\(\)"),
 )

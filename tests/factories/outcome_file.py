@@ -1,17 +1,19 @@
 """A pytest plugin: `--outcome FILE` keeps what a run of tests came to, as JSON.
 
-It says what was selected, with which versions and on which machine, and of every file how many tests passed, failed
-and were skipped, and their seconds. A test that measures how far two runs are apart adds it with
-`record_property(DIFFERENCES, [Difference(...), ...])`; of these the file keeps the number and the largest. A test of
-faults from outside adds `record_property(FAULTS, {kind: {"tried": ..., "survived": ...}})`; the file adds them up.
+It says what was selected, of which commit, with which versions and on which machine; of every file how many tests
+passed, failed and were skipped, and their seconds; of every test function how many of its cases passed. A test that
+measures how far two runs are apart adds it with `record_property(DIFFERENCES, [Difference(...), ...])`; of these the
+file keeps the number and the largest. A test of faults from outside adds
+`record_property(FAULTS, {kind: {"tried": ..., "survived": ...}})`; the file adds them up.
 """
 
 import json
 import platform
+import re
 import subprocess
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -95,6 +97,7 @@ class OutcomeFile:
             "seconds": round(time.monotonic() - self._started),
             **self._counts(self._outcomes.values()),
             "files": self._files(),
+            "tests": self._cases(),
             "failed_tests": [name for name, outcome in self._outcomes.items() if outcome == "failed"],
             "skipped_because": dict(self._reasons),
             "differences": {file: summary(found) for file, found in self._differences.items() if found},
@@ -114,6 +117,10 @@ class OutcomeFile:
             file: {**self._counts(found), "seconds": round(self._seconds[file], 1)}
             for file, found in sorted(by_file.items())
         }
+
+    def _cases(self) -> dict[str, int]:
+        passed = (name.partition("[")[0] for name, outcome in self._outcomes.items() if outcome == "passed")
+        return dict(sorted(Counter(passed).items()))
 
     def _counts(self, outcomes: Iterable[str]) -> dict[str, int]:
         found = Counter(outcomes)
@@ -148,6 +155,33 @@ def fault_rows(folder: Path) -> list[str]:
         f"| {kind} | " + " | ".join(str(counts.get(name, 0)) for name in FAULT_NUMBERS) + " |"
         for kind, counts in newest.items()
     ]
+
+
+def promised(page: str, folder: Path) -> Iterator[tuple[str, int, int]]:
+    """Of each row of docs/promises.md: the promise, the number of cases it states, and that of the outcome it names.
+
+    A row without a link states the cases of its tests in the `promises-*.json`, the newest with each; one with a link
+    the faults that the linked outcome tried, or its tests of these files. What was lost, hung, outlived or ended in a
+    traceback is subtracted.
+    """
+    newest: dict[str, int] = {}
+    for path in sorted(folder.glob("promises-*.json")):
+        newest |= json.loads(path.read_text())["tests"]
+    for promise, tests, stated, link in re.findall(
+        r"^\| (.+) \| (`tests/.+`) \| (\d+)(?: \[.*/(.+)\))? \|$", page, re.M
+    ):
+        names = re.findall(r"`(tests/[^`]+)`", tests)
+        outcome = json.loads((folder / link).read_text()) if link else {}
+        if outcome.get(FAULTS):
+            tried = sum(
+                counts["tried"] - sum(counts.get(name, 0) for name in FAULT_NUMBERS[2:])
+                for counts in outcome[FAULTS].values()
+            )
+        elif link:
+            tried = sum(outcome["files"][file]["passed"] for file in {_file_of(name) for name in names})
+        else:
+            tried = sum(newest.get(name, 0) for name in names)
+        yield promise, int(stated), tried
 
 
 def _file_of(nodeid: str) -> str:

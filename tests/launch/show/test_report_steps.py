@@ -1,10 +1,12 @@
 """Figures of metrics.jsonl: every complete line counts as time, the last line of a step as its figure."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
-from reported_run import step_rows
+from reported_run import step_rows, write_run
+from warm_python import REAL_PYTHON
 
 from shardwise.launch.show.recorded_run import Step, figures_of, last_of_each, observed, read_steps, steady_steps
 from shardwise.launch.show.report import comparison_rows
@@ -58,6 +60,29 @@ def test_of_a_long_run_every_spike_score_save_and_skipped_step_is_kept(tmp_path:
     with path.open("a") as stream:
         stream.write('{"step": 60002}\n')
     assert tail.read_new() == [{"step": 60_002}]
+
+
+WITH_PEAK = """
+import sys
+from shardwise.launch.cli import main
+code = main()
+print(*(line for line in open("/proc/self/status") if line.startswith("VmHWM")), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("num_lines", [300_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+def test_views_of_a_long_run_need_less_than_100_mib(tmp_path: Path, num_lines: int) -> None:
+    """A process of its own for each: before lines were thinned, a million of them took more than a gigabyte."""
+    run_dir = write_run(tmp_path / "run")
+    row = json.dumps({key: value for key, value in step_rows([1])[0].items() if key != "step"})[1:]
+    with (run_dir / "metrics.jsonl").open("w") as stream:
+        stream.writelines(f'{{"step": {step}, {row}\n' for step in range(1, num_lines + 1))
+    for words in (["watch", run_dir, "--once"], ["report", run_dir, "--html", tmp_path / "page.html"]):
+        command = [REAL_PYTHON, "-c", WITH_PEAK, *map(str, words)]
+        answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert answer.returncode == 0, answer.stderr
+        assert int(answer.stderr.split()[-2]) < 100 * 1024, words
 
 
 def test_the_first_steps_of_each_attempt_warm_up() -> None:

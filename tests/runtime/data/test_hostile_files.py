@@ -228,12 +228,15 @@ def test_a_long_row_is_cut_into_blocks_in_linear_time(tmp_path):
 def test_an_answer_far_above_the_length_of_a_row_is_refused_by_its_beginning(tmp_path):
     tokenizer = train_tokenizer(TEXTS, vocab_size=300)
     renderer = Renderer(tokenizer, None, LossOn.AUTO, 64)
+    content = Completion("a few words " * 2**20, "yes")
     tracemalloc.start()
     try:
-        reason = renderer.render(Completion("a few words " * 2**20, "yes"))
+        reason = renderer.render(content)
+        _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert reason == f"too long: {12 * 2**20 + 3} characters, train.seq_len is 64 tokens"
+    assert peak_bytes < 2 * 12 * 2**20, "two copies of the text; all of its tokens take nine times as much"
 
 
 ZIPPED = io.BytesIO()
