@@ -205,7 +205,7 @@ def _run_one(context: RunContext, attempt_dir: Path, past: _History, spending: L
 
 def _stop_text(watchdog: Watchdog) -> str:
     if not watchdog.step:
-        return "stopping before the first step; Ctrl-C again to stop now"
+        return "stopping at the next step; Ctrl-C again to stop now"
     needed = f", up to {format_seconds(watchdog.stop_s)}" if watchdog.stop_s else ""
     return f"stopping after this step with a checkpoint{needed}; Ctrl-C again to stop now, without one"
 
