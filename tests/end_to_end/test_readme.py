@@ -95,11 +95,16 @@ def test_a_clone_installs_and_runs_every_block_in_one_empty_shell(
     subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
     shutil.copy(place.folder / "chats.jsonl", clone)
     own = str(Path(sys.executable).parent)
-    path = ":".join(folder for folder in slurm.environment["PATH"].split(":") if folder != own)
-    environment = {"HOME": str(tmp_path / "home"), "PATH": path, "SLURM_CONF": slurm.environment["SLURM_CONF"]}
+    path, path_to_slurm = (
+        ":".join(folder for folder in text.split(":") if folder != own)
+        for text in (place.environment["PATH"], slurm.environment["PATH"])
+    )
+    environment = {"HOME": str(tmp_path / "home"), "PATH": path}
     environment |= {name: place.environment[name] for name in ("HF_ENDPOINT", "HF_HUB_DISABLE_XET")}
     environment |= {name: value for name, value in place.environment.items() if name.startswith("PIP_")}
     blocks = [text if language == "bash" else f"python - <<'END'\n{text}END\n" for language, text in BLOCKS]
+    login = f'export PATH="$VIRTUAL_ENV/bin:{path_to_slurm}" SLURM_CONF={slurm.environment["SLURM_CONF"]}'
+    blocks.insert(CLUSTER, login)  # before that, this is no login node, on which `train` would refuse to train
     answer = subprocess.run(
         ["sh", "-ec", "\n".join(blocks)],
         cwd=clone, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
