@@ -16,7 +16,7 @@ def in_workplace(workplace, monkeypatch):
 
 
 def test_a_plan_is_a_value_with_reasons():
-    plan = shardwise.plan("job.yaml", "train.lr=1e-4", hardware="2xRTX-3090")
+    plan = shardwise.plan("job.yaml", "train.lr=1e-4", "pin.sharding=ddp", hardware="2xRTX-3090")
     assert isinstance(plan, shardwise.Plan) and plan.chosen.num_ranks == 2
     assert plan.schedule.lr == 1e-4 and plan.rejections and plan.chosen.reasons
 

@@ -47,7 +47,11 @@ def test_train_times_it_and_goes_on_without_it_where_that_fails(place: Workplace
     assert rules_of_fp8(before) == {}
     assert [note for note in before.notes if "`shardwise train`" in note and "fp8" in note.lower()]
 
-    lines = [line for line in place.run("train", "job.yaml", "--dry-run").stdout.splitlines() if line.startswith(LINE)]
+    lines = [
+        line
+        for line in place.run("train", "job.yaml", "--dry-run", "--run-dir", "runs/dry").stdout.splitlines()
+        if line.startswith(LINE)
+    ]
     assert "CUDA" in lines[-1]
     taken = codec.read(place.only_run() / "plan.json", Plan)
     assert len(rules_of_fp8(taken)) == 2 and all("CUDA" in reason for reason in rules_of_fp8(taken).values())
@@ -57,7 +61,7 @@ def test_train_times_nothing_that_is_known(place: Workplace) -> None:
     before = codec.decode(place.run("plan", "job.yaml", "--json").stdout.encode(), Plan, origin="plan")
     gain = fp8_gain_of(1.31)
     assert store_fp8_gain(Path(place.environment["SHARDWISE_CACHE"]), key_of(before), gain) is None
-    assert LINE not in place.run("train", "job.yaml", "--dry-run").stdout
+    assert LINE not in place.run("train", "job.yaml", "--dry-run", "--run-dir", "runs/dry").stdout
     taken = codec.read(place.only_run() / "plan.json", Plan)
     assert taken.fp8_gain == gain
     assert any(candidate.strategy.precision is Precision.FP8 for candidate in taken.candidates)

@@ -566,6 +566,8 @@ def test_cards_that_make_a_step_slower_or_a_plan_impossible_are_left_out() -> No
     assert planned("1b", machine("4xL4"), method=Method.LORA, tokens_per_step=8192).chosen.num_ranks == 4
     slow = planned("1b", machine("4xL4"), method=Method.GALORE, seq_len=512, tokens_per_step=2048)
     assert (slow.chosen.num_ranks, slow.hardware.excluded[-1]) == (2, "GPU 2, 3: with more than 2 a step takes longer")
+    small = {"method": Method.GALORE, "seq_len": 512, "tokens_per_step": 2048}
+    assert planned("1b", machine("4xL4"), pin={"sharding": Sharding.DDP}, **small).chosen.num_ranks == 4
     short = machine("8xA100-SXM4-80GB", ram_bytes=30 * GIB)
     assert planned("1b", short, method=Method.FULL).chosen.num_ranks == 4
     both = planned("1b", machine("8xL4", ram_bytes=30 * GIB), method=Method.GALORE, seq_len=512, tokens_per_step=2048)

@@ -127,12 +127,12 @@ def _may_be_faster_on_fewer(plan: Plan) -> bool:
     """True if some ranks idle, or if half of the ranks could save more transfers than they compute in addition.
 
     They save at most all transfers, and compute twice the tokens in at least 1.5 times the seconds: weights are read
-    once for however many tokens.
+    once for however many tokens. A sharding that the job pins is used on all.
     """
     parts = plan.chosen.speed.parts
     transfers = parts["communication_s"] + parts["offload_s"]
     idles = plan.schedule.sequences_per_step < plan.hardware.num_devices
-    return idles or transfers > parts["compute_s"] / 2
+    return idles or (plan.job.pin.sharding is None and transfers > parts["compute_s"] / 2)
 
 
 def _rank_of(plan: Plan) -> tuple[int, float]:
