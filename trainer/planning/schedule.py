@@ -366,8 +366,8 @@ def _few_steps(job: Job, data: DataProfile, schedule: Schedule) -> str | None:
     train, num_examples = job.train, schedule.num_steps * schedule.sequences_per_step
     if train.steps is not None:
         remedy = f"train.steps: {USUAL_STEPS}"
-    elif train.tokens_per_step is not None and num_examples >= FEW_STEPS:
-        remedy = "train.tokens_per_step: auto"
+    elif train.tokens_per_step is not None and num_examples >= NO_STEPS:
+        remedy = f"train.tokens_per_step: auto{'' if num_examples >= FEW_STEPS else ', and more data'}"
     elif (train.epochs or train.tokens) is not None and data.num_rows >= FEW_STEPS:
         remedy = "train.epochs: auto (and no train.tokens)"
     else:

@@ -69,7 +69,7 @@ def one_gpu(**changes):
 MALFORMED = [
     (case_of(id=DELETED), "id is missing"),
     (case_of(model=DELETED), "model is missing"),
-    (case_of(model__model_type="alexnet"), "model_type 'alexnet'"),
+    (case_of(model__model_type="alexnet"), 'model_type "alexnet"'),
     (case_of(model__num_hidden_layers=DELETED), "num_hidden_layers"),
     (case_of(model__hidden_size=10**12), "parameters"),
     (case_of(colour="red"), "colour"),

@@ -132,3 +132,10 @@ def test_a_method_beyond_the_host_ram_is_no_alternative() -> None:
     assert plan.chosen.method is not Method.FULL and full.hours is not None and not full.is_within_limits
     assert "train.method=full" not in screen(plan)
     assert full.verdict in screen(plan)
+
+
+def test_cards_that_are_not_used_are_named_with_the_reason() -> None:
+    spread = machine("2xRTX-3090")
+    reason = "GPU 1: with more than 1 a step takes longer"
+    plan = plan_of("tiny", replace(spread, gpus=spread.gpus[:1], excluded=(reason,)))
+    assert f"  not used: {reason}" in text_of(first_screen(plan)).splitlines()

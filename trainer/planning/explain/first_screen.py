@@ -67,7 +67,8 @@ def first_screen(
     """The lines of the first screen, with further remarks and the commands that start the run and that show more."""
     context = context_of(plan)
     above = (*_verdict(plan, context, width), *_choice(plan, context, width))
-    remarked = (line for text in remarks for line in _wrapped(text, width, Tone.PLAIN))
+    unused = (f"not used: {text}" for text in plan.hardware.excluded)
+    remarked = (line for text in (*unused, *remarks) for line in _wrapped(text, width, Tone.PLAIN))
     below = (*_fallback(plan, width), *remarked, *_warnings(plan, width))
     then = tuple(_next(start, more))
     room = MOST_LINES - len(above) - len(below) - len(then)
