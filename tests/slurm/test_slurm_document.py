@@ -53,10 +53,10 @@ def test_every_setting_is_one():
 
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"`(--[a-z-]+)", TEXT))))
 def test_every_option_is_one_of_shardwise_or_of_sbatch(option: str):
-    of_slurm = {"--mem-per-cpu", "--cpus-per-task", "--ntasks"}
+    of_others = {"--mem-per-cpu", "--cpus-per-task", "--ntasks", "--user"}  # of sbatch, and of docker
     names = {"submit", "train", "fetch", "logs", "cancel"}
     helped = {name: _options_of(name) for name in names}
-    assert option in of_slurm or any(option in options for options in helped.values())
+    assert option in of_others or any(option in options for options in helped.values())
 
 
 def _options_of(command: str) -> set[str]:

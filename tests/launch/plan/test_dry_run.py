@@ -270,7 +270,7 @@ def test_an_architecture_that_no_reader_knows_is_refused_without_simulate_and_to
     workplace = make_workplace(tmp_path)
     (workplace.folder / "model" / "config.json").write_text(json.dumps(HELIUM))
     monkeypatch.chdir(workplace.folder)
-    with pytest.raises(InputError, match=r"'helium'.*`shardwise plan --simulate`"):
+    with pytest.raises(InputError, match=r'"helium".*`shardwise plan --simulate`'):
         read_inputs(workplace.job, [], environment=workplace.environment)
 
 
