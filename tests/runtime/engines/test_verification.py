@@ -245,12 +245,12 @@ def test_the_mesh_of_a_plan_has_machines_outside_and_their_ranks_inside(monkeypa
         reset_accelerate()
 
 
-def test_fused_kernels_are_those_that_the_model_runs(built):
+def test_fused_kernels_are_those_that_the_model_runs():
     """A library may have given the modules their own forward again after the kernels were installed."""
-    model, optimizer, accelerator, installed, chosen = built
-    planned = changed(chosen, {"fused_kernels": True})
-    without = dataclasses.replace(installed, fused=FusedKernels(problem="no GPU"))
-    verify_engine(accelerator, model, optimizer, without, planned)
-    replaced = dataclasses.replace(installed, fused=FusedKernels(num_norms=5, num_gates=2))
-    with pytest.raises(EnvironmentFaultError, match=difference("fused kernels", "True", "False")):
-        verify_engine(accelerator, model, optimizer, replaced, planned)
+    with session() as (model, optimizer, accelerator, installed, chosen):
+        planned = changed(chosen, {"fused_kernels": True})
+        without = dataclasses.replace(installed, fused=FusedKernels(problem="no GPU"))
+        verify_engine(accelerator, model, optimizer, without, planned)
+        replaced = dataclasses.replace(installed, fused=FusedKernels(num_norms=5, num_gates=2))
+        with pytest.raises(EnvironmentFaultError, match=difference("fused kernels", "True", "False")):
+            verify_engine(accelerator, model, optimizer, replaced, planned)
