@@ -107,8 +107,7 @@ def _show_first_screen(
         show_lines(summary_lines(plan, width=width), console)
         return
     start, again = start_and_repeat(options, inputs)
-    is_ranks_here = not plan.hardware.gpus and plan.hardware.num_nodes == 1
-    if plan.hardware.source != "probe" and inputs.partition is None and not is_ranks_here:
+    if plan.hardware.source != "probe" and inputs.partition is None and not plan.hardware.is_one_cpu_machine:
         start = (f"(on that machine) {start[0]}", *start[1:])
     remarks = [section.title for section in more]
     show_lines(first_screen(plan, start=start, more=f"{again} -v", remarks=remarks, width=width), console)
@@ -134,7 +133,7 @@ def start_and_repeat(options: PlanOptions, inputs: PlanInputs) -> tuple[tuple[st
     if inputs.partition is not None and is_job_file(options.job):
         train = shlex.join(["shardwise", "submit", *shlex.split(train)[2:], *machine])
     else:
-        here = machine if not inputs.hardware.gpus and inputs.hardware.num_nodes == 1 else []
+        here = machine if inputs.hardware.is_one_cpu_machine else []
         train = " ".join([train, *map(shlex.quote, (*here, *_given(devices)))])
     return (*before, train), shlex.join(again)
 

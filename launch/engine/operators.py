@@ -110,7 +110,7 @@ def build_operators(
         extensions_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EnvironmentFaultError(f"{extensions_dir}: cannot be made: {error.strerror}") from error
-    _refuse_foreign(extensions_dir)
+    codec.refuse_foreign(extensions_dir, consequence="the ranks would run that code")
 
     def report_wait(owner: str) -> None:
         on_progress(f"waiting: {owner} is building DeepSpeed's operators in {extensions_dir}")
@@ -131,15 +131,6 @@ def build_operators(
             ):
                 return
             _built_file(extensions_dir, name).touch()
-
-
-def _refuse_foreign(folder: Path) -> None:
-    """EnvironmentFaultError if another user can change the programs in a folder that the ranks load."""
-    if codec.is_foreign(folder):
-        raise EnvironmentFaultError(
-            f"{folder}: another user can write there, and the ranks would run that code; "
-            "name a cache of your own: export SHARDWISE_CACHE=~/.cache/shardwise"
-        )
 
 
 def build_needed(plan: Plan, *, cache_home: Path, on_progress: Report, should_stop: Callable[[], bool]) -> Path:

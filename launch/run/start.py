@@ -119,7 +119,7 @@ def prepare(options: TrainOptions, console: Console, environment: Mapping[str, s
 
 def _refuse_other_machine(options: TrainOptions, hardware: Hardware) -> None:
     """InputError for --hardware that names anything but ranks on the CPU of this machine."""
-    if options.spec is not None and (hardware.gpus or hardware.num_nodes > 1):
+    if options.spec is not None and not hardware.is_one_cpu_machine:
         planned = shlex.join(["shardwise", "plan", str(options.job), *options.overrides, "--hardware", options.spec])
         raise InputError(
             f"--hardware {options.spec} is another machine, and train runs on this one; it may be ranks on its CPU, as "

@@ -181,7 +181,7 @@ def format_size(value: float) -> str:
 
 
 def difference(predicted: float | None, measured: float | None) -> str:
-    """Of the prediction from the measurement, as `+3.2%`; empty if one is missing."""
+    """The prediction relative to the measurement, as `+3.2%`; empty if one is missing."""
     if predicted is None or not measured:
         return ""
     return f"{predicted / measured - 1:+.1%}"

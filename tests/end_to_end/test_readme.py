@@ -11,47 +11,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from export_factory import write_base
-from hub_server import Hub, serving
+from printed_page import blocks_of, place_with_hub, run_block
 from slurm_cluster import SlurmCluster
-from workplace_factory import SENTENCES, TINY_CONFIG, Workplace, make_workplace, read_metrics, write_chats
-
-from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+from workplace_factory import Workplace, read_metrics, write_chats
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-INSTALLATION, PLANS, OWN_DATA, CLUSTER, PYTHON = range(5)
-MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+BLOCKS = blocks_of(ROOT / "README.md")
+INSTALLATION, PLANS, OWN_DATA, CLUSTER, PYTHON = BLOCKS
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
-    """A folder with chats, the commands of this environment on the path, and a hub that has the model."""
-    made = make_workplace(tmp_path_factory.mktemp("readme"))
-    made.job.unlink()
-    write_chats(made.folder / "chats.jsonl", 200)
-    folder = tmp_path_factory.mktemp("hub") / "model"
-    write_trained_tokenizer(train_tokenizer(iter(SENTENCES), vocab_size=TINY_CONFIG["vocab_size"]), folder)
-    write_base(folder, TINY_CONFIG)
-    with serving(Hub(files={MODEL: {path.name: path.read_bytes() for path in folder.iterdir()}})) as hub:
-        given = {name: value for name, value in made.environment.items() if "PROXY" not in name.upper()}
-        path = f"{Path(sys.executable).parent}:{given['PATH']}"
-        yield made._replace(environment=given | {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "PATH": path})
-
-
-def run_block(place: Workplace, number: int) -> str:
-    """What the commands print; fails with the first of them."""
-    answer = subprocess.run(
-        ["sh", "-ec", BLOCKS[number][1]],
-        cwd=place.folder, env=place.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    return answer.stdout
+    with place_with_hub(tmp_path_factory.mktemp("readme")) as made:
+        write_chats(made.folder / "chats.jsonl", 200)
+        yield made
 
 
 def test_every_block_is_run() -> None:
     assert [language for language, _ in BLOCKS] == ["bash", "bash", "bash", "bash", "python"]
-    assert BLOCKS[INSTALLATION][1].splitlines()[0] == "make train"
+    assert INSTALLATION.text.splitlines()[0] == "make train"
 
 
 def test_plans_need_no_job_file_and_no_network(place: Workplace) -> None:
@@ -67,11 +45,7 @@ def test_own_chats_become_a_model_to_chat_with_and_a_folder(place: Workplace) ->
 
 
 def test_python_plans_the_job_of_the_block_before(place: Workplace) -> None:
-    answer = subprocess.run(
-        [sys.executable, "-P", "-c", BLOCKS[PYTHON][1]],
-        cwd=place.folder, env=place.environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert re.fullmatch(r"none/[\w-]+/\w+ \d+\.\d+\n", answer.stdout)
+    assert re.fullmatch(r"none/[\w-]+/\w+ \d+\.\d+\n", run_block(place, PYTHON))
 
 
 def test_the_job_is_planned_for_a_partition_and_its_script_printed(place: Workplace, slurm: SlurmCluster) -> None:
@@ -104,7 +78,8 @@ def test_a_clone_installs_and_runs_every_block_in_one_empty_shell(
     environment |= {name: value for name, value in place.environment.items() if name.startswith("PIP_")}
     blocks = [text if language == "bash" else f"python - <<'END'\n{text}END\n" for language, text in BLOCKS]
     login = f'export PATH="$VIRTUAL_ENV/bin:{path_to_slurm}" SLURM_CONF={slurm.environment["SLURM_CONF"]}'
-    blocks.insert(CLUSTER, login)  # before that, this is no login node, on which `train` would refuse to train
+    # Before that, this is no login node, on which `train` would refuse to train.
+    blocks.insert(BLOCKS.index(CLUSTER), login)
     answer = subprocess.run(
         ["sh", "-ec", "\n".join(blocks)],
         cwd=clone, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,

@@ -24,7 +24,7 @@ FOLDERS = ("trainer", "launch", "slurm", "ds_configs", "fsdp_configs", "examples
 
 
 class Built(NamedTuple):
-    """What is published."""
+    """The files that are published."""
 
     source: Path
     wheel: Path

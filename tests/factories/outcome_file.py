@@ -158,7 +158,7 @@ def fault_rows(folder: Path) -> list[str]:
 
 
 def promised(page: str, folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Of each row of docs/promises.md: the promise, the number of cases it states, and that of the outcome it names.
+    """The rows of docs/promises.md: each promise, the number of cases it states, and that of the outcome it names.
 
     A row without a link states the cases of its tests in the `promises-*.json`, the newest with each; one with a link
     the faults that the linked outcome tried, or its tests of these files. What was lost, hung, outlived or ended in a

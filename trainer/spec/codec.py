@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.secrets import redact
 from shardwise.trainer.spec.value import Value
 
@@ -58,6 +58,15 @@ def is_foreign(path: Path) -> bool:
     """True if another user than this one and root owns a file or a folder, or anyone can write to it."""
     status = path.stat()
     return status.st_uid not in (0, os.getuid()) or bool(status.st_mode & stat.S_IWOTH)
+
+
+def refuse_foreign(path: Path, *, consequence: str) -> None:
+    """EnvironmentFaultError for a file or a folder of a cache that is foreign; `consequence` of using it is named."""
+    if is_foreign(path):
+        raise EnvironmentFaultError(
+            f"{path}: another user can write there, and {consequence}; "
+            "name a cache of your own: export SHARDWISE_CACHE=~/.cache/shardwise"
+        )
 
 
 def read_file(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:

@@ -172,6 +172,11 @@ class Hardware(Value, frozen=True, kw_only=True):
         return DeviceKind.CUDA if self.gpus else DeviceKind.CPU
 
     @property
+    def is_one_cpu_machine(self) -> bool:
+        """True for one machine without GPUs: `2xCPU` states ranks on the CPU of the machine that plans."""
+        return not self.gpus and self.num_nodes == 1
+
+    @property
     def num_devices_per_node(self) -> int:
         return len(self.gpus) or self.num_cpu_devices
 

@@ -157,7 +157,7 @@ def plan_parts(form: Form) -> dict[str, str]:
 
 
 def _verdict(plan: Plan, context: PlanningContext) -> str:
-    """Whether it fits, its time, memory and speed, and how it runs."""
+    """The verdict of a plan: its time, memory and speed, and how it runs."""
     chosen, totals = plan.chosen, run_totals(context, plan.chosen)
     memory, seconds = chosen.memory, totals.hours * 3600
     used, usable = memory.occupied_bytes, memory.usable_bytes

@@ -55,7 +55,7 @@ ICON = (
 
 
 class Reply(NamedTuple):
-    """What a request gets."""
+    """The response to a request."""
 
     body: str
     kind: str = HTML

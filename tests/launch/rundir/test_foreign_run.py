@@ -17,8 +17,8 @@ from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import write_attempt, write_start, write_submission
 from typed_command import typed
 
-from shardwise.launch.engine.operators import _refuse_foreign
 from shardwise.launch.rundir.lock import CANCEL_FLAG, LOCK, locked
+from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.messages.submission import CHAIN_FILE, FILE_NAME, JOBS_FILE, Submission
 from shardwise.trainer.spec.report import Sample
@@ -258,4 +258,4 @@ def test_operators_that_another_user_can_change_are_not_loaded(tmp_path, monkeyp
         monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
         monkeypatch.setattr(Path, "stat", lambda path, **_: os.stat_result((mode, 0, 0, 0, 7, 7, 0, 0, 0, 0)))
     with pytest.raises(EnvironmentFaultError, match="SHARDWISE_CACHE"):
-        _refuse_foreign(folder)
+        codec.refuse_foreign(folder, consequence="the ranks would run that code")

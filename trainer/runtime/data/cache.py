@@ -261,11 +261,8 @@ def prepared_once(
     EnvironmentFaultError if another user can change what is there: a run would train on it.
     """
     final = root / fingerprint
-    if final.exists() and codec.is_foreign(final):
-        raise EnvironmentFaultError(
-            f"{final}: another user can write there, and the run would train on it; "
-            "name a cache of your own: export SHARDWISE_CACHE=~/.cache/shardwise"
-        )
+    if final.exists():
+        codec.refuse_foreign(final, consequence="the run would train on it")
     if (ready := _ready_profile(final)) is not None:
         return ready
     _make_lock_folder(root)
