@@ -4,6 +4,7 @@
     python benchmarks/run.py first_step --against DIR  compared with another checkout, alternating
 
 startup     cold start time of `probe`, `plan`, `report`, compared with an empty Python and with `import torch`
+first_loss  wall seconds and lines from the command to the first loss of the quickstart, nothing prepared or compiled
 first_step  processor seconds of a rank from its start to its first step (`first_step.py`)
 estimate    cases per second and memory of `shardwise estimate`, for a few and for many cases
 accuracy    errors of the predictions on published measurements, and those of other tools (`accuracy.py`)
@@ -18,8 +19,10 @@ The column `verdict` compares a figure with its target; the exit code is 1 if on
 
 import argparse
 import json
+import os
 import platform
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -81,6 +84,46 @@ def bench_startup() -> list[dict[str, object]]:
         }
         for name, values in seconds.items()
     ]
+
+
+FIRST_LOSS_S, FIRST_LOSS_LINES = 12.0, 30
+
+
+def bench_first_loss() -> list[dict[str, object]]:
+    """Starts of the quickstart in an empty HOME, each until the line of its first loss; two idle cores are assumed."""
+    starts = [_first_loss() for _ in range(3)]
+    median, most_lines = statistics.median(seconds for seconds, _ in starts), max(lines for _, lines in starts)
+    is_met = median <= FIRST_LOSS_S and most_lines <= FIRST_LOSS_LINES
+    return [
+        {
+            "command": "shardwise train examples/quickstart.yaml",
+            "median_s": round(median, 1),
+            "max_s": round(max(seconds for seconds, _ in starts), 1),
+            "lines_before": most_lines,
+            "target": f"at most {FIRST_LOSS_S:.0f} s and {FIRST_LOSS_LINES} lines",
+            "verdict": "met" if is_met else "MISSED",
+        }
+    ]
+
+
+def _first_loss() -> tuple[float, int]:
+    """Seconds to the first loss, and the number of lines before it."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as home:
+        environment = os.environ | {"HOME": home, "PYTHONUNBUFFERED": "1"}
+        for name in ("XDG_CACHE_HOME", "HF_HOME", "SHARDWISE_CACHE"):
+            environment.pop(name, None)
+        argv = [sys.executable, "-P", "-m", "shardwise.launch.cli", "train", str(ROOT / "examples" / "quickstart.yaml")]
+        argv += ["--run-dir", f"{home}/run"]
+        started = time.perf_counter()
+        with subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout is not None
+            for number, line in enumerate(run.stdout):
+                if "] 1/" in line and "  loss " in line:
+                    seconds = time.perf_counter() - started
+                    run.send_signal(signal.SIGINT)
+                    run.communicate()
+                    return seconds, number
+    raise RuntimeError("the quickstart ended before its first loss")
 
 
 def bench_estimate() -> list[dict[str, object]]:
@@ -155,6 +198,7 @@ def run_table(name: str, bench: Callable[[], list[dict[str, object]]], *, write:
 
 BENCHMARKS: dict[str, Callable[..., bool]] = {
     "startup": partial(run_table, "startup", bench_startup),
+    "first_loss": partial(run_table, "first_loss", bench_first_loss),
     "first_step": partial(run_table, "first_step", bench_first_step),
     "estimate": partial(run_table, "estimate", bench_estimate),
     "accuracy": run_accuracy,

@@ -9,9 +9,10 @@ empty files:
 - any other: its text, and its rows as well; `.json` files, which in a folder of text are usually settings, only if
   there is nothing else
 
-`python-stdlib` is the Python standard library's own source code: text that is on every machine, of one kind, and large
-enough to learn from. Left out are tests, demonstrations, generated tables (`encodings`, `pydoc_data`) and modules
-that not every version of Python has, so that it is much the same text from 3.11 to 3.13.
+`python-stdlib` is four megabytes of the Python standard library's own source code: text that is on every machine, of one
+kind, large enough to learn from and small enough for a first run that starts within seconds. Left out are tests,
+demonstrations, generated tables (`encodings`, `pydoc_data`) and modules that not every version of Python has, so that
+it is much the same text from 3.11 to 3.13.
 
 Of the first row only the columns are read, for a plan of data that is not prepared yet: the first row of a file of JSON
 lines, the header of a CSV, the schema of a Parquet file. Preparation reads more rows, and its result replaces this one.
@@ -42,7 +43,7 @@ from shardwise.trainer.spec.job.sections import BadRows, DataFormat
 from shardwise.trainer.spec.job.sources import DataSource
 
 PYTHON_STDLIB = "python-stdlib"
-STDLIB_MAX_BYTES = 8_000_000
+STDLIB_MAX_BYTES = 4_000_000
 STDLIB_MIN_BYTES = 500_000
 STDLIB_EXCLUDED = frozenset({
     "test", "tests", "idle_test", "site-packages", "dist-packages", "lib-dynload", "__pycache__",
