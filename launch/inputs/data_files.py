@@ -9,8 +9,8 @@ empty files:
 - any other: its text, and its rows as well; `.json` files, which in a folder of text are usually settings, only if
   there is nothing else
 
-`python-stdlib` is four megabytes of the Python standard library's own source code: text that is on every machine, of one
-kind, large enough to learn from and small enough for a first run that starts within seconds. Left out are tests,
+`python-stdlib` is four megabytes of the Python standard library's own source code: text that is on every machine, of
+one kind, large enough to learn from and small enough for a first run that starts within seconds. Left out are tests,
 demonstrations, generated tables (`encodings`, `pydoc_data`) and modules that not every version of Python has, so that
 it is much the same text from 3.11 to 3.13.
 
