@@ -79,8 +79,8 @@ def test_matrices_decay_and_everything_else_does_not():
             {"scale_parameter": True, "relative_step": False, "beta1": None, "clip_threshold": 1.0},
         ),
         (Optimizer.MUON, "shardwise.trainer.runtime.optimizers.rules.MuonAndAdamW", {}),
-        (Optimizer.LOMO, "shardwise.trainer.runtime.optimizers.lomo.Lomo", {}),
-        (Optimizer.ADALOMO, "shardwise.trainer.runtime.optimizers.lomo.AdaLomo", {"clip_threshold": 1.0}),
+        (Optimizer.LOMO, "shardwise.trainer.runtime.optimizers.in_backward.Lomo", {}),
+        (Optimizer.ADALOMO, "shardwise.trainer.runtime.optimizers.in_backward.AdaLomo", {"clip_threshold": 1.0}),
     ],
 )
 def test_each_name_is_its_implementation(optimizer, kind, settings):

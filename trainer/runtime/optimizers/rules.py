@@ -21,7 +21,7 @@ Where each is from, and why that one:
                               in the weights' type, where 16 bit lose shares of t^-0.8 within a thousand steps, decays
                               by the rate that is not yet scaled, and caps the rate at 1/sqrt(t)
     muon                      torch's for the matrices of the blocks, with AdamW (`MuonAndAdamW`)
-    lomo, adalomo             ours (`lomo`), always inside the backward pass
+    lomo, adalomo             ours, always inside the backward pass (`in_backward`)
 
 bitsandbytes and galore-torch are imported on request only: that takes seconds.
 
@@ -38,7 +38,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from shardwise.trainer.runtime.optimizers.lomo import AdaLomo, Lomo
+from shardwise.trainer.runtime.optimizers.in_backward import AdaLomo, Lomo
 from shardwise.trainer.runtime.run.operators import read_processor_from_proc, use_built_operators
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.value import complete
