@@ -45,9 +45,18 @@ from shardwise.launch.rundir.state import (
     runs_below,
     status_of,
 )
-from shardwise.launch.show.follow import QUERY_S, SETTLE_S, Look, WatchedRun
+from shardwise.launch.show.follow import (
+    NUM_INCIDENTS,
+    QUERY_S,
+    SETTLE_S,
+    Look,
+    WatchedRun,
+    render_status,
+    render_table,
+    shown_path,
+    submitted_s,
+)
 from shardwise.launch.show.screen import ViewOutput
-from shardwise.launch.show.status import NUM_INCIDENTS, render_status, render_table, shown_path, submitted_s
 from shardwise.launch.terminal import Console
 from shardwise.slurm.jobs import QueuedJob, cancel, cancel_waiting, signal_batch_script
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError

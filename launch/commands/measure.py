@@ -35,7 +35,7 @@ from shardwise.launch.run.ladder import (
 from shardwise.launch.run.trials import check_trials_can_run, ready_inputs, run_short, scratch_folder, short_plan
 from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.rundir.lock import locked
-from shardwise.launch.show.profile import profile_json, profile_page
+from shardwise.launch.show.report import profile_json, profile_page
 from shardwise.launch.terminal import Console
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.page.content import Page, page_text

@@ -39,15 +39,14 @@ def _text(runs: Sequence[RecordedRun]) -> str:
         from shardwise.launch.show.report import render_run
 
         return render_run(runs[0])
-    from shardwise.launch.show.comparison import comparison_page
+    from shardwise.launch.show.run_page import comparison_page
     from shardwise.trainer.planning.page.content import page_text
 
     return page_text(comparison_page(runs), width=100)
 
 
 def _write_page(path: Path, runs: Sequence[RecordedRun]) -> None:
-    from shardwise.launch.show.comparison import comparison_page
-    from shardwise.launch.show.run_page import run_page
+    from shardwise.launch.show.run_page import comparison_page, run_page
     from shardwise.trainer.planning.page.html import pages_html
 
     page = run_page(runs[0]) if len(runs) == 1 else comparison_page(runs)

@@ -14,9 +14,8 @@ from planning_factory import plan_of
 from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import attempt_record
 
-from shardwise.launch.show.comparison import comparison_page
 from shardwise.launch.show.recorded_run import read_recorded, recorded_runs
-from shardwise.launch.show.run_page import run_page
+from shardwise.launch.show.run_page import comparison_page, run_page
 from shardwise.trainer.planning.explain.comparison import comparison_page as machines_page
 from shardwise.trainer.planning.explain.plan_page import plan_page
 from shardwise.trainer.planning.page.content import Page

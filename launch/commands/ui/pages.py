@@ -16,8 +16,7 @@ from msgspec.structs import replace
 
 from shardwise.launch.commands.ui.runs import MOST_RUNS, Runs, Summary, WholeRun
 from shardwise.launch.rundir.state import RunState
-from shardwise.launch.show.comparison import comparison_page
-from shardwise.launch.show.run_page import run_page, run_text
+from shardwise.launch.show.run_page import comparison_page, run_page, run_text
 from shardwise.launch.show.view import LiveView, MemoryGauge
 from shardwise.trainer.planning.page.content import Block, LineChart, Points, Section, Series, Unit
 from shardwise.trainer.planning.page.html import axes_of, block_html, line_chart_html, line_path

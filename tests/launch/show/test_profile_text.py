@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from planning_factory import data_of, plan_of
 from report_factory import MIB, make_report
 
-from shardwise.launch.show.profile import forecast, profile_json, profile_page
+from shardwise.launch.show.report import forecast, profile_json, profile_page
 from shardwise.trainer.planning.page.content import page_text
 from shardwise.trainer.spec.plan import OperatorTime, ProfileFigures, RetainedBytes
 from shardwise.trainer.spec.report import Figures, MemoryFigures, SpeedFigures

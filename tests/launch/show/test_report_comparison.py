@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from page_reader import read_page
 from reported_run import measured_figures, report_for, step_rows, tiny_plan, write_point, write_run
 
-from shardwise.launch.show.comparison import comparison_page
 from shardwise.launch.show.recorded_run import RecordedRun, recorded_runs
+from shardwise.launch.show.run_page import comparison_page
 from shardwise.trainer.planning.page.content import LineChart, Page, Sentence, Table, page_text
 from shardwise.trainer.planning.page.html import pages_html
 from shardwise.trainer.spec.plan import Plan
