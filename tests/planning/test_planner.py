@@ -762,3 +762,20 @@ def test_a_smaller_batch_is_named_where_it_lets_the_update_run_in_the_backward()
     with pytest.raises(NothingFitsError, match=r"would fit: train.tokens_per_step: 2048, or "):
         plan_of("8b", card, allow=allowed, method=Method.FULL, tokens_per_step=65536)
     assert plan_of("8b", card, allow=allowed, method=Method.FULL, tokens_per_step=2048).chosen.optimizer_in_backward
+
+
+def test_opt_ins_that_suffice_only_together_are_named_and_do() -> None:
+    card = machine("1xRTX-4090", ram_bytes=40 * GIB)
+    with pytest.raises(NothingFitsError) as fault:
+        plan_of("8b", card, allow=(), method=Method.FULL, tokens_per_step=65536)
+    found = re.search(r"would fit: allow: \[(.*?)\] and train.tokens_per_step: (\d+), or ", str(fault.value))
+    assert found is not None, fault.value
+    allowed = [Allowance(name) for name in found[1].split(", ")]
+    for index in range(len(allowed) + 1):
+        fewer = tuple(each for number, each in enumerate(allowed) if number != index)
+        facts: dict[str, Any] = {"allow": fewer, "method": Method.FULL, "tokens_per_step": int(found[2])}
+        if len(fewer) == len(allowed):
+            assert plan_of("8b", card, **facts).chosen.memory.fits
+        else:
+            with pytest.raises(NothingFitsError):
+                plan_of("8b", card, **facts)

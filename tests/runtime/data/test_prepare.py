@@ -10,10 +10,12 @@ import time
 from collections import Counter
 from math import log
 from pathlib import Path
+from random import Random
 
 import msgspec
 import numpy as np
 import pytest
+from outcome_file import FAULTS
 from prepare_request_factory import listed_request, numbered_text
 from tokenizers import Tokenizer
 
@@ -468,3 +470,29 @@ def test_documents_are_counted_as_they_were_before_packing(request_of, tmp_path,
     assert profile_of(request).documents == length_histogram(np.array(lengths) + 1), (
         "held-out documents are not counted"
     )
+
+
+@pytest.mark.long
+@pytest.mark.cold
+@pytest.mark.timeout(7200)
+def test_two_gigabytes_of_rows_are_prepared_in_a_quarter_of_their_memory(tmp_path, record_property):
+    """The limit holds in each process of the preparation, for all that it allocates, used or not."""
+    random, words = Random(0), [f"word{number}" for number in range(5000)]
+    texts = [" ".join(random.choices(words, k=90)) for _ in range(4096)]
+    path, num_rows = tmp_path / "a.jsonl", 0
+    with path.open("w") as stream:
+        while stream.tell() < 2e9:
+            stream.writelines(f'{{"text": "{num_rows + number} {text}"}}\n' for number, text in enumerate(texts))
+            num_rows += len(texts)
+    request = listed_request(path, cache_root=tmp_path / "cache", seq_len=512, vocab_size=4096)
+    codec.write(tmp_path / "request.json", request)
+    program = (
+        "import resource, runpy\n"
+        f"resource.setrlimit(resource.RLIMIT_DATA, ({2**29}, {2**29}))\n"
+        "runpy.run_module('shardwise.trainer.runtime.data.prepare', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", program, tmp_path / "request.json", tmp_path / "answer.json"]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert codec.read(tmp_path / "answer.json", DataProfile).num_documents == num_rows
+    record_property(FAULTS, {"2 GB of JSON lines under 512 MiB": {"tried": 1, "survived": 1}})

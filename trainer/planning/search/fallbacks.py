@@ -191,7 +191,7 @@ def nothing_fits(
     size = format_count(context.shape.num_parameters)
     model = f"{context.method} training of {size} parameters"
     fitting = [candidate for candidate in smallest if candidate.memory.fits]
-    changes = [*islice(_job_changes(context), 1), *_smaller_batch(context)]
+    changes = [*islice(_job_changes(context), 1), *_smaller_batch(context)] or [*_changes_together(context)]
     if fitting:
         timely = [candidate for candidate in fitting if excess(_untimed(context), candidate) is None]
         nearest = min(timely or fitting, key=lambda candidate: run_hours(context, candidate))
@@ -309,13 +309,37 @@ def _job_changes(context: PlanningContext) -> Iterator[str]:
 
 
 def _smaller_batch(context: PlanningContext) -> Iterator[str]:
+    smaller = _with_smaller_batch(context)
+    if smaller is not context and _anything_fits(smaller, CATALOGUE):
+        yield f"train.tokens_per_step: {smaller.schedule.tokens_per_step}"
+
+
+def _with_smaller_batch(context: PlanningContext) -> PlanningContext:
     """One sequence a rank and step: no gradients are accumulated, and the update can run in the backward."""
-    num_ranks, seq_len = context.num_ranks, context.job.train.seq_len
-    if context.schedule.sequences_per_step > num_ranks:
-        tokens = num_ranks * seq_len
-        schedule = replace(context.schedule, sequences_per_step=num_ranks, tokens_per_step=tokens)
-        if _anything_fits(replace(context, schedule=schedule), CATALOGUE):
-            yield f"train.tokens_per_step: {tokens}"
+    num_ranks, schedule = context.num_ranks, context.schedule
+    if schedule.sequences_per_step <= num_ranks:
+        return context
+    tokens = num_ranks * context.job.train.seq_len
+    return replace(context, schedule=replace(schedule, sequences_per_step=num_ranks, tokens_per_step=tokens))
+
+
+def _changes_together(context: PlanningContext) -> Iterator[str]:
+    """The opt-ins, and the smaller batch, that are needed together where none suffices alone."""
+
+    def allowing(context: PlanningContext, allowances: Sequence[Allowance]) -> PlanningContext:
+        return replace(context, job=replace(context.job, allow=(*context.job.allow, *allowances)))
+
+    needed = [allowance for allowance in _ALLOWANCES if allowance not in context.job.allow]
+    smaller = _with_smaller_batch(context)
+    if not _anything_fits(allowing(smaller, needed), CATALOGUE):
+        return
+    base = context if _anything_fits(allowing(context, needed), CATALOGUE) else smaller
+    for allowance in reversed(_ALLOWANCES):
+        fewer = [other for other in needed if other is not allowance]
+        if _anything_fits(allowing(base, fewer), CATALOGUE):
+            needed = fewer
+    batch = f" and train.tokens_per_step: {base.schedule.tokens_per_step}" if base is not context else ""
+    yield f"allow: [{', '.join((*context.job.allow, *needed))}]{batch}"
 
 
 def _host_ram_need(context: PlanningContext) -> int | None:
