@@ -13,7 +13,7 @@ is an error.
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,11 +152,34 @@ def cited() -> dict[str, set[Cell]]:
 
 
 def _written(table: Table) -> str:
-    rows = [
-        (head, *(f"{verdict.status}[^{verdict.note}]" for verdict in map(verdict_of, cells)))
+    """The table with equal rows as one and equal columns as one."""
+    rows = _merged(
+        (head, tuple(f"{verdict.status}[^{verdict.note}]" for verdict in map(verdict_of, cells)))
         for head, cells in table.cells()
-    ]
-    return markdown_table((table.corner, *(head for head, _ in table.columns)), rows)
+    )
+    heads = (head for head, _ in table.columns)
+    columns = _merged(zip(heads, zip(*rows.values(), strict=True), strict=True))
+    return markdown_table(
+        (table.corner, *columns.keys()),
+        [(head, *(column[row] for column in columns.values())) for row, head in enumerate(rows)],
+    )
+
+
+def _merged(lines: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:
+    """Cells by head; lines with the same cells share theirs."""
+    heads: dict[tuple[str, ...], list[str]] = {}
+    for head, cells in lines:
+        heads.setdefault(cells, []).append(head)
+    return {_listed(shared): cells for cells, shared in heads.items()}
+
+
+def _listed(heads: Iterable[str]) -> str:
+    """Heads in a line; those of one offload name it once."""
+    by_offload: dict[str, list[str]] = {}
+    for head in heads:
+        sharding, plus, offload = head.partition(" + ")
+        by_offload.setdefault(f"{plus}{offload}", []).append(sharding)
+    return "; ".join(f"{', '.join(shardings)}{offload}" for offload, shardings in by_offload.items())
 
 
 def _rules() -> str:
@@ -166,13 +189,13 @@ def _rules() -> str:
     for rule in RULES:
         if rule.name not in shown:
             pin = f"`pin.{rule.yields_to}`" if rule.yields_to else ""
-            rows.append((f"`{rule.name}`", _plain(rule.reason), _plain(rule.instead or ""), rule.evidence, pin))
+            rows.append((f"`{rule.name}`", _plain(rule.reason), _plain(rule.instead or ""), pin))
     rows += [
-        (f"`{rule.name}`", _plain(rule.reason), _plain(rule.instead or ""), rule.evidence, "")
+        (f"`{rule.name}`", _plain(rule.reason), _plain(rule.instead or ""), "")
         for rule in INCOMPATIBILITIES
         if rule.name not in shown and rule.name not in {known.name for known in RULES}
     ]
-    return markdown_table(("rule", "reason", "use instead", "evidence", "overridden by"), rows)
+    return markdown_table(("rule", "reason", "use instead", "overridden by"), rows)
 
 
 def _notes() -> set[str]:
@@ -185,7 +208,7 @@ def _footnotes() -> str:
     for rule in INCOMPATIBILITIES:
         if rule.name in notes:
             instead = f" Instead: {_plain(rule.instead)}." if rule.instead else ""
-            lines.append(f"[^{rule.name}]: `{rule.name}`: {_plain(rule.reason)}.{instead} Evidence: {rule.evidence}.\n")
+            lines.append(f"[^{rule.name}]: `{rule.name}`: {_plain(rule.reason)}.{instead}\n")
     return "".join(lines)
 
 

@@ -147,14 +147,28 @@ def _largest(differences: Iterable[Difference]) -> dict[str, float]:
 
 
 def fault_rows(folder: Path) -> list[str]:
-    """The rows of the table in docs/surviving.md, from the newest outcome that has each kind of fault."""
+    """The rows of the table in docs/surviving.md, from the newest outcome that has each kind of fault.
+
+    Kinds `GROUP: KIND` of one group share a row. The last number adds up what was lost, hung, outlived or ended in a
+    traceback.
+    """
     newest: dict[str, dict[str, int]] = {}
     for path in sorted(folder.glob("test-long-*.json"), key=lambda path: json.loads(path.read_text())["date"]):
         newest |= json.loads(path.read_text()).get(FAULTS, {})
-    return [
-        f"| {kind} | " + " | ".join(str(counts.get(name, 0)) for name in FAULT_NUMBERS) + " |"
-        for kind, counts in newest.items()
-    ]
+    grouped: dict[str, list[str]] = defaultdict(list)
+    for kind in newest:
+        grouped[kind.partition(": ")[0]].append(kind)
+    rows = []
+    for kinds in grouped.values():
+        tried, survived, *failures = (sum(newest[kind].get(name, 0) for kind in kinds) for name in FAULT_NUMBERS)
+        rows.append(f"| {_kinds_of(kinds)} | {tried} | {survived} | {sum(failures)} |")
+    return rows
+
+
+def _kinds_of(kinds: list[str]) -> str:
+    """Kinds of one group as `GROUP: KIND, KIND`."""
+    group, colon, _ = kinds[0].partition(": ")
+    return group + colon + ", ".join(kind.partition(": ")[2] for kind in kinds)
 
 
 def promised(page: str, folder: Path) -> Iterator[tuple[str, int, int]]:
