@@ -24,8 +24,7 @@ from shardwise.launch.plan.gather import (
     read_calibration_of,
     read_inputs,
 )
-from shardwise.launch.show.first_screen import show_lines, text_width
-from shardwise.launch.terminal import Console, write_page
+from shardwise.launch.terminal import Console, show_lines, text_width, write_page
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain.first_screen import first_screen, summary_lines

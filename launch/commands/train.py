@@ -31,10 +31,9 @@ from shardwise.launch.run.disk_needs import check_disk
 from shardwise.launch.run.start import Prepared, check_trial, finished_report, plan_to_resume, prepare, refuse_other_run
 from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.rundir.lock import locked, must_end_at_start
-from shardwise.launch.show.first_screen import show_lines, text_width
 from shardwise.launch.show.recorded_run import read_recorded
 from shardwise.launch.show.report import render_report
-from shardwise.launch.terminal import Console
+from shardwise.launch.terminal import Console, show_lines, text_width
 from shardwise.trainer.planning.explain.first_screen import first_screen
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError

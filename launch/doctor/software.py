@@ -36,8 +36,7 @@ from shardwise.launch.engine.operators import (
     find_stale_locks,
     read_toolkit,
 )
-from shardwise.launch.probe.gpu_selection import held_bytes, name_gpus, name_processes
-from shardwise.launch.probe.gpus import find_nvidia_smi, read_gpus
+from shardwise.launch.probe.gpus import find_nvidia_smi, held_bytes, name_gpus, name_processes, read_gpus
 from shardwise.launch.probe.installed import installed_version, needed_libraries, unfit_version
 from shardwise.launch.probe.measure import measure_gather
 from shardwise.launch.probe.program import run_program

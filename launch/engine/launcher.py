@@ -38,7 +38,7 @@ import msgspec
 import yaml
 
 from shardwise.launch.engine.offload import nvme_folder, offload_buffers
-from shardwise.launch.probe.gpu_selection import cuda_variables, rank_gpu_names
+from shardwise.launch.probe.gpus import cuda_variables, rank_gpu_names
 from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.worker import import_settings, with_first
 from shardwise.trainer import FOLDER

@@ -31,7 +31,6 @@ from shardwise.launch.inputs.trusted_code import offered_code, read_extension, r
 from shardwise.launch.job import folders
 from shardwise.launch.job.layers import ResolvedJob, read_job_layers
 from shardwise.launch.plan.calibration_store import read_calibration
-from shardwise.launch.probe.gpu_selection import select_gpus
 from shardwise.launch.probe.installed import installed_version
 from shardwise.trainer.planning.planner import check_job, make_plan, plan_on_enough_gpus
 from shardwise.trainer.planning.schedule import DEFAULT_STEP_TOKENS, bytes_per_token, estimate_data, is_small
@@ -303,6 +302,8 @@ def _read_local_host() -> Host:
 
 
 def _only(hardware: Hardware, gpus: tuple[int, ...]) -> Hardware:
+    from shardwise.launch.probe.gpus import select_gpus
+
     chosen, excluded = select_gpus(hardware.gpus, wanted=gpus)
     retained = {gpu.index for gpu in chosen}
     return replace(

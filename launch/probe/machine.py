@@ -13,8 +13,16 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from shardwise.launch.probe.gpu_selection import free_memory_note, name_processes, select_gpus, visible_gpus
-from shardwise.launch.probe.gpus import TIMEOUT_S, GpuFindings, amd_notes, read_gpus
+from shardwise.launch.probe.gpus import (
+    TIMEOUT_S,
+    GpuFindings,
+    amd_notes,
+    free_memory_note,
+    name_processes,
+    read_gpus,
+    select_gpus,
+    visible_gpus,
+)
 from shardwise.launch.probe.host import read_host
 from shardwise.launch.probe.installed import installed_version, unfit_version
 from shardwise.trainer.planning.tables.gpu_names import rated_spec

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from msgspec.structs import asdict, replace
 
-from shardwise.launch.probe.gpu_selection import visible_devices
+from shardwise.launch.probe.gpus import visible_devices
 from shardwise.launch.worker import run_together
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError

@@ -16,7 +16,7 @@ from itertools import zip_longest
 
 from msgspec.structs import replace
 
-from shardwise.launch.probe.gpu_selection import ALLOCATOR_VARIABLES, cuda_variables, name_gpus
+from shardwise.launch.probe.gpus import ALLOCATOR_VARIABLES, cuda_variables, name_gpus
 from shardwise.launch.probe.machine import read_hardware
 from shardwise.launch.worker import WorkerTimeoutError, ask, python_environment
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.launch.probe.gpu_selection import (
+from shardwise.launch.probe.gpus import (
     free_memory_note,
     name_gpus,
     name_processes,

@@ -18,7 +18,7 @@ from gpu_machines import CUDA_13, FIRST, GPU_MACHINES, H100, SECOND, Card, Machi
 from warm_python import SWITCH
 
 from shardwise.launch.engine.launcher import launch_environment
-from shardwise.launch.probe.gpu_selection import select_gpus
+from shardwise.launch.probe.gpus import select_gpus
 from shardwise.launch.probe.machine import read_hardware
 from shardwise.launch.probe.torch_fit import check_torch, runs_on
 from shardwise.trainer.spec.engines import Sharding

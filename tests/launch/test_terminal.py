@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import pytest
 from small_terminal import SmallTerminal
 
-from shardwise.launch.show.first_screen import WIDEST, show_lines, text_width
-from shardwise.launch.terminal import Console
+from shardwise.launch.terminal import WIDEST, Console, show_lines, text_width
 from shardwise.trainer.planning.explain.first_screen import Line, Tone, text_of
 
 LINES = (
@@ -75,7 +74,7 @@ def test_no_color_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_pipe_gets_plain_text_and_loads_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     program = (
-        "import sys; from shardwise.launch.show.first_screen import show_lines; from shardwise.launch.terminal import "
+        "import sys; from shardwise.launch.terminal import show_lines; from shardwise.launch.terminal import "
         "Console; from shardwise.trainer.planning.explain.first_screen import Line; "
         "show_lines([Line(text='a'), Line(text='b')], Console()); sys.exit('rich' in sys.modules)"
     )
