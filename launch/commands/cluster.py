@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.launch.inputs.data_files import source_bytes
-from shardwise.launch.inputs.dataset_hub import dataset_files
+from shardwise.launch.inputs.dataset_files import dataset_files
 from shardwise.launch.inputs.hub import hub_cache
 from shardwise.launch.inputs.model_files import read_model_config
 from shardwise.launch.inputs.prepare_data import find_prepared, prepare_data

@@ -5,7 +5,7 @@ for on this machine first. Of a folder, files are selected by suffix, with all s
 empty files:
 
 - a folder that `save_to_disk` made: the files it lists, of its split `train` or the requested one
-- a folder of rows, or any folder with a subset or split: that part, as on the hub (see `dataset_splits`)
+- a folder of rows, or any folder with a subset or split: that part, as on the hub (see `dataset_files`)
 - any other: its text, and its rows as well; `.json` files, which in a folder of text are usually settings, only if
   there is nothing else
 
@@ -32,8 +32,16 @@ from typing import IO, NamedTuple
 
 import msgspec
 
-from shardwise.launch.inputs.dataset_hub import dataset_files, is_dataset_id, list_dataset, read_readme
-from shardwise.launch.inputs.dataset_splits import SETTINGS_FILES, Part, files_of_part, saved_files
+from shardwise.launch.inputs.dataset_files import (
+    SETTINGS_FILES,
+    Part,
+    dataset_files,
+    files_of_part,
+    is_dataset_id,
+    list_dataset,
+    read_readme,
+    saved_files,
+)
 from shardwise.launch.inputs.hub import hub_cache
 from shardwise.trainer.spec.data.profile import ROW_SUFFIXES, PrepareRequest, SourceFile, compression, content_suffix
 from shardwise.trainer.spec.data.shapes import Encoding, column_names, encoding_of, fitting_shapes, shape_of_row

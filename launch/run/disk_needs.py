@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from shardwise.launch.engine.offload import check_nvme
 from shardwise.launch.inputs.data_files import is_of_hub
-from shardwise.launch.inputs.dataset_hub import list_dataset
-from shardwise.launch.inputs.dataset_splits import Part
+from shardwise.launch.inputs.dataset_files import Part, list_dataset
 from shardwise.launch.inputs.hub import hub_cache, list_snapshot, repository_folder
 from shardwise.launch.inputs.model_files import ModelFiles
 from shardwise.launch.inputs.trusted_code import has_kernel

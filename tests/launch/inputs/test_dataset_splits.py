@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from shardwise.launch.inputs.dataset_splits import Part, files_of_part
+from shardwise.launch.inputs.dataset_files import Part, files_of_part
 from shardwise.trainer.spec.errors import InputError
 
 TRAIN = Part(None, None)
