@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from shardwise.trainer.simulation.allocator import min_capacity_bytes, replay
-from shardwise.trainer.simulation.tracker import TraceEvent
+from shardwise.trainer.simulation.device_memory import TraceEvent, min_capacity_bytes, replay
 from shardwise.trainer.spec.units import MIB
 
 

@@ -26,8 +26,8 @@ from shardwise.trainer.runtime.attention.packed import known_rows
 from shardwise.trainer.runtime.loss import LossForward
 from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.simulation.build import materialise
+from shardwise.trainer.simulation.device_memory import Tracker
 from shardwise.trainer.simulation.kernels import Kernels
-from shardwise.trainer.simulation.tracker import Tracker
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.simulation import SimulationRequest

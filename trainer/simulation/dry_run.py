@@ -52,7 +52,6 @@ from shardwise.trainer.runtime.optimizers import build_optimizer, unwrapped
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, install_autocast
 from shardwise.trainer.runtime.run.clock import Clock
 from shardwise.trainer.runtime.run.types import compute_type
-from shardwise.trainer.simulation.allocator import min_capacity_bytes, replay
 from shardwise.trainer.simulation.build import (
     blocks_of,
     build_on_meta,
@@ -62,6 +61,7 @@ from shardwise.trainer.simulation.build import (
     num_parameters,
 )
 from shardwise.trainer.simulation.checks import builds_masks, check_run, check_supported
+from shardwise.trainer.simulation.device_memory import Kind, LiveStorage, Tracker, min_capacity_bytes, replay
 from shardwise.trainer.simulation.fake_device import (
     FakeDeviceMode,
     PinnedPages,
@@ -71,7 +71,6 @@ from shardwise.trainer.simulation.fake_device import (
     replaced,
 )
 from shardwise.trainer.simulation.kernels import Kernels
-from shardwise.trainer.simulation.tracker import Kind, LiveStorage, Tracker
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.simulation import LiveGroup, Simulation, SimulationRequest

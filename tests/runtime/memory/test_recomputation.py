@@ -11,9 +11,10 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from shardwise.trainer.runtime.memory.recomputation import (
     SelectivePolicy,
     apply_checkpointing,
+    attention_module,
+    blocks_of,
     recomputed_blocks,
 )
-from shardwise.trainer.runtime.run.blocks import attention_module, blocks_of
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.strategy import Checkpointing
 

@@ -20,9 +20,9 @@ from shardwise.trainer.runtime.export.check import SAME, logits_of, prompt_ids, 
 from shardwise.trainer.runtime.export.folder import write_model_folder
 from shardwise.trainer.runtime.export.run import plan_on
 from shardwise.trainer.runtime.loop.objectives import continue_prompt
+from shardwise.trainer.runtime.memory.recomputation import blocks_of
 from shardwise.trainer.runtime.models.build import build_meta_model, build_model, build_trainable
 from shardwise.trainer.runtime.models.model_code import as_its_user, load_model_code
-from shardwise.trainer.runtime.run.blocks import blocks_of
 from shardwise.trainer.simulation.describe import describe
 from shardwise.trainer.simulation.dry_run import simulate
 from shardwise.trainer.spec.errors import InputError

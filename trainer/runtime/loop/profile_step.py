@@ -28,8 +28,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardwise.trainer.runtime.loop.memory_profile import room_for_a_profile, running_bytes
 from shardwise.trainer.runtime.loop.session import Session
+from shardwise.trainer.runtime.memory.recomputation import blocks_of
 from shardwise.trainer.runtime.models.build import plain_model
-from shardwise.trainer.runtime.run.blocks import blocks_of
 from shardwise.trainer.runtime.run.clock import Clock, Span
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import (

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from shardwise.trainer.runtime.run.blocks import blocks_of
+from shardwise.trainer.runtime.memory.recomputation import blocks_of
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.strategy import Checkpointing
 from shardwise.trainer.spec.units import format_bytes

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.memory.activation_offload import ActivationOffload
-from shardwise.trainer.runtime.run.blocks import blocks_of
+from shardwise.trainer.runtime.memory.recomputation import blocks_of
 from shardwise.trainer.runtime.run.operators import KernelFallback, check_triton_compiler
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.packages import extra_line

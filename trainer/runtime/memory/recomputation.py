@@ -12,6 +12,11 @@ Recomputation is `torch.utils.checkpoint` with `use_reentrant=False`. It restore
 generators, so that dropout masks are the same; a kernel with dropout inside attention is therefore always recomputed.
 
 Under torch.compile the compiler traces the recomputation, and nothing here can count it.
+
+Blocks and attention modules are found by what they are, not by what they are called. A block is what transformers
+itself recomputes: a `GradientCheckpointingLayer`; in a model that has none, whose code is its own or old, one of the
+list of modules that holds the most parameters. An attention module is the one in a block that knows its place in a
+cache of keys and values (`layer_idx`) and how its heads are cut.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,9 +34,10 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from shardwise.trainer.runtime.run.blocks import attention_module, blocks_of
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.strategy import Checkpointing
+
+_HEAD_FIELDS = ("head_dim", "head_size", "num_heads", "n_heads")
 
 
 def apply_checkpointing(
@@ -207,3 +213,26 @@ def _recompute_module(module: nn.Module, recomputation: Recomputation) -> None:
         return recomputation(run, *args, *kwargs.values())
 
     replaceable.forward = forward
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks in the order they run; none where the model has no list of modules."""
+    found: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if found:
+        return found
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=_num_parameters).children()) if lists else []
+
+
+def _num_parameters(module: nn.Module) -> int:
+    """Elements over all ranks, also of what ZeRO-3 has cut."""
+    return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in module.parameters())
+
+
+def attention_module(block: nn.Module) -> nn.Module | None:
+    """The attention module of a block; None where none is to be seen."""
+    for module in block.modules():
+        knows_heads = any(hasattr(module, field) for field in _HEAD_FIELDS)
+        if module is not block and hasattr(module, "layer_idx") and knows_heads:
+            return module
+    return None

@@ -24,7 +24,12 @@ from shardwise.trainer.runtime.attention.kernels import choose_attention_kernels
 from shardwise.trainer.runtime.loss import LossForward, install_loss_head
 from shardwise.trainer.runtime.memory.activation_offload import ActivationOffload, offload_activations
 from shardwise.trainer.runtime.memory.compilation import Compilation, FusedKernels, compile_blocks, fuse_kernels
-from shardwise.trainer.runtime.memory.recomputation import Recomputation, apply_checkpointing, recomputation_facts
+from shardwise.trainer.runtime.memory.recomputation import (
+    Recomputation,
+    apply_checkpointing,
+    blocks_of,
+    recomputation_facts,
+)
 from shardwise.trainer.runtime.models.meta_model import MetaModel, meta_model_from_config, meta_model_from_folder
 from shardwise.trainer.runtime.models.methods import apply_method, base_type
 from shardwise.trainer.runtime.models.model_code import compute_buffers, load_model_code
@@ -36,7 +41,6 @@ from shardwise.trainer.runtime.models.quantisation import (
     reading_options,
     refuse_quantised,
 )
-from shardwise.trainer.runtime.run.blocks import blocks_of
 from shardwise.trainer.runtime.run.extension import Hooks
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.messages.extension import Hook

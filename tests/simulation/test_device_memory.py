@@ -2,7 +2,7 @@
 
 import torch
 
-from shardwise.trainer.simulation.tracker import Kind, Tracker
+from shardwise.trainer.simulation.device_memory import Kind, Tracker
 
 KILO = 1000  # elements of fp32: 4000 bytes
 
