@@ -20,7 +20,7 @@ from on_gpu.case import Case, CaseResult, Outcome, RowKind
 from on_gpu.models import model_config, model_folder
 from shardwise.launch.attempt.supervisor import StopKind, StopRequest
 from shardwise.launch.inputs.prepare_data import prepare_data
-from shardwise.launch.job import folders
+from shardwise.launch.job import cache_home
 from shardwise.launch.plan.gather import PlanInputs, plan_inputs, read_inputs, read_machine, recorded_versions
 from shardwise.launch.run.ladder import plan_regardless, without_limits
 from shardwise.launch.run.trials import ShortRun, run_short, short_plan
@@ -191,7 +191,7 @@ class Bench:
             run = run_short(
                 short_plan(plan, plan.chosen, num_steps=case.num_steps),
                 run_dir,
-                cache=folders.cache_home(self.environment),
+                cache=cache_home(self.environment),
                 console=self.console,
                 stop=self.stop,
                 environment=self.environment,

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from shardwise.launch.engine.operators import extensions_dir, find_stale_locks
 from shardwise.launch.inputs.hub import hub_cache
-from shardwise.launch.job import folders
+from shardwise.launch.job import cache_home, config_home, site_config, state_home
 from shardwise.launch.job.layers import read_personal_folders
 from shardwise.launch.options import CacheOptions
 from shardwise.launch.plan.gather import recorded_versions
@@ -154,14 +154,12 @@ def run_cache(options: CacheOptions, console: Console, *, environment: Mapping[s
 
 def read_scan(options: CacheOptions, environment: Mapping[str, str]) -> Scan:
     """The user's folders, and the current versions of this machine."""
-    named = read_personal_folders(
-        config_home=folders.config_home(environment), site_config=folders.site_config(environment)
-    )
-    cache = folders.cache_home(environment, configured=named.get("cache"))
+    named = read_personal_folders(config_home=config_home(environment), site_config=site_config(environment))
+    cache = cache_home(environment, configured=named.get("cache"))
     hub_home, scratch = named.get("huggingface"), named.get("scratch")
     return Scan(
         cache=cache,
-        state=folders.state_home(environment),
+        state=state_home(environment),
         hub=hub_cache(Path(hub_home) if hub_home else None, environment),
         scratch=Path(scratch) if scratch else None,
         operators=extensions_dir(cache, recorded_versions(), read_host().cpu_flags),

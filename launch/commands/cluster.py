@@ -26,7 +26,7 @@ from shardwise.launch.inputs.hub import hub_cache
 from shardwise.launch.inputs.model_files import read_model_config
 from shardwise.launch.inputs.prepare_data import find_prepared, prepare_data
 from shardwise.launch.inputs.trusted_code import has_kernel, load_kernel
-from shardwise.launch.job import folders
+from shardwise.launch.job import config_home, site_config
 from shardwise.launch.job.layers import read_job_layers, render_resolved, sweep_points
 from shardwise.launch.options import FetchOptions, SubmitOptions
 from shardwise.launch.plan.gather import PlanInputs, read_inputs, with_weights
@@ -239,8 +239,8 @@ def run_fetch(options: FetchOptions, console: Console, *, environment: Mapping[s
     resolved = read_job_layers(
         options.job,
         options.overrides,
-        config_home=folders.config_home(environment),
-        site_config=folders.site_config(environment),
+        config_home=config_home(environment),
+        site_config=site_config(environment),
     )
     named = resolved.folders.get("huggingface")
     hub_home = Path(named) if named else None

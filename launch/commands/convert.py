@@ -23,11 +23,11 @@ from shardwise.trainer.spec.job.sections import Job, ModelJob
 from shardwise.trainer.spec.messages.worker_requests import (
     ExportFormat,
     ExportRequest,
+    GgufType,
     Imported,
     ImportKind,
     ImportRequest,
     Lines,
-    Quant,
     WeightType,
 )
 from shardwise.trainer.spec.units import format_bytes
@@ -86,7 +86,7 @@ def _export(options: ExportOptions) -> tuple[str, ...]:
         merge=options.merge,
         format=ExportFormat(options.format),
         dtype=WeightType(options.dtype) if options.dtype is not None else None,
-        quant=Quant(options.quant) if options.quant is not None else None,
+        quant=GgufType(options.quant) if options.quant is not None else None,
         checkpoint=options.checkpoint,
         checks=options.check,
         hides_paths=options.push is not None,

@@ -21,7 +21,7 @@ from shardwise.launch.engine.launcher import prepare_attempt
 from shardwise.launch.engine.operators import build_needed
 from shardwise.launch.inputs.staging import with_stages
 from shardwise.launch.inputs.trusted_code import fetch_flash_kernel, keep_extension, keep_model_code
-from shardwise.launch.job import folders
+from shardwise.launch.job import state_home
 from shardwise.launch.job.layers import ResolvedJob, render_resolved
 from shardwise.launch.nodes.machines import Machines, machines_of, membership, serve
 from shardwise.launch.options import TrainOptions
@@ -220,7 +220,7 @@ def _run_and_report(plan: Plan, run_dir: Path, session: _Session, *, cache: Path
         console.line()
         recommended = () if plan.is_trial else read_recorded(run_dir).recommended
         console.line(render_report(outcome.report, run_dir=run_dir, recommended=recommended))
-        store_measurements(folders.state_home(environment), outcome.report, plan, on_line=console.line)
+        store_measurements(state_home(environment), outcome.report, plan, on_line=console.line)
     return outcome
 
 

@@ -32,7 +32,7 @@ from shardwise.launch.doctor.finding import (
     warning,
 )
 from shardwise.launch.engine.operators import check_toolchain, needed_operators
-from shardwise.launch.job import folders
+from shardwise.launch.job import config_home, site_config
 from shardwise.launch.job.layers import read_job_layers, read_personal_folders
 from shardwise.launch.options import DoctorOptions
 from shardwise.launch.plan.gather import NodeOptions, PlanInputs, plan_inputs, profile_data, read_inputs
@@ -65,7 +65,7 @@ class RequestedJob(NamedTuple):
 def run_doctor(options: DoctorOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> ExitCode:
     """Prints the diagnosis; InputProblemsError for a job file or a config.yaml that cannot be read."""
     started, requested, output = time.monotonic(), None, None
-    home, site = folders.config_home(environment), folders.site_config(environment)
+    home, site = config_home(environment), site_config(environment)
     if options.job is None:
         named = read_personal_folders(config_home=home, site_config=site)
     else:

@@ -15,7 +15,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from shardwise.launch.inputs.hub import hub_cache
-from shardwise.launch.job import folders
+from shardwise.launch.job import cache_home
 from shardwise.launch.probe.machine import read_hardware
 from shardwise.launch.probe.torch_fit import TorchResult, run_torch_check
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
@@ -166,7 +166,7 @@ def place_of(
         environment=dict(environment),
         working=Path.cwd(),
         hostname=socket.gethostname(),
-        cache=folders.cache_home(environment, configured=named.get("cache")),
+        cache=cache_home(environment, configured=named.get("cache")),
         hub=hub_cache(Path(hub_home) if hub_home else None, environment),
         output=output or Path.cwd(),
         is_quick=is_quick,

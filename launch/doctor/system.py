@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.launch.doctor.finding import Finding, Machine, Place, fault, fine, warning
-from shardwise.launch.job import folders
+from shardwise.launch.job import state_home
 from shardwise.launch.probe.disks import mount_of, read_room
 from shardwise.launch.probe.host import (
     is_wsl,
@@ -229,7 +229,7 @@ def folders_of(place: Place) -> dict[str, Path]:
     return {
         "the output": place.output,
         "the cache": place.cache,
-        "the state": folders.state_home(place.environment),
+        "the state": state_home(place.environment),
         "the hub's cache": place.hub,
         "temporary files": Path(place.environment.get("TMPDIR") or place.root / "tmp"),
     }

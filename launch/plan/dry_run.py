@@ -30,7 +30,7 @@ from shardwise.trainer.planning.simulated import (
 from shardwise.trainer.spec.data.shapes import objective_of, rows_per_example
 from shardwise.trainer.spec.errors import InputError, NothingFitsError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.messages.simulation import Simulation, SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import Simulation, SimulationRequest
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan
 from shardwise.trainer.spec.strategy import Attention

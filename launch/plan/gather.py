@@ -28,7 +28,7 @@ from shardwise.launch.inputs.model_files import (
 )
 from shardwise.launch.inputs.prepare_data import find_prepared
 from shardwise.launch.inputs.trusted_code import offered_code, read_extension, read_model_code
-from shardwise.launch.job import folders
+from shardwise.launch.job import cache_home, config_home, site_config, state_home
 from shardwise.launch.job.layers import ResolvedJob, read_job_layers
 from shardwise.launch.plan.calibration_store import read_calibration
 from shardwise.launch.probe.installed import installed_version
@@ -106,8 +106,8 @@ def read_inputs(
     resolved = read_job_layers(
         job_path,
         overrides if not assumes_data else [f"data.train={PYTHON_STDLIB}", *overrides],  # in place of any data
-        config_home=folders.config_home(environment),
-        site_config=folders.site_config(environment),
+        config_home=config_home(environment),
+        site_config=site_config(environment),
     )
     if assumes_data:
         resolved = replace(resolved, job=replace(resolved.job, data=replace(resolved.job.data, train=())))
@@ -117,7 +117,7 @@ def read_inputs(
     model = read_model_config(job, cache_home=hub_home, only_plans=only_plans)
     code = read_model_code(job, model, cache_home=hub_home)
     shape = _read_shape(job, model, code, describes_models=describes_models)
-    cache = folders.cache_home(environment, configured=resolved.folders.get("cache"))
+    cache = cache_home(environment, configured=resolved.folders.get("cache"))
     request = make_request(
         job,
         shape=shape,
@@ -434,7 +434,7 @@ def read_calibration_of(
 ) -> tuple[Calibration, dict[str, str]]:
     """Measurements of earlier runs on this machine, and the versions that a plan records."""
     versions = recorded_versions()
-    home = folders.state_home(environment)
+    home = state_home(environment)
     return read_calibration(home, inputs.hardware, torch=versions.get("torch", "none")), versions
 
 

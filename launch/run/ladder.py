@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from shardwise.launch.attempt.supervisor import StopRequest
-from shardwise.launch.job import folders
+from shardwise.launch.job import config_home, site_config
 from shardwise.launch.job.layers import COMMAND_LINE, read_job_layers
 from shardwise.launch.plan.gather import PlanInputs, plan_inputs
 from shardwise.launch.run.trials import ShortRun, run_short, scratch_folder, short_plan
@@ -172,8 +172,8 @@ def _job_of(ablation: Ablation, settings: dict[str, str]) -> Job:
     job = read_job_layers(
         ablation.job_path,
         [*ablation.overrides, *(f"{path}={value}" for path, value in read.items())],
-        config_home=folders.config_home(ablation.environment),
-        site_config=folders.site_config(ablation.environment),
+        config_home=config_home(ablation.environment),
+        site_config=site_config(ablation.environment),
     ).job
     train = replace(job.train, method=Method(method)) if is_on_initial_weights else job.train
     return replace(job, train=train, limits=without_limits(job.limits))

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from shardwise.launch.attempt.retries import newest_facts, obstacle_to_resume
 from shardwise.launch.inputs.model_files import refuse_frozen_rows, retained_plan_with_new_rows, with_new_rows
 from shardwise.launch.inputs.prepare_data import prepare_data, refuse_other_stream
-from shardwise.launch.job import folders
+from shardwise.launch.job import cache_home
 from shardwise.launch.job.layers import ResolvedJob
 from shardwise.launch.nodes.machines import Machines, describe_difference
 from shardwise.launch.options import TrainOptions
@@ -198,7 +198,7 @@ def _prepare_retained_plan(
     expanding = msgspec.structs.replace(plan.hardware, can_expand_segments=hardware.can_expand_segments)
     plan = msgspec.structs.replace(plan, hardware=expanding)
     check_trackers(plan.job, environment)
-    cache = folders.cache_home(environment)
+    cache = cache_home(environment)
     plan = retained_plan_with_new_rows(plan, cache=cache, on_progress=console.line)
     return Prepared(_with_data(plan, console, cache), None, cache)
 

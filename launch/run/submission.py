@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from shardwise.launch.inputs.hub import hub_cache
 from shardwise.launch.inputs.trusted_code import kernel_of
-from shardwise.launch.job import folders
+from shardwise.launch.job import config_home, site_config, state_home
 from shardwise.launch.job.layers import ResolvedJob, read_job_layers
 from shardwise.launch.plan.gather import (
     PlanInputs,
@@ -102,8 +102,8 @@ def read_target(
     first = read_job_layers(
         job,
         [*overrides, *points[0]],
-        config_home=folders.config_home(environment),
-        site_config=folders.site_config(environment),
+        config_home=config_home(environment),
+        site_config=site_config(environment),
     )
     slurm = first.job.slurm
     if slurm.chain > 1 and len(points) > 1:
@@ -246,7 +246,7 @@ def _container(target: Target, run_dir: Path, environment: Mapping[str, str]) ->
 def _folders(target: Target, run_dir: Path, environment: Mapping[str, str]) -> list[str]:
     """Paths that a run reads and writes, to mount in a container."""
     inputs = [point.inputs for point in target.points]
-    named = [Path.cwd(), run_dir, inputs[0].cache, hub_cache(inputs[0].hub_home), folders.state_home(environment)]
+    named = [Path.cwd(), run_dir, inputs[0].cache, hub_cache(inputs[0].hub_home), state_home(environment)]
     named += [Path(scratch) for scratch in [target.resolved.folders.get("scratch")] if scratch]
     for each in inputs:
         read = [each.model.model_path, each.model.config_origin, each.request.tokenizer]

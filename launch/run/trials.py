@@ -21,7 +21,7 @@ from shardwise.launch.attempt.supervisor import StopRequest
 from shardwise.launch.engine.operators import build_needed
 from shardwise.launch.inputs.prepare_data import prepare_data
 from shardwise.launch.inputs.trusted_code import fetch_flash_kernel
-from shardwise.launch.job import folders
+from shardwise.launch.job import state_home
 from shardwise.launch.plan.calibration_store import store_measurements
 from shardwise.launch.plan.gather import PlanInputs, plan_inputs, with_weights
 from shardwise.launch.probe.torch_fit import check_torch
@@ -181,7 +181,7 @@ def _outcome_text(report: Report) -> str:
 
 
 def _keep(plan: Plan, trials: tuple[Trial, ...], environment: Mapping[str, str], console: Console) -> None:
-    home = folders.state_home(environment)
+    home = state_home(environment)
     for trial in trials:
         if trial.report is not None:
             store_measurements(home, trial.report, plan, on_line=console.line, source=RecordSource.TRIAL)

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from shardwise.trainer.runtime.data.sources.examples import Message
+from shardwise.trainer.runtime.data.sources import Message
 
 _TRL = importlib.util.find_spec("trl")  # found without being imported, which takes a while
 assert _TRL is not None and _TRL.origin is not None

@@ -20,7 +20,7 @@ import pytest
 import torch
 from warm_python import REAL_PYTHON
 
-from shardwise.launch.job import folders
+from shardwise.launch.job import cache_home
 
 _FAKE = Path(__file__).with_name("fake_cuda")
 sys.path.append(str(_FAKE))
@@ -74,7 +74,7 @@ def device_library() -> Path:
     """The compiled device, which is built once for a torch and a source: half a minute the first time."""
     source = _FAKE / "device.cpp"
     key = hashlib.sha256(f"{torch.__version__}{sys.version}".encode() + source.read_bytes()).hexdigest()[:16]
-    folder = folders.cache_home() / "fake_cuda"
+    folder = cache_home() / "fake_cuda"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"device-{key}.so"
     with (folder / "lock").open("w") as lock:  # other workers of the tests want it too

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from shardwise.trainer.simulation.__main__ import read_golden
-from shardwise.trainer.spec.messages.simulation import GoldenResult, GoldenRow, SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import GoldenResult, GoldenRow, SimulationRequest
 
 
 def run_dry(folder: Path, requests: Mapping[str, SimulationRequest]) -> dict[str, GoldenResult]:

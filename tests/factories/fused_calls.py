@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from shardwise.trainer.runtime.attention.kernels import choose_attention_kernels
+from shardwise.trainer.runtime.attention import choose_attention_kernels
 from shardwise.trainer.runtime.attention.packed import packed_sdpa
 from shardwise.trainer.runtime.data.batches import MicroBatch
 from shardwise.trainer.runtime.loop.step import forward

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from shardwise.launch.engine.operators import build_operators, extensions_dir
-from shardwise.launch.job import folders
+from shardwise.launch.job import cache_home
 from shardwise.launch.plan.gather import recorded_versions
 from shardwise.launch.probe.host import read_host
 from shardwise.launch.terminal import Console
@@ -25,6 +25,6 @@ NO_LIBAIO = "libaio is missing: sudo apt install libaio-dev (Debian, Ubuntu), su
 
 def folder_with_operators(*names: str) -> Path:
     """The value for $TORCH_EXTENSIONS_DIR; builds what is missing, which takes a minute or more the first time."""
-    folder = extensions_dir(folders.cache_home(), recorded_versions(), read_host().cpu_flags)
+    folder = extensions_dir(cache_home(), recorded_versions(), read_host().cpu_flags)
     build_operators(names, extensions_dir=folder, on_progress=Console(sys.stderr).line)
     return folder

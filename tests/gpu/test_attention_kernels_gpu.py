@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from shardwise.trainer.runtime.attention.kernels import choose_attention_kernels, kernel_for, supports_grouped_heads
+from shardwise.trainer.runtime.attention import choose_attention_kernels, kernel_for, supports_grouped_heads
 from shardwise.trainer.runtime.tools.measure import attention_backend
 from shardwise.trainer.spec.strategy import AttentionKernel
 

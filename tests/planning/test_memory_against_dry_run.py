@@ -21,7 +21,7 @@ from shardwise.trainer.planning.configuration import Configuration, PolicyChoice
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.simulation.__main__ import read_golden
 from shardwise.trainer.spec.engines import Sharding
-from shardwise.trainer.spec.messages.simulation import GoldenResult, GoldenRow, SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import GoldenResult, GoldenRow, SimulationRequest
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import MemoryEstimate
 

@@ -116,4 +116,4 @@ def test_facts_of_the_cuda_wheel_are_captured(version: str) -> None:
     assert set(facts) == {"cuda", "architectures", "cudnn", "nccl", "triton", "has_cudnn_preference"}
     oldest = min(int(each.removeprefix("sm_")) for each in facts["architectures"].split())
     assert divmod(oldest, 10) == OLDEST_CAPABILITY, "shardwise.trainer.spec.packages"
-    assert facts["has_cudnn_preference"] == "True", "shardwise.trainer.runtime.attention.kernels switches it off"
+    assert facts["has_cudnn_preference"] == "True", "shardwise.trainer.runtime.attention switches it off"

@@ -13,7 +13,7 @@ from shardwise.trainer.runtime.loop import step
 from shardwise.trainer.simulation import dry_run, kernels
 from shardwise.trainer.simulation.fake_device import replaced
 from shardwise.trainer.spec.errors import ShardwiseError
-from shardwise.trainer.spec.messages.simulation import SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
 
 REQUEST = SimulationRequest(
     model_config={

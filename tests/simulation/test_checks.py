@@ -15,7 +15,7 @@ from shardwise.trainer.simulation.checks import check_supported
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.messages.simulation import SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
 from shardwise.trainer.spec.strategy import Attention, Method, Precision
 
 WORKER = Path(__file__).with_name("broken_worker.py")

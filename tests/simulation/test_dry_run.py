@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import LoraJob
-from shardwise.trainer.spec.messages.simulation import GoldenResult, SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import GoldenResult, SimulationRequest
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from shardwise.trainer.simulation.__main__ import read_golden
 from shardwise.trainer.spec.engines import Sharding
-from shardwise.trainer.spec.messages.simulation import GoldenResult, GoldenRow
+from shardwise.trainer.spec.messages.worker_requests import GoldenResult, GoldenRow
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 

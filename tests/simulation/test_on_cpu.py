@@ -13,7 +13,7 @@ from shardwise.trainer.runtime.optimizers import build_optimizer
 from shardwise.trainer.runtime.run.types import weight_type
 from shardwise.trainer.simulation.dry_run import simulate
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.messages.simulation import SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.report import MemoryFigures
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Precision

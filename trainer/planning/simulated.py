@@ -18,7 +18,7 @@ from shardwise.trainer.planning.reasons import notes, reasons
 from shardwise.trainer.planning.schedule import longest_width
 from shardwise.trainer.planning.search.fallbacks import fallbacks
 from shardwise.trainer.spec.engines import Offload
-from shardwise.trainer.spec.messages.simulation import Simulation
+from shardwise.trainer.spec.messages.worker_requests import Simulation
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan, Rejection
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method, Precision

@@ -22,7 +22,7 @@ import msgspec
 from shardwise.trainer.runtime.run.process import end_with_parent, report_progress, run_request
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode, InputError, ShardwiseError
-from shardwise.trainer.spec.messages.simulation import GoldenResult, GoldenRow, Simulation, SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import GoldenResult, GoldenRow, Simulation, SimulationRequest
 from shardwise.trainer.spec.model.shape import DescriptionRequest
 from shardwise.trainer.spec.value import Value
 

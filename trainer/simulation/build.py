@@ -43,7 +43,7 @@ from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.simulation.fake_device import replaced
 from shardwise.trainer.simulation.kernels import LigerLoss
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.messages.simulation import SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
 from shardwise.trainer.spec.strategy import Method, Quant
 
 # Set in the environment by a launch of ranks, read by Accelerate and torch.

@@ -30,7 +30,7 @@ from shardwise.trainer.simulation.device_memory import Tracker
 from shardwise.trainer.simulation.kernels import Kernels
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.messages.simulation import SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
 from shardwise.trainer.spec.strategy import FLASH_CAPABILITY, Attention, AttentionKernel, Method, Precision
 
 _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")

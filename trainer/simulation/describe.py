@@ -22,7 +22,7 @@ from shardwise.trainer.runtime.attention.packed import FLASH
 from shardwise.trainer.simulation.build import blocks_of, build_on_meta
 from shardwise.trainer.simulation.checks import loss_obstacle
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.messages.simulation import SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
 from shardwise.trainer.spec.model.shape import DescriptionRequest, Linear, ModelShape, Norm, Positions
 from shardwise.trainer.spec.strategy import Attention, LossHead
 

@@ -73,7 +73,7 @@ from shardwise.trainer.simulation.fake_device import (
 from shardwise.trainer.simulation.kernels import Kernels
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.messages.simulation import LiveGroup, Simulation, SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import LiveGroup, Simulation, SimulationRequest
 from shardwise.trainer.spec.strategy import Precision
 
 FORWARD, LOSS, HEAD, NORM = "forward_end", "loss_backward", "head_backward", "norm_backward"

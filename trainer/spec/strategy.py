@@ -5,7 +5,7 @@ Every member's value is its one name everywhere: job file, plan.json, command li
 The attention kernel is the same for the plan, the dry run, `probe --measure` and the ranks.
 
 `scaled_dot_product_attention` has four kernels on CUDA and chooses by device, type and arguments (sdp_utils.cpp). A
-rank narrows the choice until it is the one below (`trainer.runtime.attention.kernels`, checked before the first step):
+rank narrows the choice until it is the one below (`trainer.runtime.attention`, checked before the first step):
 
     cuDNN       switched off, also on compute capability 9.0 and 10.x, where torch prefers it: docs/speed-model.md
     flash       16 bit without a mask, compute capability 8.0 or newer, heads of up to 256 elements

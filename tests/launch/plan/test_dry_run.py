@@ -32,7 +32,7 @@ from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError, NothingFitsError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import DataFormat, Job, LoraJob, TrainJob
-from shardwise.trainer.spec.messages.simulation import Simulation, SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import Simulation, SimulationRequest
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Report
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method, Precision

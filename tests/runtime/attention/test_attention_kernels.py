@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
 from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of
-from shardwise.trainer.runtime.attention.kernels import (
+from shardwise.trainer.runtime.attention import (
     attention_kernel_rows,
     choose_attention_kernels,
     groups_heads,

@@ -16,7 +16,7 @@ from prepare_request_factory import rows_of_lengths
 from shardwise.trainer.runtime.data.batches import eval_micro_batches, step_micro_batches
 from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenLayout, TokenRows, unigram_entropy_nats
 from shardwise.trainer.runtime.data.row_writer import RowShape, RowWriter
-from shardwise.trainer.runtime.data.sources.examples import TokenIds
+from shardwise.trainer.runtime.data.sources import TokenIds
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 LENGTHS = (9, 2, 16, 5, 8, 3, 12)

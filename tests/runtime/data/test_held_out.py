@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prepare_request_factory import numbered_text
 
-from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Preference, TokenIds
+from shardwise.trainer.runtime.data.sources import Chat, Completion, Preference, TokenIds
 from shardwise.trainer.runtime.data.sources.scan import (
     PIECE_CHARS,
     Block,

@@ -24,8 +24,7 @@ from prepare_request_factory import listed_request
 
 from shardwise.trainer.runtime.data.chat.rendering import Renderer
 from shardwise.trainer.runtime.data.prepare import prepare
-from shardwise.trainer.runtime.data.sources import files, scan
-from shardwise.trainer.runtime.data.sources.examples import Completion
+from shardwise.trainer.runtime.data.sources import Completion, files, scan
 from shardwise.trainer.runtime.data.sources.scan import ALL_TRAIN, check_sources, scan_rows, units_of
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer, train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.spec.data.profile import SourceFile

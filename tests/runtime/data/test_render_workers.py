@@ -9,7 +9,7 @@ from chat_tokenizers import byte_level_folder
 from conversations import assistant, user
 
 from shardwise.trainer.runtime.data.chat.rendering import LEAST_EXAMPLES, RenderSettings, rendered, worker_count
-from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Content, Preference
+from shardwise.trainer.runtime.data.sources import Chat, Completion, Content, Preference
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.job.sections import LossOn
 

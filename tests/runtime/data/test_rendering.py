@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from shardwise.trainer.runtime.data.chat.rendering import PreferenceIds, Renderer
 from shardwise.trainer.runtime.data.chat.template import ChatTemplate, load_chat_template
-from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Content, Preference, TokenIds
+from shardwise.trainer.runtime.data.sources import Chat, Completion, Content, Preference, TokenIds
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer, named_tokens
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import LossOn

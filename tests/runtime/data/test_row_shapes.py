@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from prepare_request_factory import written_source
 
-from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Preference, TokenIds
+from shardwise.trainer.runtime.data.sources import Chat, Completion, Preference, TokenIds
 from shardwise.trainer.runtime.data.sources.files import read_rows
 from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape, example_of
 from shardwise.trainer.spec.data import shapes

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.data.row_writer import RowShape, RowWriter, best_fit_rows
-from shardwise.trainer.runtime.data.sources.examples import TokenIds
+from shardwise.trainer.runtime.data.sources import TokenIds
 
 EOS = 0
 

@@ -23,7 +23,7 @@ from shardwise.trainer.runtime.export.run import plan_on, read_plan
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.messages.worker_requests import ExportFormat, Quant, WeightType
+from shardwise.trainer.spec.messages.worker_requests import ExportFormat, GgufType, WeightType
 from shardwise.trainer.spec.strategy import Attention, Method
 
 VOCAB = 1024
@@ -52,14 +52,14 @@ def run_dir_of(tmp_path: Path, config: dict, method: Method, tokenizer: Path | N
 @pytest.mark.parametrize(
     ("config", "method", "quant", "template"),
     [
-        pytest.param(LLAMA, Method.LORA, Quant.Q8_0, "llama3", id="llama"),
-        pytest.param(QWEN2, Method.FULL, Quant.Q4_0, "qwen", id="qwen2"),
-        pytest.param(GEMMA3, Method.FULL, Quant.F16, "gemma3", id="gemma3"),
-        pytest.param(QWEN3, Method.FULL, Quant.Q8_0, "chatml", id="qwen3", marks=pytest.mark.long),
-        pytest.param(GEMMA2, Method.LORA, Quant.Q8_0, "gemma", id="gemma2", marks=pytest.mark.long),
+        pytest.param(LLAMA, Method.LORA, GgufType.Q8_0, "llama3", id="llama"),
+        pytest.param(QWEN2, Method.FULL, GgufType.Q4_0, "qwen", id="qwen2"),
+        pytest.param(GEMMA3, Method.FULL, GgufType.F16, "gemma3", id="gemma3"),
+        pytest.param(QWEN3, Method.FULL, GgufType.Q8_0, "chatml", id="qwen3", marks=pytest.mark.long),
+        pytest.param(GEMMA2, Method.LORA, GgufType.Q8_0, "gemma", id="gemma2", marks=pytest.mark.long),
         pytest.param(
             {**TINY_LLAMA, "vocab_size": VOCAB, "model_type": "mistral", "sliding_window": None}, Method.FULL,
-            Quant.F16, "mistral", id="mistral", marks=pytest.mark.long,
+            GgufType.F16, "mistral", id="mistral", marks=pytest.mark.long,
         ),
     ],
 )  # fmt: skip
@@ -83,7 +83,7 @@ def test_a_gguf_file_gives_the_logits_of_the_model(config, method, quant, templa
             setattr(read, field, getattr(model.config, field))
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file=name, config=read, dtype=torch.float32)
     difference = relative_difference(logits_of(model, ids), logits_of(found, ids))
-    assert 0 < difference < {Quant.F16: 2e-3, Quant.Q8_0: 4e-2, Quant.Q4_0: 0.3}[quant]
+    assert 0 < difference < {GgufType.F16: 2e-3, GgufType.Q8_0: 4e-2, GgufType.Q4_0: 0.3}[quant]
 
 
 def test_the_settings_of_a_file_are_those_of_the_configuration(tmp_path):
@@ -91,7 +91,7 @@ def test_the_settings_of_a_file_are_those_of_the_configuration(tmp_path):
 
     tokenizer = byte_level_folder(tmp_path / "tokenizer", bos="<|begin_of_text|>", eos="<|endoftext|>")
     run_dir = run_dir_of(tmp_path, LLAMA, Method.FULL, tokenizer, "llama3")
-    export(run_dir, tmp_path / "out", format=ExportFormat.GGUF, quant=Quant.F16, checks=False)
+    export(run_dir, tmp_path / "out", format=ExportFormat.GGUF, quant=GgufType.F16, checks=False)
     reader = GGUFReader(tmp_path / "out" / "model-f16.gguf")
     settings = {name: field.contents() for name, field in reader.fields.items()}
     assert settings["general.architecture"] == "llama"
@@ -198,7 +198,7 @@ def test_a_tokenizer_that_splits_in_its_own_way_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "fact"),
-    [({"quant": Quant.F16}, "--format gguf"), ({"format": ExportFormat.GGUF, "dtype": WeightType.BF16}, "--quant")],
+    [({"quant": GgufType.F16}, "--format gguf"), ({"format": ExportFormat.GGUF, "dtype": WeightType.BF16}, "--quant")],
 )
 def test_options_of_another_format_are_refused(settings, fact, tmp_path):
     run_dir = save_run(tmp_path / "run", run_of(write_base(tmp_path / "base"), Method.FULL))

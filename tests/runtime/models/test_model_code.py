@@ -27,7 +27,7 @@ from shardwise.trainer.simulation.describe import describe
 from shardwise.trainer.simulation.dry_run import simulate
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.messages.simulation import SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
 from shardwise.trainer.spec.model.shape import DescriptionRequest
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, Precision

@@ -6,7 +6,7 @@ from conversations import assistant, user
 
 from shardwise.trainer.runtime.data.chat.rendering import Renderer
 from shardwise.trainer.runtime.data.chat.template import load_chat_template
-from shardwise.trainer.runtime.data.sources.examples import Chat
+from shardwise.trainer.runtime.data.sources import Chat
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer
 from shardwise.trainer.runtime.tools.show_data import show
 from shardwise.trainer.spec.job.sections import LossOn

@@ -50,7 +50,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.generic import is_flash_attention_requested
 
-from shardwise.trainer.runtime.attention.kernels import computing_type, kernel_for, supports_grouped_heads
+from shardwise.trainer.runtime.attention import computing_type, kernel_for, supports_grouped_heads
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.strategy import AttentionKernel
 

@@ -44,7 +44,7 @@ from shardwise.trainer.runtime.data.chat.template import (
     written_tokens,
 )
 from shardwise.trainer.runtime.data.row_writer import Rows, RowShape, RowWriter
-from shardwise.trainer.runtime.data.sources.examples import TokenIds, size_of, texts_of
+from shardwise.trainer.runtime.data.sources import TokenIds, size_of, texts_of
 from shardwise.trainer.runtime.data.sources.files import BadRow, holds_rows
 from shardwise.trainer.runtime.data.sources.scan import (
     CheckedFile,

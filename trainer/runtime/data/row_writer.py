@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.trainer.runtime.data.cache import TokenLayout
-from shardwise.trainer.runtime.data.sources.examples import TokenIds
+from shardwise.trainer.runtime.data.sources import TokenIds
 from shardwise.trainer.spec import codec
 
 

@@ -18,8 +18,8 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.trainer.runtime.attention import attention_kernel_rows
 from shardwise.trainer.runtime.attention.choice import attention_facts, attention_name, attention_of
-from shardwise.trainer.runtime.attention.kernels import attention_kernel_rows
 from shardwise.trainer.runtime.engines import engine_of, running_engine
 from shardwise.trainer.runtime.engines.engine import EngineChoice, Row
 from shardwise.trainer.runtime.memory.compilation import fused_modules

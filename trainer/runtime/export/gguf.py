@@ -48,7 +48,7 @@ from shardwise.trainer.runtime.data.tokenizer import load_tokenizer, named_token
 from shardwise.trainer.runtime.export.check import SAME, check_logits, logits_of, prompt_ids, relative_difference
 from shardwise.trainer.runtime.export.folder import end_of_turn_id, read_tokenizer, tokenizer_difference
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
-from shardwise.trainer.spec.messages.worker_requests import Quant
+from shardwise.trainer.spec.messages.worker_requests import GgufType
 from shardwise.trainer.spec.packages import extra_line
 
 MODELFILE = "Modelfile"
@@ -118,7 +118,7 @@ def check_gguf_request(config: Mapping[str, Any]) -> None:
     _check_settings(AutoConfig.for_model(config["model_type"], **fields))
 
 
-def write_gguf(folder: Path, quant: Quant, *, name: str, compares: bool) -> tuple[tuple[str, ...], list[str]]:
+def write_gguf(folder: Path, quant: GgufType, *, name: str, compares: bool) -> tuple[tuple[str, ...], list[str]]:
     """Turns a model folder in fp32 into model-QUANT.gguf and a Modelfile; returns checks and notes, a line each.
 
     InputError for a tokenizer or a tensor without a form in GGUF; EnvironmentFaultError if the file's logits differ.
@@ -180,7 +180,7 @@ def _rope(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _write(
-    path: Path, config: PreTrainedConfig, quant: Quant, *, vocabulary: Mapping[str, Any], name: str
+    path: Path, config: PreTrainedConfig, quant: GgufType, *, vocabulary: Mapping[str, Any], name: str
 ) -> dict[str, Any]:
     """Writes the file, one tensor in memory at a time; returns the type of each by its name in the model."""
     import gguf
@@ -218,7 +218,7 @@ def _write(
 def _add_settings(
     writer: Any,  # noqa: ANN401  # GGUFWriter
     config: PreTrainedConfig,
-    quant: Quant,
+    quant: GgufType,
     name: str,
 ) -> None:
     import gguf
@@ -274,7 +274,7 @@ def _tensor_names(config: PreTrainedConfig, folder: Path) -> dict[str, tuple[str
     return names
 
 
-def _type_of(name: str, shape: tuple[int, ...], quant: Quant) -> Any:  # noqa: ANN401  # GGMLQuantizationType
+def _type_of(name: str, shape: tuple[int, ...], quant: GgufType) -> Any:  # noqa: ANN401  # GGMLQuantizationType
     from gguf import GGMLQuantizationType
 
     if len(shape) == 1:
@@ -282,7 +282,7 @@ def _type_of(name: str, shape: tuple[int, ...], quant: Quant) -> Any:  # noqa: A
     if shape[-1] % _BLOCK:
         return GGMLQuantizationType.F16
     is_table = name in ("token_embd.weight", "output.weight")
-    return GGMLQuantizationType[(Quant.Q8_0 if is_table and quant is Quant.Q4_0 else quant).upper()]
+    return GGMLQuantizationType[(GgufType.Q8_0 if is_table and quant is GgufType.Q4_0 else quant).upper()]
 
 
 def _in_gguf_order(name: str, weight: np.ndarray, config: PreTrainedConfig) -> np.ndarray:
@@ -295,7 +295,7 @@ def _in_gguf_order(name: str, weight: np.ndarray, config: PreTrainedConfig) -> n
     return weight + np.float32(known.adds_to_norms) if name.endswith("norm.weight") else weight
 
 
-def _compare(path: Path, config: PreTrainedConfig, types: Mapping[str, Any], quant: Quant) -> tuple[str, ...]:
+def _compare(path: Path, config: PreTrainedConfig, types: Mapping[str, Any], quant: GgufType) -> tuple[str, ...]:
     """Compares the file with the folder's model, before and after the rounding; one model in memory at a time."""
     import gguf
 

@@ -56,7 +56,7 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.messages.worker_requests import ExportFormat, ExportRequest, Lines, Quant, WeightType
+from shardwise.trainer.spec.messages.worker_requests import ExportFormat, ExportRequest, GgufType, Lines, WeightType
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation, Report
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
@@ -218,7 +218,7 @@ def _write_gguf(
     """One file of the whole model, adapters merged; it is made from safetensors in fp32, and replaces them."""
     from shardwise.trainer.runtime.export.gguf import write_gguf
 
-    freezes, quant = export.plan.chosen.method.freezes_base, request.quant or Quant.Q8_0
+    freezes, quant = export.plan.chosen.method.freezes_base, request.quant or GgufType.Q8_0
     whole, notes = _write_whole(export, checkpoint, folder, replace(request, merge=freezes, dtype=WeightType.FP32))
     checks, more = write_gguf(folder, quant, name=export.plan.name, compares=request.checks)
     return whole._replace(kind="gguf", dtype=quant, checks=(*whole.checks, *checks)), [*notes, *more]

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from shardwise.trainer.runtime.attention import choose_attention_kernels
 from shardwise.trainer.runtime.attention.choice import attention_name, check_attention
-from shardwise.trainer.runtime.attention.kernels import choose_attention_kernels
 from shardwise.trainer.runtime.loss import LossForward, install_loss_head
 from shardwise.trainer.runtime.memory.activation_offload import ActivationOffload, offload_activations
 from shardwise.trainer.runtime.memory.compilation import Compilation, FusedKernels, compile_blocks, fuse_kernels

@@ -46,7 +46,7 @@ from shardwise.trainer.runtime.data.chat.template import (
     with_arguments,
 )
 from shardwise.trainer.runtime.data.chat.turns import TurnFinder, num_shared
-from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Content, Message, Preference, TokenIds
+from shardwise.trainer.runtime.data.sources import Chat, Completion, Content, Message, Preference, TokenIds
 from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer, special_tokens, tokenizer_panics
 from shardwise.trainer.runtime.run.process import end_with_parent
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError

@@ -36,7 +36,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shardwise.trainer.runtime.data.sources.examples import Message
+from shardwise.trainer.runtime.data.sources import Message
 from shardwise.trainer.runtime.data.tokenizer import END_OF_TEXT, TextTokenizer, named_tokens
 from shardwise.trainer.spec.data.shapes import TEMPLATE_TOKENS
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError

@@ -32,7 +32,7 @@ from shardwise.trainer.runtime.data.chat.template import (
     TemplateRefusalError,
     text_of,
 )
-from shardwise.trainer.runtime.data.sources.examples import Message
+from shardwise.trainer.runtime.data.sources import Message
 
 _SLOT = re.compile(f"{OPENS_SLOT}(\\d+)\\.(\\d+){CLOSES_SLOT}")
 _REASONING_TAGS = ("<think>", "</think>")

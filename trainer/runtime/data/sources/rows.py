@@ -28,7 +28,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.trainer.runtime.data.sources.examples import Chat, Completion, Content, Message, Preference, TokenIds
+from shardwise.trainer.runtime.data.sources import Chat, Completion, Content, Message, Preference, TokenIds
 from shardwise.trainer.runtime.data.sources.files import BadRow, Row, decode_json, holds_rows, kind_of, read_rows
 from shardwise.trainer.spec.data.profile import SourceFile
 from shardwise.trainer.spec.data.shapes import (

@@ -19,7 +19,7 @@ from hashlib import blake2b
 from itertools import chain, groupby
 from typing import NamedTuple
 
-from shardwise.trainer.runtime.data.sources.examples import Content, identity_of, is_plain_pair, size_of
+from shardwise.trainer.runtime.data.sources import Content, identity_of, is_plain_pair, size_of
 from shardwise.trainer.runtime.data.sources.files import (
     BadRow,
     Row,

@@ -33,7 +33,7 @@ from msgspec.structs import replace
 
 from shardwise.trainer.runtime.data.cache import remove_locked, scratch_folder
 from shardwise.trainer.runtime.data.prepare import Work, build, prepare_cached, write_rows
-from shardwise.trainer.runtime.data.sources.examples import size_of
+from shardwise.trainer.runtime.data.sources import size_of
 from shardwise.trainer.runtime.data.sources.files import BadRow, holds_rows
 from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape
 from shardwise.trainer.runtime.data.sources.scan import (
