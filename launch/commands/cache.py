@@ -440,21 +440,21 @@ def _changed_s(path: Path) -> float:
         return 0.0
 
 
-def read_storage(folder: Path, *, root: Path = Path("/")) -> Storage:
+def read_storage(folder: Path) -> Storage:
     """Properties of the file system that holds `folder`; the folder need not exist."""
-    mount = mount_of(folder.absolute(), parse_mountinfo(read_text(root / "proc/self/mountinfo")))
+    mount = mount_of(folder.absolute(), parse_mountinfo(read_text(Path("/proc/self/mountinfo"))))
     if mount is None:
         return Storage(is_shared=False, keeps_reads=True)
     return Storage(is_shared=mount.filesystem in _SHARED, keeps_reads="noatime" not in mount.options)
 
 
-def used_paths(*, processes: Path = Path("/proc")) -> frozenset[str]:
+def used_paths() -> frozenset[str]:
     """Paths that processes of this machine have open, mapped or as working directory, as far as readable."""
-    return frozenset(_used(processes))
+    return frozenset(_used())
 
 
-def _used(processes: Path) -> Iterator[str]:
-    for process in processes.glob("[0-9]*"):
+def _used() -> Iterator[str]:
+    for process in Path("/proc").glob("[0-9]*"):
         try:
             links = [process / "cwd", *(process / "fd").iterdir()]
             mapped = (process / "maps").read_text(errors="replace")

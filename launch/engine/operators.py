@@ -97,7 +97,6 @@ def build_operators(
     device_kind: DeviceKind = DeviceKind.CPU,
     python: str = sys.executable,
     should_stop: Callable[[], bool] = lambda: False,
-    progress_every_s: float = PROGRESS_EVERY_S,
 ) -> None:
     """Builds the operators of `names` that are missing, for the device that DeepSpeed finds here.
 
@@ -125,7 +124,6 @@ def build_operators(
                 name,
                 extensions_dir,
                 python=python,
-                progress_every_s=progress_every_s,
                 on_progress=on_progress,
                 should_stop=should_stop,
             ):
@@ -220,20 +218,19 @@ def _build(
     extensions_dir: Path,
     *,
     python: str,
-    progress_every_s: float,
     on_progress: Report,
     should_stop: Callable[[], bool],
 ) -> bool:
     """Compiles one operator and logs the seconds; false if it was stopped, EnvironmentFaultError if it failed."""
     on_progress(f"building DeepSpeed's {name}, once for this machine; it takes a minute or more")
     log, started = extensions_dir / f"{name}.log", time.monotonic()
-    next_line = started + progress_every_s
+    next_line = started + PROGRESS_EVERY_S
 
     def report_seconds() -> None:
         nonlocal next_line
         if time.monotonic() >= next_line:
             on_progress(f"  {name}: {format_seconds(time.monotonic() - started)}")
-            next_line += progress_every_s
+            next_line += PROGRESS_EVERY_S
 
     with log.open("wb") as output:
         exit_code = run(

@@ -78,10 +78,9 @@ def download_snapshot(
     cache: Path,
     setting: str,
     with_weights: bool,
-    timeout_s: float = REPLY_TIMEOUT_S,
     similar: Callable[[str], str | None] = lambda _: None,
 ) -> Path:
-    """Downloads config, tokenizer and, on request, weights; returns their folder. `timeout_s` limits the first request.
+    """Downloads config, tokenizer and, on request, weights; returns their folder.
 
     `similar` returns a known name that resembles one that is not found.
 
@@ -98,7 +97,7 @@ def download_snapshot(
             repository, revision=revision, cache=cache, setting=setting, what="a model", similar=similar
         ),
     ):
-        HfApi().repo_info(repository, revision=revision, timeout=timeout_s)
+        HfApi().repo_info(repository, revision=revision, timeout=REPLY_TIMEOUT_S)
         folder = snapshot_download(
             repository,
             revision=revision,

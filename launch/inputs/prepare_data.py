@@ -11,7 +11,6 @@ is never read as a whole; a run keeps the list that it was started with.
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -35,16 +34,10 @@ _PREPARED_FILES = ("layout.json", "tokens.bin", "starts.bin", "train_rows.npy", 
 _NUM_SHOWN = 2  # changed files of a stream, in a message
 
 
-def prepare_data(
-    request: PrepareRequest,
-    *,
-    python: str = sys.executable,
-    on_progress: Callable[[str], None],
-    grace_s: float = GRACE_S,
-) -> DataProfile:
+def prepare_data(request: PrepareRequest, *, on_progress: Callable[[str], None]) -> DataProfile:
     """The profile of the prepared data; raises the ShardwiseError of the worker.
 
-    On an interrupt the worker has `grace_s` seconds to clean up.
+    On an interrupt the worker has GRACE_S seconds to clean up.
     """
     listed = list_files(request)
     profile = find_prepared(listed) if _changes_are_seen(listed) else None
@@ -59,8 +52,7 @@ def prepare_data(
             subject="the data preparation",
             environment=_environment(listed),
             on_line=on_progress,
-            grace_s=grace_s,
-            python=python,
+            grace_s=GRACE_S,
         )
         write_index(listed, profile, started_ns)
     if profile.is_stream:

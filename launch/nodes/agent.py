@@ -79,7 +79,6 @@ def run_agent(
     node_rank: int,
     stop: StopRequest,
     on_line: Callable[[str], None],
-    environment: Mapping[str, str] = os.environ,
     hardware: Hardware | None = None,
     wait_s: float = CONNECT_S,
 ) -> ExitCode:
@@ -87,7 +86,7 @@ def run_agent(
     channel = _connect(run_dir, head, node_rank, hardware, stop, wait_s)
     if channel is None:
         return ExitCode.REQUEUE if stop.kind is StopKind.REQUEUE else ExitCode.INTERRUPTED
-    agent = _Agent(channel, node_rank=node_rank, stop=stop, environment=environment)
+    agent = _Agent(channel, node_rank=node_rank, stop=stop, environment=os.environ)
     try:
         end = agent.run()
     finally:

@@ -149,7 +149,6 @@ def machines_of(
     *,
     on_line: Callable[[str], None],
     environment: Mapping[str, str] = os.environ,
-    limit_s: float = CONNECT_ALL_S,
 ) -> Iterator[Machines]:
     """The machines of a run for its supervisor; waits for those that people have yet to start."""
     if place is None:
@@ -160,7 +159,7 @@ def machines_of(
     port = place.head.port or DEFAULT_PORT
     with NodeServer(place.run_dir, num_nodes=place.num_nodes, address=address, port=port, on_line=on_line) as server:
         on_line(f"waiting for {place.num_nodes - 1} more machines at {place.head.host}:{port}")
-        missing = server.wait_for_all(limit_s=limit_s, is_over=lambda: None, here=0)
+        missing = server.wait_for_all(limit_s=CONNECT_ALL_S, is_over=lambda: None, here=0)
         if missing is not None:
             raise EnvironmentFaultError(missing)
         on_line("machines: " + ", ".join(node.hello.host for _, node in sorted(server.nodes.items())) + " and this one")
@@ -170,9 +169,7 @@ def machines_of(
             server.dismiss(int(ExitCode.ENVIRONMENT), f"the supervisor on {place.head.host} ended; see its output")
 
 
-def serve(
-    place: Membership, stop: StopRequest, *, on_line: Callable[[str], None], limit_s: float = CONNECT_ALL_S
-) -> ExitCode:
+def serve(place: Membership, stop: StopRequest, *, on_line: Callable[[str], None]) -> ExitCode:
     """Runs this machine's ranks for the supervisor of rank 0; the exit code of the run."""
     from shardwise.launch.probe.machine import read_hardware
 
@@ -186,7 +183,7 @@ def serve(
         stop=stop,
         on_line=on_line,
         hardware=read_hardware(),
-        wait_s=limit_s,
+        wait_s=CONNECT_ALL_S,
     )
 
 

@@ -96,11 +96,11 @@ def ready_inputs(
     return inputs, prepare_data(inputs.request, on_progress=console.line)
 
 
-def tried_plan(inputs: PlanInputs, num: int, *, console: Console, environment: Mapping[str, str] = os.environ) -> Plan:
+def tried_plan(inputs: PlanInputs, num: int, *, console: Console) -> Plan:
     """The plan of a job after trials of its best `num` candidates; prepares the data they need."""
     check_trials_can_run(inputs.hardware)
-    inputs, data = ready_inputs(inputs, console=console, environment=environment)
-    return plan_after_trials(inputs, data, num, console=console, environment=environment)
+    inputs, data = ready_inputs(inputs, console=console, environment=os.environ)
+    return plan_after_trials(inputs, data, num, console=console)
 
 
 def plan_after_trials(

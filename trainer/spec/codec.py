@@ -69,14 +69,14 @@ def refuse_foreign(path: Path, *, consequence: str) -> None:
         )
 
 
-def read_file(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Content of a regular file; OSError if it is larger than `max_bytes`."""
+def read_file(path: Path) -> bytes:
+    """Content of a regular file; OSError if it is larger than MAX_FILE_BYTES."""
     content = bytearray()
     with open_file(path) as stream:
         # Python reserves as many bytes as a read may return.
-        while piece := stream.read(min(_PIECE_BYTES, max_bytes + 1 - len(content))):
+        while piece := stream.read(min(_PIECE_BYTES, MAX_FILE_BYTES + 1 - len(content))):
             content += piece
-    if len(content) > max_bytes:
+    if len(content) > MAX_FILE_BYTES:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     return bytes(content)
 

@@ -66,10 +66,10 @@ class WholeRun(NamedTuple):
 class Runs:
     """The runs of one folder; a folder that is a run itself is its only one."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str] = os.environ) -> None:
-        self.folder, self._environment = folder, environment
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._lock = Lock()
-        self._queue, self._queried_at = Queue(environment), time.monotonic()
+        self._queue, self._queried_at = Queue(os.environ), time.monotonic()
         self._summaries: dict[str, tuple[object, Summary]] = {}
         self._followed: OrderedDict[str, _Followed] = OrderedDict()
 
@@ -99,7 +99,7 @@ class Runs:
         with self._lock:
             followed = self._followed.pop(name, None)
             if followed is None or followed.is_too_long:
-                followed = _Followed(path, self._environment)
+                followed = _Followed(path, os.environ)
             self._followed[name] = followed
             if len(self._followed) > _MOST_FOLLOWED:
                 self._followed.popitem(last=False)
@@ -119,9 +119,9 @@ class Runs:
 
     def _read(self, name: str, path: Path, started_s: float) -> Summary:
         if time.monotonic() - self._queried_at >= QUERY_S:
-            self._queue, self._queried_at = Queue(self._environment), time.monotonic()
+            self._queue, self._queried_at = Queue(os.environ), time.monotonic()
         files = read_run(path)
-        liveness = read_liveness(files, self._queue, reads_ended=False, environment=self._environment)
+        liveness = read_liveness(files, self._queue, reads_ended=False, environment=os.environ)
         status = status_of(files, liveness, now_s=time.time(), last_line=None, logs=())
         curve = loss_points(path / "metrics.jsonl")
         summary = Summary(name, started_s, status, files.plan, curve=curve)

@@ -392,11 +392,11 @@ def axes_of(chart: LineChart) -> Axes | None:
     return Axes(min(places), max(places), lowest, high + room)
 
 
-def ticks(low: float, high: float, most: int = _MOST_TICKS) -> tuple[float, ...]:
-    """Round figures from `low` to `high`, at most `most` of them, a step of 1, 2 or 5 apart."""
+def ticks(low: float, high: float) -> tuple[float, ...]:
+    """Round figures from `low` to `high`, at most _MOST_TICKS of them, a step of 1, 2 or 5 apart."""
     if not high > low:
         return (low,)
-    raw = (high - low) / max(1, most - 1)
+    raw = (high - low) / (_MOST_TICKS - 1)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

@@ -53,13 +53,12 @@ def prompt_ids(vocab_size: int, *, batch: int = 1, length: int = PROMPT_TOKENS) 
     return (torch.arange(batch * length).reshape(batch, length) * _STRIDE + 1) % vocab_size
 
 
-def logits_of(model: nn.Module, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
     """Logits [B, T, V] of a model on the CPU, computed in fp32 with the weights it has."""
-    mask = torch.ones_like(ids) if attention_mask is None else attention_mask
     was_training = model.training
     model.eval()
     with torch.no_grad(), computed_in_fp32(model):
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     model.train(was_training)
     assert isinstance(logits, Tensor)
     return logits.float()
