@@ -188,7 +188,7 @@ case $target in
         ;;
     bench) install_dev; shift; exec "$bin/python" benchmarks/run.py "$@" ;;
     bench-gpu) install_dev; shift; exec "$bin/python" benchmarks/gpu.py "$@" ;;
-    golden) install_dev; shift; exec "$bin/python" -m shardwise.trainer.simulation --golden tests/golden/dry_run.jsonl --all "$@" ;;
+    golden) install_dev; shift; exec "$bin/python" tests/factories/dry_run_factory.py tests/golden/dry_run.jsonl --all "$@" ;;
     newest)
         install_dev
         shift

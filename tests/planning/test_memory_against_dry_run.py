@@ -15,13 +15,13 @@ that moment to what the allocator of a real one sees).
 from pathlib import Path
 
 import pytest
+from dry_run_factory import GoldenResult, GoldenRow, read_golden
 from estimate_factory import configuration, gpu
 
 from shardwise.trainer.planning.configuration import Configuration, PolicyChoices
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.simulation.__main__ import read_golden
 from shardwise.trainer.spec.engines import Sharding
-from shardwise.trainer.spec.messages.worker_requests import GoldenResult, GoldenRow, SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import MemoryEstimate
 

@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
-from dry_run_factory import run_dry
+from dry_run_factory import GoldenResult, run_dry
 from estimate_factory import config
 from msgspec.structs import replace
 
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import LoraJob
-from shardwise.trainer.spec.messages.worker_requests import GoldenResult, SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 

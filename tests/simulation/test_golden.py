@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import pytest
-from dry_run_factory import run_dry
+from dry_run_factory import GoldenResult, GoldenRow, read_golden, run_dry
 from msgspec.structs import replace
 
-from shardwise.trainer.simulation.__main__ import read_golden
 from shardwise.trainer.spec.engines import Sharding
-from shardwise.trainer.spec.messages.worker_requests import GoldenResult, GoldenRow
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 

@@ -1,12 +1,10 @@
-"""The dry run as a process of its own, and the file of known dry runs.
+"""The dry run as a process of its own.
 
     python -m shardwise.trainer.simulation REQUEST.json RESULT.json      the result of one request
     python -m shardwise.trainer.simulation --explain REQUEST.json        the live set at the peak, as text
     python -m shardwise.trainer.simulation --describe REQUEST.json RESULT.json   the shape of the model of a config.json
-    python -m shardwise.trainer.simulation --golden ROWS.jsonl [--all]   runs the rows without a result, or all of them
 
-A problem goes to stderr with the exit code of its error. In the file of known runs, each line is a request and its
-result; a line without a result is still to be run. Tests compare the closed form and the dry run with it.
+A problem goes to stderr with the exit code of its error.
 """
 
 import argparse
@@ -17,12 +15,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
-
 from shardwise.trainer.runtime.run.process import end_with_parent, report_progress, run_request
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.errors import ExitCode, InputError, ShardwiseError
-from shardwise.trainer.spec.messages.worker_requests import GoldenResult, GoldenRow, Simulation, SimulationRequest
+from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
+from shardwise.trainer.spec.messages.worker_requests import Simulation, SimulationRequest
 from shardwise.trainer.spec.model.shape import DescriptionRequest
 from shardwise.trainer.spec.value import Value
 
@@ -33,10 +29,11 @@ def main(arguments: Sequence[str]) -> int:
     files = [str(path) for path in (options.request, options.result) if path is not None]
     if options.describe:
         return run_request(files, DescriptionRequest, _described)
-    if options.golden is None and not options.explain:
-        return run_request(files, SimulationRequest, lambda request: _load()(request))
+    if not options.explain:
+        return run_request(files, SimulationRequest, lambda request: load_dry_run()(request))
     try:
-        _run(options, _load())
+        for line in _explained(load_dry_run()(codec.read(options.request, SimulationRequest))):
+            report_progress(line)
     except ShardwiseError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -47,19 +44,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m shardwise.trainer.simulation", description="The memory of one rank."
     )
-    parser.add_argument("request", type=Path, nargs="?", help="request.json")
+    parser.add_argument("request", type=Path, help="request.json")
     parser.add_argument("result", type=Path, nargs="?", help="path of the result")
     parser.add_argument("--explain", action="store_true", help="print the live set at the peak instead")
     parser.add_argument("--describe", action="store_true", help="write the shape of a model")
-    parser.add_argument("--golden", type=Path, help="a file of rows to run")
-    parser.add_argument("--all", action="store_true", help="with --golden: also rows that have a result")
     options = parser.parse_args(arguments)
-    if options.golden is None and (options.request is None or (options.result is None and not options.explain)):
-        parser.error("give REQUEST.json RESULT.json, --explain REQUEST.json or --golden ROWS.jsonl")
+    if options.result is None and not options.explain:
+        parser.error("give REQUEST.json RESULT.json, or --explain REQUEST.json")
     return options
 
 
-def _load() -> Callable[[SimulationRequest], Simulation]:
+def load_dry_run() -> Callable[[SimulationRequest], Simulation]:
     """The dry run, with the libraries' notices silenced: nothing here is about a real device."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -68,14 +63,6 @@ def _load() -> Callable[[SimulationRequest], Simulation]:
     from shardwise.trainer.simulation.dry_run import simulate
 
     return simulate
-
-
-def _run(options: argparse.Namespace, simulate: Callable[[SimulationRequest], Simulation]) -> None:
-    if options.golden is not None:
-        regenerate(options.golden, simulate, report_progress, runs_all=options.all)
-        return
-    for line in _explained(simulate(codec.read(options.request, SimulationRequest))):
-        report_progress(line)
 
 
 def _explained(simulation: Simulation) -> Iterator[str]:
@@ -101,40 +88,10 @@ def _explained(simulation: Simulation) -> Iterator[str]:
 
 
 def _described(request: DescriptionRequest) -> Value:
-    _load()
+    load_dry_run()
     from shardwise.trainer.simulation.describe import describe
 
     return describe(request)
-
-
-def read_golden(path: Path) -> list[GoldenRow]:
-    """The rows of a file."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    return [
-        codec.decode(line, GoldenRow, origin=f"{path}:{n}") for n, line in enumerate(lines, start=1) if line.strip()
-    ]
-
-
-def regenerate(
-    path: Path,
-    simulate: Callable[[SimulationRequest], Simulation],
-    report: Callable[[str], None],
-    *,
-    runs_all: bool,
-) -> None:
-    """Runs the rows of a file that have no result, or all of them, and writes the file after each one."""
-    rows = read_golden(path)
-    for number, row in enumerate(rows):
-        if row.result is not None and not runs_all:
-            continue
-        found = simulate(row.request)
-        result = GoldenResult(**{name: getattr(found, name) for name in GoldenResult.__struct_fields__})
-        rows[number] = msgspec.structs.replace(row, result=result)
-        codec.write_bytes(path, b"".join(msgspec.json.encode(each) + b"\n" for each in rows))
-        report(f"{number + 1} of {len(rows)} {row.name}: {result.peak_allocated_bytes} at {result.peak_event}")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ step, and what was alive at the peak.
 from enum import StrEnum
 from typing import Any
 
-from msgspec import field
-
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import DeviceKind, MeasuredRates
 from shardwise.trainer.spec.job.sections import LoraJob
@@ -243,28 +241,3 @@ class Simulation(Value, frozen=True, kw_only=True):
     def reserved_bytes(self, *, is_expandable: bool) -> int:
         """Peak bytes that the allocator reserves, with or without expandable segments."""
         return self.expandable_reserved_bytes if is_expandable else self.peak_reserved_bytes
-
-
-class GoldenResult(Value, frozen=True, kw_only=True):
-    """The part of a dry run that does not depend on the machine that ran it."""
-
-    steady_allocated_bytes: int
-    peak_allocated_bytes: int
-    peak_event: str
-    events: dict[str, int]
-    parts: dict[str, int]
-    peak_reserved_bytes: int
-    expandable_reserved_bytes: int
-    min_capacity_bytes: int
-    pinned_host_bytes: int = 0
-    num_parameters: int
-    num_trained_parameters: int
-    versions: dict[str, str]
-
-
-class GoldenRow(Value, frozen=True, kw_only=True):
-    """One line of the file of known dry runs; without a result, one that is still to be run."""
-
-    name: str
-    request: SimulationRequest
-    result: GoldenResult | None = field(default=None, name="answer")
