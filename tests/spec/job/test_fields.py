@@ -8,17 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_reference import DOCUMENT, MARK, job_reference, write_job_reference
 
 from shardwise.launch.job.yaml_text import read_yaml_file
-from shardwise.trainer.spec.job.fields import (
-    BY_PATH,
-    REFERENCE_MARK,
-    SECTIONS,
-    job_json_schema,
-    job_reference,
-    job_tree,
-    write_job_reference,
-)
+from shardwise.trainer.spec.job.fields import BY_PATH, SECTIONS, job_json_schema, job_tree
 from shardwise.trainer.spec.job.reading import read_job
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
@@ -160,19 +153,16 @@ def test_the_schema_says_which_draft_it_is_and_closes_every_section():
         assert schema["additionalProperties"] is False
 
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "job-file.md"
-
-
 def test_the_document_is_the_rendered_reference():
-    """Write it anew with trainer.spec.job.fields.write_job_reference(Path("docs/job-file.md"))."""
-    above, mark, below = DOCUMENT.read_text(encoding="utf-8").partition(REFERENCE_MARK)
+    """Write it anew with tests/factories/job_reference.py."""
+    above, mark, below = DOCUMENT.read_text(encoding="utf-8").partition(MARK)
     assert above
     assert mark + below == job_reference()
 
 
 def test_writing_anew_keeps_what_stands_above_the_mark(tmp_path):
     copy = tmp_path / "job-file.md"
-    copy.write_text(f"# Ours\n\n{REFERENCE_MARK}\n\nold tables\n")
+    copy.write_text(f"# Ours\n\n{MARK}\n\nold tables\n")
     write_job_reference(copy)
     assert copy.read_text() == "# Ours\n\n" + job_reference()
 

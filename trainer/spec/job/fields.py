@@ -1,21 +1,17 @@
-"""The table of settings, derived from the annotated fields of `trainer.spec.job.sections`, and its three forms.
+"""The table of settings, derived from the annotated fields of `trainer.spec.job.sections`, and its two forms.
 
-`job_tree` writes a job in the spelling of the file, `job_json_schema` describes a job file for editors that complete
-and check YAML (draft 2020-12), and `job_reference` renders the tables of docs/job-file.md. The schema covers one
-setting at a time; settings that exclude each other are in `trainer.spec.job.reading`.
+`job_tree` writes a job in the spelling of the file, and `job_json_schema` describes a job file for editors that
+complete and check YAML (draft 2020-12). The schema covers one setting at a time; settings that exclude each other are
+in `trainer.spec.job.reading`.
 """
 
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple, get_args
 
 from shardwise.trainer.spec.job.kinds import Kind, Setting, kind_of_type, or_none
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.value import Value
-
-REFERENCE_MARK = "<!-- Below: written by trainer/spec/job/fields.py -->"
 
 
 class Field(NamedTuple):
@@ -98,18 +94,7 @@ def job_json_schema() -> dict[str, Any]:
     }
 
 
-def job_reference() -> str:
-    """Tables of every setting: what it may be, its default and what it does."""
-    return "\n".join([REFERENCE_MARK, "", "## Every setting", "", *map(_table, SECTIONS)])
-
-
-def write_job_reference(document: Path) -> None:
-    """Replaces what follows the mark in the document."""
-    above = document.read_text(encoding="utf-8").partition(REFERENCE_MARK)[0]
-    document.write_text(above + job_reference(), encoding="utf-8")
-
-
-def _section_description(section: str) -> str:
+def section_description(section: str) -> str:
     """First sentence of the value's docstring; what follows a semicolon there is about the value in Python."""
     first = (SECTIONS[section].__doc__ or "").partition("\n")[0]
     return first.partition(";")[0].rstrip(".") + "."
@@ -118,7 +103,7 @@ def _section_description(section: str) -> str:
 def _section_schema(path: str, defaults: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": ["object", "null"] if path else "object",
-        "description": _section_description(path),
+        "description": section_description(path),
         "properties": {inner.rpartition(".")[2]: _property(inner, defaults) for inner in children(path)},
         "additionalProperties": False,
     }
@@ -131,24 +116,3 @@ def _property(path: str, defaults: dict[str, Any]) -> dict[str, Any]:
     entry = BY_PATH[path]
     default = {"default": defaults[name]} if defaults.get(name) not in (None, []) else {}
     return {**entry.kind.schema, "description": entry.description, **default}
-
-
-def _table(section: str) -> str:
-    rows = [_row(BY_PATH[path]) for path in children(section) if path in BY_PATH]
-    heading = f"### {section or 'Top level'}\n\n{_section_description(section)}\n"
-    return "\n".join([heading, "| setting | may be | default | |\n|---|---|---|---|", *rows, ""])
-
-
-def _row(entry: Field) -> str:
-    choices = ", ".join(f"`{word}`" for word in entry.kind.choices)
-    cells = (f"`{entry.path}`", choices or entry.kind.expected, f"`{_default(entry.path)}`", entry.description)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _default(path: str) -> str:
-    if path in ("data.train", "model.name", "model.config"):
-        return "none: must be given" if path == "data.train" else "one of name, config"
-    value: object = job_tree(Job())
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value if isinstance(value, str) else json.dumps(value)

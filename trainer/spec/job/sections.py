@@ -2,7 +2,7 @@
 
 One annotated field is one setting: its type, its `Setting` (what it means, what may be written) and its default.
 The reader, the writer, the JSON Schema, the nearest names and the tables of docs/job-file.md are derived from it, so
-a new setting is one field here, and the tables written again (`fields.write_job_reference`).
+a new setting is one field here, and the tables written again (tests/factories/job_reference.py).
 None in a field means "auto" or "off"; `Setting.none` is its spelling in the file.
 """
 
