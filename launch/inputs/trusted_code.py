@@ -32,7 +32,6 @@ from shardwise.trainer.spec.plan import Plan
 
 SETTING = "model.trust_remote_code"
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
-_POLL_S = 0.1
 _CONFIG, _MODEL = "AutoConfig", "AutoModelForCausalLM"
 
 
