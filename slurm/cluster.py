@@ -42,6 +42,11 @@ def format_duration(seconds: int) -> str:
     return f"{days}-{clock}" if days else clock
 
 
+def parse_number(text: str | None) -> int | None:
+    """A whole number; None for any other text."""
+    return int(text) if text is not None and text.isdigit() else None
+
+
 def parse_amount(text: str) -> int | None:
     """A count such as `8`, `4K` or `94G`; None for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)", text.strip(), re.IGNORECASE)
@@ -239,12 +244,12 @@ def _partition(fields: Mapping[str, str | None]) -> Partition:
         name=fields["PartitionName"] or "",
         state=_STATES.get((fields.get("State") or "UP").upper(), PartitionState.INACTIVE),
         is_default=fields.get("Default") == "YES",
-        num_nodes=_count(fields.get("TotalNodes")) or 0,
+        num_nodes=parse_number(fields.get("TotalNodes")) or 0,
         nodes=fields.get("Nodes"),
-        min_nodes=_count(fields.get("MinNodes")) or 0,
-        max_nodes=_count(fields.get("MaxNodes")),
+        min_nodes=parse_number(fields.get("MinNodes")) or 0,
+        max_nodes=parse_number(fields.get("MaxNodes")),
         max_time_s=parse_duration(fields.get("MaxTime")),
-        max_cpus_per_node=_count(fields.get("MaxCPUsPerNode")),
+        max_cpus_per_node=parse_number(fields.get("MaxCPUsPerNode")),
         max_ram_per_node_bytes=_mebibytes(fields.get("MaxMemPerNode")),
         max_ram_per_cpu_bytes=_mebibytes(fields.get("MaxMemPerCPU")),
         is_oversubscribed=mode == "FORCE" and times != "1",
@@ -254,7 +259,7 @@ def _partition(fields: Mapping[str, str | None]) -> Partition:
         denied_qos=_names(fields.get("DenyQos")) or (),
         qos=fields.get("QoS"),
         preemption=_PREEMPTIONS.get(preempt_mode, Preemption.CANCEL),
-        grace_time_s=_count(fields.get("GraceTime")) or 0,
+        grace_time_s=parse_number(fields.get("GraceTime")) or 0,
         tres=parse_tres(fields.get("TRES")),
     )
 
@@ -265,8 +270,8 @@ def _node(fields: Mapping[str, str | None]) -> Node:
     if not any(one.name == "gpu" for one in gres):
         gres += _gpus_of_tres(configured)
     states = {word.strip(_STATE_MARKS) for word in (fields.get("State") or "UNKNOWN").upper().split("+")}
-    spec_cores = (_count(fields.get("CoreSpecCount")) or 0) * (_count(fields.get("ThreadsPerCore")) or 1)
-    cores = _count(fields.get("CPUEfctv")) or (_count(fields.get("CPUTot")) or 0) - spec_cores
+    spec_cores = (parse_number(fields.get("CoreSpecCount")) or 0) * (parse_number(fields.get("ThreadsPerCore")) or 1)
+    cores = parse_number(fields.get("CPUEfctv")) or (parse_number(fields.get("CPUTot")) or 0) - spec_cores
     memory = (_mebibytes(fields.get("RealMemory")) or 0) - (_mebibytes(fields.get("MemSpecLimit")) or 0)
     return Node(
         name=fields["NodeName"] or "",
@@ -293,13 +298,9 @@ def _gpus_of_tres(tres: Mapping[str, int]) -> tuple[Gres, ...]:
     return typed or ((Gres(name="gpu", kind=None, count=total),) if total else ())
 
 
-def _count(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
-
-
 def _mebibytes(text: str | None) -> int | None:
     """Memory is configured in MiB; 0 and UNLIMITED set no limit."""
-    count = _count(text)
+    count = parse_number(text)
     return count * MIB if count else None
 
 

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shardwise.slurm.cluster import known, parse_duration, parse_records
+from shardwise.slurm.cluster import known, parse_duration, parse_number, parse_records
 from shardwise.slurm.queries import run_slurm
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.hardware import Hardware
@@ -51,7 +51,7 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
     if not job_id:
         return None
     is_in_step = "SLURM_STEP_ID" in environment
-    num_tasks = _number(environment.get("SLURM_STEP_NUM_TASKS")) if is_in_step else 1
+    num_tasks = parse_number(environment.get("SLURM_STEP_NUM_TASKS")) if is_in_step else 1
     if num_tasks is not None and num_tasks > 1:
         raise InputError(
             f"srun started {num_tasks} tasks of this command, and it starts the ranks itself; run it once a job: "
@@ -60,8 +60,8 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
     num_nodes = environment.get("SLURM_JOB_NUM_NODES") or environment.get("SLURM_NNODES")
     return Allocation(
         job_id=job_id,
-        num_nodes=_number(num_nodes) or 1,
-        num_restarts=_number(environment.get("SLURM_RESTART_COUNT")) or 0,
+        num_nodes=parse_number(num_nodes) or 1,
+        num_restarts=parse_number(environment.get("SLURM_RESTART_COUNT")) or 0,
         cores_per_node=_least_cores(environment.get("SLURM_JOB_CPUS_PER_NODE", "")),
         is_in_step=is_in_step,
     )
@@ -85,10 +85,6 @@ def _least_cores(text: str) -> int | None:
     """64 for `96(x2),64`; None for other text."""
     counts = [int(found[1]) for found in re.finditer(r"(\d+)(?:\(x\d+\))?(?:,|$)", text)]
     return min(counts, default=None)
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
 
 
 # %o, the script's path, may hold anything but a line break, so it comes last.

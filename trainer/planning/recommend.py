@@ -95,7 +95,7 @@ def _configurations(context: PlanningContext, plan: Plan, report: Report, _: Obs
         named, given = _changes(ran, room)
         text = f"{format_bytes(unused)} unused: {named} is predicted {gain:.2f}x ({given})"
         yield Recommendation(text=text, gain=gain if named else 0.0)
-    if best is None or _layout(best) == _layout(ran) or _gain(ran, best) < LEAST_GAIN * gain:
+    if best is None or best.strategy.layout == ran.strategy.layout or _gain(ran, best) < LEAST_GAIN * gain:
         return
     effect = "exact and " if best.is_exact else ""
     held = [name for name in _FREED if getattr(pins, name) is not None]
@@ -109,10 +109,6 @@ def _configurations(context: PlanningContext, plan: Plan, report: Report, _: Obs
 
 def _gain(ran: Candidate, other: Candidate) -> float:
     return ran.speed.step_s / other.speed.step_s
-
-
-def _layout(candidate: Candidate) -> tuple[object, ...]:
-    return candidate.strategy.sharding, candidate.strategy.offload
 
 
 def _changes(ran: Candidate, other: Candidate) -> tuple[str, str]:

@@ -118,6 +118,10 @@ class Strategy(Value, frozen=True, kw_only=True):
     is_exact: bool
     base_config: str | None = None
 
+    @property
+    def layout(self) -> tuple[Sharding, Offload]:
+        return self.sharding, self.offload
+
     def is_exact_with(self, *, tf32: bool, optimizer_in_backward: bool) -> bool:
         """True if the settings change nothing either: TF32 rounds products, an update in the backward never clips."""
         return self.is_exact and not tf32 and not optimizer_in_backward

@@ -51,7 +51,7 @@ LAYOUTS: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         name="offload_has_a_better_layout",
-        is_broken=lambda c: (c.strategy.sharding, c.strategy.offload) not in CATALOGUED,
+        is_broken=lambda c: c.strategy.layout not in CATALOGUED,
         reason="{layout} needs more device memory than another layout with the same communication",
         instead="zero2 for the optimizer, zero3 or fsdp for parameters too",
         evidence="ZeRO-2 sends a gradient to its owner once, as ZeRO-1 does, and drops it (arXiv:1910.02054, 5.2)",

@@ -166,7 +166,7 @@ def _machinery(candidate: Candidate) -> tuple[bool, int, bool, int, int]:
     row = candidate.strategy
     return (
         not candidate.is_exact,
-        LAYOUTS.index((row.sharding, row.offload)),
+        LAYOUTS.index(row.layout),
         row.optimizer.facts.is_paged,
         candidate.memory.need_bytes,
         CATALOGUE.index(row),

@@ -38,7 +38,6 @@ from shardwise.trainer.planning.search.configurations import (
     smallest_buckets,
 )
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
-from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import NothingFitsError
 from shardwise.trainer.spec.job.sections import Allowance, Pin
 from shardwise.trainer.spec.plan import Candidate, MethodRow
@@ -59,7 +58,8 @@ def fallbacks(context: PlanningContext, candidates: Sequence[Candidate]) -> tupl
         configuration, candidate = lower
         chain.append(candidate)
     for other in candidates[1:]:
-        if _keeps_the_update(other, candidates[0]) and _layout(other) not in {_layout(link) for link in chain}:
+        layouts = {link.strategy.layout for link in chain}
+        if _keeps_the_update(other, candidates[0]) and other.strategy.layout not in layouts:
             smallest = least_need(context, other.strategy)
             if _is_lower(smallest, chain[-1]) and excess(context, smallest) is None:
                 chain.append(smallest)
@@ -69,10 +69,6 @@ def fallbacks(context: PlanningContext, candidates: Sequence[Candidate]) -> tupl
 def _keeps_the_update(other: Candidate, chosen: Candidate) -> bool:
     has_same_rate = shares_rate(other.strategy.optimizer, chosen.strategy.optimizer)
     return has_same_rate and (other.is_exact or not chosen.is_exact)
-
-
-def _layout(candidate: Candidate) -> tuple[Sharding, Offload]:
-    return candidate.strategy.sharding, candidate.strategy.offload
 
 
 def _next_lower(

@@ -24,7 +24,7 @@ from shardwise.trainer.runtime.engines import engine_of, running_engine
 from shardwise.trainer.runtime.engines.engine import EngineChoice, Row
 from shardwise.trainer.runtime.memory.compilation import fused_modules
 from shardwise.trainer.runtime.models.build import Installed, plain_model
-from shardwise.trainer.runtime.models.methods import method_facts
+from shardwise.trainer.runtime.models.methods import method_facts, num_elements
 from shardwise.trainer.runtime.optimizers import (
     NO_DECAY,
     expected_class_name,
@@ -259,12 +259,7 @@ def _owns_a_share(
     if dist.is_initialized():
         dist.all_reduce(total)
     parameters = running_engine(model).partitioned(model)
-    whole = sum(map(_num_elements, parameters))
+    whole = sum(map(num_elements, parameters))
     padding = 2 * num_ranks * (len(parameters) + 4)
     least, share = num_copies * whole, int(total) / num_ranks
     return 0 < least <= int(total) <= least + padding and owned <= 1.5 * share + 4096
-
-
-def _num_elements(parameter: Any) -> int:  # noqa: ANN401  # ZeRO-3 adds attributes to parameters
-    """Elements of the whole parameter, however little of it is here."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))

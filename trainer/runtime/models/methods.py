@@ -122,7 +122,7 @@ def seed_adapters(seed: int) -> None:
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that the optimizer updates."""
+    """The parameters that the optimizer updates, a tied one once, in the model's order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -239,8 +239,8 @@ def method_facts(model: nn.Module) -> dict[str, str]:
     packed = {id(layer.weight) for layer in layers}
     plain = [parameter for parameter in model.parameters() if id(parameter) not in packed]
     trained, frozen = ([p for p in plain if p.requires_grad is is_trained] for is_trained in (True, False))
-    num_trained = sum(map(_num_elements, trained))
-    num_all = sum(map(_num_elements, plain)) + sum(math.prod(layer.quant_state.shape) for layer in layers)
+    num_trained = sum(map(num_elements, trained))
+    num_all = sum(map(num_elements, plain)) + sum(math.prod(layer.quant_state.shape) for layer in layers)
     share = f"{num_trained:,} of {num_all:,} ({100 * num_trained / num_all:.3g} %)"
     facts = {"trained parameters": share, **noise_facts(model)}
     if frozen or layers:
@@ -257,7 +257,7 @@ def quantised_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if type(module).__module__.startswith("bitsandbytes.")]
 
 
-def _num_elements(parameter: nn.Parameter) -> int:
+def num_elements(parameter: nn.Parameter) -> int:
     """Elements over all ranks, also of one that ZeRO-3 has cut."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 

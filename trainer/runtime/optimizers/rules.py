@@ -38,6 +38,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
+from shardwise.trainer.runtime.models.methods import trained_parameters
 from shardwise.trainer.runtime.optimizers.in_backward import AdaLomo, Lomo
 from shardwise.trainer.runtime.run.operators import read_processor_from_proc, use_built_operators
 from shardwise.trainer.spec.optimizers import Optimizer
@@ -186,11 +187,6 @@ def matrix_groups(model: nn.Module, *, weight_decay: float) -> list[Group]:
     of_matrices = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in trained_parameters(model) if id(parameter) not in of_matrices]
     return [{"params": matrices, "weight_decay": weight_decay, "name": MATRICES}, *_by_decay(others, weight_decay)]
-
-
-def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Every parameter that is trained, a tied one once, in the model's order."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def block_matrices(model: nn.Module) -> list[nn.Parameter]:
