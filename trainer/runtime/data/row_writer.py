@@ -263,7 +263,7 @@ class RowWriter:
         tables, starts = {}, [_no_rows()[:, 0]]
         with closing(pieces_file):
             for key, side in self._sides.items():
-                pieces = side.table()
+                pieces, side.rows = side.table(), array("q")
                 row_of = best_fit_rows(pieces[:, 1], self._shape.seq_len)
                 pieces = pieces[np.argsort(row_of, kind="stable")]
                 starts.append(self._tokens.num_tokens + np.cumsum(pieces[:, 1]) - pieces[:, 1])
@@ -319,7 +319,8 @@ class _Side:
         self.num_dropped = 0
 
     def table(self) -> NDArray[np.int64]:
-        return np.array(self.rows, np.int64).reshape(-1, 3)
+        """A view of the rows."""
+        return np.asarray(self.rows, np.int64).reshape(-1, 3)
 
 
 def _no_rows() -> NDArray[np.int64]:
@@ -364,10 +365,11 @@ def best_fit_rows(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64
     longest_first = np.argsort(-lengths, kind="stable")
     rows = np.empty(len(lengths), np.int64)
     rows[longest_first] = _placed(lengths[longest_first], capacity)
-    _, first_documents, numbers = np.unique(rows, return_index=True, return_inverse=True)
+    first_documents = np.empty(rows.max() + 1, np.int64)  # every row has a document
+    first_documents[rows[::-1]] = np.arange(len(rows))[::-1]  # of several values for a place numpy keeps the last
     rank = np.empty(len(first_documents), np.int64)
     rank[np.argsort(first_documents)] = np.arange(len(first_documents))
-    return rank[numbers]
+    return rank[rows]
 
 
 def _placed(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
