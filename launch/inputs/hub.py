@@ -78,9 +78,10 @@ def download_snapshot(
     cache: Path,
     setting: str,
     with_weights: bool,
+    timeout_s: float = REPLY_TIMEOUT_S,
     similar: Callable[[str], str | None] = lambda _: None,
 ) -> Path:
-    """Downloads config, tokenizer and, on request, weights; returns their folder.
+    """Downloads config, tokenizer and, on request, weights; returns their folder. `timeout_s` limits the first request.
 
     `similar` returns a known name that resembles one that is not found.
 
@@ -97,7 +98,7 @@ def download_snapshot(
             repository, revision=revision, cache=cache, setting=setting, what="a model", similar=similar
         ),
     ):
-        HfApi().repo_info(repository, revision=revision, timeout=REPLY_TIMEOUT_S)
+        HfApi().repo_info(repository, revision=revision, timeout=timeout_s)
         folder = snapshot_download(
             repository,
             revision=revision,

@@ -11,6 +11,7 @@ is never read as a whole; a run keeps the list that it was started with.
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -34,7 +35,9 @@ _PREPARED_FILES = ("layout.json", "tokens.bin", "starts.bin", "train_rows.npy", 
 _NUM_SHOWN = 2  # changed files of a stream, in a message
 
 
-def prepare_data(request: PrepareRequest, *, on_progress: Callable[[str], None]) -> DataProfile:
+def prepare_data(
+    request: PrepareRequest, *, python: str = sys.executable, on_progress: Callable[[str], None]
+) -> DataProfile:
     """The profile of the prepared data; raises the ShardwiseError of the worker.
 
     On an interrupt the worker has GRACE_S seconds to clean up.
@@ -53,6 +56,7 @@ def prepare_data(request: PrepareRequest, *, on_progress: Callable[[str], None])
             environment=_environment(listed),
             on_line=on_progress,
             grace_s=GRACE_S,
+            python=python,
         )
         write_index(listed, profile, started_ns)
     if profile.is_stream:
