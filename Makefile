@@ -3,7 +3,7 @@
 .POSIX:
 .SUFFIXES:
 
-TARGETS = install train test test-quick test-long mutations check bench bench-gpu golden newest uninstall
+TARGETS = install train test test-quick test-long mutations check bench bench-gpu golden newest oldest uninstall
 
 .PHONY: help $(TARGETS)
 

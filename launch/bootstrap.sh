@@ -3,7 +3,7 @@
 # The same as make, for machines without make. Needs Python 3.11 to 3.13 and, for DeepSpeed's operators, a C++ compiler.
 #
 #   SHARDWISE_PYTHON=/path/to/python   the interpreter to build .venv with
-#   SHARDWISE_OUTCOME=1                test-long keeps what it came to under benchmarks/results/
+#   SHARDWISE_OUTCOME=1                test-long and oldest keep what they came to under benchmarks/results/
 #
 # Exit code 2: the target does not exist. 4: something is missing on the machine; the message names it and how to get it.
 set -eu
@@ -12,6 +12,7 @@ cd "$(dirname "$0")/.."
 venv=.venv
 bin=$venv/bin
 target=${1:-help}
+outcome=${SHARDWISE_OUTCOME:+--outcome=benchmarks/results/$target-$(date -u +%Y-%m-%d).json}
 
 say() { printf '%s\n' "$*" >&2; }
 stop() { say "bootstrap: $1"; shift; for line in "$@"; do say "  $line"; done; exit 4; }
@@ -29,6 +30,7 @@ bench       benchmarks, as ratios measured side by side
 bench-gpu   half an hour on a GPU: every engine, predictions, other trainers, FP8, small cards; a rehearsal without one
 golden      runs every known dry run anew and writes tests/golden/dry_run.jsonl; half an hour
 newest      the canaries with the newest versions of all libraries, in .venv-newest: may an upper bound go up?
+oldest      what the libraries decide, with the lowest versions that pyproject.toml allows, in .venv-oldest; half an hour
 uninstall   remove .venv, caches and compiled operators; runs remain
 TEXT
 }
@@ -136,7 +138,7 @@ check_gpu() { # a GPU that the installed torch cannot use is a fault to mend, no
 
 uninstall() {
     cache=${SHARDWISE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/shardwise}
-    for path in "$venv" "$venv-newest" "$cache"; do
+    for path in "$venv" "$venv-newest" "$venv-oldest" "$cache"; do
         [ -e "$path" ] && { say "Removing $path"; rm -rf "$path"; }
     done
     say "Not removed: runs/, ${XDG_STATE_HOME:-$HOME/.local/state}/shardwise, ${XDG_CONFIG_HOME:-$HOME/.config}/shardwise"
@@ -165,6 +167,17 @@ try_newest() { # in an environment of its own
     exec "$bin/python" -m pytest tests/distributed/test_workarounds.py "$@"
 }
 
+try_oldest() { # likewise; warnings of older versions are no errors
+    bin=$venv-oldest/bin
+    [ -x "$bin/python" ] || "$venv/bin/python" -m venv "$venv-oldest"
+    "$venv/bin/python" tests/factories/lowest_versions.py >"$venv-oldest/constraints"
+    pip_install -c "$venv-oldest/constraints" -e '.[train,dev]' || stop "the lowest versions could not be installed together" \
+        "the lines above say which of them exclude each other"
+    [ $# -gt 0 ] || set -- -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder tests/signatures tests/runtime \
+        tests/simulation tests/distributed/test_engines.py tests/distributed/test_workarounds.py tests/end_to_end/test_train.py
+    run_tests -W default ${outcome:+"$outcome"} "$@"
+}
+
 case $target in
     help | -h | --help) usage ;;
     install) install ;;
@@ -175,8 +188,7 @@ case $target in
     test-long)
         install_dev
         shift
-        [ -z "${SHARDWISE_OUTCOME:-}" ] || set -- "--outcome=benchmarks/results/test-long-$(date -u +%Y-%m-%d).json" "$@"
-        exec "$bin/python" -m pytest -m long "$@"
+        exec "$bin/python" -m pytest -m long ${outcome:+"$outcome"} "$@"
         ;;
     check)
         install_dev
@@ -194,6 +206,7 @@ case $target in
         shift
         try_newest "$@"
         ;;
+    oldest) install_dev; shift; try_oldest "$@" ;;
     uninstall) uninstall ;;
     *) say "bootstrap: unknown target '$target'"; usage >&2; exit 2 ;;
 esac

@@ -6,11 +6,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from fake_torch import FakeTorch
 from gpu_machines import GPU_MACHINES, lay_out_gpus
+from lowest_versions import lowest_versions
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from warm_python import SWITCH
 
 REPOSITORY = Path(__file__).parents[1]
@@ -194,6 +198,34 @@ def test_the_tests_run_on_workers_and_their_failure_is_that_of_the_command(proje
 def test_a_part_that_is_named_runs_alone(project: Path):
     answer = run(installed(project), "test", bare_path(project), "tests/launch", "-x")
     assert answer.stdout.splitlines()[-1] == "-m pytest -m not long and not gpu tests/launch -x"
+
+
+@pytest.mark.parametrize(
+    ("target", "installs", "runs"),
+    [
+        ("newest", "--upgrade -r .venv-newest/names", "tests/distributed/test_workarounds.py"),
+        ("oldest", "-c .venv-oldest/constraints -e .[train,dev]", "-W default --outcome=benchmarks/results/oldest-20"),
+    ],
+)
+def test_other_versions_are_tried_in_an_environment_of_their_own(project: Path, target, installs, runs):
+    installed(project)
+    python = project / f".venv-{target}" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\necho "$*" >>{shlex.quote(str(project / "asked"))}\n')
+    python.chmod(0o755)
+    answer = run(project, target, bare_path(project), SHARDWISE_OUTCOME="1")
+    asked = (project / "asked").read_text().splitlines()
+    assert answer.returncode == 0, answer.stderr
+    assert asked[0].endswith(installs) and runs in asked[-1] and asked[-1].startswith("-m pytest")
+
+
+def test_the_lowest_versions_are_those_that_pyproject_allows():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    required = map(Requirement, (*project["dependencies"], *project["optional-dependencies"]["train"]))
+    lowest = lowest_versions("train")
+    for each in required:
+        below = str(each.specifier).replace(">=", ">")
+        assert lowest[each.name] in each.specifier and lowest[each.name] not in SpecifierSet(below), each
 
 
 def test_the_script_is_posix_shell():

@@ -16,15 +16,14 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import tomllib
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
 
 from library_calls import references
+from lowest_versions import ROOT, lowest_versions
 
-ROOT = Path(__file__).resolve().parents[2]
 CAPTURED = ROOT / "tests" / "captured" / "signatures"
 # Libraries that are read, by the name of their package on the index.
 PACKAGES = {
@@ -315,12 +314,7 @@ def _text(args: ast.arguments, *, is_bound: bool) -> str:
 def versions(library: str) -> tuple[str, ...]:
     """The lowest version that pyproject.toml allows, and the locked one if there is a lock for it."""
     package = PACKAGES[library]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    bounds = [
-        *project["dependencies"],
-        *(each for extra in project["optional-dependencies"].values() for each in extra),
-    ]
-    low = next(match[1] for each in bounds if (match := re.fullmatch(rf"{package}(?:\[.*\])?>=([\w.]+)(?:,.*)?", each)))
+    low = lowest_versions()[package]
     low = low if low.count(".") > 1 or library in ("galore_torch",) else f"{low}.0"
     lock = re.search(rf"^{package}==(\S+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
     return tuple(dict.fromkeys([low, *([lock[1]] if lock else [])]))

@@ -25,7 +25,7 @@ def choose_attention_kernels() -> None:
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     torch.backends.cuda.enable_flash_sdp(enabled=True)
     torch.backends.cuda.enable_mem_efficient_sdp(enabled=True)
-    sdpa_attention.use_gqa_in_sdpa = groups_heads
+    sdpa_attention.use_gqa_in_sdpa = groups_heads  # type: ignore[assignment]  # with fewer arguments too
 
 
 def attention_kernel_rows() -> Iterator[tuple[str, object, object]]:
@@ -36,9 +36,12 @@ def attention_kernel_rows() -> Iterator[tuple[str, object, object]]:
     yield "grouped heads follow the kernel", True, sdpa_attention.use_gqa_in_sdpa is groups_heads
 
 
-def groups_heads(attention_mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
-    """In place of transformers' `use_gqa_in_sdpa`: False where key and value heads have to be repeated."""
-    return transformers_groups_heads(attention_mask, key, value) and supports_grouped_heads(key)
+def groups_heads(attention_mask: Tensor | None, key: Tensor, *value: Tensor) -> bool:
+    """In place of transformers' `use_gqa_in_sdpa`: False where key and value heads have to be repeated.
+
+    transformers 5.11 and before pass no value.
+    """
+    return transformers_groups_heads(attention_mask, key, *value) and supports_grouped_heads(key)
 
 
 def supports_grouped_heads(heads: Tensor, *, is_masked: bool = False) -> bool:

@@ -53,6 +53,7 @@ from shardwise.trainer.runtime.loop.step import Means, Objective, Sums, Terms, T
 from shardwise.trainer.runtime.loss import IGNORED, LossOutput
 from shardwise.trainer.runtime.memory.compilation import without_compilation
 from shardwise.trainer.runtime.models.methods import adapters_off
+from shardwise.trainer.runtime.models.model_code import is_custom_code
 from shardwise.trainer.runtime.run.extension import Hooks
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.shapes import objective_of
@@ -166,7 +167,7 @@ def continue_prompt(model: nn.Module, prompt: list[int], tokenizer: PreTrainedTo
     try:
         output = _generate(model, ids, tokenizer)
     except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError) as error:
-        if not model.is_custom_code():
+        if not is_custom_code(model):
             raise
         return f"none: the model's own code raised {type(error).__name__}: {error}"  # no run ends for want of a sample
     finally:

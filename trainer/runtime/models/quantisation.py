@@ -317,10 +317,9 @@ def _config_class() -> Any:  # noqa: ANN401  # a class made here, as its bases t
     class Nf4Quantizer(HfQuantizer):
         quantization_config: Nf4Config
 
-        @property
-        def quantized_element_size(self) -> float:
-            """Bytes of a packed weight: on a GPU transformers allocates the model's bytes once before it reads."""
-            return 0.5
+        def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:  # noqa: ANN401  # transformers'
+            """Bytes of an element: on a GPU transformers allocates the model's bytes once before it reads."""
+            return 0.5 if self.param_needs_quantization(model, param_name) else param.element_size()
 
         def _process_model_before_weight_loading(self, model: Any, **_: object) -> None:  # noqa: ANN401  # transformers'
             put_empty_layers(model, self.quantization_config.packing)
