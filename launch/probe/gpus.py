@@ -434,7 +434,7 @@ def _not_busy(gpus: Sequence[Gpu]) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
 
 
 def _most_free_memory(gpus: Sequence[Gpu]) -> list[Gpu]:
-    """Of busy cards, the number with the largest sum when each counts only as much as the fullest of them."""
+    """The cards with the most free memory: as many as make number x (free memory of the fullest of them) largest."""
     ordered = sorted(gpus, key=lambda gpu: gpu.free_bytes or 0, reverse=True)
     best = max(range(1, len(ordered) + 1), key=lambda count: count * (ordered[count - 1].free_bytes or 0))
     retained = {gpu.index for gpu in ordered[:best]}

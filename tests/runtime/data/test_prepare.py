@@ -436,20 +436,25 @@ def test_a_cache_that_cannot_be_made_is_an_environment_fault(text, tmp_path):
         profile_of(listed_request(text, cache_root=tmp_path / "file"))
 
 
+def prepared_under(limit, max_bytes, request, folder):
+    """A process that has prepared under this limit of its resources, ended."""
+    codec.write(folder / "request.json", request)
+    program = (
+        "import resource, runpy\n"
+        f"resource.setrlimit(resource.{limit}, ({max_bytes}, {max_bytes}))\n"
+        "runpy.run_module('shardwise.trainer.runtime.data.prepare', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", program, folder / "request.json", folder / "answer.json"]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("max_bytes", [1000, 60_000], ids=["tokenizer", "tokens"])
 def test_a_full_disk_is_an_environment_fault_and_leaves_nothing(request_of, tmp_path, max_bytes):
     """A limit on the size of files stands for it."""
     path = tmp_path / "a.txt"
     path.write_text(numbered_text(10_000))
     request = request_of(path)
-    codec.write(tmp_path / "request.json", request)
-    program = (
-        "import resource, runpy, sys\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({max_bytes}, {max_bytes}))\n"
-        "runpy.run_module('shardwise.trainer.runtime.data.prepare', run_name='__main__', alter_sys=True)"
-    )
-    command = [sys.executable, "-c", program, tmp_path / "request.json", tmp_path / "answer.json"]
-    finished = subprocess.run(command, capture_output=True, text=True)
+    finished = prepared_under("RLIMIT_FSIZE", max_bytes, request, tmp_path)
     assert finished.returncode == 4, finished
     assert "File too large" in finished.stderr
     assert cache_folders(request) == ["locks"]
@@ -485,14 +490,7 @@ def test_two_gigabytes_of_rows_are_prepared_in_a_quarter_of_their_memory(tmp_pat
             stream.writelines(f'{{"text": "{num_rows + number} {text}"}}\n' for number, text in enumerate(texts))
             num_rows += len(texts)
     request = listed_request(path, cache_root=tmp_path / "cache", seq_len=512, vocab_size=4096)
-    codec.write(tmp_path / "request.json", request)
-    program = (
-        "import resource, runpy\n"
-        f"resource.setrlimit(resource.RLIMIT_DATA, ({2**29}, {2**29}))\n"
-        "runpy.run_module('shardwise.trainer.runtime.data.prepare', run_name='__main__', alter_sys=True)"
-    )
-    command = [sys.executable, "-c", program, tmp_path / "request.json", tmp_path / "answer.json"]
-    finished = subprocess.run(command, capture_output=True, text=True)
+    finished = prepared_under("RLIMIT_DATA", 2**29, request, tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert codec.read(tmp_path / "answer.json", DataProfile).num_documents == num_rows
     record_property(FAULTS, {"2 GB of JSON lines under 512 MiB": {"tried": 1, "survived": 1}})
