@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from shardwise.launch.commands.convert import chat_process, run_export
 from shardwise.launch.commands.data import data_lines, prepared_data
@@ -99,7 +100,7 @@ def plan(
     """
     with _of_keywords(is_written=job is None), _named(job, model) as path:
         options = _options(path, overrides, data, method, seq_len, allow)
-        options = options._replace(specs=() if hardware is None else (hardware,), vram_cap_bytes=_size(vram), gpus=gpus)
+        options = replace(options, specs=() if hardware is None else (hardware,), vram_cap_bytes=_size(vram), gpus=gpus)
         ((_, inputs),) = machines(options)
         return _as(PlanResult, plan_inputs(inputs, profile_data(inputs)))
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+from msgspec import Struct
+
 from shardwise.trainer.spec.errors import InputError
 
 LADDER_STEPS = 6
@@ -119,20 +121,20 @@ def _checkpoint(default: str) -> _Argument:
     return _text("--checkpoint", "best|last|step-N", f"default: {default}")
 
 
-class InitOptions(NamedTuple):
+class InitOptions(Struct, frozen=True):
     model: Annotated[str, _Argument("--model", help="hub id, folder or preset")]
     data: Annotated[str, _Argument("--data", help="file, folder or hub id")]
     output: Annotated[Path, _Argument("-o", "--output", type=Path, help="default: job.yaml")] = Path("job.yaml")
 
 
-class ProbeOptions(NamedTuple):
+class ProbeOptions(Struct, frozen=True):
     measure: Annotated[bool, _switch("--measure", "time disks, memory and matrix products as well")] = False
     gpus: _Gpus = None
     as_json: _Json = False
     output: Annotated[Path | None, _Argument("-o", "--output", type=Path, help="save it for --hardware FILE")] = None
 
 
-class PlanOptions(NamedTuple):
+class PlanOptions(Struct, frozen=True):
     """The options of settings (`model_settings`) apply over the job file, and key=value over them."""
 
     job: Annotated[Path, _Argument(type=Path, metavar="JOB|MODEL", help="job file, or a hub id, folder or preset")]
@@ -183,16 +185,16 @@ class PlanOptions(NamedTuple):
     as_json: _Json = False
 
 
-class DataOptions(NamedTuple):
+class DataOptions(Struct, frozen=True):
     job: _Job
     overrides: Annotated[Sequence[str], _Argument(nargs="*", metavar="key=value", help="e.g. data.loss_on=all")] = ()
 
 
-class EstimateOptions(NamedTuple):
+class EstimateOptions(Struct, frozen=True):
     cases: Annotated[Path, _Argument(type=Path, metavar="CASES.jsonl", help="one JSON object a line; - reads stdin")]
 
 
-class TrainOptions(NamedTuple):
+class TrainOptions(Struct, frozen=True):
     job: Annotated[Path, _Argument(type=Path, help="job file or plan.json")]
     overrides: _Overrides = ()
     vram_cap_bytes: _Vram = None
@@ -214,7 +216,7 @@ class TrainOptions(NamedTuple):
     as_json: Annotated[bool, _switch("--json", "the report on stdout, everything else on stderr")] = False
 
 
-class SubmitOptions(NamedTuple):
+class SubmitOptions(Struct, frozen=True):
     """The settings of slurm.* apply over the job file and key=value (`slurm_settings`)."""
 
     job: _Job
@@ -254,7 +256,7 @@ class SubmitOptions(NamedTuple):
         return {f"slurm.{name}": getattr(self, name) for name in (*names, "mail", "container", "chain")}
 
 
-class FetchOptions(NamedTuple):
+class FetchOptions(Struct, frozen=True):
     job: _Job
     overrides: Annotated[
         Sequence[str], _Argument(nargs="*", metavar="key=value", help="e.g. data.streaming=false")
@@ -262,7 +264,7 @@ class FetchOptions(NamedTuple):
     prepare: Annotated[bool, _switch("--no-prepare", "do not make the token cache", value=False)] = True
 
 
-class StatusOptions(NamedTuple):
+class StatusOptions(Struct, frozen=True):
     run: Annotated[
         str | None, _Argument(nargs="?", metavar="RUN|JOBID", help="default: your runs in ./runs and in the queue")
     ] = None
@@ -270,7 +272,7 @@ class StatusOptions(NamedTuple):
     sync: Annotated[bool, _switch("--sync", "send what was written offline to wandb")] = False
 
 
-class LogsOptions(NamedTuple):
+class LogsOptions(Struct, frozen=True):
     run: Annotated[str | None, _Argument(nargs="?", metavar="RUN|JOBID", help="default: the newest run in ./runs")] = (
         None
     )
@@ -280,13 +282,13 @@ class LogsOptions(NamedTuple):
     num_lines: Annotated[int, _Argument("-n", "--lines", type=_count, metavar="N", help="default: 50")] = 50
 
 
-class WatchOptions(NamedTuple):
+class WatchOptions(Struct, frozen=True):
     run: Annotated[str, _Argument(metavar="RUN|JOBID", help="a run directory, or the job of one")]
     once: Annotated[bool, _switch("--once", "show it once and end")] = False
     as_json: Annotated[bool, _switch("--json", "a line for each new step and each change of state")] = False
 
 
-class LadderOptions(NamedTuple):
+class LadderOptions(Struct, frozen=True):
     job: _Job
     overrides: _Overrides = ()
     vram_cap_bytes: _Vram = None
@@ -298,7 +300,7 @@ class LadderOptions(NamedTuple):
     as_json: _JsonOnly = False
 
 
-class ProfileOptions(NamedTuple):
+class ProfileOptions(Struct, frozen=True):
     job: _Job
     overrides: _Overrides = ()
     vram_cap_bytes: _Vram = None
@@ -311,19 +313,19 @@ class ProfileOptions(NamedTuple):
     as_json: _JsonOnly = False
 
 
-class CancelOptions(NamedTuple):
+class CancelOptions(Struct, frozen=True):
     run: Annotated[str, _Argument(metavar="RUN|JOBID", help="a run, a sweep, or a job of one")]
     now: Annotated[bool, _switch("--now", "at once, without a checkpoint")] = False
 
 
-class DoctorOptions(NamedTuple):
+class DoctorOptions(Struct, frozen=True):
     job: Annotated[Path | None, _Argument(type=Path, nargs="?", help="job file: its needs are checked too")] = None
     overrides: Annotated[Sequence[str], _Argument(nargs="*", metavar="key=value", help="e.g. train.seq_len=8192")] = ()
     quick: Annotated[bool, _switch("--quick", "skip checks that take more than a second")] = False
     as_json: _Json = False
 
 
-class CacheOptions(NamedTuple):
+class CacheOptions(Struct, frozen=True):
     prune: Annotated[bool, _switch("--prune", "free what is stale and can be made again")] = False
     older_than_days: Annotated[
         int | None,
@@ -333,7 +335,7 @@ class CacheOptions(NamedTuple):
     as_json: _Json = False
 
 
-class ReportOptions(NamedTuple):
+class ReportOptions(Struct, frozen=True):
     run_dirs: Annotated[
         Sequence[Path],
         _Argument(type=Path, nargs="+", metavar="RUN_DIR", help="several, or a sweep's, are shown side by side"),
@@ -342,7 +344,7 @@ class ReportOptions(NamedTuple):
     as_json: _Json = False
 
 
-class UiOptions(NamedTuple):
+class UiOptions(Struct, frozen=True):
     folder: Annotated[
         Path, _Argument(type=Path, nargs="?", metavar="FOLDER", help="of runs, or one run; default: runs")
     ] = Path("runs")
@@ -352,7 +354,7 @@ class UiOptions(NamedTuple):
     opens_browser: Annotated[bool, _switch("--no-browser", "only print the address", value=False)] = True
 
 
-class ExportOptions(NamedTuple):
+class ExportOptions(Struct, frozen=True):
     run_dir: Annotated[Path, _Run]
     output: Annotated[Path, _Argument(type=Path, metavar="OUT")]
     merge: Annotated[bool, _switch("--merge", "merge adapters into their base: one whole model")] = False
@@ -372,7 +374,7 @@ class ExportOptions(NamedTuple):
     as_json: _Json = False
 
 
-class ImportOptions(NamedTuple):
+class ImportOptions(Struct, frozen=True):
     checkpoint: Annotated[Path, _Argument(type=Path, metavar="CHECKPOINT", help="the folder that was saved")]
     output: Annotated[Path, _Argument(type=Path, metavar="OUT")]
     kind: Annotated[
@@ -392,7 +394,7 @@ class ImportOptions(NamedTuple):
     as_json: _Json = False
 
 
-class ChatOptions(NamedTuple):
+class ChatOptions(Struct, frozen=True):
     run_dir: Annotated[Path, _Run]
     checkpoint: Annotated[str | None, _checkpoint("the run's export, else as for export")] = None
     max_new_tokens: Annotated[int, _number("--max-new-tokens", "of a reply; default: 512")] = 512
@@ -403,7 +405,7 @@ class ChatOptions(NamedTuple):
     system: Annotated[str | None, _text("--system", "TEXT", "a system message for the chat template")] = None
 
 
-class WorkspaceOptions(NamedTuple):
+class WorkspaceOptions(Struct, frozen=True):
     project: Annotated[str | None, _text("--project", "P", "default: shardwise, as of a job that names none")] = None
     entity: Annotated[
         str | None,
@@ -412,7 +414,7 @@ class WorkspaceOptions(NamedTuple):
     as_json: Annotated[bool, _switch("--json", "print the view; nothing is read or sent")] = False
 
 
-class SchemaOptions(NamedTuple):
+class SchemaOptions(Struct, frozen=True):
     pass
 
 
@@ -519,6 +521,13 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: object) -> None:
         super().__init__(allow_abbrev=False, **kwargs)  # type: ignore[arg-type] # argparse's own, from add_parser
 
+    @property
+    def version(self) -> str:
+        """The text of `--version`, which argparse reads when it prints it."""
+        from shardwise.launch.probe.installed import installed_version
+
+        return f"shardwise {installed_version('shardwise') or 'unknown'}"
+
     def error(self, message: str) -> None:  # type: ignore[override] # argparse declares NoReturn; raising is that
         raise InputError(f"{message}; see {self.prog} --help")
 
@@ -548,19 +557,15 @@ def build_parser(names: Iterable[str] = tuple(COMMANDS)) -> argparse.ArgumentPar
         epilog="Exit codes: 0 done, 1 internal error, 2 input, 3 nothing fits, 4 environment, 5 out of memory, "
         "75 stopped to be requeued, 130 Ctrl-C, or a spent limit, after a saved checkpoint. --debug shows tracebacks.",
     )
-    parser.add_argument("--version", action="version", version=f"shardwise {_version()}")
+    parser.add_argument("--version", action="version")
     commands = parser.add_subparsers(  # without `prog` it would query the width of the terminal
         dest="command", metavar="COMMAND", required=True, parser_class=_Parser, prog=parser.prog
     )
     for name in names:
         command = COMMANDS[name]
         subparser = commands.add_parser(name, help=command.text)
-        for field, annotation in command.options.__annotations__.items():
-            annotation.__metadata__[0].add_to(subparser, field, command.options._field_defaults)
+        annotations = command.options.__annotations__
+        defaults = dict(zip(reversed(annotations), reversed(command.options.__struct_defaults__), strict=False))
+        for field, annotation in annotations.items():
+            annotation.__metadata__[0].add_to(subparser, field, defaults)
     return parser
-
-
-def _version() -> str:
-    from shardwise.launch.probe.installed import installed_version
-
-    return installed_version("shardwise") or "unknown"

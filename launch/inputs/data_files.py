@@ -22,7 +22,6 @@ import errno
 import os
 import re
 import stat
-import sysconfig
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -158,7 +157,7 @@ def _list_source(source: DataSource, *, setting: str, cache: Path, streams: bool
     part = Part(source.subset, source.split)
     if source.source == PYTHON_STDLIB:
         _refuse_part(part, f"{setting}: {PYTHON_STDLIB}")
-        return _Listed(python_stdlib_files(Path(sysconfig.get_path("stdlib"))))
+        return _Listed(python_stdlib_files(Path(os.__file__).parent))
     path = Path(os.path.abspath(Path(source.source).expanduser()))  # noqa: PTH100 - resolve() would follow links
     if path.is_dir():
         return _Listed(_files_in_folder(path, part, setting=setting))

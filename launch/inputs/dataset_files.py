@@ -20,7 +20,6 @@ Arrow files of one data set, and a `dataset_dict.json`, which names the splits, 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from glob import escape
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
@@ -236,6 +235,8 @@ def _request_listing(wanted: _Wanted, *, with_sizes: bool) -> tuple[str, Listing
 
 
 def _fetch(wanted: _Wanted, commit: str, names: Sequence[str]) -> None:
+    from glob import escape
+
     from huggingface_hub import snapshot_download
 
     patterns = [escape(name) for name in names]

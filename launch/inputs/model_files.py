@@ -20,7 +20,6 @@ import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,6 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.shapes import TEMPLATE_TOKENS
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
 from shardwise.trainer.spec.job.sections import Job, ModelJob
-from shardwise.trainer.spec.messages.worker_requests import ExtendVocabularyRequest, Lines
 from shardwise.trainer.spec.model.readers import text_part
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.value import Value
@@ -473,6 +471,8 @@ def refuse_frozen_rows(plan: Plan, files: ModelFiles, template: str | None) -> N
 
 
 def _key(folder: Path, num_rows: int) -> str:
+    from hashlib import blake2b  # loads OpenSSL
+
     key = blake2b(f"{folder}\0{num_rows}\n".encode(), digest_size=16)
     for path in sorted(folder.iterdir()):
         status = path.stat()
@@ -482,6 +482,7 @@ def _key(folder: Path, num_rows: int) -> str:
 
 def _extend_embeddings(folder: Path, num_rows: int, out: Path) -> None:
     from shardwise.launch.worker import ask  # a plan that computes needs none of it
+    from shardwise.trainer.spec.messages.worker_requests import ExtendVocabularyRequest, Lines
 
     request = ExtendVocabularyRequest(folder=str(folder), num_rows=num_rows, out=str(out))
     ask(

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from hashlib import blake2b
 from itertools import zip_longest
 from pathlib import Path
 
@@ -105,6 +104,8 @@ def find_prepared(listed: PrepareRequest) -> DataProfile | None:
 
 
 def _index_path(listed: PrepareRequest, tokenizer_files: Sequence[Path]) -> Path:
+    from hashlib import blake2b  # loads OpenSSL
+
     request = msgspec.json.encode(msgspec.structs.replace(listed, cache_root="", sources=(), eval_source=None))
     key = blake2b(f"{_INDEX_FORMAT}\n".encode() + request, digest_size=16)
     for path in tokenizer_files:

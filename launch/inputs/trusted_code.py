@@ -16,7 +16,6 @@ import ast
 import os
 import sys
 from collections.abc import Callable, Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def read_model_code(job: Job, model: ModelFiles, *, cache_home: Path | None = No
         repository=repository,
         revision=folder.name if is_from_hub else None,
         folder=str(folder.absolute()),
-        files={name: sha256(content).hexdigest() for name, content in _files(folder, modules).items()},
+        files={name: _sha256(content) for name, content in _files(folder, modules).items()},
         config_class=classes[_CONFIG],
         model_class=classes[_MODEL],
     )
@@ -77,13 +76,13 @@ def keep_model_code(plan: Plan, run_dir: Path) -> Plan:
     code = plan.model_code
     if code is None:
         return plan
-    digest = sha256("".join(f"{name} {code.files[name]}\n" for name in sorted(code.files)).encode()).hexdigest()
+    digest = _sha256("".join(f"{name} {code.files[name]}\n" for name in sorted(code.files)).encode())
     retained = run_dir / "model_code" / digest[:8]
     try:
         for name, expected in code.files.items():
             source = retained / name if (retained / name).is_file() else Path(code.folder) / name
             content = source.read_bytes()
-            if sha256(content).hexdigest() != expected:
+            if _sha256(content) != expected:
                 raise InputError(f"{SETTING}: {source} changed since the plan was made; start again")
             (retained / name).parent.mkdir(parents=True, exist_ok=True)
             (retained / name).write_bytes(content)
@@ -250,7 +249,7 @@ def read_extension(path_as_written: str) -> Extension:
         raise InputError(f"extensions: {path_as_written} defines none of {', '.join(Hook)}{_hint(functions)}")
     for hook in hooks:
         _check_arguments(functions[hook], hook, path_as_written)
-    return Extension(path=str(path.absolute()), sha256=sha256(content).hexdigest(), hooks=hooks)
+    return Extension(path=str(path.absolute()), sha256=_sha256(content), hooks=hooks)
 
 
 def keep_extension(plan: Plan, run_dir: Path) -> Plan:
@@ -262,7 +261,7 @@ def keep_extension(plan: Plan, run_dir: Path) -> Plan:
     retained = run_dir / "extensions" / f"{extension.sha256[:8]}-{source.name.removeprefix(f'{extension.sha256[:8]}-')}"
     try:
         content = retained.read_bytes() if retained.is_file() else source.read_bytes()
-        if sha256(content).hexdigest() != extension.sha256:
+        if _sha256(content) != extension.sha256:
             raise InputError(f"extensions: {source} changed since the plan was made; start again")
         retained.parent.mkdir(exist_ok=True)
         retained.write_bytes(content)
@@ -287,3 +286,10 @@ def _check_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef, hook: Hoo
 def _hint(functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef]) -> str:
     meant = next((matches[0] for name in functions if (matches := close_matches(name, [*Hook]))), None)
     return f"; did you mean {meant}?" if meant else ""
+
+
+def _sha256(content: bytes) -> str:
+    """The digest as hexadecimal digits."""
+    from hashlib import sha256  # loads OpenSSL
+
+    return sha256(content).hexdigest()

@@ -45,7 +45,6 @@ from shardwise.launch.probe.nvidia_smi import (
     unknown_field,
 )
 from shardwise.launch.probe.program import BackgroundCall, ProgramResult, run_program
-from shardwise.launch.worker import REAPING_S
 from shardwise.trainer.planning.tables.gpu_names import spec_of
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind, Gpu, GpuProcess, Hardware, Link
@@ -124,6 +123,8 @@ def _named_on_bus(maker: str, bus_ids: Sequence[str]) -> str:
 
 def _run_all(program: str, argument_lists: Iterable[Sequence[str]], timeout_s: float) -> list[ProgramResult]:
     """Runs the program with each list of arguments, all at the same time."""
+    from shardwise.launch.worker import REAPING_S  # no program runs without a card
+
     running = [
         BackgroundCall(partial(run_program, [program, *arguments], environment=os.environ, timeout_s=timeout_s))
         for arguments in argument_lists

@@ -14,7 +14,6 @@ Not covered: NVSwitch state, clocks, temperatures.
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
-from statistics import median
 
 from msgspec.structs import replace
 
@@ -321,6 +320,8 @@ def _cells(columns: Sequence[str], rows: Mapping[int, Sequence[str]]) -> dict[tu
 
 
 def _nvlink_bytes_per_s(num_nvlinks: int, a: Gpu, b: Gpu, rates: Mapping[int, Sequence[int]]) -> int | None:
+    from statistics import median
+
     known = [median(rates[gpu.index]) for gpu in (a, b) if rates.get(gpu.index)]
     return round(num_nvlinks * min(known)) if known else None
 

@@ -5,13 +5,10 @@ is down, no signal ends a call.)
 """
 
 import contextlib
-import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from shardwise.launch.worker import end
 from shardwise.trainer.spec.value import Value
 
 T = TypeVar("T")
@@ -41,6 +38,8 @@ def run_program(
     argv: Sequence[str], *, environment: Mapping[str, str], timeout_s: float, standard_input: str | None = None
 ) -> ProgramResult:
     """Runs a program in a session of its own."""
+    import subprocess  # a probe of a machine without a card starts no program
+
     try:
         process = subprocess.Popen(
             argv,
@@ -57,6 +56,8 @@ def run_program(
     try:
         output, errors = process.communicate(standard_input, timeout=timeout_s)
     except subprocess.TimeoutExpired:
+        from shardwise.launch.worker import end
+
         end(process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=0.1)  # closes the pipes
@@ -68,6 +69,8 @@ class BackgroundCall(Generic[T]):
     """A call in a thread that the caller need not wait for."""
 
     def __init__(self, call: Callable[[], T]) -> None:
+        import threading  # as above
+
         self._call = call
         self._result: list[T] = []
         self._error: list[BaseException] = []
