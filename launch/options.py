@@ -6,6 +6,7 @@ what a plan needs. `COMMANDS` names the function that runs a command; `launch.cl
 
 import argparse
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -519,7 +520,12 @@ class _Parser(argparse.ArgumentParser):
     """Errors as one line with exit code 2, and no abbreviated options."""
 
     def __init__(self, **kwargs: object) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)  # type: ignore[arg-type] # argparse's own, from add_parser
+        formatter = partial(argparse.HelpFormatter, width=80)  # of options that are only declared
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **kwargs)  # type: ignore[arg-type] # argparse's own, from add_parser
+
+    def format_help(self) -> str:
+        self.formatter_class = argparse.HelpFormatter  # it reads the width of the terminal
+        return super().format_help()
 
     @property
     def version(self) -> str:
