@@ -250,7 +250,7 @@ def machines(options: PlanOptions) -> list[tuple[str, PlanInputs]]:
             describes_models=options.simulate,
             nodes=nodes,
             only_plans=options.trial is None,
-            assumes_data=not is_job and not any(_DATA.match(override) for override in overrides),
+            assumes_data=not is_job and not any(re.match(_DATA, override) for override in overrides),
         )
         if not is_job:
             inputs = inputs._replace(resolved=replace(inputs.resolved, name=run_name(options.job)))
@@ -258,7 +258,7 @@ def machines(options: PlanOptions) -> list[tuple[str, PlanInputs]]:
     return found
 
 
-_DATA = re.compile(r"\s*(data\.(train|dataset)|dataset|data)\s*=")  # overrides that name data
+_DATA = r"\s*(data\.(train|dataset)|dataset|data)\s*="  # overrides that name data
 
 
 def is_job_file(path: Path) -> bool:

@@ -64,9 +64,7 @@ TEXT_SUFFIXES = frozenset({
     ".sh", ".sql", ".yaml", ".yml", ".toml", ".f90", ".lean", ".v",
 })  # fmt: skip
 _DOCUMENTATION = frozenset({"README.md", "LICENSE.txt", "LICENSE.md"})  # in folders of rows
-_NEVER_READ = re.compile(
-    r"\.(bin|pt|pth|pkl|pickle|npy|npz|zip|tar|tgz|rar|7z|docx?|xlsx?|pdf|db|sqlite3?|safetensors)\Z"
-)
+_NEVER_READ = r"\.(bin|pt|pth|pkl|pickle|npy|npz|zip|tar|tgz|rar|7z|docx?|xlsx?|pdf|db|sqlite3?|safetensors)\Z"
 # Measured on Python sources, on prose and on Markdown (levels as the programs choose them); each within a fifth of it.
 CONTENT_PER_BYTE = {".gz": 3.6, ".zst": 3.3, ".bz2": 4.5, ".xz": 4.6, ".parquet": 2.4}
 _BEGINNING = 4096  # bytes
@@ -169,7 +167,7 @@ def _list_source(source: DataSource, *, setting: str, cache: Path, streams: bool
     if not path.is_file():
         raise InputError(f"{setting}: {path} is neither a file nor a folder")
     _refuse_part(part, f"{setting}: {path}")
-    if never := _NEVER_READ.search(path.name.lower()):
+    if never := re.search(_NEVER_READ, path.name.lower()):
         raise InputError(
             f"{setting}: {path}: {never[0]} files are not read; give text, or rows as {', '.join(sorted(ROW_SUFFIXES))}"
         )

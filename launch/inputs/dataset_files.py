@@ -25,7 +25,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from shardwise.launch.inputs.hub import HUB_ID, REPLY_TIMEOUT_S, cached_commit, hub_errors_explained, repository_folder
+from shardwise.launch.inputs.hub import (
+    REPLY_TIMEOUT_S,
+    cached_commit,
+    hub_errors_explained,
+    is_hub_id,
+    repository_folder,
+)
 from shardwise.launch.job.yaml_text import read_yaml
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.profile import ROW_SUFFIXES, content_suffix
@@ -34,8 +40,8 @@ from shardwise.trainer.spec.value import Value
 
 README = "README.md"
 TEXT_SUFFIXES = frozenset({".txt", ".text", ".md"})
-_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
-_NUMBERED = re.compile(r"(.*)-[0-9]{5}-of-([0-9]{5})(.*)")
+_REVISION = r"[A-Za-z0-9][A-Za-z0-9._/-]*"
+_NUMBERED = r"(.*)-[0-9]{5}-of-([0-9]{5})(.*)"
 SETTINGS_FILES = frozenset({
     "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json",
 })  # fmt: skip
@@ -46,9 +52,9 @@ _KEYWORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 _SEPARATORS = r"-._ 0-9"
-_SHARD_OF_SPLIT = re.compile(r"(?P<split>\w+(?:\.\w+)*)-[0-9]{5}-of-[0-9]{5}[^/]*")
-_CONVERTED = re.compile(r"(?P<subset>[^/]+)/(?P<split>[^/]+)/[0-9]{4,}\.parquet")
-_FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
+_SHARD_OF_SPLIT = r"(?P<split>\w+(?:\.\w+)*)-[0-9]{5}-of-[0-9]{5}[^/]*"
+_CONVERTED = r"(?P<subset>[^/]+)/(?P<split>[^/]+)/[0-9]{4,}\.parquet"
+_FRONT_MATTER = r"(?ms)\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*\r?$"
 T = TypeVar("T")
 
 
@@ -91,8 +97,8 @@ class Listing(Value, frozen=True, kw_only=True):
 def is_dataset_id(source: str) -> bool:
     """True if the source may name a data set of the hub."""
     repository, at, revision = source.partition("@")
-    is_revision = _REVISION.fullmatch(revision) is not None and ".." not in revision
-    return HUB_ID.fullmatch(repository) is not None and (not at or is_revision)
+    is_revision = re.fullmatch(_REVISION, revision) is not None and ".." not in revision
+    return is_hub_id(repository) and (not at or is_revision)
 
 
 def dataset_files(source: str, part: Part, *, cache: Path, setting: str) -> HubFiles:
@@ -262,7 +268,7 @@ def _has_all_shards(names: Sequence[str]) -> bool:
     """True if numbered files are as many as their names state."""
     counts: dict[tuple[str, str, str], int] = {}
     for name in names:
-        if shard := _NUMBERED.fullmatch(name):
+        if shard := re.fullmatch(_NUMBERED, name):
             key = (shard[1], shard[2], shard[3])
             counts[key] = counts.get(key, 0) + 1
     return all(count == int(total) for (_, total, _), count in counts.items())
@@ -337,7 +343,7 @@ def _of_one_kind(names: Sequence[str]) -> Sequence[str]:
 
 def _configs(readme: str, *, origin: str) -> list[dict[str, Any]]:
     """The subsets that the front matter lists."""
-    front_matter = _FRONT_MATTER.match(readme)
+    front_matter = re.match(_FRONT_MATTER, readme)
     if front_matter is None:
         return []
     settings = read_yaml(front_matter.group(1), origin=f"{origin}: README.md")
@@ -351,7 +357,7 @@ def _configs(readme: str, *, origin: str) -> list[dict[str, Any]]:
 
 def _converted(names: Sequence[str]) -> list[dict[str, Any]]:
     """The subsets of the hub's own Parquet form of a data set, `SUBSET/SPLIT/0000.parquet`; empty for any other."""
-    found = [_CONVERTED.fullmatch(name) for name in names]
+    found = [re.fullmatch(_CONVERTED, name) for name in names]
     folders = {(match["subset"], match["split"]) for match in found if match}
     if not folders or not all(found):
         return []
@@ -455,7 +461,7 @@ def _split_of_word(word: str) -> str | None:
 
 
 _RULES: tuple[Callable[[PurePosixPath], str | None], ...] = (
-    lambda path: found["split"] if (found := _SHARD_OF_SPLIT.fullmatch(path.name)) else None,
+    lambda path: found["split"] if (found := re.fullmatch(_SHARD_OF_SPLIT, path.name)) else None,
     lambda path: next((split for folder in path.parts[:-1] if (split := _split_of_word(folder))), None),
     lambda path: _split_of_word(path.name),
 )

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
-HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -43,6 +42,11 @@ def hub_cache(cache_home: Path | None, environment: Mapping[str, str] = os.envir
         return Path(named).expanduser() / "hub"
     base = environment.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "huggingface" / "hub"
+
+
+def is_hub_id(name: str) -> bool:
+    """True of `ORG/NAME`."""
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", name) is not None
 
 
 def is_offline() -> bool:
@@ -235,7 +239,7 @@ def check_target(repository: str, *, is_public: bool) -> Target:
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
     from huggingface_hub.utils import validate_repo_id
 
-    if HUB_ID.fullmatch(repository) is None:
+    if not is_hub_id(repository):
         raise InputError(f"--push {repository}: is not USER/NAME")
     try:
         validate_repo_id(repository)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shardwise.launch.inputs.hub import HUB_ID, download_snapshot, find_snapshot, hub_cache
+from shardwise.launch.inputs.hub import download_snapshot, find_snapshot, hub_cache, is_hub_id
 from shardwise.launch.inputs.weight_files import TensorShapes, check_weights, has_weights, holds_weights
 from shardwise.trainer import FOLDER
 from shardwise.trainer.spec import codec
@@ -411,7 +411,7 @@ def _path_of(name: str, *, setting: str) -> Path:
 
 
 def _refuse_unless_hub_id(name: str, *, setting: str) -> None:
-    if HUB_ID.fullmatch(name) and ".." not in name:
+    if is_hub_id(name) and ".." not in name:
         return
     meant = similar_model(name)
     hint = f"did you mean {meant}?" if meant else "docs/architectures.md lists the presets, such as llama-3.1-8b"

@@ -21,7 +21,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardwise.launch.inputs.hub import HUB_ID, download_code, hub_cache, is_offline, is_snapshot
+from shardwise.launch.inputs.hub import download_code, hub_cache, is_hub_id, is_offline, is_snapshot
 from shardwise.launch.inputs.model_files import ModelFiles
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
 from shardwise.trainer.spec.job.sections import Job
@@ -58,7 +58,7 @@ def read_model_code(job: Job, model: ModelFiles, *, cache_home: Path | None = No
         raise InputError(f"{model.config_origin}: names no model_type, which code of its own needs too")
     modules = [_module_file(classes[name], model.config_origin) for name in (_CONFIG, _MODEL)]
     folder = Path(model.config_origin).parent
-    is_from_hub = is_snapshot(folder) and HUB_ID.fullmatch(repository) is not None
+    is_from_hub = is_snapshot(folder) and is_hub_id(repository)
     if is_from_hub and not all((folder / name).is_file() for name in modules):
         download_code(repository, commit=folder.name, cache=hub_cache(cache_home), setting=SETTING)
     return ModelCode(

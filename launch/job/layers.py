@@ -27,7 +27,7 @@ from shardwise.trainer.spec.value import Value
 PERSONAL_SETTINGS = ("price_per_gpu_hour", "log.wandb", "log.notify", "slurm")
 FOLDERS = ("cache", "huggingface", "scratch")
 COMMAND_LINE = "command line"
-_STAMP = re.compile(r"-\d{8}-\d{6}(-\d+)?$")  # of a run directory
+_STAMP = r"-\d{8}-\d{6}(-\d+)?$"  # of a run directory
 DEFAULT = "default"
 MOST_POINTS = 1000  # of an array under Slurm's default MaxArraySize 1001
 _OPENING, _CLOSING = "[{(", "]})"
@@ -205,7 +205,8 @@ def _name_of_job(path: Path | None) -> str:
     if path is not None and (path.parent / SUBMISSION_NAME).is_file():
         folder = path.absolute().parent
         is_point = (folder.parent / SUBMISSION_NAME).is_file()
-        stem = _STAMP.sub("", folder.parent.name) + f"-{folder.name}" if is_point else _STAMP.sub("", folder.name)
+        run = folder.parent if is_point else folder
+        stem = re.sub(_STAMP, "", run.name) + (f"-{folder.name}" if is_point else "")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "job"
 
 

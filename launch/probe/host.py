@@ -34,12 +34,10 @@ PRECISION_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16")
 LOCAL_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "overlay"})
 # Version 1 writes "no limit" as the largest page-aligned number, far above any real limit.
 _NO_LIMIT_BYTES = 2**60
-_OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+_OOM_KILL = r"(?m)^oom_kill (\d+)$"
 _CAP_IPC_LOCK = 14  # its bit among the capabilities
 # Bridges and their ends inside a machine: they carry no traffic to other machines.
-_INTERNAL_INTERFACE = re.compile(
-    r"lo|docker\d*|br-.*|veth.*|virbr\d*.*|cni\d*|flannel.*|cali.*|lxc.*|lxdbr\d*|tunl\d*|kube-.*"
-)
+_INTERNAL_INTERFACE = r"lo|docker\d*|br-.*|veth.*|virbr\d*.*|cni\d*|flannel.*|cali.*|lxc.*|lxdbr\d*|tunl\d*|kube-.*"
 
 
 N = TypeVar("N", int, float)
@@ -282,7 +280,7 @@ def read_oom_kills(root: Path = Path("/")) -> int | None:
     mounts = parse_mountinfo(read_text(root / "proc/self/mountinfo"))
     files = [group / "memory.events" for group in _groups(root, mounts, paths, "")[:1]]
     files += [group / "memory.oom_control" for group in _groups(root, mounts, paths, "memory")[:1]]
-    counts = (_OOM_KILL.search(read_text(path)) for path in (*files, root / "proc/vmstat"))
+    counts = (re.search(_OOM_KILL, read_text(path)) for path in (*files, root / "proc/vmstat"))
     return next((int(found[1]) for found in counts if found), None)
 
 
@@ -389,7 +387,7 @@ def is_wsl(kernel_version: str) -> bool:
 
 def is_internal_interface(name: str) -> bool:
     """True if a network interface only joins parts of this machine."""
-    return _INTERNAL_INTERFACE.fullmatch(name) is not None
+    return re.fullmatch(_INTERNAL_INTERFACE, name) is not None
 
 
 def parse_ethernet_speed(text: str) -> int | None:

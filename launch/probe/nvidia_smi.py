@@ -42,7 +42,7 @@ GPU_FIELDS = (
 )
 COMPUTE_APP_FIELDS = ("gpu_uuid", "pid", "process_name", "used_gpu_memory")
 # Chips that share the host's memory: the driver reports none of their own.
-_UNIFIED_MEMORY_NAMES = re.compile(r"\b(GB10|Orin|Thor|Xavier)\b")
+_UNIFIED_MEMORY_NAMES = r"\b(GB10|Orin|Thor|Xavier)\b"
 _KINDS = {
     "PIX": LinkKind.PCIE_SWITCH,
     "PXB": LinkKind.PCIE_SWITCH,
@@ -60,8 +60,8 @@ _PCIE_LANE_BYTES_PER_S = {
     5: 3_938_461_538,
     6: 7_563_000_000,  # FLIT mode, without line coding but with its own overhead
 }
-_MIG_LINE = re.compile(r"\s+MIG (\S+)\s+Device\s+(\d+): \(UUID: (MIG-[^)]+)\)")
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")  # the header is underlined, also when piped
+_MIG_LINE = r"\s+MIG (\S+)\s+Device\s+(\d+): \(UUID: (MIG-[^)]+)\)"
+_ANSI = r"\x1b\[[0-9;]*m"  # the header is underlined, also when piped
 
 
 class Topology(Value, frozen=True, kw_only=True):
@@ -151,7 +151,7 @@ def parse_mig_slices(text: str) -> tuple[MigSlice, ...]:
     for line in text.splitlines():
         if card := re.match(r"GPU (\d+): ", line):
             gpu_index = int(card[1])
-        elif gpu_index is not None and (found := _MIG_LINE.match(line)):
+        elif gpu_index is not None and (found := re.match(_MIG_LINE, line)):
             slices.append(MigSlice(gpu_index=gpu_index, device=int(found[2]), profile=found[1], uuid=found[3]))
     return tuple(slices)
 
@@ -190,7 +190,7 @@ def _gpu_row(cells: dict[str, str]) -> GpuRow:
     total = _mebibytes(cells.get("memory.total", ""))
     reserved = _mebibytes(cells.get("memory.reserved", ""))
     capability = re.fullmatch(r"(\d+)\.(\d+)", value("compute_cap") or "")
-    is_unified = total is None and bool(_UNIFIED_MEMORY_NAMES.search(name))
+    is_unified = total is None and bool(re.search(_UNIFIED_MEMORY_NAMES, name))
     max_width, width = _whole(value("pcie.link.width.max")), _whole(value("pcie.link.width.current"))
     gpu = Gpu(
         index=int(cells["index"]),
@@ -302,7 +302,7 @@ def build_links(
 
 def _matrix(text: str) -> tuple[list[str], dict[int, list[str]]]:
     """Column names and, for each GPU row, its cells; the cells after the last column are the affinities."""
-    lines = [_ANSI.sub("", line) for line in text.splitlines()]
+    lines = [re.sub(_ANSI, "", line) for line in text.splitlines()]
     header = next((line for line in lines if re.match(r"\s+GPU\d+\b", line)), "")
     columns = re.findall(r"\b(?:GPU\d+|NIC\d+|mlx\w+)\b", header)
     found = (re.match(r"\s*GPU(\d+)\s+(\S.*)", line) for line in lines if line != header)

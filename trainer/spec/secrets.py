@@ -28,17 +28,19 @@ _FORMS = re.compile(r"\bhf_[A-Za-z0-9]{20,}\b|(?<=://)[^/\s@\"']+:[^/\s@\"']+(?=
 REDACTED = "[redacted]"
 # Control characters but newline and tab, marks that reverse or hide text, and halves of characters, which a name of
 # bytes that are not UTF-8 has.
-_OBEYED = re.compile(
+_OBEYED = (
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
     "\U000e0000-\U000e0fff]"
 )
 
-_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+_NOT_ASCII = r"[^\x00-\x7f]"
 
 
 def printable(text: str) -> str:
     """The text with characters that a terminal would obey as JSON writes them: `\\u001b`. JSON keeps its meaning."""
-    return _OBEYED.sub(_as_json, text)
+    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
+        return text  # nearly all text, without compiling that class of a million characters
+    return re.sub(_OBEYED, _as_json, text)
 
 
 def _as_json(found: re.Match[str]) -> str:
@@ -107,7 +109,7 @@ class RedactedStream:
         try:
             text.encode(getattr(self._stream, "encoding", None) or "utf-8")
         except UnicodeEncodeError:
-            return _NOT_ASCII.sub(_as_json, text)
+            return re.sub(_NOT_ASCII, _as_json, text)
         return text
 
     def _or_drop(self, act: Callable[[], object]) -> None:

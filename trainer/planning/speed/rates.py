@@ -45,9 +45,9 @@ UNKNOWN_MEMORY_BYTES_PER_S = 200e9
 UNKNOWN_LINK_BYTES_PER_S = 4e9
 UNKNOWN_NETWORK_BYTES_PER_S = 1e9
 # Kinds of CPU by their names, in the order in which they are compared.
-_SERVER_CPU = re.compile(r"Xeon|EPYC|Threadripper|Neoverse|Graviton|Grace", re.IGNORECASE)
-_DDR5_CPU = re.compile(r"Ryzen.* [789]\d{3}|Ryzen AI|Core.* i\d-1[2-4]\d{2,3}|Core.* Ultra", re.IGNORECASE)
-_DESKTOP_CPU = re.compile(r"Ryzen|Core|Pentium|Celeron|Athlon", re.IGNORECASE)
+_SERVER_CPU = r"(?i)Xeon|EPYC|Threadripper|Neoverse|Graviton|Grace"
+_DDR5_CPU = r"(?i)Ryzen.* [789]\d{3}|Ryzen AI|Core.* i\d-1[2-4]\d{2,3}|Core.* Ultra"
+_DESKTOP_CPU = r"(?i)Ryzen|Core|Pentium|Celeron|Athlon"
 
 
 class Rates(Value, frozen=True, kw_only=True):
@@ -94,9 +94,9 @@ def rates_of(configuration: Configuration, device: Device) -> Rates:
 def has_desktop_host(device: Device) -> bool:
     """True if the host has two memory channels and a consumer's NVMe disk."""
     name = device.cpu_name or ""
-    if _SERVER_CPU.search(name):
+    if re.search(_SERVER_CPU, name):
         return False
-    return device.is_consumer or bool(_DESKTOP_CPU.search(name))
+    return device.is_consumer or bool(re.search(_DESKTOP_CPU, name))
 
 
 def _host_adam_rate(device: Device) -> float:
@@ -105,7 +105,7 @@ def _host_adam_rate(device: Device) -> float:
         return by_cores
     if not has_desktop_host(device):
         return min(by_cores, constants.HOST_ADAM_BYTES_PER_S)
-    has_ddr5 = bool(_DDR5_CPU.search(device.cpu_name or ""))
+    has_ddr5 = bool(re.search(_DDR5_CPU, device.cpu_name or ""))
     return min(by_cores, constants.DDR5_ADAM_BYTES_PER_S if has_ddr5 else constants.DDR4_ADAM_BYTES_PER_S)
 
 

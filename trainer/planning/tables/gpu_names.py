@@ -54,7 +54,7 @@ _ALSO_CALLED = {
     "RTX-6000-Ada": ("rtxa6000ada", "a6000ada"),
     "RTX-PRO-6000": ("rtx6000", "rtx6000pro", "6000pro"),
 }
-_MIG_PROFILE = re.compile(r"(?:[\s_-]mig[\s_-]+)?(?<![.\d])(\d)g\.(\d+)gb(?:\+\w+(?:\.\w+)?)?", re.IGNORECASE)
+_MIG_PROFILE = r"(?i)(?:[\s_-]mig[\s_-]+)?(?<![.\d])(\d)g\.(\d+)gb(?:\+\w+(?:\.\w+)?)?"
 _EXAMPLES = ("V100-16GB", "T4", "RTX-3060-12GB", "RTX-4090", "RTX-A6000", "A100-SXM4-80GB", "H100-SXM5-80GB", "B200")
 
 
@@ -139,7 +139,7 @@ def mig_profile(text: str) -> tuple[str | None, str]:
 
     Media engines (`+me`) do not count; a compute instance (`1c.3g.20gb`) has an unknown part of its slice's SMs.
     """
-    match = _MIG_PROFILE.search(text)
+    match = re.search(_MIG_PROFILE, text)
     if match is None:
         return None, text
     return f"{match[1]}g.{match[2]}gb", f"{text[: match.start()]} {text[match.end() :]}"

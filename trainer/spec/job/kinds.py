@@ -30,7 +30,7 @@ _NUMBER_PATTERN = r"[0-9][0-9_]*(\.[0-9]+)?([eE][+-]?[0-9]+)?|\.[0-9]+"
 _TIME_PATTERN = r"(s|sec|seconds?|min|minutes?|h|hours?|d|days?)"
 _FLASH_KERNEL = r"[A-Za-z0-9][A-Za-z0-9._-]*/flash-attn2@[0-9a-f]{40}"
 _URL_SCHEMES = ("http://", "https://")
-_VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
+_VARIABLE = r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})"
 
 T = TypeVar("T")
 NoneSpelling = Literal["null", "auto", "false"]
@@ -494,7 +494,7 @@ def is_url(notify: tuple[str, ...]) -> bool:
 
 def variable_of(notify: tuple[str, ...]) -> str | None:
     """The name of the environment variable of the URL, for `$NAME`; None for a URL or a command."""
-    match = _VARIABLE.fullmatch(notify[0]) if len(notify) == 1 else None
+    match = re.fullmatch(_VARIABLE, notify[0]) if len(notify) == 1 else None
     return None if match is None else match[1]
 
 
@@ -565,7 +565,7 @@ def _split_command(text: str) -> tuple[str, ...]:
     text = text.strip()
     if text.startswith(_URL_SCHEMES):
         return (text,)
-    variable = _VARIABLE.fullmatch(text)
+    variable = re.fullmatch(_VARIABLE, text)
     if variable is not None:
         return (f"${variable[1] or variable[2]}",)
     from shlex import split  # where a job has such a command, and only there
