@@ -1,6 +1,6 @@
 """The command line of `shardwise`: each option is declared once, as an annotated field of its command's options.
 
-A command module imports its class from here, because this module loads nothing: `shardwise plan --help` must not load
+A command module imports its class from here, because this module loads little: `shardwise plan --help` must not load
 what a plan needs. `COMMANDS` names the function that runs a command; `launch.cli` imports it when the command is given.
 """
 
@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from msgspec import Struct
 
@@ -419,7 +419,7 @@ class SchemaOptions(Struct, frozen=True):
     pass
 
 
-class Command(NamedTuple):
+class Command(Struct, frozen=True):
     """`run` is called with the options, a console on stdout, and, if `has_notes`, one on stderr.
 
     A command that `needs_output` ends if stdout is closed or full; others go on to their own end.

@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -58,21 +58,21 @@ _FRONT_MATTER = r"(?ms)\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*\r?$"
 T = TypeVar("T")
 
 
-class Part(NamedTuple):
+class Part(msgspec.Struct, frozen=True):
     """The part of a data set that a source names."""
 
     subset: str | None
     split: str | None  # None: train
 
 
-class HubFiles(NamedTuple):
+class HubFiles(msgspec.Struct, frozen=True):
     """The files of one part of a data set, on this machine."""
 
     reference: str  # ORG/NAME@COMMIT
     paths: tuple[Path, ...]
 
 
-class ListedFile(NamedTuple):
+class ListedFile(msgspec.Struct, frozen=True):
     """A file of a data set that may not be on this machine."""
 
     address: str  # hf://datasets/ORG/NAME@COMMIT/FILE
@@ -80,7 +80,7 @@ class ListedFile(NamedTuple):
     path: Path  # of the file, once downloaded
 
 
-class ListedFiles(NamedTuple):
+class ListedFiles(msgspec.Struct, frozen=True):
     """The files of one part of a data set, by name and size."""
 
     reference: str  # ORG/NAME@COMMIT
@@ -153,7 +153,7 @@ def read_readme(folder: Path) -> str | None:
         return None
 
 
-class _Wanted(NamedTuple):
+class _Wanted(msgspec.Struct, frozen=True):
     """A part of a data set, the cache, and the setting that names it in messages."""
 
     source: str

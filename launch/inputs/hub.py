@@ -11,7 +11,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from msgspec import Struct
 
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
@@ -113,7 +115,7 @@ def download_snapshot(
     return Path(folder)
 
 
-class RepositoryFiles(NamedTuple):
+class RepositoryFiles(Struct, frozen=True):
     """Files of a revision on the hub."""
 
     commit: str
@@ -222,7 +224,7 @@ def _unreachable(
     return f"{setting}: {repository} is neither a folder here nor in {cache}, and {why}; {remedy}"
 
 
-class Target(NamedTuple):
+class Target(Struct, frozen=True):
     """A repository that this login may write to."""
 
     repository: str

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -350,7 +350,7 @@ def chat_templates(folder: Path) -> frozenset[str]:
     return frozenset() if found is None else frozenset({"default"})
 
 
-class Tokens(NamedTuple):
+class Tokens(msgspec.Struct, frozen=True):
     """The tokens of a tokenizer.json."""
 
     texts: frozenset[str]  # of all

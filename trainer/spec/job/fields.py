@@ -7,14 +7,16 @@ in `trainer.spec.job.reading`.
 
 from collections.abc import Iterator, Mapping
 from types import UnionType
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
+
+from msgspec import Struct
 
 from shardwise.trainer.spec.job.kinds import Kind, Setting, kind_of_type, or_none
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.value import Value
 
 
-class Field(NamedTuple):
+class Field(Struct, frozen=True):
     """One setting; `path` is its name everywhere: YAML, `key=value`, messages, docs."""
 
     path: str

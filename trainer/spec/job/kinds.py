@@ -14,8 +14,9 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from shardwise.trainer.spec.errors import close_matches
@@ -51,7 +52,7 @@ class Kind(Value, frozen=True, kw_only=True):
     is_text: bool = False  # any text is legal, so `key=0123` on the command line stays text
 
 
-class Setting(NamedTuple):
+class Setting(Struct, frozen=True):
     """Annotation that makes a field of `trainer.spec.job.sections` a setting of the job file."""
 
     description: str  # one sentence, for docs and editors

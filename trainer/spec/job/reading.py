@@ -16,7 +16,7 @@ sees values only: a written default, as in the resolved job.yaml, changes nothin
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import Struct
 
@@ -33,7 +33,7 @@ from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
 OTHER_NAMES: Mapping[str, str] = {alias: entry.path for entry in FIELDS for alias in entry.aliases}
 
 
-class Layer(NamedTuple):
+class Layer(Struct, frozen=True):
     """One tree of settings, and the origin that its problems name; `allowed` limits it to some settings."""
 
     tree: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Layer(NamedTuple):
     allowed: tuple[str, ...] | None = None
 
 
-class JobReading(NamedTuple):
+class JobReading(Struct, frozen=True):
     """The job, and for each setting that a layer states the origin of the layer that decided it."""
 
     job: Job
@@ -198,7 +198,7 @@ def _build(values: Mapping[str, Any]) -> Job:
 GALORE_OPTIMIZERS = tuple(each for each in Optimizer if each.facts.runs_inside_galore)
 
 
-class Clash(NamedTuple):
+class Clash(Struct, frozen=True):
     """A rule over `paths`; `sentence` returns None if the job satisfies it."""
 
     paths: tuple[str, ...]

@@ -5,8 +5,6 @@ that start later by themselves or by hand (requeued, followed up, `sbatch train.
 a line to `JOBS_FILE` each time it starts.
 """
 
-from typing import NamedTuple
-
 import msgspec
 
 from shardwise.trainer.spec.hardware import Hardware
@@ -31,7 +29,7 @@ class Submission(Value, frozen=True, kw_only=True):
     point: int | msgspec.UnsetType | None = msgspec.UNSET  # of a sweep, from 1; None: no point; unset: by version 0.7
 
 
-class JobStart(NamedTuple):
+class JobStart(msgspec.Struct, frozen=True):
     """One line of `JOBS_FILE`."""
 
     time: str
