@@ -171,11 +171,11 @@ def killed_rank(attempt_dir: Path) -> EndedRank | None:
     """
     found: list[EndedRank] = []
     for text, first in _launcher_texts(attempt_dir):
-        by_torchrun = set(_ENDED_BY_TORCHRUN.findall(text))
-        seen = [(int(rank) + first, number, pid) for number, rank, pid in _SEEN_BY_TORCHRUN.findall(text)]
-        seen += [(int(rank), number, pid) for rank, number, pid in _LISTED_BY_TORCHRUN.findall(text)]
+        by_torchrun = set(re.findall(_ENDED_BY_TORCHRUN, text))
+        seen = [(int(rank) + first, number, pid) for number, rank, pid in re.findall(_SEEN_BY_TORCHRUN, text)]
+        seen += [(int(rank), number, pid) for rank, number, pid in re.findall(_LISTED_BY_TORCHRUN, text)]
         found += [EndedRank(rank, int(number)) for rank, number, pid in seen if pid not in by_torchrun]
-        found += [EndedRank(first, int(number)) for number in _DIED_ALONE.findall(text)]
+        found += [EndedRank(first, int(number)) for number in re.findall(_DIED_ALONE, text)]
     return found[0] if found else None
 
 
@@ -202,11 +202,11 @@ def _signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-_SEEN_BY_TORCHRUN = re.compile(r"failed \(exitcode: -(\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
-_LISTED_BY_TORCHRUN = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: -(\d+) \(pid: (\d+)\)")
-_ENDED_BY_TORCHRUN = re.compile(r"Sending process (\d+) closing signal")
-_DIED_ALONE = re.compile(r"died with <Signals\.\w+: (\d+)>")
-_EXITED = re.compile(r"failed \(exitcode: (\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+_SEEN_BY_TORCHRUN = r"failed \(exitcode: -(\d+)\) local_rank: (\d+) \(pid: (\d+)\)"
+_LISTED_BY_TORCHRUN = r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: -(\d+) \(pid: (\d+)\)"
+_ENDED_BY_TORCHRUN = r"Sending process (\d+) closing signal"
+_DIED_ALONE = r"died with <Signals\.\w+: (\d+)>"
+_EXITED = r"failed \(exitcode: (\d+)\) local_rank: (\d+) \(pid: (\d+)\)"
 
 
 def _could_not_allocate(log: Path) -> bool:
@@ -218,7 +218,7 @@ def _could_not_allocate(log: Path) -> bool:
 def _exited_without_report(attempt_dir: Path, reports: dict[int, Report]) -> EndedRank | None:
     """The rank that torchrun saw fail first, with its exit code, if it wrote no report."""
     for text, first in _launcher_texts(attempt_dir):
-        for code, rank, _ in _EXITED.findall(text):
+        for code, rank, _ in re.findall(_EXITED, text):
             if int(rank) + first not in reports:
                 return EndedRank(int(rank) + first, int(code))
     return None

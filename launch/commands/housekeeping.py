@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path, PurePath
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from shardwise.launch.options import InitOptions, ProbeOptions, SchemaOptions
@@ -33,6 +32,8 @@ def run_init(options: InitOptions, console: Console) -> ExitCode:
 
 def _checked(text: str, name: str) -> tuple[str, ...]:
     """Lines on what the job was found to be; InputError where `plan` would refuse it."""
+    from tempfile import TemporaryDirectory
+
     from shardwise.launch.plan.gather import check_inputs, profile_data, read_inputs, refuse_untrainable
     from shardwise.launch.probe.installed import installed_version
     from shardwise.trainer.spec.data.shapes import SHAPES, objective_of

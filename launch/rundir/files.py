@@ -53,7 +53,7 @@ _CHUNK_BYTES = 1 << 20
 _MAX_LINE_BYTES = 1 << 20
 MAX_METRICS_LINES = 10_000  # of metrics.jsonl, retained for a view or a report
 LEAST_SAVE_S = 1e-3  # below it, no save was due
-_POINT = re.compile(r"point-(\d+)")
+_POINT = r"point-(\d+)"
 V = TypeVar("V", bound=Value)
 
 
@@ -362,7 +362,7 @@ def _point(run_dir: Path, submission: Submission | None) -> int | None:
     """Without a readable number, which version 0.7 did not write, it is that in the name of the folder."""
     if submission is not None and not isinstance(submission.point, msgspec.UnsetType):
         return submission.point
-    match = _POINT.fullmatch(run_dir.name)
+    match = re.fullmatch(_POINT, run_dir.name)
     return None if match is None else int(match[1])
 
 

@@ -16,7 +16,6 @@ import fcntl
 import getpass
 import os
 import shlex
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -41,7 +40,7 @@ class LockOwner(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        return self.host in (None, socket.gethostname())
+        return self.host in (None, os.uname().nodename)
 
 
 @contextmanager
@@ -72,7 +71,7 @@ def exclusive(path: Path, *, on_wait: Callable[[str], None]) -> Iterator[None]:
             on_wait(str(parse_owner(os.read(descriptor, 512)) or "an unknown process"))
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(descriptor, f"{os.getpid()} {os.uname().nodename}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)
@@ -189,7 +188,7 @@ def write_cancel_flag(run_dir: Path, *, now: datetime, job_ids: Sequence[str] = 
         name = getpass.getuser()
     except (KeyError, OSError):  # a user without a name, in a container
         name = str(os.getuid())
-    lines = [f"cancelled {now:%Y-%m-%dT%H:%M:%SZ} by {name}@{socket.gethostname()}", " ".join(["jobs", *job_ids])]
+    lines = [f"cancelled {now:%Y-%m-%dT%H:%M:%SZ} by {name}@{os.uname().nodename}", " ".join(["jobs", *job_ids])]
     try:
         write_bytes(run_dir / CANCEL_FLAG, "".join(f"{line}\n" for line in lines).encode())
     except OSError as error:

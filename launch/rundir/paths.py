@@ -25,7 +25,7 @@ from shardwise.trainer.spec.messages.submission import SCRIPT_NAME
 CONSOLE_LOG = "console.log"
 _STAMP = "%Y%m%d-%H%M%S"
 _NOT_USE = (LOCK, ".nodes.json")  # of a run that is about to begin
-_STAMPED = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
+_STAMPED = r"-\d{8}-\d{6}(-\d+)?$"
 
 
 def output_base(output: str | None, name: str) -> Path:
@@ -76,7 +76,7 @@ def find_run_dir(base: Path) -> Path:
     found = sorted(
         path
         for path in (base.parent.iterdir() if base.parent.is_dir() else ())
-        if is_open(path) and _STAMPED.sub("", path.name) == base.name and _STAMPED.search(path.name)
+        if is_open(path) and re.sub(_STAMPED, "", path.name) == base.name and re.search(_STAMPED, path.name)
     )
     with_plan = [path for path in found if (path / "plan.json").is_file()]
     usable = with_plan or [path for path in found if is_before_plan(path) and not is_submitted(path)]
