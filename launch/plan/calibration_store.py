@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,7 +19,9 @@ from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.schedule import longest_row_decides
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.plan import Calibration, CalibrationRecord, Candidate, Plan, RecordSource
-from shardwise.trainer.spec.report import Ending, Report
+
+if TYPE_CHECKING:
+    from shardwise.trainer.spec.report import Report
 
 FILE_NAME = "calibration.jsonl"
 MOST_QUEUED = 0.25  # of the time; one other program on each core makes it a half
@@ -51,7 +54,7 @@ def read_calibration(state_home: Path, hardware: Hardware, *, torch: str) -> Cal
 
 def store_measurements(
     state_home: Path,
-    report: Report,
+    report: "Report",
     plan: Plan,
     *,
     on_line: Callable[[str], None],
@@ -61,6 +64,8 @@ def store_measurements(
 
     `on_line` gets the reason for which a measurement is not stored.
     """
+    from shardwise.trainer.spec.report import Ending  # a plan only reads the store
+
     if report.ending is not Ending.FINISHED:
         return
     queued = report.measured.speed.queued_share or 0.0
@@ -76,7 +81,7 @@ def store_measurements(
 
 
 def record_of_run(
-    report: Report, plan: Plan, *, now: datetime, source: RecordSource = RecordSource.RUN
+    report: "Report", plan: Plan, *, now: datetime, source: RecordSource = RecordSource.RUN
 ) -> CalibrationRecord | None:
     """Calibration record of a run or a trial of `report.plan`; None if a figure was not measured."""
     measured, stated = report.measured, report.predicted

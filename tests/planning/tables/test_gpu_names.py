@@ -53,6 +53,7 @@ TYPED = [
     ("V100S", "V100S-PCIe-32GB"), ("A100 SXM4 80GB", "A100-SXM4-80GB"), ("A100-PCIE-40GB", "A100-PCIe-40GB"),
     ("A800 80GB PCIe", "A800-PCIe-80GB"), ("H100 SXM", "H100-SXM5-80GB"), ("H100 80GB HBM3", "H100-SXM5-80GB"),
     ("h100-pcie", "H100-PCIe-80GB"), ("H100 NVL", "H100-NVL-94GB"), ("H800", "H800-SXM5-80GB"), ("H20", "H20-96GB"),
+    ("H20-3e SXM", "H20-141GB"),
     ("H200 141GB", "H200"), ("H200 NVL", "H200-NVL"), ("GH200", "GH200"), ("GH200 144GB", "GH200-144GB"),
     ("B200", "B200"), ("NVIDIA B300 SXM6 AC", "B300"), ("GB200", "GB200"), ("GB300", "GB300"), ("GB10", "GB10"),
     ("DGX Spark", "GB10"), ("Jetson AGX Orin 64GB", "Orin-AGX-64GB"), ("Jetson AGX Thor", "Thor-AGX-128GB"),

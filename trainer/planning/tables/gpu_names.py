@@ -100,7 +100,14 @@ def card_name(text: str) -> CardName:
 
 def rows_of_model(model: str) -> tuple[GpuSpec, ...]:
     """The rows of a model, its `rtx` left out or not."""
-    return tuple(row for row in GPU_SPECS.values() if model in _models(row.name))
+    number = re.search(r"\d+", model)
+    digits = number[0] if number else ""  # a name of the row has them; to parse the names of all rows takes 8 ms
+    return tuple(
+        row
+        for row in GPU_SPECS.values()
+        if any(digits in _bare(name) for name in (row.name, *row.smi_names, *_ALSO_CALLED.get(row.name, ())))
+        and model in _models(row.name)
+    )
 
 
 def rows_of_name(text: str, memory_hints: Sequence[int] = ()) -> tuple[GpuSpec, ...]:
