@@ -51,10 +51,7 @@ class Sharding(StrEnum):
     FSDP_GRAD_OP = "fsdp_grad_op"
     HSDP = "hsdp"
 
-    @property
-    def facts(self) -> "EngineFacts":
-        """The row of this sharding."""
-        return ENGINES[self]
+    facts: "EngineFacts"  # the row of this sharding
 
     @property
     def is_replicated(self) -> bool:
@@ -199,6 +196,8 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
     },
     "ENGINES",
 )
+for _sharding, _row in ENGINES.items():
+    _sharding.facts = _row
 
 
 def shardings_with(offload: Offload) -> tuple[Sharding, ...]:

@@ -149,10 +149,7 @@ class Optimizer(StrEnum):
     SGD = "sgd"
     DEEPSPEED_CPU_ADAM = "deepspeed_cpu_adam"  # under offload to CPU
 
-    @property
-    def facts(self) -> "OptimizerFacts":
-        """The row of this optimizer."""
-        return OPTIMIZERS[self]
+    facts: "OptimizerFacts"  # the row of this optimizer
 
 
 class StateKind(StrEnum):
@@ -412,6 +409,8 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
     },
     "OPTIMIZERS",
 )
+for _optimizer, _row in OPTIMIZERS.items():
+    _optimizer.facts = _row
 
 
 def have_same_state(one: Optimizer, other: Optimizer) -> bool:
