@@ -75,12 +75,15 @@ def need_floor(context: PlanningContext, start: Configuration) -> Callable[[Conf
     return lambda configuration: least(configuration.micro_batch, configuration.accumulation)
 
 
-def least_needy(context: PlanningContext, configurations: Iterable[Configuration]) -> Configuration:
-    """The first of the configurations of a strategy with the least `predicted_need`."""
-    first, *others = configurations
-    least, found = predicted_need(context, first), first
+def least_needy(
+    context: PlanningContext, configurations: Iterable[Configuration], is_allowed: Callable[[Configuration], bool]
+) -> Configuration:
+    """The first of the allowed configurations with the least `predicted_need`: all of one strategy, one allowed."""
+    left = iter(configurations)
+    found = next(filter(is_allowed, left))
+    least = predicted_need(context, found)
     floors: dict[tuple[object, ...], Callable[[Configuration], int]] = {}
-    for configuration in others:
+    for configuration in left:
         retained = (
             configuration.checkpointing,
             configuration.compile,
@@ -90,7 +93,9 @@ def least_needy(context: PlanningContext, configurations: Iterable[Configuration
         )
         if retained not in floors:
             floors[retained] = need_floor(context, configuration)
-        if floors[retained](configuration) < least and (need := predicted_need(context, configuration)) < least:
+        if floors[retained](configuration) >= least or not is_allowed(configuration):
+            continue
+        if (need := predicted_need(context, configuration)) < least:
             least, found = need, configuration
     return found
 

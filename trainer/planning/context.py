@@ -1,5 +1,7 @@
 """Planning context: the job, the machine and the model, for one method. Every rule and search reads it."""
 
+from functools import lru_cache
+
 from shardwise.trainer.planning.calibrate import NO_CORRECTIONS, Corrections
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.spec.data.profile import DataProfile
@@ -68,8 +70,12 @@ class PlanningContext(Value, frozen=True, kw_only=True):
 
     def has_library(self, name: str) -> bool:
         """True if the probe found the package; names as on the package index."""
-        installed = {library.replace("_", "-").lower() for library in self.hardware.libraries}
-        return name in installed
+        return name in self.libraries
+
+    @property
+    def libraries(self) -> frozenset[str]:
+        """The packages that the probe found, with their names on the package index."""
+        return _on_the_index(tuple(self.hardware.libraries))
 
     @property
     def device_text(self) -> str:
@@ -77,3 +83,8 @@ class PlanningContext(Value, frozen=True, kw_only=True):
         capped = self.hardware.vram_cap_bytes
         limit = " (limits.vram)" if capped is not None and capped <= self.device.usable_bytes else ""
         return f"{self.device.name} has {format_bytes(self.device.usable_bytes)} usable{limit}"
+
+
+@lru_cache(maxsize=16)
+def _on_the_index(libraries: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(library.replace("_", "-").lower() for library in libraries)

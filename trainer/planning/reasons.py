@@ -26,6 +26,7 @@ from shardwise.trainer.planning.search.configurations import (
     attention,
     micro_batches,
     shard_groups,
+    starts_of,
 )
 from shardwise.trainer.planning.speed.step import speed_notes
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
@@ -385,10 +386,16 @@ def _opened_by(
     """
     allowed = replace(context, job=replace(context.job, allow=(*context.job.allow, allowance)))
     opened = [row for row, rule in waiting if not rule.is_broken(allowed, row) and may_run(allowed, row)]
-    changed = (chosen.strategy,) if allowance in OF_SETTINGS else ()
-    best = [best_of(allowed, rows)[0] for rows in (one_a_kind(opened), changed) if rows]
+    has_more = allowance in OF_SETTINGS and _has_more(context, allowed, chosen.strategy)
+    changed = (chosen.strategy,) if has_more else ()
+    best = [best_of(allowed, rows, chosen.strategy.layout)[0] for rows in (one_a_kind(opened), changed) if rows]
     worth = [candidate for candidate in best if candidate is not None and _is_worth_opting_in(candidate, chosen)]
     return min(worth, key=lambda candidate: candidate.speed.step_s, default=None)
+
+
+def _has_more(context: PlanningContext, allowed: PlanningContext, row: Strategy) -> bool:
+    """True if a row has settings to choose from that it had not before."""
+    return list(starts_of(allowed, row)) != list(starts_of(context, row))
 
 
 def _is_worth_opting_in(candidate: Candidate, chosen: Candidate) -> bool:

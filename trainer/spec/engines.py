@@ -8,6 +8,7 @@ The rows stand in the order in which equally fast engines are preferred: from th
 """
 
 from enum import StrEnum
+from functools import cached_property
 
 from shardwise.trainer.spec.optimizers import Pieces
 from shardwise.trainer.spec.value import Value, complete
@@ -51,30 +52,33 @@ class Sharding(StrEnum):
     FSDP_GRAD_OP = "fsdp_grad_op"
     HSDP = "hsdp"
 
-    facts: "EngineFacts"  # the row of this sharding
+    @cached_property
+    def facts(self) -> "EngineFacts":
+        """The row of this sharding."""
+        return ENGINES[self]
 
-    @property
+    @cached_property
     def is_replicated(self) -> bool:
         """True if every rank keeps and computes with the whole model in plain PyTorch."""
         return self.facts.engine is Engine.TORCH
 
-    @property
+    @cached_property
     def uses_deepspeed(self) -> bool:
         return self.facts.engine is Engine.DEEPSPEED
 
-    @property
+    @cached_property
     def uses_fsdp(self) -> bool:
         return self.facts.engine is Engine.FSDP
 
-    @property
+    @cached_property
     def shards_optimizer(self) -> bool:
         return self.facts.zero_stage >= 1
 
-    @property
+    @cached_property
     def shards_gradients(self) -> bool:
         return self.facts.zero_stage >= 2
 
-    @property
+    @cached_property
     def shards_weights(self) -> bool:
         return self.facts.zero_stage >= 3
 
@@ -196,8 +200,6 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
     },
     "ENGINES",
 )
-for _sharding, _row in ENGINES.items():
-    _sharding.facts = _row
 
 
 def shardings_with(offload: Offload) -> tuple[Sharding, ...]:

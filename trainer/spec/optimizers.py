@@ -19,6 +19,7 @@ Rates are ordered by size. Where no rate has been published, the row names what 
 
 import math
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.trainer.spec.value import Value, complete
@@ -149,7 +150,10 @@ class Optimizer(StrEnum):
     SGD = "sgd"
     DEEPSPEED_CPU_ADAM = "deepspeed_cpu_adam"  # under offload to CPU
 
-    facts: "OptimizerFacts"  # the row of this optimizer
+    @cached_property
+    def facts(self) -> "OptimizerFacts":
+        """The row of this optimizer."""
+        return OPTIMIZERS[self]
 
 
 class StateKind(StrEnum):
@@ -409,8 +413,6 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
     },
     "OPTIMIZERS",
 )
-for _optimizer, _row in OPTIMIZERS.items():
-    _optimizer.facts = _row
 
 
 def have_same_state(one: Optimizer, other: Optimizer) -> bool:

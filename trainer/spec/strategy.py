@@ -17,6 +17,7 @@ On a CPU the flash kernel supports every type, masks and grouped heads.
 """
 
 from enum import StrEnum
+from functools import cached_property
 
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -32,7 +33,7 @@ class Method(StrEnum):
     LORA = "lora"
     QLORA = "qlora"
 
-    @property
+    @cached_property
     def freezes_base(self) -> bool:
         return self in (Method.LORA, Method.QLORA)
 
@@ -53,12 +54,12 @@ class Precision(StrEnum):
     BF16 = "bf16"
     FP8 = "fp8"
 
-    @property
+    @cached_property
     def master_bytes(self) -> int:
         """Bytes of one trained weight as the optimizer sees it."""
         return 2 if self is Precision.BF16 else 4
 
-    @property
+    @cached_property
     def compute_bytes(self) -> int:
         """Bytes of one activation element in a matrix product's input."""
         return 4 if self is Precision.FP32 else 2
@@ -139,7 +140,7 @@ class AttentionKernel(StrEnum):
     MATH = "math"  # scaled_dot_product_attention without a fused kernel
     EAGER = "eager"  # transformers' own
 
-    @property
+    @cached_property
     def is_fused(self) -> bool:
         return self in (AttentionKernel.FLASH, AttentionKernel.EFFICIENT)
 

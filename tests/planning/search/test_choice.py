@@ -1,5 +1,6 @@
 """The best row by branch and bound is the one that trying every row finds."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,7 +13,14 @@ from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import may_run
 from shardwise.trainer.planning.search import choice
 from shardwise.trainer.planning.search.choice import best_of, in_order, one_a_kind, survey
-from shardwise.trainer.planning.search.configurations import Bounded, best_candidate, best_configuration, bounded_starts
+from shardwise.trainer.planning.search.configurations import (
+    Bounded,
+    best_candidate,
+    best_configuration,
+    bound_of,
+    bounded_starts,
+    starts_of,
+)
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import BatchWidth
 from shardwise.trainer.spec.job.sections import Allowance
@@ -69,9 +77,10 @@ def test_rows_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     context = context_for("8b", "8xH100-SXM5-80GB", method=Method.LORA)
     searched = []
 
-    def counted(context: PlanningContext, starts: list[Bounded]) -> Configuration | None:
-        searched.append(starts[0].start.strategy)
-        return best_configuration(context, starts)
+    def counted(context: PlanningContext, starts: Iterable[Bounded], longest: float) -> Configuration | None:
+        first, *_ = starts = list(starts)
+        searched.append(first.start.strategy)
+        return best_configuration(context, starts, longest)
 
     monkeypatch.setattr(choice, "best_configuration", counted)
     best, _ = best_of(context, rows_of(context))
@@ -87,9 +96,18 @@ def test_where_nothing_fits_each_row_is_there_with_the_least_it_needs() -> None:
     assert all(candidate.memory.need_bytes > 4 * GIB for candidate in ranking.smallest.values())
 
 
-def test_the_bound_of_a_row_is_that_of_its_fastest_start() -> None:
-    context = context_for("8b", "8xH100-SXM5-80GB")
-    starts_of = [starts for row in rows_of(context) if (starts := bounded_starts(context, row))]
-    assert starts_of
-    for starts in starts_of:
-        assert starts[0].seconds == min(start.seconds for start in starts)
+@pytest.mark.parametrize("method", [Method.FULL, Method.QLORA])
+@pytest.mark.parametrize(("model", "spec"), [*MACHINES, ("1b", "2xRTX-4090"), ("70b", "2x8xH100-SXM5-80GB")])
+def test_starts_come_in_the_order_of_their_bounds(model: str, spec: str, method: Method) -> None:
+    """None is bounded before its turn: the order must be the one that bounding all of them gives."""
+    context = context_for(model, spec, method=method, job=job_of(allow=EVERYTHING if model != "tiny" else ()))
+    for row in rows_of(context):
+        bounded = list(bounded_starts(context, row))
+        if not bounded:
+            continue
+        assert len(bounded) == len(list(starts_of(context, row)))
+        seconds = [bound for bound, _, _ in bounded]
+        assert seconds == sorted(seconds)
+        for bound, micro_batch, start in bounded:
+            exact = bound_of(context, start)
+            assert (bound, micro_batch) == exact or (micro_batch is None and bound <= (1 + 1e-9) * exact[0])

@@ -314,7 +314,7 @@ def obstacle_to(context: PlanningContext, configuration: Configuration) -> Incom
     """
     if not _is_remarkable(configuration):
         return None
-    rule_input = rule_input_of(configuration, context.shape, context.device, libraries=_libraries(context))
+    rule_input = rule_input_of(configuration, context.shape, context.device, libraries=context.libraries)
     return first_broken(SETTINGS, rule_input, reach=Reach.OURS)
 
 
@@ -339,7 +339,7 @@ def pinned_rule_input(context: PlanningContext, strategy: Strategy) -> RuleInput
         shard_group=pin.shard_group,
         lora=train.lora,
         galore=train.galore,
-        libraries=_libraries(context),
+        libraries=context.libraries,
         cpu_flags=_cpu_flags(context, strategy),
     )
 
@@ -388,10 +388,6 @@ def _is_remarkable(configuration: Configuration) -> bool:
         or configuration.loss is LossHead.FUSED_LINEAR
         or configuration.updates_in_backward
     )
-
-
-def _libraries(context: PlanningContext) -> frozenset[str]:
-    return frozenset(library.replace("_", "-").lower() for library in context.hardware.libraries)
 
 
 def _facts(context: PlanningContext, strategy: Strategy) -> dict[str, object]:

@@ -11,6 +11,7 @@ Trials outrank predictions: strategies that ran in one come first, those that ra
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -26,15 +27,16 @@ from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import may_run, refuse
 from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,
-    Bounded,
     best_candidate,
     best_configuration,
     bounded_starts,
     least_need,
+    starts_of,
     with_larger_buckets,
 )
 from shardwise.trainer.planning.search.fallbacks import remedy_for
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.plan import Candidate, MethodRow, Rejection, TrialResult
 from shardwise.trainer.spec.strategy import Method, Strategy
 from shardwise.trainer.spec.value import Value
@@ -87,22 +89,30 @@ def survey(context: PlanningContext) -> Ranking:
     return Ranking(candidates=candidates, rejections=(), smallest=smallest)
 
 
-def best_of(context: PlanningContext, rows: Iterable[Strategy]) -> tuple[Candidate | None, dict[str, Candidate]]:
+def best_of(
+    context: PlanningContext, rows: Iterable[Strategy], likely: tuple[Sharding, Offload] | None = None
+) -> tuple[Candidate | None, dict[str, Candidate]]:
     """The first candidate by `in_order`, and those found before it that fit the device but not the other budgets.
 
-    By branch and bound: a strategy that cannot come within one per cent of the best so far is not searched.
+    By branch and bound: a strategy that cannot come within one per cent of the best so far is not searched. The sooner
+    a good one is found the less is searched, so those of the `likely` layout come first.
     """
-    bounded = [
-        (_least_seconds(context, row, starts), row, starts) for row in rows if (starts := bounded_starts(context, row))
-    ]
+    bounded = []
+    for row in rows:
+        starts = bounded_starts(context, row)
+        if (fastest := next(starts, None)) is not None:
+            factor, once = _correction(context, row)
+            bounded.append((fastest.seconds * factor - once, row, chain((fastest,), starts)))
     candidates: list[Candidate] = []
     beyond: dict[str, Candidate] = {}
     configurations: dict[str, Configuration] = {}
     best = math.inf
-    for bound, row, starts in sorted(bounded, key=lambda entry: entry[0]):
-        if bound > (1 + SAME_SPEED) * best:
-            break
-        configuration = best_configuration(context, starts)
+    for bound, row, starts in sorted(bounded, key=lambda entry: (entry[1].layout != likely, entry[0])):
+        longest = (1 + SAME_SPEED) * best
+        if bound > longest:
+            continue
+        factor, once = _correction(context, row)
+        configuration = best_configuration(context, starts, (longest + once) / factor)
         if configuration is None:
             continue
         candidate = candidate_of(context, configuration)  # larger buffers change neither its time nor its host RAM
@@ -118,11 +128,13 @@ def best_of(context: PlanningContext, rows: Iterable[Strategy]) -> tuple[Candida
     return with_larger_buckets(context, configurations[first.strategy.name]), beyond
 
 
-def _least_seconds(context: PlanningContext, row: Strategy, starts: Sequence[Bounded]) -> float:
-    """A lower bound of the corrected seconds of any configuration of a strategy."""
+def _correction(context: PlanningContext, row: Strategy) -> tuple[float, float]:
+    """What corrects the seconds of a strategy: they are at least this factor times the predicted ones, less the seconds
+    that come second: runs correct the step, not the start-up."""
     factor = context.corrections.of(row, context.method).step.value
-    start_up = max(upper_seconds(context, bounded.start, 0) for bounded in starts)  # runs correct the step alone
-    return starts[0].seconds * factor - max(0.0, factor - 1) * start_up
+    if factor <= 1:
+        return factor, 0.0
+    return factor, (factor - 1) * max(upper_seconds(context, start, 0) for start in starts_of(context, row))
 
 
 def with_remedies(context: PlanningContext, ranking: Ranking) -> tuple[Rejection, ...]:

@@ -16,9 +16,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
+from heapq import heapify, heappop, heappush
 from itertools import product
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -335,20 +336,36 @@ class Bounded(NamedTuple):
     start: Configuration
 
 
-def bounded_starts(context: PlanningContext, strategy: Strategy) -> list[Bounded]:
-    """All starts of a strategy, the lowest bound first; none if its state alone exceeds the device."""
-    bounds: dict[_Kind, Bounded] = {}
-    found: list[Bounded] = []
-    for start in _starts(context, strategy):
-        if not found and never_fits(context, start):  # the first has the least state
-            return []
-        key = _kind(start)
-        if key in bounds:  # with larger slices of logits: smaller ones are no faster
-            found.append(bounds[key]._replace(micro_batch=None, start=start))
-        else:
-            bounds[key] = _bound(context, start)
-            found.append(bounds[key])
-    return sorted(found, key=lambda bounded: bounded.seconds)
+def bounded_starts(context: PlanningContext, strategy: Strategy) -> Iterator[Bounded]:
+    """All starts of a strategy, the lowest bound first; none if its state alone exceeds the device.
+
+    A start is bounded when its turn comes. Until then its bound is that of the same start without recomputation and
+    with its activations on the device, which is no slower and predicted with no larger error.
+    """
+    candidates = list(starts_of(context, strategy))
+    if never_fits(context, candidates[0]):  # the first has the least state
+        return
+    bounds: dict[_Kind, tuple[float, int]] = {}
+    waiting: list[tuple[float, int, _Kind, bool]] = []
+    for index, start in enumerate(candidates):
+        kind = _kind(start)
+        fastest = _Kind._make((*_FASTEST.values(), *kind[len(_FASTEST) :]))
+        if fastest not in bounds:
+            bounds[fastest] = bound_of(context, replace(start, **_FASTEST))
+        waiting.append((bounds[fastest][0], index, kind, False))
+    heapify(waiting)
+    yielded: set[_Kind] = set()
+    while waiting:
+        seconds, index, kind, is_exact = heappop(waiting)
+        if kind not in bounds:
+            bounds[kind] = bound_of(context, candidates[index])
+        least, micro_batch = bounds[kind]
+        if not is_exact and least > seconds:
+            heappush(waiting, (least, index, kind, True))
+            continue
+        # The first of a kind has the larger slices of logits: with smaller ones it is no faster.
+        yield Bounded(least, None if kind in yielded else micro_batch, candidates[index])
+        yielded.add(kind)
 
 
 def best_candidate(context: PlanningContext, strategy: Strategy) -> Candidate | None:
@@ -362,14 +379,13 @@ def least_need(context: PlanningContext, strategy: Strategy) -> Candidate:
 
     Its micro batch is the smallest or the largest, and larger slices of logits never need less.
     """
-    configurations = [
-        configuration
-        for start in _starts(context, strategy)
+    configurations = (
+        with_micro_batch(context, start, micro_batch)
+        for start in starts_of(context, strategy)
         if start.loss_chunk_tokens == chunk_sizes(context.shape, start.loss)[-1]
         for micro_batch in _ends(sizes_of(context, start))
-        if obstacle_to(context, configuration := with_micro_batch(context, start, micro_batch)) is None
-    ]
-    return candidate_of(context, least_needy(context, configurations))
+    )
+    return candidate_of(context, least_needy(context, configurations, lambda each: obstacle_to(context, each) is None))
 
 
 def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -378,17 +394,22 @@ def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 def can_fit(context: PlanningContext, strategy: Strategy) -> bool:
     """True if any configuration of a strategy fits the device."""
-    first = next(_starts(context, strategy))
+    first = next(starts_of(context, strategy))
     return not never_fits(context, first) and least_need(context, strategy).memory.fits
 
 
-def best_configuration(context: PlanningContext, starts: Sequence[Bounded]) -> Configuration | None:
+def best_configuration(
+    context: PlanningContext, starts: Iterable[Bounded], longest: float = math.inf
+) -> Configuration | None:
     """The fastest configuration that fits, with its smallest buffers; `starts` are the `bounded_starts` of a strategy.
+
+    None if none fits within `longest` seconds; a `time_class` counts as one time.
 
     By branch and bound. If rows are not padded smaller micro batches are no faster. Smaller slices of logits never are:
     they are tried for the micro batches that do not fit with larger ones.
     """
-    best: tuple[tuple[int, int], Configuration] | None = None
+    best: Configuration | None = None
+    least = (math.inf if longest == math.inf else time_class(longest), math.inf)
     cuts = not _is_padded(context)
     possible: dict[_Kind, list[int]] = {}
     found_of: dict[_Kind, set[int]] = {}
@@ -399,7 +420,7 @@ def best_configuration(context: PlanningContext, starts: Sequence[Bounded]) -> C
         return time_class(seconds), configuration.micro_batch
 
     for bounded in starts:
-        if best is not None and time_class(bounded.seconds) > best[0][0]:
+        if time_class(bounded.seconds) > least[0]:
             break
         start = bounded.start
         without_loss = _kind(start)._replace(loss=None)
@@ -408,17 +429,17 @@ def best_configuration(context: PlanningContext, starts: Sequence[Bounded]) -> C
         known = found_of.setdefault(_kind(start), set())
         sizes = [size for size in possible[without_loss] if size not in known]
         for configurations in by_accumulation(context, start, sizes):
-            if best is not None and cuts and configurations and key_of(configurations[-1], bounded)[0] > best[0][0]:
+            if cuts and configurations and key_of(configurations[-1], bounded)[0] > least[0]:
                 break
             found = fitting(context, configurations)
             known.update(configuration.micro_batch for configuration in found)
             for configuration in reversed(found):
                 key = key_of(configuration, bounded)
-                if best is None or key < best[0]:
-                    best = key, configuration
-                elif cuts and key[0] > best[0][0]:
+                if key < least:
+                    least, best = key, configuration
+                elif cuts and key[0] > least[0]:
                     break
-    return None if best is None else best[1]
+    return best
 
 
 def _possible_sizes(context: PlanningContext, start: Configuration) -> list[int]:
@@ -433,14 +454,18 @@ def _possible_sizes(context: PlanningContext, start: Configuration) -> list[int]
 def by_accumulation(
     context: PlanningContext, start: Configuration, sizes: Iterable[int]
 ) -> tuple[list[Configuration], list[Configuration]]:
-    """`start` with the micro batches that can run: without accumulation, and with it."""
-    configurations = [
-        configuration
-        for micro_batch in sizes
-        if obstacle_to(context, configuration := with_micro_batch(context, start, micro_batch)) is None
-    ]
+    """`start` with the micro batches that can run: without accumulation, and with it.
+
+    Rules ask of the two numbers no more than that (`rules.incompatible`).
+    """
+    configurations = [with_micro_batch(context, start, micro_batch) for micro_batch in sizes]
     at_once = [configuration for configuration in configurations if configuration.accumulation == 1]
-    return at_once, [configuration for configuration in configurations if configuration.accumulation > 1]
+    in_turn = [configuration for configuration in configurations if configuration.accumulation > 1]
+    return _runnable(context, at_once), _runnable(context, in_turn)
+
+
+def _runnable(context: PlanningContext, alike: list[Configuration]) -> list[Configuration]:
+    return alike if alike and obstacle_to(context, alike[0]) is None else []
 
 
 def fitting(context: PlanningContext, configurations: Sequence[Configuration]) -> Sequence[Configuration]:
@@ -454,14 +479,11 @@ def fitting(context: PlanningContext, configurations: Sequence[Configuration]) -
     return found
 
 
-def _bound(context: PlanningContext, start: Configuration) -> Bounded:
-    """The fastest micro batch: the largest, a rank's whole share, unless rows are padded to the longest."""
+def bound_of(context: PlanningContext, start: Configuration) -> tuple[float, int]:
+    """Seconds and size of the fastest micro batch: a rank's whole share, unless rows are padded to the longest."""
     sizes = sizes_of(context, start)
     configurations = [with_micro_batch(context, start, size) for size in (sizes if _is_padded(context) else sizes[-1:])]
-    seconds, at = min(
-        (_seconds_of(context, configuration), configuration.micro_batch) for configuration in configurations
-    )
-    return Bounded(seconds, at, start)
+    return min((_seconds_of(context, configuration), configuration.micro_batch) for configuration in configurations)
 
 
 def _is_padded(context: PlanningContext) -> bool:
@@ -479,17 +501,18 @@ def sizes_of(context: PlanningContext, start: Configuration) -> tuple[int, ...]:
 
 
 class _Kind(NamedTuple):
-    """The settings of a start but for the slice of logits."""
+    """The settings of a start but for the slice of logits; first those whose value in `_FASTEST` is never slower."""
 
     checkpointing: Checkpointing
+    activation_offload: bool
     loss: LossHead | None
     compile: bool
-    activation_offload: bool
     optimizer_in_backward: bool
     shard_group: int | None
     fused_kernels: bool
 
 
+_FASTEST: dict[str, Any] = {"checkpointing": Checkpointing.NONE, "activation_offload": False}
 _KIND_OF = attrgetter(*_Kind._fields)
 
 
@@ -497,7 +520,7 @@ def _kind(start: Configuration) -> _Kind:
     return _Kind._make(_KIND_OF(start))
 
 
-def _starts(context: PlanningContext, strategy: Strategy) -> Iterator[Configuration]:
+def starts_of(context: PlanningContext, strategy: Strategy) -> Iterator[Configuration]:
     """Each choice of the settings, at the smallest micro batch and buffers."""
     kinds, heads = checkpointings(context), losses(context)
     first = first_configuration(context, strategy, checkpointing=kinds[0], loss=heads[0])
@@ -521,7 +544,8 @@ def _starts(context: PlanningContext, strategy: Strategy) -> Iterator[Configurat
             optimizer_in_backward=in_backward,
             shard_group=group,
         )
-        yield replace(start, fused_kernels=fuses_kernels(context, start))
+        is_fused = fuses_kernels(context, start)
+        yield start if start.fused_kernels is is_fused else replace(start, fused_kernels=is_fused)
 
 
 MOST_GROUPS = 8  # times the smallest group that is possible: a larger one saves less than an eighth of that one's state
