@@ -10,6 +10,7 @@ name of the CPU; if that is not known the host of a consumer card is a desktop w
 
 import math
 import re
+from functools import lru_cache
 
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import Device
@@ -94,9 +95,14 @@ def rates_of(configuration: Configuration, device: Device) -> Rates:
 def has_desktop_host(device: Device) -> bool:
     """True if the host has two memory channels and a consumer's NVMe disk."""
     name = device.cpu_name or ""
-    if re.search(_SERVER_CPU, name):
+    if _is_a(_SERVER_CPU, name):
         return False
-    return device.is_consumer or bool(re.search(_DESKTOP_CPU, name))
+    return device.is_consumer or _is_a(_DESKTOP_CPU, name)
+
+
+@lru_cache(maxsize=64)
+def _is_a(kind: str, cpu_name: str) -> bool:
+    return re.search(kind, cpu_name) is not None
 
 
 def _host_adam_rate(device: Device) -> float:
@@ -105,7 +111,7 @@ def _host_adam_rate(device: Device) -> float:
         return by_cores
     if not has_desktop_host(device):
         return min(by_cores, constants.HOST_ADAM_BYTES_PER_S)
-    has_ddr5 = bool(re.search(_DDR5_CPU, device.cpu_name or ""))
+    has_ddr5 = _is_a(_DDR5_CPU, device.cpu_name or "")
     return min(by_cores, constants.DDR5_ADAM_BYTES_PER_S if has_ddr5 else constants.DDR4_ADAM_BYTES_PER_S)
 
 
