@@ -1,6 +1,6 @@
 """Planning context: the job, the machine and the model, for one method. Every rule and search reads it."""
 
-from functools import lru_cache
+from functools import cached_property
 
 from shardwise.trainer.planning.calibrate import NO_CORRECTIONS, Corrections
 from shardwise.trainer.planning.device import Device
@@ -15,8 +15,8 @@ from shardwise.trainer.spec.units import format_bytes
 from shardwise.trainer.spec.value import Value
 
 
-class PlanningContext(Value, frozen=True, kw_only=True):
-    """The inputs of a decision, put together once."""
+class PlanningContext(Value, frozen=True, kw_only=True, dict=True):
+    """The inputs of a decision, put together once; with a dict for what a search reads thousands of times."""
 
     job: Job
     hardware: Hardware
@@ -30,20 +30,20 @@ class PlanningContext(Value, frozen=True, kw_only=True):
     fp8_gain: Fp8Gain | None = None  # measured on this model's matrix shapes
     hooks: tuple[Hook, ...] = ()  # of the user's extensions file
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         return self.hardware.num_devices
 
-    @property
+    @cached_property
     def is_cpu(self) -> bool:
         return self.device.kind is DeviceKind.CPU
 
-    @property
+    @cached_property
     def sequences_per_rank(self) -> int:
         """Sequences of one step on the rank that has most of them."""
         return -(-self.schedule.sequences_per_step // self.num_ranks)
 
-    @property
+    @cached_property
     def host_ram_bytes(self) -> int | None:
         """Bytes of RAM that the processes of a node may use, or None if unknown."""
         host = self.hardware.host
@@ -52,7 +52,7 @@ class PlanningContext(Value, frozen=True, kw_only=True):
         known = [size for size in (self.job.limits.host_ram, host.ram_available_bytes or host.ram_bytes) if size]
         return min(known) if known else None
 
-    @property
+    @cached_property
     def nvme_bytes(self) -> int | None:
         """Bytes that offload may write under limits.nvme.path, or None if unknown."""
         nvme = self.job.limits.nvme
@@ -61,7 +61,7 @@ class PlanningContext(Value, frozen=True, kw_only=True):
         disks = [disk for disk in self.hardware.host.disks if nvme.path.startswith(disk.path)]
         return max(disks, key=lambda disk: len(disk.path)).free_bytes if disks else None
 
-    @property
+    @cached_property
     def fast_bf16(self) -> bool:
         """Bf16 matrix products in hardware: compute capability 8.0, or AMX on a CPU."""
         if self.is_cpu:
@@ -72,19 +72,14 @@ class PlanningContext(Value, frozen=True, kw_only=True):
         """True if the probe found the package; names as on the package index."""
         return name in self.libraries
 
-    @property
+    @cached_property
     def libraries(self) -> frozenset[str]:
         """The packages that the probe found, with their names on the package index."""
-        return _on_the_index(tuple(self.hardware.libraries))
+        return frozenset(library.replace("_", "-").lower() for library in self.hardware.libraries)
 
-    @property
+    @cached_property
     def device_text(self) -> str:
         """`H100-SXM5-80GB has 79.1 GiB usable`."""
         capped = self.hardware.vram_cap_bytes
         limit = " (limits.vram)" if capped is not None and capped <= self.device.usable_bytes else ""
         return f"{self.device.name} has {format_bytes(self.device.usable_bytes)} usable{limit}"
-
-
-@lru_cache(maxsize=16)
-def _on_the_index(libraries: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(library.replace("_", "-").lower() for library in libraries)

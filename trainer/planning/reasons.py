@@ -16,7 +16,7 @@ from shardwise.trainer.planning.candidates import (
     with_micro_batch,
 )
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.rules.rule import Rule, may_run, rule_named
+from shardwise.trainer.planning.rules.rule import Rule, broken_by_job, rule_named
 from shardwise.trainer.planning.rules.rule_input import capability_text
 from shardwise.trainer.planning.schedule import idle_run_warnings, padding_share, widths_at
 from shardwise.trainer.planning.search.certainty import certainty_text, trial_text
@@ -385,7 +385,7 @@ def _opened_by(
     None if nothing it adds is worth opting in.
     """
     allowed = replace(context, job=replace(context.job, allow=(*context.job.allow, allowance)))
-    opened = [row for row, rule in waiting if not rule.is_broken(allowed, row) and may_run(allowed, row)]
+    opened = [row for row, rule in waiting if not rule.is_broken(allowed, row) and broken_by_job(allowed, row) is None]
     has_more = allowance in OF_SETTINGS and _has_more(context, allowed, chosen.strategy)
     changed = (chosen.strategy,) if has_more else ()
     best = [best_of(allowed, rows, chosen.strategy.layout)[0] for rows in (one_a_kind(opened), changed) if rows]

@@ -9,6 +9,7 @@ No rule reads a number of bytes: memory, host RAM, hours and money are budgets, 
 
 from collections.abc import Callable
 from enum import StrEnum
+from operator import attrgetter
 
 from shardwise.trainer.planning.configuration import Configuration, fp8_recipe_of
 from shardwise.trainer.planning.context import PlanningContext
@@ -245,6 +246,7 @@ __all__ = [
     "RULES",
     "Refusal",
     "Rule",
+    "broken_by_job",
     "may_run",
     "obstacle_to",
     "pinned_rule_input",
@@ -252,6 +254,7 @@ __all__ = [
     "rule_named",
 ]
 _AXES = ("sharding", "offload", "optimizer", "precision")
+_AXES_OF = attrgetter(*_AXES)
 _SETTING_PINS = (
     "checkpointing", "attention", "loss", "compile", "activation_offload", "optimizer_in_backward", "shard_group",
     "fused_kernels",
@@ -286,21 +289,24 @@ def _broken_rule(context: PlanningContext, strategy: Strategy) -> Rule | None:
     incompatibility = _incompatibility(context, strategy)
     if incompatibility is not None:
         return _BY_NAME[incompatibility.name]
-    return _broken_by_job(context, strategy)
+    return broken_by_job(context, strategy)
 
 
 def may_run(context: PlanningContext, strategy: Strategy) -> bool:
     """True if no rule is broken; cheap rules are tested first."""
     return (
         not _PINNED.is_broken(context, strategy)
-        and _broken_by_job(context, strategy) is None
+        and broken_by_job(context, strategy) is None
         and _incompatibility(context, strategy) is None
     )
 
 
-def _broken_by_job(context: PlanningContext, strategy: Strategy) -> Rule | None:
-    broken = (rule for rule in OF_THE_JOB if rule.is_broken(context, strategy))
-    return next((rule for rule in broken if not _is_pinned(context, strategy, rule.yields_to)), None)
+def broken_by_job(context: PlanningContext, strategy: Strategy) -> Rule | None:
+    """The first rule that the job breaks with `strategy`, of those that no pin overrides; None: it breaks none."""
+    for rule in OF_THE_JOB:
+        if rule.is_broken(context, strategy) and not _is_pinned(context, strategy, rule.yields_to):
+            return rule
+    return None
 
 
 def _is_pinned(context: PlanningContext, strategy: Strategy, axis: str | None) -> bool:
@@ -405,8 +411,11 @@ def _breaks_pin(context: PlanningContext, strategy: Strategy) -> bool:
 
 
 def _differing(context: PlanningContext, strategy: Strategy) -> list[str]:
-    pin = context.job.pin
-    return [axis for axis in _AXES if getattr(pin, axis) not in (None, getattr(strategy, axis))]
+    pinned = _AXES_OF(context.job.pin)
+    if not any(pinned):
+        return []
+    both = zip(_AXES, pinned, _AXES_OF(strategy), strict=True)
+    return [axis for axis, wanted, taken in both if wanted not in (None, taken)]
 
 
 _PINNED = Rule(

@@ -134,7 +134,10 @@ def first_broken(
     rules: Iterable[Incompatibility], rule_input: RuleInput, *, reach: Reach = Reach.PLANNER
 ) -> Incompatibility | None:
     """The first incompatibility of at least this reach; None if everything is compatible."""
-    return next((rule for rule in rules if rule.reach >= reach and rule.is_broken(rule_input)), None)
+    for rule in rules:
+        if rule.reach >= reach and rule.is_broken(rule_input):
+            return rule
+    return None
 
 
 def placeholders_of(rule_input: RuleInput) -> dict[str, object]:

@@ -103,9 +103,8 @@ def best_of(
         if (fastest := next(starts, None)) is not None:
             factor, once = _correction(context, row)
             bounded.append((fastest.seconds * factor - once, row, chain((fastest,), starts)))
-    candidates: list[Candidate] = []
+    found: dict[str, tuple[Configuration, Candidate]] = {}
     beyond: dict[str, Candidate] = {}
-    configurations: dict[str, Configuration] = {}
     best = math.inf
     for bound, row, starts in sorted(bounded, key=lambda entry: (entry[1].layout != likely, entry[0])):
         longest = (1 + SAME_SPEED) * best
@@ -119,13 +118,14 @@ def best_of(
         if excess(context, candidate) is not None:
             beyond[row.name] = candidate
             continue
-        candidates.append(candidate)
-        configurations[row.name] = configuration
+        found[row.name] = configuration, candidate
         best = min(best, _upper_seconds(context, candidate))
-    if not candidates:
+    if not found:
         return None, beyond
-    first = in_order(context, candidates)[0]
-    return with_larger_buckets(context, configurations[first.strategy.name]), beyond
+    first = in_order(context, [candidate for _, candidate in found.values()])[0]
+    configuration, _ = found[first.strategy.name]
+    larger = with_larger_buckets(context, configuration)
+    return first if larger is configuration else candidate_of(context, larger), beyond
 
 
 def _correction(context: PlanningContext, row: Strategy) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from functools import cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import product
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -342,36 +342,37 @@ def bounded_starts(context: PlanningContext, strategy: Strategy) -> Iterator[Bou
     A start is bounded when its turn comes. Until then its bound is that of the same start without recomputation and
     with its activations on the device, which is no slower and predicted with no larger error.
     """
-    candidates = list(starts_of(context, strategy))
-    if never_fits(context, candidates[0]):  # the first has the least state
+    first, choices = _choices(context, strategy)
+    if never_fits(context, _start(context, first, *choices[0])):  # the first has the least state
         return
     bounds: dict[_Kind, tuple[float, int]] = {}
-    waiting: list[tuple[float, int, _Kind, bool]] = []
-    for index, start in enumerate(candidates):
-        kind = _kind(start)
-        fastest = _Kind._make((*_FASTEST.values(), *kind[len(_FASTEST) :]))
+    waiting: list[tuple[float, int, bool]] = []
+    for index, (kind, slice_tokens) in enumerate(choices):
+        fastest = _Kind._make((*_FASTEST, *kind[len(_FASTEST) :]))
         if fastest not in bounds:
-            bounds[fastest] = bound_of(context, replace(start, **_FASTEST))
-        waiting.append((bounds[fastest][0], index, kind, False))
+            bounds[fastest] = bound_of(context, _start(context, first, fastest, slice_tokens))
+        waiting.append((bounds[fastest][0], index, False))
     heapify(waiting)
     yielded: set[_Kind] = set()
     while waiting:
-        seconds, index, kind, is_exact = heappop(waiting)
+        seconds, index, is_exact = heappop(waiting)
+        kind, slice_tokens = choices[index]
+        start = _start(context, first, kind, slice_tokens)
         if kind not in bounds:
-            bounds[kind] = bound_of(context, candidates[index])
+            bounds[kind] = bound_of(context, start)
         least, micro_batch = bounds[kind]
         if not is_exact and least > seconds:
-            heappush(waiting, (least, index, kind, True))
+            heappush(waiting, (least, index, True))
             continue
         # The first of a kind has the larger slices of logits: with smaller ones it is no faster.
-        yield Bounded(least, None if kind in yielded else micro_batch, candidates[index])
+        yield Bounded(least, None if kind in yielded else micro_batch, start)
         yielded.add(kind)
 
 
 def best_candidate(context: PlanningContext, strategy: Strategy) -> Candidate | None:
     """The fastest configuration of a strategy that fits the device, with larger buffers; None if none fits."""
     best = best_configuration(context, bounded_starts(context, strategy))
-    return None if best is None else with_larger_buckets(context, best)
+    return None if best is None else candidate_of(context, with_larger_buckets(context, best))
 
 
 def least_need(context: PlanningContext, strategy: Strategy) -> Candidate:
@@ -512,7 +513,7 @@ class _Kind(NamedTuple):
     fused_kernels: bool
 
 
-_FASTEST: dict[str, Any] = {"checkpointing": Checkpointing.NONE, "activation_offload": False}
+_FASTEST = (Checkpointing.NONE, False)
 _KIND_OF = attrgetter(*_Kind._fields)
 
 
@@ -522,8 +523,15 @@ def _kind(start: Configuration) -> _Kind:
 
 def starts_of(context: PlanningContext, strategy: Strategy) -> Iterator[Configuration]:
     """Each choice of the settings, at the smallest micro batch and buffers."""
+    first, choices = _choices(context, strategy)
+    return (_start(context, first, kind, slice_tokens) for kind, slice_tokens in choices)
+
+
+def _choices(context: PlanningContext, strategy: Strategy) -> tuple[Configuration, list[tuple[_Kind, int | None]]]:
+    """The first start of a strategy, and the settings and slices of logits of each."""
     kinds, heads = checkpointings(context), losses(context)
     first = first_configuration(context, strategy, checkpointing=kinds[0], loss=heads[0])
+    fused = {kind: fuses_kernels(context, replace(first, checkpointing=kind)) for kind in kinds}
     settings = product(
         kinds,
         ((loss, tokens) for loss in heads for tokens in chunk_sizes(context.shape, loss)),
@@ -532,20 +540,19 @@ def starts_of(context: PlanningContext, strategy: Strategy) -> Iterator[Configur
         optimizers_in_backward(context, first),
         _possible_groups(context, first),
     )
-    for checkpointing, (loss, tokens), is_compiled, offloads, in_backward, group in settings:
-        start = replace(
-            first,
-            checkpointing=checkpointing,
-            checkpoint_every_n=every_n(context, checkpointing),
-            loss=loss,
-            loss_chunk_tokens=tokens,
-            compile=is_compiled,
-            activation_offload=offloads,
-            optimizer_in_backward=in_backward,
-            shard_group=group,
-        )
-        is_fused = fuses_kernels(context, start)
-        yield start if start.fused_kernels is is_fused else replace(start, fused_kernels=is_fused)
+    return first, [
+        (_Kind(checkpointing, offloads, loss, is_compiled, in_backward, group, fused[checkpointing]), tokens)
+        for checkpointing, (loss, tokens), is_compiled, offloads, in_backward, group in settings
+    ]
+
+
+def _start(context: PlanningContext, first: Configuration, kind: _Kind, slice_tokens: int | None) -> Configuration:
+    return replace(
+        first,
+        **kind._asdict(),
+        checkpoint_every_n=every_n(context, kind.checkpointing),
+        loss_chunk_tokens=slice_tokens,
+    )
 
 
 MOST_GROUPS = 8  # times the smallest group that is possible: a larger one saves less than an eighth of that one's state
@@ -560,18 +567,18 @@ def _possible_groups(context: PlanningContext, first: Configuration) -> tuple[in
     return (largest, *(group for group in possible if group <= MOST_GROUPS * possible[-1]))
 
 
-def with_larger_buckets(context: PlanningContext, configuration: Configuration) -> Candidate:
+def with_larger_buckets(context: PlanningContext, configuration: Configuration) -> Configuration:
     """A configuration that fits, with the largest buffers that fit into half of the remaining memory."""
     sizes = bucket_sizes(context.shape, configuration.strategy)
     if len(sizes) == 1:
-        return candidate_of(context, configuration)
+        return configuration
     budget = (predicted_need(context, configuration) + context.device.usable_bytes) // 2
     largest = replace(configuration, buckets=sizes[-1])
     if predicted_need(context, largest) <= budget:  # as a rule
-        return candidate_of(context, largest)
+        return largest
     larger = [replace(configuration, buckets=buckets) for buckets in sizes]
     num_within = bisect_right(larger, budget, lo=1, hi=len(larger) - 1, key=partial(predicted_need, context))
-    return candidate_of(context, larger[num_within - 1])
+    return larger[num_within - 1]
 
 
 def _num_within(configurations: Sequence[Configuration], budget: int, need_of: Callable[[Configuration], int]) -> int:
