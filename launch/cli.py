@@ -10,11 +10,12 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-if TYPE_CHECKING:
-    from shardwise.trainer.spec.errors import ExitCode
-    from shardwise.trainer.spec.secrets import RedactedStream
+from shardwise.launch.options import parse_command_line
+from shardwise.launch.terminal import Console, write_error
+from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
+from shardwise.trainer.spec.secrets import RedactedStream, redacted_output
 
 # Objects made before the collector looks for cycles. Python's 700 cost a start ten milliseconds and find next to none.
 GC_THRESHOLD = 100_000
@@ -33,10 +34,6 @@ def _print_traceback() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. Secrets of the environment are redacted in all output."""
     _open_closed_descriptors()
-    gc.set_threshold(GC_THRESHOLD)
-    atexit.register(gc.freeze)  # or Python looks for cycles once more at exit: 15 ms for memory that is freed anyway
-    from shardwise.trainer.spec.secrets import redacted_output  # like all of the product, after the threshold is set
-
     with redacted_output():
         return _exit_code(argv)
 
@@ -51,9 +48,8 @@ def _open_closed_descriptors() -> None:
 
 
 def _exit_code(argv: Sequence[str] | None) -> int:
-    from shardwise.launch.terminal import write_error
-    from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
-
+    gc.set_threshold(GC_THRESHOLD)
+    atexit.register(gc.freeze)  # or Python looks for cycles once more at exit: 15 ms for memory that is freed anyway
     arguments = list(sys.argv[1:] if argv is None else argv)
     is_debug = "--debug" in arguments
     try:
@@ -84,10 +80,7 @@ def _exit_code(argv: Sequence[str] | None) -> int:
         return int(ExitCode.INTERNAL)
 
 
-def _run(arguments: list[str]) -> "ExitCode":
-    from shardwise.launch.options import parse_command_line
-    from shardwise.launch.terminal import Console
-
+def _run(arguments: list[str]) -> ExitCode:
     command, options = parse_command_line(arguments)
     module, _, function = command.run.partition(":")
     consoles = (Console(), Console(sys.stderr)) if command.has_notes else (Console(),)

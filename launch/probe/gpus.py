@@ -24,7 +24,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardwise.launch.probe.host import find_program, parse_meminfo, read_text
+from shardwise.launch.probe.host import parse_meminfo, read_text
 from shardwise.launch.probe.nvidia_smi import (
     COMPUTE_APP_FIELDS,
     GPU_FIELDS,
@@ -89,7 +89,9 @@ def read_gpus(
 
 def find_nvidia_smi(root: Path, environment: Mapping[str, str]) -> str | None:
     """The program's path; that of WSL is often not on PATH."""
-    found = find_program("nvidia-smi", environment)
+    from shutil import which  # loads three libraries of compression
+
+    found = which("nvidia-smi", path=environment.get("PATH", os.defpath))
     wsl = root / "usr/lib/wsl/lib/nvidia-smi"
     return found or (str(wsl) if os.access(wsl, os.X_OK) else None)
 

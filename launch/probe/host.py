@@ -94,20 +94,15 @@ def _can_submit(root: Path, environment: Mapping[str, str]) -> bool:
     Its configuration is the file of SLURM_CONF, in the folders of distributions and of nodes without one of their own
     (`/run/slurm/conf`), or below the prefix that Slurm was built with, as on clusters that clouds set up.
     """
-    program = find_program("sbatch", environment)
+    from shutil import which  # loads three libraries of compression
+
+    program = which("sbatch", path=environment.get("PATH", os.defpath))
     if program is None:
         return False
     if named := environment.get("SLURM_CONF"):
         return Path(named).is_file()
     own = Path(program).resolve().parents[1] / "etc/slurm.conf"
     return own.is_file() or any((root / place).is_file() for place in _SLURM_CONFIGURATIONS)
-
-
-def find_program(name: str, environment: Mapping[str, str]) -> str | None:
-    """Its path by PATH, as `shutil.which` finds it; that module loads three libraries of compression at every start."""
-    path = environment.get("PATH", os.defpath)
-    places = (os.path.join(folder, name) for folder in (path.split(os.pathsep) if path else ()))  # noqa: PTH118 - an empty folder is the current one
-    return next((place for place in places if os.access(place, os.X_OK) and not os.path.isdir(place)), None)  # noqa: PTH112 - as above
 
 
 def count_cores(affinity: set[int] | frozenset[int], cgroup: CgroupLimits, slurm: int | None) -> int:

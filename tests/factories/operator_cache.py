@@ -16,7 +16,7 @@ from shardwise.launch.terminal import Console
 
 @cache
 def lacks_libaio() -> bool:
-    """Whether the header that DeepSpeed's NVMe operator is compiled with is missing here."""
+    """True if the header that DeepSpeed's NVMe operator is compiled with is missing here."""
     compiler = [os.environ.get("CXX", "c++"), "-E", "-x", "c++", "-"]
     return subprocess.run(compiler, input=b"#include <libaio.h>\n", capture_output=True, check=False).returncode != 0
 
@@ -33,9 +33,9 @@ def folder_with_operators(*names: str) -> Path:
     The time limit of the test that needs them first, a timer of pytest-timeout, does not count the build.
     """
     folder = extensions_dir(cache_home(), recorded_versions(), read_host().cpu_flags)
-    left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+    left, _ = signal.getitimer(signal.ITIMER_REAL)
+    signal.setitimer(signal.ITIMER_REAL, left and BUILD_LIMIT_S)
     try:
-        signal.setitimer(signal.ITIMER_REAL, left and BUILD_LIMIT_S)
         build_operators(names, extensions_dir=folder, on_progress=Console(sys.stderr).line)
     finally:
         signal.setitimer(signal.ITIMER_REAL, left)

@@ -79,9 +79,11 @@ def least_needy(
     context: PlanningContext, configurations: Iterable[Configuration], is_allowed: Callable[[Configuration], bool]
 ) -> Configuration:
     """The first of the allowed configurations with the least `predicted_need`: all of one strategy, one allowed."""
+    left = iter(configurations)
+    found = next(filter(is_allowed, left))
+    least = predicted_need(context, found)
     floors: dict[tuple[object, ...], Callable[[Configuration], int]] = {}
-    by_floor: list[tuple[int, int, Configuration]] = []
-    for index, configuration in enumerate(configurations):
+    for configuration in left:
         retained = (
             configuration.checkpointing,
             configuration.compile,
@@ -91,14 +93,11 @@ def least_needy(
         )
         if retained not in floors:
             floors[retained] = need_floor(context, configuration)
-        by_floor.append((floors[retained](configuration), index, configuration))
-    found: list[tuple[int, int, Configuration]] = []
-    for floor, index, configuration in sorted(by_floor):
-        if found and floor > found[0][0]:
-            break
-        if is_allowed(configuration):
-            found = [min([*found, (predicted_need(context, configuration), index, configuration)])]
-    return found[0][-1]
+        if floors[retained](configuration) >= least or not is_allowed(configuration):
+            continue
+        if (need := predicted_need(context, configuration)) < least:
+            least, found = need, configuration
+    return found
 
 
 def never_fits(context: PlanningContext, configuration: Configuration) -> bool:

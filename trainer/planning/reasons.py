@@ -336,7 +336,6 @@ def _error_notes(context: PlanningContext, candidates: Sequence[Candidate]) -> I
         )
 
 
-OF_SETTINGS = (Allowance.OFFLOAD_CPU, Allowance.TF32, Allowance.UNCLIPPED)  # they change a strategy, not only add some
 WORTH_A_LINE = 1.10  # times as fast
 WORTH_OPTING_IN = 1.25  # times the memory
 
@@ -369,7 +368,7 @@ def opt_ins(context: PlanningContext, plan: Plan) -> tuple[OptIn, ...]:
 
 
 def _waiting(rejections: Sequence[Rejection]) -> Iterator[tuple[Strategy, Rule]]:
-    """Strategies that a missing opt-in refuses, each with its rule."""
+    """Strategies that a missing opt-in refuses, each with its rule; they break none but rules of the job."""
     rows = {row.name: row for row in CATALOGUE}
     for rejection in rejections:
         rule = None if rejection.rule is None else rule_named(rejection.rule)
@@ -386,16 +385,11 @@ def _opened_by(
     """
     allowed = replace(context, job=replace(context.job, allow=(*context.job.allow, allowance)))
     opened = [row for row, rule in waiting if not rule.is_broken(allowed, row) and broken_by_job(allowed, row) is None]
-    has_more = allowance in OF_SETTINGS and _has_more(context, allowed, chosen.strategy)
-    changed = (chosen.strategy,) if has_more else ()
+    gains_settings = list(starts_of(allowed, chosen.strategy)) != list(starts_of(context, chosen.strategy))
+    changed = (chosen.strategy,) if gains_settings else ()
     best = [best_of(allowed, rows, chosen.strategy.layout)[0] for rows in (one_a_kind(opened), changed) if rows]
     worth = [candidate for candidate in best if candidate is not None and _is_worth_opting_in(candidate, chosen)]
     return min(worth, key=lambda candidate: candidate.speed.step_s, default=None)
-
-
-def _has_more(context: PlanningContext, allowed: PlanningContext, row: Strategy) -> bool:
-    """True if a row has settings to choose from that it had not before."""
-    return list(starts_of(allowed, row)) != list(starts_of(context, row))
 
 
 def _is_worth_opting_in(candidate: Candidate, chosen: Candidate) -> bool:

@@ -23,11 +23,11 @@ class Offload(StrEnum):
     NVME_OPTIMIZER = "nvme_optimizer"
     NVME_ALL = "nvme_all"
 
-    @property
+    @cached_property
     def uses_nvme(self) -> bool:
         return self in (Offload.NVME_OPTIMIZER, Offload.NVME_ALL)
 
-    @property
+    @cached_property
     def moves_parameters(self) -> bool:
         return self in (Offload.OPTIMIZER_PARAMS, Offload.NVME_ALL)
 

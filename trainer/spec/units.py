@@ -6,10 +6,7 @@ Every `parse_` raises ValueError with what was expected; the caller adds where t
 """
 
 import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from fractions import Fraction
+from fractions import Fraction
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
@@ -25,17 +22,11 @@ _SECOND_UNITS = {
 _NUMBER = r"([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)"
 
 
-def _split(text: str) -> "tuple[int | Fraction, str]":
-    """The exact number and its unit in lower case."""
+def _split(text: str) -> tuple[Fraction, str]:
     match = re.fullmatch(rf"\s*{_NUMBER}\s*([A-Za-z]*)\s*", text)
     if match is None:
         raise ValueError("a number with a unit")
-    digits, unit = match[1].replace("_", ""), match[2].lower()
-    if digits.isdigit():
-        return int(digits), unit
-    from fractions import Fraction
-
-    return Fraction(digits), unit
+    return Fraction(match[1].replace("_", "")), match[2].lower()
 
 
 def parse_bytes(value: str | int) -> int:

@@ -1,5 +1,6 @@
 """The best row by branch and bound is the one that trying every row finds."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -7,13 +8,14 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import context_for, data_of, job_of
 
-from shardwise.trainer.planning.candidates import excess
+from shardwise.trainer.planning.candidates import excess, relative_seconds, upper_seconds
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import may_run
 from shardwise.trainer.planning.search import choice
 from shardwise.trainer.planning.search.choice import best_of, in_order, one_a_kind, survey
 from shardwise.trainer.planning.search.configurations import (
+    SAME_SPEED,
     Bounded,
     best_candidate,
     best_configuration,
@@ -75,17 +77,31 @@ def test_padded_rows_are_no_exception() -> None:
 def test_rows_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the tests above would compare a thing with itself."""
     context = context_for("8b", "8xH100-SXM5-80GB", method=Method.LORA)
-    searched = []
+    searched, limits = [], []
 
     def counted(context: PlanningContext, starts: Iterable[Bounded], longest: float) -> Configuration | None:
         first, *_ = starts = list(starts)
         searched.append(first.start.strategy)
+        limits.append(longest)
         return best_configuration(context, starts, longest)
 
     monkeypatch.setattr(choice, "best_configuration", counted)
     best, _ = best_of(context, rows_of(context))
     assert best is not None
     assert 0 < len(searched) < len(rows_of(context))
+    assert limits[0] == math.inf and all(math.isfinite(limit) for limit in limits[1:])
+
+
+def test_a_row_that_takes_too_long_is_not_searched_to_its_end() -> None:
+    context = context_for("8b", "8xH100-SXM5-80GB")
+    found = {
+        row: best for row in rows_of(context) if (best := best_configuration(context, bounded_starts(context, row)))
+    }
+    assert found
+    for row, best in found.items():
+        seconds = upper_seconds(context, best, relative_seconds(context, best))
+        assert best_configuration(context, bounded_starts(context, row), seconds) == best
+        assert best_configuration(context, bounded_starts(context, row), seconds / (1 + 3 * SAME_SPEED)) is None
 
 
 def test_where_nothing_fits_each_row_is_there_with_the_least_it_needs() -> None:

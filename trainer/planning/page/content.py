@@ -8,11 +8,11 @@ sentence or a table. The text is ASCII: aligned tables, wrapped paragraphs, a st
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
+from string import ascii_lowercase
 
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 from shardwise.trainer.spec.value import Value
 
-_ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 Points = tuple[tuple[float, float | None], ...]  # (x, y); None: there is no figure, and the line has a gap
 
 
@@ -245,7 +245,7 @@ def _bar_with_legend(bar: StackedBar, width: int) -> Iterator[str]:
 
 def letters(num_parts: int) -> str:
     """One letter for each part of a bar."""
-    return (_ALPHABET * (num_parts // len(_ALPHABET) + 1))[:num_parts]
+    return (ascii_lowercase * (num_parts // len(ascii_lowercase) + 1))[:num_parts]
 
 
 def stacked_bar(sizes: Sequence[int], *, total: int, width: int) -> str:

@@ -102,15 +102,14 @@ def best_of(
         starts = bounded_starts(context, row)
         if (fastest := next(starts, None)) is not None:
             factor, once = _correction(context, row)
-            bounded.append((fastest.seconds * factor - once, row, chain((fastest,), starts)))
+            bounded.append((fastest.seconds * factor - once, row, chain((fastest,), starts), factor, once))
     found: dict[str, tuple[Configuration, Candidate]] = {}
     beyond: dict[str, Candidate] = {}
     best = math.inf
-    for bound, row, starts in sorted(bounded, key=lambda entry: (entry[1].layout != likely, entry[0])):
+    for bound, row, starts, factor, once in sorted(bounded, key=lambda entry: (entry[1].layout != likely, entry[0])):
         longest = (1 + SAME_SPEED) * best
         if bound > longest:
             continue
-        factor, once = _correction(context, row)
         configuration = best_configuration(context, starts, (longest + once) / factor)
         if configuration is None:
             continue
@@ -129,8 +128,10 @@ def best_of(
 
 
 def _correction(context: PlanningContext, row: Strategy) -> tuple[float, float]:
-    """What corrects the seconds of a strategy: they are at least this factor times the predicted ones, less the seconds
-    that come second: runs correct the step, not the start-up."""
+    """(factor, seconds): no time of a strategy is below the predicted one times the factor, less these seconds.
+
+    Runs correct the step, not the start-up.
+    """
     factor = context.corrections.of(row, context.method).step.value
     if factor <= 1:
         return factor, 0.0

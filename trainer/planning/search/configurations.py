@@ -343,12 +343,12 @@ def bounded_starts(context: PlanningContext, strategy: Strategy) -> Iterator[Bou
     with its activations on the device, which is no slower and predicted with no larger error.
     """
     first, choices = _choices(context, strategy)
-    if never_fits(context, _start(context, first, *choices[0])):  # the first has the least state
+    if never_fits(context, first):  # it has the least state
         return
     bounds: dict[_Kind, tuple[float, int]] = {}
     waiting: list[tuple[float, int, bool]] = []
     for index, (kind, slice_tokens) in enumerate(choices):
-        fastest = _Kind._make((*_FASTEST, *kind[len(_FASTEST) :]))
+        fastest = kind._replace(checkpointing=Checkpointing.NONE, activation_offload=False)
         if fastest not in bounds:
             bounds[fastest] = bound_of(context, _start(context, first, fastest, slice_tokens))
         waiting.append((bounds[fastest][0], index, False))
@@ -502,7 +502,7 @@ def sizes_of(context: PlanningContext, start: Configuration) -> tuple[int, ...]:
 
 
 class _Kind(NamedTuple):
-    """The settings of a start but for the slice of logits; first those whose value in `_FASTEST` is never slower."""
+    """The settings of a start but for the slice of logits."""
 
     checkpointing: Checkpointing
     activation_offload: bool
@@ -513,7 +513,6 @@ class _Kind(NamedTuple):
     fused_kernels: bool
 
 
-_FASTEST = (Checkpointing.NONE, False)
 _KIND_OF = attrgetter(*_Kind._fields)
 
 
