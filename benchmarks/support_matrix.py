@@ -29,7 +29,7 @@ from written_page import markdown_table, run_page  # noqa: E402
 
 from shardwise.trainer.planning.rules.incompatible import FP8_CAPABILITY, LAYOUTS, ROWS, SETTINGS  # noqa: E402  # noqa: E402
 from shardwise.trainer.planning.rules.rule import RULES  # noqa: E402
-from shardwise.trainer.planning.rules.rule_input import Incompatibility, Reach, first_broken  # noqa: E402
+from shardwise.trainer.planning.rules.rule_input import Incompatibility, Reach, first_broken, reaching  # noqa: E402
 from shardwise.trainer.spec.engines import Offload, Sharding  # noqa: E402
 from shardwise.trainer.spec.optimizers import Optimizer  # noqa: E402
 from shardwise.trainer.spec.packages import extra_text  # noqa: E402
@@ -67,7 +67,7 @@ def verdict_of(cell: Cell) -> Verdict:
         return Verdict("refused", broken.name)
     cpu = {Sharding.NONE: "1xCPU", Sharding.HSDP: "2x2xCPU"}.get(cell.sharding, "2xCPU")
     plain_cpu = replace(cell.on(device_named(cpu)), cpu_flags=frozenset())
-    on_cpu = first_broken(INCOMPATIBILITIES, plain_cpu, reach=Reach.OURS)
+    on_cpu = first_broken(reaching(INCOMPATIBILITIES, Reach.OURS), plain_cpu)
     proofs = PROOFS if on_cpu is None else GPU_PROOFS
     proof = next((proof for proof in proofs if proof.shows(cell)), None)
     assert proof is not None, f"no test proves {cell}"

@@ -2,13 +2,16 @@
 
 A command module imports its class from here, because this module loads little: `shardwise plan --help` must not load
 what a plan needs. `COMMANDS` names the function that runs a command; `launch.cli` imports it when the command is given.
+Annotations are text until the parser of a command reads those of its class.
 """
+
+from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from msgspec import Struct
 
@@ -570,7 +573,7 @@ def build_parser(names: Iterable[str] = tuple(COMMANDS)) -> argparse.ArgumentPar
     for name in names:
         command = COMMANDS[name]
         subparser = commands.add_parser(name, help=command.text)
-        annotations = command.options.__annotations__
+        annotations = get_type_hints(command.options, include_extras=True)
         defaults = dict(zip(reversed(annotations), reversed(command.options.__struct_defaults__), strict=False))
         for field, annotation in annotations.items():
             annotation.__metadata__[0].add_to(subparser, field, defaults)

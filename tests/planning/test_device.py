@@ -28,7 +28,7 @@ def test_a_catalogue_machine_has_the_figures_of_its_row() -> None:
     assert device.kind is DeviceKind.CUDA
     assert (device.num_nodes, device.devices_per_node, device.num_devices) == (2, 4, 8)
     assert (device.memory_bytes, device.usable_bytes) == (spec.memory_bytes, spec.usable_bytes)
-    assert device.peak_flops_per_s[Precision.FP8] == spec.fp8_flops_per_s
+    assert device.peak_flops_per_s(Precision.FP8) == spec.fp8_flops_per_s
     assert (device.link_bytes_per_s, device.link_kind) == (spec.nvlink_bytes_per_s, LinkKind.NVLINK)
     assert device.host_ram_bytes is None
 
@@ -48,14 +48,14 @@ def test_unequal_cards_count_as_the_weakest() -> None:
     device = device_of(machine("1xT4", gpus=(large, replace(small, index=1))))
     assert device.usable_bytes == GPU_SPECS["T4"].usable_bytes
     assert device.compute_capability == (7, 5)
-    assert device.peak_flops_per_s[Precision.FP16_MIXED] == GPU_SPECS["T4"].fp16_flops_per_s
+    assert device.peak_flops_per_s(Precision.FP16_MIXED) == GPU_SPECS["T4"].fp16_flops_per_s
 
 
 def test_a_card_without_a_row_keeps_its_memory_and_has_no_rates() -> None:
     device = device_of(Hardware(gpus=(stranger(),), host=UNKNOWN_HOST))
     assert device.usable_bytes == 24 * GIB
     assert device.context_bytes > 0
-    assert device.peak_flops_per_s == {}
+    assert device.peaks == ()
     assert device.memory_bytes_per_s is None and device.link_bytes_per_s is None
     assert device.matmul_flops_per_s is None
 
@@ -71,16 +71,16 @@ def test_a_card_without_a_row_has_the_rates_that_follow_from_its_driver() -> Non
     assert device.board_watts is None
     known = machine("1xRTX-4090").gpus[0]
     mixed = device_of(Hardware(gpus=(known, replace(card, index=1)), host=UNKNOWN_HOST))
-    assert mixed.peak_flops_per_s == device.peak_flops_per_s and mixed.is_rated_by_driver
+    assert mixed.peaks == device.peaks and mixed.is_rated_by_driver
     for missing in facts:
         partial = device_of(Hardware(gpus=(replace(card, **{missing: None}),), host=UNKNOWN_HOST))
-        assert not partial.has_known_speed and partial.peak_flops_per_s == {}
+        assert not partial.has_known_speed and partial.peaks == ()
 
 
 def test_one_stranger_among_known_cards_makes_the_rates_unknown() -> None:
     known = machine("1xRTX-4090").gpus[0]
     device = device_of(Hardware(gpus=(known, stranger(1)), host=UNKNOWN_HOST))
-    assert device.peak_flops_per_s == {} and device.compute_capability is None
+    assert device.peaks == () and device.compute_capability is None
 
 
 MEASURED = [

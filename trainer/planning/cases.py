@@ -26,8 +26,9 @@ from shardwise.trainer.planning.rules.incompatible import FP8_CAPABILITY, LAYOUT
 from shardwise.trainer.planning.rules.rule_input import (
     Reach,
     capability_text,
+    filled,
     first_broken,
-    placeholders_of,
+    reaching,
     rule_input_of,
 )
 from shardwise.trainer.planning.search.configurations import chunk_tokens
@@ -215,9 +216,9 @@ def impossibility(shape: ModelShape, device: Device, configuration: Configuratio
     """Why this configuration cannot run on this device, or None if it can."""
     is_ours = configuration.reference == SHARDWISE
     rule_input = rule_input_of(configuration, shape, device, trusts_unknown_cards=True)
-    broken = first_broken(_INCOMPATIBILITIES, rule_input, reach=Reach.OURS if is_ours else Reach.ALL)
+    broken = first_broken(reaching(_INCOMPATIBILITIES, Reach.OURS if is_ours else Reach.ALL), rule_input)
     if broken is not None:
-        sentence = _REASONS_FOR_GPUS.get(broken.name, broken.reason).format(**placeholders_of(rule_input))
+        sentence = filled(_REASONS_FOR_GPUS.get(broken.name, broken.reason), rule_input)
         return sentence if broken.instead is None else f"{sentence}; use {broken.instead_of(rule_input)}"
     return next((clash for check in VALUES if (clash := check(shape, configuration)) is not None), None)
 

@@ -2,7 +2,9 @@
 
 from functools import cache
 
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Buckets
 from shardwise.trainer.spec.strategy import (
     Attention,
@@ -19,7 +21,7 @@ from shardwise.trainer.spec.value import Value
 SHARDWISE = "shardwise"
 
 
-class PolicyChoices(Value, frozen=True, kw_only=True):
+class PolicyChoices(Value, frozen=True, kw_only=True, cache_hash=True):
     """Choices beyond the axes, and facts about rows; None: as the reference trainer does."""
 
     rows_per_example: int = 1  # 2: a micro batch holds pairs of rows, chosen and rejected
@@ -69,8 +71,9 @@ class Configuration(Value, frozen=True, kw_only=True):
     @property
     def updates_in_backward(self) -> bool:
         """True if each gradient updates its weight during the backward and is freed at once."""
-        is_layerwise = self.method is Method.GALORE and self.galore.layerwise
-        return self.optimizer_in_backward or is_layerwise or self.strategy.optimizer.facts.updates_in_backward
+        if self.optimizer_in_backward or self.strategy.optimizer.facts.updates_in_backward:
+            return True
+        return self.galore.layerwise and self.method is Method.GALORE
 
     @property
     def is_exact(self) -> bool:
@@ -85,6 +88,17 @@ class Configuration(Value, frozen=True, kw_only=True):
     def has_dropout(self) -> bool:
         """True if the dropout of the model's config is active; DPO disables it."""
         return self.policy.rows_per_example == 1
+
+
+# Stands for all where the strategy does not matter.
+ANY_STRATEGY = Strategy(
+    name="any",
+    sharding=Sharding.NONE,
+    offload=Offload.NONE,
+    optimizer=Optimizer.ADAMW,
+    precision=Precision.BF16_MIXED,
+    is_exact=True,
+)
 
 
 @cache

@@ -35,6 +35,11 @@ class PlanningContext(Value, frozen=True, kw_only=True, dict=True):
         return self.hardware.num_devices
 
     @cached_property
+    def broken_rules(self) -> dict[tuple[str, str], int]:
+        """What `rules.rule.broken_by_job` found out so far, by axis and value."""
+        return {}
+
+    @cached_property
     def is_cpu(self) -> bool:
         return self.device.kind is DeviceKind.CPU
 

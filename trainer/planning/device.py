@@ -29,7 +29,7 @@ CPU_PROCESS_BYTES = 450 * MIB
 _UNKNOWN_CONTEXT_BYTES = 600 * MIB  # of a GPU without a row: above every row of the consumer and data-centre cards
 
 
-class Device(Value, frozen=True, kw_only=True):
+class Device(Value, frozen=True, kw_only=True, cache_hash=True):
     """The weakest device of a machine and what joins it to the others; rates per second, each direction."""
 
     kind: DeviceKind
@@ -49,7 +49,7 @@ class Device(Value, frozen=True, kw_only=True):
     rated_watts: float | None = None  # of the card as it is sold
     lowest_watts: int | None = None  # of a laptop GPU whose power class is not known: `rated_watts` is assumed
     is_rated_by_driver: bool = False  # no row of the catalogue: peaks and bandwidth follow from SMs, clocks and bus
-    peak_flops_per_s: dict[Precision, int] = {}  # dense datasheet figures; absent: unknown, or no such unit
+    peaks: tuple[tuple[Precision, int], ...] = ()  # FLOP/s, dense datasheet figures; absent: unknown, or no such unit
     tf32_flops_per_s: int | None = None  # the same, of fp32 products whose inputs are rounded
     matmul_flops_per_s: int | None = None  # measured, or assumed for a CPU
     is_matmul_assumed: bool = False
@@ -75,10 +75,13 @@ class Device(Value, frozen=True, kw_only=True):
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
 
+    def peak_flops_per_s(self, precision: Precision) -> int | None:
+        return dict(self.peaks).get(precision)
+
     @property
     def has_known_speed(self) -> bool:
         """True if the rate of products was measured, is from a datasheet or follows from one."""
-        return self.matmul_flops_per_s is not None or bool(self.peak_flops_per_s)
+        return self.matmul_flops_per_s is not None or bool(self.peaks)
 
 
 def device_of(hardware: Hardware) -> Device:
@@ -129,7 +132,7 @@ def _gpu_device(hardware: Hardware) -> Device:
         rated_watts=(slowest.board_watts or None) if slowest else None,
         is_rated_by_driver=bool(slowest) and any(gpu_spec(gpu.spec_name) is None for gpu in gpus),
         lowest_watts=slowest.lowest_watts if slowest and not watts else None,
-        peak_flops_per_s=_peaks(slowest),
+        peaks=_peaks(slowest),
         tf32_flops_per_s=slowest.tf32_flops_per_s if slowest else None,
         matmul_flops_per_s=rates.matmul_flops_per_s,
         measured_fp32_flops_per_s=rates.fp32_flops_per_s,
@@ -157,11 +160,11 @@ def _grantable_bytes(gpu: Gpu) -> int:
     return usable if gpu.free_bytes is None else min(usable, gpu.free_bytes)
 
 
-def _peaks(spec: GpuSpec | None) -> dict[Precision, int]:
+def _peaks(spec: GpuSpec | None) -> tuple[tuple[Precision, int], ...]:
     if spec is None:
-        return {}
-    peaks = {precision: spec.peak_flops_per_s(precision) for precision in Precision}
-    return {precision: peak for precision, peak in peaks.items() if peak is not None}
+        return ()
+    peaks = ((precision, spec.peak_flops_per_s(precision)) for precision in Precision)
+    return tuple((precision, peak) for precision, peak in peaks if peak is not None)
 
 
 class _Fabric(Value, frozen=True, kw_only=True):

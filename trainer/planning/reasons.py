@@ -15,6 +15,7 @@ from shardwise.trainer.planning.candidates import (
     run_hours,
     with_micro_batch,
 )
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import Rule, broken_by_job, rule_named
 from shardwise.trainer.planning.rules.rule_input import capability_text
@@ -359,8 +360,9 @@ class OptIn(Value, frozen=True, kw_only=True):
 def opt_ins(context: PlanningContext, plan: Plan) -> tuple[OptIn, ...]:
     """Opt-ins that are missing from `allow` and would be faster or need less memory than the chosen candidate."""
     waiting = list(_waiting(plan.rejections))
+    starts = list(starts_of(context, plan.chosen.strategy))
     found = (
-        (allowance, _opened_by(context, allowance, waiting, plan.chosen))
+        (allowance, _opened_by(context, allowance, waiting, plan.chosen, starts))
         for allowance in Allowance
         if allowance not in context.job.allow
     )
@@ -377,16 +379,19 @@ def _waiting(rejections: Sequence[Rejection]) -> Iterator[tuple[Strategy, Rule]]
 
 
 def _opened_by(
-    context: PlanningContext, allowance: Allowance, waiting: Sequence[tuple[Strategy, Rule]], chosen: Candidate
+    context: PlanningContext,
+    allowance: Allowance,
+    waiting: Sequence[tuple[Strategy, Rule]],
+    chosen: Candidate,
+    starts: Sequence[Configuration],
 ) -> Candidate | None:
     """The fastest that this opt-in adds: one of the `waiting` strategies, or the chosen one with a setting of it.
 
-    None if nothing it adds is worth opting in.
+    `starts` are those of the chosen one without it. None if nothing it adds is worth opting in.
     """
     allowed = replace(context, job=replace(context.job, allow=(*context.job.allow, allowance)))
     opened = [row for row, rule in waiting if not rule.is_broken(allowed, row) and broken_by_job(allowed, row) is None]
-    gains_settings = list(starts_of(allowed, chosen.strategy)) != list(starts_of(context, chosen.strategy))
-    changed = (chosen.strategy,) if gains_settings else ()
+    changed = (chosen.strategy,) if list(starts_of(allowed, chosen.strategy)) != starts else ()
     best = [best_of(allowed, rows, chosen.strategy.layout)[0] for rows in (one_a_kind(opened), changed) if rows]
     worth = [candidate for candidate in best if candidate is not None and _is_worth_opting_in(candidate, chosen)]
     return min(worth, key=lambda candidate: candidate.speed.step_s, default=None)

@@ -135,7 +135,7 @@ class SpeedEstimate(Value, frozen=True, kw_only=True):
     mfu: float | None
 
 
-class Buckets(Value, frozen=True, kw_only=True):
+class Buckets(Value, frozen=True, kw_only=True, cache_hash=True):
     """Sizes of a sharding engine's buffers, in elements."""
 
     reduce_elements: int

@@ -104,7 +104,7 @@ class LossHead(StrEnum):
     FUSED_LINEAR = "fused_linear"
 
 
-class Strategy(Value, frozen=True, kw_only=True):
+class Strategy(Value, frozen=True, kw_only=True, cache_hash=True):
     """One row of the catalogue: where state lives, who updates it, in which precision.
 
     `base_config` names the file under ds_configs/ or fsdp_configs/ that this row fills, None where there is none.

@@ -1,8 +1,7 @@
 """What holds for every setting, whatever the numbers are."""
 
-from typing import Any
-
-from estimate_factory import LLAMA_1B, LLAMA_2_7B, LLAMA_8B, QWEN_HALF_B, TINY, configuration, cpu, gpu
+from configuration_factory import OFFLOADS, configurations_of
+from estimate_factory import LLAMA_1B, LLAMA_2_7B, LLAMA_8B, QWEN_HALF_B, TINY, cpu, gpu
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -14,54 +13,17 @@ from shardwise.trainer.planning.memory import estimate_memory, held_bytes, least
 from shardwise.trainer.planning.memory.activations import block_activations
 from shardwise.trainer.planning.memory.events import resident_bytes, step_events
 from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
-from shardwise.trainer.planning.memory.reference_trainers import REFERENCE_TRAINERS
 from shardwise.trainer.planning.memory.states import LEAST_8BIT_ELEMENTS, States, model_states
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 
 PRESETS = [read_model_shape(model.config) for model in known_models()]
 SHAPES = st.sampled_from([TINY, QWEN_HALF_B, LLAMA_1B, LLAMA_2_7B, LLAMA_8B, *PRESETS])
 DEVICES = st.sampled_from([gpu("8xA100-SXM4-80GB"), gpu("8xH200"), gpu("2xT4"), gpu("1xRTX-4090"), cpu(2)])
-OFFLOADS = {
-    Sharding.ZERO2: [Offload.NONE, Offload.OPTIMIZER],
-    Sharding.ZERO3: list(Offload),
-    Sharding.FSDP: [Offload.NONE, Offload.OPTIMIZER_PARAMS],
-}
 SHARDED = [Sharding.DDP, Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3]
-
-
-@st.composite
-def configurations_of(draw: st.DrawFn) -> Configuration:
-    sharding = draw(st.sampled_from(list(Sharding)))
-    num_ranks = 1 if sharding is Sharding.NONE else draw(st.sampled_from([2, 8, 64]))
-    fields: dict[str, Any] = {
-        "method": draw(st.sampled_from(list(Method))),
-        "precision": draw(st.sampled_from(list(Precision))),
-        "optimizer": draw(st.sampled_from(list(Optimizer))),
-        "offload": draw(st.sampled_from(OFFLOADS.get(sharding, [Offload.NONE]))),
-        "micro_batch": draw(st.sampled_from([1, 2, 7, 32])),
-        "seq_len": draw(st.sampled_from([128, 1000, 4096])),
-        "accumulation": draw(st.sampled_from([1, 4])),
-        "checkpointing": draw(st.sampled_from(list(Checkpointing))),
-        "checkpoint_every_n": 2,
-        "attention": draw(st.sampled_from(list(Attention))),
-        "loss": draw(st.sampled_from(list(LossHead))),
-        "loss_chunk_tokens": draw(st.sampled_from([None, 128])),
-        "optimizer_in_backward": draw(st.booleans()),
-        "activation_offload": draw(st.booleans()),
-        "compile": draw(st.booleans()),
-        "reference": draw(st.sampled_from(list(REFERENCE_TRAINERS))),
-        "policy": PolicyChoices(
-            residual_bytes=draw(st.sampled_from([None, 4])),
-            adapter_bytes=draw(st.sampled_from([None, 2, 4])),
-            reduce_bytes=draw(st.sampled_from([None, 2, 4])),
-            reduces_every_micro_batch=draw(st.sampled_from([None, True, False])),
-        ),
-    }
-    return configuration(sharding, num_ranks=num_ranks, **fields)
 
 
 def states_of(shape: ModelShape, chosen: Configuration, device: Device) -> States:

@@ -437,10 +437,9 @@ def test_weights_that_stream_delay_activations_on_their_way_back_and_not_on_thei
         activation_offload=True,
     )  # fmt: skip
     device = gpu("1xRTX-4090")
-    rates = rates_of(chosen, device)
 
     def waits_s(micro_s: float, moved_s: float) -> float:
-        return activation_waits(LLAMA_8B, chosen, device, rates, micro_s, moved_s)
+        return activation_waits(LLAMA_8B, chosen, device, micro_s, moved_s)
 
     one_way_s = waits_s(0.0, 0.0) / 2
     hidden_s = 2 * one_way_s  # forward and backward take as long, so that all copies hide

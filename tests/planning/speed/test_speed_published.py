@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from shardwise.trainer.planning.cases import PredictionCase, read_case
+from shardwise.trainer.planning.once import forget
 from shardwise.trainer.planning.speed import constants as speed_constants
 from shardwise.trainer.planning.speed.step import estimate_speed
 
@@ -173,9 +174,11 @@ def test_nine_constants_are_fitted_and_three_others_move_a_published_row(monkeyp
     moving = set()
     for name, value in CONSTANTS.items():
         monkeypatch.setattr(speed_constants, name, value * 1.1)
+        forget()
         if [predicted(row) for row in cases] != before:
             moving.add(name)
         monkeypatch.setattr(speed_constants, name, value)
+    forget()
     assert moving >= FITTED
     assert moving - FITTED == {"STEP_S", "HOP_S", "FLASH_1_SHARE"}
 

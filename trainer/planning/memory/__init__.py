@@ -25,7 +25,6 @@ On CPU there is no caching allocator; the margin covers workspaces that oneDNN a
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache
 
 from msgspec.structs import replace
 
@@ -35,7 +34,8 @@ from shardwise.trainer.planning.memory.activations import block_activations, hea
 from shardwise.trainer.planning.memory.events import StepMemory, resident_bytes, step_events
 from shardwise.trainer.planning.memory.precision_policy import PrecisionPolicy, dims_of, policy_of
 from shardwise.trainer.planning.memory.sharding import accumulated_gradients, sharding_memory
-from shardwise.trainer.planning.memory.states import States, host_memory, model_states
+from shardwise.trainer.planning.memory.states import States, host_memory, states_of
+from shardwise.trainer.planning.once import once
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import MemoryEstimate
 from shardwise.trainer.spec.units import GIB, MIB
@@ -146,6 +146,7 @@ def estimate_memory(
     )
 
 
+@once
 def needed_bytes(shape: ModelShape, configuration: Configuration, device: Device) -> int:
     """`need_bytes` of `estimate_memory` alone, for a search over configurations: a quarter less work."""
     return needed(_bytes_of(step_memory(shape, configuration, device), configuration, device), OVERHEADS)
@@ -159,10 +160,9 @@ def least_bytes(shape: ModelShape, start: Configuration, device: Device) -> Call
     """
     dims = dims_of(shape)
     policy = policy_of(start, device, dims)
-    states, sharding = model_states(start, policy, dims), sharding_memory(start, policy, dims)
+    states, sharding = states_of(start, device, dims), sharding_memory(start, policy, dims)
     held = _held(states) + sharding.buffers + sharding.buffers_backward + sharding.gathered_top
 
-    @cache
     def least(micro_batch: int, accumulation: int) -> int:
         configuration = replace(start, micro_batch=micro_batch, accumulation=accumulation)
         blocks = block_activations(
@@ -178,8 +178,7 @@ def least_bytes(shape: ModelShape, start: Configuration, device: Device) -> Call
 
 def held_bytes(shape: ModelShape, configuration: Configuration, device: Device) -> int:
     """States on the device between steps; they do not depend on micro batch, recomputation or loss head."""
-    dims = dims_of(shape)
-    return _held(model_states(configuration, policy_of(configuration, device, dims), dims))
+    return _held(states_of(configuration, device, dims_of(shape)))
 
 
 def _held(states: States) -> int:
@@ -194,7 +193,7 @@ def step_memory(shape: ModelShape, configuration: Configuration, device: Device)
         configuration=configuration,
         policy=policy,
         dims=dims,
-        states=model_states(configuration, policy, dims),
+        states=states_of(configuration, device, dims),
         blocks=block_activations(configuration, policy, dims),
         head=head_memory(configuration, policy, dims),
         sharding=sharding_memory(configuration, policy, dims),

@@ -39,7 +39,7 @@ On a CPU whose bf16 products sum in an fp32 array, 4 V T are added to the logits
 The final norm saves what the norms of a block do. Under autocast the head's weight is cast, 2 V h.
 """
 
-from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.configuration import ANY_STRATEGY, Configuration
 from shardwise.trainer.planning.memory.precision_policy import (
     Dims,
     PrecisionPolicy,
@@ -62,6 +62,7 @@ from shardwise.trainer.planning.memory.saved_tensors import (
     uses_dora,
     windowed_attention_bytes,
 )
+from shardwise.trainer.planning.once import same_for_all
 from shardwise.trainer.spec.model.shape import Norm
 from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, LossHead
 from shardwise.trainer.spec.value import Value
@@ -90,6 +91,18 @@ class BlockActivations(Value, frozen=True, kw_only=True):
     cached_casts: int  # those of all blocks that no block keeps, alive until the forward ends
 
 
+@same_for_all(
+    strategy=ANY_STRATEGY,
+    micro_batch=1,  # the policy has its tokens
+    accumulation=1,
+    loss=LossHead.EAGER,
+    loss_chunk_tokens=None,
+    compile=False,  # the policy has what is fused
+    fused_kernels=False,
+    optimizer_in_backward=False,
+    buckets=None,
+    shard_group=None,
+)
 def block_activations(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> BlockActivations:
     """Bytes that the blocks of the model keep and need."""
     tokens = policy.tokens

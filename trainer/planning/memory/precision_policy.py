@@ -23,6 +23,7 @@ from typing import Any
 from shardwise.trainer.planning.configuration import SHARDWISE, Configuration
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.reference_trainers import AdapterInputs, ReferenceTrainer, reference_of
+from shardwise.trainer.planning.once import once, same_for_all
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
 from shardwise.trainer.spec.strategy import (
@@ -37,7 +38,7 @@ from shardwise.trainer.spec.strategy import (
 from shardwise.trainer.spec.value import Value
 
 
-class Dims(Value, frozen=True, kw_only=True):
+class Dims(Value, frozen=True, kw_only=True, cache_hash=True):
     """The sizes of a model in elements, summed once for thousands of estimates."""
 
     vocab: int
@@ -235,7 +236,7 @@ __all__ = [
 ]
 
 
-class PrecisionPolicy(Value, frozen=True, kw_only=True):
+class PrecisionPolicy(Value, frozen=True, kw_only=True, cache_hash=True):
     """Bytes of an element of each kind of tensor, and the degrees of sharding, of a configuration."""
 
     reference: ReferenceTrainer
@@ -268,6 +269,13 @@ class PrecisionPolicy(Value, frozen=True, kw_only=True):
     is_hopper_or_later: bool
 
 
+@same_for_all(
+    accumulation=1,
+    checkpoint_every_n=None,
+    loss_chunk_tokens=None,
+    activation_offload=False,
+    buckets=None,
+)
 def policy_of(configuration: Configuration, device: Device, dims: Dims) -> PrecisionPolicy:
     """The precision policy of a configuration: that of its reference trainer, unless the configuration overrides it."""
     reference, choices = reference_of(configuration.reference), configuration.policy
@@ -359,24 +367,25 @@ def attention_kernel(configuration: Configuration, device: Device, dims: Dims) -
     flash-attn 1.x supports 16 bit from compute capability 7.5. For PyTorch's memory-efficient kernel our runtime
     repeats grouped key and value heads; a program that does not uses the sequence x sequence path.
     """
-    if configuration.attention is Attention.EAGER:
+    is_16_bit = configuration.strategy.precision is not Precision.FP32
+    repeats = configuration.reference == SHARDWISE or reference_of(configuration.reference).repeats_kv
+    return _kernel(configuration.attention, device, dims, is_16_bit=is_16_bit, repeats_kv=repeats)
+
+
+@once
+def _kernel(attention: Attention, device: Device, dims: Dims, *, is_16_bit: bool, repeats_kv: bool) -> AttentionKernel:
+    if attention is Attention.EAGER:
         return AttentionKernel.EAGER
     if device.kind is DeviceKind.CPU:
         return AttentionKernel.FLASH
-    if dims.broadcasts_heads and configuration.attention is Attention.SDPA:
+    if dims.broadcasts_heads and attention is Attention.SDPA:
         return AttentionKernel.MATH
-    is_16_bit = configuration.strategy.precision is not Precision.FP32
     capability = device.compute_capability
-    if configuration.attention is Attention.FLASH and is_16_bit and (capability or (7, 5)) >= (7, 5):
+    if attention is Attention.FLASH and is_16_bit and (capability or (7, 5)) >= (7, 5):
         return AttentionKernel.FLASH
-    head_dim = dims.query // dims.heads
-    kernel = sdpa_kernel(device.kind, capability, is_16_bit=is_16_bit, head_dim=head_dim)
-    repeats = (
-        configuration.reference == SHARDWISE
-        or reference_of(configuration.reference).repeats_kv
-        or dims.kv_heads == dims.heads
-    )
-    return kernel if repeats or kernel is AttentionKernel.FLASH else AttentionKernel.MATH
+    kernel = sdpa_kernel(device.kind, capability, is_16_bit=is_16_bit, head_dim=dims.query // dims.heads)
+    is_grouped = dims.kv_heads != dims.heads and not repeats_kv
+    return AttentionKernel.MATH if is_grouped and kernel is not AttentionKernel.FLASH else kernel
 
 
 def _repeats_kv(configuration: Configuration, reference: ReferenceTrainer, kernel: AttentionKernel) -> bool:

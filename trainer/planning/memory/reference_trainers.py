@@ -68,6 +68,9 @@ class ReferenceTrainer(Value, frozen=True, kw_only=True):
     eager_logit_bytes: int | None = None  # of `eager`, through memory; None: as transformers' loss
     wraps_adapters: bool = False  # each matrix of an adapter is a unit of FSDP: gathered and reduced by itself
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # a dict of logits has no hash
+
 
 _IN_LOGITS_TYPE = LogitBytes(forward=4, backward=8)  # logits, log-softmax; their two gradients
 

@@ -28,6 +28,7 @@ and a gathered or reduced tensor is as large as its padded form.
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.memory.precision_policy import Dims, PrecisionPolicy, adapter_parameters
 from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch
+from shardwise.trainer.planning.once import once
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.plan import Buckets
 from shardwise.trainer.spec.strategy import Method
@@ -39,6 +40,7 @@ def share(num_elements: int, degree: int) -> int:
     return -(-num_elements // degree)
 
 
+@once
 def block_shard(dims: Dims, degree: int) -> int:
     """Elements of one block on the first rank."""
     linear = sum(

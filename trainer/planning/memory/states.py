@@ -44,17 +44,20 @@ adapters.
 from collections.abc import Iterator
 
 from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.precision_policy import (
     Dims,
     PrecisionPolicy,
     adapted_linears,
     adapter_parameters,
     adapts_all,
+    policy_of,
 )
 from shardwise.trainer.planning.memory.sharding import largest_shard, share
+from shardwise.trainer.planning.once import same_for_all
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.optimizers import Optimizer, OptimizerFacts, StateKind
-from shardwise.trainer.spec.strategy import Method, Precision, Quant, Strategy
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision, Quant, Strategy
 from shardwise.trainer.spec.units import MIB
 from shardwise.trainer.spec.value import Value
 
@@ -80,6 +83,22 @@ class States(Value, frozen=True, kw_only=True):
     pinned: int = 0
     pageable: int = 0
     nvme: int = 0
+
+
+@same_for_all(
+    micro_batch=1,
+    accumulation=1,
+    checkpointing=Checkpointing.NONE,
+    checkpoint_every_n=None,
+    loss_chunk_tokens=None,
+    compile=False,
+    fused_kernels=False,
+    activation_offload=False,
+    buckets=None,
+)
+def states_of(configuration: Configuration, device: Device, dims: Dims) -> States:
+    """The states of one rank of a device."""
+    return model_states(configuration, policy_of(configuration, device, dims), dims)
 
 
 def model_states(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> States:

@@ -8,7 +8,6 @@ sentence or a table. The text is ASCII: aligned tables, wrapped paragraphs, a st
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from string import ascii_lowercase
 
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 from shardwise.trainer.spec.value import Value
@@ -245,6 +244,8 @@ def _bar_with_legend(bar: StackedBar, width: int) -> Iterator[str]:
 
 def letters(num_parts: int) -> str:
     """One letter for each part of a bar."""
+    from string import ascii_lowercase  # a millisecond, for no page but that of a terminal
+
     return (ascii_lowercase * (num_parts // len(ascii_lowercase) + 1))[:num_parts]
 
 

@@ -2,12 +2,12 @@
 
 A rule looks at one row in one context; the first broken rule of `RULES` is the row's reason, so the order matters: what
 the job file pins, what cannot work (`incompatible`), what the job does not allow, what would only be slower.
-`yields_to` names the pin that overrides a rule: a pinned mechanism is used unless it cannot work.
+A pin of the setting that a rule reads overrides it: a pinned mechanism is used unless it cannot work.
 
 No rule reads a number of bytes: memory, host RAM, hours and money are budgets, checked later (`candidates.excess`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from operator import attrgetter
 
@@ -15,15 +15,17 @@ from shardwise.trainer.planning.configuration import Configuration, fp8_recipe_o
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.incompatible import BF16, ROWS, SETTINGS
 from shardwise.trainer.planning.rules.rule_input import (
+    PLACEHOLDERS,
     Incompatibility,
     Reach,
     RuleInput,
+    Values,
     first_broken,
-    placeholders_of,
+    reaching,
     rule_input_of,
 )
 from shardwise.trainer.spec.engines import Offload
-from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.job.sections import Allowance, Pin
 from shardwise.trainer.spec.strategy import Attention, LossHead, Method, Precision, Strategy
 from shardwise.trainer.spec.value import Value
 
@@ -47,7 +49,13 @@ class Rule(Value, frozen=True, kw_only=True):
     reason: str
     evidence: str
     instead: str | None = None
-    yields_to: str | None = None  # the pin that overrides it
+    axis: str | None = None  # the setting of a strategy that it reads; None: several
+    is_absolute: bool = False  # of an axis, though no pin overrides it
+
+    @property
+    def yields_to(self) -> str | None:
+        """The pin that overrides it."""
+        return None if self.is_absolute else self.axis
 
     @property
     def needs_opt_in(self) -> bool:
@@ -71,7 +79,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: row.offload.uses_nvme and _lacks(s, Allowance.OFFLOAD_NVME),
         reason="{offload} is slow and wears the disk; the job does not allow it",
         instead="allow: [offload_nvme]",
-        yields_to="offload",
+        axis="offload",
         evidence="every step reads and writes the whole state, 12 bytes a parameter; disks have a write limit",
     ),
     Rule(
@@ -80,6 +88,8 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: row.offload.uses_nvme and s.job.limits.nvme.path is None,
         reason="{offload} needs a folder on a local disk",
         instead="limits.nvme.path",
+        axis="offload",
+        is_absolute=True,
         evidence="DeepSpeed 0.19.8, zero/offload_config.py: nvme_path",
     ),
     Rule(
@@ -90,7 +100,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         ),
         reason="{offload} keeps state in host RAM, which the job does not allow",
         instead="allow: [offload_cpu]",
-        yields_to="offload",
+        axis="offload",
         evidence="a job may share its host with others",
     ),
     Rule(
@@ -99,6 +109,8 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: row.offload is not Offload.NONE and not s.is_cpu and s.host_ram_bytes is None,
         reason="host RAM is unknown",
         instead="give limits.host_ram",
+        axis="offload",
+        is_absolute=True,
         evidence="Slurm does not report the RAM of every node",
     ),
     Rule(
@@ -107,7 +119,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: row.optimizer.facts.is_paged and _lacks(s, Allowance.OFFLOAD_CPU),
         reason="{optimizer} pages its state to host RAM, which the job does not allow",
         instead="allow: [offload_cpu]",
-        yields_to="optimizer",
+        axis="optimizer",
         evidence="QLoRA, arXiv:2305.14314, section 3: paged optimizers in unified memory",
     ),
     Rule(
@@ -116,7 +128,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: row.optimizer.facts.is_8bit and _lacks(s, Allowance.OPTIMIZER_8BIT),
         reason="{optimizer} keeps 8-bit state, which changes the update; the job does not allow it",
         instead="allow: [optimizer_8bit]",
-        yields_to="optimizer",
+        axis="optimizer",
         evidence="arXiv:2110.02861: state is quantised in blocks, a value is off by up to half a step",
     ),
     Rule(
@@ -125,7 +137,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: row.optimizer.facts.changes_update and _lacks(s, Allowance.OPTIMIZER_APPROX),
         reason="{optimizer} is not AdamW; the job does not allow another update",
         instead="allow: [optimizer_approx]",
-        yields_to="optimizer",
+        axis="optimizer",
         evidence="each has an update rule and a learning rate of its own (docs/techniques.md, 13)",
     ),
     Rule(
@@ -134,7 +146,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: row.optimizer.facts.is_chosen_by_pin_only,
         reason="{optimizer} trains transformers poorly and needs its own learning rate",
         instead="pin.optimizer: sgd",
-        yields_to="optimizer",
+        axis="optimizer",
         evidence="arXiv:1912.03194 and arXiv:2402.19449: its gap to Adam on attention models and on rare tokens",
     ),
     Rule(
@@ -143,7 +155,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: row.precision is Precision.BF16 and _lacks(s, Allowance.BF16_WEIGHTS),
         reason="{precision} keeps no fp32 master weights and loses small updates; the job does not allow it",
         instead="allow: [bf16_weights]",
-        yields_to="precision",
+        axis="precision",
         evidence="bf16 has 8 significant bits: an update below 1/512 of a weight rounds away (arXiv:2010.06192)",
     ),
     Rule(
@@ -152,7 +164,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: row.precision is Precision.FP8 and _lacks(s, Allowance.FP8),
         reason="{precision} rounds the inputs of matrix products; the job does not allow it",
         instead="allow: [fp8]",
-        yields_to="precision",
+        axis="precision",
         evidence="arXiv:2209.05433: E4M3 has 4 significant bits, E5M2 has 3",
     ),
     # What would only be slower.
@@ -164,7 +176,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         ),
         reason="{offload} would move the optimizer state of adapters, which is small",
         instead="no offload, or one of weights too",
-        yields_to="offload",
+        axis="offload",
         evidence="adapters of rank 16 on 8B parameters are 42M: 0.5 GiB of state (arXiv:2106.09685, section 4.2)",
     ),
     Rule(
@@ -173,7 +185,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: row.precision is Precision.FP8 and s.fp8_gain is not None and not s.fp8_gain.pays,
         reason="{precision} {fp8_text}",
         instead="bf16-mixed, or pin it",
-        yields_to="precision",
+        axis="precision",
         evidence="timed on this GPU: forward and backward of the model's own linear layers, casts included",
     ),
     Rule(
@@ -182,7 +194,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: s.is_cpu and row.offload is not Offload.NONE,
         reason="the device is the CPU, so everything is in host RAM already",
         instead="no offload",
-        yields_to="offload",
+        axis="offload",
         evidence="state of a CPU rank is in host RAM",
     ),
     Rule(
@@ -191,7 +203,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: s.is_cpu and row.optimizer.facts.is_paged,
         reason="{optimizer} pages nothing: the device is the CPU",
         instead="the same optimizer unpaged",
-        yields_to="optimizer",
+        axis="optimizer",
         evidence="bitsandbytes 0.50 allocates managed memory by CUDA; on a CPU its paged state is plain",
     ),
     Rule(
@@ -200,7 +212,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: s.is_cpu and row.precision in BF16 and not s.fast_bf16,
         reason="{precision} would be slower than fp32: {device} has no amx_bf16",
         instead="fp32, or pin it",
-        yields_to="precision",
+        axis="precision",
         evidence="oneDNN computes bf16 products natively with avx512_bf16 or AMX, AMX at far more than fp32's rate",
     ),
     Rule(
@@ -209,7 +221,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: s.is_cpu and row.precision is Precision.FP16_MIXED,
         reason="{precision} would be slower than fp32: {device} is a CPU",
         instead="fp32, or pin it",
-        yields_to="precision",
+        axis="precision",
         evidence="products of fp16 are computed in fp32 there, and the loss is scaled on top",
     ),
     Rule(
@@ -218,7 +230,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: row.precision is Precision.FP16_MIXED and s.shape.model_type in _OVERFLOWS_IN_FP16,
         reason="{precision} overflows in models of this type: their activations exceed 65,504",
         instead="fp32, or a GPU with bf16 (compute capability 8.0)",
-        yields_to="precision",
+        axis="precision",
         evidence="transformers issue 36822 (Gemma 3: losses are not finite); Gemma 2 was trained in bf16 alone",
     ),
     Rule(
@@ -227,7 +239,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: row.precision is Precision.FP16_MIXED and s.fast_bf16,
         reason="{precision} needs loss scaling, and bf16-mixed is as fast here",
         instead="bf16-mixed, or pin it",
-        yields_to="precision",
+        axis="precision",
         evidence="bf16 has fp32's range (arXiv:1905.12322), and both have one datasheet rate (gpu_specs.py)",
     ),
     Rule(
@@ -236,7 +248,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
         is_broken=lambda s, row: row.precision is Precision.FP32 and s.fast_bf16,
         reason="{precision} is slower here than bf16-mixed, which keeps the same fp32 master weights",
         instead="bf16-mixed, or pin it",
-        yields_to="precision",
+        axis="precision",
         evidence="datasheets: tensor cores multiply bf16 at 2 to 16 times the rate of fp32 (gpu_specs.py)",
     ),
 )
@@ -253,6 +265,8 @@ __all__ = [
     "refuse",
     "rule_named",
 ]
+_NO_PINS = Pin()
+_OWN_SETTINGS = reaching(SETTINGS, Reach.OURS)
 _AXES = ("sharding", "offload", "optimizer", "precision")
 _AXES_OF = attrgetter(*_AXES)
 _SETTING_PINS = (
@@ -271,25 +285,19 @@ class Refusal(Value, frozen=True, kw_only=True):
 
 def refuse(context: PlanningContext, strategy: Strategy) -> Refusal | None:
     """The first rule that `strategy` breaks, or None if it may be used."""
-    rule = _broken_rule(context, strategy)
-    if rule is None:
-        return None
-    if rule.kind is Kind.INCOMPATIBLE:
-        facts = placeholders_of(pinned_rule_input(context, strategy))
+    if not _PINNED.is_broken(context, strategy):
+        incompatibility = _incompatibility(context, strategy)
+        if incompatibility is not None:
+            return _refusal(incompatibility, Values(PLACEHOLDERS, pinned_rule_input(context, strategy)))
+        rule = broken_by_job(context, strategy)
     else:
-        facts = _facts(context, strategy)
-    instead = rule.instead.format(**facts) if rule.instead else None
-    return Refusal(rule=rule.name, reason=rule.reason.format(**facts), instead=instead)
+        rule = _PINNED
+    return None if rule is None else _refusal(rule, Values(_PLACEHOLDERS_OF_JOB, context, strategy))
 
 
-def _broken_rule(context: PlanningContext, strategy: Strategy) -> Rule | None:
-    """The first rule that `strategy` breaks."""
-    if _PINNED.is_broken(context, strategy):
-        return _PINNED
-    incompatibility = _incompatibility(context, strategy)
-    if incompatibility is not None:
-        return _BY_NAME[incompatibility.name]
-    return broken_by_job(context, strategy)
+def _refusal(broken: Rule | Incompatibility, values: Values) -> Refusal:
+    instead = None if broken.instead is None else broken.instead.format_map(values)
+    return Refusal(rule=broken.name, reason=broken.reason.format_map(values), instead=instead)
 
 
 def may_run(context: PlanningContext, strategy: Strategy) -> bool:
@@ -303,14 +311,30 @@ def may_run(context: PlanningContext, strategy: Strategy) -> bool:
 
 def broken_by_job(context: PlanningContext, strategy: Strategy) -> Rule | None:
     """The first rule that the job breaks with `strategy`, of those that no pin overrides; None: it breaks none."""
-    for rule in OF_THE_JOB:
-        if rule.is_broken(context, strategy) and not _is_pinned(context, strategy, rule.yields_to):
-            return rule
-    return None
+    known, first = context.broken_rules, len(OF_THE_JOB)
+    for setting in (
+        ("offload", strategy.offload),
+        ("optimizer", strategy.optimizer),
+        ("precision", strategy.precision),
+    ):
+        if setting not in known:
+            known[setting] = _first_of_axis(context, strategy, setting[0])
+        if known[setting] < first:
+            first = known[setting]
+    return None if first == len(OF_THE_JOB) else OF_THE_JOB[first]
 
 
-def _is_pinned(context: PlanningContext, strategy: Strategy, axis: str | None) -> bool:
-    return axis is not None and getattr(context.job.pin, axis) == getattr(strategy, axis)
+def _first_of_axis(context: PlanningContext, strategy: Strategy, axis: str) -> int:
+    """The index of the first rule of `OF_THE_JOB` that the strategy breaks by this setting; their number: none."""
+    is_pinned = getattr(context.job.pin, axis) == getattr(strategy, axis)
+    return next(
+        (
+            index
+            for index, rule in enumerate(OF_THE_JOB)
+            if rule.axis == axis and rule.is_broken(context, strategy) and not (is_pinned and not rule.is_absolute)
+        ),
+        len(OF_THE_JOB),
+    )
 
 
 def obstacle_to(context: PlanningContext, configuration: Configuration) -> Incompatibility | None:
@@ -321,7 +345,7 @@ def obstacle_to(context: PlanningContext, configuration: Configuration) -> Incom
     if not _is_remarkable(configuration):
         return None
     rule_input = rule_input_of(configuration, context.shape, context.device, libraries=context.libraries)
-    return first_broken(SETTINGS, rule_input, reach=Reach.OURS)
+    return first_broken(_OWN_SETTINGS, rule_input)
 
 
 def pinned_rule_input(context: PlanningContext, strategy: Strategy) -> RuleInput:
@@ -363,7 +387,7 @@ def _incompatibility(context: PlanningContext, strategy: Strategy) -> Incompatib
     broken = first_broken(ROWS, rule_input)
     if broken is not None or not _settles_more(context, strategy):
         return broken
-    return first_broken(SETTINGS, pinned_rule_input(context, strategy), reach=Reach.OURS)
+    return first_broken(_OWN_SETTINGS, pinned_rule_input(context, strategy))
 
 
 def _settles_more(context: PlanningContext, strategy: Strategy) -> bool:
@@ -373,7 +397,7 @@ def _settles_more(context: PlanningContext, strategy: Strategy) -> bool:
         strategy.optimizer.facts.updates_in_backward
         or strategy.precision is Precision.FP8
         or (context.method is Method.GALORE and context.job.train.galore.layerwise)
-        or any(getattr(pin, name) is not None for name in _SETTING_PINS)
+        or (pin != _NO_PINS and any(getattr(pin, name) is not None for name in _SETTING_PINS))
     )
 
 
@@ -396,14 +420,14 @@ def _is_remarkable(configuration: Configuration) -> bool:
     )
 
 
-def _facts(context: PlanningContext, strategy: Strategy) -> dict[str, object]:
-    return {
-        **{axis: getattr(strategy, axis) for axis in _AXES},
-        "pins": ", ".join(f"pin.{axis}: {getattr(context.job.pin, axis)}" for axis in _differing(context, strategy)),
-        "method": context.method,
-        "device": context.device.name,
-        "fp8_text": context.fp8_gain.text if context.fp8_gain else "",
-    }
+_PLACEHOLDERS_OF_JOB: Mapping[str, Callable[[PlanningContext, Strategy], object]] = {
+    "offload": lambda _, row: row.offload,
+    "optimizer": lambda _, row: row.optimizer,
+    "precision": lambda _, row: row.precision,
+    "pins": lambda s, row: ", ".join(f"pin.{axis}: {getattr(s.job.pin, axis)}" for axis in _differing(s, row)),
+    "device": lambda s, _: s.device.name,
+    "fp8_text": lambda s, _: s.fp8_gain.text if s.fp8_gain else "",
+}
 
 
 def _breaks_pin(context: PlanningContext, strategy: Strategy) -> bool:
@@ -411,10 +435,10 @@ def _breaks_pin(context: PlanningContext, strategy: Strategy) -> bool:
 
 
 def _differing(context: PlanningContext, strategy: Strategy) -> list[str]:
-    pinned = _AXES_OF(context.job.pin)
-    if not any(pinned):
+    pin = context.job.pin
+    if pin == _NO_PINS:
         return []
-    both = zip(_AXES, pinned, _AXES_OF(strategy), strict=True)
+    both = zip(_AXES, _AXES_OF(pin), _AXES_OF(strategy), strict=True)
     return [axis for axis, wanted, taken in both if wanted not in (None, taken)]
 
 
@@ -448,7 +472,7 @@ def _of_rows(incompatibility: Incompatibility) -> Rule:
 RULES: tuple[Rule, ...] = (
     _PINNED,
     *map(_of_rows, ROWS),
-    *(_of_rows(rule) for rule in SETTINGS if rule.reach >= Reach.OURS),
+    *map(_of_rows, _OWN_SETTINGS),
     *OF_THE_JOB,
 )
 _BY_NAME = {rule.name: rule for rule in RULES}

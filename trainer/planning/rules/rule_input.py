@@ -6,8 +6,9 @@ every strategy and to the pins of a job, `shardwise estimate` to every case, and
 pair of values, so the documents agree with the program.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
+from operator import attrgetter
 
 from shardwise.trainer.planning.configuration import Configuration, group_sizes
 from shardwise.trainer.planning.device import Device
@@ -94,7 +95,7 @@ def rule_input_of(
 ) -> RuleInput:
     """A configuration with model and device: everything is fixed but the host, except for `libraries`."""
     return RuleInput(
-        **{name: getattr(configuration, name) for name in _SHARED_FIELDS},
+        **dict(zip(_SHARED_FIELDS, _SHARED_OF(configuration), strict=True)),
         device=device,
         shape=shape,
         libraries=libraries,
@@ -103,6 +104,7 @@ def rule_input_of(
 
 
 _SHARED_FIELDS = tuple(name for name in RuleInput.__struct_fields__ if name in Configuration.__struct_fields__)
+_SHARED_OF = attrgetter(*_SHARED_FIELDS)
 
 
 class Reach(IntEnum):
@@ -114,7 +116,7 @@ class Reach(IntEnum):
 
 
 class Incompatibility(Value, frozen=True, kw_only=True):
-    """Two incompatible settings, or a setting and hardware; `placeholders_of` fills its texts."""
+    """Two incompatible settings, or a setting and hardware; `PLACEHOLDERS` are filled into its texts."""
 
     name: str
     is_broken: Callable[[RuleInput], bool]
@@ -124,49 +126,63 @@ class Incompatibility(Value, frozen=True, kw_only=True):
     reach: Reach = Reach.OURS
 
     def reason_of(self, rule_input: RuleInput) -> str:
-        return self.reason.format(**placeholders_of(rule_input))
+        return filled(self.reason, rule_input)
 
     def instead_of(self, rule_input: RuleInput) -> str | None:
-        return None if self.instead is None else self.instead.format(**placeholders_of(rule_input))
+        return None if self.instead is None else filled(self.instead, rule_input)
 
 
-def first_broken(
-    rules: Iterable[Incompatibility], rule_input: RuleInput, *, reach: Reach = Reach.PLANNER
-) -> Incompatibility | None:
-    """The first incompatibility of at least this reach; None if everything is compatible."""
+def reaching(rules: Iterable[Incompatibility], reach: Reach) -> tuple[Incompatibility, ...]:
+    """Those of at least this reach."""
+    return tuple(rule for rule in rules if rule.reach >= reach)
+
+
+def first_broken(rules: Iterable[Incompatibility], rule_input: RuleInput) -> Incompatibility | None:
+    """The first incompatibility; None if everything is compatible."""
     for rule in rules:
-        if rule.reach >= reach and rule.is_broken(rule_input):
+        if rule.is_broken(rule_input):
             return rule
     return None
 
 
-def placeholders_of(rule_input: RuleInput) -> dict[str, object]:
-    """Values for the placeholders of reasons."""
-    strategy = rule_input.strategy
-    shardings = shardings_with(strategy.offload)
-    is_plain = strategy.offload is Offload.NONE
-    return {
-        "sharding": strategy.sharding,
-        "offload": strategy.offload,
-        "optimizer": strategy.optimizer,
-        "precision": strategy.precision,
-        "layout": strategy.sharding if is_plain else f"{strategy.sharding}+{strategy.offload}",
-        "offload_shardings": one_of(shardings) if shardings else "",
-        "method": rule_input.method,
-        "device": rule_input.device.name,
-        "capability": capability_text(rule_input.device),
-        "num_ranks": rule_input.num_ranks,
-        "shard_group": rule_input.shard_group,
-        "group_sizes": one_of(tuple(map(str, sorted(rule_input.group_sizes)))) if rule_input.group_sizes else "none",
-        "accumulation": rule_input.accumulation,
-        "backward_update": rule_input.backward_update,
-        "checkpointing": rule_input.checkpointing,
-        "loss": rule_input.loss,
-        "model_type": rule_input.shape.model_type,
-        "recipe": rule_input.fp8_recipe,
-        "tile": rule_input.tile,
-        "install": extra_lines(),
-    }
+# The placeholders of reasons.
+PLACEHOLDERS: Mapping[str, Callable[[RuleInput], object]] = {
+    "sharding": lambda c: c.strategy.sharding,
+    "offload": lambda c: c.strategy.offload,
+    "optimizer": lambda c: c.strategy.optimizer,
+    "precision": lambda c: c.strategy.precision,
+    "layout": lambda c: "+".join(c.strategy.layout) if c.strategy.offload is not Offload.NONE else c.strategy.sharding,
+    "offload_shardings": lambda c: one_of(shardings_with(c.strategy.offload)),
+    "method": lambda c: c.method,
+    "device": lambda c: c.device.name,
+    "capability": lambda c: capability_text(c.device),
+    "num_ranks": lambda c: c.num_ranks,
+    "shard_group": lambda c: c.shard_group,
+    "group_sizes": lambda c: one_of(tuple(map(str, sorted(c.group_sizes)))) if c.group_sizes else "none",
+    "accumulation": lambda c: c.accumulation,
+    "backward_update": lambda c: c.backward_update,
+    "checkpointing": lambda c: c.checkpointing,
+    "loss": lambda c: c.loss,
+    "model_type": lambda c: c.shape.model_type,
+    "recipe": lambda c: c.fp8_recipe,
+    "tile": lambda c: c.tile,
+    "install": lambda _: extra_lines(),
+}
+
+
+class Values(dict[str, object]):
+    """What `str.format_map` fills in: the value of a placeholder is computed if the text has it."""
+
+    def __init__(self, placeholders: Mapping[str, Callable[..., object]], *subjects: object) -> None:
+        self._placeholders, self._subjects = placeholders, subjects
+
+    def __missing__(self, name: str) -> object:
+        return self._placeholders[name](*self._subjects)
+
+
+def filled(text: str, rule_input: RuleInput) -> str:
+    """The text with its `PLACEHOLDERS` filled in."""
+    return text.format_map(Values(PLACEHOLDERS, rule_input))
 
 
 def capability_text(device: Device) -> str:

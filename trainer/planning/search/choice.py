@@ -11,6 +11,7 @@ Trials outrank predictions: strategies that ran in one come first, those that ra
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import chain
 
 from msgspec.structs import replace
@@ -175,6 +176,9 @@ def _upper_seconds(context: PlanningContext, candidate: Candidate) -> float:
     return upper_seconds(context, configuration_of(context, candidate), candidate.speed.step_s)
 
 
+_POSITIONS = {row.name: position for position, row in enumerate(CATALOGUE)}
+
+
 def _machinery(candidate: Candidate) -> tuple[bool, int, bool, int, int]:
     row = candidate.strategy
     return (
@@ -182,7 +186,7 @@ def _machinery(candidate: Candidate) -> tuple[bool, int, bool, int, int]:
         LAYOUTS.index(row.layout),
         row.optimizer.facts.is_paged,
         candidate.memory.need_bytes,
-        CATALOGUE.index(row),
+        _POSITIONS[row.name],
     )
 
 
@@ -193,11 +197,15 @@ def one_a_kind(rows: Sequence[Strategy], is_taken: Callable[[Strategy], bool] = 
     """
     first: dict[tuple[object, ...], Strategy] = {}
     for row in rows:
-        facts = row.optimizer.facts
-        kind = row.sharding, row.offload, row.precision, facts.is_paged, facts.is_8bit, facts.changes_update
-        if kind not in first and is_taken(row):
+        if (kind := _kind_of(row)) not in first and is_taken(row):
             first[kind] = row
     return tuple(first.values())
+
+
+@cache
+def _kind_of(row: Strategy) -> tuple[object, ...]:
+    facts = row.optimizer.facts
+    return row.sharding, row.offload, row.precision, facts.is_paged, facts.is_8bit, facts.changes_update
 
 
 def _rejection(context: PlanningContext, candidate: Candidate, trials: Sequence[TrialResult]) -> Rejection | None:

@@ -15,7 +15,7 @@ one value.
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import product
 from operator import attrgetter
@@ -40,7 +40,7 @@ from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import obstacle_to
 from shardwise.trainer.planning.rules.rule_input import capability_text
 from shardwise.trainer.planning.schedule import row_policy
-from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.model.shape import ModelShape
@@ -173,7 +173,7 @@ def shard_groups(context: PlanningContext, strategy: Strategy) -> tuple[int | No
 def supports_tf32(context: PlanningContext, precision: Precision) -> bool:
     """True if fp32 products round their inputs to TF32: the job allows it, and the chip may gain."""
     device = context.device
-    fp32, tf32 = device.peak_flops_per_s.get(Precision.FP32), device.tf32_flops_per_s
+    fp32, tf32 = device.peak_flops_per_s(Precision.FP32), device.tf32_flops_per_s
     gains = fp32 is None or (tf32 is not None and tf32 > fp32)
     has_units = not context.is_cpu and (device.compute_capability or (0, 0)) >= TF32_CAPABILITY
     return precision is Precision.FP32 and Allowance.TF32 in context.job.allow and has_units and gains
@@ -237,6 +237,7 @@ def chunk_tokens(shape: ModelShape) -> int:
     return max(MIN_CHUNK_TOKENS, min(MAX_CHUNK_TOKENS, 1 << max(0, affordable.bit_length() - 1)))
 
 
+@lru_cache(maxsize=64)
 def chunk_sizes(shape: ModelShape, loss: LossHead) -> tuple[int | None, ...]:
     """Slices of logits worth trying, the preferred first; (None,) if logits are not sliced."""
     if loss is not LossHead.CHUNKED:
@@ -247,7 +248,7 @@ def chunk_sizes(shape: ModelShape, loss: LossHead) -> tuple[int | None, ...]:
 
 def smallest_buckets(shape: ModelShape, strategy: Strategy) -> Buckets | None:
     """The smallest buffers that ZeRO works with; None for other engines."""
-    return _buckets(shape, strategy, MIN_BUCKET_ELEMENTS) if strategy.sharding.uses_deepspeed else None
+    return _buckets(shape, strategy.sharding, MIN_BUCKET_ELEMENTS) if strategy.sharding.uses_deepspeed else None
 
 
 def bucket_sizes(shape: ModelShape, strategy: Strategy) -> tuple[Buckets | None, ...]:
@@ -258,16 +259,17 @@ def bucket_sizes(shape: ModelShape, strategy: Strategy) -> tuple[Buckets | None,
     sizes = [MIN_BUCKET_ELEMENTS]
     while sizes[-1] < largest:
         sizes.append(2 * sizes[-1])
-    return tuple(_buckets(shape, strategy, size) for size in sizes)
+    return tuple(_buckets(shape, strategy.sharding, size) for size in sizes)
 
 
-def _buckets(shape: ModelShape, strategy: Strategy, num_elements: int) -> Buckets:
+@lru_cache(maxsize=256)
+def _buckets(shape: ModelShape, sharding: Sharding, num_elements: int) -> Buckets:
     """ZeRO-3 keeps at least the largest layer and the one it prefetches; more if the buckets are larger.
 
     DeepSpeed allocates a whole bucket, even if there is less to reduce.
     """
     num_elements = min(num_elements, shape.num_parameters)
-    if not strategy.sharding.shards_weights:
+    if not sharding.shards_weights:
         return Buckets(
             reduce_elements=num_elements,
             allgather_elements=num_elements,
@@ -336,28 +338,40 @@ class Bounded(NamedTuple):
     start: Configuration
 
 
+# What a start sets besides its slice of logits: what may free memory for time, the rest, and the loss head.
+_TRADES = ("checkpointing", "activation_offload")
+_OTHERS = ("compile", "optimizer_in_backward", "shard_group", "fused_kernels")
+_WITHOUT_TRADES = attrgetter(*_OTHERS, "loss")
+_WITHOUT_LOSS = attrgetter(*_TRADES, *_OTHERS)
+_KIND = attrgetter(*_TRADES, *_OTHERS, "loss")
+
+
 def bounded_starts(context: PlanningContext, strategy: Strategy) -> Iterator[Bounded]:
     """All starts of a strategy, the lowest bound first; none if its state alone exceeds the device.
 
     A start is bounded when its turn comes. Until then its bound is that of the same start without recomputation and
     with its activations on the device, which is no slower and predicted with no larger error.
     """
-    first, choices = _choices(context, strategy)
-    if never_fits(context, first):  # it has the least state
+    starts = tuple(starts_of(context, strategy))
+    if never_fits(context, starts[0]):  # it has the least state
         return
-    bounds: dict[_Kind, tuple[float, int]] = {}
+    bounds: dict[object, tuple[float, int]] = {}
     waiting: list[tuple[float, int, bool]] = []
-    for index, (kind, slice_tokens) in enumerate(choices):
-        fastest = kind._replace(checkpointing=Checkpointing.NONE, activation_offload=False)
+    fastest_kind = Checkpointing.NONE, False
+    for index, start in enumerate(starts):
+        fastest = (*fastest_kind, *_WITHOUT_TRADES(start))
         if fastest not in bounds:
-            bounds[fastest] = bound_of(context, _start(context, first, fastest, slice_tokens))
+            bounds[fastest] = bound_of(
+                context,
+                replace(start, checkpointing=fastest_kind[0], checkpoint_every_n=None, activation_offload=False),
+            )
         waiting.append((bounds[fastest][0], index, False))
     heapify(waiting)
-    yielded: set[_Kind] = set()
+    yielded: set[object] = set()
     while waiting:
         seconds, index, is_exact = heappop(waiting)
-        kind, slice_tokens = choices[index]
-        start = _start(context, first, kind, slice_tokens)
+        start = starts[index]
+        kind = _KIND(start)
         if kind not in bounds:
             bounds[kind] = bound_of(context, start)
         least, micro_batch = bounds[kind]
@@ -412,8 +426,8 @@ def best_configuration(
     best: Configuration | None = None
     least = (math.inf if longest == math.inf else time_class(longest), math.inf)
     cuts = not _is_padded(context)
-    possible: dict[_Kind, list[int]] = {}
-    found_of: dict[_Kind, set[int]] = {}
+    possible: dict[object, list[int]] = {}
+    found_of: dict[object, set[int]] = {}
 
     def key_of(configuration: Configuration, bounded: Bounded) -> tuple[int, int]:
         is_bound = configuration.micro_batch == bounded.micro_batch
@@ -424,10 +438,10 @@ def best_configuration(
         if time_class(bounded.seconds) > least[0]:
             break
         start = bounded.start
-        without_loss = _kind(start)._replace(loss=None)
+        without_loss = _WITHOUT_LOSS(start)
         if without_loss not in possible:
             possible[without_loss] = _possible_sizes(context, start)
-        known = found_of.setdefault(_kind(start), set())
+        known = found_of.setdefault(_KIND(start), set())
         sizes = [size for size in possible[without_loss] if size not in known]
         for configurations in by_accumulation(context, start, sizes):
             if cuts and configurations and key_of(configurations[-1], bounded)[0] > least[0]:
@@ -457,16 +471,14 @@ def by_accumulation(
 ) -> tuple[list[Configuration], list[Configuration]]:
     """`start` with the micro batches that can run: without accumulation, and with it.
 
-    Rules ask of the two numbers no more than that (`rules.incompatible`).
+    Rules ask whether there is accumulation where an update in the backward forbids it (`rules.incompatible`), and then
+    `sizes` has one size.
     """
     configurations = [with_micro_batch(context, start, micro_batch) for micro_batch in sizes]
+    if not configurations or obstacle_to(context, configurations[0]) is not None:
+        return [], []
     at_once = [configuration for configuration in configurations if configuration.accumulation == 1]
-    in_turn = [configuration for configuration in configurations if configuration.accumulation > 1]
-    return _runnable(context, at_once), _runnable(context, in_turn)
-
-
-def _runnable(context: PlanningContext, alike: list[Configuration]) -> list[Configuration]:
-    return alike if alike and obstacle_to(context, alike[0]) is None else []
+    return at_once, [configuration for configuration in configurations if configuration.accumulation > 1]
 
 
 def fitting(context: PlanningContext, configurations: Sequence[Configuration]) -> Sequence[Configuration]:
@@ -501,33 +513,8 @@ def sizes_of(context: PlanningContext, start: Configuration) -> tuple[int, ...]:
     return micro_batches(context, at_once=start.updates_in_backward)
 
 
-class _Kind(NamedTuple):
-    """The settings of a start but for the slice of logits."""
-
-    checkpointing: Checkpointing
-    activation_offload: bool
-    loss: LossHead | None
-    compile: bool
-    optimizer_in_backward: bool
-    shard_group: int | None
-    fused_kernels: bool
-
-
-_KIND_OF = attrgetter(*_Kind._fields)
-
-
-def _kind(start: Configuration) -> _Kind:
-    return _Kind._make(_KIND_OF(start))
-
-
 def starts_of(context: PlanningContext, strategy: Strategy) -> Iterator[Configuration]:
     """Each choice of the settings, at the smallest micro batch and buffers."""
-    first, choices = _choices(context, strategy)
-    return (_start(context, first, kind, slice_tokens) for kind, slice_tokens in choices)
-
-
-def _choices(context: PlanningContext, strategy: Strategy) -> tuple[Configuration, list[tuple[_Kind, int | None]]]:
-    """The first start of a strategy, and the settings and slices of logits of each."""
     kinds, heads = checkpointings(context), losses(context)
     first = first_configuration(context, strategy, checkpointing=kinds[0], loss=heads[0])
     fused = {kind: fuses_kernels(context, replace(first, checkpointing=kind)) for kind in kinds}
@@ -539,19 +526,20 @@ def _choices(context: PlanningContext, strategy: Strategy) -> tuple[Configuratio
         optimizers_in_backward(context, first),
         _possible_groups(context, first),
     )
-    return first, [
-        (_Kind(checkpointing, offloads, loss, is_compiled, in_backward, group, fused[checkpointing]), tokens)
-        for checkpointing, (loss, tokens), is_compiled, offloads, in_backward, group in settings
-    ]
-
-
-def _start(context: PlanningContext, first: Configuration, kind: _Kind, slice_tokens: int | None) -> Configuration:
-    return replace(
-        first,
-        **kind._asdict(),
-        checkpoint_every_n=every_n(context, kind.checkpointing),
-        loss_chunk_tokens=slice_tokens,
-    )
+    every = {kind: every_n(context, kind) for kind in kinds}
+    for checkpointing, (loss, tokens), is_compiled, offloads, in_backward, group in settings:
+        yield replace(
+            first,
+            checkpointing=checkpointing,
+            checkpoint_every_n=every[checkpointing],
+            loss=loss,
+            loss_chunk_tokens=tokens,
+            compile=is_compiled,
+            fused_kernels=fused[checkpointing],
+            activation_offload=offloads,
+            optimizer_in_backward=in_backward,
+            shard_group=group,
+        )
 
 
 MOST_GROUPS = 8  # times the smallest group that is possible: a larger one saves less than an eighth of that one's state

@@ -15,6 +15,7 @@ from functools import lru_cache
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.reference_trainers import reference_of
+from shardwise.trainer.planning.once import once
 from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.tables.gpu_chips import Generation
 from shardwise.trainer.planning.tables.gpu_names import GDDR_GENERATIONS
@@ -70,16 +71,25 @@ class Rates(Value, frozen=True, kw_only=True):
 
 def rates_of(configuration: Configuration, device: Device) -> Rates:
     """The rates that the formulas of `speed` divide by."""
-    precision = configuration.strategy.precision
+    return _rates(
+        device,
+        configuration.strategy.precision,
+        is_tf32=configuration.tf32,
+        flash_generation=reference_of(configuration.reference).flash_generation,
+        spans_nodes=configuration.num_ranks > configuration.ranks_per_node,
+    )
+
+
+@once
+def _rates(device: Device, precision: Precision, *, is_tf32: bool, flash_generation: int, spans_nodes: bool) -> Rates:
     exact = _matmul_rate(device, precision)
-    matmul = max(exact, _tf32_rate(device)) if configuration.tf32 else exact
+    matmul = max(exact, _tf32_rate(device)) if is_tf32 else exact
     inner, network = _inner_link(device), _network_rate(device)
-    spans_nodes = configuration.num_ranks > configuration.ranks_per_node
     return Rates(
         matmul=matmul,
         linear=_fp8_rate(device, matmul) if precision is Precision.FP8 else matmul,
-        attention=_attention_rate(device, precision, exact, reference_of(configuration.reference).flash_generation),
-        fp32=device.peak_flops_per_s.get(Precision.FP32) or matmul,
+        attention=_attention_rate(device, precision, exact, flash_generation),
+        fp32=device.peak_flops_per_s(Precision.FP32) or matmul,
         memory=_memory_rate(device),
         # The slower of a node's fabric and its network, whose adapters serve one ring together.
         link=min(inner, network) if spans_nodes else inner,
@@ -144,7 +154,7 @@ def speed_notes(device: Device) -> tuple[str, ...]:
             "`shardwise probe --measure` measures it"
         )
     elif device.matmul_flops_per_s is None and device.is_rated_by_driver:
-        peak = max(device.peak_flops_per_s.get(kind, 0) for kind in (Precision.FP16_MIXED, Precision.BF16_MIXED))
+        peak = max(device.peak_flops_per_s(kind) or 0 for kind in (Precision.FP16_MIXED, Precision.BF16_MIXED))
         notes.append(
             f"{device.name} is not in the GPU catalogue: cores, clocks and bus that its driver reports make "
             f"{peak / 1e12:.3g} TFLOP/s in 16 bit and {(device.memory_bytes_per_s or 0) / 1e9:.0f} GB/s; "
@@ -167,9 +177,9 @@ def _matmul_rate(device: Device, precision: Precision) -> float:
         return float(device.matmul_flops_per_s)
     # fp8 runs as 16-bit products with a gain, which the fit needs.
     wanted = Precision.BF16_MIXED if precision is Precision.FP8 else precision
-    peak = device.peak_flops_per_s.get(wanted)
+    peak = device.peak_flops_per_s(wanted)
     if peak is None:
-        fp32 = device.peak_flops_per_s.get(Precision.FP32)
+        fp32 = device.peak_flops_per_s(Precision.FP32)
         return UNKNOWN_FLOPS_PER_S if fp32 is None else EMULATED_SHARE * fp32
     if precision is Precision.FP32:
         return constants.MATMUL_SHARE * peak
@@ -181,7 +191,7 @@ def _matmul_rate(device: Device, precision: Precision) -> float:
 
 def _tf32_rate(device: Device) -> float:
     """Tensor units reach the same share of either peak."""
-    half = device.peak_flops_per_s.get(Precision.BF16_MIXED)
+    half = device.peak_flops_per_s(Precision.BF16_MIXED)
     if half is None or device.tf32_flops_per_s is None:
         return 0.0
     return _matmul_rate(device, Precision.BF16_MIXED) * device.tf32_flops_per_s / half
@@ -199,7 +209,7 @@ def _fp8_rate(device: Device, matmul: float) -> float:
         return device.measured_fp8_speedup * matmul
     if device.measured_fp8_flops_per_s is not None:
         return float(device.measured_fp8_flops_per_s)
-    return constants.FP8_GAIN * matmul if Precision.FP8 in device.peak_flops_per_s else matmul
+    return constants.FP8_GAIN * matmul if device.peak_flops_per_s(Precision.FP8) is not None else matmul
 
 
 def _attention_rate(device: Device, precision: Precision, matmul: float, flash_generation: int) -> float:

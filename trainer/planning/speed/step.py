@@ -54,6 +54,7 @@ from shardwise.trainer.planning.memory.activations import FUSED_SLICE_TOKENS, bl
 from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of, policy_of, shard_degree
 from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch, reference_of
 from shardwise.trainer.planning.memory.saved_tensors import keys_and_values
+from shardwise.trainer.planning.once import same_for_all
 from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.speed.rates import Rates, rates_of, speed_notes
 from shardwise.trainer.planning.speed.work import (
@@ -79,6 +80,7 @@ from shardwise.trainer.planning.speed.work import (
 )
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.job.sections import GaloreJob
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import SpeedEstimate
 from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, LossHead, Method, Precision
@@ -109,31 +111,86 @@ def step_seconds(shape: ModelShape, configuration: Configuration, device: Device
 
 
 def _parts(shape: ModelShape, configuration: Configuration, device: Device) -> dict[str, float]:
-    work, rates, adapters = work_of(shape), rates_of(configuration, device), adapters_of(shape, configuration)
-    is_cpu = device.kind is DeviceKind.CPU
-    trained = trained_parameters(configuration, work, adapters)
-    busy = device_seconds(shape, configuration, work, adapters, rates, device, training_passes(configuration))
-    host = host_seconds(shape, configuration, work, adapters, is_cpu=is_cpu)
-    wire, wire_step = collective_seconds(configuration, work, rates, trained)
-    moved, moved_step = offload_seconds(configuration, work, rates, trained)
-    if configuration.runs_reference:
-        busy += device_seconds(shape, configuration, work, adapters, rates, device, FORWARD)
-        host += forward_host_seconds(configuration, work, adapters, is_cpu=is_cpu)
-        wire += collective_seconds(configuration, work, rates, 0)[0] / 2
+    is_cpu, accumulation = device.kind is DeviceKind.CPU, configuration.accumulation
+    busy, host = computing_seconds(configuration, shape, device)
+    moves = state_seconds(configuration, shape, device)
+    wire, moved = moves.wire, moves.offload
     computing = busy + host if is_cpu else fed(busy, host)
     micro = both(computing, wire + moved)
     exposed = micro - computing
     on_wire = exposed * wire / (wire + moved) if wire + moved else 0.0
-    waits = activation_waits(shape, configuration, device, rates, micro, moved)
-    accumulation = configuration.accumulation
+    waits = activation_waits(shape, configuration, device, micro, moved) if configuration.activation_offload else 0.0
     return {
         "compute_s": accumulation * busy,
         "host_s": accumulation * (computing - busy),
-        "communication_s": accumulation * on_wire + both(computing, wire_step) - computing,
-        "offload_s": accumulation * (exposed - on_wire + waits) + moved_step,
-        "optimizer_s": optimizer_seconds(configuration, work, rates, device, trained),
+        "communication_s": accumulation * on_wire + both(computing, moves.wire_step) - computing,
+        "offload_s": accumulation * (exposed - on_wire + waits) + moves.offload_step,
+        "optimizer_s": moves.update,
         "overhead_s": constants.CPU_STEP_S if is_cpu else constants.STEP_S,
     }
+
+
+@same_for_all(
+    "strategy.precision",
+    "strategy.sharding.is_replicated",
+    num_ranks=1,
+    ranks_per_node=1,
+    accumulation=1,
+    activation_offload=False,
+    optimizer_in_backward=False,
+    buckets=None,
+    shard_group=None,
+    galore=GaloreJob(),
+)
+def computing_seconds(configuration: Configuration, shape: ModelShape, device: Device) -> tuple[float, float]:
+    """Seconds of one micro batch (on the device, on the host that feeds it), without its copies and collectives."""
+    work, rates, adapters = work_of(shape), rates_of(configuration, device), adapters_of(shape, configuration)
+    is_cpu = device.kind is DeviceKind.CPU
+    busy = device_seconds(shape, configuration, work, adapters, rates, device, training_passes(configuration))
+    host = host_seconds(shape, configuration, work, adapters, is_cpu=is_cpu)
+    if configuration.runs_reference:
+        busy += device_seconds(shape, configuration, work, adapters, rates, device, FORWARD)
+        host += forward_host_seconds(configuration, work, adapters, is_cpu=is_cpu)
+    return busy, host
+
+
+class StateSeconds(Value, frozen=True, kw_only=True):
+    """Seconds that a step spends on state: of each micro batch, or of a step."""
+
+    wire: float  # collectives of a micro batch
+    wire_step: float
+    offload: float  # copies of a micro batch
+    offload_step: float
+    update: float
+
+
+@same_for_all(
+    micro_batch=1,
+    accumulation=1,
+    checkpointing=Checkpointing.NONE,
+    checkpoint_every_n=None,
+    loss=LossHead.EAGER,
+    loss_chunk_tokens=None,
+    compile=False,
+    fused_kernels=False,
+    activation_offload=False,
+    buckets=None,
+)
+def state_seconds(configuration: Configuration, shape: ModelShape, device: Device) -> StateSeconds:
+    """Seconds of gathering, reducing, moving and updating state."""
+    work, rates, adapters = work_of(shape), rates_of(configuration, device), adapters_of(shape, configuration)
+    trained = trained_parameters(configuration, work, adapters)
+    wire, wire_step = collective_seconds(configuration, work, rates, trained)
+    if configuration.runs_reference:
+        wire += collective_seconds(configuration, work, rates, 0)[0] / 2
+    offload, offload_step = offload_seconds(configuration, work, rates, trained)
+    return StateSeconds(
+        wire=wire,
+        wire_step=wire_step,
+        offload=offload,
+        offload_step=offload_step,
+        update=optimizer_seconds(configuration, work, rates, device, trained),
+    )
 
 
 def compile_seconds(shape: ModelShape, *, is_padded: bool) -> float:
@@ -160,7 +217,7 @@ def _estimate(
     flops = flops_per_token(shape, configuration.seq_len, configuration.method)
     rate = configuration.accumulation * configuration.tokens_per_micro_batch / step_s
     precision = configuration.strategy.precision
-    peak = device.tf32_flops_per_s if configuration.tf32 else device.peak_flops_per_s.get(precision)
+    peak = device.tf32_flops_per_s if configuration.tf32 else device.peak_flops_per_s(precision)
     return SpeedEstimate(
         parts=parts,
         step_s=step_s,
@@ -276,17 +333,16 @@ def offload_seconds(configuration: Configuration, work: Work, rates: Rates, trai
 
 
 def activation_waits(
-    shape: ModelShape, configuration: Configuration, device: Device, rates: Rates, micro_s: float, moved_s: float
+    shape: ModelShape, configuration: Configuration, device: Device, micro_s: float, moved_s: float
 ) -> float:
     """Seconds of a micro batch that the device waits for activations on their way to the host, and back.
 
     The bytes are those that `memory.activations` counts. They move out during the forward and back during the backward,
     where half of the weights that cross PCIe as well (`moved_s`) take the same direction.
     """
-    if not configuration.activation_offload:
-        return 0.0
     dims = dims_of(shape)
-    moved = block_activations(configuration, policy_of(configuration, device, dims), dims).offloaded / rates.pcie
+    blocks = block_activations(configuration, policy_of(configuration, device, dims), dims)
+    moved = blocks.offloaded / rates_of(configuration, device).pcie
     forward = micro_s * _forward_share(configuration)
     return max(0.0, moved - forward) + max(0.0, moved + moved_s / 2 - (micro_s - forward))
 
@@ -503,8 +559,8 @@ def _is_own_fused(configuration: Configuration) -> bool:
 
 
 def _is_liger(configuration: Configuration) -> bool:
-    is_own = LossHead.FUSED_LINEAR in reference_of(configuration.reference).logits
-    return configuration.loss is LossHead.FUSED_LINEAR and not is_own
+    loss = configuration.loss
+    return loss is LossHead.FUSED_LINEAR and loss not in reference_of(configuration.reference).logits
 
 
 def _num_slices(configuration: Configuration, shape: ModelShape) -> int:

@@ -56,6 +56,7 @@ def _row(sharding: Sharding, offload: Offload, optimizer: Optimizer, precision: 
 CATALOGUE: tuple[Strategy, ...] = tuple(
     _row(sharding, offload, optimizer, precision)
     for sharding, offload in LAYOUTS
+    for optimizers in (optimizers_of(sharding, offload),)
     for precision in PRECISIONS
-    for optimizer in optimizers_of(sharding, offload)
+    for optimizer in optimizers
 )

@@ -21,7 +21,7 @@ from shardwise.trainer.spec.units import format_bytes
 from shardwise.trainer.spec.value import Value
 
 
-class LengthHistogram(Value, frozen=True, kw_only=True):
+class LengthHistogram(Value, frozen=True, kw_only=True, cache_hash=True):
     """Number of rows with a length in (edges[i-1], edges[i]] tokens; the first bin starts at 0."""
 
     edges: tuple[int, ...]

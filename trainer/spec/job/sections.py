@@ -213,7 +213,7 @@ class DataJob(Value, frozen=True, kw_only=True):
     streaming: Annotated[bool, Setting("Reads the data while training instead of preparing it first.")] = False
 
 
-class LoraJob(Value, frozen=True, kw_only=True):
+class LoraJob(Value, frozen=True, kw_only=True, cache_hash=True):
     """Low-rank adapters."""
 
     rank: Annotated[int, Setting("Rank of the adapters.", whole(minimum=1), aliases=("lora_r",))] = 16
@@ -229,7 +229,7 @@ class LoraJob(Value, frozen=True, kw_only=True):
     rslora: Annotated[bool, Setting("Scales by alpha / sqrt(rank) (rank-stabilised LoRA).")] = False
 
 
-class GaloreJob(Value, frozen=True, kw_only=True):
+class GaloreJob(Value, frozen=True, kw_only=True, cache_hash=True):
     """Gradient low-rank projection."""
 
     rank: Annotated[int, Setting("Rank of the gradient's projection.", whole(minimum=1))] = 256

@@ -1,0 +1,107 @@
+"""Results that are computed once: the same as without, for every configuration."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from configuration_factory import configurations_of
+from estimate_factory import LLAMA_1B, LLAMA_8B, QWEN_HALF_B, TINY, configuration, cpu, gpu
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.memory.activations import block_activations
+from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
+from shardwise.trainer.planning.memory.states import states_of
+from shardwise.trainer.planning.once import forget, once, same_for_all
+from shardwise.trainer.planning.speed.step import computing_seconds, state_seconds
+from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
+from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Precision
+
+SHARED: dict[Callable[..., Any], Callable[[Configuration, ModelShape, Device], tuple[Any, ...]]] = {
+    policy_of: lambda chosen, shape, device: (device, dims_of(shape)),
+    states_of: lambda chosen, shape, device: (device, dims_of(shape)),
+    block_activations: lambda chosen, shape, device: (policy_of(chosen, device, dims_of(shape)), dims_of(shape)),
+    computing_seconds: lambda chosen, shape, device: (shape, device),
+    state_seconds: lambda chosen, shape, device: (shape, device),
+}
+
+
+@given(
+    chosen=configurations_of(),
+    shape=st.sampled_from([TINY, QWEN_HALF_B, LLAMA_1B, LLAMA_8B]),
+    device=st.sampled_from([gpu("8xA100-SXM4-80GB"), gpu("2xT4"), gpu("1xRTX-4090"), cpu(2)]),
+    rows_per_example=st.sampled_from([1, 2]),
+    has_dora=st.booleans(),
+    is_layerwise=st.booleans(),
+)
+def test_what_is_shared_is_what_each_configuration_has_alone(
+    chosen: Configuration, shape: ModelShape, device: Device, rows_per_example: int, has_dora: bool, is_layerwise: bool
+) -> None:
+    chosen = replace(
+        chosen,
+        policy=replace(chosen.policy, rows_per_example=rows_per_example),
+        lora=LoraJob(dora=has_dora),
+        galore=GaloreJob(layerwise=is_layerwise),
+    )
+    for function, others_of in SHARED.items():
+        others = others_of(chosen, shape, device)
+        assert function(chosen, *others) == inspect.unwrap(function)(chosen, *others), function.__name__
+
+
+@pytest.fixture
+def computed() -> list[Configuration]:
+    """The configurations for which a test's function was computed."""
+    return []
+
+
+def test_a_function_is_computed_once_for_all_values_of_what_it_ignores(computed: list[Configuration]) -> None:
+    @same_for_all(micro_batch=1)
+    def length(chosen: Configuration, factor: int) -> int:
+        computed.append(chosen)
+        return factor * chosen.seq_len
+
+    chosen = configuration(Sharding.FSDP, num_ranks=2, micro_batch=4)
+    assert length(chosen, 3) == length(replace(chosen, micro_batch=2), 3) == 3 * chosen.seq_len
+    assert [each.micro_batch for each in computed] == [1]
+    assert length(replace(chosen, seq_len=7), 3) == 21 and length(chosen, 2) == 2 * chosen.seq_len
+    assert len(computed) == 3
+
+
+def test_a_function_that_reads_a_part_is_computed_once_for_each_value_of_it(computed: list[Configuration]) -> None:
+    @same_for_all("strategy.precision")
+    def width(chosen: Configuration) -> int:
+        computed.append(chosen)
+        return chosen.strategy.precision.compute_bytes
+
+    for precision, optimizer in (
+        (Precision.BF16, Optimizer.ADAMW), (Precision.BF16, Optimizer.LION), (Precision.FP32, Optimizer.ADAMW)
+    ):  # fmt: skip
+        chosen = configuration(Sharding.FSDP, num_ranks=2, precision=precision, optimizer=optimizer)
+        assert width(chosen) == precision.compute_bytes
+    assert len(computed) == 2
+
+
+def test_results_are_forgotten_when_a_constant_was_changed() -> None:
+    constants = {"factor": 2}
+
+    @once
+    def doubled(number: int) -> int:
+        return constants["factor"] * number
+
+    @same_for_all()
+    def length(chosen: Configuration) -> int:
+        return constants["factor"] * chosen.seq_len
+
+    chosen = configuration(Sharding.FSDP, num_ranks=2, seq_len=100)
+    assert (doubled(4), length(chosen)) == (8, 200)
+    constants["factor"] = 3
+    assert (doubled(4), length(chosen)) == (8, 200)
+    forget()
+    assert (doubled(4), length(chosen)) == (12, 300)
