@@ -177,7 +177,7 @@ def _speeds(cases: Sequence[dict[str, Any]]) -> list[float]:
 
 def _speeds_with(name: str, cases: Sequence[dict[str, Any]]) -> list[float]:
     """The same with one constant a tenth larger, in every module that imported it."""
-    from shardwise.trainer.planning.once import forget
+    from shardwise.trainer.planning.configuration import forget
 
     processes = [module for module in list(sys.modules.values()) if _is_speed_module(module) and hasattr(module, name)]
     value = getattr(processes[0], name)

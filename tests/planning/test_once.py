@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.configuration import Configuration, forget, once, same_for_all
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.activations import block_activations
-from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
+from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of, policy_of_one
 from shardwise.trainer.planning.memory.states import states_of
-from shardwise.trainer.planning.once import forget, once, same_for_all
 from shardwise.trainer.planning.speed.step import computing_seconds, state_seconds
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
@@ -25,7 +24,7 @@ from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Precision
 
 SHARED: dict[Callable[..., Any], Callable[[Configuration, ModelShape, Device], tuple[Any, ...]]] = {
-    policy_of: lambda chosen, shape, device: (device, dims_of(shape)),
+    policy_of_one: lambda chosen, shape, device: (device, dims_of(shape)),
     states_of: lambda chosen, shape, device: (device, dims_of(shape)),
     block_activations: lambda chosen, shape, device: (policy_of(chosen, device, dims_of(shape)), dims_of(shape)),
     computing_seconds: lambda chosen, shape, device: (shape, device),

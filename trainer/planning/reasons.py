@@ -357,16 +357,15 @@ class OptIn(Value, frozen=True, kw_only=True):
         return "does not clip" if self.candidate.strategy.is_exact else "changes the update"
 
 
-def opt_ins(context: PlanningContext, plan: Plan) -> tuple[OptIn, ...]:
+def opt_ins(context: PlanningContext, plan: Plan) -> Iterator[OptIn]:
     """Opt-ins that are missing from `allow` and would be faster or need less memory than the chosen candidate."""
     waiting = list(_waiting(plan.rejections))
     starts = list(starts_of(context, plan.chosen.strategy))
-    found = (
-        (allowance, _opened_by(context, allowance, waiting, plan.chosen, starts))
-        for allowance in Allowance
-        if allowance not in context.job.allow
-    )
-    return tuple(OptIn(allowance=allowance, candidate=candidate) for allowance, candidate in found if candidate)
+    for allowance in Allowance:
+        if allowance not in context.job.allow:
+            candidate = _opened_by(context, allowance, waiting, plan.chosen, starts)
+            if candidate is not None:
+                yield OptIn(allowance=allowance, candidate=candidate)
 
 
 def _waiting(rejections: Sequence[Rejection]) -> Iterator[tuple[Strategy, Rule]]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardwise.trainer.planning.cases import PredictionCase, read_case
-from shardwise.trainer.planning.once import forget
+from shardwise.trainer.planning.configuration import forget
 from shardwise.trainer.planning.speed import constants as speed_constants
 from shardwise.trainer.planning.speed.step import estimate_speed
 

@@ -9,6 +9,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
+from itertools import chain, islice
 
 from msgspec.structs import replace
 
@@ -72,7 +73,8 @@ def first_screen(
     below = (*_fallback(plan, width), *remarked, *_warnings(plan, width))
     then = tuple(_next(start, more))
     room = MOST_LINES - len(above) - len(below) - len(then)
-    others = _alternative_lines(alternatives(plan, context), context, room, width)
+    found = tuple(islice(alternatives(plan, context), MOST_ALTERNATIVES))
+    others = _alternative_lines(found, context, room, width)
     blocks = [block for block in (above, others, below, then) if block]
     is_spaced = sum(map(len, blocks)) + len(blocks) - 1 <= MOST_LINES
     lines = [line for block in blocks for line in (*block, *([Line(text="")] if is_spaced else []))]
@@ -274,12 +276,16 @@ def _state(candidate: Candidate) -> Iterator[str]:
         yield "optimizer state paged to RAM"
 
 
-def alternatives(plan: Plan, context: PlanningContext) -> tuple[Alternative, ...]:
-    """Alternatives, the most useful first: the best runner-up, method and opt-in, then the others of each."""
-    runners_up = list(_runners_up(plan, context))
-    methods = list(_methods(plan))
-    gains = [_opt_in(plan, context, opt_in) for opt_in in opt_ins(context, plan)]
-    return (*runners_up[:1], *methods[:1], *gains[:1], *methods[1:], *gains[1:], *runners_up[1:])
+def alternatives(plan: Plan, context: PlanningContext) -> Iterator[Alternative]:
+    """Alternatives, the most useful first: the best runner-up, method and opt-in, then the others of each.
+
+    Each is searched when the iterator reaches it, so that a first screen does not search opt-ins that it cannot show.
+    """
+    runners_up, methods = _runners_up(plan, context), _methods(plan)
+    gains = (_opt_in(plan, context, opt_in) for opt_in in opt_ins(context, plan))
+    for found in (runners_up, methods, gains):
+        yield from islice(found, 1)
+    yield from chain(methods, gains, runners_up)
 
 
 FASTER, MUCH_LESS, TOO_SLOW = 0.97, 0.85, 1.5
@@ -407,7 +413,7 @@ def _alternative_lines(
     found: Sequence[Alternative], context: PlanningContext, room: int, width: int
 ) -> tuple[Line, ...]:
     """A table of the alternatives for which there is room."""
-    for most in range(min(MOST_ALTERNATIVES, len(found)), 0, -1):
+    for most in range(len(found), 0, -1):
         lines = tuple(_table_lines(found[:most], "RAM" if context.is_cpu else "card", width))
         if len(lines) <= room:
             return lines

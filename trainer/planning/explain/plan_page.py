@@ -53,7 +53,7 @@ def plan_page(plan: Plan, *, top: int = 3, more: Sequence[Section] = ()) -> Page
         "why": _sentences("why", plan.chosen.reasons),
         "methods": methods_section(plan),
         "runners-up": runners_up_section(plan, context, top),
-        "opt-ins": opt_in_section(opt_ins(context, plan), plan),
+        "opt-ins": opt_in_section(tuple(opt_ins(context, plan)), plan),
         "fallbacks": fallbacks_section(plan),
         "rejected": rejections_section(plan.rejections),
     }

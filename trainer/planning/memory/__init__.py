@@ -28,14 +28,13 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.configuration import Configuration, once
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.activations import block_activations, head_memory
 from shardwise.trainer.planning.memory.events import StepMemory, resident_bytes, step_events
 from shardwise.trainer.planning.memory.precision_policy import PrecisionPolicy, dims_of, policy_of
 from shardwise.trainer.planning.memory.sharding import accumulated_gradients, sharding_memory
 from shardwise.trainer.planning.memory.states import States, host_memory, states_of
-from shardwise.trainer.planning.once import once
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import MemoryEstimate
 from shardwise.trainer.spec.units import GIB, MIB

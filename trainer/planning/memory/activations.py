@@ -39,7 +39,7 @@ On a CPU whose bf16 products sum in an fp32 array, 4 V T are added to the logits
 The final norm saves what the norms of a block do. Under autocast the head's weight is cast, 2 V h.
 """
 
-from shardwise.trainer.planning.configuration import ANY_STRATEGY, Configuration
+from shardwise.trainer.planning.configuration import ANY_STRATEGY, Configuration, same_for_all
 from shardwise.trainer.planning.memory.precision_policy import (
     Dims,
     PrecisionPolicy,
@@ -62,7 +62,6 @@ from shardwise.trainer.planning.memory.saved_tensors import (
     uses_dora,
     windowed_attention_bytes,
 )
-from shardwise.trainer.planning.once import same_for_all
 from shardwise.trainer.spec.model.shape import Norm
 from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, LossHead
 from shardwise.trainer.spec.value import Value

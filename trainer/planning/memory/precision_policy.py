@@ -20,10 +20,11 @@ Everything here is a function of model, configuration and device alone.
 from functools import lru_cache
 from typing import Any
 
-from shardwise.trainer.planning.configuration import SHARDWISE, Configuration
+from msgspec.structs import replace
+
+from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, once, same_for_all
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.reference_trainers import AdapterInputs, ReferenceTrainer, reference_of
-from shardwise.trainer.planning.once import once, same_for_all
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
 from shardwise.trainer.spec.strategy import (
@@ -232,6 +233,7 @@ __all__ = [
     "attention_kernel",
     "dims_of",
     "policy_of",
+    "policy_of_one",
     "shard_degree",
 ]
 
@@ -269,15 +271,28 @@ class PrecisionPolicy(Value, frozen=True, kw_only=True, cache_hash=True):
     is_hopper_or_later: bool
 
 
+def policy_of(configuration: Configuration, device: Device, dims: Dims) -> PrecisionPolicy:
+    """The precision policy of a configuration: that of its reference trainer, unless the configuration overrides it."""
+    of_one = policy_of_one(configuration, device, dims)
+    return replace(of_one, tokens=configuration.micro_batch * of_one.tokens)
+
+
 @same_for_all(
+    "strategy.sharding",
+    "strategy.precision",
+    "updates_in_backward",
+    micro_batch=1,
     accumulation=1,
     checkpoint_every_n=None,
     loss_chunk_tokens=None,
     activation_offload=False,
+    fp8_recipe=None,
+    tf32=False,
+    flash_kernel=None,
     buckets=None,
 )
-def policy_of(configuration: Configuration, device: Device, dims: Dims) -> PrecisionPolicy:
-    """The precision policy of a configuration: that of its reference trainer, unless the configuration overrides it."""
+def policy_of_one(configuration: Configuration, device: Device, dims: Dims) -> PrecisionPolicy:
+    """The same of a micro batch of one."""
     reference, choices = reference_of(configuration.reference), configuration.policy
     sharding, precision = configuration.strategy.sharding, configuration.strategy.precision
     compute, master = precision.compute_bytes, precision.master_bytes
@@ -299,7 +314,7 @@ def policy_of(configuration: Configuration, device: Device, dims: Dims) -> Preci
     fuses_blocks = configuration.compile or configuration.fused_kernels
     return PrecisionPolicy(
         reference=reference,
-        tokens=configuration.micro_batch * choices.rows_per_example * seq_len,
+        tokens=choices.rows_per_example * seq_len,
         seq_len=seq_len,
         is_packed=choices.document_tokens is not None,
         master_bytes=master,

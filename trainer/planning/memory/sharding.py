@@ -25,10 +25,9 @@ the largest share: 8 experts over 64 ranks are 64 rows, 56 of them empty. The fi
 and a gathered or reduced tensor is as large as its padded form.
 """
 
-from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.configuration import Configuration, once
 from shardwise.trainer.planning.memory.precision_policy import Dims, PrecisionPolicy, adapter_parameters
 from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch
-from shardwise.trainer.planning.once import once
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.plan import Buckets
 from shardwise.trainer.spec.strategy import Method

@@ -43,7 +43,7 @@ adapters.
 
 from collections.abc import Iterator
 
-from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.configuration import Configuration, same_for_all
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.precision_policy import (
     Dims,
@@ -54,7 +54,6 @@ from shardwise.trainer.planning.memory.precision_policy import (
     policy_of,
 )
 from shardwise.trainer.planning.memory.sharding import largest_shard, share
-from shardwise.trainer.planning.once import same_for_all
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.optimizers import Optimizer, OptimizerFacts, StateKind
 from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision, Quant, Strategy

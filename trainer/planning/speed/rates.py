@@ -12,10 +12,9 @@ import math
 import re
 from functools import lru_cache
 
-from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.configuration import Configuration, once
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.reference_trainers import reference_of
-from shardwise.trainer.planning.once import once
 from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.tables.gpu_chips import Generation
 from shardwise.trainer.planning.tables.gpu_names import GDDR_GENERATIONS

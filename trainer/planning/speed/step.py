@@ -48,13 +48,12 @@ attention and memory:
 
 import math
 
-from shardwise.trainer.planning.configuration import SHARDWISE, Configuration
+from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, same_for_all
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.activations import FUSED_SLICE_TOKENS, block_activations, liger_slice_tokens
 from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of, policy_of, shard_degree
 from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch, reference_of
 from shardwise.trainer.planning.memory.saved_tensors import keys_and_values
-from shardwise.trainer.planning.once import same_for_all
 from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.speed.rates import Rates, rates_of, speed_notes
 from shardwise.trainer.planning.speed.work import (
