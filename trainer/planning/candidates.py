@@ -12,6 +12,7 @@ cooling, no losses), the host not counted. A run that waits for memory or a netw
 
 import math
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 import msgspec
 from msgspec.structs import replace
@@ -82,22 +83,24 @@ def least_needy(
     left = iter(configurations)
     found = next(filter(is_allowed, left))
     least = predicted_need(context, found)
-    floors: dict[tuple[object, ...], Callable[[Configuration], int]] = {}
+    floors: dict[object, Callable[[Configuration], int]] = {}
+    needs: dict[object, int] = {}  # their floors, the same for every loss head
     for configuration in left:
-        retained = (
-            configuration.checkpointing,
-            configuration.compile,
-            configuration.fused_kernels,
-            configuration.activation_offload,
-            configuration.shard_group,
-        )
+        retained = _RETAINED(configuration)
+        size = retained, configuration.micro_batch
         if retained not in floors:
             floors[retained] = need_floor(context, configuration)
-        if floors[retained](configuration) >= least or not is_allowed(configuration):
+        if size not in needs:
+            needs[size] = floors[retained](configuration)
+        if needs[size] >= least or not is_allowed(configuration):
             continue
         if (need := predicted_need(context, configuration)) < least:
             least, found = need, configuration
     return found
+
+
+# What decides the activations that a strategy retains for a micro batch.
+_RETAINED = attrgetter("checkpointing", "compile", "fused_kernels", "activation_offload", "shard_group")
 
 
 def never_fits(context: PlanningContext, configuration: Configuration) -> bool:

@@ -1,6 +1,7 @@
 """The folder for state on NVMe: made for one attempt, held by it, gone after it, also where its owner was killed."""
 
 import io
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 from engine_plan_factory import engine_plan
 from msgspec.structs import replace
+from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 
 from shardwise.launch.attempt.supervisor import StopRequest
 from shardwise.launch.engine.launcher import prepare_attempt
@@ -121,10 +123,11 @@ def test_more_locked_memory_than_granted_is_named_with_how_to_raise_it(tmp_path:
     check_locked_memory(plan_under(tmp_path), None)
 
 
+@pytest.mark.skipif(lacks_libaio(), reason=NO_LIBAIO)
 def test_an_attempt_starts_without_locks_of_dead_ranks_and_leaves_nothing_on_the_disk(tmp_path: Path):
     """A real launcher, whose rank fails because there is no data."""
+    shutil.copytree(folder_with_operators("cpu_adam", "async_io"), tmp_path / "operators")
     lock = tmp_path / "operators" / "async_io" / "lock"
-    lock.parent.mkdir(parents=True)
     lock.touch()
     (tmp_path / "bot").mkdir()
     lines = io.StringIO()
