@@ -17,11 +17,12 @@ from shardwise.trainer.planning.memory.activations import block_activations
 from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of, policy_of_one
 from shardwise.trainer.planning.memory.states import states_of
 from shardwise.trainer.planning.speed.step import computing_seconds, state_seconds
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.strategy import Precision
+from shardwise.trainer.spec.strategy import Precision, Strategy
 
 SHARED: dict[Callable[..., Any], Callable[[Configuration, ModelShape, Device], tuple[Any, ...]]] = {
     policy_of_one: lambda chosen, shape, device: (device, dims_of(shape)),
@@ -39,18 +40,30 @@ SHARED: dict[Callable[..., Any], Callable[[Configuration, ModelShape, Device], t
     rows_per_example=st.sampled_from([1, 2]),
     has_dora=st.booleans(),
     is_layerwise=st.booleans(),
+    neighbour=st.sampled_from(CATALOGUE),
 )
 def test_what_is_shared_is_what_each_configuration_has_alone(
-    chosen: Configuration, shape: ModelShape, device: Device, rows_per_example: int, has_dora: bool, is_layerwise: bool
+    chosen: Configuration,
+    shape: ModelShape,
+    device: Device,
+    rows_per_example: int,
+    has_dora: bool,
+    is_layerwise: bool,
+    neighbour: Strategy,
 ) -> None:
+    """Also after a neighbour was computed, whose strategy may be the same where the function reads it."""
     chosen = replace(
         chosen,
         policy=replace(chosen.policy, rows_per_example=rows_per_example),
         lora=LoraJob(dora=has_dora),
         galore=GaloreJob(layerwise=is_layerwise),
     )
+    strategy = replace(neighbour, precision=chosen.strategy.precision)
+    forget()
     for function, others_of in SHARED.items():
         others = others_of(chosen, shape, device)
+        for sharding in (neighbour.sharding, chosen.strategy.sharding):
+            function(replace(chosen, strategy=replace(strategy, sharding=sharding)), *others)
         assert function(chosen, *others) == inspect.unwrap(function)(chosen, *others), function.__name__
 
 

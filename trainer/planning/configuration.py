@@ -12,9 +12,7 @@ from typing import ParamSpec, TypeVar, TypeVarTuple
 
 from msgspec.structs import replace
 
-from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
-from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Buckets
 from shardwise.trainer.spec.strategy import (
     Attention,
@@ -100,17 +98,6 @@ class Configuration(Value, frozen=True, kw_only=True):
         return self.policy.rows_per_example == 1
 
 
-# Stands for all where the strategy does not matter.
-ANY_STRATEGY = Strategy(
-    name="any",
-    sharding=Sharding.NONE,
-    offload=Offload.NONE,
-    optimizer=Optimizer.ADAMW,
-    precision=Precision.BF16_MIXED,
-    is_exact=True,
-)
-
-
 @cache
 def group_sizes(num_ranks: int, ranks_per_node: int) -> tuple[int, ...]:
     """Sizes of the groups of hybrid sharding, the largest first.
@@ -175,8 +162,8 @@ def same_for_all(
             key = (values_of(configuration), others)
             found = known.get(key)
             if found is None:
-                if len(known) == _MOST_RESULTS:
-                    known.pop(next(iter(known)))  # the oldest
+                if len(known) >= _MOST_RESULTS:
+                    known.clear()  # in one piece: threads may search at the same time
                 found = known[key] = function(replace(configuration, **settings), *others)
             return found
 

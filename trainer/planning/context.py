@@ -36,7 +36,7 @@ class PlanningContext(Value, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def broken_rules(self) -> dict[tuple[str, str], int]:
-        """What `rules.rule.broken_by_job` found out so far, by axis and value."""
+        """The index of the first rule of the job that a setting breaks, by axis and value; `rules.rule` fills it."""
         return {}
 
     @cached_property

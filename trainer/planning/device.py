@@ -76,6 +76,7 @@ class Device(Value, frozen=True, kw_only=True, cache_hash=True):
         return self.num_nodes * self.devices_per_node
 
     def peak_flops_per_s(self, precision: Precision) -> int | None:
+        """The one of `peaks`; None: unknown, or no such unit."""
         return dict(self.peaks).get(precision)
 
     @property

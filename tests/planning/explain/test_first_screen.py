@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,19 @@ from msgspec.structs import replace
 from planning_factory import data_of, machine, plan_of
 
 from shardwise.trainer.planning.candidates import run_hours
-from shardwise.trainer.planning.explain.first_screen import MOST_LINES, Tone, first_screen, text_of, time_range
+from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.explain import first_screen as first_screen_module
+from shardwise.trainer.planning.explain.first_screen import (
+    MOST_ALTERNATIVES,
+    MOST_LINES,
+    Tone,
+    alternatives,
+    first_screen,
+    text_of,
+    time_range,
+)
 from shardwise.trainer.planning.planner import context_of, take_candidate
-from shardwise.trainer.planning.reasons import opt_ins
+from shardwise.trainer.planning.reasons import OptIn, opt_ins
 from shardwise.trainer.planning.schedule import FEW_STEPS
 from shardwise.trainer.planning.search.certainty import time_error
 from shardwise.trainer.spec.job.sections import Allowance
@@ -123,6 +134,23 @@ def test_a_setting_is_an_opt_in_like_a_row() -> None:
     assert found[Allowance.TF32].tf32
     assert found[Allowance.TF32].strategy == plan.chosen.strategy
     assert found[Allowance.TF32].speed.step_s < plan.chosen.speed.step_s / 1.1
+
+
+def test_opt_ins_that_are_not_shown_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, searched = plan_of("8b", "1xH100-SXM5-80GB"), list[Allowance]()
+
+    def observed(context: PlanningContext, plan: Plan) -> Iterator[OptIn]:
+        for opt_in in opt_ins(context, plan):
+            searched.append(opt_in.allowance)
+            yield opt_in
+
+    monkeypatch.setattr(first_screen_module, "opt_ins", observed)
+    every = list(alternatives(plan, context_of(plan)))
+    worth = searched.copy()
+    assert len(worth) > 1 and len(every) > MOST_ALTERNATIVES
+    searched.clear()
+    assert screen(plan)
+    assert searched == worth[: len(searched)] and len(searched) < len(worth)
 
 
 def test_a_method_beyond_the_host_ram_is_no_alternative() -> None:

@@ -14,7 +14,7 @@ from planning_factory import context_for, fp8_gain_of, job_of, machine, plan_of,
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.planner import check_pins
 from shardwise.trainer.planning.rules.incompatible import LAYOUTS, ROWS, SETTINGS
-from shardwise.trainer.planning.rules.rule import RULES, may_run, obstacle_to, refuse
+from shardwise.trainer.planning.rules.rule import OF_THE_JOB, RULES, Rule, broken_by_job, may_run, obstacle_to, refuse
 from shardwise.trainer.planning.rules.rule_input import Incompatibility, RuleInput, first_broken
 from shardwise.trainer.planning.search.configurations import first_configuration
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
@@ -477,3 +477,20 @@ def test_gemma_trains_in_fp32_where_there_is_no_bf16() -> None:
 def test_every_engine_is_left_on_nodes_that_it_can_run_on(spec: str, missing: set[Sharding]) -> None:
     context = context_for("8b", spec)
     assert {row.sharding for row in CATALOGUE if refuse(context, row) is None} == set(Sharding) - missing
+
+
+@pytest.mark.parametrize("rule", OF_THE_JOB, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("spec", ["1xT4", "8xH100-SXM5-80GB", "1xCPU"])
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
+def test_a_rule_of_the_job_reads_the_one_setting_that_it_names(rule: Rule, spec: str, method: Method) -> None:
+    """`broken_by_job` applies it once for all rows with one value of that setting."""
+    context = context_for("tiny", spec, method=method, job=job_of(allow=()))
+    assert rule.axis is not None
+    verdicts: dict[str, set[bool]] = {}
+    for row in CATALOGUE:
+        verdicts.setdefault(getattr(row, rule.axis), set()).add(rule.is_broken(context, row))
+    assert all(len(found) == 1 for found in verdicts.values())
+    broken = {value for value, found in verdicts.items() if True in found}
+    for row in CATALOGUE:
+        if getattr(row, rule.axis) in broken:
+            assert broken_by_job(context, row) is not None

@@ -172,13 +172,15 @@ def test_nine_constants_are_fitted_and_three_others_move_a_published_row(monkeyp
     cases = [read_case(row["case"]) for row in ROWS]
     before = [predicted(row) for row in cases]
     moving = set()
-    for name, value in CONSTANTS.items():
-        monkeypatch.setattr(speed_constants, name, value * 1.1)
+    try:
+        for name, value in CONSTANTS.items():
+            monkeypatch.setattr(speed_constants, name, value * 1.1)
+            forget()
+            if [predicted(row) for row in cases] != before:
+                moving.add(name)
+            monkeypatch.setattr(speed_constants, name, value)
+    finally:
         forget()
-        if [predicted(row) for row in cases] != before:
-            moving.add(name)
-        monkeypatch.setattr(speed_constants, name, value)
-    forget()
     assert moving >= FITTED
     assert moving - FITTED == {"STEP_S", "HOP_S", "FLASH_1_SHARE"}
 

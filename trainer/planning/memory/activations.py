@@ -39,7 +39,7 @@ On a CPU whose bf16 products sum in an fp32 array, 4 V T are added to the logits
 The final norm saves what the norms of a block do. Under autocast the head's weight is cast, 2 V h.
 """
 
-from shardwise.trainer.planning.configuration import ANY_STRATEGY, Configuration, same_for_all
+from shardwise.trainer.planning.configuration import Configuration, same_for_all
 from shardwise.trainer.planning.memory.precision_policy import (
     Dims,
     PrecisionPolicy,
@@ -91,7 +91,7 @@ class BlockActivations(Value, frozen=True, kw_only=True):
 
 
 @same_for_all(
-    strategy=ANY_STRATEGY,
+    "strategy.precision",
     micro_batch=1,  # the policy has its tokens
     accumulation=1,
     loss=LossHead.EAGER,

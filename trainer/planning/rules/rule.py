@@ -17,9 +17,9 @@ from shardwise.trainer.planning.rules.incompatible import BF16, ROWS, SETTINGS
 from shardwise.trainer.planning.rules.rule_input import (
     PLACEHOLDERS,
     Incompatibility,
+    LazyValues,
     Reach,
     RuleInput,
-    Values,
     first_broken,
     reaching,
     rule_input_of,
@@ -255,6 +255,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
 
 
 __all__ = [
+    "OF_THE_JOB",
     "RULES",
     "Refusal",
     "Rule",
@@ -269,6 +270,7 @@ _NO_PINS = Pin()
 _OWN_SETTINGS = reaching(SETTINGS, Reach.OURS)
 _AXES = ("sharding", "offload", "optimizer", "precision")
 _AXES_OF = attrgetter(*_AXES)
+_AXES_OF_JOB = tuple(axis for axis in _AXES if any(rule.axis == axis for rule in OF_THE_JOB))
 _SETTING_PINS = (
     "checkpointing", "attention", "loss", "compile", "activation_offload", "optimizer_in_backward", "shard_group",
     "fused_kernels",
@@ -285,17 +287,16 @@ class Refusal(Value, frozen=True, kw_only=True):
 
 def refuse(context: PlanningContext, strategy: Strategy) -> Refusal | None:
     """The first rule that `strategy` breaks, or None if it may be used."""
-    if not _PINNED.is_broken(context, strategy):
-        incompatibility = _incompatibility(context, strategy)
-        if incompatibility is not None:
-            return _refusal(incompatibility, Values(PLACEHOLDERS, pinned_rule_input(context, strategy)))
-        rule = broken_by_job(context, strategy)
+    if _PINNED.is_broken(context, strategy):
+        rule: Rule | None = _PINNED
+    elif (incompatibility := _incompatibility(context, strategy)) is not None:
+        return _refusal(incompatibility, LazyValues(PLACEHOLDERS, pinned_rule_input(context, strategy)))
     else:
-        rule = _PINNED
-    return None if rule is None else _refusal(rule, Values(_PLACEHOLDERS_OF_JOB, context, strategy))
+        rule = broken_by_job(context, strategy)
+    return None if rule is None else _refusal(rule, LazyValues(_PLACEHOLDERS_OF_JOB, context, strategy))
 
 
-def _refusal(broken: Rule | Incompatibility, values: Values) -> Refusal:
+def _refusal(broken: Rule | Incompatibility, values: LazyValues) -> Refusal:
     instead = None if broken.instead is None else broken.instead.format_map(values)
     return Refusal(rule=broken.name, reason=broken.reason.format_map(values), instead=instead)
 
@@ -312,15 +313,11 @@ def may_run(context: PlanningContext, strategy: Strategy) -> bool:
 def broken_by_job(context: PlanningContext, strategy: Strategy) -> Rule | None:
     """The first rule that the job breaks with `strategy`, of those that no pin overrides; None: it breaks none."""
     known, first = context.broken_rules, len(OF_THE_JOB)
-    for setting in (
-        ("offload", strategy.offload),
-        ("optimizer", strategy.optimizer),
-        ("precision", strategy.precision),
-    ):
+    for axis in _AXES_OF_JOB:
+        setting = axis, getattr(strategy, axis)
         if setting not in known:
-            known[setting] = _first_of_axis(context, strategy, setting[0])
-        if known[setting] < first:
-            first = known[setting]
+            known[setting] = _first_of_axis(context, strategy, axis)
+        first = min(first, known[setting])
     return None if first == len(OF_THE_JOB) else OF_THE_JOB[first]
 
 

@@ -170,8 +170,8 @@ PLACEHOLDERS: Mapping[str, Callable[[RuleInput], object]] = {
 }
 
 
-class Values(dict[str, object]):
-    """What `str.format_map` fills in: the value of a placeholder is computed if the text has it."""
+class LazyValues(dict[str, object]):
+    """A mapping for `str.format_map` that computes the value of a placeholder when the text has it."""
 
     def __init__(self, placeholders: Mapping[str, Callable[..., object]], *subjects: object) -> None:
         self._placeholders, self._subjects = placeholders, subjects
@@ -182,7 +182,7 @@ class Values(dict[str, object]):
 
 def filled(text: str, rule_input: RuleInput) -> str:
     """The text with its `PLACEHOLDERS` filled in."""
-    return text.format_map(Values(PLACEHOLDERS, rule_input))
+    return text.format_map(LazyValues(PLACEHOLDERS, rule_input))
 
 
 def capability_text(device: Device) -> str:

@@ -338,12 +338,11 @@ class Bounded(NamedTuple):
     start: Configuration
 
 
-# What a start sets besides its slice of logits: what may free memory for time, the rest, and the loss head.
-_TRADES = ("checkpointing", "activation_offload")
-_OTHERS = ("compile", "optimizer_in_backward", "shard_group", "fused_kernels")
-_WITHOUT_TRADES = attrgetter(*_OTHERS, "loss")
-_WITHOUT_LOSS = attrgetter(*_TRADES, *_OTHERS)
-_KIND = attrgetter(*_TRADES, *_OTHERS, "loss")
+# What a start sets besides its slice of logits, without the loss head and with it.
+_BUT_LOSS = (
+    "checkpointing", "activation_offload", "compile", "optimizer_in_backward", "shard_group", "fused_kernels",
+)  # fmt: skip
+_WITHOUT_LOSS, _KIND = attrgetter(*_BUT_LOSS), attrgetter(*_BUT_LOSS, "loss")
 
 
 def bounded_starts(context: PlanningContext, strategy: Strategy) -> Iterator[Bounded]:
@@ -357,15 +356,11 @@ def bounded_starts(context: PlanningContext, strategy: Strategy) -> Iterator[Bou
         return
     bounds: dict[object, tuple[float, int]] = {}
     waiting: list[tuple[float, int, bool]] = []
-    fastest_kind = Checkpointing.NONE, False
     for index, start in enumerate(starts):
-        fastest = (*fastest_kind, *_WITHOUT_TRADES(start))
-        if fastest not in bounds:
-            bounds[fastest] = bound_of(
-                context,
-                replace(start, checkpointing=fastest_kind[0], checkpoint_every_n=None, activation_offload=False),
-            )
-        waiting.append((bounds[fastest][0], index, False))
+        fastest = replace(start, checkpointing=Checkpointing.NONE, checkpoint_every_n=None, activation_offload=False)
+        if (kind := _KIND(fastest)) not in bounds:
+            bounds[kind] = bound_of(context, fastest)
+        waiting.append((bounds[kind][0], index, False))
     heapify(waiting)
     yielded: set[object] = set()
     while waiting:
