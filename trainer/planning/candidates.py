@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from shardwise.trainer.planning.calibrate import corrected_memory, corrected_speed
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.memory import estimate_memory, held_bytes, least_bytes, needed_bytes
+from shardwise.trainer.planning.memory import estimate_memory, held_bytes, host_bytes, least_bytes, needed_bytes
 from shardwise.trainer.planning.schedule import longest_width, mean_width, row_policy
 from shardwise.trainer.planning.speed.step import compile_seconds, estimate_speed, evaluation_seconds, step_seconds
 from shardwise.trainer.spec.engines import Offload
@@ -105,9 +105,14 @@ _RETAINED = attrgetter("checkpointing", "compile", "fused_kernels", "activation_
 
 def never_fits(context: PlanningContext, configuration: Configuration) -> bool:
     """True if the bytes between steps alone exceed the device."""
-    return not _is_corrected(context, configuration) and (
-        held_bytes(context.shape, configuration, context.device) > context.device.usable_bytes
-    )
+    return state_bytes(context, configuration) > context.device.usable_bytes
+
+
+def state_bytes(context: PlanningContext, configuration: Configuration) -> int:
+    """Bytes between steps, a lower bound of `predicted_need`; 0 if runs correct it."""
+    if _is_corrected(context, configuration):
+        return 0
+    return held_bytes(context.shape, configuration, context.device)
 
 
 def _is_corrected(context: PlanningContext, configuration: Configuration) -> bool:
@@ -298,7 +303,7 @@ def excess(context: PlanningContext, candidate: Candidate) -> Excess | None:
     """The first budget that `candidate` exceeds, or None."""
     return (
         device_excess(context, candidate.memory)
-        or host_excess(context, candidate.memory)
+        or _host_excess(context, candidate.memory.pinned_bytes, candidate.memory.host_bytes)
         or _nvme_excess(context, candidate.memory)
         or _time_excess(context, run_hours(context, candidate))
     )
@@ -323,10 +328,16 @@ def _each(context: PlanningContext) -> str:
     return "a rank" if context.is_cpu else "a GPU"
 
 
-def host_excess(context: PlanningContext, memory: MemoryEstimate) -> Excess | None:
+def exceeds_host(context: PlanningContext, configuration: Configuration) -> bool:
+    """True if a node does not grant the host RAM, or the pinned RAM, that the configuration needs."""
+    host = host_bytes(context.shape, at_longest(context, configuration), context.device)
+    return _host_excess(context, host.pinned, host.pageable) is not None
+
+
+def _host_excess(context: PlanningContext, pinned_bytes: int, pageable_bytes: int) -> Excess | None:
     """More host RAM than a node grants, or more of it pinned."""
     host = context.hardware.host
-    need, granted = memory.pinned_bytes + memory.host_bytes, context.host_ram_bytes
+    need, granted = pinned_bytes + pageable_bytes, context.host_ram_bytes
     if context.is_cpu or granted is None:
         return None  # a CPU's memory is its host RAM; if the RAM is unknown a rule has refused offload
     is_setting = host.is_ram_assumed or granted == context.job.limits.host_ram
@@ -336,11 +347,11 @@ def host_excess(context: PlanningContext, memory: MemoryEstimate) -> Excess | No
             remedy=f"limits.host_ram: {whole_gib(need)}" if is_setting else f"nodes with {whole_gib(need)} of RAM",
             is_host=True,
         )
-    if host.pinned_limit_bytes is not None and memory.pinned_bytes > host.pinned_limit_bytes:
+    if host.pinned_limit_bytes is not None and pinned_bytes > host.pinned_limit_bytes:
         return Excess(
-            reason=f"needs {format_bytes(memory.pinned_bytes)} of pinned host RAM; the limit is "
+            reason=f"needs {format_bytes(pinned_bytes)} of pinned host RAM; the limit is "
             f"{format_bytes(host.pinned_limit_bytes)}",
-            remedy=f"ulimit -l of {whole_gib(memory.pinned_bytes)}",
+            remedy=f"ulimit -l of {whole_gib(pinned_bytes)}",
             is_host=True,
         )
     return None

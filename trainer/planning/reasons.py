@@ -21,7 +21,7 @@ from shardwise.trainer.planning.rules.rule import Rule, broken_by_job, rule_name
 from shardwise.trainer.planning.rules.rule_input import capability_text
 from shardwise.trainer.planning.schedule import idle_run_warnings, padding_share, widths_at
 from shardwise.trainer.planning.search.certainty import certainty_text, trial_text
-from shardwise.trainer.planning.search.choice import best_of, one_a_kind
+from shardwise.trainer.planning.search.choice import best_of, one_a_kind, seconds_of
 from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,
     attention,
@@ -342,7 +342,7 @@ WORTH_OPTING_IN = 1.25  # times the memory
 
 
 class OptIn(Value, frozen=True, kw_only=True):
-    """The best candidate that an entry of `allow` would add."""
+    """The candidate that a plan with one more entry of `allow` would choose."""
 
     allowance: Allowance
     candidate: Candidate
@@ -358,13 +358,13 @@ class OptIn(Value, frozen=True, kw_only=True):
 
 
 def opt_ins(context: PlanningContext, plan: Plan) -> Iterator[OptIn]:
-    """Opt-ins that are missing from `allow` and would be faster or need less memory than the chosen candidate."""
+    """Opt-ins that are missing from `allow` and would lead to a faster plan, or one as fast in less memory."""
     waiting = list(_waiting(plan.rejections))
     starts = list(starts_of(context, plan.chosen.strategy))
     for allowance in Allowance:
         if allowance not in context.job.allow:
             candidate = _opened_by(context, allowance, waiting, plan.chosen, starts)
-            if candidate is not None:
+            if candidate is not None and _is_worth_opting_in(candidate, plan.chosen):
                 yield OptIn(allowance=allowance, candidate=candidate)
 
 
@@ -384,16 +384,30 @@ def _opened_by(
     chosen: Candidate,
     starts: Sequence[Configuration],
 ) -> Candidate | None:
-    """The fastest that this opt-in adds: one of the `waiting` strategies, or the chosen one with a setting of it.
+    """The best that this opt-in adds: one of the `waiting` strategies, or the chosen one with a setting of it.
 
-    `starts` are those of the chosen one without it. None if nothing it adds is worth opting in.
+    `starts` are those of the chosen one without it. None if a plan with the opt-in would not prefer what it adds.
     """
     allowed = replace(context, job=replace(context.job, allow=(*context.job.allow, allowance)))
-    opened = [row for row, rule in waiting if not rule.is_broken(allowed, row) and broken_by_job(allowed, row) is None]
+    opened = [
+        row
+        for row, rule in waiting
+        if not rule.is_broken(allowed, row)
+        and broken_by_job(allowed, row) is None
+        and _may_be_faster(row, chosen.strategy)
+    ]
     changed = (chosen.strategy,) if list(starts_of(allowed, chosen.strategy)) != starts else ()
-    best = [best_of(allowed, rows, chosen.strategy.layout)[0] for rows in (one_a_kind(opened), changed) if rows]
-    worth = [candidate for candidate in best if candidate is not None and _is_worth_opting_in(candidate, chosen)]
-    return min(worth, key=lambda candidate: candidate.speed.step_s, default=None)
+    rows = (*one_a_kind(opened), *changed)
+    return best_of(allowed, rows, chosen.strategy.layout, least=seconds_of(context, chosen))[0]
+
+
+def _may_be_faster(row: Strategy, chosen: Strategy) -> bool:
+    """False if `row` shards more than a strategy with all state on the devices, which was faster without an opt-in.
+
+    Opt-ins save memory, for which more sharding is the dearer way.
+    """
+    is_more = row.sharding.facts.zero_stage > chosen.sharding.facts.zero_stage
+    return not is_more or row.offload is not Offload.NONE or chosen.offload is not Offload.NONE
 
 
 def _is_worth_opting_in(candidate: Candidate, chosen: Candidate) -> bool:

@@ -138,11 +138,13 @@ def test_as_many_runners_up_as_asked_stand_with_their_number_for_take(node: Plan
         assert ratio == f"{taken.speed.step_s / node.chosen.speed.step_s:.2f}x"
 
 
-def test_two_implementations_of_adamw_are_one_runner_up(node: Plan) -> None:
-    """adamw and adamw_fused of one layout and setting are the same plan for a reader; both can be taken."""
-    lines = section(explain_plan(node, top=50, width=200), "runners-up").splitlines()[2:]
-    assert f"{node.chosen.strategy.sharding}/bf16-mixed/adamw" not in {line.split()[1] for line in lines}
-    assert f"{node.chosen.strategy.sharding}/bf16-mixed/adamw" in {c.strategy.name for c in node.candidates}
+def test_only_one_implementation_of_adamw_is_ranked_for_a_gpu(node: Plan) -> None:
+    ranked = {candidate.strategy.optimizer for candidate in node.candidates}
+    assert Optimizer.ADAMW_FUSED in ranked and Optimizer.ADAMW not in ranked
+    galore = plan_of("1b", "4xA100-SXM4-80GB", method=Method.GALORE)
+    assert Optimizer.ADAMW in {candidate.strategy.optimizer for candidate in galore.candidates}
+    pinned = plan_of("8b", "4xA100-SXM4-80GB", pin={"optimizer": Optimizer.ADAMW})
+    assert pinned.chosen.strategy.optimizer is Optimizer.ADAMW
 
 
 def test_every_fallback_has_its_line(node: Plan, text: str) -> None:

@@ -68,6 +68,7 @@ OF_A_CONTEXT: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("bf16_weights_not_allowed", "1xRTX-4090", {}, "none/bf16/adamw_fused", "no fp32 master weights"),
     ("offload_to_itself", "1xCPU", {}, "zero2+optimizer/fp32/deepspeed_cpu_adam", "the device is the CPU"),
     ("paged_to_itself", "1xCPU", {}, "none/fp32/paged_adamw", "pages nothing"),
+    ("fused_form_is_faster", "1xRTX-4090", {}, "none/bf16-mixed/adamw", "a kernel for each operation"),
     ("adapters_have_little_state", "1xRTX-4090", {"method": Method.LORA}, OFFLOADED, "is small"),
     ("bf16_is_slow_here", "1xCPU", {}, "none/bf16-mixed/adamw_fused", "no amx_bf16"),
     ("fp16_is_slow_here", "1xCPU", {}, "none/fp16-mixed/adamw_fused", "is a CPU"),

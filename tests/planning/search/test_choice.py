@@ -13,7 +13,7 @@ from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import may_run
 from shardwise.trainer.planning.search import choice
-from shardwise.trainer.planning.search.choice import best_of, in_order, one_a_kind, survey
+from shardwise.trainer.planning.search.choice import best_of, in_order, one_a_kind, seconds_of, survey
 from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,
     Bounded,
@@ -21,6 +21,7 @@ from shardwise.trainer.planning.search.configurations import (
     best_configuration,
     bound_of,
     bounded_starts,
+    least_need,
     starts_of,
 )
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
@@ -104,12 +105,23 @@ def test_a_row_that_takes_too_long_is_not_searched_to_its_end() -> None:
         assert best_configuration(context, bounded_starts(context, row), seconds / (1 + 3 * SAME_SPEED)) is None
 
 
-def test_where_nothing_fits_each_row_is_there_with_the_least_it_needs() -> None:
-    context = context_for("70b", "1xRTX-4090")
-    ranking = survey(replace(context, device=replace(context.device, usable_bytes=4 * GIB)))
+@pytest.mark.parametrize(("model", "spec"), [("70b", "1xRTX-4090"), ("8b", "8xH100-SXM5-80GB")])
+def test_where_nothing_fits_the_row_with_the_least_need_is_there(model: str, spec: str) -> None:
+    context = context_for(model, spec)
+    context = replace(context, device=replace(context.device, usable_bytes=4 * GIB))
+    ranking = survey(context)
     assert not ranking.candidates
-    assert ranking.smallest
-    assert all(candidate.memory.need_bytes > 4 * GIB for candidate in ranking.smallest.values())
+    least = min(least_need(context, row).memory.need_bytes for row in rows_of(context))
+    assert min(candidate.memory.need_bytes for candidate in ranking.smallest.values()) == least > 4 * GIB
+
+
+def test_a_row_that_is_slower_than_what_is_known_is_not_taken() -> None:
+    context = context_for("8b", "8xH100-SXM5-80GB", method=Method.LORA)
+    best, _ = best_of(context, rows_of(context))
+    assert best is not None
+    seconds = seconds_of(context, best)
+    assert best_of(context, rows_of(context), least=seconds)[0] == best
+    assert best_of(context, rows_of(context), least=seconds / (1 + 3 * SAME_SPEED))[0] is None
 
 
 @pytest.mark.parametrize("method", [Method.FULL, Method.QLORA])

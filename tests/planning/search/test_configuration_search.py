@@ -11,7 +11,7 @@ from shardwise.trainer.planning.calibrate import Correction, Corrections, Factor
 from shardwise.trainer.planning.candidates import (
     candidate_of,
     configuration_of,
-    host_excess,
+    exceeds_host,
     predicted_memory,
     predicted_need,
     predicted_speed,
@@ -158,8 +158,7 @@ def test_nothing_that_fits_is_faster_than_what_is_taken(
     keys = [
         (key_of(context, configuration), configuration)
         for configuration in every_setting(context, ROWS[row])
-        if needs(context, configuration) <= context.device.usable_bytes
-        and host_excess(context, predicted_memory(context, configuration)) is None
+        if needs(context, configuration) <= context.device.usable_bytes and not exceeds_host(context, configuration)
     ]
     best = best_candidate(context, ROWS[row])
     assert best is not None
@@ -320,6 +319,18 @@ def test_the_need_alone_is_the_need_of_the_whole_prediction(
         context = replace(context, corrections=Corrections(by_precision={ROWS[row].precision: correction}))
     for configuration in every_setting(context, ROWS[row]):
         assert predicted_need(context, configuration) == predicted_memory(context, configuration).need_bytes
+
+
+@pytest.mark.parametrize(("model", "spec", "row"), CASES)
+def test_the_host_ram_alone_is_that_of_the_whole_prediction(model: str, spec: str, row: str) -> None:
+    context = context_for(model, spec)
+    for configuration in every_setting(context, ROWS[row]):
+        memory = predicted_memory(context, configuration)
+        need = memory.pinned_bytes + memory.host_bytes
+        for granted in (need, need - 1):
+            limits = replace(context.job.limits, host_ram=granted)
+            limited = replace(context, job=replace(context.job, limits=limits))
+            assert exceeds_host(limited, configuration) is (granted < need and not context.is_cpu)
 
 
 @pytest.mark.parametrize(("model", "spec", "row"), CASES)

@@ -333,8 +333,7 @@ def methods_section(plan: Plan) -> Section:
 def runners_up_section(plan: Plan, context: PlanningContext, top: int) -> Section:
     """The next best candidates and what they would cost."""
     num_others = len(plan.candidates) - 1
-    others = list(enumerate(plan.candidates[1:], start=2))
-    shown = (list(_unlike(plan.candidates)) or others)[:top]
+    shown = list(enumerate(plan.candidates[1:], start=2))[:top]
     if not shown:
         return Section(title=f"runners-up: {num_others or 'none'}")
     rows: list[tuple[str, ...]] = [
@@ -354,22 +353,6 @@ def runners_up_section(plan: Plan, context: PlanningContext, top: int) -> Sectio
             Bars(caption="time of the run, the choice first", rows=tuple(bars)),
         ),
     )
-
-
-def _unlike(candidates: Sequence[Candidate]) -> Iterator[tuple[int, Candidate]]:
-    """The runners-up with their numbers, without those that differ from one before in AdamW's implementation alone."""
-    seen = {_distinct_values(candidates[0])}
-    for number, candidate in enumerate(candidates[1:], start=2):
-        if _distinct_values(candidate) not in seen:
-            seen.add(_distinct_values(candidate))
-            yield number, candidate
-
-
-def _distinct_values(candidate: Candidate) -> tuple[object, ...]:
-    row = candidate.strategy
-    optimizer = Optimizer.ADAMW if row.optimizer is Optimizer.ADAMW_FUSED else row.optimizer
-    sizes = (candidate.micro_batch, candidate.accumulation)
-    return row.sharding, row.offload, row.precision, optimizer, sizes, candidate.checkpointing
 
 
 def opt_in_section(opt_ins: Sequence[OptIn], plan: Plan) -> Section | None:

@@ -34,7 +34,7 @@ from shardwise.trainer.planning.memory.activations import block_activations, hea
 from shardwise.trainer.planning.memory.events import StepMemory, resident_bytes, step_events
 from shardwise.trainer.planning.memory.precision_policy import PrecisionPolicy, dims_of, policy_of
 from shardwise.trainer.planning.memory.sharding import accumulated_gradients, sharding_memory
-from shardwise.trainer.planning.memory.states import States, host_memory, states_of
+from shardwise.trainer.planning.memory.states import HostMemory, States, host_memory, states_of
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import MemoryEstimate
 from shardwise.trainer.spec.units import GIB, MIB
@@ -182,6 +182,15 @@ def held_bytes(shape: ModelShape, configuration: Configuration, device: Device) 
 
 def _held(states: States) -> int:
     return states.weights + states.master_weights + states.quant_state + states.adapters + states.optimizer_state
+
+
+def host_bytes(shape: ModelShape, configuration: Configuration, device: Device) -> HostMemory:
+    """Bytes of RAM and NVMe of a node alone, for a search over configurations."""
+    dims = dims_of(shape)
+    policy = policy_of(configuration, device, dims)
+    blocks = block_activations(configuration, policy, dims)
+    states = states_of(configuration, device, dims)
+    return host_memory(configuration, policy, dims, states, activations=blocks.offloaded)
 
 
 def step_memory(shape: ModelShape, configuration: Configuration, device: Device) -> StepMemory:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
+from operator import itemgetter
 
 from msgspec.structs import replace
 
@@ -21,6 +22,7 @@ from shardwise.trainer.planning.candidates import (
     configuration_of,
     excess,
     run_totals,
+    state_bytes,
     upper_seconds,
 )
 from shardwise.trainer.planning.configuration import Configuration
@@ -46,7 +48,8 @@ from shardwise.trainer.spec.value import Value
 class Ranking(Value, frozen=True, kw_only=True):
     """Every strategy of the catalogue, once: a candidate or a rejection.
 
-    `smallest` has the smallest configuration of each strategy that the rules allow and a budget rejects.
+    `smallest` has the smallest configuration of each strategy that the rules allow and a budget rejects; after a
+    `survey`, which has no rejections, of some.
     """
 
     candidates: tuple[Candidate, ...]
@@ -81,22 +84,37 @@ def survey(context: PlanningContext) -> Ranking:
     """The best strategy for the context's method alone: one strategy of each kind is searched."""
     rows = one_a_kind(CATALOGUE, lambda row: may_run(context, row))
     best, beyond = best_of(context, rows)
-    candidates = () if best is None else (best,)
-    smallest = (
-        {}
-        if best is not None
-        else beyond | {row.name: least_need(context, row) for row in rows if row.name not in beyond}
-    )
-    return Ranking(candidates=candidates, rejections=(), smallest=smallest)
+    if best is not None:
+        return Ranking(candidates=(best,), rejections=(), smallest={})
+    nearest = _least_of_all(context, [row for row in rows if row.name not in beyond])
+    return Ranking(candidates=(), rejections=(), smallest=beyond | nearest)
+
+
+def _least_of_all(context: PlanningContext, rows: Iterable[Strategy]) -> dict[str, Candidate]:
+    """The `least_need` of all, by the name of its strategy: those whose state alone needs more are not searched."""
+    found: Candidate | None = None
+    for num_bytes, row in sorted(
+        ((state_bytes(context, next(starts_of(context, row))), row) for row in rows), key=itemgetter(0)
+    ):
+        if found is not None and num_bytes >= found.memory.need_bytes:
+            break
+        candidate = least_need(context, row)
+        if found is None or candidate.memory.need_bytes < found.memory.need_bytes:
+            found = candidate
+    return {} if found is None else {found.strategy.name: found}
 
 
 def best_of(
-    context: PlanningContext, rows: Iterable[Strategy], likely: tuple[Sharding, Offload] | None = None
+    context: PlanningContext,
+    rows: Iterable[Strategy],
+    likely: tuple[Sharding, Offload] | None = None,
+    *,
+    least: float = math.inf,
 ) -> tuple[Candidate | None, dict[str, Candidate]]:
     """The first candidate by `in_order`, and those found before it that fit the device but not the other budgets.
 
-    By branch and bound: a strategy that cannot come within one per cent of the best so far is not searched. The sooner
-    a good one is found the less is searched, so those of the `likely` layout come first.
+    By branch and bound: a strategy that cannot come within one per cent of the best so far, or of `least` seconds, is
+    not searched. The sooner a good one is found the less is searched, so those of the `likely` layout come first.
     """
     bounded = []
     for row in rows:
@@ -106,7 +124,7 @@ def best_of(
             bounded.append((fastest.seconds * factor - once, row, chain((fastest,), starts), factor, once))
     found: dict[str, tuple[Configuration, Candidate]] = {}
     beyond: dict[str, Candidate] = {}
-    best = math.inf
+    best = least
     for bound, row, starts, factor, once in sorted(bounded, key=lambda entry: (entry[1].layout != likely, entry[0])):
         longest = (1 + SAME_SPEED) * best
         if bound > longest:
@@ -119,7 +137,7 @@ def best_of(
             beyond[row.name] = candidate
             continue
         found[row.name] = configuration, candidate
-        best = min(best, _upper_seconds(context, candidate))
+        best = min(best, seconds_of(context, candidate))
     if not found:
         return None, beyond
     first = in_order(context, [candidate for _, candidate in found.values()])[0]
@@ -156,7 +174,7 @@ def in_order(
 
     def rank_of(candidate: Candidate) -> tuple[bool, float]:
         measured = [trial.step_s for trial in _trials_of(candidate, trials) if trial.step_s is not None]
-        return (False, min(measured)) if measured else (True, _upper_seconds(context, candidate))
+        return (False, min(measured)) if measured else (True, seconds_of(context, candidate))
 
     left = sorted(((rank_of(candidate), candidate) for candidate in candidates), key=lambda ranked: ranked[0])
     ordered: list[Candidate] = []
@@ -172,7 +190,8 @@ def in_order(
     return tuple(ordered)
 
 
-def _upper_seconds(context: PlanningContext, candidate: Candidate) -> float:
+def seconds_of(context: PlanningContext, candidate: Candidate) -> float:
+    """The `upper_seconds` by which candidates are ordered."""
     return upper_seconds(context, configuration_of(context, candidate), candidate.speed.step_s)
 
 
@@ -205,7 +224,15 @@ def one_a_kind(rows: Sequence[Strategy], is_taken: Callable[[Strategy], bool] = 
 @cache
 def _kind_of(row: Strategy) -> tuple[object, ...]:
     facts = row.optimizer.facts
-    return row.sharding, row.offload, row.precision, facts.is_paged, facts.is_8bit, facts.changes_update
+    return (
+        row.sharding,
+        row.offload,
+        row.precision,
+        facts.is_paged,
+        facts.state,
+        facts.num_moments,
+        facts.changes_update,
+    )
 
 
 def _rejection(context: PlanningContext, candidate: Candidate, trials: Sequence[TrialResult]) -> Rejection | None:

@@ -25,11 +25,10 @@ from msgspec.structs import replace
 
 from shardwise.trainer.planning.candidates import (
     candidate_of,
-    host_excess,
+    exceeds_host,
     least_needy,
     need_floor,
     never_fits,
-    predicted_memory,
     predicted_need,
     relative_seconds,
     upper_seconds,
@@ -482,7 +481,7 @@ def fitting(context: PlanningContext, configurations: Sequence[Configuration]) -
     Activations that move must fit the host as well.
     """
     found = configurations[: _num_within(configurations, context.device.usable_bytes, partial(predicted_need, context))]
-    while found and found[-1].activation_offload and host_excess(context, predicted_memory(context, found[-1])):
+    while found and found[-1].activation_offload and exceeds_host(context, found[-1]):
         found = found[:-1]
     return found
 
