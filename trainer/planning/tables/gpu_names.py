@@ -105,7 +105,7 @@ def rows_of_model(model: str) -> tuple[GpuSpec, ...]:
     return tuple(
         row
         for row in GPU_SPECS.values()
-        if any(digits in name for name in (row.name, *row.smi_names, *_ALSO_CALLED.get(row.name, ())))
+        if any(digits in _bare(name) for name in (row.name, *row.smi_names, *_ALSO_CALLED.get(row.name, ())))
         and model in _models(row.name)
     )
 
