@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from msgspec import Struct
-
 from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.value import Struct  # and no other of msgspec before it
 
 LADDER_STEPS = 6
 PROFILE_STEPS = 8

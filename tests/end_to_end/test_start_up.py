@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.cold
-HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "peft", "numpy", "wandb")
+HEAVY = (
+    "torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "peft", "numpy", "wandb",
+    "typing_extensions",
+)  # fmt: skip
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 from shardwise.launch.cli import main
 code = main(sys.argv[2:])
 loaded = sorted(set(sys.argv[1].split(",")) & {name.partition(".")[0] for name in sys.modules})
+import typing_extensions  # for a library that needs it
 sys.stderr.write(f"code {code} loaded {loaded}")
 """
 

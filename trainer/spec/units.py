@@ -6,27 +6,31 @@ Every `parse_` raises ValueError with what was expected; the caller adds where t
 """
 
 import re
-from fractions import Fraction
+from collections.abc import Mapping
+from decimal import ROUND_DOWN, Context, Decimal
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
 _BYTE_UNITS = {
-    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB,
 }  # fmt: skip
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _SECOND_UNITS = {
-    "s": 1, "sec": 1, "second": 1, "seconds": 1, "min": 60, "minute": 60, "minutes": 60,
+    "": 1, "s": 1, "sec": 1, "second": 1, "seconds": 1, "min": 60, "minute": 60, "minutes": 60,
     "h": 3600, "hour": 3600, "hours": 3600, "d": 86400, "day": 86400, "days": 86400,
 }  # fmt: skip
 _NUMBER = r"([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)"
 
+_EXACT = Context(prec=200, rounding=ROUND_DOWN, Emax=300)  # more is an error; a float has 308
 
-def _split(text: str) -> tuple[Fraction, str]:
+
+def _scaled(text: str, units: Mapping[str, int]) -> Decimal:
+    """The number times its unit; ValueError if it is none, KeyError if there is no such unit."""
     match = re.fullmatch(rf"\s*{_NUMBER}\s*([A-Za-z]*)\s*", text)
     if match is None:
         raise ValueError("a number with a unit")
-    return Fraction(match[1].replace("_", "")), match[2].lower()
+    return _EXACT.multiply(Decimal(match[1].replace("_", "")), units[match[2].lower()])
 
 
 def parse_bytes(value: str | int) -> int:
@@ -35,14 +39,9 @@ def parse_bytes(value: str | int) -> int:
         return value
     expected = 'a size such as "8GiB" or "80GB"'
     try:
-        number, unit = _split(str(value))
-    except ValueError:
+        return int(_scaled(str(value), _BYTE_UNITS))
+    except (ArithmeticError, ValueError, KeyError):
         raise ValueError(expected) from None
-    if not unit:
-        return int(number)
-    if unit not in _BYTE_UNITS:
-        raise ValueError(expected)
-    return int(number * _BYTE_UNITS[unit])
 
 
 def parse_count(value: str | int | float) -> int:
@@ -51,11 +50,10 @@ def parse_count(value: str | int | float) -> int:
     if isinstance(value, bool):
         raise ValueError(expected)
     try:
-        number, unit = _split(str(value))
-        scaled = number * _COUNT_UNITS[unit]
-    except (ValueError, KeyError):
+        scaled = _scaled(str(value), _COUNT_UNITS)
+    except (ArithmeticError, ValueError, KeyError):
         raise ValueError(expected) from None
-    if scaled.denominator != 1:
+    if scaled != scaled.to_integral_value():
         raise ValueError(expected)
     return int(scaled)
 
@@ -74,9 +72,8 @@ def parse_seconds(value: str | int | float) -> float:
     if isinstance(value, bool):
         raise ValueError(expected)
     try:
-        number, unit = _split(str(value))
-        return float(number * _SECOND_UNITS[unit or "s"])
-    except (ValueError, KeyError):
+        return float(_scaled(str(value), _SECOND_UNITS))
+    except (ArithmeticError, ValueError, KeyError):
         raise ValueError(expected) from None
 
 

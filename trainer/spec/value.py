@@ -3,17 +3,26 @@
 A subclass repeats `frozen=True, kw_only=True`: msgspec does not inherit the second, and type checkers read both.
 """
 
+import sys
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import TypeVar
 
-import msgspec
+# msgspec prefers typing_extensions, which torch brings and which takes ten milliseconds to import, to what Python 3.11
+# has of the same. None is Python's way to say that a module is not there.
+_IS_HIDDEN = "typing_extensions" not in sys.modules
+if _IS_HIDDEN:
+    sys.modules["typing_extensions"] = None  # type: ignore[assignment]
+from msgspec import Struct as Struct  # noqa: E402
+
+if _IS_HIDDEN:
+    del sys.modules["typing_extensions"]
 
 _Member = TypeVar("_Member", bound=StrEnum)
 _Row = TypeVar("_Row")
 
 
-class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Value(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An immutable record; equal when its fields are; encoded by `codec`."""
 
 
