@@ -33,18 +33,14 @@ def place(workplace: Workplace, tmp_path: Path) -> Workplace:
     return workplace._replace(environment={**workplace.environment, **changes})
 
 
-def rules_of_fp8(plan: Plan) -> dict[str, str]:
-    """Why the rows in FP8 with plain AdamW were rejected, by row."""
-    return {
-        row.strategy: row.reason
-        for row in plan.rejections
-        if row.strategy in ("none/fp8/adamw_fused", "none/fp8/adamw")
-    }
+def refusal_of_fp8(plan: Plan) -> str | None:
+    """Why AdamW in FP8 was rejected; None: it is a candidate."""
+    return next((row.reason for row in plan.rejections if row.strategy == "none/fp8/adamw_fused"), None)
 
 
 def test_train_times_it_and_goes_on_without_it_where_that_fails(place: Workplace) -> None:
     before = codec.decode(place.run("plan", "job.yaml", "--json").stdout.encode(), Plan, origin="plan")
-    assert rules_of_fp8(before) == {}
+    assert refusal_of_fp8(before) is None
     assert [note for note in before.notes if "`shardwise train`" in note and "fp8" in note.lower()]
 
     lines = [
@@ -54,7 +50,7 @@ def test_train_times_it_and_goes_on_without_it_where_that_fails(place: Workplace
     ]
     assert "CUDA" in lines[-1]
     taken = codec.read(place.only_run() / "plan.json", Plan)
-    assert len(rules_of_fp8(taken)) == 2 and all("CUDA" in reason for reason in rules_of_fp8(taken).values())
+    assert "CUDA" in (refusal_of_fp8(taken) or "")
 
 
 def test_train_times_nothing_that_is_known(place: Workplace) -> None:
