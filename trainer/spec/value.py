@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import TypeVar
 
-# msgspec prefers typing_extensions, which torch brings and which takes ten milliseconds to import, to what Python 3.11
+# msgspec prefers typing_extensions, which torch brings and which needs ten milliseconds to load, to what Python 3.11
 # has of the same. None is Python's way to say that a module is not there.
 _IS_HIDDEN = "typing_extensions" not in sys.modules
 if _IS_HIDDEN:
