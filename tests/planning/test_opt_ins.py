@@ -21,6 +21,7 @@ CASES = [
     ("8b", "4xA100-SXM4-80GB", Method.FULL),
     ("8b", "8xH100-SXM5-80GB", Method.FULL),
     ("1b", "2xRTX-3090", Method.FULL),
+    ("8b", "8xRTX-4090", Method.LORA),  # paged state, on more shards than the chosen strategy has
 ]
 
 
@@ -29,7 +30,8 @@ def found_in(plan: Plan) -> dict[Allowance, OptIn]:
 
 
 def plan_with(model: str, spec: str, method: Method, *allow: Allowance) -> Plan:
-    return plan_of(model, machine(spec, ram_bytes=512 * GIB), method=method, allow=allow)
+    machine_of_it = machine(spec, ram_bytes=512 * GIB)
+    return plan_of(model, machine_of_it, method=method, allow=allow, seq_len=4096, tokens_per_step=65536)
 
 
 @pytest.mark.parametrize(("model", "spec", "method"), CASES)

@@ -404,10 +404,11 @@ def _opened_by(
 def _may_be_faster(row: Strategy, chosen: Strategy) -> bool:
     """False if `row` shards more than a strategy with all state on the devices, which was faster without an opt-in.
 
-    Opt-ins save memory, for which more sharding is the dearer way.
+    Opt-ins save memory, for which more sharding is the dearer way, unless the state moves to the host.
     """
     is_more = row.sharding.facts.zero_stage > chosen.sharding.facts.zero_stage
-    return not is_more or row.offload is not Offload.NONE or chosen.offload is not Offload.NONE
+    moves = row.optimizer.facts.is_paged or row.offload is not Offload.NONE or chosen.offload is not Offload.NONE
+    return not is_more or moves
 
 
 def _is_worth_opting_in(candidate: Candidate, chosen: Candidate) -> bool:
