@@ -12,15 +12,13 @@ import sys
 from collections.abc import Sequence
 from typing import cast
 
-# Objects made before the collector looks for cycles. Python's 700 cost a start ten milliseconds and find next to none:
-# five of them while the modules below are loaded.
-gc.set_threshold(100_000)
+from shardwise.launch.options import parse_command_line
+from shardwise.launch.terminal import Console, write_error
+from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
+from shardwise.trainer.spec.secrets import RedactedStream, redacted_output
 
-from shardwise.launch.options import parse_command_line  # noqa: E402
-from shardwise.launch.terminal import Console, write_error  # noqa: E402
-from shardwise.trainer.spec.errors import ExitCode, ShardwiseError  # noqa: E402
-from shardwise.trainer.spec.secrets import RedactedStream, redacted_output  # noqa: E402
-
+# Objects made before the collector looks for cycles. Python's 700 cost a start ten milliseconds and find next to none.
+GC_THRESHOLD = 100_000
 # A full or read-only disk, or a limit (RLIMIT_FSIZE, RLIMIT_NOFILE, RLIMIT_NPROC).
 _REFUSED = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
@@ -50,6 +48,7 @@ def _open_closed_descriptors() -> None:
 
 
 def _exit_code(argv: Sequence[str] | None) -> int:
+    gc.set_threshold(GC_THRESHOLD)
     atexit.register(gc.freeze)  # or Python looks for cycles once more at exit: 15 ms for memory that is freed anyway
     arguments = list(sys.argv[1:] if argv is None else argv)
     is_debug = "--debug" in arguments

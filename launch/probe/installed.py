@@ -125,7 +125,7 @@ def _installed(folders: tuple[str, ...]) -> dict[str, tuple[str, str]]:
         except OSError:
             continue  # a zip file, or a missing folder
         for entry in entries:
-            match = _METADATA_FOLDER.fullmatch(entry) if entry.endswith("-info") else None
+            match = _METADATA_FOLDER.fullmatch(entry)
             if match is not None:
                 packages.setdefault(_normalized(match["name"]), (match["version"], f"{folder}/{entry}"))
     return packages

@@ -30,8 +30,8 @@ def found_in(plan: Plan) -> dict[Allowance, OptIn]:
 
 
 def plan_with(model: str, spec: str, method: Method, *allow: Allowance) -> Plan:
-    machine_of_it = machine(spec, ram_bytes=512 * GIB)
-    return plan_of(model, machine_of_it, method=method, allow=allow, seq_len=4096, tokens_per_step=65536)
+    hardware = machine(spec, ram_bytes=512 * GIB)
+    return plan_of(model, hardware, method=method, allow=allow, seq_len=4096, tokens_per_step=65536)
 
 
 @pytest.mark.parametrize(("model", "spec", "method"), CASES)

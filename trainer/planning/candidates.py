@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from shardwise.trainer.planning.calibrate import corrected_memory, corrected_speed
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.memory import estimate_memory, held_bytes, host_bytes, least_bytes, needed_bytes
+from shardwise.trainer.planning.memory import estimate_memory, held_bytes, host_need, least_bytes, needed_bytes
 from shardwise.trainer.planning.schedule import longest_width, mean_width, row_policy
 from shardwise.trainer.planning.speed.step import compile_seconds, estimate_speed, evaluation_seconds, step_seconds
 from shardwise.trainer.spec.engines import Offload
@@ -330,7 +330,7 @@ def _each(context: PlanningContext) -> str:
 
 def exceeds_host(context: PlanningContext, configuration: Configuration) -> bool:
     """True if a node does not grant the host RAM, or the pinned RAM, that the configuration needs."""
-    host = host_bytes(context.shape, at_longest(context, configuration), context.device)
+    host = host_need(context.shape, at_longest(context, configuration), context.device)
     return _host_excess(context, host.pinned, host.pageable) is not None
 
 

@@ -398,7 +398,7 @@ def _opened_by(
     ]
     changed = (chosen.strategy,) if list(starts_of(allowed, chosen.strategy)) != starts else ()
     rows = (*one_a_kind(opened), *changed)
-    return best_of(allowed, rows, chosen.strategy.layout, least=seconds_of(context, chosen))[0]
+    return best_of(allowed, rows, chosen.strategy.layout, known_seconds=seconds_of(context, chosen))[0]
 
 
 def _may_be_faster(row: Strategy, chosen: Strategy) -> bool:

@@ -120,8 +120,8 @@ def test_a_row_that_is_slower_than_what_is_known_is_not_taken() -> None:
     best, _ = best_of(context, rows_of(context))
     assert best is not None
     seconds = seconds_of(context, best)
-    assert best_of(context, rows_of(context), least=seconds)[0] == best
-    assert best_of(context, rows_of(context), least=seconds / (1 + 3 * SAME_SPEED))[0] is None
+    assert best_of(context, rows_of(context), known_seconds=seconds)[0] == best
+    assert best_of(context, rows_of(context), known_seconds=seconds / (1 + 3 * SAME_SPEED))[0] is None
 
 
 @pytest.mark.parametrize("method", [Method.FULL, Method.QLORA])

@@ -184,7 +184,7 @@ def _held(states: States) -> int:
     return states.weights + states.master_weights + states.quant_state + states.adapters + states.optimizer_state
 
 
-def host_bytes(shape: ModelShape, configuration: Configuration, device: Device) -> HostMemory:
+def host_need(shape: ModelShape, configuration: Configuration, device: Device) -> HostMemory:
     """Bytes of RAM and NVMe of a node alone, for a search over configurations."""
     dims = dims_of(shape)
     policy = policy_of(configuration, device, dims)

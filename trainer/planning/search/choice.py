@@ -109,12 +109,12 @@ def best_of(
     rows: Iterable[Strategy],
     likely: tuple[Sharding, Offload] | None = None,
     *,
-    least: float = math.inf,
+    known_seconds: float = math.inf,
 ) -> tuple[Candidate | None, dict[str, Candidate]]:
     """The first candidate by `in_order`, and those found before it that fit the device but not the other budgets.
 
-    By branch and bound: a strategy that cannot come within one per cent of the best so far, or of `least` seconds, is
-    not searched. The sooner a good one is found the less is searched, so those of the `likely` layout come first.
+    By branch and bound: a strategy that cannot come within one per cent of the best so far, or of `known_seconds`,
+    is not searched. The sooner a good one is found the less is searched, so those of the `likely` layout come first.
     """
     bounded = []
     for row in rows:
@@ -124,7 +124,7 @@ def best_of(
             bounded.append((fastest.seconds * factor - once, row, chain((fastest,), starts), factor, once))
     found: dict[str, tuple[Configuration, Candidate]] = {}
     beyond: dict[str, Candidate] = {}
-    best = least
+    best = known_seconds
     for bound, row, starts, factor, once in sorted(bounded, key=lambda entry: (entry[1].layout != likely, entry[0])):
         longest = (1 + SAME_SPEED) * best
         if bound > longest:

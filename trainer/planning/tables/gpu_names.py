@@ -366,17 +366,10 @@ def _rows_called(text: str) -> tuple[GpuSpec, ...]:
     return own or tuple(row for row in GPU_SPECS.values() if wanted in map(_bare, row.smi_names))
 
 
-_PUNCTUATION = bytes(set(range(128)) - set(b"abcdefghijklmnopqrstuvwxyz0123456789"))
-_VENDORS = ("nvidia", "tesla")
-
-
 @cache
 def _bare(text: str) -> str:
     """The name without vendor, case and punctuation: the same for `NVIDIA GH200 480GB` and `nvidia_gh200_480gb`."""
-    bare = text.lower().encode("ascii", "ignore").translate(None, _PUNCTUATION).decode()
-    while bare.startswith(_VENDORS):
-        bare = bare.removeprefix("nvidia").removeprefix("tesla")
-    return bare
+    return re.sub(r"^(nvidia|tesla)+", "", re.sub(r"[^a-z0-9]", "", text.lower()))
 
 
 @cache
