@@ -13,6 +13,7 @@ import yaml
 from shardwise.trainer.spec.value import Value
 
 SEED, LORA_RANK, LORA_ALPHA = 0, 16, 32
+PLANNED_STEPS = 1000  # in ten steps a compilation would not pay
 BETAS = (0.9, 0.95)  # those of shardwise
 
 
@@ -60,8 +61,8 @@ class Code(str):
 
 
 def planned_job(job: PeerJob) -> str:
-    """shardwise with the job and its precision."""
-    return _job_file(_job_settings(job) | {"pin.precision": job.contest.precision})
+    """shardwise with the job and its precision, planned for a run of usual length and ended like the others."""
+    return _job_file(_job_settings(job) | {"pin.precision": job.contest.precision, "train.steps": PLANNED_STEPS})
 
 
 def pinned_job(job: PeerJob) -> str:

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from on_gpu.bench import Bench
@@ -26,7 +27,9 @@ from on_gpu.peer_files import SEED, Contest, PeerJob, accelerate_script, pinned_
 from on_gpu.programme import Step
 from on_gpu.tables import bytes_cell, markdown_table, number, ratio
 from shardwise.launch.rundir.process_record import descendants, record_of
+from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.plan import Plan
 
 PART = "peers"
 SCRIPTS, ROOT = Path(__file__).parent / "peer_scripts", Path(__file__).resolve().parents[2]
@@ -88,12 +91,23 @@ def run_trainer(bench: Bench, contest: Contest, trainer: Trainer) -> Row:
     try:
         job = peer_job(bench, contest, folder)
         lines = _lines_of(bench, trainer, job)
-        return facts | {"outcome": str(Outcome.RAN), **figures(lines, tokens=job.seq_len * contest.micro_batch)}
+        rates = figures(lines, tokens=job.seq_len * contest.micro_batch)
+        return facts | {"outcome": str(Outcome.RAN), **rates, **_choice(folder / "run" / "plan.json")}
     except PeerError as error:
         is_out = str(error) == str(Outcome.OUT_OF_MEMORY)
         return facts | {"outcome": str(error) if is_out else str(Outcome.FAILED), "reason": str(error)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _choice(plan_path: Path) -> Row:
+    """The settings and predicted speed of shardwise's plan; nothing for the other trainers, which write none."""
+    if not plan_path.is_file():
+        return {}
+    chosen = codec.read(plan_path, Plan).chosen
+    settings = msgspec.to_builtins(replace(chosen, reasons=(), buckets=None))
+    del settings["memory"], settings["speed"]
+    return {"settings": settings, "predicted_tokens_per_s": chosen.speed.tokens_per_s_per_gpu}
 
 
 def figures(lines: list[Row], *, tokens: int) -> Row:

@@ -87,6 +87,36 @@ print("adamw:", map_pytorch_optim_to_deepspeed(ours).adam_w_mode)
     assert "adamw: False" in run_python(code, DS_ACCELERATOR="cpu")
 
 
+FREE_MEMORY = """
+import torch
+from deepspeed.accelerator import cuda_accelerator, get_accelerator, set_accelerator
+class Nvml:
+    def __getattr__(self, name):
+        return lambda *_: self
+    free = 7
+cuda_accelerator.pynvml = Nvml()  # no driver is here
+set_accelerator(cuda_accelerator.CUDA_Accelerator())
+torch.cuda.mem_get_info = lambda device: (5, 9)
+{before}
+print("free:", get_accelerator().available_memory(0))
+"""
+
+
+def test_w62_deepspeed_reads_names_of_cards_as_numbers():
+    code = FREE_MEMORY.format(before="")
+    assert "free: 7" in run_python(code, CUDA_VISIBLE_DEVICES="0")
+    with pytest.raises(AssertionError, match="invalid literal for int"):
+        run_python(code, CUDA_VISIBLE_DEVICES="GPU-c41efe38")
+
+
+def test_free_memory_of_a_card_comes_from_torch():
+    ours = (
+        "from shardwise.trainer.runtime.engines.zero import read_free_memory_from_torch\n"
+        "read_free_memory_from_torch()\n"
+    )
+    assert "free: 5" in run_python(FREE_MEMORY.format(before=ours), CUDA_VISIBLE_DEVICES="GPU-c41efe38")
+
+
 TYPE_OF_WEIGHTS = """
 from types import SimpleNamespace
 import torch

@@ -7,6 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from shardwise.trainer.runtime.attention import choose_attention_kernels
 from shardwise.trainer.runtime.loss import install_loss_head
 from shardwise.trainer.runtime.memory.activation_offload import ActivationOffload, offload_activations
 from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing
@@ -17,11 +18,13 @@ NUM_BLOCKS, ROWS, WIDTH = 8, 8, 1024
 
 
 @pytest.fixture
-def card() -> Iterator[torch.device]:
-    """The first GPU; the backward of attention adds up in one order, as it does not by default."""
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """The first GPU, with the attention kernels of a run; their backward adds up in one order, not so by default."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
+    choose_attention_kernels()
+    torch.use_deterministic_algorithms(True)  # a warning alone leaves the kernels as they are
     yield torch.device("cuda", 0)
     torch.use_deterministic_algorithms(False)
     torch.cuda.empty_cache()
@@ -89,9 +92,8 @@ def test_copies_run_beside_the_compute(card: torch.device) -> None:
     copies = [
         e.time_range for e in events if "Memcpy DtoH (Device -> Pinned)" in e.name or "Memcpy HtoD (Pinned" in e.name
     ]
-    products = [
-        e.time_range for e in events if "gemm" in e.name.lower() or "cutlass" in e.name.lower() or "nvjet" in e.name
-    ]
-    assert copies and products
-    beside = sum(any(c.start < p.end and p.start < c.end for p in products) for c in copies)
-    assert beside > len(copies) / 2
+    kernels = [e.time_range for e in events if "Mem" not in e.name]
+    assert copies and kernels
+    beside_us = sum(max(0, min(c.end, k.end) - max(c.start, k.start)) for c in copies for k in kernels)
+    total_us = [sum(each.end - each.start for each in ranges) for ranges in (copies, kernels)]
+    assert beside_us > min(total_us) / 2, "of what is faster, most is hidden by the other"

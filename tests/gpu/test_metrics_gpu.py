@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from gpu_factory import GpuCase, GpuRun, gpu_plan, run_on_gpu, write_full_rows
 from msgspec.structs import replace
 from workplace_factory import read_metrics
@@ -14,6 +15,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[GpuRun, Path]:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
     folder = tmp_path_factory.mktemp("metrics")
     write_full_rows(folder / "rows")
     hardware = read_hardware()

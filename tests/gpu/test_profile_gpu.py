@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 from gpu_factory import GpuCase, gpu_plan, run_on_gpu, write_full_rows
 from msgspec.structs import replace
 
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
     place = tmp_path_factory.mktemp("profile")
     write_full_rows(place / "rows")
     hardware = read_hardware()

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -237,6 +238,23 @@ def test_fused_kernels_run_every_norm_mlp_and_rotation_of_a_model(own_rotation):
     torch.testing.assert_close(ours.loss, theirs.loss, rtol=TOLERANCE, atol=0)
     assert_same_gradients(ours, theirs, tolerance=TOLERANCE)
     assert not fused.run_in(model), "the rotary embedding is transformers' again"
+
+
+def test_kernels_that_round_once_are_not_taken_for_other_ones(own_rotation):
+    """As a GPU's do, at the number of heads where the sign of thousands of outputs is decided by rounding."""
+    plain = Counted()
+
+    def once(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def rounded(*inputs: Any) -> Any:
+            wide = [each.float() if isinstance(each, torch.Tensor) else each for each in inputs]
+            found = compute(*wide)
+            return found.bfloat16() if isinstance(found, torch.Tensor) else tuple(each.bfloat16() for each in found)
+
+        return rounded
+
+    model = build(compiles=False, config={"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096})[0]
+    kernels = Kernels(*(once(each) for each in plain.kernels))
+    assert fuse_kernels(model, kernels).problem is None
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(own_rotation):

@@ -21,6 +21,10 @@ Three patches repair NVMe offload. Without the first DeepSpeed stops the run, wi
     W52  it reads a gradient from its file directly into the buffer of a sub-group. If the offset is no multiple of the
          disk's block size, as after a weight of odd size, nothing is read, and the update uses the earlier content
     W55  on a device that cannot compute in fp16 it stores weights of any type in 16-bit buffers
+
+A fifth lets ZeRO-1 and -2 start at all where CUDA_VISIBLE_DEVICES names cards by UUID, as in every run on one machine:
+
+    W62  DeepSpeed asks NVML for the free memory of the card, and reads that variable as numbers
 """
 
 import json
@@ -67,6 +71,8 @@ class Zero(Engine):
             cpu_ranks.choose_deepspeed_cpu()
         read_processor_from_proc()
         use_built_operators()
+        if choice.device_kind is DeviceKind.CUDA:
+            read_free_memory_from_torch()
         if choice.offload.uses_nvme:
             swap_gradients_between_blocks()
         if choice.offload is Offload.NVME_ALL:
@@ -376,6 +382,17 @@ def _is_zero3(zero: Any) -> bool:  # noqa: ANN401  # untyped
 
 def _no_check(partition_gradients: bool = True) -> None:  # noqa: FBT001, FBT002  # DeepSpeed's signature
     """Finds nothing."""
+
+
+def read_free_memory_from_torch() -> None:
+    """From here on DeepSpeed asks torch how many bytes of a card are free."""
+    from deepspeed.accelerator import get_accelerator
+
+    def available_memory(device_index: int | None = None) -> int:
+        return torch.cuda.mem_get_info(device_index)[0]
+
+    accelerator: Any = get_accelerator()  # untyped
+    accelerator.available_memory = available_memory
 
 
 def read_each_weight_once() -> None:

@@ -52,18 +52,8 @@ def offload_activations(
         )
     offload = ActivationOffload(blocks)
     for index, block in enumerate(blocks):
-        _wrap_forward(block, partial(offload.run, index))
+        offload.wrap(index, block)
     return offload
-
-
-def _wrap_forward(block: nn.Module, run: Callable[..., Any]) -> None:
-    """Puts `run(forward, args, kwargs)` around the block's forward, also if an engine changes the block's class."""
-    replaceable: Any = block
-
-    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the signature of the block
-        return run(partial(type(block).forward, block), args, kwargs)
-
-    replaceable.forward = forward
 
 
 class ActivationOffload:
@@ -73,6 +63,23 @@ class ActivationOffload:
         self._blocks = blocks
         self._shelves: dict[int, _Shelf] = {}
         self._transfers: Transfers | None = None
+        self._recomputations: dict[int, Callable[..., Any]] = {}  # of blocks that are recomputed, by their number
+
+    def wrap(self, index: int, block: nn.Module) -> None:
+        """Runs a block through `run`, also if an engine changes its class.
+
+        Around a recomputation, where that begins: transformers calls it around the forward, up to 5.17 around the call.
+        """
+        replaceable: Any = block
+        if getattr(block, "gradient_checkpointing", False):
+            self._recomputations[index] = replaceable._gradient_checkpointing_func
+            replaceable._gradient_checkpointing_func = self._call_around(index, self._recomputations[index])
+            return
+
+        def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the signature of the block
+            return self.run(index, partial(type(block).forward, block), args, kwargs)
+
+        replaceable.forward = forward
 
     @property
     def num_copies(self) -> int:
@@ -97,7 +104,10 @@ class ActivationOffload:
         """Moves the copies of blocks that were just compiled out of the compiled code."""
         for index, block in enumerate(self._blocks):
             replaceable: Any = block
-            del replaceable.forward
+            if index in self._recomputations:
+                replaceable._gradient_checkpointing_func = self._recomputations[index]
+            else:
+                del replaceable.forward
             replaceable._compiled_call_impl = self._call_around(index, replaceable._compiled_call_impl)
 
     def _call_around(self, index: int, compiled: Callable[..., Any]) -> Callable[..., Any]:

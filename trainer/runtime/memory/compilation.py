@@ -244,8 +244,10 @@ class _Trial(NamedTuple):
     inputs: tuple[Tensor, ...]
 
     def differs(self) -> bool:
-        """True if output or gradients are not those of plain torch."""
-        ours, theirs = (_with_gradients(compute, self.inputs) for compute in (self.fused, self.plain))
+        """True if output or gradients are not those of plain torch, both for the same gradient of the output."""
+        with torch.no_grad():
+            gradient = self.plain(*self.inputs).sign()
+        ours, theirs = (_with_gradients(compute, self.inputs, gradient) for compute in (self.fused, self.plain))
         return any(
             not bool((mine - other).norm() <= _TRIED_ERROR * other.norm())
             for mine, other in zip(ours, theirs, strict=True)
@@ -303,11 +305,11 @@ def _trials(kernels: Kernels, config: Any, device: torch.device) -> Iterator[_Tr
     )
 
 
-def _with_gradients(compute: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """The output in fp32, and the gradients of the inputs for a gradient that is the output's sign."""
+def _with_gradients(compute: Callable[..., Tensor], inputs: tuple[Tensor, ...], gradient: Tensor) -> list[Tensor]:
+    """The output in fp32, and the gradients of the inputs for this gradient of the output."""
     leaves = [each.detach().clone().requires_grad_() for each in inputs]
     output = compute(*leaves)
-    output.backward(output.detach().sign())
+    output.backward(gradient)
     return [each.float() for each in (output.detach(), *(leaf.grad for leaf in leaves)) if each is not None]
 
 
