@@ -55,9 +55,9 @@ def step(model: PreTrainedModel, card: torch.device) -> float:
 
 
 def peak_of(model: PreTrainedModel, card: torch.device) -> tuple[int, float, torch.Tensor]:
-    """(bytes above what is held, loss, the gradient of one weight) of a second step."""
+    """(bytes above what is held, gradients included, loss, the gradient of one weight) of a second step."""
     step(model, card)
-    model.zero_grad()
+    model.zero_grad(set_to_none=False)  # else the peak of recomputed blocks is where the last gradient arrives
     torch.cuda.synchronize(card)
     torch.cuda.reset_peak_memory_stats(card)
     held = torch.cuda.memory_allocated(card)

@@ -155,7 +155,7 @@ def test_opt_ins_that_are_not_shown_are_not_searched(monkeypatch: pytest.MonkeyP
 
 def test_a_method_beyond_the_host_ram_is_no_alternative() -> None:
     """Full training of 8B fits the card with its state in host RAM, which a node of 32 GiB does not have."""
-    plan = plan_of("8b", machine("1xRTX-4090", ram_bytes=32 * GIB))
+    plan = plan_of("8b", machine("1xRTX-3090", ram_bytes=32 * GIB))
     (full,) = (row for row in plan.methods if row.method is Method.FULL)
     assert plan.chosen.method is not Method.FULL and full.hours is not None and not full.is_within_limits
     assert "train.method=full" not in screen(plan)

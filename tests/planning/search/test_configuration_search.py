@@ -264,8 +264,8 @@ def test_activations_leave_the_card_where_that_is_faster_than_recomputing_them_a
         assert best is not None
         return best.activation_offload, best.checkpointing
 
-    assert taken("1xRTX-4090", 64 * GIB) == (True, Checkpointing.NONE)
-    assert taken("1xRTX-4090", 8 * GIB)[1] is Checkpointing.FULL
+    assert taken("1xRTX-3090", 64 * GIB) == (True, Checkpointing.NONE)
+    assert taken("1xRTX-3090", 8 * GIB)[1] is Checkpointing.FULL
     assert taken("1xH100-SXM5-80GB", 512 * GIB) == (False, Checkpointing.NONE)
 
 

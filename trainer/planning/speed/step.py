@@ -125,8 +125,13 @@ def _parts(shape: ModelShape, configuration: Configuration, device: Device) -> d
         "communication_s": accumulation * on_wire + both(computing, moves.wire_step) - computing,
         "offload_s": accumulation * (exposed - on_wire + waits) + moves.offload_step,
         "optimizer_s": moves.update,
-        "overhead_s": constants.CPU_STEP_S if is_cpu else constants.STEP_S,
+        "overhead_s": constants.CPU_STEP_S if is_cpu else _step_overhead(configuration),
     }
+
+
+def _step_overhead(configuration: Configuration) -> float:
+    is_own = reference_of(configuration.reference) is reference_of(SHARDWISE)
+    return constants.OWN_STEP_S if is_own else constants.STEP_S
 
 
 @same_for_all(
