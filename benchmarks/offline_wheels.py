@@ -2,11 +2,11 @@
 
     python benchmarks/offline_wheels.py [--out DIR] [--python 3.12] [--machine x86_64] [--bundle-mib 60]
 
-The machine is expected to have Python, a CUDA build of torch, transformers, accelerate and peft; these and their
-dependencies are not in the bundles. Versions are those of the lock files, or the newest that pyproject.toml allows.
-DeepSpeed publishes no wheel, so one is built here, without operators: cpu_adam is compiled on the machine and needs g++
-and Python's headers. Bundle 1 has the tracked files of this repository and the packages that `benchmarks/gpu.py`
-requires.
+The machine is expected to have Python, a CUDA build of torch, transformers, accelerate, pandas, requests, protobuf,
+einops and msgpack; these and their dependencies are not in the bundles. Versions are those of the lock files, or the
+newest that pyproject.toml allows. DeepSpeed publishes no wheel, so one is built here, without operators: cpu_adam is
+compiled on the machine and needs g++ and Python's headers. shardwise itself is there twice: as a wheel, which every
+process imports, and as the tracked files, which contain benchmarks/ and tests/; both are those of the last commit.
 """
 
 import argparse
@@ -34,12 +34,18 @@ class Package(NamedTuple):
     is_built_here: bool = False
 
 
-PACKAGES = (  # in the order of the bundles: the first ones suffice for most of the programme
+PACKAGES = (  # in the order of the bundles
+    Package("shardwise", "everything", is_built_here=True),
     Package("msgspec", "everything"),
+    Package("peft", "LoRA"),
     Package("bitsandbytes", "QLoRA, 8-bit and paged optimizers"),
     Package("galore-torch", "GaLore"),
     Package("lion-pytorch", "Lion"),
     Package("deepspeed", "ZeRO and offload", is_built_here=True),
+    Package("pydantic", "DeepSpeed, wandb"),
+    Package("pydantic-core", "pydantic"),
+    Package("annotated-types", "pydantic"),
+    Package("typing-inspection", "pydantic"),
     Package("hjson", "DeepSpeed"),
     Package("py-cpuinfo", "DeepSpeed"),
     Package("ninja", "DeepSpeed's operators"),
@@ -52,6 +58,20 @@ PACKAGES = (  # in the order of the bundles: the first ones suffice for most of 
     Package("multiprocess", "datasets"),
     Package("xxhash", "datasets"),
     Package("pyarrow", "datasets"),
+    Package("wandb", "log.wandb, TRL"),
+    Package("platformdirs", "wandb"),
+    Package("cwevals", "wandb"),
+    Package("distro", "cwevals"),
+    Package("sniffio", "cwevals"),
+    Package("opentelemetry-api", "wandb"),
+    Package("opentelemetry-sdk", "wandb"),
+    Package("opentelemetry-semantic-conventions", "opentelemetry-sdk"),
+    Package("opentelemetry-exporter-otlp-proto-http", "wandb"),
+    Package("opentelemetry-exporter-otlp-proto-common", "the exporter"),
+    Package("opentelemetry-exporter-otlp-common", "the exporter"),
+    Package("opentelemetry-exporter-http-transport", "the exporter"),
+    Package("opentelemetry-proto", "the exporter"),
+    Package("googleapis-common-protos", "the exporter"),
 )
 COMMANDS = """
 copy the bundles to the machine, and there, in their folder:
@@ -73,12 +93,12 @@ def main() -> int:
     shutil.rmtree(wheels, ignore_errors=True)  # may have other versions
     wheels.mkdir(parents=True)
     locked = locked_versions("\n".join((ROOT / name).read_text() for name in LOCKS))
-    for package in PACKAGES:
-        done = subprocess.run(pip_command(package, locked, wheels, python=options.python, machine=options.machine))
-        if done.returncode != 0:
-            sys.stderr.write(f"{package.name}: pip ended with {done.returncode}; its error is above\n")
-            return 1
     _write_source(out / SOURCE)
+    for command in pip_commands(out / SOURCE, wheels, locked, python=options.python, machine=options.machine):
+        done = subprocess.run(command)
+        if done.returncode != 0:
+            sys.stderr.write(f"pip ended with {done.returncode}; its error is above\n")
+            return 1
     paths = [out / SOURCE, *(path for package in PACKAGES for path in wheels_of(package.name, wheels))]
     sizes = {str(path.relative_to(out)): path.stat().st_size for path in paths}
     try:
@@ -94,22 +114,28 @@ def main() -> int:
     return 0
 
 
-def pip_command(package: Package, locked: Mapping[str, str], wheels: Path, *, python: str, machine: str) -> list[str]:
-    """The command that downloads or builds the wheel of a package into `wheels`."""
-    version = locked.get(package.name)
-    wanted = f"{package.name}=={version}" if version else f"{package.name}{package.bound}"
+def pip_commands(
+    source: Path, wheels: Path, locked: Mapping[str, str], *, python: str, machine: str
+) -> tuple[list[str], list[str]]:
+    """The commands that build and download all wheels into `wheels`; that of shardwise is built from `source`."""
+    built: list[str] = []
+    downloaded: list[str] = []
+    for package in PACKAGES:
+        version = locked.get(package.name)
+        wanted = f"{package.name}=={version}" if version else f"{package.name}{package.bound}"
+        (built if package.is_built_here else downloaded).append(str(source) if package.name == "shardwise" else wanted)
     pip = [sys.executable, "-m", "pip", "--quiet"]
-    if package.is_built_here:
-        return [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), wanted]
     platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in (28, 27, 24, 17)]
     platforms += [f"--platform=manylinux2014_{machine}"]
-    options = ["download", "--no-deps", "--only-binary=:all:", f"--python-version={python}", *platforms]
-    return [*pip, *options, "--dest", str(wheels), wanted]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels)]
+    download = ["download", "--no-deps", "--only-binary=:all:", f"--python-version={python}", *platforms]
+    return [*pip, *build, *built], [*pip, *download, "--dest", str(wheels), *downloaded]
 
 
 def locked_versions(text: str) -> dict[str, str]:
-    """Versions by name, from lines `name==version` of lock files."""
-    return dict(re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", text, re.MULTILINE))
+    """Versions by name, in lower case and with hyphens, from lines `name==version` of lock files."""
+    found = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", text, re.MULTILINE)
+    return {name.lower().replace("_", "-"): version for name, version in found}
 
 
 def wheels_of(name: str, folder: Path) -> list[Path]:

@@ -4,26 +4,36 @@ import os
 import subprocess
 import sys
 import tarfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
-from offline_wheels import MIB, PACKAGES, SOURCE, bundles_of, locked_versions
+from offline_wheels import LOCKS, MIB, PACKAGES, ROOT, SOURCE, bundles_of, locked_versions
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "offline_wheels.py"
-# Stands for pip: notes its arguments, and makes a wheel of a size that goes by the name.
+SCRIPT = ROOT / "benchmarks" / "offline_wheels.py"
+# What the script's docstring names, and its dependencies.
+ON_THE_MACHINE = {
+    "torch", "transformers", "accelerate", "anyio", "click", "einops", "filelock", "fsspec", "httpx", "huggingface-hub",
+    "jinja2", "msgpack", "numpy", "packaging", "pandas", "protobuf", "psutil", "pyyaml", "requests", "safetensors",
+    "tqdm", "typing-extensions",
+}  # fmt: skip
+# Stands for pip: notes its arguments, and makes wheels of a size that goes by the name.
 FAKE_PIP = """
 import os, re, sys
 from pathlib import Path
 
 words = sys.argv[2:]
 Path(os.environ["NOTES"]).open("a").write(" ".join(words) + "\\n")
-name = re.split("[=><]", words[-1])[0]
-folder = words[words.index("--wheel-dir" if words[0] == "wheel" else "--dest") + 1]
-size = int(os.environ.get("SIZE_" + name, 1000))
-if not size:
-    sys.exit("ERROR: No matching distribution found for " + words[-1])
-with open(f"{folder}/{name.replace('-', '_')}-1.0-py3-none-any.whl", "wb") as file:
-    file.truncate(size)
+start = words.index("--wheel-dir" if words[0] == "wheel" else "--dest") + 1
+for wanted in words[start + 1 :]:
+    name = re.split("[=><]", Path(wanted).name.removesuffix(".tar.gz"))[0]
+    size = int(os.environ.get("SIZE_" + name, 1000))
+    if not size:
+        sys.exit("ERROR: No matching distribution found for " + wanted)
+    with open(f"{words[start]}/{name.replace('-', '_')}-1.0-py3-none-any.whl", "wb") as file:
+        file.truncate(size)
 """
 
 
@@ -47,19 +57,31 @@ def test_bundles_hold_every_wheel_and_the_source_within_the_limit(tmp_path: Path
     for bundle in bundles:
         with tarfile.open(bundle) as tar:
             held += tar.getnames()
-    assert held[0] == SOURCE and len(held) == len(set(held)) == len(PACKAGES) + 1
+    assert held[:2] == [SOURCE, "wheels/shardwise-1.0-py3-none-any.whl"]
+    assert len(held) == len(set(held)) == len(PACKAGES) + 1
     assert all(bundle.name in done.stdout for bundle in bundles)
     assert "pip install --no-index" in done.stdout and "benchmarks/gpu.py" in done.stdout
 
 
 def test_pip_is_asked_for_locked_versions_and_wheels_of_the_other_python(tmp_path: Path):
     run(tmp_path, "--python", "3.12")
-    notes = (tmp_path / "notes.txt").read_text().splitlines()
-    assert len(notes) == len(PACKAGES)
-    msgspec, deepspeed = (next(line for line in notes if f" {name}==" in line) for name in ("msgspec", "deepspeed"))
-    assert "download" in msgspec and "--python-version=3.12" in msgspec and "--no-deps" in msgspec
-    assert deepspeed.startswith("wheel") and "--no-deps" in deepspeed
-    assert not any("index" in line or "://" in line for line in notes)
+    built, downloaded = (tmp_path / "notes.txt").read_text().splitlines()
+    assert built.startswith("wheel") and "--no-deps" in built and " deepspeed==" in built
+    assert f" {tmp_path / 'out' / SOURCE} " in built  # shardwise itself
+    assert downloaded.startswith("download") and "--no-deps" in downloaded and "--python-version=3.12" in downloaded
+    assert all(f" {name}==" in downloaded for name in ("msgspec", "pydantic", "pydantic-core", "wandb"))
+    assert "index" not in built + downloaded and "://" not in built + downloaded
+
+
+def test_what_the_packages_require_is_in_the_bundles_or_on_the_machine():
+    names = {package.name for package in PACKAGES}
+    locked = locked_versions("\n".join((ROOT / name).read_text() for name in LOCKS))
+    for each in distributions():
+        name = canonicalize_name(each.name)
+        if name in names and each.version == locked.get(name):  # of another version they may differ
+            required = [Requirement(line) for line in each.requires or ()]
+            needed = {canonicalize_name(one.name) for one in required if not one.marker or one.marker.evaluate()}
+            assert needed <= names | ON_THE_MACHINE, name
 
 
 @pytest.mark.parametrize(("sizes", "code", "words"), [({"msgspec": 0}, 1, "msgspec"), ({"torchao": 61 * MIB}, 2, "62")])
@@ -73,4 +95,4 @@ def test_a_wheel_goes_into_the_first_bundle_that_has_room():
 
 
 def test_locked_versions_are_those_of_the_lines():
-    assert locked_versions("a==1.0\nb-c==2 ; x\n# d==3\n    --hash=e==4\n") == {"a": "1.0", "b-c": "2"}
+    assert locked_versions("a==1.0\nB_c==2 ; x\n# d==3\n    --hash=e==4\n") == {"a": "1.0", "b-c": "2"}

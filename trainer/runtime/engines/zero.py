@@ -24,7 +24,7 @@ Three patches repair NVMe offload. Without the first DeepSpeed stops the run, wi
 
 A fifth lets ZeRO-1 and -2 start at all where CUDA_VISIBLE_DEVICES names cards by UUID, as in every run on one machine:
 
-    W62  DeepSpeed asks NVML for the free memory of the card, and reads that variable as numbers
+    W62  DeepSpeed reads the free memory of the card from NVML, and that variable as numbers
 """
 
 import json
@@ -385,7 +385,7 @@ def _no_check(partition_gradients: bool = True) -> None:  # noqa: FBT001, FBT002
 
 
 def read_free_memory_from_torch() -> None:
-    """From here on DeepSpeed asks torch how many bytes of a card are free."""
+    """From here on DeepSpeed has the free bytes of a card from torch."""
     from deepspeed.accelerator import get_accelerator
 
     def available_memory(device_index: int | None = None) -> int:
