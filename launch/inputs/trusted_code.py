@@ -12,12 +12,11 @@ because only torch knows which build fits: from the cache, else from the hub unl
 start with HF_HUB_OFFLINE set (`launch.engine.launcher`) and download nothing.
 """
 
-import ast
 import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -28,6 +27,9 @@ from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.messages.extension import ARGUMENTS, Extension, Hook
 from shardwise.trainer.spec.model.shape import ModelCode
 from shardwise.trainer.spec.plan import Plan
+
+if TYPE_CHECKING:  # few jobs bring code, and it takes milliseconds
+    import ast
 
 SETTING = "model.trust_remote_code"
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
@@ -115,6 +117,8 @@ def _module_file(reference: str, origin: str) -> str:
 def _files(folder: Path, modules: list[str]) -> dict[str, bytes]:
     """Content of the named files and of their relative imports, transitively, by path below the folder."""
     found: dict[str, bytes] = {}
+    import ast
+
     waiting = list(modules)
     while waiting:
         name = waiting.pop()
@@ -132,8 +136,10 @@ def _files(folder: Path, modules: list[str]) -> dict[str, bytes]:
     return found
 
 
-def _imported(tree: ast.Module, name: str) -> list[str]:
+def _imported(tree: "ast.Module", name: str) -> list[str]:
     """Files that the relative imports of a file could mean."""
+    import ast
+
     wanted: list[str] = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom) or not 0 < node.level <= name.count("/") + 1:
@@ -231,6 +237,8 @@ def read_extension(path_as_written: str) -> Extension:
 
     Raises InputError for a file that is missing, not Python, without a hook, or has a hook with other arguments.
     """
+    import ast
+
     path = Path(path_as_written).expanduser()
     try:
         content = path.read_bytes()
@@ -270,7 +278,9 @@ def keep_extension(plan: Plan, run_dir: Path) -> Plan:
     return replace(plan, extension=replace(extension, path=str(retained)))
 
 
-def _check_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef, hook: Hook, path: str) -> None:
+def _check_arguments(function: "ast.FunctionDef | ast.AsyncFunctionDef", hook: Hook, path: str) -> None:
+    import ast
+
     where = f"extensions: {path}, line {function.lineno}: {hook}"
     if isinstance(function, ast.AsyncFunctionDef):
         raise InputError(f"{where} is async; write a plain function")
@@ -283,7 +293,7 @@ def _check_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef, hook: Hoo
         raise InputError(f"{where} must be callable as {hook}({', '.join(wanted)})")
 
 
-def _hint(functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef]) -> str:
+def _hint(functions: "dict[str, ast.FunctionDef | ast.AsyncFunctionDef]") -> str:
     meant = next((matches[0] for name in functions if (matches := close_matches(name, [*Hook]))), None)
     return f"; did you mean {meant}?" if meant else ""
 

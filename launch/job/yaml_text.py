@@ -11,10 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.expressions import compiled_when_used
 from shardwise.trainer.spec.units import MIB
+
+with compiled_when_used():
+    import yaml
 
 LARGEST_FILE_BYTES = MIB
 
@@ -23,6 +25,14 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with other scalars."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+    def check_printable(self, data: str) -> None:
+        """Raises ReaderError for a character that is not text; all that Python can print is."""
+        if not data.translate(_BLANKS).isprintable():
+            super().check_printable(data)
+
+
+_BLANKS = str.maketrans("\t\n\r", "   ")
 
 
 def read_yaml_file(path: Path) -> object:

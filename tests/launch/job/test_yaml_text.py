@@ -2,6 +2,7 @@
 
 import datetime
 import re
+import sys
 
 import pytest
 import yaml
@@ -64,6 +65,13 @@ def test_a_missing_file_a_folder_and_other_bytes_are_one_line(tmp_path):
     for path, fact in cases.items():
         with pytest.raises(InputError, match=f"{re.escape(path.name)}: .*{fact}"):
             read_yaml_file(path)
+
+
+def test_pyyaml_takes_all_that_python_can_print_for_text():
+    """So that printable text needs no search for what is none."""
+    printable = "".join(character for character in map(chr, range(sys.maxunicode + 1)) if character.isprintable())
+    assert yaml.reader.Reader.NON_PRINTABLE.search(printable) is None
+    assert read_yaml('"\u00a0\u2028"', origin="") == "\u00a0\u2028", "text that Python does not print"
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
