@@ -28,7 +28,7 @@ from shardwise.trainer.spec.messages.extension import ARGUMENTS, Extension, Hook
 from shardwise.trainer.spec.model.shape import ModelCode
 from shardwise.trainer.spec.plan import Plan
 
-if TYPE_CHECKING:  # few jobs bring code, and it takes milliseconds
+if TYPE_CHECKING:  # few jobs bring code, and loading it costs milliseconds
     import ast
 
 SETTING = "model.trust_remote_code"

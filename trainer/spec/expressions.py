@@ -15,10 +15,10 @@ class _Expression:
     """Has every member of a compiled expression; functions of `re` accept its members' results, not itself."""
 
     def __init__(self, pattern: Any, flags: int = 0) -> None:  # noqa: ANN401  # of text or bytes
-        self._words = pattern, flags
+        self._arguments = pattern, flags
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any member
-        return getattr(_compile(*self._words), name)
+        return getattr(_compile(*self._arguments), name)
 
 
 @contextmanager
