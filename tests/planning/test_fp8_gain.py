@@ -85,7 +85,7 @@ def test_rows_behind_an_exact_one_have_the_figure_too() -> None:
     made = plan(fp8_gain_of(1.2), AT_EASE)
     assert in_fp8(made.candidates) and made.chosen.strategy.precision is Precision.BF16_MIXED
     (note,) = [note for note in made.notes if note.startswith("fp8: ")]
-    assert "1.2x" in note and "transformer-engine 2.10.0" in note
+    assert "1.20x" in note and "transformer-engine 2.10.0" in note
 
 
 def test_a_plan_without_fp8_does_not_speak_of_it() -> None:
