@@ -88,6 +88,7 @@ print("adamw:", map_pytorch_optim_to_deepspeed(ours).adam_w_mode)
 
 
 FREE_MEMORY = """
+from types import SimpleNamespace
 import torch
 from deepspeed.accelerator import cuda_accelerator, get_accelerator, set_accelerator
 class Nvml:
@@ -96,7 +97,8 @@ class Nvml:
     free = 7
 cuda_accelerator.pynvml = Nvml()  # no driver is here
 set_accelerator(cuda_accelerator.CUDA_Accelerator())
-torch.cuda.mem_get_info = lambda device: (5, 9)
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(total_memory=9)
+torch.cuda.memory_allocated = lambda device: 4
 {before}
 print("free:", get_accelerator().available_memory(0))
 """

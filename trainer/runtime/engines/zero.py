@@ -385,13 +385,15 @@ def _no_check(partition_gradients: bool = True) -> None:  # noqa: FBT001, FBT002
 
 
 def read_free_memory_from_torch() -> None:
-    """From here on DeepSpeed has the free bytes of a card from torch."""
+    """From here on DeepSpeed computes the free bytes of a card as it does without NVML."""
     from deepspeed.accelerator import get_accelerator
 
-    def available_memory(device_index: int | None = None) -> int:
-        return torch.cuda.mem_get_info(device_index)[0]
-
     accelerator: Any = get_accelerator()  # untyped
+
+    def available_memory(device_index: int | None = None) -> int:
+        free: int = accelerator.total_memory(device_index) - accelerator.memory_allocated(device_index)
+        return free
+
     accelerator.available_memory = available_memory
 
 
