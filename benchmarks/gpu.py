@@ -115,8 +115,7 @@ def write_results(bench: Bench, rows: Mapping[str, Mapping[str, Row]], out: Path
     for older in RESULTS.glob(f"{name}-????-??-??.json"):
         older.unlink()
     _write_json(RESULTS / f"{name}-{date}.json", facts | {"parts": counts if bench.is_tiny else rows})
-    is_complete = len(rows[predicted.PART]) >= len(predicted.CASES)
-    if is_complete or not any(CALIBRATION.glob(f"{name}-????-??-??.jsonl")):  # else an older file is worth more
+    if len(rows[predicted.PART]) >= len(predicted.CASES):  # an incomplete set does not replace an older file
         write_peaks(CALIBRATION, name, date, peaks)
     page = DOCUMENT.read_text(encoding="utf-8")
     if not bench.is_tiny or NOT_MEASURED in page:  # a rehearsal does not replace measurements

@@ -83,7 +83,7 @@ def test_nothing_that_ran_out_of_memory_is_said_to_fit(peaks: tuple[Peak, ...], 
 
 
 def test_a_file_is_of_one_device_and_of_enough_runs(peaks: tuple[Peak, ...]):
-    assert len({peak.name for peak in peaks}) == len(peaks) >= (15 if peaks[0].is_rehearsal else 6)
+    assert len({peak.name for peak in peaks}) == len(peaks) >= 15
     assert len({peak.hardware.gpus[0].name if peak.hardware.gpus else "CPU" for peak in peaks}) == 1
 
 
