@@ -68,7 +68,7 @@ class ActivationOffload:
     def wrap(self, index: int, block: nn.Module) -> None:
         """Runs a block through `run`, also if an engine changes its class.
 
-        Around a recomputation, where that begins: transformers calls it around the forward, up to 5.17 around the call.
+        Around a recomputation, where that begins: transformers 5.23 calls it around the forward, 5.17 around the call.
         """
         replaceable: Any = block
         if getattr(block, "gradient_checkpointing", False):
