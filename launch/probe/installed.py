@@ -23,8 +23,6 @@ from typing import NamedTuple
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 from shardwise.trainer.spec.packages import CUDA_12_INDEX, OLDEST_CAPABILITY, extra_line, lacks_code
 
-_METADATA_FOLDER = re.compile(r"(?P<name>[A-Za-z0-9._]+)-(?P<version>[^-]+)(-py\d\.\d+)?\.(dist|egg)-info")
-
 
 def installed_version(name: str) -> str | None:
     """The version of a package by any spelling of its name, None if it is not installed."""
@@ -125,9 +123,10 @@ def _installed(folders: tuple[str, ...]) -> dict[str, tuple[str, str]]:
         except OSError:
             continue  # a zip file, or a missing folder
         for entry in entries:
-            match = _METADATA_FOLDER.fullmatch(entry)
-            if match is not None:
-                packages.setdefault(_normalized(match["name"]), (match["version"], f"{folder}/{entry}"))
+            name, _, rest = entry.partition("-")
+            version, _, kind = rest.rpartition(".")
+            if version and kind in ("dist-info", "egg-info") and not name.startswith("~"):  # which pip did not remove
+                packages.setdefault(_normalized(name), (version.partition("-")[0], f"{folder}/{entry}"))
     return packages
 
 

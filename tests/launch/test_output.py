@@ -75,6 +75,18 @@ def test_a_command_that_does_more_than_print_goes_on_without_its_output(here):
 
 
 @pytest.mark.cold
+@pytest.mark.parametrize("before", ["", "import threading; "], ids=["at once", "after its threads"])
+def test_a_process_ends_with_its_whole_output_its_code_and_what_was_registered(here, before):
+    words = f"{before}import atexit; atexit.register(print, 'registered'); from shardwise.launch.cli import command"
+    for arguments, code in ((["schema"], ExitCode.DONE), (["report", "nowhere"], ExitCode.INPUT)):
+        argv = [sys.executable, "-c", f"{words}; command()", *arguments]
+        ended = subprocess.run(argv, capture_output=True, text=True, check=False)
+        shown, _, last = ended.stdout.removesuffix("\n").rpartition("registered")
+        assert (ended.returncode, last) == (int(code), ""), ended
+        assert json.loads(shown) if code is ExitCode.DONE else "nowhere" in ended.stderr
+
+
+@pytest.mark.cold
 def test_text_is_readable_in_a_terminal_of_ascii(here, monkeypatch):
     plan = tiny_plan()
     report = replace(report_for(plan), sample=Sample(prompt="Grüße", before=None, after="日本"))

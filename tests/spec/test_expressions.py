@@ -24,6 +24,14 @@ def test_an_import_that_fails_leaves_nothing_behind():
     assert isinstance(re.compile("a"), re.Pattern)
 
 
+def test_an_import_within_an_import_does_not_end_it():
+    with compiled_when_used():
+        with compiled_when_used():
+            pass
+        assert not isinstance(re.compile("a"), re.Pattern)
+    assert isinstance(re.compile("a"), re.Pattern)
+
+
 @pytest.mark.cold
 def test_those_of_pyyaml_are_not_compiled_by_reading_a_job_and_work_where_it_uses_them():
     words = (

@@ -1,6 +1,6 @@
 """Regular expressions that other packages compile when they are imported, compiled when they are used instead.
 
-Most never are: those of PyYAML and of what msgspec imports were an eighth of all that `shardwise plan` did.
+Most never are: those of PyYAML, argparse, json and msgspec were an eighth of all that `shardwise plan` did.
 """
 
 import re
@@ -24,8 +24,9 @@ class _Expression:
 @contextmanager
 def compiled_when_used() -> Iterator[None]:
     """Imports inside it compile no expression; for modules that call methods of their expressions alone."""
+    before = re.compile
     re.compile = _Expression  # type: ignore[assignment]
     try:
         yield
     finally:
-        re.compile = _compile
+        re.compile = before

@@ -8,15 +8,12 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import TypeVar
 
-from shardwise.trainer.spec.expressions import compiled_when_used
-
 # msgspec prefers typing_extensions, which torch brings and which needs ten milliseconds to load, to what Python 3.11
 # has of the same. None is Python's way to say that a module is not there.
 _IS_HIDDEN = "typing_extensions" not in sys.modules
 if _IS_HIDDEN:
     sys.modules["typing_extensions"] = None  # type: ignore[assignment]
-with compiled_when_used():  # msgspec imports platform and textwrap
-    from msgspec import Struct as Struct
+from msgspec import Struct as Struct  # noqa: E402
 
 if _IS_HIDDEN:
     del sys.modules["typing_extensions"]

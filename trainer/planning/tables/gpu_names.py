@@ -199,7 +199,7 @@ def hardware_from_spec(text: str, *, local_host: Callable[[], Host]) -> Hardware
     `local_host`. What a SPEC does not state of the host of other machines is unknown: `as_usual` assumes it.
     """
     cards, *options = text.split(",")
-    match = re.fullmatch(r"\s*(?:(\d+)\s*x)?(?:(\d+)\s*x)?\s*([A-Za-z0-9].*?)\s*", cards, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[xX])?(?:(\d+)\s*[xX])?\s*([A-Za-z0-9].*?)\s*", cards)
     if match is None:
         raise InputError(f"{text!r} is not a hardware SPEC; it has the form {SPEC_FORM}")
     first, second, name = match.groups()
