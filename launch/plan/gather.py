@@ -103,18 +103,12 @@ def read_inputs(
     With `describes_models` an architecture that no reader knows is described from the model that transformers builds.
     So is every model that brings code: from its own if the job trusts it, else from what transformers has for its type.
     """
-    resolved = read_job_layers(
-        job_path,
-        overrides if not assumes_data else [f"data.train={PYTHON_STDLIB}", *overrides],  # in place of any data
-        config_home=config_home(environment),
-        site_config=site_config(environment),
+    resolved, model, hub_home = read_model(
+        job_path, overrides, only_plans=only_plans, assumes_data=assumes_data, environment=environment
     )
     if assumes_data:
         resolved = replace(resolved, job=replace(resolved.job, data=replace(resolved.job.data, train=())))
     job = resolved.job
-    named_hub_home = resolved.folders.get("huggingface")
-    hub_home = Path(named_hub_home) if named_hub_home else None
-    model = read_model_config(job, cache_home=hub_home, only_plans=only_plans)
     code = read_model_code(job, model, cache_home=hub_home)
     shape = _read_shape(job, model, code, describes_models=describes_models)
     cache = cache_home(environment, configured=resolved.folders.get("cache"))
@@ -139,6 +133,26 @@ def read_inputs(
         partition=found,
         assumes_data=assumes_data,
     )
+
+
+def read_model(
+    job_path: Path | None,
+    overrides: Sequence[str],
+    *,
+    only_plans: bool,
+    assumes_data: bool,
+    environment: Mapping[str, str] = os.environ,
+) -> tuple[ResolvedJob, ModelFiles, Path | None]:
+    """The job, the files of its model, and Hugging Face's home if a config.yaml names one; see `read_inputs`."""
+    resolved = read_job_layers(
+        job_path,
+        overrides if not assumes_data else [f"data.train={PYTHON_STDLIB}", *overrides],  # in place of any data
+        config_home=config_home(environment),
+        site_config=site_config(environment),
+    )
+    named = resolved.folders.get("huggingface")
+    hub_home = Path(named) if named else None
+    return resolved, read_model_config(resolved.job, cache_home=hub_home, only_plans=only_plans), hub_home
 
 
 def _read_nodes(

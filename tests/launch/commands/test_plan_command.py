@@ -251,6 +251,17 @@ def test_a_folder_with_a_config_alone_is_planned_and_not_trained(model: Run, tmp
     assert code == ExitCode.INPUT and "model.safetensors" in err
 
 
+def test_rows_are_no_longer_than_the_positions_of_a_model_unless_stated(model: Run, tmp_path: Path) -> None:
+    config = read_preset("tiny-llama") | {"max_position_embeddings": 1024}
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short" / "config.json").write_text(json.dumps(config))
+    for words, seq_len in ((), 1024), (("--seq-len", "512"), 512), (("train.seq_len=256",), 256):
+        code, out, _ = model("plan", "short", "--hardware", SPECS[0], *words, "--json")
+        assert (code, json.loads(out)["job"]["train"]["seq_len"]) == (ExitCode.DONE, seq_len)
+    code, _, err = model("plan", "short", "--hardware", SPECS[0], "--seq-len", "4096")
+    assert code == ExitCode.INPUT and "1024 positions" in err
+
+
 def test_an_existing_job_file_wins_and_options_apply_over_it(model: Run, tmp_path: Path) -> None:
     write_rows(tmp_path)
     (tmp_path / "qwen2.5-0.5b").write_text(JOB.format(data="rows.txt"))
