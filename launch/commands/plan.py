@@ -30,7 +30,7 @@ from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain.first_screen import first_screen, summary_lines
 from shardwise.trainer.planning.page.content import Page, Section, page_text
-from shardwise.trainer.planning.planner import open_contexts, take_candidate
+from shardwise.trainer.planning.planner import Extent, open_contexts, take_candidate
 from shardwise.trainer.spec.errors import ExitCode, InputError, NothingFitsError
 from shardwise.trainer.spec.job.sections import TrainJob
 from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types, text_part
@@ -335,7 +335,9 @@ def _result_of(spec: str, inputs: PlanInputs, options: PlanOptions) -> Result:
 
 def _plan(inputs: PlanInputs, options: PlanOptions) -> Plan:
     if options.trial is None:
-        plan = plan_inputs(inputs, profile_data(inputs))
+        is_first_screen = options.show is None and not (options.verbose or options.as_json or options.html)
+        extent = Extent.SCREEN if is_first_screen else Extent.WHOLE
+        plan = plan_inputs(inputs, profile_data(inputs), extent=extent)
         if inputs.model_code is None or options.simulate:
             return plan
         from shardwise.launch.plan.dry_run import after_dry_run

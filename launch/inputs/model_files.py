@@ -115,15 +115,18 @@ def read_preset(name: str) -> dict[str, Any]:
     return ({"_name_or_path": model.hub[0]} if model.hub else {}) | model.config
 
 
-def read_model_config(job: Job, *, cache_home: Path | None = None, only_plans: bool = False) -> ModelFiles:
+def read_model_config(
+    job: Job, *, cache_home: Path | None = None, only_plans: bool = False, prefers_table: bool = False
+) -> ModelFiles:
     """The files of the job's model, with headers and counts checked; raises InputError.
 
     `cache_home` replaces the environment's Hugging Face home folder. Small files (config, tokenizer) of a hub id that
-    is not here are downloaded, weights never: see `download_model`. With `only_plans` a folder needs no weights.
+    is not here are downloaded, weights never: see `download_model`. With `only_plans` a folder needs no weights; with
+    `prefers_table` the hub is not contacted for a hub id of the table, so that its tokenizer stays unknown.
     """
     cache = hub_cache(cache_home)
     if job.model.name is not None:
-        files = _from_name(job, cache, only_plans=only_plans)
+        files = _from_name(job, cache, only_plans=only_plans, prefers_table=prefers_table)
     else:
         assert job.model.config is not None, "read_job refuses a job without a model"
         files = _from_config(job, cache)
@@ -155,7 +158,7 @@ def download_model(job: Job, files: ModelFiles, *, cache_home: Path | None = Non
     return read_model_config(job, cache_home=cache_home) if has_weights(folder) else _without_weights(folder)
 
 
-def _from_name(job: Job, cache: Path, *, only_plans: bool) -> ModelFiles:
+def _from_name(job: Job, cache: Path, *, only_plans: bool, prefers_table: bool) -> ModelFiles:
     name = job.model.name
     assert name is not None
     path = _path_of(name, setting="model.name")
@@ -169,7 +172,7 @@ def _from_name(job: Job, cache: Path, *, only_plans: bool) -> ModelFiles:
     if path.exists():
         raise InputError(f"model.name: {name} is a file; name the folder that holds config.json and the weights")
     _refuse_unless_hub_id(name, setting="model.name")
-    return _from_hub(name, job, cache)
+    return _from_hub(name, job, cache, prefers_table=prefers_table)
 
 
 def _from_config(job: Job, cache: Path) -> ModelFiles:
@@ -187,7 +190,7 @@ def _from_config(job: Job, cache: Path) -> ModelFiles:
         try:
             path = _snapshot(name, revision=job.model.revision, cache=cache, setting="model.config")
         except (InputError, EnvironmentFaultError) as error:
-            files = _from_table(name, job, error)
+            files = _instead_of_hub(name, job.model.revision, error)
             return msgspec.structs.replace(
                 files, model_path=None, tokenizer_path=None, repository=None, needs_download=False
             )
@@ -214,16 +217,20 @@ def _from_folder(folder: Path, *, needs_weights: bool = True) -> ModelFiles:
     )
 
 
-def _from_hub(repository: str, job: Job, cache: Path, *, preset: KnownModel | None = None) -> ModelFiles:
+def _from_hub(
+    repository: str, job: Job, cache: Path, *, preset: KnownModel | None = None, prefers_table: bool = False
+) -> ModelFiles:
     revision = job.model.revision
     folder = find_snapshot(repository, revision=revision, cache=cache)
     if folder is None and preset is not None:
         return _to_download(preset, repository, origin=f"preset {preset.name}")
+    if folder is None and prefers_table and (files := _from_table(repository, revision)) is not None:
+        return files
     if folder is None:
         try:
             folder = _download_small(repository, revision=revision, cache=cache, setting="model.name")
         except (InputError, EnvironmentFaultError) as error:
-            return _from_table(repository, job, error)
+            return _instead_of_hub(repository, revision, error)
     elif job.model.tokenizer is None and _own_tokenizer(folder) is None:
         with suppress(EnvironmentFaultError):  # without a network the job uses the local files
             folder = _download_small(repository, revision=revision, cache=cache, setting="model.name")
@@ -240,14 +247,22 @@ def _from_hub(repository: str, job: Job, cache: Path, *, preset: KnownModel | No
     )
 
 
-def _from_table(repository: str, job: Job, error: InputError | EnvironmentFaultError) -> ModelFiles:
+def _instead_of_hub(repository: str, revision: str | None, error: InputError | EnvironmentFaultError) -> ModelFiles:
     """A hub id that could not be read from the hub, as the table has it; raises `error` if it has not."""
-    known = find_known_model(repository)
-    if known is None or job.model.revision is not None:
+    files = _from_table(repository, revision)
+    if files is None:
         raise error
     why = "the hub was not reached" if isinstance(error, EnvironmentFaultError) else str(error).partition(": ")[2]
+    return msgspec.structs.replace(files, note=f"{files.note}: {why}")
+
+
+def _from_table(repository: str, revision: str | None) -> ModelFiles | None:
+    """A hub id as the table has it; None if it has not."""
+    known = find_known_model(repository)
+    if known is None or revision is not None:
+        return None
     licence = f", licence {known.licence}" if known.licence is not None else ""
-    note = f"shape of {repository} from the package's own table ({known.name}{licence}): {why}"
+    note = f"shape of {repository} from the package's own table ({known.name}{licence})"
     return msgspec.structs.replace(
         _to_download(known, repository, origin=f"the package's table of models, {known.name}"), note=note
     )

@@ -32,7 +32,7 @@ from shardwise.launch.job import cache_home, config_home, site_config, state_hom
 from shardwise.launch.job.layers import ResolvedJob, read_job_layers
 from shardwise.launch.plan.calibration_store import read_calibration
 from shardwise.launch.probe.installed import installed_version
-from shardwise.trainer.planning.planner import check_job, make_plan, plan_on_enough_gpus
+from shardwise.trainer.planning.planner import Extent, check_job, make_plan, plan_on_enough_gpus
 from shardwise.trainer.planning.schedule import DEFAULT_STEP_TOKENS, bytes_per_token, estimate_data, is_small
 from shardwise.trainer.planning.tables.gpu_names import as_usual, hardware_from_spec
 from shardwise.trainer.spec.data.profile import DataProfile, PrepareRequest
@@ -152,7 +152,10 @@ def read_model(
     )
     named = resolved.folders.get("huggingface")
     hub_home = Path(named) if named else None
-    return resolved, read_model_config(resolved.job, cache_home=hub_home, only_plans=only_plans), hub_home
+    model = read_model_config(
+        resolved.job, cache_home=hub_home, only_plans=only_plans, prefers_table=only_plans and assumes_data
+    )
+    return resolved, model, hub_home
 
 
 def _read_nodes(
@@ -402,12 +405,13 @@ def plan_inputs(
     *,
     environment: Mapping[str, str] = os.environ,
     trials: tuple[TrialResult, ...] = (),
+    extent: Extent = Extent.WHOLE,
 ) -> Plan:
     """The plan for these inputs."""
     calibration, versions = read_calibration_of(inputs, environment=environment)
     fp8_gain, ignored = _fp8_gain_of(inputs, versions)
 
-    def plan_on(hardware: Hardware) -> Plan:
+    def plan_on(hardware: Hardware, *, extent: Extent) -> Plan:
         return make_plan(
             inputs.resolved.job,
             name=inputs.resolved.name,
@@ -422,9 +426,10 @@ def plan_inputs(
             trials=trials,
             fp8_gain=fp8_gain,
             extension=_extension_of(inputs.resolved.job),
+            extent=extent,
         )
 
-    plan = plan_on_enough_gpus(plan_on, inputs.hardware)
+    plan = plan_on_enough_gpus(plan_on, inputs.hardware, extent=extent)
     refuse_frozen_rows(plan, inputs.model, inputs.resolved.job.data.chat_template)
     code = inputs.model_code
     more = (inputs.model.note, ignored)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,7 @@ from shardwise.trainer.planning.candidates import (
     upper_seconds,
 )
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.planner import context_of, plan_on_enough_gpus, take_candidate
+from shardwise.trainer.planning.planner import Extent, context_of, plan_on_enough_gpus, take_candidate
 from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,
     best_candidate,
@@ -558,7 +559,7 @@ def test_cards_that_make_a_step_slower_or_a_plan_impossible_are_left_out() -> No
     """
 
     def planned(model: str, hardware: Hardware, **facts: Any) -> Plan:
-        return plan_on_enough_gpus(lambda machine: plan_of(model, machine, **facts), hardware)
+        return plan_on_enough_gpus(partial(plan_of, model, **facts), hardware)
 
     idle = planned("1b", machine("4xL4"), method=Method.LORA, tokens_per_step=2048)
     assert (idle.chosen.num_ranks, len(idle.hardware.gpus)) == (1, 1)
@@ -576,6 +577,21 @@ def test_cards_that_make_a_step_slower_or_a_plan_impossible_are_left_out() -> No
     assert reasons == ["4 nothing fits", "2 a step takes longer"]
     with pytest.raises(NothingFitsError, match=r"full training of 70\.6B"):
         planned("70b", short, method=Method.FULL)
+
+
+@pytest.mark.parametrize(("model", "spec"), [*MACHINES, ("70b", "8xH100-SXM5-80GB"), ("70b", "1xRTX-4090")])
+def test_a_part_of_a_plan_is_what_the_whole_plan_has(model: str, spec: str) -> None:
+    try:
+        whole = plan_on_enough_gpus(partial(plan_of, model), machine(spec))
+    except NothingFitsError as error:
+        with pytest.raises(NothingFitsError, match=re.escape(str(error))):
+            plan_on_enough_gpus(partial(plan_of, model), machine(spec), extent=Extent.SCREEN)
+        return
+    of_rules = tuple(rejection for rejection in whole.rejections if rejection.rule is not None)
+    screen = plan_on_enough_gpus(partial(plan_of, model), machine(spec), extent=Extent.SCREEN)
+    assert screen == replace(whole, rejections=of_rules)
+    choice = plan_of(model, screen.hardware, extent=Extent.CHOICE)
+    assert choice == replace(screen, methods=())
 
 
 def test_fewer_cards_are_offered_where_host_ram_is_what_is_missing() -> None:

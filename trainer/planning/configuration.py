@@ -123,7 +123,7 @@ def fp8_recipe_of(precision: Precision, pinned: Fp8Recipe | None) -> Fp8Recipe |
     return pinned or Fp8Recipe.CURRENT
 
 
-_MOST_RESULTS = 256  # of a function; a search needs as many, and a stream of cases no more memory with each
+_MOST_RESULTS = 512  # of a function; a search needs as many, and a stream of cases no more memory with each
 
 _Arguments = ParamSpec("_Arguments")
 _Others = TypeVarTuple("_Others")

@@ -10,9 +10,11 @@
 4. The first candidate is chosen; fallbacks and the table of methods are added.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from enum import StrEnum
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
@@ -40,8 +42,16 @@ from shardwise.trainer.spec.job.sections import Job, Objective
 from shardwise.trainer.spec.messages.extension import Extension, Hook
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.plan import Calibration, Candidate, Fp8Gain, Plan, Schedule, TrialResult
+from shardwise.trainer.spec.plan import Calibration, Candidate, Fp8Gain, Plan, Rejection, Schedule, TrialResult
 from shardwise.trainer.spec.strategy import Attention, LossHead, Method, Precision, Strategy
+
+
+class Extent(StrEnum):
+    """How much of a plan is made."""
+
+    CHOICE = "choice"  # without the table of methods
+    SCREEN = "screen"  # with it; of what the first screen shows nothing is missing
+    WHOLE = "whole"  # with rejections by number and their remedies
 
 
 def make_plan(
@@ -59,8 +69,9 @@ def make_plan(
     trials: tuple[TrialResult, ...] = (),
     fp8_gain: Fp8Gain | None = None,
     extension: Extension | None = None,
+    extent: Extent = Extent.WHOLE,
 ) -> Plan:
-    """The plan of `job` on `hardware`.
+    """The plan of `job` on `hardware`, or the part of it that `extent` names.
 
     InputError if job, model, data and pins are incompatible; NothingFitsError if no strategy fits the machine and the
     limits.
@@ -75,9 +86,12 @@ def make_plan(
         for method in Method
     }
     check_pins(contexts[wanted[0]])
-    taken, rankings = _rank_methods(contexts, wanted, trials)
-    methods = method_rows(contexts, rankings, taken)
+    taken, rankings = _rank_methods(contexts, wanted, trials, extent)
+    if taken is None and extent is Extent.CHOICE:
+        raise NothingFitsError("nothing fits")
+    methods = () if extent is Extent.CHOICE else method_rows(contexts, rankings, taken)
     if taken is None:
+        rankings |= {method: rank(contexts[method], trials) for method in wanted if extent is not Extent.WHOLE}
         method = least_short({method: (contexts[method], rankings[method].smallest.values()) for method in wanted})
         raise nothing_fits(contexts[method], tuple(rankings[method].smallest.values()), methods)
     context, ranking = contexts[taken], rankings[taken]
@@ -93,7 +107,7 @@ def make_plan(
         device_kind=hardware.device_kind,
         schedule=schedule_with(ranking.candidates[0], context, data),
         candidates=_explained(context, ranking.candidates),
-        rejections=with_remedies(context, ranking),
+        rejections=with_remedies(context, ranking) if extent is Extent.WHOLE else _by_rule(ranking),
         methods=methods,
         fallbacks=fallbacks(context, ranking.candidates),
         calibration=calibration,
@@ -106,33 +120,46 @@ def make_plan(
     )
 
 
-def plan_on_enough_gpus(plan_on: Callable[[Hardware], Plan], hardware: Hardware) -> Plan:
+def _by_rule(ranking: Ranking) -> tuple[Rejection, ...]:
+    return tuple(rejection for rejection in ranking.rejections if rejection.rule is not None)
+
+
+class PlanOn(Protocol):
+    """Makes the plan for a machine."""
+
+    def __call__(self, hardware: Hardware, *, extent: Extent) -> Plan: ...
+
+
+def plan_on_enough_gpus(plan_on: PlanOn, hardware: Hardware, *, extent: Extent = Extent.WHOLE) -> Plan:
     """The plan for all GPUs of a machine, or for fewer of one node: where nothing fits all, or fewer are faster.
 
     NothingFitsError, that of all GPUs, if no number of them suffices.
     """
     try:
-        plan = plan_on(hardware)
+        plan = plan_on(hardware, extent=extent)
     except NothingFitsError:
         fitting = next(_plans_on_fewer(plan_on, hardware, "nothing fits"), None)
         if fitting is None:
             raise
         plan = fitting
-    if not _may_be_faster_on_fewer(plan):
-        return plan
-    return min((plan, *_plans_on_fewer(plan_on, plan.hardware, "a step takes longer")), key=_rank_of)
+    fewer = _plans_on_fewer(plan_on, plan.hardware, "a step takes longer", _most_halvings(plan))
+    best = min((plan, *fewer), key=_rank_of)
+    return best if best.hardware == hardware else plan_on(best.hardware, extent=extent)
 
 
-def _may_be_faster_on_fewer(plan: Plan) -> bool:
-    """True if some ranks idle, or if half of the ranks could save more transfers than they compute in addition.
+def _most_halvings(plan: Plan) -> int:
+    """How often half of the ranks could save more transfers than they compute in addition; all where some idle.
 
     They save at most all transfers, and compute twice the tokens in at least 1.5 times the seconds: weights are read
     once for however many tokens. A sharding that the job pins is used on all.
     """
     parts = plan.chosen.speed.parts
     transfers = parts["communication_s"] + parts["offload_s"]
-    idles = plan.schedule.sequences_per_step < plan.hardware.num_devices
-    return idles or (plan.job.pin.sharding is None and transfers > parts["compute_s"] / 2)
+    if plan.schedule.sequences_per_step < plan.hardware.num_devices:
+        return plan.hardware.num_devices
+    if plan.job.pin.sharding is not None or not parts["compute_s"]:
+        return 0
+    return int(math.log(1 + transfers / parts["compute_s"], 1.5))
 
 
 def _rank_of(plan: Plan) -> tuple[int, float]:
@@ -142,10 +169,10 @@ def _rank_of(plan: Plan) -> tuple[int, float]:
     return list(Method).index(chosen.method), seconds / plan.schedule.sequences_per_step
 
 
-def _plans_on_fewer(plan_on: Callable[[Hardware], Plan], hardware: Hardware, why: str) -> Iterator[Plan]:
-    """Plans for half of the GPUs of a node, a quarter, down to one; only those that fit."""
+def _plans_on_fewer(plan_on: PlanOn, hardware: Hardware, why: str, most: int | None = None) -> Iterator[Plan]:
+    """Choices for half of the GPUs of a node, a quarter, down to one, at `most` so many; only those that fit."""
     num_gpus = len(hardware.gpus) // 2 if hardware.num_nodes == 1 else 0
-    while num_gpus:
+    for _ in range(num_gpus.bit_length() if most is None else min(most, num_gpus.bit_length())):
         used = [gpu.index for gpu in hardware.gpus[:num_gpus]]
         unused = ", ".join(str(gpu.index) for gpu in hardware.gpus[num_gpus:])
         fewer = replace(
@@ -155,7 +182,7 @@ def _plans_on_fewer(plan_on: Callable[[Hardware], Plan], hardware: Hardware, why
             excluded=(*hardware.excluded, f"GPU {unused}: with more than {num_gpus} {why}"),
         )
         with suppress(NothingFitsError, InputError):
-            yield plan_on(fewer)
+            yield plan_on(fewer, extent=Extent.CHOICE)
         num_gpus //= 2
 
 
@@ -223,15 +250,24 @@ def with_fp8_gain(context: PlanningContext, gain: Fp8Gain | None) -> PlanningCon
 
 
 def _rank_methods(
-    contexts: Mapping[Method, PlanningContext], wanted: Sequence[Method], trials: Sequence[TrialResult]
+    contexts: Mapping[Method, PlanningContext],
+    wanted: Sequence[Method],
+    trials: Sequence[TrialResult],
+    extent: Extent,
 ) -> tuple[Method | None, dict[Method, Ranking]]:
-    """The first wanted method that runs in time, else the fastest, and a ranking of every method, of some a survey."""
+    """The first wanted method that runs in time, else the fastest, and a ranking of every method, of some a survey.
+
+    For a choice alone, methods after the one that is taken have no ranking.
+    """
+    is_whole = extent is Extent.WHOLE
     taken: Method | None = None
     rankings: dict[Method, Ranking] = {}
     hours: dict[Method, float] = {}
     for method, context in contexts.items():
         is_requested = taken is None and method in wanted
-        rankings[method] = rank(context, trials) if is_requested else survey(context)
+        if extent is Extent.CHOICE and not is_requested:
+            continue
+        rankings[method] = rank(context, trials, is_whole=is_whole) if is_requested else survey(context)
         if is_requested and rankings[method].candidates:
             hours[method] = run_hours(context, rankings[method].candidates[0])
             is_in_time = context.job.limits.hours is not None or hours[method] <= WISHED_HOURS
@@ -239,7 +275,7 @@ def _rank_methods(
     if taken is None and hours:
         taken = min(hours, key=lambda method: hours[method])
     if taken is Method.LORA and Method.QLORA in wanted and _streams(rankings[taken]):
-        rankings[Method.QLORA] = rank(contexts[Method.QLORA], trials)
+        rankings[Method.QLORA] = rank(contexts[Method.QLORA], trials, is_whole=is_whole)
         taken = _without_streaming(contexts, rankings)
     return taken, rankings
 

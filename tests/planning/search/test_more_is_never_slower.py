@@ -6,6 +6,7 @@ cent are allowed, as candidates within one per cent count as equal.
 
 import math
 import random
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,7 @@ from planning_factory import context_for, job_of, machine, plan_of
 
 from shardwise.trainer.planning.candidates import configuration_of, upper_seconds
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.planner import context_of, plan_on_enough_gpus
+from shardwise.trainer.planning.planner import Extent, context_of, plan_on_enough_gpus
 from shardwise.trainer.planning.search.choice import survey
 from shardwise.trainer.planning.search.configurations import SAME_SPEED
 from shardwise.trainer.spec.errors import NothingFitsError
@@ -86,7 +87,7 @@ def surveyed(case: Case) -> float:
 def planned(case: Case) -> float:
     job = job_of(allow=case.allow, method=case.method, **case.job_facts)
     try:
-        plan = plan_on_enough_gpus(lambda hardware: plan_of(case.model, hardware, job=job), case.hardware)
+        plan = plan_on_enough_gpus(partial(plan_of, case.model, job=job), case.hardware, extent=Extent.CHOICE)
     except NothingFitsError:
         return NOTHING
     return seconds_of(context_of(plan), plan.chosen)

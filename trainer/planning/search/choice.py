@@ -57,25 +57,35 @@ class Ranking(Value, frozen=True, kw_only=True):
     smallest: dict[str, Candidate]
 
 
-def rank(context: PlanningContext, trials: Sequence[TrialResult] = ()) -> Ranking:
-    """All strategies for the context's method; `with_remedies` adds the remedies."""
+def rank(context: PlanningContext, trials: Sequence[TrialResult] = (), *, is_whole: bool = True) -> Ranking:
+    """All strategies for the context's method; `with_remedies` adds the remedies.
+
+    Unless it `is_whole`, strategies that do not fit the device are left out, but for the nearest if nothing fits.
+    """
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
     smallest: dict[str, Candidate] = {}
+    refusals = {row.name: refuse(context, row) for row in CATALOGUE}
+    best = {row.name: best_candidate(context, row) for row in CATALOGUE if refusals[row.name] is None}
     for row in CATALOGUE:
-        refusal = refuse(context, row)
+        refusal = refusals[row.name]
         if refusal is not None:
             rejections.append(
                 Rejection(strategy=row.name, reason=refusal.reason, remedy=refusal.instead, rule=refusal.rule)
             )
             continue
-        candidate = best_candidate(context, row) or least_need(context, row)
+        candidate = best[row.name]
+        if candidate is None and not is_whole:
+            continue
+        candidate = candidate or least_need(context, row)
         rejection = _rejection(context, candidate, trials)
         if rejection is None:
             candidates.append(candidate)
         else:
             rejections.append(rejection)
             smallest[row.name] = candidate
+    if not is_whole and not candidates:
+        smallest |= _least_of_all(context, [row for row in CATALOGUE if row.name in best and best[row.name] is None])
     ordered = in_order(context, candidates, trials)
     return Ranking(candidates=ordered, rejections=tuple(rejections), smallest=smallest)
 
