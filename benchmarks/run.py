@@ -71,6 +71,13 @@ def bench_startup() -> list[dict[str, object]]:
         "shardwise plan examples/8x80gb-node.yaml, 8 x H100": [
             *shardwise, "plan", "examples/8x80gb-node.yaml", "--hardware", "8xH100-SXM5-80GB",
         ],
+        "shardwise plan Qwen/Qwen2.5-7B, RTX 4060": [*shardwise, "plan", "Qwen/Qwen2.5-7B", "--hardware", "RTX 4060"],
+        "shardwise plan meta-llama/Llama-3.1-70B, 8 x H100": [
+            *shardwise, "plan", "meta-llama/Llama-3.1-70B", "--hardware", "8xH100-SXM5-80GB",
+        ],
+        "shardwise plan examples/2x24gb-cards.yaml, 2 x RTX 4090": [
+            *shardwise, "plan", "examples/2x24gb-cards.yaml", "--hardware", "2xRTX-4090",
+        ],
     }  # fmt: skip
     seconds = time_in_turn(commands)
     torch = statistics.median(seconds["python -c 'import torch'"])

@@ -590,8 +590,28 @@ def test_a_part_of_a_plan_is_what_the_whole_plan_has(model: str, spec: str) -> N
     of_rules = tuple(rejection for rejection in whole.rejections if rejection.rule is not None)
     screen = plan_on_enough_gpus(partial(plan_of, model), machine(spec), extent=Extent.SCREEN)
     assert screen == replace(whole, rejections=of_rules)
-    choice = plan_of(model, screen.hardware, extent=Extent.CHOICE)
-    assert choice == replace(screen, methods=())
+    assert plan_of(model, screen.hardware, extent=Extent.CHOICE).candidates == screen.candidates[:1]
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "facts"),
+    [
+        ("70b", "8xH100-SXM5-80GB", {}),
+        ("8b", "2xRTX-3090", {"method": None}),
+        ("8b", "4xL4", {"method": None, "tokens_per_step": 4096}),
+        ("1b", "4xL4", {"method": Method.GALORE, "seq_len": 512, "tokens_per_step": 2048}),
+        ("1b", "8xL4", {"method": None, "tokens_per_step": 2048}),
+    ],
+)
+def test_what_cannot_be_faster_on_fewer_cards_is_not_searched_and_changes_nothing(
+    model: str, spec: str, facts: dict[str, Any]
+) -> None:
+    def whole(hardware: Hardware, **_: object) -> Plan:
+        return plan_of(model, hardware, **facts)
+
+    assert plan_on_enough_gpus(whole, machine(spec)) == plan_on_enough_gpus(
+        partial(plan_of, model, **facts), machine(spec)
+    )
 
 
 def test_fewer_cards_are_offered_where_host_ram_is_what_is_missing() -> None:

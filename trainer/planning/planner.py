@@ -45,11 +45,13 @@ from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Calibration, Candidate, Fp8Gain, Plan, Rejection, Schedule, TrialResult
 from shardwise.trainer.spec.strategy import Attention, LossHead, Method, Precision, Strategy
 
+Rank = tuple[int, float]  # of a plan: of its method, the most faithful first, and seconds of a sequence
+
 
 class Extent(StrEnum):
     """How much of a plan is made."""
 
-    CHOICE = "choice"  # without the table of methods
+    CHOICE = "choice"  # the best candidate of the method that is taken
     SCREEN = "screen"  # with it; of what the first screen shows nothing is missing
     WHOLE = "whole"  # with rejections by number and their remedies
 
@@ -70,8 +72,11 @@ def make_plan(
     fp8_gain: Fp8Gain | None = None,
     extension: Extension | None = None,
     extent: Extent = Extent.WHOLE,
+    beats: Rank | None = None,
 ) -> Plan:
     """The plan of `job` on `hardware`, or the part of it that `extent` names.
+
+    A choice that would not come before the rank `beats` may be missing: NothingFitsError.
 
     InputError if job, model, data and pins are incompatible; NothingFitsError if no strategy fits the machine and the
     limits.
@@ -86,10 +91,11 @@ def make_plan(
         for method in Method
     }
     check_pins(contexts[wanted[0]])
-    taken, rankings = _rank_methods(contexts, wanted, trials, extent)
-    if taken is None and extent is Extent.CHOICE:
+    taken, rankings = _rank_methods(contexts, wanted, trials, extent, beats)
+    is_choice = extent is Extent.CHOICE
+    if taken is None and is_choice:
         raise NothingFitsError("nothing fits")
-    methods = () if extent is Extent.CHOICE else method_rows(contexts, rankings, taken)
+    methods = () if is_choice else method_rows(contexts, rankings, taken)
     if taken is None:
         rankings |= {method: rank(contexts[method], trials) for method in wanted if extent is not Extent.WHOLE}
         method = least_short({method: (contexts[method], rankings[method].smallest.values()) for method in wanted})
@@ -109,14 +115,14 @@ def make_plan(
         candidates=_explained(context, ranking.candidates),
         rejections=with_remedies(context, ranking) if extent is Extent.WHOLE else _by_rule(ranking),
         methods=methods,
-        fallbacks=fallbacks(context, ranking.candidates),
+        fallbacks=() if is_choice else fallbacks(context, ranking.candidates),
         calibration=calibration,
         versions=versions,
         trials=trials,
         fp8_gain=fp8_gain,
         extension=extension,
-        warnings=warnings(context, ranking.candidates[0]),
-        notes=notes(context, data, trials, ranking.candidates),
+        warnings=() if is_choice else warnings(context, ranking.candidates[0]),
+        notes=() if is_choice else notes(context, data, trials, ranking.candidates),
     )
 
 
@@ -127,7 +133,7 @@ def _by_rule(ranking: Ranking) -> tuple[Rejection, ...]:
 class PlanOn(Protocol):
     """Makes the plan for a machine."""
 
-    def __call__(self, hardware: Hardware, *, extent: Extent) -> Plan: ...
+    def __call__(self, hardware: Hardware, *, extent: Extent, beats: Rank | None = None) -> Plan: ...
 
 
 def plan_on_enough_gpus(plan_on: PlanOn, hardware: Hardware, *, extent: Extent = Extent.WHOLE) -> Plan:
@@ -142,7 +148,9 @@ def plan_on_enough_gpus(plan_on: PlanOn, hardware: Hardware, *, extent: Extent =
         if fitting is None:
             raise
         plan = fitting
-    fewer = _plans_on_fewer(plan_on, plan.hardware, "a step takes longer", _most_halvings(plan))
+    fewer = _plans_on_fewer(
+        plan_on, plan.hardware, "a step takes longer", most=_most_halvings(plan), beats=_rank_of(plan)
+    )
     best = min((plan, *fewer), key=_rank_of)
     return best if best.hardware == hardware else plan_on(best.hardware, extent=extent)
 
@@ -162,14 +170,16 @@ def _most_halvings(plan: Plan) -> int:
     return int(math.log(1 + transfers / parts["compute_s"], 1.5))
 
 
-def _rank_of(plan: Plan) -> tuple[int, float]:
-    """The method, the most faithful first, and the seconds of a sequence: a default batch follows the ranks."""
+def _rank_of(plan: Plan) -> Rank:
+    """Seconds of a sequence, not of a step: a default batch follows the ranks."""
     context, chosen = context_of(plan), plan.chosen
     seconds = upper_seconds(context, configuration_of(context, chosen), chosen.speed.step_s)
     return list(Method).index(chosen.method), seconds / plan.schedule.sequences_per_step
 
 
-def _plans_on_fewer(plan_on: PlanOn, hardware: Hardware, why: str, most: int | None = None) -> Iterator[Plan]:
+def _plans_on_fewer(
+    plan_on: PlanOn, hardware: Hardware, why: str, *, most: int | None = None, beats: Rank | None = None
+) -> Iterator[Plan]:
     """Choices for half of the GPUs of a node, a quarter, down to one, at `most` so many; only those that fit."""
     num_gpus = len(hardware.gpus) // 2 if hardware.num_nodes == 1 else 0
     for _ in range(num_gpus.bit_length() if most is None else min(most, num_gpus.bit_length())):
@@ -182,7 +192,7 @@ def _plans_on_fewer(plan_on: PlanOn, hardware: Hardware, why: str, most: int | N
             excluded=(*hardware.excluded, f"GPU {unused}: with more than {num_gpus} {why}"),
         )
         with suppress(NothingFitsError, InputError):
-            yield plan_on(fewer, extent=Extent.CHOICE)
+            yield plan_on(fewer, extent=Extent.CHOICE, beats=beats)
         num_gpus //= 2
 
 
@@ -254,20 +264,32 @@ def _rank_methods(
     wanted: Sequence[Method],
     trials: Sequence[TrialResult],
     extent: Extent,
+    beats: Rank | None,
 ) -> tuple[Method | None, dict[Method, Ranking]]:
     """The first wanted method that runs in time, else the fastest, and a ranking of every method, of some a survey.
 
-    For a choice alone, methods after the one that is taken have no ranking.
+    For a choice alone only methods up to the one that is taken have a ranking, and all without trials a survey.
     """
-    is_whole = extent is Extent.WHOLE
+
+    def ranked(method: Method, known_seconds: float = math.inf) -> Ranking:
+        if extent is Extent.CHOICE and not trials:
+            return survey(contexts[method], known_seconds=known_seconds)
+        return rank(contexts[method], trials, is_whole=extent is Extent.WHOLE)
+
     taken: Method | None = None
     rankings: dict[Method, Ranking] = {}
     hours: dict[Method, float] = {}
-    for method, context in contexts.items():
+    for position, (method, context) in enumerate(contexts.items()):
         is_requested = taken is None and method in wanted
         if extent is Extent.CHOICE and not is_requested:
             continue
-        rankings[method] = rank(context, trials, is_whole=is_whole) if is_requested else survey(context)
+        known_seconds = math.inf
+        if beats is not None and not hours:  # a method that is not in time is taken if others are not either
+            if position > beats[0]:
+                break
+            if position == beats[0]:
+                known_seconds = beats[1] * context.schedule.sequences_per_step
+        rankings[method] = ranked(method, known_seconds) if is_requested else survey(context)
         if is_requested and rankings[method].candidates:
             hours[method] = run_hours(context, rankings[method].candidates[0])
             is_in_time = context.job.limits.hours is not None or hours[method] <= WISHED_HOURS
@@ -275,7 +297,7 @@ def _rank_methods(
     if taken is None and hours:
         taken = min(hours, key=lambda method: hours[method])
     if taken is Method.LORA and Method.QLORA in wanted and _streams(rankings[taken]):
-        rankings[Method.QLORA] = rank(contexts[Method.QLORA], trials, is_whole=is_whole)
+        rankings[Method.QLORA] = ranked(Method.QLORA)
         taken = _without_streaming(contexts, rankings)
     return taken, rankings
 

@@ -90,12 +90,15 @@ def rank(context: PlanningContext, trials: Sequence[TrialResult] = (), *, is_who
     return Ranking(candidates=ordered, rejections=tuple(rejections), smallest=smallest)
 
 
-def survey(context: PlanningContext) -> Ranking:
-    """The best strategy for the context's method alone: one strategy of each kind is searched."""
+def survey(context: PlanningContext, *, known_seconds: float = math.inf) -> Ranking:
+    """The best strategy for the context's method alone: one strategy of each kind is searched.
+
+    With `known_seconds` it is empty if none takes at most so long.
+    """
     rows = one_a_kind(CATALOGUE, lambda row: may_run(context, row))
-    best, beyond = best_of(context, rows)
-    if best is not None:
-        return Ranking(candidates=(best,), rejections=(), smallest={})
+    best, beyond = best_of(context, rows, known_seconds=known_seconds)
+    if best is not None or known_seconds < math.inf:
+        return Ranking(candidates=() if best is None else (best,), rejections=(), smallest={})
     nearest = _least_of_all(context, [row for row in rows if row.name not in beyond])
     return Ranking(candidates=(), rejections=(), smallest=beyond | nearest)
 
