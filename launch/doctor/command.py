@@ -48,6 +48,7 @@ from shardwise.launch.run.disk_needs import (
 from shardwise.launch.rundir.paths import output_base
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.start import check_trackers
+from shardwise.trainer.planning.planner import Extent
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
 from shardwise.trainer.spec.plan import Plan
@@ -181,7 +182,7 @@ def check_job(requested: RequestedJob, machine: Machine) -> Iterator[Finding]:
         yield from _unreadable(inputs)
         yield from _checked(lambda: check_trackers(inputs.resolved.job, machine.environment), requested)
         yield from _to_fetch(inputs, requested)
-        plan = plan_inputs(inputs, profile_data(inputs), environment=machine.environment)
+        plan = plan_inputs(inputs, profile_data(inputs), environment=machine.environment, extent=Extent.SCREEN)
     except ShardwiseError as error:
         yield explained(Level.FAULT, str(error), otherwise=f"shardwise plan {requested.path} shows more")
         return

@@ -39,7 +39,7 @@ from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.start import check_trackers
 from shardwise.slurm.jobs import is_login_node, submit_line
-from shardwise.trainer.planning.planner import take_candidate
+from shardwise.trainer.planning.planner import Extent, take_candidate
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import Hardware
@@ -99,7 +99,7 @@ def prepare(options: TrainOptions, console: Console, environment: Mapping[str, s
         inputs = _with_earlier_defaults(inputs, options.run_dir)
     refuse_untrainable(inputs.shape, inputs.model.config_origin)
     # A job that cannot fit is refused before any work.
-    early = plan_inputs(inputs, profile_data(inputs), environment=environment)
+    early = plan_inputs(inputs, profile_data(inputs), environment=environment, extent=Extent.SCREEN)
     _refuse_login_node(options, inputs.hardware)
     check_trackers(inputs.resolved.job, environment)
     inputs = inputs._replace(hardware=check_torch(inputs.hardware, environment))

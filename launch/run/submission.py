@@ -39,6 +39,7 @@ from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain import comparison
 from shardwise.trainer.planning.explain.comparison import NodeCount, counts_to_try, planned
 from shardwise.trainer.planning.page.content import Section
+from shardwise.trainer.planning.planner import Extent
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, NothingFitsError
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.job.sections import NodeNetwork, SlurmJob
@@ -281,7 +282,7 @@ def node_counts_section(inputs: PlanInputs, plan: Plan) -> Section | None:
 def _plan_for(num_nodes: int, inputs: PlanInputs, plan: Plan) -> NodeCount:
     hardware = replace(inputs.hardware, num_nodes=num_nodes)
     try:
-        return planned(num_nodes, plan_inputs(inputs._replace(hardware=hardware), plan.data))
+        return planned(num_nodes, plan_inputs(inputs._replace(hardware=hardware), plan.data, extent=Extent.SCREEN))
     except (NothingFitsError, InputError) as error:
         return NodeCount(num_nodes=num_nodes, reason=str(error).splitlines()[0])
 
