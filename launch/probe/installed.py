@@ -125,7 +125,7 @@ def _installed(folders: tuple[str, ...]) -> dict[str, tuple[str, str]]:
         for entry in entries:
             name, _, rest = entry.partition("-")
             version, _, kind = rest.rpartition(".")
-            if version and kind in ("dist-info", "egg-info") and not name.startswith("~"):  # which pip did not remove
+            if version and kind in ("dist-info", "egg-info") and not name.startswith("~"):  # left over by pip
                 packages.setdefault(_normalized(name), (version.partition("-")[0], f"{folder}/{entry}"))
     return packages
 

@@ -51,9 +51,9 @@ Rank = tuple[int, float]  # of a plan: of its method, the most faithful first, a
 class Extent(StrEnum):
     """How much of a plan is made."""
 
-    CHOICE = "choice"  # the best candidate of the method that is taken
-    SCREEN = "screen"  # with it; of what the first screen shows nothing is missing
-    WHOLE = "whole"  # with rejections by number and their remedies
+    CHOICE = "choice"  # the best candidate of the method that is taken, and nothing about it
+    SCREEN = "screen"  # all that a first screen shows: of the rejections those of rules alone
+    WHOLE = "whole"
 
 
 def make_plan(
