@@ -601,6 +601,7 @@ def test_a_part_of_a_plan_is_what_the_whole_plan_has(model: str, spec: str) -> N
         ("8b", "4xL4", {"method": None, "tokens_per_step": 4096}),
         ("1b", "4xL4", {"method": Method.GALORE, "seq_len": 512, "tokens_per_step": 2048}),
         ("1b", "8xL4", {"method": None, "tokens_per_step": 2048}),
+        ("1b", "8xL4", {"method": None, "hours": None, "seq_len": 512, "tokens_per_step": 2048, "tokens": 600_000_000}),
     ],
 )
 def test_what_cannot_be_faster_on_fewer_cards_is_not_searched_and_changes_nothing(
