@@ -35,7 +35,7 @@ def _print_traceback() -> None:
     traceback.print_exc()
 
 
-def command() -> NoReturn:
+def run_and_exit() -> NoReturn:
     """The process of a command. Without threads to wait for it ends at once: to free every object takes 20 ms."""
     exit_code = main()
     if "threading" not in sys.modules:
@@ -115,4 +115,4 @@ def _fault_text(error: OSError | UnicodeEncodeError) -> str:
 
 
 if __name__ == "__main__":
-    command()
+    run_and_exit()

@@ -290,11 +290,10 @@ def _settings_of_model(model: Path, settings: Sequence[str]) -> list[str]:
     setting = (
         [f"model.name={name}"] if known is None or known.hub else [f"model.config={name}", "model.tokenizer=train"]
     )
-    config = (
-        read_model(None, [*setting, *settings], only_plans=True, assumes_data=True)[1].config
-        if known is None
-        else known.config
-    )
+    if known is None:
+        config = read_model(None, [*setting, *settings], only_plans=True, assumes_data=True)[1].config
+    else:
+        config = known.config
     is_read = text_part(config).get("model_type") in supported_model_types()
     positions = read_model_shape(config).max_positions if is_read else None
     has_short_rows = positions is not None and positions < TrainJob().seq_len

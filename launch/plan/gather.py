@@ -32,7 +32,7 @@ from shardwise.launch.job import cache_home, config_home, site_config, state_hom
 from shardwise.launch.job.layers import ResolvedJob, read_job_layers
 from shardwise.launch.plan.calibration_store import read_calibration
 from shardwise.launch.probe.installed import installed_version
-from shardwise.trainer.planning.planner import Extent, Rank, check_job, make_plan, plan_on_enough_gpus
+from shardwise.trainer.planning.planner import Extent, PlanOrder, check_job, make_plan, plan_on_enough_gpus
 from shardwise.trainer.planning.schedule import DEFAULT_STEP_TOKENS, bytes_per_token, estimate_data, is_small
 from shardwise.trainer.planning.tables.gpu_names import as_usual, hardware_from_spec
 from shardwise.trainer.spec.data.profile import DataProfile, PrepareRequest
@@ -411,7 +411,7 @@ def plan_inputs(
     calibration, versions = read_calibration_of(inputs, environment=environment)
     fp8_gain, ignored = _fp8_gain_of(inputs, versions)
 
-    def plan_on(hardware: Hardware, *, extent: Extent, beats: Rank | None = None) -> Plan:
+    def plan_on(hardware: Hardware, *, extent: Extent, beats: PlanOrder | None = None) -> Plan:
         return make_plan(
             inputs.resolved.job,
             name=inputs.resolved.name,

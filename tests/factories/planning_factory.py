@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
-from shardwise.trainer.planning.planner import Extent, Rank, make_plan, with_fp8_gain
+from shardwise.trainer.planning.planner import Extent, PlanOrder, make_plan, with_fp8_gain
 from shardwise.trainer.planning.schedule import make_schedule
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.spec.data.profile import DataProfile
@@ -135,7 +135,7 @@ def plan_of(
     extension: Extension | None = None,
     transformers: str = "5.17.0",
     extent: Extent = Extent.WHOLE,
-    beats: Rank | None = None,
+    beats: PlanOrder | None = None,
     **job_facts: Any,
 ) -> Plan:
     """The plan of a model on a machine, with everything else as it usually is."""

@@ -77,9 +77,11 @@ def test_a_command_that_does_more_than_print_goes_on_without_its_output(here):
 @pytest.mark.cold
 @pytest.mark.parametrize("before", ["", "import threading; "], ids=["at once", "after its threads"])
 def test_a_process_ends_with_its_whole_output_its_code_and_what_was_registered(here, before):
-    words = f"{before}import atexit; atexit.register(print, 'registered'); from shardwise.launch.cli import command"
+    words = (
+        f"{before}import atexit; atexit.register(print, 'registered'); from shardwise.launch.cli import run_and_exit"
+    )
     for arguments, code in ((["schema"], ExitCode.DONE), (["report", "nowhere"], ExitCode.INPUT)):
-        argv = [sys.executable, "-c", f"{words}; command()", *arguments]
+        argv = [sys.executable, "-c", f"{words}; run_and_exit()", *arguments]
         ended = subprocess.run(argv, capture_output=True, text=True, check=False)
         shown, _, last = ended.stdout.removesuffix("\n").rpartition("registered")
         assert (ended.returncode, last) == (int(code), ""), ended

@@ -45,7 +45,7 @@ from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Calibration, Candidate, Fp8Gain, Plan, Rejection, Schedule, TrialResult
 from shardwise.trainer.spec.strategy import Attention, LossHead, Method, Precision, Strategy
 
-Rank = tuple[int, float]  # of a plan: of its method, the most faithful first, and seconds of a sequence
+PlanOrder = tuple[int, float]  # the method, the most faithful first, and seconds of a sequence
 
 
 class Extent(StrEnum):
@@ -72,11 +72,11 @@ def make_plan(
     fp8_gain: Fp8Gain | None = None,
     extension: Extension | None = None,
     extent: Extent = Extent.WHOLE,
-    beats: Rank | None = None,
+    beats: PlanOrder | None = None,
 ) -> Plan:
     """The plan of `job` on `hardware`, or the part of it that `extent` names.
 
-    A choice that would not come before the rank `beats` may be missing: NothingFitsError.
+    A choice that would not come before a plan of the order `beats` may be missing: NothingFitsError.
 
     InputError if job, model, data and pins are incompatible; NothingFitsError if no strategy fits the machine and the
     limits.
@@ -133,7 +133,7 @@ def _by_rule(ranking: Ranking) -> tuple[Rejection, ...]:
 class PlanOn(Protocol):
     """Makes the plan for a machine."""
 
-    def __call__(self, hardware: Hardware, *, extent: Extent, beats: Rank | None = None) -> Plan: ...
+    def __call__(self, hardware: Hardware, *, extent: Extent, beats: PlanOrder | None = None) -> Plan: ...
 
 
 def plan_on_enough_gpus(plan_on: PlanOn, hardware: Hardware, *, extent: Extent = Extent.WHOLE) -> Plan:
@@ -149,9 +149,9 @@ def plan_on_enough_gpus(plan_on: PlanOn, hardware: Hardware, *, extent: Extent =
             raise
         plan = fitting
     fewer = _plans_on_fewer(
-        plan_on, plan.hardware, "a step takes longer", most=_most_halvings(plan), beats=_rank_of(plan)
+        plan_on, plan.hardware, "a step takes longer", most=_most_halvings(plan), beats=_order_of(plan)
     )
-    best = min((plan, *fewer), key=_rank_of)
+    best = min((plan, *fewer), key=_order_of)
     return best if best.hardware == hardware else plan_on(best.hardware, extent=extent)
 
 
@@ -170,7 +170,7 @@ def _most_halvings(plan: Plan) -> int:
     return int(math.log(1 + transfers / parts["compute_s"], 1.5))
 
 
-def _rank_of(plan: Plan) -> Rank:
+def _order_of(plan: Plan) -> PlanOrder:
     """Seconds of a sequence, not of a step: a default batch follows the ranks."""
     context, chosen = context_of(plan), plan.chosen
     seconds = upper_seconds(context, configuration_of(context, chosen), chosen.speed.step_s)
@@ -178,11 +178,11 @@ def _rank_of(plan: Plan) -> Rank:
 
 
 def _plans_on_fewer(
-    plan_on: PlanOn, hardware: Hardware, why: str, *, most: int | None = None, beats: Rank | None = None
+    plan_on: PlanOn, hardware: Hardware, why: str, *, most: int | None = None, beats: PlanOrder | None = None
 ) -> Iterator[Plan]:
     """Choices for half of the GPUs of a node, a quarter, down to one, at `most` so many; only those that fit."""
-    num_gpus = len(hardware.gpus) // 2 if hardware.num_nodes == 1 else 0
-    for _ in range(num_gpus.bit_length() if most is None else min(most, num_gpus.bit_length())):
+    num_all = len(hardware.gpus) if hardware.num_nodes == 1 else 0
+    for num_gpus in [num_all >> halvings for halvings in range(1, num_all.bit_length())][:most]:
         used = [gpu.index for gpu in hardware.gpus[:num_gpus]]
         unused = ", ".join(str(gpu.index) for gpu in hardware.gpus[num_gpus:])
         fewer = replace(
@@ -193,7 +193,6 @@ def _plans_on_fewer(
         )
         with suppress(NothingFitsError, InputError):
             yield plan_on(fewer, extent=Extent.CHOICE, beats=beats)
-        num_gpus //= 2
 
 
 def take_candidate(plan: Plan, number: int) -> Plan:
@@ -264,7 +263,7 @@ def _rank_methods(
     wanted: Sequence[Method],
     trials: Sequence[TrialResult],
     extent: Extent,
-    beats: Rank | None,
+    beats: PlanOrder | None,
 ) -> tuple[Method | None, dict[Method, Ranking]]:
     """The first wanted method that runs in time, else the fastest, and a ranking of every method, of some a survey.
 

@@ -224,6 +224,15 @@ def test_a_model_and_a_file_are_a_job(model: Run, tmp_path: Path) -> None:
     assert "Qwen2.5-7B".lower() in plan["name"] and plan["hardware"]["gpus"][0]["name"] == "RTX-4060-8GB"
 
 
+def test_without_data_the_hub_is_not_contacted_for_a_model_of_the_table(model: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    for words, is_contacted in ((), False), (("--data", "rows.txt"), True):
+        code, out, _ = model("plan", "Qwen/Qwen2.5-0.5B", *RTX_4060, *words, "--json")
+        notes = " ".join(json.loads(out)["notes"])
+        assert code == ExitCode.DONE and "package's own table (qwen2.5-0.5b" in notes
+        assert ("the hub was not reached" in notes) is is_contacted
+
+
 def test_without_data_the_assumption_is_a_note(model: Run) -> None:
     code, out, _ = model("plan", "qwen2.5-0.5b", *RTX_4060, "--json")
     plan = json.loads(out)

@@ -28,6 +28,11 @@ def test_a_name_is_found_in_any_spelling_as_an_import_finds_it(tmp_path: Path, m
     os.utime(tmp_path / "first" / "Some_Package-1.0+cu130.dist-info", ns=(1, 10**18))
     assert installed_ns("some-package") == 10**18
     assert installed_ns("missing-here") is None and installed_version("missing-here") is None
+    for name in ("Old-1.5-py3.11.egg-info", "~ip-9.0.dist-info", "unversioned.egg-info"):
+        (tmp_path / "third" / name).mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path / "third")
+    assert installed_version("old") == "1.5", "what follows it is the version of Python"
+    assert installed_version("~ip") is None and installed_version("unversioned") is None, "left over by pip; no version"
 
 
 @pytest.mark.cold

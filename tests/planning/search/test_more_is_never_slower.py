@@ -87,7 +87,7 @@ def surveyed(case: Case) -> float:
 def planned(case: Case) -> float:
     job = job_of(allow=case.allow, method=case.method, **case.job_facts)
     try:
-        plan = plan_on_enough_gpus(partial(plan_of, case.model, job=job), case.hardware, extent=Extent.CHOICE)
+        plan = plan_on_enough_gpus(partial(plan_of, case.model, job=job), case.hardware, extent=Extent.SCREEN)
     except NothingFitsError:
         return NOTHING
     return seconds_of(context_of(plan), plan.chosen)

@@ -65,17 +65,17 @@ def rank(context: PlanningContext, trials: Sequence[TrialResult] = (), *, is_who
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
     smallest: dict[str, Candidate] = {}
-    refusals = {row.name: refuse(context, row) for row in CATALOGUE}
-    best = {row.name: best_candidate(context, row) for row in CATALOGUE if refusals[row.name] is None}
+    unfit: list[Strategy] = []  # without the smallest configuration
     for row in CATALOGUE:
-        refusal = refusals[row.name]
+        refusal = refuse(context, row)
         if refusal is not None:
             rejections.append(
                 Rejection(strategy=row.name, reason=refusal.reason, remedy=refusal.instead, rule=refusal.rule)
             )
             continue
-        candidate = best[row.name]
+        candidate = best_candidate(context, row)
         if candidate is None and not is_whole:
+            unfit.append(row)
             continue
         candidate = candidate or least_need(context, row)
         rejection = _rejection(context, candidate, trials)
@@ -84,8 +84,8 @@ def rank(context: PlanningContext, trials: Sequence[TrialResult] = (), *, is_who
         else:
             rejections.append(rejection)
             smallest[row.name] = candidate
-    if not is_whole and not candidates:
-        smallest |= _least_of_all(context, [row for row in CATALOGUE if row.name in best and best[row.name] is None])
+    if unfit and not candidates:
+        smallest |= _least_of_all(context, unfit)
     ordered = in_order(context, candidates, trials)
     return Ranking(candidates=ordered, rejections=tuple(rejections), smallest=smallest)
 
