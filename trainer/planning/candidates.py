@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from shardwise.trainer.planning.calibrate import corrected_memory, corrected_speed
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.memory import estimate_memory, held_bytes, host_need, least_bytes, needed_bytes
+from shardwise.trainer.planning.memory import estimate_memory, host_need, least_bytes, needed_bytes, state_need
 from shardwise.trainer.planning.schedule import longest_width, mean_width, row_policy
 from shardwise.trainer.planning.speed.step import compile_seconds, estimate_speed, evaluation_seconds, step_seconds
 from shardwise.trainer.spec.engines import Offload
@@ -104,15 +104,15 @@ _RETAINED = attrgetter("checkpointing", "compile", "fused_kernels", "activation_
 
 
 def never_fits(context: PlanningContext, configuration: Configuration) -> bool:
-    """True if the bytes between steps alone exceed the device."""
-    return state_bytes(context, configuration) > context.device.usable_bytes
+    """True if a step exceeds the device even without activations."""
+    return least_step_need(context, configuration) > context.device.usable_bytes
 
 
-def state_bytes(context: PlanningContext, configuration: Configuration) -> int:
-    """Bytes between steps, a lower bound of `predicted_need`; 0 if runs correct it."""
+def least_step_need(context: PlanningContext, configuration: Configuration) -> int:
+    """A lower bound of `predicted_need`, without activations; 0 if runs correct it."""
     if _is_corrected(context, configuration):
         return 0
-    return held_bytes(context.shape, configuration, context.device)
+    return state_need(context.shape, configuration, context.device)
 
 
 def _is_corrected(context: PlanningContext, configuration: Configuration) -> bool:

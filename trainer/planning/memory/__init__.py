@@ -31,7 +31,13 @@ from msgspec.structs import replace
 from shardwise.trainer.planning.configuration import Configuration, once
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.activations import block_activations, head_memory
-from shardwise.trainer.planning.memory.events import StepMemory, resident_bytes, step_events
+from shardwise.trainer.planning.memory.events import (
+    StateMemory,
+    StepMemory,
+    optimizer_step,
+    resident_bytes,
+    step_events,
+)
 from shardwise.trainer.planning.memory.precision_policy import PrecisionPolicy, dims_of, policy_of
 from shardwise.trainer.planning.memory.sharding import accumulated_gradients, sharding_memory
 from shardwise.trainer.planning.memory.states import HostMemory, States, host_memory, states_of
@@ -175,9 +181,21 @@ def least_bytes(shape: ModelShape, start: Configuration, device: Device) -> Call
     return least
 
 
-def held_bytes(shape: ModelShape, configuration: Configuration, device: Device) -> int:
-    """States on the device between steps; they do not depend on micro batch, recomputation or loss head."""
-    return _held(states_of(configuration, device, dims_of(shape)))
+def state_need(shape: ModelShape, configuration: Configuration, device: Device) -> int:
+    """A lower bound of `needed_bytes` for every micro batch, recomputation and loss head.
+
+    It counts a backward without activations, and the update after it.
+    """
+    dims = dims_of(shape)
+    policy = policy_of(configuration, device, dims)
+    states, sharding = states_of(configuration, device, dims), sharding_memory(configuration, policy, dims)
+    alive = _held(states) + sharding.buffers + sharding.buffers_backward + sharding.gathered_top
+    backward = least_needed(alive, policy, device, configuration.num_ranks, OVERHEADS)
+    if policy.updates_in_backward:
+        return backward
+    step = StateMemory(configuration=configuration, policy=policy, dims=dims, states=states, sharding=sharding)
+    update = sum(optimizer_step(step, resident_bytes(step)).values())
+    return max(backward, least_needed(update, policy, device, configuration.num_ranks, OVERHEADS, is_update=True))
 
 
 def _held(states: States) -> int:
@@ -277,11 +295,20 @@ def needed(held: StepBytes, table: OverheadTable) -> int:
     return round(inside) + _outside_bytes(held.device, held.num_ranks, table)
 
 
-def least_needed(num_bytes: int, policy: PrecisionPolicy, device: Device, num_ranks: int, table: OverheadTable) -> int:
-    """A lower bound of `needed` when `num_bytes` are alive in a forward or a backward."""
+def least_needed(
+    num_bytes: int,
+    policy: PrecisionPolicy,
+    device: Device,
+    num_ranks: int,
+    table: OverheadTable,
+    *,
+    is_update: bool = False,
+) -> int:
+    """A lower bound of `needed` when `num_bytes` are alive in a forward or a backward, or in the update after it."""
     if not policy.is_cuda:
         return num_bytes + round(table.cpu_margin.likely * num_bytes) + _context_bytes(device, table)
-    return int((1 + table.margin.likely) * num_bytes) + _outside_bytes(device, num_ranks, table)
+    margin = table.step_margin if is_update else table.margin
+    return int((1 + margin.likely) * num_bytes) + _outside_bytes(device, num_ranks, table)
 
 
 def _context_bytes(device: Device, table: OverheadTable) -> int:

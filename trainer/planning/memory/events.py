@@ -44,16 +44,21 @@ from shardwise.trainer.spec.value import Value
 Event = dict[str, int]
 
 
-class StepMemory(Value, frozen=True, kw_only=True):
-    """The parts that the events of a step consist of."""
+class StateMemory(Value, frozen=True, kw_only=True):
+    """The parts of a step's memory that do not depend on the micro batch, the recomputation or the loss head."""
 
     configuration: Configuration
     policy: PrecisionPolicy
     dims: Dims
     states: States
+    sharding: ShardingMemory
+
+
+class StepMemory(StateMemory, frozen=True, kw_only=True):
+    """The parts that the events of a step consist of."""
+
     blocks: BlockActivations
     head: HeadMemory
-    sharding: ShardingMemory
 
     @property
     def waits_for_last_micro_batch(self) -> bool:
@@ -205,11 +210,11 @@ def step_events(step: StepMemory, resident: Event) -> dict[str, Event]:
         "gradients_complete": _gradients_complete(step, backward),
     }
     if not step.policy.updates_in_backward:
-        events["optimizer_step"] = _optimizer_step(step, resident)
+        events["optimizer_step"] = optimizer_step(step, resident)
     return events
 
 
-def resident_bytes(step: StepMemory) -> Event:
+def resident_bytes(step: StateMemory) -> Event:
     """Bytes on the device between steps."""
     states, sharding, policy = step.states, step.sharding, step.policy
     event = {
@@ -428,7 +433,8 @@ def _gradients_complete(step: StepMemory, backward: Event) -> Event:
     return {**with_gathered(event, step.sharding.gathered_end), **gradients_at_end(step, backward)}
 
 
-def _optimizer_step(step: StepMemory, resident: Event) -> Event:
+def optimizer_step(step: StateMemory, resident: Event) -> Event:
+    """States, gradients and temporaries while the optimizer updates the weights after the backward."""
     policy, states = step.policy, step.states
     event = {**resident, "gradients": states.gradients, "optimizer_temporaries": states.optimizer_temporaries}
     if policy.uses_deepspeed and states.master_weights:

@@ -22,7 +22,6 @@ from shardwise.trainer.planning.candidates import (
     configuration_of,
     excess,
     run_totals,
-    state_bytes,
     upper_seconds,
 )
 from shardwise.trainer.planning.configuration import Configuration
@@ -35,6 +34,7 @@ from shardwise.trainer.planning.search.configurations import (
     bounded_starts,
     least_need,
     starts_of,
+    strategy_need,
     with_larger_buckets,
 )
 from shardwise.trainer.planning.search.fallbacks import remedy_for
@@ -106,9 +106,7 @@ def survey(context: PlanningContext, *, known_seconds: float = math.inf) -> Rank
 def _least_of_all(context: PlanningContext, rows: Iterable[Strategy]) -> dict[str, Candidate]:
     """The `least_need` of all, by the name of its strategy: those whose state alone needs more are not searched."""
     found: Candidate | None = None
-    for num_bytes, row in sorted(
-        ((state_bytes(context, next(starts_of(context, row))), row) for row in rows), key=itemgetter(0)
-    ):
+    for num_bytes, row in sorted(((strategy_need(context, row), row) for row in rows), key=itemgetter(0)):
         if found is not None and num_bytes >= found.memory.need_bytes:
             break
         candidate = least_need(context, row)
@@ -127,7 +125,8 @@ def best_of(
     """The first candidate by `in_order`, and those found before it that fit the device but not the other budgets.
 
     By branch and bound: a strategy that cannot come within one per cent of the best so far, or of `known_seconds`,
-    is not searched. The sooner a good one is found the less is searched, so those of the `likely` layout come first.
+    is not searched, nor one that is no faster than a simpler one. The sooner a good one is found the less is searched,
+    so those of the `likely` layout come first.
     """
     bounded = []
     for row in rows:
@@ -137,10 +136,11 @@ def best_of(
             bounded.append((fastest.seconds * factor - once, row, chain((fastest,), starts), factor, once))
     found: dict[str, tuple[Configuration, Candidate]] = {}
     beyond: dict[str, Candidate] = {}
+    simpler: list[tuple[float, tuple[bool, int, bool]]] = []
     best = known_seconds
     for bound, row, starts, factor, once in sorted(bounded, key=lambda entry: (entry[1].layout != likely, entry[0])):
-        longest = (1 + SAME_SPEED) * best
-        if bound > longest:
+        longest, machinery = (1 + SAME_SPEED) * best, _machinery(row, is_exact=row.is_exact)
+        if bound > longest or any(seconds <= bound and its < machinery for seconds, its in simpler):
             continue
         configuration = best_configuration(context, starts, (longest + once) / factor)
         if configuration is None:
@@ -150,7 +150,9 @@ def best_of(
             beyond[row.name] = candidate
             continue
         found[row.name] = configuration, candidate
-        best = min(best, seconds_of(context, candidate))
+        seconds = seconds_of(context, candidate)
+        simpler.append((seconds, _machinery(row, is_exact=candidate.is_exact)))
+        best = min(best, seconds)
     if not found:
         return None, beyond
     first = in_order(context, [candidate for _, candidate in found.values()])[0]
@@ -198,7 +200,7 @@ def in_order(
             for (its_kind, its_seconds), candidate in left
             if its_kind is is_predicted and its_seconds <= (1 + SAME_SPEED) * seconds
         ]
-        ordered += sorted(peers, key=_machinery)
+        ordered += sorted(peers, key=_simplicity)
         left = left[len(peers) :]
     return tuple(ordered)
 
@@ -211,15 +213,14 @@ def seconds_of(context: PlanningContext, candidate: Candidate) -> float:
 _POSITIONS = {row.name: position for position, row in enumerate(CATALOGUE)}
 
 
-def _machinery(candidate: Candidate) -> tuple[bool, int, bool, int, int]:
+def _simplicity(candidate: Candidate) -> tuple[tuple[bool, int, bool], int, int]:
     row = candidate.strategy
-    return (
-        not candidate.is_exact,
-        LAYOUTS.index(row.layout),
-        row.optimizer.facts.is_paged,
-        candidate.memory.need_bytes,
-        _POSITIONS[row.name],
-    )
+    return _machinery(row, is_exact=candidate.is_exact), candidate.memory.need_bytes, _POSITIONS[row.name]
+
+
+def _machinery(row: Strategy, *, is_exact: bool) -> tuple[bool, int, bool]:
+    """The simpler, the smaller."""
+    return not is_exact, LAYOUTS.index(row.layout), row.optimizer.facts.is_paged
 
 
 def one_a_kind(rows: Sequence[Strategy], is_taken: Callable[[Strategy], bool] = lambda _: True) -> tuple[Strategy, ...]:

@@ -27,6 +27,7 @@ from shardwise.trainer.planning.candidates import (
     candidate_of,
     exceeds_host,
     least_needy,
+    least_step_need,
     need_floor,
     never_fits,
     predicted_need,
@@ -321,6 +322,10 @@ def first_configuration(
     )
 
 
+def _first(context: PlanningContext, strategy: Strategy) -> Configuration:
+    return first_configuration(context, strategy, checkpointing=checkpointings(context)[0], loss=losses(context)[0])
+
+
 SAME_SPEED = 0.01  # predictions that differ by less are one
 
 
@@ -345,14 +350,14 @@ _WITHOUT_LOSS, _KIND = attrgetter(*_BUT_LOSS), attrgetter(*_BUT_LOSS, "loss")
 
 
 def bounded_starts(context: PlanningContext, strategy: Strategy) -> Iterator[Bounded]:
-    """All starts of a strategy, the lowest bound first; none if its state alone exceeds the device.
+    """The starts of a strategy, the lowest bound first, but for those that exceed the device without activations.
 
     A start is bounded when its turn comes. Until then its bound is that of the same start without recomputation and
     with its activations on the device, which is no slower and predicted with no larger error.
     """
-    starts = tuple(starts_of(context, strategy))
-    if never_fits(context, starts[0]):  # it has the least state
+    if strategy_need(context, strategy) > context.device.usable_bytes:
         return
+    starts = _possible_starts(context, strategy)
     bounds: dict[object, tuple[float, int]] = {}
     waiting: list[tuple[float, int, bool]] = []
     for index, start in enumerate(starts):
@@ -375,6 +380,27 @@ def bounded_starts(context: PlanningContext, strategy: Strategy) -> Iterator[Bou
         # The first of a kind has the larger slices of logits: with smaller ones it is no faster.
         yield Bounded(least, None if kind in yielded else micro_batch, start)
         yielded.add(kind)
+
+
+def _possible_starts(context: PlanningContext, strategy: Strategy) -> list[Configuration]:
+    possible: dict[object, bool] = {}
+    starts = []
+    for start in starts_of(context, strategy):
+        state = start.optimizer_in_backward, start.shard_group
+        if state not in possible:
+            possible[state] = not never_fits(context, start)
+        if possible[state]:
+            starts.append(start)
+    return starts
+
+
+def strategy_need(context: PlanningContext, strategy: Strategy) -> int:
+    """A lower bound of what any configuration of a strategy needs: that of the largest group, without activations."""
+    first = _first(context, strategy)
+    return min(
+        least_step_need(context, replace(first, optimizer_in_backward=inside))
+        for inside in optimizers_in_backward(context, first)
+    )
 
 
 def best_candidate(context: PlanningContext, strategy: Strategy) -> Candidate | None:
@@ -403,8 +429,8 @@ def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 def can_fit(context: PlanningContext, strategy: Strategy) -> bool:
     """True if any configuration of a strategy fits the device."""
-    first = next(starts_of(context, strategy))
-    return not never_fits(context, first) and least_need(context, strategy).memory.fits
+    could_fit = strategy_need(context, strategy) <= context.device.usable_bytes
+    return could_fit and least_need(context, strategy).memory.fits
 
 
 def best_configuration(
@@ -509,19 +535,19 @@ def sizes_of(context: PlanningContext, start: Configuration) -> tuple[int, ...]:
 
 def starts_of(context: PlanningContext, strategy: Strategy) -> Iterator[Configuration]:
     """Each choice of the settings, at the smallest micro batch and buffers."""
-    kinds, heads = checkpointings(context), losses(context)
-    first = first_configuration(context, strategy, checkpointing=kinds[0], loss=heads[0])
+    kinds, heads, first = checkpointings(context), losses(context), _first(context, strategy)
+    in_backward = optimizers_in_backward(context, first)
     fused = {kind: fuses_kernels(context, replace(first, checkpointing=kind)) for kind in kinds}
     settings = product(
         kinds,
         ((loss, tokens) for loss in heads for tokens in chunk_sizes(context.shape, loss)),
         compiles(context),
         activation_offloads(context),
-        optimizers_in_backward(context, first),
-        _possible_groups(context, first),
+        in_backward,
+        _possible_groups(context, first, in_backward),
     )
     every = {kind: every_n(context, kind) for kind in kinds}
-    for checkpointing, (loss, tokens), is_compiled, offloads, in_backward, group in settings:
+    for checkpointing, (loss, tokens), is_compiled, offloads, is_inside, group in settings:
         yield replace(
             first,
             checkpointing=checkpointing,
@@ -531,7 +557,7 @@ def starts_of(context: PlanningContext, strategy: Strategy) -> Iterator[Configur
             compile=is_compiled,
             fused_kernels=fused[checkpointing],
             activation_offload=offloads,
-            optimizer_in_backward=in_backward,
+            optimizer_in_backward=is_inside,
             shard_group=group,
         )
 
@@ -539,11 +565,16 @@ def starts_of(context: PlanningContext, strategy: Strategy) -> Iterator[Configur
 MOST_GROUPS = 8  # times the smallest group that is possible: a larger one saves less than an eighth of that one's state
 
 
-def _possible_groups(context: PlanningContext, first: Configuration) -> tuple[int | None, ...]:
-    """The largest group, and the smallest whose state fits the device between two steps with those that follow."""
+def _possible_groups(
+    context: PlanningContext, first: Configuration, in_backward: Sequence[bool]
+) -> tuple[int | None, ...]:
+    """The largest group, and the smallest whose state fits the device with those that follow."""
     largest, *groups = shard_groups(context, first.strategy)
+    updates = [replace(first, optimizer_in_backward=is_inside) for is_inside in in_backward]
     possible = [
-        group for group in groups if group is not None and not never_fits(context, replace(first, shard_group=group))
+        group
+        for group in groups
+        if group is not None and not all(never_fits(context, replace(each, shard_group=group)) for each in updates)
     ]
     return (largest, *(group for group in possible if group <= MOST_GROUPS * possible[-1]))
 

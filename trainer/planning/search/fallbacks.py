@@ -21,7 +21,6 @@ from shardwise.trainer.planning.candidates import (
     excess,
     run_cost,
     run_hours,
-    state_bytes,
     whole_gib,
     with_micro_batch,
 )
@@ -37,7 +36,7 @@ from shardwise.trainer.planning.search.configurations import (
     least_need,
     shard_groups,
     smallest_buckets,
-    starts_of,
+    strategy_need,
 )
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.errors import NothingFitsError
@@ -62,7 +61,7 @@ def fallbacks(context: PlanningContext, candidates: Sequence[Candidate]) -> tupl
     for other in candidates[1:]:
         layouts = {link.strategy.layout for link in chain}
         if _keeps_the_update(other, candidates[0]) and other.strategy.layout not in layouts:
-            if state_bytes(context, next(starts_of(context, other.strategy))) > chain[-1].memory.need_bytes:
+            if strategy_need(context, other.strategy) > chain[-1].memory.need_bytes:
                 continue
             smallest = least_need(context, other.strategy)
             if _is_lower(smallest, chain[-1]) and excess(context, smallest) is None:

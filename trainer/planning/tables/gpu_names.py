@@ -366,10 +366,14 @@ def _rows_called(text: str) -> tuple[GpuSpec, ...]:
     return own or tuple(row for row in GPU_SPECS.values() if wanted in map(_bare, row.smi_names))
 
 
+_PUNCTUATION = bytes(code for code in range(128) if not chr(code).isalnum())
+
+
 @cache
 def _bare(text: str) -> str:
     """The name without vendor, case and punctuation: the same for `NVIDIA GH200 480GB` and `nvidia_gh200_480gb`."""
-    return re.sub(r"^(nvidia|tesla)+", "", re.sub(r"[^a-z0-9]", "", text.lower()))
+    bare = text.lower().encode("ascii", "ignore").translate(None, _PUNCTUATION).decode()
+    return bare.removeprefix("nvidia").removeprefix("tesla")
 
 
 @cache
