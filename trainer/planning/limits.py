@@ -36,6 +36,7 @@ from shardwise.trainer.planning.search.configurations import (
     checkpointings,
     chunk_sizes,
     first_configuration,
+    first_start,
     losses,
     micro_batches,
 )
@@ -239,7 +240,7 @@ def _may_fit(context: PlanningContext) -> bool:
 
 
 def _smallest_start(context: PlanningContext, row: Strategy) -> Configuration:
-    start = first_configuration(context, row, checkpointing=checkpointings(context)[0], loss=losses(context)[0])
+    start = first_start(context, row)
     return replace(
         start,
         activation_offload=activation_offloads(context)[-1],

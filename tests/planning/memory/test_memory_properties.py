@@ -15,7 +15,6 @@ from shardwise.trainer.planning.memory.events import resident_bytes, step_events
 from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.memory.states import LEAST_8BIT_ELEMENTS, States, model_states
 from shardwise.trainer.spec.engines import Offload, Sharding
-from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.optimizers import Optimizer
@@ -252,15 +251,6 @@ def test_the_need_without_activations_is_the_same_in_every_start_and_at_every_si
             accumulation=accumulation,
         )
         assert state_need(shape, other, device) == without <= needed_bytes(shape, other, device)
-
-
-@given(SHAPES, configurations_of(), DEVICES)
-def test_the_need_without_activations_is_that_of_the_update_where_it_is_the_worst_event(
-    shape: ModelShape, chosen: Configuration, device: Device
-) -> None:
-    estimate = estimate_memory(shape, chosen, device)
-    if estimate.peak_event == "optimizer_step" and device.kind is DeviceKind.CPU:
-        assert state_need(shape, chosen, device) == estimate.need_bytes
 
 
 @given(SHAPES, configurations_of(), DEVICES)

@@ -23,9 +23,11 @@ from shardwise.trainer.planning.search.configurations import (
     bounded_starts,
     least_need,
     starts_of,
+    strategy_need,
 )
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import BatchWidth
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.plan import Candidate
 from shardwise.trainer.spec.strategy import Method, Strategy
@@ -122,6 +124,16 @@ def test_a_row_that_is_slower_than_what_is_known_is_not_taken() -> None:
     seconds = seconds_of(context, best)
     assert best_of(context, rows_of(context), known_seconds=seconds)[0] == best
     assert best_of(context, rows_of(context), known_seconds=seconds / (1 + 3 * SAME_SPEED))[0] is None
+
+
+@pytest.mark.parametrize("sharding", [Sharding.ZERO1, Sharding.ZERO2])
+def test_the_update_alone_tells_what_a_strategy_needs_at_least(sharding: Sharding) -> None:
+    """DeepSpeed copies the gradients of a rank's partition to fp32 for it."""
+    context = context_for("8b", "2xRTX-3090", method=Method.FULL)
+    row = next(row for row in rows_of(context) if row.sharding is sharding and row.offload is Offload.NONE)
+    least = least_need(context, row)
+    assert least.memory.peak_event == "optimizer_step"
+    assert 0 <= least.memory.need_bytes - strategy_need(context, row) <= 1, "rounded"
 
 
 @pytest.mark.parametrize("method", [Method.FULL, Method.QLORA])

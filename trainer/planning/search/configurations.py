@@ -322,7 +322,8 @@ def first_configuration(
     )
 
 
-def _first(context: PlanningContext, strategy: Strategy) -> Configuration:
+def first_start(context: PlanningContext, strategy: Strategy) -> Configuration:
+    """The first of the `starts_of` a strategy, but with fused kernels only if the job pins them."""
     return first_configuration(context, strategy, checkpointing=checkpointings(context)[0], loss=losses(context)[0])
 
 
@@ -355,8 +356,6 @@ def bounded_starts(context: PlanningContext, strategy: Strategy) -> Iterator[Bou
     A start is bounded when its turn comes. Until then its bound is that of the same start without recomputation and
     with its activations on the device, which is no slower and predicted with no larger error.
     """
-    if strategy_need(context, strategy) > context.device.usable_bytes:
-        return
     starts = _possible_starts(context, strategy)
     bounds: dict[object, tuple[float, int]] = {}
     waiting: list[tuple[float, int, bool]] = []
@@ -396,7 +395,7 @@ def _possible_starts(context: PlanningContext, strategy: Strategy) -> list[Confi
 
 def strategy_need(context: PlanningContext, strategy: Strategy) -> int:
     """A lower bound of what any configuration of a strategy needs: that of the largest group, without activations."""
-    first = _first(context, strategy)
+    first = first_start(context, strategy)
     return min(
         least_step_need(context, replace(first, optimizer_in_backward=inside))
         for inside in optimizers_in_backward(context, first)
@@ -535,7 +534,7 @@ def sizes_of(context: PlanningContext, start: Configuration) -> tuple[int, ...]:
 
 def starts_of(context: PlanningContext, strategy: Strategy) -> Iterator[Configuration]:
     """Each choice of the settings, at the smallest micro batch and buffers."""
-    kinds, heads, first = checkpointings(context), losses(context), _first(context, strategy)
+    kinds, heads, first = checkpointings(context), losses(context), first_start(context, strategy)
     in_backward = optimizers_in_backward(context, first)
     fused = {kind: fuses_kernels(context, replace(first, checkpointing=kind)) for kind in kinds}
     settings = product(
