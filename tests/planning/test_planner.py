@@ -665,6 +665,27 @@ def test_what_a_trial_measured_ranks_before_what_was_predicted() -> None:
     assert plan_of("tiny", "2xCPU", trials=(trial,)).chosen.strategy == last.strategy
 
 
+def test_the_faster_of_two_trials_is_chosen_however_little_it_is() -> None:
+    """Predictions that differ by less than one per cent are one, measurements are not."""
+    first, second = plan_of("tiny", "1xCPU").candidates[:2]
+
+    def chosen(step_s: float) -> str:
+        trials = [
+            TrialResult(
+                strategy=candidate.strategy.name,
+                micro_batch=candidate.micro_batch,
+                step_s=seconds,
+                peak_allocated_bytes=None,
+            )
+            for candidate, seconds in ((first, 1.0), (second, step_s))
+        ]
+        return plan_of("tiny", "1xCPU", trials=tuple(trials)).chosen.strategy.name
+
+    assert chosen(0.999) == second.strategy.name
+    assert chosen(1.001) == first.strategy.name
+    assert chosen(1.0) == first.strategy.name
+
+
 def test_what_ran_out_of_memory_in_a_trial_is_rejected() -> None:
     first = plan_of("tiny", "2xCPU").chosen
     trial = TrialResult(

@@ -185,7 +185,7 @@ def with_remedies(context: PlanningContext, ranking: Ranking) -> tuple[Rejection
 def in_order(
     context: PlanningContext, candidates: Iterable[Candidate], trials: Sequence[TrialResult] = ()
 ) -> tuple[Candidate, ...]:
-    """Best first."""
+    """Best first: those that a trial measured by that time, the others by the predicted one."""
 
     def rank_of(candidate: Candidate) -> tuple[bool, float]:
         measured = [trial.step_s for trial in _trials_of(candidate, trials) if trial.step_s is not None]
@@ -195,10 +195,11 @@ def in_order(
     ordered: list[Candidate] = []
     while left:
         (is_predicted, seconds), _ = left[0]
+        longest = (1 + SAME_SPEED) * seconds if is_predicted else seconds
         peers = [
             candidate
             for (its_kind, its_seconds), candidate in left
-            if its_kind is is_predicted and its_seconds <= (1 + SAME_SPEED) * seconds
+            if its_kind is is_predicted and its_seconds <= longest
         ]
         ordered += sorted(peers, key=_simplicity)
         left = left[len(peers) :]
