@@ -165,6 +165,11 @@ def start_up_seconds(context: PlanningContext, configuration: Configuration) -> 
     return compile_seconds(context.shape, is_padded=is_padded)
 
 
+def start_up_share(context: PlanningContext, configuration: Configuration) -> float:
+    """The `start_up_seconds` of one step of the run."""
+    return start_up_seconds(context, configuration) / context.schedule.num_steps
+
+
 # Relative errors of a predicted time, as far as they depend on the configuration: nine in ten published runs are within
 # those that were compared with any (docs/accuracy.md; tests/planning/test_accuracy.py has the rows of each).
 COMPARED_ERROR = 0.10  # FSDP2 and one GPU: 176 rows; torch.compile: 14
@@ -197,8 +202,8 @@ def upper_seconds(context: PlanningContext, configuration: Configuration, step_s
     So of two configurations the one whose prediction is less certain must be predicted faster by the difference, and
     one that the job allows though it changes the update by `APPROXIMATE` more.
     """
-    start_up = start_up_seconds(context, configuration) / context.schedule.num_steps
-    return (step_s + start_up) * (1 + prediction_error(configuration) + (0 if configuration.is_exact else APPROXIMATE))
+    seconds = step_s + start_up_share(context, configuration)
+    return seconds * (1 + prediction_error(configuration) + (0 if configuration.is_exact else APPROXIMATE))
 
 
 def _mean_width(context: PlanningContext, configuration: Configuration) -> float | None:

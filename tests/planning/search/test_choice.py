@@ -8,7 +8,15 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import context_for, data_of, job_of
 
-from shardwise.trainer.planning.candidates import excess, never_fits, relative_seconds, upper_seconds
+from shardwise.trainer.planning.candidates import (
+    candidate_of,
+    configuration_of,
+    excess,
+    never_fits,
+    relative_seconds,
+    start_up_share,
+    upper_seconds,
+)
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import may_run
@@ -29,7 +37,7 @@ from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import BatchWidth
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Allowance
-from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.plan import Candidate, TrialResult
 from shardwise.trainer.spec.strategy import Method, Strategy
 from shardwise.trainer.spec.units import GIB
 
@@ -124,6 +132,33 @@ def test_a_row_that_is_slower_than_what_is_known_is_not_taken() -> None:
     seconds = seconds_of(context, best)
     assert best_of(context, rows_of(context), known_seconds=seconds)[0] == best
     assert best_of(context, rows_of(context), known_seconds=seconds / (1 + 3 * SAME_SPEED))[0] is None
+
+
+def test_a_strategy_that_a_trial_measured_is_charged_its_start_up() -> None:
+    """The steps of a trial are timed after torch.compile has compiled them."""
+    context = context_for("1b", "2xRTX-4090")
+    either = [each for row in rows_of(context) if (each := best_candidate(context, row)) is not None][:2]
+    eager, compiled = (
+        candidate_of(context, replace(configuration_of(context, candidate), compile=is_compiled))
+        for candidate, is_compiled in zip(either, (False, True), strict=True)
+    )
+    share = start_up_share(context, configuration_of(context, compiled))
+
+    def first(gain_s: float) -> Candidate:
+        trials = [
+            TrialResult(
+                strategy=candidate.strategy.name,
+                micro_batch=candidate.micro_batch,
+                step_s=step_s,
+                peak_allocated_bytes=None,
+            )
+            for candidate, step_s in ((eager, 10.0), (compiled, 10.0 - gain_s))
+        ]
+        return in_order(context, [compiled, eager], trials)[0]
+
+    assert share > 0
+    assert first(0.9 * share) == eager
+    assert first(1.1 * share) == compiled
 
 
 @pytest.mark.parametrize("sharding", [Sharding.ZERO1, Sharding.ZERO2])

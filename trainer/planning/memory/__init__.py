@@ -39,7 +39,7 @@ from shardwise.trainer.planning.memory.events import (
     step_events,
 )
 from shardwise.trainer.planning.memory.precision_policy import PrecisionPolicy, dims_of, policy_of
-from shardwise.trainer.planning.memory.sharding import accumulated_gradients, sharding_memory
+from shardwise.trainer.planning.memory.sharding import ShardingMemory, accumulated_gradients, sharding_memory
 from shardwise.trainer.planning.memory.states import HostMemory, States, host_memory, states_of
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import MemoryEstimate
@@ -166,7 +166,7 @@ def least_bytes(shape: ModelShape, start: Configuration, device: Device) -> Call
     dims = dims_of(shape)
     policy = policy_of(start, device, dims)
     states, sharding = states_of(start, device, dims), sharding_memory(start, policy, dims)
-    held = _held(states) + sharding.buffers + sharding.buffers_backward + sharding.gathered_top
+    held = _held(states, sharding)
 
     def least(micro_batch: int, accumulation: int) -> int:
         configuration = replace(start, micro_batch=micro_batch, accumulation=accumulation)
@@ -189,8 +189,7 @@ def state_need(shape: ModelShape, configuration: Configuration, device: Device) 
     dims = dims_of(shape)
     policy = policy_of(configuration, device, dims)
     states, sharding = states_of(configuration, device, dims), sharding_memory(configuration, policy, dims)
-    alive = _held(states) + sharding.buffers + sharding.buffers_backward + sharding.gathered_top
-    backward = least_needed(alive, policy, device, configuration.num_ranks, OVERHEADS)
+    backward = least_needed(_held(states, sharding), policy, device, configuration.num_ranks, OVERHEADS)
     if policy.updates_in_backward:
         return backward
     step = StateMemory(configuration=configuration, policy=policy, dims=dims, states=states, sharding=sharding)
@@ -198,8 +197,10 @@ def state_need(shape: ModelShape, configuration: Configuration, device: Device) 
     return max(backward, least_needed(update, policy, device, configuration.num_ranks, OVERHEADS, is_update=True))
 
 
-def _held(states: States) -> int:
-    return states.weights + states.master_weights + states.quant_state + states.adapters + states.optimizer_state
+def _held(states: States, sharding: ShardingMemory) -> int:
+    """Bytes without activations and gradients in the backward of the last block."""
+    weights = states.weights + states.master_weights + states.quant_state + states.adapters
+    return weights + states.optimizer_state + sharding.buffers + sharding.buffers_backward + sharding.gathered_top
 
 
 def host_need(shape: ModelShape, configuration: Configuration, device: Device) -> HostMemory:

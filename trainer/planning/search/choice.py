@@ -22,6 +22,7 @@ from shardwise.trainer.planning.candidates import (
     configuration_of,
     excess,
     run_totals,
+    start_up_share,
     upper_seconds,
 )
 from shardwise.trainer.planning.configuration import Configuration
@@ -185,11 +186,13 @@ def with_remedies(context: PlanningContext, ranking: Ranking) -> tuple[Rejection
 def in_order(
     context: PlanningContext, candidates: Iterable[Candidate], trials: Sequence[TrialResult] = ()
 ) -> tuple[Candidate, ...]:
-    """Best first: those that a trial measured by that time, the others by the predicted one."""
+    """Best first: by the time that a trial measured and its share of the start-up, then by prediction."""
 
     def rank_of(candidate: Candidate) -> tuple[bool, float]:
         measured = [trial.step_s for trial in _trials_of(candidate, trials) if trial.step_s is not None]
-        return (False, min(measured)) if measured else (True, seconds_of(context, candidate))
+        if not measured:
+            return True, seconds_of(context, candidate)
+        return False, min(measured) + start_up_share(context, configuration_of(context, candidate))
 
     left = sorted(((rank_of(candidate), candidate) for candidate in candidates), key=lambda ranked: ranked[0])
     ordered: list[Candidate] = []
