@@ -1,49 +1,68 @@
-"""How long the tests took when they were last measured: what `make test-quick` selects, and in which order files run.
+"""A pytest plugin: what each test costs, in which order files run, what `make test-quick` selects, and the budgets.
 
-tests/durations.json is written by `pytest --durations-file tests/durations.json` over a whole run. It keeps the seconds
-of every file and of every test of at least `SLOW_S`. Files run the longest first, so that two workers end together.
+tests/durations.json has the seconds of every test function, all its cases together, by file. Seconds are those of the
+CPU, in the test and in all programs that it starts, and those in which the test waits while a core is idle: what other
+programs do at the same time is in neither. `pytest --durations-file tests/durations.json` over a whole run writes it,
+and over some files replaces these.
+
+A function that is not in it counts as slow: its file runs first, and it is not quick. Files run the longest first, so
+that two workers end together. `--budget NAME` adds up what the run cost: in continuous integration a run above its
+budget fails, as does a file without durations.
 """
 
 import json
+import os
+import resource
+import statistics
+import tempfile
+import time
 from collections import defaultdict
+from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
 DURATIONS = Path(__file__).parents[1] / "durations.json"
-SLOW_S = 0.1
-QUICK_TEST_S = 0.25  # a test that takes longer is not quick
+BUDGETS_S = {"test": 1300.0, "test-quick": 250.0}
+QUICK_TEST_S = 1.0  # of a test function with all its cases; one that takes longer is not quick
 QUICK_FILE_S = 6.0  # of a file, the sum of its quick tests
 ALWAYS_QUICK = ("tests/end_to_end/test_train.py::test_a_run_leaves_everything_it_promises",)
 NOT_QUICK = (
     "tests/cuda/test_launches.py", "tests/cuda/test_step.py", "tests/distributed/", "tests/end_to_end/",
     "tests/slurm/test_training.py",
 )  # fmt: skip
+NUM_DEAREST = 10
+_COMPARED_S = 1.0  # a file that takes less says little of the speed of a machine
+_CPU_SECONDS = "SHARDWISE_TESTS_CPU_SECONDS"  # a file, to which the warm process appends those of each fork
+Durations = Mapping[str, Mapping[str, float]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--durations-file", type=Path, metavar="FILE", help="keep the seconds of files and of slow tests")
+    parser.addoption("--durations-file", type=Path, metavar="FILE", help="keep the seconds of each test function")
     parser.addoption("--quick", action="store_true", help="only tests that took little when they were last measured")
+    parser.addoption("--budget", choices=sorted(BUDGETS_S), help="compare the seconds of the run with this budget")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    path = config.getoption("--durations-file")
-    if path is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Recorder(path.resolve()))
+    starts_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if not starts_workers:
+        config.pluginmanager.register(_Clock())
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Recorder(config))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Selects the quick tests where they are asked for, and puts the files that take longest first."""
-    known = _read()
+    """Selects the quick tests where they are requested, and puts unknown files and those that take longest first."""
+    known = read_durations()
     if config.getoption("--quick"):
-        chosen = _quick(items, known["slow"])
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = [item for item in items if item in chosen]
+        functions = quick_functions(known)
+        chosen = [item for item in items if function_of(item.nodeid) in functions]
+        config.hook.pytest_deselected(items=[item for item in items if function_of(item.nodeid) not in functions])
+        items[:] = chosen
     if config.getoption("numprocesses", None):
-        seconds = known["files"]
-        items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
+        items.sort(key=lambda item: -file_seconds(known, file_of(item.nodeid)))
 
 
 def file_of(nodeid: str) -> str:
@@ -51,41 +70,148 @@ def file_of(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
-def _read() -> dict[str, dict[str, float]]:
-    return json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {"files": {}, "slow": {}}
+def function_of(nodeid: str) -> str:
+    """The test function of a case, as node ids name it."""
+    return nodeid.partition("[")[0]
 
 
-def _quick(items: list[pytest.Item], slow: dict[str, float]) -> set[pytest.Item]:
-    """Tests that took less than QUICK_TEST_S, outside of the folders whose fixtures train."""
-    chosen = {
-        item
-        for item in items
-        if item.nodeid in ALWAYS_QUICK
-        or (not item.nodeid.startswith(NOT_QUICK) and slow.get(item.nodeid, 0.0) < QUICK_TEST_S)
-    }
-    seconds: dict[str, float] = defaultdict(float)
-    for item in chosen:
-        seconds[file_of(item.nodeid)] += slow.get(item.nodeid, 0.0)
-    return {item for item in chosen if item.nodeid in ALWAYS_QUICK or seconds[file_of(item.nodeid)] <= QUICK_FILE_S}
+def read_durations(path: Path = DURATIONS) -> Durations:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def file_seconds(known: Durations, file: str) -> float:
+    """Seconds of all tests of a file; infinite if it has not been measured."""
+    return sum(known[file].values()) if file in known else float("inf")
+
+
+def quick_functions(known: Durations) -> set[str]:
+    """Test functions that take at most QUICK_TEST_S, of files whose quick tests take at most QUICK_FILE_S."""
+    chosen = set(ALWAYS_QUICK)
+    for file, functions in known.items():
+        quick = {name: seconds for name, seconds in functions.items() if seconds <= QUICK_TEST_S}
+        if not file.startswith(NOT_QUICK) and sum(quick.values()) <= QUICK_FILE_S:
+            chosen |= {f"{file}::{name}" for name in quick}
+    return chosen
+
+
+def over_budget(budget_s: float, measured: Durations, known: Durations) -> list[str]:
+    """Lines that name the ten dearest tests, if a run took longer than its budget; otherwise none.
+
+    On a slower machine than that of the durations, every file takes longer: the median of the ratios is divided out.
+    """
+    ratios = [
+        file_seconds(measured, file) / file_seconds(known, file)
+        for file in measured
+        if file in known and file_seconds(known, file) >= _COMPARED_S
+    ]
+    slowness = max(1.0, statistics.median(ratios)) if ratios else 1.0
+    total = sum(file_seconds(measured, file) for file in measured) / slowness
+    if total <= budget_s:
+        return []
+    seconds = {f"{file}::{name}": each / slowness for file in measured for name, each in measured[file].items()}
+    dearest = sorted(seconds, key=lambda name: -seconds[name])[:NUM_DEAREST]
+    return [
+        f"the tests took {total:.0f} worker seconds, their budget is {budget_s:.0f}; the dearest:",
+        *(f"{seconds[name]:8.1f} s  {name}" for name in dearest),
+    ]
+
+
+def files_without_durations(known: Durations) -> list[str]:
+    """Test files of the repository that `known` lacks, but for those that need a GPU or belong to `make test-long`."""
+    root = DURATIONS.parents[1]
+    paths = sorted(path for path in DURATIONS.parent.rglob("test_*.py") if "pytest.mark.gpu" not in path.read_text())
+    return [name for name in (str(path.relative_to(root)) for path in paths) if name not in known]
+
+
+class _Used(NamedTuple):
+    """Seconds so far: of the clock, of the CPU for this process and its children, and of idle cores."""
+
+    wall: float
+    cpu: float
+    idle: float
+
+
+class _Clock:
+    """Notes in each report what its phase of the test cost, wherever the test runs."""
+
+    def __init__(self) -> None:
+        descriptor, name = tempfile.mkstemp(prefix="shardwise-cpu-seconds-")
+        self._forks = os.fdopen(descriptor)
+        self._forks_seconds = 0.0
+        self._path = Path(name)
+        os.environ[_CPU_SECONDS] = name
+        self._last = self._used()
+
+    def pytest_runtest_logstart(self) -> None:
+        self._last = self._used()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        now, last = self._used(), self._last
+        cpu = now.cpu - last.cpu
+        waited = min(now.wall - last.wall - cpu, now.idle - last.idle)
+        report.worker_seconds = cpu + max(0.0, waited)  # type: ignore[attr-defined]  # xdist passes on what it finds
+        self._last = now
+        return report
+
+    def pytest_unconfigure(self) -> None:
+        os.environ.pop(_CPU_SECONDS, None)
+        self._forks.close()
+        self._path.unlink(missing_ok=True)
+
+    def _used(self) -> _Used:
+        self._forks_seconds += sum(map(float, self._forks.read().split()))
+        usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        cpu = sum(each.ru_utime + each.ru_stime for each in usage) + self._forks_seconds
+        return _Used(time.monotonic(), cpu, _idle_seconds())
+
+
+def _idle_seconds() -> float:
+    """Seconds that the cores of this machine have been idle, added up; 0 where the system does not tell."""
+    try:
+        words = Path("/proc/stat").read_text().split(maxsplit=6)
+    except OSError:
+        return 0.0
+    return (int(words[4]) + int(words[5])) / os.sysconf("SC_CLK_TCK")  # idle, and waiting for a disk
 
 
 class _Recorder:
-    """Adds up set-up, call and teardown of every test."""
+    """Adds up what the phases of all tests cost, writes the file, and compares with the budget."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._seconds: dict[str, float] = defaultdict(float)
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._problems: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid] += report.duration
+        file, _, name = function_of(report.nodeid).partition("::")
+        self._seconds[file][name] += getattr(report, "worker_seconds", 0.0)
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self) -> None:
-        files: dict[str, float] = defaultdict(float)
-        for nodeid, seconds in self._seconds.items():
-            files[file_of(nodeid)] += seconds
-        content: dict[str, Any] = {
-            "files": {name: round(seconds, 1) for name, seconds in sorted(files.items())},
-            "slow": {name: round(each, 2) for name, each in sorted(self._seconds.items()) if each >= SLOW_S},
-        }
-        self._path.write_text(json.dumps(content, indent=1) + "\n")
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        path, budget = self._config.getoption("--durations-file"), self._config.getoption("--budget")
+        known = read_durations()
+        if budget is not None:
+            self._problems = over_budget(BUDGETS_S[budget], self._seconds, known)
+            self._problems += [f"{name}: tests/durations.json lacks it" for name in files_without_durations(known)]
+            if self._problems and os.environ.get("SHARDWISE_CI") and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if path is not None:
+            write_durations(path, {**(read_durations(path) if self._is_part() else {}), **self._seconds})
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._problems:
+            terminalreporter.section("budget of the tests (tests/factories/durations.py)")
+            terminalreporter.write("\n".join([*self._problems, ""]))
+
+    def _is_part(self) -> bool:
+        return self._config.args_source is pytest.Config.ArgsSource.ARGS
+
+
+def write_durations(path: Path, durations: Durations) -> None:
+    content = {
+        file: {name: round(seconds, 2) for name, seconds in sorted(durations[file].items())}
+        for file in sorted(durations)
+    }
+    path.write_text(json.dumps(content, indent=0) + "\n")

@@ -55,7 +55,9 @@ def _make_programs(folder: Path) -> None:
 
 def _start_server(folder: Path) -> None:
     """The process that forks; it ends with this one, however this one ends."""
-    retained = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHONPATH"))}
+    retained = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHONPATH", "COVERAGE_"))
+    }
     (folder / "home").mkdir()
     environment = {**retained, "OMP_NUM_THREADS": "1", "HOME": str(folder / "home"), "DS_ACCELERATOR": "cpu"}
     with socket.socket(socket.AF_UNIX) as listener:

@@ -31,7 +31,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -126,12 +126,7 @@ def read_faults(root: Path, only: Sequence[str] | None) -> tuple[Fault, ...]:
 
 def _run(options: argparse.Namespace, root: Path, faults: Sequence[Fault], place: Path) -> int:
     started = time.monotonic()
-    base = place / "base"
-    shutil.copytree(root, base, ignore=_NOT_COPIED, symlinks=True)
-    # By content: a fault may leave a file's size and second of change as they were.
-    compileall.compile_dir(base, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
-    if options.preload:
-        _preload(root)
+    _prepare(root, place, preload=options.preload)
     run = functools.partial(_run_jobs, root=root, place=place, num_side_by_side=options.jobs, limit_s=options.limit)
     baseline = run(_baseline(faults))
     red = [result.detail for result in baseline.values() if result.outcome != "green"]
@@ -149,6 +144,32 @@ def _run(options: argparse.Namespace, root: Path, faults: Sequence[Fault], place
     if options.outcome is not None:
         _write_outcome(options.outcome, faults, results, baseline=baseline, seconds=seconds)
     return 0 if is_enough else 1
+
+
+def run_copies(
+    root: Path,
+    jobs: Sequence[Job],
+    *,
+    num_side_by_side: int,
+    limit_s: float,
+    on_result: Callable[[str, Result], None],
+) -> None:
+    """Runs jobs in copies of a repository, without a run of the tests before; each result is reported when known."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, _raise_stopped)
+    with _workplace() as place:
+        _prepare(root, place, preload=True)
+        _run_jobs(jobs, root=root, place=place, num_side_by_side=num_side_by_side, limit_s=limit_s, on_result=on_result)
+
+
+def _prepare(root: Path, place: Path, *, preload: bool) -> None:
+    """Copies the repository, from which the trees with faults are made, and imports what most tests need."""
+    base = place / "base"
+    shutil.copytree(root, base, ignore=_NOT_COPIED, symlinks=True)
+    # By content: a fault may leave a file's size and second of change as they were.
+    compileall.compile_dir(base, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+    if preload:
+        _preload(root)
 
 
 def _options() -> argparse.Namespace:
@@ -187,7 +208,13 @@ def _baseline(faults: Sequence[Fault]) -> list[Job]:
 
 
 def _run_jobs(
-    jobs: Sequence[Job], *, root: Path, place: Path, num_side_by_side: int, limit_s: float
+    jobs: Sequence[Job],
+    *,
+    root: Path,
+    place: Path,
+    num_side_by_side: int,
+    limit_s: float,
+    on_result: Callable[[str, Result], None] = lambda name, result: None,
 ) -> dict[str, Result]:
     """Results by name; each is printed when its job ends."""
     waiting = list(enumerate(jobs))
@@ -210,6 +237,7 @@ def _run_jobs(
                 job, folder, seconds=time.monotonic() - started, cpu_seconds=usage.ru_utime + usage.ru_stime
             )
             results[job.name] = result
+            on_result(job.name, result)
             print(f"{result.outcome:9}{result.seconds:6.1f} s  {job.name:40} {result.detail}", flush=True)
             if result.outcome in ("broken", "red"):
                 print((folder / "output").read_text(errors="replace")[-4000:], flush=True)

@@ -29,7 +29,7 @@ import types
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 PRELOADED = (
     "torch", "transformers", "accelerate", "accelerate.commands.launch", "torch.distributed.run",
@@ -61,7 +61,16 @@ _PLAIN_FILTERS = (
     ("ignore", None, PendingDeprecationWarning, None, 0), ("ignore", None, ImportWarning, None, 0),
     ("ignore", None, ResourceWarning, None, 0),
 )  # fmt: skip
+CPU_SECONDS = "SHARDWISE_TESTS_CPU_SECONDS"  # a file, to which the CPU seconds of each fork are appended
 Request = Mapping[str, Any]
+
+
+class _Running(NamedTuple):
+    """A fork, the connection to its stub, and where its CPU seconds go."""
+
+    pid: int
+    connection: socket.socket
+    cpu_seconds: str | None
 
 
 def main() -> None:
@@ -77,7 +86,7 @@ def main() -> None:
     environment = dict(os.environ)
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
-    running: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of a process
+    running: dict[int, _Running] = {}  # by the descriptor of a process
     is_loaded = False
     while True:
         for key, _ in selector.select():
@@ -106,7 +115,7 @@ def main() -> None:
             _close(descriptors)
             _send(connection, f"pid {pid}")
             process = os.pidfd_open(pid)
-            running[process] = pid, connection
+            running[process] = _Running(pid, connection, request["environment"].get(CPU_SECONDS))
             selector.register(process, selectors.EVENT_READ)
 
 
@@ -164,11 +173,13 @@ def _is_confined(stub: int) -> bool:
     return False
 
 
-def _report_end(selector: selectors.BaseSelector, child: tuple[int, socket.socket], process: int) -> None:
-    pid, connection = child
-    _, status = os.waitpid(pid, 0)
-    _send(connection, f"exit {status}")
-    connection.close()
+def _report_end(selector: selectors.BaseSelector, child: _Running, process: int) -> None:
+    _, status, usage = os.wait4(child.pid, 0)
+    if child.cpu_seconds:  # before the stub ends, so that whoever waits for it can read them
+        with contextlib.suppress(OSError), Path(child.cpu_seconds).open("a") as stream:
+            stream.write(f"{usage.ru_utime + usage.ru_stime}\n")
+    _send(child.connection, f"exit {status}")
+    child.connection.close()
     selector.unregister(process)
     os.close(process)
 
@@ -205,6 +216,8 @@ def _become(request: Request, descriptors: list[int], connection: socket.socket,
         os.environ.update(request["environment"])
         _answer_for_stub(request["pid"], link)
         _apply_settings()
+        if "COVERAGE_PROCESS_CONFIG" in os.environ:
+            importlib.import_module("coverage").process_startup(force=True)
         for stream in (sys.stdout, sys.stderr):
             is_unbuffered = "-u" in request["arguments"][:3] or bool(os.environ.get("PYTHONUNBUFFERED"))
             stream.reconfigure(  # type: ignore[union-attr]

@@ -1,0 +1,241 @@
+"""Random faults: which of them do tests catch, the tests of this tree or of another?
+
+    python tests/mutations/sample.py draw
+    python tests/mutations/sample.py run --coverage FILE --durations FILE --outcome FILE [--project FOLDER]
+
+`draw` changes one place of the product in each of NUM_MUTANTS ways, drawn with SEED: two of every room, the others from
+all lines alike. It writes random_mutants.json, which is drawn once and then stays, so that the tests of before and after
+a change of the tests meet the same mutants. `run` applies each to a copy of a repository and runs the test files that
+execute the changed line, by `--coverage` (see `product_coverage`): the cheapest first, as far as the budget of a mutant
+goes, until one fails. Not drawn: annotations, texts, `assert`, `raise`, and what stands at the top of a module.
+"""
+
+import argparse
+import ast
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import coverage
+import msgspec
+import run as runner
+
+SEED = 20261128
+NUM_MUTANTS = 360
+MIN_PER_ROOM = 2
+ROOTS = ("launch", "slurm", "trainer")
+MUTANTS = Path(__file__).with_name("random_mutants.json")
+ROOT = Path(__file__).parents[2]
+_COMPARISONS: dict[type[ast.cmpop], str] = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
+}  # fmt: skip
+_OPERATORS: dict[type[ast.operator], str] = {
+    ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*", ast.BitOr: "&",
+    ast.BitAnd: "|",
+}  # fmt: skip
+
+
+class Mutant(msgspec.Struct, frozen=True, kw_only=True):
+    """One place of the product, changed: the text `old` occurs once in the file."""
+
+    id: str
+    file: str
+    line: int  # where the drawn file had it
+    old: str
+    new: str
+
+
+class Edit(NamedTuple):
+    """The piece of a file between two places, and what stands there in the mutant."""
+
+    line: int
+    start: int  # offset in the text
+    end: int
+    new: str
+
+
+def draw(root: Path) -> list[Mutant]:
+    """NUM_MUTANTS mutants of the product below `root`, the same for the same files."""
+    random = Random(SEED)
+    by_room: dict[str, list[tuple[Path, Edit]]] = {}
+    for path in sorted(path for name in ROOTS for path in (root / name).rglob("*.py")):
+        for edit in edits(path.read_text()):
+            by_room.setdefault(str(path.parent.relative_to(root)), []).append((path, edit))
+    chosen = [each for room in by_room.values() for each in random.sample(room, min(MIN_PER_ROOM, len(room)))]
+    rest = [each for room in by_room.values() for each in room if each not in chosen]
+    chosen += random.sample(rest, NUM_MUTANTS - len(chosen))
+    mutants = (_mutant(number, path, edit, root) for number, (path, edit) in enumerate(chosen, 1))
+    return [each for each in mutants if each is not None]
+
+
+def edits(text: str) -> Iterator[Edit]:
+    """Every edit of a module's functions."""
+    lines = text.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+
+    def place(line: int, column: int) -> int:
+        return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
+
+    def edit(node: ast.expr | ast.stmt, new: str) -> Edit:
+        end = place(node.end_lineno or 0, node.end_col_offset or 0)
+        return Edit(node.lineno, place(node.lineno, node.col_offset), end, new)
+
+    for function in ast.walk(ast.parse(text)):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            for statement in function.body:
+                for node, new in _changes(statement):
+                    yield edit(node, new)
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+    """The nodes below `node` that can be changed, each with the text of the changed one."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assert | ast.Raise):
+        return  # functions are walked by themselves
+    if isinstance(node, ast.AnnAssign):
+        if node.value is not None:
+            yield from _changes(node.value)
+        return
+    if isinstance(node, ast.expr | ast.stmt):
+        new = _changed(node)
+        if new is not None:
+            yield node, new
+    if isinstance(node, ast.If | ast.IfExp | ast.While) and _changed(node.test) is None:
+        yield node.test, f"(not ({ast.unparse(node.test)}))"
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.JoinedStr):
+            yield from _changes(child)
+
+
+def _changed(node: ast.expr | ast.stmt) -> str | None:
+    match node:
+        case ast.Compare(left=left, ops=[operator], comparators=[right]):
+            return f"({ast.unparse(left)} {_COMPARISONS[type(operator)]} {ast.unparse(right)})"
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
+            is_text = any(_is_text(part) for side in (left, right) for part in ast.walk(side))
+            return None if is_text else f"({ast.unparse(left)} {_OPERATORS[type(operator)]} {ast.unparse(right)})"
+        case ast.BoolOp(op=operator, values=values):
+            word = " or " if isinstance(operator, ast.And) else " and "
+            return f"({word.join(f'({ast.unparse(value)})' for value in values)})"
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return f"({ast.unparse(operand)})"
+        case ast.Constant(value=bool() as value):
+            return str(not value)
+        case ast.Constant(value=int() | float() as value):
+            return str(value + 1)
+        case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
+            return "return None"
+        case ast.Expr(value=ast.Call()) | ast.AugAssign():
+            return "pass"
+    return None
+
+
+def _is_text(node: ast.AST) -> bool:
+    """A text, or the name of a path: other operators than + and / raise an error at once."""
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _mutant(number: int, path: Path, edit: Edit, root: Path) -> Mutant | None:
+    """The mutant with as many lines around the edit as make its text occur once; None if it is no valid module."""
+    text = path.read_text()
+    start, end = text.rfind("\n", 0, edit.start) + 1, text.find("\n", edit.end)
+    while text.count(text[start:end]) != 1:
+        start, end = text.rfind("\n", 0, max(0, start - 1)) + 1, text.find("\n", end + 1)
+    old = text[start:end]
+    new = text[start : edit.start] + edit.new + text[edit.end : end]
+    try:
+        ast.parse(text.replace(old, new))
+    except SyntaxError:
+        return None
+    room = ".".join(path.relative_to(root).with_suffix("").parts)
+    return Mutant(id=f"m{number:03d}-{room}", file=str(path.relative_to(root)), line=edit.line, old=old, new=new)
+
+
+def read_mutants() -> list[Mutant]:
+    return msgspec.json.decode(MUTANTS.read_bytes(), type=list[Mutant])
+
+
+class Selection(NamedTuple):
+    """The files that execute a line, and which of them are within the budget of a mutant."""
+
+    tests: tuple[str, ...]
+    num_all: int
+
+
+def tests_of(
+    mutant: Mutant, root: Path, data: coverage.CoverageData, seconds: dict[str, float], budget_s: float
+) -> Selection:
+    """The test files of `data` that execute the changed lines, the cheapest first, up to `budget_s` in all."""
+    path = root / mutant.file
+    before = path.read_text().partition(mutant.old)[0].count("\n") + 1
+    changed = range(before, before + mutant.old.count("\n") + 1)
+    contexts = {
+        context
+        for line, found in data.contexts_by_lineno(str(path)).items()
+        if line in changed
+        for context in found
+        if context.startswith("tests/") and (root / context).is_file()
+    }
+    files, total = [], 0.0
+    for file in sorted(contexts, key=lambda file: seconds.get(file, 60.0)):
+        total += seconds.get(file, 60.0)
+        if total > budget_s and files:
+            break
+        files.append(file)
+    return Selection(tuple(files), len(contexts))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("action", choices=["draw", "run"])
+    parser.add_argument("--coverage", type=Path, metavar="FILE", help="combined data of --product-coverage")
+    parser.add_argument("--durations", type=Path, metavar="FILE", help="seconds of the tests of that repository")
+    parser.add_argument("--project", type=Path, default=ROOT, metavar="FOLDER", help="whose tests (default: these)")
+    parser.add_argument("--outcome", type=Path, metavar="FILE", help="what became of each mutant, as JSON")
+    parser.add_argument("--only", nargs="+", metavar="ID", help="run these mutants alone")
+    parser.add_argument("--budget", type=float, default=240, metavar="SECONDS", help="of tests for each mutant")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants that run side by side")
+    options = parser.parse_args()
+    if options.action == "draw":
+        MUTANTS.write_bytes(msgspec.json.format(msgspec.json.encode(draw(ROOT)), indent=1) + b"\n")
+        return 0
+    return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the mutants, and keeps the outcome of each as soon as it is known."""
+    root = options.project.resolve()
+    data = coverage.CoverageData(str(options.coverage))
+    data.read()
+    durations = json.loads(options.durations.read_text())
+    seconds = {file: sum(each.values()) for file, each in durations.items()}
+    done = json.loads(options.outcome.read_text()) if options.outcome.exists() else {}
+    known = {}
+    wanted = [each for each in read_mutants() if each.id in options.only] if options.only else read_mutants()
+    jobs = []
+    for mutant in (each for each in wanted if each.id not in done):
+        selection = tests_of(mutant, root, data, seconds, options.budget)
+        if not selection.tests:
+            done[mutant.id] = {"outcome": "not executed"}
+            continue
+        fault = runner.Fault(
+            id=mutant.id, file=mutant.file, consequence="", old=mutant.old, new=mutant.new, tests=selection.tests
+        )
+        jobs.append(runner.Job(name=mutant.id, tests=selection.tests, fault=fault))
+        known[mutant.id] = {"files": len(selection.tests), "files_executing": selection.num_all}
+
+    def keep(name: str, result: runner.Result) -> None:
+        done[name] = known[name] | msgspec.to_builtins(result)
+        options.outcome.write_text(json.dumps(done, indent=1) + "\n")
+
+    runner.run_copies(root, jobs, num_side_by_side=options.jobs, limit_s=3 * options.budget, on_result=keep)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
