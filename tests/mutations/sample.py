@@ -3,9 +3,9 @@
     python tests/mutations/sample.py draw
     python tests/mutations/sample.py run --coverage FILE --durations FILE --outcome FILE [--project FOLDER]
 
-`draw` changes one place of the product in each of NUM_MUTANTS ways, drawn with SEED: two of every room, the others from
-all lines alike. It writes random_mutants.json, which is drawn once and then stays, so that the tests of before and after
-a change of the tests meet the same mutants. `run` applies each to a copy of a repository and runs the test files that
+`draw` makes NUM_MUTANTS changes of one place of the product each, drawn with SEED: two of every room, the others from
+all lines alike. random_mutants.json was drawn once and stays, so that the tests of before and after a change of the
+tests meet the same mutants. `run` applies each to a copy of a repository and runs the test files that
 execute the changed line, by `--coverage` (see `product_coverage`): the cheapest first, as far as the budget of a mutant
 goes, until one fails. Not drawn: annotations, texts, `assert`, `raise`, and what stands at the top of a module.
 """
@@ -14,7 +14,7 @@ import argparse
 import ast
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -58,16 +58,18 @@ class Edit(NamedTuple):
     new: str
 
 
-def draw(root: Path) -> list[Mutant]:
-    """NUM_MUTANTS mutants of the product below `root`, the same for the same files."""
-    random = Random(SEED)
+def draw(root: Path, *, seed: int, count: int, rooms: tuple[str, ...]) -> list[Mutant]:
+    """Mutants of the rooms whose paths begin with one of `rooms`, the same for the same files."""
+    random = Random(seed)
     by_room: dict[str, list[tuple[Path, Edit]]] = {}
     for path in sorted(path for name in ROOTS for path in (root / name).rglob("*.py")):
+        if not str(path.relative_to(root)).startswith(rooms):
+            continue
         for edit in edits(path.read_text()):
             by_room.setdefault(str(path.parent.relative_to(root)), []).append((path, edit))
     chosen = [each for room in by_room.values() for each in random.sample(room, min(MIN_PER_ROOM, len(room)))]
     rest = [each for room in by_room.values() for each in room if each not in chosen]
-    chosen += random.sample(rest, NUM_MUTANTS - len(chosen))
+    chosen += random.sample(rest, max(0, min(count - len(chosen), len(rest))))
     mutants = (_mutant(number, path, edit, root) for number, (path, edit) in enumerate(chosen, 1))
     return [each for each in mutants if each is not None]
 
@@ -156,10 +158,6 @@ def _mutant(number: int, path: Path, edit: Edit, root: Path) -> Mutant | None:
     return Mutant(id=f"m{number:03d}-{room}", file=str(path.relative_to(root)), line=edit.line, old=old, new=new)
 
 
-def read_mutants() -> list[Mutant]:
-    return msgspec.json.decode(MUTANTS.read_bytes(), type=list[Mutant])
-
-
 class Selection(NamedTuple):
     """The files that execute a line, and which of them are within the budget of a mutant."""
 
@@ -199,27 +197,43 @@ def main() -> int:
     parser.add_argument("--outcome", type=Path, metavar="FILE", help="what became of each mutant, as JSON")
     parser.add_argument("--only", nargs="+", metavar="ID", help="run these mutants alone")
     parser.add_argument("--budget", type=float, default=240, metavar="SECONDS", help="of tests for each mutant")
+    parser.add_argument("--tests", nargs="+", metavar="FILE", help="these tests for every mutant, without --coverage")
+    parser.add_argument("--mutants", type=Path, default=MUTANTS, metavar="FILE", help="other than those kept here")
+    parser.add_argument("--seed", type=int, default=SEED, help="of `draw`")
+    parser.add_argument("--count", type=int, default=NUM_MUTANTS, help="of `draw`")
+    parser.add_argument("--rooms", nargs="+", default=list(ROOTS), metavar="PATH", help="of `draw`: folders or files")
     parser.add_argument("--jobs", type=int, default=2, help="mutants that run side by side")
     options = parser.parse_args()
     if options.action == "draw":
-        MUTANTS.write_bytes(msgspec.json.format(msgspec.json.encode(draw(ROOT)), indent=1) + b"\n")
+        drawn = draw(ROOT, seed=options.seed, count=options.count, rooms=tuple(options.rooms))
+        options.mutants.write_bytes(msgspec.json.format(msgspec.json.encode(drawn), indent=1) + b"\n")
         return 0
     return run(options)
+
+
+def _given(tests: Sequence[str]) -> Callable[[Mutant], Selection]:
+    return lambda mutant: Selection(tuple(tests), len(tests))
+
+
+def _by_coverage(options: argparse.Namespace, root: Path) -> Callable[[Mutant], Selection]:
+    data = coverage.CoverageData(str(options.coverage))
+    data.read()
+    durations = json.loads(options.durations.read_text())
+    seconds = {file: sum(each.values()) for file, each in durations.items()}
+    return lambda mutant: tests_of(mutant, root, data, seconds, options.budget)
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the mutants, and keeps the outcome of each as soon as it is known."""
     root = options.project.resolve()
-    data = coverage.CoverageData(str(options.coverage))
-    data.read()
-    durations = json.loads(options.durations.read_text())
-    seconds = {file: sum(each.values()) for file, each in durations.items()}
+    select = _given(options.tests) if options.tests else _by_coverage(options, root)
+    mutants = msgspec.json.decode(options.mutants.read_bytes(), type=list[Mutant])
     done = json.loads(options.outcome.read_text()) if options.outcome.exists() else {}
     known = {}
-    wanted = [each for each in read_mutants() if each.id in options.only] if options.only else read_mutants()
+    wanted = [each for each in mutants if not options.only or each.id in options.only]
     jobs = []
     for mutant in (each for each in wanted if each.id not in done):
-        selection = tests_of(mutant, root, data, seconds, options.budget)
+        selection = select(mutant)
         if not selection.tests:
             done[mutant.id] = {"outcome": "not executed"}
             continue
