@@ -3,7 +3,8 @@
 .POSIX:
 .SUFFIXES:
 
-TARGETS = install train test test-quick test-long mutations check bench bench-gpu golden newest oldest uninstall
+TARGETS = install train test test-quick test-changed test-long test-long-documents test-long-kills \
+	test-long-products test-long-data test-long-slurm mutations check bench bench-gpu golden newest oldest uninstall
 
 .PHONY: help $(TARGETS)
 

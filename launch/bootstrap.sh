@@ -21,10 +21,14 @@ usage() {
     cat <<'TEXT'
 install     set up .venv and the shardwise command
 train       install, then train the quickstart example on this machine
-test        everything that continuous integration runs; about seventeen minutes on two cores
+test        everything that continuous integration runs; eleven minutes on two cores
 test-quick  what computes little, and one small training; about three minutes
-test-long   full products and repeated kills; about two hours
-mutations   a hundred faults, each seeded into a copy of the code: do the tests nearest to it fail? about six minutes
+test-changed
+            test files that a change since the main branch (or since the argument) can reach; mostly three minutes
+test-long   full products and repeated kills, all that the five targets below run; about three hours
+test-long-documents, test-long-kills, test-long-products, test-long-data, test-long-slurm
+            the documents as they are printed; kills and damage; every combination; large data; a real Slurm: an hour each
+mutations   faults, each seeded into a copy of the code: do the tests nearest to it fail? about 25 minutes
 check       ruff, mypy over the code, its tests and its benchmarks, import-linter, shellcheck
 bench       benchmarks, as ratios measured side by side
 bench-gpu   half an hour on a GPU: every engine, predictions, other trainers, FP8, small cards; a rehearsal without one
@@ -151,7 +155,7 @@ check_shell() { # a system package, which continuous integration has
 }
 
 run_tests() { # everything, or what the arguments name; on as many workers as there are cores, up to four
-    [ $# -gt 0 ] || set -- -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+    [ $# -gt 0 ] || set -- -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --budget test
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     exec "$bin/python" -m pytest -m "not long and not gpu" "$@"
 }
@@ -183,12 +187,18 @@ case $target in
     install) install ;;
     train) install; shift; exec "$bin/shardwise" train examples/quickstart.yaml "$@" ;;
     test) install_dev; shift; run_tests "$@" ;;
-    test-quick) install_dev; shift; run_tests -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --quick "$@" ;;
+    test-quick) install_dev; shift; run_tests -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --quick --budget test-quick "$@" ;;
+    test-changed) # documents too, when the change can reach them
+        install_dev
+        run_tests -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --changed="${2:-}" \
+            -m "(not long or documents) and not gpu"
+        ;;
     mutations) install_dev; shift; exec "$bin/python" tests/mutations/run.py "$@" ;;
-    test-long)
+    test-long | test-long-documents | test-long-kills | test-long-products | test-long-data | test-long-slurm)
+        group=${target#test-long}
         install_dev
         shift
-        exec "$bin/python" -m pytest -m long ${outcome:+"$outcome"} "$@"
+        exec "$bin/python" -m pytest -m "long${group:+ and ${group#-}}" -n auto --maxprocesses=2 ${outcome:+"$outcome"} "$@"
         ;;
     check)
         install_dev

@@ -109,6 +109,7 @@ def test_what_is_copied_installs(image: Image, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.documents
 @pytest.mark.cold
 @pytest.mark.timeout(3600)
 def test_the_built_image_trains_as_any_user(tmp_path: Path) -> None:

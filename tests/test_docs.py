@@ -39,36 +39,25 @@ def commands() -> list[str]:
     return sorted(subparsers.choices or ())
 
 
-MOST_WORDS = 900
-
-
 def test_the_readme_is_short():
-    assert len(README.split()) <= MOST_WORDS
+    assert len(README.split()) <= 900
 
 
 def test_the_page_of_commands_has_every_command_with_its_options():
-    """To mend it: python benchmarks/commands.py --write"""
+    """A change here is a change for users: it belongs in CHANGELOG.md. To mend it: benchmarks/commands.py --write"""
     page = benchmark("commands")
     document = page.DOCUMENT.read_text()
     assert benchmark("written_page").with_tables(document, page.tables()) == document
     assert [name for name in commands() if f"`shardwise {name}" not in document] == []
 
 
-@pytest.mark.parametrize("sharding", Sharding)
-def test_every_sharding_is_in_the_table_of_strategies(sharding):
-    strategies = (REPOSITORY / "docs" / "strategies.md").read_text()
-    assert re.search(rf"^\| {sharding} \|", strategies, re.MULTILINE)
-
-
-@pytest.mark.parametrize("config", [file for facts in ENGINES.values() for file in facts.base_configs.values()])
-def test_every_configuration_file_is_explained(config):
-    folder, name = config.split("/")
-    assert name in (REPOSITORY / folder / "README.md").read_text()
-
-
-@pytest.mark.parametrize("code", ExitCode)
-def test_every_exit_code_is_in_the_page_of_commands(code):
-    assert re.search(rf"^\| {int(code)} \|", (REPOSITORY / "docs" / "commands.md").read_text(), re.MULTILINE)
+def test_every_sharding_and_configuration_file_is_explained_and_every_exit_code():
+    strategies, commands = ((REPOSITORY / "docs" / f"{name}.md").read_text() for name in ("strategies", "commands"))
+    assert {str(each) for each in Sharding} <= set(re.findall(r"^\| (\w+) \|", strategies, re.MULTILINE))
+    assert {int(each) for each in ExitCode} <= set(map(int, re.findall(r"^\| (\d+) \|", commands, re.MULTILINE)))
+    for config in (file for facts in ENGINES.values() for file in facts.base_configs.values()):
+        folder, name = config.split("/")
+        assert name in (REPOSITORY / folder / "README.md").read_text()
 
 
 def test_every_figure_of_a_step_is_explained_and_no_other():
@@ -77,7 +66,7 @@ def test_every_figure_of_a_step_is_explained_and_no_other():
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_links_between_documents_lead_somewhere(path):
+def test_links_between_documents_lead_somewhere_and_every_footnote_is_used(path):
     """To a file that is there and, where one is named, to a heading in it."""
     for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", path.read_text()):
         if "://" in target:
@@ -86,20 +75,14 @@ def test_links_between_documents_lead_somewhere(path):
         assert document.exists(), target
         if heading:
             assert heading in headings(document), f"{target}#{heading}"
+    defined = set(re.findall(r"^\[\^([^\]]+)\]:", path.read_text(), re.MULTILINE))
+    assert defined == set(re.findall(r"\[\^([^\]]+)\](?!:)", path.read_text())), "footnotes"
 
 
 def headings(document: Path) -> set[str]:
     """Anchors of a document's headings, as GitHub makes them."""
     lines = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_every_footnote_is_there_and_is_used(path):
-    text = path.read_text()
-    defined = set(re.findall(r"^\[\^([^\]]+)\]:", text, re.MULTILINE))
-    used = set(re.findall(r"\[\^([^\]]+)\](?!:)", text))
-    assert defined == used
 
 
 def test_every_document_is_in_the_table_of_documents():
@@ -138,10 +121,6 @@ def benchmark(name: str) -> ModuleType:
     return module
 
 
-def support_matrix() -> ModuleType:
-    return benchmark("support_matrix")
-
-
 def test_the_measured_techniques_are_the_figures_that_were_kept():
     """And each peak is what was predicted, within 10 %, but for what the page says is not counted yet."""
     *_, newest = sorted((REPOSITORY / "benchmarks" / "results").glob("techniques-*.json"))
@@ -154,25 +133,13 @@ def test_the_measured_techniques_are_the_figures_that_were_kept():
 
 def test_the_support_matrix_is_what_the_rules_say():
     """To mend it: python benchmarks/support_matrix.py --write"""
-    matrix = support_matrix()
+    matrix = benchmark("support_matrix")
     document = matrix.DOCUMENT.read_text()
     assert benchmark("written_page").with_tables(document, matrix.tables()) == document
 
 
-def test_no_cell_of_the_support_matrix_is_empty():
-    text = support_matrix().DOCUMENT.read_text()
-    for name in ("layouts", "optimizers", "methods", "precisions", "settings", "recipes"):
-        table = text.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0].strip().splitlines()
-        assert len(table) > 4
-        for line in table[2:]:
-            _, *cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-            assert len(cells) == table[0].count("|") - 2
-            for cell in cells:
-                assert re.fullmatch(r"(works|refused|needs .*|from 0\.\d)\[\^[\w-]+\]", cell), line
-
-
 def test_every_rule_stands_in_the_support_matrix():
-    matrix = support_matrix()
+    matrix = benchmark("support_matrix")
     text = matrix.DOCUMENT.read_text()
     for rule in (*matrix.INCOMPATIBILITIES, *matrix.RULES):
         assert f"`{rule.name}`" in text or rule.name == "not_yet", rule.name
@@ -195,7 +162,7 @@ def test_every_test_that_the_documents_name_is_there():
 
 def test_the_covering_set_runs_what_the_support_matrix_says_it_does():
     """Any two values of a cell that cites it meet in one of its points."""
-    matrix = support_matrix()
+    matrix = benchmark("support_matrix")
     met = {frozenset(pair) for point in covering(list(points())) for pair in point.pairs}
     cells = matrix.cited()["covering"]
     assert len(cells) > 100
@@ -211,53 +178,22 @@ def test_the_covering_set_runs_what_the_support_matrix_says_it_does():
             assert frozenset(pair) in met, f"{pair} of {cell}"
 
 
-def test_the_options_of_every_command_are_frozen():
-    """A change here is a change for users: it belongs in CHANGELOG.md."""
-    (subparsers,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
-    found = {
-        name: sorted(
-            option for action in parser._actions for option in action.option_strings if option.startswith("--")
-        )
-        for name, parser in subparsers.choices.items()
-    }
-    assert found == {
-        "init": ["--data", "--help", "--model", "--output"],
-        "probe": ["--gpus", "--help", "--json", "--measure", "--output"],
-        "plan": ["--allow", "--constraint", "--data", "--engine-files", "--gpus", "--hardware", "--help", "--html",
-                 "--json", "--largest-batch", "--largest-model", "--longest-seq", "--method", "--nodes", "--partition",
-                 "--seq-len", "--show", "--simulate", "--take", "--top", "--trial", "--verbose", "--vram"],
-        "estimate": ["--help"],
-        "train": ["--dry-run", "--gpus", "--hardware", "--head", "--help", "--here", "--json", "--node-rank", "--nodes",
-                  "--resume", "--run-dir", "--take", "--trial", "--vram"],
-        "submit": ["--account", "--chain", "--constraint", "--container-image", "--dry-run", "--gpus-per-node",
-                   "--hardware", "--help", "--json", "--mail", "--nodes", "--partition", "--qos", "--reservation",
-                   "--run-dir", "--sweep", "--time"],
-        "fetch": ["--help", "--no-prepare"],
-        "status": ["--help", "--json", "--sync"],
-        "logs": ["--attempt", "--follow", "--help", "--lines", "--rank"],
-        "watch": ["--help", "--json", "--once"],
-        "ladder": ["--csv", "--gpus", "--help", "--html", "--json", "--rungs", "--steps", "--vram"],
-        "profile": ["--gpus", "--help", "--json", "--out", "--steps", "--time", "--vram"],
-        "cancel": ["--help", "--now"],
-        "doctor": ["--help", "--json", "--quick"],
-        "cache": ["--dry-run", "--help", "--json", "--older-than", "--prune"],
-        "report": ["--help", "--html", "--json"],
-        "ui": ["--help", "--no-browser", "--port"],
-        "export": ["--checkpoint", "--dtype", "--format", "--help", "--json", "--merge", "--no-check", "--public",
-                   "--push", "--quant"],
-        "import": ["--base", "--config", "--dtype", "--help", "--json", "--kind"],
-        "data": ["--help"],
-        "chat": ["--checkpoint", "--help", "--max-new-tokens", "--system", "--temperature"],
-        "workspace": ["--entity", "--help", "--json", "--project"],
-        "schema": ["--help"],
-    }  # fmt: skip
+def test_every_picture_is_shown_small_and_what_the_command_takes() -> None:
+    text = "".join(path.read_text() for path in DOCUMENTS)
+    script = (REPOSITORY / "benchmarks" / "screenshots.py").read_text()
+    pictures = {path.name: path for path in (REPOSITORY / "docs" / "images").iterdir()}
+    assert set(re.findall(r"images/([\w-]+\.png)", text)) == pictures.keys() and len(pictures) >= 5
+    for path in pictures.values():
+        content = path.read_bytes()
+        assert content.startswith(b"\x89PNG") and len(content) <= 150_000, path.name
+        assert f'"{path.stem}"' in script
 
 
 @pytest.mark.cold
 def test_the_python_api_re_exports_and_loads_nothing_heavy():
     program = (
         "import sys, shardwise; assert set(shardwise.__all__) <= set(dir(shardwise)); "
-        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+        "print([name for name in sys.modules if name.startswith(('shardwise.', 'torch', 'transformers', 'numpy'))])"
     )
     answer = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"

@@ -23,11 +23,8 @@ RIGHT = (
     ("answer answers", "docs/*", "(?i)answers?( |$|[.,:;'s)|}])"),
     # FP8 recipes, as Transformer Engine and torchao call them.
     ("recipe recipes", "*fp8*", ""),
-    (
-        "recipe recipes",
-        "*",
-        r"(?i)fp8|recipe_needs_|_RECIPES|mxfp8|recipe_class|torchtune's recipe|given recipe|by block",
-    ),
+    ("recipe recipes", "*",
+     r"(?i)fp8|recipe_needs_|_RECIPES|mxfp8|recipe_class|torchtune's recipe|given recipe|by block"),
     ("recipe recipes", "docs/support-matrix.md", "<!-- "),
     # Fields of files and of options, which keep their names.
     ("recipe", "trainer/planning/cases.py", ""),
@@ -39,18 +36,15 @@ RIGHT = (
     ("kept holders engaged answer answers", "*", r'name="|"answers": \[|RETAINED = "kept"'),
     ("takes", "*", "bitsandbytes_takes_plain_tensors|nvme_takes_fp32_partitions"),
     # English: durations and sizes, what is plotted, what is given up.
-    (
-        "takes",
-        "*",
-        r"takes (a |about |at most |less |longer|seconds|some |too |up to |\d|\{|duration)|step (usually )?takes",
-    ),
+    ("takes", "*",
+     r"takes (a |about |at most |less |longer|seconds|some |too |up to |\d|\{|duration)|step (usually )?takes"),
     ("drawn", "launch/show/*", ""),
     ("drawn", "trainer/planning/page/*", ""),
     ("kept", "docs/walkthrough.md", "in 64 bits"),
     ("kept told", "docs/promises.md", "`tests/"),
     ("leave", "docs/choices.md", "leave (room|one row)"),
     ("tell", "*", r"\.tell\(\)"),
-)
+)  # fmt: skip
 
 
 def is_right(path: str, line: str, word: str) -> bool:

@@ -1,7 +1,6 @@
 """The programme of the GPU benchmark: steps are done once, in order, within the minutes, side by side if they fit."""
 
 import io
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 from on_gpu.case import Outcome, Row
-from on_gpu.programme import Progress, Step, StepLog, matching, run_steps
+from on_gpu.programme import Progress, Step, StepLog, run_steps
 
 from shardwise.launch.attempt.supervisor import StopKind, StopRequest
 from shardwise.launch.terminal import Console
@@ -117,10 +116,12 @@ def test_a_step_in_which_a_stop_was_requested_is_left(runs: Runs, tmp_path: Path
 
 
 def test_a_step_that_raises_has_a_row_without_folders_and_the_others_go_on(runs: Runs, tmp_path: Path):
-    _, rows = go([runs.step("a", run=fails), runs.step("b")], tmp_path)
-    assert rows["a"]["outcome"] == Outcome.FAILED
-    assert rows["a"]["error"] == "OSError: .../rows is not there"
-    assert rows["b"]["outcome"] == "ran"
+    steps = [runs.step("a", run=fails), runs.step("b"), runs.step("c", run=fails, need_bytes=fails)]
+    _, rows = go(steps, tmp_path, together=2)
+    assert {name: row["outcome"] for name, row in rows.items()} == {
+        "a": Outcome.FAILED, "b": "ran", "c": Outcome.FAILED
+    }  # fmt: skip
+    assert rows["a"]["error"] == rows["c"]["error"] == "OSError: .../rows is not there"
 
 
 def test_steps_that_fit_the_card_run_side_by_side(runs: Runs, tmp_path: Path):
@@ -151,29 +152,7 @@ def test_steps_that_do_not_fit_together_or_are_timed_run_alone(runs: Runs, need:
 def test_a_run_whose_memory_ran_out_beside_others_is_repeated_by_itself(runs: Runs, tmp_path: Path):
     step = runs.step("a", run=lambda: {"outcome": "out of memory"})
     _, rows = go([step], tmp_path, together=2)
-    assert runs.names == ["a", "a"]
+    capped = runs.step("capped", run=lambda: {"outcome": "out of memory", "cap_bytes": 1})
+    go([capped], tmp_path, together=2)
+    assert runs.names == ["a", "a", "capped"], "what was to die is not repeated"
     assert "is_shared" not in rows["a"]["result"]
-
-
-def test_a_capped_run_that_dies_is_not_repeated(runs: Runs, tmp_path: Path):
-    step = runs.step("a", run=lambda: {"outcome": "out of memory", "cap_bytes": 1})
-    go([step], tmp_path, together=2)
-    assert runs.names == ["a"]
-
-
-def test_a_step_that_cannot_be_planned_has_its_error_in_its_row(runs: Runs, tmp_path: Path):
-    step = runs.step("a", run=fails, need_bytes=fails)
-    _, rows = go([step], tmp_path, together=2)
-    assert rows["a"]["error"].startswith("OSError")
-
-
-def test_steps_are_selected_by_part_and_name(runs: Runs):
-    steps = [runs.step("a"), runs.step("b"), runs.step("a", part="other")]
-    assert [step.name for step in matching(steps, "part: a")] == ["a"]
-    assert [(step.part, step.name) for step in matching(steps, "", first=1)] == [("part", "a"), ("other", "a")]
-
-
-def test_a_line_of_the_log_is_json_with_what_it_is_of(runs: Runs, tmp_path: Path):
-    go([runs.step("a")], tmp_path)
-    line = json.loads((tmp_path / "steps.jsonl").read_text())
-    assert (line["part"], line["step"], line["versions"]) == ("part", "a", "shardwise 1, torch 2")

@@ -6,21 +6,25 @@ in Python, on tensors that know where they are, so that a tensor which was not m
 
 import json
 import re
-import subprocess
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from cuda_launches import Launch
-from cuda_stand_in import RTX_4060, T4, Machine, needs_no_cuda
-from workplace_factory import LIMIT_S
+from cuda_stand_in import RTX_4060, T4, Machine, machine_environment, needs_no_cuda
+from kill_factory import losses
+from operator_cache import folder_with_operators
+from workplace_factory import TINY_CONFIG, Workplace, make_workplace
 
-from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.report import Ending, Report
 
 pytestmark = needs_no_cuda
 ONE, TWO, OLD = Machine(cards=(RTX_4060,)), Machine(cards=(RTX_4060,) * 2), Machine(cards=(T4,))
 FSDP_OFFLOAD = {"sharding": "fsdp", "offload": "optimizer+params"}
 LORA, QLORA = ({"method": method, "lora": {"rank": 4}} for method in ("lora", "qlora"))
 DPO, PAIRS = {"objective": "dpo"}, {"train": "pairs.jsonl"}
+WIDE_CONFIG = {**TINY_CONFIG, "intermediate_size": 3200}  # bitsandbytes pages the state of 100,000 elements or more
 ANY_UPDATE = ["offload_cpu", "optimizer_8bit", "optimizer_approx", "bf16_weights"]
 
 
@@ -36,21 +40,20 @@ class Case(NamedTuple):
 
 
 ZERO_OFFLOAD = {"optimizer": "DeepSpeedCPUAdam", "master weights": "cpu", "place of optimizer state": "cpu"}
-SHARDINGS = {
+PINNED = {"shards": "on pinned cpu", "place of optimizer state": "on cpu"}
+FROM_SCRATCH = {
+    "zero2-offload": Case(ONE, {"sharding": "zero2", "offload": "optimizer"}, seen=ZERO_OFFLOAD),
+    "fsdp-offload": Case(TWO, FSDP_OFFLOAD, seen=PINNED),
+    "fp16": Case(OLD, {"precision": "fp16-mixed"}, seen={"loss scale": r"\d"}),
+    "full": Case(ONE),
     "ddp": Case(TWO, {"sharding": "ddp"}),
     "zero1": Case(TWO, {"sharding": "zero1"}, seen={"master weights": "on cuda"}),
     "zero3": Case(TWO, {"sharding": "zero3"}, seen={"weights": "on cuda"}),
-    "zero2-offload": Case(ONE, {"sharding": "zero2", "offload": "optimizer"}, seen=ZERO_OFFLOAD),
     "zero3-offload": Case(
         TWO, {"sharding": "zero3", "offload": "optimizer+params"}, seen={**ZERO_OFFLOAD, "weights": "on pinned cpu"}
     ),
     "fsdp": Case(TWO, {"sharding": "fsdp"}, seen={"shards": "on cuda"}),
-    "fsdp-offload": Case(TWO, FSDP_OFFLOAD, seen={"shards": "on pinned cpu", "place of optimizer state": "on cpu"}),
-}
-METHODS = {
-    "full": Case(ONE),
     "unpacked": Case(ONE, data={"packing": False}),
-    "fp16": Case(OLD, {"precision": "fp16-mixed"}, seen={"loss scale": r"\d"}),
     "8bit": Case(ONE, {"optimizer": "adamw_8bit"}, seen={"optimizer_state": "uint8"}),
     "paged": Case(ONE, {"optimizer": "paged_adamw"}, model={"config": "wide"}, seen={"optimizer_state": "paged"}),
     "galore": Case(ONE, train={"method": "galore", "galore": {"rank": 8}}, seen={"projectors": "16 x 8"}),
@@ -60,14 +63,15 @@ METHODS = {
 }
 ADAPTERS = {"adapters": "float32", "trained parameters": "12.4 %"}
 ON_WEIGHTS = {
+    "qlora": Case(ONE, train=QLORA, seen={**ADAPTERS, "4-bit layers": "nf4"}),
     "lora": Case(ONE, train=LORA, seen=ADAPTERS),
     "lora-zero3": Case(TWO, {"sharding": "zero3"}, LORA),
-    "qlora": Case(ONE, train=QLORA, seen={**ADAPTERS, "4-bit layers": "nf4"}),
     "qlora-fsdp": Case(TWO, {"sharding": "fsdp"}, QLORA, seen={"4-bit layers": "nf4", "shards": "on cuda"}),
     "qlora-fsdp-offload": Case(TWO, FSDP_OFFLOAD, QLORA, seen={"4-bit layers": "nf4", "shards": "on pinned cpu"}),
     "dpo-lora": Case(ONE, train={**LORA, **DPO}, data=PAIRS, seen=ADAPTERS),
     "dpo-fsdp": Case(TWO, {"sharding": "fsdp"}, {**LORA, **DPO}, data=PAIRS, seen={"shards": "on cuda"}),
 }
+SHORT = ("zero2-offload", "fsdp-offload", "fp16", "qlora")  # one of each library, of each chip, and on weights
 
 
 def job_of(case: Case) -> dict[str, Any]:
@@ -81,11 +85,22 @@ def job_of(case: Case) -> dict[str, Any]:
     }
 
 
-def check(run: Launch, case: Case, *, num_steps: int = 2, num_ranks: int | None = None) -> None:
+class Launch(NamedTuple):
+    """A finished run and its workplace."""
+
+    place: Workplace
+    run_dir: Path
+
+    @property
+    def report(self) -> Report:
+        return codec.read(self.run_dir / "report.json", Report)
+
+
+def check(run: Launch, case: Case, *, num_steps: int = 2) -> None:
     """It came to its end on the cards, with what was pinned."""
     report = run.report
     assert report.ending is Ending.FINISHED and report.step == num_steps
-    assert report.verified is not None and report.verified.world_size == (num_ranks or len(case.machine.cards))
+    assert report.verified is not None and report.verified.world_size == len(case.machine.cards)
     if "sharding" in case.pin:
         assert report.plan.strategy.sharding == case.pin["sharding"]
         assert (report.verified.backend or "").startswith(("nccl", "cuda:nccl"))
@@ -94,16 +109,37 @@ def check(run: Launch, case: Case, *, num_steps: int = 2, num_ranks: int | None 
     assert report.measured.memory.peak_allocated_bytes
 
 
-@pytest.mark.parametrize("name", [*SHARDINGS, *METHODS])
-def test_it_trains_to_the_report(launch, name: str):
-    case = (SHARDINGS | METHODS)[name]
-    check(launch(name, case.machine, **job_of(case)), case)
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory) -> Callable[..., Launch]:
+    """Runs the small job in one workplace, whose data are prepared once, on a machine; `--resume` continues run `name`.
+
+    Sections of the job are replaced or merged. DeepSpeed's operator is there.
+    """
+    place = make_workplace(tmp_path_factory.mktemp("cuda") / "work place")  # with a space in every path
+    (place.folder / "wide").mkdir()
+    (place.folder / "wide" / "config.json").write_text(json.dumps(WIDE_CONFIG))
+    operators = folder_with_operators("cpu_adam").parent
+    (place.folder / "cache").mkdir()
+    (place.folder / "cache" / operators.name).symlink_to(operators)  # a machine builds it once
+    environments: dict[Machine, dict[str, str]] = {}
+
+    def run(name: str, machine: Machine, *words: str, **sections: Any) -> Launch:
+        if machine not in environments:
+            environments[machine] = machine_environment(machine, place.folder / "machines" / str(len(environments)))
+        here = place._replace(environment={**place.environment, **environments[machine]})
+        here.write_job(output=f"runs/{name}", **sections)
+        here.run("train", "job.yaml", *words)
+        (run_dir,) = (here.folder / "runs").glob(f"{name}-2*")
+        return Launch(here, run_dir)
+
+    return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def weights(launch) -> dict[str, str | None]:
     """The model section of a job that goes on from weights, which one launch trained; and pairs to prefer from."""
     run = launch("weights", ONE, **job_of(Case(ONE)))
+    check(run, Case(ONE))
     pairs = [
         {"prompt": f"the {animal} ", "chosen": f"sat on {number} mats", "rejected": f"ran {number} hills"}
         for animal in ("cat", "dog")
@@ -113,12 +149,21 @@ def weights(launch) -> dict[str, str | None]:
     return {"name": str(run.run_dir / "export"), "config": None, "tokenizer": None}
 
 
-@pytest.mark.parametrize("name", ON_WEIGHTS)
-def test_it_trains_on_weights_to_the_report(launch, weights, name: str):
-    case = ON_WEIGHTS[name]
-    check(launch(name, case.machine, **{**job_of(case), "model": weights}), case)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in SHORT else pytest.param(name, marks=[pytest.mark.long, pytest.mark.products])
+        for name in (*FROM_SCRATCH, *ON_WEIGHTS)
+    ],
+)
+def test_it_trains_to_the_report(launch, request, name: str):
+    case = (FROM_SCRATCH | ON_WEIGHTS)[name]
+    model = request.getfixturevalue("weights") if name in ON_WEIGHTS else case.model
+    check(launch(name, case.machine, **{**job_of(case), "model": model}), case)
 
 
+@pytest.mark.long
+@pytest.mark.products
 def test_a_run_goes_on_from_its_checkpoint(launch):
     pin = {"sharding": "fsdp", "optimizer": "adamw_fused", "precision": "bf16-mixed", "compile": False}
     case = Case(TWO, pin, {"schedule": "constant", "warmup": "0 steps"})
@@ -128,28 +173,4 @@ def test_a_run_goes_on_from_its_checkpoint(launch):
     launch("half", TWO, **job)
     resumed = launch("half", TWO, "--resume", **four)
     check(resumed, case, num_steps=4)
-    assert resumed.report.resumed_from_step == 2 and resumed.losses == whole.losses
-
-
-def test_two_machines_of_two_cards_shard_within_each(launch, slurm):
-    """The machines are those of the tests' cluster, each with its own network and name; its Slurm is not asked."""
-    case = Case(TWO, {"sharding": "hsdp"}, seen={"shards": "on cuda"})
-    place = launch.on(TWO)
-    place.write_job(**job_of(case))
-    run_dir, processes = place.folder / "runs" / "hsdp", []
-    for rank in range(2):
-        words = ("--nodes", "2", "--node-rank", str(rank), "--head", "n1", "--run-dir", run_dir)
-        argv = slurm.on_node(f"n{rank + 1}", *place.command("train", "job.yaml", *words))
-        processes.append(
-            subprocess.Popen(
-                argv,
-                cwd=place.folder,
-                env=place.environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    check(Launch(place, run_dir, outputs[0]), case, num_ranks=4)
+    assert resumed.report.resumed_from_step == 2 and losses(resumed.run_dir) == losses(whole.run_dir)

@@ -1,6 +1,6 @@
 """Machines that people have, from `make train` in a fresh checkout: each trains, or ends with one remedy that works.
 
-A few train to the report; the others go as far as the decision that the machine is about, which `--dry-run` shows.
+One trains to the report; the others go as far as the decision that the machine is about, which `--dry-run` shows.
 """
 
 import json
@@ -30,7 +30,6 @@ from shardwise.trainer.spec.strategy import Precision
 pytestmark = needs_no_cuda
 NO_COMPILER = {"CXX": "no-such-c++", "CC": "no-such-cc"}
 CODE_FOR_V100 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")  # of builds for CUDA 12.6
-
 
 # A checkout before its first `make train`: launch/bootstrap.sh runs for real, with a pip that only records.
 # What pip would install is there already: the environment that the script makes runs the tests' own Python. The
@@ -62,30 +61,8 @@ esac
 """
 
 
-class Checkout(NamedTuple):
-    """A folder with what git brings, and nothing installed."""
-
-    folder: Path
-
-    def train(self, *words: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        """`make train`, which is `sh launch/bootstrap.sh train`, with settings for the job."""
-        return subprocess.run(
-            ["/bin/sh", "launch/bootstrap.sh", "train", *words],
-            cwd=self.folder,
-            env={**os.environ, **environment, "SHARDWISE_PYTHON": str(self.folder / "tools" / "python")},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    @property
-    def has_downloaded(self) -> bool:
-        """True if the packages were requested from pip."""
-        return "-r requirements.lock" in (self.folder / "tools" / "asked").read_text()
-
-
-def make_checkout(folder: Path) -> Checkout:
-    """The checkout, and beside it the Python that the script is to take."""
+def make_checkout(folder: Path) -> Path:
+    """A folder with what git brings and nothing installed, and in it the Python that the script is to take."""
     tools = folder / "tools"
     tools.mkdir(parents=True)
     for name in LINKED:
@@ -94,26 +71,28 @@ def make_checkout(folder: Path) -> Checkout:
     pip.write_text(PIP.format(asked=shlex.quote(str(asked))))
     python.write_text(PYTHON.format(pip=shlex.quote(str(pip)), python=shlex.quote(sys.executable)))
     python.chmod(0o755)
-    return Checkout(folder)
+    return folder
 
 
 class Made(NamedTuple):
     """What `make train` came to."""
 
-    checkout: Checkout
-    answer: subprocess.CompletedProcess[str]
+    checkout: Path
+    code: int
+    told: str
 
     @property
-    def told(self) -> str:
-        return self.answer.stdout + self.answer.stderr
+    def has_downloaded(self) -> bool:
+        """True if the packages were requested from pip."""
+        return "-r requirements.lock" in (self.checkout / "tools" / "asked").read_text()
 
     def read(self, name: str) -> Path:
-        (run_dir,) = (self.checkout.folder / "runs").iterdir()
+        (run_dir,) = (self.checkout / "runs").iterdir()
         return run_dir / name
 
     @property
     def plan(self) -> Plan:
-        assert self.answer.returncode == ExitCode.DONE, self.told
+        assert self.code == ExitCode.DONE, self.told
         return codec.read(self.read("plan.json"), Plan)
 
 
@@ -131,42 +110,45 @@ def make_train(tmp_path_factory) -> Train:
 
     def run(machine: Machine, folder: Path, *words: str, **environment: str) -> Made:
         checkout = make_checkout(folder / "checkout")
-        there = machine_environment(machine, folder)
+        there = machine_environment(machine, folder) | {"SHARDWISE_PYTHON": str(checkout / "tools" / "python")}
         there["PATH"] = f"{folder}:{there['PATH']}"  # what a test puts there is found first
-        words = (*words, "--run-dir", f"{checkout.folder}/runs/dry") if "--dry-run" in words else words
-        answer = checkout.train(*settings, *words, environment={**place.environment, **there, **environment})
-        return Made(checkout, answer)
+        words = (*words, "--run-dir", f"{checkout}/runs/dry") if "--dry-run" in words else words
+        answer = subprocess.run(
+            ["/bin/sh", "launch/bootstrap.sh", "train", *settings, *words],
+            cwd=checkout, env={**os.environ, **place.environment, **there, **environment}, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+        return Made(checkout, answer.returncode, answer.stdout + answer.stderr)
 
     return run
 
 
-def compiler_without(header: str, folder: Path) -> dict[str, str]:
-    program = folder / "c++"
-    program.write_text(f"#!/bin/sh\n! grep -q {header}\n")
-    program.chmod(0o755)
-    return {"CXX": str(program)}
+def and_at_length(first: str, *others: str) -> list[object]:
+    return [first, *(pytest.param(name, marks=[pytest.mark.long, pytest.mark.products]) for name in others)]
 
 
-@pytest.mark.parametrize("name", ["rtx4090_and_old_card", "laptop_4060", "t4", "wsl_rtx3080"])
+@pytest.mark.parametrize("name", and_at_length("t4", "rtx4090_and_old_card", "laptop_4060", "wsl_rtx3080"))
 def test_it_trains_from_make_train_to_the_report(make_train: Train, tmp_path: Path, name: str):
     """None of them has a compiler, Python's headers or a CUDA toolkit."""
-    environment = compiler_without("Python.h", tmp_path) if name == "t4" else NO_COMPILER
+    environment = NO_COMPILER
+    if name == "t4":
+        environment = {"CXX": str(tmp_path / "c++")}
+        (tmp_path / "c++").write_text("#!/bin/sh\n! grep -q Python.h\n")
+        (tmp_path / "c++").chmod(0o755)
     made = make_train(GPU_MACHINES[name], tmp_path, **environment)
     plan = made.plan
     report = codec.read(made.read("report.json"), Report)
     assert (report.ending, report.step) == (Ending.FINISHED, 2), made.told
-    assert made.checkout.has_downloaded
+    assert made.has_downloaded
     assert plan.device_kind is DeviceKind.CUDA and len(plan.hardware.gpus) == 1
     assert plan.hardware.gpus[0].name == GPU_MACHINES[name].cards[0].name
-    is_on_old_chip = name == "t4"
-    assert (plan.chosen.strategy.precision is Precision.FP16_MIXED) is is_on_old_chip
+    assert (plan.chosen.strategy.precision is Precision.FP16_MIXED) is (name == "t4"), "an old chip"
     given = json.loads(made.read("attempts/1/environment.json").read_text())
     assert ("expandable_segments" in json.dumps(given)) is (name != "wsl_rtx3080")
-    if name == "rtx4090_and_old_card":
-        assert "GTX 1050 Ti" in made.told
+    assert ("GTX 1050 Ti" in made.told) is (name == "rtx4090_and_old_card")
 
 
-@pytest.mark.parametrize("name", ["rtx5090", "cuda_compat_h100", "vgpu", "two_different"])
+@pytest.mark.parametrize("name", and_at_length("two_different", "rtx5090", "cuda_compat_h100", "vgpu"))
 def test_it_is_taken_for_what_it_is(make_train: Train, tmp_path: Path, name: str):
     machine = GPU_MACHINES[name]
     plan = make_train(machine, tmp_path, "--dry-run").plan
@@ -185,17 +167,17 @@ def test_a_slice_of_a_card_is_planned_with_its_own_memory(make_train: Train, tmp
 def test_a_card_without_code_is_told_before_the_download_and_the_remedy_works(make_train: Train, tmp_path: Path):
     machine = GPU_MACHINES["v100"]
     made = make_train(machine, tmp_path / "before", "--dry-run")
-    assert made.answer.returncode == ExitCode.ENVIRONMENT and not made.checkout.has_downloaded
+    assert made.code == ExitCode.ENVIRONMENT and not made.has_downloaded
     assert "7.0" in made.told and "CUDA 12" in made.told
     (index,) = re.findall(r"export PIP_EXTRA_INDEX_URL=(\S+)", made.told)
     with_code = replace(machine, cuda="12.6", architectures=CODE_FOR_V100)
     again = make_train(with_code, tmp_path / "after", "--dry-run", PIP_EXTRA_INDEX_URL=index)
-    assert again.plan.hardware.gpus[0].name == machine.cards[0].name and again.checkout.has_downloaded
+    assert again.plan.hardware.gpus[0].name == machine.cards[0].name and again.has_downloaded
 
 
 def test_a_driver_that_is_too_old_is_named_with_the_one_that_does(make_train: Train, tmp_path: Path):
     made = make_train(GPU_MACHINES["old_driver"], tmp_path, "--dry-run")
-    assert made.answer.returncode == ExitCode.ENVIRONMENT
+    assert made.code == ExitCode.ENVIRONMENT
     assert "535.183.01" in made.told and "580.65.06" in made.told
 
 
@@ -205,7 +187,7 @@ def test_without_nvcc_offload_to_nvme_ends_before_it_starts(make_train: Train, t
             f"limits.nvme.path={tmp_path / 'disk'}")  # fmt: skip
     (tmp_path / "nvcc").symlink_to("/bin/false")  # whatever else this machine has
     made = make_train(GPU_MACHINES["t4"], tmp_path, *nvme, CXX="true")
-    assert made.answer.returncode == ExitCode.ENVIRONMENT, made.told
+    assert made.code == ExitCode.ENVIRONMENT, made.told
     assert "async_io" in made.told and "nvcc" in made.told
     assert not made.read("metrics.jsonl").exists()
 

@@ -1,6 +1,6 @@
 """One of two gloo ranks that does what shardwise does *without* its workarounds, and prints what came of it as JSON.
 
-torchrun ... canary_worker.py CANARY
+rank_launch.py 2 canary_worker.py CANARY
 """
 
 import json

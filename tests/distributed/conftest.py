@@ -1,5 +1,6 @@
 """Process groups of gloo ranks, and the reference that every engine has to equal."""
 
+import json
 import os
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from shardwise.launch.engine.offload import check_nvme
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Precision
 
-WORKER = Path(__file__).parent / "engine_worker.py"
+HERE = Path(__file__).parent
+FEW = 3  # tests of a file
 TIMEOUT_S = 1200  # a group may run a hundred attempts
 
 
@@ -49,13 +51,12 @@ def start_ranks() -> Callable[[Sequence[str], int], str]:
             "OMP_NUM_THREADS": "1",
             "TORCH_EXTENSIONS_DIR": extensions,
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # one ninja for all
-            "PYTHONPATH": os.pathsep.join([str(WORKER.parents[2]), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
         }
-        launcher = [sys.executable]  # one rank is a process without a group, as a launch of one is
-        if num_ranks > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+        # One rank is a process without a group, as a launch of one is.
+        launcher = [str(HERE / "rank_launch.py"), str(num_ranks)] if num_ranks > 1 else []
         done = subprocess.run(
-            [*launcher, *argv],
+            [sys.executable, *launcher, *argv],
             env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
@@ -67,20 +68,23 @@ def start_ranks() -> Callable[[Sequence[str], int], str]:
 @pytest.fixture(scope="session")
 def run_ranks(start_ranks) -> Callable[[Sequence[Path], int], None]:
     """Runs attempts one after another in one group of ranks."""
-    return lambda plan_paths, num_ranks: start_ranks([str(WORKER), *map(str, plan_paths)], num_ranks) and None
+    return lambda plans, num_ranks: start_ranks([str(HERE / "engine_worker.py"), *map(str, plans)], num_ranks) and None
 
 
 class RunDirs:
     """Run directories by case; those of one list, library and number of ranks train in one group at the first request.
 
-    A case that this machine cannot run is skipped: NVMe without libaio, fp16 under DeepSpeed without units for it.
+    Where few tests run, each case trains when it is requested. A case that this machine cannot run is skipped: NVMe
+    without libaio, fp16 under DeepSpeed without units for it.
     """
 
-    def __init__(self, folder: Path, start_ranks: Callable[[Sequence[str], int], str], worker: Path) -> None:
-        self._folder, self._start_ranks, self._worker = folder, start_ranks, worker
+    def __init__(
+        self, folder: Path, start: Callable[[Sequence[str], int], str], worker: str, kind: str, *, is_few: bool
+    ) -> None:
+        self._folder, self._start, self._worker, self._kind, self._is_few = folder, start, worker, kind, is_few
         self._plans: dict[Any, Plan] = {}
         self._groups: dict[Any, tuple[int, bool, int]] = {}
-        self._trained: set[tuple[int, bool, int]] = set()
+        self._trained = set[Any]()
 
     def add(self, cases: Sequence[Any], plan_of: Callable[[Any, Path], Plan]) -> None:
         number = len(set(self._groups.values()))
@@ -91,9 +95,11 @@ class RunDirs:
     def __call__(self, case: Any) -> Path:
         if reason := _missing(self._plans[case]):
             pytest.skip(reason)
-        if (group := self._groups[case]) not in self._trained:
-            self._trained.add(group)
-            self._train([each for each in self._plans if self._groups[each] == group], group[-1])
+        group = self._groups[case]
+        wanted = [case] if self._is_few else [each for each in self._plans if self._groups[each] == group]
+        if case not in self._trained:
+            self._trained.update(wanted)
+            self._train(wanted, group[-1])
         return self._dir(case)
 
     def _train(self, cases: Sequence[Any], num_ranks: int) -> None:
@@ -102,8 +108,8 @@ class RunDirs:
             folder_with_operators("async_io")
         for plan in plans.values():
             check_nvme(plan)
-        attempts = [str(write_attempt(self._dir(case), plan)) for case, plan in plans.items()]
-        self._start_ranks([str(self._worker), *attempts], num_ranks)
+        attempts = [f"{write_attempt(self._dir(case), plan)}{self._kind}" for case, plan in plans.items()]
+        self._start([str(HERE / self._worker), *attempts], num_ranks)
 
     def _dir(self, case: Any) -> Path:
         return self._folder / "-".join(map(str, case if isinstance(case, tuple) else (case,)))
@@ -118,16 +124,29 @@ def _missing(plan: Plan) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def run_dirs(tmp_path_factory, start_ranks) -> Callable[..., RunDirs]:
-    """Makes `RunDirs` of lists of cases, with the plan of a case and its run directory."""
+def run_dirs(tmp_path_factory, start_ranks, request) -> Callable[..., RunDirs]:
+    """Makes `RunDirs` of lists of cases, with the plan of a case and its run directory; `kind` is the worker's."""
+    is_few = sum(item.path == request.path for item in request.session.items) <= FEW
 
-    def make(plan_of: Callable[[Any, Path], Plan], *lists: Sequence[Any], worker: Path = WORKER) -> RunDirs:
-        made = RunDirs(tmp_path_factory.mktemp("runs"), start_ranks, worker)
+    def make(
+        plan_of: Callable[[Any, Path], Plan], *lists: Sequence[Any], worker="engine_worker.py", kind=""
+    ) -> RunDirs:
+        made = RunDirs(tmp_path_factory.mktemp("runs"), start_ranks, worker, kind, is_few=is_few)
         for cases in lists:
             made.add(cases, plan_of)
         return made
 
     return make
+
+
+@pytest.fixture(scope="session")
+def notes_of() -> Callable[..., dict[str, Any]]:
+    """What a rank of an attempt of kind `:note` noted."""
+
+    def read(run_dir: Path, rank: int = 0) -> dict[str, Any]:
+        return json.loads((run_dir / "attempts" / "1" / f"notes-{rank}.json").read_text())
+
+    return read
 
 
 @pytest.fixture(scope="session")

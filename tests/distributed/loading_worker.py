@@ -1,13 +1,17 @@
 """One rank that builds the engines of several plans, and looks at the weights they start from or at what they held.
 
-    torchrun ... loading_worker.py PLAN.json[:start|:peak|:whole|:onto] [...]
+    rank_launch.py NUM_RANKS loading_worker.py PLAN.json:KIND [...]
 
-`:start` leaves `start-RANK.json` beside a plan: the parameters, buffers and scales of packed weights whose bits are not
-those of a model that one process builds as a whole, how many there are, whether ranks loaded their shards alone, and
-whether the optimizer has each trained parameter once.
-`:peak` leaves `peak-RANK.json`: the anonymous bytes above the level before loading, at the peak and at the end.
-`:whole` does that for a model that every rank builds as a whole, as ZeRO-1 and ZeRO-2 have it.
-`:onto` does that for one whose tensors go to its device one by one, which is the CPU here.
+Each kind leaves `KIND-RANK.json` beside the plan. Bytes are anonymous ones above the level before.
+
+    start   the parameters, buffers and scales of packed weights whose bits are not those of a model that one process
+            builds as a whole, how many there are, whether ranks loaded their shards alone, and whether the optimizer
+            has each trained parameter once
+    peak    bytes at the peak of loading and at its end
+    whole   the same for a model that every rank builds as a whole, as ZeRO-1 and ZeRO-2 have it
+    onto    the same for one whose tensors go to its device one by one, which is the CPU here
+    save    the most bytes while a checkpoint is saved after one step, and while it is loaded into an engine that was
+            built anew, above what that engine holds after it
 """
 
 import json
@@ -19,40 +23,45 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from rank_process import Peak, attempt, end_group
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.trainer.runtime.checkpoint import Save, find_checkpoint, import_state
 from shardwise.trainer.runtime.engines import engine_of, running_engine
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
 from shardwise.trainer.runtime.engines.sharded_loading import load_onto, loads_by_tensor
-from shardwise.trainer.runtime.loop.session import build_session
+from shardwise.trainer.runtime.loop.course import train
+from shardwise.trainer.runtime.loop.session import build_session, facts_of
 from shardwise.trainer.runtime.models.build import build_meta_model, build_model, plain_model
 from shardwise.trainer.runtime.optimizers import unwrapped
-from shardwise.trainer.runtime.run.state import ReportWriter, RunState, run_paths
+from shardwise.trainer.runtime.run.state import ReportWriter, RunPaths, RunState, run_paths
 from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.plan import Plan
 
+RANK = int(os.environ["RANK"])
+
 
 def main(arguments: list[str]) -> None:
-    rank = int(os.environ["RANK"])
     for argument in arguments:
         name, _, kind = argument.partition(":")
         path, plan = Path(name), codec.read(Path(name), Plan)
+        paths = run_paths(path, started_at=datetime.now(UTC))
+        if kind == "save":
+            with attempt():
+                train(plan, paths, ReportWriter(paths, rank=RANK), RunState(), lambda: False)
         with attempt():
-            if kind == "start":
-                path.with_name(f"start-{rank}.json").write_text(json.dumps(look_at_start(path, plan, rank)))
-            else:
-                measured = measure_peak(path, plan, kind)
-                path.with_name(f"peak-{rank}.json").write_text(json.dumps(measured))
+            look = {"start": look_at_start, "save": measure_saving}.get(kind)
+            seen = measure_peak(path, plan, kind) if look is None else look(plan, paths)
+            path.with_name(f"{kind}-{RANK}.json").write_text(json.dumps(seen))
     end_group()
 
 
-def look_at_start(path: Path, plan: Plan, rank: int) -> dict[str, object]:
-    paths = run_paths(path, started_at=datetime.now(UTC))
-    session = build_session(plan, paths, ReportWriter(paths, rank=rank), RunState())
+def look_at_start(plan: Plan, paths: RunPaths) -> dict[str, object]:
+    session = build_session(plan, paths, ReportWriter(paths, rank=RANK), RunState())
     model, engine = plain_model(session.model), running_engine(session.model)
     whole = {name: tensor.detach() for name, tensor in named_tensors(build_model(plan))}
     seen = dict(gathered(model))
@@ -129,6 +138,21 @@ def load(plan: Plan, accelerator, kind: str) -> object:
     engine.load_shards(meta_model, accelerator)
     engine.cut_loaded(meta_model, accelerator, plan.chosen.strategy.precision)
     return meta_model.model
+
+
+def measure_saving(plan: Plan, paths: RunPaths) -> dict[str, int]:
+    sharding, state = plan.chosen.strategy.sharding, RunState()
+    session = build_session(plan, paths, ReportWriter(paths, rank=RANK), state)
+    checkpoint = find_checkpoint(paths.run_dir / "checkpoints", on_skip=print, ranks=session.ranks)
+    assert checkpoint is not None
+    with Peak() as loading:
+        import_state(session.model, session.optimizer, checkpoint, sharding=sharding)
+    with Peak() as saving:
+        Save(
+            paths.run_dir / "again", model=session.model, optimizer=session.optimizer, sharding=sharding,
+            facts=replace(facts_of(plan, state), step=1), ranks=session.ranks, keep=1,
+        ).run()  # fmt: skip
+    return {"loading": loading.highest - loading.at_end, "kept": loading.at_end, "saving": saving.highest}
 
 
 if __name__ == "__main__":

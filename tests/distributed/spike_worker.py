@@ -1,6 +1,6 @@
 """One rank of the tests of steps that are not taken: seven steps under each engine, three of which have a fault.
 
-    torchrun ... spike_worker.py PLAN.json [PLAN.json ...]
+    rank_launch.py NUM_RANKS spike_worker.py PLAN.json [PLAN.json ...]
 
     step 3    a gradient of the last rank is NaN, in its first micro batch; every loss is a number
     step 4    the loss of the last rank is NaN

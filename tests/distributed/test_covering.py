@@ -1,8 +1,8 @@
 """Every pair of values of any two axes, run for real on CPU: each point trains like the plain run of the same update.
 
-The points are a covering set of what the planner's rules let a CPU run (`covering_factory`): 121 of 37,000, in which
-every pair of values meets. The first 48, the core, hold every value, and every pair of where state lives with method,
-precision and checkpointing; the others belong to test-long. covering_points.txt lists them, so that collecting tests
+The points are a covering set of what the planner's rules let a CPU run (`covering_factory`): 123 of 38,000, in which
+every pair of values meets. The first 43, the core, hold every value, and every pair of where state lives with method
+and precision; the others belong to test-long. covering_points.txt lists them, so that collecting tests
 computes nothing. A point is held against a run of one process in fp32, with nothing recomputed, moved or cut, of the
 same optimizer and method. Plain AdamW itself is held against PyTorch without any of our code in `test_engines`.
 """
@@ -10,7 +10,6 @@ same optimizer and method. Plain AdamW itself is held against PyTorch without an
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
 LISTED = Path(__file__).with_name("covering_points.txt")
 PROGRAM = "import covering_factory as c; print('\\n'.join(point.name for point in c.covering(list(c.points()))))"
 NAMES = LISTED.read_text().splitlines()
-NUM_CORE = 48
+NUM_CORE = 43
 
 
 @cache
@@ -42,32 +41,23 @@ def each_point(function):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, cache_dir, run_ranks) -> Callable[[Point], Path]:
-    """A folder of runs: the points of the core, or the others, and the reference of each, in a few process groups."""
-
-    @cache
-    def train(*, is_core: bool) -> Path:
-        names = NAMES[:NUM_CORE] if is_core else NAMES[NUM_CORE:]
-        wanted = [by_name()[name] for name in names]
-        runnable = [point for point in wanted if not (point.offload.uses_nvme and lacks_libaio())]
-        if any(point.offload.uses_nvme for point in runnable):
-            folder_with_operators("async_io")
-        folder, nvme = tmp_path_factory.mktemp("covering"), tmp_path_factory.mktemp("nvme")
-        return run_points(runnable, folder, cache_dir, nvme, run_ranks)
-
-    return lambda point: train(is_core=point.name in NAMES[:NUM_CORE])
+def folder(tmp_path_factory, cache_dir, run_ranks, request) -> Path:
+    """Runs of the points of the tests that run, and the reference of each, in a few process groups."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    wanted = [by_name()[name] for name in dict.fromkeys(item.callspec.params["name"] for item in items)]
+    runnable = [point for point in wanted if not (point.offload.uses_nvme and lacks_libaio())]
+    if any(point.offload.uses_nvme for point in runnable):
+        folder_with_operators("async_io")
+    made, nvme = tmp_path_factory.mktemp("covering"), tmp_path_factory.mktemp("nvme")
+    return run_points(runnable, made, cache_dir, nvme, run_ranks)
 
 
 @pytest.fixture
 def point(name: str) -> Point:
-    return by_name()[name]
-
-
-@pytest.fixture
-def folder(point: Point, runs: Callable[[Point], Path]) -> Path:
-    if point.offload.uses_nvme and lacks_libaio():
+    found = by_name()[name]
+    if found.offload.uses_nvme and lacks_libaio():
         pytest.skip(NO_LIBAIO)
-    return runs(point)
+    return found
 
 
 @each_point
@@ -90,7 +80,11 @@ def test_a_point_is_what_its_plan_says(point, folder):
     assert (verified.checkpointed_blocks > 0) is (point.checkpointing is not Checkpointing.NONE)
     assert (verified.sharded_parameters > 0) is point.sharding.shards_weights
     assert (verified.partition_elements is not None) is point.sharding.shards_optimizer
-    assert verified.facts, "what only a step can show was looked at"
+    facts = verified.facts
+    assert point.activation_offload is ("in host RAM" in facts.get("activation_offload", ""))
+    assert ("4-bit layers" in facts) is (point.method is Method.QLORA)
+    assert ("adapters" in facts) is point.method.freezes_base
+    assert ("projectors" in facts) is (point.method is Method.GALORE)
 
 
 @pytest.mark.cold
@@ -120,7 +114,6 @@ def test_the_core_has_all_values_and_the_pairs_that_change_an_engine_most():
     assert {point.sharding for point in some} == set(Sharding)
     for pair in (
         lambda point: (point.sharding, point.precision),
-        lambda point: (point.sharding, point.checkpointing),
         lambda point: (point.sharding, point.offload, point.method),
     ):
         assert {pair(point) for point in some} == {pair(point) for point in by_name().values()}

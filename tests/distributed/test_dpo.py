@@ -32,20 +32,15 @@ NUM_STEPS, BETA = 4, 0.1
 LORA = {"lora": LoraJob(rank=4, alpha=8.0), "schedule": LrSchedule.CONSTANT}
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"method": Method.LORA},
-    "full": {},
+    "full": {"micro_batch": 3},  # so that the last round of the rows leaves dummies among those of a rank
     "fused": {"method": Method.LORA, "loss": LossHead.FUSED},
     "resumed": {"num_steps": NUM_STEPS // 2},
     "handed": {"num_steps": NUM_STEPS // 2},
     "stalled": {"method": Method.LORA, "lr": 0.0, "eval_every_steps": 1, "early_stop": 2},
 }
-TORCH = (
-    (Sharding.DDP, "lora"), (Sharding.DDP, "full"), (Sharding.DDP, "resumed"),
-    (Sharding.FSDP, "lora"), (Sharding.FSDP, "full"), (Sharding.FSDP, "fused"),
-)  # fmt: skip
-STALLED = ((Sharding.DDP, "stalled"), (Sharding.FSDP, "stalled"))
-ZERO = (
-    (Sharding.ZERO1, "lora"), (Sharding.ZERO3, "lora"), (Sharding.ZERO3, "full"), (Sharding.ZERO3, "fused"),
-)  # fmt: skip
+TORCH = ((Sharding.DDP, "full"), (Sharding.DDP, "resumed"), (Sharding.FSDP, "lora"), (Sharding.FSDP, "full"))
+STALLED = ((Sharding.FSDP, "stalled"),)
+ZERO = ((Sharding.ZERO3, "fused"), (Sharding.ZERO3, "full"))
 
 
 def each(runs: Sequence[tuple[Sharding, str]]):
@@ -53,10 +48,8 @@ def each(runs: Sequence[tuple[Sharding, str]]):
 
 
 def plan_of(cache_dir: Path, sharding: Sharding, kind: str, num_ranks: int, **changes: Any) -> Plan:
-    settings = {"num_steps": NUM_STEPS, "eval_every_steps": 2, "lr": 5e-3, **KINDS[kind], **changes}
-    return pair_plan(
-        cache_dir, sharding, num_ranks=num_ranks, micro_batch=2, accumulation=4 // num_ranks, train=LORA, **settings
-    )
+    settings = {"num_steps": NUM_STEPS, "eval_every_steps": 2, "lr": 5e-3, "micro_batch": 2, **KINDS[kind], **changes}
+    return pair_plan(cache_dir, sharding, num_ranks=num_ranks, accumulation=4 // num_ranks, train=LORA, **settings)
 
 
 @pytest.fixture(scope="module")

@@ -3,103 +3,55 @@
 A right loss proves nothing about the engine, and the right engine nothing about the loss: both are asserted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
 import torch
-from attempt_runs import engaged_of
-from rank_factory import NUM_STEPS, rank_plan
+from attempt_runs import engaged_of, metrics_of
+from plain_training import plain_model
+from rank_factory import NUM_EVAL_ROWS, NUM_STEPS, rank_plan
 from safetensors.torch import load_file
+from torch.nn import functional
 
-from shardwise.trainer.spec.engines import Offload, Sharding
+from shardwise.trainer.runtime.data.batches import eval_micro_batches
+from shardwise.trainer.runtime.data.cache import TokenRows
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead
 
 TOLERANCE = 1e-5
 NUM_ELEMENTS = 106_816  # parameters of the tiny Llama
 NUM_PARAMETERS = 21
+EAGER = (Sharding.FSDP, Sharding.ZERO2)
+# The others have three rows a micro batch, which leaves dummy rows in the last one, and recompute.
+TORCH = (Sharding.DDP, Sharding.FSDP, Sharding.FSDP_GRAD_OP)
+DEEPSPEED = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
+CASES = (*TORCH, *DEEPSPEED)
+each = pytest.mark.parametrize("sharding", CASES)
 
 
-class Case(NamedTuple):
-    """One attempt of two ranks."""
-
-    sharding: Sharding
-    accumulation: int
-    micro_batch: int
-    checkpointing: Checkpointing = Checkpointing.NONE
-    loss: LossHead = LossHead.CHUNKED
-    offload: Offload = Offload.NONE
-
-    @property
-    def name(self) -> str:
-        return f"{self.sharding}+{self.offload}-{self.accumulation}x{self.micro_batch}-{self.checkpointing}-{self.loss}"
-
-
-def padded(sharding: Sharding) -> Case:
-    """Three rows a micro batch leave dummy rows in the last one."""
-    return Case(sharding, accumulation=2, micro_batch=3, checkpointing=Checkpointing.FULL)
-
-
-def whole(sharding: Sharding) -> Case:
-    return Case(sharding, accumulation=1, micro_batch=4)
-
-
-def eager(sharding: Sharding) -> Case:
-    return Case(sharding, accumulation=2, micro_batch=2, loss=LossHead.EAGER)
-
-
-EXPORTED = [whole(Sharding.DDP), whole(Sharding.FSDP), whole(Sharding.ZERO3)]
-TORCH_CASES = [
-    *EXPORTED[:2], padded(Sharding.DDP), eager(Sharding.FSDP), padded(Sharding.FSDP_GRAD_OP)
-]  # fmt: skip
-DEEPSPEED_CASES = [
-    padded(Sharding.ZERO1), eager(Sharding.ZERO2), EXPORTED[2], padded(Sharding.ZERO3),
-    Case(Sharding.ZERO2, accumulation=2, micro_batch=2, offload=Offload.OPTIMIZER),
-]  # fmt: skip
-ENGINE_CLASSES = {
-    Sharding.DDP: "DistributedDataParallel",
-    Sharding.FSDP: "FSDPLlamaForCausalLM",
-    Sharding.FSDP_GRAD_OP: "FSDPLlamaForCausalLM",
-    Sharding.ZERO1: "DeepSpeedEngine",
-    Sharding.ZERO2: "DeepSpeedEngine",
-    Sharding.ZERO3: "DeepSpeedEngine",
-}
-
-
-def plan_of(case: Case, cache_dir: Path) -> Plan:
+def plan_of(sharding: Sharding, cache_dir: Path) -> Plan:
+    settings: dict[str, Any] = (
+        {"micro_batch": 2, "loss": LossHead.EAGER}
+        if sharding in EAGER
+        else {"micro_batch": 3, "loss": LossHead.CHUNKED, "checkpointing": Checkpointing.FULL}
+    )
     return rank_plan(
-        cache_dir,
-        case.sharding,
-        case.offload,
-        num_ranks=2,
-        num_steps=NUM_STEPS,
-        accumulation=case.accumulation,
-        micro_batch=case.micro_batch,
-        checkpointing=case.checkpointing,
-        loss=case.loss,
+        cache_dir, sharding, num_ranks=2, num_steps=NUM_STEPS, accumulation=2, eval_every_steps=NUM_STEPS, **settings
     )
 
 
 @pytest.fixture(scope="module")
-def runs(run_dirs, cache_dir) -> Callable[[Case], Path]:
-    return run_dirs(lambda case, _: plan_of(case, cache_dir), TORCH_CASES + DEEPSPEED_CASES)
+def runs(run_dirs, cache_dir) -> Callable[[Sharding], Path]:
+    return run_dirs(lambda sharding, _: plan_of(sharding, cache_dir), CASES, kind=":note")
 
 
-@pytest.fixture
-def run_dir(case: Case, runs: Callable[[Case], Path]) -> Path:
-    return runs(case)
-
-
-def each(cases: Sequence[Case]):
-    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
-
-
-@each(TORCH_CASES + DEEPSPEED_CASES)
-def test_every_step_equals_that_of_a_single_process_of_plain_pytorch(case, run_dir, reference, read_course):
-    course = read_course(run_dir)
+@each
+def test_every_step_equals_that_of_a_single_process_of_plain_pytorch(sharding, runs, reference, read_course):
+    course = read_course(runs(sharding))
     assert len(course.losses) == NUM_STEPS
     assert reference.losses[-1] < reference.losses[0] - 0.5, "the reference learns, so that a difference would show"
     assert course.losses == pytest.approx(reference.losses, abs=TOLERANCE)
@@ -109,28 +61,53 @@ def test_every_step_equals_that_of_a_single_process_of_plain_pytorch(case, run_d
         torch.testing.assert_close(course.weights[name], expected, rtol=0, atol=1e-4, msg=f"{name}: {{}}".format)
 
 
-@each(TORCH_CASES + DEEPSPEED_CASES)
-def test_the_engine_of_the_plan_is_the_one_that_ran(case, run_dir):
-    ranks = [engaged_of(run_dir, rank) for rank in (0, 1)]
+@pytest.fixture(scope="module")
+def held_out_loss(cache_dir, reference) -> float:
+    """Of plain PyTorch with the weights after the last step, over all held-out rows."""
+    model, rows = plain_model(plan_of(Sharding.DDP, cache_dir)), TokenRows.open(cache_dir, "eval")
+    model.load_state_dict(reference.weights)
+    (batch,) = eval_micro_batches(rows, rank=0, num_ranks=1, micro_batch=NUM_EVAL_ROWS)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=batch.input_ids).logits[:, :-1].flatten(0, 1)
+    return functional.cross_entropy(logits, batch.labels[:, 1:].flatten()).item()
+
+
+@each
+def test_a_score_is_over_the_held_out_rows_of_all_ranks(sharding, runs, held_out_loss):
+    assert metrics_of(runs(sharding))[-1]["eval_loss"] == pytest.approx(held_out_loss, abs=1e-4)
+
+
+@each
+def test_the_engine_of_the_plan_is_the_one_that_ran(sharding, runs):
+    ranks = [engaged_of(runs(sharding), rank) for rank in (0, 1)]
     for verified in ranks:
-        assert verified.world_size == 2 and verified.backend == "gloo"
-        assert verified.engine_class == ENGINE_CLASSES[case.sharding]
-        assert verified.optimizer_class == ("AdamW" if case.offload is Offload.NONE else "DeepSpeedCPUAdam")
-        assert verified.accumulation == case.accumulation
-        assert verified.loss == case.loss
-        assert verified.precision == "fp32"
-        assert verified.checkpointed_blocks == (2 if case.checkpointing is Checkpointing.FULL else 0)
-        assert verified.sharded_parameters == (NUM_PARAMETERS if case.sharding.shards_weights else 0)
+        assert (verified.world_size, verified.backend, verified.precision) == (2, "gloo", "fp32")
+        assert verified.optimizer_class == "AdamW"
+        kind = "FSDPLlamaForCausalLM" if sharding.uses_fsdp else "DistributedDataParallel"
+        assert verified.engine_class == ("DeepSpeedEngine" if sharding.uses_deepspeed else kind)
+        assert verified.accumulation == 2
+        assert verified.loss == (LossHead.EAGER if sharding in EAGER else LossHead.CHUNKED)
+        assert verified.checkpointed_blocks == (0 if sharding in EAGER else 2)
+        assert verified.sharded_parameters == (NUM_PARAMETERS if sharding.shards_weights else 0)
     owned = [verified.partition_elements for verified in ranks]
-    if case.sharding.shards_optimizer:
+    if sharding.shards_optimizer:
         assert all(elements is not None and elements < 0.51 * NUM_ELEMENTS for elements in owned)
         assert NUM_ELEMENTS <= sum(owned) < 1.01 * NUM_ELEMENTS, "together the model once, but for padding"
     else:
         assert owned == [None, None]
 
 
-@each(EXPORTED)
-def test_the_export_of_a_sharded_engine_names_the_plain_model(case, run_dir):
-    config = msgspec.json.decode((run_dir / "export" / "config.json").read_bytes())
+@pytest.mark.parametrize("sharding", TORCH)
+def test_gradients_are_summed_with_the_last_micro_batch_only(sharding, runs, notes_of):
+    """In each micro batch FSDP2 gathers weights; in the second it sums the gradients of two blocks and of the rest."""
+    first, second, update, *_ = notes_of(runs(sharding))["collectives"]
+    in_first, in_last = second - first, update - second
+    assert in_last >= in_first + (2 if sharding.uses_fsdp else 1)
+    assert in_first == 0 or sharding.uses_fsdp
+
+
+@pytest.mark.parametrize("sharding", [Sharding.DDP, Sharding.FSDP, Sharding.ZERO3])
+def test_the_export_of_a_sharded_engine_names_the_plain_model(sharding, runs):
+    config = msgspec.json.decode((runs(sharding) / "export" / "config.json").read_bytes())
     assert config["architectures"] == ["LlamaForCausalLM"]
-    assert "lm_head.weight" in load_file(run_dir / "export" / "model.safetensors")
+    assert "lm_head.weight" in load_file(runs(sharding) / "export" / "model.safetensors")

@@ -1,42 +1,51 @@
-"""A run whose steps cannot be taken goes back to its checkpoint under every engine, in the process, on all ranks alike.
+"""A run whose steps cannot be taken goes back to its checkpoint, and one that gains nothing ends with its best weights.
 
-The bad rows are on one rank of two in every step. What comes out is held against plain PyTorch that never saw the rows
-which are passed over.
+On all ranks alike, under every engine. The bad rows are on one rank in every step; what comes out is held against plain
+PyTorch that never saw the rows which are passed over. After an early stop each rank reads its own ranges of the best.
 """
 
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_plan_factory import TINY_LLAMA
 from plain_training import PlainCourse, train_plainly
 from rank_factory import SWAPPED_LLAMA, offload_plan, rank_plan
-from rank_scenarios import BAD_STEPS, NUM_STEPS_BACK, SAVED_STEP, TAKEN, check_going_back
+from rank_scenarios import (
+    BAD_STEPS,
+    NUM_STEPS_BACK,
+    SAVED_STEP,
+    TAKEN,
+    check_best_export,
+    check_going_back,
+    early_stop_plan,
+)
 from spoilt_rows import spoil
 
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import LossHead, Precision
 
-Case = tuple[Sharding, Offload]
-CASES: tuple[Case, ...] = (
-    (Sharding.FSDP, Offload.NONE),
-    (Sharding.ZERO3, Offload.NONE),
-    (Sharding.ZERO2, Offload.OPTIMIZER),
+Case = tuple[Any, ...]  # of a return the layout; of an early stop a word, the sharding, and the precision
+BACK: tuple[Case, ...] = (
+    (Sharding.FSDP, Offload.NONE), (Sharding.ZERO3, Offload.NONE), (Sharding.ZERO2, Offload.OPTIMIZER)
+)  # fmt: skip
+MORE_BACK: tuple[Case, ...] = (
+    *((each, Offload.NONE) for each in (Sharding.DDP, Sharding.ZERO1, Sharding.ZERO2, Sharding.FSDP_GRAD_OP)),
+    *((Sharding.ZERO3, each) for each in (Offload.OPTIMIZER, Offload.NVME_OPTIMIZER, Offload.NVME_ALL)),
 )
-MORE_CASES: tuple[Case, ...] = (
-    (Sharding.DDP, Offload.NONE),
-    (Sharding.ZERO1, Offload.NONE),
-    (Sharding.ZERO2, Offload.NONE),
-    (Sharding.FSDP_GRAD_OP, Offload.NONE),
-    (Sharding.ZERO3, Offload.OPTIMIZER),
-    (Sharding.ZERO3, Offload.NVME_OPTIMIZER),
-    (Sharding.ZERO3, Offload.NVME_ALL),
+BEST: tuple[Case, ...] = (
+    ("best", Sharding.FSDP, Precision.FP32),
+    ("best", Sharding.ZERO2, Precision.BF16_MIXED),
+    ("best", Sharding.ZERO3, Precision.BF16_MIXED),
 )
 
 
 def plan_of(case: Case, cache_dir: Path, run_dir: Path) -> Plan:
+    if case in BEST:
+        return early_stop_plan(cache_dir, case[1], num_ranks=2, precision=case[2], micro_batch=4)
     plan = offload_plan(
         cache_dir, *case, nvme=run_dir / "nvme", num_steps=NUM_STEPS_BACK, checkpoint_every_steps=SAVED_STEP,
         num_ranks=2, micro_batch=2, accumulation=2, loss=LossHead.EAGER, precision=Precision.FP32,
@@ -46,7 +55,7 @@ def plan_of(case: Case, cache_dir: Path, run_dir: Path) -> Plan:
 
 @pytest.fixture(scope="module")
 def run_dir_of(run_dirs, cache_dir) -> Callable[[Case], Path]:
-    return run_dirs(lambda case, run_dir: plan_of(case, cache_dir, run_dir), CASES, MORE_CASES)
+    return run_dirs(lambda case, run_dir: plan_of(case, cache_dir, run_dir), BACK + BEST, MORE_BACK)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +68,12 @@ def expected(cache_dir) -> Callable[[Case], PlainCourse]:
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in MORE_CASES)], ids="+".join
+    "case", [*BACK, *(pytest.param(case, marks=pytest.mark.long) for case in MORE_BACK)], ids="+".join
 )
 def test_the_steps_after_going_back_are_those_of_a_run_that_passed_over_the_rows(case, run_dir_of, expected):
     check_going_back(run_dir_of(case), expected(case))
+
+
+@pytest.mark.parametrize("case", BEST, ids="-".join)
+def test_the_export_is_of_the_best_step(case, run_dir_of):
+    check_best_export(run_dir_of(case))

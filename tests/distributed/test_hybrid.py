@@ -7,6 +7,7 @@ holds its share and no more, that a run goes back on all ranks alike, and that a
 How its checkpoints move is in `test_moving`, and what it goes with in `test_covering`.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from attempt_runs import engaged_of, metrics_of
 from msgspec.structs import replace
 from plain_training import train_plainly
-from rank_factory import NUM_STEPS, rank_plan, write_attempt
+from rank_factory import NUM_STEPS, rank_plan
 from rank_scenarios import (
     BAD_STEPS,
     NUM_STEPS_BACK,
@@ -33,24 +34,21 @@ from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Precision
+from shardwise.trainer.spec.strategy import LossHead, Precision
 
 NUM_RANKS, NUM_COPIES, NUM_SHARDS = 4, 2, 2
 TOLERANCE = 1e-5
 NUM_ELEMENTS = 106_816  # parameters of the tiny Llama
 NUM_PARAMETERS = 21
 
-# Accumulation 1 and 2; three rows a micro batch leave dummy rows on the last ranks.
+# Accumulation 1 and 2; of two machines and of one.
 TRAINED: dict[str, dict[str, Any]] = {
     "1x2": {"accumulation": 1, "micro_batch": 2},
     "2x1-eager-one-machine": {"accumulation": 2, "micro_batch": 1, "loss": LossHead.EAGER, "shard_group": NUM_SHARDS},
-    "1x3-recomputed": {"accumulation": 1, "micro_batch": 3, "checkpointing": Checkpointing.FULL},
-    "inside-the-backward": {
-        "accumulation": 1, "micro_batch": 2, "clip": 0.0, "optimizer": Optimizer.ADAMW_FUSED,
-        "optimizer_in_backward": True,
-    },
-}  # fmt: skip
-CLIPPED = [name for name in TRAINED if name != "inside-the-backward"]
+    "inside-the-backward": {"clip": 0.0, "optimizer": Optimizer.ADAMW_FUSED, "optimizer_in_backward": True},
+    "8-bit": {"optimizer": Optimizer.ADAMW_8BIT, "num_steps": 1},
+}
+EXACT = ("1x2", "2x1-eager-one-machine")
 
 
 def hybrid_plan(cache_dir: Path, **settings: Any) -> Plan:
@@ -58,34 +56,30 @@ def hybrid_plan(cache_dir: Path, **settings: Any) -> Plan:
     return rank_plan(cache_dir, Sharding.HSDP, num_ranks=NUM_RANKS, **defaults | settings)
 
 
-def rehearsed(plan: Plan) -> Plan:
-    """With a checkpoint after the first step that every rank, of either copy, holds against its memory."""
-    return replace(plan, schedule=replace(plan.schedule, rehearses_save=True))
+def plan_of(name: str, cache_dir: Path, run_dir: Path) -> Plan:
+    if name == "shares":
+        return share_plan(cache_dir, Sharding.HSDP, num_ranks=NUM_RANKS)
+    if name == "best":
+        return early_stop_plan(
+            cache_dir, Sharding.HSDP, num_ranks=NUM_RANKS, micro_batch=2, precision=Precision.BF16_MIXED
+        )
+    if name == "back":
+        plan = hybrid_plan(cache_dir, num_steps=NUM_STEPS_BACK, checkpoint_every_steps=SAVED_STEP, loss=LossHead.EAGER)
+        return spoil(plan, run_dir.with_name("extension"), BAD_STEPS)
+    plan = hybrid_plan(cache_dir, **TRAINED[name])
+    assert plan.hybrid_mesh == (NUM_COPIES, NUM_SHARDS)
+    # With a checkpoint after the first step that every rank, of either copy, holds against its memory.
+    return replace(plan, schedule=replace(plan.schedule, rehearses_save=name == "1x2"))
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, cache_dir, run_ranks) -> Path:
-    """A folder of run directories, all trained in one group of four ranks."""
-    folder = tmp_path_factory.mktemp("hybrid")
-    plans = {name: hybrid_plan(cache_dir, **settings) for name, settings in TRAINED.items()}
-    plans["1x2"] = rehearsed(plans["1x2"])
-    assert {plan.hybrid_mesh for plan in plans.values()} == {(NUM_COPIES, NUM_SHARDS)}
-    assert {plan.num_machines for plan in plans.values()} == {1, 2}
-    plans["shares"] = share_plan(cache_dir, Sharding.HSDP, num_ranks=NUM_RANKS)
-    plans["best"] = early_stop_plan(
-        cache_dir, Sharding.HSDP, num_ranks=NUM_RANKS, micro_batch=2, precision=Precision.BF16_MIXED
-    )
-    going_back = hybrid_plan(
-        cache_dir, num_steps=NUM_STEPS_BACK, checkpoint_every_steps=SAVED_STEP, loss=LossHead.EAGER
-    )
-    plans["back"] = spoil(going_back, folder / "extension", BAD_STEPS)
-    run_ranks([write_attempt(folder / name, plan) for name, plan in plans.items()], NUM_RANKS)
-    return folder
+def runs(run_dirs, cache_dir) -> Callable[[str], Path]:
+    return run_dirs(lambda name, run_dir: plan_of(name, cache_dir, run_dir), (*TRAINED, "shares", "best", "back"))
 
 
-@pytest.mark.parametrize("name", CLIPPED)
+@pytest.mark.parametrize("name", EXACT)
 def test_every_step_equals_that_of_a_single_process_of_plain_pytorch(name, runs, reference, read_course):
-    course = read_course(runs / name)
+    course = read_course(runs(name))
     assert course.losses == pytest.approx(reference.losses, abs=TOLERANCE)
     assert course.grad_norms == pytest.approx(reference.grad_norms, abs=TOLERANCE)
     assert course.weights.keys() == reference.weights.keys()
@@ -96,24 +90,29 @@ def test_every_step_equals_that_of_a_single_process_of_plain_pytorch(name, runs,
 def test_an_update_within_the_backward_pass_sees_gradients_of_all_copies(runs, cache_dir):
     """Not clipped, so held against a run of one process that is not clipped either."""
     losses = train_plainly(rank_plan(cache_dir, clip=0.0, num_steps=NUM_STEPS)).losses
-    found = [line["loss"] for line in metrics_of(runs / "inside-the-backward")]
+    found = [line["loss"] for line in metrics_of(runs("inside-the-backward"))]
     assert found == pytest.approx(list(losses.values()), abs=TOLERANCE)
-    facts = engaged_of(runs / "inside-the-backward", 3).facts
+    facts = engaged_of(runs("inside-the-backward"), 3).facts
     assert "inside the backward pass" in facts["updates"]
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_engine_of_the_plan_is_the_one_that_ran(name, runs):
-    ranks = [engaged_of(runs / name, rank) for rank in range(NUM_RANKS)]
+    ranks = [engaged_of(runs(name), rank) for rank in range(NUM_RANKS)]
     for verified in ranks:
         assert (verified.world_size, verified.backend, verified.precision) == (NUM_RANKS, "gloo", "fp32")
         assert (verified.engine_class, verified.sharded_parameters) == ("FSDPLlamaForCausalLM", NUM_PARAMETERS)
-        assert verified.accumulation == TRAINED[name]["accumulation"]
+        assert verified.accumulation == TRAINED[name].get("accumulation", 1)
         assert verified.facts["copies of the weights"] == str(NUM_COPIES)
     owned = [verified.partition_elements for verified in ranks]
     assert owned[:NUM_SHARDS] == owned[NUM_SHARDS:], "both copies are cut alike"
     assert sum(owned[:NUM_SHARDS]) == NUM_ELEMENTS
     assert max(owned) < 0.51 * NUM_ELEMENTS
+
+
+def test_moments_are_in_8_bit_by_the_share_of_a_copy_that_a_rank_holds(runs):
+    """Half of 8,192 elements is enough, a quarter would not be: embeddings, head, and three matrices of each block."""
+    assert "state1: uint8 (8 tensors)" in engaged_of(runs("8-bit"), 3).facts["optimizer_state"]
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +122,7 @@ def predicted():
 
 def test_a_rank_holds_its_share_of_its_machine(runs, predicted):
     """Bytes between steps are those of two shards, not of four."""
-    measured = metrics_of(runs / "shares")[-1]["memory_allocated_bytes"]
+    measured = metrics_of(runs("shares"))[-1]["memory_allocated_bytes"]
     assert predicted.steady_allocated_bytes == pytest.approx(measured, rel=0.005)
 
 
@@ -133,21 +132,21 @@ def test_a_rank_peaks_about_where_predicted(runs, predicted):
 
     In 24 runs, half of them on a busy machine, the prediction was 0.889 to 0.987 of the peak, in five steps.
     """
-    assert 0.85 < predicted.peak_allocated_bytes / metrics_of(runs / "shares")[-1]["memory_peak_bytes"] < 1.15
+    assert 0.85 < predicted.peak_allocated_bytes / metrics_of(runs("shares"))[-1]["memory_peak_bytes"] < 1.15
 
 
 def test_a_run_goes_back_on_all_ranks_alike(runs, cache_dir):
     """The bad rows are on one rank of four."""
-    check_going_back(runs / "back", train_plainly(rank_plan(cache_dir, num_steps=NUM_STEPS_BACK), TAKEN))
+    check_going_back(runs("back"), train_plainly(rank_plan(cache_dir, num_steps=NUM_STEPS_BACK), TAKEN))
 
 
 def test_the_export_is_of_the_best_step(runs):
-    check_best_export(runs / "best")
+    check_best_export(runs("best"))
 
 
 def test_ranks_share_the_writing_with_those_that_hold_the_same(runs):
     """Each a quarter of the bytes: nothing is gathered, and nothing is written twice."""
-    files = open_checkpoint(runs / "back" / "checkpoints" / f"step-{NUM_STEPS_BACK:08d}").manifest.files
+    files = open_checkpoint(runs("back") / "checkpoints" / f"step-{NUM_STEPS_BACK:08d}").manifest.files
     sizes = [file.size_bytes for file in files.values()]
     assert len(sizes) == NUM_RANKS
     assert max(sizes) < 1.1 * sum(sizes) / NUM_RANKS
@@ -155,4 +154,4 @@ def test_ranks_share_the_writing_with_those_that_hold_the_same(runs):
 
 def test_both_copies_are_what_was_written(runs):
     """Each rank held the rehearsal against its memory, of which half was written by the other machine."""
-    assert (runs / "1x2" / "checkpoints" / "step-00000001" / "MANIFEST.json").is_file()
+    assert (runs("1x2") / "checkpoints" / "step-00000001" / "MANIFEST.json").is_file()

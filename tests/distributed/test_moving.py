@@ -1,63 +1,83 @@
 """What one engine saved, another resumes: state arrives to the bit, and training goes on as if nothing had happened.
 
-A move is: six steps on one engine, with a checkpoint after three; that checkpoint loaded by another engine, saved again
-at once, and three more steps. Few sizes divide by the number of ranks, gradients are clipped, the learning rate warms
-up, some rows are padding, and there are two parameter groups. Numbers are fp32 unless a test says otherwise.
+A run goes on from place to place: each loads what the place before it saved, saves it again at once, and trains on for
+some steps. Few sizes divide by the number of ranks, gradients are clipped, the learning rate warms up, some rows are
+padding, and there are two parameter groups. Numbers are fp32 unless a kind says otherwise.
+
+8-bit state moves to the bit as far as its blocks lie alike. Blocks of 256 elements are counted from the start of a
+parameter where it is whole, of a partition under ZeRO; no size here divides by 256. Under NVMe offload the vocabulary
+tables are just large enough for DeepSpeed to swap them, so a checkpoint has what is in files and what is in memory.
 """
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import product
 
 import numpy as np
 import pytest
-from moving_factory import NUM_STEPS, STEP, Attempt, Move, Place, Yard, greatest
+from attempt_runs import metrics_of
+from moving_factory import STEP, Place, Way, Yard
+from operator_cache import folder_with_operators, lacks_libaio
+from rank_factory import write_attempt
 
 from shardwise.trainer.runtime.checkpoint import checkpoint_digest
-from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint, verified
+from shardwise.trainer.runtime.checkpoint.folders import verified
 from shardwise.trainer.spec.engines import Offload, Sharding
 
-pytestmark = pytest.mark.timeout(1800)  # the first test makes all moves
-TOLERANCE = 1e-5
+pytestmark = pytest.mark.timeout(3600)  # the first test goes all ways
 SINGLE, DDP = Place(Sharding.NONE, 1), Place(Sharding.DDP, 2)
 FSDP, FSDP_3 = Place(Sharding.FSDP, 2), Place(Sharding.FSDP, 3)
 ZERO1, ZERO2, ZERO3 = (Place(each, 2) for each in (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3))
 ZERO2_3 = Place(Sharding.ZERO2, 3)
 ZERO2_HOST, ZERO3_HOST = Place(Sharding.ZERO2, 2, Offload.OPTIMIZER), Place(Sharding.ZERO3, 2, Offload.OPTIMIZER)
 ZERO3_ALL_HOST = Place(Sharding.ZERO3, 2, Offload.OPTIMIZER_PARAMS)
+NVME, NVME_ALL = Place(Sharding.ZERO3, 2, Offload.NVME_OPTIMIZER), Place(Sharding.ZERO3, 2, Offload.NVME_ALL)
 HSDP = Place(Sharding.HSDP, 4)  # two copies of two shards
 PLACES = (SINGLE, DDP, FSDP, ZERO2, ZERO3, ZERO2_HOST, ZERO3_HOST, HSDP)
-
-
-COVERING = (
-    *(Move(place, place) for place in (SINGLE, FSDP, ZERO2, ZERO3, ZERO2_HOST, HSDP)),
-    Move(SINGLE, FSDP), Move(FSDP, ZERO3), Move(ZERO3, ZERO2_HOST), Move(ZERO2_HOST, DDP), Move(DDP, ZERO2),
-    Move(ZERO2, ZERO3_HOST), Move(ZERO3_HOST, SINGLE),
-    Move(ZERO3, FSDP, "tied"), Move(FSDP, ZERO2, "tied"),
-    Move(ZERO2, FSDP, "lora"), Move(FSDP, ZERO3, "lora"), Move(DDP, DDP, "lora"),
-    Move(FSDP, FSDP, "dora"),
-    Move(ZERO3, ZERO3, "bf16"), Move(FSDP, FSDP, "bf16"),
-    Move(ZERO3, ZERO3, "pure-bf16"),
-    Move(SINGLE, FSDP, "fp16"),
-    Move(SINGLE, HSDP), Move(HSDP, ZERO3),
+PLAIN = Way("plain", (SINGLE, FSDP, ZERO3, ZERO2_HOST, DDP, ZERO2, ZERO3_HOST, HSDP, FSDP_3, ZERO2_3, SINGLE))
+FP16 = Way("fp16", (SINGLE, FSDP))
+SWAPPED = (Way("large", (SINGLE, NVME, NVME_ALL, SINGLE)), Way("large", (NVME_ALL, NVME_ALL)))
+EXACT = (
+    PLAIN,
+    Way("tied", (ZERO3, FSDP, ZERO2)),
+    Way("lora", (SINGLE, FSDP, ZERO2, SINGLE)),
+    Way("qlora", (SINGLE, ZERO2, SINGLE)),
+    FP16,
+    Way("lion", (FSDP, ZERO3)),
+    Way("galore", (SINGLE, DDP, SINGLE)),
+    Way("adamw_8bit", (SINGLE, DDP, SINGLE)),
+    Way("plain", (ZERO2_HOST, ZERO2_HOST)),
+    Way("bf16", (ZERO3, ZERO3)),
+    Way("pure-bf16", (ZERO3, ZERO3)),
+    Way("wide_8bit", (FSDP, FSDP)),
+    Way("adamw_8bit", (ZERO2, ZERO2)),
+    *SWAPPED,
+)
+ANEW = (
+    Way("wide_8bit", (FSDP, ZERO2)),
+    Way("adamw_8bit", (ZERO2, ZERO2_3)),
+    Way("ademamix_8bit", (DDP, ZERO3)),
+)
+MORE_EXACT = (
+    *(Way(kind, pair) for kind in ("plain", "tied", "lora") for pair in product(PLACES, PLACES)),
+    *(Way("qlora", pair) for pair in product((SINGLE, FSDP, ZERO2, HSDP), repeat=2)),
+    Way("plain", (FSDP, ZERO1)), Way("plain", (DDP, ZERO3_ALL_HOST)),
+    Way("dora", (ZERO3, ZERO3)), Way("fp16", (SINGLE, SINGLE)),
+    *(Way("bf16", pair) for pair in ((ZERO2, ZERO2), (FSDP, FSDP), (ZERO2_HOST, FSDP), (HSDP, HSDP), (HSDP, ZERO3))),
+    Way("pure-bf16", (FSDP, ZERO2)),
+    *(Way("lion", pair) for pair in ((FSDP, FSDP), (ZERO3, ZERO3), (ZERO3, DDP))),
+    *(Way("adamw_8bit", pair) for pair in ((DDP, DDP), (ZERO3, ZERO3))),
+    Way("ademamix_8bit", (ZERO3, ZERO3)), Way("lion_8bit", (SINGLE, DDP, SINGLE)), Way("paged_adamw", (SINGLE, ZERO3)),
+    Way("paged_adamw", (ZERO2, SINGLE)), Way("muon", (SINGLE, DDP)), Way("adafactor", (DDP, SINGLE)),
+    *(Way("lora", (SINGLE, each, SINGLE)) for each in (DDP, ZERO2, ZERO3)),
+    *(Way("dora", (SINGLE, each, SINGLE)) for each in (DDP, FSDP)),
+    *(Way("qlora", (SINGLE, each, SINGLE)) for each in (DDP, FSDP)),
 )  # fmt: skip
-REST = [
-    *(
-        move
-        for kind in ("plain", "tied", "lora")
-        for move in (Move(source, target, kind) for source, target in product(PLACES, PLACES))
-        if move not in COVERING
-    ),
-    Move(FSDP, ZERO1), Move(DDP, ZERO3_ALL_HOST),
-    Move(ZERO3, ZERO3, "dora"), Move(SINGLE, SINGLE, "fp16"),
-    Move(ZERO2, ZERO2, "bf16"), Move(ZERO2_HOST, FSDP, "bf16"), Move(HSDP, HSDP, "bf16"), Move(HSDP, ZERO3, "bf16"),
-    Move(FSDP, ZERO2, "pure-bf16"),
-    *(Move(source, target, "qlora") for source, target in product((SINGLE, FSDP, ZERO2, HSDP), repeat=2)),
-]  # fmt: skip
-# One process, two ranks, three ranks, one process again, each to one of these steps.
-STOPS = (2, 3, 5, NUM_STEPS)
-WAYS = ((SINGLE, ZERO3, FSDP_3, SINGLE), (SINGLE, FSDP, ZERO2_3, SINGLE))
+MORE_ANEW = (
+    Way("adamw_8bit", (ZERO2, ZERO3)), Way("lion_8bit", (ZERO3, DDP)),
+    *(Way("adamw_8bit", (SINGLE, each, SINGLE)) for each in (FSDP, ZERO3)),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -65,122 +85,146 @@ def yard(tmp_path_factory, cache_dir, start_ranks) -> Yard:
     return Yard(tmp_path_factory.mktemp("moving"), cache_dir, start_ranks)
 
 
-@pytest.fixture(scope="module")
-def moved(yard) -> Yard:
-    """All moves of the covering set."""
-    yard.move(COVERING)
-    return yard
+def runnable(ways: Iterable[Way]) -> list[Way]:
+    if any(place.offload.uses_nvme for way in ways for place in way.places) and not lacks_libaio():
+        folder_with_operators("async_io")
+    return [way for way in ways if not (way in SWAPPED and lacks_libaio())]
 
 
 @pytest.fixture(scope="module")
-def moved_all(yard) -> Yard:
-    """All ordered pairs."""
-    yard.move(REST)
-    return yard
+def moved(yard, request) -> Yard:
+    """All ways of the tests that run."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return yard.travel(runnable(dict.fromkeys(item.callspec.params["way"] for item in items)))
 
 
-def tolerance_of(move: Move) -> float:
+def tolerance_of(way: Way) -> float:
     """Losses of the same plan are equal to the bit."""
-    if move.source == move.target:
+    if way.stays:
         return 0.0
-    return 2e-2 if "16" in move.kind else TOLERANCE  # 16-bit products are added in another order
+    if "8bit" in way.kind and way in ANEW + MORE_ANEW:
+        return 5e-4  # values of moments are off by up to half a code's step, as after every 8-bit update
+    return 2e-2 if "16" in way.kind else 1e-5  # 16-bit products are added in another order
 
 
-def test_most_sizes_do_not_divide(moved):
+def check(way: Way, yard: Yard) -> None:
+    if way in SWAPPED and lacks_libaio():
+        pytest.skip("libaio is missing: sudo apt install libaio-dev")
+    for (left, arrived), place in zip(yard.arrivals(way), way.places[1:], strict=True):
+        assert checkpoint_digest(verified(arrived.path)) == checkpoint_digest(left), place
+        assert arrived.facts.step == left.facts.step and arrived.facts.sharding is place.sharding
+        assert len(arrived.manifest.files) == place.num_ranks
+        states = [entry for entry in arrived.manifest.parameters.values() if entry.is_trained and entry.tied_to is None]
+        assert states and {entry.step for entry in states} <= {left.facts.step, None}
+    assert yard.incidents(way) == []
+    assert yard.difference(way) <= tolerance_of(way)
+
+
+def check_anew(way: Way, yard: Yard) -> None:
+    incident, *_ = yard.incidents(way)  # not again when what was saved at once is loaded to continue from
+    assert "256" in incident
+    assert 0 < yard.difference(way) <= tolerance_of(way)
+    for left, arrived in yard.arrivals(way):
+        counts = [{name: entry.step for name, entry in each.manifest.parameters.items()} for each in (left, arrived)]
+        assert counts[0] == counts[1]
+
+
+def of(*ways: Way):
+    return pytest.mark.parametrize("way", ways, ids=str)
+
+
+@of(PLAIN)
+def test_most_sizes_do_not_divide(way, moved):
     """Else the last rank's rows, fragments and pieces would be whole ones."""
-    shapes = [entry.weight.shape for entry in moved.checkpoint(f"plain-{FSDP}").manifest.parameters.values()]
+    entries = moved.checkpoint(way.leg(0)).manifest.parameters.values()
+    shapes = [entry.weight.shape for entry in entries]
     for num_ranks in (2, 3):
         for counts in ([shape[0] for shape in shapes], [np.prod(shape) for shape in shapes]):
             assert sum(count % num_ranks > 0 for count in counts) > len(shapes) / 2
-    course = moved.losses(f"plain-{SINGLE}")
+    course = moved.losses(way.leg(0))
     assert course[0] > course[-1] + 0.5, "it learns, so that a difference would show"
 
 
-@pytest.mark.parametrize("move", COVERING, ids=str)
-def test_state_arrives_to_the_bit_and_the_next_steps_are_those_of_staying(move, moved):
-    check(move, moved)
+@of(*EXACT)
+def test_state_arrives_to_the_bit_and_the_next_steps_are_those_of_staying(way, moved):
+    check(way, moved)
 
 
-@pytest.mark.parametrize("move", COVERING, ids=str)
-def test_each_rank_writes_what_it_holds_and_no_more(move, moved):
+@of(*ANEW)
+def test_blocks_that_lie_otherwise_are_coded_anew_and_reported_while_weights_and_counts_are_exact(way, moved):
+    check_anew(way, moved)
+
+
+@pytest.mark.long
+@of(*MORE_EXACT, *MORE_ANEW)
+def test_every_engine_continues_from_every_other(way, moved):
+    (check_anew if way in MORE_ANEW else check)(way, moved)
+
+
+@of(*(way for way in EXACT if way.kind in ("plain", "tied", "lora", "bf16", "pure-bf16")))
+def test_each_rank_writes_what_it_holds_and_no_more(way, moved):
     """Nothing is gathered: the files are of one size, but for headers and what does not divide."""
-    manifest = moved.checkpoint(str(move)).manifest
-    sizes = [file.size_bytes for file in manifest.files.values()]
-    assert max(sizes) / sum(sizes) < 1.14 / move.target.num_ranks
-    if move.kind == "tied":
-        assert manifest.parameters["lm_head.weight"].tied_to == "model.embed_tokens.weight"
-    if move.kind in ("lora", "dora"):
-        assert all("lora_" in name for name in manifest.parameters)
-    if "bf16" in move.kind:
-        types = {entry.weight.type for entry in manifest.parameters.values()}
-        assert types == {"BF16" if move.kind == "pure-bf16" else "F32"}, "masters have the type that they are kept in"
+    for (_, arrived), place in zip(moved.arrivals(way), way.places[1:], strict=True):
+        manifest = arrived.manifest
+        sizes = [file.size_bytes for file in manifest.files.values()]
+        assert max(sizes) / sum(sizes) < 1.14 / place.num_ranks
+        if way.kind == "tied":
+            assert manifest.parameters["lm_head.weight"].tied_to == "model.embed_tokens.weight"
+        if way.kind == "lora":
+            assert all("lora_" in name for name in manifest.parameters)
+        if "bf16" in way.kind:
+            types = {entry.weight.type for entry in manifest.parameters.values()}
+            assert types == {"BF16" if way.kind == "pure-bf16" else "F32"}, "masters have the type they are kept in"
+
+
+@of(FP16)
+def test_the_scale_of_fp16_goes_on_from_where_it_was(way, moved):
+    ((left, arrived),) = moved.arrivals(way)
+    assert left.facts.loss_scaler is not None and left.facts.loss_scaler.growth_tracker > 0
+    assert arrived.facts.loss_scaler == left.facts.loss_scaler
+
+
+@pytest.mark.skipif(lacks_libaio(), reason="libaio is missing: sudo apt install libaio-dev")
+@of(SWAPPED[0])
+def test_after_a_resume_state_is_in_files_again(way, moved):
+    for place, rank in product((NVME, NVME_ALL), (0, 1)):
+        names = [path.name for path in (moved.nvme_folder(place) / "zero_stage_3").glob(f"*/rank{rank}/*.swp")]
+        for kind in ("exp_avg-", "exp_avg_sq-"):
+            assert any(name.startswith(kind) for name in names)
+        assert any(name.endswith("_param.tensor.swp") for name in names) is place.offload.moves_parameters
+
+
+@of(Way("wide_8bit", (FSDP, FSDP)))
+def test_damage_to_what_any_rank_wrote_is_found_and_the_checkpoint_before_is_resumed_from(way, moved):
+    """One bit of the last byte of the second rank's file."""
+    source = shutil.copytree(moved.folder / way.leg(0), moved.folder / "damaged")
+    newest = moved.checkpoint("damaged", way.num_steps)
+    file = newest.path / sorted(newest.manifest.files)[1]
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    plan = moved.plan(FSDP, way.kind, num_steps=way.num_steps, is_resumed=True)
+    moved.start([f"{write_attempt(moved.folder / 'after damage', plan)}@{source}"], 2)
+    steps = [line["step"] for line in metrics_of(moved.folder / "after damage")]
+    assert steps == [*range(STEP + 1, way.num_steps + 1)]
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("move", REST, ids=str)
-def test_every_engine_continues_from_every_other(move, moved_all):
-    check(move, moved_all)
-
-
-def check(move: Move, yard: Yard) -> None:
-    left = open_checkpoint(yard.leave(move.left) / "checkpoints" / f"step-{STEP:08d}")
-    arrived = verified(yard.checkpoint(str(move)).path)
-    assert checkpoint_digest(arrived) == checkpoint_digest(left)
-    assert arrived.facts.sharding is move.target.sharding
-    assert len(arrived.manifest.files) == move.target.num_ranks
-    states = [entry for entry in arrived.manifest.parameters.values() if entry.is_trained and entry.tied_to is None]
-    assert states and all(entry.step == STEP and set(entry.state) == {"exp_avg", "exp_avg_sq"} for entry in states)
-    assert yard.difference(move) <= tolerance_of(move)
-
-
-def test_the_scale_of_fp16_goes_on_from_where_it_was(moved):
-    left, arrived = (moved.checkpoint(name).facts for name in (f"fp16-{SINGLE}", str(Move(SINGLE, FSDP, "fp16"))))
-    assert left.loss_scaler is not None and left.loss_scaler.growth_tracker > 0
-    assert arrived.loss_scaler == left.loss_scaler
-
-
-@pytest.fixture(scope="module")
-def travelled(yard) -> Yard:
-    """Both ways from one process over two and three ranks back to one."""
-    for leg, last in enumerate(STOPS):
-        yard.run(
-            Attempt(
-                name_of_leg(way, leg),
-                yard.plan(way[leg], is_resumed=leg > 0),
-                yard.folder / name_of_leg(way, leg - 1) if leg > 0 else None,
-                last,
-            )
-            for way in WAYS
-        )
-    return yard
-
-
-def name_of_leg(way: Sequence[Place], leg: int) -> str:
-    return "-over-".join(map(str, way[: leg + 1])) + f"-of-{'-'.join(map(str, way))}"
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way)))
-def test_one_process_two_ranks_three_ranks_one_process(way, travelled, moved):
-    losses = [loss for leg in range(4) for loss in travelled.losses(name_of_leg(way, leg))]
-    assert greatest(losses, moved.losses(f"plain-{SINGLE}")) <= TOLERANCE
-    for leg, step in enumerate(STOPS[:-1], start=1):
-        left, arrived = (travelled.checkpoint(name_of_leg(way, each), step) for each in (leg - 1, leg))
-        assert checkpoint_digest(left) == checkpoint_digest(arrived)
-
-
-@pytest.mark.long
-def test_counts_that_differ_are_refused_where_one_count_is_kept_for_many(moved):
+@of(PLAIN)
+def test_counts_that_differ_are_refused_where_one_count_is_kept_for_many(way, moved):
     """As DistributedDataParallel has them of a weight that some steps left out."""
-    left = moved.leave(f"plain-{SINGLE}")
-    source = shutil.copytree(left, moved.folder / "edited count")
+    source = moved.folder / "edited count"
+    shutil.copytree(moved.checkpoint(way.leg(0)).path, source / "checkpoints" / f"step-{STEP:08d}")
     manifest = source / "checkpoints" / f"step-{STEP:08d}" / "MANIFEST.json"
     content = json.loads(manifest.read_text())
     content["parameters"]["model.norm.weight"]["step"] -= 2
     manifest.write_text(json.dumps(content))
-    attempt = Attempt("uneven", moved.plan(ZERO2, is_resumed=True), source)
+
+    def start(place: Place) -> None:
+        plan = moved.plan(place, num_steps=way.num_steps, is_resumed=True)
+        moved.start([f"{write_attempt(moved.folder / f'uneven {place}', plan)}@{source}"], place.num_ranks)
+
     with pytest.raises(AssertionError, match=r"model\.norm\.weight"):
-        moved.run([attempt])
-    moved.run([Attempt("uneven on one process", moved.plan(SINGLE, is_resumed=True), source)])
-    arrived = moved.checkpoint("uneven on one process").manifest.parameters
+        start(ZERO2)
+    start(SINGLE)
+    arrived = moved.checkpoint(f"uneven {SINGLE}").manifest.parameters
     assert {arrived[name].step for name in ("model.norm.weight", "lm_head.weight")} == {STEP - 2, STEP}

@@ -6,24 +6,26 @@ DistributedDataParallel is the reference; `test_engines` holds it against plain 
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
-from attempt_runs import engaged_of
+from attempt_runs import engaged_of, losses_of
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
-from rank_factory import LOCKABLE_BYTES, NUM_STEPS, SWAPPED_LLAMA, offload_plan, rank_plan, write_attempt
+from rank_factory import LOCKABLE_BYTES, SWAPPED_LLAMA, offload_plan, rank_plan, write_attempt
 from safetensors.torch import load_file
 
-from shardwise.launch.engine.offload import check_nvme, offload_buffers
+from shardwise.launch.engine.offload import offload_buffers
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.plan import Buckets, Plan
 from shardwise.trainer.spec.strategy import Precision
 from shardwise.trainer.spec.units import format_bytes
 
 TABLE_ELEMENTS = 8192 * 64
-TOLERANCE = 1e-5
+TOLERANCE, NUM_STEPS = 1e-5, 4
 Case = tuple[Sharding, Offload]
 CASES: tuple[Case, ...] = (
     (Sharding.ZERO2, Offload.OPTIMIZER),
@@ -33,54 +35,28 @@ CASES: tuple[Case, ...] = (
     (Sharding.ZERO3, Offload.NVME_ALL),
 )
 NVME = [case for case in CASES if case[1].uses_nvme]
-PURE: tuple[Case, ...] = tuple((each, Offload.NONE) for each in (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3))
+PURE: tuple[Case, ...] = ((Sharding.ZERO2, Offload.NONE), (Sharding.ZERO3, Offload.NONE))
 REFERENCE: Case = (Sharding.DDP, Offload.NONE)
+each = {cases: pytest.mark.parametrize("case", cases, ids="+".join) for cases in (CASES, tuple(NVME), PURE)}
 
 
-def name_of(case: Case) -> str:
-    return "+".join(case)
-
-
-def name_of_pure(case: Case) -> str:
-    return f"{case[0]}-bf16"
-
-
-def pure_plan(case: Case, cache_dir: Path) -> Plan:
-    return rank_plan(
-        cache_dir, *case, num_ranks=2, num_steps=NUM_STEPS, micro_batch=2, accumulation=2, precision=Precision.BF16
-    )
-
-
-def plan_of(case: Case, cache_dir: Path, folder: Path) -> Plan:
-    return offload_plan(
-        cache_dir, *case, nvme=folder / name_of(case) / "nvme", num_ranks=2, num_steps=NUM_STEPS, micro_batch=2,
-        accumulation=2, model_config=SWAPPED_LLAMA,
-    )  # fmt: skip
+def plan_of(case: Case, cache_dir: Path, run_dir: Path) -> Plan:
+    settings: dict[str, Any] = {"num_ranks": 2, "num_steps": NUM_STEPS, "micro_batch": 2, "accumulation": 2}
+    if case in PURE:
+        return rank_plan(cache_dir, *case, precision=Precision.BF16, **settings)
+    return offload_plan(cache_dir, *case, nvme=run_dir / "nvme", model_config=SWAPPED_LLAMA, **settings)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, cache_dir, run_ranks) -> Path:
-    """A folder of run directories, all trained in one group of two ranks."""
-    if lacks_libaio():
-        pytest.skip(NO_LIBAIO)
-    folder_with_operators("cpu_adam", "async_io")
-    folder = tmp_path_factory.mktemp("offload")
-    plans = {name_of(case): plan_of(case, cache_dir, folder) for case in (REFERENCE, *CASES)}
-    plans |= {name_of_pure(case): pure_plan(case, cache_dir) for case in PURE}
-    check_nvme(plans[name_of(NVME[-1])])
-    run_ranks([write_attempt(folder / name, plan) for name, plan in plans.items()], 2)
-    return folder
+def runs(run_dirs, cache_dir) -> Callable[[Case], Path]:
+    return run_dirs(lambda case, run_dir: plan_of(case, cache_dir, run_dir), (REFERENCE, *CASES, *PURE))
 
 
-def each(cases):
-    return pytest.mark.parametrize("case", cases, ids=[name_of(case) for case in cases])
-
-
-@each(CASES)
+@each[CASES]
 def test_every_step_equals_that_of_ddp(case, runs, read_course):
-    expected, course = read_course(runs / name_of(REFERENCE)), read_course(runs / name_of(case))
+    expected, course = read_course(runs(REFERENCE)), read_course(runs(case))
     assert len(course.losses) == NUM_STEPS
-    assert expected.losses[-1] < expected.losses[0] - 0.5
+    assert expected.losses[-1] < expected.losses[0] - 0.2
     assert course.losses == pytest.approx(expected.losses, abs=TOLERANCE)
     # torch adds up the squares of half a million elements in fp32 one after the other, DeepSpeed in fp64.
     assert course.grad_norms == pytest.approx(expected.grad_norms, rel=1e-3)
@@ -88,48 +64,47 @@ def test_every_step_equals_that_of_ddp(case, runs, read_course):
         torch.testing.assert_close(course.weights[name], weight, rtol=0, atol=1e-4, msg=f"{name}: {{}}".format)
 
 
-@each(CASES)
+@each[CASES]
 def test_the_optimizer_is_deepspeeds_cpu_adam_and_its_state_is_off_the_device(case, runs):
     for rank in (0, 1):
-        seen = engaged_of(runs / name_of(case), rank)
+        seen = engaged_of(runs(case), rank)
         assert seen.optimizer_class == "DeepSpeedCPUAdam"
         assert seen.engine_class == "DeepSpeedEngine"
         place = "nvme" if case[1].uses_nvme else "cpu"
         assert f"float32 on {place}" in seen.facts["master weights"]
 
 
-@each([case for case in CASES if case[1].moves_parameters])
+@pytest.mark.parametrize("case", [case for case in CASES if case[1].moves_parameters], ids="+".join)
 def test_weights_lie_off_the_device(case, runs):
     place = "nvme" if case[1].uses_nvme else "cpu"
-    assert f"float32 on {place}" in engaged_of(runs / name_of(case), 0).facts["weights"]
+    assert f"float32 on {place}" in engaged_of(runs(case), 0).facts["weights"]
 
 
-def swap_files(runs: Path, case: Case, kind: str, rank: int) -> list[Path]:
-    folder = runs / name_of(case) / "nvme" / "zero_stage_3" / kind / f"rank{rank}"
-    return sorted(folder.glob("*.swp"))
+def swap_files(run_dir: Path, kind: str, rank: int) -> list[Path]:
+    return sorted((run_dir / "nvme" / "zero_stage_3" / kind / f"rank{rank}").glob("*.swp"))
 
 
-@each(NVME)
+@each[tuple(NVME)]
 @pytest.mark.parametrize("rank", [0, 1])
 def test_master_weights_gradients_and_both_moments_of_the_tables_are_files(case, rank, runs):
-    files = swap_files(runs, case, "optimizer", rank)
+    files = swap_files(runs(case), "optimizer", rank)
     gradients = [path for path in files if "_gradient_" in path.name]
     assert [path.stat().st_size for path in gradients] == [4 * TABLE_ELEMENTS // 2] * 2
     for moment in ("exp_avg-", "exp_avg_sq-"):
         sizes = [path.stat().st_size for path in files if path.name.startswith(moment)]
         assert sum(sizes) >= 4 * TABLE_ELEMENTS, "a rank's halves of both tables"
-    facts = engaged_of(runs / name_of(case), rank).facts
+    facts = engaged_of(runs(case), rank).facts
     assert facts["optimizer on NVMe"].startswith(f"{len(files)} files, ")
 
 
-@each(NVME)
+@each[tuple(NVME)]
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_is_on_the_disk_is_what_was_trained(case, rank, runs):
     """Each rank's half of the exported tables stands, to the bit, in one of its files."""
-    weights = load_file(runs / name_of(case) / "export" / "model.safetensors")
+    weights = load_file(runs(case) / "export" / "model.safetensors")
     kinds = ["optimizer", "float32params"] if case[1] is Offload.NVME_ALL else ["optimizer"]
     for kind in kinds:
-        contents = [path.read_bytes() for path in swap_files(runs, case, kind, rank)]
+        contents = [path.read_bytes() for path in swap_files(runs(case), kind, rank)]
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             half = weights[name].flatten()[rank * TABLE_ELEMENTS // 2 : (rank + 1) * TABLE_ELEMENTS // 2]
             assert any(half.numpy().tobytes() in content for content in contents), f"{kind}: {name}"
@@ -137,14 +112,14 @@ def test_what_is_on_the_disk_is_what_was_trained(case, rank, runs):
 
 def test_weights_are_files_only_where_the_plan_says_so(runs):
     for rank in (0, 1):
-        assert len(swap_files(runs, (Sharding.ZERO3, Offload.NVME_ALL), "float32params", rank)) == 2
-        assert swap_files(runs, (Sharding.ZERO3, Offload.NVME_OPTIMIZER), "float32params", rank) == []
+        assert len(swap_files(runs((Sharding.ZERO3, Offload.NVME_ALL)), "float32params", rank)) == 2
+        assert swap_files(runs((Sharding.ZERO3, Offload.NVME_OPTIMIZER)), "float32params", rank) == []
 
 
-@each(CASES)
+@each[CASES]
 def test_deepspeed_was_told_the_sizes_of_the_plan(case, runs, cache_dir):
-    sizes = offload_buffers(plan_of(case, cache_dir, runs))
-    config = json.loads((runs / name_of(case) / "attempts" / "1" / "ds_config.json").read_text())["zero_optimization"]
+    sizes = offload_buffers(plan_of(case, cache_dir, runs(case)))
+    config = json.loads((runs(case) / "attempts" / "1" / "ds_config.json").read_text())["zero_optimization"]
     if case[0] is Sharding.ZERO3:
         assert config["sub_group_size"] == sizes.sub_group_elements
         assert sizes.locked_bytes <= LOCKABLE_BYTES
@@ -153,31 +128,39 @@ def test_deepspeed_was_told_the_sizes_of_the_plan(case, runs, cache_dir):
 
 def test_several_sub_groups_fit_into_little_memory(runs, cache_dir):
     """The plan of weights on NVMe cuts each rank's partition into more than one."""
-    plan = plan_of((Sharding.ZERO3, Offload.NVME_ALL), cache_dir, runs)
+    run_dir = runs(NVME[-1])
+    plan = plan_of(NVME[-1], cache_dir, run_dir)
     assert offload_buffers(plan).sub_group_elements < plan.model_shape.num_parameters // 4
-    assert "elements in 3" in engaged_of(runs / "zero3+nvme_all", 0).facts["partitions"]
+    assert "elements in 3" in engaged_of(run_dir).facts["partitions"]
 
 
-@pytest.mark.parametrize("case", PURE, ids=name_of_pure)
-def test_pure_bf16_under_zero_has_no_fp32_copy_and_trains_nearly_as_well(case, runs, reference, read_course):
+@each[PURE]
+def test_pure_bf16_under_zero_has_no_fp32_copy_and_trains_nearly_as_well(case, runs, reference):
     """The keys `bf16_master_weights_and_grads` and `bf16_optimizer_states`: partitions and both moments are bf16."""
     for rank in (0, 1):
-        seen = engaged_of(runs / name_of_pure(case), rank)
+        seen = engaged_of(runs(case), rank)
         assert (seen.precision, seen.engine_class, seen.optimizer_class) == ("bf16", "DeepSpeedEngine", "AdamW")
         half = format_bytes(2 * seen.partition_elements)
         assert seen.facts["master weights"] == f"bfloat16 on cpu {half}"
         both = format_bytes(2 * 2 * seen.partition_elements)
         assert seen.facts["place of optimizer state"] == f"bfloat16 on cpu {both}"
-    losses = read_course(runs / name_of_pure(case)).losses
-    assert losses == pytest.approx(reference.losses, abs=2e-2)
-    assert losses != pytest.approx(reference.losses, abs=1e-4), "fp32 would be as close as that"
+    losses = losses_of(runs(case))
+    assert losses == pytest.approx(reference.losses[:NUM_STEPS], abs=2e-2)
+    assert losses != pytest.approx(reference.losses[:NUM_STEPS], abs=1e-4), "fp32 would be as close as that"
+
+
+def prepare_nvme() -> None:
+    if lacks_libaio():
+        pytest.skip(NO_LIBAIO)
+    folder_with_operators("async_io")
 
 
 @pytest.fixture(scope="module")
 def wrong_run(tmp_path_factory, cache_dir, run_ranks) -> str:
     """What ranks say whose DeepSpeed file is not the plan's."""
+    prepare_nvme()
     folder = tmp_path_factory.mktemp("wrong")
-    plan = plan_of((Sharding.ZERO3, Offload.NVME_ALL), cache_dir, folder)
+    plan = plan_of(NVME[-1], cache_dir, folder)
     buckets = Buckets(
         reduce_elements=2**18, allgather_elements=2**18, prefetch_elements=2**18, live_parameters=2**20,
         persistence_elements=640,
@@ -209,6 +192,7 @@ engine_worker.main(sys.argv[1:])
 
 
 def test_w34_deepspeed_requests_two_buffers_for_a_weight_that_is_used_twice(tmp_path, cache_dir, start_ranks):
+    prepare_nvme()
     (tmp_path / "canary.py").write_text(READS_TWICE)
     plan = write_attempt(tmp_path / "run", plan_of(NVME[-1], cache_dir, tmp_path))
     with pytest.raises(AssertionError, match="already assigned swap buffer"):

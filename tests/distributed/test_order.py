@@ -15,7 +15,7 @@ from conversations import assistant, user
 from engine_plan_factory import TINY_LLAMA
 from msgspec.structs import replace
 from prepare_request_factory import listed_request
-from rank_factory import SEED, rank_plan, write_attempt
+from rank_factory import SEED, rank_plan
 
 from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.data.prepare import prepare
@@ -25,10 +25,10 @@ from shardwise.trainer.spec.job.sections import LoraJob, Objective
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method
 
-WORKER = str(Path(__file__).parent / "order_worker.py")
 SEQ_LEN, SEQUENCES_PER_STEP, NUM_EPOCHS = 64, 6, 2
 NUM_RANKS = 2
-ARRANGEMENTS = {"ones": (1, 3), "fours": (4, 1)}  # micro batch, accumulation; fours have two dummies
+ONES, FOURS = (1, 3), (4, 1)  # micro batch, accumulation; fours have two dummies
+ARRANGEMENTS = {"packed": FOURS, "grouped": ONES, "pairs": FOURS}
 
 
 def chat(number: int) -> dict[str, Any]:
@@ -67,8 +67,8 @@ def data(tmp_path_factory) -> dict[str, Prepared]:
     return made
 
 
-def plan_of(prepared: Prepared, name: str, arrangement: str) -> Plan:
-    micro_batch, accumulation = ARRANGEMENTS[arrangement]
+def plan_of(prepared: Prepared, name: str) -> Plan:
+    micro_batch, accumulation = ARRANGEMENTS[name]
     plan = rank_plan(
         Path(prepared.profile.cache_dir), Sharding.DDP, num_ranks=NUM_RANKS,
         micro_batch=micro_batch, accumulation=accumulation, sequences_per_step=SEQUENCES_PER_STEP, seq_len=SEQ_LEN,
@@ -80,24 +80,17 @@ def plan_of(prepared: Prepared, name: str, arrangement: str) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def folders(data, tmp_path_factory, start_ranks) -> dict[tuple[str, str], Path]:
-    """The attempt of every run, all of them trained in one group of ranks."""
-    root = tmp_path_factory.mktemp("runs")
-    attempts = {
-        (name, arrangement): write_attempt(root / name / arrangement, plan_of(data[name], name, arrangement))
-        for name in KINDS
-        for arrangement in ARRANGEMENTS
-    }
-    start_ranks([WORKER, *map(str, attempts.values())], NUM_RANKS)
-    return {key: path.parent for key, path in attempts.items()}
+def runs(data, run_dirs) -> Callable[[str], Path]:
+    return run_dirs(lambda name, _: plan_of(data[name], name), tuple(KINDS), kind=":note")
 
 
-def steps_of(folder: Path, arrangement: str) -> list[list[list[tuple[int, ...]]]]:
+@pytest.fixture
+def steps(name, runs, notes_of) -> list[list[list[tuple[int, ...]]]]:
     """Of every step what each rank computed, as token ids; dummies left out."""
-    _, accumulation = ARRANGEMENTS[arrangement]
+    _, accumulation = ARRANGEMENTS[name]
     ranks = []
     for rank in range(NUM_RANKS):
-        forwards = [json.loads(line) for line in (folder / f"forwards-{rank}.jsonl").read_text().splitlines()]
+        forwards = notes_of(runs(name), rank)["rows"]
         assert len(forwards) % accumulation == 0
         ranks.append(list(_steps(forwards, accumulation)))
     return [list(step) for step in zip(*ranks, strict=True)]
@@ -118,10 +111,9 @@ def _learned(rows: TokenRows, number: int) -> tuple[int, ...]:
     return tuple(rows.row(number)[:end].tolist())
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("name", KINDS)
-def test_what_the_ranks_compute_is_the_global_batch_of_every_step(name, arrangement, data, folders):
-    rows, steps = data[name].rows, steps_of(folders[name, arrangement], arrangement)
+def test_what_the_ranks_compute_is_the_global_batch_of_every_step(name, data, steps):
+    rows = data[name].rows
     assert len(steps) == -(-NUM_EPOCHS * len(rows) // SEQUENCES_PER_STEP)
     for step, of_ranks in enumerate(steps):
         assert Counter(row for computed in of_ranks for row in computed) == rows_of_step(rows, step)

@@ -22,7 +22,6 @@ from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Precision
 
-WORKER = Path(__file__).with_name("spike_worker.py")
 NUM_STEPS, SKIPPED = 7, (3, 4, 5)
 TAKEN = {step: step for step in range(1, NUM_STEPS + 1) if step not in SKIPPED}
 FAULTS = ("the gradient norm is not finite", "the loss is not finite", "refused")
@@ -42,15 +41,13 @@ FP32, BF16 = Precision.FP32, Precision.BF16_MIXED
 CASES: tuple[Case, ...] = (
     (Sharding.DDP, Offload.NONE, FP32),
     (Sharding.FSDP, Offload.NONE, FP32),
-    (Sharding.ZERO2, Offload.NONE, FP32),
+    (Sharding.ZERO2, Offload.NONE, BF16),
     (Sharding.ZERO3, Offload.NONE, FP32),
-    (Sharding.ZERO3, Offload.NONE, BF16),
     (Sharding.ZERO2, Offload.OPTIMIZER, FP32),
 )
 MORE_CASES: tuple[Case, ...] = (
-    (Sharding.ZERO1, Offload.NONE, FP32),
-    (Sharding.FSDP_GRAD_OP, Offload.NONE, BF16),
-    (Sharding.ZERO2, Offload.NONE, BF16),
+    *((each, Offload.NONE, FP32) for each in (Sharding.ZERO1, Sharding.ZERO2)),
+    *((each, Offload.NONE, BF16) for each in (Sharding.FSDP_GRAD_OP, Sharding.ZERO3)),
     (Sharding.ZERO2, Offload.OPTIMIZER, BF16),
     (Sharding.ZERO3, Offload.OPTIMIZER, FP32),
     (Sharding.ZERO3, Offload.OPTIMIZER_PARAMS, BF16),
@@ -82,7 +79,7 @@ def plan_of(case: Case, cache_dir: Path, run_dir: Path) -> Plan:
 def steps_of(run_dirs, cache_dir) -> Callable[[Case], Run]:
     run_dir_of = run_dirs(
         lambda case, run_dir: plan_of(case, cache_dir, run_dir), CASES, MORE_CASES, HYBRID_CASES, FP16_CASES,
-        worker=WORKER,
+        worker="spike_worker.py",
     )  # fmt: skip
 
     def read(case: Case) -> Run:

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 
 CANARY_WORKER = Path(__file__).parent / "canary_worker.py"
+FAKE_TE = Path(__file__).parents[1] / "factories" / "fake_te"
 LEDGER = Path(__file__).parents[2] / "docs" / "workarounds.md"
 TIMEOUT_S = 600
 
@@ -217,3 +219,76 @@ def test_w11_autocast_for_cuda_turns_itself_off_without_a_gpu():
         "    print(torch.is_autocast_enabled('cuda'))\n"
     )
     assert run_python(code, CUDA_VISIBLE_DEVICES="").strip() == "False"
+
+
+READ = """
+import torch
+from shardwise.trainer.runtime.run.operators import use_built_operators
+use_built_operators()
+from deepspeed.ops.op_builder import AsyncIOBuilder
+
+handle = AsyncIOBuilder().load(verbose=False).aio_handle(
+    block_size=1 << 20, queue_depth=8, single_submit=False, overlap_events=True, intra_op_parallelism=1
+)
+source = handle.new_cpu_locked_tensor(4096, torch.zeros(1)).fill_(7)
+assert (handle.async_pwrite(source, "gradient.swp", 0), handle.wait()) == (0, 1)
+buffer = handle.new_cpu_locked_tensor(8192, torch.zeros(1)).zero_()
+for offset in (0, 1):
+    place = buffer[offset : offset + 4096]
+    answers = handle.async_pread(place, "gradient.swp", 0), handle.wait()
+    print("canary:", offset, *answers, int((place == 7).sum()))
+    buffer.zero_()
+"""
+
+
+def test_w52_deepspeed_reads_nothing_to_an_offset_between_blocks_and_reports_success(tmp_path):
+    if lacks_libaio():
+        pytest.skip(NO_LIBAIO)
+    done = subprocess.run(
+        [sys.executable, "-c", READ],
+        env={
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "TORCH_EXTENSIONS_DIR": str(folder_with_operators("async_io")),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        },
+        cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("canary: ")]
+    assert lines == ["canary: 0 0 1 4096", "canary: 1 0 1 0"]
+
+
+def test_w21_accelerates_fp16_is_fp32_on_a_cpu():
+    program = """
+import torch, accelerate
+accelerator = accelerate.Accelerator(cpu=True, mixed_precision="fp16")
+model = accelerator.prepare(torch.nn.Linear(2, 2))
+seen = []
+model.register_forward_hook(lambda _module, _inputs, out: seen.append(torch.is_autocast_enabled("cpu")))
+model(torch.ones(1, 2))
+print("scaler:", accelerator.scaler, "autocast:", seen)
+"""
+    assert "scaler: None autocast: [False]" in run_python(program)
+
+
+@pytest.mark.cold
+def test_w22_accelerates_fp8_is_off_or_partial(tmp_path):
+    program = """
+import inspect, torch, accelerate
+from accelerate.utils.transformer_engine import convert_model
+import transformer_engine.pytorch as te
+accelerate.Accelerator(cpu=True)
+model = torch.nn.Sequential(*(torch.nn.Linear(size, size, bias=False) for size in (16, 15, 32)))
+with torch.no_grad():
+    convert_model(model)
+print("converted:", [isinstance(layer, te.Linear) for layer in model])
+engines = accelerate.Accelerator._prepare_fsdp2, accelerate.Accelerator._prepare_deepspeed
+print("autocast:", ["apply_fp8_autowrap" in inspect.getsource(prepare) for prepare in engines])
+print("recipe:", "te_recipe_handler" in inspect.getsource(engines[1]))
+"""
+    metadata = tmp_path / "transformer_engine-2.20.2.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.20.2\n")
+    printed = run_python(program, PYTHONPATH=os.pathsep.join([str(FAKE_TE), str(tmp_path)]), FAKE_TE_DEVICE="cpu")
+    assert printed.splitlines()[-3:] == ["converted: [True, False, False]", "autocast: [False, True]", "recipe: False"]

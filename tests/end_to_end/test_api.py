@@ -1,7 +1,10 @@
 """`import shardwise`: the same answers as the command line, as values."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
+from typed_command import in_empty_home
 
 import shardwise
 
@@ -9,10 +12,7 @@ import shardwise
 @pytest.fixture(autouse=True)
 def in_workplace(workplace, monkeypatch):
     monkeypatch.chdir(workplace.folder)
-    for name in ("HOME", "SHARDWISE_CACHE"):
-        monkeypatch.setenv(name, workplace.environment[name])
-    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "SHARDWISE_SITE_CONFIG"):  # would lead out of that home
-        monkeypatch.delenv(name, raising=False)
+    in_empty_home(Path(workplace.environment["HOME"]), monkeypatch)
 
 
 def test_a_plan_is_a_value_with_reasons():

@@ -61,6 +61,7 @@ def test_reading_commands_end_in_order_after_damage(template, tmp_path, record_p
 
 
 @pytest.mark.long
+@pytest.mark.kills
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_every_command_ends_in_order_after_damage_to_any_file(kind, template, tmp_path, record_property):
@@ -101,7 +102,11 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(
-    "change", [name if place < 2 else pytest.param(name, marks=pytest.mark.long) for place, name in enumerate(CHANGES)]
+    "change",
+    [
+        name if place < 2 else pytest.param(name, marks=[pytest.mark.long, pytest.mark.kills])
+        for place, name in enumerate(CHANGES)
+    ],
 )
 def test_data_that_changed_before_a_resume_is_refused_and_accepted_again_once_restored(
     change: str, template: Path, record_property: pytest.FixtureRequest
@@ -138,6 +143,7 @@ def python_of_anyone(environment: dict[str, str]) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.kills
 def test_another_user_reads_a_run_and_changes_nothing(template, workplace, record_property):
     """Each command ends by itself, with a line where it would have to write."""
     home = workplace.folder / "stranger"

@@ -12,6 +12,7 @@ import yaml
 from export_factory import run_of, save_run, write_base
 from hub_server import Hub, login, serving
 from safetensors.torch import load_file
+from typed_command import typed
 from workplace_factory import LIMIT_S
 
 from shardwise.trainer.runtime.checkpoint import find_checkpoint, import_weights
@@ -92,31 +93,27 @@ def test_adapters_go_to_the_hub_without_a_path_of_this_machine(run_dir, tmp_path
     assert yaml.safe_load(files["README.md"].split(b"---\n")[1])["library_name"] == "peft"
 
 
-def test_nothing_is_built_for_an_upload_that_cannot_be(run_dir, tmp_path):
-    refused = export(run_dir, tmp_path / "out", "--push", "ann/cats", HF_HOME=str(tmp_path / "home"))
-    assert refused.returncode == 4
-    assert "hf auth login" in refused.stderr
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "message", "code"),
     [
-        (("--public",), "--push"),
-        (("--push", "cats"), "USER/NAME"),
-        (("--format", "onnx"), "--merge"),
-        (("--dtype", "int8"), "int8"),
-        (("--checkpoint", "step-9"), "step-4"),
+        (("--push", "ann/cats"), "hf auth login", 4),
+        (("--public",), "--push", 2),
+        (("--push", "cats"), "USER/NAME", 2),
+        (("--format", "onnx"), "--merge", 2),
+        (("--dtype", "int8"), "int8", 2),
+        (("--checkpoint", "step-9"), "step-4", 2),
+        ((), "out", 2),  # a folder that holds something
     ],
 )
-def test_a_request_that_cannot_be_met_is_error_2_and_leaves_nothing(words, message, run_dir, tmp_path):
-    refused = export(run_dir, tmp_path / "out", *words)
-    assert (refused.returncode, message in refused.stderr) == (2, True), refused.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_holds_something_is_refused_and_stays_as_it_is(run_dir, tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    refused = export(run_dir, tmp_path)
-    assert (refused.returncode, str(tmp_path) in refused.stderr) == (2, True), refused.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+def test_what_cannot_be_done_is_refused_before_anything_is_built(
+    words, message, code, run_dir, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no token"))
+    out = tmp_path / "out"
+    if not words:
+        out.mkdir()
+        (out / "notes.txt").write_text("mine")
+    refused = typed(capsys, "export", str(run_dir), str(out), *words)
+    assert (refused.code, message in refused.err) == (code, True), refused.err
+    assert [path.name for path in tmp_path.rglob("*")] == ([] if words else ["out", "notes.txt"])

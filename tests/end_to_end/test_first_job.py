@@ -13,7 +13,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 def test_400_chats_on_a_written_job_lower_the_held_out_loss(place: Workplace) -> None:
     write_chats(place.folder / "chats.jsonl", 400)
-    place.run("init", "--model", "model", "--data", "chats.jsonl")
+    found = place.run("init", "--model", "model", "--data", "chats.jsonl").stdout
+    assert all(fact in found for fact in ("llama", "128 positions", "sft on chats", "chat template chatml")), found
     planned = place.run("plan", "job.yaml").stdout
     trained = place.run("train", "job.yaml").stdout
     assert "WARNING" not in planned + trained

@@ -34,6 +34,22 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
+def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(plan: Plan, small_disk: Path) -> None:
+    """Full from step 5 to step 9: what could not be written then is made up for, or told."""
+    outcome, printed = run_plan(
+        with_faults(plan, small_disk, [Fault("full disk", 0, 5)], free_at=9), small_disk / "run"
+    )
+    assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
+    assert len(outcome.report.history) == 1
+    steps = [row["step"] for row in MetricsTail(small_disk / "run" / "metrics.jsonl").read_new()]
+    assert steps == list(range(1, NUM_STEPS + 1)), "every line of metrics came"
+    first, more = (line for line in outcome.report.incidents if "no checkpoint at step " in line)
+    assert first.startswith("no checkpoint at step 6: ") and "no checkpoint at step 8: " in more
+    assert "no checkpoint at step " in printed, "the newest of those that failed since the last look"
+    assert "checkpoints are saved again" in printed
+    assert outcome.report.checkpoint == f"checkpoints/step-{NUM_STEPS:08d}"
+
+
 def test_a_disk_that_stays_full_ends_the_run_with_an_error_and_a_resume_saves_its_end(
     plan: Plan, small_disk: Path
 ) -> None:

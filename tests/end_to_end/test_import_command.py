@@ -9,6 +9,7 @@ import torch
 from import_factory import saved_by_torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from typed_command import typed
 from workplace_factory import SENTENCES, TINY_CONFIG, Workplace, read_metrics
 
 from shardwise.launch.inputs.model_files import find_config
@@ -21,15 +22,13 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("theirs")
     torch.manual_seed(2)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_CONFIG)).save_pretrained(root / "base")
-
-    def under_ddp(weights):
-        return {f"module.{name}": each for name, each in weights.items()}
-
-    folder = root / "their checkpoint"
-    saved_by_torch(root / "base", folder, under_ddp)
+    folder = saved_by_torch(
+        root / "base",
+        root / "their checkpoint",
+        lambda weights: {f"module.{name}": each for name, each in weights.items()},
+    )
     (folder / "config.json").unlink()
-    tokenizer = train_tokenizer(iter(SENTENCES), vocab_size=300)
-    write_trained_tokenizer(tokenizer, root / "tokenizer")
+    write_trained_tokenizer(train_tokenizer(iter(SENTENCES), vocab_size=300), root / "tokenizer")
     shutil.copytree(root / "tokenizer", folder, dirs_exist_ok=True)
     (folder / "optimizer.pt").write_bytes(b"a pickle of theirs")
     return root
@@ -48,13 +47,11 @@ def test_training_starts_from_an_imported_checkpoint(checkpoint, workplace):
         assert fact in done.stdout
     workplace.write_job(model={"name": "imported", "config": None, "tokenizer": None}, train={"steps": 2})
     workplace.run("train", "job.yaml")
-    losses = read_metrics(workplace.only_run())
-    assert sorted(losses) == [1, 2]
-    plan = json.loads((workplace.only_run() / "plan.json").read_text())
-    assert plan["model_path"] == str(workplace.folder / "imported")
+    run_dir = workplace.only_run()
+    assert sorted(read_metrics(run_dir)) == [1, 2]
+    assert json.loads((run_dir / "plan.json").read_text())["model_path"] == str(workplace.folder / "imported")
     began, ended = (
-        load_file(workplace.folder / "base" / "model.safetensors"),
-        load_file(workplace.only_run() / "export" / "model.safetensors"),
+        load_file(folder / "model.safetensors") for folder in (workplace.folder / "base", run_dir / "export")
     )
     moved = max(float((ended[name] - each).abs().max()) for name, each in began.items())
     assert 0 < moved < 0.02, "two steps of 3e-3 away from the weights that were imported"
@@ -81,12 +78,15 @@ def test_a_config_with_fewer_rows_than_its_tokenizer_has_tokens_is_taken(theirs,
         (("their checkpoint", "out", "--kind", "keras"), "keras"),
         (("their checkpoint", "out", "--dtype", "int8"), "int8"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_imported_is_error_2_in_at_most_three_lines(words, message, checkpoint, workplace):
+)
+def test_what_cannot_be_imported_is_error_2_in_at_most_three_lines(
+    words, message, checkpoint, workplace, monkeypatch, capsys
+):
+    monkeypatch.chdir(workplace.folder)
     before = sorted(workplace.folder.iterdir())
-    refused = workplace.run("import", *words, check=False)
-    assert (refused.returncode, message in refused.stderr) == (2, True), refused.stderr
-    assert len(refused.stderr.splitlines()) <= 3 and refused.stdout == ""
+    refused = typed(capsys, "import", *words)
+    assert (refused.code, message in refused.err) == (2, True), refused.err
+    assert len(refused.err.splitlines()) <= 3 and refused.out == ""
     assert sorted(workplace.folder.iterdir()) == before
 
 

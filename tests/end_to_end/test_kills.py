@@ -49,11 +49,12 @@ def check(sums: dict[str, Count], record_property: pytest.FixtureRequest) -> Non
     assert not failures, "\n\n".join(failures)
 
 
-def test_twenty_five_kills_of_runs_lose_nothing(place, life, record_property):
-    check(kill(place, life, 25, seed=1), record_property)
+def test_a_kill_of_each_process_of_a_run_loses_nothing(place, life, record_property):
+    check(kill(place, life, len(VICTIMS), seed=1), record_property)
 
 
 @pytest.mark.long
+@pytest.mark.kills
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("seed", range(2, 2 + -(-NUM_KILLS // KILLS_A_PART)))
 def test_five_hundred_kills_of_runs_lose_nothing(place, life, record_property, seed):
@@ -62,6 +63,7 @@ def test_five_hundred_kills_of_runs_lose_nothing(place, life, record_property, s
 
 @pytest.mark.cold
 @pytest.mark.long
+@pytest.mark.kills
 def test_no_process_outlives_a_killed_supervisor_where_process_1_does_not_reap(tmp_path, record_property):
     """With new interpreters, whose imports take long: a rank begins when its launcher is dead, and stays in /proc."""
     place = make_workplace(tmp_path / "work place")

@@ -1,133 +1,81 @@
-"""A real run on a pseudo terminal, and one watched from another process while it goes on."""
+"""A real run on a pseudo terminal, watched from another process while it goes on."""
 
 import fcntl
 import json
 import os
 import pty
 import re
-import signal
 import struct
 import subprocess
 import termios
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import pytest
 from small_terminal import SmallTerminal
 from workplace_factory import LIMIT_S, Workplace, wait_for
 
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.report import Ending, Report
 
-COLUMNS = 120
 
-
-@pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[Any]]]:
-    """Processes that are ended with the test, whatever becomes of it."""
-    processes: list[subprocess.Popen[Any]] = []
-    yield processes
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        if process.stdout is not None:
-            process.stdout.close()
-        process.wait()
-
-
-def on_terminal(place: Workplace, *words: str | Path) -> tuple[subprocess.Popen[bytes], int]:
+def start_on_terminal(place: Workplace, *words: str) -> tuple[subprocess.Popen[bytes], int]:
     """The command on a terminal of its own, and our end of it."""
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     retained = {name: value for name, value in place.environment.items() if name not in ("CI", "NO_COLOR", "LC_ALL")}
     process = subprocess.Popen(
-        place.command(*words),
-        cwd=place.folder,
-        env={**retained, "TERM": "xterm-256color", "LANG": "C.UTF-8"},
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        start_new_session=True,
-    )
+        place.command(*words), cwd=place.folder, env={**retained, "TERM": "xterm-256color", "LANG": "C.UTF-8"},
+        stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+    )  # fmt: skip
     os.close(slave)
     return process, master
 
 
 def read_all(master: int) -> str:
-    """Bytes written until the other end was closed."""
+    """Text written until the other end was closed."""
     content = b""
     while True:
         try:
             more = os.read(master, 65536)
         except OSError:
-            break
+            more = b""
         if not more:
-            break
+            os.close(master)
+            return content.decode().replace("\r\n", "\n")
         content += more
-    os.close(master)
-    return content.decode().replace("\r\n", "\n")
 
 
-def test_a_run_and_its_watcher_show_the_same_on_terminals(workplace: Workplace, started):
+def test_a_run_and_its_watcher_show_the_same_on_terminals(workplace: Workplace) -> None:
     workplace.write_job(train={"steps": 40}, eval={"every": "20 steps"})
-    process, master = on_terminal(workplace, "train", "job.yaml")
-    started.append(process)
-    wait_for(lambda: list(workplace.folder.glob("runs/*/plan.json")), "the run directory")
-    run_dir = workplace.only_run()
-    watcher = subprocess.Popen(
-        workplace.command("watch", run_dir, "--json"),
-        cwd=workplace.folder,
-        env=workplace.environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    started.append(watcher)
-    text = read_all(master)
-    assert process.wait(timeout=LIMIT_S) == 0, text
+    process, master = start_on_terminal(workplace, "train", "job.yaml")
+    with process:
+        wait_for(lambda: list(workplace.folder.glob("runs/*/plan.json")), "the run directory")
+        run_dir = workplace.only_run()
+        with subprocess.Popen(
+            workplace.command("watch", run_dir, "--json"),
+            cwd=workplace.folder, env=workplace.environment, stdout=subprocess.PIPE, text=True,
+        ) as watcher:  # fmt: skip
+            text = read_all(master)
+            assert process.wait(timeout=LIMIT_S) == 0, text
+            told = [json.loads(line) for line in watcher.communicate(timeout=LIMIT_S)[0].splitlines()]
     assert codec.read(run_dir / "report.json", Report).ending is Ending.FINISHED
 
     terminal = SmallTerminal(columns=10_000)  # the plan above has longer lines, which a terminal wraps
     terminal.write(text.partition("verified:")[0])  # what follows quotes the model, which may say anything
     lines = terminal.lines
-    blocks = [place for place, line in enumerate(lines) if line.startswith(f"{run_dir.name}: ")]
-    assert len(blocks) == 1, "it was redrawn in place"
-    block = lines[blocks[0] : blocks[0] + 6]
+    (begin,) = [place for place, line in enumerate(lines) if line.startswith(f"{run_dir.name}: ")]  # redrawn in place
+    block = lines[begin : begin + 6]
     assert block[0] == f"{run_dir.name}: finished, step 40 of 40"
     assert block[1] == f"progress   {'█' * 32}  100%"
     assert re.match(r"loss       [▁-█]{32}  \d\.\d{4}, held out \d\.\d{4}, learning rate", block[2])
     assert block[3].startswith("speed      ") and "% of the predicted" in block[3]
     assert block[4].startswith("memory     ") and "RAM, peak " in block[4] and ", predicted " in block[4]
     assert block[5] == "incidents  none"
-    above, below = lines[: blocks[0]], lines[blocks[0] + 6 :]
+    above, below = lines[:begin], lines[begin + 6 :]
     assert any("(none/" in line for line in above) and any("finished at step 40" in line for line in below)
     assert [line for line in above if "held-out loss" in line][-1].startswith("step 40: held-out loss")
     assert "\x1b[36m" in text
 
-    told = [json.loads(line) for line in watcher.communicate(timeout=LIMIT_S)[0].splitlines()]
     assert watcher.returncode == 0
     assert told[0]["kind"] == "state" and told[-1]["state"] == "finished" and told[-1]["has_ended"]
     steps = [line["step"] for line in told if line["kind"] == "step"]
     assert steps == list(range(41 - len(steps), 41)), "each step once"
     assert {"starting", "running", "finished"} >= {line["state"] for line in told if line["kind"] == "state"}
-
-
-def test_a_watcher_that_is_interrupted_leaves_the_run_alone(workplace: Workplace, started):
-    workplace.write_job(train={"steps": 60})
-    process = workplace.start("train", "job.yaml")
-    started.append(process)
-    wait_for(lambda: [path for path in workplace.folder.glob("runs/*/metrics.jsonl") if path.stat().st_size], "a step")
-    run_dir = workplace.only_run()
-    watcher, master = on_terminal(workplace, "watch", run_dir)
-    started.append(watcher)
-    seen = b""
-    while b"progress" not in seen:
-        seen += os.read(master, 65536)
-    watcher.send_signal(signal.SIGINT)
-    seen += read_all(master).encode()
-    assert watcher.wait(timeout=LIMIT_S) == 130
-    assert "the run continues" in seen.decode().splitlines()[-1]
-    output = process.communicate(timeout=LIMIT_S)[0]
-    assert process.returncode == 0, output
-    assert "\x1b" not in output, "its own output is no terminal"
-    assert re.search(r"\[#+-*\] \d+/60  loss \d\.\d{4}  lr ", output)

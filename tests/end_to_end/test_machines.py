@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kill_factory import losses
 from slurm_cluster import SlurmCluster
 from workplace_factory import Workplace, make_workplace, read_metrics
 
@@ -19,29 +20,26 @@ STEPS = 40
 LIMIT_S = 500  # a machine may be busy; one that hangs is ended by the limit of the test
 EXACT = {"precision": "fp32"}  # losses are compared: the planner would take bf16 on a CPU that multiplies it
 RARELY = {"checkpoint": {"every": "4 steps"}, "eval": {"every": "1000 steps"}}
+LONG = [pytest.param(time, marks=[pytest.mark.long, pytest.mark.slurm]) for time in range(2, 11)]
 
 
 class Machines:
     """Two machines that see one workplace, and the command on each."""
 
     def __init__(self, cluster: SlurmCluster, place: Workplace) -> None:
-        self._cluster, self.place = cluster, place
-        self.run_dir = place.folder / "run"
+        self.cluster, self.place, self.run_dir = cluster, place, place.folder / "run"
         self.running: dict[int, subprocess.Popen[str]] = {}
-        self.num_started = 0
 
     def start(self, rank: int, *more: str) -> None:
         words = ["train", "job.yaml", "--nodes", "2", "--node-rank", str(rank), "--head", "n1"]
-        argv = self._cluster.on_node(f"n{rank + 1}", *self.place.command(*words, "--run-dir", self.run_dir, *more))
-        self.num_started += 1
-        with self.output(self.num_started).open("w") as output:
+        argv = self.cluster.on_node(f"n{rank + 1}", *self.place.command(*words, "--run-dir", self.run_dir, *more))
+        with (self.place.folder / f"{rank}.out").open("a") as output:
             self.running[rank] = subprocess.Popen(
                 argv, cwd=self.place.folder, env=self.place.environment, stdout=output, stderr=output, text=True
             )
 
-    def output(self, number: int) -> Path:
-        """Output of the command that was started as the `number`-th."""
-        return self.place.folder / f"{number}.out"
+    def told(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.place.folder.glob("*.out")))
 
     def wait_for_step(self, step: int) -> None:
         metrics = self.run_dir / "metrics.jsonl"
@@ -50,20 +48,12 @@ class Machines:
             assert all(process.poll() is None for process in self.running.values()), self.told()
             return metrics.is_file() and metrics.read_text().count("\n") > 0 and max(read_metrics(self.run_dir)) >= step
 
-        self._cluster.wait_until(has_come, f"step {step}", LIMIT_S)
+        self.cluster.wait_until(has_come, f"step {step}", LIMIT_S)
 
-    def wait(self) -> list[int]:
-        """The exit codes, by rank."""
-        codes = [self.running[rank].wait(LIMIT_S) for rank in sorted(self.running)]
-        self.running = {}
-        return codes
-
-    def told(self) -> str:
-        return "\n".join(self.output(number + 1).read_text() for number in range(self.num_started))
-
-    def cut_power(self, rank: int) -> None:
-        self._cluster.kill_all(f"n{rank + 1}")
-        self.running[rank].wait()
+    def wait(self, code: int) -> Report:
+        """The report, once both have ended with this code."""
+        assert [self.running.pop(rank).wait(LIMIT_S) for rank in (0, 1)] == [code, code], self.told()
+        return codec.read(self.run_dir / "report.json", Report)
 
 
 @pytest.fixture
@@ -76,32 +66,30 @@ def machines(slurm: SlurmCluster, workplace: Workplace) -> Iterator[Machines]:
         process.wait()
 
 
-@pytest.mark.parametrize("time", [1, *(pytest.param(time, marks=pytest.mark.long) for time in range(2, 11))])
+@pytest.mark.parametrize("time", [1, *LONG])
 def test_two_machines_train_one_run_through_a_stop_and_the_loss_of_one(machines: Machines, tmp_path: Path, time: int):
     """With the losses of one process, every step counted once."""
     for rank in (0, 1):
         machines.start(rank)
     machines.wait_for_step(3)
     machines.running[1].send_signal(signal.SIGTERM)
-    assert machines.wait() == [75, 75], machines.told()
-    stopped = codec.read(machines.run_dir / "report.json", Report)
+    stopped = machines.wait(75)
     assert stopped.ending is Ending.PREEMPTED and stopped.checkpoint is not None
-    assert f"preempted at step {stopped.step}" in machines.output(2).read_text()
+    assert f"preempted at step {stopped.step}" in (machines.place.folder / "1.out").read_text()
 
     for rank in (0, 1):
         machines.start(rank, "--resume")
     machines.wait_for_step(max(stopped.step + 6, 9))
-    machines.cut_power(1)
+    machines.cluster.kill_all("n2")  # as a power cut
+    machines.running[1].wait()
     machines.start(1, "--resume")
-    assert machines.wait() == [0, 0], machines.told()
-    report = codec.read(machines.run_dir / "report.json", Report)
+    report = machines.wait(0)
     assert report.ending is Ending.FINISHED and report.verified is not None and report.verified.world_size == 2
     assert any("n2 (node 1) was lost" in words for words in report.incidents)
 
     alone = make_workplace(tmp_path / "alone")
     alone.write_job(train={"steps": STEPS}, pin=EXACT, **RARELY)
     alone.run("train", "job.yaml")
-    there, here = read_metrics(machines.run_dir), read_metrics(alone.only_run())
-    assert [row["loss"] for row in there.values()] == pytest.approx([row["loss"] for row in here.values()], abs=1e-5)
-    assert sorted(there) == list(range(1, STEPS + 1))
+    assert losses(machines.run_dir) == pytest.approx(losses(alone.only_run()), abs=1e-5)
+    assert sorted(read_metrics(machines.run_dir)) == list(range(1, STEPS + 1))
     assert not (machines.run_dir / ".nodes.json").exists()

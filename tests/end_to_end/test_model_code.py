@@ -24,21 +24,17 @@ def write_job(workplace: Workplace, **model: str) -> None:
     workplace.job.write_text(yaml.safe_dump({**job, "model": model}))
 
 
-def check_run(run_dir: Path) -> Plan:
-    """The run keeps and runs the planned code; its memory is that of the dry run."""
-    report, plan = codec.read(run_dir / "report.json", Report), codec.read(run_dir / "plan.json", Plan)
-    assert report.ending is Ending.FINISHED
-    assert report.verified is not None and report.verified.engine_class == "TinyForCausalLM"
-    # The dry run takes documents of one length, the step that was measured those that came.
-    measured, predicted = (each.memory.peak_allocated_bytes for each in (report.measured, report.predicted))
-    assert measured == pytest.approx(predicted, rel=0.03)
+def planned_code(run_dir: Path) -> Plan:
+    """The plan of a run that keeps the code of its model."""
+    plan = codec.read(run_dir / "plan.json", Plan)
     assert plan.model_code is not None and Path(plan.model_code.folder).is_relative_to(run_dir)
     assert {path.name for path in Path(plan.model_code.folder).iterdir()} == RUNS
-    assert {path.name for path in (run_dir / "export").glob("*.py")} == RUNS
     return plan
 
 
-def test_a_folder_with_code_of_its_own_trains_once_the_job_names_it(workplace: Workplace) -> None:
+def test_a_folder_with_code_of_its_own_trains_once_the_job_names_it_and_its_export_has_the_code(
+    workplace: Workplace,
+) -> None:
     write_custom_model(workplace.folder / "tiny", has_weights=False)
     workplace.environment[MARKER] = str(workplace.folder / "marker")
     write_job(workplace, config="tiny", tokenizer="train")
@@ -46,12 +42,29 @@ def test_a_folder_with_code_of_its_own_trains_once_the_job_names_it(workplace: W
     assert (refused.returncode, len(refused.stderr.strip().splitlines())) == (2, 1)
     assert "model.trust_remote_code=tiny" in refused.stderr
     assert not (workplace.folder / "marker").exists()
+
     said = workplace.run("train", "job.yaml", "model.trust_remote_code=tiny").stdout
     assert all(name in said for name in RUNS)
-    check_run(workplace.only_run())
+    run_dir = workplace.only_run()
+    plan = planned_code(run_dir)
+    assert plan.model_code is not None and plan.model_code.description in plan.all_warnings
+    report = codec.read(run_dir / "report.json", Report)
+    assert report.ending is Ending.FINISHED
+    assert report.verified is not None and report.verified.engine_class == "TinyForCausalLM"
+    # The dry run takes documents of one length, the step that was measured those that came.
+    measured, predicted = (each.memory.peak_allocated_bytes for each in (report.measured, report.predicted))
+    assert measured == pytest.approx(predicted, rel=0.03)
+    assert {path.name for path in (run_dir / "export").glob("*.py")} == RUNS
+
+    workplace.run("export", run_dir.rename(workplace.folder / "moved"), "out")
+    auto_map = json.loads((workplace.folder / "out" / "config.json").read_text())["auto_map"]
+    assert auto_map["AutoModelForCausalLM"] == "modeling_tiny.TinyForCausalLM"
+    assert {path.name for path in (workplace.folder / "out").glob("*.py")} == RUNS
 
 
-def test_a_model_of_the_hub_trains_at_its_commit_and_its_export_loads_with_its_code(workplace: Workplace) -> None:
+@pytest.mark.long
+@pytest.mark.products
+def test_a_model_of_the_hub_is_planned_with_the_code_of_its_commit(workplace: Workplace) -> None:
     folder = workplace.folder / "tiny"
     write_trained_tokenizer(train_tokenizer(["the cat sat on the mat"], vocab_size=280), folder)
     write_custom_model(folder)
@@ -61,14 +74,8 @@ def test_a_model_of_the_hub_trains_at_its_commit_and_its_export_loads_with_its_c
     with serving(Hub(files={"org/tiny": {path.name: path.read_bytes() for path in folder.iterdir()}})) as hub:
         home = str(workplace.folder / "hf")
         workplace.environment.update(HF_ENDPOINT=hub.url, HF_HOME=home, HF_HUB_DISABLE_XET="1")
-        workplace.run("train", "job.yaml")
-    run_dir = workplace.only_run()
-    plan = check_run(run_dir)
+        workplace.run("train", "job.yaml", "--dry-run", "--run-dir", "run")
+    plan = planned_code(workplace.folder / "run")
     assert plan.model_code is not None and plan.model_code.revision == COMMIT
     assert any("org/tiny" in text and COMMIT in text for text in plan.all_warnings)
-    moved = run_dir.rename(workplace.folder / "moved")
-    workplace.run("export", moved, "out")
-    auto_map = json.loads((workplace.folder / "out" / "config.json").read_text())["auto_map"]
-    assert auto_map["AutoModelForCausalLM"] == "modeling_tiny.TinyForCausalLM"
-    assert {path.name for path in (workplace.folder / "out").glob("*.py")} == RUNS
     assert not (workplace.folder / "hf" / "modules").exists()

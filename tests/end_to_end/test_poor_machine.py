@@ -123,7 +123,10 @@ def check(place: Workplace, name: str, straight: list[float], record_property) -
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
-    return [*([] if name in THINNED else [pytest.mark.long]), *([pytest.mark.cold] if name in COLD else [])]
+    return [
+        *([] if name in THINNED else [pytest.mark.long, pytest.mark.kills]),
+        *([pytest.mark.cold] if name in COLD else []),
+    ]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CONDITIONS])

@@ -19,9 +19,17 @@ HELD = "slurm.extra=[--hold]"
 def login(workplace: Workplace, slurm: SlurmCluster) -> Workplace:
     """A workplace on the cluster's login node."""
     names = ("PATH", "SLURM_CONF")
-    return workplace._replace(
-        environment={**workplace.environment, **{name: slurm.environment[name] for name in names}}
-    )
+    return workplace._replace(environment=workplace.environment | {name: slurm.environment[name] for name in names})
+
+
+def beside(place: Workplace, path: str, **programs: str) -> Workplace:
+    """The workplace with these programs of a shell before `path`."""
+    folder = place.folder / "bin"
+    folder.mkdir()
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return place._replace(environment={**place.environment, "PATH": f"{folder}:{path}"})
 
 
 def refused(place: Workplace, *words: str) -> str:
@@ -32,18 +40,45 @@ def refused(place: Workplace, *words: str) -> str:
 
 
 def test_a_dry_run_prints_a_script_that_slurm_takes_and_leaves_nothing(login: Workplace, slurm: SlurmCluster):
-    words = ("--dry-run", "--partition", "h100", "--nodes", "4", "--constraint", "ib", "slurm.account=proj42")
+    """A flag goes over the job file, which goes over a person's defaults."""
+    settings = login.folder / "home" / ".config" / "shardwise" / "config.yaml"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("slurm: {account: person, qos: person, mail: a@person.org, modules: [cuda]}\n")
+    login.write_job(slurm={"account": "job", "qos": "normal"})
+    words = ("--dry-run", "--partition", "h100", "--nodes", "4", "--constraint", "ib", "--account", "flag: {a}")
     answer = login.run("submit", "job.yaml", *words)
     assert "using 384 processors on nodes c[1-4] in partition h100" in answer.stderr
     lines = answer.stdout.splitlines()
     expected = (
-        "--job-name=tiny", "--partition=h100", "--account=proj42", "--constraint=ib", "--nodes=4", "--exclusive",
-        "--gpus-per-node=h100:8", "--mem=0", "--time=00:20:00", "--signal=B:USR1@120",
+        "--job-name=tiny", "--partition=h100", '--account="flag: {a}"', "--qos=normal", "--mail-user=a@person.org",
+        "--constraint=ib", "--nodes=4", "--exclusive", "--gpus-per-node=h100:8", "--mem=0", "--time=00:20:00",
+        "--signal=B:USR1@120",
     )  # fmt: skip
-    assert lines[0] == "#!/bin/bash" and "4 nodes of 8 x H100" in lines[1]
-    assert all(f"#SBATCH {option}" in lines for option in expected)
+    assert lines[0] == "#!/bin/bash -l" and "module load cuda" in answer.stdout, "modules need a login shell"
+    assert "4 nodes of 8 x H100" in lines[1]
+    assert [option for option in expected if f"#SBATCH {option}" not in lines] == []
     assert not (login.folder / "runs").exists()
     assert not slurm.run("squeue", "--noheader").stdout
+
+
+def test_a_login_node_gets_the_submit_line_instead_of_a_run(login: Workplace):
+    answer = login.run("train", "job.yaml", "train.steps=2", check=False)
+    assert answer.returncode == 4
+    (line,) = [line for line in answer.stderr.splitlines() if line.strip().startswith("shardwise submit")]
+    assert line.split() == ["shardwise", "submit", "job.yaml", "train.steps=2"]
+    assert not (login.folder / "runs").exists()
+    login.run("train", "job.yaml", "train.steps=2", "--here")
+    assert login.only_run().is_dir()
+
+
+def test_a_part_of_a_node_is_asked_for_as_it_is_planned(login: Workplace):
+    words = ("--partition", "h100", "--gpus-per-node", "2", "--dry-run")
+    script = login.run("submit", "job.yaml", *words).stdout
+    assert "#SBATCH --gpus-per-node=h100:2\n" in script and "2 x H100" in script
+    assert "#SBATCH --cpus-per-task=24\n" in script and "#SBATCH --mem=250000M\n" in script
+    assert "--exclusive" not in script
+    script = login.run("submit", "job.yaml", *words, "slurm.cores=4", "slurm.memory=64GiB").stdout
+    assert "#SBATCH --cpus-per-task=4\n" in script and "#SBATCH --mem=65536M\n" in script
 
 
 def test_a_submission_is_a_run_directory_and_a_job(login: Workplace, slurm: SlurmCluster):
@@ -64,28 +99,6 @@ def test_a_submission_is_a_run_directory_and_a_job(login: Workplace, slurm: Slur
     assert f"WorkDir={login.folder} " in shown and "TimeLimit=01:00:00" in shown and "NumNodes=2-2" in shown
     plain = slurm.run("sbatch", "--test-only", run_dir / "train.sbatch")
     assert "on nodes n[1-2]" in plain.stderr, "plain sbatch takes it again"
-
-
-def test_a_flag_goes_over_the_job_file_and_a_persons_defaults(login: Workplace):
-    (login.folder / "home" / ".config" / "shardwise").mkdir(parents=True)
-    (login.folder / "home" / ".config" / "shardwise" / "config.yaml").write_text(
-        "slurm: {account: person, qos: person, mail: a@person.org, modules: [cuda]}\n"
-    )
-    login.write_job(slurm={"account": "job", "qos": "job"})
-    script = login.run("submit", "job.yaml", "--dry-run", "--account", "flag: {a}").stdout
-    for option in ('--account="flag: {a}"', "--qos=job", "--mail-user=a@person.org"):
-        assert f"#SBATCH {option}\n" in script
-    assert "module load cuda" in script
-
-
-def test_a_part_of_a_node_is_asked_for_as_it_is_planned(login: Workplace):
-    words = ("--partition", "h100", "--gpus-per-node", "2", "--dry-run")
-    script = login.run("submit", "job.yaml", *words).stdout
-    assert "#SBATCH --gpus-per-node=h100:2\n" in script and "2 x H100" in script
-    assert "#SBATCH --cpus-per-task=24\n" in script and "#SBATCH --mem=250000M\n" in script
-    assert "--exclusive" not in script
-    script = login.run("submit", "job.yaml", *words, "slurm.cores=4", "slurm.memory=64GiB").stdout
-    assert "#SBATCH --cpus-per-task=4\n" in script and "#SBATCH --mem=65536M\n" in script
 
 
 def test_a_sweep_is_one_array_with_a_folder_for_each_point(login: Workplace, slurm: SlurmCluster):
@@ -112,21 +125,12 @@ def test_a_chain_is_jobs_that_wait_for_each_other(login: Workplace, slurm: Slurm
     assert all(words in slurm.job(job_id).text for job_id, words in zip(ids, awaited, strict=True))
 
 
-def test_slurms_refusal_leaves_nothing(login: Workplace, slurm: SlurmCluster):
-    assert "requested: --reservation=foo" in refused(login, "--reservation", "foo")
-    assert not slurm.run("squeue", "--noheader").stdout
-
-
 def test_a_limit_that_only_the_real_submission_meets_leaves_nothing(login: Workplace, slurm: SlurmCluster):
     """As a QOS of few jobs a user does: `--test-only` does not count."""
-    program = login.folder / "bin" / "sbatch"
-    program.parent.mkdir()
     (real,) = slurm.run("sh", "-c", "command -v sbatch").stdout.split()
     said = "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit)"
-    program.write_text(f'#!/bin/sh\n[ "$1" = --test-only ] && exec {real} "$@"\necho "{said}" >&2\nexit 1\n')
-    program.chmod(0o755)
-    path = f"{program.parent}:{login.environment['PATH']}"
-    limited = login._replace(environment={**login.environment, "PATH": path})
+    sbatch = f'[ "$1" = --test-only ] && exec {real} "$@"\necho "{said}" >&2\nexit 1'
+    limited = beside(login, login.environment["PATH"], sbatch=sbatch)
     assert "--nodes" in refused(limited)
     (login.folder / "mine").mkdir()
     assert "job submit limit" in refused(limited, "--run-dir", "mine")
@@ -148,6 +152,7 @@ def test_a_limit_that_only_the_real_submission_meets_leaves_nothing(login: Workp
         (("slurm.container=/nowhere/image.sif",), "is no file here"),
         (("slurm.container=org/image",), "no --container-image on this cluster"),
         (("log.notify=no-such-program",), "log.notify: there is no program"),
+        (("--reservation", "foo"), "requested: --reservation=foo"),  # by Slurm itself
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(login: Workplace, words, says):
@@ -156,8 +161,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(login: Workplace, 
 
 def test_what_is_not_here_is_refused_where_nodes_have_no_network(login: Workplace):
     login.write_job(model={"name": "qwen2.5-0.5b", "config": None, "tokenizer": None})
-    words = ("--partition", "h100", "slurm.network=none")
-    message = refused(login, *words)
+    message = refused(login, "--partition", "h100", "slurm.network=none")
     assert "Qwen/Qwen2.5-0.5B" in message and "shardwise fetch job.yaml" in message
     answer = login.run("submit", "job.yaml", "--partition", "h100", "--dry-run")
     assert "Qwen/Qwen2.5-0.5B" in answer.stderr and "HF_HUB_OFFLINE" not in answer.stdout
@@ -168,21 +172,13 @@ def test_a_file_system_without_room_is_refused(login: Workplace, small_disk: Pat
     assert "256 KiB are free" in message and not list(small_disk.iterdir())
 
 
-def test_away_from_a_cluster_a_script_is_printed_for_stated_nodes(workplace: Workplace):
-    environment = {**workplace.environment, "PATH": "/nonexistent"}
-    away = workplace._replace(environment=environment)
-    assert "sbatch" in refused(away)
+@pytest.mark.parametrize(
+    ("programs", "fact"), [((), "sbatch"), (("sbatch", "scontrol", "sinfo", "squeue", "sacctmgr"), "lookup failed")]
+)
+def test_away_from_a_cluster_a_script_is_printed_for_stated_nodes(workplace: Workplace, programs, fact):
+    """Programs of Slurm without a cluster are no cluster."""
+    fails = "echo 'fetch_config: DNS SRV lookup failed' >&2\nexit 1"
+    away = beside(workplace, "/usr/bin:/bin" if programs else "/nonexistent", **dict.fromkeys(programs, fails))
+    assert fact in refused(away, *(["--dry-run"] if programs else []))
     script = away.run("submit", "job.yaml", "--dry-run", "--hardware", "4x8xH100-SXM5-80GB").stdout
     assert "#SBATCH --nodes=4\n" in script and "#SBATCH --gpus-per-node=8\n" in script
-
-
-def test_programs_of_slurm_without_a_cluster_are_no_cluster(workplace: Workplace):
-    programs = workplace.folder / "bin"
-    programs.mkdir()
-    for name in ("sbatch", "scontrol", "sinfo", "squeue", "sacctmgr"):
-        (programs / name).write_text("#!/bin/sh\necho 'fetch_config: DNS SRV lookup failed' >&2\nexit 1\n")
-        (programs / name).chmod(0o755)
-    away = workplace._replace(environment={**workplace.environment, "PATH": f"{programs}:/usr/bin:/bin"})
-    assert "lookup failed" in refused(away, "--dry-run")
-    words = ("submit", "job.yaml", "--dry-run", "--hardware", "8xH100-SXM5-80GB", "--nodes", "2")
-    assert "#SBATCH --nodes=2\n" in away.run(*words).stdout

@@ -13,7 +13,6 @@ from kill_factory import Count
 from msgspec.structs import replace
 from outcome_file import FAULTS
 from rank_factory import rank_plan, write_rows
-from small_disk import mounted_disk
 from workplace_factory import LIMIT_S
 
 from shardwise.trainer.spec import codec, report
@@ -31,15 +30,9 @@ NUM_STEPS = 14
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """Two ranks, four sequences each, a checkpoint every second step, and fallbacks of two and one sequences."""
     made = rank_plan(
-        write_rows(tmp_path_factory.mktemp("data") / "rows"),
-        Sharding.DDP,
-        num_ranks=2,
-        micro_batch=4,
-        accumulation=1,
-        num_steps=NUM_STEPS,
-        checkpoint_every_steps=2,
-        loss=LossHead.EAGER,
-    )
+        write_rows(tmp_path_factory.mktemp("data") / "rows"), Sharding.DDP, num_ranks=2, micro_batch=4, accumulation=1,
+        num_steps=NUM_STEPS, checkpoint_every_steps=2, loss=LossHead.EAGER,
+    )  # fmt: skip
     return replace(made, fallbacks=halves(made.chosen))
 
 
@@ -53,57 +46,43 @@ def undisturbed(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> list[fl
     return losses_of(folder / "run")
 
 
-def test_memory_that_runs_out_on_one_rank_leads_to_the_next_fallback_from_the_checkpoint(plan, undisturbed, tmp_path):
-    faults = [Fault("oom in forward", 1, 3), Fault("oom in backward", 0, 5), Fault("oom in optimizer", 1, 8)]
-    four = plan.chosen
-    two, one = plan.fallbacks
-    twice = replace(one, loss_chunk_tokens=20)  # told apart from the one before by its plan.json
-    outcome, printed = run_plan(
-        replace(with_faults(plan, tmp_path, faults), fallbacks=(two, one, twice)), tmp_path / "run"
-    )
-    assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
-    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
-    told = [
-        (each.micro_batch, each.accumulation, each.resumed_from_step, each.step, each.fault)
-        for each in outcome.report.history
-    ]
-    memory = report.Fault.OUT_OF_MEMORY
-    assert told == [
-        (4, 1, None, 2, memory),  # in step 3
-        (2, 2, 2, 4, memory),  # in its third step
-        (1, 4, 4, 5, memory),  # in the optimizer of its second
-        (1, 4, 4, NUM_STEPS, None),
-    ]
-    ran = [codec.read(tmp_path / f"run/attempts/{number}/plan.json", Plan).chosen for number in (1, 2, 3, 4)]
-    assert ran == [four, two, one, twice]
-    incidents = [line for line in outcome.report.incidents if line.startswith("out of memory at step ")]
-    assert len(incidents) == 3
-    assert all(line in printed for line in incidents)
+FINDS_HEADERS_AND_FAILS = '#!/bin/sh\ncase "$*" in *"-x c++ -"*) exit 0 ;; *) exit 1 ;; esac\n'
 
 
-def test_a_rank_that_dies_or_hangs_is_named_and_the_run_goes_on(plan, undisturbed, tmp_path):
-    faults = [Fault("sigkill", 1, 4), Fault("hang", 1, 6), Fault("error in backward", 0, 3)]
-    outcome, printed = run_plan(with_faults(plan, tmp_path, faults), tmp_path / "run")
+def test_a_rank_out_of_memory_a_dead_one_and_one_that_hangs_are_named_and_the_run_goes_on(
+    plan, undisturbed, tmp_path, monkeypatch
+):
+    """In one run; a fallback whose operator cannot be built is left out, when the run comes to it and not before."""
+    program = tmp_path / "c++"
+    program.write_text(FINDS_HEADERS_AND_FAILS)
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    two = plan.fallbacks[0]
+    built = replace(two.strategy, name="zero2+optimizer/fp32/deepspeed_cpu_adam", sharding=Sharding.ZERO2,
+                    offload=Offload.OPTIMIZER, optimizer=Optimizer.DEEPSPEED_CPU_ADAM)  # fmt: skip
+    faults = [
+        Fault("sigkill", 1, 4), Fault("oom in optimizer", 1, 3), Fault("hang", 1, 6), Fault("error in backward", 0, 3)
+    ]  # fmt: skip
+    faulty = replace(with_faults(plan, tmp_path, faults), fallbacks=(replace(two, strategy=built), two))
+    outcome, printed = run_plan(faulty, tmp_path / "run")
     assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
     assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
-    killed, hung, failed, finished = outcome.report.history
+    killed, full, hung, failed, finished = history = outcome.report.history
+    assert [(each.micro_batch, each.accumulation) for each in history] == [(4, 1)] * 2 + [(2, 2)] * 3
+    ran = [codec.read(tmp_path / f"run/attempts/{number}/plan.json", Plan).chosen for number in range(1, 6)]
+    assert ran == [plan.chosen] * 2 + [two] * 3
     assert (killed.fault, killed.step) == (report.Fault.KILLED, 3)
     assert "rank 1" in killed.cause and "SIGKILL" in killed.cause
-    assert (hung.fault, hung.resumed_from_step, hung.step) == (report.Fault.HUNG, 2, 7)
-    for fact in ("rank 1", "forward of step 8", "sleep_for_ever (faults.py, line "):
+    assert (full.fault, full.resumed_from_step, full.step) == (report.Fault.OUT_OF_MEMORY, 2, 4)
+    (incident,) = [line for line in outcome.report.incidents if line.startswith("out of memory at step ")]
+    assert incident in printed
+    reported = printed[printed.index(built.name) :]
+    assert "cpu_adam could not be built" in reported and "log: " in reported
+    assert (hung.fault, hung.resumed_from_step, hung.step) == (report.Fault.HUNG, 4, 6)
+    for fact in ("rank 1", "forward of step 7", "sleep_for_ever (faults.py, line "):
         assert fact in hung.cause
     assert failed.fault is report.Fault.ERROR and "RuntimeError: a bug in a kernel" in failed.cause
-    assert (finished.fault, finished.ending, finished.resumed_from_step) == (None, Ending.FINISHED, 8)
-    assert {attempt.micro_batch for attempt in outcome.report.history} == {4}
-
-
-@pytest.fixture(scope="module")
-def alone(plan: Plan) -> Plan:
-    """The same run of one rank."""
-    strategy = replace(plan.chosen.strategy, name="none/fp32/adamw", sharding=Sharding.NONE)
-    chosen = replace(plan.chosen, strategy=strategy, num_ranks=1, micro_batch=8)
-    hardware = replace(plan.hardware, num_cpu_devices=1)
-    return replace(plan, candidates=(chosen,), fallbacks=halves(chosen), hardware=hardware)
+    assert (finished.fault, finished.ending, finished.resumed_from_step) == (None, Ending.FINISHED, 6)
 
 
 @pytest.fixture
@@ -135,10 +114,16 @@ sys.exit(int(run_plan(codec.read(plan, Plan), run_dir)[0].exit_code))
 
 
 @pytest.mark.cold
+@pytest.mark.long
+@pytest.mark.kills
 def test_a_rank_that_the_kernel_ends_for_want_of_ram_is_out_of_memory(
-    alone, undisturbed, memory_group, tmp_path, record_property
+    plan, undisturbed, memory_group, tmp_path, record_property
 ):
     """A real kill by the kernel, which counts it, and which takes the rank rather than its supervisor."""
+    strategy = replace(plan.chosen.strategy, name="none/fp32/adamw", sharding=Sharding.NONE)
+    chosen = replace(plan.chosen, strategy=strategy, num_ranks=1, micro_batch=8)
+    hardware = replace(plan.hardware, num_cpu_devices=1)
+    alone = replace(plan, candidates=(chosen,), fallbacks=halves(chosen), hardware=hardware)
     codec.write(tmp_path / "plan.json", with_faults(alone, tmp_path, [Fault("out of RAM", 0, 4)]))
     factories = Path(fault_factory.__file__).parent
     argv = [sys.executable, "-c", INSIDE, memory_group, tmp_path / "plan.json", tmp_path / "run", factories]
@@ -152,55 +137,11 @@ def test_a_rank_that_the_kernel_ends_for_want_of_ram_is_out_of_memory(
     record_property(FAULTS, {"a control group out of memory": Count(1, 1).row()})
 
 
-FINDS_HEADERS_AND_FAILS = '#!/bin/sh\ncase "$*" in *"-x c++ -"*) exit 0 ;; *) exit 1 ;; esac\n'
-
-
-def test_a_fallback_whose_operator_cannot_be_built_is_left_out(alone, undisturbed, tmp_path, monkeypatch):
-    """It is built when the run comes to it, so a run that does not needs no compiler."""
-    program = tmp_path / "c++"
-    program.write_text(FINDS_HEADERS_AND_FAILS)
-    program.chmod(0o755)
-    monkeypatch.setenv("CXX", str(program))
-    strategy = replace(alone.chosen.strategy, name="zero2+optimizer/fp32/deepspeed_cpu_adam", sharding=Sharding.ZERO2,
-                       offload=Offload.OPTIMIZER, optimizer=Optimizer.DEEPSPEED_CPU_ADAM)  # fmt: skip
-    four = alone.fallbacks[0]
-    plan = replace(with_faults(alone, tmp_path, [Fault("oom in forward", 0, 3)]),
-                   fallbacks=(replace(four, strategy=strategy), four))  # fmt: skip
-    outcome, printed = run_plan(plan, tmp_path / "run")
-    assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
-    assert [(each.strategy, each.micro_batch) for each in outcome.report.history] == [
-        (alone.chosen.strategy.name, 8), (four.strategy.name, 4)
-    ]  # fmt: skip
-    reported = printed[printed.index(strategy.name) :]
-    assert "cpu_adam could not be built" in reported and "log: " in reported
-    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB: three checkpoints of this model."""
-    with mounted_disk(tmp_path / "small", "8m") as folder:
-        yield folder
-
-
-def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(alone, undisturbed, small_disk):
-    """Full from step 5 to step 9: what could not be written then is made up for, or told."""
-    faulty = with_faults(alone, small_disk, [Fault("full disk", 0, 5)], free_at=9)
-    outcome, printed = run_plan(faulty, small_disk / "run")
-    assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
-    assert len(outcome.report.history) == 1
-    assert losses_of(small_disk / "run") == pytest.approx(undisturbed, abs=1e-5), "every line of metrics came"
-    first, more = (line for line in outcome.report.incidents if "no checkpoint at step " in line)
-    assert first.startswith("no checkpoint at step 6: ") and "no checkpoint at step 8: " in more
-    assert "no checkpoint at step " in printed, "the newest of those that failed since the last look"
-    assert "checkpoints are saved again" in printed
-    assert outcome.report.checkpoint == f"checkpoints/step-{NUM_STEPS:08d}"
-
-
 KINDS = ("oom in forward", "oom in backward", "oom in optimizer", "segfault", "exit", "hang in C", "stop")
 
 
 @pytest.mark.long
+@pytest.mark.kills
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_fault_on_every_rank_is_survived(plan, undisturbed, tmp_path, kind, rank, record_property):
@@ -222,6 +163,7 @@ def test_every_fault_on_every_rank_is_survived(plan, undisturbed, tmp_path, kind
 
 
 @pytest.mark.long
+@pytest.mark.kills
 @pytest.mark.parametrize("sharding", [Sharding.FSDP, Sharding.ZERO2, Sharding.ZERO3])
 def test_every_engine_survives(plan, undisturbed, tmp_path, sharding):
     strategy = replace(plan.chosen.strategy, sharding=sharding, base_config=sharding.facts.base_configs[Offload.NONE])
@@ -232,9 +174,5 @@ def test_every_engine_survives(plan, undisturbed, tmp_path, sharding):
     assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
     assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
     told = [(each.fault, each.resumed_from_step) for each in outcome.report.history]
-    assert told == [
-        (report.Fault.OUT_OF_MEMORY, None),
-        (report.Fault.KILLED, 4),
-        (report.Fault.HUNG, 6),
-        (None, 10),
-    ]
+    memory, killed, hung = report.Fault.OUT_OF_MEMORY, report.Fault.KILLED, report.Fault.HUNG
+    assert told == [(memory, None), (killed, 4), (hung, 6), (None, 10)]

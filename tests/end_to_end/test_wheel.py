@@ -30,6 +30,12 @@ class Built(NamedTuple):
     wheel: Path
 
 
+def _build(folder: Path, *options: str) -> None:
+    argv = [sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", str(folder), str(REPOSITORY)]
+    answer = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """The source distribution, and the wheel that is built from it."""
@@ -40,53 +46,43 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 @pytest.fixture(scope="module")
-def wheel(built: Built) -> Path:
-    return built.wheel
-
-
-def _build(folder: Path, *options: str) -> None:
-    argv = [sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", str(folder), str(REPOSITORY)]
-    answer = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-
-
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment that has the wheel, and our dependencies by path but not our sources."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
-    venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
-    # Another project whose wheel installs a top-level `trainer`.
-    argv: list[str | Path] = [python, "-m", "pip", "install", "-q", "--no-deps", wheel, "coqui-tts-trainer"]
+    venv.create(folder)
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python"]
+    # With another project, whose wheel installs a top-level `trainer`.
+    argv = [*pip, "install", "-q", "--no-deps", built.wheel, "coqui-tts-trainer"]
     subprocess.run(argv, check=True, timeout=LIMIT_S)
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
     return folder / "bin" / "shardwise"
 
 
-def test_the_index_would_accept_what_is_built(built: Built):
-    argv: list[str | Path] = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *built]
-    answer = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    assert (answer.returncode, answer.stdout.count("PASSED")) == (0, 2), answer.stdout + answer.stderr
-
-
-def test_the_wheel_has_one_top_level_name_and_every_file_that_git_has(wheel: Path):
+def test_the_wheel_has_one_top_level_name_and_every_file_that_git_has(built: Built):
     listed = subprocess.run(
         ["git", "ls-files", *FOLDERS], cwd=REPOSITORY, capture_output=True, text=True, check=True
     ).stdout.split()
     expected = {"shardwise/__init__.py", *(f"shardwise/{name}" for name in listed)}
-    found = _contents(wheel)
+    found = _contents(built.wheel)
     about = {name.partition(".dist-info/")[2] for name in found if ".dist-info/" in name}
     assert {name for name in found if ".dist-info/" not in name} == expected
     assert about == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
-    links = [entry.filename for entry in zipfile.ZipFile(wheel).infolist() if stat.S_ISLNK(entry.external_attr >> 16)]
+    links = [
+        entry.filename for entry in zipfile.ZipFile(built.wheel).infolist() if stat.S_ISLNK(entry.external_attr >> 16)
+    ]
     assert links == []
 
 
-def test_the_wheel_of_the_source_distribution_is_that_of_the_repository(wheel: Path, tmp_path: Path):
+@pytest.mark.long
+@pytest.mark.products
+def test_the_index_would_accept_what_is_built_and_the_repository_builds_the_same(built: Built, tmp_path: Path):
+    argv: list[str | Path] = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *built]
+    answer = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert (answer.returncode, answer.stdout.count("PASSED")) == (0, 2), answer.stdout + answer.stderr
     _build(tmp_path, "--wheel")
     (direct,) = tmp_path.iterdir()
-    assert _contents(direct) == _contents(wheel)
+    assert _contents(direct) == _contents(built.wheel)
 
 
 def _contents(wheel: Path) -> dict[str, bytes]:
@@ -123,10 +119,12 @@ def test_an_installed_shardwise_trains_beside_files_and_packages_of_the_names_of
     assert not [line for line in of_theirs if " True " not in line]
 
 
-def test_without_torch_it_plans_and_training_ends_with_the_line_that_installs_it(wheel: Path, tmp_path: Path):
+@pytest.mark.long
+@pytest.mark.products
+def test_without_torch_it_plans_and_training_ends_with_the_line_that_installs_it(built: Built, tmp_path: Path):
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", wheel], check=True, timeout=LIMIT_S)
+    subprocess.run([python, "-m", "pip", "install", "-q", built.wheel], check=True, timeout=LIMIT_S)
     place = make_workplace(tmp_path / "elsewhere")
     shutil.copy(REPOSITORY / "examples" / "quickstart.yaml", place.folder / "quickstart.yaml")
 

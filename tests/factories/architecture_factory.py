@@ -3,27 +3,13 @@
 from typing import Any
 
 _SIZES = {
-    "vocab_size": 200,
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 96,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 200, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 96, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _WITHOUT_GROUPS = {name: value for name, value in _SIZES.items() if name != "num_key_value_heads"}
 _GPT = {
-    "vocab_size": 200,
-    "n_embd": 64,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 96,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 200, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 96, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _SHARED = {**_SIZES, **_EXPERTS, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 56}
 _QWEN3_MOE = {**_SIZES, **_EXPERTS, "model_type": "qwen3_moe", "head_dim": 24}
@@ -48,12 +34,8 @@ TINY: dict[str, dict[str, Any]] = {
     "mpt": {"model_type": "mpt", "vocab_size": 200, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 96},
     "gemma": {**_SIZES, "model_type": "gemma", "head_dim": 24},
     "granite": {
-        **_SIZES,
-        "model_type": "granite",
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.25,
-        "attention_multiplier": 0.125,
-        "logits_scaling": 4.0,
+        **_SIZES, "model_type": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.25,
+        "attention_multiplier": 0.125, "logits_scaling": 4.0,
     },
     "olmo": {**_SIZES, "model_type": "olmo"},
     "olmo2": {**_SIZES, "model_type": "olmo2"},
@@ -66,7 +48,7 @@ TINY: dict[str, dict[str, Any]] = {
     "mixtral": {**_SIZES, "model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen2_moe": _SHARED,
     "qwen3_moe": _QWEN3_MOE,
-}
+}  # fmt: skip
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama with biases": {**TINY["llama"], "attention_bias": True, "mlp_bias": True},
@@ -110,10 +92,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phi3 with a window": {**TINY["phi3"], "sliding_window": 16},
     "phi with norms and groups": {**TINY["phi"], "qk_layernorm": True, "num_key_value_heads": 2},
     "stablelm with everything": {
-        **TINY["stablelm"],
-        "use_qkv_bias": True,
-        "qk_layernorm": True,
-        "use_parallel_residual": True,
+        **TINY["stablelm"], "use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True,
         "partial_rotary_factor": 0.5,
     },
     "gpt2 with other fields' names and a narrow MLP": {
@@ -123,10 +102,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "gpt_bigcode with all heads": {**TINY["gpt_bigcode"], "multi_query": False},
     "gpt_neox in sequence, without biases": {
-        **TINY["gpt_neox"],
-        "use_parallel_residual": False,
-        "attention_bias": False,
-        "rotary_pct": 0.5,
+        **TINY["gpt_neox"], "use_parallel_residual": False, "attention_bias": False, "rotary_pct": 0.5,
         "tie_word_embeddings": True,
     },
     "falcon 40b": {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
@@ -135,17 +111,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mpt, untied": {**TINY["mpt"], "tie_word_embeddings": False, "attn_config": {"attn_pdrop": 0, "alibi": True}},
     "mixtral with the other name of its experts": {**TINY["mixtral"], "num_local_experts": None, "num_experts": 5},
     "qwen2_moe with every second block dense": {**_SHARED, "decoder_sparse_step": 2, "qkv_bias": False},
-    "qwen2_moe with windows": {
-        **_SHARED,
-        "use_sliding_window": True,
-        "sliding_window": 16,
-        "max_window_layers": 2,
-    },
+    "qwen2_moe with windows": {**_SHARED, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
     "qwen3_moe with a dense block": {**_QWEN3_MOE, "mlp_only_layers": [1], "attention_bias": True},
     "qwen3_moe, every block dense": {**_QWEN3_MOE, "mlp_only_layers": [0, 1, 2]},
     "qwen3_moe as transformers saves it": {
         **{name: value for name, value in _QWEN3_MOE.items() if name != "num_experts"},
         "num_local_experts": 5,
     },
-}
+}  # fmt: skip
 del VARIANTS["mixtral with the other name of its experts"]["num_local_experts"]

@@ -31,13 +31,9 @@ def session_of(run_dir: Path, plan: Plan) -> Session:
 
 
 def run_attempt(
-    run_dir: Path,
-    plan: Plan,
-    *,
-    number: int = 1,
-    wants_stop: Callable[[RunState], bool] = lambda state: False,
+    run_dir: Path, plan: Plan, *, number: int = 1, wants_stop: Callable[[RunState], bool] = lambda state: False,
     state: RunState | None = None,
-) -> tuple[Ending, RunState]:
+) -> tuple[Ending, RunState]:  # fmt: skip
     """Runs one attempt until it ends, or until `wants_stop` is true of its state."""
     reset_accelerate()
     paths = run_paths(write_attempt(run_dir, plan, number=number), started_at=datetime.now(UTC))

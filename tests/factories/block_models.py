@@ -34,12 +34,9 @@ def build_blocks(checkpointing: Checkpointing = Checkpointing.NONE, **settings: 
 
 
 def build_installed(
-    checkpointing: Checkpointing = Checkpointing.NONE,
-    *,
-    fields: Mapping[str, Any] = TINY_LLAMA,
-    config: Mapping[str, Any] = {},
-    **engine: Any,
-) -> tuple[PreTrainedModel, Installed]:
+    checkpointing: Checkpointing = Checkpointing.NONE, *, fields: Mapping[str, Any] = TINY_LLAMA,
+    config: Mapping[str, Any] = {}, **engine: Any,
+) -> tuple[PreTrainedModel, Installed]:  # fmt: skip
     """A model of `NUM_BLOCKS` blocks, or of the `fields` of another model, with `config` over its fields."""
     if fields is TINY_LLAMA:
         fields = {**TINY_LLAMA, "num_hidden_layers": NUM_BLOCKS}

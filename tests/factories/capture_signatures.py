@@ -27,18 +27,11 @@ from lowest_versions import ROOT, lowest_versions
 CAPTURED = ROOT / "tests" / "captured" / "signatures"
 # Libraries that are read, by the name of their package on the index.
 PACKAGES = {
-    "torch": "torch",
-    "accelerate": "accelerate",
-    "transformers": "transformers",
-    "peft": "peft",
-    "deepspeed": "deepspeed",
-    "bitsandbytes": "bitsandbytes",
-    "galore_torch": "galore-torch",
-    "lion_pytorch": "lion-pytorch",
-    "liger_kernel": "liger-kernel",
-    "torchao": "torchao",
+    "torch": "torch", "accelerate": "accelerate", "transformers": "transformers", "peft": "peft",
+    "deepspeed": "deepspeed", "bitsandbytes": "bitsandbytes", "galore_torch": "galore-torch",
+    "lion_pytorch": "lion-pytorch", "liger_kernel": "liger-kernel", "torchao": "torchao",
     "transformer_engine": "transformer-engine",
-}
+}  # fmt: skip
 
 
 # Signatures are read from the Python files of a wheel or source archive, which is not installed. A dotted name is

@@ -7,12 +7,9 @@ CAPTURED = Path(__file__).parents[1] / "captured"
 MACHINES = tuple(sorted(folder.name for folder in CAPTURED.iterdir() if "slurm" not in folder.name))
 GPU_MACHINES = tuple(name for name in MACHINES if (CAPTURED / name / "query-gpu.csv").exists())
 _KERNEL_FILES = {
-    "meminfo": "proc/meminfo",
-    "cpuinfo": "proc/cpuinfo",
-    "cgroup": "proc/self/cgroup",
-    "mountinfo": "proc/self/mountinfo",
-    "version": "proc/version",
-}
+    "meminfo": "proc/meminfo", "cpuinfo": "proc/cpuinfo", "cgroup": "proc/self/cgroup",
+    "mountinfo": "proc/self/mountinfo", "version": "proc/version",
+}  # fmt: skip
 
 
 class Machine:

@@ -26,26 +26,16 @@ LLAMA3: dict[str, Any] = {"bos": "<|begin_of_text|>", "eos": "<|eot_id|>"}
 GEMMA: dict[str, Any] = {"bos": "<bos>", "eos": "<eos>", "is_sentencepiece": True}
 OLDER: dict[str, Any] = {"bos": "<s>", "eos": "</s>", "is_sentencepiece": True}
 FAMILIES = {
-    "alpaca": Family("alpaca", "<|endoftext|>"),
-    "chatml": Family("chatml", "<|endoftext|>"),
-    "gemma": Family("gemma", **GEMMA),
-    "gemma3": Family("gemma3", **GEMMA),
-    "llama2": Family("llama2", **OLDER),
-    "llama3": Family("llama3", **LLAMA3),
-    "mistral": Family("mistral", **OLDER),
-    "mistral_v1": Family("mistral_v1", **OLDER),
-    "phi3": Family("phi3", "<|endoftext|>"),
-    "plain": Family("plain", "<|endoftext|>"),
-    "qwen": Family("qwen", "<|im_end|>"),
-    "zephyr": Family("zephyr", **OLDER),
-    "TRL gemma": Family("gemma", **GEMMA),
-    "TRL gemma3": Family("gemma3", **GEMMA),
-    "TRL llama3": Family("llama3", **LLAMA3),
-    "TRL llama3_1": Family("llama3_1", **LLAMA3),
-    "TRL phi3": Family("phi3", "<|endoftext|>"),
-    "TRL qwen2_5": Family("qwen2_5", "<|im_end|>"),
+    "alpaca": Family("alpaca", "<|endoftext|>"), "chatml": Family("chatml", "<|endoftext|>"),
+    "gemma": Family("gemma", **GEMMA), "gemma3": Family("gemma3", **GEMMA), "llama2": Family("llama2", **OLDER),
+    "llama3": Family("llama3", **LLAMA3), "mistral": Family("mistral", **OLDER),
+    "mistral_v1": Family("mistral_v1", **OLDER), "phi3": Family("phi3", "<|endoftext|>"),
+    "plain": Family("plain", "<|endoftext|>"), "qwen": Family("qwen", "<|im_end|>"),
+    "zephyr": Family("zephyr", **OLDER), "TRL gemma": Family("gemma", **GEMMA), "TRL gemma3": Family("gemma3", **GEMMA),
+    "TRL llama3": Family("llama3", **LLAMA3), "TRL llama3_1": Family("llama3_1", **LLAMA3),
+    "TRL phi3": Family("phi3", "<|endoftext|>"), "TRL qwen2_5": Family("qwen2_5", "<|im_end|>"),
     "TRL qwen3": Family("qwen3", "<|im_end|>"),
-}
+}  # fmt: skip
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n"

@@ -13,47 +13,16 @@ CORPUS = [
     "naïve café 日本語 русский текст \U0001f600 [INST] [/INST] ### Instruction: ### Response:\n\n think \n",
 ] * 20
 SPECIAL = (
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<|python_tag|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|end|>",
-    "<|observation|>",
-    "<bos>",
-    "<eos>",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "<s>",
-    "</s>",
-    "<|START_OF_TURN_TOKEN|>",
-    "<|END_OF_TURN_TOKEN|>",
-    "<|USER_TOKEN|>",
-    "<|CHATBOT_TOKEN|>",
-    "<|SYSTEM_TOKEN|>",
-    "<|START_RESPONSE|>",
-    "<|END_RESPONSE|>",
-    "<|start|>",
-    "<|channel|>",
-    "<|message|>",
-    "<|return|>",
-    "<|call|>",
-    "<\uff5cUser\uff5c>",
-    "<\uff5cAssistant\uff5c>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    "<\uff5ctool\u2581calls\u2581begin\uff5c>",
-    "<\uff5ctool\u2581calls\u2581end\uff5c>",
-    "<\uff5ctool\u2581call\u2581begin\uff5c>",
-    "<\uff5ctool\u2581call\u2581end\uff5c>",
-    "<\uff5ctool\u2581outputs\u2581begin\uff5c>",
+    "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>", "<|im_start|>",
+    "<|im_end|>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|observation|>", "<bos>",
+    "<eos>", "<start_of_turn>", "<end_of_turn>", "<s>", "</s>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>",
+    "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|start|>",
+    "<|channel|>", "<|message|>", "<|return|>", "<|call|>", "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>", "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    "<\uff5ctool\u2581calls\u2581end\uff5c>", "<\uff5ctool\u2581call\u2581begin\uff5c>",
+    "<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581outputs\u2581begin\uff5c>",
     "<\uff5ctool\u2581outputs\u2581end\uff5c>",
-)
+)  # fmt: skip
 NOT_SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
@@ -83,13 +52,9 @@ def qwen_folder(folder: Path, *, eos: str = "<|endoftext|>") -> Path:
 
 
 def metaspace_folder(
-    folder: Path,
-    *,
-    special: tuple[str, ...] = SPECIAL,
-    bos: str = "<s>",
-    eos: str = "</s>",
+    folder: Path, *, special: tuple[str, ...] = SPECIAL, bos: str = "<s>", eos: str = "</s>",
     ends_with_words: bool = False,
-) -> Path:
+) -> Path:  # fmt: skip
     """As sentencepiece's of Llama 2, Mistral and Gemma: spaces are part of tokens, what is unknown becomes bytes.
 
     With `ends_with_words` no token goes on behind a space, as in theirs; else some do, which is harder.
@@ -99,18 +64,14 @@ def metaspace_folder(
     tokenizer.normalizer = normalizers.Replace("\u3000", " ")
     tokenizer.decoder = decoders.Sequence(
         [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
+            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
             decoders.Strip(content=" ", left=1, right=0),
         ]
-    )
+    )  # fmt: skip
     trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        special_tokens=["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))],
-        show_progress=False,
+        vocab_size=700, special_tokens=["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))], show_progress=False,
         max_token_length=8,
-    )
+    )  # fmt: skip
     tokenizer.train_from_iterator([text.replace("日本語", "") for text in CORPUS], trainer)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     return _written(tokenizer, folder, bos=bos, eos=eos, special=special)

@@ -54,10 +54,7 @@ CONVERSATIONS = {
     "system": [system("Be brief."), user("Hi"), assistant("Hello"), user("More"), assistant("x")],
     "user's tail": [user("Hi"), assistant("Hello"), user("more")],
     "reasoning": [
-        user("Hi"),
-        assistant("<think>\nhm\n</think>\n\nHello"),
-        user("x"),
-        assistant("<think>\nwell\n</think>\n\ny"),
+        user("Hi"), assistant("<think>\nhm\n</think>\n\nHello"), user("x"), assistant("<think>\nwell\n</think>\n\ny"),
     ],
     "tools": [
         user("Weather?"),
@@ -71,4 +68,4 @@ CONVERSATIONS = {
         {"role": "tool", "content": "18"},
         assistant("Mild."),
     ],
-}
+}  # fmt: skip

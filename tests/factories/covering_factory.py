@@ -74,7 +74,7 @@ class Point(NamedTuple):
         values = dict(self.values)
         return (
             *self.values,
-            *((self.sharding, values[axis]) for axis in ("precision", "checkpointing")),
+            (self.sharding, self.precision),
             (values["layout"], self.method),
         )
 

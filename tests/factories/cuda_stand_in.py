@@ -27,21 +27,9 @@ sys.path.append(str(_FAKE))
 
 from machine import FILE, LIBRARY, Card, Machine  # noqa: E402
 
-__all__ = [
-    "GTX_1050_TI",
-    "H100",
-    "RTX_4060",
-    "RTX_4090",
-    "T4",
-    "Card",
-    "Machine",
-    "machine_environment",
-    "needs_no_cuda",
-]
+__all__ = ["H100", "RTX_4060", "T4", "Card", "Machine", "machine_environment", "needs_no_cuda"]
 
 RTX_4060 = Card(name="NVIDIA GeForce RTX 4060", capability=(8, 9), memory=8188, power_w=115, pcie=(4, 8))
-RTX_4090 = Card(name="NVIDIA GeForce RTX 4090", capability=(8, 9), memory=24564, power_w=450, num_multiprocessors=128)
-GTX_1050_TI = Card(name="NVIDIA GeForce GTX 1050 Ti", capability=(6, 1), memory=4096, power_w=75, pcie=(3, 16))
 T4 = Card(name="Tesla T4", capability=(7, 5), memory=15360, power_w=70, pcie=(3, 16), ecc="Enabled")
 H100 = Card(
     name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory=81559, power_w=700, ecc="Enabled", num_multiprocessors=132

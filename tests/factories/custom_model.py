@@ -253,10 +253,7 @@ def code_of(folder: Path, repository: str = "tiny") -> ModelCode:
     """What a plan holds of the code in such a folder."""
     names = ("configuration_tiny.py", "modeling_tiny.py", "tiny_layers.py")
     return ModelCode(
-        repository=repository,
-        revision=None,
-        folder=str(folder),
+        repository=repository, revision=None, folder=str(folder),
         files={name: sha256((folder / name).read_bytes()).hexdigest() for name in names},
-        config_class=CONFIG["auto_map"]["AutoConfig"],
-        model_class=CONFIG["auto_map"]["AutoModelForCausalLM"],
-    )
+        config_class=CONFIG["auto_map"]["AutoConfig"], model_class=CONFIG["auto_map"]["AutoModelForCausalLM"],
+    )  # fmt: skip

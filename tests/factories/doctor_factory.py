@@ -80,13 +80,9 @@ esac"""
         return folder
 
     def add_torch(
-        self,
-        *,
-        architectures: str = "sm_80 sm_90",
-        available: bool = True,
-        problem: str | None = None,
+        self, *, architectures: str = "sm_80 sm_90", available: bool = True, problem: str | None = None,
         **changes: object,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A torch that answers as one of these builds does; `problem` is raised on the card."""
         torch = FakeTorch(self.folder / "modules")
         build = machine_with(architectures=tuple(architectures.split()), is_usable=available, **changes)

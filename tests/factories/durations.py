@@ -12,6 +12,7 @@ budget fails, as does a file without durations.
 
 import json
 import os
+import re
 import resource
 import statistics
 import tempfile
@@ -34,7 +35,8 @@ NOT_QUICK = (
 )  # fmt: skip
 NUM_DEAREST = 10
 _COMPARED_S = 1.0  # a file that takes less says little of the speed of a machine
-_CPU_SECONDS = "SHARDWISE_TESTS_CPU_SECONDS"  # a file, to which the warm process appends those of each fork
+CPU_SECONDS = "SHARDWISE_TESTS_CPU_SECONDS"  # a file, to which the warm process appends those of each fork
+_NOT_RUN = re.compile(r"^pytestmark = .*pytest\.mark\.(gpu|long)\b", re.MULTILINE)
 Durations = Mapping[str, Mapping[str, float]]
 
 
@@ -117,18 +119,24 @@ def over_budget(budget_s: float, measured: Durations, known: Durations) -> list[
 
 
 def files_without_durations(known: Durations) -> list[str]:
-    """Test files of the repository that `known` lacks, but for those that need a GPU or belong to `make test-long`."""
+    """Test files of the repository that `known` lacks, but for those whose every test needs a GPU or is long."""
     root = DURATIONS.parents[1]
-    paths = sorted(path for path in DURATIONS.parent.rglob("test_*.py") if "pytest.mark.gpu" not in path.read_text())
+    paths = (path for path in sorted(DURATIONS.parent.rglob("test_*.py")) if not _NOT_RUN.search(path.read_text()))
     return [name for name in (str(path.relative_to(root)) for path in paths) if name not in known]
 
 
-class _Used(NamedTuple):
+class Used(NamedTuple):
     """Seconds so far: of the clock, of the CPU for this process and its children, and of idle cores."""
 
     wall: float
     cpu: float
     idle: float
+
+    def since(self, last: "Used") -> float:
+        """Seconds that a worker needed since `last`: of the CPU, and those in which it waited beside an idle core."""
+        cpu = self.cpu - last.cpu
+        waited = min(self.wall - last.wall - cpu, self.idle - last.idle)
+        return cpu + max(0.0, waited)
 
 
 class _Clock:
@@ -139,7 +147,7 @@ class _Clock:
         self._forks = os.fdopen(descriptor)
         self._forks_seconds = 0.0
         self._path = Path(name)
-        os.environ[_CPU_SECONDS] = name
+        os.environ[CPU_SECONDS] = name
         self._last = self._used()
 
     def pytest_runtest_logstart(self) -> None:
@@ -149,22 +157,20 @@ class _Clock:
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         now, last = self._used(), self._last
-        cpu = now.cpu - last.cpu
-        waited = min(now.wall - last.wall - cpu, now.idle - last.idle)
-        report.worker_seconds = cpu + max(0.0, waited)  # type: ignore[attr-defined]  # xdist passes on what it finds
+        report.worker_seconds = now.since(last)  # type: ignore[attr-defined]  # xdist passes on what it finds
         self._last = now
         return report
 
     def pytest_unconfigure(self) -> None:
-        os.environ.pop(_CPU_SECONDS, None)
+        os.environ.pop(CPU_SECONDS, None)
         self._forks.close()
         self._path.unlink(missing_ok=True)
 
-    def _used(self) -> _Used:
+    def _used(self) -> Used:
         self._forks_seconds += sum(map(float, self._forks.read().split()))
         usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         cpu = sum(each.ru_utime + each.ru_stime for each in usage) + self._forks_seconds
-        return _Used(time.monotonic(), cpu, _idle_seconds())
+        return Used(time.monotonic(), cpu, _idle_seconds())
 
 
 def _idle_seconds() -> float:

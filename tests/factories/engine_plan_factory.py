@@ -14,14 +14,9 @@ from shardwise.trainer.spec.plan import Calibration, Candidate, Plan, Schedule
 from shardwise.trainer.spec.strategy import Precision, Strategy
 
 TINY_LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
 
 
 def gpus(count: int) -> tuple[Gpu, ...]:
@@ -33,17 +28,10 @@ def gpus(count: int) -> tuple[Gpu, ...]:
 
 
 def engine_plan(
-    sharding: Sharding,
-    offload: Offload = Offload.NONE,
-    *,
-    optimizer: Optimizer | None = None,
-    precision: Precision = Precision.FP32,
-    num_ranks: int = 1,
-    kind: DeviceKind = DeviceKind.CPU,
-    hardware: Hardware | None = None,
-    job: Job | None = None,
-    **candidate: object,
-) -> Plan:
+    sharding: Sharding, offload: Offload = Offload.NONE, *, optimizer: Optimizer | None = None,
+    precision: Precision = Precision.FP32, num_ranks: int = 1, kind: DeviceKind = DeviceKind.CPU,
+    hardware: Hardware | None = None, job: Job | None = None, **candidate: object,
+) -> Plan:  # fmt: skip
     """A plan whose only candidate runs on `num_ranks` devices of `kind`, under hybrid sharding those of two nodes.
 
     With a `shard_group` they are on one node.
@@ -56,14 +44,9 @@ def engine_plan(
         is_on_host = sharding.uses_deepspeed and offload is not Offload.NONE
         optimizer = Optimizer.DEEPSPEED_CPU_ADAM if is_on_host else Optimizer.ADAMW
     strategy = Strategy(
-        name=f"{sharding}+{offload}/{precision}",
-        sharding=sharding,
-        offload=offload,
-        optimizer=optimizer,
-        precision=precision,
-        is_exact=True,
-        base_config=sharding.facts.base_configs.get(offload),
-    )
+        name=f"{sharding}+{offload}/{precision}", sharding=sharding, offload=offload, optimizer=optimizer,
+        precision=precision, is_exact=True, base_config=sharding.facts.base_configs.get(offload),
+    )  # fmt: skip
     chosen: Candidate = make_candidate(strategy=strategy, num_ranks=num_ranks, **candidate)
     return Plan(
         name="tiny",
@@ -74,12 +57,7 @@ def engine_plan(
         model_path=None,
         tokenizer_path=None,
         data=DataProfile(
-            source="prepared",
-            num_rows=64,
-            num_tokens=4096,
-            longest_row=64,
-            is_packed=True,
-            fingerprint="",
+            source="prepared", num_rows=64, num_tokens=4096, longest_row=64, is_packed=True, fingerprint="",
             vocab_size=256,
         ),
         device_kind=kind,
@@ -99,4 +77,4 @@ def engine_plan(
         fallbacks=(),
         calibration=Calibration(),
         versions={"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "python": "3.11.2"},
-    )
+    )  # fmt: skip

@@ -26,21 +26,14 @@ def config(
     vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *, is_tied: bool = False, **more: Any
 ) -> dict[str, Any]:
     return {
-        "model_type": "llama",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "tie_word_embeddings": is_tied,
-        **more,
-    }
+        "model_type": "llama", "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": ffn,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": is_tied, **more,
+    }  # fmt: skip
 
 
 LLAMA_8B = read_model_shape(config(128256, 4096, 14336, 32, 32, 8))
 LLAMA_1B = read_model_shape(config(128256, 2048, 8192, 16, 32, 8, is_tied=True))
-LLAMA_70B = read_model_shape(config(128256, 8192, 28672, 80, 64, 8))
 LLAMA_2_7B = read_model_shape(config(32000, 4096, 11008, 32, 32, 32))
 MISTRAL_7B = read_model_shape(config(32000, 4096, 14336, 32, 32, 8))
 QWEN_HALF_B = read_model_shape(config(151936, 896, 4864, 24, 14, 2, is_tied=True, model_type="qwen2"))
@@ -77,25 +70,14 @@ def this_cpu() -> Device:
 
 
 def configuration(
-    sharding: Sharding = Sharding.NONE,
-    *,
-    precision: Precision = Precision.BF16_MIXED,
-    optimizer: Optimizer = Optimizer.ADAMW_FUSED,
-    offload: Offload = Offload.NONE,
-    num_ranks: int = 1,
-    ranks_per_node: int = 8,
-    **more: Any,
-) -> Configuration:
+    sharding: Sharding = Sharding.NONE, *, precision: Precision = Precision.BF16_MIXED,
+    optimizer: Optimizer = Optimizer.ADAMW_FUSED, offload: Offload = Offload.NONE, num_ranks: int = 1,
+    ranks_per_node: int = 8, **more: Any,
+) -> Configuration:  # fmt: skip
     fields: dict[str, Any] = {
-        "method": Method.FULL,
-        "micro_batch": 1,
-        "accumulation": 1,
-        "seq_len": 2048,
-        "checkpointing": Checkpointing.NONE,
-        "attention": Attention.SDPA,
-        "loss": LossHead.EAGER,
-        **more,
-    }
+        "method": Method.FULL, "micro_batch": 1, "accumulation": 1, "seq_len": 2048,
+        "checkpointing": Checkpointing.NONE, "attention": Attention.SDPA, "loss": LossHead.EAGER, **more,
+    }  # fmt: skip
     strategy = Strategy(
         name="test", sharding=sharding, offload=offload, optimizer=optimizer, precision=precision, is_exact=True
     )

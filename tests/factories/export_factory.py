@@ -42,14 +42,9 @@ def write_base(folder: Path, config: Mapping[str, Any] = TINY_LLAMA, dtype: torc
 
 
 def run_of(
-    base: Path | None,
-    method: Method,
-    *,
-    precision: Precision = Precision.FP32,
-    lora: LoraJob = LORA,
-    config: Mapping[str, Any] = TINY_LLAMA,
-    tokenizer: Path | None = None,
-) -> Plan:
+    base: Path | None, method: Method, *, precision: Precision = Precision.FP32, lora: LoraJob = LORA,
+    config: Mapping[str, Any] = TINY_LLAMA, tokenizer: Path | None = None,
+) -> Plan:  # fmt: skip
     """A plan that trains from `base`, or from nothing."""
     plan = rank_plan(Path("rows"), method=method, precision=precision, train={"lora": lora})
     job = replace(plan.job, model=ModelJob(name=None if base is None else str(base)))
@@ -79,14 +74,9 @@ def save_run(run_dir: Path, plan: Plan, *, losses: Mapping[int, float] = {}, ste
         if step in losses:
             state.evaluations.append(Evaluation(step=step, loss=losses[step], perplexity=2.0, num_tokens=100))
         Save(
-            run_dir / "checkpoints",
-            model=model,
-            optimizer=torch.optim.AdamW(trained),
-            sharding=Sharding.NONE,
-            facts=facts_of(plan, state),
-            ranks=Ranks.alone(),
-            keep=len(steps),
-        ).run()
+            run_dir / "checkpoints", model=model, optimizer=torch.optim.AdamW(trained), sharding=Sharding.NONE,
+            facts=facts_of(plan, state), ranks=Ranks.alone(), keep=len(steps),
+        ).run()  # fmt: skip
     return run_dir
 
 

@@ -168,27 +168,16 @@ def halves(candidate: Candidate) -> tuple[Candidate, ...]:
 
 
 def run_plan(
-    plan: Plan,
-    run_dir: Path,
-    *,
-    limits: WatchLimits = LIMITS,
-    stop: StopRequest | None = None,
-    resume: bool = False,
+    plan: Plan, run_dir: Path, *, limits: WatchLimits = LIMITS, stop: StopRequest | None = None, resume: bool = False,
     environment: Mapping[str, str] = os.environ,
-) -> tuple[RunOutcome, str]:
+) -> tuple[RunOutcome, str]:  # fmt: skip
     """The outcome of a supervised run of the plan, and the supervisor's output."""
     lines = io.StringIO()
     run_dir.mkdir(parents=True, exist_ok=True)
     outcome = run_attempts(
-        plan,
-        run_dir=run_dir,
-        resume=resume,
-        extensions_dir=run_dir / "operators",
-        console=Console(lines),
-        stop=stop or StopRequest(),
-        environment={**environment, "OMP_NUM_THREADS": "1"},
-        limits=limits,
-    )
+        plan, run_dir=run_dir, resume=resume, extensions_dir=run_dir / "operators", console=Console(lines),
+        stop=stop or StopRequest(), environment={**environment, "OMP_NUM_THREADS": "1"}, limits=limits,
+    )  # fmt: skip
     return outcome, lines.getvalue()
 
 

@@ -44,23 +44,14 @@ TIMEOUT_S = 600
 GIB = 2**30
 # 160 million parameters: states of 2.5 GiB under AdamW, activations of as much, and every side a multiple of 128.
 LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": SEQ_LEN,
-}
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": SEQ_LEN,
+}  # fmt: skip
 _CANDIDATE_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Candidate))
 _MODULES = {
-    "flash-attn": "flash_attn",
-    "transformer-engine": "transformer_engine",
-    "torchao": "torchao",
-    "liger-kernel": "liger_kernel",
-    "triton": "triton",
-}
+    "flash-attn": "flash_attn", "transformer-engine": "transformer_engine", "torchao": "torchao",
+    "liger-kernel": "liger_kernel", "triton": "triton",
+}  # fmt: skip
 
 
 # So that gradients weigh more than activations.
@@ -92,11 +83,9 @@ class GpuCase(NamedTuple):
 def _fp8(policy: Fp8Recipe, least: tuple[int, int], library: str, sharding: Sharding = Sharding.NONE) -> GpuCase:
     return GpuCase(
         f"fp8-{policy}" if sharding is Sharding.NONE else f"fp8-{policy}-{sharding}",
-        {"precision": Precision.FP8, "fp8_recipe": policy, "sharding": sharding},
-        capability=least,
-        libraries=(library,),
-        seen=(("fp8 products", r"^[1-9]"), ("fp8 recipe", policy), ("fp8 library", library)),
-    )
+        {"precision": Precision.FP8, "fp8_recipe": policy, "sharding": sharding}, capability=least,
+        libraries=(library,), seen=(("fp8 products", r"^[1-9]"), ("fp8 recipe", policy), ("fp8 library", library)),
+    )  # fmt: skip
 
 
 def _optimizer(optimizer: Optimizer, *seen: tuple[str, str], lr: float = 1e-3, **more: Any) -> GpuCase:
@@ -143,11 +132,7 @@ GPU_CASES: tuple[GpuCase, ...] = (
     _checkpointing(Checkpointing.SELECTIVE, 8),
     _checkpointing(Checkpointing.ATTENTION, 8),
     _checkpointing(Checkpointing.EVERY_N, 4, checkpoint_every_n=2),
-    GpuCase(
-        "activation_offload",
-        {"activation_offload": True},
-        seen=(("activation_offload", r"tensors of 7 blocks"),),
-    ),
+    GpuCase("activation_offload", {"activation_offload": True}, seen=(("activation_offload", r"tensors of 7 blocks"),)),
     GpuCase(
         "compile",
         {"compile": True},
@@ -217,22 +202,13 @@ GPU_CASES: tuple[GpuCase, ...] = (
 )  # fmt: skip
 # (a technique, what it is held against): the first needs less.
 SAVINGS = (
-    ("activation_offload", "bf16-mixed"),
-    ("checkpointing-full", "bf16-mixed"),
-    ("checkpointing-selective", "bf16-mixed"),
-    ("checkpointing-every_n", "bf16-mixed"),
-    ("loss-fused_linear", "loss-eager"),
-    ("loss-fused", "loss-eager"),
-    ("optimizer-adamw_8bit", "bf16-mixed"),
-    ("optimizer_in_backward", "few-tokens"),
-    ("lora", "checkpointing-full"),
-    ("qlora", "lora"),
-    ("galore-adamw", "few-tokens"),
-    ("galore-adamw-layerwise", "galore-adamw"),
-    ("zero2+optimizer", "bf16-mixed"),
-    ("zero3+optimizer+params", "zero3+optimizer"),
-    ("fsdp+optimizer+params", "bf16-mixed"),
-)
+    ("activation_offload", "bf16-mixed"), ("checkpointing-full", "bf16-mixed"),
+    ("checkpointing-selective", "bf16-mixed"), ("checkpointing-every_n", "bf16-mixed"),
+    ("loss-fused_linear", "loss-eager"), ("loss-fused", "loss-eager"), ("optimizer-adamw_8bit", "bf16-mixed"),
+    ("optimizer_in_backward", "few-tokens"), ("lora", "checkpointing-full"), ("qlora", "lora"),
+    ("galore-adamw", "few-tokens"), ("galore-adamw-layerwise", "galore-adamw"), ("zero2+optimizer", "bf16-mixed"),
+    ("zero3+optimizer+params", "zero3+optimizer"), ("fsdp+optimizer+params", "bf16-mixed"),
+)  # fmt: skip
 
 
 def case_named(name: str) -> GpuCase:
@@ -275,30 +251,18 @@ def write_full_rows(cache_dir: Path, *, are_packed: bool = False) -> Path:
 def gpu_plan(case: GpuCase, cache_dir: Path, hardware: Hardware, *, config: dict[str, Any] = LLAMA) -> Plan:
     """The plan of a case on the one device of `hardware`, with the memory that the planner predicts of it."""
     settings = {
-        "sharding": Sharding.NONE,
-        "offload": Offload.NONE,
-        "precision": Precision.BF16_MIXED,
-        "optimizer": Optimizer.ADAMW_FUSED,
-        "loss": LossHead.CHUNKED,
-        "loss_chunk_tokens": 1024,
-        "micro_batch": MICRO_BATCH,
-        "accumulation": 1,
-        "lr": 1e-3,
-        **case.settings,
-    }
+        "sharding": Sharding.NONE, "offload": Offload.NONE, "precision": Precision.BF16_MIXED,
+        "optimizer": Optimizer.ADAMW_FUSED, "loss": LossHead.CHUNKED, "loss_chunk_tokens": 1024,
+        "micro_batch": MICRO_BATCH, "accumulation": 1, "lr": 1e-3, **case.settings,
+    }  # fmt: skip
     lr, num_rows = settings.pop("lr"), settings["micro_batch"] * settings["accumulation"]
     if settings["loss"] is not LossHead.CHUNKED:
         settings["loss_chunk_tokens"] = None
     job = Job(train=TrainJob(seq_len=SEQ_LEN, tokens_per_step=SEQ_LEN * num_rows, **case.train), limits=Limits())
     plan = engine_plan(
-        settings.pop("sharding"),
-        settings.pop("offload"),
-        kind=hardware.device_kind,
-        hardware=hardware,
-        job=job,
-        seq_len=SEQ_LEN,
-        **settings,
-    )
+        settings.pop("sharding"), settings.pop("offload"), kind=hardware.device_kind, hardware=hardware, job=job,
+        seq_len=SEQ_LEN, **settings,
+    )  # fmt: skip
     plan = msgspec.structs.replace(
         plan,
         model_config=config,

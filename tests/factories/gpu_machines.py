@@ -48,12 +48,8 @@ GPU_MACHINES = {
     "old_driver": machine_with(
         Card(name="NVIDIA GeForce RTX 4060", capability=(8, 9), memory=8188), driver="535.183.01", is_usable=False
     ),
-    "vgpu": machine_with(
-        Card(name="GRID T4-16Q", capability=(7, 5), memory=16384), has_expandable_segments=False
-    ),
-    "two_different": machine_with(
-        RTX_4090, Card(name="NVIDIA GeForce RTX 3060", capability=(8, 6), memory=12288)
-    ),
+    "vgpu": machine_with(Card(name="GRID T4-16Q", capability=(7, 5), memory=16384), has_expandable_segments=False),
+    "two_different": machine_with(RTX_4090, Card(name="NVIDIA GeForce RTX 3060", capability=(8, 6), memory=12288)),
     "amd": machine_with(),
 }  # fmt: skip
 _WSL = ("wsl_rtx3080",)

@@ -31,7 +31,7 @@ class Opened(NamedTuple):
     scroll_width: int
     width: int
     background: str
-    png: bytes
+    png: bytes  # empty if no picture was wanted
     value: Any  # of the script
 
 
@@ -51,12 +51,8 @@ def running_browser() -> Iterator["Browser"]:
     assert program is not None, _INSTALL
     to_browser, from_browser = os.pipe(), os.pipe()
     switches = (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--disable-background-networking",
-    )
+        "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-background-networking",
+    )  # fmt: skip
     with TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         argv = [program, *switches, "--no-first-run", f"--user-data-dir={profile}", "--remote-debugging-pipe"]
         # The browser expects its pipes as 3 and 4. No shell but bash redirects numbers of two digits.
@@ -83,17 +79,10 @@ class Browser:
         self._events: list[dict[str, Any]] = []
 
     def open(
-        self,
-        page: Path | str,
-        *,
-        width: int,
-        height: int = 900,
-        is_dark: bool = False,
-        clip: str | None = None,
-        until: str = "true",
-        script: str = "null",
-    ) -> Opened:
-        """A file or an address at a width, in light or dark; `clip` is a selector of what the picture shows.
+        self, page: Path | str, *, width: int, height: int | None = None, is_dark: bool = False,
+        clip: str | None = None, until: str = "true", script: str = "null",
+    ) -> Opened:  # fmt: skip
+        """A file or an address at a width, in light or dark, and a picture if `height` or `clip`, a selector, is given.
 
         The page is looked at once `until` is true in it; `value` is that of `script`, a promise is waited for.
         """
@@ -102,7 +91,7 @@ class Browser:
         session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable", session)
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        size = {"width": width, "height": height or 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self._call("Emulation.setDeviceMetricsOverride", session, **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self._call("Emulation.setEmulatedMedia", session, features=[scheme])
@@ -120,7 +109,7 @@ class Browser:
                 ("value", script),
             )
         }
-        png = self._picture(session, clip)
+        png = self._picture(session, clip) if clip or height else b""
         messages = [json.dumps(event["params"]) for event in self._events if event["method"] in _MESSAGES]
         requested = [
             event["params"]["request"]["url"]

@@ -13,19 +13,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = (
-    "torch",
-    "accelerate",
-    "transformers",
-    "peft",
-    "deepspeed",
-    "bitsandbytes",
-    "galore_torch",
-    "lion_pytorch",
-    "liger_kernel",
-    "torchao",
-    "transformer_engine",
-    "flash_attn",
-)
+    "torch", "accelerate", "transformers", "peft", "deepspeed", "bitsandbytes", "galore_torch", "lion_pytorch",
+    "liger_kernel", "torchao", "transformer_engine", "flash_attn",
+)  # fmt: skip
 _SOURCES = ("trainer/runtime", "trainer/simulation", "trainer/__main__.py")
 
 

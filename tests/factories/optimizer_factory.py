@@ -66,11 +66,9 @@ def losses_on_text(cache_dir: Path, optimizer: Optimizer, *, galore: GaloreJob |
     plan = rank_plan(cache_dir, num_steps=NUM_STEPS, sequences_per_step=SEQUENCES)
     model = build_model(plan)
     rate = default_rate(
-        optimizer=optimizer,
-        method=Method.FULL if galore is None else Method.GALORE,
-        is_from_scratch=True,
+        optimizer=optimizer, method=Method.FULL if galore is None else Method.GALORE, is_from_scratch=True,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-    )
+    )  # fmt: skip
     schedule = replace(plan.schedule, lr=rate.lr, warmup_steps=1)
     built = build_optimizer(optimizer, model, lr=rate.lr, weight_decay=0.1, galore=galore)
     rows = TokenRows.open(cache_dir, "train")

@@ -39,13 +39,8 @@ def write_pairs(folder: Path) -> Path:
     np.save(folder / "eval_rows.npy", table[: 2 * NUM_EVAL_PAIRS])
     np.save(folder / "train_rows.npy", table[2 * NUM_EVAL_PAIRS :])
     layout = TokenLayout(
-        dtype="uint16",
-        num_tokens=len(tokens),
-        seq_len=PAIR_SEQ_LEN,
-        pad_id=0,
-        rows_per_example=2,
-        is_masked=True,
-    )
+        dtype="uint16", num_tokens=len(tokens), seq_len=PAIR_SEQ_LEN, pad_id=0, rows_per_example=2, is_masked=True,
+    )  # fmt: skip
     codec.write(folder / "layout.json", layout)
     return folder
 

@@ -26,12 +26,8 @@ def pasted(line: str, folder: Path) -> list[Requirement]:
     (package / "__main__.py").write_text(_PIP)
     (package / "__init__.py").touch()
     answer = subprocess.run(
-        ["sh", "-c", line],
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+        ["sh", "-c", line], env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
     command, *words = json.loads(answer.stdout)
     assert command == "install", words
     return [each for word in words if not word.startswith("-") for each in _libraries(Requirement(word))]

@@ -28,13 +28,9 @@ def plain_model(plan: Plan) -> LlamaForCausalLM:
 
 
 def train_plainly(
-    plan: Plan,
-    rows_of_steps: Mapping[int, int] | None = None,
-    *,
-    model: nn.Module | None = None,
-    mean_loss: Callable[[nn.Module, int], torch.Tensor] | None = None,
-    later: tuple[int, Plan] | None = None,
-) -> PlainCourse:
+    plan: Plan, rows_of_steps: Mapping[int, int] | None = None, *, model: nn.Module | None = None,
+    mean_loss: Callable[[nn.Module, int], torch.Tensor] | None = None, later: tuple[int, Plan] | None = None,
+) -> PlainCourse:  # fmt: skip
     """Trains `model`, by default the plan's; after the step that `later` names, as its plan states.
 
     Each step of the run learns from the rows of the step of the data order that is given for it; other steps are not

@@ -16,19 +16,9 @@ from shardwise.trainer.spec.job.sections import BadRows, DataFormat
 from shardwise.trainer.spec.job.sources import DataSource
 
 REQUEST = PrepareRequest(
-    sources=(),
-    eval_share=None,
-    eval_source=None,
-    format=DataFormat.AUTO,
-    fields={},
-    packing=None,
-    bad_rows=BadRows.FAIL,
-    bad_rows_max=0.001,
-    seq_len=16,
-    vocab_size=300,
-    tokenizer=None,
-    cache_root="",
-)
+    sources=(), eval_share=None, eval_source=None, format=DataFormat.AUTO, fields={}, packing=None,
+    bad_rows=BadRows.FAIL, bad_rows_max=0.001, seq_len=16, vocab_size=300, tokenizer=None, cache_root="",
+)  # fmt: skip
 
 
 def request_for(*sources: Path | str | tuple[Path, float], cache_root: Path, **settings: object) -> PrepareRequest:

@@ -1,10 +1,16 @@
 """A pytest plugin: `--product-coverage FOLDER` keeps which lines and branches of the product each test file executes.
 
 The context of the data is the test file, also in the programs that a test starts, warm ones included; a program that is
-killed leaves none. Each process writes a file of its own into the folder; `coverage combine` joins them.
+killed leaves none. Each process writes a file of its own into the folder. This joins them, and writes the share of the
+branches of each room that were executed:
+
+    python tests/factories/product_coverage.py FOLDER OUTCOME.json
 """
 
+import json
 import os
+import sys
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -52,6 +58,7 @@ class _Measurement:
             self._file = file
             self._coverage.switch_context(file)
             self._coverage.config.context = file  # of programs that are started from here on
+            self._coverage.config.patch = ["_exit"]  # by which ranks and workers end
             os.environ[PROCESS_CONFIG] = self._coverage.config.serialize()
         return (yield)
 
@@ -59,3 +66,42 @@ class _Measurement:
         os.environ.pop(PROCESS_CONFIG, None)
         self._coverage.stop()
         self._coverage.save()
+
+
+def combine(folder: Path) -> Path:
+    """Joins the files of all processes in `folder`; returns the path of the data."""
+    joined = folder / "joined"
+    whole = coverage.Coverage(data_file=str(joined), config_file=False, branch=True, messages=False)
+    if not joined.exists():
+        whole.combine([str(path) for path in folder.glob("data.*")], keep=True)
+        whole.save()
+    return joined
+
+
+def by_room(data: Path) -> dict[str, dict[str, float]]:
+    """Of each room of the product: branches, those that were executed, and their share in percent."""
+    measured = coverage.Coverage(data_file=str(data), config_file=False, branch=True, messages=False)
+    measured.load()
+    with tempfile.TemporaryDirectory() as place:
+        report = Path(place) / "report.json"
+        measured.json_report(outfile=str(report), ignore_errors=True)
+        files = json.loads(report.read_text())["files"]
+    counts: dict[str, list[int]] = {}
+    for name, each in sorted(files.items()):
+        room = str(Path(name).resolve().relative_to(_root_of(Path(name).resolve())).parent)
+        total = counts.setdefault(room, [0, 0])
+        total[0] += each["summary"]["num_branches"]
+        total[1] += each["summary"]["covered_branches"]
+    return {
+        room: {"branches": branches, "executed": executed, "percent": round(100 * executed / max(1, branches), 2)}
+        for room, (branches, executed) in counts.items()
+    }
+
+
+def _root_of(path: Path) -> Path:
+    """The repository that a file of the product is in."""
+    return next(parent for parent in path.parents if (parent / "pyproject.toml").is_file())
+
+
+if __name__ == "__main__":  # python tests/factories/product_coverage.py FOLDER OUTCOME.json
+    Path(sys.argv[2]).write_text(json.dumps(by_room(combine(Path(sys.argv[1]))), indent=1) + "\n")

@@ -120,11 +120,9 @@ def offload_plan(cache_dir: Path, sharding: Sharding, offload: Offload, *, nvme:
         chosen = msgspec.structs.replace(chosen, strategy=strategy)
     host = msgspec.structs.replace(plan.hardware.host, memlock_limit_bytes=LOCKABLE_BYTES)
     return msgspec.structs.replace(
-        plan,
-        candidates=(chosen,),
-        model_shape=read_model_shape(plan.model_config),
+        plan, candidates=(chosen,), model_shape=read_model_shape(plan.model_config),
         hardware=msgspec.structs.replace(plan.hardware, host=host),
-    )
+    )  # fmt: skip
 
 
 def train_rows(plan: Plan) -> TokenRows:

@@ -75,10 +75,10 @@ def check_going_back(run_dir: Path, plain: PlainCourse) -> None:
 
 
 def share_plan(cache_dir: Path, sharding: Sharding, *, num_ranks: int) -> Plan:
-    """Four steps, of which the third is measured, each after an evaluation, whose forward gathers for no backward."""
+    """Four steps, of which the third is measured, after an evaluation, whose forward gathers for no backward."""
     plan = rank_plan(
         cache_dir, sharding, num_ranks=num_ranks, num_steps=4, sequences_per_step=num_ranks, micro_batch=1,
-        accumulation=1, eval_every_steps=1, model_config=FIELDS, loss=LossHead.CHUNKED, loss_chunk_tokens=CHUNK_TOKENS,
+        accumulation=1, eval_every_steps=2, model_config=FIELDS, loss=LossHead.CHUNKED, loss_chunk_tokens=CHUNK_TOKENS,
         optimizer=Optimizer.ADAMW_FUSED,
     )  # fmt: skip
     chosen = replace(plan.chosen, buckets=smallest_buckets(SHAPE, plan.chosen.strategy))

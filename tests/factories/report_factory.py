@@ -23,12 +23,8 @@ MIB = 2**20
 def make_candidate(**changes: object) -> Candidate:
     candidate = Candidate(
         strategy=Strategy(
-            name="none/fp32/adamw",
-            sharding=Sharding.NONE,
-            offload=Offload.NONE,
-            optimizer=Optimizer.ADAMW,
-            precision=Precision.FP32,
-            is_exact=True,
+            name="none/fp32/adamw", sharding=Sharding.NONE, offload=Offload.NONE, optimizer=Optimizer.ADAMW,
+            precision=Precision.FP32, is_exact=True,
         ),
         method=Method.FULL,
         num_ranks=1,
@@ -52,14 +48,10 @@ def make_candidate(**changes: object) -> Candidate:
             usable_bytes=1000 * MIB,
         ),
         speed=SpeedEstimate(
-            parts={"compute_s": 1.0},
-            step_s=1.0,
-            tokens_per_s_per_gpu=1024.0,
-            flops_per_token=1e7,
-            peak_flops_per_s=None,
-            mfu=None,
+            parts={"compute_s": 1.0}, step_s=1.0, tokens_per_s_per_gpu=1024.0, flops_per_token=1e7,
+            peak_flops_per_s=None, mfu=None,
         ),
-    )
+    )  # fmt: skip
     return msgspec.structs.replace(candidate, **changes)
 
 
@@ -77,15 +69,8 @@ def make_report(**changes: object) -> Report:
             speed=SpeedFigures(step_s=0.8, tokens_per_s_per_gpu=1280.0, targets_per_s_per_gpu=1270.0),
         ),
         verified=Verified(
-            world_size=1,
-            engine_class="LlamaForCausalLM",
-            sharded_parameters=0,
-            partition_elements=None,
-            optimizer_class="AdamW",
-            attention="sdpa",
-            loss="chunked",
-            precision="fp32",
-            accumulation=2,
+            world_size=1, engine_class="LlamaForCausalLM", sharded_parameters=0, partition_elements=None,
+            optimizer_class="AdamW", attention="sdpa", loss="chunked", precision="fp32", accumulation=2,
         ),
         incidents=(),
         versions={"torch": "2.13.0"},
@@ -98,5 +83,5 @@ def make_report(**changes: object) -> Report:
         sample=Sample(prompt="def ", before="x x", after="main():\n    pass"),
         checkpoint="checkpoints/step-00000010",
         export="export",
-    )
+    )  # fmt: skip
     return msgspec.structs.replace(report, **changes)

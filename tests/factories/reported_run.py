@@ -41,13 +41,11 @@ def measured_figures(plan: Plan) -> Figures:
     return replace(
         predicted,
         memory=replace(
-            memory,
-            parts=grouped(memory.parts),
-            peaks={"forward": peak // 2, "backward": peak, "optimizer": peak // 3},
+            memory, parts=grouped(memory.parts), peaks={"forward": peak // 2, "backward": peak, "optimizer": peak // 3},
             timeline=timeline,
         ),
         speed=replace(speed, step_s=step_s, parts={"data": 0.01, "forward": step_s / 3, "backward": step_s / 2}),
-    )
+    )  # fmt: skip
 
 
 def report_for(plan: Plan, **changes: Any) -> Report:
@@ -86,14 +84,9 @@ def step_rows(steps: Sequence[int] = range(1, NUM_STEPS + 1), **changes: Any) ->
 
 
 def write_run(
-    run_dir: Path,
-    *,
-    plan: Plan | None = None,
-    report: Report | None = None,
-    rows: Sequence[dict[str, Any]] | None = None,
-    overrides: tuple[str, ...] = (),
-    has_report: bool = True,
-) -> Path:
+    run_dir: Path, *, plan: Plan | None = None, report: Report | None = None,
+    rows: Sequence[dict[str, Any]] | None = None, overrides: tuple[str, ...] = (), has_report: bool = True,
+) -> Path:  # fmt: skip
     """A whole run, unless told otherwise."""
     run_dir.mkdir(parents=True)
     plan = plan or tiny_plan()

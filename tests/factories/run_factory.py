@@ -64,29 +64,17 @@ def write_attempt(run_dir: Path, number: int = 1, *, steps: Sequence[int] = (), 
 
 def metrics_row(step: int, attempt: int = 1) -> dict[str, Any]:
     return {
-        "step": step,
-        "attempt": attempt,
-        "loss": 5.0 - step / 100,
-        "lr": 3e-4,
-        "step_s": 2.0,
-        "tokens_per_s": 1234.0,
+        "step": step, "attempt": attempt, "loss": 5.0 - step / 100, "lr": 3e-4, "step_s": 2.0, "tokens_per_s": 1234.0,
         "memory_peak_bytes": 7 * 2**20,
-    }
+    }  # fmt: skip
 
 
 def attempt_record(number: int = 1, *, step: int = 10, **changes: Any) -> AttemptRecord:
     plain = {
-        "number": number,
-        "strategy": "none/fp32/adamw",
-        "num_ranks": 1,
-        "micro_batch": 4,
-        "accumulation": 2,
-        "resumed_from_step": None,
-        "step": step,
-        "ending": Ending.FINISHED,
-        "duration_s": 12.0,
+        "number": number, "strategy": "none/fp32/adamw", "num_ranks": 1, "micro_batch": 4, "accumulation": 2,
+        "resumed_from_step": None, "step": step, "ending": Ending.FINISHED, "duration_s": 12.0,
         "predicted_peak_bytes": 30 * 2**20,
-    }
+    }  # fmt: skip
     return AttemptRecord(**{**plain, **changes})
 
 

@@ -122,13 +122,9 @@ class SlurmCluster:
     def run(self, *words: str | Path, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
         """Runs a program on the login node."""
         answer = subprocess.run(
-            list(map(str, words)),
-            env={**self.environment, **environment},
-            capture_output=True,
-            text=True,
-            timeout=CALL_TIMEOUT_S,
-            check=False,
-        )
+            list(map(str, words)), env={**self.environment, **environment}, capture_output=True, text=True,
+            timeout=CALL_TIMEOUT_S, check=False,
+        )  # fmt: skip
         assert not check or answer.returncode == 0, f"{words}: {answer.returncode}\n{answer.stdout}\n{answer.stderr}"
         return answer
 
@@ -141,13 +137,9 @@ class SlurmCluster:
         text = self.run("scontrol", "-o", "show", "job", job_id).stdout.strip()
         fields = _fields(text)
         return JobState(
-            state=fields["JobState"],
-            reason=fields["Reason"],
-            restarts=int(fields["Restarts"]),
-            exit_code=fields["ExitCode"],
-            nodes=fields.get("NodeList", ""),
-            text=text,
-        )
+            state=fields["JobState"], reason=fields["Reason"], restarts=int(fields["Restarts"]),
+            exit_code=fields["ExitCode"], nodes=fields.get("NodeList", ""), text=text,
+        )  # fmt: skip
 
     def wait_for(
         self, job_id: str, *states: str, restarts: int | None = None, timeout_s: float = CALL_TIMEOUT_S

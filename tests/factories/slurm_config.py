@@ -103,18 +103,11 @@ def write_config(folder: Path, addresses: Addresses, *, cpu_nodes: Sequence[str]
     ]
     (folder / "slurm.conf").write_text(
         _CONFIG.format(
-            folder=folder,
-            head=HEAD,
-            head_address=addresses.of(HEAD),
-            login=addresses.login,
-            nodes="\n".join(nodes),
-            node_names=",".join(addresses.nodes),
-            cpu_nodes=",".join(cpu_nodes),
-            gpu_nodes=",".join(gpu_nodes),
-            num_gpus=NUM_GPUS,
-            grace_s=GRACE_S,
+            folder=folder, head=HEAD, head_address=addresses.of(HEAD), login=addresses.login, nodes="\n".join(nodes),
+            node_names=",".join(addresses.nodes), cpu_nodes=",".join(cpu_nodes), gpu_nodes=",".join(gpu_nodes),
+            num_gpus=NUM_GPUS, grace_s=GRACE_S,
         )
-    )
+    )  # fmt: skip
     _write_gpus(folder, gpu_nodes)
     _write_names(folder, addresses)
     (folder / "munge.key").touch(mode=0o600)

@@ -69,10 +69,6 @@ def paths_of(run_dir: Path, *, attempt: int = 1) -> RunPaths:
     attempt_dir = run_dir / "attempts" / str(attempt)
     attempt_dir.mkdir(parents=True)
     return RunPaths(
-        plan_dir=attempt_dir,
-        attempt_dir=attempt_dir,
-        run_dir=run_dir,
-        resume_dir=run_dir,
-        attempt=attempt,
+        plan_dir=attempt_dir, attempt_dir=attempt_dir, run_dir=run_dir, resume_dir=run_dir, attempt=attempt,
         is_again=False,
-    )
+    )  # fmt: skip

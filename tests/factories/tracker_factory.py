@@ -69,13 +69,6 @@ def write_program(folder: Path, text: str) -> Path:
 
 
 __all__ = [
-    "EndNotice",
-    "Trackers",
-    "WandbMode",
-    "append_steps",
-    "logged_plan",
-    "tracker_environment",
-    "tracker_order",
-    "write_plan",
-    "write_program",
-]
+    "EndNotice", "Trackers", "WandbMode", "append_steps", "logged_plan", "tracker_environment", "tracker_order",
+    "write_plan", "write_program",
+]  # fmt: skip

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # protobuf makes it at run time
-
 from shardwise.launch.track.offline import read_records
 
 
@@ -49,6 +47,8 @@ class LoggedRun:
 
 
 def _parsed(record: bytes) -> Any:
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # protobuf makes it at run time
+
     parsed = Record()
     parsed.ParseFromString(record)
     return parsed

@@ -7,11 +7,10 @@ step was the last.
 import gzip
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import socket
 from threading import Thread
 from typing import Any
 
@@ -45,7 +44,6 @@ class WandbServer(ThreadingHTTPServer):
         self.views: list[dict[str, Any]] = []
         self.operations: list[str] = []
         self.projects: set[str] = set()
-        self.stream: Callable[[socket], None] | None = None  # in place of the answer to a piece of the history
 
     @property
     def url(self) -> str:
@@ -118,16 +116,10 @@ def _resume(server: WandbServer, variables: dict[str, Any]) -> dict[str, Any]:
 def _viewer(_server: WandbServer, _variables: dict[str, Any]) -> dict[str, Any]:
     return {
         "viewer": {
-            "id": "v",
-            "entity": ENTITY,
-            "username": ENTITY,
-            "flags": "{}",
-            "teams": {"edges": []},
-            "email": None,
-            "name": ENTITY,
-            "admin": False,
+            "id": "v", "entity": ENTITY, "username": ENTITY, "flags": "{}", "teams": {"edges": []}, "email": None,
+            "name": ENTITY, "admin": False,
         }
-    }
+    }  # fmt: skip
 
 
 def _alert(server: WandbServer, variables: dict[str, Any]) -> dict[str, Any]:
@@ -169,10 +161,6 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self._body()
         if self.path.endswith("/file_stream"):
-            if self.server.stream is not None:
-                self.server.stream(self.connection)
-                self.close_connection = True
-                return
             identity = self.path.split("/")[-2]
             self.server.store(self.server.runs.setdefault(identity, StoredRun()), json.loads(body))
             self._say({})

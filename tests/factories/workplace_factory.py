@@ -10,19 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from durations import CPU_SECONDS
 
 TINY_CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+OF_OTHERS = ("SLURM", "XDG", "SHARDWISE")  # variables that a workplace does not inherit
 LIMIT_S = 600.0  # of a command, also where other work keeps every core busy
 SENTENCES = ("the cat sat on the mat", "a dog ran over the hill", "we plan before we train", "memory is a budget")
 
@@ -57,28 +52,18 @@ class Workplace(NamedTuple):
 
     def run(self, *words: str | Path, check: bool = True, timeout: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         answer = subprocess.run(
-            self.command(*words),
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+            self.command(*words), cwd=self.folder, env=self.environment, capture_output=True, text=True,
+            timeout=timeout, check=False,
+        )  # fmt: skip
         if check and answer.returncode != 0:
             raise AssertionError(f"exit code {answer.returncode}\n{answer.stdout}\n{answer.stderr}")
         return answer
 
     def start(self, *words: str | Path) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.command(*words),
-            cwd=self.folder,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+            self.command(*words), cwd=self.folder, env=self.environment, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
 
     def only_run(self) -> Path:
         (run_dir,) = sorted((self.folder / "runs").iterdir())
@@ -109,7 +94,7 @@ def make_workplace(folder: Path) -> Workplace:
         lines = [f"{SENTENCES[(number + line) % 4]} {number * line % 7}" for line in range(40)]
         (folder / "text" / f"{number:02d}.txt").write_text("\n".join(lines))
     environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "XDG", "SHARDWISE"))},
+        **{name: value for name, value in os.environ.items() if name == CPU_SECONDS or not name.startswith(OF_OTHERS)},
         "HOME": str(folder / "home"),
         "SHARDWISE_CACHE": str(folder / "cache"),
         "OMP_NUM_THREADS": "1",

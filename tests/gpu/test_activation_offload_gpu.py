@@ -18,14 +18,12 @@ NUM_BLOCKS, ROWS, WIDTH = 8, 8, 1024
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """The first GPU, with the attention kernels of a run; their backward adds up in one order, not so by default."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
+def card(card: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """With the attention kernels of a run; their backward adds up in one order, not so by default."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
     choose_attention_kernels()
     torch.use_deterministic_algorithms(True)  # a warning alone leaves the kernels as they are
-    yield torch.device("cuda", 0)
+    yield card
     torch.use_deterministic_algorithms(False)
     torch.cuda.empty_cache()
 
@@ -77,9 +75,8 @@ def test_what_is_moved_leaves_the_device_and_changes_nothing(checkpointing: Chec
     assert offload is not None
     moved_bytes = offload.moved_bytes
     one_block = moved_bytes / (NUM_BLOCKS - 1)
-    assert moved_bytes - 2.2 * one_block < retained - moved < 1.05 * moved_bytes, (
-        "but for the blocks at work and in transit"
-    )
+    # But for the blocks at work and in transit.
+    assert moved_bytes - 2.2 * one_block < retained - moved < 1.05 * moved_bytes
 
 
 def test_copies_run_beside_the_compute(card: torch.device) -> None:

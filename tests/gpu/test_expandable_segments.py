@@ -16,9 +16,7 @@ pytestmark = pytest.mark.gpu
 def test_w61_an_expandable_segment_fails_under_wsl():
     done = subprocess.run(
         [sys.executable, "-c", "import torch; torch.ones(1, device='cuda')"],
-        env={**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-        capture_output=True,
-        text=True,
+        env={**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}, capture_output=True, text=True,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode and "CUDA driver error" in done.stderr

@@ -48,12 +48,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 each = pytest.mark.parametrize("case", GPU_CASES, ids=[case.name for case in GPU_CASES])
 
 
-def test_cases_have_names_of_their_own():
-    names = [case.name for case in GPU_CASES]
-    assert len(names) == len(set(names))
-
-
-def test_every_optimizer_and_recipe_has_a_case_on_a_gpu():
+def test_every_optimizer_and_recipe_and_every_engine_with_packed_rows_has_a_case_on_a_gpu():
+    assert len({case.name for case in GPU_CASES}) == len(GPU_CASES)
+    assert {case.sharding for case in GPU_CASES if case.is_packed} >= {Sharding.NONE, *ENGINES_OF_ONE}
     plain = {Optimizer.ADAMW, Optimizer.SGD}  # nothing about them is of a GPU
     found = {Optimizer(case.settings.get("optimizer", Optimizer.ADAMW_FUSED)) for case in GPU_CASES}
     assert found == set(Optimizer) - plain | {Optimizer.ADAMW}
@@ -61,7 +58,7 @@ def test_every_optimizer_and_recipe_has_a_case_on_a_gpu():
 
 
 @each
-def test_no_rule_forbids_what_runs(case: GpuCase, rows: Path) -> None:
+def test_no_rule_forbids_what_runs_and_its_peak_is_predicted(case: GpuCase, rows: Path) -> None:
     plan = gpu_plan(case, rows, card(case))
     row = plan.chosen.strategy
     pin = {axis: getattr(row, axis) for axis in ("sharding", "offload", "optimizer", "precision")}
@@ -70,6 +67,9 @@ def test_no_rule_forbids_what_runs(case: GpuCase, rows: Path) -> None:
     refusal = refuse(context, row)
     assert refusal is None or refusal.rule == "one_rank_has_no_peer", "pointless on one card, but it runs"
     assert obstacle_to(context, setting_of_case(plan)) is None
+    memory = plan.chosen.memory
+    assert sum(memory.parts.values()) == memory.peak_allocated_bytes
+    assert 50 * 2**20 < memory.peak_allocated_bytes < 12 * 2**30
 
 
 @each
@@ -91,13 +91,6 @@ def test_a_case_can_be_started(case: GpuCase, rows: Path, tmp_path: Path) -> Non
     assert environment["DS_ACCELERATOR"] == "cuda"
 
 
-@each
-def test_a_case_has_a_predicted_peak_of_named_parts(case: GpuCase, rows: Path) -> None:
-    memory = gpu_plan(case, rows, card(case)).chosen.memory
-    assert sum(memory.parts.values()) == memory.peak_allocated_bytes
-    assert 50 * 2**20 < memory.peak_allocated_bytes < 12 * 2**30
-
-
 @pytest.mark.parametrize(("name", "base"), SAVINGS)
 def test_a_technique_is_predicted_to_save_enough_to_be_seen(name: str, base: str, rows: Path) -> None:
     """At least 5 % of the peak: more than twice what the tests on a GPU allow beside a tenth of the saving."""
@@ -108,24 +101,16 @@ def test_a_technique_is_predicted_to_save_enough_to_be_seen(name: str, base: str
     assert peaks[0] < 0.95 * peaks[1]
 
 
-def test_every_engine_that_one_card_trains_with_has_a_case_of_packed_rows() -> None:
-    assert {case.sharding for case in GPU_CASES if case.is_packed} >= {Sharding.NONE, *ENGINES_OF_ONE}
-
-
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_the_same_functions_start_and_read_a_run_on_a_cpu(is_packed: bool, tmp_path: Path) -> None:
-    """A tiny model through the launcher, the rank and its report, as the tests on a GPU do."""
-    write_full_rows(tmp_path / "rows", are_packed=is_packed)
+def test_the_same_functions_start_and_read_a_run_on_a_cpu(tmp_path: Path) -> None:
+    """A tiny model on packed rows through the launcher, the rank and its report, as the tests on a GPU do."""
+    write_full_rows(tmp_path / "rows", are_packed=True)
     config = {**LLAMA, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    case = GpuCase("cpu", {"precision": Precision.FP32, "optimizer": Optimizer.ADAMW}, is_packed=is_packed)
+    case = GpuCase("cpu", {"precision": Precision.FP32, "optimizer": Optimizer.ADAMW}, is_packed=True)
     run = run_on_gpu(gpu_plan(case, tmp_path / "rows", machine("1xCPU"), config=config), tmp_path / "run")
     assert run.report.ending is Ending.FINISHED
     assert run.losses[-1] < run.losses[0]
-    assert run.report.verified is not None
-    assert ("documents" in run.report.verified.facts) is is_packed
+    assert run.report.verified is not None and "documents" in run.report.verified.facts
     measured = run.report.measured.memory.peak_allocated_bytes
     assert measured is not None
     assert run.plan.chosen.memory.peak_allocated_bytes == pytest.approx(measured, rel=0.1)
-    assert run.plan.chosen.strategy.sharding is Sharding.NONE
-    assert run.plan.chosen.strategy.offload is Offload.NONE

@@ -1,12 +1,23 @@
-"""Packed rows on a GPU: no document sees another, on every attention path that a GPU has."""
+"""Packed rows on a GPU: no document sees another, on every attention path that a GPU has, and results are PyTorch's.
+
+FlashAttention 2 from the hub runs with whichever commit of a flash-attn2 kernel is in the hub's cache, on a machine
+that fetched one with `python -m shardwise.trainer.runtime.attention.flash_kernel OWNER/flash-attn2@COMMIT`. With
+HF_HUB_OFFLINE=1 it needs no network.
+"""
 
 import importlib.util
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.import_utils import is_kernels_available
 
+from shardwise.trainer.runtime.attention.choice import attention_facts, attention_of
+from shardwise.trainer.runtime.attention.flash_kernel import load_flash_kernel
 from shardwise.trainer.runtime.attention.packed import VARLEN, document_kernels, isolate_documents, packed_inputs
 from shardwise.trainer.runtime.loss import install_loss_head
 from shardwise.trainer.spec.strategy import LossHead
@@ -16,20 +27,27 @@ LENGTHS = (40, 7, 81)
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
 CHANGED = slice(40, 47)
 CONFIG: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}
+}  # fmt: skip
+HUB_KERNEL = "kernel of the hub"
 
 
-@pytest.fixture
-def card() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    return torch.device("cuda", 0)
+@pytest.fixture(scope="module")
+def kernel(card: torch.device) -> str:
+    """The kernel of the cache, loaded."""
+    if torch.cuda.get_device_capability(card) < (8, 0):
+        pytest.skip("needs compute capability 8.0")
+    if not is_kernels_available():
+        pytest.skip("needs the kernels package at a version that transformers takes")
+    cache = Path(os.environ.get("KERNELS_CACHE") or constants.HF_HUB_CACHE)
+    found = sorted(cache.glob("kernels--*--flash-attn2/snapshots/" + "[0-9a-f]" * 40))
+    if not found:
+        pytest.skip(f"needs a flash-attn2 kernel in the hub's cache {cache}")
+    owner = found[0].parts[-3].split("--")[1]
+    name = f"{owner}/flash-attn2@{found[0].name}"
+    load_flash_kernel(name)
+    return name
 
 
 def build(implementation: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -41,7 +59,8 @@ def build(implementation: str, dtype: torch.dtype, device: torch.device) -> PreT
     config = AutoConfig.for_model("llama", **CONFIG)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=dtype).to(device)
     model.config.use_cache = False
-    isolate_documents(model)
+    if "/" not in implementation:
+        isolate_documents(model)
     return model
 
 
@@ -52,24 +71,27 @@ def rows(device: torch.device, *, seed: int = 1) -> torch.Tensor:
     return ids.to(device)
 
 
+def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    found = model(**packed_inputs(model, ids, POSITIONS.to(ids.device))).logits[0].float()
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
     [
         *((name, dtype) for name in ("sdpa", "eager") for dtype in (torch.bfloat16, torch.float16, torch.float32)),
-        ("flash_attention_2", torch.bfloat16),
-        ("flash_attention_2", torch.float16),
+        ("flash_attention_2", torch.bfloat16), ("flash_attention_2", torch.float16), (HUB_KERNEL, torch.bfloat16),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_another_document_changes_no_logit_of_this_one(
-    implementation: str, dtype: torch.dtype, card: torch.device
+    implementation: str, dtype: torch.dtype, card: torch.device, request: pytest.FixtureRequest
 ) -> None:
-    model = build(implementation, dtype, card).eval()
+    name = request.getfixturevalue("kernel") if implementation == HUB_KERNEL else implementation
+    model = build(name, dtype, card).eval()
     with torch.no_grad():
-        before, after = (
-            model(**packed_inputs(model, rows(card, seed=seed), POSITIONS.to(card))).logits[0].float()
-            for seed in (1, 2)
-        )
+        before, after = (logits(model, rows(card, seed=seed)) for seed in (1, 2))
     same = torch.ones(sum(LENGTHS), dtype=torch.bool)
     same[CHANGED] = False
     torch.testing.assert_close(after[same], before[same], rtol=0, atol=1e-6)
@@ -82,3 +104,19 @@ def test_16_bit_rows_take_one_kernel_of_variable_length(card: torch.device) -> N
     ids = rows(card)
     model(input_ids=ids, labels=ids.clone(), position_ids=POSITIONS.to(card)).backward()
     assert document_kernels(model) == (VARLEN,)
+
+
+def test_the_kernel_of_the_hub_is_the_commit_that_was_named_and_computes_what_pytorchs_attention_does(
+    kernel: str, card: torch.device
+) -> None:
+    """Within the rounding of bf16, as two kernels differ."""
+    found = []
+    for implementation in (kernel, "sdpa"):
+        model = build(implementation, torch.bfloat16, card)
+        assert attention_of(model) == implementation
+        out = logits(model, rows(card))
+        out.square().mean().backward()
+        found.append((out.detach(), model.get_input_embeddings().weight.grad.float()))
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < 0.02
+    assert attention_facts(build(kernel, torch.bfloat16, card))["flash"].startswith("build torch")

@@ -70,13 +70,6 @@ def test_the_limits_are_those_of_the_qos_a_job_runs_under(login_as) -> None:
     assert any("theory, vision" in note and "debug, long, normal" in note for note in normal.hardware.notes)
 
 
-def test_a_plan_for_a_closed_partition_has_a_note(login_as) -> None:
-    environment = login_as("carol")
-    answer = read_partition_hardware("staff", nodes=1, environment=environment)
-    assert "no account for partition staff" in answer.hardware.notes[-1]
-    assert answer.num_allowed_nodes == 4
-
-
 def test_limits_that_are_not_enforced_do_not_count(login_as, tmp_path: Path) -> None:
     environment = login_as("alice")
     program = (tmp_path / "scontrol").read_text()
@@ -93,10 +86,7 @@ def test_limits_that_are_not_enforced_do_not_count(login_as, tmp_path: Path) -> 
     ("user", "words", "fact"),
     [
         ("alice", ("--partition", "staff"), "account staff"),
-        ("alice", ("--partition", "gpu", "--account", "guests"), "account guests"),
-        ("alice", ("--partition", "gpu", "--qos", "scavenge"), "QOS scavenge"),
         ("alice", ("--partition", "gpu", "slurm.extra=[-A guests]"), "account guests"),
-        ("alice", ("--partition", "theory", "--account", "theory"), "default QOS; --qos"),
         ("carol", ("--partition", "gpu"), "no account for partition gpu"),
         ("alice", ("--partition", "gpu", "--qos", "long", "--nodes", "3"), "QOS long: 2 nodes"),
         ("alice", ("--partition", "gpu", "--qos", "debug", "--time", "2:00:00"), "00:30:00"),

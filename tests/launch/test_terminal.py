@@ -65,13 +65,6 @@ def test_a_terminal_shows_the_lines_of_a_pipe_in_colour() -> None:
     assert lines[1].startswith(LINES[1].text) and len(lines[1]) > len(LINES[1].text) + 10, "a bar"
 
 
-def test_no_color_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    text, _ = on_terminal(LINES)
-    assert not {"33", "36", "32"} & {part for code in text.split("\x1b[")[1:] for part in code.split("m")[0].split(";")}
-    assert shown(text)[0] == LINES[0].text
-
-
 def test_a_pipe_gets_plain_text_and_loads_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     program = (
         "import sys; from shardwise.launch.terminal import show_lines; from shardwise.launch.terminal import "

@@ -69,6 +69,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     new: str
     tests: tuple[str, ...]
 
+    @property
+    def room(self) -> str:
+        """The folder of the product that the fault is in."""
+        return str(Path(self.file).parent)
+
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Tests to run in a tree of their own, which has the fault if there is one."""
@@ -87,7 +92,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     cpu_seconds: float
 
 
-class _StoppedError(Exception):
+class StoppedError(Exception):
     """A signal asked the runner, or one of its forks, to end."""
 
 
@@ -104,7 +109,7 @@ def main() -> int:
     try:
         with _workplace() as place:
             return _run(options, root, faults, place)
-    except _StoppedError:
+    except StoppedError:
         print("stopped", file=sys.stderr)
         return 130
 
@@ -141,6 +146,7 @@ def _run(options: argparse.Namespace, root: Path, faults: Sequence[Fault], place
         f" in {seconds:.0f} s"
     )
     is_enough = counts["caught"] >= LEAST_CAUGHT * len(results) and not counts["broken"]
+    _print_rooms(faults, results)
     if options.outcome is not None:
         _write_outcome(options.outcome, faults, results, baseline=baseline, seconds=seconds)
     return 0 if is_enough else 1
@@ -278,7 +284,7 @@ def _fork(function: functools.partial[None]) -> int:
         if os.getppid() == parent:
             function()
             code = 0
-    except _StoppedError:
+    except StoppedError:
         pass
     except BaseException:  # noqa: BLE001  # shown; nothing may run on in the copy of the runner
         sys.excepthook(*sys.exc_info())
@@ -296,7 +302,7 @@ def _supervise(job: Job, folder: Path, *, root: Path, limit_s: float) -> None:
         num_runs = 1 if job.fault is not None else len(job.tests)
         signal.setitimer(signal.ITIMER_REAL, limit_s * num_runs)
         os.waitpid(pid, 0)
-    except _StoppedError:
+    except StoppedError:
         (folder / "stopped").touch()
     finally:
         for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -393,6 +399,13 @@ def _outcome(folder: Path) -> tuple[str, str]:
     return "broken", f"pytest ended with exit code {found['code']}, {found['passed']} tests passed"
 
 
+def _print_rooms(faults: Sequence[Fault], results: dict[str, Result]) -> None:
+    seeded = Counter(fault.room for fault in faults)
+    caught = Counter(fault.room for fault in faults if results[fault.id].outcome == "caught")
+    for room in sorted(seeded):
+        print(f"{caught[room]:4} of {seeded[room]:3}  {room}")
+
+
 def _write_outcome(
     path: Path, faults: Sequence[Fault], results: dict[str, Result], *, baseline: dict[str, Result], seconds: float
 ) -> None:
@@ -404,7 +417,8 @@ def _write_outcome(
         "cpu_seconds": round(sum(each.cpu_seconds for each in (*baseline.values(), *results.values()))),
         **{name: counts[name] for name in ("caught", "survived", "broken")},
         "faults": {
-            fault.id: {"file": fault.file, "consequence": fault.consequence} | msgspec.to_builtins(results[fault.id])
+            fault.id: {"room": fault.room, "file": fault.file, "consequence": fault.consequence}
+            | msgspec.to_builtins(results[fault.id])
             for fault in faults
         },
     }
@@ -437,7 +451,7 @@ def _workplace() -> Iterator[Path]:
 
 
 def _raise_stopped(number: int, _frame: object) -> None:
-    raise _StoppedError(signal.Signals(number).name)
+    raise StoppedError(signal.Signals(number).name)
 
 
 if __name__ == "__main__":

@@ -5,24 +5,28 @@
 
 `draw` makes NUM_MUTANTS changes of one place of the product each, drawn with SEED: two of every room, the others from
 all lines alike. random_mutants.json was drawn once and stays, so that the tests of before and after a change of the
-tests meet the same mutants. `run` applies each to a copy of a repository and runs the test files that
-execute the changed line, by `--coverage` (see `product_coverage`): the cheapest first, as far as the budget of a mutant
-goes, until one fails. Not drawn: annotations, texts, `assert`, `raise`, and what stands at the top of a module.
+tests meet the same mutants. `run` applies each to a copy of a repository and runs the test files that execute the
+changed line, by `--coverage` (see `product_coverage`): those of the same folder first, then the cheapest, as far as the
+budget of a mutant goes, until one fails. `select` keeps which files these are, for `run --selection`. Not drawn:
+annotations, texts, `assert`, `raise`, and what stands at the top of a module.
 """
 
 import argparse
 import ast
+import contextlib
+import importlib
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import coverage
 import msgspec
-import run as runner
 
+runner: Any = importlib.import_module("run")  # beside this file; benchmarks/ has one of that name
 SEED = 20261128
 NUM_MUTANTS = 360
 MIN_PER_ROOM = 2
@@ -179,8 +183,9 @@ def tests_of(
         for context in found
         if context.startswith("tests/") and (root / context).is_file()
     }
-    files, total = [], 0.0
-    for file in sorted(contexts, key=lambda file: seconds.get(file, 60.0)):
+    files: list[str] = []
+    total = 0.0
+    for file in sorted(contexts, key=lambda file: (-_nearness(file, mutant.file), seconds.get(file, 60.0))):
         total += seconds.get(file, 60.0)
         if total > budget_s and files:
             break
@@ -190,8 +195,10 @@ def tests_of(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("action", choices=["draw", "run"])
+    parser.add_argument("action", choices=["draw", "select", "run"])
     parser.add_argument("--coverage", type=Path, metavar="FILE", help="combined data of --product-coverage")
+    parser.add_argument("--selection", type=Path, metavar="FILE", help="of `select`: which files execute which mutant")
+    parser.add_argument("--until", type=int, default=10**6, metavar="N", help="stop when N mutants were caught")
     parser.add_argument("--durations", type=Path, metavar="FILE", help="seconds of the tests of that repository")
     parser.add_argument("--project", type=Path, default=ROOT, metavar="FOLDER", help="whose tests (default: these)")
     parser.add_argument("--outcome", type=Path, metavar="FILE", help="what became of each mutant, as JSON")
@@ -208,11 +215,28 @@ def main() -> int:
         drawn = draw(ROOT, seed=options.seed, count=options.count, rooms=tuple(options.rooms))
         options.mutants.write_bytes(msgspec.json.format(msgspec.json.encode(drawn), indent=1) + b"\n")
         return 0
-    return run(options)
+    root = options.project.resolve()
+    mutants = msgspec.json.decode(options.mutants.read_bytes(), type=list[Mutant])
+    if options.action == "select":
+        select = _by_coverage(options, root)
+        options.outcome.write_text(json.dumps({each.id: select(each).tests for each in mutants}, indent=0) + "\n")
+        return 0
+    return run(options, root, mutants)
+
+
+def _nearness(test_file: str, product_file: str) -> int:
+    """How many folders of the product file the path of the test file has too, from the first on."""
+    folders = product_file.removeprefix("trainer/").split("/")[:-1]
+    pairs = zip(test_file.split("/")[1:-1], folders, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _given(tests: Sequence[str]) -> Callable[[Mutant], Selection]:
     return lambda mutant: Selection(tuple(tests), len(tests))
+
+
+def _kept(tests: Mapping[str, Sequence[str]]) -> Callable[[Mutant], Selection]:
+    return lambda mutant: Selection(tuple(tests[mutant.id]), len(tests[mutant.id]))
 
 
 def _by_coverage(options: argparse.Namespace, root: Path) -> Callable[[Mutant], Selection]:
@@ -223,11 +247,12 @@ def _by_coverage(options: argparse.Namespace, root: Path) -> Callable[[Mutant], 
     return lambda mutant: tests_of(mutant, root, data, seconds, options.budget)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, root: Path, mutants: Sequence[Mutant]) -> int:
     """Runs the mutants, and keeps the outcome of each as soon as it is known."""
-    root = options.project.resolve()
-    select = _given(options.tests) if options.tests else _by_coverage(options, root)
-    mutants = msgspec.json.decode(options.mutants.read_bytes(), type=list[Mutant])
+    if options.selection is not None:
+        select = _kept(json.loads(options.selection.read_text()))
+    else:
+        select = _given(options.tests) if options.tests else _by_coverage(options, root)
     done = json.loads(options.outcome.read_text()) if options.outcome.exists() else {}
     known = {}
     wanted = [each for each in mutants if not options.only or each.id in options.only]
@@ -243,11 +268,14 @@ def run(options: argparse.Namespace) -> int:
         jobs.append(runner.Job(name=mutant.id, tests=selection.tests, fault=fault))
         known[mutant.id] = {"files": len(selection.tests), "files_executing": selection.num_all}
 
-    def keep(name: str, result: runner.Result) -> None:
+    def keep(name: str, result: Any) -> None:
         done[name] = known[name] | msgspec.to_builtins(result)
         options.outcome.write_text(json.dumps(done, indent=1) + "\n")
+        if sum(each["outcome"] == "caught" for each in done.values()) >= options.until:
+            raise runner.StoppedError
 
-    runner.run_copies(root, jobs, num_side_by_side=options.jobs, limit_s=3 * options.budget, on_result=keep)
+    with contextlib.suppress(runner.StoppedError):
+        runner.run_copies(root, jobs, num_side_by_side=options.jobs, limit_s=3 * options.budget, on_result=keep)
     return 0
 
 

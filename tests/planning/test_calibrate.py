@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from calibration_factory import calibration_of, record_of
 from msgspec.structs import replace
-from planning_factory import job_of, machine, plan_of, shape_of
+from planning_factory import machine, plan_of, shape_of, trial_of
 
 from shardwise.trainer.planning.calibrate import (
     NO_CORRECTION,
@@ -19,31 +19,23 @@ from shardwise.trainer.planning.calibrate import (
 )
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import Hardware, MeasuredRates
-from shardwise.trainer.spec.plan import CalibrationRecord, Candidate, MemoryEstimate, RatesSource, TrialResult
+from shardwise.trainer.spec.plan import CalibrationRecord, Candidate, MemoryEstimate, RatesSource
 from shardwise.trainer.spec.strategy import Method, Precision, Strategy
 
 H100S = "8xH100-SXM5-80GB"
+RATES = MeasuredRates(matmul_flops_per_s=10**14)
 
 
 def learned(*records: CalibrationRecord, model: str = "8b", hardware: Hardware | None = None) -> Corrections:
     return corrections_of(
-        calibration_of(*records),
-        shape=shape_of(model),
-        hardware=hardware or machine(H100S),
+        calibration_of(*records), shape=shape_of(model), hardware=hardware or machine(H100S),
         versions={"shardwise": "0"},
-    )
+    )  # fmt: skip
 
 
 def row(sharding: Sharding = Sharding.FSDP, precision: Precision = Precision.BF16_MIXED) -> Strategy:
-    optimizer = next(c.strategy.optimizer for c in plan_of("8b", H100S).candidates)
-    return Strategy(
-        name="a row",
-        sharding=sharding,
-        offload=Offload.NONE,
-        optimizer=optimizer,
-        precision=precision,
-        is_exact=True,
-    )
+    strategy = plan_of("8b", H100S).chosen.strategy
+    return replace(strategy, name="a row", sharding=sharding, offload=Offload.NONE, precision=precision)
 
 
 def correction(*records: CalibrationRecord, strategy: Strategy | None = None, **facts: Any) -> Correction:
@@ -72,11 +64,8 @@ def test_runs_that_scatter_correct_less_than_runs_that_agree() -> None:
     assert scattering.value == pytest.approx(math.exp(math.log(0.8) + scattering.spread / 3))
 
 
-def test_one_run_on_a_busy_machine_does_not_move_the_median() -> None:
+def test_the_median_of_the_newest_runs_counts_whatever_one_on_a_busy_machine_took() -> None:
     assert factor_of([0.9, 0.9, 0.9, 5.0]).measured == pytest.approx(0.9)
-
-
-def test_only_the_newest_runs_count() -> None:
     assert factor_of([2.0] * 30 + [0.9] * 20).measured == pytest.approx(0.9)
 
 
@@ -96,7 +85,7 @@ def test_runs_that_cannot_be_compared_correct_nothing(facts: dict[str, Any]) -> 
 
 def test_a_step_time_predicted_from_other_ceilings_teaches_memory_only() -> None:
     """Once the machine's own ceilings are measured, what datasheets missed must not be corrected a second time."""
-    measured = machine(H100S).__class__(gpus=machine(H100S).gpus, host=machine(H100S).host, rates=_rates())
+    measured = replace(machine(H100S), rates=RATES)
     before, after = record_of(1.4, 1.1), record_of(1.05, 1.1, rates=RatesSource.MEASURED)
     assert correction(before).step.measured == pytest.approx(1.4)
     on_measured = correction(before, after, hardware=measured)
@@ -111,17 +100,13 @@ def test_a_class_that_has_not_run_follows_steps_predicted_from_the_same_ceilings
 ) -> None:
     hardware = machine(H100S)
     if is_measured:
-        hardware = replace(hardware, rates=_rates())
+        hardware = replace(hardware, rates=RATES)
     sources = (RatesSource.DATASHEET, RatesSource.MEASURED)
     mine, others = reversed(sources) if is_measured else sources
     records = (record_of(own, rates=mine), *[record_of(other, rates=others)] * 3)
     assert correction(*records, strategy=row(sharding), hardware=hardware).step == factor_of([own])
     nothing = correction(*records[1:], strategy=row(sharding), hardware=hardware)
     assert nothing.step == factor_of([]), "none was predicted from these ceilings"
-
-
-def _rates() -> MeasuredRates:
-    return MeasuredRates(matmul_flops_per_s=10**14)
 
 
 def test_a_step_of_average_rows_says_nothing_of_the_peak_of_the_longest() -> None:
@@ -136,11 +121,8 @@ def test_other_rows_of_a_precision_follow_in_time_and_not_in_bytes() -> None:
     assert other.step == own.step
     assert (other.peak.num_runs, own.peak.num_runs) == (0, 1)
     assert (other.is_of_class, own.is_of_class) == (False, True)
-
-
-def test_runs_of_its_own_class_count_before_those_of_others() -> None:
     records = (record_of(1.4), record_of(1.4), record_of(0.9, sharding=Sharding.DDP))
-    assert correction(*records, strategy=row(Sharding.DDP)).step.measured == pytest.approx(0.9)
+    assert correction(*records, strategy=row(Sharding.DDP)).step.measured == pytest.approx(0.9)  # its own come first
 
 
 # --- memory -----------------------------------------------------------------------------------------------------
@@ -158,15 +140,12 @@ def test_parts_still_sum_to_the_peak_and_the_peak_is_still_the_largest_event(cho
     assert sum(after.parts.values()) == after.peak_allocated_bytes == max(after.events.values())
     assert after.events[after.peak_event] == after.peak_allocated_bytes >= after.steady_allocated_bytes
     assert (after.peak_allocated_bytes > before.peak_allocated_bytes) is (peak > 1)
+    factor = Factor(value=1.04, num_runs=5, measured=1.05, spread=0.002)
+    corrected = corrected_memory(before, Correction(peak=factor)).peak_allocated_bytes
+    assert corrected == pytest.approx(1.04 * before.peak_allocated_bytes, abs=2)
     exact = {"weights", "optimizer_state", "gradients"}
     assert {name: after.parts.get(name) for name in exact} == {name: before.parts.get(name) for name in exact}
     assert after.low_bytes <= after.peak_allocated_bytes <= after.high_bytes
-
-
-def test_the_corrected_peak_is_the_factor_times_the_prediction(chosen: Candidate) -> None:
-    factor = Factor(value=1.04, num_runs=5, measured=1.05, spread=0.002)
-    after = corrected_memory(chosen.memory, Correction(peak=factor))
-    assert after.peak_allocated_bytes == pytest.approx(1.04 * chosen.memory.peak_allocated_bytes, abs=2)
 
 
 @pytest.mark.parametrize(
@@ -250,18 +229,13 @@ def test_a_setting_that_runs_show_not_to_fit_is_no_longer_taken() -> None:
     [
         ("8b", H100S, {"sharding": Sharding.ZERO2}, "within 15 %", "ZeRO: no measured peak yet"),
         ("8b", H100S, {"sharding": Sharding.FSDP}, "within 15 %", "within 5 %; 17 published peaks"),
-        (
-            "1b",
-            "1xRTX-4090",
-            {"offload": Offload.NONE, "activation_offload": False},
-            "within 70 %",
-            "within 15 %; 17 published peaks",
-        ),
+        ("1b", "1xRTX-4090", {"offload": Offload.NONE, "activation_offload": False}, "within 70 %",
+         "within 15 %; 17 published peaks"),
         ("1b", "1xA100-SXM4-80GB-MIG-3g.40gb", {}, "within 70 %", "within 15 %; 17 published peaks"),
         ("1b", "1xH100-SXM5-80GB", {"offload": Offload.OPTIMIZER}, "within 30 %", "ZeRO: no measured peak yet"),
         ("tiny", "1xCPU", {}, "within a factor of 2", "within 2 %"),
     ],
-)
+)  # fmt: skip
 def test_without_a_run_a_plan_states_what_was_compared(
     model: str, spec: str, pin: dict[str, Any], speed: str, peak: str
 ) -> None:
@@ -279,13 +253,7 @@ def test_after_a_trial_a_row_takes_the_time_it_took_and_the_others_follow() -> N
     before = plan_of("8b", H100S)
     first, second = before.candidates[:2]
     trials = tuple(
-        TrialResult(
-            strategy=candidate.strategy.name,
-            micro_batch=candidate.micro_batch,
-            step_s=step_s,
-            peak_allocated_bytes=None,
-            predicted_step_s=candidate.speed.step_s,
-        )
+        trial_of(candidate, step_s, predicted_step_s=candidate.speed.step_s)
         for candidate, step_s in ((first, 9.0), (second, 8.0))
     )
     after = plan_of("8b", H100S, trials=trials)
@@ -299,9 +267,3 @@ def test_after_a_trial_a_row_takes_the_time_it_took_and_the_others_follow() -> N
     assert settings[0] == settings[1]
     assert any(note.startswith("trial: ") and "9 s" in note and "8 s" in note for note in after.notes)
     assert not any("no run on this device" in note for note in after.notes)
-
-
-def test_a_job_of_another_size_is_another_plan() -> None:
-    job = job_of(seq_len=512, tokens_per_step=8192)
-    before, after = (plan_of("1b", H100S, job=job, calibration=known) for known in (None, calibration_of(record_of(3))))
-    assert after.chosen == before.chosen

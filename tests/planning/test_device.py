@@ -58,6 +58,8 @@ def test_a_card_without_a_row_keeps_its_memory_and_has_no_rates() -> None:
     assert device.peaks == ()
     assert device.memory_bytes_per_s is None and device.link_bytes_per_s is None
     assert device.matmul_flops_per_s is None
+    mixed = device_of(Hardware(gpus=(*machine("1xRTX-4090").gpus, stranger(1)), host=UNKNOWN_HOST))
+    assert mixed.peaks == () and mixed.compute_capability is None
 
 
 def test_a_card_without_a_row_has_the_rates_that_follow_from_its_driver() -> None:
@@ -77,22 +79,13 @@ def test_a_card_without_a_row_has_the_rates_that_follow_from_its_driver() -> Non
         assert not partial.has_known_speed and partial.peaks == ()
 
 
-def test_one_stranger_among_known_cards_makes_the_rates_unknown() -> None:
-    known = machine("1xRTX-4090").gpus[0]
-    device = device_of(Hardware(gpus=(known, stranger(1)), host=UNKNOWN_HOST))
-    assert device.peaks == () and device.compute_capability is None
-
-
 MEASURED = [
-    ("matmul_flops_per_s", "matmul_flops_per_s"),
-    ("memory_bytes_per_s", "measured_memory_bytes_per_s"),
-    ("host_to_device_bytes_per_s", "measured_pcie_bytes_per_s"),
-    ("fp32_flops_per_s", "measured_fp32_flops_per_s"),
-    ("fp8_flops_per_s", "measured_fp8_flops_per_s"),
-    ("attention_flops_per_s", "measured_attention_flops_per_s"),
+    ("matmul_flops_per_s", "matmul_flops_per_s"), ("memory_bytes_per_s", "measured_memory_bytes_per_s"),
+    ("host_to_device_bytes_per_s", "measured_pcie_bytes_per_s"), ("fp32_flops_per_s", "measured_fp32_flops_per_s"),
+    ("fp8_flops_per_s", "measured_fp8_flops_per_s"), ("attention_flops_per_s", "measured_attention_flops_per_s"),
     ("host_adam_bytes_per_s", "measured_host_adam_bytes_per_s"),
     ("all_gather_bytes_per_s", "measured_link_bytes_per_s"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("measured", "field"), MEASURED)
@@ -143,6 +136,7 @@ def test_cpu_ranks_share_memory_and_cores() -> None:
     one, two = device_of(machine("1xCPU")), device_of(machine("2xCPU"))
     assert (one.memory_bytes, one.usable_bytes) == (CPU_HOST.ram_bytes, CPU_HOST.ram_available_bytes)
     assert two.memory_bytes == one.memory_bytes // 2
+    assert device_of(machine("2xCPU", vram_cap_bytes=GIB)).usable_bytes == GIB, "a cap is that of each rank"
     assert one.matmul_flops_per_s == 4 * 20 * 10**9
     assert two.matmul_flops_per_s == 2 * 20 * 10**9
     assert one.is_matmul_assumed
@@ -154,12 +148,10 @@ def test_cpu_ranks_share_memory_and_cores() -> None:
     ("flags", "flops_per_core", "sums_bf16_apart"),
     [
         (("avx2", "avx512f", "avx512_bf16", "amx_bf16"), 80 * 10**9, False),
-        (("avx2", "avx512f", "avx512_bf16"), 80 * 10**9, False),
-        (("avx2", "avx512f"), 80 * 10**9, True),
-        (("avx2",), 40 * 10**9, False),
-        ((), 20 * 10**9, False),
+        (("avx2", "avx512f", "avx512_bf16"), 80 * 10**9, False), (("avx2", "avx512f"), 80 * 10**9, True),
+        (("avx2",), 40 * 10**9, False), ((), 20 * 10**9, False),
     ],
-)
+)  # fmt: skip
 def test_the_rate_and_the_sums_of_a_cpu_follow_its_vectors(
     flags: tuple[str, ...],
     flops_per_core: int,
@@ -169,10 +161,6 @@ def test_the_rate_and_the_sums_of_a_cpu_follow_its_vectors(
     assert device.matmul_flops_per_s == 4 * flops_per_core
     assert device.is_matmul_assumed
     assert device.sums_bf16_apart is sums_bf16_apart
-
-
-def test_a_cap_holds_for_each_cpu_rank() -> None:
-    assert device_of(machine("2xCPU", vram_cap_bytes=GIB)).usable_bytes == GIB
 
 
 def test_a_cpu_of_unknown_memory_needs_a_cap() -> None:

@@ -8,11 +8,12 @@ in the optimizer's step is held to the closed form, which is exact but for a ten
 partition: its gradient is kept whole. Its buckets in the backward are predicted to a tenth.
 
 Left out is one moment of tied heads: autograd adds the gradients of head and embedding in place, but never where
-tensors are fake, so a dry run that peaks there counts a table that a device does not hold (`test_memory_on_cpu` holds
-that moment to what the allocator of a real one sees).
+tensors are fake, so a dry run that peaks there counts a table that a device does not hold (`test_memory_techniques`
+holds that moment to what the allocator of a real one sees).
 """
 
 from pathlib import Path
+from statistics import median
 
 import pytest
 from dry_run_factory import GoldenResult, GoldenRow, read_golden
@@ -60,24 +61,13 @@ ZERO_ROWS = [row for row in ALL_ROWS if row.request.sharding.uses_deepspeed]
 
 def configuration_of(request: SimulationRequest) -> Configuration:
     chosen: Configuration = configuration(
-        request.sharding,
-        precision=request.precision,
-        optimizer=request.optimizer,
-        num_ranks=request.num_ranks,
-        ranks_per_node=request.ranks_per_node,
-        method=request.method,
-        micro_batch=request.micro_batch,
-        accumulation=request.accumulation,
-        seq_len=request.seq_len,
-        checkpointing=request.checkpointing,
-        attention=request.attention,
-        loss=request.loss,
-        loss_chunk_tokens=request.loss_chunk_tokens,
-        activation_offload=request.activation_offload,
-        lora=request.lora,
-        quant=request.quant,
+        request.sharding, precision=request.precision, optimizer=request.optimizer, num_ranks=request.num_ranks,
+        ranks_per_node=request.ranks_per_node, method=request.method, micro_batch=request.micro_batch,
+        accumulation=request.accumulation, seq_len=request.seq_len, checkpointing=request.checkpointing,
+        attention=request.attention, loss=request.loss, loss_chunk_tokens=request.loss_chunk_tokens,
+        activation_offload=request.activation_offload, lora=request.lora, quant=request.quant,
         policy=PolicyChoices(rows_per_example=request.rows_per_example, document_tokens=request.document_tokens),
-    )
+    )  # fmt: skip
     return chosen
 
 
@@ -89,19 +79,14 @@ def predicted(row: GoldenRow) -> tuple[MemoryEstimate, int]:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_the_closed_form_is_what_a_dry_run_allocates(row: GoldenRow) -> None:
-    found, workspace = predicted(row)
-    answer = answer_of(row)
+    (found, workspace), answer = predicted(row), answer_of(row)
     assert found.peak_allocated_bytes - workspace == pytest.approx(answer.peak_allocated_bytes, rel=TOLERANCE)
-    assert found.steady_allocated_bytes - workspace == pytest.approx(
-        answer.steady_allocated_bytes, rel=STEADY_TOLERANCE
-    )
-
-
-@pytest.mark.parametrize("row", [row for row in ROWS if row.request.activation_offload], ids=lambda row: row.name)
-def test_the_closed_form_locks_as_much_host_memory_as_a_dry_run(row: GoldenRow) -> None:
-    num_ranks = min(row.request.num_ranks, row.request.ranks_per_node)
-    pinned = predicted(row)[0].pinned_bytes // num_ranks
-    assert pinned == pytest.approx(answer_of(row).pinned_host_bytes, rel=TOLERANCE)
+    steady = found.steady_allocated_bytes - workspace
+    assert steady == pytest.approx(answer.steady_allocated_bytes, rel=STEADY_TOLERANCE)
+    assert found.events["load"] == pytest.approx(answer.events["load"], rel=TOLERANCE)
+    if row.request.activation_offload:
+        num_ranks = min(row.request.num_ranks, row.request.ranks_per_node)
+        assert found.pinned_bytes // num_ranks == pytest.approx(answer.pinned_host_bytes, rel=TOLERANCE)
 
 
 def kept_whole_bytes(row: GoldenRow) -> int:
@@ -125,32 +110,19 @@ def test_the_closed_form_of_zero_is_what_deepspeed_allocates(row: GoldenRow) -> 
     assert found.peak_allocated_bytes - workspace == pytest.approx(answer.peak_allocated_bytes, rel=0.1)
 
 
-def test_every_stage_of_zero_has_rows_of_several_settings() -> None:
-    requests = [row.request for row in ZERO_ROWS]
-    assert {request.sharding for request in requests} == {each for each in Sharding if each.uses_deepspeed}
-    for axis in ("method", "precision", "num_ranks", "accumulation", "loss", "optimizer"):
-        assert len({getattr(request, axis) for request in requests}) >= 2, axis
-
-
-def test_the_median_is_far_closer_than_the_claim() -> None:
-    errors = sorted(
-        abs((found.peak_allocated_bytes - workspace) / answer_of(row).peak_allocated_bytes - 1)
-        for row in ROWS
-        for found, workspace in [predicted(row)]
-    )
-    assert errors[len(errors) // 2] <= 0.0005
-
-
-def test_sixty_configurations_over_eight_architectures_are_claimed() -> None:
-    requests = [row.request for row in ROWS]
+def test_many_configurations_are_claimed_and_half_are_far_closer_than_the_claim() -> None:
+    requests, of_zero = [row.request for row in ROWS], [row.request for row in ZERO_ROWS]
     assert len(requests) >= 60
     assert len({request.model_config["model_type"] for request in requests}) >= 8
     assert {8, 64, 512} <= {request.num_ranks for request in requests if request.sharding is Sharding.FSDP}
-    for axis in ("method", "precision", "checkpointing", "loss", "accumulation", "rows_per_example"):
-        assert len({getattr(request, axis) for request in requests}) >= 2, axis
-
-
-def test_the_load_event_is_what_a_dry_run_loads() -> None:
+    assert {request.sharding for request in of_zero} == {each for each in Sharding if each.uses_deepspeed}
+    for found, axes in (
+        (requests, ("method", "precision", "checkpointing", "loss", "accumulation", "rows_per_example")),
+        (of_zero, ("method", "precision", "num_ranks", "accumulation", "loss", "optimizer")),
+    ):
+        assert all(len({getattr(request, axis) for request in found}) >= 2 for axis in axes)
+    errors = []
     for row in ROWS:
-        loaded = answer_of(row).events["load"]
-        assert predicted(row)[0].events["load"] == pytest.approx(loaded, rel=0.01), row.name
+        estimate, workspace = predicted(row)
+        errors.append(abs((estimate.peak_allocated_bytes - workspace) / answer_of(row).peak_allocated_bytes - 1))
+    assert median(errors) <= 0.0005

@@ -4,14 +4,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from configuration_factory import configurations_of
 from estimate_factory import LLAMA_1B, LLAMA_8B, QWEN_HALF_B, TINY, configuration, cpu, gpu
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.configuration import Configuration, forget, once, same_for_all
+from shardwise.trainer.planning.configuration import Configuration, forget, same_for_all
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.activations import block_activations
 from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of, policy_of_one
@@ -53,11 +52,9 @@ def test_what_is_shared_is_what_each_configuration_has_alone(
 ) -> None:
     """Also after a neighbour was computed, whose strategy may be the same where the function reads it."""
     chosen = replace(
-        chosen,
-        policy=replace(chosen.policy, rows_per_example=rows_per_example),
-        lora=LoraJob(dora=has_dora),
+        chosen, policy=replace(chosen.policy, rows_per_example=rows_per_example), lora=LoraJob(dora=has_dora),
         galore=GaloreJob(layerwise=is_layerwise),
-    )
+    )  # fmt: skip
     strategy = replace(neighbour, precision=chosen.strategy.precision)
     forget()
     for function, others_of in SHARED.items():
@@ -67,13 +64,9 @@ def test_what_is_shared_is_what_each_configuration_has_alone(
         assert function(chosen, *others) == inspect.unwrap(function)(chosen, *others), function.__name__
 
 
-@pytest.fixture
-def computed() -> list[Configuration]:
-    """The configurations for which a test's function was computed."""
-    return []
+def test_a_function_is_computed_once_for_all_values_of_what_it_ignores() -> None:
+    computed: list[Configuration] = []
 
-
-def test_a_function_is_computed_once_for_all_values_of_what_it_ignores(computed: list[Configuration]) -> None:
     @same_for_all(micro_batch=1)
     def length(chosen: Configuration, factor: int) -> int:
         computed.append(chosen)
@@ -85,35 +78,16 @@ def test_a_function_is_computed_once_for_all_values_of_what_it_ignores(computed:
     assert length(replace(chosen, seq_len=7), 3) == 21 and length(chosen, 2) == 2 * chosen.seq_len
     assert len(computed) == 3
 
-
-def test_a_function_that_reads_a_part_is_computed_once_for_each_value_of_it(computed: list[Configuration]) -> None:
     @same_for_all("strategy.precision")
     def width(chosen: Configuration) -> int:
         computed.append(chosen)
         return chosen.strategy.precision.compute_bytes
 
     for precision, optimizer in (
-        (Precision.BF16, Optimizer.ADAMW), (Precision.BF16, Optimizer.LION), (Precision.FP32, Optimizer.ADAMW)
-    ):  # fmt: skip
+        (Precision.BF16, Optimizer.ADAMW),
+        (Precision.BF16, Optimizer.LION),
+        (Precision.FP32, Optimizer.ADAMW),
+    ):
         chosen = configuration(Sharding.FSDP, num_ranks=2, precision=precision, optimizer=optimizer)
         assert width(chosen) == precision.compute_bytes
-    assert len(computed) == 2
-
-
-def test_results_are_forgotten_when_a_constant_was_changed() -> None:
-    constants = {"factor": 2}
-
-    @once
-    def doubled(number: int) -> int:
-        return constants["factor"] * number
-
-    @same_for_all()
-    def length(chosen: Configuration) -> int:
-        return constants["factor"] * chosen.seq_len
-
-    chosen = configuration(Sharding.FSDP, num_ranks=2, seq_len=100)
-    assert (doubled(4), length(chosen)) == (8, 200)
-    constants["factor"] = 3
-    assert (doubled(4), length(chosen)) == (8, 200)
-    forget()
-    assert (doubled(4), length(chosen)) == (12, 300)
+    assert len(computed) == 3 + 2, "once for each value of the part that it reads"

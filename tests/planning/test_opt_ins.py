@@ -1,4 +1,6 @@
-"""Gains of opting in: those of the plan that each opt-in would lead to."""
+"""Gains of opting in: those of the plan that each opt-in would lead to; TF32 where it gains and nowhere else."""
+
+from typing import Any
 
 import pytest
 from planning_factory import machine, plan_of
@@ -11,7 +13,7 @@ from shardwise.trainer.planning.search.configurations import SAME_SPEED
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Method
+from shardwise.trainer.spec.strategy import Method, Precision
 from shardwise.trainer.spec.units import GIB
 
 CASES = [
@@ -71,3 +73,36 @@ def test_where_state_is_offloaded_more_sharding_can_be_faster() -> None:
     taken = found_in(plan)[Allowance.OPTIMIZER_8BIT].candidate
     assert taken.strategy.sharding.facts.zero_stage > plan.chosen.strategy.sharding.facts.zero_stage
     assert taken.speed.step_s < plan.chosen.speed.step_s
+
+
+FP32 = {"precision": Precision.FP32, "compile": False}
+
+
+def plan_in(spec: str, *allow: Allowance, pin: dict[str, Any] = FP32) -> Plan:
+    return plan_of("1b", spec, allow=(Allowance.OFFLOAD_CPU, *allow), pin=pin)
+
+
+def test_a_pinned_fp32_is_told_what_tf32_would_gain():
+    exact = plan_in("1xH100-SXM5-80GB")
+    assert not exact.chosen.tf32
+    allowed = plan_in("1xH100-SXM5-80GB", Allowance.TF32)
+    assert allowed.chosen.tf32
+    assert found_in(exact)[Allowance.TF32].candidate.speed.step_s == pytest.approx(allowed.chosen.speed.step_s)
+    assert allowed.chosen.speed.step_s < exact.chosen.speed.step_s / 2
+    assert Allowance.TF32 not in found_in(allowed)
+    peaks = [found.chosen.speed.peak_flops_per_s for found in (allowed, exact)]
+    assert peaks[0] is not None and peaks[1] is not None and peaks[0] > 5 * peaks[1], "its share is of its own peak"
+
+
+@pytest.mark.parametrize(
+    ("spec", "pin"),
+    [
+        ("1xH100-SXM5-80GB", {}),  # bf16-mixed has no fp32 products to round
+        ("1xV100-32GB", FP32),  # without such units
+        ("1xRTX-3090", FP32),  # whose datasheet has one rate for both
+        ("1xCPU", FP32),
+    ],
+)
+def test_it_is_neither_offered_nor_taken_where_it_gains_nothing(spec: str, pin: dict[str, Any]):
+    assert Allowance.TF32 not in found_in(plan_in(spec, pin=pin))
+    assert not plan_in(spec, Allowance.TF32, pin=pin).chosen.tf32

@@ -73,14 +73,9 @@ EXTENSION = Extension(path="/mine.py", sha256="0", hooks=(Hook.LOSS,))
     [
         ({"loss": LossHead.FUSED_LINEAR}, None, pairs(), "fused_linear and train.objective: dpo"),
         ({}, EXTENSION, pairs(), "train.objective: dpo and the loss of extensions"),
-        (
-            {"loss": LossHead.CHUNKED},
-            EXTENSION,
-            data_of(),
-            "pin.loss: chunked and the loss of extensions",
-        ),
+        ({"loss": LossHead.CHUNKED}, EXTENSION, data_of(), "pin.loss: chunked and the loss of extensions"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_go_together_is_said_before_anything_runs(
     pin: dict[str, Any], extension: Extension | None, data: DataProfile, message: str
 ) -> None:

@@ -15,12 +15,8 @@ from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead
 
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _OTHERS = (
-    "falcon 40b",
-    "falcon rw",
-    "phi with norms and groups",
-    "stablelm with everything",
-    "gemma3 with a capped head",
-)
+    "falcon 40b", "falcon rw", "phi with norms and groups", "stablelm with everything", "gemma3 with a capped head",
+)  # fmt: skip
 CONFIGS = {**TINY, **{name: VARIANTS[name] for name in _OTHERS}, "gpt2": {**TINY["gpt2"], **_NO_DROPOUT}}
 CONFIGS["opt"] = {**TINY["opt"], "dropout": 0.0}
 CONFIGS["gpt_bigcode"] = {**TINY["gpt_bigcode"], **_NO_DROPOUT}

@@ -2,15 +2,14 @@
 
 import bz2
 import gzip
-import io
 import json
 import lzma
 import re
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from prepare_request_factory import written_source
+from table_files import arrow_of, parquet_of
 
 from shardwise.trainer.runtime.data.sources.files import BadRow, read_rows
 from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape, example_of
@@ -46,17 +45,11 @@ def row(**columns):
 
 
 def parquet(**columns):
-    stream = io.BytesIO()
-    pq.write_table(pa.table(columns), stream)
-    return stream.getvalue()
+    return parquet_of(pa.table(columns))
 
 
 def arrow(**columns):
-    stream = io.BytesIO()
-    table = pa.table(columns)
-    with pa.ipc.new_stream(stream, table.schema) as writer:
-        writer.write_table(table, max_chunksize=100)
-    return stream.getvalue()
+    return arrow_of(pa.table(columns), 100)
 
 
 BAD_ROWS = [  # of each what its complaint must name, as a regular expression

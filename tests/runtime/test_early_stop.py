@@ -7,7 +7,7 @@ import pytest
 import torch
 from attempt_runs import losses_of, run_attempt
 from msgspec.structs import replace
-from rank_factory import rank_plan, write_rows
+from rank_factory import rank_plan
 from safetensors.torch import load_file
 
 from shardwise.trainer.runtime.loop.objectives import evaluations_without_gain
@@ -20,11 +20,6 @@ from shardwise.trainer.spec.report import Ending, Evaluation
 
 PATIENCE = 3
 NAN = float("nan")
-
-
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory) -> Path:
-    return write_rows(tmp_path_factory.mktemp("data") / "rows")
 
 
 def stopping(plan: Plan, *, patience: int | None = PATIENCE, best: str | None = "eval_loss", keep: int = 1) -> Plan:
@@ -57,17 +52,10 @@ def evaluations(losses: Sequence[float]) -> list[Evaluation]:
 @pytest.mark.parametrize(
     ("losses", "count"),
     [
-        ([], 0),
-        ([2.0], 0),
-        ([2.0, 1.0], 0),
-        ([2.0, 2.0], 1),
-        ([2.0, 3.0, 2.5], 2),
-        ([2.0, 3.0, 1.9], 0),
-        ([1.0, 3.0, 2.0, 1.0], 3),
-        ([2.0, NAN], 1),
-        ([NAN, 2.0, 2.1], 1),
+        ([], 0), ([2.0], 0), ([2.0, 1.0], 0), ([2.0, 2.0], 1), ([2.0, 3.0, 2.5], 2), ([2.0, 3.0, 1.9], 0),
+        ([1.0, 3.0, 2.0, 1.0], 3), ([2.0, NAN], 1), ([NAN, 2.0, 2.1], 1),
     ],
-)
+)  # fmt: skip
 def test_only_a_lower_loss_is_a_gain(losses, count):
     assert evaluations_without_gain(evaluations(losses)) == count
 

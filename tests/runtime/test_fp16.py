@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attempt_runs import reset_accelerate
-from rank_factory import SEED, rank_plan, write_rows
+from rank_factory import SEED, rank_plan
 from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.data.batches import step_micro_batches
@@ -16,27 +16,16 @@ from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
 from shardwise.trainer.runtime.engines.zero import EngineScaler
-from shardwise.trainer.runtime.loop.objectives import evaluate
 from shardwise.trainer.runtime.loop.step import StepResult, run_step
 from shardwise.trainer.runtime.models.build import build_trainable
 from shardwise.trainer.runtime.optimizers import build_optimizer
-from shardwise.trainer.runtime.precision.mixed_precision import (
-    INIT_SCALE,
-    AmpScaler,
-    install_precision,
-    precision_facts,
-)
+from shardwise.trainer.runtime.precision.mixed_precision import INIT_SCALE, AmpScaler, install_precision
 from shardwise.trainer.runtime.run.clock import Clock
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Checkpointing, Precision
-
-
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory) -> Path:
-    return write_rows(tmp_path_factory.mktemp("data") / "rows")
+from shardwise.trainer.spec.strategy import Precision
 
 
 @pytest.fixture(autouse=True)
@@ -109,20 +98,6 @@ class Gradients:
     def note(self, grad: torch.Tensor) -> torch.Tensor:
         self.seen.append(grad.abs().max().item())
         return grad * math.inf if len(self.seen) - 1 == self.overflow_in else grad
-
-
-def test_products_are_fp16_and_weights_gradients_and_loss_fp32(cache_dir):
-    training = Training(fp16_plan(cache_dir, checkpointing=Checkpointing.FULL))
-    outputs, gradients, losses = set(), set(), set()
-    training.model.model.layers[0].mlp.down_proj.register_forward_hook(
-        lambda _module, _inputs, out: outputs.add(out.dtype)
-    )
-    training.model.register_forward_hook(lambda _module, _inputs, loss: losses.add(loss.dtype))
-    for parameter in training.model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: gradients.add(p.grad.dtype))
-    training.run(1)
-    assert (outputs, gradients, losses) == ({torch.float16}, {torch.float32}, {torch.float32})
-    assert {parameter.dtype for parameter in training.model.parameters()} == {torch.float32}
 
 
 def test_training_follows_fp32(cache_dir):
@@ -241,37 +216,6 @@ def test_gradients_that_overflow_unscaled_end_the_run(cache_dir):
     assert training.run_one().was_skipped
     with pytest.raises(EnvironmentFaultError, match=r"loss scale 1, after 2 skipped steps"):
         training.run_one()
-
-
-def test_the_report_says_what_was_scaled(cache_dir):
-    training = Training(fp16_plan(cache_dir))
-    Gradients(training.model, overflow_in=0)
-    training.run(2)
-    assert precision_facts(training.installed, training.scaler) == {
-        "autocast": "float16", "loss scale": "32768", "skipped steps": "1",
-    }  # fmt: skip
-
-
-def test_other_precisions_have_no_scaler_and_no_autocast_of_ours(cache_dir):
-    for precision in (Precision.FP32, Precision.BF16_MIXED, Precision.BF16):
-        training = Training(rank_plan(cache_dir, precision=precision, micro_batch=8, accumulation=1))
-        assert training.scaler is None
-        assert precision_facts(training.installed, None) == {}
-        assert training.run_one().loss_scale is None
-
-
-def test_the_score_is_taken_in_fp16_too(cache_dir):
-    training = Training(fp16_plan(cache_dir))
-    outputs = set()
-    training.model.model.layers[0].mlp.down_proj.register_forward_hook(
-        lambda _module, _inputs, out: outputs.add(out.dtype)
-    )
-    rows = TokenRows.open(cache_dir, "eval")
-    found = evaluate(training.accelerator, training.model, rows, training.plan, step=0)
-    assert outputs == {torch.float16}
-    expected = Training(fp32_plan(cache_dir))
-    score = evaluate(expected.accelerator, expected.model, rows, expected.plan, step=0)
-    assert found.loss == pytest.approx(score.loss, abs=1e-3) and found.loss != score.loss
 
 
 @pytest.mark.parametrize("change", [{"optimizer_in_backward": True}, {"optimizer": Optimizer.LOMO}])

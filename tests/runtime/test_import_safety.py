@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from export_factory import write_base
 from import_factory import (
     FIRST,
     MASTERS,
@@ -47,11 +46,6 @@ class Bomb:
 
     def __reduce__(self):
         return (os.system, (f"touch '{self.marker}'",))
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    return write_base(tmp_path_factory.mktemp("models") / "base")
 
 
 @pytest.fixture
@@ -226,17 +220,10 @@ def with_tokenizer(base: Path, folder: Path) -> Path:
 
 
 LINKS: dict[str, Callable[..., Path]] = {
-    "config.json": saved_by_torch,
-    "pytorch_model.bin": saved_by_torch,
-    f"global_step2/{STATES}": zero,
-    f"global_step2/{MASTERS.format(1)}": zero,
-    "latest": zero,
-    ".metadata": distributed,
-    "__0_0.distcp": distributed,
-    "adapter_model.bin": adapter,
-    "adapter_config.json": adapter,
-    "tokenizer.json": with_tokenizer,
-}
+    "config.json": saved_by_torch, "pytorch_model.bin": saved_by_torch, f"global_step2/{STATES}": zero,
+    f"global_step2/{MASTERS.format(1)}": zero, "latest": zero, ".metadata": distributed, "__0_0.distcp": distributed,
+    "adapter_model.bin": adapter, "adapter_config.json": adapter, "tokenizer.json": with_tokenizer,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -245,11 +232,9 @@ def test_a_link_out_of_the_folder_is_refused(name, base, tmp_path):
     (folder / name).rename(tmp_path / "outside")
     (folder / name).symlink_to(tmp_path / "outside")
     assert_refused(
-        folder,
-        tmp_path / "out",
-        rf"{re.escape(Path(name).name)}: .*\blink\b",
+        folder, tmp_path / "out", rf"{re.escape(Path(name).name)}: .*\blink\b",
         base=str(base) if LINKS[name] is adapter else None,
-    )
+    )  # fmt: skip
 
 
 def test_latest_that_names_a_folder_elsewhere_is_refused(base, tmp_path):

@@ -157,13 +157,3 @@ def test_exactly_what_the_job_names_has_labels(name, loss_on, folder_of, tmp_pat
     elif loss_on is LossOn.COMPLETION:
         expected = list(map(only_last, expected))
     assert found == sorted(expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "loss_on"),
-    [*((name, LossOn.AUTO) for name in FAMILIES), ("chatml", LossOn.COMPLETION), ("llama2", LossOn.ASSISTANT)],
-)
-def test_a_prompt_of_messages_has_no_labels_and_its_completion_has(name, loss_on, folder_of, tmp_path):
-    family = FAMILIES[name]
-    made = prepared(folder_of(family), family, name, [COMPLETION], tmp_path, loss_on=loss_on)
-    assert [marked(each, made.tokenizer, family) for each in made.documents] == of_family(name)[1][:1]

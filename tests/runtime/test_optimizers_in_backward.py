@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_factory import random_gradients, random_loss, tiny_llama, train_steps
+from optimizer_factory import random_loss, tiny_llama, train_steps
 from report_factory import make_candidate
 from torch import nn
 from transformers.optimization import Adafactor
@@ -46,12 +46,9 @@ def gradients_alive(kind: Optimizer, *, in_backward: bool) -> list[int]:
 
 
 def candidate(
-    kind: Optimizer = Optimizer.ADAMW,
-    *,
-    sharding: Sharding = Sharding.NONE,
-    precision: Precision = Precision.FP32,
+    kind: Optimizer = Optimizer.ADAMW, *, sharding: Sharding = Sharding.NONE, precision: Precision = Precision.FP32,
     **settings: Any,
-):
+):  # fmt: skip
     strategy = Strategy(
         name="row", sharding=sharding, offload=Offload.NONE, optimizer=kind, precision=precision, is_exact=True
     )
@@ -76,10 +73,6 @@ def test_the_weights_are_those_of_an_update_after_the_backward_pass(kind):
 @pytest.mark.parametrize("kind", [*INSIDE, Optimizer.ADAMW, Optimizer.ADAMW_8BIT])
 def test_no_two_gradients_are_ever_alive(kind):
     assert gradients_alive(kind, in_backward=True) == [1] * 21
-
-
-def test_an_update_after_the_backward_pass_has_all_of_them():
-    assert gradients_alive(Optimizer.SGD, in_backward=False)[-1] == 21
 
 
 @pytest.mark.parametrize("kind", INSIDE)
@@ -114,18 +107,6 @@ def test_adalomos_update_is_adafactors_inside_the_backward_pass():
     train_steps(theirs, adafactor, range(5), lr=1e-2)
     for name, parameter in ours.named_parameters():
         assert torch.allclose(parameter, theirs.get_parameter(name), rtol=1e-5, atol=1e-7), name
-
-
-def test_adalomo_bounds_the_update_of_each_matrix():
-    llama = tiny_llama()
-    before = [parameter.detach().clone() for parameter in llama.parameters()]
-    built = build_optimizer(Optimizer.ADALOMO, llama, lr=1e-2, weight_decay=0.0)
-    random_gradients(llama, step=0)
-    for parameter in llama.parameters():
-        parameter.grad.mul_(1e6)
-    built.step()
-    for old, new in zip(before, llama.parameters(), strict=True):
-        assert (new - old).norm() <= 1.0001e-2 * old.norm()
 
 
 @pytest.mark.parametrize("kind", INSIDE)

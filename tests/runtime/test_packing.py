@@ -6,9 +6,19 @@ import pytest
 import torch
 from architecture_factory import TINY, VARIANTS
 from estimate_factory import config, configuration, cpu, shape_of
-from flash_stand_in import load_stand_in
 from hub_kernel_factory import KERNEL
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_flash_attention_utils
+from torch_flash_kernel.interface import flash_attn_varlen_func
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    modeling_flash_attention_utils,
+)
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.masking_utils import flash_attention_mask
+from transformers.models.falcon import modeling_falcon
 
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.runtime.attention.packed import FLASH
@@ -26,6 +36,24 @@ POSITIONS = torch.stack([torch.cat([torch.arange(length) for length in row]) for
 CHANGED = [(0, slice(0, 20)), (1, slice(3, 33))]
 UNCHANGED = [(0, slice(20, 48)), (1, slice(0, 3)), (1, slice(33, 48))]
 UNDER_FLASH = {name: fields for name, fields in {**TINY, **VARIANTS}.items() if name in TINY and name != "mpt"}
+
+
+def load_stand_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `name` an attention implementation that runs; rows of several documents must come with their bounds."""
+    library = modeling_flash_attention_utils
+    prepare = library._lazy_define_process_function(flash_attn_varlen_func)
+    loaded = {"_flash_fn": _of_one_document, "_flash_varlen_fn": flash_attn_varlen_func}
+    loaded |= {"_process_flash_kwargs_fn": prepare, "_process_with_kvcache_kwargs_fn": prepare}
+    for attribute, value in {**loaded, "_loaded_implementation": name}.items():
+        monkeypatch.setattr(library, attribute, value)
+    monkeypatch.setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", lambda self, name, **_: name)
+    monkeypatch.setattr(modeling_falcon, "_flash_attention_forward", library._flash_attention_forward, raising=False)
+    AttentionInterface.register(KERNEL, flash_attention_forward)  # as transformers does when it loads a kernel
+    AttentionMaskInterface.register(KERNEL, flash_attention_mask)
+
+
+def _of_one_document(*args: Any, **kwargs: Any) -> torch.Tensor:
+    raise AssertionError("rows of several documents came as rows of one")
 
 
 @pytest.fixture
@@ -55,13 +83,7 @@ def token_losses(model: PreTrainedModel, ids: torch.Tensor, places: list[tuple[i
 
 # The two names lead to one function of transformers: one of them is tried with every model type.
 @pytest.mark.parametrize(
-    ("flash_attn", "name"),
-    [
-        pytest.param(kernel, name, marks=() if kernel == FLASH or name == "mistral" else pytest.mark.long)
-        for kernel in (FLASH, KERNEL)
-        for name in UNDER_FLASH
-    ],
-    indirect=["flash_attn"],
+    ("flash_attn", "name"), [*((FLASH, name) for name in UNDER_FLASH), (KERNEL, "mistral")], indirect=["flash_attn"]
 )
 def test_flash_attn_is_told_the_documents_of_every_row(flash_attn, name):
     """Whatever the model hands on: another document changes no loss, and its own loss is that of eager attention."""

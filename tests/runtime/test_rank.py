@@ -1,83 +1,40 @@
-"""One rank, started as `accelerate launch` starts it: what it writes, how it stops, resumes, and how it ends."""
+"""One rank, started as `accelerate launch` starts it: what it imports and writes, how it stops, resumes, and ends."""
 
 import json
-import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from lone_rank import (
+    ENDLESS,
+    POLL_S,
+    TIMEOUT_S,
+    losses_of,
+    report_of,
+    run_rank,
+    start_rank,
+    stop_after_step,
+    wait_for_step,
+)
+from msgspec.structs import replace
 from rank_factory import NUM_EVAL_ROWS, rank_plan, write_attempt, write_rows
 from spoilt_rows import spoil
 
 from shardwise.trainer.runtime.data.cache import TokenLayout
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.messages.extension import Extension, Hook
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Report, RollBack
 from shardwise.trainer.spec.strategy import LossHead
-
-TIMEOUT_S = 300
-POLL_S = 0.02
-ENDLESS = 100_000  # steps: more than a rank can run before it is stopped, however slow the machine
-
-
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory) -> Path:
-    return write_rows(tmp_path_factory.mktemp("data") / "rows")
-
-
-def start(plan_path: Path, *arguments: str) -> "subprocess.Popen[bytes]":
-    """A rank in the background; what it prints goes to output.txt beside plan.json."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, "-m", "shardwise.trainer", str(plan_path), *arguments]
-    with plan_path.with_name("output.txt").open("wb") as output:
-        return subprocess.Popen(argv, env=environment, stdout=output, stderr=output)
-
-
-def run(plan_path: Path, *arguments: str, expected_code: int = 0) -> str:
-    """What a rank prints; asserts the code of its process."""
-    code = start(plan_path, *arguments).wait(timeout=TIMEOUT_S)
-    output = plan_path.with_name("output.txt").read_text()
-    assert code == expected_code, output
-    return output
-
-
-def report_of(plan_path: Path) -> Report:
-    return codec.read(plan_path.with_name("report.json"), Report)
-
-
-def losses_of(run_dir: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines}
-
-
-def wait_for_step(run_dir: Path, step: int, process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (run_dir / "metrics.jsonl").exists() or step not in losses_of(run_dir):
-        assert process.poll() is None, "the rank ended before this step"
-        assert time.monotonic() < deadline, "the rank made no progress"
-        time.sleep(POLL_S)
-
-
-def stop_after_step(plan_path: Path, step: int) -> Report:
-    """Runs a rank until it has done this step, and has it stop as Slurm does before a preemption."""
-    rank = start(plan_path)
-    wait_for_step(plan_path.parents[2], step, rank)
-    rank.send_signal(signal.SIGUSR1)
-    assert rank.wait(timeout=TIMEOUT_S) == 0
-    report = report_of(plan_path)
-    assert report.ending is Ending.PREEMPTED
-    return report
 
 
 def plan_with(cache_dir: Path, **changes: Any) -> Plan:
@@ -88,7 +45,7 @@ def plan_with(cache_dir: Path, **changes: Any) -> Plan:
 def finished(tmp_path_factory, cache_dir) -> Path:
     """plan.json of an attempt that ran to its end."""
     plan_path = write_attempt(tmp_path_factory.mktemp("run"), plan_with(cache_dir))
-    run(plan_path, "--log-dir", str(plan_path.parent / "logs"))
+    run_rank(plan_path, "--log-dir", str(plan_path.parent / "logs"))
     return plan_path
 
 
@@ -116,7 +73,7 @@ def test_speed_counts_what_goes_through_the_model_and_learned_tokens_beside_it(t
     (masked / "learned.bin").write_bytes(np.packbits(is_learned, bitorder="little").tobytes())
     plan = plan_with(masked, num_steps=5, eval_every_steps=None, checkpoint_every_steps=None)
     plan_path = write_attempt(tmp_path / "run", plan)
-    run(plan_path)
+    run_rank(plan_path)
     lines = [json.loads(line) for line in (plan_path.parents[2] / "metrics.jsonl").read_text().splitlines()]
     before = {"tokens": 0, "targets": 0}
     for line in lines:
@@ -137,7 +94,7 @@ def test_a_return_to_a_checkpoint_is_in_the_report(tmp_path, cache_dir):
         cache_dir, optimizer_in_backward=True, micro_batch=8, accumulation=1, clip=0.0, loss=LossHead.EAGER
     )
     plan_path = write_attempt(tmp_path / "run", spoil(plan, tmp_path / "extension", [5]))
-    run(plan_path)
+    run_rank(plan_path)
     assert report_of(plan_path).roll_backs == (RollBack(from_step=5, to_step=3),)
 
 
@@ -156,20 +113,12 @@ def test_the_rank_registers_itself_and_logs_where_it_was_told(finished):
     assert json.loads((finished.parent / "status.json").read_text()) == {"phase": "finished", "step": 6}
 
 
-def test_the_export_loads_without_shardwise(finished):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(finished.parents[2] / "export")
-    assert model.num_parameters() == 106_816
-    assert model.config.use_cache is True
-
-
 def test_a_finished_attempt_started_again_overwrites_nothing_and_has_the_same_losses(finished):
     run_dir = finished.parents[2]
     before = {
         path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file() and path.name != "output.txt"
     }
-    output = run(finished)
+    output = run_rank(finished)
     (again,) = finished.parent.glob("again-*")
     assert str(again) in output
     assert {path: path.stat().st_mtime_ns for path in before} == before
@@ -194,7 +143,7 @@ def test_a_run_that_was_stopped_and_resumed_has_the_losses_of_one_that_was_not(t
 
 def test_ctrl_c_is_left_to_the_supervisor(tmp_path, cache_dir):
     plan_path = write_attempt(tmp_path, plan_with(cache_dir, num_steps=ENDLESS, eval_every_steps=None))
-    rank = start(plan_path)
+    rank = start_rank(plan_path)
     wait_for_step(tmp_path, 1, rank)
     rank.send_signal(signal.SIGINT)
     wait_for_step(tmp_path, max(losses_of(tmp_path)) + 3, rank)
@@ -207,7 +156,7 @@ def test_out_of_memory_is_an_orderly_end(tmp_path, cache_dir):
     plan = plan_with(cache_dir, micro_batch=512, sequences_per_step=1024, loss=LossHead.EAGER)
     capped = msgspec.structs.replace(plan.hardware, vram_cap_bytes=24 * 2**20)
     plan_path = write_attempt(tmp_path, msgspec.structs.replace(plan, hardware=capped))
-    run(plan_path, expected_code=0)
+    run_rank(plan_path, expected_code=0)
     report = report_of(plan_path)
     assert report.ending is Ending.OUT_OF_MEMORY and report.exit_code == ExitCode.OUT_OF_MEMORY
     assert report.verified is not None, "the model itself did fit"
@@ -216,19 +165,10 @@ def test_out_of_memory_is_an_orderly_end(tmp_path, cache_dir):
 
 def test_resuming_where_there_is_nothing_is_an_error_in_the_report(tmp_path, cache_dir):
     plan_path = write_attempt(tmp_path, msgspec.structs.replace(plan_with(cache_dir), resume=True))
-    run(plan_path, expected_code=1)
+    run_rank(plan_path, expected_code=1)
     report = report_of(plan_path)
     assert report.ending is Ending.FAILED and report.exit_code == ExitCode.ENVIRONMENT
     assert report.error is not None and f"--resume: {tmp_path}" in report.error
-
-
-def test_a_rank_of_another_world_size_than_planned_refuses_to_train(tmp_path, cache_dir):
-    plan_path = write_attempt(tmp_path, plan_with(cache_dir, sharding=Sharding.DDP, num_ranks=2))
-    run(plan_path, expected_code=1)
-    report = report_of(plan_path)
-    assert report.ending is Ending.FAILED
-    assert report.error is not None and re.match(r"ranks\b.*\b2\b.*\b1\b", report.error)
-    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_rank_ends_when_its_parent_is_killed(tmp_path, cache_dir):
@@ -243,3 +183,57 @@ def test_a_rank_ends_when_its_parent_is_killed(tmp_path, cache_dir):
     while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
         assert time.monotonic() < deadline, "the rank outlived its launcher"
         time.sleep(POLL_S)
+
+
+PYTHON = Path(sys.prefix, "bin", "python")
+NOT_IMPORTED = (
+    # engines, methods, optimizers and kernels that another plan names
+    "deepspeed", "peft", "bitsandbytes", "trl", "galore_torch", "torchao", "transformer_engine", "liger_kernel",
+    "kernels", "flash_attn", "shardwise.trainer.runtime.optimizers.eight_bit",
+    # data is read from prepared rows
+    "datasets", "pyarrow", "pandas", "shardwise.trainer.runtime.data.prepare",
+    # the export and what checks it
+    "onnx", "onnxruntime", "onnxscript",
+    "shardwise.trainer.runtime.export.run", "shardwise.trainer.runtime.export.check",
+    # metrics leave through another process
+    "wandb", "tensorboard", "torch.utils.tensorboard",
+    # what no training of text needs
+    "scipy", "sklearn", "matplotlib", "torchvision", "torchaudio", "librosa",
+    # starting and planning
+    "launch", "slurm", "shardwise.trainer.planning", "shardwise.trainer.simulation", "torch.distributed.run",
+)  # fmt: skip
+AT_FIRST_STEP = """
+import gc
+import json
+import os
+import sys
+
+def on_step(step, metrics):
+    seen = {{"modules": sorted(sys.modules), "collects": gc.isenabled(), "frozen": gc.get_freeze_count()}}
+    with open({path!r}, "w") as file:
+        json.dump(seen, file)
+    os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def first_step(tmp_path_factory) -> dict[str, object]:
+    """The modules of a rank at its first step, and what its garbage collector does then."""
+    folder = tmp_path_factory.mktemp("first-step")
+    body = AT_FIRST_STEP.format(path=str(folder / "seen.json"))
+    (folder / "mine.py").write_text(body)
+    extension = Extension(path=str(folder / "mine.py"), sha256=sha256(body.encode()).hexdigest(), hooks=(Hook.ON_STEP,))
+    plan = replace(rank_plan(write_rows(folder / "rows"), num_steps=2), extension=extension)
+    run_rank(write_attempt(folder / "run", plan), python=str(PYTHON))
+    seen: dict[str, object] = json.loads((folder / "seen.json").read_text())
+    return seen
+
+
+def test_it_has_imported_nothing_that_its_plan_does_not_use(first_step):
+    modules = first_step["modules"]
+    assert "transformers.models.llama.modeling_llama" in modules
+    assert [name for name in modules if any(f"{name}.".startswith(f"{other}.") for other in NOT_IMPORTED)] == []
+
+
+def test_the_garbage_collector_is_on_and_leaves_out_what_the_imports_made(first_step):
+    assert first_step["collects"] and first_step["frozen"] > 100 * len(first_step["modules"])

@@ -5,7 +5,6 @@ Held for the lowest version that pyproject.toml allows and for the locked one, b
 version has renamed what it passes.
 """
 
-import ast
 import inspect
 from functools import cache
 
@@ -29,32 +28,8 @@ def captured(library: str, version: str) -> dict[str, list[inspect.Signature]]:
         name, has_signature, rest = line.partition("(")
         found.setdefault(name, [])
         if has_signature:
-            found[name].append(signature_of(rest.removesuffix(")")))
+            found[name].append(inspect.signature(eval(f"lambda {rest.removesuffix(')')}: None")))
     return found
-
-
-def signature_of(parameters: str) -> inspect.Signature:
-    """The signature that a captured list of parameters stands for."""
-    tree = ast.parse(f"def f({parameters}): ...").body[0]
-    assert isinstance(tree, ast.FunctionDef)
-    args, kinds = tree.args, inspect.Parameter
-    positional = [*args.posonlyargs, *args.args]
-    num_required = len(positional) - len(args.defaults)
-    found = [
-        inspect.Parameter(
-            arg.arg,
-            kinds.POSITIONAL_ONLY if index < len(args.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD,
-            default=kinds.empty if index < num_required else None,
-        )
-        for index, arg in enumerate(positional)
-    ]
-    found += [inspect.Parameter(args.vararg.arg, kinds.VAR_POSITIONAL)] if args.vararg else []
-    found += [
-        inspect.Parameter(arg.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None)
-        for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
-    ]
-    found += [inspect.Parameter(args.kwarg.arg, kinds.VAR_KEYWORD)] if args.kwarg else []
-    return inspect.Signature(found)
 
 
 def binds(call: Call, signature: inspect.Signature) -> bool:

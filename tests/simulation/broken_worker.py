@@ -17,16 +17,11 @@ from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
 
 REQUEST = SimulationRequest(
     model_config={
-        "model_type": "llama",
-        "vocab_size": 1024,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "model_type": "llama", "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
     },
     seq_len=512,
-)
+)  # fmt: skip
 _silu, _attention = functional.silu, functional.scaled_dot_product_attention
 _add = step.Sums.add
 _retained: list[step.Terms] = []
@@ -53,13 +48,11 @@ def keep_terms(self: Any, terms: step.Terms, **given: int) -> None:
 
 
 BREAKS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "nothing": nullcontext,
-    "masks": lambda: replaced(step, known_rows=lambda **_: nullcontext()),
-    "sums": lambda: replaced(step.Sums, add=keep_terms),
-    "silu": lambda: without(functional, silu=_silu),
+    "nothing": nullcontext, "masks": lambda: replaced(step, known_rows=lambda **_: nullcontext()),
+    "sums": lambda: replaced(step.Sums, add=keep_terms), "silu": lambda: without(functional, silu=_silu),
     "attention": lambda: without(functional, scaled_dot_product_attention=_attention),
     "autocast": lambda: without(torch.cuda.amp.common, amp_definitely_not_available=lambda: True),
-}
+}  # fmt: skip
 
 
 def reported(what: str) -> str:

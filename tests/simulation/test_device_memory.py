@@ -3,6 +3,7 @@
 import torch
 
 from shardwise.trainer.simulation.device_memory import Kind, Tracker
+from shardwise.trainer.simulation.kernels import LigerLoss
 
 KILO = 1000  # elements of fp32: 4000 bytes
 
@@ -27,6 +28,21 @@ def test_the_largest_moment_of_each_event_is_kept() -> None:
         more = torch.empty(KILO)
     assert tracker.events == {"first": 12000, "second": 8000}
     assert (tracker.peak_event, tracker.peak_bytes, retained.numel() + more.numel()) == ("first", 12000, 2 * KILO)
+
+
+def test_an_event_that_allocates_nothing_holds_what_was_there_before() -> None:
+    with Tracker("cpu") as tracker:
+        retained = torch.empty(KILO)
+        tracker.begin("clip")
+    assert tracker.events["clip"] == 4000 == retained.nbytes
+
+
+def test_ligers_loss_sums_the_gradient_of_the_head_in_fp32() -> None:
+    hidden, head = (torch.zeros(size, 16, dtype=torch.bfloat16, requires_grad=True) for size in (8, KILO))
+    with Tracker("cpu") as tracker:
+        LigerLoss()(head, hidden, torch.zeros(8, dtype=torch.long), None)
+    in_fp32_and_rounded = (4 + 2) * head.numel()
+    assert in_fp32_and_rounded <= tracker.peak_bytes < in_fp32_and_rounded + 10_000
 
 
 def test_what_is_known_later_counts_at_the_peak_that_was() -> None:

@@ -1,5 +1,6 @@
 """A tiny model on a CUDA device that is not there, in every engine that has a dry run."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,11 +8,12 @@ from dry_run_factory import GoldenResult, run_dry
 from estimate_factory import config
 from msgspec.structs import replace
 
+from shardwise.trainer.simulation.build import build_on_meta
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
 from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision, Quant
 
 VOCAB, HIDDEN, FFN, LAYERS = 4096, 256, 512, 2
 LLAMA = config(VOCAB, HIDDEN, FFN, LAYERS, 8, 4)
@@ -34,18 +36,14 @@ REQUESTS = {
     "fused": replace(BASE, optimizer=Optimizer.ADAMW_FUSED),
     "accumulating": replace(BASE, accumulation=2),
     "eager loss": replace(BASE, loss=LossHead.EAGER, model_config={**LLAMA, "num_hidden_layers": 3}),
-    "tied": replace(BASE, model_config={**LLAMA, "tie_word_embeddings": True}),
     "ddp": replace(BASE, sharding=Sharding.DDP, num_ranks=4),
     "lora": replace(BASE, method=Method.LORA, lora=LoraJob(rank=8)),
     "lora bf16": replace(BASE, method=Method.LORA, lora=LoraJob(rank=8), precision=BF16),
     "lora of two": replace(BASE, method=Method.LORA, lora=LoraJob(rank=8, targets=("q_proj", "v_proj"))),
     "qlora": replace(BASE, method=Method.QLORA, lora=LoraJob(rank=8)),
     "dora": replace(BASE, method=Method.LORA, lora=LoraJob(rank=8, dora=True)),
-    "qdora": replace(BASE, method=Method.QLORA, lora=LoraJob(rank=8, dora=True)),
-    "fsdp lora": fsdp(8, method=Method.LORA, lora=LoraJob(rank=8), checkpointing=FULL),
     "fsdp 2": fsdp(2, checkpointing=FULL),
     "fsdp 8": fsdp(8, checkpointing=FULL),
-    "fsdp 512": fsdp(512, checkpointing=FULL),
     "fsdp accumulating": fsdp(8, checkpointing=FULL, accumulation=2),
     "fsdp_grad_op": replace(fsdp(8, checkpointing=FULL), sharding=Sharding.FSDP_GRAD_OP),
     "hsdp": replace(fsdp(16, checkpointing=FULL), sharding=Sharding.HSDP, ranks_per_node=8),
@@ -67,18 +65,21 @@ REQUESTS = {
     "pairs gpt2": replace(BASE, rows_per_example=2, model_config=GPT2),
     "rows gpt2": replace(BASE, micro_batch=4, model_config=GPT2),
     "packed": replace(BASE, document_tokens=128),
-    "packed fsdp": fsdp(8, document_tokens=128, checkpointing=FULL),
-    "packed fp32": replace(BASE, document_tokens=128, precision=Precision.FP32),
-    "fp32": replace(BASE, precision=Precision.FP32),
     "four layers": replace(BASE, model_config=FOUR_LAYERS),
     "offloaded": replace(BASE, model_config=FOUR_LAYERS, activation_offload=True),
     "offloaded full": replace(BASE, model_config=FOUR_LAYERS, activation_offload=True, checkpointing=FULL),
-    "offloaded fsdp": fsdp(8, model_config=FOUR_LAYERS, activation_offload=True),
     "fp16": replace(BASE, precision=Precision.FP16_MIXED),
-    "mixture": replace(
-        BASE,
-        model_config={**config(VOCAB, HIDDEN, FFN, 2, 8, 4, model_type="mixtral"), "num_local_experts": 4},
-    ),
+    "mixture": replace(BASE,
+        model_config={**config(VOCAB, HIDDEN, FFN, 2, 8, 4, model_type="mixtral"), "num_local_experts": 4}),
+}  # fmt: skip
+MORE = {  # combinations of the above
+    "fsdp 512": fsdp(512, checkpointing=FULL),
+    "fsdp lora": fsdp(8, method=Method.LORA, lora=LoraJob(rank=8), checkpointing=FULL),
+    "packed fsdp": fsdp(8, document_tokens=128, checkpointing=FULL),
+    "packed fp32": replace(BASE, document_tokens=128, precision=Precision.FP32),
+    "offloaded fsdp": fsdp(8, model_config=FOUR_LAYERS, activation_offload=True),
+    "fp32": replace(BASE, precision=Precision.FP32),
+    "tied": replace(BASE, model_config={**LLAMA, "tie_word_embeddings": True}),
 }
 
 
@@ -87,29 +88,30 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GoldenResult]
     return run_dry(tmp_path_factory.mktemp("dry-runs"), REQUESTS)
 
 
-@pytest.mark.parametrize("name", REQUESTS)
-def test_the_parts_sum_to_the_peak_which_is_the_largest_event(results: dict[str, GoldenResult], name: str) -> None:
-    result = results[name]
+def check_sums(result: GoldenResult) -> None:
     assert sum(result.parts.values()) == result.peak_allocated_bytes
     assert result.peak_allocated_bytes == max(num for event, num in result.events.items() if event != "load")
     assert result.events[result.peak_event] == result.peak_allocated_bytes
     assert result.peak_allocated_bytes <= result.min_capacity_bytes <= result.peak_reserved_bytes
 
 
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_parts_sum_to_the_peak_which_is_the_largest_event(results: dict[str, GoldenResult], name: str) -> None:
+    check_sums(results[name])
+
+
+@pytest.mark.long
+@pytest.mark.products
+def test_the_parts_of_combinations_sum_to_the_peak(tmp_path: Path) -> None:
+    for result in run_dry(tmp_path, MORE).values():
+        check_sums(result)
+
+
 def test_every_event_of_a_step_is_seen_in_order(results: dict[str, GoldenResult]) -> None:
     assert list(results["eager loss"].events) == [
-        "load",
-        "forward_end",
-        "loss_backward",
-        "head_backward",
-        "norm_backward",
-        "block_backward_top",
-        "block_backward_middle",
-        "block_backward_bottom",
-        "gradients_complete",
-        "clip",
-        "optimizer_step",
-    ]
+        "load", "forward_end", "loss_backward", "head_backward", "norm_backward", "block_backward_top",
+        "block_backward_middle", "block_backward_bottom", "gradients_complete", "clip", "optimizer_step",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -141,10 +143,6 @@ def test_accumulation_carries_the_gradients_into_the_next_forward(results: dict[
     assert twice.events["optimizer_step"] == once.events["optimizer_step"]
 
 
-def test_a_tied_head_is_counted_once(results: dict[str, GoldenResult]) -> None:
-    assert results["none"].num_parameters - results["tied"].num_parameters == VOCAB * HIDDEN
-
-
 def test_adapters_are_fp32_except_where_all_is_bf16(results: dict[str, GoldenResult]) -> None:
     linears = [(HIDDEN, HIDDEN)] * 2 + [(HIDDEN, HIDDEN // 2)] * 2 + [(HIDDEN, FFN)] * 2 + [(FFN, HIDDEN)]
     trained = LAYERS * 8 * sum(inputs + outputs for inputs, outputs in linears)
@@ -157,11 +155,9 @@ def test_adapters_are_fp32_except_where_all_is_bf16(results: dict[str, GoldenRes
 
 def test_dora_trains_a_magnitude_a_row_and_measures_every_weight(results: dict[str, GoldenResult]) -> None:
     rows = LAYERS * (2 * HIDDEN + 2 * (HIDDEN // 2) + 2 * FFN + HIDDEN)
-    for dora, plain in (("dora", "lora"), ("qdora", "qlora")):
-        more = results[dora].num_trained_parameters - results[plain].num_trained_parameters
-        assert more == rows
-        held = results[dora].events["forward_end"] - results[plain].events["forward_end"]
-        assert held > 2 * 2 * rows // LAYERS * 1024, "the products of layers and adapters, of each of 1024 tokens"
+    assert results["dora"].num_trained_parameters - results["lora"].num_trained_parameters == rows
+    held = results["dora"].events["forward_end"] - results["lora"].events["forward_end"]
+    assert held > 2 * 2 * rows // LAYERS * 1024, "the products of layers and adapters, of each of 1024 tokens"
 
 
 def test_nf4_holds_half_a_byte_a_weight_and_its_scales(results: dict[str, GoldenResult]) -> None:
@@ -172,7 +168,19 @@ def test_nf4_holds_half_a_byte_a_weight_and_its_scales(results: dict[str, Golden
     assert 0 <= 2 * linear - linear / 2 - scales - saved < tables
 
 
-@pytest.mark.parametrize("num_ranks", [2, 8, 512])
+@pytest.mark.parametrize(
+    ("quant", "bytes_each", "others"), [(Quant.NF4, 4, 0), (Quant.NF4_DQ, 1 + 4 / 256, 4 * 256)], ids=["nf4", "nf4-dq"]
+)
+def test_a_scale_has_four_bytes_or_doubly_quantised_one_and_its_share_of_another(
+    quant: Quant, bytes_each: float, others: int
+) -> None:
+    model, _ = build_on_meta(replace(BASE, method=Method.QLORA, quant=quant))
+    layer = model.get_submodule("model.layers.0.mlp.up_proj.base_layer")
+    scales = {name: buffer.nbytes for name, buffer in layer.named_buffers() if "scale" in name and name != "mean_scale"}
+    assert sum(scales.values()) == HIDDEN * FFN / 64 * bytes_each + others
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
 def test_fsdp_divides_what_lasts_by_the_ranks(results: dict[str, GoldenResult], num_ranks: int) -> None:
     steady = results[f"fsdp {num_ranks}"].steady_allocated_bytes
     assert 0 <= steady - 12 * PARAMETERS / num_ranks < 8 * 40 * ROUNDING
@@ -184,13 +192,8 @@ def test_hsdp_divides_by_the_ranks_of_a_group_only(results: dict[str, GoldenResu
     assert results[name].steady_allocated_bytes == pytest.approx(full, rel=0.001)
 
 
-def test_more_ranks_need_less_each(results: dict[str, GoldenResult]) -> None:
-    peaks = [results[f"fsdp {ranks}"].peak_allocated_bytes for ranks in (2, 8, 512)]
-    assert peaks == sorted(peaks, reverse=True)
-
-
 def test_fsdp_cuts_a_model_before_it_has_memory(results: dict[str, GoldenResult]) -> None:
-    for num_ranks in (2, 8, 512):
+    for num_ranks in (2, 8):
         loaded = results[f"fsdp {num_ranks}"].events["load"]
         assert 0 <= loaded - 4 * PARAMETERS / num_ranks <= 80 * ROUNDING
 
@@ -211,11 +214,6 @@ def test_activations_in_host_ram_are_there_and_not_on_the_device(results: dict[s
     assert plain.pinned_host_bytes == 0
     boundary = 4 * 2 * 512 * HIDDEN  # the input of a block in fp32
     assert results["offloaded full"].pinned_host_bytes == 3 * boundary
-
-
-def test_grad_op_keeps_every_block_gathered_until_the_backward(results: dict[str, GoldenResult]) -> None:
-    difference = results["fsdp_grad_op"].events["norm_backward"] - results["fsdp 8"].events["norm_backward"]
-    assert difference >= (LAYERS - 1) * 2 * BLOCK
 
 
 def test_without_synchronisation_fsdp_keeps_whole_gradients_in_fp32(results: dict[str, GoldenResult]) -> None:

@@ -37,28 +37,19 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(),
-    Case(accumulation=2, optimizer=FUSED, loss=EAGER, is_tied=False),
-    Case(MIXED, checkpointing=FULL, loss=EAGER),
-    Case(MIXED, accumulation=2, is_tied=False),
+    Case(), Case(accumulation=2, optimizer=FUSED, loss=EAGER, is_tied=False),
+    Case(MIXED, checkpointing=FULL, loss=EAGER), Case(MIXED, accumulation=2, is_tied=False),
     Case(BF16, optimizer=FUSED, model_type="qwen2"),
     Case(attention=Attention.EAGER, checkpointing=FULL, model_type="qwen3"),
-]
+]  # fmt: skip
 
 
 def request_of(case: Case) -> SimulationRequest:
     return SimulationRequest(
         model_config=config(VOCAB, 192, 512, 2, 6, 2, is_tied=case.is_tied, model_type=case.model_type, head_dim=32),
-        precision=case.precision,
-        optimizer=case.optimizer,
-        micro_batch=4,
-        seq_len=128,
-        accumulation=case.accumulation,
-        checkpointing=case.checkpointing,
-        attention=case.attention,
-        loss=case.loss,
-        device_kind=DeviceKind.CPU,
-    )
+        precision=case.precision, optimizer=case.optimizer, micro_batch=4, seq_len=128, accumulation=case.accumulation,
+        checkpointing=case.checkpointing, attention=case.attention, loss=case.loss, device_kind=DeviceKind.CPU,
+    )  # fmt: skip
 
 
 def measured(request: SimulationRequest) -> MemoryFigures:

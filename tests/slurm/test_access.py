@@ -6,95 +6,68 @@ import pytest
 from msgspec.structs import replace
 from slurm_texts import partition_of, slurm_text
 
-from shardwise.slurm.access import (
-    NodeShare,
-    access_to,
-    allowed_nodes,
-    bounds_of,
-    in_order,
-    parse_associations,
-    parse_qos_limits,
-    share_within,
-    time_limit_of,
-)
-from shardwise.slurm.cluster import JobLimits, Partition
+from shardwise.slurm import access as rights
+from shardwise.slurm.cluster import JobLimits
 from shardwise.trainer.spec.units import GIB
 
-TEAM = partition_of("fake_nodes", "team")
-OPEN = partition_of("fake_nodes", "cpu")
-DEV = partition_of("nchc", "dev")
 ASSOCIATIONS = "theory|theory||long,normal|normal|||\ntheory|vision|gpu|normal||||\ntheory|guest||low|low|||\n\n"
-ALICE, BOB = (parse_associations(slurm_text("aurora", f"sacctmgr_{name}.txt")) for name in ("alice", "bob"))
 
 
-def aurora(name: str) -> Partition:
-    return partition_of("aurora", name)
-
-
-def rows(text: str) -> str:
-    """Associations written short: account|partition|qos|default qos."""
-    return "".join(f"|{row}|||\n" for row in text.splitlines())
+def aurora(partition: str, who: str, **asked: Any) -> rights.Access:
+    """What a user of the captured cluster with accounts may do there."""
+    return rights.access_to(
+        partition_of("aurora", partition),
+        rights.parse_associations(slurm_text("aurora", f"sacctmgr_{who}.txt")),
+        **asked,
+    )
 
 
 def test_rows_of_sacctmgr():
-    theory, vision, _ = parse_associations(ASSOCIATIONS)
+    theory, vision, _ = rights.parse_associations(ASSOCIATIONS)
     assert (theory.account, theory.is_default, theory.partition) == ("theory", True, None)
     assert (theory.qos, theory.default_qos) == (("long", "normal"), "normal")
     assert (vision.partition, vision.default_qos, vision.is_default) == ("gpu", None, False)
-    (limited,) = parse_associations("a|a||normal||3-00:00:00|cpu=24,gres/gpu=2|gres/gpu=10|\n")
+    (limited,) = rights.parse_associations("a|a||normal||3-00:00:00|cpu=24,gres/gpu=2|gres/gpu=10|\n")
     assert (limited.limits.source, limited.limits.max_time_s) == ("account a", 3 * 86400)
     assert (limited.limits.per_job, limited.limits.together) == ({"cpu": 24, "gres/gpu": 2}, {"gres/gpu": 10})
-    found = parse_qos_limits("p_dev|04:00:00|gres/gpu=32,node=4||||DenyOnLimit,OverPartQOS\nnormal||||||\n")
+    found = rights.parse_qos_limits("p_dev|04:00:00|gres/gpu=32,node=4||||DenyOnLimit,OverPartQOS\nnormal||||||\n")
     assert (found["p_dev"].source, found["p_dev"].max_time_s) == ("QOS p_dev", 14400)
     assert found["p_dev"].per_job == {"gres/gpu": 32, "node": 4} and found["p_dev"].is_over_partition
     assert (found["normal"].max_time_s, found["normal"].per_job) == (None, {})
-    assert parse_associations("") == parse_associations("normal||||||||\n") == ()
+    assert rights.parse_associations("") == rights.parse_associations("normal||||||||\n") == ()
 
 
 def test_an_open_partition_takes_every_account_that_is_not_another_partitions():
-    access = access_to(OPEN, parse_associations(ASSOCIATIONS))
+    access = rights.access_to(partition_of("fake_nodes", "cpu"), rights.parse_associations(ASSOCIATIONS))
     assert (access.accounts, access.qos, access.job_qos) == (("guest", "theory"), ("long", "low", "normal"), "normal")
     assert (access.account, access.states_account, access.states_qos) == ("theory", False, False)
     assert access.summary == "you may use it with accounts guest, theory; QOS long, low, normal"
-    assert "vision" in access_to(partition_of("fake_nodes", "gpu"), parse_associations(ASSOCIATIONS)).accounts
-
-
-@pytest.mark.parametrize(
-    ("partition", "associations", "words"),
-    [
-        (TEAM, "guest||low|", "partition team accepts accounts theory, vision; you have account guest"),
-        (TEAM, "theory||low|", "partition team accepts QOS long; yours are low"),
-        (DEV, "proj1||normal|", "partition dev denies account proj1; you have account proj1"),
-        (DEV, "", "you have no account for partition dev"),
-        (DEV, "a|other|normal|", "you have no account for partition dev"),
-        (replace(DEV, denied_qos=("low",)), "a||low|", "partition dev denies QOS low; yours are low"),
-        (OPEN, "a||normal|\nb||normal|", "you have no default account; --account names one of a, b"),
-    ],
-)
-def test_a_refusal_names_the_reason(partition, associations, words):
-    assert access_to(partition, parse_associations(rows(associations))).summary == words
+    assert (
+        "vision"
+        in rights.access_to(partition_of("fake_nodes", "gpu"), rights.parse_associations(ASSOCIATIONS)).accounts
+    )
 
 
 @pytest.mark.parametrize(
     ("partition", "who", "account", "qos", "used", "states"),
     [
-        ("gpu", ALICE, None, None, ("vision", "normal"), (False, False)),
-        ("gpu", ALICE, "theory", "debug", ("theory", "debug"), (False, False)),
-        ("long", ALICE, None, None, ("vision", "long"), (False, True)),  # the only QOS there is not the default
-        ("theory", ALICE, None, "long", ("theory", "long"), (True, False)),  # the only account is not the default
-        ("gpu", BOB, None, None, ("vision", "normal"), (True, False)),
-        ("staff", BOB, None, None, ("staff", "normal"), (False, False)),
-        ("long", BOB, "staff", None, None, "accepts QOS long; yours are normal"),
-        ("gpu", ALICE, "staff", None, None, "no account staff; --account names one of theory, vision"),
-        ("gpu", ALICE, "guests", None, None, "account guests; --account names one of theory, vision"),
-        ("gpu", ALICE, None, "scavenge", None, "no QOS scavenge; --qos names one of debug, long, normal"),
-        ("long", ALICE, None, "normal", None, "QOS normal; --qos names one of long"),
-        ("gpu", ALICE, "theory", None, None, "no default QOS; --qos names one of debug, long"),
-        ("staff", ALICE, None, None, None, "accepts account staff; you have accounts theory, vision"),
+        ("gpu", "alice", None, None, ("vision", "normal"), (False, False)),
+        ("gpu", "alice", "theory", "debug", ("theory", "debug"), (False, False)),
+        ("long", "alice", None, None, ("vision", "long"), (False, True)),  # the only QOS there is not the default
+        ("theory", "alice", None, "long", ("theory", "long"), (True, False)),  # the only account is not the default
+        ("gpu", "bob", None, None, ("vision", "normal"), (True, False)),
+        ("staff", "bob", None, None, ("staff", "normal"), (False, False)),
+        ("long", "bob", "staff", None, None, "accepts QOS long; yours are normal"),
+        ("gpu", "alice", "staff", None, None, "no account staff; --account names one of theory, vision"),
+        ("gpu", "alice", "guests", None, None, "account guests; --account names one of theory, vision"),
+        ("gpu", "alice", None, "scavenge", None, "no QOS scavenge; --qos names one of debug, long, normal"),
+        ("long", "alice", None, "normal", None, "QOS normal; --qos names one of long"),
+        ("gpu", "alice", "theory", None, None, "no default QOS; --qos names one of debug, long"),
+        ("staff", "alice", None, None, None, "accepts account staff; you have accounts theory, vision"),
     ],
 )
 def test_the_account_of_a_job_is_found_or_has_to_be_named(partition, who, account, qos, used, states):
-    access = access_to(aurora(partition), who, account=account, qos=qos)
+    access = aurora(partition, who, account=account, qos=qos)
     if used is None:
         assert states in access.refusal and (access.account and access.limits) is None
     else:
@@ -104,9 +77,9 @@ def test_the_account_of_a_job_is_found_or_has_to_be_named(partition, who, accoun
 
 
 def test_any_qos_may_be_named_if_none_is_enforced():
-    access = access_to(aurora("gpu"), ALICE, qos="scavenge", holds_to_qos=False)
+    access = aurora("gpu", "alice", qos="scavenge", holds_to_qos=False)
     assert (access.refusal, access.job_qos, access.states_qos) == (None, "scavenge", False)
-    access = access_to(aurora("gpu"), ALICE, account="theory", holds_to_qos=False)
+    access = aurora("gpu", "alice", account="theory", holds_to_qos=False)
     assert (access.refusal, access.job_qos, access.states_qos) == (None, None, False)
 
 
@@ -117,29 +90,26 @@ NODE: dict[str, Any] = {"gpus": 4, "gpu_type": "a100", "cores": 64, "ram_bytes":
 
 
 def words(limits: tuple[JobLimits, ...]) -> list[str]:
-    return [bound.text for bound in bounds_of(limits)]
+    return [bound.text for bound in rights.bounds_of(limits)]
 
 
-def test_of_each_kind_the_first_that_is_set_holds():
-    assert words(in_order(PARTITION, LONG, ACCOUNT)) == [
+def test_of_each_kind_the_first_limit_that_is_set_holds_and_a_qos_may_go_first():
+    assert words(rights.in_order(PARTITION, LONG, ACCOUNT)) == [
         "QOS long: 16 GPUs a job",
         "QOS long: 2 nodes a job",
         "account vision: 24 cores a job",
         "QOS partgpu: 12 GPUs a user",
     ]
-    assert time_limit_of(in_order(PARTITION, LONG, ACCOUNT)) == 7200
-    assert time_limit_of(in_order(PARTITION, None, ACCOUNT)) == 3600
-    assert time_limit_of(in_order(PARTITION, None, None)) is None
-
-
-def test_a_qos_may_go_before_that_of_the_partition():
+    assert rights.time_limit_of(rights.in_order(PARTITION, LONG, ACCOUNT)) == 7200
+    assert rights.time_limit_of(rights.in_order(PARTITION, None, ACCOUNT)) == 3600
+    assert rights.time_limit_of(rights.in_order(PARTITION, None, None)) is None
     over = replace(LONG, is_over_partition=True)
-    assert words(in_order(PARTITION, over, None)) == [
+    assert words(rights.in_order(PARTITION, over, None)) == [
         "QOS long: 16 GPUs a job",
         "QOS long: 2 nodes a job",
         "QOS long: 8 GPUs a user",
     ]
-    assert in_order(None, over, None) == (over,)
+    assert rights.in_order(None, over, None) == (over,)
 
 
 @pytest.mark.parametrize(
@@ -155,26 +125,26 @@ def test_a_qos_may_go_before_that_of_the_partition():
     ],
 )
 def test_nodes_that_the_bounds_allow(limits, expected):
-    assert allowed_nodes(bounds_of((limits,)), **NODE) == expected
+    assert rights.allowed_nodes(rights.bounds_of((limits,)), **NODE) == expected
 
 
 @pytest.mark.parametrize(
     ("amounts", "asked", "expected"),
     [
-        ({"gres/gpu": 4}, NodeShare(), None),
-        ({"gres/gpu": 2}, NodeShare(), NodeShare(gpus=2)),
-        ({"gres/gpu:a100": 1, "gres/gpu": 2}, NodeShare(), NodeShare(gpus=1)),
-        ({"gres/gpu": 2, "cpu": 32}, NodeShare(), NodeShare(gpus=2)),
-        ({"gres/gpu": 2, "cpu": 31}, NodeShare(), NodeShare(gpus=2, cores=31)),
-        ({"mem": 100 * GIB}, NodeShare(), NodeShare(ram_bytes=100 * GIB)),
-        ({"mem": 100 * GIB, "gres/gpu": 1}, NodeShare(), NodeShare(gpus=1)),
-        ({"gres/gpu": 2}, NodeShare(gpus=4), None),
-        ({"cpu": 8}, NodeShare(gpus=1, cores=4), None),
-        ({"gres/gpu": 0}, NodeShare(), None),
-        ({"cpu": 0}, NodeShare(), None),
+        ({"gres/gpu": 4}, rights.NodeShare(), None),
+        ({"gres/gpu": 2}, rights.NodeShare(), rights.NodeShare(gpus=2)),
+        ({"gres/gpu:a100": 1, "gres/gpu": 2}, rights.NodeShare(), rights.NodeShare(gpus=1)),
+        ({"gres/gpu": 2, "cpu": 32}, rights.NodeShare(), rights.NodeShare(gpus=2)),
+        ({"gres/gpu": 2, "cpu": 31}, rights.NodeShare(), rights.NodeShare(gpus=2, cores=31)),
+        ({"mem": 100 * GIB}, rights.NodeShare(), rights.NodeShare(ram_bytes=100 * GIB)),
+        ({"mem": 100 * GIB, "gres/gpu": 1}, rights.NodeShare(), rights.NodeShare(gpus=1)),
+        ({"gres/gpu": 2}, rights.NodeShare(gpus=4), None),
+        ({"cpu": 8}, rights.NodeShare(gpus=1, cores=4), None),
+        ({"gres/gpu": 0}, rights.NodeShare(), None),
+        ({"cpu": 0}, rights.NodeShare(), None),
     ],
 )
 def test_the_share_of_a_node_that_the_bounds_allow(amounts, asked, expected):
-    found = share_within(bounds_of((JobLimits(source="QOS q", per_job=amounts),)), asked, **NODE)
+    found = rights.share_within(rights.bounds_of((JobLimits(source="QOS q", per_job=amounts),)), asked, **NODE)
     assert (found and found[0]) == expected
     assert found is None or found[1].startswith("QOS q: ")

@@ -3,69 +3,42 @@
 import pytest
 from slurm_texts import CLUSTERS, nodes_of, partition_of, slurm_text
 
-from shardwise.slurm.cluster import (
-    Gres,
-    PartitionState,
-    Preemption,
-    describe_num_jobs,
-    format_duration,
-    num_jobs,
-    parse_amount,
-    parse_config,
-    parse_duration,
-    parse_gres,
-    parse_memory,
-    parse_nodes,
-    parse_partitions,
-    parse_tres,
-)
+from shardwise.slurm import cluster as slurm
 from shardwise.trainer.spec.units import GIB, MIB
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [
-        ("60", 3600),
-        ("30:00", 1800),
-        ("2-00:00:00", 172800),
-        ("7-12:30", 649800),
-        ("UNLIMITED", None),
-        ("", None),
-        (None, None),
-    ],
+    [("60", 3600), ("30:00", 1800), ("2-00:00:00", 172800), ("7-12:30", 649800), ("UNLIMITED", None), ("", None)],
 )
 def test_durations(text, seconds):
-    assert parse_duration(text) == seconds
+    assert slurm.parse_duration(text) == seconds
     if seconds is not None:
-        assert parse_duration(format_duration(seconds)) == seconds
+        assert slurm.parse_duration(slurm.format_duration(seconds)) == seconds
 
 
 def test_amounts_are_powers_of_1024():
-    assert (parse_amount("8"), parse_amount("4K"), parse_amount("94G"), parse_amount("a100")) == (
-        8,
-        4096,
-        94 * GIB,
-        None,
-    )
-    assert (parse_memory("256000"), parse_memory("256000M"), parse_memory("750G")) == (
+    assert [slurm.parse_amount(text) for text in ("8", "4K", "94G", "a100")] == [8, 4096, 94 * GIB, None]
+    assert [slurm.parse_memory(text) for text in ("256000", "256000M", "750G")] == [
         256000 * MIB,
         256000 * MIB,
         750 * GIB,
-    )
+    ]
 
 
 @pytest.mark.parametrize(
-    ("hours", "limit_s", "jobs", "words"),
+    ("hours", "limit_s", "jobs", "facts"),
     [
-        (38, 172800, 1, "38 h 00 min at a limit of 2-00:00:00: one job"),
-        (60, 86400, 3, "2.5 days at a limit of 1-00:00:00: 3 jobs, which continue each other"),
-        (0.1, 60, 6, "6 min 00 s at a limit of 00:01:00: 6 jobs, which continue each other"),
-        (500, None, 1, "20.8 days; gpu sets no time limit: one job"),
+        (38, 172800, 1, ("38 h 00 min", "2-00:00:00", "one job")),
+        (60, 86400, 3, ("2.5 days", "1-00:00:00", "3 jobs")),
+        (0.1, 60, 6, ("00:01:00", "6 jobs")),
+        (500, None, 1, ("20.8 days", "gpu", "one job")),
     ],
 )
-def test_a_run_is_as_many_jobs_as_its_hours_take(hours, limit_s, jobs, words):
-    assert num_jobs(hours, limit_s) == jobs
-    assert describe_num_jobs(hours, limit_s, place="gpu") == words
+def test_a_run_is_as_many_jobs_as_its_hours_take(hours, limit_s, jobs, facts):
+    assert slurm.num_jobs(hours, limit_s) == jobs
+    described = slurm.describe_num_jobs(hours, limit_s, place="gpu")
+    assert [fact for fact in facts if fact not in described] == []
 
 
 PARSED = [
@@ -93,7 +66,7 @@ PARSED = [
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_every_captured_cluster_parses_and_has_a_source(cluster):
-    nodes, partitions = nodes_of(cluster), parse_partitions(slurm_text(cluster, "scontrol_partition.txt"))
+    nodes, partitions = nodes_of(cluster), slurm.parse_partitions(slurm_text(cluster, "scontrol_partition.txt"))
     assert nodes or partitions
     assert len(nodes) == slurm_text(cluster, "scontrol_node.txt").count("NodeName=")
     assert len(partitions) == slurm_text(cluster, "scontrol_partition.txt").count("PartitionName=")
@@ -121,15 +94,8 @@ def test_nodes(cluster, name, cores, ram_mib, gpus, in_service):
     ],
 )
 def test_cores_that_are_kept_for_the_system_are_not_for_jobs(fields, cores):
-    (node,) = parse_nodes(f"NodeName=n1 {fields} RealMemory=1000 State=IDLE Partitions=a")
+    (node,) = slurm.parse_nodes(f"NodeName=n1 {fields} RealMemory=1000 State=IDLE Partitions=a")
     assert node.num_cores == cores
-
-
-def test_features_and_partitions_of_a_node():
-    node = nodes_of("hltcoe")["rack5n06"]
-    assert (node.features, node.partitions, node.version) == (("a100", "intel", "40gb"), ("gpu",), "23.11.6")
-    assert nodes_of("nchc")["hgpn01"].features == ()
-    assert nodes_of("tum")["n01"].partitions == ("a100_submit", "a100_interactive")
 
 
 @pytest.mark.parametrize(
@@ -148,31 +114,21 @@ def test_features_and_partitions_of_a_node():
     ],
 )
 def test_which_states_take_jobs(state, expected):
-    (node,) = parse_nodes(f"NodeName=n1 CPUTot=8 RealMemory=1000 State={state} Partitions=a")
+    (node,) = slurm.parse_nodes(f"NodeName=n1 CPUTot=8 RealMemory=1000 State={state} Partitions=a")
     assert node.is_in_service is expected
 
 
-def test_free_text_neither_ends_a_record_nor_changes_a_field():
+def test_free_text_changes_no_field_and_gpus_that_are_only_accounted_for_count():
     line = (
         "NodeName=n1 CPUTot=8 RealMemory=1000 State=IDLE+DRAIN Partitions=gpu Gres=gpu:a100:4 "
         "OS=Linux 5.15.0 #1 SMP Tue Nov 14 Reason=NHC: Gres=gpu:a100:3 found, State=IDLE wanted [root@2026-01-01]"
     )
-    (node,) = parse_nodes(line)
+    (node,) = slurm.parse_nodes(line)
     assert [one.count for one in node.gpus] == [4]
     assert not node.is_in_service
-
-
-def test_one_line_and_several_lines_are_the_same():
-    lines = slurm_text("lrz", "scontrol_node.txt")
-    records = ["NodeName=" + part for part in lines.split("NodeName=")[1:]]
-    one_line = "\n".join(" ".join(record.split()) for record in records)
-    assert parse_nodes(one_line) == parse_nodes(lines)
-
-
-def test_gpus_that_are_only_accounted_for_count_as_well():
     line = "NodeName=n1 CPUTot=8 RealMemory=9 Gres=(null) State=IDLE CfgTRES=cpu=8,mem=9M,gres/gpu=4,gres/gpu:a40=4"
-    (node,) = parse_nodes(line)
-    assert node.gpus == (Gres(name="gpu", kind="a40", count=4),)
+    (node,) = slurm.parse_nodes(line)
+    assert node.gpus == (slurm.Gres(name="gpu", kind="a40", count=4),)
 
 
 @pytest.mark.parametrize(
@@ -192,51 +148,34 @@ def test_gpus_that_are_only_accounted_for_count_as_well():
     ],
 )  # fmt: skip
 def test_gres(text, expected):
-    assert tuple((one.name, one.kind, one.count) for one in parse_gres(text)) == expected
+    assert tuple((one.name, one.kind, one.count) for one in slurm.parse_gres(text)) == expected
 
 
 def test_tres():
-    assert parse_tres("cpu=1984,mem=24752000M,node=16,billing=24320,gres/gpu=64,gres/gpu:h100=64") == {
+    assert slurm.parse_tres("cpu=1984,mem=24752000M,node=16,billing=24320,gres/gpu=64,gres/gpu:h100=64") == {
         "cpu": 1984, "mem": 24752000 * MIB, "node": 16, "billing": 24320, "gres/gpu": 64, "gres/gpu:h100": 64
     }  # fmt: skip
-    assert parse_tres("cpu=4,mem=1.5T") == {"cpu": 4, "mem": 3 * 512 * GIB}
-    assert parse_tres(None) == parse_tres("N/A") == {}
+    assert slurm.parse_tres("cpu=4,mem=1.5T") == {"cpu": 4, "mem": 3 * 512 * GIB}
+    assert slurm.parse_tres(None) == slurm.parse_tres("N/A") == {}
 
 
-def test_limits_of_partitions():
+def test_limits_of_partitions_and_unknown_words_are_read_as_the_worst():
     h100 = partition_of("dsai", "h100")
     assert (h100.max_nodes, h100.max_time_s) == (3, 3 * 86400)
     assert (h100.max_cpus_per_node, h100.max_ram_per_cpu_bytes, h100.num_nodes) == (128, 12000 * MIB, 16)
-    assert (h100.preemption, h100.is_oversubscribed) == (Preemption.REQUEUE, False)
+    assert (h100.preemption, h100.is_oversubscribed) == (slurm.Preemption.REQUEUE, False)
     compute = partition_of("aris", "compute")
     assert (compute.max_ram_per_node_bytes, compute.max_nodes, compute.is_default) == (507904 * MIB, None, True)
     assert partition_of("unige", "private-lab-gpu").allowed_accounts is None
     dev = partition_of("nchc", "dev")
     assert (dev.max_time_s, dev.qos, dev.denied_accounts, dev.preemption) == (4 * 3600, "p_dev", ("proj1",), "OFF")
-
-
-def test_states_and_access_of_the_fake_cluster():
-    assert partition_of("fake_nodes", "debug").is_default
-    assert partition_of("fake_nodes", "debug").max_time_s is None
-    assert partition_of("fake_nodes", "closed").state is PartitionState.DOWN
-    assert partition_of("fake_nodes", "low").grace_time_s == 20
-    team = partition_of("fake_nodes", "team")
-    assert (team.allowed_accounts, team.allowed_qos) == (("theory", "vision"), ("long",))
+    (partition,) = slurm.parse_partitions("PartitionName=a TotalNodes=1 Nodes=n1 State=PAUSED PreemptMode=MIGRATE")
+    assert (partition.state, partition.preemption) == (slurm.PartitionState.INACTIVE, slurm.Preemption.CANCEL)
 
 
 @pytest.mark.parametrize(
     ("words", "expected"), [("FORCE", True), ("FORCE:4", True), ("FORCE:1", False), ("YES:4", False), ("NO", False)]
 )
 def test_only_forced_sharing_breaks_exclusive_nodes(words, expected):
-    (partition,) = parse_partitions(f"PartitionName=a TotalNodes=1 Nodes=n1 OverSubscribe={words} State=UP")
+    (partition,) = slurm.parse_partitions(f"PartitionName=a TotalNodes=1 Nodes=n1 OverSubscribe={words} State=UP")
     assert partition.is_oversubscribed is expected
-
-
-def test_unknown_words_of_a_later_version_are_read_as_the_worst():
-    (partition,) = parse_partitions("PartitionName=a TotalNodes=1 Nodes=n1 State=PAUSED PreemptMode=MIGRATE")
-    assert (partition.state, partition.preemption) == (PartitionState.INACTIVE, Preemption.CANCEL)
-
-
-def test_config():
-    text = "Configuration data as of 2026-11-22T17:34:00\nClusterName       = test\nKillWait          = 5 sec\n"
-    assert parse_config(text) == {"ClusterName": "test", "KillWait": "5 sec"}

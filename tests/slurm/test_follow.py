@@ -2,7 +2,6 @@
 
 import io
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ from slurm_cluster import SlurmCluster
 from slurm_jobs import batch_job, read_starts, write_run
 from stand_in_run import program
 
-from shardwise.launch.commands.follow import run_cancel, run_logs, run_status
-from shardwise.launch.options import CancelOptions, LogsOptions, StatusOptions
+from shardwise.launch.commands.follow import run_cancel, run_status
+from shardwise.launch.options import CancelOptions, StatusOptions
 from shardwise.launch.terminal import Console
-from shardwise.slurm.jobs import cancel_waiting, read_job, read_queue
+from shardwise.slurm.jobs import cancel_waiting, read_queue
 from shardwise.slurm.submit import submit_script
 from shardwise.trainer.spec.messages.submission import CHAIN_FILE, SCRIPT_NAME
 
@@ -103,21 +102,6 @@ def test_all_own_runs_are_those_here_and_those_in_the_queue(runs: Runs, slurm: S
     assert listed == {"here": "waiting", "there": "waiting"}
 
 
-def test_a_job_that_failed_before_its_first_attempt_has_its_code(runs: Runs, slurm: SlurmCluster, tmp_path: Path):
-    job = batch_job(tmp_path / "run")
-    job_id = slurm.submit(write_run(job, "3"))
-    write_submission(tmp_path / "run", job_id)
-    slurm.wait_for(job_id, "FAILED")
-    assert f"job {job_id} failed with exit code 3 (no strategy fits these nodes)" in runs.text(tmp_path / "run")
-
-
-def test_a_job_without_files_here_leads_to_its_run(runs: Runs, slurm: SlurmCluster, tmp_path: Path, monkeypatch):
-    (job,) = runs.submit(tmp_path / "somewhere" / "run", "--hold")
-    monkeypatch.chdir("/")
-    assert runs.status(job)["run_dir"] == str(tmp_path / "somewhere" / "run")
-    assert read_job("99999", runs.environment) is None
-
-
 def test_a_cancelled_chain_saves_once_and_ends(runs: Runs, slurm: SlurmCluster, tmp_path: Path):
     run_dir = tmp_path / "run"
     first, second = runs.submit(run_dir, chain=2)
@@ -172,29 +156,6 @@ def test_one_point_of_a_sweep_is_cancelled_without_the_others(runs: Runs, slurm:
     runs.cancel(sweep)
     slurm.wait_for(f"{array}_1", "FAILED")
     assert [each["state"] for each in runs.status(sweep)] == ["stopped", "stopped"]
-
-
-def test_logs_are_followed_over_a_restart_to_the_end(runs: Runs, slurm: SlurmCluster, tmp_path: Path):
-    run_dir = tmp_path / "run"
-    (job,) = runs.submit(run_dir)
-    runs.wait_for_steps(run_dir)
-    out = io.StringIO()
-
-    def follow() -> None:
-        options = LogsOptions(run=job, follow=True)
-        run_logs(options, Console(out), environment=runs.environment, look_s=0.05, query_s=0.5)
-
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    slurm.run("scancel", "--batch", "--signal=USR1", job)
-    runs.wait_for_steps(run_dir, attempt=2)
-    assert thread.is_alive(), "the run goes on"
-    (run_dir / "finish").touch()
-    thread.join(30)
-    lines = out.getvalue().splitlines()
-    wanted = ["attempt 1 runs", "attempt 1 ended: preempted", "attempt 2 runs", "attempt 2 ended: finished"]
-    assert [line for line in lines if line in wanted] == wanted
-    assert lines[-1].endswith(": finished at step " + str(runs.status(run_dir)["step"]))
 
 
 def test_a_job_that_started_meanwhile_is_not_taken_out_of_the_queue(slurm: SlurmCluster, tmp_path: Path):

@@ -115,13 +115,6 @@ def choice_of(cluster, partition, constraint=None):
     return choose_group(partition_of(cluster, partition), tuple(nodes_of(cluster).values()), constraint=constraint)
 
 
-def test_nodes_whose_ram_differs_by_mebibytes_are_one_group_with_the_least_of_it():
-    choice = choice_of("tum", "rtx_a6000_submit")
-    assert (choice.group.num_nodes, choice.others) == (3, ())
-    assert choice.group.ram_bytes == 742673 * 2**20
-    assert choice.group.summary == "3 nodes of 8 x RTX-A6000 (80 cores, 725 GiB RAM)"
-
-
 @pytest.mark.parametrize(
     ("other", "num_groups"),
     [
@@ -146,14 +139,6 @@ def test_gpu_nodes_come_before_more_cpu_nodes_and_many_before_few():
     assert choice.group.gpu_type == "t4"
 
 
-def test_a_number_of_gpus_that_was_stated_chooses():
-    small, large = [node(f"s{number}", count=4) for number in range(3)], [node("l1")]
-    partition = Partition(name="gpu", num_nodes=4)
-    assert choose_group(partition, [*large, *small]).group.num_gpus == 4
-    assert choose_group(partition, [*large, *small], num_gpus=8).group.num_gpus == 8
-    assert choose_group(partition, [*large, *small], num_gpus=2).group.num_gpus == 4
-
-
 def test_a_constraint_chooses_a_group_and_a_feature_selects_it():
     largest, small = choice_of("fake_nodes", "gpu"), choice_of("fake_nodes", "gpu", "a100&hbm40g")
     assert (largest.group.num_nodes, largest.group.gres, largest.num_hidden) == (4, "gpu:a100:8", 0)
@@ -162,13 +147,6 @@ def test_a_constraint_chooses_a_group_and_a_feature_selects_it():
     assert [other.num_nodes for other in small.others] == [4]
     with pytest.raises(InputError, match=r"--constraint h100: .* gpu .*a100, hbm40g, hbm80g, ib"):
         choice_of("fake_nodes", "gpu", "h100")
-
-
-def test_groups_that_nothing_distinguishes_have_no_constraint():
-    """Four of the same card would be given on a node with eight of them."""
-    nodes = [node(f"s{number}", count=4) for number in range(3)] + [node("l1")]
-    choice = choose_group(Partition(name="gpu", num_nodes=4), nodes)
-    assert (choice.group.gres, choice.is_selected_by_gres, choice.constraint) == ("gpu:a100:4", False, None)
 
 
 def test_whole_cards_come_before_slices_and_the_largest_slice_before_others():
@@ -180,20 +158,6 @@ def test_whole_cards_come_before_slices_and_the_largest_slice_before_others():
     sliced = choice_of("lrz", "mcml-hgx-a100-80x4-mig").group
     assert (sliced.gpu_type, sliced.gpus_used, sliced.gres) == ("3g.40gb", 1, "gpu:3g.40gb:1")
     assert [one.count for one in sliced.other_gpus] == [4, 8]
-
-
-def test_of_two_kinds_of_cards_on_a_node_the_one_with_more_memory_is_used():
-    both = replace(node(), gres=(Gres(name="gpu", kind="t4", count=2), Gres(name="gpu", kind="h100", count=2)))
-    (group,) = group_nodes([both])
-    assert (group.gpu_type, group.other_gpus[0].kind) == ("h100", "t4")
-
-
-def test_hidden_nodes_follow_from_the_totals_of_the_partition():
-    hidden = choose_group(partition_of("dsai", "h100"), ())
-    assert hidden.group.summary == "16 nodes of 4 x H100-SXM5-80GB (124 cores, 1.48 TiB RAM)"
-    assert (hidden.num_hidden, hidden.num_nodes) == (16, 16)
-    untyped = choose_group(partition_of("nchc", "dev"), ())
-    assert untyped.group.summary == "128 nodes of 8 x GPU (104 cores, 1.81 TiB RAM)"
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,7 @@
 import pytest
 from slurm_texts import install_slurm, slurm_text
 
-from shardwise.slurm.queries import (
-    read_associations,
-    read_config,
-    read_partitions,
-    read_qos_limits,
-    run_slurm,
-)
+from shardwise.slurm.queries import read_associations, read_config, read_partitions, read_qos_limits, run_slurm
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 
@@ -56,16 +50,13 @@ def test_failures_name_the_command(tmp_path, script, words):
     assert words in str(raised.value) and "scontrol -o show partition" in str(raised.value)
 
 
-def test_a_command_that_is_missing_or_no_program_is_an_error(tmp_path):
+def test_a_command_that_is_missing_no_program_or_silent_is_an_error(tmp_path):
     with pytest.raises(EnvironmentFaultError, match=r"scontrol .*PATH.*\n.*--hardware"):
         read_partitions({"PATH": str(tmp_path)})
     (tmp_path / "scontrol").write_text("#!/nonexistent\n")
     (tmp_path / "scontrol").chmod(0o755)
     with pytest.raises(EnvironmentFaultError, match="scontrol"):
         read_partitions({"PATH": str(tmp_path)})
-
-
-def test_a_silent_command_is_given_up(tmp_path):
     environment = program(tmp_path, "scontrol", "exec sleep 60")
     with pytest.raises(EnvironmentFaultError, match=r"scontrol show node: .*0\.2 s"):
         run_slurm(("scontrol", "show", "node"), environment=environment, timeout_s=0.2)

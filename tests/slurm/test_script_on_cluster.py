@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from slurm_cluster import SlurmCluster
 from slurm_jobs import batch_job, read_events, read_output, read_starts, tell_ends, write_program, write_run
 
@@ -76,54 +75,9 @@ def test_a_cancelled_job_saves_and_is_not_brought_back(slurm: SlurmCluster, tmp_
     assert not slurm.run("squeue", "--noheader").stdout
 
 
-def without_warning(script: Path) -> Path:
-    """The same without --signal: the first that the job hears is TERM, at its end."""
-    lines = script.read_text().splitlines(keepends=True)
-    script.write_text("".join(line for line in lines if "--signal=" not in line))
-    return script
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["requeue", "cancel"])
-def test_a_job_that_makes_way_without_a_warning_goes_on_once(slurm: SlurmCluster, tmp_path: Path, mode: str):
-    run_dir = tmp_path / "run"
-    slurm.run("scontrol", "update", "partitionname=low", f"preemptmode={mode}")
-    try:
-        job = slurm.submit("--nodes=4", without_warning(write_run(batch_job(run_dir, partition="low"), "told", "0")))
-        wait_for_events(slurm, run_dir, FRESH)
-        slurm.submit("--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
-        slurm.wait_for(job, "COMPLETED", restarts=1, timeout_s=90)
-    finally:
-        slurm.run("scontrol", "update", "partitionname=low", "preemptmode=requeue")
-    assert read_events(run_dir) == [FRESH, "told", AGAIN]
-    assert not slurm.run("squeue", "--noheader").stdout, "no second job was submitted"
-
-
-@pytest.mark.long
-def test_a_job_that_meets_its_limit_without_a_warning_goes_on(slurm: SlurmCluster, tmp_path: Path):
-    run_dir = tmp_path / "run"
-    job = slurm.submit(without_warning(write_run(batch_job(run_dir, time_limit_s=60), "told", "0")))
-    slurm.wait_for(job, "COMPLETED", restarts=1, timeout_s=180)
-    assert read_events(run_dir) == [FRESH, "told", AGAIN]
-
-
 def test_every_other_code_is_that_of_the_job(slurm: SlurmCluster, tmp_path: Path):
     job = slurm.submit(write_run(batch_job(tmp_path / "run"), "5"))
     assert slurm.wait_for(job, "FAILED").exit_code == "5:0"
-
-
-def test_a_missing_program_ends_the_job_with_127(slurm: SlurmCluster, tmp_path: Path):
-    script = write_run(batch_job(tmp_path / "run"), "0")
-    (tmp_path / "run" / "bin" / "shardwise").unlink()
-    path = slurm.run("sh", "-c", "echo $PATH").stdout.strip().partition(":")[2]  # without the tests' own
-    assert slurm.wait_for(slurm.submit(script, PATH=path), "FAILED").exit_code == "127:0"
-
-
-def test_the_script_is_taken_again_by_plain_sbatch(slurm: SlurmCluster, tmp_path: Path):
-    script = write_run(batch_job(tmp_path / "run"), "0", "0")
-    for _ in range(2):
-        slurm.wait_for(slurm.submit(script), "COMPLETED")
-    assert read_events(tmp_path / "run") == [FRESH, FRESH]
 
 
 def test_the_points_of_an_array_run_in_their_folders(slurm: SlurmCluster, tmp_path: Path):
@@ -153,14 +107,6 @@ def test_a_job_of_a_chain_hands_over_to_the_next(slurm: SlurmCluster, tmp_path: 
     assert slurm.wait_for(second, "COMPLETED").restarts == 0
     assert read_events(run_dir) == [FRESH, FRESH]
     assert f"job {second} continues" in read_output(run_dir)
-
-
-def test_two_nodes_of_eight_gpus_show_them_to_every_task(slurm: SlurmCluster, tmp_path: Path):
-    program = "#!/bin/sh\nexec srun sh -c 'echo \"$SLURM_NODEID $(hostname) $CUDA_VISIBLE_DEVICES\"'\n"
-    job = batch_job(tmp_path / "run", partition="gpu", num_nodes=2, gres="gpu:8", uses_whole_nodes=True)
-    slurm.wait_for(slurm.submit(write_run(job, program=program)), "COMPLETED")
-    lines = sorted(read_output(tmp_path / "run").splitlines())
-    assert lines == ["0 g1 0,1,2,3,4,5,6,7", "1 g2 0,1,2,3,4,5,6,7"]
 
 
 def test_a_container_runs_on_every_node_with_its_rank_and_head(slurm: SlurmCluster, tmp_path: Path):

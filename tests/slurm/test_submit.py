@@ -57,36 +57,22 @@ def test_refusals_of_this_slurm_have_a_remedy(slurm: SlurmCluster, tmp_path: Pat
 
 # As the slurmctld of clusters with accounting answer (src/common/slurm_errno.c), some with words of their own before.
 REFUSED_ELSEWHERE = [
-    (
-        "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified\n",
-        "no --account was requested; you may charge theory, vision: --account NAME",
-    ),
-    ("allocation failure: Invalid qos specification\n", "no --qos was requested; you may use long, normal: --qos NAME"),
-    (
-        "sbatch: error: QOSMaxNodePerJobLimit\nsbatch: error: Batch job submission failed: Job violates "
-        "accounting/QOS policy (job submit limit, user's size and/or time limits)\n",
-        "you may use it with accounts theory, vision; QOS long, normal; fewer --nodes or a shorter --time may do",
-    ),
-    (
-        "sbatch: error: job_submit.lua: name your project with --account\n",
-        "job: job_submit.lua: name your project with --account\nrequested: --nodes=1 --time=01:00:00",
-    ),
-    ("", "no reason given"),
-]
+    ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified\n",
+     ("no --account ", "theory, vision")),
+    ("allocation failure: Invalid qos specification\n", ("no --qos ", "long, normal")),
+    ("sbatch: error: QOSMaxNodePerJobLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS "
+     "policy (job submit limit, user's size and/or time limits)\n", ("theory, vision", "long, normal", "--nodes")),
+    ("sbatch: error: job_submit.lua: name your project with --account\n",
+     ("job_submit.lua: name your project with --account", "--nodes=1 --time=01:00:00")),
+    ("", ("no reason given",)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("said", "expected"), REFUSED_ELSEWHERE)
-def test_refusals_of_other_clusters_have_a_remedy(said, expected):
+@pytest.mark.parametrize(("said", "facts"), REFUSED_ELSEWHERE)
+def test_refusals_of_other_clusters_have_a_remedy(said, facts):
     access = Access(accounts=("theory", "vision"), qos=("long", "normal"))
-    assert expected in explain_refusal(said, batch_job(RUN_DIR, time_limit_s=3600), found(access))
-
-
-def test_an_accepted_script_has_a_start_and_nodes(slurm: SlurmCluster, tmp_path: Path):
-    job = batch_job(
-        tmp_path / "run", partition="h100", num_nodes=4, gres="gpu:h100:8", uses_whole_nodes=True, time_limit_s=86400
-    )
-    answer = check_script(render_script(job), job, None, environment=slurm.environment)
-    assert "using 384 processors on nodes c[1-4]" in answer
+    explained = explain_refusal(said, batch_job(RUN_DIR, time_limit_s=3600), found(access))
+    assert [fact for fact in facts if fact not in explained] == []
 
 
 def test_a_controller_that_is_down_is_an_environment_fault(slurm: SlurmCluster, tmp_path: Path):

@@ -45,7 +45,7 @@ class Suite(NamedTuple):
         return suite_remains.suite_name(self.process.pid) or ""
 
 
-def start_suite(folder: Path, text: str, *words: str) -> Suite:
+def start_suite(folder: Path, text: str) -> Suite:
     (folder / "test_inner.py").write_text(text)
     ready = folder / "ready"
     options = ["-c", os.devnull, f"--rootdir={folder}", f"--basetemp={folder}/inner"]
@@ -53,20 +53,16 @@ def start_suite(folder: Path, text: str, *words: str) -> Suite:
     path = os.pathsep.join([str(FACTORIES), os.environ.get("PYTHONPATH", "")])
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, *plugins, *words, "test_inner.py"],
-            env={**os.environ, "PYTHONPATH": path, "READY": str(ready), "WARM_PYTHON": "0"},
-            cwd=folder,
-            stdout=output,
-            stderr=output,
-            text=True,
-            start_new_session=True,
-        )
+            [sys.executable, "-m", "pytest", *options, *plugins, "test_inner.py"],
+            env={**os.environ, "PYTHONPATH": path, "READY": str(ready), "WARM_PYTHON": "0"}, cwd=folder, stdout=output,
+            stderr=output, text=True, start_new_session=True,
+        )  # fmt: skip
     return Suite(process, ready)
 
 
-@pytest.fixture(params=[(), pytest.param(("-n", "1"), marks=pytest.mark.long)], ids=["", "with a worker"])
-def suite_with_cluster(slurm: SlurmCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Suite]:
-    suite = start_suite(tmp_path, HOLDS_A_CLUSTER, *request.param)
+@pytest.fixture
+def suite_with_cluster(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Suite]:
+    suite = start_suite(tmp_path, HOLDS_A_CLUSTER)
     slurm.wait_until(lambda: suite.ready.is_file() and bool(suite.ready.read_text()), "the inner tests hold a cluster")
     yield suite
     suite.process.kill()
@@ -93,21 +89,8 @@ def processes_of(suite: Suite) -> dict[int, str]:
 
 
 def keepers_of(suite: Suite) -> dict[int, str]:
-    """Its keeper, and that of its worker."""
-    names = {suite_remains.suite_name(pid) for pid in family(suite.process.pid)}
-    return processes(lambda words, environment: "suite_remains.py" in words and words.split("\0")[-2] in names)
-
-
-def family(pid: int) -> list[int]:
-    """A process and all its descendants."""
-    lines = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    children: dict[int, list[int]] = {}
-    for child, parent in (map(int, line.split()) for line in lines.splitlines()):
-        children.setdefault(parent, []).append(child)
-    found = [pid]
-    for each in found:
-        found += children.get(each, [])
-    return found
+    """The process that cleans up behind it."""
+    return processes(lambda words, environment: "suite_remains.py" in words and words.split("\0")[-2] == suite.name)
 
 
 def running(before: dict[int, str]) -> dict[int, str]:
@@ -124,21 +107,11 @@ def assert_nothing_is_left(slurm: SlurmCluster, before: dict[int, str], slot: in
             assert networks == [] and not suite_remains.cluster_folder(slot).exists()
 
 
-def kill_group(suite: Suite) -> None:
-    os.killpg(suite.process.pid, signal.SIGKILL)
-
-
-def end_by_term(suite: Suite) -> None:
-    suite.process.terminate()
-    assert suite.process.wait(300) == 128 + signal.SIGTERM
-
-
-@pytest.mark.parametrize("end", [kill_group, end_by_term])
-def test_a_suite_that_is_ended_leaves_nothing(slurm: SlurmCluster, suite_with_cluster: Suite, tmp_path: Path, end):
+def test_a_suite_that_is_killed_leaves_nothing(slurm: SlurmCluster, suite_with_cluster: Suite, tmp_path: Path):
     slot, before = suite_with_cluster.slot, processes_of(suite_with_cluster)
     assert {"munged", "slurmctld", "slurmd", "slurmstepd", "sleep"} <= set(before.values())
     before |= keepers_of(suite_with_cluster)
-    end(suite_with_cluster)
+    os.killpg(suite_with_cluster.process.pid, signal.SIGKILL)
     suite_with_cluster.process.wait()
     assert_nothing_is_left(slurm, before, slot, tmp_path)
     slurm.wait_for(slurm.submit("--output=/dev/null", "--wrap=srun true"), "COMPLETED")  # the one that still runs

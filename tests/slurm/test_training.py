@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kill_factory import losses
 from slurm_cluster import SlurmCluster
-from workplace_factory import Workplace, make_workplace, read_metrics
+from workplace_factory import Workplace, make_workplace
 
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.messages.submission import JOBS_FILE
@@ -48,10 +49,6 @@ class Submitted:
     def report(self) -> Report:
         return codec.read(self.run_dir / "report.json", Report)
 
-    @property
-    def output(self) -> str:
-        return (self.run_dir / f"slurm-{self.job}.out").read_text()
-
     def lines(self) -> list[dict[str, Any]]:
         """Every line of metrics, in the order of training."""
         metrics = self.run_dir / "metrics.jsonl"
@@ -60,46 +57,51 @@ class Submitted:
 
     def wait_for_step(self, step: int) -> int:
         """The number of the attempt that has come so far."""
-
-        def has_come() -> bool:
-            return any(line["step"] >= step for line in self.lines())
-
-        self._wait(has_come, f"step {step}")
+        self.wait(lambda: any(line["step"] >= step for line in self.lines()), f"step {step}")
         return int(self.lines()[-1]["attempt"])
 
-    def wait_for_attempt_after(self, attempt: int, *, steps: int = 2) -> int:
-        """Until a later attempt has done some steps; its number."""
-
-        def has_come() -> bool:
-            return len([line for line in self.lines() if line["attempt"] > attempt]) >= steps
-
-        self._wait(has_come, f"{steps} steps after attempt {attempt}")
+    def wait_for_attempt_after(self, attempt: int) -> int:
+        """Until a later attempt has done two steps; its number."""
+        self.wait(lambda: len([line for line in self.lines() if line["attempt"] > attempt]) >= 2, f"after {attempt}")
         return int(self.lines()[-1]["attempt"])
+
+    def wait(self, claim: Callable[[], bool], words: str) -> None:
+        self._with_output(lambda: self.slurm.wait_until(claim, words, LIMIT_S))
 
     def finish(self) -> Report:
-        try:
-            self.slurm.wait_for(self.job, "COMPLETED", timeout_s=LIMIT_S)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.output}") from error
+        self._with_output(lambda: self.slurm.wait_for(self.job, "COMPLETED", timeout_s=LIMIT_S))
         return self.report
+
+    def output(self) -> str:
+        return (self.run_dir / f"slurm-{self.job}.out").read_text()
+
+    def signal(self) -> None:
+        self.slurm.run("scancel", "--batch", "--signal=USR1", self.job)
 
     def num_starts(self) -> int:
         return (self.run_dir / JOBS_FILE).read_text().count("\n")
-
-    def losses(self) -> list[float]:
-        metrics = read_metrics(self.run_dir)
-        assert sorted(metrics) == list(range(1, len(metrics) + 1))
-        return [metrics[step]["loss"] for step in sorted(metrics)]
 
     def kill_rank(self, attempt: int, rank: int) -> None:
         record = json.loads((self.run_dir / "attempts" / str(attempt) / "pids" / f"rank-{rank}.json").read_text())
         os.kill(record["pid"], signal.SIGKILL)
 
-    def _wait(self, claim: Callable[[], bool], words: str) -> None:
+    def check_steps(self, num_steps: int) -> None:
+        """Each attempt begins where the last one stopped, or at the last checkpoint if it had a fault."""
+        assert {line["step"] for line in self.lines()} == set(range(1, num_steps + 1))
+        first_steps = {line["attempt"]: line["step"] for line in reversed(self.lines())}
+        for before, record in pairwise(self.report.history):
+            saved = (record.resumed_from_step or 0) + 1
+            begins_at = first_steps.get(record.number, saved)  # or it was stopped before it did a step
+            if before.fault is None:
+                assert before.ending is Ending.PREEMPTED and begins_at == before.step + 1
+            else:
+                assert begins_at == saved <= before.step + 1
+
+    def _with_output(self, wait: Callable[[], object]) -> None:
         try:
-            self.slurm.wait_until(claim, words, LIMIT_S)
+            wait()
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.slurm.job(self.job).text}\n{self.output}") from error
+            raise AssertionError(f"{error}\n{self.slurm.job(self.job).text}\n{self.output()}") from error
 
 
 def write_job(place: Workplace, steps: int, *, sharding: str | None = None, pause: str | None = None) -> None:
@@ -114,20 +116,7 @@ def losses_of_one_process(folder: Path, steps: int) -> list[float]:
     place = make_workplace(folder)
     write_job(place, steps)
     place.run("train", "job.yaml")
-    metrics = read_metrics(place.only_run())
-    return [metrics[step]["loss"] for step in sorted(metrics)]
-
-
-def assert_no_step_counts_twice(run: Submitted, report: Report) -> None:
-    """Each attempt begins where the last one stopped, or at the last checkpoint if it had a fault."""
-    first_steps = {line["attempt"]: line["step"] for line in reversed(run.lines())}
-    for before, record in pairwise(report.history):
-        saved = (record.resumed_from_step or 0) + 1
-        begins_at = first_steps.get(record.number, saved)  # or it was stopped before it did a step
-        if before.fault is None:
-            assert before.ending is Ending.PREEMPTED and begins_at == before.step + 1
-        else:
-            assert begins_at == saved <= before.step + 1
+    return losses(place.only_run())
 
 
 @pytest.fixture
@@ -141,18 +130,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses_of_one_process(tmp_path_factory.mktemp("alone") / "place", STEPS)
 
 
-@pytest.mark.parametrize(
-    "sharding", ["zero3", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp", "hsdp"))]
-)
+@pytest.mark.long
+@pytest.mark.slurm
+@pytest.mark.parametrize("sharding", ["zero3", "fsdp", "hsdp"])
 def test_two_nodes_of_two_ranks_have_the_losses_of_one_process(slurm: SlurmCluster, place: Workplace, sharding, alone):
     write_job(place, STEPS, sharding=sharding)
     run = Submitted(slurm, place, *TWO_NODES, "--partition", "cpu", "--time", "10")
     report = run.finish()
     assert report.ending is Ending.FINISHED and report.verified is not None and report.verified.world_size == 4
-    assert run.losses() == pytest.approx(alone, abs=1e-5)
-    assert "n1: ranks 0 to 1 meet at 10." in run.output and "n2: ranks 2 to 3 meet at 10." in run.output
-    logs = {path.name for path in (run.run_dir / "attempts" / "1" / "logs").iterdir()}
-    assert {"launcher.log", "launcher-1.log", "agents.log", *(f"rank-{rank}.log" for rank in range(4))} <= logs
+    assert losses(run.run_dir) == pytest.approx(alone, abs=1e-5)
 
 
 def test_a_run_of_two_nodes_goes_on_after_the_loss_of_a_rank_and_after_a_requeue(slurm, place, alone):
@@ -162,18 +148,22 @@ def test_a_run_of_two_nodes_goes_on_after_the_loss_of_a_rank_and_after_a_requeue
     attempt = run.wait_for_step(3)
     run.kill_rank(attempt, 2)
     run.wait_for_attempt_after(attempt)
-    slurm.run("scancel", "--batch", "--signal=USR1", run.job)
-    slurm.wait_until(lambda: slurm.job(run.job).restarts == 1, "Slurm queues it again", LIMIT_S)
+    run.signal()
+    run.wait(lambda: slurm.job(run.job).restarts == 1, "Slurm queues it again")
     (place.folder / "quick").touch()
     report = run.finish()
     assert report.ending is Ending.FINISHED and report.verified is not None and report.verified.world_size == 4
-    assert run.losses() == pytest.approx(alone, abs=1e-5)
+    assert losses(run.run_dir) == pytest.approx(alone, abs=1e-5)
     killed, preempted, _ = report.history
     assert (killed.fault, preempted.fault, preempted.ending) == (Fault.KILLED, None, Ending.PREEMPTED)
-    assert_no_step_counts_twice(run, report)
+    run.check_steps(STEPS)
+    assert "n1: ranks 0 to 1 meet at 10." in run.output() and "n2: ranks 2 to 3 meet at 10." in run.output()
+    logs = {path.name for path in (run.run_dir / "attempts" / "1" / "logs").iterdir()}
+    assert {"launcher.log", "launcher-1.log", "agents.log", *(f"rank-{rank}.log" for rank in range(4))} <= logs
 
 
 @pytest.mark.long
+@pytest.mark.slurm
 @pytest.mark.parametrize("time", range(1, 11))
 def test_a_run_goes_on_through_every_interruption_with_the_losses_of_one_process(slurm, place, tmp_path, time):
     """A rank is killed, the time is up, USR1 twice, preemption, a node without power: each restart learns on.
@@ -188,7 +178,7 @@ def test_a_run_goes_on_through_every_interruption_with_the_losses_of_one_process
 
     slurm.wait_for(run.job, "RUNNING", restarts=1, timeout_s=LIMIT_S)  # within two minutes the time is nearly up
     attempt = run.wait_for_attempt_after(attempt)
-    slurm.run("scancel", "--batch", "--signal=USR1", run.job)
+    run.signal()
     attempt = run.wait_for_attempt_after(attempt)
 
     urgent = slurm.submit("--partition=cpu", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
@@ -199,18 +189,19 @@ def test_a_run_goes_on_through_every_interruption_with_the_losses_of_one_process
     slurm.kill_node(nodes[1])
     run.wait_for_attempt_after(attempt)
     num_starts = run.num_starts()
-    slurm.run("scancel", "--batch", "--signal=USR1", run.job)
-    slurm.wait_until(lambda: run.num_starts() > num_starts, "the script has begun again", LIMIT_S)
-    slurm.run("scancel", "--batch", "--signal=USR1", run.job)  # now before a library is imported
+    run.signal()
+    run.wait(lambda: run.num_starts() > num_starts, "the script has begun again")
+    run.signal()  # now before a library is imported
     report = run.finish()
     assert report.ending is Ending.FINISHED and report.step == LONG_STEPS
-    assert run.losses() == pytest.approx(losses_of_one_process(tmp_path / "alone", LONG_STEPS), abs=1e-5)
-
+    assert losses(run.run_dir) == pytest.approx(losses_of_one_process(tmp_path / "alone", LONG_STEPS), abs=1e-5)
     assert [record.fault for record in report.history if record.fault] == [Fault.KILLED] * 2, report.history
     assert slurm.job(run.job).restarts >= 6
-    assert_no_step_counts_twice(run, report)
+    run.check_steps(LONG_STEPS)
 
 
+@pytest.mark.long
+@pytest.mark.slurm
 @pytest.mark.parametrize(
     ("command", "state", "ending"),
     [

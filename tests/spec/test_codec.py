@@ -49,17 +49,12 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b"\xff\xfe",
-        codec.encode(PROFILE)[:-20],
+        b"", b"{", b"[]", b"null", b"\xff\xfe", codec.encode(PROFILE)[:-20],
         codec.encode(PROFILE).replace(b'"num_rows": 3', b'"num_rows": "3"'),
         codec.encode(PROFILE).replace(b'"num_rows": 3', b'"num_rows": 3, "colour": "red"'),
     ],
     ids=["empty", "truncated", "list", "null", "not text", "cut off", "wrong type", "unknown field"],
-)
+)  # fmt: skip
 def test_another_content_is_refused_under_the_name_of_the_file(tmp_path, content):
     path = tmp_path / "profile.json"
     path.write_bytes(content)

@@ -8,12 +8,8 @@ from shardwise.trainer.spec import errors
 from shardwise.trainer.spec.errors import ExitCode, InputError, InputProblemsError, ShardwiseError
 
 CODES = {
-    "ShardwiseError": 1,
-    "InputError": 2,
-    "InputProblemsError": 2,
-    "NothingFitsError": 3,
-    "EnvironmentFaultError": 4,
-}
+    "ShardwiseError": 1, "InputError": 2, "InputProblemsError": 2, "NothingFitsError": 3, "EnvironmentFaultError": 4,
+}  # fmt: skip
 
 
 def test_every_error_has_its_exit_code():

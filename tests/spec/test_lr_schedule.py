@@ -8,15 +8,9 @@ from shardwise.trainer.spec.plan import Schedule, learning_rate
 
 def schedule_of(*, num_steps: int = 100, warmup_steps: int = 10, lr: float = 1.0) -> Schedule:
     return Schedule(
-        num_steps=num_steps,
-        sequences_per_step=1,
-        tokens_per_step=1,
-        warmup_steps=warmup_steps,
-        lr=lr,
-        lr_source="",
-        eval_every_steps=None,
-        checkpoint_every_steps=None,
-    )
+        num_steps=num_steps, sequences_per_step=1, tokens_per_step=1, warmup_steps=warmup_steps, lr=lr, lr_source="",
+        eval_every_steps=None, checkpoint_every_steps=None,
+    )  # fmt: skip
 
 
 def rate(step: int, course: LrSchedule = LrSchedule.COSINE, **facts: float) -> float:
@@ -37,15 +31,13 @@ def test_without_warmup_the_first_step_has_the_full_rate(course: LrSchedule) -> 
     ("course", "step", "expected"),
     [
         (LrSchedule.COSINE, 56, 0.1 + 0.9 * 0.5),  # half of the 90 steps after warmup: half-way down to a tenth
-        (LrSchedule.COSINE, 101, None),
-        (LrSchedule.LINEAR, 56, 0.5),
-        (LrSchedule.LINEAR, 100, 1 / 90),
+        (LrSchedule.COSINE, 101, None), (LrSchedule.LINEAR, 56, 0.5), (LrSchedule.LINEAR, 100, 1 / 90),
         (LrSchedule.CONSTANT, 100, 1.0),
         (LrSchedule.WSD, 80, 1.0),  # the cooldown is the last fifth: steps 81 to 100
         (LrSchedule.WSD, 81, 1.0),
         (LrSchedule.WSD, 86, 0.5),  # 1 - sqrt(5 / 20)
     ],
-)
+)  # fmt: skip
 def test_each_course_has_its_exact_values(course: LrSchedule, step: int, expected: float | None) -> None:
     if expected is None:
         with pytest.raises(ValueError, match=r"step 101 .*100"):

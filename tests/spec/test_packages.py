@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
+import shardwise
 from shardwise.trainer.spec.packages import EXTRAS, extra_line, pip_line
 
 REPOSITORY = Path(__file__).parents[2]
+
+
+def test_every_name_of_the_python_api_is_there():
+    assert [name for name in shardwise.__all__ if not hasattr(shardwise, name)] == []
 
 
 def test_the_extras_are_those_of_pyproject():

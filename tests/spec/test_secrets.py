@@ -41,18 +41,12 @@ def test_variables_that_are_named_like_secrets_are(name):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("TOKENIZERS_PARALLELISM", "parallelism"),
-        ("HF_TOKEN_PATH", "/home/someone/token"),
-        ("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE"),
-        ("GIT_PASSWORD_FILE", "/run/secrets/git"),
-        ("HF_TOKEN", "short"),
-        ("MONKEY", "gibbon-or-lemur"),
-        ("PWD", "/home/someone"),
-        ("SSH_ASKPASS", "/usr/bin/askpass"),
-        ("PATH", "/usr/bin:/bin"),
-        ("KEYBOARD", "mechanical"),
+        ("TOKENIZERS_PARALLELISM", "parallelism"), ("HF_TOKEN_PATH", "/home/someone/token"),
+        ("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE"), ("GIT_PASSWORD_FILE", "/run/secrets/git"), ("HF_TOKEN", "short"),
+        ("MONKEY", "gibbon-or-lemur"), ("PWD", "/home/someone"), ("SSH_ASKPASS", "/usr/bin/askpass"),
+        ("PATH", "/usr/bin:/bin"), ("KEYBOARD", "mechanical"),
     ],
-)
+)  # fmt: skip
 def test_what_only_looks_like_one_is_not(name, value):
     assert redact(f"with {value} here", {name: value}) == f"with {value} here"
 

@@ -20,6 +20,7 @@ PASSED_ON = (
 COLD_FLAGS = "EISXVhisxb?"  # what only a new interpreter can do
 # Ranks ask for SIGKILL at the death of their parent, other programs for SIGTERM.
 MODULES_TO_KILL = ("shardwise.trainer",)
+COLD_MODULES = ("shardwise.launch.track.process",)  # a fork has loaded wandb already, with the environment of others
 PR_SET_PDEATHSIG = 1
 MAX_DESCRIPTORS = 250  # SCM_RIGHTS takes 253
 
@@ -86,7 +87,9 @@ def main(address: str, python: str, arguments: list[str]) -> None:
 
 
 def is_cold(arguments: list[str]) -> bool:
-    """True if a new interpreter is needed, by its flags or for a program on standard input."""
+    """True if a new interpreter is needed: by flags, for a program on standard input, or by its module."""
+    if module_of(arguments) in COLD_MODULES:
+        return True
     takes_next = False
     for word in arguments:
         if takes_next:

@@ -23,21 +23,10 @@ def register() -> None:
 
 
 def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    _bounds_of_keys: Tensor,
-    _longest: int,
-    _longest_of_keys: int,
-    _dropout: float,
-    is_causal: bool,
-    _return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    **_settings: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, _bounds_of_keys: Tensor, _longest: int,
+    _longest_of_keys: int, _dropout: float, is_causal: bool, _return_debug_mask: bool = False, *,
+    scale: float | None = None, window_size_left: int | None = None, **_settings: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if bounds.device != query.device:
         raise RuntimeError(f"cu_seq_q must be on {query.device}, not on {bounds.device}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -52,25 +41,10 @@ def _forward(
 
 
 def _backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    bounds: Tensor,
-    _bounds_of_keys: Tensor,
-    _longest: int,
-    _longest_of_keys: int,
-    _dropout: float,
-    is_causal: bool,
-    _seed: Tensor,
-    _offset: Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    **_settings: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sums: Tensor, bounds: Tensor,
+    _bounds_of_keys: Tensor, _longest: int, _longest_of_keys: int, _dropout: float, is_causal: bool, _seed: Tensor,
+    _offset: Tensor, *, scale: float | None = None, window_size_left: int | None = None, **_settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     grads = tuple(torch.empty_like(each) for each in (query, key, value))
     for places in _documents(bounds):

@@ -199,27 +199,13 @@ class _Fields(types.SimpleNamespace):
 
 def _properties(index: int, card: Card) -> "_Fields":
     return _Fields(
-        name=card.name,
-        major=card.capability[0],
-        minor=card.capability[1],
-        total_memory=(card.memory - card.reserved) * MIB,
-        multi_processor_count=card.num_multiprocessors,
-        uuid=uuid_of(index),
-        pci_domain_id=0,
-        pci_bus_id=index + 1,
-        pci_device_id=0,
-        warp_size=32,
-        L2_cache_size=32 * MIB,
-        gcnArchName="",
-        is_integrated=0,
-        is_multi_gpu_board=0,
-        max_threads_per_multi_processor=1536,
-        max_threads_per_block=1024,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block=49152,
-        shared_memory_per_block_optin=101376,
-        shared_memory_per_multiprocessor=102400,
-    )
+        name=card.name, major=card.capability[0], minor=card.capability[1],
+        total_memory=(card.memory - card.reserved) * MIB, multi_processor_count=card.num_multiprocessors,
+        uuid=uuid_of(index), pci_domain_id=0, pci_bus_id=index + 1, pci_device_id=0, warp_size=32,
+        L2_cache_size=32 * MIB, gcnArchName="", is_integrated=0, is_multi_gpu_board=0,
+        max_threads_per_multi_processor=1536, max_threads_per_block=1024, regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152, shared_memory_per_block_optin=101376, shared_memory_per_multiprocessor=102400,
+    )  # fmt: skip
 
 
 _RESIZE, _NEW = torch.UntypedStorage.resize_, torch.UntypedStorage.__new__

@@ -36,16 +36,12 @@ def end_of(attempt: Path, *, return_code: int = 1, **seen: Any) -> AttemptEnd:
     return attempt_end(attempt, Observed(return_code, **seen))
 
 
-def write_launcher_log(attempt: Path, words: str) -> None:
-    (attempt / "logs" / "launcher.log").write_text(words)
-
-
-def write_rank_log(attempt: Path, rank: int, words: str) -> None:
-    (attempt / "logs" / f"rank-{rank}.log").write_text(words)
+def write_log(attempt: Path, name: str, words: str) -> None:
+    (attempt / "logs" / f"{name}.log").write_text(words)
 
 
 def test_a_rank_without_a_report_fails_the_run_with_its_last_line(attempt: Path):
-    write_rank_log(attempt, 0, "starting\nValueError: the sky fell\nbye\n")
+    write_log(attempt, "rank-0", "starting\nValueError: the sky fell\nbye\n")
     end = end_of(attempt)
     assert end.fault is Fault.ERROR and not end.has_trained and not end.has_report
     assert "ValueError: the sky fell" in (end.report.error or "")
@@ -69,8 +65,8 @@ def test_out_of_memory_on_one_rank_outweighs_the_failure_it_causes_on_another(at
     ],
 )
 def test_a_signal_is_out_of_memory_only_with_evidence(attempt: Path, number, kills, words, fault, fact):
-    write_launcher_log(attempt, KILLED.format(number=number))
-    write_rank_log(attempt, 1, words)
+    write_log(attempt, "launcher", KILLED.format(number=number))
+    write_log(attempt, "rank-1", words)
     write_report(attempt, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
     end = end_of(attempt, num_oom_kills=kills)
     assert end.fault is fault and "rank 1" in (end.report.error or "") and fact in (end.report.error or "")
@@ -107,8 +103,8 @@ def test_a_rank_that_may_start_no_thread_is_out_of_memory_under_a_cap_alone(atte
     plan = engine_plan(Sharding.DDP, num_ranks=2)
     cap = 2**20 if is_capped else None
     codec.write(attempt / "plan.json", replace(plan, hardware=replace(plan.hardware, vram_cap_bytes=cap)))
-    write_launcher_log(attempt, LEFT.format(code=1))
-    write_rank_log(attempt, 1, "libgomp: Thread creation failed: Resource temporarily unavailable")
+    write_log(attempt, "launcher", LEFT.format(code=1))
+    write_log(attempt, "rank-1", "libgomp: Thread creation failed: Resource temporarily unavailable")
     write_report(attempt, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
     end = end_of(attempt, step=4)
     assert end.fault is (Fault.OUT_OF_MEMORY if is_capped else Fault.ERROR)
@@ -135,7 +131,7 @@ def test_a_launcher_that_was_killed_is_no_rank_that_failed(attempt: Path):
     ],
 )
 def test_the_killed_rank_is_the_one_that_the_launcher_did_not_end(attempt: Path, words: str, killed):
-    write_launcher_log(attempt, words)
+    write_log(attempt, "launcher", words)
     assert killed_rank(attempt) == killed
 
 
@@ -148,22 +144,18 @@ def test_a_damaged_report_is_passed_over(attempt: Path):
 
 
 @pytest.fixture
-def on_two(tmp_path: Path) -> Path:
-    (tmp_path / "logs").mkdir()
-    codec.write(tmp_path / "plan.json", engine_plan(Sharding.DDP, num_ranks=4))
-    (tmp_path / "logs" / "launcher.log").write_text("")
-    return tmp_path
+def on_two(attempt: Path) -> Path:
+    codec.write(attempt / "plan.json", engine_plan(Sharding.DDP, num_ranks=4))
+    write_log(attempt, "launcher", "")
+    return attempt
 
 
 @pytest.mark.parametrize(
     ("words", "fault", "fact"),
-    [
-        (KILLED.format(number=9), Fault.KILLED, "SIGKILL"),
-        (LEFT.format(code=3), Fault.ERROR, "code 3"),
-    ],
+    [(KILLED.format(number=9), Fault.KILLED, "SIGKILL"), (LEFT.format(code=3), Fault.ERROR, "code 3")],
 )
 def test_a_launcher_counts_its_own_ranks_from_0(on_two: Path, words: str, fault: Fault, fact: str):
-    (on_two / "logs" / "launcher-1.log").write_text(words)
+    write_log(on_two, "launcher-1", words)
     end = end_of(on_two)
     assert end.fault is fault and "rank 3" in (end.report.error or "") and fact in (end.report.error or "")
 

@@ -9,16 +9,7 @@ from msgspec.structs import replace
 from report_factory import make_report
 from run_factory import attempt_record, run_plan, write_attempt, write_report
 
-from shardwise.launch.attempt.limits import (
-    MAX_MARGIN_S,
-    SPENT_FILE,
-    Deadline,
-    Limit,
-    LimitWatch,
-    SpentLimit,
-    limits_of,
-    refuse_spent,
-)
+from shardwise.launch.attempt import limits as spending
 from shardwise.launch.attempt.supervisor import StopKind, StopRequest
 from shardwise.launch.attempt.watchdog import Watchdog
 from shardwise.launch.terminal import Console
@@ -43,29 +34,24 @@ def took(*hours: float, num_ranks: int = 1) -> list[AttemptRecord]:
     return [attempt_record(number, duration_s=each * HOUR_S, num_ranks=num_ranks) for number, each in enumerate(hours)]
 
 
-def test_a_job_that_states_no_limit_has_none():
-    assert limits_of(Job(), took(100.0)) == ()
-
-
-def test_hours_are_those_of_all_attempts():
-    (limit,) = limits_of(job(hours=10), took(1.5, 2.5), num_ranks=8)
-    assert limit == Limit("limits.hours", 10, 10, 4.0, 1) and limit.left_s == 6 * HOUR_S
+def test_hours_are_those_of_all_attempts_and_money_is_hours_of_all_ranks_at_their_price():
+    (limit,) = spending.limits_of(job(hours=10), took(1.5, 2.5), num_ranks=8)
+    assert limit == spending.Limit("limits.hours", 10, 10, 4.0, 1) and limit.left_s == 6 * HOUR_S
     assert all(fact in limit.summary for fact in ("limits.hours", "10 h 00 min", "4 h 00 min"))
-
-
-def test_money_is_hours_of_all_ranks_at_their_price():
-    _, limit = limits_of(job(cost=100, price=2.5), [*took(1, num_ranks=8), *took(3, num_ranks=4)], num_ranks=4)
-    assert limit == Limit("limits.cost", 100, 40, 20.0, 4) and limit.left_s == 5 * HOUR_S
+    _, limit = spending.limits_of(job(cost=100, price=2.5), [*took(1, num_ranks=8), *took(3, num_ranks=4)], num_ranks=4)
+    assert limit == spending.Limit("limits.cost", 100, 40, 20.0, 4) and limit.left_s == 5 * HOUR_S
     assert all(fact in limit.summary for fact in ("limits.cost", " 100,", "50.00", "2.5 a GPU-hour"))
     assert "70.00" in limit.after(2 * HOUR_S).summary
-    assert [each.name for each in limits_of(job(cost=100), [])] == ["limits.hours"], "without a price there is no cost"
+    assert [each.name for each in spending.limits_of(job(cost=100), [])] == ["limits.hours"], (
+        "without a price there is no cost"
+    )
 
 
 @pytest.mark.parametrize(
     ("limit", "step", "remedy"),
     [
-        (Limit("limits.hours", 24, 24, 24.0, 1), 700, "limits.hours=36"),
-        (Limit("limits.cost", 100, 40, 39.0, 4), 900, "limits.cost=120"),
+        (spending.Limit("limits.hours", 24, 24, 24.0, 1), 700, "limits.hours=36"),
+        (spending.Limit("limits.cost", 100, 40, 39.0, 4), 900, "limits.cost=120"),
     ],
 )
 def test_the_remedy_follows_from_the_steps_that_were_done(limit, step, remedy):
@@ -73,15 +59,10 @@ def test_the_remedy_follows_from_the_steps_that_were_done(limit, step, remedy):
     assert f"{remedy} " in words and "--resume" in words
 
 
-def test_without_a_step_the_remedy_has_no_number():
-    words = Limit("limits.hours", 1, 1, 1.0, 1).remedy(0, 1000)
-    assert "limits.hours" in words and "limits.hours=" not in words and "--resume" in words
-
-
-def watch_of(run_dir: Path, left_s: float, **limits: float) -> LimitWatch:
+def watch_of(run_dir: Path, left_s: float, **limits: float) -> spending.LimitWatch:
     """Of a run that has so many seconds of its ten hours left."""
     used = took(10 - left_s / HOUR_S)
-    return LimitWatch(run_dir, plan(hours=10, **limits), used, num_ranks=1)
+    return spending.LimitWatch(run_dir, plan(hours=10, **limits), used, num_ranks=1)
 
 
 def watchdog(run_dir: Path, step: int = 0) -> Watchdog:
@@ -92,7 +73,7 @@ def watchdog(run_dir: Path, step: int = 0) -> Watchdog:
     return dog
 
 
-@pytest.mark.parametrize(("left_s", "stops"), [(HOUR_S, False), (MAX_MARGIN_S * 11, False), (-1.0, True)])
+@pytest.mark.parametrize(("left_s", "stops"), [(HOUR_S, False), (spending.MAX_MARGIN_S * 11, False), (-1.0, True)])
 def test_a_limit_that_is_spent_ends_the_run_for_good_once(tmp_path: Path, left_s: float, stops: bool):
     stop, printed = StopRequest(), io.StringIO()
     limits, dog = watch_of(tmp_path, left_s), watchdog(tmp_path)
@@ -101,7 +82,7 @@ def test_a_limit_that_is_spent_ends_the_run_for_good_once(tmp_path: Path, left_s
     assert (stop.kind is StopKind.INTERRUPT) is stops
     assert not stop.is_urgent and stop.num_interrupts == 0, "a Ctrl-C after it is the first"
     lines = printed.getvalue().splitlines()
-    assert len(lines) == stops and (tmp_path / SPENT_FILE).exists() is stops
+    assert len(lines) == stops and (tmp_path / spending.SPENT_FILE).exists() is stops
     if stops:
         assert lines[0].startswith("limits.hours") and lines[0].count("10 h 00 min") == 2
 
@@ -109,7 +90,10 @@ def test_a_limit_that_is_spent_ends_the_run_for_good_once(tmp_path: Path, left_s
 def test_the_stop_comes_with_room_for_an_end(tmp_path: Path, monkeypatch):
     stop, limits, dog = StopRequest(), watch_of(tmp_path, HOUR_S), watchdog(tmp_path)
     begin, printed = time.monotonic(), io.StringIO()
-    for seconds, kind in ((HOUR_S - MAX_MARGIN_S - 60, None), (HOUR_S - MAX_MARGIN_S + 1, StopKind.INTERRUPT)):
+    for seconds, kind in (
+        (HOUR_S - spending.MAX_MARGIN_S - 60, None),
+        (HOUR_S - spending.MAX_MARGIN_S + 1, StopKind.INTERRUPT),
+    ):
         monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: begin + seconds)
         limits.stop_in_time(stop, dog, Console(printed))
         assert stop.kind is kind
@@ -119,11 +103,11 @@ def test_the_stop_comes_with_room_for_an_end(tmp_path: Path, monkeypatch):
 def test_a_run_that_has_done_its_last_step_is_left_to_finish(tmp_path: Path):
     stop = StopRequest()
     watch_of(tmp_path, -1.0).stop_in_time(stop, watchdog(tmp_path, step=1000), Console(io.StringIO()))
-    assert stop.kind is None and not (tmp_path / SPENT_FILE).exists()
+    assert stop.kind is None and not (tmp_path / spending.SPENT_FILE).exists()
 
 
 def test_the_report_names_the_limit_that_ended_the_run(tmp_path: Path):
-    limits = LimitWatch(tmp_path, plan(cost=50, price=2), took(25.1), num_ranks=1)
+    limits = spending.LimitWatch(tmp_path, plan(cost=50, price=2), took(25.1), num_ranks=1)
     assert limits.incidents(make_report(ending=Ending.STOPPED)) == (), "somebody else stopped it"
     limits.stop_in_time(StopRequest(), watchdog(tmp_path, step=500), Console(io.StringIO()))
     (first,) = limits.incidents(make_report(ending=Ending.STOPPED, step=500, num_steps=1000))
@@ -140,37 +124,37 @@ def write_stopped(run_dir: Path, **changes: float) -> None:
 
 def test_a_spent_limit_is_refused_until_it_is_raised(tmp_path: Path):
     write_stopped(tmp_path, duration_s=10 * HOUR_S, num_ranks=4)
-    refuse_spent(tmp_path, plan(hours=11))
-    codec.write(tmp_path / SPENT_FILE, SpentLimit(limit="limits.cost", allowed_hours=100))
-    refuse_spent(tmp_path, plan(hours=11))
-    (tmp_path / SPENT_FILE).unlink()
+    spending.refuse_spent(tmp_path, plan(hours=11))
+    codec.write(tmp_path / spending.SPENT_FILE, spending.SpentLimit(limit="limits.cost", allowed_hours=100))
+    spending.refuse_spent(tmp_path, plan(hours=11))
+    (tmp_path / spending.SPENT_FILE).unlink()
     for hours in (10, 9.5):
         with pytest.raises(InputError) as refused:
-            refuse_spent(tmp_path, plan(hours=hours))
+            spending.refuse_spent(tmp_path, plan(hours=hours))
     facts = (str(tmp_path), "9 h 30 min", "10 h 00 min", "step 500", "--resume", "limits.hours=21 ")
     assert [fact for fact in facts if fact not in str(refused.value)] == []
     assert refused.value.exit_code is ExitCode.INPUT
-    refuse_spent(tmp_path, plan(cost=101, price=2.5))
+    spending.refuse_spent(tmp_path, plan(cost=101, price=2.5))
     with pytest.raises(InputError, match=r"limits\.cost.* 99,.*100\.00.*step 500"):
-        refuse_spent(tmp_path, plan(cost=99, price=2.5))
+        spending.refuse_spent(tmp_path, plan(cost=99, price=2.5))
 
 
 def test_the_limit_that_ended_a_run_is_spent_although_seconds_of_it_are_left(tmp_path: Path):
     write_stopped(tmp_path, duration_s=10 * HOUR_S - 20)
-    refuse_spent(tmp_path, plan(hours=10))
-    LimitWatch(tmp_path, plan(hours=10), took(10), num_ranks=1).stop_in_time(
+    spending.refuse_spent(tmp_path, plan(hours=10))
+    spending.LimitWatch(tmp_path, plan(hours=10), took(10), num_ranks=1).stop_in_time(
         StopRequest(), Watchdog(tmp_path / "attempts" / "1", num_ranks=1), Console(io.StringIO())
     )
     with pytest.raises(InputError, match=r"limits\.hours.*9 h 59 min"):
-        refuse_spent(tmp_path, plan(hours=10))
-    refuse_spent(tmp_path, plan(hours=10.5))
-    (tmp_path / SPENT_FILE).write_text("{")
-    refuse_spent(tmp_path, plan(hours=10))
+        spending.refuse_spent(tmp_path, plan(hours=10))
+    spending.refuse_spent(tmp_path, plan(hours=10.5))
+    (tmp_path / spending.SPENT_FILE).write_text("{")
+    spending.refuse_spent(tmp_path, plan(hours=10))
 
 
-@pytest.mark.parametrize(("left_s", "margin_s"), [(60, 6), (3600, MAX_MARGIN_S)])
+@pytest.mark.parametrize(("left_s", "margin_s"), [(60, 6), (3600, spending.MAX_MARGIN_S)])
 def test_of_a_short_job_the_margin_is_short(left_s, margin_s):
-    deadline = Deadline.in_seconds(left_s)
+    deadline = spending.Deadline.in_seconds(left_s)
     assert deadline.margin_s == margin_s and deadline.moment_s == pytest.approx(time.monotonic() + left_s, abs=5)
 
 
@@ -178,7 +162,7 @@ def test_of_a_short_job_the_margin_is_short(left_s, margin_s):
 def test_the_stop_comes_when_the_margin_is_all_that_is_left(tmp_path, left_s, stops):
     stop, printed = StopRequest(), io.StringIO()
     watchdog = Watchdog(tmp_path, num_ranks=1)
-    deadline = Deadline(time.monotonic() + left_s, margin_s=45)
+    deadline = spending.Deadline(time.monotonic() + left_s, margin_s=45)
     for _ in range(2):
         deadline.stop_in_time(stop, watchdog, Console(printed))
     assert (stop.kind is StopKind.REQUEUE) is stops

@@ -26,31 +26,19 @@ def plan() -> Plan:
 def failed(**changes: object) -> Report:
     candidate = make_candidate()
     memory = replace(
-        candidate.memory,
-        parts={"logits": 600 * MIB, "saved_activations": 300 * MIB, "weights": 100 * MIB},
-        peak_allocated_bytes=1000 * MIB,
-        peak_event="loss_backward",
-        need_bytes=1200 * MIB,
-        usable_bytes=2 * GIB,
-    )
+        candidate.memory, parts={"logits": 600 * MIB, "saved_activations": 300 * MIB, "weights": 100 * MIB},
+        peak_allocated_bytes=1000 * MIB, peak_event="loss_backward", need_bytes=1200 * MIB, usable_bytes=2 * GIB,
+    )  # fmt: skip
     report = make_report(ending=Ending.OUT_OF_MEMORY, error="OutOfMemoryError: CUDA out of memory.", step=6)
     return replace(report, plan=replace(candidate, memory=memory), **changes)
 
 
 STATE = MemoryState(
-    rank=1,
-    phase="backward",
-    step=7,
-    tensors={"weights": 100 * MIB, "gradients": 60 * MIB, "other tensors": 40 * MIB},
-    allocated_bytes=1500 * MIB,
-    reserved_bytes=2000 * MIB,
-    free_device_bytes=10 * MIB,
-    total_device_bytes=24 * GIB,
-    largest_blocks=(512 * MIB, 128 * MIB),
-    largest_free_bytes=30 * MIB,
-    host_bytes=3 * GIB,
+    rank=1, phase="backward", step=7, tensors={"weights": 100 * MIB, "gradients": 60 * MIB, "other tensors": 40 * MIB},
+    allocated_bytes=1500 * MIB, reserved_bytes=2000 * MIB, free_device_bytes=10 * MIB, total_device_bytes=24 * GIB,
+    largest_blocks=(512 * MIB, 128 * MIB), largest_free_bytes=30 * MIB, host_bytes=3 * GIB,
     summary="| Allocated memory | 1500 MiB |",
-)
+)  # fmt: skip
 
 
 def text_of(end: MemoryEnd) -> str:
@@ -77,19 +65,6 @@ def test_it_shows_the_memory_of_the_rank_and_fragmentation(plan):
     capped = replace(STATE, tensors={}, largest_blocks=(), reserved_bytes=None, data_limit_bytes=2 * GIB)
     text = text_of(MemoryEnd(1, plan, failed(), (capped,)))
     assert "its data limit 2 GiB" in text and "Fragmentation" not in text and "Largest blocks" not in text
-
-
-def test_it_names_the_processes_that_hold_the_card(plan):
-    card = Gpu(
-        index=3,
-        name="RTX 4090",
-        spec_name=None,
-        memory_bytes=24 * GIB,
-        processes=(GpuProcess(pid=4711, name="python", memory_bytes=9 * GIB),),
-    )
-    text = text_of(MemoryEnd(1, plan, failed(), cards=(card,)))
-    assert "3 4711 python 9 GiB" in text
-    assert "4711" not in text_of(MemoryEnd(1, plan, failed(), cards=(replace(card, processes=()),)))
 
 
 def test_it_names_the_fallback_that_follows(plan):
@@ -128,3 +103,13 @@ def test_it_reads_the_ranks_files_and_never_raises(plan, tmp_path):
     assert "Rank 1 " in path.read_text()
     assert write_oom_report(tmp_path / "2", cpu, failed(), next_candidate=None, decision="") is None
     assert write_oom_report(tmp_path / "no number", cpu, failed(), next_candidate=None, decision="") is None
+
+
+def test_it_names_the_processes_that_hold_the_card(plan):
+    card = Gpu(
+        index=3, name="RTX 4090", spec_name=None, memory_bytes=24 * GIB,
+        processes=(GpuProcess(pid=4711, name="python", memory_bytes=9 * GIB),),
+    )  # fmt: skip
+    text = text_of(MemoryEnd(1, plan, failed(), cards=(card,)))
+    assert "3 4711 python 9 GiB" in text
+    assert "4711" not in text_of(MemoryEnd(1, plan, failed(), cards=(replace(card, processes=()),)))

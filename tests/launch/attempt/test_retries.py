@@ -69,15 +69,6 @@ def test_what_follows_an_attempt(tried: list[Tried], expected: int | None):
     assert decide(tried, CANDIDATES, lambda _: None).candidate == expected
 
 
-@pytest.mark.parametrize(
-    ("tried", "fact", "is_out_of_fallbacks"),
-    [([FIRST], "step 6", False), ([FIRST] * 3, "step 7", False), ([Tried(2, MEMORY, 3, 0)], "", True)],
-)
-def test_a_decision_has_its_reason(tried: list[Tried], fact: str, is_out_of_fallbacks: bool):
-    decision = decide(tried, CANDIDATES, lambda _: None)
-    assert fact in decision.reason and decision.is_out_of_fallbacks is is_out_of_fallbacks
-
-
 def test_fallbacks_that_are_no_help_are_passed_over_and_named():
     def refuses_halves(candidate: Candidate) -> str | None:
         return "cannot go on" if candidate.micro_batch == 2 else None

@@ -6,14 +6,7 @@ import pytest
 from engine_plan_factory import TINY_LLAMA, engine_plan
 from msgspec.structs import replace
 
-from shardwise.launch.attempt.watchdog import (
-    CallStack,
-    Silence,
-    Watchdog,
-    WatchLimits,
-    read_stack,
-    with_stacks,
-)
+from shardwise.launch.attempt.watchdog import CallStack, Silence, Watchdog, WatchLimits, read_stack, with_stacks
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.messages.rank_files import (
     HEARTBEAT_BYTES,
@@ -104,11 +97,7 @@ def test_one_long_step_among_short_ones_raises_the_limit(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("phase", "where"),
-    [
-        ("loading the model", "loading the model"),
-        ("on_step", "on_step after step 6"),
-    ],
+    ("phase", "where"), [("loading the model", "loading the model"), ("on_step", "on_step after step 6")]
 )
 def test_phases_outside_a_step_have_their_own_limit(tmp_path: Path, phase, where):
     ranks = Ranks(tmp_path, 1)
@@ -218,12 +207,6 @@ def test_of_two_that_are_equally_far_the_one_outside_a_collective_hangs(tmp_path
     assert read_stack(tmp_path / "none", begin=0, pid=None).frame is None
     words = with_stacks(SILENCE, {0: waiting, 1: busy})
     assert words.startswith("rank 1 ") and "backward of step 7" in words and "loss (mine.py, line 12)" in words
-
-
-def test_a_stopped_process_hangs_whatever_the_others_do(tmp_path: Path):
-    busy = stack_of(tmp_path, "/home/me/mine.py", "loss")
-    words = with_stacks(SILENCE, {0: CallStack(None, is_waiting=False, state="stopped by a signal"), 1: busy})
-    assert words.startswith("rank 0 ") and "stopped by a signal" in words
 
 
 def test_the_time_a_stop_may_take_is_that_of_the_longest_step_and_save(tmp_path: Path):

@@ -54,20 +54,13 @@ def supervised(run_dir: Path, *, num_interrupts: int = 1) -> Iterator["subproces
 
 
 @pytest.mark.cold
-def test_the_supervisor_of_this_machine_is_asked_to_save_and_end(tmp_path: Path):
+@pytest.mark.parametrize("now", [False, True])
+def test_the_supervisor_of_this_machine_is_interrupted_and_for_now_twice(tmp_path: Path, now: bool):
     write_attempt(tmp_path, steps=[1])
-    with supervised(tmp_path) as process:
-        text = cancel(tmp_path)
+    with supervised(tmp_path, num_interrupts=1 + now) as process:
+        text = cancel(tmp_path, now=now)
         assert process.stdout is not None and process.stdout.readline() == "interrupt\n"
-    assert "checkpoint" in text and f"process {process.pid}" in text and is_cancelled(tmp_path)
-
-
-@pytest.mark.cold
-def test_now_is_a_second_interrupt(tmp_path: Path):
-    write_attempt(tmp_path, steps=[1])
-    with supervised(tmp_path, num_interrupts=2) as process:
-        assert f"process {process.pid}" in cancel(tmp_path, now=True)
-        assert process.wait(20) == 0
+    assert f"process {process.pid}" in text and is_cancelled(tmp_path)
 
 
 def test_a_supervisor_of_another_machine_is_named_with_what_to_do_there(tmp_path: Path):

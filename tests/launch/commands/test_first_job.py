@@ -48,16 +48,6 @@ def test_a_template_of_a_preset_is_a_job_within_its_positions(preset):
     assert job.model.tokenizer == ("train" if has_no_weights else None)
 
 
-def test_a_config_file_starts_from_scratch():
-    job = job_for("shapes/mine.json")
-    assert (job.model.config, job.model.tokenizer, job.output) == ("shapes/mine.json", "train", "runs/mine")
-
-
-def test_a_job_states_only_what_differs_from_the_defaults():
-    job = job_for("org/model", DataFacts(DataFormat.CHAT, 10**9), max_positions=32768, has_chat_template=True)
-    assert (job.train, job.limits, job.data.eval_share) == (Job().train, Job().limits, Job().data.eval_share)
-
-
 @pytest.mark.parametrize(
     ("facts", "data", "settings"),
     [

@@ -32,17 +32,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return lambda command, *words: typed(capsys, command, str(job), *words)
 
 
-def test_a_machine_that_is_not_here_is_planned_for(run: Run) -> None:
-    code, out, err = run("plan", "--hardware", "1xRTX-4090")
-    assert (code, err) == (ExitCode.DONE, "")
-    assert "llama (1.24B) on 1 x RTX-4090: fits, about " in out.splitlines()[0]
-    assert "  start   (on that machine) shardwise train " in out
-    code, out, err = run("plan", "--hardware", "1xRTX-4090", "-v")
-    assert (code, err) == (ExitCode.DONE, "")
-    first, _, then = out.partition("\n\n")
-    assert first.endswith("1.24B parameters, on 1 x RTX-4090") and "\nchosen: " in f"\n{then}"
-
-
 def test_the_engine_of_a_plan_is_written_for_a_script_of_ones_own(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "eng ine"
     words = ("--hardware", "8xH100-SXM5-80GB", "pin.sharding=zero3", "--engine-files", str(folder))
@@ -58,26 +47,10 @@ def test_the_engine_of_a_plan_is_written_for_a_script_of_ones_own(run: Run, tmp_
     assert f"micro batch {chosen['micro_batch']}, accumulation {chosen['accumulation']}, " in out
 
 
-@pytest.mark.parametrize("machines", [("1xRTX-4090", "2xRTX-4090"), ("2x8xH100-SXM5-80GB",)])
-def test_engine_files_are_of_one_machine(run: Run, tmp_path: Path, machines: tuple[str, ...]) -> None:
-    words = [word for name in machines for word in ("--hardware", name)]
-    code, out, err = run("plan", *words, "--engine-files", str(tmp_path / "engine"))
-    assert (code, out) == (ExitCode.INPUT, "") and "give one --hardware" in err
+def test_engine_files_are_of_one_machine(run: Run, tmp_path: Path) -> None:
+    code, out, err = run("plan", "--hardware", "2x8xH100-SXM5-80GB", "--engine-files", str(tmp_path / "engine"))
+    assert (code, out) == (ExitCode.INPUT, "") and "--hardware" in err
     assert not (tmp_path / "engine").exists()
-
-
-def test_engine_files_that_cannot_be_written_are_an_error_of_the_environment(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    code, _, err = run("plan", "--hardware", "1xRTX-4090", "--engine-files", str(tmp_path / "file" / "engine"))
-    assert code == ExitCode.ENVIRONMENT and "cannot be written: Not a directory" in err
-
-
-def test_sections_are_shown_by_name(run: Run) -> None:
-    code, out, _ = run("plan", "--hardware", "1xRTX-4090", "--show", "why,memory")
-    assert code == ExitCode.DONE
-    assert [part.split()[0] for part in out.split("\n\n")[1:]] == ["memory", "why"]
-    code, _, err = run("plan", "--hardware", "1xRTX-4090", "--show", "why,wy")
-    assert code == ExitCode.INPUT and "--show wy" in err and "memory" in err
 
 
 def test_the_printed_commands_repeat_every_option(run: Run) -> None:
@@ -92,26 +65,7 @@ def test_the_printed_commands_repeat_every_option(run: Run) -> None:
     assert repeated == expected
 
 
-def test_cards_are_chosen_on_a_machine_that_is_not_here(run: Run) -> None:
-    code, out, _ = run("plan", "--hardware", "2xRTX-4090", "--gpus", "1")
-    assert code == ExitCode.DONE
-    assert " on 1 x RTX-4090: fits" in out.splitlines()[0]
-    code, _, err = run("plan", "--hardware", "2xRTX-4090", "--gpus", "2")
-    assert code == ExitCode.INPUT and "GPU 2" in err and "GPUs 0 and 1" in err
-
-
 # --- looking ahead ----------------------------------------------------------------------------------------------
-
-
-def test_where_nothing_fits_the_error_stands(run: Run) -> None:
-    code, out, err = run("plan", "model.name=llama-3.1-70b", "--hardware", "1xRTX-4060-8GB")
-    assert (code, out) == (ExitCode.NOTHING_FITS, "")
-    assert err.startswith("shardwise: ") and "70.6B parameters" in err
-
-
-def test_what_cannot_be_trained_is_wrong_input(run: Run) -> None:
-    code, _, err = run("plan", "train.method=qlora", "pin.sharding=none", "--hardware", "2xRTX-4090")
-    assert code == ExitCode.INPUT and "2 ranks" in err
 
 
 # --- several machines -------------------------------------------------------------------------------------------
@@ -138,41 +92,21 @@ def test_one_machine_that_fits_is_enough(run: Run) -> None:
 
 def test_questions_are_answered_in_text_on_a_page_and_in_json(run: Run, tmp_path: Path) -> None:
     sizes = {"longest_seq": "seq_len", "largest_batch": "micro_batch", "largest_model": "num_parameters"}
-    options = [f"--{question.replace('_', '-')}" for question in sizes]
-    page = tmp_path / "limits.html"
-    code, out, _ = run("plan", "--hardware", "1xRTX-4090", *options, "--html", str(page))
-    assert code == ExitCode.DONE and "  how  " not in out and page.read_text().count("<h1>") == 1
-    assert all(f"the {question.split('_')[0]}" in out for question in sizes)
-    code, out, _ = run("plan", "--hardware", "1xRTX-4090", "--hardware", "1xL4", *options, "--json")
+    words, page = ("plan", "--hardware", "1xRTX-4090"), tmp_path / "limits.html"
+    code, out, _ = run(*words, "--largest-batch", "--html", str(page))
+    assert code == ExitCode.DONE and "  how  " not in out and "the largest" in out
+    assert page.read_text().count("<h1>") == 1
+    code, out, _ = run(*words, *(f"--{question.replace('_', '-')}" for question in sizes), "--json")
     answers: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
-    assert [(each["machine"], each["question"]) for each in answers] == [
-        (machine, question) for machine in ("1 x RTX-4090", "1 x L4") for question in sizes
-    ]
+    assert code == ExitCode.DONE and [each["question"] for each in answers] == [*sizes]
     for answer in answers:
         assert {row["method"] for row in answer["answers"]} >= {"lora", "qlora"}
         assert all(row[sizes[answer["question"]]] > 0 for row in answer["answers"])
-
-
-def test_a_machine_that_holds_nothing_answers_so(run: Run) -> None:
-    words = ("model.name=llama-3.1-70b", "--hardware", "1xRTX-4060-8GB", "--longest-seq")
-    code, out, _ = run("plan", *words)
-    assert code == ExitCode.NOTHING_FITS and "nothing fits" in out
+    _, out, _ = run(*words, "--hardware", "1xL4", "--longest-seq", "--json")
+    assert [json.loads(line)["machine"] for line in out.splitlines()] == ["1 x RTX-4090", "1 x L4"]
 
 
 # --- the page ---------------------------------------------------------------------------------------------------
-
-
-def test_the_page_holds_every_machine_and_the_comparison(run: Run, tmp_path: Path) -> None:
-    page = tmp_path / "plan.html"
-    code, out, _ = run("plan", "--hardware", "1xRTX-4090", "--hardware", "1xL4", "--html", str(page))
-    assert code == ExitCode.DONE and "  how  " in out
-    assert page.read_text().count("<h1>") == 3
-
-
-def test_a_page_in_a_folder_that_is_not_there_is_wrong_input(run: Run, tmp_path: Path) -> None:
-    page = str(tmp_path / "none" / "plan.html")
-    code, _, err = run("plan", "--hardware", "1xRTX-4090", "--html", page)
-    assert code == ExitCode.INPUT and page in err
 
 
 # --- without a job file -----------------------------------------------------------------------------------------
@@ -196,18 +130,23 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def test_every_known_model_plans_a_lora_job_without_a_network(model: Run, tmp_path: Path) -> None:
+    """Of each architecture one model is planned to the end."""
     del model
+    planned: set[str] = set()
     for known in known_models():
         method = "lora" if known.hub else "full"
         options = PlanOptions(Path(known.hub[0] if known.hub else known.name), seq_len=512, method=method, specs=SPECS)
         ((_, inputs),) = machines(options)
         assert inputs.resolved.name and inputs.shape.num_parameters > 0
+        if inputs.shape.model_type in planned:
+            continue
         try:
             plan = plan_inputs(inputs, profile_data(inputs), environment={"HOME": str(tmp_path)})
         except NothingFitsError:
             assert inputs.shape.num_parameters > 60e9, known.name
             continue
         assert plan.chosen.method == method and plan.data.num_tokens == pytest.approx(20e6, rel=0.02)
+        planned.add(inputs.shape.model_type)
 
 
 def test_a_model_and_a_file_are_a_job(model: Run, tmp_path: Path) -> None:
@@ -233,31 +172,11 @@ def test_without_data_the_hub_is_not_contacted_for_a_model_of_the_table(model: R
         assert ("the hub was not reached" in notes) is is_contacted
 
 
-def test_without_data_the_assumption_is_a_note(model: Run) -> None:
-    code, out, _ = model("plan", "qwen2.5-0.5b", *RTX_4060, "--json")
-    plan = json.loads(out)
-    assert code == ExitCode.DONE and "20 million tokens are assumed" in " ".join(plan["data"]["notes"])
-    assert plan["job"]["data"]["train"] == []
-
-
 def test_a_plan_of_assumed_data_does_not_train(model: Run, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text(model("plan", "tiny-llama", "--hardware", "1xCPU", "train.tokens=1M", "--json").out)
     code, _, err = model("train", str(plan))
     assert code == ExitCode.INPUT and "--data FILE" in err
-
-
-def test_a_folder_with_a_config_alone_is_planned_and_not_trained(model: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "bare"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(read_preset("qwen2.5-0.5b")))
-    write_rows(tmp_path)
-    code, out, _ = model("plan", "./bare", "--data", "rows.txt", *RTX_4060, "--json")
-    assert code == ExitCode.DONE and "holds no weights" in " ".join(json.loads(out)["notes"])
-    assert model("plan", "bare/config.json", *RTX_4060).code == ExitCode.DONE
-    (tmp_path / "job.yaml").write_text("model: {name: bare}\ndata: {train: rows.txt}\n")
-    code, _, err = model("train", "job.yaml")
-    assert code == ExitCode.INPUT and "model.safetensors" in err
 
 
 def test_rows_are_no_longer_than_the_positions_of_a_model_unless_stated(model: Run, tmp_path: Path) -> None:

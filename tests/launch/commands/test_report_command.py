@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from page_reader import read_page
 from reported_run import report_for, step_rows, tiny_plan, write_run
-from run_factory import write_submission
 
 from shardwise.launch.commands.report import run_report
 from shardwise.launch.options import ReportOptions
@@ -21,21 +20,6 @@ def told(*run_dirs: Path, html: Path | None = None, as_json: bool = False) -> st
     stream = io.StringIO()
     assert run_report(ReportOptions(run_dirs=run_dirs, html=html, as_json=as_json), Console(stream)) is ExitCode.DONE
     return stream.getvalue()
-
-
-def test_one_run_is_told_in_full_and_several_side_by_side(tmp_path: Path) -> None:
-    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b")
-    title = told(first).splitlines()[0]
-    assert str(first) in title and "40 of 40" in title
-    assert "2 runs" in told(first, second).splitlines()[0]
-
-
-def test_a_sweep_is_its_points(tmp_path: Path) -> None:
-    for number in (0, 1):
-        write_run(tmp_path / "sweep" / f"point-{number}")
-        write_submission(tmp_path / "sweep" / f"point-{number}", point=number)
-    text = told(tmp_path / "sweep")
-    assert "2 runs" in text.splitlines()[0] and "point-1" in text
 
 
 def test_json_is_the_report_with_what_would_help(tmp_path: Path) -> None:

@@ -9,22 +9,29 @@ from urllib.parse import urlsplit
 
 import pytest
 from headless_browser import Browser, Opened, lacks_browser, running_browser
+from msgspec.structs import replace
+from planning_factory import plan_of
 from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import attempt_record
 
 from shardwise.launch.commands.ui.server import UiServer
+from shardwise.launch.show.recorded_run import recorded_runs
+from shardwise.launch.show.run_page import comparison_page, run_page
+from shardwise.trainer.planning.explain.comparison import comparison_page as machines_page
+from shardwise.trainer.planning.explain.plan_page import plan_page
+from shardwise.trainer.planning.page.content import Page
+from shardwise.trainer.planning.page.html import pages_html
 from shardwise.trainer.spec.report import Ending, Fault
 
 LONG = "a-run-with-a-name-that-has-no-place-to-break-" * 4
 PAGES = {
-    "runs": "/",
-    "run": "/run?name=good&smooth=0.9",
-    "failed": f"/run?name={LONG}",
-    "compare": f"/compare?run=good&run={LONG}",
-    "plan": "/plan?model=qwen2.5-0.5b&method=lora&card=RTX-4060-8GB",
+    "runs": "/", "run": "/run?name=good&smooth=0.9", "failed": f"/run?name={LONG}",
+    "compare": f"/compare?run=good&run={LONG}", "plan": "/plan?model=qwen2.5-0.5b&method=lora&card=RTX-4060-8GB",
     "refused": "/run?name=none",
-}
+}  # fmt: skip
 MODES = {"light": (1280, False), "dark-phone": (390, True), "phone": (390, False), "dark": (1280, True)}
+OPENED = [("run", "light"), ("plan", "light"), *((page, "dark-phone") for page in PAGES)]
+REST = [(page, mode) for page in PAGES for mode in MODES if (page, mode) not in OPENED]
 # Text whose contrast with its background is below WCAG 2.2 AA: 4.5, and 3 for large text.
 CONTRAST = """(() => {
   const parse = (text) => { const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number); return {c: [r, g, b], a}; };
@@ -98,15 +105,48 @@ def check(opened: Opened, server: UiServer, *, width: int, is_refused: bool = Fa
     assert opened.value["found"] == [] and opened.value["count"] >= 4
 
 
-@pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize(
-    "mode", ["light", "dark-phone", *(pytest.param(m, marks=pytest.mark.long) for m in ("phone", "dark"))]
-)
+@pytest.mark.parametrize(("page", "mode"), [*OPENED, *(pytest.param(*each, marks=pytest.mark.long) for each in REST)])
 def test_pages_are_quiet_readable_and_fit_in_light_and_dark(browser: Browser, server: UiServer, page: str, mode: str):
     width, is_dark = MODES[mode]
     opened = browser.open(server.address + PAGES[page], width=width, is_dark=is_dark, script=CONTRAST)
     check(opened, server, width=width, is_refused=page == "refused")
     assert opened.background == ("rgb(11, 15, 20)" if is_dark else "rgb(244, 246, 248)")
+
+
+def run_pages(folder: Path) -> list[Page]:
+    plan = tiny_plan(notes=(LONG,))
+    failed = attempt_record(1, step=12, ending=Ending.OUT_OF_MEMORY, fault=Fault.OUT_OF_MEMORY)
+    report = report_for(plan, history=(failed, attempt_record(2, step=40)), incidents=(LONG,), attempts=2)
+    write_run(folder / "whole", plan=plan, report=report, rows=step_rows(data_s=1.0, wait_s=0.1, checkpoint_s=0.1))
+    write_run(folder / "<script>alert(1)<script>", rows=())
+    runs = recorded_runs(sorted(folder.iterdir()))
+    return [*map(run_page, runs), comparison_page(runs)]
+
+
+def plan_pages(_: Path) -> list[Page]:
+    plan = plan_of("8b", "4xA100-SXM4-80GB", price=2.5)
+    return [plan_page(replace(plan, notes=(LONG,))), machines_page([("here", plan), ("there", plan)])]
+
+
+@pytest.mark.parametrize("pages_of", [run_pages, plan_pages], ids=["report", "plan"])
+def test_pages_in_files_open_without_a_message_or_a_request(browser: Browser, tmp_path: Path, pages_of):
+    (tmp_path / "runs").mkdir()
+    page = tmp_path / "page.html"
+    page.write_text(pages_html(pages_of(tmp_path / "runs"), title="page"))
+    for width, is_dark in ((390, True), (1280, False)):
+        opened = browser.open(page, width=width, is_dark=is_dark)
+        assert (opened.messages, opened.requests) == ([], [])
+        assert opened.scroll_width == width, "the body scrolls sideways"
+        assert opened.background == ("rgb(13, 17, 23)" if is_dark else "rgb(255, 255, 255)")
+
+
+def test_a_page_in_a_file_runs_no_script_and_loads_no_picture(browser: Browser, tmp_path: Path):
+    """A page that does either is caught at it."""
+    html = pages_html([Page(title="t", sections=())], title="t")
+    page = tmp_path / "page.html"
+    page.write_text(html.replace("<body>", "<body><script>console.log(1)</script><img src='x.png'>"))
+    messages = "".join(browser.open(page, width=390).messages)
+    assert "Content Security Policy" in messages and "x.png" in messages
 
 
 def test_text_without_contrast_is_found(browser: Browser, server: UiServer):

@@ -16,11 +16,13 @@ from typing import NamedTuple
 from urllib.parse import quote, urlencode
 
 import pytest
+from msgspec.structs import replace
 from reported_run import report_for, step_rows, tiny_plan, write_run
 
 from shardwise.launch.commands.ui.runs import Runs, loss_points
 from shardwise.launch.commands.ui.server import PORT, UiServer, run_ui
 from shardwise.launch.options import UiOptions
+from shardwise.launch.rundir.lock import locked
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
@@ -165,13 +167,6 @@ def test_secrets_in_files_are_redacted(server: UiServer):
         assert SECRET not in text and "[redacted]" in text
 
 
-def test_the_parts_of_a_page_are_those_that_the_script_gets(server: UiServer):
-    page, state = ask(server, "/run?name=good"), json.loads(ask(server, "/api/run?name=good").text)
-    assert state["title"] == "100% good" and state["every_s"] > 0
-    for name, html in state["parts"].items():
-        assert f'data-part="{name}">{html}</div>' in page.text
-
-
 def test_connections_above_the_limit_are_closed(server: UiServer):
     idle = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(40)]
     try:
@@ -232,6 +227,22 @@ def test_the_list_is_sorted_by_time_and_a_run_is_a_folder_of_its_own(tmp_path: P
     assert found[0].loss == 4.5 and found[0].duration_s == 12.0 and not found[0].is_live
     assert [each.name for each in Runs(tmp_path / "old").summaries()[0]] == ["old"]
     assert Runs(tmp_path / "nothing").summaries() == ([], 0)
+
+
+def test_the_speed_in_the_list_is_that_of_all_devices(tmp_path: Path):
+    report = report_for(tiny_plan())
+    rate = report.measured.speed.tokens_per_s_per_gpu
+    write_run(tmp_path / "one", report=replace(report, plan=replace(report.plan, num_ranks=4)))
+    ((found,), _) = Runs(tmp_path).summaries()
+    assert rate is not None and found.tokens_per_s == pytest.approx(4 * rate)
+
+
+def test_a_run_in_the_list_is_live_until_its_process_ends(tmp_path: Path):
+    """No file changes when a process is killed."""
+    run, runs = write_run(tmp_path / "one", has_report=False), Runs(tmp_path)
+    with locked(run):
+        assert runs.summaries()[0][0].is_live
+    assert not runs.summaries()[0][0].is_live
 
 
 def test_a_port_that_is_in_use_is_named_with_the_remedy(tmp_path: Path):

@@ -14,16 +14,7 @@ from hub_server import Hub, serving
 from workplace_factory import make_workplace
 
 from shardwise.launch.doctor.command import CHECKS, JOB_CHECK, Check, run_checks, run_doctor
-from shardwise.launch.doctor.finding import (
-    Finding,
-    Level,
-    diagnosis_of,
-    explained,
-    fault,
-    fine,
-    render_diagnosis,
-    warning,
-)
+from shardwise.launch.doctor.finding import Finding, Level, diagnosis_of, fault, fine, render_diagnosis, warning
 from shardwise.launch.options import DoctorOptions
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.errors import ExitCode
@@ -85,12 +76,11 @@ NO_WEIGHTS = {"config": None, "name": "org/name", "tokenizer": None}
     ("changes", "overrides", "sentence", "fix"),
     [
         ({"model": {"config": "no/such/folder/here"}}, (), "model.config: no/such/folder/here", ""),
-        ({"data": {"train": "missing.jsonl"}}, (), "missing.jsonl", None),
         ({}, ("limits.vram=2MiB",), "", ""),
         ({"model": NO_WEIGHTS}, (), "HF_HUB_OFFLINE", "name a local folder"),
         ({"log": {"wandb": "online"}}, (), "log.wandb: online", "wandb login"),
     ],
-    ids=["no model", "no data", "fits nowhere", "offline hub", "no key of wandb"],
+    ids=["no model", "fits nowhere", "offline hub", "no key of wandb"],
 )
 def test_a_job_that_cannot_run_is_a_fault_of_the_job(workplace, changes, overrides, sentence, fix):
     if changes:
@@ -101,18 +91,7 @@ def test_a_job_that_cannot_run_is_a_fault_of_the_job(workplace, changes, overrid
     code, diagnosis = doctor(workplace, "job.yaml", *overrides, "--quick")
     (found,) = findings_of(diagnosis, JOB_CHECK, "fault")
     assert code == ExitCode.ENVIRONMENT and sentence in found["sentence"]
-    assert fix is None or (found["fix"] and fix in found["fix"])
-
-
-def test_a_job_whose_architecture_only_transformers_knows(workplace):
-    """It is described from the model that transformers builds, as `train` does, in a process of its own."""
-    config = {
-        "model_type": "opt", "architectures": ["OPTForCausalLM"], "vocab_size": 320, "hidden_size": 32, "ffn_dim": 64,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128, "word_embed_proj_dim": 32,
-    }  # fmt: skip
-    (workplace.folder / "model" / "config.json").write_text(json.dumps(config))
-    code, diagnosis = doctor(workplace, "job.yaml", "--quick")
-    assert (code, findings_of(diagnosis, JOB_CHECK, "fault")) == (0, [])
+    assert found["fix"] and fix in found["fix"]
 
 
 def test_a_job_file_that_is_wrong_is_exit_code_2(workplace):
@@ -137,10 +116,15 @@ def test_no_secret_is_ever_shown(workplace):
 def test_findings_hold_no_secret_before_they_are_printed(tmp_path, monkeypatch):
     """As from Python, without the redaction of the command line."""
     monkeypatch.chdir(tmp_path)
-    environment = {"HOME": str(tmp_path), **SECRETS, "CUDA_HOME": f"/{SECRETS['AWS_SECRET_ACCESS_KEY']}"}
+    secret = SECRETS["AWS_SECRET_ACCESS_KEY"]
+    modules = tmp_path / secret
+    modules.mkdir()
+    (modules / "yaml.py").touch()
+    environment = {"HOME": str(tmp_path), **SECRETS, "CUDA_HOME": f"/{secret}", "PYTHONPATH": str(modules)}
     out = io.StringIO()
     run_doctor(DoctorOptions(quick=True), Console(out), environment=environment)
-    assert "CUDA_HOME=/[redacted]" in out.getvalue()
+    assert "CUDA_HOME=/[redacted]" in out.getvalue() and f"remove {tmp_path}/[redacted] from" in out.getvalue()
+    assert secret not in out.getvalue()
 
 
 def test_faults_come_first_and_the_last_line_sums_up():
@@ -156,20 +140,6 @@ def test_faults_come_first_and_the_last_line_sums_up():
     assert found.exit_code is ExitCode.ENVIRONMENT
     assert diagnosis_of([warning("slow", "faster")]).exit_code is ExitCode.DONE
     assert diagnosis_of([fault("no driver", "install it")] * 2).num_faults == 1
-
-
-@pytest.mark.parametrize(
-    ("message", "sentence", "fix"),
-    [
-        ("no g++\ninstall it: apt install g++", "no g++", "apt install g++"),
-        ("a is too old; take b", "a is too old", "take b"),
-        ("it is broken", "it is broken", "look"),
-        ("first\nremedy: second\nthird", "first", "second; third"),
-    ],
-)
-def test_the_remedy_of_an_error_is_separated_from_its_problem(message, sentence, fix):
-    found = explained(Level.FAULT, message, otherwise="look")
-    assert (found.sentence, found.fix) == (sentence, fix)
 
 
 def test_a_check_that_hangs_costs_only_its_own_result(tmp_path):

@@ -1,6 +1,5 @@
 """`doctor` on machines whose kernel, disks, Python or environment stand in the way."""
 
-import os
 from importlib import metadata
 from pathlib import Path
 
@@ -33,6 +32,11 @@ CGROUP = {
     "sys/fs/cgroup/memory.max": str(4 * GIB),
     "sys/fs/cgroup/memory.current": str(GIB // 2),
 }
+FULL_GROUP = {
+    **CGROUP,
+    "sys/fs/cgroup/memory.max": str(40 * GIB),
+    "sys/fs/cgroup/memory.current": str(40 * GIB - 512 * MIB),
+}
 LITTLE_RAM = {"proc/meminfo": "MemTotal: 65536000 kB\nMemAvailable: 1048576 kB\n"}
 INFINIBAND = {"sys/class/infiniband/mlx5_0/node_type": "1: CA\n"}
 FILES_REMEDY = ("1024", "ulimit -n 65536", "/etc/security/limits.conf", "--ulimit nofile=65536")
@@ -61,10 +65,12 @@ def test_usual_limits_are_fine_and_elsewhere_nothing_is_reported_of_wsl(broken):
     [
         ("open-files", {"files": "128"}, {}, Level.FAULT, ("128", *FILES_REMEDY)),
         ("open-files", {"files": "512"}, {}, Level.WARNING, ("512", *FILES_REMEDY)),
+        ("open-files", {"files": "512", "files_hard": "4096"}, {}, Level.WARNING, ("512", "ulimit -n 4096")),
         ("processes", {}, {"sys/fs/cgroup/pids.max": "100\n"}, Level.FAULT, ("100 ", "docker run --pids-limit=-1")),
         ("processes", {"processes": "1000"}, {}, Level.WARNING, ("1000 ", "ulimit -u 65536")),
         ("locked-memory", {}, INFINIBAND, Level.WARNING, ("8 MiB", "InfiniBand", "ulimit -l unlimited")),
         ("memory", {}, CGROUP, Level.WARNING, ("4 GiB of 62.5 GiB", "docker run --memory")),
+        ("memory", {}, FULL_GROUP, Level.WARNING, ("512 MiB", "2 GiB")),
         ("memory", {}, LITTLE_RAM, Level.WARNING, ("1 GiB", "2 GiB", "ps aux --sort=-rss | head")),
         ("shared-memory", {}, {}, Level.FAULT, ("sudo mount -t tmpfs tmpfs /dev/shm",)),
     ],
@@ -211,12 +217,6 @@ def test_variables_that_break_training_or_slow_it_down(broken):
     )
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core is all there is")
-def test_one_thread_for_everything(broken):
-    broken.environment["OMP_NUM_THREADS"] = "1"
-    assert_reported(broken.diagnose("variables"), Level.WARNING, ("OMP_NUM_THREADS=1", "unset OMP_NUM_THREADS"))
-
-
 def test_a_library_that_is_older_than_shardwise_accepts(broken, tmp_path, monkeypatch):
     add_package(tmp_path / "old", "accelerate", "0.1.0")
     monkeypatch.syspath_prepend(tmp_path / "old")
@@ -229,6 +229,14 @@ def test_a_python_that_shardwise_does_not_run_on(broken):
     found = diagnosis_of(check_python(broken.read(), (3, 14)))
     facts = ("3.14", "3.11 to 3.13", "python3.12 -m venv .venv", "launch/bootstrap.sh install")
     assert_reported(found, Level.FAULT, facts)
+
+
+def test_a_lock_that_a_killed_build_left_behind(broken):
+    lock = broken.home / ".cache" / "torch_extensions" / "py311_cu130" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w"):
+        assert_reported(broken.diagnose("build-locks"), Level.WARNING)  # its build is at work
+    assert_reported(broken.diagnose("build-locks"), Level.WARNING, ("cpu_adam", f"rm {lock}"))
 
 
 @pytest.mark.parametrize(
@@ -250,11 +258,3 @@ def test_no_ninja(broken):
     broken.environment["PATH"] = str(broken.laid_out.programs)
     remedy = f"{broken.folder}/bin/python -m pip install ninja"
     assert_reported(broken.diagnose("ninja"), Level.WARNING, ("PATH", remedy))
-
-
-def test_a_lock_that_a_killed_build_left_behind(broken):
-    lock = broken.home / ".cache" / "torch_extensions" / "py311_cu130" / "cpu_adam" / "lock"
-    lock.parent.mkdir(parents=True)
-    with lock.open("w"):
-        assert_reported(broken.diagnose("build-locks"), Level.WARNING)  # its build is at work
-    assert_reported(broken.diagnose("build-locks"), Level.WARNING, ("cpu_adam", f"rm {lock}"))

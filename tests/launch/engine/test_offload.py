@@ -1,7 +1,6 @@
 """The folder for state on NVMe: made for one attempt, held by it, gone after it, also where its owner was killed."""
 
 import io
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ import msgspec
 import pytest
 from engine_plan_factory import engine_plan
 from msgspec.structs import replace
-from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 
 from shardwise.launch.attempt.supervisor import StopRequest
 from shardwise.launch.engine.launcher import prepare_attempt
@@ -93,14 +91,14 @@ def test_the_folder_of_a_killed_owner_is_removed_by_the_next_run(tmp_path: Path)
         assert not folder.exists()
 
 
-def test_a_disk_that_is_too_small_is_named_with_both_numbers(tmp_path: Path):
+def test_a_folder_that_cannot_hold_the_state_is_refused_with_both_numbers(tmp_path: Path):
     with pytest.raises(EnvironmentFaultError, match=r"limits\.nvme\.path: .* 1024 TiB"):
         check_disk(plan_under(tmp_path, nvme_bytes=2**50), tmp_path / "run")
-
-
-def test_more_than_the_job_grants_is_named_with_both_numbers(tmp_path: Path):
     with pytest.raises(EnvironmentFaultError, match=r"limits\.nvme\.size: 1 KiB .* needs 2 KiB"):
         check_nvme(plan_under(tmp_path, nvme_bytes=2048, size=1024))
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentFaultError, match=rf"limits\.nvme\.path: .*{tmp_path}/file"):
+        check_nvme(plan_under(tmp_path / "file"))
 
 
 def test_space_that_a_killed_run_left_behind_is_made_free_before_it_is_counted(tmp_path: Path):
@@ -111,59 +109,26 @@ def test_space_that_a_killed_run_left_behind_is_made_free_before_it_is_counted(t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_that_is_no_folder_is_named(tmp_path: Path):
-    (tmp_path / "file").touch()
-    with pytest.raises(EnvironmentFaultError, match=rf"limits\.nvme\.path: .*{tmp_path}/file"):
-        check_nvme(plan_under(tmp_path / "file"))
-
-
 def test_more_locked_memory_than_granted_is_named_with_how_to_raise_it(tmp_path: Path):
     with pytest.raises(EnvironmentFaultError, match=r"64 KiB.*\n.*ulimit -l"):
         check_locked_memory(plan_under(tmp_path), 64 * 1024)
     check_locked_memory(plan_under(tmp_path), None)
 
 
-@pytest.mark.skipif(lacks_libaio(), reason=NO_LIBAIO)
 def test_an_attempt_starts_without_locks_of_dead_ranks_and_leaves_nothing_on_the_disk(tmp_path: Path):
-    """A real launcher, whose rank fails because there is no data."""
-    shutil.copytree(folder_with_operators("cpu_adam", "async_io"), tmp_path / "operators")
-    lock = tmp_path / "operators" / "async_io" / "lock"
-    lock.touch()
+    """A real launcher, whose rank fails because there is no data, before it would load an operator."""
+    operators = tmp_path / "operators"
+    lock = operators / "async_io" / "lock"
+    lock.parent.mkdir(parents=True)
+    for path in (lock, operators / "cpu_adam.built", operators / "async_io.built"):
+        path.touch()
     (tmp_path / "bot").mkdir()
-    lines = io.StringIO()
+    plan, lines = plan_under(tmp_path / "nvme"), io.StringIO()
     outcome = run_attempts(
-        with_data(plan_under(tmp_path / "nvme"), tmp_path / "no-data"),
-        run_dir=tmp_path / "bot",
-        resume=False,
-        extensions_dir=tmp_path / "operators",
-        console=Console(lines),
-        stop=StopRequest(),
-    )
+        replace(plan, data=replace(plan.data, cache_dir=str(tmp_path / "no-data"))), run_dir=tmp_path / "bot",
+        resume=False, extensions_dir=operators, console=Console(lines), stop=StopRequest(),
+    )  # fmt: skip
     assert outcome.report is not None and outcome.report.ending is Ending.FAILED
     assert "no-data" in (outcome.report.error or "")
     assert not lock.exists() and str(lock) in lines.getvalue()
     assert list((tmp_path / "nvme").iterdir()) == []
-
-
-def with_data(plan: Plan, cache_dir: Path) -> Plan:
-    return replace(plan, data=replace(plan.data, cache_dir=str(cache_dir)))
-
-
-LOCK = """
-import ctypes, mmap, resource, sys
-from pathlib import Path
-from shardwise.launch.probe.host import memlock_limit
-resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-block = mmap.mmap(-1, 1 << 20)
-start = ctypes.addressof(ctypes.c_char.from_buffer(block))
-refused = ctypes.CDLL(None).mlock(ctypes.c_void_p(start), ctypes.c_size_t(1 << 20)) != 0
-print(memlock_limit(Path("/proc/self/status").read_text()), refused)
-sys.stdout.flush()
-import os; os._exit(0)
-"""
-
-
-def test_what_may_be_locked_is_what_the_kernel_locks():
-    """A process with the capability to lock memory is held to no limit; another one is."""
-    done = subprocess.run([sys.executable, "-c", LOCK], capture_output=True, text=True, check=True)
-    assert done.stdout.split() in (["65536", "True"], ["None", "False"])

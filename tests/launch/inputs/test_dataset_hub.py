@@ -1,7 +1,6 @@
 """Data sets from a hub that runs here: a real server, asked by the real library in a process of its own."""
 
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,10 @@ from hub_server import COMMIT, Hub, serving
 OLD_COMMIT = "f" * 40
 README = b"---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: 'data/a*'}\n---\n"
 FILES = {
-    "README.md": README,
-    "data/a-00000-of-00002.jsonl": b'{"text": "one"}\n',
-    "data/a-00001-of-00002.jsonl": b'{"text": "two"}\n',
-    "data/b [1].jsonl": b'{"text": "three"}\n',
-    "rows.py": b"raise SystemExit('a script ran')",
-    "rows.pkl": b"pickled",
-    ".gitattributes": b"",
-}
+    "README.md": README, "data/a-00000-of-00002.jsonl": b'{"text": "one"}\n',
+    "data/a-00001-of-00002.jsonl": b'{"text": "two"}\n', "data/b [1].jsonl": b'{"text": "three"}\n',
+    "rows.py": b"raise SystemExit('a script ran')", "rows.pkl": b"pickled", ".gitattributes": b"",
+}  # fmt: skip
 REPOSITORIES = {
     "org/rows": FILES,
     "org/plain": {"train [x].csv": b"text\na\n", "test.csv": b"text\nb\n"},
@@ -76,17 +71,6 @@ def downloaded(home: Path) -> set[str]:
     return {path.relative_to(home).as_posix().split("/", 4)[4] for path in home.rglob("snapshots/*/**/*.*")}
 
 
-def fill_cache(home: Path, *names: str, commit: str = COMMIT) -> None:
-    """As another program leaves it: files and a reference, no listing."""
-    root = home / "hub" / "datasets--org--rows"
-    for name in names:
-        path = root / "snapshots" / commit / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(FILES[name])
-    (root / "refs").mkdir(parents=True)
-    (root / "refs" / "main").write_text(commit)
-
-
 def test_only_the_files_of_the_split_are_downloaded_and_their_commit_is_recorded(tmp_path, hub):
     shards = ["data/a-00000-of-00002.jsonl", "data/a-00001-of-00002.jsonl"]
     assert ask(tmp_path, "org/rows", endpoint=hub.url) == [
@@ -98,22 +82,16 @@ def test_only_the_files_of_the_split_are_downloaded_and_their_commit_is_recorded
     assert downloaded(tmp_path) == {"README.md", *shards}
 
 
-def test_what_was_downloaded_is_not_asked_for_again_and_needs_no_hub(tmp_path, hub):
-    first = ask(tmp_path, "org/plain", endpoint=hub.url)
+def test_what_was_downloaded_is_not_asked_for_again_and_a_revision_is_pinned(tmp_path, hub):
+    plain, pinned = {"source": "org/plain"}, {"source": "org/plain@v1"}
+    held_out = {"source": "org/plain", "split": "test"}
+    first, old = ask_all(tmp_path, plain, pinned, endpoint=hub.url)
     assert first[1:3] == [[f"{COMMIT}/train [x].csv"], ["text\na\n"]]
-    test_split = {"source": "org/plain", "split": "test"}
-    again, by_commit, (code, error) = ask_all(
-        tmp_path, {"source": "org/plain"}, {"source": f"org/plain@{COMMIT}"}, test_split
-    )
-    assert again == by_commit == first
+    assert old[3] == [f"org/plain@{OLD_COMMIT}"]
+    *again, (code, error) = ask_all(tmp_path, plain, {"source": f"org/plain@{COMMIT}"}, pinned, held_out)
+    assert again == [first, first, old]
     assert code == 4 and "hub" in error
-    assert ask_all(tmp_path, test_split, endpoint=hub.url)[0][2] == ["text\nb\n"]
-
-
-def test_a_revision_is_pinned(tmp_path, hub):
-    assert ask(tmp_path, "org/plain@v1", endpoint=hub.url)[3] == [f"org/plain@{OLD_COMMIT}"]
-    pinned, main = ask_all(tmp_path, {"source": "org/plain@v1"}, {"source": "org/plain"})
-    assert (pinned[3], main[0]) == ([f"org/plain@{OLD_COMMIT}"], 4)
+    assert ask_all(tmp_path, held_out, endpoint=hub.url)[0][2] == ["text\nb\n"]
 
 
 def test_a_download_that_was_broken_off_is_gone_on_with(tmp_path, hub):
@@ -122,12 +100,6 @@ def test_a_download_that_was_broken_off_is_gone_on_with(tmp_path, hub):
     lost.unlink()
     assert ask(tmp_path, "org/rows")[0] == 4
     assert ask(tmp_path, "org/rows", endpoint=hub.url) == first
-
-
-def test_a_cache_that_lacks_a_shard_is_completed(tmp_path, hub):
-    fill_cache(tmp_path, "README.md", "data/a-00001-of-00002.jsonl")
-    assert ask(tmp_path, "org/rows")[0] == 4
-    assert len(ask(tmp_path, "org/rows", endpoint=hub.url)[1]) == 2
 
 
 REFUSED = [
@@ -159,13 +131,6 @@ def test_offline_is_respected_and_named(tmp_path, hub):
     ((code, error),) = ask_all(tmp_path, {"source": "org/rows"}, endpoint=hub.url, HF_HUB_OFFLINE="1")
     assert (code, hub.requests) == (4, [])
     assert "HF_HUB_OFFLINE" in error and "name a local folder" in error
-
-
-def test_a_hub_that_never_answers_is_given_up(tmp_path):
-    """Left to itself, the library would ask for minutes, longer than the limit in `ask_hub`."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        code, error = ask(tmp_path, "org/rows", endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
-    assert code == 4 and "reached" in error
 
 
 def test_a_path_that_is_missing_is_not_looked_for_on_the_hub(tmp_path, hub):

@@ -43,12 +43,9 @@ def test_names_mean_what_they_mean_to_datasets(tmp_path, names):
     shutil.rmtree(tmp_path)
 
 
-def test_train_is_taken_where_nothing_is_asked_for_and_a_split_that_is_alone():
+def test_train_is_taken_or_a_split_that_is_alone_and_of_two_formats_one():
     assert chosen(LAYOUTS[2]) == ["train.jsonl"]
     assert chosen(["valid.jsonl"]) == ["valid.jsonl"]
-
-
-def test_of_two_formats_of_the_same_rows_one_is_read():
     assert chosen(["train.jsonl", "train.parquet"]) == ["train.parquet"]
     assert chosen(["train-a.jsonl.gz", "train-b.jsonl", "train.parquet"]) == ["train-a.jsonl.gz", "train-b.jsonl"]
     assert chosen(["train.txt", "train.md"]) == ["train.md", "train.txt"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_questions import NO_HUB, ask_hub
+from hub_questions import ask_hub
 from hub_server import COMMIT, Hub, serving
 
 TENSORS = b'{"model.embed_tokens.weight": {"dtype": "F32", "shape": [4, 2], "data_offsets": [0, 32]}}'
@@ -19,8 +19,7 @@ FILES = {
     "original/consolidated.safetensors": b"a second copy",
     "README.md": b"# A model",
 }
-REPOSITORIES = {"org/model": FILES, "org/shape": {name: FILES[name] for name in ("config.json", "tokenizer.json")}}
-MODEL, SHAPE = {"name": "org/model"}, {"name": "org/shape"}
+MODEL = {"name": "org/model"}
 
 PROGRAM = """
 import json, sys
@@ -56,7 +55,7 @@ except ShardwiseError as error:
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    with serving(Hub(files=REPOSITORIES, gated={"org/gated"})) as served:
+    with serving(Hub(files={"org/model": FILES}, gated={"org/gated"})) as served:
         yield served
 
 
@@ -92,15 +91,6 @@ def test_training_downloads_the_weights_and_nothing_pickled_or_twice(tmp_path, h
     assert hub.requests == [], "what was downloaded is not asked for again"
 
 
-def test_a_snapshot_without_a_tokenizer_is_completed_where_that_is_possible(tmp_path, hub):
-    _, without_weights = ask_all(tmp_path, (SHAPE, False), (SHAPE, True), endpoint=hub.url)
-    assert without_weights[0] == 2 and "model.safetensors" in without_weights[1]
-    (snapshot,) = tmp_path.rglob("snapshots/*")
-    (snapshot / "tokenizer.json").unlink()
-    assert ask(tmp_path, SHAPE, endpoint=NO_HUB)[2] is None
-    assert ask(tmp_path, SHAPE, endpoint=hub.url)[2] == str(snapshot)
-
-
 REFUSED = [
     ({"name": "org/gated"}, ("model.name: org/gated", "https://huggingface.co/org/gated", "hf auth login")),
     ({"name": "org/gone"}, ("model.name: org/gone", "hf auth login")),
@@ -114,12 +104,6 @@ def test_each_refusal_of_the_hub_is_one_line_with_the_next_step(tmp_path, hub):
     for (_, facts), (code, error) in zip(REFUSED, answers, strict=True):
         assert (code, len(error.splitlines())) == (2, 1)
         assert [fact for fact in facts if fact not in error] == []
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path, hub):
-    (tmp_path / "hub").write_text("a file where the cache should be")
-    code, error = ask(tmp_path, MODEL, endpoint=hub.url)
-    assert code == 4 and "model.name: org/model" in error and str(tmp_path / "hub") in error
 
 
 def test_a_hub_that_takes_the_question_and_never_answers_is_given_up(tmp_path):

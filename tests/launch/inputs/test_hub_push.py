@@ -116,14 +116,6 @@ def test_a_fine_grained_token_may_write_what_it_names(hub, folder, tmp_path):
     assert [code for code, _ in answers] == [0, 4]
 
 
-def test_a_hub_that_is_not_there_and_one_that_may_not_be_asked(tmp_path):
-    with serving(Hub()) as gone:
-        pass
-    for environment, fact in (({}, "ConnectError"), ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE")):
-        ((code, error),) = push(gone.url, tmp_path / "home", question("ann/cats"), **environment)
-        assert code == 4 and fact in error
-
-
 def test_an_upload_that_fails_says_where_the_export_is_and_how_to_go_on(hub, folder, tmp_path):
     hub.refuses["POST /api/models/ann/cats/commit"] = 403
     ((code, error),) = push(hub.url, tmp_path / "home", question("ann/cats", folder))

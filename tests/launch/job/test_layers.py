@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.launch.job import cache_home
 from shardwise.launch.job.layers import ResolvedJob, read_job_layers, render_resolved, sweep_points
 from shardwise.trainer.spec.errors import InputError, InputProblemsError
 from shardwise.trainer.spec.job.kinds import Every
@@ -77,10 +78,12 @@ def test_folders_are_no_settings_of_the_job_and_the_person_wins(workplace, monke
     assert workplace.read().folders == {"cache": "/home/me/cache", "huggingface": "/hf", "scratch": "/site/scratch"}
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "folders:\n", "slurm:\n", "{}"])
-def test_a_person_may_have_an_empty_config(workplace, text):
-    workplace.write_person(text)
-    assert workplace.read().sources == {"model.name": str(workplace.job), "data.train": str(workplace.job)}
+def test_the_cache_is_that_of_the_variable_then_of_the_file_then_of_xdg():
+    xdg = {"XDG_CACHE_HOME": "/xdg", "HOME": "/home/me"}
+    assert cache_home({"SHARDWISE_CACHE": "/fast", **xdg}, configured="/site") == Path("/fast")
+    assert cache_home(xdg, configured="/site") == Path("/site")
+    assert cache_home(xdg) == Path("/xdg/shardwise")
+    assert cache_home({"HOME": "/home/me"}) == Path("/home/me/.cache/shardwise")
 
 
 def test_a_missing_config_of_a_person_is_no_problem_but_a_named_site_file_is(workplace):
@@ -96,42 +99,37 @@ def assert_names(line: str, origin: object, *facts: str) -> None:
     assert [fact for fact in facts if fact not in line] == [], line
 
 
-PERSONAL_PROBLEMS = [
-    ("train: {lr: 1}", ("train ", "job file", "price_per_gpu_hour, log.wandb, log.notify, slurm, folders")),
-    ("log: {project: p}", ("log.project ", "job file", "log.wandb")),
-    ("folders: {cach: /x}", ("folders.cach ", "did you mean folders.cache?")),
-    ("folders: {cache: here}", ('folders.cache is "here"', '"/"')),
-    ("folders: /x", ('folders is "/x"', "folders: {cache: /a/folder}")),
-    ("price_per_gpu_hour: -1", ("price_per_gpu_hour is -1", "above 0")),
-    ("- a", ("list",)),
+# The layer, what stands there, and what its one line names.
+PROBLEMS = [
+    ("person", "train: {lr: 1}", ("train ", "job file")),
+    ("person", "log: {project: p}", ("log.project ", "log.wandb")),
+    ("person", "folders: {cach: /x}", ("did you mean folders.cache?",)),
+    ("person", "folders: {cache: here}", ('folders.cache is "here"',)),
+    ("person", "folders: /x", ('folders is "/x"',)),
+    ("person", "price_per_gpu_hour: -1", ("price_per_gpu_hour is -1", "above 0")),
+    ("person", "- a", ("list",)),
+    ("job", "", ("shardwise init",)),
+    ("job", "- model", ("list",)),
+    ("job", "model: 1\nmodel: 2", ("line 2, column 1", "'model'")),
+    ("line", "train.lr", ('"train.lr" ', "train.lr=1e-4")),
+    ("line", "=5", ('"=5" ',)),
+    ("line", "pin.micro_bach=2", ("did you mean pin.micro_batch?",)),
+    ("line", "seq_len=2", ("did you mean train.seq_len?",)),
+    ("line", "train.lora={rank: 3", ("train.lora", "line 1, column 9")),
+    ("line", "folders.cache=/x", ("folders ",)),
 ]
 
 
-@pytest.mark.parametrize(("text", "facts"), PERSONAL_PROBLEMS, ids=[text for text, _ in PERSONAL_PROBLEMS])
-def test_a_problem_in_a_persons_file_carries_its_name(workplace, text, facts):
-    person = workplace.write_person(text + "\n")
-    (line,) = workplace.problems()
-    assert_names(line, person, *facts)
-
-
-def test_folders_in_a_job_file_are_sent_to_where_they_belong(workplace):
-    workplace.job.write_text(JOB + "folders: {cache: /x}\n")
-    (line,) = workplace.problems()
-    assert_names(line, workplace.job, "folders ", str(workplace.config_home / "config.yaml"))
-
-
-JOB_FILES = [
-    ("", ("shardwise init --model MODEL --data FILE",)),
-    ("- model\n", ("list", "shardwise init")),
-    ("model: 1\nmodel: 2\n", ("line 2, column 1", "'model'")),
-]
-
-
-@pytest.mark.parametrize(("text", "facts"), JOB_FILES, ids=[text.strip() or "empty" for text, _ in JOB_FILES])
-def test_a_file_that_is_no_job_is_one_line_and_nothing_is_called_missing(workplace, text, facts):
-    workplace.job.write_text(text)
-    (line,) = workplace.problems()
-    assert_names(line, workplace.job, *facts)
+@pytest.mark.parametrize(("layer", "text", "facts"), PROBLEMS, ids=[f"{layer} {text}" for layer, text, _ in PROBLEMS])
+def test_a_problem_is_one_line_that_begins_with_its_layer(workplace, layer, text, facts):
+    origin: object = "command line"
+    if layer == "person":
+        origin = workplace.write_person(f"{text}\n")
+    elif layer == "job":
+        origin = workplace.job
+        workplace.job.write_text(text)
+    (line,) = workplace.problems(*([text] if layer == "line" else []))
+    assert_names(line, origin, *facts)
 
 
 def test_every_problem_of_every_layer_is_shown_at_once(workplace):
@@ -173,24 +171,6 @@ OVERRIDES = [
 def test_an_override_reads_as_the_same_line_in_a_file_would(workplace, override, section, name, value):
     job = workplace.read(override).job
     assert getattr(getattr(job, section) if section else job, name) == value
-
-
-BAD_OVERRIDES = [
-    ("train.lr", ('"train.lr" ', "train.lr=1e-4")),
-    ("=5", ('"=5" ', "key=value")),
-    ("pin.micro_bach=2", ("did you mean pin.micro_batch?",)),
-    ("seq_len=2", ("did you mean train.seq_len?",)),
-    ("train.lora={rank: 3", ("train.lora", "line 1, column 9")),
-    ("folders.cache=/x", ("folders ",)),
-]
-
-
-@pytest.mark.parametrize(
-    ("override", "facts"), BAD_OVERRIDES, ids=[override or "empty" for override, _ in BAD_OVERRIDES]
-)
-def test_a_bad_override_is_one_line_of_the_command_line(workplace, override, facts):
-    (line,) = workplace.problems(override)
-    assert_names(line, "command line", *facts)
 
 
 def test_overrides_alone_can_be_a_job(tmp_path):
@@ -235,6 +215,14 @@ def test_the_resolved_file_says_where_each_value_is_from(workplace):
     workplace.write_person("")
     workplace.job = copy
     assert workplace.read().job == resolved.job
+
+
+def test_a_resolved_file_that_others_may_read_has_only_the_host_of_a_url(workplace):
+    workplace.job.write_text(JOB + "log: {notify: 'https://hooks.example.org/T0/secret'}\n")
+    resolved = workplace.read()
+    assert "/T0/secret" in render_resolved(resolved)
+    shown = render_resolved(resolved, has_url=False)
+    assert "https://hooks.example.org/" in shown and "T0" not in shown and "secret" not in shown
 
 
 @pytest.mark.parametrize(

@@ -55,13 +55,10 @@ def test_a_missing_file_a_folder_and_other_bytes_are_one_line(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"a: 1\nb: caf\xe9\n")
     (tmp_path / "model.safetensors").write_bytes(b"\0" * (LARGEST_FILE_BYTES + 1))
     cases = {
-        tmp_path / "gone.yaml": "no such file",
-        tmp_path: "folder",
-        tmp_path / "latin.yaml": "line 2: .*UTF-8",
-        tmp_path / "model.safetensors": "1 MiB",
-        tmp_path / "latin.yaml" / "x": "Not a directory",
+        tmp_path / "gone.yaml": "no such file", tmp_path: "folder", tmp_path / "latin.yaml": "line 2: .*UTF-8",
+        tmp_path / "model.safetensors": "1 MiB", tmp_path / "latin.yaml" / "x": "Not a directory",
         tmp_path / ("n" * 300): "File name too long",
-    }
+    }  # fmt: skip
     for path, fact in cases.items():
         with pytest.raises(InputError, match=f"{re.escape(path.name)}: .*{fact}"):
             read_yaml_file(path)

@@ -1,6 +1,5 @@
 """The supervisor and its agents: authentication, messages and lost machines; real sockets on this machine."""
 
-import os
 import resource
 import signal
 import socket
@@ -13,35 +12,19 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch.attempt.supervisor import StopRequest
-from shardwise.launch.nodes.agent import Head, parse_head, run_agent
-from shardwise.launch.nodes.channel import (
-    MAX_PENDING,
-    MAX_TOKEN_LINE_BYTES,
-    Bye,
-    Channel,
-    Command,
-    FromSupervisor,
-    Hello,
-    NodeServer,
-    NodesFile,
-    Order,
-    Start,
-    StopRequested,
-    Token,
-    head_address,
-    nodes_path,
-)
+from shardwise.launch.nodes import channel as nodes
+from shardwise.launch.nodes.agent import Head, run_agent
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
-STOP = Command(order=Order.STOP)
+STOP = nodes.Command(order=nodes.Order.STOP)
 LIMIT_S = 120  # a machine may be busy
 
 
 @pytest.fixture
 def server(tmp_path: Path):
     lines: list[str] = []
-    with NodeServer(tmp_path, num_nodes=2, on_line=lines.append) as opened:
+    with nodes.NodeServer(tmp_path, num_nodes=2, on_line=lines.append) as opened:
         opened.lines = lines  # type: ignore[attr-defined]
         yield opened
 
@@ -49,14 +32,14 @@ def server(tmp_path: Path):
 @pytest.fixture
 def call(server, tmp_path):
     """Greets the server as the agent of a machine."""
-    channels: list[Channel] = []
+    channels: list[nodes.Channel] = []
 
-    def greet(rank: int, *, token: str | None = None, address: str = "127.0.0.1") -> Channel:
-        content = codec.read(nodes_path(tmp_path), NodesFile)
-        channel = Channel(socket.create_connection(("127.0.0.1", content.port)), FromSupervisor)
+    def greet(rank: int, *, token: str | None = None, address: str = "127.0.0.1") -> nodes.Channel:
+        content = codec.read(nodes.nodes_path(tmp_path), nodes.NodesFile)
+        channel = nodes.Channel(socket.create_connection(("127.0.0.1", content.port)), nodes.FromSupervisor)
         channels.append(channel)
-        channel.send(Token(token=token or content.token))
-        channel.send(Hello(node_rank=rank, host=f"n{rank}", address=address))
+        channel.send(nodes.Token(token=token or content.token))
+        channel.send(nodes.Hello(node_rank=rank, host=f"n{rank}", address=address))
         return channel
 
     yield greet
@@ -64,7 +47,7 @@ def call(server, tmp_path):
         channel.close()
 
 
-def poll_until(server: NodeServer, claim) -> None:
+def poll_until(server: nodes.NodeServer, claim) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not claim():
         assert time.monotonic() < deadline
@@ -73,7 +56,7 @@ def poll_until(server: NodeServer, claim) -> None:
 
 
 def test_machines_authenticate_with_a_file_that_only_the_user_reads(server, call, tmp_path):
-    mode = stat.S_IMODE(nodes_path(tmp_path).stat().st_mode)
+    mode = stat.S_IMODE(nodes.nodes_path(tmp_path).stat().st_mode)
     assert mode == 0o600
     channels = [call(rank) for rank in (1, 0)]
     poll_until(server, lambda: len(server.nodes) == 2)
@@ -86,7 +69,7 @@ def test_machines_authenticate_with_a_file_that_only_the_user_reads(server, call
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b'{"type":"command","order":"stop"}\n',
-        b"x" * MAX_TOKEN_LINE_BYTES,
+        b"x" * nodes.MAX_TOKEN_LINE_BYTES,
         b'{"type":"hello","node_rank":1,"host":"n1","address":"127.0.0.1"}\n',
     ],
     ids=["http", "no hello", "endless", "no token"],
@@ -122,7 +105,7 @@ def test_more_idle_clients_than_descriptors_neither_end_the_server_nor_keep_an_a
         for _ in range(1100):
             idle.append(socket.create_connection(("127.0.0.1", server.port)))
             server.poll()
-        assert len(server._pending) == MAX_PENDING
+        assert len(server._pending) == nodes.MAX_PENDING
         call(1)
         poll_until(server, lambda: 1 in server.nodes)
     finally:
@@ -139,7 +122,7 @@ def test_a_machine_that_cannot_be_is_refused(server, call, rank, address):
 
 
 def test_the_port_is_open_on_the_interface_that_is_used_alone(tmp_path):
-    with NodeServer(tmp_path, num_nodes=2, address="127.0.0.2", on_line=print) as server:
+    with nodes.NodeServer(tmp_path, num_nodes=2, address="127.0.0.2", on_line=print) as server:
         socket.create_connection(("127.0.0.2", server.port)).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", server.port))
@@ -158,7 +141,7 @@ def test_a_second_agent_of_a_rank_is_refused(server, call):
 
     poll_until(server, is_answered)
     (refusal,) = answers
-    assert isinstance(refusal, Bye) and refusal.exit_code == 2
+    assert isinstance(refusal, nodes.Bye) and refusal.exit_code == 2
     assert "node 1 is n1" in refusal.text and "--node-rank" in refusal.text
 
 
@@ -191,16 +174,16 @@ def test_ranks_meet_where_the_others_reached_the_first_machine(server, call):
         call(rank)
     poll_until(server, lambda: len(server.nodes) == 2)
     server.nodes[1].peer_address = "10.0.0.5"  # as a second machine would have called it
-    assert head_address(server.nodes) == "10.0.0.5"
+    assert nodes.head_address(server.nodes) == "10.0.0.5"
     server.dismiss(0, only=1)
-    assert head_address(server.nodes) == "127.0.0.1"
+    assert nodes.head_address(server.nodes) == "127.0.0.1"
 
 
 def test_a_port_that_is_taken_is_an_environment_fault_and_the_file_goes_with_the_server(server, tmp_path):
     with pytest.raises(EnvironmentFaultError, match=f"port {server.port} .*HOST:PORT"):
-        NodeServer(tmp_path / "other", num_nodes=2, port=server.port, on_line=print)
+        nodes.NodeServer(tmp_path / "other", num_nodes=2, port=server.port, on_line=print)
     server.close()
-    assert not nodes_path(tmp_path).exists()
+    assert not nodes.nodes_path(tmp_path).exists()
 
 
 # -- the agent ---------------------------------------------------------------------------------------------------------
@@ -209,33 +192,6 @@ def test_a_port_that_is_taken_is_an_environment_fault_and_the_file_goes_with_the
 def test_an_agent_without_a_supervisor_names_the_missing_file(tmp_path):
     with pytest.raises(EnvironmentFaultError, match=r"\.nodes\.json.*\n.*--run-dir"):
         run_agent(tmp_path, head=Head("127.0.0.1"), node_rank=1, stop=StopRequest(), on_line=print, wait_s=0)
-
-
-def test_an_agent_names_the_port_it_cannot_reach(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    codec.write(nodes_path(tmp_path), NodesFile(host="n0", port=port, token="t"))
-    with pytest.raises(EnvironmentFaultError, match=f"127.0.0.1 port {port} .*Connection refused"):
-        run_agent(tmp_path, head=Head("127.0.0.1"), node_rank=1, stop=StopRequest(), on_line=print, wait_s=0)
-
-
-def test_a_node_whose_name_means_nothing_is_called_by_the_address_of_srun(server, tmp_path):
-    name = "node-without-an-address.invalid"
-    code = AGENT.replace("127.0.0.1", name)
-    environment = {**os.environ, "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment)
-    try:
-        poll_until(server, lambda: 1 in server.nodes)
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.parametrize("text", ["", ":29400", "n1:port", "n1:70000"])
-def test_a_head_is_a_host_with_or_without_a_port(text):
-    assert parse_head("n1") == Head("n1") and parse_head("10.0.0.1:99") == Head("10.0.0.1", 99)
-    with pytest.raises(InputError, match="HOST:PORT"):
-        parse_head(text)
 
 
 AGENT = """
@@ -279,11 +235,19 @@ def test_a_machine_does_not_outlive_the_supervisor(server, agent):
 def test_a_stop_on_any_machine_is_one_for_the_run(server, agent):
     agent.terminate()
     poll_until(server, lambda: server.nodes[1].inbox)
-    assert [message for _, message in server.take()] == [StopRequested(signal_number=signal.SIGUSR1)]
+    assert [message for _, message in server.take()] == [nodes.StopRequested(signal_number=signal.SIGUSR1)]
 
 
 def test_a_machine_refuses_an_attempt_that_it_cannot_read(server, agent, tmp_path):
-    server.send(Start(attempt_dir=str(tmp_path / "attempts/1"), head="127.0.0.1", port=1, cache=str(tmp_path)))
+    server.send(nodes.Start(attempt_dir=str(tmp_path / "attempts/1"), head="127.0.0.1", port=1, cache=str(tmp_path)))
     poll_until(server, lambda: server.nodes[1].inbox)
     ((node, refused),) = server.take()
     assert node.rank == 1 and refused.exit_code == 2 and "plan.json: cannot be read" in refused.refusal
+
+
+def test_an_agent_names_the_port_it_cannot_reach(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    codec.write(nodes.nodes_path(tmp_path), nodes.NodesFile(host="n0", port=port, token="t"))
+    with pytest.raises(EnvironmentFaultError, match=f"127.0.0.1 port {port} .*Connection refused"):
+        run_agent(tmp_path, head=Head("127.0.0.1"), node_rank=1, stop=StopRequest(), on_line=print, wait_s=0)

@@ -32,12 +32,9 @@ def machine(*, num_gpus: int = 2, gpu: str = "NVIDIA H100", ram_gib: int = 64, c
         for index in range(num_gpus)
     )
     host = Host(
-        cpu_name="Xeon",
-        num_cores=cores,
-        ram_bytes=ram_gib * GIB,
-        ram_available_bytes=None,
+        cpu_name="Xeon", num_cores=cores, ram_bytes=ram_gib * GIB, ram_available_bytes=None,
         cpu_flags=("avx2", "avx512f"),
-    )
+    )  # fmt: skip
     return replace(Hardware(gpus=gpus, host=host, libraries={"torch": "2.13.0"}), **changes)
 
 
@@ -59,6 +56,7 @@ def test_a_machine_knows_its_place():
         ({"node_rank": 2}, "--node-rank 2: .*0 to 1"),
         ({"run_dir": None}, "run.dir"),
         ({"head": "127.0.0.1:29400"}, r"127\.0\.0\.1"),
+        ({"head": "0.0.0.0"}, r"0\.0\.0\.0"),
         ({"head": "n1:abc"}, "HOST:PORT"),
     ],
 )
@@ -67,13 +65,10 @@ def test_impossible_options_are_refused(changes, words):
         place(**changes)
 
 
-def test_rank_0_belongs_on_the_head():
+def test_rank_0_belongs_on_the_head_which_others_can_reach():
     _head_address("127.0.0.1")
     with pytest.raises(InputError, match=f"192.0.2.1.*{socket.gethostname()}"):
         _head_address("192.0.2.1")
-
-
-def test_a_head_that_is_unknown_or_local_is_refused():
     with pytest.raises(EnvironmentFaultError, match=r"no-such-host\.invalid"):
         _refuse_unknown_host("no-such-host.invalid")
     with pytest.raises(EnvironmentFaultError, match=r"localhost.*127\.0\.0\.1"):
@@ -86,11 +81,12 @@ def test_a_head_that_is_unknown_or_local_is_refused():
 def test_the_weakest_machine_decides():
     weak = machine(ram_gib=32, cores=8)
     weak = replace(weak, gpus=tuple(replace(gpu, free_bytes=60 * GIB, memory_bytes=79 * GIB) for gpu in weak.gpus))
-    weak = replace(weak, host=replace(weak.host, cpu_flags=("avx2",)), notes=("ECC is off",))
+    weak = replace(weak, host=replace(weak.host, cpu_flags=("avx2",)), notes=("ECC is off",), can_expand_segments=False)
     both = combined_hardware({"n1": machine(), "n2": weak})
     assert (both.num_nodes, both.num_devices, both.host.num_cores, both.host.ram_bytes) == (2, 4, 8, 32 * GIB)
     assert {(gpu.free_bytes, gpu.memory_bytes) for gpu in both.gpus} == {(60 * GIB, 79 * GIB)}
     assert both.host.cpu_flags == ("avx2",) and both.notes == ("n2: ECC is off",)
+    assert machine().can_expand_segments and not both.can_expand_segments
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
-"""A step that ends before its time: whether a node is gone, or the same would happen again."""
+"""A step that ends before its time, by a lost node or not; the ends of the machines of an attempt."""
 
+import os
+import socket
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from shardwise.launch.nodes.ranks import Step
+from shardwise.launch.attempt.supervisor import StopRequest
+from shardwise.launch.nodes.channel import Channel, Ended, FromAgent, FromSupervisor, Hello, Node, NodeServer
+from shardwise.launch.nodes.ranks import Cluster, ClusterRanks, Step
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 
@@ -53,3 +57,23 @@ def test_a_running_step_has_no_failure_and_can_be_ended(tmp_path):
     step.check_nodes()
     step.end(grace_s=0.01)
     assert step.poll() == -15
+
+
+def test_the_end_of_an_attempt_is_not_that_of_the_next(tmp_path):
+    """A machine's message on the attempt before may come late."""
+    here, there = socket.socketpair()
+    agent, hello = Channel(there, FromSupervisor), Hello(node_rank=0, host="n0", address="127.0.0.1")
+    with NodeServer(tmp_path, num_nodes=1, on_line=print) as server:
+        server.nodes[0] = Node(hello, Channel(here, FromAgent), "127.0.0.1")
+
+        def start_step(attempt_dir: Path) -> Step:
+            return Step(["true"], environment=os.environ, log=attempt_dir / "logs" / "agents.log")
+
+        cluster = Cluster(server, start_step, is_slurm=False, cache=tmp_path, on_line=print)
+        ranks = ClusterRanks(cluster, attempt_dir=tmp_path / "2", stop=StopRequest())
+        agent.send(Ended(attempt_dir=str(tmp_path / "1"), return_code=1))
+        assert ranks.poll() is None
+        agent.send(Ended(attempt_dir=str(tmp_path / "2"), return_code=7))
+        assert ranks.poll() == 7
+        ranks.end()
+    agent.close()

@@ -11,17 +11,7 @@ from msgspec.structs import replace
 from planning_factory import fp8_gain_of, job_of, machine, plan_of, shape_of
 from typed_command import in_empty_home, typed, write_rows
 
-from shardwise.launch.plan.fp8 import (
-    FOLDER,
-    fp8_gain_for,
-    fp8_key,
-    key_of,
-    needs_timing,
-    read_fp8_gain,
-    store_fp8_gain,
-    time_fp8,
-    timed_tokens,
-)
+from shardwise.launch.plan import fp8
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode
@@ -46,19 +36,19 @@ allow: [fp8]
 
 def key(**changes: Any) -> Fp8GainKey:
     of: dict[str, Any] = {"shape": shape_of("8b"), "hardware": HOPPER, "versions": VERSIONS, **changes}
-    return fp8_key(of.pop("job", job_of()), **of)
+    return fp8.fp8_key(of.pop("job", job_of()), **of)
 
 
 # --- what is kept ---------------------------------------------------------------------------------------------------
 
 
 def test_what_was_timed_is_found_again(tmp_path: Path) -> None:
-    assert read_fp8_gain(tmp_path, key()) == (None, None)
-    assert store_fp8_gain(tmp_path, key(), GAIN) is None
-    assert read_fp8_gain(tmp_path, key()) == (GAIN, None)
+    assert fp8.read_fp8_gain(tmp_path, key()) == (None, None)
+    assert fp8.store_fp8_gain(tmp_path, key(), GAIN) is None
+    assert fp8.read_fp8_gain(tmp_path, key()) == (GAIN, None)
     better = fp8_gain_of(1.4)
-    store_fp8_gain(tmp_path, key(), better)
-    assert read_fp8_gain(tmp_path, key()) == (better, None)
+    fp8.store_fp8_gain(tmp_path, key(), better)
+    assert fp8.read_fp8_gain(tmp_path, key()) == (better, None)
 
 
 @pytest.mark.parametrize(
@@ -77,27 +67,17 @@ def test_what_was_timed_is_found_again(tmp_path: Path) -> None:
     ids=["model", "layers", "depth", "device", "torch", "library", "other library", "recipe", "tokens"],
 )
 def test_it_counts_for_nothing_else(tmp_path: Path, changes: dict[str, Any]) -> None:
-    store_fp8_gain(tmp_path, key(), GAIN)
-    assert read_fp8_gain(tmp_path, key(**changes)) == (None, None)
+    fp8.store_fp8_gain(tmp_path, key(), GAIN)
+    assert fp8.read_fp8_gain(tmp_path, key(**changes)) == (None, None)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"key": 1}', b"\xff\xfe"])
 def test_a_broken_file_is_a_line(tmp_path: Path, content: bytes) -> None:
-    store_fp8_gain(tmp_path, key(), GAIN)
-    (file,) = (tmp_path / FOLDER).iterdir()
+    fp8.store_fp8_gain(tmp_path, key(), GAIN)
+    (file,) = (tmp_path / fp8.FOLDER).iterdir()
     file.write_bytes(content)
-    gain, line = read_fp8_gain(tmp_path, key())
+    gain, line = fp8.read_fp8_gain(tmp_path, key())
     assert gain is None and str(file) in (line or "") and IGNORED in (line or "")
-
-
-def test_a_file_of_another_model_is_a_line(tmp_path: Path) -> None:
-    store_fp8_gain(tmp_path, key(), GAIN)
-    (mine,) = (tmp_path / FOLDER).iterdir()
-    store_fp8_gain(tmp_path, key(shape=shape_of("1b")), GAIN)
-    (other,) = set((tmp_path / FOLDER).iterdir()) - {mine}
-    other.rename(mine)
-    gain, line = read_fp8_gain(tmp_path, key())
-    assert gain is None and str(mine) in (line or "") and IGNORED in (line or "")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +94,7 @@ def test_a_file_of_another_model_is_a_line(tmp_path: Path) -> None:
     ],
 )
 def test_the_micro_batch_that_is_timed(num_ranks: int, facts: dict[str, Any], tokens: int) -> None:
-    assert timed_tokens(job_of(**facts), num_ranks) == tokens
+    assert fp8.timed_tokens(job_of(**facts), num_ranks) == tokens
 
 
 # --- `shardwise plan` -----------------------------------------------------------------------------------------------
@@ -160,22 +140,13 @@ def test_plan_reads_what_was_kept(planning: Planning, planned: Callable[..., Pla
     before = planned()
     assert before.fp8_gain is None and rows_in_fp8(before)
     slow = fp8_gain_of(0.93)
-    store_fp8_gain(planning.cache, key_of(before), slow)
+    fp8.store_fp8_gain(planning.cache, fp8.key_of(before), slow)
     after = planned()
     assert after.fp8_gain == slow and not rows_in_fp8(after)
     pinned = planned("pin.precision=fp8")
     assert pinned.fp8_gain == slow and rows_in_fp8(pinned)
     for words in ("allow=[]", "pin.precision=bf16-mixed"):
         assert planned(words).fp8_gain is None
-
-
-def test_plan_goes_on_without_a_file_that_is_broken(planning: Planning, planned: Callable[..., Plan]) -> None:
-    store_fp8_gain(planning.cache, key_of(planned()), GAIN)
-    (file,) = (planning.cache / FOLDER).iterdir()
-    file.write_text("{")
-    plan = planned()
-    assert plan.fp8_gain is None
-    assert [IGNORED in note for note in plan.notes if str(file) in note] == [True]
 
 
 REQUEST = Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096)
@@ -209,17 +180,13 @@ def card(spec: str = "1xH100-SXM5-80GB", libraries: tuple[str, ...] = ("transfor
 def test_it_is_timed_where_that_decides(
     hardware: Hardware, facts: dict[str, Any], gain: Fp8Gain | None, asks: bool
 ) -> None:
-    assert needs_timing(plan_of("tiny", hardware, fp8_gain=gain, **facts)) is asks
+    assert fp8.needs_timing(plan_of("tiny", hardware, fp8_gain=gain, **facts)) is asks
 
 
 def told_by(plan: Plan, cache: Path) -> tuple[Fp8Gain | None, list[str]]:
     stream = io.StringIO()
-    gain = fp8_gain_for(plan, cache=cache, console=Console(stream))
+    gain = fp8.fp8_gain_for(plan, cache=cache, console=Console(stream))
     return gain, stream.getvalue().splitlines()
-
-
-def test_nothing_is_started_where_nothing_is_asked(tmp_path: Path) -> None:
-    assert told_by(plan_of("tiny", card(), fp8_gain=GAIN, **ALLOWED), tmp_path) == (None, [])
 
 
 def test_where_no_device_answers_it_is_a_line_and_fp8_is_not_taken(tmp_path: Path) -> None:
@@ -228,10 +195,10 @@ def test_where_no_device_answers_it_is_a_line_and_fp8_is_not_taken(tmp_path: Pat
     gain, (begins, ends) = told_by(plan, tmp_path)
     assert gain is not None and "CUDA" in (gain.problem or "")
     assert "FP8" in begins and (gain.problem or "-") in ends
-    assert read_fp8_gain(tmp_path, key_of(plan)) == (None, None), "the next run asks again"
+    assert fp8.read_fp8_gain(tmp_path, fp8.key_of(plan)) == (None, None), "the next run asks again"
     taken = plan_of("tiny", card(), fp8_gain=gain, **ALLOWED)
     assert all(candidate.strategy.precision is not Precision.FP8 for candidate in taken.candidates)
-    assert needs_timing(taken) is False
+    assert fp8.needs_timing(taken) is False
 
 
 # --- the process, with a stand-in for the module that needs torch and a GPU -----------------------------------------
@@ -257,7 +224,7 @@ def test_it_reads_the_request_and_sees_one_card(module_of: Callable[[str], str])
         "assert os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-2'\n"
         f"assert pathlib.Path(sys.argv[1]).read_bytes() == {codec.encode(REQUEST)!r}\n" + writes(GAIN)
     )
-    assert time_fp8(REQUEST, gpus, module=module_of(body)) == GAIN
+    assert fp8.time_fp8(REQUEST, gpus, module=module_of(body)) == GAIN
 
 
 @pytest.mark.parametrize(
@@ -273,6 +240,6 @@ def test_it_reads_the_request_and_sees_one_card(module_of: Callable[[str], str])
 )
 def test_what_goes_wrong_is_the_problem(module_of: Callable[[str], str], body: str, problem: str) -> None:
     timeout_s = 0.6 if "600" in body else 100
-    gain = time_fp8(REQUEST, [], module=module_of(body), timeout_s=timeout_s)
+    gain = fp8.time_fp8(REQUEST, [], module=module_of(body), timeout_s=timeout_s)
     assert problem in (gain.problem or "") and (gain.speedup, gain.pays) == (None, False)
     assert (gain.recipe, gain.tokens) == (REQUEST.recipe, REQUEST.tokens)

@@ -5,16 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.probe.disks import (
-    DiskQuota,
-    check_room,
-    keeps_change_times,
-    mount_of,
-    parse_scale,
-    parse_table,
-    read_quotas,
-    read_room,
-)
+from shardwise.launch.probe import disks
 from shardwise.launch.probe.host import parse_mountinfo
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.units import KIB, MIB
@@ -52,7 +43,7 @@ mmlsquota::0:1:::fast:FILESET:0:root:1:2:3:0:none:1:2:3:0:none::
     ],
 )
 def test_a_row_of_a_quota_is_read_as_what_is_free(text, limits):
-    found = parse_table(text, "your")
+    found = disks.parse_table(text, "your")
     assert (found and (found.free_bytes, found.free_files)) == limits
 
 
@@ -64,8 +55,8 @@ def test_a_folder_lies_in_the_lowest_mount_above_it():
         ("/home/me", "nas2:/export/home"),
         ("/scratchy", "/dev/sda1"),
     ):
-        assert mount_of(Path(path), mounts).source == source
-    assert mount_of(Path("/x"), ()) is None
+        assert disks.mount_of(Path(path), mounts).source == source
+    assert disks.mount_of(Path("/x"), ()) is None
 
 
 @pytest.fixture
@@ -75,6 +66,14 @@ def place(tmp_path: Path) -> tuple[Path, dict[str, str], Path]:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "work").mkdir()
     return tmp_path / "work", {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}, tmp_path
+
+
+def test_blocks_and_files_that_are_kept_for_root_are_not_free(place, monkeypatch):
+    folder, environment, root = place
+    found = os.statvfs_result((4096, 4096, 1000, 300, 200, 50, 40, 30, 0, 255))  # free blocks and files: of all, of us
+    monkeypatch.setattr(os, "statvfs", lambda _: found)
+    room = disks.read_room(folder, environment, root=root)
+    assert (room.free_bytes, room.free_files) == (200 * 4096, 30)
 
 
 def mounted(root: Path, filesystem: str, source: str = "/dev/x") -> str:
@@ -91,16 +90,10 @@ def program(root: Path, name: str, script: str) -> None:
 
 def test_a_time_of_change_is_relied_on_where_the_kernel_keeps_it(place):
     folder, _, root = place
-    for filesystem, is_kept in (
-        ("ext4", True),
-        ("nfs4", True),
-        ("tmpfs", True),
-        ("vfat", False),
-        ("fuse.sshfs", False),
-    ):
+    for filesystem in ("ext4", "nfs4", "tmpfs", "vfat", "fuse.sshfs"):
         mounted(root, filesystem)
-        assert keeps_change_times([folder], root=root) is is_kept
-    assert not keeps_change_times([folder, root], root=root)  # of the other nothing is known
+        assert disks.keeps_change_times([folder], root=root) is (filesystem not in ("vfat", "fuse.sshfs"))
+    assert not disks.keeps_change_times([folder, root], root=root)  # of the other nothing is known
 
 
 def test_lustre_has_quotas_of_user_group_and_project(place):
@@ -117,7 +110,7 @@ def test_lustre_has_quotas_of_user_group_and_project(place):
     *) echo "$*" >&2; exit 9 ;;
 esac""",
     )
-    user, group, project = read_quotas(folder, environment, root=root)
+    user, group, project = disks.read_quotas(folder, environment, root=root)
     assert (user.free_bytes, user.free_files) == (200 * KIB, 45)
     assert (group.free_bytes, group.free_files) == (None, None)
     assert (project.whose, project.free_bytes) == ("the quota of project 4711", 100 * KIB)
@@ -140,7 +133,7 @@ def test_quota_covers_the_user_and_the_group_of_new_files(place):
     *) exit 9 ;;
 esac""",
     )
-    user, group = read_quotas(folder, environment, root=root)
+    user, group = disks.read_quotas(folder, environment, root=root)
     assert (user.free_bytes, user.free_files, user.whose) == (500 * KIB, None, "your user's quota")
     assert (group.free_bytes, group.free_files, group.whose) == (None, 4, "your group's quota")
 
@@ -150,11 +143,11 @@ def test_storage_scale_is_found_by_the_name_of_its_device(place):
     mounted(root, "gpfs", source="/dev/fast")
     program(root, "mmlsquota", f'[ "$*" = -Y ] && cat {root}/scale.txt')
     (root / "scale.txt").write_text(SCALE)
-    assert read_quotas(folder, environment, root=root)[0].free_bytes == 4096 * MIB
-    user, group = parse_scale(SCALE, "fast", group=77)
-    assert user == DiskQuota(whose="your user's quota", free_bytes=4096 * MIB, free_files=1600)
-    assert group == DiskQuota(whose="your group's quota", free_bytes=None, free_files=100)
-    assert parse_scale("", "fast", group=77) == parse_scale(SCALE, "slow", group=77) == ()
+    assert disks.read_quotas(folder, environment, root=root)[0].free_bytes == 4096 * MIB
+    user, group = disks.parse_scale(SCALE, "fast", group=77)
+    assert user == disks.DiskQuota(whose="your user's quota", free_bytes=4096 * MIB, free_files=1600)
+    assert group == disks.DiskQuota(whose="your group's quota", free_bytes=None, free_files=100)
+    assert disks.parse_scale("", "fast", group=77) == disks.parse_scale(SCALE, "slow", group=77) == ()
 
 
 @pytest.mark.parametrize(
@@ -172,20 +165,20 @@ def test_without_output_of_the_command_no_quota_is_known(place, script, timeout_
     mounted(root, "ext4")
     if script is not None:
         program(root, "quota", script)
-    assert read_quotas(folder, environment | {"PATH": f"{root}/bin"}, root=root, timeout_s=timeout_s) == ()
+    assert disks.read_quotas(folder, environment | {"PATH": f"{root}/bin"}, root=root, timeout_s=timeout_s) == ()
     mounted(root, "tmpfs")
-    assert read_quotas(folder, environment, root=root) == ()
+    assert disks.read_quotas(folder, environment, root=root) == ()
 
 
 def test_a_quota_bounds_the_room_and_is_named(place):
     folder, environment, root = place
     mounted(root, "ext4")
     program(root, "quota", "printf '%s\\n' 'Disk quotas for user me (uid 1):' '/here 100 0 1124 0 5 0 9 0'")
-    room = read_room(folder / "not" / "yet", environment, root=root)
+    room = disks.read_room(folder / "not" / "yet", environment, root=root)
     assert room.free_bytes == MIB and "your user's quota" in room.bytes_limit
     needed = {"what": "the data needs", "remedy": "make room", "environment": environment, "root": root}
-    check_room(folder, num_bytes=MIB, num_files=4, **needed)
+    disks.check_room(folder, num_bytes=MIB, num_files=4, **needed)
     with pytest.raises(EnvironmentFaultError, match=r"the data needs 2 MiB.*1 MiB.*your user's quota.*make room"):
-        check_room(folder, num_bytes=2 * MIB, **needed)
+        disks.check_room(folder, num_bytes=2 * MIB, **needed)
     with pytest.raises(EnvironmentFaultError, match=r"5 inodes.*4 .*your user's quota"):
-        check_room(folder, num_bytes=1, num_files=5, **needed)
+        disks.check_room(folder, num_bytes=1, num_files=5, **needed)

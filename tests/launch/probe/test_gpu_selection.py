@@ -2,14 +2,7 @@
 
 import pytest
 
-from shardwise.launch.probe.gpus import (
-    free_memory_note,
-    name_gpus,
-    name_processes,
-    select_gpus,
-    visible_devices,
-    visible_gpus,
-)
+from shardwise.launch.probe.gpus import select_gpus, visible_devices, visible_gpus
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import Gpu, GpuProcess
 from shardwise.trainer.spec.units import GIB
@@ -35,16 +28,13 @@ def indices(gpus):
     return [gpu.index for gpu in gpus]
 
 
-def test_equal_idle_cards_are_all_used_unless_some_are_requested():
+def test_equal_idle_cards_are_all_used_unless_some_are_requested_that_exist():
     gpus = (make_gpu(0), make_gpu(1))
     assert select_gpus(gpus, wanted=None) == (gpus, ())
     assert select_gpus([], wanted=None) == ((), ())
     chosen, (excluded,) = select_gpus([make_gpu(index) for index in range(8)], wanted=(1, 0))
     assert indices(chosen) == [0, 1]
     assert "GPUs 2 to 7" in excluded and "--gpus 1,0" in excluded
-
-
-def test_an_index_that_does_not_exist_names_those_that_do():
     with pytest.raises(InputError, match=r"--gpus 0,5: .*GPU 5.*GPUs 0 and 1"):
         select_gpus([make_gpu(0), make_gpu(1)], wanted=(0, 5))
     with pytest.raises(InputError, match="no GPU"):
@@ -75,8 +65,7 @@ def test_a_card_is_busy_from_a_quarter_of_its_memory_on(changes, is_used):
 
 
 @pytest.mark.parametrize(
-    ("free_gib", "used"),
-    [([10, 10, 1], [0, 1]), ([2, 16, 3], [1]), ([10], [0]), ([9, 8, 7], [0, 1, 2])],
+    ("free_gib", "used"), [([10, 10, 1], [0, 1]), ([2, 16, 3], [1]), ([10], [0]), ([9, 8, 7], [0, 1, 2])]
 )
 def test_if_all_are_busy_the_most_free_memory_is_selected(free_gib, used):
     gpus = [make_gpu(index, free_bytes=free * GIB) for index, free in enumerate(free_gib)]
@@ -85,26 +74,20 @@ def test_if_all_are_busy_the_most_free_memory_is_selected(free_gib, used):
     assert len(excluded) == len(free_gib) - len(used)
 
 
+UNKNOWN = make_gpu(0, name="X", spec_name=None, memory_bytes=80 * GIB, free_bytes=None)
+OLD = make_gpu(0, name="Old", spec_name=None, compute_capability=(6, 1))
+SMALL = make_gpu(0, memory_bytes=12 * GIB, free_bytes=12 * GIB)
+
+
 @pytest.mark.parametrize(
     ("gpus", "chosen", "rest"),
     [
         # 2 x 24 GiB and 142 TFLOP/s are worth more than 1 x 24 GiB and 165
         ([make_4090(0), make_gpu(1), make_gpu(2)], [1, 2], "GPU 0 (NVIDIA GeForce RTX 4090, 24 GiB)"),
         ([make_4090(0), make_gpu(1)], [0], "GPU 1 (NVIDIA GeForce RTX 3090, 24 GiB)"),
-        # a card without a row: memory alone decides
-        ([make_gpu(0, name="X", spec_name=None, memory_bytes=80 * GIB, free_bytes=None), make_gpu(1)], [0], "GPU 1"),
-        # equal memory: the newer chip
-        (
-            [make_gpu(0, name="Old", spec_name=None, compute_capability=(6, 1)), make_gpu(1, spec_name=None)],
-            [1],
-            "GPU 0 (Old",
-        ),
-        # one name, two sizes
-        (
-            [make_gpu(0, memory_bytes=12 * GIB, free_bytes=12 * GIB), make_gpu(1)],
-            [1],
-            "GPU 0 (NVIDIA GeForce RTX 3090, 12 GiB)",
-        ),
+        ([UNKNOWN, make_gpu(1)], [0], "GPU 1"),  # memory alone decides
+        ([OLD, make_gpu(1, spec_name=None)], [1], "GPU 0 (Old"),  # equal memory: the newer chip
+        ([SMALL, make_gpu(1)], [1], "GPU 0 (NVIDIA GeForce RTX 3090, 12 GiB)"),  # one name, two sizes
     ],
 )
 def test_of_several_models_the_best_equal_ones_are_planned_for_and_the_rest_named(gpus, chosen, rest):
@@ -146,21 +129,3 @@ def test_processes_are_given_cards_by_uuid():
     assert visible_devices([make_gpu(2), make_gpu(0)]) == "GPU-2aaa,GPU-0aaa"
     assert visible_devices([make_gpu(3, uuid=None)]) == "3"
     assert visible_devices([]) == ""
-
-
-def test_free_memory_that_differs_is_a_note():
-    for free in ((24 * GIB, 24 * GIB - 1), (24 * GIB, None), (24 * GIB,), ()):
-        assert free_memory_note([make_gpu(index, free_bytes=amount) for index, amount in enumerate(free)]) is None
-    note = free_memory_note([make_gpu(0), make_gpu(1, free_bytes=22 * GIB)])
-    assert note is not None and "22 GiB to 24 GiB" in note and "GPU 1" in note
-
-
-def test_cards_and_processes_are_named_shortly_and_the_largest_process_first():
-    named = {"GPU 3": [3], "GPUs 0 and 2": [2, 0], "GPUs 4 to 6": [4, 5, 6], "GPUs 0, 1 and 3": [0, 1, 3]}
-    assert {text: name_gpus(numbers) for text, numbers in named.items()} == {text: text for text in named}
-    processes = [
-        GpuProcess(pid=pid, name=None if pid == 2 else f"p{pid}", memory_bytes=pid * GIB) for pid in (1, 2, 3, 4, 5)
-    ]
-    assert name_processes(processes) == "p5 (pid 5), p4 (pid 4), p3 (pid 3), 2 more"
-    assert name_processes(processes[1:2]) == "a process (pid 2)"
-    assert "pid" not in name_processes([])

@@ -5,29 +5,7 @@ import os
 import pytest
 from captured_machine import Machine, captured, lay_out
 
-from shardwise.launch.probe.host import (
-    CgroupLimits,
-    count_cores,
-    interface_address,
-    interface_of,
-    is_internal_interface,
-    is_local_disk,
-    once_each,
-    parse_cpu_list,
-    parse_cpu_max,
-    parse_cpuinfo,
-    parse_ethernet_speed,
-    parse_file_cache,
-    parse_infiniband_rate,
-    parse_limit,
-    parse_mountinfo,
-    read_cgroup_limits,
-    read_host,
-    read_oom_kills,
-    slurm_environment,
-    slurm_memory_bytes,
-    slurm_num_cores,
-)
+from shardwise.launch.probe import host as probe
 from shardwise.trainer.spec.hardware import SlurmEnvironment
 from shardwise.trainer.spec.units import GIB, KIB, MIB
 
@@ -51,7 +29,7 @@ def v2_machine(folder, path, groups):
     for group, files in groups.items():
         for name, text in files.items():
             machine.write(f"sys/fs/cgroup{group}/{name}", text)
-    return read_cgroup_limits(machine.root)
+    return probe.read_cgroup_limits(machine.root)
 
 
 def v1_machine(folder, path, groups, mounts=V1_MOUNTS):
@@ -62,7 +40,7 @@ def v1_machine(folder, path, groups, mounts=V1_MOUNTS):
     machine.write("proc/self/mountinfo", mounts)
     for file, text in groups.items():
         machine.write(f"sys/fs/cgroup/{file}", text)
-    return read_cgroup_limits(machine.root)
+    return probe.read_cgroup_limits(machine.root)
 
 
 def test_a_process_that_may_lock_memory_has_no_limit(tmp_path, monkeypatch):
@@ -72,7 +50,7 @@ def test_a_process_that_may_lock_memory_has_no_limit(tmp_path, monkeypatch):
     free = {"0000000000000000": False, "0000000000004000": True, "00000000a80425fb": False, "000001ffffffffff": True}
     for effective, is_free in free.items():
         machine.write("proc/self/status", f"Name:\tpython\nCapPrm:\t000001ffffffffff\nCapEff:\t{effective}\n")
-        host = read_host(root=machine.root, environment={})
+        host = probe.read_host(root=machine.root, environment={})
         assert host.memlock_limit_bytes == (None if is_free else 8 * MIB)
 
 
@@ -82,19 +60,22 @@ def test_cpuinfo_gives_the_name_and_the_flags_that_decide_a_precision():
         ("nvlink_8x_h100", "Intel(R) Xeon(R) Platinum 8480C", "avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16"),
         ("unified_gb10", None, ""),
     ):
-        assert parse_cpuinfo(captured(machine, "cpuinfo")) == (name, tuple(flags.split()))
+        assert probe.parse_cpuinfo(captured(machine, "cpuinfo")) == (name, tuple(flags.split()))
 
 
 @pytest.mark.parametrize(
     ("parse", "value_by_text"),
     [
-        (parse_cpu_list, {"0-3,8\n": {0, 1, 2, 3, 8}, "5": {5}, "": set(), "0-1,4-5": {0, 1, 4, 5}}),
-        (parse_ethernet_speed, {"10000\n": 1_250_000_000, "-1\n": None, "": None, "65535": None}),  # bytes
-        (parse_infiniband_rate, {"400 Gb/sec (4X NDR)\n": 50 * 10**9, "2.5 Gb/sec (1X SDR)": 312_500_000, "": None}),
-        (parse_limit, {"max\n": None, "": None, NO_LIMIT_V1: None, "9223372036854775807": None, "1024\n": 1024}),
-        (parse_cpu_max, {"max 100000\n": None, "150000 100000\n": 1.5, "": None, "1 0": None, "-1 100000": None}),
-        (parse_file_cache, {"anon 100\ninactive_file 30\nactive_file 12\n": 42, FILE_CACHE_V1: 42, "": 0}),
-        (parse_mountinfo, {"": (), "garbage\n": (), "1 2 3 - ext4\n": ()}),
+        (probe.parse_cpu_list, {"0-3,8\n": {0, 1, 2, 3, 8}, "5": {5}, "": set(), "0-1,4-5": {0, 1, 4, 5}}),
+        (probe.parse_ethernet_speed, {"10000\n": 1_250_000_000, "-1\n": None, "": None, "65535": None}),  # bytes
+        (
+            probe.parse_infiniband_rate,
+            {"400 Gb/sec (4X NDR)\n": 50 * 10**9, "2.5 Gb/sec (1X SDR)": 312_500_000, "": None},
+        ),
+        (probe.parse_limit, {"max\n": None, "": None, NO_LIMIT_V1: None, "9223372036854775807": None, "1024\n": 1024}),
+        (probe.parse_cpu_max, {"max 100000\n": None, "150000 100000\n": 1.5, "": None, "1 0": None, "-1 100000": None}),
+        (probe.parse_file_cache, {"anon 100\ninactive_file 30\nactive_file 12\n": 42, FILE_CACHE_V1: 42, "": 0}),
+        (probe.parse_mountinfo, {"": (), "garbage\n": (), "1 2 3 - ext4\n": ()}),
     ],
     ids=["cpu list", "ethernet", "infiniband", "limit", "cpu.max", "file cache", "no mount"],
 )
@@ -121,17 +102,17 @@ SAME_NUMBER = """\
     ],
 )
 def test_disks_are_local_writable_and_each_once(text, points):
-    disks = once_each([mount for mount in parse_mountinfo(text) if is_local_disk(mount)])
+    disks = probe.once_each([mount for mount in probe.parse_mountinfo(text) if probe.is_local_disk(mount)])
     assert [disk.mount_point for disk in disks] == points
 
 
 def test_slurm_is_a_login_node_a_job_or_nothing():
-    assert slurm_environment({}, has_sbatch=False) is None
-    assert slurm_environment({"SLURM_NNODES": "3"}, has_sbatch=True) == SlurmEnvironment(has_sbatch=True)
+    assert probe.slurm_environment({}, has_sbatch=False) is None
+    assert probe.slurm_environment({"SLURM_NNODES": "3"}, has_sbatch=True) == SlurmEnvironment(has_sbatch=True)
     job = {"SLURM_JOB_ID": "17", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
     expected = SlurmEnvironment(has_sbatch=True, job_id="17", num_nodes=2, node_list="node[1-2]")
-    assert slurm_environment(job, has_sbatch=True) == expected
-    assert slurm_environment({**job, "SLURM_JOB_NUM_NODES": "1"}, has_sbatch=False).num_nodes == 1
+    assert probe.slurm_environment(job, has_sbatch=True) == expected
+    assert probe.slurm_environment({**job, "SLURM_JOB_NUM_NODES": "1"}, has_sbatch=False).num_nodes == 1
 
 
 @pytest.mark.parametrize(
@@ -145,8 +126,8 @@ def test_slurm_is_a_login_node_a_job_or_nothing():
     ],
 )
 def test_slurm_reports_the_memory_and_cores_of_a_job(environment, memory, cores):
-    assert slurm_memory_bytes(environment) == memory
-    assert slurm_num_cores(environment) == cores
+    assert probe.slurm_memory_bytes(environment) == memory
+    assert probe.slurm_num_cores(environment) == cores
 
 
 def test_a_container_with_its_own_namespace_sees_its_limits_at_the_top(tmp_path):
@@ -157,7 +138,7 @@ def test_a_container_with_its_own_namespace_sees_its_limits_at_the_top(tmp_path)
         "cpu.max": "250000 100000\n",
         "cpuset.cpus.effective": "0-3\n",
     }
-    assert v2_machine(tmp_path, "/", {"": files}) == CgroupLimits(
+    assert v2_machine(tmp_path, "/", {"": files}) == probe.CgroupLimits(
         memory_bytes=8 * GIB, available_bytes=7 * GIB, num_cores=2.5, cores=frozenset({0, 1, 2, 3})
     )
 
@@ -212,7 +193,7 @@ def test_slurm_on_version_1_limits_the_step(tmp_path):
             f"cpuset/{job}/step_0/cpuset.cpus": "2-5\n",
         },
     )
-    assert limits == CgroupLimits(
+    assert limits == probe.CgroupLimits(
         memory_bytes=32 * GIB, available_bytes=29 * GIB, num_cores=2.5, cores=frozenset({2, 3, 4, 5})
     )
 
@@ -235,30 +216,20 @@ def test_a_container_on_version_1_sees_its_group_as_the_top_of_the_mount(tmp_pat
     assert (found.memory_bytes, found.available_bytes) == limits
 
 
-def test_both_versions_side_by_side_bind_together(tmp_path):
-    machine = Machine(tmp_path)
-    machine.write("proc/self/cgroup", "4:memory:/a\n0::/b\n")
-    machine.write("proc/self/mountinfo", BOTH_MOUNTS)
-    machine.write("sys/fs/cgroup/memory/a/memory.limit_in_bytes", f"{5 * GIB}\n")
-    machine.write("sys/fs/cgroup/unified/b/cpu.max", "100000 100000\n")
-    limits = read_cgroup_limits(machine.root)
-    assert (limits.memory_bytes, limits.num_cores) == (5 * GIB, 1)
-
-
 @pytest.mark.parametrize(
     ("affinity", "limits", "slurm", "cores"),
     [
-        (range(16), CgroupLimits(), None, 16),
-        (range(16), CgroupLimits(num_cores=2.5), None, 2),
-        (range(16), CgroupLimits(num_cores=0.5), None, 1),
-        (range(16), CgroupLimits(cores=frozenset({0, 1, 99})), None, 2),
-        (range(4), CgroupLimits(cores=frozenset({98, 99})), None, 4),  # another namespace's numbers
-        (range(16), CgroupLimits(num_cores=8), 4, 4),
-        ([3], CgroupLimits(num_cores=8), None, 1),
+        (range(16), probe.CgroupLimits(), None, 16),
+        (range(16), probe.CgroupLimits(num_cores=2.5), None, 2),
+        (range(16), probe.CgroupLimits(num_cores=0.5), None, 1),
+        (range(16), probe.CgroupLimits(cores=frozenset({0, 1, 99})), None, 2),
+        (range(4), probe.CgroupLimits(cores=frozenset({98, 99})), None, 4),  # another namespace's numbers
+        (range(16), probe.CgroupLimits(num_cores=8), 4, 4),
+        ([3], probe.CgroupLimits(num_cores=8), None, 1),
     ],
 )
 def test_cores_are_the_least_of_affinity_cpuset_quota_and_slurm(affinity, limits, slurm, cores):
-    assert count_cores(set(affinity), limits, slurm) == cores
+    assert probe.count_cores(set(affinity), limits, slurm) == cores
 
 
 def test_the_memory_of_the_host_is_the_cgroups(tmp_path):
@@ -266,15 +237,15 @@ def test_the_memory_of_the_host_is_the_cgroups(tmp_path):
     machine.write("proc/self/cgroup", "0::/job\n")
     machine.write("sys/fs/cgroup/job/memory.max", f"{16 * GIB}\n")
     machine.write("sys/fs/cgroup/job/memory.current", f"{2 * GIB}\n")
-    host = read_host(root=machine.root, environment=machine.environment)
+    host = probe.read_host(root=machine.root, environment=machine.environment)
     assert (host.ram_bytes, host.ram_available_bytes) == (16 * GIB, 14 * GIB)
     assert host.pinned_limit_bytes == 16 * GIB
-    free = read_host(root=lay_out(tmp_path / "free", "no_gpu_laptop").root, environment={})
+    free = probe.read_host(root=lay_out(tmp_path / "free", "no_gpu_laptop").root, environment={})
     assert (free.ram_bytes, free.ram_available_bytes) == (7973604 * KIB, 3310188 * KIB)
     assert free.slurm is None and not free.is_wsl
-    wsl = read_host(root=lay_out(tmp_path / "wsl", "wsl_rtx3080").root, environment={})
+    wsl = probe.read_host(root=lay_out(tmp_path / "wsl", "wsl_rtx3080").root, environment={})
     assert wsl.is_wsl and wsl.pinned_limit_bytes == 16298788 * KIB // 2
-    in_job = read_host(root=machine.root, environment={"SLURM_JOB_ID": "1", "SLURM_MEM_PER_NODE": "8192"})
+    in_job = probe.read_host(root=machine.root, environment={"SLURM_JOB_ID": "1", "SLURM_MEM_PER_NODE": "8192"})
     assert (in_job.ram_bytes, in_job.ram_available_bytes) == (8 * GIB, 8 * GIB)
 
 
@@ -299,7 +270,7 @@ def test_a_login_node_is_known_by_sbatch_and_a_cluster(tmp_path, configuration, 
     environment = machine.environment
     if variable is not None:
         environment["SLURM_CONF"] = str(tmp_path / variable)
-    assert read_host(root=machine.root, environment=environment).slurm == expected
+    assert probe.read_host(root=machine.root, environment=environment).slurm == expected
 
 
 @pytest.mark.parametrize(
@@ -320,19 +291,19 @@ def test_kills_are_those_of_our_group_else_of_the_machine(tmp_path, files, kills
         (machine.root / "sys/fs/cgroup" / group).mkdir(parents=True)
     for path, text in files.items():
         machine.write(path, text)
-    assert read_oom_kills(machine.root) == kills
-    assert read_oom_kills(tmp_path / "nowhere") is None
+    assert probe.read_oom_kills(machine.root) == kills
+    assert probe.read_oom_kills(tmp_path / "nowhere") is None
 
 
 def test_a_machine_without_kernel_files_has_unknown_figures_and_this_one_is_read(tmp_path):
-    host = read_host(root=Machine(tmp_path).root, environment={})
+    host = probe.read_host(root=Machine(tmp_path).root, environment={})
     assert (host.cpu_name, host.ram_bytes, host.ram_available_bytes, host.pinned_limit_bytes) == (None,) * 4
     assert (host.shm_bytes, host.disks, host.interfaces, host.cpu_flags) == (None, (), (), ())
-    here = read_host()
+    here = probe.read_host()
     assert here.ram_bytes is not None and here.ram_available_bytes is not None and here.num_cores is not None
     assert 0 < here.ram_available_bytes <= here.ram_bytes and 1 <= here.num_cores <= len(os.sched_getaffinity(0))
-    assert interface_address("lo") == "127.0.0.1" and interface_of("127.0.0.1") == "lo"
-    assert interface_address("nosuch0") is interface_of("192.0.2.1") is None
+    assert probe.interface_address("lo") == "127.0.0.1" and probe.interface_of("127.0.0.1") == "lo"
+    assert probe.interface_address("nosuch0") is probe.interface_of("192.0.2.1") is None
 
 
 def test_disks_have_their_space_and_kind(tmp_path):
@@ -343,19 +314,19 @@ def test_disks_have_their_space_and_kind(tmp_path):
     (machine.root / "sys/devices/sda/sda2").mkdir()
     machine.write("sys/dev/block/259:5/unused", "")
     (machine.root / "sys/dev/block/259:2").symlink_to(machine.root / "sys/devices/sda/sda2")
-    root, big = read_host(root=machine.root, environment={}).disks
+    root, big = probe.read_host(root=machine.root, environment={}).disks
     assert (root.path, root.filesystem, root.is_rotational) == ("/", "ext4", True)
     assert (big.path, big.is_rotational) == ("/mnt/big disk", None)
     assert 0 < root.free_bytes <= root.total_bytes
     laptop = lay_out(tmp_path / "laptop", "no_gpu_laptop")
     laptop.write("sys/class/block/luks-3f2a/queue/rotational", "0\n")
-    assert read_host(root=laptop.root, environment={}).disks[0].is_rotational is False
+    assert probe.read_host(root=laptop.root, environment={}).disks[0].is_rotational is False
     container = Machine(tmp_path / "container")
     container.write("etc/hosts", "")
     (container.root / "data/scratch").mkdir(parents=True)
     bound = "50 40 8:1 /var/x/hosts /etc/hosts rw - ext4 /dev/sda1 rw\n"
     container.write("proc/self/mountinfo", f"{bound}51 40 8:1 /scratch /data/scratch rw - ext4 /dev/sda1 rw\n")
-    assert [disk.path for disk in read_host(root=container.root, environment={}).disks] == ["/data/scratch"]
+    assert [disk.path for disk in probe.read_host(root=container.root, environment={}).disks] == ["/data/scratch"]
 
 
 def test_interfaces_that_are_up_are_listed_with_infiniband_ports(tmp_path):
@@ -376,10 +347,10 @@ def test_interfaces_that_are_up_are_listed_with_infiniband_ports(tmp_path):
     ):
         for file, text in (("state", state), ("link_layer", layer), ("rate", "400 Gb/sec (4X NDR)")):
             machine.write(f"sys/class/infiniband/mlx5_0/ports/{port}/{file}", f"{text}\n")
-    interfaces = read_host(root=machine.root, environment={}).interfaces
+    interfaces = probe.read_host(root=machine.root, environment={}).interfaces
     assert [(one.name, one.speed_bytes_per_s) for one in interfaces] == [
         ("eno7", 3_125_000_000),
         ("ib7", None),
         ("mlx5_0:1", 50_000_000_000),
     ]
-    assert not any(map(is_internal_interface, ("eth0", "bond0", "ib0", "enp5s0", "br0", "wlan0")))
+    assert not any(map(probe.is_internal_interface, ("eth0", "bond0", "ib0", "enp5s0", "br0", "wlan0")))

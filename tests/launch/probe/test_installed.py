@@ -1,9 +1,6 @@
 """Versions of installed packages: as the standard library reads them, without its parsers."""
 
 import os
-import re
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -35,12 +32,6 @@ def test_a_name_is_found_in_any_spelling_as_an_import_finds_it(tmp_path: Path, m
     assert installed_version("~ip") is None and installed_version("unversioned") is None, "left over by pip; no version"
 
 
-@pytest.mark.cold
-def test_no_mail_parser_is_loaded_for_it() -> None:
-    code = "import sys, launch.probe.installed as i; i.installed_version('torch'); sys.exit('email' in sys.modules)"
-    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.parametrize(
     ("requirement", "expected"),
     [
@@ -65,18 +56,3 @@ def test_a_version_that_its_user_does_not_accept_is_named_with_the_required_ones
     else:
         assert found is not None and found.required == expected[-1]
         assert [fact for fact in expected if fact not in found.sentence] == []
-
-
-def test_transformers_states_the_versions_of_kernels_that_it_accepts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A canary: `probe` reads the range from its metadata, and a rank obeys the one in its source."""
-    (tmp_path / "kernels-0.0.1.dist-info").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    found = unfit_version("kernels", user="transformers")
-    source = Path(
-        str(metadata.distribution("transformers").locate_file("transformers/utils/import_utils.py"))
-    ).read_text()
-    bounds = re.findall(r'^KERNELS_(?:MIN|MAX)_VERSION = "(\S+)"$', source, re.MULTILINE)
-    assert len(bounds) == 2
-    assert found is not None and all(bound.removesuffix(".0") in found.required for bound in bounds)

@@ -2,16 +2,12 @@
 
 import pytest
 from captured_machine import GPU_MACHINES, MACHINES, Machine, lay_out
-from engine_plan_factory import engine_plan
-from gpu_machines import AMD, lay_out_gpus
+from gpu_machines import AMD
 from msgspec.structs import replace
 
 from shardwise.launch.probe.machine import describe_hardware, read_hardware
-from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.reasons import notes
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import (
     DeviceKind,
@@ -123,15 +119,6 @@ def test_a_failing_program_is_a_note_without_a_card_and_where_the_cards_are_hidd
         assert hardware.device_kind is DeviceKind.CPU and "nvidia-smi" in note and "\n" not in note
 
 
-def test_gpus_of_amd_are_named_as_found_and_not_supported(tmp_path):
-    hardware = probe(lay_out_gpus(tmp_path, "amd"))
-    plan = engine_plan(Sharding.NONE, hardware=hardware)
-    planned = notes(context_of(plan), plan.data, (), plan.candidates)
-    assert hardware.gpus == ()
-    for text in (describe_hardware(hardware), "\n".join(planned)):
-        assert all(fact in text for fact in ("2 AMD GPUs", "0000:03:00.0", "not supported"))
-
-
 def test_a_library_at_a_version_that_its_user_does_not_accept_is_reported(tmp_path, monkeypatch):
     (tmp_path / "kernels-0.0.1.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
@@ -155,6 +142,26 @@ def test_measuring_fills_disks_and_rates(tmp_path, monkeypatch):
     assert rates.memory_bytes_per_s is not None
     assert rates.host_to_device_bytes_per_s is None  # the CPU is the host
     assert "TFLOP/s" in describe_hardware(hardware)
+
+
+def test_measurements_are_shown_with_the_datasheet():
+    hardware = hardware_from_spec("1xL40S", local_host=lambda: UNKNOWN_HOST)
+    rates = MeasuredRates(
+        matmul_flops_per_s=250 * 10**12, matmul_precision="bf16", fp8_flops_per_s=480 * 10**12,
+        memory_bytes_per_s=700 * GIB, host_to_device_bytes_per_s=24 * GIB,
+    )  # fmt: skip
+    text = describe_hardware(replace(hardware, rates=rates))
+    assert "bf16 250 TFLOP/s (datasheet 362), fp8 480 TFLOP/s (datasheet 733)\n" in text
+    assert "700 GiB/s (datasheet 805 GiB/s)" in text and "24 GiB/s (datasheet 29.8 GiB/s)" in text
+
+
+def test_the_table_of_a_machine_of_which_nothing_is_known():
+    assert describe_hardware(Hardware(gpus=(), host=UNKNOWN_HOST)) == "devices    CPU"
+    two = Hardware(gpus=(), host=UNKNOWN_HOST, num_cpu_devices=2, vram_cap_bytes=GIB)
+    (line,) = describe_hardware(two).splitlines()
+    assert "CPU, 2 ranks" in line and "1 GiB" in line
+    login = replace(UNKNOWN_HOST, slurm=SlurmEnvironment(has_sbatch=True))
+    assert "login node" in describe_hardware(Hardware(gpus=(), host=login))
 
 
 def test_the_table_of_a_machine_with_everything():
@@ -208,26 +215,3 @@ def test_the_table_of_a_machine_with_everything():
     for line, facts in zip(describe_hardware(hardware).splitlines(), expected, strict=True):
         assert [fact for fact in facts if fact not in line] == [], line
     assert "not known" not in describe_hardware(hardware).splitlines()[2]
-
-
-def test_measurements_are_shown_with_the_datasheet():
-    hardware = hardware_from_spec("1xL40S", local_host=lambda: UNKNOWN_HOST)
-    rates = MeasuredRates(
-        matmul_flops_per_s=250 * 10**12,
-        matmul_precision="bf16",
-        fp8_flops_per_s=480 * 10**12,
-        memory_bytes_per_s=700 * GIB,
-        host_to_device_bytes_per_s=24 * GIB,
-    )
-    text = describe_hardware(replace(hardware, rates=rates))
-    assert "bf16 250 TFLOP/s (datasheet 362), fp8 480 TFLOP/s (datasheet 733)\n" in text
-    assert "700 GiB/s (datasheet 805 GiB/s)" in text and "24 GiB/s (datasheet 29.8 GiB/s)" in text
-
-
-def test_the_table_of_a_machine_of_which_nothing_is_known():
-    assert describe_hardware(Hardware(gpus=(), host=UNKNOWN_HOST)) == "devices    CPU"
-    two = Hardware(gpus=(), host=UNKNOWN_HOST, num_cpu_devices=2, vram_cap_bytes=GIB)
-    (line,) = describe_hardware(two).splitlines()
-    assert "CPU, 2 ranks" in line and "1 GiB" in line
-    login = replace(UNKNOWN_HOST, slurm=SlurmEnvironment(has_sbatch=True))
-    assert "login node" in describe_hardware(Hardware(gpus=(), host=login))

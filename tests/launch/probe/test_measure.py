@@ -1,22 +1,12 @@
 """Measuring disks and devices: real files, a real subprocess, and nothing left behind."""
 
-import os
 from pathlib import Path
 
 import pytest
-from hanging_programs import pids_in, under_a_limit
+from hanging_programs import under_a_limit
 from msgspec.structs import replace
 
-from shardwise.launch.probe.measure import (
-    BLOCK_BYTES,
-    judged_links,
-    measure_device,
-    measure_disks,
-    measure_folder,
-    measure_gather,
-    measure_peers,
-    writable_folder,
-)
+from shardwise.launch.probe import measure
 from shardwise.trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, LinkKind, MeasuredRates, PeerCopy
 from shardwise.trainer.spec.messages.worker_requests import Measurement
 from shardwise.trainer.spec.units import GIB
@@ -32,20 +22,20 @@ def test_a_folder_has_both_speeds_and_nothing_is_left_in_it(tmp_path):
     """Also where the budget ends after a block, and on a tmpfs, which refuses direct access."""
     for folder, num_blocks, budget_s in ((tmp_path, 2, 60), (tmp_path, 64, 0), (Path("/dev/shm"), 1, 60)):
         before = set(folder.iterdir())
-        speed = measure_folder(folder, file_bytes=num_blocks * BLOCK_BYTES, budget_s=budget_s)
+        speed = measure.measure_folder(folder, file_bytes=num_blocks * measure.BLOCK_BYTES, budget_s=budget_s)
         assert speed is not None and speed.write_bytes_per_s > 0 and speed.read_bytes_per_s > 0
         assert not [path for path in set(folder.iterdir()) - before if "shardwise" in path.name]
-    assert measure_folder(Path("/proc/self")) is measure_folder(Path("/no/such/folder")) is None
+    assert measure.measure_folder(Path("/proc/self")) is measure.measure_folder(Path("/no/such/folder")) is None
 
 
 def test_a_disk_whose_mount_point_cannot_be_written_is_measured_in_another_folder_of_it(tmp_path):
     (tmp_path / "no folder").write_text("")  # not even root may enter it
     disk = make_disk(tmp_path / "no folder")
-    assert writable_folder(disk, [Path("/dev/shm"), tmp_path / "missing", tmp_path]) == tmp_path
-    assert writable_folder(disk, [Path("/dev/shm")]) is None  # another disk
-    assert writable_folder(make_disk(tmp_path), []) == tmp_path
-    assert writable_folder(make_disk("/no/such/disk"), [tmp_path]) is None
-    disks, (note,) = measure_disks([make_disk(tmp_path), make_disk("/no/such/disk")], [])
+    assert measure.writable_folder(disk, [Path("/dev/shm"), tmp_path / "missing", tmp_path]) == tmp_path
+    assert measure.writable_folder(disk, [Path("/dev/shm")]) is None  # another disk
+    assert measure.writable_folder(make_disk(tmp_path), []) == tmp_path
+    assert measure.writable_folder(make_disk("/no/such/disk"), [tmp_path]) is None
+    disks, (note,) = measure.measure_disks([make_disk(tmp_path), make_disk("/no/such/disk")], [])
     assert disks[0].read_bytes_per_s is not None
     assert disks[1] == make_disk("/no/such/disk") and "/no/such/disk" in note
 
@@ -69,10 +59,10 @@ def test_the_subprocess_gets_the_device_and_the_cores(stand_in):
         "assert os.environ['OMP_NUM_THREADS'] == '1'\n" + RESULT_7
     )
     stand_in.write_text(IMPORTS + body)
-    assert measure_device(ONE_CPU, module="stand_in") == Measurement(rates=MeasuredRates(memory_bytes_per_s=7))
+    assert measure.measure_device(ONE_CPU, module="stand_in") == Measurement(rates=MeasuredRates(memory_bytes_per_s=7))
     body = "assert sys.argv[2] == 'cuda' and os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-2'\n" + RESULT_7
     stand_in.write_text(IMPORTS + body)
-    found = measure_device(Hardware(gpus=cards(2, 3), host=HOST), module="stand_in")
+    found = measure.measure_device(Hardware(gpus=cards(2, 3), host=HOST), module="stand_in")
     assert (found.rates.memory_bytes_per_s, found.notes) == (7, ())
 
 
@@ -93,7 +83,7 @@ def cards(*indices, **fields):
 )
 def test_a_subprocess_that_fails_is_a_note(stand_in, body, fact):
     stand_in.write_text(IMPORTS + body)
-    found = measure_device(ONE_CPU, module="stand_in")
+    found = measure.measure_device(ONE_CPU, module="stand_in")
     (note,) = found.notes
     assert found.rates == MeasuredRates() and fact in note
 
@@ -101,7 +91,7 @@ def test_a_subprocess_that_fails_is_a_note(stand_in, body, fact):
 def test_a_subprocess_over_its_time_limit_keeps_its_result(stand_in):
     stand_in.write_text(IMPORTS + RESULT_7 + "time.sleep(600)\n")
     found, limit_s = under_a_limit(
-        lambda limit_s: measure_device(ONE_CPU, module="stand_in", timeout_s=limit_s),
+        lambda limit_s: measure.measure_device(ONE_CPU, module="stand_in", timeout_s=limit_s),
         lambda found: found.rates.memory_bytes_per_s == 7,
     )
     assert len(found.notes) == 1 and f"{limit_s:g} s" in found.notes[0]
@@ -112,7 +102,7 @@ def test_a_file_of_the_same_name_in_the_working_folder_is_not_run(tmp_path, monk
     (tmp_path / "trainer.py").write_text("import sys; sys.exit('the wrong trainer')\n")
     (tmp_path / "elsewhere.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    (note,) = measure_device(Hardware(gpus=(), host=HOST), module="elsewhere").notes
+    (note,) = measure.measure_device(Hardware(gpus=(), host=HOST), module="elsewhere").notes
     assert "No module named elsewhere" in note
 
 
@@ -123,13 +113,6 @@ def machine_of(*indices: int, **fields: object) -> Hardware:
     return Hardware(gpus=cards(*indices, **fields), host=HOST)
 
 
-def test_two_cpu_ranks_gather_over_gloo() -> None:
-    found = measure_gather(TWO_CPU_RANKS)
-    assert found.notes == ()
-    assert (found.rates.all_gather_bytes_per_s or 0) > 10**6
-    assert not replace(TWO_CPU_RANKS, rates=found.rates).needs_p2p_disabled
-
-
 REAL = "import sys, time\nfrom trainer.runtime.tools.measure import main\n"
 
 
@@ -138,33 +121,13 @@ def only_note(found: Measurement) -> str:
     return note
 
 
-@pytest.mark.cold
-def test_a_rank_that_never_comes_is_a_note_in_time(stand_in: Path) -> None:
-    """Nothing is left behind, neither the rank that waits for the other nor the one that sleeps."""
-    stand_in.write_text(
-        "import os, sys, time\nfrom pathlib import Path\n"
-        "(Path(__file__).parent / sys.argv[3]).write_text(str(os.getpid()))\n"
-        "if sys.argv[3] == '1': time.sleep(600)\n" + REAL + "sys.exit(main(sys.argv[1:]))\n"
-    )
-    ranks = [stand_in.parent / rank for rank in ("0", "1")]
-    found, limit_s = under_a_limit(
-        lambda limit_s: measure_gather(TWO_CPU_RANKS, timeout_s=limit_s, module="stand_in"),
-        lambda _: all(map(pids_in, ranks)),
-    )
-    assert f"{limit_s:g} s" in only_note(found) and found.rates == MeasuredRates()
-    for rank in ranks:
-        (pid,) = pids_in(rank)
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-
 def test_other_values_are_seen(stand_in: Path) -> None:
     stand_in.write_text(
         REAL + "from torch import distributed\nwhole = distributed.all_gather_into_tensor\n"
         "def corrupted(out, mine):\n    whole(out, mine)\n    out[-1] += 1\n"
         "distributed.all_gather_into_tensor = corrupted\nsys.exit(main(sys.argv[1:]))\n"
     )
-    assert "other values" in only_note(measure_gather(TWO_CPU_RANKS, module="stand_in"))
+    assert "other values" in only_note(measure.measure_gather(TWO_CPU_RANKS, module="stand_in"))
 
 
 RESULT = (
@@ -176,22 +139,24 @@ RESULT = (
 def test_gpus_that_gather_only_without_peer_access_are_a_note(stand_in: Path) -> None:
     stand_in.write_text(RESULT + "if os.environ.get('NCCL_P2P_DISABLE') != '1': time.sleep(600)\nfinish()\n")
     found, limit_s = under_a_limit(
-        lambda limit_s: measure_gather(machine_of(0, 1), timeout_s=limit_s, module="stand_in"),
+        lambda limit_s: measure.measure_gather(machine_of(0, 1), timeout_s=limit_s, module="stand_in"),
         lambda found: found.rates.all_gather_bytes_per_s is not None,
     )
     assert f"{limit_s:g} s" in only_note(found) and "works without peer access" in only_note(found)
     assert found.rates.all_gather_bytes_per_s == 5
     assert replace(machine_of(0, 1), rates=found.rates).needs_p2p_disabled
     stand_in.write_text("import sys, time\nif sys.argv[3] == '1': sys.exit('NCCL error')\ntime.sleep(600)\n")
-    found = measure_gather(machine_of(0, 1), timeout_s=300, module="stand_in")  # the other rank is not waited for
+    found = measure.measure_gather(
+        machine_of(0, 1), timeout_s=300, module="stand_in"
+    )  # the other rank is not waited for
     assert "NCCL error" in only_note(found) and "works" not in only_note(found)
     assert not replace(machine_of(0, 1), rates=found.rates).needs_p2p_disabled
 
 
 @pytest.mark.parametrize("hardware", [machine_of(0), machine_of(0, 1, is_mig_on=True), Hardware(gpus=(), host=HOST)])
 def test_one_device_and_slices_of_one_have_no_links(hardware: Hardware) -> None:
-    assert measure_gather(hardware, module="no_such_module").notes == ()
-    assert measure_peers(hardware, module="no_such_module").notes == ()
+    assert measure.measure_gather(hardware, module="no_such_module").notes == ()
+    assert measure.measure_peers(hardware, module="no_such_module").notes == ()
 
 
 PEERS = 'import pathlib, sys, time\npathlib.Path(sys.argv[1]).write_text(\'{"rates": {"peer_copies": [%s]}}\')\n'
@@ -212,7 +177,7 @@ AT_WORK = '{"a": 1, "b": 0}'
 def test_a_bad_pair_is_a_finding(stand_in: Path, body: str, fact: str) -> None:
     stand_in.write_text(body)
     found, _ = under_a_limit(
-        lambda limit_s: measure_peers(machine_of(4, 6), timeout_s=limit_s, module="stand_in"),
+        lambda limit_s: measure.measure_peers(machine_of(4, 6), timeout_s=limit_s, module="stand_in"),
         lambda found: bool(found.rates.peer_copies) and fact in only_note(found),
     )
     assert "GPU 6 to GPU 4" in only_note(found) and "NCCL_P2P_DISABLE=1" in only_note(found)
@@ -226,10 +191,10 @@ def test_a_bad_pair_is_a_finding(stand_in: Path, body: str, fact: str) -> None:
 )
 def test_a_process_that_fails_between_copies_condemns_none(stand_in: Path, body: str, fact: str) -> None:
     stand_in.write_text(PEERS % RIGHT)
-    found = measure_peers(machine_of(4, 6), module="stand_in")
+    found = measure.measure_peers(machine_of(4, 6), module="stand_in")
     assert found.rates.peer_copies == (PeerCopy(a=4, b=6, bytes_per_s=9, is_correct=True),) and found.notes == ()
     stand_in.write_text(body)
-    found = measure_peers(machine_of(4, 6), module="stand_in")
+    found = measure.measure_peers(machine_of(4, 6), module="stand_in")
     assert fact in only_note(found) and "NCCL_P2P_DISABLE" not in only_note(found)
     assert not replace(machine_of(4, 6), rates=found.rates).needs_p2p_disabled
 
@@ -242,7 +207,7 @@ def test_a_copy_condemns_its_own_link_and_an_all_gather_every_link_over_pcie() -
     links = (link(0, 1, LinkKind.NVLINK), link(0, 2, LinkKind.PCIE_HOST), link(1, 2, LinkKind.PCIE_HOST))
 
     def access(rates: MeasuredRates) -> list[bool | None]:
-        return [judged.has_peer_access for judged in judged_links(links, rates)]
+        return [judged.has_peer_access for judged in measure.judged_links(links, rates)]
 
     assert access(MeasuredRates()) == [True, True, True]
     assert access(MeasuredRates(peer_copies=(PeerCopy(a=2, b=1, bytes_per_s=9),))) == [True, True, False]

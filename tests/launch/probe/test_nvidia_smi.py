@@ -3,27 +3,13 @@
 import pytest
 from captured_machine import captured
 
-from shardwise.launch.probe.nvidia_smi import (
-    GPU_FIELDS,
-    build_links,
-    explain_failure,
-    mig_gpus,
-    parse_compute_apps,
-    parse_gpu_rows,
-    parse_mig_memory,
-    parse_mig_slices,
-    parse_nvlink_rates,
-    parse_peer_access,
-    parse_table_processes,
-    parse_topology,
-    pcie_bytes_per_s,
-)
+from shardwise.launch.probe import nvidia_smi
 from shardwise.trainer.spec.hardware import Gpu, GpuProcess, LinkKind
 from shardwise.trainer.spec.units import MIB
 
 
 def rows_of(machine):
-    rows, problems = parse_gpu_rows(captured(machine, "query-gpu.csv"))
+    rows, problems = nvidia_smi.parse_gpu_rows(captured(machine, "query-gpu.csv"))
     assert problems == ()
     return rows
 
@@ -35,11 +21,11 @@ def make_gpu(**changes):
 
 def links_of(machine):
     """Between each two cards."""
-    links = build_links(
+    links = nvidia_smi.build_links(
         [row.gpu for row in rows_of(machine)],
-        parse_topology(captured(machine, "topo.txt")),
-        parse_peer_access(captured(machine, "p2p.txt")),
-        parse_nvlink_rates(captured(machine, "nvlink.txt")),
+        nvidia_smi.parse_topology(captured(machine, "topo.txt")),
+        nvidia_smi.parse_peer_access(captured(machine, "p2p.txt")),
+        nvidia_smi.parse_nvlink_rates(captured(machine, "nvlink.txt")),
     )
     return {(link.a, link.b): link for link in links}
 
@@ -74,7 +60,7 @@ def test_ecc_mig_compute_mode_and_narrow_slots_are_read():
     two_sizes = (
         captured("rtx4090_desktop", "query-gpu.csv").replace("RTX 4090", "RTX 4060 Ti").replace("24564", "16380")
     )
-    ((row,), _) = parse_gpu_rows(two_sizes)
+    ((row,), _) = nvidia_smi.parse_gpu_rows(two_sizes)
     assert row.gpu.spec_name == "RTX-4060Ti-16GB", "its memory distinguishes it"
     assert [row.gpu.is_mig_on for row in rows_of("mig_a100")] == [True, False]
     assert [row.is_prohibited for row in rows_of("mixed_models")] == [False, False, False, True]
@@ -82,84 +68,76 @@ def test_ecc_mig_compute_mode_and_narrow_slots_are_read():
     assert (narrow.gpu.pcie_width, narrow.pcie_max_width) == (8, 16)
 
 
-def test_unified_memory_is_unknown_rather_than_zero():
+def test_what_the_driver_does_not_report_is_unknown_rather_than_zero():
     (row,) = rows_of("unified_gb10")
     assert row.shares_host_memory
     assert (row.gpu.free_bytes, row.gpu.usable_bytes, row.gpu.power_limit_w) == (None, None, None)
     assert (row.gpu.pcie_generation, row.gpu.pcie_width) == (None, None)
-
-
-def test_what_the_driver_does_not_report_is_none():
     for text in ("[N/A]", "[Not Supported]", "[Insufficient Permissions]", "[GPU is lost]", "N/A", "ERR!", " "):
-        line = ", ".join("7" if field == "index" else text for field in GPU_FIELDS)
-        ((row,), problems) = parse_gpu_rows(line)
+        line = ", ".join("7" if field == "index" else text for field in nvidia_smi.GPU_FIELDS)
+        ((row,), problems) = nvidia_smi.parse_gpu_rows(line)
         assert row.gpu == Gpu(index=7, name="unknown GPU", spec_name=None, memory_bytes=0) and problems == ()
         assert not row.shares_host_memory
 
 
 def test_compute_processes_are_grouped_by_card():
-    processes = parse_compute_apps(captured("shared_4x_a100", "compute-apps.csv"))
+    processes = nvidia_smi.parse_compute_apps(captured("shared_4x_a100", "compute-apps.csv"))
     assert sorted(len(found) for found in processes.values()) == [1, 2]
-    ((comma,),) = parse_compute_apps(captured("pcie_2x_rtx3090", "compute-apps.csv")).values()
+    ((comma,),) = nvidia_smi.parse_compute_apps(captured("pcie_2x_rtx3090", "compute-apps.csv")).values()
     assert comma == GpuProcess(pid=98211, name="python", memory_bytes=1230 * MIB), "a comma in a program's path"
-    ((display, hidden),) = parse_compute_apps(captured("wsl_rtx3080", "compute-apps.csv")).values()
+    ((display, hidden),) = nvidia_smi.parse_compute_apps(captured("wsl_rtx3080", "compute-apps.csv")).values()
     assert display == GpuProcess(pid=33, name="Xwayland", memory_bytes=None)
     assert hidden == GpuProcess(pid=9452, name=None, memory_bytes=None)
-    assert parse_compute_apps("No running processes found\ngpu_uuid, pid, process_name, used_gpu_memory [MiB]\n") == {}
+    assert (
+        nvidia_smi.parse_compute_apps(
+            "No running processes found\ngpu_uuid, pid, process_name, used_gpu_memory [MiB]\n"
+        )
+        == {}
+    )
     assert processes["GPU-b4d6f8a0-b2c4-4e68-9a0c-2e4f6a8b0c1d"] == (
         GpuProcess(pid=1403377, name="python3.11", memory_bytes=68210 * MIB),
         GpuProcess(pid=1403378, name=None, memory_bytes=1024 * MIB),
     )
 
 
-def test_a_table_has_processes_without_a_size_or_none():
-    assert parse_table_processes(captured("nvlink_8x_h100", "table.txt")) == []
-    listed = parse_table_processes(captured("wsl_rtx3080", "table.txt"))
-    assert listed == [(0, GpuProcess(pid=33, name="Xwayland", memory_bytes=None))]
-
-
 def test_slices_become_devices_of_their_own():
     parent = rows_of("mig_a100")[0].gpu
-    slices = parse_mig_slices(captured("mig_a100", "list.txt"))
+    slices = nvidia_smi.parse_mig_slices(captured("mig_a100", "list.txt"))
     older = "GPU 3: A100-SXM4-40GB (UUID: GPU-1)\n  MIG 1g.5gb Device 0: (UUID: MIG-GPU-1/7/0)\n"
-    assert [(one.gpu_index, one.uuid) for one in parse_mig_slices(older)] == [(3, "MIG-GPU-1/7/0")]
-    memory = parse_mig_memory(captured("mig_a100", "table.txt"))
-    first, second, third = mig_gpus(parent, slices, memory, first_index=2)
+    assert [(one.gpu_index, one.uuid) for one in nvidia_smi.parse_mig_slices(older)] == [(3, "MIG-GPU-1/7/0")]
+    memory = nvidia_smi.parse_mig_memory(captured("mig_a100", "table.txt"))
+    first, second, third = nvidia_smi.mig_gpus(parent, slices, memory, first_index=2)
     assert (first.index, first.name) == (2, "NVIDIA A100-SXM4-40GB MIG 3g.20gb")
     assert first.uuid == "MIG-0f7a2c9e-1b3d-5e84-a6c0-4d92e8f1b357"
     rows = [f"A100-SXM4-40GB-MIG-{profile}" for profile in ("3g.20gb", "2g.10gb")]
     assert [gpu.spec_name for gpu in (first, second, third)] == [*rows, None]  # a compute instance: an unknown part
     assert (first.memory_bytes, first.free_bytes) == (19968 * MIB, 19943 * MIB)
     assert (second.index, second.free_bytes) == (3, (9856 - 4211) * MIB)
-    assert mig_gpus(parent, slices, {}, first_index=2) == ()
+    assert nvidia_smi.mig_gpus(parent, slices, {}, first_index=2) == ()
 
 
-def test_nvswitch_joins_every_pair_with_18_links():
+def test_links_have_their_kind_their_number_and_the_rate_of_the_narrower_slot():
     links = links_of("nvlink_8x_h100")
     assert len(links) == 28
     assert {(link.kind, link.num_nvlinks, link.has_peer_access) for link in links.values()} == {
         (LinkKind.NVLINK, 18, True)
     }
     assert {link.bytes_per_s for link in links.values()} == {18 * 26_562_000_000}
-    topology = parse_topology(captured("nvlink_8x_h100", "topo.txt"))  # with columns of network cards
+    topology = nvidia_smi.parse_topology(captured("nvlink_8x_h100", "topo.txt"))  # with columns of network cards
     assert set(topology.cells) == {(a, b) for a in range(8) for b in range(8) if a != b}
     assert topology.numa_nodes == dict(enumerate([0] * 4 + [1] * 4))
-
-
-def test_a_mesh_has_pairs_with_two_one_and_no_nvlink():
     links = links_of("nvlink_4x_v100")
     assert (links[0, 3].num_nvlinks, links[0, 3].bytes_per_s) == (2, 2 * 25_781_000_000)
     assert (links[0, 1].num_nvlinks, links[0, 1].bytes_per_s) == (1, 25_781_000_000)
     assert (links[1, 3].kind, links[1, 3].num_nvlinks, links[1, 3].has_peer_access) == (LinkKind.SOCKET, 0, False)
     assert links[1, 3].bytes_per_s == 16 * 984_615_384
-    assert {len(rates) for rates in parse_nvlink_rates(captured("nvlink_4x_v100", "nvlink.txt")).values()} == {4}
-
-
-def test_paths_over_pcie_have_their_kind_and_the_rate_of_the_narrower_slot():
+    assert {
+        len(rates) for rates in nvidia_smi.parse_nvlink_rates(captured("nvlink_4x_v100", "nvlink.txt")).values()
+    } == {4}
     (link,) = links_of("pcie_2x_rtx3090").values()
     assert (link.kind, link.num_nvlinks, link.has_peer_access) == (LinkKind.NUMA_NODE, 0, False)
     assert link.bytes_per_s == 8 * 1_969_230_769
-    assert parse_nvlink_rates(captured("pcie_2x_rtx3090", "nvlink.txt")) == {}, "inactive links have no rate"
+    assert nvidia_smi.parse_nvlink_rates(captured("pcie_2x_rtx3090", "nvlink.txt")) == {}, "inactive links have no rate"
     mixed = links_of("mixed_models")
     assert [mixed[pair].kind for pair in ((0, 1), (0, 2), (2, 3))] == [
         LinkKind.PCIE_HOST,
@@ -167,25 +145,25 @@ def test_paths_over_pcie_have_their_kind_and_the_rate_of_the_narrower_slot():
         LinkKind.PCIE_SWITCH,
     ]
     for generation, width, gigabytes in ((3, 16, 15.75), (4, 8, 15.75), (5, 16, 63.0), (1, 1, 0.25)):
-        rate = pcie_bytes_per_s(make_gpu(pcie_generation=generation, pcie_width=width))
+        rate = nvidia_smi.pcie_bytes_per_s(make_gpu(pcie_generation=generation, pcie_width=width))
         assert rate == pytest.approx(gigabytes * 10**9, rel=0.001)
     for generation in (None, 9):
-        assert pcie_bytes_per_s(make_gpu(pcie_generation=generation, pcie_width=16)) is None
+        assert nvidia_smi.pcie_bytes_per_s(make_gpu(pcie_generation=generation, pcie_width=16)) is None
 
 
 def test_unknown_paths_and_rates_stay_unknown():
     gpus = [make_gpu(index=0), make_gpu(index=1)]
-    assert build_links(gpus, parse_topology(""), {}, {}) == ()
-    topology = parse_topology("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tSYS\t\nGPU1\tSYS\t X \t\n")
-    (link,) = build_links(gpus, topology, {(0, 1): True}, {})
+    assert nvidia_smi.build_links(gpus, nvidia_smi.parse_topology(""), {}, {}) == ()
+    topology = nvidia_smi.parse_topology("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tSYS\t\nGPU1\tSYS\t X \t\n")
+    (link,) = nvidia_smi.build_links(gpus, topology, {(0, 1): True}, {})
     assert (link.bytes_per_s, link.has_peer_access) == (None, None)
-    bonded = parse_topology("\tGPU0\tGPU1\nGPU0\t X \tNV4\nGPU1\tNV4\t X \n")
-    (link,) = build_links(gpus, bonded, {}, {})
+    bonded = nvidia_smi.parse_topology("\tGPU0\tGPU1\nGPU0\t X \tNV4\nGPU1\tNV4\t X \n")
+    (link,) = nvidia_smi.build_links(gpus, bonded, {}, {})
     assert (link.num_nvlinks, link.bytes_per_s) == (4, None)
     text = "\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t0-15\t0-1\t\tN/A\n"
-    assert parse_topology(text).numa_nodes == {}, "a range of nodes"
-    assert parse_topology(text.replace("0-1\t", "1\t")).numa_nodes == {0: 1}
-    assert parse_peer_access(" \tGPU0\tGPU1\t\n GPU0\tX\tU\t\n GPU1\tOK\tX\t\n") == {(1, 0): True}
+    assert nvidia_smi.parse_topology(text).numa_nodes == {}, "a range of nodes"
+    assert nvidia_smi.parse_topology(text.replace("0-1\t", "1\t")).numa_nodes == {0: 1}
+    assert nvidia_smi.parse_peer_access(" \tGPU0\tGPU1\t\n GPU0\tX\tU\t\n GPU1\tOK\tX\t\n") == {(1, 0): True}
 
 
 NVML = "Failed to initialize NVML: "
@@ -207,6 +185,6 @@ FAILURES = [
 
 @pytest.mark.parametrize(("output", "exit_code", "remedy", "proves_gpu"), FAILURES)
 def test_every_failure_has_a_remedy(output, exit_code, remedy, proves_gpu):
-    failure = explain_failure(output, exit_code)
+    failure = nvidia_smi.explain_failure(output, exit_code)
     assert remedy in failure.sentence and failure.proves_gpu is proves_gpu
     assert 2 <= len(failure.sentence.splitlines()) <= 3

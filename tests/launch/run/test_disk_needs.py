@@ -29,14 +29,10 @@ def test_what_shares_a_cache_is_added_up(tmp_path: Path):
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("org/rows", True),
-        ("org/rows@v1", True),
-        ("python-stdlib", False),
-        ("here", False),
-        ("org/rows.jsonl", False),
+        ("org/rows", True), ("org/rows@v1", True), ("python-stdlib", False), ("here", False), ("org/rows.jsonl", False),
         ("/nowhere/at/all", False),
     ],
-)
+)  # fmt: skip
 def test_only_what_nothing_here_is_called_is_looked_for_on_the_hub(tmp_path: Path, monkeypatch, source, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").touch()

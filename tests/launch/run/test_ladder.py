@@ -8,16 +8,7 @@ from msgspec.structs import replace
 from planning_factory import machine, plan_of
 from report_factory import MIB, make_candidate, make_report
 
-from shardwise.launch.run.ladder import (
-    Outcome,
-    StepResult,
-    default_steps,
-    held_to,
-    ladder_csv,
-    ladder_page,
-    ladder_rows,
-    parse_steps,
-)
+from shardwise.launch.run import ladder
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.page.content import page_text
 from shardwise.trainer.spec.errors import InputError
@@ -37,7 +28,7 @@ from shardwise.trainer.spec.units import GIB
     ],
 )
 def test_a_rung_is_what_it_would_be_in_a_job_file(word, settings):
-    (step,) = parse_steps(word)
+    (step,) = ladder.parse_steps(word)
     assert (step.name, step.settings) == (word, settings)
 
 
@@ -52,62 +43,78 @@ def test_a_rung_is_what_it_would_be_in_a_job_file(word, settings):
 )
 def test_what_is_no_rung_is_answered_with_what_would_be(text, fact):
     with pytest.raises(InputError, match=fact):
-        parse_steps(text)
+        ladder.parse_steps(text)
 
 
 def test_the_default_rungs_compute_in_what_the_card_has():
-    newest, old = default_steps(machine("1xRTX-4090")), default_steps(machine("1xT4"))
+    newest, old = ladder.default_steps(machine("1xRTX-4090")), ladder.default_steps(machine("1xT4"))
     assert [step.name for step in newest] == [
         "fp32", "bf16-mixed", "full", "sdpa", "flash", "chunked", "adamw_8bit", "lora", "qlora"
     ]  # fmt: skip
     assert [step.name for step in old][1] == "fp16-mixed"
     unknown = machine("1xT4")
     unknown = replace(unknown, gpus=tuple(replace(gpu, compute_capability=None) for gpu in unknown.gpus))
-    assert default_steps(unknown)[1].name == "bf16-mixed"
+    assert ladder.default_steps(unknown)[1].name == "bf16-mixed"
 
 
-def ran(name: str, *, peak: int, predicted: int, step_s: float | None = 1.0) -> StepResult:
+def ran(name: str, *, peak: int, predicted: int, step_s: float | None = 1.0) -> ladder.StepResult:
     memory = MemoryFigures(peak_allocated_bytes=peak * MIB, peaks={"forward": peak * MIB, "optimizer": MIB})
     report = replace(make_report(), measured=Figures(memory=memory, speed=SpeedFigures(step_s=step_s)), exit_code=0)
-    return result(name, Outcome.RAN, predicted=predicted, report=report)
+    return result(name, ladder.Outcome.RAN, predicted=predicted, report=report)
 
 
-def result(name: str, outcome: Outcome, *, predicted: int = 10, report=None, reason=None) -> StepResult:
+def result(name: str, outcome: ladder.Outcome, *, predicted: int = 10, report=None, reason=None) -> ladder.StepResult:
     candidate = make_candidate()
     candidate = replace(candidate, memory=replace(candidate.memory, peak_allocated_bytes=predicted * MIB))
-    (step,) = parse_steps(name)
-    return StepResult(step=step, outcome=outcome, candidate=candidate, report=report, reason=reason)
+    (step,) = ladder.parse_steps(name)
+    return ladder.StepResult(step=step, outcome=outcome, candidate=candidate, report=report, reason=reason)
 
 
 FULL = replace(make_report(), ending=Ending.OUT_OF_MEMORY, exit_code=5)
 RESULTS = (
-    result("fp32", Outcome.OUT_OF_MEMORY, predicted=500, report=FULL),
+    result("fp32", ladder.Outcome.OUT_OF_MEMORY, predicted=500, report=FULL),
     ran("bf16-mixed", peak=400, predicted=420, step_s=2.0),
-    result("flash", Outcome.SKIPPED, reason="flash-attn needs a GPU"),
+    result("flash", ladder.Outcome.SKIPPED, reason="flash-attn needs a GPU"),
     ran("full", peak=100, predicted=95, step_s=3.0),
-    result("lora", Outcome.FAILED, reason="peft is not there"),
+    result("lora", ladder.Outcome.FAILED, reason="peft is not there"),
 )
 
 
-def test_a_change_is_against_the_last_rung_that_ran():
-    rows = {row["rung"]: row for row in ladder_rows(RESULTS)}
+def test_a_change_is_against_the_last_rung_that_ran_and_one_out_of_memory_has_its_need():
+    rows = {row["rung"]: row for row in ladder.ladder_rows(RESULTS)}
     assert rows["bf16-mixed"]["peak_change"] is None  # what is below ran out of memory
     assert rows["full"]["peak_change"] == pytest.approx(-0.75)
     assert rows["full"]["step_change"] == pytest.approx(0.5)
     assert rows["bf16-mixed"]["peak_error"] == pytest.approx(0.05)
     assert rows["full"]["peak_error"] == pytest.approx(-0.05)
     assert (rows["full"]["forward_peak_bytes"], rows["full"]["backward_peak_bytes"]) == (100 * MIB, None)
-
-
-def test_a_rung_that_ran_out_of_memory_has_its_need_and_its_exit_code_and_no_peak():
-    row = ladder_rows(RESULTS)[0]
+    row = ladder.ladder_rows(RESULTS)[0]
     assert (row["outcome"], row["exit_code"], row["peak_bytes"]) == ("out of memory", 5, None)
     assert (row["need_bytes"], row["limit_bytes"]) == (33 * MIB, 1000 * MIB)
     assert row["predicted_peak_bytes"] == 500 * MIB
 
 
+def test_the_csv_reads_back_to_the_rows():
+    rows = ladder.ladder_rows(RESULTS)
+    read = list(csv.DictReader(io.StringIO(ladder.ladder_csv(rows))))
+    assert [row["rung"] for row in read] == ["fp32", "bf16-mixed", "flash", "full", "lora"]
+    assert read[3]["peak_bytes"] == str(100 * MIB) and read[0]["peak_bytes"] == ""
+    assert read[3]["settings"] == "pin.checkpointing=full"
+
+
+def test_a_cpu_is_capped_at_what_is_usable_and_a_card_limits_itself():
+    plan, here = plan_of("tiny", "1xCPU"), machine("1xCPU")
+    held = ladder.held_to(plan, here)
+    assert held.hardware.vram_cap_bytes == held.chosen.memory.usable_bytes == device_of(here).usable_bytes
+    here = machine("1xRTX-4090")
+    held = ladder.held_to(plan_of("tiny", "8xH100-SXM5-80GB"), here)
+    assert held.hardware == here
+    assert held.chosen.memory.usable_bytes == device_of(here).usable_bytes < 24 * GIB
+    assert len(held.candidates) == 1
+
+
 def test_the_table_as_text():
-    text = page_text(ladder_page("a job", RESULTS, common="The same on all."), width=100)
+    text = page_text(ladder.ladder_page("a job", RESULTS, common="The same on all."), width=100)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "bf16-mixed 400 MiB 420 MiB +5.0% 2 s 1 s" in lines
     assert "full 100 MiB 95 MiB -5.0% -75.0% 3 s 1 s +50.0%" in lines
@@ -115,31 +122,3 @@ def test_the_table_as_text():
     notes = {line.partition(":")[0]: line for line in lines if ": " in line}
     assert "flash-attn needs a GPU" in notes["flash"] and "peft is not there" in notes["lora"]
     assert [fact for fact in ("exit code 5", "33 MiB", "1000 MiB") if fact not in notes["fp32"]] == []
-
-
-def test_the_csv_reads_back_to_the_rows():
-    rows = ladder_rows(RESULTS)
-    read = list(csv.DictReader(io.StringIO(ladder_csv(rows))))
-    assert [row["rung"] for row in read] == ["fp32", "bf16-mixed", "flash", "full", "lora"]
-    assert read[3]["peak_bytes"] == str(100 * MIB) and read[0]["peak_bytes"] == ""
-    assert read[3]["settings"] == "pin.checkpointing=full"
-
-
-def test_a_cpu_without_a_cap_is_capped_at_what_is_usable():
-    plan, here = plan_of("tiny", "1xCPU"), machine("1xCPU")
-    held = held_to(plan, here)
-    assert held.hardware.vram_cap_bytes == held.chosen.memory.usable_bytes == device_of(here).usable_bytes
-
-
-def test_a_cap_that_was_asked_for_stays():
-    here = replace(machine("1xCPU"), vram_cap_bytes=GIB)
-    held = held_to(plan_of("tiny", "1xCPU"), here)
-    assert held.hardware == here and held.chosen.memory.usable_bytes == GIB
-
-
-def test_a_card_limits_itself():
-    here = machine("1xRTX-4090")
-    held = held_to(plan_of("tiny", "8xH100-SXM5-80GB"), here)
-    assert held.hardware == here
-    assert held.chosen.memory.usable_bytes == device_of(here).usable_bytes < 24 * GIB
-    assert len(held.candidates) == 1

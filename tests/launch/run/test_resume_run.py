@@ -51,8 +51,13 @@ def resume(plan: Plan, earlier: Plan, run_dir: Path, *, may_choose: bool = True)
     return taken, stream.getvalue()
 
 
-def test_without_a_change_the_earlier_plan_goes_on(earlier, run_dir):
+def test_without_a_change_the_earlier_plan_goes_on_and_reads_data_and_model_where_they_are_now(earlier, run_dir):
+    """The cache was moved, or removed and filled again, or the run is on another machine."""
     assert resume(earlier, earlier, run_dir) == (earlier, "")
+    data = replace(earlier.data, cache_dir="/elsewhere/data")
+    plan = replace(earlier, data=data, model_path="/elsewhere/model", tokenizer_path="/elsewhere/tokenizer")
+    taken, _ = resume(plan, earlier, run_dir)
+    assert taken == plan
 
 
 def test_another_machine_takes_the_new_plan_where_the_checkpoint_fits_it(earlier, run_dir):
@@ -77,14 +82,6 @@ def test_what_was_taken_by_hand_is_refused_and_not_changed(earlier, run_dir):
 def test_where_nothing_can_go_on_the_run_does_not_start(earlier, run_dir):
     with pytest.raises(InputError, match=r"checkpoint of adamw.* 1 candidates"):
         resume(on_less(earlier, others=False), earlier, run_dir)
-
-
-def test_an_unchanged_plan_reads_data_and_model_where_they_are_now(earlier: Plan, run_dir: Path):
-    """The cache was moved, or removed and filled again, or the run is on another machine."""
-    data = replace(earlier.data, cache_dir="/elsewhere/data")
-    plan = replace(earlier, data=data, model_path="/elsewhere/model", tokenizer_path="/elsewhere/tokenizer")
-    taken, _ = resume(plan, earlier, run_dir)
-    assert taken == plan
 
 
 def test_what_the_job_leaves_open_stays_as_the_run_began() -> None:

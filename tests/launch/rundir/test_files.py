@@ -7,6 +7,8 @@ import pytest
 from run_factory import age, metrics_row, write_attempt, write_checkpoint, write_report, write_start, write_submission
 
 from shardwise.launch.rundir.files import outputs_of, read_run, tail_lines, tail_rows
+from shardwise.trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
+from shardwise.trainer.spec.messages.submission import JOBS_FILE
 from shardwise.trainer.spec.report import Ending
 
 
@@ -82,3 +84,20 @@ def test_the_output_of_the_newest_start_comes_last(tmp_path: Path):
         write_start(tmp_path, job_id)
     age(tmp_path / "slurm-13.out", 100)  # what a requeued job wrote before is younger
     assert [path.name for path in outputs_of(read_run(tmp_path))] == ["slurm-12.out", "slurm-13.out"]
+
+
+def test_a_start_whose_line_is_damaged_is_left_out(tmp_path: Path):
+    write_submission(tmp_path)
+    write_start(tmp_path, "12")
+    with (tmp_path / JOBS_FILE).open("a") as stream:
+        stream.write("2026-11-22T17:32:00Z 13 n1 0\n2026-11-22T17:3\n")
+    write_start(tmp_path, "14")
+    assert [start.job_id for start in read_run(tmp_path).starts] == ["12", "14"]
+
+
+def test_a_long_reason_of_a_failed_save_is_cut_and_not_lost(tmp_path: Path):
+    folder, reason = write_attempt(tmp_path, steps=[1]), "No space left on device: " + "x" * 2000
+    beat = Heartbeat(step=1, count=2, phase="forward", problem=reason)
+    heartbeat_path(folder, 0).write_bytes(encode_heartbeat(beat))
+    found = read_run(tmp_path).problem
+    assert found is not None and reason.startswith(found) and len(found) > 500

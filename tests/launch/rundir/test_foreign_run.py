@@ -17,7 +17,7 @@ from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import write_attempt, write_start, write_submission
 from typed_command import typed
 
-from shardwise.launch.rundir.lock import CANCEL_FLAG, LOCK, locked
+from shardwise.launch.rundir.lock import CANCEL_FLAG, LOCK
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.messages.submission import CHAIN_FILE, FILE_NAME, JOBS_FILE, Submission
@@ -222,14 +222,6 @@ def test_a_model_is_neither_written_nor_read_behind_a_link(run_dir, capsys, word
     answer = typed(capsys, *words)
     assert answer.code == 2 and "is a link" in answer.err
     assert list(theirs.iterdir()) == []
-
-
-def test_the_lock_of_a_run_is_no_link(tmp_path):
-    (tmp_path / "precious").write_text("precious")
-    (tmp_path / LOCK).symlink_to("precious")
-    with pytest.raises(EnvironmentFaultError), locked(tmp_path):
-        pass
-    assert (tmp_path / "precious").read_text() == "precious"
 
 
 def test_a_private_run_of_another_user_hides_no_run_of_ones_own(run_dir, capsys, monkeypatch):

@@ -9,18 +9,7 @@ from pathlib import Path
 import pytest
 from run_factory import write_holder
 
-from shardwise.launch.rundir.lock import (
-    HeldFolder,
-    LockOwner,
-    is_cancelled,
-    local_owner,
-    locked,
-    must_end_at_start,
-    parse_owner,
-    read_cancel_flag,
-    recorded_owner,
-    write_cancel_flag,
-)
+from shardwise.launch.rundir import lock
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 HOLD = """
@@ -41,31 +30,26 @@ def test_the_owner_is_found_while_it_lives_and_refuses_others(tmp_path: Path):
     )
     with holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        assert local_owner(tmp_path) == LockOwner(holder.pid, HOST)
-        with pytest.raises(EnvironmentFaultError, match=f"process {holder.pid}"), locked(tmp_path):
+        assert lock.local_owner(tmp_path) == lock.LockOwner(holder.pid, HOST)
+        with pytest.raises(EnvironmentFaultError, match=f"process {holder.pid}"), lock.locked(tmp_path):
             pass
-    assert local_owner(tmp_path) is None and recorded_owner(tmp_path) == LockOwner(holder.pid, HOST)
+    assert lock.local_owner(tmp_path) is None and lock.recorded_owner(tmp_path) == lock.LockOwner(holder.pid, HOST)
 
 
 def test_reading_the_owner_does_not_keep_a_run_from_starting(tmp_path: Path):
-    assert recorded_owner(tmp_path) is None and local_owner(tmp_path) is None
+    assert lock.recorded_owner(tmp_path) is None and lock.local_owner(tmp_path) is None
     write_holder(tmp_path, os.getpid())  # a process that has the number and not the file
-    assert local_owner(tmp_path) is None
-    with locked(tmp_path):
-        assert local_owner(tmp_path) == LockOwner(os.getpid(), HOST)
+    assert lock.local_owner(tmp_path) is None
+    with lock.locked(tmp_path):
+        assert lock.local_owner(tmp_path) == lock.LockOwner(os.getpid(), HOST)
 
 
 def test_an_owner_on_another_machine_is_not_looked_for_here(tmp_path: Path):
-    with locked(tmp_path):
+    with lock.locked(tmp_path):
         write_holder(tmp_path, os.getpid(), "elsewhere")  # where another process has this number
-        assert local_owner(tmp_path) is None
-    owner = recorded_owner(tmp_path)
-    assert owner == LockOwner(os.getpid(), "elsewhere") and str(owner) == f"process {os.getpid()} on elsewhere"
-
-
-@pytest.mark.parametrize("content", [b"", b"\n", b"x y\n", b"\xff\xfe"])
-def test_content_without_a_pid_names_no_owner(content):
-    assert parse_owner(content) is None
+        assert lock.local_owner(tmp_path) is None
+    owner = lock.recorded_owner(tmp_path)
+    assert owner == lock.LockOwner(os.getpid(), "elsewhere") and str(owner) == f"process {os.getpid()} on elsewhere"
 
 
 NOON = datetime(2030, 1, 2, 12, 0, 0, tzinfo=UTC)
@@ -73,11 +57,11 @@ ARRAY = {"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12"}
 
 
 def test_the_flag_names_time_and_user(tmp_path: Path):
-    assert not is_cancelled(tmp_path) and read_cancel_flag(tmp_path) is None
-    assert not must_end_at_start(tmp_path, {"SLURM_JOB_ID": "12"})
-    write_cancel_flag(tmp_path, now=NOON, job_ids=("12",))
-    flag = read_cancel_flag(tmp_path)
-    assert is_cancelled(tmp_path) and flag is not None
+    assert not lock.is_cancelled(tmp_path) and lock.read_cancel_flag(tmp_path) is None
+    assert not lock.must_end_at_start(tmp_path, {"SLURM_JOB_ID": "12"})
+    lock.write_cancel_flag(tmp_path, now=NOON, job_ids=("12",))
+    flag = lock.read_cancel_flag(tmp_path)
+    assert lock.is_cancelled(tmp_path) and flag is not None
     assert flag.startswith("cancelled 2030-01-02T12:00:00Z by ") and flag.endswith(f"@{os.uname().nodename}")
 
 
@@ -89,18 +73,19 @@ def test_the_flag_names_time_and_user(tmp_path: Path):
         (ARRAY | {"SLURM_ARRAY_TASK_ID": "3"}, True),
         (ARRAY | {"SLURM_ARRAY_TASK_ID": "4"}, False),  # another point
         ({"SLURM_JOB_ID": "14"}, False),  # sbatch by hand
+        ({"SLURM_JOB_ID": "2"}, False),  # of which another number has the digits
         ({}, False),  # train --resume
     ],
 )
 def test_only_jobs_that_were_cancelled_end_and_any_other_start_removes_the_flag(tmp_path: Path, environment, ends):
-    write_cancel_flag(tmp_path, now=NOON, job_ids=("12", "13", "12_3"))
-    assert must_end_at_start(tmp_path, environment) is ends
-    assert is_cancelled(tmp_path) is ends
+    lock.write_cancel_flag(tmp_path, now=NOON, job_ids=("12", "13", "12_3"))
+    assert lock.must_end_at_start(tmp_path, environment) is ends
+    assert lock.is_cancelled(tmp_path) is ends
 
 
 def test_a_flag_that_cannot_be_written_is_an_environment_fault():
     with pytest.raises(EnvironmentFaultError, match="/proc"):
-        write_cancel_flag(Path("/proc"), now=NOON)
+        lock.write_cancel_flag(Path("/proc"), now=NOON)
 
 
 @pytest.fixture
@@ -111,7 +96,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_folder_that_is_moved_is_followed_by_links_at_all_its_old_paths(run: Path):
     first, second = run.with_name("first place"), run.with_name("second")
-    with HeldFolder(run) as folder:
+    with lock.HeldFolder(run) as folder:
         assert folder.follow() is None
         run.rename(first)
         sentence = folder.follow()
@@ -127,7 +112,7 @@ def test_a_folder_that_is_moved_is_followed_by_links_at_all_its_old_paths(run: P
 @pytest.mark.parametrize("fault", ["deleted", "another is there", "moved with the folder above it"])
 def test_a_folder_that_cannot_be_followed_is_an_error_with_its_new_place(run: Path, fault: str):
     place = run.with_name("new place")
-    with HeldFolder(run) as folder:
+    with lock.HeldFolder(run) as folder:
         if fault == "deleted":
             run.rmdir()
         elif fault == "another is there":

@@ -19,11 +19,15 @@ def test_a_new_run_is_named_by_its_utc_time(tmp_path: Path):
     assert run_dir.output_base(None, "job") == Path("runs/job")
 
 
-def test_a_used_directory_is_refused_without_resume(tmp_path: Path):
+def test_a_used_directory_is_refused_without_resume_or_its_script(tmp_path: Path):
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(InputError, match="--resume"):
         run_dir.use_run_dir(tmp_path)
     assert (tmp_path / "plan.json").read_text() == "{}"
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "train.sbatch").touch()
+    with pytest.raises(InputError, match=re.escape(f"sbatch '{tmp_path}/a run/train.sbatch' continues it")):
+        run_dir.use_run_dir(tmp_path / "a run")
 
 
 def test_an_empty_directory_can_be_used_and_a_file_cannot(tmp_path: Path):
@@ -48,24 +52,14 @@ def test_resume_finds_the_newest_run_of_exactly_this_name(tmp_path: Path):
         run_dir.find_run_dir(tmp_path / "missing" / "other")
 
 
-def test_only_committed_checkpoints_count(tmp_path: Path):
+def test_attempts_are_numbered_on_and_only_committed_checkpoints_count(tmp_path: Path):
     for name in ("step-00000003", "step-00000010", "step-00000020", ".tmp-step-00000030-ab"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     for name in ("step-00000003", "step-00000010", ".tmp-step-00000030-ab"):
         (tmp_path / "checkpoints" / name / "MANIFEST.json").write_text("{}")
     assert [path.name for path in run_dir.committed_checkpoints(tmp_path)] == ["step-00000003", "step-00000010"]
     assert run_dir.committed_checkpoints(tmp_path / "none") == []
-
-
-def test_attempts_are_numbered_on(tmp_path: Path):
     assert run_dir.next_attempt(tmp_path) == 1
     (tmp_path / "attempts" / "9").mkdir(parents=True)
     (tmp_path / "attempts" / "10").mkdir()
     assert run_dir.next_attempt(tmp_path) == 11
-
-
-def test_the_directory_of_a_submitted_run_is_continued_by_its_script(tmp_path):
-    (tmp_path / "a run").mkdir()
-    (tmp_path / "a run" / "train.sbatch").touch()
-    with pytest.raises(InputError, match=re.escape(f"sbatch '{tmp_path}/a run/train.sbatch' continues it")):
-        run_dir.use_run_dir(tmp_path / "a run")

@@ -17,7 +17,6 @@ from shardwise.launch.rundir.state import (
     judge,
     one_run,
     run_dirs_of,
-    runs_below,
     status_of,
 )
 from shardwise.slurm.jobs import EndedJob, QueuedJob
@@ -140,6 +139,17 @@ def test_a_status_has_the_figures_of_the_last_step(run_dir):
     assert status.ended_job == ended and status.seconds_left is None and status.phase is None
 
 
+def test_an_error_is_shown_until_the_next_attempt_begins(run_dir):
+    write_attempt(run_dir, 1, steps=[1])
+    write_report(run_dir, Ending.FAILED, error="the disk is full")
+    errors = []
+    for liveness in (NOBODY, Liveness(jobs=(RUNNING,))):
+        status = status_of(read_run(run_dir), liveness, now_s=time.time(), last_line=None, logs=())
+        errors.append(status.error)
+        write_attempt(run_dir, 1 + len(errors), steps=[2])
+    assert errors == ["the disk is full", None]
+
+
 NO_SLURM = {"PATH": "/nonexistent"}
 
 
@@ -191,22 +201,13 @@ def test_a_job_is_found_by_the_files_of_its_run(place: Path):
 @pytest.mark.parametrize(
     ("word", "fact"),
     [
-        ("runs/none", "id of a job"),
-        ("runs", "run directory"),
-        ("99", "no Slurm"),
-        ("20_99", "no Slurm"),
+        ("runs/none", "id of a job"), ("runs", "run directory"), ("99", "no Slurm"), ("20_99", "no Slurm"),
         ("12; ls", "id of a job"),
     ],
-)
+)  # fmt: skip
 def test_an_argument_without_a_run_is_an_error(place: Path, word, fact):
     with pytest.raises(InputError, match=f"{word}.*{fact}"):
         find_runs(word, NO_SLURM)
-
-
-def test_runs_below_a_folder_have_the_points_in_place_of_their_sweep(place: Path):
-    found = sorted(path.name for path in runs_below(Path("runs")))
-    assert found == sorted(["local", "one", *(f"point-{number}" for number in range(1, 12))])
-    assert runs_below(Path("nowhere")) == []
 
 
 def test_a_job_belongs_to_the_run_whose_script_it_is(place: Path):

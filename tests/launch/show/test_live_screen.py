@@ -60,32 +60,14 @@ def test_a_block_is_redrawn_in_place_and_what_is_printed_stays_above():
     ]
 
 
-def test_the_same_block_is_not_drawn_again():
-    stream = Shown()
-    screen = Screen(Console(stream), TERMINAL)
-    screen.draw(["step 1"])
-    before = stream.getvalue()
-    screen.draw(["step 1"])
-    assert stream.getvalue() == before
-    screen.remove()
-    screen.draw(["step 1"])
-    assert shown_by(stream) == ["step 1"]
-
-
 @pytest.mark.parametrize(
     ("changes", "is_terminal", "draws"),
     [
-        ({}, True, True),
-        ({}, False, False),
-        ({"TERM": "dumb"}, True, False),
-        ({"TERM": ""}, True, False),
-        ({"TERM": "unknown"}, True, False),
-        ({"CI": "true"}, True, False),
-        ({"CI": "false"}, True, True),
-        ({"SLURM_JOB_ID": "12"}, True, False),
-        ({"NO_COLOR": "1"}, True, True),
+        ({}, True, True), ({}, False, False), ({"TERM": "dumb"}, True, False), ({"TERM": ""}, True, False),
+        ({"TERM": "unknown"}, True, False), ({"CI": "true"}, True, False), ({"CI": "false"}, True, True),
+        ({"SLURM_JOB_ID": "12"}, True, False), ({"NO_COLOR": "1"}, True, True),
     ],
-)
+)  # fmt: skip
 def test_a_block_is_drawn_where_it_can_be_redrawn(changes, is_terminal, draws):
     console = Console(Shown() if is_terminal else io.StringIO())
     assert Screen(console, {**TERMINAL, **changes}).is_block is draws
@@ -165,35 +147,6 @@ def test_a_terminal_without_a_reader_delays_nothing_and_continues_once_it_is_rea
 
 def readable(descriptor: int) -> bool:
     return bool(select.select([descriptor], [], [], 0.2)[0])
-
-
-@pytest.mark.timeout(60)
-def test_a_line_of_the_console_follows_the_complete_frame(pair: Pair):
-    """A text that was begun is finished first, or dropped after a second without a reader."""
-    pair.resize(24, 80)
-    console = Console(pair.stream)
-    screen = Screen(console, TERMINAL)
-    for number in range(5000):
-        screen.draw([f"frame {number} " + "x" * 60] * 7)
-    screen.remove()
-    while readable(pair.master):
-        pair.read()
-    console.line("theirs")
-    assert pair.read() == "theirs\r\n"
-    screen.draw(["next"])
-    assert pair.read() == "next", "nothing of an old frame comes after it, and it stays"
-
-
-@pytest.mark.timeout(60)
-def test_a_pipe_without_a_reader_delays_nothing():
-    reader, writer = os.pipe()
-    with os.fdopen(writer, "w") as stream, os.fdopen(reader, "rb") as other:
-        screen = Screen(Console(stream), TERMINAL)
-        for number in range(5000):
-            screen.print_line(f"line {number} " + "x" * 90)
-        os.set_blocking(other.fileno(), False)
-        lines = other.read().decode().splitlines()
-    assert 10 < len(lines) < 5000 and lines[-1].startswith(f"line {len(lines) - 1} ")
 
 
 def test_a_closed_terminal_gets_no_more_output_and_letters_that_it_lacks_are_replaced(tmp_path: Path):

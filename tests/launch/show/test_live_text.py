@@ -1,26 +1,12 @@
 """What the view of a run looks like, letter by letter, and that no line of it ever wraps."""
 
-import re
-
 import pytest
 
-from shardwise.launch.show.view import (
-    ASCII,
-    UNICODE,
-    CardFigures,
-    LiveView,
-    MemoryGauge,
-    Point,
-    bar,
-    block_lines,
-    fitted,
-    log_line,
-    num_columns,
-)
+from shardwise.launch.show import view as live
 from shardwise.trainer.spec.units import GIB, MIB
 
-CURVE = tuple(Point(step, 9 * 0.98**step + 4.5) for step in range(1, 151))
-ON_A_CARD = LiveView(
+CURVE = tuple(live.Point(step, 9 * 0.98**step + 4.5) for step in range(1, 151))
+ON_A_CARD = live.LiveView(
     title="tiny-20261122-173000",
     state="training",
     step=150,
@@ -34,23 +20,15 @@ ON_A_CARD = LiveView(
     tokens_per_s=6630.0,
     predicted_tokens_per_s=5840.0,
     mfu=0.41,
-    memory=MemoryGauge(61 * GIB, 80 * GIB, "card", 63 * GIB, 55 * GIB, 54 * GIB),
-    card=CardFigures(0.98, 650.4, 71),
+    memory=live.MemoryGauge(61 * GIB, 80 * GIB, "card", 63 * GIB, 55 * GIB, 54 * GIB),
+    card=live.CardFigures(0.98, 650.4, 71),
     num_skipped=2,
     incidents=("an older one", "out of memory at step 3 with zero2/bf16: predicted 70 GiB; the next fallback"),
 )
-ON_A_CPU = LiveView(
-    title="tiny",
-    state="training",
-    step=1,
-    num_steps=300,
-    curve=CURVE[:1],
-    loss=9.5,
-    lr=3e-4,
-    tokens_per_s=2920.0,
-    predicted_tokens_per_s=5840.0,
-    memory=MemoryGauge(483 * MIB, 24 * GIB, "RAM", None, 240 * MIB, 244 * MIB),
-)
+ON_A_CPU = live.LiveView(
+    title="tiny", state="training", step=1, num_steps=300, curve=CURVE[:1], loss=9.5, lr=3e-4, tokens_per_s=2920.0,
+    predicted_tokens_per_s=5840.0, memory=live.MemoryGauge(483 * MIB, 24 * GIB, "RAM", None, 240 * MIB, 244 * MIB),
+)  # fmt: skip
 
 GOLDEN = {
     (40, "ascii"): """\
@@ -81,58 +59,37 @@ card       98% busy, 650 W, 71 C
 incidents  1 restart, 2 steps skipped, out of memory at step 3 with zero2/bf16: predicted 70 GiB; the next fallback
 """,
 }
-GLYPHS = {"ascii": ASCII, "unicode": UNICODE}
+GLYPHS = {"ascii": live.ASCII, "unicode": live.UNICODE}
 
 
 @pytest.mark.parametrize(("width", "name"), GOLDEN)
 def test_the_view_of_a_run_on_a_card(width, name):
-    drawn = block_lines(ON_A_CARD, width=width, glyphs=GLYPHS[name])
+    drawn = live.block_lines(ON_A_CARD, width=width, glyphs=GLYPHS[name])
     assert "\n".join(drawn) + "\n" == GOLDEN[width, name]
     assert name == "unicode" or all(line.isascii() for line in drawn)
 
 
-def test_the_view_of_a_run_on_a_cpu_after_its_first_step():
-    assert block_lines(ON_A_CPU, width=90, glyphs=ASCII) == [
-        "tiny: training, step 1 of 300",
-        "progress   --------------------  0%",
-        "loss       _                     9.5000, learning rate 0.0003",
-        "speed      ##########----------  2.92k tokens/s, 50% of the predicted 5.84k",
-        "memory     --------------------  483 MiB of 24 GiB RAM, peak 240, predicted 244 MiB",
+def test_before_anything_is_known_there_is_a_state():
+    assert live.block_lines(live.LiveView(title="tiny"), width=80, glyphs=live.ASCII) == [
+        "tiny: starting",
         "incidents  none",
     ]
-
-
-def test_before_anything_is_known_there_is_a_state():
-    assert block_lines(LiveView(title="tiny"), width=80, glyphs=ASCII) == ["tiny: starting", "incidents  none"]
-    waiting = LiveView(title="tiny", state="waiting: job 12 waits", num_steps=8)
-    assert block_lines(waiting, width=80, glyphs=ASCII)[0] == "tiny: waiting: job 12 waits, step 0 of 8"
-    view = ON_A_CPU._replace(memory=MemoryGauge(None, None, "RAM", None, 122 * MIB, 244 * MIB), loss=None)
-    lines = block_lines(view, width=80, glyphs=ASCII)
+    waiting = live.LiveView(title="tiny", state="waiting: job 12 waits", num_steps=8)
+    assert live.block_lines(waiting, width=80, glyphs=live.ASCII)[0] == "tiny: waiting: job 12 waits, step 0 of 8"
+    view = ON_A_CPU._replace(memory=live.MemoryGauge(None, None, "RAM", None, 122 * MIB, 244 * MIB), loss=None)
+    lines = live.block_lines(view, width=80, glyphs=live.ASCII)
     assert "memory     ##########----------  peak 122, predicted 244 MiB" in lines, "without a total"
     assert "loss       _                     no number, learning rate 0.0003" in lines
 
 
 @pytest.mark.parametrize("glyphs", GLYPHS.values(), ids=GLYPHS)
 def test_no_line_is_wider_than_the_terminal(glyphs):
-    assert fitted(["one", "two", "three"], 8) == "one, two" and fitted(["one", "two"], 7) == "one"
-    assert fitted(["a long word"], 7) == "a lon.." and fitted(["学習学習"], 5) == "学.."
+    assert live.fitted(["one", "two", "three"], 8) == "one, two" and live.fitted(["one", "two"], 7) == "one"
+    assert live.fitted(["a long word"], 7) == "a lon.." and live.fitted(["学習学習"], 5) == "学.."
     strange = ON_A_CARD._replace(title="学習 run", incidents=("a\x1b[2Kb\nc 学習" * 20,))
     for width in range(1, 130):
-        for line in block_lines(strange, width=width, glyphs=glyphs):
-            assert num_columns(line) <= width and line.isprintable(), width
-
-
-def test_a_memory_that_is_nearly_full_and_a_card_that_is_held_down_are_warnings():
-    full = ON_A_CARD._replace(
-        memory=MemoryGauge(79 * GIB, 80 * GIB, "card", 63 * GIB, 55 * GIB, 54 * GIB),
-        card=CardFigures(0.98, 650.4, 91, "temperature"),
-    )
-    lines = block_lines(full, width=120, glyphs=ASCII, has_color=True)
-    plain = [re.sub(r"\x1b\[\d+m", "", line).rstrip() for line in lines]
-    assert plain == block_lines(full, width=120, glyphs=ASCII), "colors change no letter"
-    assert all("\x1b[0m" in line for line in lines)
-    assert "\x1b[33m###" in lines[4]
-    assert "98% busy, 650 W, 91 C, slowed by temperature" in lines[5] and "\x1b[33m" in lines[5]
+        for line in live.block_lines(strange, width=width, glyphs=glyphs):
+            assert live.num_columns(line) <= width and line.isprintable(), width
 
 
 @pytest.mark.parametrize(
@@ -149,15 +106,15 @@ def test_a_memory_that_is_nearly_full_and_a_card_that_is_held_down_are_warnings(
     ],
 )
 def test_a_bar_is_full_when_it_is_complete(share, mark, drawn):
-    assert bar(share, width=10, glyphs=ASCII, mark=mark) == drawn
+    assert live.bar(share, width=10, glyphs=live.ASCII, mark=mark) == drawn
 
 
 def test_a_log_gets_one_line_of_ascii():
-    assert log_line(ON_A_CARD) == (
+    assert live.log_line(ON_A_CARD) == (
         "[############------------] 150/300  loss 4.9513  lr 0.0003  6.63k tokens/s (114% of predicted)  "
         "61 of 80 GiB  1 min 10 s left  1 restart  2 steps skipped"
     )
-    assert log_line(ON_A_CPU) == (
+    assert live.log_line(ON_A_CPU) == (
         "[------------------------] 1/300  loss 9.5000  lr 0.0003  2.92k tokens/s (50% of predicted)  240 MiB"
     )
-    assert log_line(LiveView(title="lost its plan", step=3)) == "step 3"
+    assert live.log_line(live.LiveView(title="lost its plan", step=3)) == "step 3"

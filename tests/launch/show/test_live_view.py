@@ -9,46 +9,30 @@ from msgspec.structs import replace
 from run_factory import metrics_row, run_plan
 
 from shardwise.launch.rundir.files import Position, read_position
-from shardwise.launch.show.view import (
-    CardFigures,
-    Curve,
-    MemoryGauge,
-    MetricsTail,
-    Point,
-    StepLog,
-    memory_gauge,
-    sparkline,
-    view_of,
-)
+from shardwise.launch.show import view as live
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
 from shardwise.trainer.spec.units import GIB, MIB
 
 
-def log_of(*rows: dict[str, Any], seen_s: float | None = None) -> StepLog:
-    steps = StepLog()
+def log_of(*rows: dict[str, Any], seen_s: float | None = None) -> live.StepLog:
+    steps = live.StepLog()
     for row in rows:
         steps.note(row, seen_s=seen_s)
     return steps
 
 
-def test_steps_that_were_there_before_are_paced_by_themselves():
+def test_the_time_that_is_left_follows_from_the_clock_or_the_steps_and_from_the_newest_attempt():
+    """Half a second of evaluation after each two seconds of a step."""
     steps = log_of(*(metrics_row(step) for step in range(1, 61)))
     assert steps.seconds_left(100) == 40 * 2.0
-    assert steps.seconds_left(60) is None and StepLog().seconds_left(100) is None
-
-
-def test_steps_that_were_seen_to_come_are_paced_by_the_clock():
-    """Half a second of evaluation after each two seconds of a step."""
-    steps = StepLog()
+    assert steps.seconds_left(60) is None and live.StepLog().seconds_left(100) is None
+    steps = live.StepLog()
     for step in range(1, 11):
         steps.note(metrics_row(step), seen_s=2.5 * step)
     assert steps.seconds_left(100) == pytest.approx(90 * 2.5)
-
-
-def test_a_new_attempt_is_paced_anew():
-    steps = StepLog()
+    steps = live.StepLog()
     for step in range(1, 11):
         steps.note(metrics_row(step), seen_s=100.0 * step)
     steps.note(metrics_row(8, attempt=2), seen_s=2000.0)
@@ -66,26 +50,26 @@ def test_the_view_holds_the_newest_figure_of_each_name_and_the_prediction():
     first = {**metrics_row(1), "eval_loss": 4.5, "skipped": True, "gpu_throttle": "temperature"}
     second = {**metrics_row(2), "gpu_utilization": 0.5}
     plan = run_plan(num_steps=10)
-    view = view_of(log_of(first, second), plan, title="t", state="training", attempt=3, incidents=["one"])
+    view = live.view_of(log_of(first, second), plan, title="t", state="training", attempt=3, incidents=["one"])
     assert (view.step, view.num_steps, view.loss, view.eval_loss, view.lr) == (2, 10, 4.98, 4.5, 3e-4)
     assert (view.num_skipped, view.attempt, view.incidents) == (1, 3, ("one",))
     assert view.predicted_tokens_per_s == 1024.0 and view.tokens_per_s == 1234.0
-    assert view.card == CardFigures(utilization=0.5), "the clocks are no longer held down"
+    assert view.card == live.CardFigures(utilization=0.5), "the clocks are no longer held down"
     assert [point.value for point in view.curve] == [4.99, 4.98]
     assert view.seconds_left == 8 * 2.0
     four = replace(plan, candidates=(replace(plan.chosen, num_ranks=4),))
-    view = view_of(log_of(first, {**second, "loss": None}), four, title="t", state="s", is_running=False)
+    view = live.view_of(log_of(first, {**second, "loss": None}), four, title="t", state="s", is_running=False)
     assert view.predicted_tokens_per_s == 4096.0, "of all ranks"
     assert view.seconds_left is None and view.loss is None and [point.step for point in view.curve] == [1]
-    view = view_of(log_of(metrics_row(4)), None, title="t", state="s")
+    view = live.view_of(log_of(metrics_row(4)), None, title="t", state="s")
     assert (view.step, view.num_steps, view.predicted_tokens_per_s) == (4, None, None)
-    assert view.memory == MemoryGauge(None, None, "RAM", None, 7 * MIB, None)
+    assert view.memory == live.MemoryGauge(None, None, "RAM", None, 7 * MIB, None)
 
 
 def test_the_memory_of_a_cpu_is_the_ranks_ram_against_the_machines():
-    gauge = memory_gauge({**metrics_row(1), "host_rss_bytes": 300 * MIB}, run_plan())
-    assert gauge == MemoryGauge(300 * MIB, 64 * GIB, "RAM", None, 7 * MIB, 30 * MIB)
-    assert memory_gauge({}, run_plan()) is None
+    gauge = live.memory_gauge({**metrics_row(1), "host_rss_bytes": 300 * MIB}, run_plan())
+    assert gauge == live.MemoryGauge(300 * MIB, 64 * GIB, "RAM", None, 7 * MIB, 30 * MIB)
+    assert live.memory_gauge({}, run_plan()) is None
 
 
 @pytest.mark.parametrize(
@@ -101,12 +85,12 @@ def test_the_memory_of_a_cpu_is_the_ranks_ram_against_the_machines():
 def test_the_memory_of_a_gpu_is_what_is_used_of_the_card_or_of_its_cap(counted, used, cap, total):
     plan = engine_plan(Sharding.NONE, kind=DeviceKind.CUDA)
     plan = replace(plan, device_kind=DeviceKind.CUDA, hardware=replace(plan.hardware, vram_cap_bytes=cap))
-    gauge = memory_gauge({"step": 1, "memory_peak_bytes": 2 * GIB, **counted}, plan)
-    assert gauge == MemoryGauge(used, total, "card", 40 * MIB, 2 * GIB, 30 * MIB)
+    gauge = live.memory_gauge({"step": 1, "memory_peak_bytes": 2 * GIB, **counted}, plan)
+    assert gauge == live.MemoryGauge(used, total, "card", 40 * MIB, 2 * GIB, 30 * MIB)
 
 
 LEVELS = "12345678"
-GAP = [Point(1, 0.0), Point(2, 0.0), Point(3, 0.0), Point(90, 7.0), Point(100, 7.0)]
+GAP = [live.Point(1, 0.0), live.Point(2, 0.0), live.Point(3, 0.0), live.Point(90, 7.0), live.Point(100, 7.0)]
 
 
 @pytest.mark.parametrize(
@@ -123,27 +107,29 @@ GAP = [Point(1, 0.0), Point(2, 0.0), Point(3, 0.0), Point(90, 7.0), Point(100, 7
     ids=["empty", "one", "flat", "down", "three", "means of stretches", "a stretch without a point"],
 )
 def test_a_curve_is_drawn_from_its_lowest_to_its_highest_value(curve, width, drawn):
-    points = [each if isinstance(each, Point) else Point(step, each) for step, each in enumerate(curve, start=1)]
-    assert sparkline(points, width=width, levels=LEVELS) == drawn
+    points = [
+        each if isinstance(each, live.Point) else live.Point(step, each) for step, each in enumerate(curve, start=1)
+    ]
+    assert live.sparkline(points, width=width, levels=LEVELS) == drawn
 
 
 def test_a_curve_of_a_hundred_thousand_steps_keeps_its_ends_and_its_mean():
-    curve = Curve()
+    curve = live.Curve()
     for step in range(1, 100_001):
         curve.add(step, float(step))
     retained = curve.points
-    assert len(retained) <= 512 and retained[-1] == Point(100_000, 100_000.0)
+    assert len(retained) <= 512 and retained[-1] == live.Point(100_000, 100_000.0)
     assert sum(point.num_steps for point in retained) == 100_000
     assert sum(point.value * point.num_steps for point in retained) == pytest.approx(sum(range(1, 100_001)))
     curve.add(99_999, 5.0)
-    assert curve.points[-1] == Point(99_999, 5.0), "a run that went back draws its steps once"
-    drawn = sparkline(retained, width=32, levels=LEVELS)
+    assert curve.points[-1] == live.Point(99_999, 5.0), "a run that went back draws its steps once"
+    drawn = live.sparkline(retained, width=32, levels=LEVELS)
     assert drawn[0] == "1" and drawn[-1] == "8" and list(drawn) == sorted(drawn)
 
 
 def test_the_tail_returns_each_whole_step_once(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    tail = MetricsTail(path)
+    tail = live.MetricsTail(path)
     assert tail.read_new() == [], "no file yet"
     for text, rows in (
         ('{"step": 1}\n{"step": 2}\n{"step"', [{"step": 1}, {"step": 2}]),
@@ -155,22 +141,6 @@ def test_the_tail_returns_each_whole_step_once(tmp_path: Path):
         assert tail.read_new() == rows
     path.write_text('{"step": 7}\n')
     assert tail.read_new() == [{"step": 7}], "written anew"
-
-
-def test_a_file_that_is_larger_than_a_chunk_is_read_whole(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("shardwise.launch.rundir.files._CHUNK_BYTES", 10)
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(50)))
-    assert [row["step"] for row in MetricsTail(path).read_new()] == list(range(50))
-
-
-def test_the_phase_is_the_last_that_the_ranks_wrote_whole(tmp_path: Path):
-    assert read_position(tmp_path) == Position()
-    for content in (b"{", b"[]", b'{"phase": 3}', b"\xff"):
-        (tmp_path / "status.json").write_bytes(content)
-        assert read_position(tmp_path).phase is None
-    (tmp_path / "status.json").write_text('{"phase": "evaluating", "step": 3}')
-    assert read_position(tmp_path) == Position("evaluating", 3)
 
 
 @pytest.mark.parametrize(("phase", "shown"), [("backward", "training"), ("on_step", "training"), ("saving", "saving")])

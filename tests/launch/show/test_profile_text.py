@@ -47,15 +47,6 @@ def lines_of(figures: ProfileFigures | None, steps_s: list[float]) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_times_are_shown_with_the_prediction_and_their_spread():
-    lines = lines_of(None, [0.7, 0.9])
-    assert "a step 800 ms 1 s" in lines
-    assert "the job, 30 steps 24 s 30 s" in lines
-    assert any(line.startswith("2 steps ") and "700 ms to 900 ms" in line for line in lines)
-    assert any(line.startswith("1 step ") for line in lines_of(None, [0.7]))
-    assert not any("operator" in line or "profile/" in line for line in lines)
-
-
 def test_a_profile_shows_time_and_memory_by_part():
     lines = lines_of(FIGURES, [0.8])
     assert "backward 600 ms 75.0%" in lines

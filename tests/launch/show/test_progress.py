@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from run_factory import metrics_row, write_attempt
-from small_terminal import SmallTerminal
 
 from shardwise.launch.show.follow import Progress
 from shardwise.launch.terminal import Console
@@ -14,11 +13,6 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan
 
 ON_A_TERMINAL = {"TERM": "xterm", "LC_ALL": "C"}
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 class Clock:
@@ -87,29 +81,6 @@ def test_a_step_is_shown_once_and_with_its_own_figures(tmp_path: Path):
     assert shown == [["3/4", "3.0000"], ["4/4", "2.0000"]]
 
 
-def test_a_terminal_redraws_a_block_that_stays_complete(tmp_path: Path):
-    run_dir, stream, clock = tmp_path / "run", Terminal(), Clock()
-    attempt_dir = write_attempt(run_dir, num_steps=4)
-    write_phase(attempt_dir, "loading the model")
-    progress = make_progress(attempt_dir, stream, clock)
-    with progress.shown():
-        progress.tick()
-        write_rows(run_dir, {**metrics_row(1), "eval_loss": 4.5})
-        clock.now += 1.0
-        progress.tick()
-        write_phase(attempt_dir, "finished")
-        progress.tick()
-        write_rows(run_dir, metrics_row(4))
-    terminal = SmallTerminal()
-    terminal.write(stream.getvalue())
-    scored, head, progress_line = terminal.lines[:3]
-    assert "step 1" in scored and "4.5000" in scored
-    assert head.startswith("run: finished") and "step 4 of 4" in head
-    assert progress_line == "progress   ####################  100%"
-    assert terminal.lines[-2:] == ["incidents  none", ""], "what follows begins below it"
-    assert "run: loading the model" in stream.getvalue()
-
-
 def test_a_later_attempt_knows_the_steps_before_it(tmp_path: Path):
     run_dir, stream, clock = tmp_path / "run", io.StringIO(), Clock()
     write_attempt(run_dir, 1, steps=[1, 2, 3], num_steps=4)
@@ -124,27 +95,3 @@ def test_a_later_attempt_knows_the_steps_before_it(tmp_path: Path):
     assert [point.step for point in view.curve] == [1, 2, 3]
     assert (view.attempt, view.incidents) == (2, ("step 3: a rank was killed",))
     assert "1 restart" in stream.getvalue()
-
-
-def test_an_attempt_without_a_step_prints_no_line(tmp_path: Path):
-    stream = io.StringIO()
-    write_attempt(tmp_path / "run", 1, steps=[1, 2])
-    attempt_dir = write_attempt(tmp_path / "run", 2)
-    (attempt_dir / "status.json").write_text("{")
-    with make_progress(attempt_dir, stream, Clock()).shown() as progress:
-        progress.tick()
-    assert stream.getvalue() == ""
-
-
-def test_a_closed_terminal_does_not_end_the_attempt(tmp_path: Path):
-    class Closed(Terminal):
-        def write(self, text: str) -> int:
-            raise OSError(5, "Input/output error")
-
-    run_dir = tmp_path / "run"
-    attempt_dir = write_attempt(run_dir)
-    with make_progress(attempt_dir, Closed(), Clock()).shown() as progress:
-        write_rows(run_dir, {**metrics_row(1), "eval_loss": 4.5})
-        progress.tick()
-        progress.tick()
-    assert progress.view().step == 1

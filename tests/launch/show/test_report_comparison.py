@@ -10,7 +10,7 @@ from reported_run import measured_figures, report_for, step_rows, tiny_plan, wri
 
 from shardwise.launch.show.recorded_run import RecordedRun, recorded_runs
 from shardwise.launch.show.run_page import comparison_page
-from shardwise.trainer.planning.page.content import LineChart, Page, Sentence, Table, page_text
+from shardwise.trainer.planning.page.content import Page, Sentence, Table, page_text
 from shardwise.trainer.planning.page.html import pages_html
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Report
@@ -51,12 +51,6 @@ def table(page: Page, title: str) -> Table:
 
 def sentences(page: Page) -> list[str]:
     return [block.text for section in page.sections for block in section.blocks if isinstance(block, Sentence)]
-
-
-def charts(page: Page) -> dict[str, LineChart]:
-    return {
-        block.caption: block for section in page.sections for block in section.blocks if isinstance(block, LineChart)
-    }
 
 
 def test_each_run_is_a_row_and_the_best_figures_have_a_star(runs: tuple[RecordedRun, ...]) -> None:
@@ -102,27 +96,6 @@ def test_times_of_other_schedules_and_of_broken_runs_are_not_compared(tmp_path: 
     assert {column for _, column in table(comparison_page(found), "figures").best} == {5, 6}
 
 
-def test_settings_that_differ_are_a_table_and_curves_are_overlaid(runs: tuple[RecordedRun, ...]) -> None:
-    assert table(comparison_page(runs), "what differs").rows == (
-        ("run", "train.lr"),
-        ("slow", "0.0001"),
-        ("quick", "0.0003"),
-        ("going", "0.0001"),
-    )
-    assert "what differs" not in [section.title for section in comparison_page(runs[::2]).sections]
-    drawn = charts(comparison_page(runs))
-    assert list(drawn) == ["held-out loss", "training loss", "tokens/s of all devices", "peak memory of a device"]
-    assert [series.name for series in drawn["training loss"].series] == ["slow", "quick", "going"]
-    assert [series.name for series in drawn["held-out loss"].series] == ["slow", "quick"], "one was never scored"
-
-
-def test_of_many_runs_the_first_have_a_curve(tmp_path: Path) -> None:
-    found = recorded_runs([write_run(tmp_path / f"run-{number}") for number in range(14)])
-    page = comparison_page(found)
-    assert len(charts(page)["training loss"].series) == 12 and "12 of 14" in " ".join(sentences(page))
-    assert len(table(page, "figures").rows) == 15
-
-
 def test_runs_that_have_not_begun_or_are_damaged_stand_in_the_table(tmp_path: Path) -> None:
     write_point(tmp_path / "queued", ("train.lr=1e-4",))
     whole, damaged = write_run(tmp_path / "<img src=x>"), write_run(tmp_path / "damaged")
@@ -132,11 +105,3 @@ def test_runs_that_have_not_begun_or_are_damaged_stand_in_the_table(tmp_path: Pa
     assert any(each.startswith("queued: ") for each in sentences(page))
     reader = read_page(pages_html([page], title="t"))
     assert "img" not in reader.tags and " ".join(reader.text).count("<img src=x>") >= 3, "names are only text"
-
-
-def test_predicted_figures_stand_next_to_the_measured_ones(runs: tuple[RecordedRun, ...]) -> None:
-    rows = table(comparison_page(runs), "predicted and measured").rows
-    assert [row[0] for row in rows] == ["run", "slow", "quick", "going"]
-    slow, quick = rows[1], rows[2]
-    assert slow[1] == slow[2] and slow[3] == "+0.0%", "the peak is as it was predicted"
-    assert (slow[6], quick[6]) == ("+0.0%", "-50.0%")

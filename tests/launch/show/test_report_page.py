@@ -9,16 +9,8 @@ from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import attempt_record
 
 from shardwise.launch.show.recorded_run import RecordedRun, read_recorded
-from shardwise.launch.show.run_page import (
-    loss_chart,
-    marks_of,
-    memory_chart,
-    points_of,
-    run_page,
-    step_parts_chart,
-    timeline_chart,
-)
-from shardwise.trainer.planning.page.content import LineChart, Page, Quote, Sentence, Span
+from shardwise.launch.show.run_page import loss_chart, marks_of, run_page
+from shardwise.trainer.planning.page.content import LineChart, Page, Quote, Sentence
 from shardwise.trainer.planning.page.html import pages_html
 from shardwise.trainer.spec.report import Ending, Fault, RollBack, Sample
 
@@ -82,14 +74,9 @@ def test_names_of_any_kind_are_only_text(tmp_path: Path) -> None:
     gpu_free = replace(plan.hardware, excluded=(name,), notes=(name,), host=replace(plan.hardware.host, cpu_name=name))
     plan = replace(plan, name=name, notes=(name,), hardware=gpu_free)
     report = report_for(
-        plan,
-        incidents=(name, name),
-        error=name,
-        ending=Ending.FAILED,
-        versions={name: name},
-        sample=Sample(prompt=name, before=name, after=name),
-        export=name.replace("/", ""),
-    )
+        plan, incidents=(name, name), error=name, ending=Ending.FAILED, versions={name: name},
+        sample=Sample(prompt=name, before=name, after=name), export=name.replace("/", ""),
+    )  # fmt: skip
     folder = name.replace("/", "")
     run = read_recorded(write_run(tmp_path / folder, plan=plan, report=report, overrides=(name,)))
     reader = read_page(pages_html([run_page(run)], title=folder))
@@ -117,41 +104,6 @@ def test_the_page_of_a_run_without_a_report_shows_its_progress(tmp_path: Path) -
 
 def series(chart: LineChart) -> dict[str, tuple[tuple[float, float | None], ...]]:
     return {each.name: each.points for each in chart.series}
-
-
-def test_curves_have_the_steps_and_the_held_out_losses(tmp_path: Path) -> None:
-    run = run_of(tmp_path, rows=[*step_rows(range(1, 6)), {"step": 6, "loss": None}])
-    curves = series(loss_chart(run))
-    assert curves["training"] == ((1, 4.98), (2, 4.96), (3, 4.94), (4, 4.92), (5, 4.9), (6, None))
-    assert curves["held-out"] == ((10, 4.0),)
-    assert points_of(run, lambda step: step.padding_share) == ()
-    parts = step_parts_chart(run)
-    assert list(series(parts)) == ["data", "forward", "backward", "optimizer", "other"] and parts.is_stacked
-
-
-def test_the_prediction_is_a_dashed_line_and_the_limit_one_where_it_is_near(tmp_path: Path) -> None:
-    run = run_of(tmp_path)
-    peak, usable = run.predicted.memory.peak_allocated_bytes, tiny_plan().chosen.memory.usable_bytes
-    chart = memory_chart(run)
-    assert series(chart)["predicted peak"] == ((1, peak), (40, peak))
-    assert [(each.name, each.is_dashed) for each in chart.series] == [
-        ("peak allocated", False),
-        ("predicted peak", True),
-    ]
-    near = step_rows(memory_peak_bytes=usable // 2, memory_reserved_bytes=usable // 2 + 1)
-    drawn = series(memory_chart(read_recorded(write_run(tmp_path / "near", rows=near))))
-    assert list(drawn) == ["peak allocated", "reserved", "predicted peak", "usable"]
-
-
-def test_phases_of_the_profiled_step_are_bands(tmp_path: Path) -> None:
-    report = report_for(tiny_plan())
-    chart = timeline_chart(report.measured.memory.timeline)
-    assert [(band.text, round(band.begin, 1), round(band.end, 1)) for band in chart.bands] == [
-        ("forward", 0.0, 0.2),
-        ("backward", 0.2, 0.4),
-        ("optimizer", 0.5, 0.5),
-    ]
-    assert timeline_chart(()).bands == () and isinstance(chart.bands[0], Span)
 
 
 def test_what_happened_stands_on_the_axis(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from reported_run import report_for, step_rows, tiny_plan, write_point, write_run
+from reported_run import report_for, tiny_plan, write_run
 from run_factory import age, attempt_record, write_attempt, write_holder
 
 from shardwise.launch.show.recorded_run import labels_of, read_recorded, recorded_runs, state_line
@@ -36,13 +36,6 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         recorded_runs([tmp_path / "nowhere"])
 
 
-def test_a_run_in_the_queue_has_not_begun(tmp_path: Path) -> None:
-    write_point(tmp_path / "bot", ("train.lr=1e-4",))
-    run = read_recorded(tmp_path / "bot")
-    assert "not begun" in state_line(run) and run.overrides == ("train.lr=1e-4",)
-    assert run.candidate is None and run.predicted.speed.step_s is None
-
-
 def test_a_finished_run_has_its_plan_report_and_steps(tmp_path: Path) -> None:
     run = read_recorded(write_run(tmp_path / "bot"))
     assert run.plan == tiny_plan() and run.report == report_for(tiny_plan()) and run.problem is None
@@ -51,24 +44,6 @@ def test_a_finished_run_has_its_plan_report_and_steps(tmp_path: Path) -> None:
     failed = report_for(tiny_plan(), ending=Ending.FAILED, attempts=3, step=7)
     run = read_recorded(write_run(tmp_path / "failed", report=failed))
     assert all(fact in state_line(run) for fact in ("failed", "7 of 40", "10.2k tokens", "12 s", "3 attempts"))
-
-
-@pytest.mark.parametrize("num_steps", [0, 7])
-def test_a_run_without_a_report_has_the_figures_of_its_steps(tmp_path: Path, num_steps: int) -> None:
-    run = read_recorded(write_run(tmp_path / "bot", has_report=False, rows=step_rows(range(1, num_steps + 1))))
-    assert f"{num_steps} of 40" in state_line(run) and run.step == num_steps
-    assert run.measured.speed.step_s == (2.0 if num_steps else None) and run.recommended == ()
-    assert (run.final_loss is None) is (run.curve == ()) is (num_steps == 0)
-    assert run.predicted.speed.step_s == tiny_plan().chosen.speed.step_s
-
-
-def test_a_damaged_file_is_reported_and_the_other_is_read(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "bot")
-    (run_dir / "plan.json").write_text("{}")
-    run = read_recorded(run_dir)
-    assert run.plan is None and run.recommended == () and "40 of 40" in state_line(run)
-    (run_dir / "report.json").write_text('{"format": 1')
-    assert f"{run_dir}/" in state_line(read_recorded(run_dir))
 
 
 def test_a_sweep_counts_as_its_points_and_runs_of_one_name_have_their_paths(tmp_path: Path) -> None:

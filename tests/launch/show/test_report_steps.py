@@ -91,7 +91,7 @@ def test_the_first_steps_of_each_attempt_warm_up() -> None:
     assert len(steady_steps(steps[:2])) == 2, "where there are no others, these count"
 
 
-def test_shares_of_the_time() -> None:
+def test_shares_of_the_time_and_the_numbers_of_saves_and_skipped_steps() -> None:
     slow = [{**row, "step_s": 100.0} for row in step_rows(range(1, 3))]
     steps = steps_of(
         [*slow, *step_rows(range(3, 11), data_s=0.1, wait_s=0.5, padding_share=0.25, gpu_utilization=0.75)]
@@ -103,16 +103,10 @@ def test_shares_of_the_time() -> None:
     assert observed(()) == Observed()
     (step,) = steps_of(step_rows((1,)))
     assert step.other_s == pytest.approx(0.18) and Step(step=1).other_s is None
-
-
-def test_saves_count_where_one_was_due() -> None:
     rows = step_rows(range(1, 11), checkpoint_s=1e-5)
     rows[4]["checkpoint_s"] = rows[9]["checkpoint_s"] = 5.0
     seen = observed(steps_of(rows))
     assert seen.num_saves == 2 and seen.saving_share == pytest.approx(1 / 3, abs=1e-4)
-
-
-def test_skipped_steps_are_those_that_passed_over_rows() -> None:
     rows = step_rows(range(1, 6))
     rows[1] |= {"skipped": True}  # the loss scale of fp16 finding its place
     rows[2] |= {"skipped": True, "skipped_rows": [7]}
@@ -126,12 +120,6 @@ def test_a_slowdown_needs_enough_steps_on_either_side(num_throttled: int, slowdo
         row |= {"gpu_throttle": "temperature", "step_s": 3.0}
     seen = observed(steps_of(rows))
     assert seen.throttle == "temperature" and seen.throttled_slowdown == slowdown
-
-
-def test_figures_so_far_of_a_run_without_a_report() -> None:
-    figures = figures_of(steps_of([*step_rows(range(1, 8)), *step_rows((8,), memory_peak_bytes=2**30)]))
-    assert figures.memory.peak_allocated_bytes == 2**30 and figures.speed.step_s == 2.0
-    assert figures.speed.tokens_per_s_per_gpu == 1005.5 and figures.memory.device_bytes is None
 
 
 def test_a_speed_in_learned_tokens_of_an_earlier_version_is_marked(tmp_path: Path) -> None:

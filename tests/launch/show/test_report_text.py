@@ -5,11 +5,9 @@ from typing import Any
 
 from msgspec.structs import replace
 from report_factory import make_report
-from reported_run import step_rows, write_run
 from run_factory import attempt_record
 
-from shardwise.launch.show.recorded_run import read_recorded
-from shardwise.launch.show.report import parts_line, render_report, render_run
+from shardwise.launch.show.report import render_report
 from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault
 from shardwise.trainer.spec.units import GIB
 
@@ -37,31 +35,6 @@ def test_predicted_and_measured_stand_side_by_side_with_the_difference():
     assert "what would help:" not in text
 
 
-def test_the_share_of_tokens_that_are_right_and_the_score_of_pairs_are_shown():
-    report = make_report()
-    (last,) = report.evaluations
-    text = render_report(replace(report, evaluations=(replace(last, accuracy=0.253),)), run_dir=Path("r"))
-    assert "25.3%" in text
-    pairs = replace(last, loss=0.61, perplexity=9.25, reward_accuracy=0.7, reward_margin=0.305)
-    text = render_report(replace(report, evaluations=(pairs,)), run_dir=Path("r"))
-    assert any(all(figure in line for figure in ("0.6100", "70.0%", "0.305")) for line in text.splitlines())
-    assert "unigram" not in text, "a loss of pairs is no entropy"
-
-
-def test_a_run_in_fp8_names_its_library_its_scales_and_what_was_timed():
-    verified = make_report().verified
-    assert verified is not None
-    facts = {"fp8 library": "transformer-engine 2.10.0", "fp8 recipe": "current: Float8CurrentScaling"}
-    without, timed, plain = (
-        [line for line in render_report(report, run_dir=Path("r")).splitlines() if line.startswith("fp8")]
-        for seen in (facts, facts | {"fp8 gain": "measured 1.31x of bf16"}, {})
-        for report in [make_report(verified=replace(verified, facts=seen))]
-    )
-    assert plain == [] and len(without) == len(timed) == 1
-    assert all(value in line for value in facts.values() for line in (*without, *timed))
-    assert "1.31x" in timed[0] and "1.31x" not in without[0]
-
-
 def test_a_bad_ending_names_its_error_and_incidents():
     report = make_report(
         ending=Ending.FAILED, error="ValueError: no", incidents=("retried once",), attempts=2, resumed_from_step=4,
@@ -70,28 +43,6 @@ def test_a_bad_ending_names_its_error_and_incidents():
     text = render_report(report, run_dir=Path("r"))
     assert "r: failed" in text and "2 attempts" in text and "step 4" in text
     assert "ValueError: no" in text and "retried once" in text and "verified" not in text
-
-
-def test_a_run_without_a_report_shows_its_progress(tmp_path: Path):
-    run = read_recorded(write_run(tmp_path / "bot", has_report=False, rows=step_rows(range(1, 13))))
-    lines = render_run(run).splitlines()
-    for line, fact in zip(lines, ("12 of 40", f"shardwise status {tmp_path}/bot", "4.7600"), strict=False):
-        assert fact in line
-    (step,) = [line.split() for line in lines if line.startswith("step ")]
-    assert step[-3:-1] == ["2", "s"], "measured so far"
-
-
-def test_recommendations_follow_the_rest(tmp_path: Path):
-    run = read_recorded(write_run(tmp_path / "bot", rows=step_rows(data_s=1.0)))
-    lines = render_run(run).splitlines()
-    place = lines.index("what would help:")
-    assert "50%" in lines[place + 1]
-
-
-def test_the_parts_of_a_step_are_listed_the_longest_first():
-    parts = {"data": 0.1, "forward": 0.3, "backward": 0.6, "optimizer": 0.2, "wait": 1e-5}
-    assert parts_line(parts) == "a step: backward 600 ms, forward 300 ms, optimizer 200 ms, data 100 ms"
-    assert parts_line({}) == ""
 
 
 def attempt(number: int, **changes: Any) -> AttemptRecord:
@@ -112,3 +63,14 @@ def test_every_attempt_is_shown_as_in_the_documents():
     assert len(lines) == 3
     assert "attempt 1" not in render_report(make_report(history=history[:1]), run_dir=Path("runs/bot"))
     assert [line for line in lines if f"    {line}\n" not in document] == []
+
+
+def test_the_share_of_tokens_that_are_right_and_the_score_of_pairs_are_shown():
+    report = make_report()
+    (last,) = report.evaluations
+    text = render_report(replace(report, evaluations=(replace(last, accuracy=0.253),)), run_dir=Path("r"))
+    assert "25.3%" in text
+    pairs = replace(last, loss=0.61, perplexity=9.25, reward_accuracy=0.7, reward_margin=0.305)
+    text = render_report(replace(report, evaluations=(pairs,)), run_dir=Path("r"))
+    assert any(all(figure in line for figure in ("0.6100", "70.0%", "0.305")) for line in text.splitlines())
+    assert "unigram" not in text, "a loss of pairs is no entropy"

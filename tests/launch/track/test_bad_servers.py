@@ -1,7 +1,4 @@
-"""Servers of notifications and of wandb that hang, answer slowly or answer garbage: each delays a run a bounded time.
-
-A notification that was not sent is a line. Lines of wandb, which is the real one, stay in the run directory.
-"""
+"""Servers of notifications that hang, answer slowly or answer garbage: each delays the end of a run a bounded time."""
 
 import itertools
 import socket
@@ -13,12 +10,8 @@ from contextlib import contextmanager, suppress
 import pytest
 from outcome_file import FAULTS
 from report_factory import make_report
-from tracker_factory import Trackers, WandbMode, tracker_environment, tracker_order
-from wandb_log import LoggedRun
-from wandb_server import wandb_server
 
 from shardwise.launch.track import notify as notify_module
-from shardwise.launch.track import start as track_start
 from shardwise.launch.track.notify import NotifyError, NotifyTracker
 from shardwise.launch.track.tracker import End
 
@@ -122,65 +115,3 @@ def test_a_notification_ends_whatever_its_server_does(way, tmp_path, monkeypatch
     if outcome[0] is not None:
         text = str(outcome[0])
         assert text.startswith("127.0.0.1 was not notified: ") and text.isprintable() and "secret" not in text
-
-
-def answer_slowly(connection: socket.socket) -> None:
-    time.sleep(1.0)
-    connection.sendall(OK + b"Content-Length: 2\r\n\r\n{}")
-
-
-# What wandb's server does with every connection, or, once a run is open, with every piece of its history.
-AT_ONCE = ("hangs before it answers", "answers a byte at a time", "closes at once", "answers garbage", "answers 500",
-           "answers 200", "answers 200 with a body that is cut", "redirects to itself")  # fmt: skip
-LATER = {
-    "hangs": wait_long,
-    "answers a byte at a time": drip(OK),
-    "closes": lambda connection: None,
-    "answers garbage": send(b"\x00\xff garbage\r\n\r\n"),
-    "answers 200 and garbage": send(OK + b"Content-Length: 7\r\n\r\n\x00\xff{{{{{"),
-    "answers 500": send(b"HTTP/1.1 500 no\r\nContent-Length: 0\r\n\r\n"),
-    "answers 401": send(b"HTTP/1.1 401 no\r\nContent-Length: 0\r\n\r\n"),
-    "answers slowly": answer_slowly,
-}
-
-
-def track(run_dir, tmp_path, url: str) -> tuple[str, bool]:
-    """The console of a run whose three lines go to wandb at this address, and whether they are in the run directory."""
-    key = "canary" + "0123456789" * 4
-    base = url.removesuffix("/hook/secret-path")
-    environment = tracker_environment(tmp_path, WANDB_BASE_URL=base, WANDB_API_KEY=key, WANDB_INIT_TIMEOUT="3")
-    shown = Trackers(run_dir, tracker_order(wandb=WandbMode.ONLINE), environment).end()
-    steps = {row["_step"] for log in run_dir.glob("wandb/*run-*/*.wandb") for row in LoggedRun(log).history}
-    assert key not in shown + (run_dir / "logs" / "sinks.log").read_text()
-    return shown, steps == {0, 1, 2}
-
-
-@pytest.mark.cold
-@pytest.mark.long  # wandb waits for some seconds before each of its retries
-@pytest.mark.parametrize("way", AT_ONCE)
-def test_a_run_is_written_offline_whatever_wandbs_server_does(way, run_dir, tmp_path, record_property):
-    with serving(SERVERS[way][0]) as url:
-        shown, is_there = track(run_dir, tmp_path, url)
-    record_property(FAULTS, {"server of wandb": {"tried": 1, "survived": int(is_there), "lost": int(not is_there)}})
-    assert is_there, shown
-    assert "internal" not in shown
-    assert "Traceback" not in shown
-
-
-@pytest.mark.cold
-@pytest.mark.long
-@pytest.mark.parametrize("way", LATER)
-def test_the_next_start_sends_the_lines_that_wandbs_server_did_not_take(
-    way, run_dir, tmp_path, monkeypatch, record_property
-):
-    monkeypatch.setattr(track_start, "END_S", 15.0)
-    with wandb_server() as server:
-        server.stream = LATER[way]
-        shown, _ = track(run_dir, tmp_path, server.url)
-        server.stream = None
-        shown += track(run_dir, tmp_path, server.url)[0]
-        (run,) = server.runs.values()
-    is_there = [row["_step"] for row in run.rows] == [0, 1, 2]
-    record_property(FAULTS, {"server of wandb": {"tried": 1, "survived": int(is_there), "lost": int(not is_there)}})
-    assert is_there, shown
-    assert "Traceback" not in shown

@@ -5,13 +5,7 @@ import zlib
 
 import pytest
 
-from shardwise.launch.track.offline import (
-    WandbRun,
-    offline_folders,
-    read_records,
-    read_wandb_run,
-    write_wandb_run,
-)
+from shardwise.launch.track.offline import WandbRun, offline_folders, read_records, read_wandb_run, write_wandb_run
 from shardwise.trainer.spec.errors import InputError
 
 BLOCK = 32 * 1024

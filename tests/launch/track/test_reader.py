@@ -3,9 +3,8 @@
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 from report_factory import make_report
-from run_factory import attempt_record, run_plan
+from run_factory import attempt_record
 from tracker_factory import append_steps, write_plan
 
 from shardwise.launch.track.process import RunReader, StallWatch
@@ -38,17 +37,6 @@ def test_each_line_is_read_once_with_its_place(run_dir):
         stream.write(b'"loss": 2.0}\n')
     assert places(reader) == [(6, 7)], "a line that was half written"
     assert places(reader) == []
-
-
-def test_a_line_has_the_predictions_of_its_own_attempt(run_dir):
-    plan = run_plan()
-    smaller = replace(plan.chosen, memory=replace(plan.chosen.memory, peak_allocated_bytes=7))
-    write_plan(run_dir, 2, replace(plan, candidates=(smaller,)))
-    append_steps(run_dir, [1])
-    append_steps(run_dir, [1], attempt=2)
-    lines = list(RunReader(run_dir, first_attempt=1).read_lines())
-    name = "memory/memory_peak_bytes_predicted"
-    assert [line.values[name] for line in lines] == [plan.chosen.memory.peak_allocated_bytes, 7]
 
 
 def test_the_first_of_several_lines_without_a_finite_loss_is_an_incident(run_dir):

@@ -18,14 +18,7 @@ from wandb_server import wandb_server
 
 from shardwise.launch.rundir.state import RunState
 from shardwise.launch.terminal import Console
-from shardwise.launch.track.offline import (
-    WandbRun,
-    offline_logs,
-    read_wandb_run,
-    sync_runs,
-    unsynced_folders,
-    write_wandb_run,
-)
+from shardwise.launch.track import offline
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.report import Ending, Fault
@@ -83,8 +76,8 @@ def test_every_line_is_sent_once_under_one_identity(run_dir, tmp_path):
     append_steps(run_dir, [3], attempt=2, loss=1.5)  # it went back to step 2
     append_steps(run_dir, [4], attempt=2, loss=1.5, tokens_per_s=0.0)
     supervise(run_dir, tracker_environment(tmp_path), attempt=2)
-    first, second = (LoggedRun(log) for log in offline_logs(run_dir))
-    assert first.identity == second.identity == read_wandb_run(run_dir).id
+    first, second = (LoggedRun(log) for log in offline.offline_logs(run_dir))
+    assert first.identity == second.identity == offline.read_wandb_run(run_dir).id
     assert rows(first.history) == [(0, 1, 4.99), (1, 2, 4.98), (2, 3, 4.97)]
     assert rows(second.history) == [(3, 3, 1.5), (4, 4, 1.5)]
     assert {metric.step_metric for name, metric in second.metrics.items() if name != "step"} == {"step"}
@@ -102,8 +95,8 @@ def test_the_config_has_job_plan_machine_and_prediction_and_no_secret(tmp_path):
     supervise(
         tmp_path, tracker_environment(tmp_path, WANDB_API_KEY=KEY, WANDB_SWEEP_ID="s", WANDB_RUN_ID="of-an-agent")
     )
-    assert read_wandb_run(tmp_path).id == "of-an-agent"
-    log = LoggedRun(offline_logs(tmp_path)[0])
+    assert offline.read_wandb_run(tmp_path).id == "of-an-agent"
+    log = LoggedRun(offline.offline_logs(tmp_path)[0])
     chosen = plan.chosen
     assert log.config["plan"]["strategy"] == chosen.strategy.name
     assert log.config["plan"]["micro_batch"] == chosen.micro_batch
@@ -123,7 +116,7 @@ def test_what_goes_wrong_is_an_alert_and_the_ending_in_the_summary(run_dir, tmp_
     )
     codec.write(run_dir / "report.json", make_report(ending=Ending.OUT_OF_MEMORY, exit_code=5, history=(record,)))
     supervise(run_dir, tracker_environment(tmp_path), has_report=True)
-    log = LoggedRun(offline_logs(run_dir)[0])
+    log = LoggedRun(offline.offline_logs(run_dir)[0])
     (first, loss), (second, memory) = log.alerts
     assert (first, second) == ("non-finite step", "out of memory") and "step 4" in loss
     assert all(fact in memory for fact in ("attempt 1", "step 4", "none/fp32/adamw", "CUDA out of memory"))
@@ -132,14 +125,14 @@ def test_what_goes_wrong_is_an_alert_and_the_ending_in_the_summary(run_dir, tmp_
     assert "train/loss" not in log.history[3] and log.history[3]["train/lr"] == 3e-4
 
 
-@pytest.mark.parametrize("flush_s", ["0.1", "600"])
+@pytest.mark.parametrize("flush_s", [pytest.param("0.1", marks=pytest.mark.long), "600"])
 def test_a_killed_process_loses_and_doubles_no_line(flush_s, run_dir, tmp_path):
     """Whether what was sent had come to the disk, or had not."""
     kill_trackers(run_dir, tracker_environment(tmp_path, **{FLUSH: flush_s}))
-    assert len(LoggedRun(offline_logs(run_dir)[0]).history) == (3 if flush_s == "0.1" else 0)
+    assert len(LoggedRun(offline.offline_logs(run_dir)[0]).history) == (3 if flush_s == "0.1" else 0)
     append_steps(run_dir, [4, 5])
     supervise(run_dir, tracker_environment(tmp_path))
-    logged = [row["_step"] for log in offline_logs(run_dir) for row in LoggedRun(log).history]
+    logged = [row["_step"] for log in offline.offline_logs(run_dir) for row in LoggedRun(log).history]
     assert logged == [0, 1, 2, 3, 4]
 
 
@@ -151,7 +144,7 @@ def test_online_a_run_goes_on_where_the_server_has_it(run_dir, tmp_path, server)
     write_plan(run_dir, 2)
     supervise(run_dir, environment, mode=WandbMode.ONLINE, attempt=2)
     ((identity, run),) = server.runs.items()
-    assert identity == read_wandb_run(run_dir).id
+    assert identity == offline.read_wandb_run(run_dir).id
     assert rows(run.rows) == [(0, 1, 4.99), (1, 2, 4.98), (2, 3, 4.97), (3, 2, 2.5), (4, 3, 2.5)]
     assert run.summary["train/loss"] == {"min": 2.5, "last": 2.5}
     assert run.names == {"bot-1"}
@@ -165,11 +158,11 @@ def test_what_was_written_offline_is_sent_in_order_and_once(run_dir, tmp_path, s
     supervise(run_dir, tracker_environment(tmp_path))
     environment = online(tmp_path, server, WANDB_MODE="offline")
     for _ in range(2):
-        sync_runs([(run_dir, RunState.FINISHED)], Console(), environment)
+        offline.sync_runs([(run_dir, RunState.FINISHED)], Console(), environment)
     ((identity, run),) = server.runs.items()
-    assert identity == read_wandb_run(run_dir).id
+    assert identity == offline.read_wandb_run(run_dir).id
     assert [row["_step"] for row in run.rows] == [0, 1, 2, 3, 4]
-    assert unsynced_folders(run_dir) == []
+    assert offline.unsynced_folders(run_dir) == []
     assert "nothing to send" in capfd.readouterr().out
     assert not (tmp_path / "wandb").exists(), "nothing is left where the command was given"
     append_steps(run_dir, [6])
@@ -177,7 +170,7 @@ def test_what_was_written_offline_is_sent_in_order_and_once(run_dir, tmp_path, s
     append_steps(run_dir, [7])
     supervise(run_dir, online(tmp_path, server), mode=WandbMode.ONLINE)
     assert [row["_step"] for row in run.rows] == list(range(7))
-    assert unsynced_folders(run_dir) == [], "a run that is online again has sent what was written offline"
+    assert offline.unsynced_folders(run_dir) == [], "a run that is online again has sent what was written offline"
     assert not files_with_the_key(tmp_path)
 
 
@@ -187,17 +180,17 @@ def folder(run_dir):
     path = run_dir / "wandb" / "offline-run-20261122_173000-abcd1234"
     path.mkdir(parents=True)
     (path / "run-abcd1234.wandb").write_bytes(b"no log of wandb")
-    write_wandb_run(run_dir, WandbRun(id="abcd1234", project="shardwise"))
+    offline.write_wandb_run(run_dir, offline.WandbRun(id="abcd1234", project="shardwise"))
     return path
 
 
 def test_what_is_not_sent_is_named_with_its_reason(run_dir, tmp_path, folder, capsys):
     environment = tracker_environment(tmp_path, WANDB_BASE_URL="http://127.0.0.1:9")
     with pytest.raises(EnvironmentFaultError, match=r"http.*wandb login"):
-        sync_runs([(run_dir, RunState.FINISHED)], Console(), environment)
+        offline.sync_runs([(run_dir, RunState.FINISHED)], Console(), environment)
     with pytest.raises(EnvironmentFaultError, match=re.escape(str(run_dir))):
-        sync_runs([(run_dir, RunState.FINISHED)], Console(), {**environment, "WANDB_API_KEY": KEY})
-    assert unsynced_folders(run_dir) == [folder]
-    write_wandb_run(run_dir, replace(read_wandb_run(run_dir), writing=folder.name))
-    sync_runs([(run_dir, RunState.RUNNING)], Console(), {})
+        offline.sync_runs([(run_dir, RunState.FINISHED)], Console(), {**environment, "WANDB_API_KEY": KEY})
+    assert offline.unsynced_folders(run_dir) == [folder]
+    offline.write_wandb_run(run_dir, replace(offline.read_wandb_run(run_dir), writing=folder.name))
+    offline.sync_runs([(run_dir, RunState.RUNNING)], Console(), {})
     assert folder.name in capsys.readouterr().out, "it may still be written to"

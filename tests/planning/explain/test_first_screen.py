@@ -1,11 +1,11 @@
 """The first screen of a plan: at most 20 lines of 100 columns with what decides, and exact ways to the alternatives."""
 
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 from typing import Any
 
+import choices
 import pytest
 from msgspec.structs import replace
 from planning_factory import data_of, machine, plan_of
@@ -28,17 +28,11 @@ from shardwise.trainer.planning.schedule import FEW_STEPS
 from shardwise.trainer.planning.search.certainty import time_error
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Method, Precision
+from shardwise.trainer.spec.strategy import Method
 from shardwise.trainer.spec.units import GIB, format_bytes, parse_bytes
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-try:
-    import choices
-finally:
-    sys.path.remove(str(BENCHMARKS))
-
 CASES = (*choices.GOLDEN, *choices.COMBINATIONS, *choices.WITHIN_8_GB)
+planned = cache(choices.Case.plan)
 
 
 def screen(plan: Plan, **options: Any) -> str:
@@ -47,7 +41,7 @@ def screen(plan: Plan, **options: Any) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_golden_job_has_one_screen(case: choices.Case) -> None:
-    plan = case.plan()
+    plan = planned(case)
     text = screen(plan)
     lines = text.splitlines()
     assert len(lines) <= MOST_LINES == 20
@@ -68,7 +62,7 @@ def test_a_golden_job_has_one_screen(case: choices.Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_alternative_is_what_its_setting_selects(case: choices.Case) -> None:
     """`--take N` and `train.method=M` give the stated memory and time; a method is only surveyed, and may be faster."""
-    plan = case.plan()
+    plan = planned(case)
     lines = screen(plan).splitlines()
     for place, line in enumerate(lines):
         stated = " ".join(lines[place - 1 : place + 1]) if line.startswith("      ") else line
@@ -127,13 +121,18 @@ def test_adapters_are_no_alternative_for_weights_that_do_not_exist_yet() -> None
     assert "train.method=lora" in screen(plan_of("1b", "1xRTX-4090"))
 
 
-def test_a_setting_is_an_opt_in_like_a_row() -> None:
-    """TF32 is a setting of the chosen row; with it the same row is faster."""
-    plan = plan_of("1b", "1xA100-SXM4-80GB", pin={"precision": Precision.FP32})
-    found = {opt_in.allowance: opt_in.candidate for opt_in in opt_ins(context_of(plan), plan)}
-    assert found[Allowance.TF32].tf32
-    assert found[Allowance.TF32].strategy == plan.chosen.strategy
-    assert found[Allowance.TF32].speed.step_s < plan.chosen.speed.step_s / 1.1
+def test_the_setting_of_an_opt_in_keeps_what_the_job_allows() -> None:
+    plan = plan_of("1b", "1xRTX-4090", allow=(Allowance.OFFLOAD_CPU,))
+    settings = [each.setting for each in alternatives(plan, context_of(plan)) if "allow=" in each.setting]
+    assert settings and all(setting.startswith("'allow=[offload_cpu,") for setting in settings)
+
+
+def test_memory_has_its_own_unit_where_that_of_the_card_is_another() -> None:
+    plan = plan_of("tiny", "1xRTX-4090", pin={"micro_batch": 1})
+    memory = plan.chosen.memory
+    used, usable = format_bytes(memory.occupied_bytes), format_bytes(memory.usable_bytes)
+    assert used.endswith("MiB") and usable.endswith("GiB")
+    assert f"card {used} of {usable} (" in screen(plan)
 
 
 def test_opt_ins_that_are_not_shown_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:

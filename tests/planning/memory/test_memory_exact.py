@@ -11,6 +11,7 @@ import pytest
 from estimate_factory import CUBLAS_BYTES, LLAMA_8B, configuration, cpu, gpu
 
 from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.memory.states import States, model_states
@@ -22,11 +23,11 @@ from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision, Qu
 P, L, V, H, F, KV = 8_030_261_248, 6_979_321_856, 128_256, 4096, 14_336, 1024
 A = 32 * 16 * (2 * (H + H) + 2 * (H + KV) + 3 * (H + F))
 M = 32 * (2 * H + 2 * KV + 2 * F + H)  # rows of those, each with a magnitude under DoRA
-TABLES = 2 * V * H
 NORMS = 65 * H
 FULL, LORA, QLORA, GALORE = Method.FULL, Method.LORA, Method.QLORA, Method.GALORE
 BF16, FP32 = Precision.BF16, Precision.FP32
 CPU_ADAM = Optimizer.DEEPSPEED_CPU_ADAM
+A100S = gpu()
 
 
 class Row(NamedTuple):
@@ -49,6 +50,12 @@ def at(sharding: Sharding = Sharding.NONE, num_ranks: int = 1, **more: Any) -> d
     return {"sharding": sharding, "num_ranks": num_ranks, **more}
 
 
+def offloaded(sharding: Sharding, offload: Offload) -> dict[str, Any]:
+    return at(sharding, 8, offload=offload, optimizer=CPU_ADAM)
+
+
+HOST_STATE = (4 + 8 + 4 + 2) * P / 8  # masters, moments, gradients in fp32 and in 16 bit
+SWAP = 5 * 400 * 2**20 + 4 * P / 8  # buffers on the way to NVMe, and gradients
 MOMENTS = 2 * (1 + 4 / 256)  # two 8-bit states with an fp32 scale for each 256
 NF4 = L / 2 + 2 * (P - L)
 GALORE_MOMENTS = 32 * 128 * 2 * (4 * H + 3 * F) + 2 * (P - L)
@@ -71,44 +78,17 @@ ROWS: dict[str, Row] = {
     "hsdp in nodes of 8": Row(at(Sharding.HSDP, 64), 4 * P / 8, 4 * P / 8, 8 * P / 8),
     "hsdp in groups of 2": Row(at(Sharding.HSDP, 64, shard_group=2), 4 * P / 2, 4 * P / 2, 8 * P / 2),
     # offload
-    "zero1 optimizer": Row(
-        at(Sharding.ZERO1, 8, offload=Offload.OPTIMIZER, optimizer=CPU_ADAM),
-        *(2 * P, 2 * P, 0),
-        pinned=(4 + 8 + 4 + 2) * P / 8,
-    ),
-    "zero2 optimizer": Row(
-        at(Sharding.ZERO2, 8, offload=Offload.OPTIMIZER, optimizer=CPU_ADAM),
-        *(2 * P, 0, 0),
-        pinned=(4 + 8 + 4 + 2) * P / 8,
-    ),
-    "zero3 optimizer": Row(
-        at(Sharding.ZERO3, 8, offload=Offload.OPTIMIZER, optimizer=CPU_ADAM),
-        *(2 * P / 8, 0, 0),
-        pinned=(4 + 8 + 4 + 2) * P / 8,
-    ),
-    "zero3 optimizer+params": Row(
-        at(Sharding.ZERO3, 8, offload=Offload.OPTIMIZER_PARAMS, optimizer=CPU_ADAM),
-        *(0, 0, 0),
-        pinned=(4 + 8 + 4 + 2 + 2) * P / 8,
-    ),
-    "zero3 nvme_optimizer": Row(
-        at(Sharding.ZERO3, 8, offload=Offload.NVME_OPTIMIZER, optimizer=CPU_ADAM),
-        *(2 * P / 8, 0, 0),
-        pinned=5 * 400 * 2**20 + 4 * P / 8,
-        nvme=(4 + 8 + 4) * P / 8,
-    ),
-    "zero3 nvme_all": Row(
-        at(Sharding.ZERO3, 8, offload=Offload.NVME_ALL, optimizer=CPU_ADAM),
-        *(0, 0, 0),
-        pinned=5 * 400 * 2**20 + 4 * P / 8,
-        nvme=(4 + 8 + 4 + 2) * P / 8,
-    ),
-    "fsdp optimizer+params": Row(
-        at(Sharding.FSDP, 8, offload=Offload.OPTIMIZER_PARAMS),
-        *(0, 0, 0),
-        pinned=(4 + 4) * P / 8,
-        pageable=8 * P / 8,
-    ),
+    "zero1 optimizer": Row(offloaded(Sharding.ZERO1, Offload.OPTIMIZER), 2 * P, 2 * P, 0, pinned=HOST_STATE),
+    "zero2 optimizer": Row(offloaded(Sharding.ZERO2, Offload.OPTIMIZER), 2 * P, 0, 0, pinned=HOST_STATE),
+    "zero3 optimizer": Row(offloaded(Sharding.ZERO3, Offload.OPTIMIZER), 2 * P / 8, 0, 0, pinned=HOST_STATE),
+    "zero3 optimizer+params": Row(offloaded(Sharding.ZERO3, Offload.OPTIMIZER_PARAMS), 0, 0, 0,
+        pinned=HOST_STATE + 2 * P / 8),
+    "zero3 nvme_optimizer": Row(offloaded(Sharding.ZERO3, Offload.NVME_OPTIMIZER), 2 * P / 8, 0, 0, pinned=SWAP,
+        nvme=(4 + 8 + 4) * P / 8),
+    "zero3 nvme_all": Row(offloaded(Sharding.ZERO3, Offload.NVME_ALL), 0, 0, 0, pinned=SWAP,
+        nvme=(4 + 8 + 4 + 2) * P / 8),
+    "fsdp optimizer+params": Row(at(Sharding.FSDP, 8, offload=Offload.OPTIMIZER_PARAMS), 0, 0, 0,
+        pinned=(4 + 4) * P / 8, pageable=8 * P / 8),
     # optimizers
     "adamw": Row(at(optimizer=Optimizer.ADAMW), 4 * P, 4 * P, 8 * P),
     "adamw_fused": Row(at(optimizer=Optimizer.ADAMW_FUSED), 4 * P, 4 * P, 8 * P),
@@ -117,13 +97,11 @@ ROWS: dict[str, Row] = {
         at(Sharding.FSDP, 8, optimizer=Optimizer.ADAMW_8BIT),
         *(4 * P / 8, 4 * P / 8, (MOMENTS * (P - NORMS) + 8 * NORMS) / 8),  # a shard of a norm has 512 elements
     ),
-    "hf-trainer keeps the embedding's moments in fp32": Row(
-        at(optimizer=Optimizer.ADAMW_8BIT, reference="hf-trainer"), 4 * P, 4 * P, MOMENTS * (P - V * H) + 8 * V * H
-    ),
+    "hf-trainer keeps the embedding's moments in fp32": Row(at(optimizer=Optimizer.ADAMW_8BIT, reference="hf-trainer"),
+        4 * P, 4 * P, MOMENTS * (P - V * H) + 8 * V * H),
     "paged_adamw": Row(at(optimizer=Optimizer.PAGED_ADAMW), 4 * P, 4 * P, 8 * NORMS, managed=8 * (P - NORMS)),
-    "paged_adamw_8bit": Row(
-        at(optimizer=Optimizer.PAGED_ADAMW_8BIT), 4 * P, 4 * P, MOMENTS * NORMS, managed=MOMENTS * (P - NORMS)
-    ),
+    "paged_adamw_8bit": Row(at(optimizer=Optimizer.PAGED_ADAMW_8BIT), 4 * P, 4 * P, MOMENTS * NORMS,
+        managed=MOMENTS * (P - NORMS)),
     "lion": Row(at(optimizer=Optimizer.LION), 4 * P, 4 * P, 4 * P),
     "lion_8bit": Row(at(optimizer=Optimizer.LION_8BIT), 4 * P, 4 * P, MOMENTS * P / 2),
     "lamb_8bit": Row(at(optimizer=Optimizer.LAMB_8BIT), 4 * P, 4 * P, MOMENTS * P),
@@ -147,15 +125,14 @@ ROWS: dict[str, Row] = {
         quant_state=(1 / 64 + 4 / 16384) * L,
         adapters=4 * A / 8,
     ),
-    "galore": Row(
-        at(method=GALORE, galore=GaloreJob(rank=128)), 4 * P, 4 * P, 4 * (GALORE_MOMENTS + GALORE_PROJECTORS)
-    ),
+    "galore": Row(at(method=GALORE, galore=GaloreJob(rank=128)), 4 * P, 4 * P,
+        4 * (GALORE_MOMENTS + GALORE_PROJECTORS)),
     "galore 8-bit": Row(
         at(method=GALORE, galore=GaloreJob(rank=128), optimizer=Optimizer.ADAMW_8BIT),
         *(4 * P, 4 * P),
         optimizer_state=GALORE_MOMENTS + 4 * GALORE_PROJECTORS,
     ),
-}
+}  # fmt: skip
 
 
 def chosen_of(row: Row) -> Configuration:
@@ -164,9 +141,9 @@ def chosen_of(row: Row) -> Configuration:
     return chosen
 
 
-def states(chosen: Configuration) -> States:
+def states(chosen: Configuration, device: Device = A100S) -> States:
     dims = dims_of(LLAMA_8B)
-    return model_states(chosen, policy_of(chosen, gpu(), dims), dims)
+    return model_states(chosen, policy_of(chosen, device, dims), dims)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -213,19 +190,17 @@ def test_a_new_projector_of_galore_works_on_one_fp32_matrix_at_a_time() -> None:
     assert found.optimizer_temporaries == 4 * (3 * F * H + H * H)  # gradient, its copy, both sets of vectors
 
 
-def test_without_a_kernel_8_bit_state_goes_through_fp32_copies_of_one_tensor() -> None:
-    chosen, device = configuration(optimizer=Optimizer.ADAMW_8BIT, precision=FP32), cpu()
-    dims = dims_of(LLAMA_8B)
-    found = model_states(chosen, policy_of(chosen, device, dims), dims)
-    assert found.optimizer_temporaries == 5 * 4 * V * H
-
-
-@pytest.mark.parametrize(("precision", "copies"), [(FP32, 3), (BF16, 4)])
-def test_paged_state_on_a_cpu_is_updated_in_copies_of_one_tensor(precision: Precision, copies: int) -> None:
-    chosen, dims = configuration(optimizer=Optimizer.PAGED_ADAMW, precision=precision), dims_of(LLAMA_8B)
-    found = [model_states(chosen, policy_of(chosen, device, dims), dims) for device in (cpu(), gpu())]
-    assert [each.optimizer_temporaries for each in found] == [copies * 4 * V * H, 0]
-    assert found[0].optimizer_state == found[1].optimizer_state + found[1].managed
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "copies"),
+    [(Optimizer.PAGED_ADAMW, FP32, 3), (Optimizer.PAGED_ADAMW, BF16, 4), (Optimizer.ADAMW_8BIT, FP32, 5)],
+)
+def test_without_a_kernel_state_goes_through_fp32_copies_of_one_tensor(
+    optimizer: Optimizer, precision: Precision, copies: int
+) -> None:
+    chosen = configuration(optimizer=optimizer, precision=precision)
+    on_cpu, on_gpu = states(chosen, cpu()), states(chosen)
+    assert [each.optimizer_temporaries for each in (on_cpu, on_gpu)] == [copies * 4 * V * H, 0]
+    assert on_cpu.optimizer_state == on_gpu.optimizer_state + on_gpu.managed  # nothing is paged there
 
 
 def test_galore_around_adafactor_keeps_rows_and_columns_of_what_is_projected() -> None:
@@ -286,7 +261,7 @@ def test_updates_inside_the_backward_leave_no_gradients_to_a_step(more: dict[str
 
 
 def test_steady_bytes_are_the_states_and_the_workspaces() -> None:
-    for name in ("none", "zero1", "fsdp", "lora", "qlora nf4-dq", "paged_adamw"):
+    for name in ("none", "zero1", "zero2 optimizer", "fsdp", "lora", "qlora nf4-dq", "paged_adamw"):
         row = ROWS[name]
         held = row.weights + row.optimizer_state + row.master_weights + row.quant_state + row.adapters
         found = estimate_memory(LLAMA_8B, chosen_of(row), gpu())

@@ -52,13 +52,9 @@ CASES = {
 
 def choices(attention: Attention, checkpointing: Checkpointing) -> dict[str, Any]:
     return {
-        "precision": Precision.FP32,
-        "checkpointing": checkpointing,
-        "attention": attention,
-        "loss": LossHead.EAGER,
-        "micro_batch": MICRO_BATCH,
-        "seq_len": SEQ_LEN,
-    }
+        "precision": Precision.FP32, "checkpointing": checkpointing, "attention": attention, "loss": LossHead.EAGER,
+        "micro_batch": MICRO_BATCH, "seq_len": SEQ_LEN,
+    }  # fmt: skip
 
 
 def measured(fields: dict[str, Any], document: int | None, chosen: dict[str, Any]) -> int:

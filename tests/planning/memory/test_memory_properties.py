@@ -1,5 +1,7 @@
 """What holds for every setting, whatever the numbers are."""
 
+from typing import Any
+
 from configuration_factory import OFFLOADS, configurations_of
 from estimate_factory import LLAMA_1B, LLAMA_2_7B, LLAMA_8B, QWEN_HALF_B, TINY, cpu, gpu
 from hypothesis import given
@@ -37,22 +39,18 @@ def on_device(found: States) -> int:
 
 
 @given(SHAPES, configurations_of(), DEVICES)
-def test_parts_sum_to_the_peak_and_no_part_is_negative(
+def test_parts_sum_to_the_peak_no_term_is_negative_and_figures_are_ordered(
     shape: ModelShape, chosen: Configuration, device: Device
 ) -> None:
     found = estimate_memory(shape, chosen, device)
     assert sum(found.parts.values()) == found.peak_allocated_bytes == max(found.events.values())
     assert found.events[found.peak_event] == found.peak_allocated_bytes
     assert all(num_bytes > 0 for num_bytes in found.parts.values())
-
-
-@given(SHAPES, configurations_of(), DEVICES)
-def test_figures_are_ordered(shape: ModelShape, chosen: Configuration, device: Device) -> None:
-    found = estimate_memory(shape, chosen, device)
+    for name, event in events_of(shape, chosen, device).items():
+        assert min(event.values(), default=0) >= 0, name
     assert found.low_bytes <= found.peak_allocated_bytes <= found.high_bytes
-    assert found.steady_allocated_bytes <= found.peak_allocated_bytes <= found.peak_reserved_bytes
-    assert found.peak_reserved_bytes < found.device_bytes
-    assert found.peak_allocated_bytes < found.need_bytes
+    assert found.steady_allocated_bytes <= found.peak_allocated_bytes <= found.peak_reserved_bytes < found.device_bytes
+    assert found.peak_allocated_bytes < found.need_bytes == needed_bytes(shape, chosen, device)
     assert min(found.pinned_bytes, found.host_bytes, found.nvme_bytes) >= 0
 
 
@@ -98,23 +96,6 @@ def test_each_stage_of_zero_holds_no_more_state_than_the_one_before(
     if chosen.strategy.optimizer in (Optimizer.ADAMW, Optimizer.ADAMW_FUSED):
         assert held[1] <= held[0]
     assert held[3] <= held[2] <= held[1]
-
-
-@given(
-    SHAPES,
-    configurations_of(),
-    st.sampled_from([Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP]),
-    st.sampled_from([2, 8]),
-)
-def test_offload_never_holds_more_state_on_the_device(
-    shape: ModelShape, chosen: Configuration, sharding: Sharding, num_ranks: int
-) -> None:
-    base = replace(chosen, num_ranks=num_ranks, ranks_per_node=num_ranks)
-    retained = []
-    for offload in (Offload.NONE, *OFFLOADS[sharding][1:]):
-        strategy = replace(chosen.strategy, sharding=sharding, offload=offload)
-        retained.append(estimate_memory(shape, replace(base, strategy=strategy), gpu()).steady_allocated_bytes)
-    assert all(offloaded <= retained[0] for offloaded in retained[1:])
 
 
 @given(SHAPES, configurations_of(), DEVICES)
@@ -187,16 +168,17 @@ def test_any_rise_with_more_ranks_is_a_buffer_with_a_name(
 
 
 @given(SHAPES, configurations_of(), st.sampled_from([Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP]))
-def test_offload_never_raises_the_peak_but_for_copies_on_their_way(
+def test_offload_never_holds_more_state_on_the_device_nor_raises_the_peak_but_for_copies_on_their_way(
     shape: ModelShape, chosen: Configuration, sharding: Sharding
 ) -> None:
     base = replace(chosen, num_ranks=8, ranks_per_node=8, strategy=replace(chosen.strategy, sharding=sharding))
-    for offload in OFFLOADS.get(sharding, [Offload.NONE, Offload.OPTIMIZER]):
-        retained, moved = (
-            estimate_memory(shape, replace(base, strategy=replace(base.strategy, offload=each)), gpu())
-            for each in (Offload.NONE, offload)
-        )
-        copies = 4 * dims_of(shape).largest_tensor  # an fp32 gradient on its way to the host
+    retained, *others = (
+        estimate_memory(shape, replace(base, strategy=replace(base.strategy, offload=each)), gpu())
+        for each in OFFLOADS.get(sharding, [Offload.NONE, Offload.OPTIMIZER])
+    )
+    copies = 4 * dims_of(shape).largest_tensor  # an fp32 gradient on its way to the host
+    for moved in others:
+        assert moved.steady_allocated_bytes <= retained.steady_allocated_bytes
         assert moved.peak_allocated_bytes <= retained.peak_allocated_bytes + copies
 
 
@@ -215,47 +197,23 @@ def test_activation_offload_moves_bytes_to_pinned_host_ram(
     assert moved <= without.retained if is_fused else moved == without.retained
 
 
-@given(SHAPES, configurations_of(), DEVICES)
-def test_no_event_has_a_negative_term(shape: ModelShape, chosen: Configuration, device: Device) -> None:
-    for name, event in events_of(shape, chosen, device).items():
-        assert min(event.values(), default=0) >= 0, name
+STARTS = st.fixed_dictionaries(
+    {
+        "checkpointing": st.sampled_from(list(Checkpointing)), "loss": st.sampled_from(list(LossHead)),
+        "micro_batch": st.integers(1, 64), "accumulation": st.integers(1, 16),
+    }
+)  # fmt: skip
 
 
-@given(
-    SHAPES,
-    configurations_of(),
-    DEVICES,
-    st.sampled_from(list(Checkpointing)),
-    st.sampled_from(list(LossHead)),
-    st.integers(1, 64),
-    st.integers(1, 16),
-)
+@given(SHAPES, configurations_of(), DEVICES, STARTS)
 def test_the_need_without_activations_is_the_same_in_every_start_and_at_every_size_and_never_above_the_need(
-    shape: ModelShape,
-    chosen: Configuration,
-    device: Device,
-    checkpointing: Checkpointing,
-    loss: LossHead,
-    micro_batch: int,
-    accumulation: int,
+    shape: ModelShape, chosen: Configuration, device: Device, start: dict[str, Any]
 ) -> None:
     without = state_need(shape, chosen, device)
     assert without <= needed_bytes(shape, chosen, device)
     if chosen.reference == "shardwise":  # adapters of other stacks may follow their loss head
-        other = replace(
-            chosen,
-            checkpointing=checkpointing,
-            loss=loss,
-            loss_chunk_tokens=128,
-            micro_batch=micro_batch,
-            accumulation=accumulation,
-        )
+        other = replace(chosen, loss_chunk_tokens=128, **start)
         assert state_need(shape, other, device) == without <= needed_bytes(shape, other, device)
-
-
-@given(SHAPES, configurations_of(), DEVICES)
-def test_the_need_alone_is_that_of_the_whole_estimate(shape: ModelShape, chosen: Configuration, device: Device) -> None:
-    assert needed_bytes(shape, chosen, device) == estimate_memory(shape, chosen, device).need_bytes
 
 
 @given(SHAPES, configurations_of(), DEVICES, st.integers(1, 64), st.integers(1, 16), st.sampled_from(list(LossHead)))

@@ -1,6 +1,10 @@
-"""Rows of unequal length: the longest decides memory, the average time, and padding is no token learned from."""
+"""Rows of unequal length: the longest decides memory, the average time, and padding is no token learned from.
+
+An estimate from file sizes says that it is one, and loses no byte.
+"""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +13,7 @@ from planning_factory import context_for, data_of, plan_of
 
 from shardwise.trainer.planning.candidates import candidate_of, configuration_of
 from shardwise.trainer.planning.reasons import data_text
-from shardwise.trainer.planning.schedule import longest_width, mean_width, widths_at
+from shardwise.trainer.planning.schedule import bytes_per_token, estimate_data, longest_width, mean_width, widths_at
 from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile, LengthHistogram
 
 H100 = "1xH100-SXM5-80GB"
@@ -22,15 +26,9 @@ WIDTHS = tuple(
 def padded(**facts: Any) -> DataProfile:
     """Documents of 196 tokens on average, the longest 1,500, in rows of at most 2,048."""
     return data_of(
-        is_packed=False,
-        longest_row=1500,
-        num_documents=10_000,
-        mean_document_tokens=196.0,
-        mean_cut_tokens=196.0,
-        documents=LengthHistogram(edges=(256, 1500), counts=(9_000, 1_000)),
-        batch_widths=WIDTHS,
-        **facts,
-    )
+        is_packed=False, longest_row=1500, num_documents=10_000, mean_document_tokens=196.0, mean_cut_tokens=196.0,
+        documents=LengthHistogram(edges=(256, 1500), counts=(9_000, 1_000)), batch_widths=WIDTHS, **facts,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("longest", "width"), [(1500, 1504), (1504, 1504), (7, 8), (2047, 2048), (2048, 2048)])
@@ -67,36 +65,15 @@ def test_a_plan_for_short_rows_takes_larger_micro_batches_than_for_full_ones() -
     full = plan_of("8b", "8xH100-SXM5-80GB", data=data_of(is_packed=False), tokens_per_step=2**21)
     short = plan_of("8b", "8xH100-SXM5-80GB", data=replace(padded(), longest_row=200), tokens_per_step=2**21)
     assert short.chosen.micro_batch > full.chosen.micro_batch
+    assert set(data_text(short.data, short.chosen.micro_batch)) <= set(short.notes)
 
 
 @pytest.mark.parametrize(
     ("facts", "micro_batch", "figures"),
     [
-        (
-            {},
-            4,
-            (
-                r"10,000 .*196 .*1,500",
-                r"^4% .* of 4 .*61%.*data\.packing=true",
-                r"1,500 tokens",
-            ),
-        ),
-        (
-            {"is_packed": True},
-            8,
-            (
-                r"10,000 .*196 .*1,500",
-                r"76% .* of 8 .*7%",
-            ),
-        ),
-        (
-            {"is_packed": True, "mean_document_tokens": 245.0},
-            1,
-            (
-                r"10,000 .*245 .*1,500",
-                r"2% .*2% .*20%",
-            ),
-        ),
+        ({}, 4, (r"10,000 .*196 .*1,500", r"^4% .* of 4 .*61%.*data\.packing=true", r"1,500 tokens")),
+        ({"is_packed": True}, 8, (r"10,000 .*196 .*1,500", r"76% .* of 8 .*7%")),
+        ({"is_packed": True, "mean_document_tokens": 245.0}, 1, (r"10,000 .*245 .*1,500", r"2% .*2% .*20%")),
         ({"batch_widths": ()}, 4, ()),
     ],
 )
@@ -108,6 +85,35 @@ def test_a_plan_says_what_padding_costs_and_packing_saves(
         assert re.search(expected, sentence)
 
 
-def test_the_notes_of_a_plan_have_the_words() -> None:
-    plan = plan_of("8b", "8xH100-SXM5-80GB", data=padded())
-    assert set(data_text(padded(), plan.chosen.micro_batch)) <= set(plan.notes)
+def test_tokens_follow_from_bytes_and_the_assumption_is_said() -> None:
+    data = estimate_data(num_bytes=3_900_000, seq_len=1000, vocab_size=128256, eval_share=0.01)
+    assert (data.num_tokens, data.num_eval_tokens) == (990_000, 10_000)
+    assert (data.num_rows, data.num_eval_rows) == (990, 10)
+    assert data.source == "estimated"
+    (note,) = data.notes
+    assert all(figure in note for figure in ("3,900,000 bytes", "1,000,000 tokens", "3.9 bytes"))
+
+
+def test_rows_that_will_be_padded_are_taken_to_be_full() -> None:
+    data = estimate_data(num_bytes=3_900_000, seq_len=1000, vocab_size=128256, eval_share=None, is_packed=False)
+    assert (data.is_packed, data.num_rows, data.longest_row) == (False, 1000, 1000)
+    assert longest_width(data, seq_len=1000) == mean_width(data, 8, seq_len=1000) == 1000
+
+
+def test_a_small_file_is_still_a_row() -> None:
+    data = estimate_data(num_bytes=10, seq_len=1000, vocab_size=128256, eval_share=None)
+    assert (data.num_rows, data.num_eval_rows) == (1, 0)
+
+
+@pytest.mark.parametrize(("smaller", "larger"), [(512, 4096), (4096, 32000), (32000, 128256)])
+def test_larger_vocabularies_have_longer_tokens(smaller: int, larger: int) -> None:
+    assert bytes_per_token(smaller) < bytes_per_token(larger)
+
+
+def test_a_stream_is_estimated_by_its_first_window_and_its_weaker_promises_are_said() -> None:
+    estimate = partial(estimate_data, window_bytes=3_900_000, seq_len=1000, vocab_size=128256)
+    data = estimate(num_bytes=10**12, eval_share=0.01)
+    assert (data.is_stream, data.num_rows, data.num_eval_rows) == (True, 990, 10)
+    assert all(fact in data.notes[1] for fact in ("3.72 MiB", "held-out", "--resume"))
+    small = estimate(num_bytes=1_000_000, eval_share=None)
+    assert small.num_tokens == 256_410 and "held-out" not in small.notes[1]

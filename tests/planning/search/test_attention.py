@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 from architecture_factory import TINY, VARIANTS
+from estimate_factory import config
 from msgspec.structs import replace
-from planning_factory import context_for, data_of, job_of, machine
+from planning_factory import context_for, data_of, job_of, machine, plan_of
 from rank_factory import rank_plan
 
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.planner import check_pins, make_plan
+from shardwise.trainer.planning.planner import check_pins
 from shardwise.trainer.planning.search.configurations import attention, first_configuration
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.model.readers import read_model_shape
-from shardwise.trainer.spec.plan import Calibration, Plan
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Precision
 
 CONFIGS = {**TINY, "falcon rw": VARIANTS["falcon rw"]}
@@ -25,10 +25,11 @@ MACHINES = {
 }
 
 
-def context_of(model: str, hardware: str, **pin: object) -> PlanningContext:
+def context_of(model: str, hardware: Hardware, kernel: str | None = None, **pin: object) -> PlanningContext:
+    """A context whose job may name a kernel of the hub."""
     job = job_of(seq_len=32, tokens_per_step=256, pin=pin)
-    context = context_for("tiny", MACHINES[hardware], job=job)
-    return replace(context, shape=read_model_shape(CONFIGS[model]))
+    job = replace(job, model=replace(job.model, flash_kernel=kernel))
+    return replace(context_for("tiny", hardware, job=job), shape=read_model_shape(CONFIGS[model]))
 
 
 KERNEL = "kernels-community/flash-attn2@0123456789abcdef0123456789abcdef01234567"
@@ -39,33 +40,10 @@ UNFIT = replace(
 )
 
 
-def allowing(hardware: Hardware, kernel: str | None = KERNEL, **pin: object) -> PlanningContext:
-    """A context whose job names a kernel of the hub."""
-    job = job_of(seq_len=32, tokens_per_step=256, pin=pin)
-    job = replace(job, model=replace(job.model, flash_kernel=kernel))
-    return replace(context_for("tiny", hardware, job=job), shape=read_model_shape(CONFIGS["llama"]))
-
-
-def plan_for(model: str) -> Plan:
-    job = job_of(seq_len=32, tokens_per_step=256)
-    return make_plan(
-        job,
-        name="test",
-        hardware=MACHINES["without flash-attn"],
-        shape=read_model_shape(CONFIGS[model]),
-        model_config=CONFIGS[model],
-        model_path=None,
-        tokenizer_path=None,
-        data=data_of(seq_len=32, vocab_size=200),
-        calibration=Calibration(),
-        versions={"shardwise": "0"},
-    )
-
-
 @pytest.mark.parametrize("hardware", MACHINES)
 @pytest.mark.parametrize("model", CONFIGS)
 def test_the_attention_is_one_of_the_models(model, hardware):
-    context = context_of(model, hardware)
+    context = context_of(model, MACHINES[hardware])
     taken, _ = attention(context, Precision.BF16_MIXED)
     assert taken in context.shape.attentions
     best = next(each for each in Attention if each in context.shape.attentions)
@@ -81,18 +59,19 @@ def test_the_attention_is_one_of_the_models(model, hardware):
     ],
 )
 def test_a_model_without_torchs_attention_takes_its_own_and_says_why(model, words):
-    context = context_of(model, "without flash-attn")
+    context = context_of(model, MACHINES["without flash-attn"])
     taken, why = attention(context, Precision.BF16_MIXED)
     assert taken is Attention.EAGER
     assert why is not None and f"for {model}" in why and words in why
 
 
-@pytest.mark.parametrize("model", CONFIGS)
+@pytest.mark.parametrize("model", ["llama", "gemma2", "mpt", "falcon rw"])
 def test_the_model_is_built_with_the_attention_of_its_plan(model):
     from shardwise.trainer.runtime.attention.choice import attention_name, attention_of
     from shardwise.trainer.runtime.models.build import build_model
 
-    chosen = plan_for(model).chosen
+    data = data_of(seq_len=32, vocab_size=200)
+    chosen = plan_of(CONFIGS[model], "1xRTX-4090", data=data, seq_len=32, tokens_per_step=256).chosen
     plan = rank_plan(Path("nowhere"), model_config=CONFIGS[model], attention=chosen.attention, loss=chosen.loss)
     assert attention_of(build_model(plan)) == attention_name(chosen.attention)
 
@@ -106,7 +85,7 @@ def test_the_model_is_built_with_the_attention_of_its_plan(model):
     ],
 )
 def test_a_pin_that_the_model_does_not_have_is_refused(model, pinned, words):
-    context = context_of(model, "with flash-attn", attention=pinned)
+    context = context_of(model, MACHINES["with flash-attn"], attention=pinned)
     with pytest.raises(InputError, match=rf"^pin\.attention: {pinned} .*{words}$"):
         check_pins(context)
 
@@ -117,28 +96,16 @@ def test_a_pin_that_the_model_does_not_have_is_refused(model, pinned, words):
         (WITH_KERNELS, KERNEL, Attention.FLASH, KERNEL, KERNEL),
         (MACHINES["with flash-attn"], KERNEL, Attention.FLASH, "flash-attn is installed", None),
         (WITH_KERNELS, None, Attention.SDPA, "flash-attn is not installed", None),
-        (
-            MACHINES["without flash-attn"],
-            KERNEL,
-            Attention.SDPA,
-            "-m pip install 'shardwise[hub-kernels]'",
-            None,
-        ),
-        (
-            UNFIT,
-            KERNEL,
-            Attention.SDPA,
-            "kernels 0.17.2 is installed; transformers 5.23.0 takes >=0.18.2",
-            None,
-        ),
+        (MACHINES["without flash-attn"], KERNEL, Attention.SDPA, "-m pip install 'shardwise[hub-kernels]'", None),
+        (UNFIT, KERNEL, Attention.SDPA, "kernels 0.17.2 is installed; transformers 5.23.0 takes >=0.18.2", None),
         (machine("1xV100-32GB", libraries=("kernels",)), KERNEL, Attention.SDPA, None, None),
         (machine("cpu", libraries=("kernels",)), KERNEL, Attention.SDPA, "flash-attn needs a GPU", None),
     ],
-)
+)  # fmt: skip
 def test_a_kernel_of_the_hub_is_taken_where_the_job_names_it_and_flash_attn_is_missing(
     hardware, kernel, taken, words, runs
 ):
-    context = allowing(hardware, kernel)
+    context = context_of("llama", hardware, kernel)
     found, why = attention(context, Precision.BF16_MIXED)
     assert found is taken
     assert words is None or words in why
@@ -147,12 +114,9 @@ def test_a_kernel_of_the_hub_is_taken_where_the_job_names_it_and_flash_attn_is_m
     assert (configuration.attention, configuration.flash_kernel) == (taken, runs)
 
 
-def test_the_kernel_is_allowed_for_16_bit_alone():
-    assert attention(allowing(WITH_KERNELS), Precision.FP32)[0] is Attention.SDPA
-
-
-def test_a_pin_of_flash_runs_the_kernel_that_the_job_names():
-    context = allowing(WITH_KERNELS, attention=Attention.FLASH)
+def test_a_pin_of_flash_runs_the_kernel_that_the_job_names_in_16_bit():
+    assert attention(context_of("llama", WITH_KERNELS, KERNEL), Precision.FP32)[0] is Attention.SDPA
+    context = context_of("llama", WITH_KERNELS, KERNEL, attention=Attention.FLASH)
     check_pins(context)
     taken, why = attention(context, Precision.BF16_MIXED)
     assert taken is Attention.FLASH
@@ -163,42 +127,21 @@ def test_a_pin_of_flash_runs_the_kernel_that_the_job_names():
     ("hardware", "kernel", "words"),
     [
         (WITH_KERNELS, None, ".*sdpa.*model.flash_kernel"),
-        (
-            UNFIT,
-            KERNEL,
-            "kernels 0.17.2 .*>=0.18.2 .*pip install 'shardwise.hub-kernels.'.*sdpa",
-        ),
+        (UNFIT, KERNEL, "kernels 0.17.2 .*>=0.18.2 .*pip install 'shardwise.hub-kernels.'.*sdpa"),
         (machine("cpu", libraries=("kernels",)), None, "flash-attn needs a GPU.*sdpa"),
     ],
-)
+)  # fmt: skip
 def test_a_pin_of_flash_that_nothing_here_can_run_is_refused_with_what_would_do(hardware, kernel, words):
     with pytest.raises(InputError, match=rf"^pin\.attention: flash .*{words}$"):
-        check_pins(allowing(hardware, kernel, attention=Attention.FLASH))
-
-
-def plan_on_a_t4(num_kv_heads: int) -> Plan:
-    fields = {
-        "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632,
-        "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": num_kv_heads,
-        "max_position_embeddings": 4096,
-    }  # fmt: skip
-    return make_plan(
-        job_of(seq_len=4096, tokens_per_step=32768, pin={"compile": False, "loss": LossHead.CHUNKED}),
-        name="test",
-        hardware=machine("1xT4"),
-        shape=read_model_shape(fields),
-        model_config=fields,
-        model_path=None,
-        tokenizer_path=None,
-        data=data_of(seq_len=4096, is_packed=False),
-        calibration=Calibration(),
-        versions={"shardwise": "0"},
-    )
+        check_pins(context_of("llama", hardware, kernel, attention=Attention.FLASH))
 
 
 def test_grouped_heads_make_a_model_no_slower_on_a_chip_without_flash_attention():
     """A T4 and rows of 4,096: fewer key and value heads are fewer weights, gradients and products."""
-    grouped, larger = plan_on_a_t4(8).chosen, plan_on_a_t4(32).chosen
+    job = job_of(seq_len=4096, tokens_per_step=32768, pin={"compile": False, "loss": LossHead.CHUNKED})
+    data = data_of(seq_len=4096, is_packed=False)
+    models = (config(32000, 2048, 5632, 8, 32, kv_heads, max_position_embeddings=4096) for kv_heads in (8, 32))
+    grouped, larger = (plan_of(fields, "1xT4", job=job, data=data).chosen for fields in models)
     assert grouped.speed.tokens_per_s_per_gpu >= larger.speed.tokens_per_s_per_gpu
     assert grouped.memory.need_bytes <= larger.memory.need_bytes
     assert grouped.checkpointing is larger.checkpointing

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from planning_factory import context_for, data_of, job_of
+from planning_factory import context_for, job_of, trial_of
 
 from shardwise.trainer.planning.candidates import (
     candidate_of,
@@ -34,21 +34,16 @@ from shardwise.trainer.planning.search.configurations import (
     strategy_need,
 )
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
-from shardwise.trainer.spec.data.profile import BatchWidth
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Allowance
-from shardwise.trainer.spec.plan import Candidate, TrialResult
+from shardwise.trainer.spec.plan import Candidate
 from shardwise.trainer.spec.strategy import Method, Strategy
 from shardwise.trainer.spec.units import GIB
 
 MACHINES = [
-    ("tiny", "2xCPU"),
-    ("1b", "1xRTX-4090"),
-    ("8b", "2xRTX-3090"),
-    ("8b", "4xA100-SXM4-80GB"),
-    ("8b", "8xH100-SXM5-80GB"),
-    ("70b", "8xH100-SXM5-80GB"),
-]
+    ("tiny", "2xCPU"), ("1b", "1xRTX-4090"), ("8b", "2xRTX-3090"), ("8b", "4xA100-SXM4-80GB"),
+    ("8b", "8xH100-SXM5-80GB"), ("70b", "8xH100-SXM5-80GB"),
+]  # fmt: skip
 EVERYTHING = tuple(Allowance)
 
 
@@ -62,7 +57,7 @@ def best_of_all(context: PlanningContext, rows: tuple[Strategy, ...]) -> Candida
     return next(iter(in_order(context, [each for each in found if excess(context, each) is None])), None)
 
 
-@pytest.mark.parametrize("usable", [1.0, 0.6, 0.35])
+@pytest.mark.parametrize("usable", [1.0, 0.4])
 @pytest.mark.parametrize("method", list(Method))
 @pytest.mark.parametrize(("model", "spec"), MACHINES)
 def test_no_row_that_is_passed_over_would_have_been_taken(model: str, spec: str, method: Method, usable: float) -> None:
@@ -71,16 +66,6 @@ def test_no_row_that_is_passed_over_would_have_been_taken(model: str, spec: str,
     context = context_for(model, spec, method=method, job=job_of(allow=allowed, **facts))
     device = replace(context.device, usable_bytes=int(usable * context.device.usable_bytes))
     context = replace(context, device=device)
-    rows = rows_of(context)
-    assert best_of(context, rows)[0] == best_of_all(context, rows)
-
-
-def test_padded_rows_are_no_exception() -> None:
-    widths = tuple(
-        BatchWidth(micro_batch=2**power, mean_width=100.0 * 2**power, mean_width_sorted=100.0) for power in range(8)
-    )
-    data = data_of(is_packed=False, num_documents=10_000, mean_document_tokens=100.0, batch_widths=widths)
-    context = replace(context_for("1b", "2xRTX-4090"), data=data)
     rows = rows_of(context)
     assert best_of(context, rows)[0] == best_of_all(context, rows)
 
@@ -145,16 +130,7 @@ def test_a_strategy_that_a_trial_measured_is_charged_its_start_up() -> None:
     share = start_up_share(context, configuration_of(context, compiled))
 
     def first(gain_s: float) -> Candidate:
-        trials = [
-            TrialResult(
-                strategy=candidate.strategy.name,
-                micro_batch=candidate.micro_batch,
-                step_s=step_s,
-                peak_allocated_bytes=None,
-            )
-            for candidate, step_s in ((eager, 10.0), (compiled, 10.0 - gain_s))
-        ]
-        return in_order(context, [compiled, eager], trials)[0]
+        return in_order(context, [compiled, eager], [trial_of(eager, 10.0), trial_of(compiled, 10.0 - gain_s)])[0]
 
     assert share > 0
     assert first(0.9 * share) == eager

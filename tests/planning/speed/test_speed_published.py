@@ -1,57 +1,33 @@
-"""Predicted throughputs against measured ones: the published rows, rows that no constant was fitted on, and a census.
+"""Predicted throughputs against measured ones, of rows that no constant was fitted on; the documented constants.
 
 Other people's software and machines: what is tested is that formulas, datasheet rates and the constants of one table
 land where real machines do, with the accuracy that docs/speed-model.md states.
 """
 
-import json
 import re
-from itertools import combinations
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import pytest
 
 from shardwise.trainer.planning.cases import PredictionCase, read_case
-from shardwise.trainer.planning.configuration import forget
 from shardwise.trainer.planning.speed import constants as speed_constants
 from shardwise.trainer.planning.speed.step import estimate_speed
 
 ROOT = Path(__file__).parents[3]
-CASES = [json.loads(line) for line in (ROOT / "benchmarks" / "measured_public.jsonl").read_text().splitlines()]
-ROWS = [row for row in CASES if "tokens_per_s_per_gpu" in row["truth"]]
 CONSTANTS = {
     name: value for name, value in vars(speed_constants).items() if name.isupper() and isinstance(value, float)
 }
-FITTED = {
-    "MATMUL_SHARE", "WATT_FLOPS", "FP8_GAIN", "ATTENTION_SHARE", "ATTENTION_SHARE_HOPPER", "MEMORY_SHARE", "LINK_SHARE",
-    "OVERLAP", "OPERATOR_S",
-}  # fmt: skip
 
 
 def predicted(case: PredictionCase) -> float:
     return estimate_speed(case.shape, case.configuration, case.device).tokens_per_s_per_gpu
 
 
-def test_published_throughputs_are_met_and_ordered() -> None:
-    found = [(row, predicted(read_case(row["case"])), row["truth"]["tokens_per_s_per_gpu"]) for row in ROWS]
-    errors = [abs(guess / truth - 1) for _, guess, truth in found]
-    assert median(errors) <= 0.05
-    assert quantiles(errors, n=10, method="inclusive")[-1] <= 0.15
-    verdicts = [
-        (truth_a > truth_b) == (guess_a > guess_b)
-        for (a, guess_a, truth_a), (b, guess_b, truth_b) in combinations(found, 2)
-        if all(a["case"][key] == b["case"][key] for key in ("stack", "model", "hardware"))
-        and max(truth_a, truth_b) > 1.05 * min(truth_a, truth_b)
-    ]
-    assert len(verdicts) > 800
-    assert sum(verdicts) / len(verdicts) >= 0.96
-
-
 def test_a_stack_whose_plain_adamw_is_fused_updates_as_fast_as_with_the_fused_one() -> None:
     def optimizer_s(reference: str, optimizer: str) -> float:
-        case = {**ROWS[0]["case"], "stack": reference}
+        case = {**HELD_OUT[0][0], "stack": reference}
         case["train"] = {**case["train"], "optimizer": optimizer}
         read = read_case(case)
         return estimate_speed(read.shape, read.configuration, read.device).parts["optimizer_s"]
@@ -75,24 +51,17 @@ LLAMA_2_7B = llama(4096, 11008, 32, 32, 32, 32000)
 # llm-foundry scripts/train/benchmarking/README.md, its tables of A100s: hidden, layers, heads, tokens a row, GPUs,
 # micro batch, accumulation, recomputed, measured. On 40 GB gradients travel in 16 bit and a node has 1600 Gb/s.
 A100_80GB = [
-    (5120, 40, 40, 32768, 8, 1, 3, True, 1016),
-    (5120, 40, 40, 2048, 8, 2, 3, False, 2262),
-    (4096, 32, 32, 65536, 8, 1, 2, True, 1013),
-    (4096, 32, 32, 4096, 8, 16, 2, True, 3684),
-    (4096, 32, 32, 2048, 8, 6, 2, False, 4641),
-    (2560, 32, 20, 16384, 8, 1, 6, False, 5529),
-    (2560, 32, 20, 512, 8, 40, 6, False, 12127),
-    (2048, 24, 16, 8192, 8, 3, 4, False, 13814),
+    (5120, 40, 40, 32768, 8, 1, 3, True, 1016), (5120, 40, 40, 2048, 8, 2, 3, False, 2262),
+    (4096, 32, 32, 65536, 8, 1, 2, True, 1013), (4096, 32, 32, 4096, 8, 16, 2, True, 3684),
+    (4096, 32, 32, 2048, 8, 6, 2, False, 4641), (2560, 32, 20, 16384, 8, 1, 6, False, 5529),
+    (2560, 32, 20, 512, 8, 40, 6, False, 12127), (2048, 24, 16, 8192, 8, 3, 4, False, 13814),
     (1024, 24, 16, 2048, 8, 32, 2, False, 58782),
-]
+]  # fmt: skip
 A100_40GB = [
-    (8192, 80, 64, 2048, 128, 4, 1, True, 376),
-    (7168, 48, 56, 2048, 32, 4, 1, True, 857),
-    (5120, 40, 40, 2048, 16, 10, 1, True, 1993),
-    (4096, 32, 32, 2048, 128, 18, 1, True, 3623),
-    (4096, 32, 32, 16384, 8, 1, 4, True, 2249),
-    (2560, 32, 20, 2048, 64, 6, 1, False, 9736),
-]
+    (8192, 80, 64, 2048, 128, 4, 1, True, 376), (7168, 48, 56, 2048, 32, 4, 1, True, 857),
+    (5120, 40, 40, 2048, 16, 10, 1, True, 1993), (4096, 32, 32, 2048, 128, 18, 1, True, 3623),
+    (4096, 32, 32, 16384, 8, 1, 4, True, 2249), (2560, 32, 20, 2048, 64, 6, 1, False, 9736),
+]  # fmt: skip
 
 
 def foundry(gpu: str, row: tuple[Any, ...]) -> tuple[dict[str, Any], float]:
@@ -126,13 +95,9 @@ HELD_OUT = [
     *(foundry("A100-SXM4-80GB", row) for row in A100_80GB),
     *(foundry("A100-SXM4-40GB", row) for row in A100_40GB),
     # torchtitan benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3
-    titan(8, 5762),
-    titan(8, 6667, compile=True),
-    titan(8, 8532, compile=True, precision="fp8"),
-    titan(128, 5605),
-    titan(128, 6514, compile=True),
-    titan(128, 8380, compile=True, precision="fp8"),
-]
+    titan(8, 5762), titan(8, 6667, compile=True), titan(8, 8532, compile=True, precision="fp8"), titan(128, 5605),
+    titan(128, 6514, compile=True), titan(128, 8380, compile=True, precision="fp8"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "measured"), HELD_OUT)
@@ -146,14 +111,10 @@ def test_rows_that_nothing_was_fitted_on_are_met_on_average() -> None:
 
 # AnswerDotAI/fsdp_qlora benchmarks_03_2024.md: 1,024 rows on two cards, (card, method, sharding, micro batch, seconds)
 CONSUMER = [
-    ("RTX-4090", "lora", "ddp", 4, 437),
-    ("RTX-4090", "lora", "fsdp", 6, 481),
-    ("RTX-4090", "qlora", "ddp", 8, 450),
-    ("RTX-4090", "qlora", "fsdp", 10, 466),
-    ("RTX-3090", "qlora", "ddp", 8, 875),
-    ("RTX-3090", "lora", "ddp", 4, 881),
+    ("RTX-4090", "lora", "ddp", 4, 437), ("RTX-4090", "lora", "fsdp", 6, 481), ("RTX-4090", "qlora", "ddp", 8, 450),
+    ("RTX-4090", "qlora", "fsdp", 10, 466), ("RTX-3090", "qlora", "ddp", 8, 875), ("RTX-3090", "lora", "ddp", 4, 881),
     ("RTX-3090", "qlora", "fsdp", 10, 936),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("card", "method", "sharding", "micro_batch", "seconds"), CONSUMER)
@@ -166,23 +127,6 @@ def test_cards_for_games_are_met_within_a_quarter(
     }  # fmt: skip
     found = predicted(read_case(case(LLAMA_2_7B, card, train, "fsdp_qlora", gpus=2)))
     assert found == pytest.approx(1024 * 2048 / seconds / 2, rel=0.25)
-
-
-def test_nine_constants_are_fitted_and_three_others_move_a_published_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [read_case(row["case"]) for row in ROWS]
-    before = [predicted(row) for row in cases]
-    moving = set()
-    try:
-        for name, value in CONSTANTS.items():
-            monkeypatch.setattr(speed_constants, name, value * 1.1)
-            forget()
-            if [predicted(row) for row in cases] != before:
-                moving.add(name)
-            monkeypatch.setattr(speed_constants, name, value)
-    finally:
-        forget()
-    assert moving >= FITTED
-    assert moving - FITTED == {"STEP_S", "HOP_S", "FLASH_1_SHARE"}
 
 
 def test_the_docs_list_every_constant_with_its_value() -> None:

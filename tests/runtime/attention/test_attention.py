@@ -1,23 +1,34 @@
-"""Attention implementations that may run, and the messages where they cannot."""
+"""Attention implementations that may run, a kernel of the hub among them, and the messages where they cannot."""
 
 import importlib.metadata
 import importlib.util
+import json
+import subprocess
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from architecture_factory import TINY, VARIANTS
-from hub_kernel_factory import COMMIT, KERNEL, REPOSITORY
+from attempt_runs import losses_of, run_attempt
+from hub_kernel_factory import COMMIT, KERNEL, REPOSITORY, hub_environment, put_kernel
+from rank_factory import rank_plan, write_attempt, write_packed_rows
 from transformers.integrations import hub_kernels
 from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK, is_flash_attn_available
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_kernels_available
 
 from shardwise.trainer.runtime.attention.choice import attention_name, check_attention
-from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.runtime.attention.flash_kernel import load_flash_kernel, main
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.model.readers import read_model_shape
-from shardwise.trainer.spec.strategy import Attention
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Report
+from shardwise.trainer.spec.strategy import Attention, LossHead
 
 LLAMA = read_model_shape(TINY["llama"])
 
@@ -32,10 +43,6 @@ def with_flash_attn(monkeypatch, found: str | None) -> None:
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr("shardwise.trainer.runtime.attention.choice.version", version)
-
-
-def test_every_attention_has_a_name_for_transformers():
-    assert {attention_name(attention) for attention in Attention} == {"flash_attention_2", "sdpa", "eager"}
 
 
 def test_flash_without_flash_attn_is_refused_with_what_would_do(monkeypatch):
@@ -90,3 +97,97 @@ def test_w30_a_name_with_a_commit_is_a_kernel_at_that_revision(monkeypatch):
     assert requests[0] == {"repository": REPOSITORY, "revision": COMMIT, "version": None, "allow_all_kernels": False}
     assert requests[1]["revision"] is None and requests[1]["version"]
     assert is_flash_attention_requested(requested_attention_implementation=KERNEL)
+
+
+OTHER, MISSING, FOREIGN, OPEN = (digit * 40 for digit in "abcd")
+FINDS_KERNELS = pytest.mark.cold  # transformers looks for the package when it is imported
+LOADS_EACH = """
+import json, os, sys
+from shardwise.trainer.runtime.attention.flash_kernel import load_flash_kernel
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+answers = []
+for name in sys.argv[1:]:
+    name, _, os.environ["LOCAL_KERNELS"] = name.partition(" ")
+    try:
+        answers.append(load_flash_kernel(name))
+    except EnvironmentFaultError as error:
+        answers.append(str(error))
+json.dump(answers, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    """Three commits: one that runs here, one that is built for others, one that runs another kernel."""
+    folder = tmp_path_factory.mktemp("hub")
+    put_kernel(folder)
+    put_kernel(folder, FOREIGN, variant="torch29-cxx11-cu130-x86_64-linux")
+    depends: dict[str, Any] = {"kernel-depends": [{"repo-id": "some/kernel", "version": 1}]}
+    put_kernel(folder, OPEN, **depends)
+    return folder
+
+
+def output_of(environment: dict[str, str], *argv: str) -> str:
+    """What a Python program prints."""
+    done = subprocess.run([sys.executable, *argv], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_name_is_the_pinned_kernels_for_flash_alone():
+    assert attention_name(Attention.FLASH, KERNEL) == KERNEL
+    assert attention_name(Attention.SDPA, KERNEL) == "sdpa"
+
+
+@pytest.mark.skipif(is_kernels_available(), reason="kernels is installed")
+def test_without_the_package_the_line_that_installs_it_is_given():
+    facts = rf"{KERNEL} (?s:.*)pin\.attention=sdpa(?s:.*)-m pip install 'shardwise\[hub-kernels\]'"
+    with pytest.raises(EnvironmentFaultError, match=facts):
+        load_flash_kernel(KERNEL)
+    with pytest.raises(EnvironmentFaultError, match=facts):
+        check_attention(Attention.FLASH, read_model_shape(TINY["llama"]), KERNEL)
+
+
+@FINDS_KERNELS
+def test_what_is_in_the_cache_is_loaded_and_what_cannot_run_is_refused_with_the_next_step(cache, tmp_path):
+    """The last is a folder in the place of a kernel, which is not taken for it."""
+    put = put_kernel(tmp_path, OTHER)
+    names = [f"{REPOSITORY}@{commit}" for commit in (COMMIT, MISSING, FOREIGN, OPEN)]
+    environment = hub_environment(cache, TRANSFORMERS_VERBOSITY="error")
+    answers = output_of(environment, "-P", "-c", LOADS_EACH, *names, f"{KERNEL} {REPOSITORY}={put}")
+    found, missing, foreign, chained, elsewhere = json.loads(answers)
+    assert found == [KERNEL, "torch-cpu"]
+    fetch = f"python -m shardwise.trainer.runtime.attention.flash_kernel {REPOSITORY}@{MISSING}\n"
+    assert f"HF_HUB_OFFLINE=0 {fetch}" in missing and "HF_HOME" in missing
+    assert f"{REPOSITORY}@{FOREIGN}" in foreign and f"a build for torch {torch.__version__}" in foreign
+    if not is_kernels_available():  # the package itself would go and look for the other one
+        assert f"{REPOSITORY}@{OPEN}" in chained and "some/kernel" in chained
+    assert all(fact in elsewhere for fact in (KERNEL, f"{put / 'build' / 'torch-cpu'}", "unset LOCAL_KERNELS"))
+
+
+@pytest.mark.skipif(is_kernels_available(), reason="kernels is installed")
+def test_the_process_that_fetches_ends_with_the_code_of_its_error(capsys):
+    assert main([KERNEL]) == ExitCode.ENVIRONMENT
+    assert KERNEL in capsys.readouterr().err
+    assert main([]) == ExitCode.INPUT
+    assert "OWNER/flash-attn2@COMMIT" in capsys.readouterr().err
+
+
+def plan_with(cache_dir: Path, attention: Attention, flash_kernel: str | None = None) -> Plan:
+    return rank_plan(
+        cache_dir, num_steps=4, micro_batch=2, accumulation=4, loss=LossHead.FUSED, attention=attention,
+        flash_kernel=flash_kernel,
+    )  # fmt: skip
+
+
+@FINDS_KERNELS
+def test_a_rank_trains_packed_rows_on_the_kernel_and_reports_its_commit_and_build(cache, tmp_path):
+    """The losses are those of PyTorch's attention, so documents were separated."""
+    rows = write_packed_rows(tmp_path / "rows")
+    path = write_attempt(tmp_path / "flash", plan_with(rows, Attention.FLASH, KERNEL))
+    output_of({**hub_environment(cache), "OMP_NUM_THREADS": "1"}, "-m", "shardwise.trainer", str(path))
+    verified = codec.read(path.with_name("report.json"), Report).verified
+    assert verified is not None
+    assert (verified.attention, verified.facts["flash"]) == (KERNEL, "build torch-cpu")
+    run_attempt(tmp_path / "sdpa", plan_with(rows, Attention.SDPA))
+    assert losses_of(tmp_path / "flash") == pytest.approx(losses_of(tmp_path / "sdpa"), rel=1e-5)

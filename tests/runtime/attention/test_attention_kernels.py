@@ -33,12 +33,7 @@ from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, Loss
 FLASH, EFFICIENT = AttentionKernel.FLASH, AttentionKernel.EFFICIENT
 HEAD_DIM = 64
 TURING = (7, 5)
-CALLS = {
-    "Turing fp16": EFFICIENT,
-    "Hopper fp32": EFFICIENT,
-    "Hopper bf16": FLASH,
-    "Hopper bf16 by autocast": FLASH,
-}
+CALLS = {"Turing fp16": EFFICIENT, "Hopper fp32": EFFICIENT, "Hopper bf16": FLASH, "Hopper bf16 by autocast": FLASH}
 
 
 def heads(dtype: torch.dtype) -> list[torch.Tensor]:

@@ -1,7 +1,6 @@
-"""Packed rows: each document as if it stood alone, for every model type and on every attention path of a CPU."""
+"""Packed rows: each document as if it stood alone, on every attention path of a CPU; nothing is read of the device."""
 
-from collections.abc import Collection
-from itertools import product
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,8 @@ import torch
 from architecture_factory import TINY, VARIANTS
 from torch.nn import functional
 from torch.nn.attention import varlen
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, masking_utils
 
 from shardwise.trainer.runtime.attention import packed as packed_attention
 from shardwise.trainer.runtime.attention.choice import attention_facts, attention_of
@@ -20,6 +20,7 @@ from shardwise.trainer.runtime.attention.packed import (
     PACKED_SDPA,
     document_bounds,
     isolate_documents,
+    known_rows,
     packed_inputs,
     packed_sdpa,
 )
@@ -47,13 +48,7 @@ CASES = [
     for implementation in ("sdpa", "eager")
     if name not in ALIBI and not (implementation == "sdpa" and config["model_type"] in WITHOUT_SDPA)
 ]
-OF_A_TYPE = [(name, implementation) for name, implementation in CASES if name in TINY]
-ONE_OF_A_TYPE = [case for case in OF_A_TYPE if case == (case[0], "eager" if case[0] in WITHOUT_SDPA else "sdpa")]
-
-
-def mostly_long(cases: list[tuple[Any, ...]], *, short: Collection[tuple[Any, ...]]) -> list[Any]:
-    """The cases, of which all but the short ones belong to make test-long."""
-    return [pytest.param(*case, marks=() if case in short else pytest.mark.long) for case in cases]
+ONE_OF_A_TYPE = [(name, "eager" if name in WITHOUT_SDPA else "sdpa") for name in TINY]
 
 
 def build(name: str, implementation: str, **settings: Any) -> PreTrainedModel:
@@ -113,7 +108,7 @@ def test_a_document_is_what_it_is_alone(name, implementation):
             torch.testing.assert_close(together[row, places], alone, rtol=1e-5, atol=5e-6)
 
 
-@pytest.mark.parametrize(("name", "implementation"), OF_A_TYPE)
+@pytest.mark.parametrize(("name", "implementation"), ONE_OF_A_TYPE)
 def test_the_loss_of_a_document_has_no_gradient_from_another(name, implementation):
     """The gradients of what the unchanged documents lose, with respect to the embedded tokens and to the weights."""
     found = []
@@ -134,7 +129,7 @@ def test_the_loss_of_a_document_has_no_gradient_from_another(name, implementatio
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "implementation"), mostly_long(OF_A_TYPE, short=ONE_OF_A_TYPE))
+@pytest.mark.parametrize(("name", "implementation"), ONE_OF_A_TYPE)
 def test_the_gradients_are_those_of_the_documents_one_by_one(name, implementation):
     """The loss of packed rows and its gradients are the sums over the documents, each a row of its own."""
     packed, single = build(name, implementation), build(name, implementation)
@@ -160,14 +155,6 @@ def test_bounds_are_the_starts_of_all_documents_and_the_end():
     assert document_bounds(POSITIONS) == BOUNDS == (0, 20, 21, 48, 51, 81, 96)
 
 
-def test_bounds_that_the_data_knows_are_those_of_the_positions():
-    model = build("llama", "sdpa")
-    found, known = packed_inputs(model, rows(), POSITIONS), packed_inputs(model, rows(), POSITIONS, BOUNDS)
-    for inputs in (found, known):
-        assert inputs["cu_seq_lens_q"].dtype is torch.int32
-        assert tuple(inputs["cu_seq_lens_q"].tolist()) == tuple(inputs["cu_seq_lens_k"].tolist()) == BOUNDS
-
-
 def test_without_positions_the_model_is_the_one_that_transformers_has():
     ids = rows()
     for name in ("llama", "mistral", "gemma3_text"):
@@ -178,15 +165,6 @@ def test_without_positions_the_model_is_the_one_that_transformers_has():
         assert torch.equal(found, logits(model, ids, None)), name
 
 
-def test_a_model_that_packs_still_generates():
-    model: Any = build("mistral", "sdpa")
-    isolate_documents(model)
-    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "use_cache": True}
-    found = model.generate(input_ids=rows()[:1], **settings)
-    model.config._attn_implementation = "sdpa"
-    assert torch.equal(found, model.generate(input_ids=rows()[:1], **settings))
-
-
 def test_a_report_names_the_planned_attention_and_what_kept_documents_apart():
     model = build("llama", "sdpa")
     logits(model, rows(), None)
@@ -194,13 +172,6 @@ def test_a_report_names_the_planned_attention_and_what_kept_documents_apart():
     logits(model, rows())
     assert (model.config._attn_implementation, attention_of(model)) == (PACKED_SDPA, "sdpa")
     assert attention_facts(model) == {"documents": f"separated by {ON_CPU}"}
-
-
-def test_models_that_make_their_own_mask_keep_transformers_attention():
-    for name, implementation in (("falcon", "sdpa"), ("falcon", "eager"), ("mpt", "eager"), ("gpt2", "eager")):
-        model = build(name, implementation)
-        logits(model, rows())
-        assert model.config._attn_implementation == implementation
 
 
 def test_falcon_with_alibi_is_refused_with_what_would_do():
@@ -218,18 +189,10 @@ def test_bounds_that_are_lost_on_the_way_stop_the_run():
         logits(model, rows())
 
 
-RECOMPUTED = mostly_long(
-    list(
-        product(
-            ("llama", "mistral", "gpt2", "falcon", "stablelm"),
-            (Checkpointing.FULL, Checkpointing.ATTENTION, Checkpointing.SELECTIVE),
-        )
-    ),
-    short={
-        ("mistral", Checkpointing.FULL), ("mistral", Checkpointing.ATTENTION), ("mistral", Checkpointing.SELECTIVE),
-        ("gpt2", Checkpointing.ATTENTION), ("falcon", Checkpointing.SELECTIVE), ("stablelm", Checkpointing.FULL),
-    },
-)  # fmt: skip
+RECOMPUTED = [
+    ("mistral", Checkpointing.FULL), ("mistral", Checkpointing.ATTENTION), ("mistral", Checkpointing.SELECTIVE),
+    ("gpt2", Checkpointing.ATTENTION), ("falcon", Checkpointing.SELECTIVE), ("stablelm", Checkpointing.FULL),
+]  # fmt: skip
 
 
 # transformers renamed the method that `activation_memory` calls, and still has the old name.
@@ -248,10 +211,9 @@ def test_recomputed_blocks_see_the_same_bounds(name, checkpointing):
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "mistral"])
-def test_compiled_blocks_keep_documents_apart(name):
+def test_compiled_blocks_keep_documents_apart():
     """Compiled as far as tracing goes; the loop over documents is left out of it."""
-    plain, compiled = (build(name, "sdpa", num_hidden_layers=1) for _ in range(2))
+    plain, compiled = (build("mistral", "sdpa", num_hidden_layers=1) for _ in range(2))
     for layer in compiled.model.layers:
         layer.compile(backend="eager")
     with torch.no_grad():
@@ -319,28 +281,6 @@ def test_each_way_is_attention_under_a_mask(monkeypatch, kernel, window, dtype):
         torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
 
 
-def test_attention_keeps_its_inputs_its_output_and_a_number_for_each_head():
-    """As PyTorch's attention does for rows of one document: nothing more, and nothing twice."""
-    query, key, value = heads()
-    retained: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        retained[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        packed_sdpa(Layer(), query, key, value, None, **BOUND_ARGUMENTS)
-    num_tokens = 2 * WIDTH
-    assert sum(retained.values()) == num_tokens * (4 * 24 * (6 + 2 + 2 + 6) + 4 * 6)
-
-
-def test_under_autocast_attention_runs_in_16_bit():
-    query, key, value = heads()
-    with torch.autocast("cpu", torch.bfloat16):
-        out, _ = packed_sdpa(Layer(), query, key, value, None, **BOUND_ARGUMENTS)
-    assert out.dtype is torch.bfloat16
-
-
 def test_the_kernel_for_cuda_is_handed_one_row_of_all_documents(monkeypatch):
     """Its arguments, by torch's own check of them and its shapes on a device that computes nothing."""
     seen: dict[str, Any] = {}
@@ -373,8 +313,51 @@ def test_w31_stablelm_drops_arguments_next_to_positions():
     assert "cu_seq_lens_q" not in seen
 
 
-def test_an_export_names_no_attention_of_ours(tmp_path):
-    model = build("llama", "sdpa")
-    logits(model, rows())
-    model.save_pretrained(tmp_path)
-    assert PACKED_SDPA not in (tmp_path / "config.json").read_text()
+READS = "aten::is_nonzero"  # a tensor as a condition of Python: on a GPU, a wait
+IDS = torch.arange(2 * 12).view(2, 12) % 32
+
+
+def tiny(model_type: str = "llama", **fields: Any) -> torch.nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, vocab_size=32, num_key_value_heads=1, head_dim=8, **sizes, **fields)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def forward(
+    model: torch.nn.Module, around: AbstractContextManager[None], **inputs: torch.Tensor
+) -> tuple[torch.Tensor, int]:
+    """The logits of a forward, and how often a tensor was read as a condition."""
+    with around, profile(activities=[ProfilerActivity.CPU]) as profiler:
+        logits = model(input_ids=IDS, use_cache=False, **inputs).logits
+    return logits, sum(each.count for each in profiler.key_averages() if each.key == READS)
+
+
+def test_w57_transformers_reads_from_the_device_whether_rows_are_packed():
+    assert forward(tiny(), nullcontext())[1] > 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"model_type": "mistral", "sliding_window": 4}])
+def test_whole_rows_are_not_looked_at_and_have_the_same_logits(fields: dict[str, Any]):
+    model = tiny(**fields)
+    (plain, _), (spared, reads) = forward(model, nullcontext()), forward(model, known_rows(are_packed=False))
+    assert reads == 0
+    assert torch.equal(plain, spared)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_packed_rows_are_not_looked_at_and_have_the_same_logits(implementation: str):
+    model = tiny("mistral", sliding_window=4, attn_implementation=implementation)
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).repeat(2, 1)
+    (plain, reads_before), (spared, reads) = (
+        forward(model, around, position_ids=positions) for around in (nullcontext(), known_rows(are_packed=True))
+    )
+    assert (reads_before > 0, reads) == (True, 0)
+    assert torch.equal(plain, spared)
+
+
+def test_the_look_is_back_afterwards_whatever_happened_meanwhile():
+    look = masking_utils.find_packed_sequence_indices
+    with pytest.raises(ValueError, match="in the forward"), known_rows(are_packed=False):
+        raise ValueError("in the forward")
+    assert masking_utils.find_packed_sequence_indices is look

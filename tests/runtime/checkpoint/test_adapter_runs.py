@@ -4,13 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from attempt_runs import run_attempt
-from engine_plan_factory import TINY_LLAMA
 from msgspec.structs import replace
-from rank_factory import rank_plan, write_rows
+from rank_factory import rank_plan
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.trainer.runtime.checkpoint import base_fingerprint, check_compatible, read_weights
 from shardwise.trainer.runtime.loop.session import facts_of
@@ -21,20 +18,6 @@ from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
 
 LORA = LoraJob(rank=4, alpha=8.0, dropout=0.1, dora=True)
-
-
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory) -> Path:
-    return write_rows(tmp_path_factory.mktemp("data") / "rows")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "base"
-    torch.manual_seed(11)
-    config = AutoConfig.for_model(**{**TINY_LLAMA, "max_position_embeddings": 48})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
 
 
 def plan_of(
@@ -53,8 +36,7 @@ def run(run_dir: Path, plan: Plan, number: int = 1) -> RunState:
     return run_attempt(run_dir, plan, number=number)[1]
 
 
-@pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
-@pytest.mark.parametrize("starts_from_weights", [True, False])
+@pytest.mark.parametrize(("method", "starts_from_weights"), [(Method.LORA, True), (Method.QLORA, False)])
 def test_a_resumed_run_ends_bitwise_like_one_that_was_not_stopped(
     method, starts_from_weights, base, cache_dir, newest, tmp_path
 ):

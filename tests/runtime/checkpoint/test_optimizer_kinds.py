@@ -32,9 +32,7 @@ GALORE = {
     for projection in ("std", "reverse_std", "right", "left", "full")
     for inner in (Optimizer.ADAMW, Optimizer.ADAFACTOR)
 }
-KINDS = {
-    each.value: (each, None) for each in Optimizer if each is not Optimizer.DEEPSPEED_CPU_ADAM
-} | GALORE | {
+KINDS = {each.value: (each, None) for each in Optimizer if each is not Optimizer.DEEPSPEED_CPU_ADAM} | GALORE | {
     "in the backward pass": (Optimizer.ADAMW, None),
     "layer by layer": (Optimizer.ADAMW, GaloreJob(rank=8, update_gap=3, layerwise=True)),
 }  # fmt: skip
@@ -114,9 +112,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(dtype, kind, tiny, newes
     assert digest(resumed_model, resumed) == digest(model, optimizer)
 
 
-@pytest.mark.parametrize(
-    "kind", ["lion", "adamw_8bit", "ademamix_8bit", "muon", "adafactor", "adalomo", "galore-std-adamw"]
-)
+@pytest.mark.parametrize("kind", ["adamw_8bit", "muon", "adafactor", "galore-std-adamw"])
 def test_going_back_fills_the_state_that_is_there(kind, tiny, newest, tmp_path):
     """As after steps that were not finite: the same optimizer continues from what it saved before."""
     model = build_model()
@@ -133,8 +129,7 @@ def test_going_back_fills_the_state_that_is_there(kind, tiny, newest, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("saved", "wanted"),
-    [("adamw", "paged_adamw"), ("paged_adamw", "adamw_fused"), ("adamw_8bit", "paged_adamw_8bit")],
+    ("saved", "wanted"), [("adamw", "paged_adamw"), ("paged_adamw", "adamw_fused"), ("adamw_8bit", "paged_adamw_8bit")]
 )
 def test_optimizers_whose_state_is_the_same_go_on_from_each_other(saved, wanted, tiny, newest, tmp_path):
     model = build_model()

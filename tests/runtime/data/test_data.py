@@ -1,8 +1,7 @@
-"""What each rank gets: the same global batch in every arrangement, exactly once, with its targets counted."""
+"""What each rank gets: the same global batch in every arrangement, exactly once, with targets and lengths counted."""
 
 from collections import Counter
 from itertools import product
-from math import log
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from prepare_request_factory import rows_of_lengths
 
 from shardwise.trainer.runtime.data.batches import eval_micro_batches, step_micro_batches
-from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenLayout, TokenRows, unigram_entropy_nats
+from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenLayout, TokenRows, batch_widths, length_histogram
 from shardwise.trainer.runtime.data.row_writer import RowShape, RowWriter
 from shardwise.trainer.runtime.data.sources import TokenIds
 from shardwise.trainer.spec.errors import EnvironmentFaultError
@@ -88,16 +87,6 @@ def test_labels_are_the_inputs_and_nothing_on_padding(rows):
     row = rows.row(0)
     row[:] = 0
     assert rows.row(0).tolist()[0] == 1, "rows are copies of what is on disk"
-
-
-def test_what_the_last_round_lacks_are_dummies_without_a_target(rows):
-    batches, num_targets = dealt(rows, Deal(2, 2, num_ranks=2), sequences=3, rank=1, seed=0)
-    assert [row_numbers(batch)[1:] for batch in batches] == [[None], [None]]
-    assert batches[1].num_targets == 0
-    assert batches[1].input_ids.shape == (2, 8)
-    assert num_targets > sum(batch.num_targets for batch in batches)
-    with pytest.raises(ValueError, match=r"9 .* 2 x 2 .*8"):
-        dealt(rows, Deal(2, 2, num_ranks=2), sequences=9)
 
 
 @pytest.mark.parametrize(
@@ -237,18 +226,6 @@ def test_pairs_are_never_separated_and_each_comes_once_an_epoch(pairs, arrangeme
     assert seen == Counter(dict.fromkeys(range(7), 6))
 
 
-@pytest.mark.parametrize(
-    ("table", "starts"),
-    [([[0, 3], [3, 3]], []), ([[0, 6]], [np.array([3])])],
-    ids=["two rows", "two documents in a row"],
-)
-def test_entropy_leaves_out_the_first_token_of_each_document(tmp_path, table, starts):
-    """Of (1, a, b) and (2, a, c) the targets are a twice, b once, c once."""
-    layout = rows_of_lengths(tmp_path, (3, 3)).layout
-    rows = TokenRows(np.array([1, 7, 8, 2, 7, 9], np.uint16), np.array(table), layout, *starts)
-    assert unigram_entropy_nats(rows) == pytest.approx(1.5 * log(2))
-
-
 def test_a_damaged_cache_is_an_environment_fault_that_names_it(tmp_path):
     layout = rows_of_lengths(tmp_path, (4, 4)).layout
 
@@ -263,3 +240,46 @@ def test_a_damaged_cache_is_an_environment_fault_that_names_it(tmp_path):
     assert_damaged("8 bytes, 16")
     (tmp_path / "tokens.bin").write_bytes((tmp_path / "tokens.bin").read_bytes()[:-2])
     assert_damaged("14 bytes, 16")
+
+
+GEOMETRIC = np.minimum(np.random.default_rng(7).geometric(1 / 120, 4096) + 1, 512)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "edges", "counts"),
+    [
+        ([100] * 3, (100,), (3,)),
+        (
+            [1, 10, 11, 20, 100],
+            (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 100),
+            (1, *[0] * 5, 2, 0, 1, *[0] * 4, 1),
+        ),
+        ([12, 12, 7], (8, 12), (1, 2)),
+    ],
+)
+def test_lengths_are_counted_up_to_and_with_the_edge(lengths, edges, counts):
+    histogram = length_histogram(np.array(lengths))
+    assert (histogram.edges, histogram.counts) == (edges, counts)
+
+
+@pytest.mark.parametrize(("micro_batch", "sequences_per_step"), [(1, 32), (4, 16), (16, 128)])
+def test_the_mean_width_is_that_of_the_batches_training_makes(tmp_path, micro_batch, sequences_per_step):
+    (counted,) = [width for width in batch_widths(GEOMETRIC, seq_len=512) if width.micro_batch == micro_batch]
+    rows = rows_of_lengths(tmp_path, GEOMETRIC.tolist(), seq_len=512)
+    widths = []
+    for step in range(len(GEOMETRIC) // sequences_per_step):
+        batches, _ = step_micro_batches(
+            rows, step=step, seed=0, sequences_per_step=sequences_per_step, rank=0, num_ranks=1,
+            micro_batch=micro_batch, accumulation=sequences_per_step // micro_batch,
+        )  # fmt: skip
+        widths += [batch.input_ids.shape[1] for batch in batches]
+    assert counted.mean_width_sorted == pytest.approx(np.mean(widths), rel=0.02)
+
+
+def test_sorting_saves_what_random_order_pays():
+    widths = {width.micro_batch: width for width in batch_widths(np.array([8] * 64 + [64] * 64), seq_len=64)}
+    assert widths[64].mean_width_sorted == widths[1].mean_width == 36
+    assert widths[16].mean_width == pytest.approx(64)
+    assert all(width.mean_width_sorted <= width.mean_width <= 64 for width in widths.values())
+    (single,) = batch_widths(np.array([13]), seq_len=13)
+    assert single.mean_width == 13, "never above the longest row that is allowed"

@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 from prepare_request_factory import numbered_text
 
 from shardwise.trainer.runtime.data.sources import Chat, Completion, Preference, TokenIds
-from shardwise.trainer.runtime.data.sources.scan import (
-    PIECE_CHARS,
-    Block,
-    Split,
-    SplitSearch,
-    content_hash,
-    units,
-)
+from shardwise.trainer.runtime.data.sources.scan import PIECE_CHARS, Block, Split, SplitSearch, content_hash, units
 from shardwise.trainer.spec.errors import InputError
 
 
@@ -89,26 +82,10 @@ def test_two_pieces_are_enough_for_both_sides(share):
     assert sides == {True, False}
 
 
-@pytest.mark.parametrize("documents", [["the only line\n"], ["the same\n", "the same\n"]])
-def test_one_piece_cannot_be_divided(documents):
-    with pytest.raises(InputError, match="one piece"):
-        split_of(blocks_of(*documents), 0.01)
-
-
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 3.0])
 def test_a_share_that_leaves_a_side_empty_is_refused(share):
     with pytest.raises(InputError, match=rf"data\.eval: {share:.0%} .*0%.*100%"):
         SplitSearch(share)
-
-
-def test_a_document_opens_again_where_the_other_side_cut_it():
-    document = "".join(f"{number:09}\n" for number in range(2000))
-    split = Split(threshold=2**63, piece_chars=100)
-    found = list(units(iter(blocks_of(document)), split))
-    assert len(found) > 50
-    assert all(before.is_held_out is not after.is_held_out for before, after in pairwise(found))
-    assert all(unit.opens_document for unit in found)
-    assert "".join(str(unit.content) for unit in found) == document
 
 
 def test_a_document_in_blocks_opens_again_on_the_other_side_alone():

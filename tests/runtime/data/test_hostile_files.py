@@ -3,16 +3,13 @@
 Each ends in an InputError that names the file.
 """
 
-import bz2
 import gzip
 import io
 import json
-import lzma
 import os
 import re
 import tracemalloc
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,14 +17,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from prepare_request_factory import listed_request
+from prepare_request_factory import listed_request, written_source
+from table_files import COMPRESSORS, arrow_of, parquet_of
 
 from shardwise.trainer.runtime.data.chat.rendering import Renderer
 from shardwise.trainer.runtime.data.prepare import prepare
-from shardwise.trainer.runtime.data.sources import Completion, files, scan
+from shardwise.trainer.runtime.data.sources import Completion, files
 from shardwise.trainer.runtime.data.sources.scan import ALL_TRAIN, check_sources, scan_rows, units_of
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer, train_tokenizer, write_trained_tokenizer
-from shardwise.trainer.spec.data.profile import SourceFile
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import LossOn
 
@@ -38,30 +35,15 @@ def jsonl(texts):
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
-def table(texts, write):
-    sink = pa.BufferOutputStream()
-    write(pa.table({"text": texts}), sink)
-    return sink.getvalue().to_pybytes()
-
-
-def arrow(content, sink):
-    with pa.ipc.new_stream(sink, content.schema) as writer:
-        writer.write_table(content, max_chunksize=50)
-
-
 KINDS = {
     "a.txt": lambda texts: "".join(texts).encode(),
     "a.jsonl": jsonl,
     "a.json": lambda texts: json.dumps([{"text": text} for text in texts]).encode(),
     "a.csv": lambda texts: b"text\n" + b"".join(b'"%s"\n' % text.encode() for text in texts),
-    "a.parquet": lambda texts: table(texts, lambda content, sink: pq.write_table(content, sink, row_group_size=50)),
-    "a.arrow": lambda texts: table(texts, arrow),
+    "a.parquet": lambda texts: parquet_of(pa.table({"text": texts}), row_group_size=50),
+    "a.arrow": lambda texts: arrow_of(pa.table({"text": texts}), 50),
     "a.jsonl.gz": lambda texts: gzip.compress(jsonl(texts)),
 }
-
-
-def rewrite(path, content):
-    path.write_bytes(content)
 
 
 def replace_unseen(path, content):
@@ -74,7 +56,7 @@ def replace_unseen(path, content):
 FAULTS = {
     "replaced": (replace_unseen, "changed since"),
     "truncated": (lambda path, _: os.truncate(path, path.stat().st_size // 2), "changed since"),
-    "extended": (lambda path, content: rewrite(path, path.read_bytes() + content), "changed since"),
+    "extended": (lambda path, content: path.write_bytes(path.read_bytes() + content), "changed since"),
     "removed": (lambda path, _: path.unlink(), "is missing"),
 }
 
@@ -97,18 +79,6 @@ def test_a_file_that_changes_or_vanishes_while_it_is_prepared_is_refused(tmp_pat
                 next(units)
                 change(path, KINDS[name](TEXTS[::-1]))
                 list(units)
-
-
-def zst(content):
-    return pa.compress(content, codec="zstd", asbytes=True)
-
-
-COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-    ".zst": zst,
-}
 
 
 @pytest.fixture
@@ -204,26 +174,6 @@ def test_an_array_above_the_limit_is_refused_with_the_command_that_makes_lines(t
         prepared(path)
 
 
-def test_a_long_row_is_cut_into_blocks_in_linear_time(tmp_path):
-    """Each block is copied once; the characters of all slices are those of the text."""
-
-    class Counted(str):
-        num_chars = 0
-
-        def __getitem__(self, key):
-            piece = super().__getitem__(key)
-            Counted.num_chars += len(piece)
-            return Counted(piece)
-
-        def __radd__(self, other):
-            return Counted(str(other) + str(self))
-
-    text = Counted("a line of text\n" * 2**18)
-    blocks = list(scan._blocks_of_text(iter([text]), 1.0, "a.jsonl:1"))
-    assert "".join(str(block.content) for block in blocks) == str(text)
-    assert Counted.num_chars <= 2 * len(text)
-
-
 def test_an_answer_far_above_the_length_of_a_row_is_refused_by_its_beginning(tmp_path):
     tokenizer = train_tokenizer(TEXTS, vocab_size=300)
     renderer = Renderer(tokenizer, None, LossOn.AUTO, 64)
@@ -285,18 +235,12 @@ def damage(folder, name, *, num_tries):
             near = min(len(damaged), 400) if number % 4 > 1 else len(damaged)  # where formats keep their descriptions
             place = random.randrange(near)
             damaged[-1 - place if number % 4 == 3 else place] = random.randrange(256)
-        path.write_bytes(damaged)
-        file = listed_source(path)
+        file = written_source(path, bytes(damaged))
         try:
             for _ in files.read_rows(file):
                 pass
         except InputError as error:
             assert len(str(error).splitlines()) <= 3
-
-
-def listed_source(path):
-    status = path.stat()
-    return SourceFile(path=str(path), size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
 
 
 @pytest.mark.parametrize(

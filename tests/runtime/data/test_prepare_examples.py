@@ -1,7 +1,9 @@
 """Chats, completions, preferences and rows of one's own, from a file to the rows and masks that are trained on."""
 
 import json
+import multiprocessing
 import os
+import signal
 from collections import Counter
 from hashlib import sha256
 from pathlib import Path
@@ -13,9 +15,11 @@ from prepare_request_factory import listed_request
 
 from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.data.chat import rendering
+from shardwise.trainer.runtime.data.chat.rendering import LEAST_EXAMPLES, RenderSettings, rendered, worker_count
 from shardwise.trainer.runtime.data.prepare import prepare
+from shardwise.trainer.runtime.data.sources import Chat, Completion, Content, Preference
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer
-from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import BadRows, DataFormat, LossOn
 from shardwise.trainer.spec.messages.extension import Extension, Hook
 
@@ -72,15 +76,6 @@ def test_a_tokenizer_made_from_chats_learns_what_is_said_and_has_the_templates_t
     assert loaded.vocab_size <= 300
     assert {"<|im_start|>", "<|im_end|>"} <= set(loaded.tokenizer.get_vocab())
     assert learned_text(profile, rows, 0).startswith("it is ")
-
-
-def test_another_choice_of_what_is_learned_is_other_data(tmp_path, tokenizer):
-    rows = [chat(number) for number in range(20)]
-    profile, _ = prepared(tmp_path, rows, tokenizer)
-    everything, _ = prepared(tmp_path, rows, tokenizer, loss_on=LossOn.ALL)
-    plain, _ = prepared(tmp_path, rows, tokenizer, chat_template="plain")
-    assert len({profile.fingerprint, everything.fingerprint, plain.fingerprint}) == 3
-    assert everything.num_targets > profile.num_targets
 
 
 def test_a_preference_is_two_rows_that_share_a_prompt(tmp_path, tokenizer):
@@ -181,3 +176,30 @@ def test_any_number_of_workers_writes_the_same_bytes(row, weights, settings, tok
         for profile in (expected, found)
     ]
     assert contents[0] == contents[1] and {"tokens.bin", "train_rows.npy"} <= contents[0].keys()
+
+
+BATCHES: list[tuple[int, list[Content]]] = [
+    (start, [Chat([user(f"question {n}"), assistant(f"{n * 7}")] * (1 + n % 3)) for n in range(start, start + 10)])
+    for start in range(0, 200, 10)
+]
+BATCHES.append((200, [Completion("a prompt", " and its end"), Preference("which", "this one", "that one"), Chat([])]))
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    folder = byte_level_folder(tmp_path_factory.mktemp("words") / "tokenizer", bos=None, eos="<|endoftext|>")
+    return RenderSettings(str(folder), "chatml", LossOn.AUTO, 256)
+
+
+def test_a_worker_that_is_killed_ends_the_preparation_with_a_reason(settings):
+    found = rendered(BATCHES * 20, settings, num_workers=2)
+    next(found)
+    for child in multiprocessing.active_children():
+        os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(EnvironmentFaultError, match="SIGKILL"):
+        list(found)
+
+
+def test_few_examples_start_no_process():
+    assert worker_count(LEAST_EXAMPLES - 1) == 1
+    assert worker_count(LEAST_EXAMPLES) == len(os.sched_getaffinity(0))

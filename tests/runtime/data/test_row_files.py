@@ -1,18 +1,14 @@
 """The same rows out of every kind of file, and how each kind counts them. What is bad: test_bad_data."""
 
-import bz2
 import csv
 import gzip
 import io
 import json
-import lzma
-from collections.abc import Callable
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
 from prepare_request_factory import written_source
+from table_files import COMPRESSORS, arrow_of, parquet_of
 
 from shardwise.trainer.runtime.data.sources import files
 from shardwise.trainer.runtime.data.sources.files import holds_rows, read_rows
@@ -23,6 +19,7 @@ ROWS = [
     {"text": "日本, é\u2028and a separator", "note": ""},
     *({"text": f"row {number}", "note": "x"} for number in range(3, 40)),
 ]
+TABLE = pa.Table.from_pylist(ROWS)
 
 
 def delimited(delimiter, line_end="\r\n"):
@@ -31,19 +28,6 @@ def delimited(delimiter, line_end="\r\n"):
     writer.writeheader()
     writer.writerows(ROWS)
     return stream.getvalue().encode()
-
-
-def arrow(open_writer):
-    stream, table = io.BytesIO(), pa.Table.from_pylist(ROWS)
-    with open_writer(stream, table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
-    return stream.getvalue()
-
-
-def parquet(**settings):
-    stream = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(ROWS), stream, **settings)
-    return stream.getvalue()
 
 
 def lines():
@@ -61,16 +45,10 @@ FILES = {
     "excel.csv": b"\xef\xbb\xbf" + delimited(";"),
     "unix.csv": delimited(",", "\n"),
     "a.tsv": delimited("\t"),
-    "a.parquet": parquet(),
-    "groups.PARQUET": parquet(row_group_size=5, compression="zstd"),
-    "stream.arrow": arrow(pa.ipc.new_stream),
-    "file.arrow": arrow(pa.ipc.new_file),
-}
-COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-    ".zst": lambda content: pa.compress(content, codec="zstd", asbytes=True),
+    "a.parquet": parquet_of(TABLE),
+    "groups.PARQUET": parquet_of(TABLE, row_group_size=5, compression="zstd"),
+    "stream.arrow": arrow_of(TABLE, 7),
+    "file.arrow": arrow_of(TABLE, 7, open_writer=pa.ipc.new_file),
 }
 
 
@@ -124,18 +102,3 @@ def test_rows_come_in_small_batches_in_order(tmp_path, monkeypatch, name, batch_
 def test_rows_are_numbered_as_a_person_counts_them(tmp_path, name, content, rows):
     found = dict(read_rows(written_source(tmp_path / name, content)))
     assert found == {number: {"text": text} for number, text in rows.items()}
-
-
-def test_what_datasets_saved_is_read_as_datasets_reads_it(tmp_path):
-    rows = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}] * 3
-    saved = Dataset.from_list(rows)
-    saved.save_to_disk(tmp_path / "saved")
-    path = tmp_path / "saved" / "data-00000-of-00001.arrow"
-    assert [row for _, row in read_rows(written_source(path, path.read_bytes()))] == list(saved)
-
-
-def test_times_that_python_cannot_say_do_not_stop_a_file(tmp_path):
-    table = pa.table({"text": ["a"], "made": pa.array([2**62], pa.timestamp("ms"))})
-    pq.write_table(table, tmp_path / "a.parquet")
-    file = written_source(tmp_path / "b.parquet", (tmp_path / "a.parquet").read_bytes())
-    assert list(read_rows(file)) == [(1, {"text": "a"})]

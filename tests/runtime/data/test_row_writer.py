@@ -23,12 +23,9 @@ def write(tmp_path):
         with RowWriter(tmp_path, np.dtype(dtype), shape) as writer:
             for ids, opens_document, is_held_out, weight, *mask in units:
                 writer.add(
-                    ids,
-                    opens_document=opens_document,
-                    is_held_out=is_held_out,
-                    weight=weight,
+                    ids, opens_document=opens_document, is_held_out=is_held_out, weight=weight,
                     is_learned=mask[0] if mask else None,
-                )
+                )  # fmt: skip
             return Written(tmp_path, writer.finish())
 
     return written
@@ -68,12 +65,6 @@ def test_documents_are_packed_whole_in_the_order_they_came(write):
     assert (found.held_out, found.rows.packing_efficiency) == ([], 1)
 
 
-def test_a_document_longer_than_a_row_is_full_rows_and_a_rest_that_is_packed(write):
-    found = write(documents([1, 2], [3, 4, 5, 6, 7, 8, 9, 1, 2], [3]))
-    assert found.cut == [[[1, 2, EOS]], [[3, 4, 5, 6]], [[7, 8, 9, 1]], [[2, EOS], [3, EOS]]]
-    assert (found.rows.num_cut, found.rows.packing_efficiency) == (0, 15 / 16)
-
-
 @pytest.mark.parametrize(
     ("contents", "settings", "cut"),
     [
@@ -100,8 +91,7 @@ def test_stretches_of_both_sides_alternate_and_never_share_a_row(write):
 
 
 @pytest.mark.parametrize(
-    "weight, copies",
-    [(1.0, [1] * 8), (3.0, [3] * 8), (0.25, [0, 0, 0, 1] * 2), (2.5, [2, 3] * 4)],
+    "weight, copies", [(1.0, [1] * 8), (3.0, [3] * 8), (0.25, [0, 0, 0, 1] * 2), (2.5, [2, 3] * 4)]
 )
 def test_a_weight_repeats_rows_and_takes_an_even_share_of_them(write, weight, copies):
     found = write(documents(*([number] * 3 for number in range(1, 9)), weight=weight))
@@ -179,30 +169,6 @@ def pieces_of(split):
             pieces[tuple(ids.tolist()), tuple(ids[retained].tolist())] += 1
         assert split.num_targets(number) == (split.labels(number) != IGNORED_LABEL).sum()
     return pieces
-
-
-def test_many_documents_over_many_blocks_keep_their_tokens_and_masks(write):
-    """More than the writer moves at once, and masks that begin late."""
-    expected: tuple[Counter[object], Counter[object]] = (Counter(), Counter())
-    units = []
-    for number in range(3000):
-        ids, is_held_out = [number % 251 + 1] * (number % 7 + 1), number % 5 == 0
-        mask = [True] * (number % 7) + [False] if number > 900 else None
-        units.append((ids, True, is_held_out, 1.0, *([] if mask is None else [mask])))
-        learned = ids[1:] if mask is None else ids[1:-1]
-        expected[is_held_out][(*ids, EOS), (*learned, EOS)] += 1
-    found = write(units, seq_len=32)
-    assert tuple(pieces_of(split) for split in found.splits.values()) == expected
-    assert found.rows.packing_efficiency > 0.99
-
-
-def test_rows_and_the_documents_in_them_are_in_the_order_they_came(write):
-    lengths = np.random.default_rng(2).integers(1, 40, 2000)
-    found = write(documents(*([n] * length for n, length in enumerate(lengths.tolist(), 1))), seq_len=40, dtype="<u4")
-    numbers = [[document[0] for document in row] for row in found.cut]
-    assert all(row == sorted(row) for row in numbers)
-    assert [row[0] for row in numbers] == sorted(row[0] for row in numbers)
-    assert sorted(number for row in numbers for number in row) == list(range(1, 2001))
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

@@ -1,10 +1,13 @@
-"""How a stream is cut into windows: every document once a pass, each source its share, from any place."""
+"""How a stream is cut into windows, from any place, and how its files are fetched from a hub."""
 
+import json
 from collections import Counter
 from itertools import chain
 from typing import Any
 
 import pytest
+from hub_questions import ask_hub
+from hub_server import COMMIT, Hub, serving
 from prepare_request_factory import listed_request
 from stream_factory import reader_of, write_files, write_rows
 
@@ -29,13 +32,14 @@ def windows(reader, count):
     return [names(reader.read_window()) for _ in range(count)]
 
 
-def test_a_pass_is_every_row_once_in_the_order_of_the_files_and_the_next_pass_is_in_another(request_of, tmp_path):
+def test_a_pass_is_every_row_once_in_the_order_of_the_files_and_each_later_pass_is_in_another(request_of, tmp_path):
     write_files(tmp_path / "rows", num_files=5)
     listed = [f"{file}.{row}" for file in range(5) for row in range(60)]
-    read = list(chain(*windows(reader_of(request_of(tmp_path / "rows"), tmp_path), 20)))
-    first, second = read[: len(listed)], read[len(listed) : 2 * len(listed)]
+    read = list(chain(*windows(reader_of(request_of(tmp_path / "rows"), tmp_path), 24)))
+    first, second, third = (read[start : start + len(listed)] for start in range(0, 3 * len(listed), len(listed)))
     assert first == listed
-    assert second != listed and sorted(second) == sorted(listed)
+    assert second != listed and third not in (listed, second)
+    assert sorted(second) == sorted(third) == sorted(listed)
 
 
 def test_a_window_ends_with_the_document_that_reaches_its_size(request_of, tmp_path):
@@ -67,6 +71,15 @@ def test_each_source_gives_every_window_its_weight_times_its_bytes(request_of, t
     for window in windows(reader, 8):
         share = Counter(name[0] for name in window)
         assert abs(share["a"] - share["b"]) <= 1 and abs(share["c"] - 2 * share["b"]) <= 2
+
+
+def test_the_weight_of_a_source_is_in_its_share_and_its_rows_are_learned_once_each(request_of, tmp_path):
+    sources = [
+        (write_rows(tmp_path / f"{letter}.jsonl", ["0.0", "0.1"]), weight)
+        for letter, weight in (("a", 1.0), ("b", 3.0))
+    ]
+    items = reader_of(request_of(*sources), tmp_path).read_window()
+    assert {item.weight for item in items if isinstance(item, Block)} == {1.0}
 
 
 def test_a_source_that_ends_begins_again_while_the_others_go_on(request_of, tmp_path):
@@ -106,3 +119,51 @@ def test_bad_rows_have_their_place_and_a_text_is_bad_from_its_defect_on(request_
     good = [item for item in items if not isinstance(item, BadRow)]
     assert 0 < sum(len(item.content) for item in good) < 3_000_000
     assert {item.where.rpartition("/")[2] for item in good} == {"long.txt", "rows.jsonl:1", "rows.jsonl:3"}
+
+
+FILES = {"data/a.jsonl": b'{"text": "one"}\n', "data/b.jsonl": b'{"text": ""}\n'}
+
+PROGRAM = """
+import json, sys, time
+from pathlib import Path
+from shardwise.trainer.runtime.data.sources.rows import RowReading
+from shardwise.trainer.runtime.data.stream.windows import FileFetcher, StreamReader
+from shardwise.trainer.spec.data.profile import SourceFile
+from shardwise.trainer.spec.errors import ShardwiseError
+from shardwise.trainer.spec.job.sections import DataFormat
+
+time.sleep = lambda seconds: None  # the library and we wait for minutes between questions
+folder, found = Path(sys.argv[1]), []
+for sizes in json.loads(sys.argv[2]):
+    files = [SourceFile(path=name, hub=name, size_bytes=size, mtime_ns=0) for name, size in sizes.items()]
+    reader = StreamReader(files, 10**6, (), RowReading(DataFormat.TEXT, {}, 9), FileFetcher(folder))
+    try:
+        window = reader.read_window()
+        found.append([[item.where, item.reason if hasattr(item, "reason") else item.content] for item in window])
+    except ShardwiseError as error:
+        found.append([int(error.exit_code), str(error)])
+print(json.dumps([found, sorted(str(path) for path in folder.rglob("*"))]))
+"""
+
+
+def address(name: str) -> str:
+    return f"hf://datasets/org/rows@{COMMIT}/data/{name}.jsonl"
+
+
+def test_files_of_a_hub_are_fetched_removed_and_named_by_their_address_and_what_goes_wrong_ends_the_run(tmp_path):
+    """Each in a pass of its own: two files; one that the hub refuses; one that is gone; one of another size."""
+    passes = [{"a": 16, "b": 13}, {"down": 16}, {"gone": 5}, {"a": 99}]
+    with serving(Hub(files={"org/rows": FILES})) as hub:
+        hub.refuses[f"HEAD /datasets/org/rows/resolve/{COMMIT}/data/down"] = 503
+        given = json.dumps([{address(name): size for name, size in sizes.items()} for sizes in passes])
+        found, left = ask_hub(PROGRAM, str(tmp_path), given, home=tmp_path, endpoint=hub.url)
+    items, *errors = found
+    assert items == [[f"{address('a')}:1", "one"], [f"{address('b')}:1", 'field "text" is empty']]
+    assert [path for path in left if path.endswith(".jsonl")] == []
+    assert [code for code, _ in errors] == [4, 4, 4]
+    down, gone, changed = (words for _, words in errors)
+    assert down.startswith(f"data.train: org/rows@{COMMIT}: data/down.jsonl ") and "--resume" in down
+    assert len([line for line in hub.requests if line.startswith("HEAD") and "down" in line]) >= 3 * 5
+    assert "data/gone.jsonl cannot be fetched: " in gone
+    assert len([line for line in hub.requests if "gone.jsonl" in line]) <= 2
+    assert changed.startswith(address("a")) and "16" in changed and "99" in changed

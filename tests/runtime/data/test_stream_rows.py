@@ -49,13 +49,9 @@ class Reading:
         Reading.paths = paths
         self.cache_root = Path(profile.cache_dir).parent.parent
         self.rows = StreamRows(
-            plan,
-            paths,
-            on_wait=self.waits.append,
-            incidents=self.incidents,
-            is_first=local_rank == 0,
+            plan, paths, on_wait=self.waits.append, incidents=self.incidents, is_first=local_rank == 0,
             node=NodePlace(local_rank, num_local_ranks),
-        )
+        )  # fmt: skip
         self.sequences = plan.schedule.sequences_per_step
 
     def __enter__(self):
@@ -68,15 +64,9 @@ class Reading:
         """The ids of this rank's rows of a step, padding left out, and the terms of all ranks."""
         rows, place, seed = self.rows.at(step)
         batches, num_terms = step_micro_batches(
-            rows,
-            step=place,
-            seed=seed,
-            sequences_per_step=self.sequences,
-            rank=rank,
-            num_ranks=num_ranks,
-            micro_batch=micro_batch,
-            accumulation=self.sequences // (num_ranks * micro_batch),
-        )
+            rows, step=place, seed=seed, sequences_per_step=self.sequences, rank=rank, num_ranks=num_ranks,
+            micro_batch=micro_batch, accumulation=self.sequences // (num_ranks * micro_batch),
+        )  # fmt: skip
         return [tuple(row[row != 0].tolist()) for batch in batches for row in batch.input_ids], num_terms
 
     def windows_on_disk(self):
@@ -128,16 +118,12 @@ def test_no_document_of_a_pass_is_learned_twice_and_none_that_is_held_out(profil
     assert scored and not set(scored) & set(rows_in(profile, steps))
 
 
-@pytest.mark.parametrize(("num_ranks", "micro_batch"), [(2, 2), (4, 1)])
-def test_any_ranks_and_micro_batches_learn_the_same_rows_in_the_same_steps(
-    profile, straight, tmp_path, num_ranks, micro_batch
-):
+def test_any_ranks_and_micro_batches_learn_the_same_rows_in_the_same_steps(profile, straight, tmp_path):
     with Reading(profile, tmp_path) as reading:
         for step in range(24):
-            parts = [
-                reading.batch(step, rank=rank, num_ranks=num_ranks, micro_batch=micro_batch)
-                for rank in range(num_ranks)
-            ]
+            num_ranks, micro_batch = [(2, 2), (4, 1)][step % 2]
+            place = {"num_ranks": num_ranks, "micro_batch": micro_batch}
+            parts = [reading.batch(step, rank=rank, **place) for rank in range(num_ranks)]
             expected, num_terms = straight[0][step]
             rows = [ids for part, _ in parts for ids in part if ids]
             assert sorted(rows) == sorted(expected)
@@ -156,7 +142,7 @@ def test_two_ranks_of_a_machine_share_windows_and_the_slower_one_loses_none(prof
             assert sorted(mine + its) == sorted(expected)
 
 
-@pytest.mark.parametrize("step", [3, 13, 14, 26, 39])
+@pytest.mark.parametrize("step", [3, 14, 39])
 def test_a_resumption_goes_on_with_the_same_rows_and_reads_no_window_before_its_own(profile, straight, workplace, step):
     with Reading(profile, workplace / "straight", attempt=2 + step, resume=True) as reading:
         assert ids_of(reading, range(step, step + 1)) == straight[0][step : step + 1]

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils.fsdp_utils import fsdp2_switch_optimizer_parameters
 from architecture_factory import TINY
 from msgspec.structs import replace
 from rank_factory import rank_plan
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.trainer.runtime.engines.sharded_loading import load_onto
@@ -73,3 +75,13 @@ def test_so_they_have_under_every_method(settings, is_read, tmp_path):
     config = {**TINY["llama"], "tie_word_embeddings": True}
     path = write_weights(tmp_path, config, torch.bfloat16) if is_read else None
     assert_same_start(plan_of(config, path, **settings))
+
+
+def test_w37_accelerate_confuses_parameters_without_elements():
+    before, after = ([nn.Parameter(torch.empty(0)) for _ in range(2)] for _ in range(2))
+    mapping = {parameter.data_ptr(): sharded for parameter, sharded in zip(before, after, strict=True)}
+    optimizer = torch.optim.SGD(before)
+    for parameter in before:
+        vars(parameter)["data_ptr"] = parameter.data_ptr()  # as Accelerator._prepare_fsdp2 does
+    fsdp2_switch_optimizer_parameters(optimizer, mapping)
+    assert [parameter is after[1] for parameter in optimizer.param_groups[0]["params"]] == [True, True]

@@ -20,11 +20,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator, verify_engine
-from shardwise.trainer.runtime.engines.fsdp import meshes, ranks_of_copy
+from shardwise.trainer.runtime.engines.fsdp import _types, meshes, ranks_of_copy
 from shardwise.trainer.runtime.memory.compilation import FusedKernels
 from shardwise.trainer.runtime.models.build import build_trainable
 from shardwise.trainer.runtime.optimizers import build_optimizer
 from shardwise.trainer.runtime.precision.mixed_precision import install_precision
+from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -66,11 +67,8 @@ def test_what_runs_as_planned_is_reported(built):
     verified = verify_engine(accelerator, model, optimizer, installed, chosen)
     assert (verified.engine_class, verified.optimizer_class) == ("LlamaForCausalLM", "AdamW")
     assert (verified.precision, verified.loss, verified.attention, verified.accumulation) == (
-        "fp32",
-        "chunked",
-        "sdpa",
-        2,
-    )
+        "fp32", "chunked", "sdpa", 2,
+    )  # fmt: skip
     assert (verified.sharded_parameters, verified.partition_elements, verified.backend) == (0, None, None)
 
 
@@ -117,9 +115,7 @@ def test_fp32_products_are_rounded_where_the_plan_says_so(built):
         ({"method": Method.QLORA}, "4-bit layers", "True", "False"),
         ({"optimizer": Optimizer.ADAMW_8BIT}, "optimizer", "AdamW8bit", "AdamW"),
         (
-            {"optimizer": Optimizer.MUON},
-            "parameter groups",
-            "('matrices', 'decay', 'no_decay')",
+            {"optimizer": Optimizer.MUON}, "parameter groups", "('matrices', 'decay', 'no_decay')",
             "('decay', 'no_decay')",
         ),
         ({"optimizer_in_backward": True}, "the optimizer runs in the backward pass", "True", "False"),
@@ -129,7 +125,7 @@ def test_fp32_products_are_rounded_where_the_plan_says_so(built):
         ({"fused_kernels": True}, "fused kernels", "True", "False"),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
-)
+)  # fmt: skip
 def test_each_difference_stops_the_run_with_both_values(built, change, what, planned, found):
     model, optimizer, accelerator, installed, chosen = built
     with pytest.raises(EnvironmentFaultError, match=difference(what, planned, found)):
@@ -163,19 +159,22 @@ def test_what_a_plan_switches_on_is_seen_and_stops_a_plan_that_does_not(engine):
 
 
 PLAIN: dict[str, object] = {
-    "method": Method.FULL,
-    "precision": Precision.FP32,
-    "optimizer": Optimizer.ADAMW,
-    "checkpointing": Checkpointing.NONE,
-    "activation_offload": False,
-    "optimizer_in_backward": False,
-}
+    "method": Method.FULL, "precision": Precision.FP32, "optimizer": Optimizer.ADAMW,
+    "checkpointing": Checkpointing.NONE, "activation_offload": False, "optimizer_in_backward": False,
+}  # fmt: skip
 
 
 def test_a_parameter_that_the_optimizer_forgot_is_missed():
     with session() as (model, optimizer, accelerator, installed, chosen):
         optimizer.param_groups[0]["params"].pop()
         with pytest.raises(EnvironmentFaultError, match=difference("parameters that are updated", 21, 20)):
+            verify_engine(accelerator, model, optimizer, installed, chosen)
+
+
+def test_a_weight_of_the_base_that_is_trained_beside_the_adapters_is_seen():
+    with session(method=Method.LORA) as (model, optimizer, accelerator, installed, chosen):
+        model.get_input_embeddings().weight.requires_grad_(True)
+        with pytest.raises(EnvironmentFaultError, match=difference("the base is frozen", True, False)):
             verify_engine(accelerator, model, optimizer, installed, chosen)
 
 
@@ -226,13 +225,8 @@ def test_the_ranks_of_a_copy_are_read_off_its_shards(ranks, sharding, mesh, copy
 def test_the_mesh_of_a_plan_has_machines_outside_and_their_ranks_inside(monkeypatch):
     """Three ranks on each of two machines, whatever Accelerate's YAML says."""
     launch = {
-        "WORLD_SIZE": 6,
-        "RANK": 0,
-        "LOCAL_RANK": 0,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 1,
-        "OMP_NUM_THREADS": 1,
-    }
+        "WORLD_SIZE": 6, "RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "OMP_NUM_THREADS": 1,
+    }  # fmt: skip
     yaml = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": 3}
     sets_itself = {"ACCELERATE_USE_FSDP": "true"}  # and would leave for the tests after this one
     for name, value in {**launch, **yaml, **sets_itself}.items():
@@ -243,6 +237,13 @@ def test_the_mesh_of_a_plan_has_machines_outside_and_their_ranks_inside(monkeypa
         assert mesh["dp_replicate", "dp_shard"].mesh.tolist() == [[0, 1, 2], [3, 4, 5]]
         assert accelerator.parallelism_config.fsdp_dim_names[0] == "dp_replicate"
         reset_accelerate()
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.FP16_MIXED])
+def test_fsdp_computes_in_16_bit_and_adds_the_gradients_of_ranks_in_fp32(precision):
+    policy = _types(precision)
+    assert policy is not None
+    assert (policy.param_dtype, policy.reduce_dtype) == (compute_type(precision), torch.float32)
 
 
 def test_fused_kernels_are_those_that_the_model_runs():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.trainer.runtime.export.folder import save_model, staged
 from shardwise.trainer.spec.errors import EnvironmentFaultError
@@ -65,16 +65,15 @@ def test_the_files_are_those_of_transformers(tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_transformers_unwraps_again_afterwards_whatever_happened_meanwhile(tmp_path, monkeypatch):
-    def fail():
-        raise RuntimeError("in the middle")
-
-    unwrap = modeling_utils.unwrap_model
-    model = tiny()
-    monkeypatch.setattr(model, "state_dict", fail)
-    with pytest.raises(RuntimeError, match="in the middle"):
-        save_model(model, tmp_path / "out")
-    assert modeling_utils.unwrap_model is unwrap
+def test_an_export_that_fails_leaves_the_older_one_as_it_was(tmp_path):
+    older = tmp_path / "export"
+    older.mkdir()
+    (older / "config.json").write_text("older")
+    with pytest.raises(EnvironmentFaultError, match="cannot be written"), staged(older) as folder:
+        (folder / "config.json").write_text("newer")
+        raise OSError("the disk is full")
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert (older / "config.json").read_text() == "older"
 
 
 @pytest.mark.parametrize("name", ["export", ".export.partial"])

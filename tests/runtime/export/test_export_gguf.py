@@ -160,14 +160,6 @@ def as_jinja(go: str) -> str:
     return "{% raw %}{% endraw %}" + translated_text.replace("\n", "{{ '\\n' }}")
 
 
-def test_a_template_that_is_none_of_ours_is_not_translated(tmp_path):
-    tokenizer = metaspace_folder(tmp_path / "tokenizer")
-    (tokenizer / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
-    text, note = written.modelfile("m.gguf", tokenizer, adds_bos=True)
-    assert "TEMPLATE" not in text
-    assert "TEMPLATE" in note
-
-
 @pytest.mark.parametrize(
     ("config", "fact"),
     [

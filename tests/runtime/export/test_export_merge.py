@@ -17,7 +17,6 @@ from shardwise.trainer.runtime.export.check import (
     ROUNDED,
     SAME,
     check_logits,
-    computed_in_fp32,
     logits_of,
     prompt_ids,
     relative_difference,
@@ -86,13 +85,10 @@ def plain_logits(folder: Path) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("config", "kind", "method"),
     [
-        ("llama", "rslora", Method.LORA),
-        ("llama", "some", Method.QLORA),
-        ("tied", "dora", Method.LORA),
-        ("gpt2", "dora", Method.LORA),
-        ("gpt2", "dora", Method.QLORA),
+        ("llama", "rslora", Method.LORA), ("llama", "some", Method.QLORA), ("tied", "dora", Method.LORA),
+        ("gpt2", "dora", Method.LORA), ("gpt2", "dora", Method.QLORA),
     ],
-)
+)  # fmt: skip
 def test_merged_weights_give_the_logits_of_the_adapters_on_the_base_they_were_trained_on(
     config, kind, method, bases, tmp_path
 ):
@@ -113,8 +109,7 @@ def test_merged_weights_give_the_logits_of_the_adapters_on_the_base_they_were_tr
 
 
 @pytest.mark.parametrize(
-    ("dtype", "method"),
-    [(torch.bfloat16, Method.LORA), (torch.bfloat16, Method.QLORA), (torch.float16, Method.LORA)],
+    ("dtype", "method"), [(torch.bfloat16, Method.LORA), (torch.bfloat16, Method.QLORA), (torch.float16, Method.LORA)]
 )
 def test_what_is_merged_is_written_in_the_type_of_the_base(dtype, method, bases, tmp_path):
     precision = {torch.bfloat16: Precision.BF16_MIXED, torch.float16: Precision.FP16_MIXED}[dtype]
@@ -254,18 +249,6 @@ def test_a_folder_that_fails_its_check_gets_no_name_and_leaves_nothing(tmp_path)
     assert relative_difference(good, good[:, :1]) == float("inf")
 
 
-def test_16_bit_weights_are_widened_only_while_their_module_runs(bases):
-    model = AutoModelForCausalLM.from_pretrained(bases("tied", torch.bfloat16)).eval()
-    whole = AutoModelForCausalLM.from_pretrained(bases("tied", torch.bfloat16), dtype=torch.float32).eval()
-    weights = {name: parameter.data for name, parameter in model.named_parameters()}
-    with torch.no_grad(), computed_in_fp32(model):
-        logits = model(input_ids=IDS).logits
-        assert logits.dtype == torch.float32
-        torch.testing.assert_close(logits, whole(input_ids=IDS).logits, rtol=1e-5, atol=1e-6)
-    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
 def test_adapters_on_experts_are_merged_and_are_found_again_by_peft(method, tmp_path):
     """They adapt tensors of a module, one around the other, and the router."""
@@ -278,11 +261,3 @@ def test_adapters_on_experts_are_merged_and_are_found_again_by_peft(method, tmp_
     export(run_dir, tmp_path / "merged", merge=True)
     assert relative_difference(logits_of(model, IDS), plain_logits(tmp_path / "merged")) < SAME
     assert len(export(run_dir, tmp_path / "adapters").checks) == 1
-
-
-def test_a_base_of_16_bit_experts_is_compared_in_fp32_as_well(tmp_path):
-    base = write_base(tmp_path / "base", EXPERTS, torch.bfloat16)
-    plan = run_of(base, Method.LORA, precision=Precision.BF16_MIXED, config=EXPERTS)
-    run_dir = save_run(tmp_path / "run", plan)
-    done = export(run_dir, tmp_path / "merged", merge=True, dtype=WeightType.FP32)
-    assert "1e-05" in done.checks[0]

@@ -6,13 +6,11 @@ import pytest
 import yaml
 from export_factory import LORA, run_of
 from msgspec.structs import replace
-from report_factory import make_report
 
-from shardwise.trainer.runtime.export.model_card import Export, base_of, model_card
+from shardwise.trainer.runtime.export.model_card import Export, model_card
 from shardwise.trainer.spec.job.sections import DataJob, ModelJob
 from shardwise.trainer.spec.job.sources import DataSource
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.report import Evaluation
 from shardwise.trainer.spec.strategy import Method
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -48,12 +46,6 @@ def test_the_front_matter_is_what_the_hub_reads(method, kind, library, relation,
     assert front["tags"] == ["shardwise", str(method), *(["onnx"] if kind == "onnx" else [])]
 
 
-def test_a_licence_is_named_only_where_the_base_names_one(tmp_path):
-    assert "license" not in front_matter(model_card(Export(plan=on_the_hub(tmp_path / "a", Method.FULL))))
-    plan = on_the_hub(tmp_path / "b", Method.FULL, licence="[unclosed")
-    assert base_of(plan).licence is None
-
-
 def test_the_card_states_what_was_trained_from_what_and_how_to_load_it(tmp_path):
     plan = on_the_hub(tmp_path, Method.QLORA, lora=replace(LORA, dora=True, rslora=True))
     card = model_card(Export(plan=plan, step=30, checks=("loaded again: fine",)))
@@ -87,25 +79,11 @@ def test_folders_of_this_machine_and_secrets_stay_out_of_it(tmp_path, monkeypatc
     base.mkdir(parents=True)
     plan = run_of(None, Method.FULL)
     plan = replace(
-        plan,
-        model_path=str(base),
-        tokenizer_path=str(tmp_path / "ann"),
+        plan, model_path=str(base), tokenizer_path=str(tmp_path / "ann"),
         job=replace(plan.job, model=ModelJob(name=str(base)), data=DataJob(train=sources)),
-    )
+    )  # fmt: skip
     card = model_card(Export(plan=plan))
     assert "chats.jsonl (weight 2), train, org/dataset" in card
     assert "| base | my-base |" in card and "base_model" not in front_matter(card)
     for secret in ("hf_secret", "/home/ann", str(tmp_path), "data/train"):
         assert secret not in card
-
-
-def test_scores_and_predictions_stand_beside_what_was_measured():
-    plan = run_of(None, Method.FULL)
-    report = make_report()
-    score = Evaluation(step=8, loss=1.25, perplexity=3.49, num_tokens=1000)
-    card = model_card(Export(plan=plan, report=report, evaluation=score))
-    assert "base_model" not in front_matter(card), "it is a new model"
-    assert "All weights of a new llama model" in card and "| base | none: new weights |" in card
-    assert "Held-out loss 1.2500 (perplexity 3.49) over 1000 tokens at step 8." in card
-    rows = [line for line in card.splitlines() if line.startswith("| time of a step")]
-    assert len(rows) == 1 and rows[0].count("|") == 4 and "unknown" not in rows[0]

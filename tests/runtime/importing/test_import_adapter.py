@@ -19,11 +19,6 @@ pytestmark = [  # PEFT's
 ]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    return write_base(tmp_path_factory.mktemp("models") / "base")
-
-
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q_proj", "down_proj", "lm_head"]},
     "rslora": {"target_modules": ["q_proj", "up_proj"], "use_rslora": True},

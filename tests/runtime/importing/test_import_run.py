@@ -1,7 +1,9 @@
-"""A foreign checkpoint becomes a folder that plain transformers loads, with the logits of what was saved."""
+"""A foreign checkpoint becomes a folder that plain transformers loads, with a few tensors in memory at a time."""
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from shutil import _ntuple_diskusage
 
@@ -9,36 +11,33 @@ import pytest
 import torch
 from engine_plan_factory import TINY_LLAMA
 from export_factory import write_base
-from import_factory import IDS, assert_refused, config_of, imported, logits, saved_by_torch, zero
+from import_factory import (
+    IDS,
+    MASTERS,
+    STATES,
+    assert_refused,
+    config_of,
+    distributed,
+    imported,
+    logits,
+    saved_by_torch,
+    zero,
+)
 from prepare_request_factory import numbered_text
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.runtime.export.check import logits_of
-from shardwise.trainer.runtime.importing.run import import_checkpoint
 from shardwise.trainer.spec.errors import EnvironmentFaultError
-from shardwise.trainer.spec.messages.worker_requests import ImportKind, ImportRequest, WeightType
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    return write_base(tmp_path_factory.mktemp("models") / "base")
+from shardwise.trainer.spec.messages.worker_requests import ImportKind, WeightType
 
 
 def test_safetensors_are_linked_and_the_original_may_go(base, tmp_path):
     done = imported(base, tmp_path / "out")
     assert done.kind is ImportKind.HUGGINGFACE and done.dtype == "F32"
     assert (tmp_path / "out" / "model.safetensors").samefile(base / "model.safetensors")
-    assert torch.equal(logits(tmp_path / "out"), logits(base))
-
-
-def test_a_sharded_folder_keeps_its_files_and_index(base, tmp_path):
-    AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "in", max_shard_size="150KB")
-    done = imported(tmp_path / "in", tmp_path / "out")
-    names = [sorted(path.name for path in (tmp_path / each).glob("model*")) for each in ("in", "out")]
-    assert names[0] == names[1] and len(names[0]) > 2
-    assert done.source.endswith(": model.safetensors.index.json")
     assert torch.equal(logits(tmp_path / "out"), logits(base))
 
 
@@ -58,7 +57,8 @@ def test_pickled_weights_in_several_files_are_read_by_their_index(base, tmp_path
     rest = {name: each for name, each in weights.items() if name not in first}
     places = {name: "pytorch_model-1.bin" if name in first else "pytorch_model-2.bin" for name in weights}
     torch.save(first, folder / "pytorch_model-1.bin")
-    torch.save(rest, folder / "pytorch_model-2.bin")
+    stale = {name: each + 1 for name, each in first.items()}
+    torch.save(rest | stale, folder / "pytorch_model-2.bin")
     (folder / "pytorch_model.bin").unlink()
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     imported(folder, tmp_path / "out")
@@ -81,13 +81,10 @@ def test_files_are_of_a_bounded_size_and_have_an_index(base, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("before", "wrapper"),
     [
-        ("", "module._orig_mod."),
-        ("", "base_model.model."),
-        ("layers.0.", "_fsdp_wrapped_module."),
-        ("layers.0.", "_checkpoint_wrapped_module."),
-        ("layers.0.", "_orig_mod."),
+        ("", "module._orig_mod."), ("", "base_model.model."), ("layers.0.", "_fsdp_wrapped_module."),
+        ("layers.0.", "_checkpoint_wrapped_module."), ("layers.0.", "_orig_mod."),
     ],
-)
+)  # fmt: skip
 def test_names_of_wrappers_of_the_model_or_of_a_block_are_taken_off(before, wrapper, base, tmp_path):
     def wrapped(weights):
         return {name.replace(before, before + wrapper, 1): each for name, each in weights.items()}
@@ -169,8 +166,7 @@ def test_a_trainers_folder_under_deepspeed_has_two_forms_of_the_weights(base, tm
 
 
 @pytest.mark.parametrize(
-    ("kind", "fact"),
-    [(ImportKind.DEEPSPEED, "DeepSpeed.*Trainer"), (ImportKind.PEFT, r"PEFT.*adapter_config\.json")],
+    ("kind", "fact"), [(ImportKind.DEEPSPEED, "DeepSpeed.*Trainer"), (ImportKind.PEFT, r"PEFT.*adapter_config\.json")]
 )
 def test_a_kind_that_the_files_are_not_is_refused(kind, fact, trainer_folder, tmp_path):
     assert_refused(trainer_folder, tmp_path / "out", fact, kind=kind)
@@ -212,6 +208,32 @@ def test_weights_that_are_not_the_models_are_refused_and_leave_nothing(change, f
     saved_by_torch(base, tmp_path / "in", change)
     assert_refused(tmp_path / "in", tmp_path / "out", fact)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_safetensors_that_would_be_linked_are_looked_through_for_nan(base, tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((base / "config.json").read_bytes())
+    save_file(changed(load_file(base / "model.safetensors"), NORM, poison), folder / "model.safetensors")
+    assert_refused(folder, tmp_path / "out", r"model\.norm\.weight .*NaN")
+
+
+def test_three_ranks_of_zero_3_have_a_padded_third_of_every_weight(base, tmp_path):
+    weights, folder = load_file(base / "model.safetensors"), tmp_path / "in" / "global_step2"
+    folder.mkdir(parents=True)
+    thirds = [functional.pad(each.reshape(-1), (0, -each.numel() % 3)).chunk(3) for each in weights.values()]
+    shapes = [{name: each.shape for name, each in weights.items()}]
+    for rank in range(3):
+        states = {"module": {}, "buffer_names": [], "param_shapes": shapes, "shared_params": {}}
+        torch.save(states, folder / f"zero_pp_rank_{rank}_{STATES}")
+        flats = [torch.cat([parts[rank] for parts in thirds])]
+        masters = {"zero_stage": 3, "partition_count": 3, "fp32_flat_groups": flats}
+        torch.save({"optimizer_state_dict": masters}, folder / MASTERS.format(rank))
+    (folder.parent / "latest").write_text("global_step2\n")
+    done = imported(folder.parent, tmp_path / "out", config=config_of(base), config_origin="preset")
+    assert "ZeRO-3 on 3 ranks" in done.source
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(written[name], each) for name, each in weights.items())
 
 
 def test_numbers_too_large_for_the_type_are_refused(base, tmp_path):
@@ -281,9 +303,52 @@ def test_a_disk_in_the_way_is_an_environment_fault(base, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"in", "file", "theirs"}
 
 
-def test_progress_is_told_in_bytes(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardwise.trainer.runtime.importing.run.REPORT_EVERY_S", 0.0)
-    lines: list[str] = []
-    folder = saved_by_torch(base, tmp_path / "in")
-    import_checkpoint(ImportRequest(checkpoint=str(folder), out=str(tmp_path / "out")), lines.append)
-    assert len(lines) == 21 and (lines[0], lines[-1]) == ("64 KiB of 417 KiB", "417 KiB of 417 KiB")
+CONFIG = {
+    "model_type": "llama", "vocab_size": 6000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+WATCH = """
+import json, sys, threading
+from pathlib import Path
+from shardwise.trainer.runtime.importing.run import import_checkpoint
+from shardwise.trainer.runtime.loop.memory_profile import anonymous_bytes
+from shardwise.trainer.spec.messages.worker_requests import ImportRequest, WeightType
+
+def peak(folder, dtype):
+    before, peaks, is_done = anonymous_bytes(), [], threading.Event()
+
+    def watch():
+        while not is_done.wait(0.001):
+            peaks.append(anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    import_checkpoint(ImportRequest(checkpoint=folder, out=f"{folder}-{dtype}", dtype=dtype))
+    is_done.set()
+    watcher.join()
+    return max(peaks) - before
+
+small, pickled, zero, dcp = sys.argv[1:]
+peak(small, None)
+print(json.dumps([peak(pickled, None), peak(zero, WeightType.BF16), peak(dcp, WeightType.BF16)]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads what Linux tells of a process")
+def test_no_more_than_four_of_the_largest_tensors_are_in_memory(tmp_path):
+    small = saved_by_torch(write_base(tmp_path / "small-base"), tmp_path / "small")
+    base = write_base(tmp_path / "base", CONFIG)
+    sizes = [each.numel() * 4 for each in load_file(base / "model.safetensors").values()]
+    folders = [
+        saved_by_torch(base, tmp_path / "bin"),
+        zero(base, tmp_path / "zero"),
+        distributed(base, tmp_path / "dcp"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WATCH, str(small), *map(str, folders)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    peaks = json.loads(done.stdout)
+    assert max(sizes) < max(peaks) < 4 * max(sizes), peaks  # ZeRO and DCP put each tensor together
+    assert sum(sizes) > 8 * max(sizes), "the bound is far from the model"

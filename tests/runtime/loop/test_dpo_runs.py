@@ -8,8 +8,7 @@ import pytest
 import torch
 from attempt_runs import losses_of, metrics_of, run_attempt, session_of
 from msgspec.structs import replace
-from pair_factory import NUM_EVAL_PAIRS, NUM_PAIRS, pair_plan, write_pairs
-from safetensors.torch import load_file
+from pair_factory import NUM_EVAL_PAIRS, pair_plan, write_pairs
 
 from shardwise.trainer.runtime.data.batches import MicroBatch, eval_micro_batches
 from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
@@ -23,7 +22,7 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import LoraJob, LrSchedule
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending
-from shardwise.trainer.spec.strategy import LossHead, Method, Precision
+from shardwise.trainer.spec.strategy import LossHead, Method
 
 CPU = torch.device("cpu")
 LORA = LoraJob(rank=4, alpha=8.0)
@@ -85,16 +84,6 @@ def test_the_reference_of_adapters_is_the_model_without_them(tmp_path, cache_dir
     assert (before - expected).abs().max() > 0.1, "they make a difference"
     session.model(**inputs).sum().backward()
     assert all(parameter.grad is not None for parameter in session.model.parameters() if parameter.requires_grad)
-
-
-def test_the_reference_of_a_quantised_base_is_that_base(tmp_path, cache_dir):
-    plan = pair_plan(cache_dir, method=Method.QLORA, train={"lora": LORA}, micro_batch=8)
-    session = session_of(tmp_path, plan)
-    expected = as_it_is(session.model, held_out(cache_dir), CPU)  # adapters start at zero
-    move_adapters(session, lambda _: 0.1)
-    found = plain_base(session.model, held_out(cache_dir), CPU)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
-    assert (as_it_is(session.model, held_out(cache_dir), CPU) - expected).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("method", [Method.LORA, Method.FULL])
@@ -176,15 +165,6 @@ def test_neither_the_head_nor_how_pairs_fall_on_micro_batches_changes_the_losses
             assert found.get(name) == pytest.approx(expected.get(name), abs=1e-6)
 
 
-@pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.FP16_MIXED])
-def test_pairs_are_learned_in_16_bit_too(tmp_path, cache_dir, whole, precision):
-    run(tmp_path, course(cache_dir, precision=precision, loss=LossHead.FUSED))
-    lines, exact = metrics_of(tmp_path), metrics_of(whole(Method.LORA))
-    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in exact], abs=3e-3)
-    assert not any(line.get("skipped") for line in lines)
-    assert lines[1]["grad_norm"] == pytest.approx(exact[1]["grad_norm"], rel=0.05)
-
-
 def test_a_head_without_sums_of_rows_is_refused_before_anything_runs(tmp_path, cache_dir):
     session = session_of(tmp_path, pair_plan(cache_dir, micro_batch=8))
     plan = replace(session.plan, candidates=(replace(session.plan.chosen, loss=LossHead.FUSED_LINEAR),))
@@ -212,15 +192,6 @@ def half_way(tmp_path, cache_dir) -> tuple[Path, Plan]:
     return tmp_path, replace(pair_plan(cache_dir, num_steps=6, **settings), resume=True)
 
 
-def test_the_file_holds_the_log_probabilities_of_every_row_at_the_start(half_way, cache_dir):
-    run_dir, plan = half_way
-    tensors = load_file(run_dir / "reference.safetensors")
-    assert len(tensors["keys"]) == 2 * (NUM_PAIRS + NUM_EVAL_PAIRS), "both splits, more than three steps take"
-    expected = logps_of_base(plan, held_out(cache_dir))
-    nearest = (tensors["logps"][:, None] - expected[None]).abs().amin(0)
-    assert nearest.max() < 1e-5
-
-
 def foreign(run_dir: Path, plan: Plan) -> bytes:
     run(run_dir / "other", replace(plan, data=replace(plan.data, fingerprint="other"), resume=False))
     return (run_dir / "other" / "reference.safetensors").read_bytes()
@@ -245,20 +216,6 @@ def test_a_resumed_run_without_its_own_reference_is_refused(half_way, content, k
         run(run_dir, plan, number=2)
 
 
-def test_another_attempt_from_the_start_reads_the_reference_of_the_first(tmp_path, cache_dir):
-    plan = pair_plan(cache_dir, num_steps=2, micro_batch=8)
-    run(tmp_path, plan)
-    path = tmp_path / "reference.safetensors"
-    before = path.stat().st_mtime_ns
-    run(tmp_path, plan, number=2)
-    assert path.stat().st_mtime_ns == before
-    path.write_bytes(b"foreign")
-    run(tmp_path, plan, number=3)
-    assert len(load_file(path)["keys"]) == 2 * (NUM_PAIRS + NUM_EVAL_PAIRS), "run anew"
-    first, second, third = (losses_of(tmp_path)[start : start + 2] for start in (0, 2, 4))
-    assert first == second == third
-
-
 def test_a_stop_ends_the_run_of_the_reference_and_a_resume_runs_it_again(tmp_path, cache_dir):
     plan = pair_plan(cache_dir, num_steps=2, micro_batch=8)
     state = run(tmp_path / "stopped", plan, wants_stop=True)
@@ -268,8 +225,3 @@ def test_a_stop_ends_the_run_of_the_reference_and_a_resume_runs_it_again(tmp_pat
     run(tmp_path / "straight", plan)
     assert resumed.resumed_from_step == 0
     assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "straight")
-
-
-def test_a_trial_runs_no_reference(tmp_path, cache_dir):
-    run(tmp_path, replace(pair_plan(cache_dir, num_steps=2, micro_batch=8), is_trial=True))
-    assert not (tmp_path / "reference.safetensors").exists()

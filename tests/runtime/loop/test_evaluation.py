@@ -14,7 +14,6 @@ from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
 from shardwise.trainer.runtime.loop.objectives import evaluate
 from shardwise.trainer.runtime.models.build import build_model
-from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation
 from shardwise.trainer.spec.strategy import LossHead
@@ -66,9 +65,3 @@ def test_loss_perplexity_and_accuracy_are_exact(caches, cache, micro_batch, head
     assert found.perplexity == pytest.approx(math.exp(loss / num_targets), rel=1e-6)
     assert found.accuracy == pytest.approx(num_right / num_targets, abs=1e-12)
     assert num_right > 0
-
-
-def test_reports_from_before_there_was_an_accuracy_are_still_read():
-    old = b'{"step": 4, "loss": 2.0, "perplexity": 7.4, "num_tokens": 50, "unigram_entropy_nats": 3.0}'
-    found = codec.decode(old, Evaluation, origin="an old report")
-    assert (found.loss, found.accuracy, found.reward_accuracy, found.reward_margin) == (2.0, None, None, None)

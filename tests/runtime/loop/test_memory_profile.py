@@ -1,16 +1,16 @@
-"""The memory figures against allocations of known size: by part, by phase, over time, and out of memory."""
+"""The memory figures against allocations of known size: by part, phase, module, over time, and out of memory."""
 
 import errno
 import resource
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from galore_torch.galore_projector import GaLoreProjector
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 
 from shardwise.trainer.__main__ import error_line
 from shardwise.trainer.runtime.loop.memory_profile import (
@@ -25,11 +25,18 @@ from shardwise.trainer.runtime.loop.memory_profile import (
     cap_memory,
     held_bytes,
     held_tensors,
-    highest_rise,
     is_out_of_memory,
     memory_state,
     timeline_of_spans,
     write_memory_state,
+)
+from shardwise.trainer.runtime.loop.profile_step import (
+    Allocation,
+    ModuleMarks,
+    allocations_of,
+    block_names,
+    retained_by_module,
+    within_block,
 )
 from shardwise.trainer.runtime.run.clock import Clock, Span
 from shardwise.trainer.spec import codec
@@ -49,12 +56,6 @@ WEIGHT_BYTES = 4 * SIZE * SIZE
 CPU = torch.device("cpu")
 
 
-def test_the_rise_is_the_largest_running_sum_in_order_of_time():
-    assert highest_rise([(3, -60), (1, 100), (2, 50), (4, 80), (5, -170)]) == (170, 4)
-    assert highest_rise([(1, -5), (2, 3)]) == (0, 0)
-    assert highest_rise([]) == (0, 0)
-
-
 def trained_linear() -> tuple[nn.Linear, torch.optim.Optimizer]:
     model = nn.Linear(SIZE, SIZE, bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -67,24 +68,6 @@ def trained_linear() -> tuple[nn.Linear, torch.optim.Optimizer]:
 def test_weights_and_moments_are_held_between_steps():
     held = held_bytes(*trained_linear())
     assert held == {WEIGHTS: WEIGHT_BYTES, OPTIMIZER_STATE: 2 * WEIGHT_BYTES + 4, GRADIENTS: 0}
-
-
-@pytest.mark.parametrize("sides", [1, 2])
-def test_projectors_are_state(sides):
-    """GaLore stores them in an object next to the moments; one where a side is projected, two where both are."""
-    model, optimizer = trained_linear()
-    before = held_bytes(model, optimizer)[OPTIMIZER_STATE]
-    matrices = [torch.zeros(SIZE, 16) for _ in range(sides)]
-    projector = GaLoreProjector(16)
-    projector.ortho_matrix = matrices if sides > 1 else matrices[0]
-    optimizer.state[model.weight]["projector"] = projector
-    assert held_bytes(model, optimizer)[OPTIMIZER_STATE] - before == sides * 4 * SIZE * 16
-
-
-def test_tied_weights_count_once():
-    model = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False), nn.Linear(SIZE, SIZE, bias=False))
-    model[1].weight = model[0].weight
-    assert held_bytes(model, torch.optim.SGD(model.parameters()))[WEIGHTS] == WEIGHT_BYTES
 
 
 def test_what_a_profile_writes_down_is_no_part_of_a_cap():
@@ -146,16 +129,6 @@ def test_the_peak_of_each_phase_is_reported_with_that_of_the_step():
     assert figures.peaks["optimizer"] == max(figures.peaks.values()) == figures.peak_allocated_bytes
     assert max(point.allocated_bytes for point in figures.timeline) == figures.peak_allocated_bytes
     assert {point.phase for point in figures.timeline} - {""} == {"forward", "backward", "optimizer"}
-
-
-def test_a_gradient_that_comes_after_the_peak_is_no_part_of_it():
-    model, optimizer = trained_linear()
-    profile = MemoryProfile(model, optimizer, CPU)
-    with profile.step():
-        scratch = torch.empty(4_000_000)
-        del scratch
-        model(torch.ones(8, SIZE)).sum().backward()
-    assert profile.figures().parts[GRADIENTS] == 0
 
 
 def test_anonymous_memory_grows_with_what_is_written():
@@ -254,13 +227,9 @@ def test_a_long_timeline_keeps_its_highest_point():
 def test_a_device_that_counts_no_moments_has_three_points_a_phase():
     spans = (Span("forward", 100, 200, 10, 50, 40), Span("backward", 200, 300, 40, 90, 20))
     assert [(round(point.at_s * 1e9), point.allocated_bytes, point.phase) for point in timeline_of_spans(spans)] == [
-        (0, 10, "forward"),
-        (50, 50, "forward"),
-        (100, 40, "forward"),
-        (100, 40, "backward"),
-        (150, 90, "backward"),
+        (0, 10, "forward"), (50, 50, "forward"), (100, 40, "forward"), (100, 40, "backward"), (150, 90, "backward"),
         (200, 20, "backward"),
-    ]
+    ]  # fmt: skip
     assert timeline_of_spans(()) == ()
 
 
@@ -277,15 +246,6 @@ def test_the_tensors_that_are_held_are_counted_once_and_by_kind():
     del view, other
 
 
-def test_tensors_without_storage_are_left_out():
-    before = held_tensors()
-    with FakeTensorMode():
-        fake = torch.empty(1000, 1000)  # as torch.compile leaves them behind
-    without = [fake, torch.empty(1000, 1000, device="meta"), torch.eye(300).to_sparse()]
-    assert held_tensors() == before
-    assert len(without) == 3
-
-
 def test_the_memory_state_has_the_phase_of_the_rank_and_its_limit(tmp_path):
     heartbeat_path(tmp_path, 1).parent.mkdir()
     heartbeat_path(tmp_path, 1).write_bytes(encode_heartbeat(Heartbeat(step=4, count=3, phase="backward")))
@@ -297,6 +257,59 @@ def test_the_memory_state_has_the_phase_of_the_rank_and_its_limit(tmp_path):
     assert memory_state(tmp_path, 0, 4, 0).phase == ""  # it has no heartbeat
 
 
-def test_a_state_that_cannot_be_written_raises_nothing(tmp_path, capsys):
-    write_memory_state(tmp_path / "gone", rank=0, step=0, data_limit=0)
-    assert "the memory state could not be written: FileNotFoundError" in capsys.readouterr().out
+BLOCKS = ("model.layers.0", "model.layers.1", "model.layers.10")
+
+
+@pytest.mark.parametrize(
+    ("module", "place"),
+    [
+        ("model.layers.1.mlp.down_proj", (1, "mlp.down_proj")),
+        ("model.layers.10.mlp", (2, "mlp")),  # not of block 1, whose name it begins with
+        ("model.layers.0", (0, "the block itself")),
+        ("model.norm", (None, "model.norm")),
+    ],
+)
+def test_a_module_is_named_by_its_place(module, place):
+    assert within_block(module, BLOCKS) == place
+
+
+def test_bytes_that_are_freed_or_of_another_time_are_not_retained():
+    allocations = [
+        Allocation(5, 1, 1000),  # before the forward
+        Allocation(10, 2, 64),
+        Allocation(11, 3, 32),
+        Allocation(12, 2, -64),
+        Allocation(13, 2, 128),  # in the same place
+        Allocation(14, 1, -1000),
+        Allocation(25, 4, 16),  # after it
+    ]
+    assert retained_by_module(allocations, ModuleMarks(), begin_ns=10, end_ns=20) == {"": 160}
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))] * 1)
+        self.head = nn.Linear(64, 256)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            rows = layer(rows)
+        return self.head(rows).sum()
+
+
+def test_a_real_forward_retains_the_outputs_of_its_modules():
+    """The last sum needs no output of the head: it is freed, and the others are saved for the backward."""
+    model, marks = Small(), ModuleMarks()
+    rows = torch.ones(32, 64)
+    model(rows).backward()
+    with marks.noted(model), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        begin_ns = time.time_ns()
+        loss = model(rows)
+        end_ns = time.time_ns()
+        loss.backward()
+    retained = retained_by_module(allocations_of(profiler, "cpu"), marks, begin_ns=begin_ns, end_ns=end_ns)
+    expected = {"layers.0.0": 32 * 128 * 4, "layers.0.1": 32 * 128 * 4, "layers.0.2": 32 * 64 * 4, "": 4}
+    assert retained == expected
+    assert block_names(model) == ["layers.0"]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -78,12 +78,6 @@ def test_a_save_that_fails_in_the_background_is_an_incident_and_the_older_one_st
     assert steps_in(tmp_path / "checkpoints") == [1]
 
 
-def test_the_first_step_is_saved_and_read_back(cache_dir, tmp_path):
-    plan = plan_of(cache_dir, schedule={"rehearses_save": True, "checkpoint_every_steps": None})
-    _, state = run_attempt(tmp_path, plan)
-    assert (steps_in(tmp_path / "checkpoints"), state.incidents) == ([1, 6], [])
-
-
 def test_a_disk_that_keeps_something_else_ends_the_run_after_one_step(cache_dir, tmp_path, monkeypatch):
     """A file system that changes a byte after the write."""
     honest = save_state

@@ -1,4 +1,4 @@
-"""What becomes of a run whose checkpoint cannot be saved: it continues, or it ends where continuing is pointless."""
+"""When a checkpoint is due, and what becomes of a run whose checkpoint cannot be saved: it continues, or it ends."""
 
 import os
 import tempfile
@@ -7,22 +7,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from attempt_runs import losses_of, run_attempt, session_of
+from attempt_runs import run_attempt, session_of
 from msgspec.structs import replace
 from rank_factory import rank_plan
 
-from shardwise.trainer.runtime.checkpoint import NonFiniteStateError
-from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
-from shardwise.trainer.runtime.loop.saving import export_model, save_state
+from shardwise.trainer.runtime.checkpoint import NonFiniteStateError, Ranks
+from shardwise.trainer.runtime.loop.saving import SaveTimer, save_state
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.job.sections import GaloreJob
-from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.plan import Schedule
 from shardwise.trainer.spec.report import Evaluation
-from shardwise.trainer.spec.strategy import Method
 
 NOBODY = 65534
 
@@ -114,33 +110,32 @@ def test_weights_that_took_a_gradient_without_numbers_are_neither_saved_nor_trai
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "step_s", "cost_s", "expected"),
     [
-        {"optimizer": Optimizer.PAGED_ADAMW},
-        {"optimizer": Optimizer.LION_8BIT},
-        {"optimizer": Optimizer.MUON},
-        {"optimizer": Optimizer.ADALOMO},
-        {"method": Method.GALORE, "train": {"galore": GaloreJob(rank=8, layerwise=True)}},
+        pytest.param({"checkpoint_every_steps": 3}, 1.0, 0.0, [3, 6, 9, 12, 15, 18, 21], id="steps alone"),
+        pytest.param(
+            {"checkpoint_every_steps": 5, "checkpoint_every_s": 20.0},
+            7.0,
+            1.0,
+            [3, 5, 8, 10, 13, 15, 18, 20],
+            id="both",
+        ),
+        pytest.param({"checkpoint_every_steps": 4, "saving_max_share": 0.1}, 1.0, 0.1, [4, 8, 12, 16, 20], id="cheap"),
+        pytest.param({"checkpoint_every_steps": 4, "saving_max_share": 0.1}, 1.0, 0.6, [4, 10, 16, 22], id="put off"),
     ],
-    ids=str,
 )
-def test_a_run_of_another_optimizer_continues_from_its_checkpoint(settings, cache_dir, run_dir):
-    """The losses of two attempts of two steps are those of one of four."""
-    plan = rank_plan(cache_dir, num_steps=4, checkpoint_every_steps=2, micro_batch=8, accumulation=1, **settings)
-    run_attempt(run_dir / "once", plan)
-    run_attempt(run_dir / "twice", plan, wants_stop=lambda state: state.step == 2)
-    _, state = run_attempt(run_dir / "twice", replace(plan, resume=True), number=2)
-    assert (state.incidents, state.resumed_from_step) == ([], 2)
-    assert len(losses_of(run_dir / "once")) == 4 and losses_of(run_dir / "once") == losses_of(run_dir / "twice")
-
-
-def test_an_exported_tokenizer_with_other_ids_is_an_incident_of_the_run(cache_dir, run_dir, tmp_path):
-    source = tmp_path / "tokenizer"
-    write_trained_tokenizer(train_tokenizer(iter(["a lazy dog"]), vocab_size=270), source)
-    settings = msgspec.json.decode((source / "tokenizer_config.json").read_bytes())
-    (source / "tokenizer_config.json").write_bytes(msgspec.json.encode(settings | {"extra_special_tokens": ["lazy"]}))
-    session = session_of(run_dir, replace(rank_plan(cache_dir), tokenizer_path=str(source)))
-    export_model(session)
-    (incident,) = session.state.incidents
-    assert incident.startswith("the exported tokenizer does not give the same ids ")
-    assert session.state.export == "export"
+def test_a_checkpoint_is_due_by_steps_by_the_clock_and_by_what_the_last_one_cost(settings, step_s, cost_s, expected):
+    clock = [0.0]
+    schedule = Schedule(
+        num_steps=100, sequences_per_step=1, tokens_per_step=8, warmup_steps=0, lr=1.0, lr_source="",
+        eval_every_steps=None, **({"checkpoint_every_steps": None} | settings),
+    )  # fmt: skip
+    timer = SaveTimer(schedule, Ranks.alone(), clock=lambda: clock[0])
+    due = []
+    for step in range(1, 23):
+        clock[0] += step_s
+        if timer.is_due(step):
+            due.append(step)
+            timer.saved(cost_s / 2)
+            timer.went_on_costing(cost_s / 2)
+    assert due == expected

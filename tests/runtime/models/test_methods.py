@@ -1,4 +1,4 @@
-"""What each method makes of a model: what is trained, in which type, what is recomputed, and what the report says."""
+"""What each method makes of a model: what is trained, in which type, what is recomputed; adapters on a tiny model."""
 
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,20 @@ from engine_plan_factory import TINY_LLAMA
 from msgspec.structs import replace
 from rank_factory import rank_plan
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from shardwise.trainer.runtime.models.build import build_model
-from shardwise.trainer.runtime.models.methods import method_facts, quantised_layers
+from shardwise.trainer.runtime.models.build import build_model, make_trainable, model_from_config
+from shardwise.trainer.runtime.models.methods import (
+    add_adapters,
+    base_type,
+    method_facts,
+    quantised_layers,
+    trained_parameters,
+)
+from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
 
 NUM_BASE = 106_816
 LORA = LoraJob(rank=4, alpha=8.0)
@@ -115,22 +122,97 @@ def test_the_report_says_what_is_trained_on_what():
     assert "4-bit layers" not in method_facts(build_model(plan_of(Method.LORA)))
 
 
-@pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
-def test_a_model_with_adapters_still_generates(method):
-    model: Any = build_model(plan_of(method))
-    model.eval()
-    ids = torch.arange(8).reshape(1, 8)
-    generated = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0
-    )
-    assert generated.shape == (1, 12)
-    logits = model(input_ids=ids).logits
-    assert int(generated[0, 8]) == int(logits[0, -1].argmax())
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+RANK = 4
 
 
-def test_one_of_noise_and_adapters_does_not_hide_the_other():
-    plan = plan_of(Method.LORA)
-    job = replace(plan.job, train=replace(plan.job.train, neftune_alpha=3.0))
-    facts = method_facts(build_model(replace(plan, job=job)))
-    assert facts["embedding noise"] == "NEFTune, alpha 3, added in 0 forwards"
-    assert facts["adapters"] == "float32, on 14 layers"
+def adapted(precision: Precision, lora: LoraJob | None = None, method: Method = Method.LORA) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = model_from_config(CONFIG, dtype=base_type(method, precision), attention=Attention.SDPA)
+    assert isinstance(model, LlamaForCausalLM)
+    add_adapters(model, lora or LoraJob(rank=RANK), precision)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("targets", "widths"),
+    [
+        (("all-linear",), [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)]),
+        (("q_proj", "down_proj"), [(32, 32), (48, 32)]),
+    ],
+)
+def test_each_named_linear_layer_gets_two_matrices(targets: tuple[str, ...], widths: list[tuple[int, int]]) -> None:
+    model = adapted(Precision.FP32, LoraJob(rank=RANK, targets=targets))
+    num_trained = sum(p.numel() for p in trained_parameters(model))
+    assert num_trained == 2 * sum(RANK * (inputs + outputs) for inputs, outputs in widths)
+
+
+@pytest.mark.parametrize(
+    ("targets", "fact"),
+    [
+        (("no_such_proj",), "no_such_proj: .*q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj$"),
+        (("q_proj", "no_such_proj"), "no_such_proj: "),
+        (("embed_tokens",), "embed_tokens: "),
+        (("layers.2.mlp.up_proj",), r"layers\.2\.mlp\.up_proj: "),
+        (("proj",), "proj: "),
+        (("lm_head", "q_proj"), "lm_head: "),
+        (("q_proj", "all-linear"), "all-linear "),
+    ],
+)
+def test_targets_that_name_no_linear_layer_are_refused(targets: tuple[str, ...], fact: str) -> None:
+    with pytest.raises(InputError, match=f"^lora.targets: {fact}") as error:
+        adapted(Precision.FP32, LoraJob(targets=targets))
+    assert "\n" not in str(error.value)
+
+
+def test_the_end_of_a_name_picks_one_layer() -> None:
+    model = adapted(Precision.FP32, LoraJob(rank=RANK, targets=("layers.1.mlp.up_proj",)))
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert names == {f"model.layers.1.mlp.up_proj.lora_{each}.default.weight" for each in "AB"}
+
+
+@pytest.mark.parametrize(("rslora", "scaling"), [(False, 8.0 / RANK), (True, 8.0 / RANK**0.5)])
+def test_alpha_is_divided_by_the_rank_or_its_root(rslora: bool, scaling: float) -> None:
+    layer: Any = adapted(Precision.FP32, LoraJob(rank=RANK, alpha=8.0, rslora=rslora)).model.layers[0].mlp.up_proj
+    assert layer.scaling["default"] == scaling
+    torch.nn.init.ones_(layer.lora_B["default"].weight)
+    rows = torch.randn(3, 32)
+    added = layer(rows) - layer.base_layer(rows)
+    expected = scaling * (rows @ layer.lora_A["default"].weight.T).sum(-1, keepdim=True)
+    torch.testing.assert_close(added, expected.expand_as(added))
+
+
+def test_dora_trains_the_length_of_each_row_beside_its_direction() -> None:
+    """At the start the lengths are those of the base's rows, so that nothing changes (arXiv:2402.09353, section 4)."""
+    model = adapted(Precision.FP32, LoraJob(rank=RANK, dora=True))
+    layer: Any = model.model.layers[0].mlp.up_proj
+    lengths = layer.lora_magnitude_vector["default"].weight
+    torch.testing.assert_close(lengths, layer.base_layer.weight.norm(dim=1))
+    assert lengths.requires_grad and lengths.dtype == torch.float32
+    rows = torch.randn(3, 32)
+    torch.testing.assert_close(layer(rows), layer.base_layer(rows))
+    with torch.no_grad():
+        lengths.mul_(2)
+    torch.testing.assert_close(layer(rows), 2 * layer.base_layer(rows))
+    num_rows = sum(p.numel() for name, p in model.named_parameters() if "magnitude" in name)
+    assert num_rows == 2 * (32 + 16 + 16 + 32 + 48 + 48 + 32)
+
+
+def test_a_fresh_adapter_changes_nothing_and_learns() -> None:
+    """The model keeps its class, so that the loss head finds its parts, and only adapters get gradients."""
+    ids = torch.arange(16).reshape(1, 16)
+    losses = []
+    for has_adapters in (False, True):
+        torch.manual_seed(0)
+        model = model_from_config(CONFIG, dtype=torch.float32, attention=Attention.SDPA)
+        if has_adapters:
+            add_adapters(model, LoraJob(rank=RANK), Precision.FP32)
+        make_trainable(model, Checkpointing.FULL, LossHead.CHUNKED, loss_chunk_tokens=8)
+        losses.append(model(input_ids=ids, labels=ids))
+    assert torch.equal(*(loss.detach() for loss in losses))
+    losses[1].backward()
+    assert {name.split(".")[-2] for name, p in model.named_parameters() if p.grad is not None} == {"default"}
+    assert all(p.grad is not None for p in trained_parameters(model))

@@ -12,25 +12,21 @@ from custom_model import CONFIG, MARKER, code_of, write_custom_model
 from msgspec.structs import replace
 from rank_factory import rank_plan
 from registered_code import transformers_as_it_was
-from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from shardwise.trainer.runtime.data.batches import check_documents_apart
-from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.runtime.export.check import SAME, logits_of, prompt_ids, relative_difference, reloaded_logits
 from shardwise.trainer.runtime.export.folder import write_model_folder
 from shardwise.trainer.runtime.export.run import plan_on
-from shardwise.trainer.runtime.loop.objectives import continue_prompt
 from shardwise.trainer.runtime.memory.recomputation import blocks_of
 from shardwise.trainer.runtime.models.build import build_meta_model, build_model, build_trainable
 from shardwise.trainer.runtime.models.model_code import as_its_user, load_model_code
 from shardwise.trainer.simulation.describe import describe
-from shardwise.trainer.simulation.dry_run import simulate
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
 from shardwise.trainer.spec.model.shape import DescriptionRequest
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, Precision
+from shardwise.trainer.spec.strategy import Attention, Checkpointing
 
 IDS = prompt_ids(320)
 CPU = torch.device("cpu")
@@ -45,12 +41,10 @@ def each_test_registers_anew() -> Iterator[None]:
 def described(folder: Path, *, trusts: bool = True):
     return describe(
         DescriptionRequest(
-            model_config=CONFIG,
-            origin="config.json",
-            model_code=code_of(folder) if trusts else None,
+            model_config=CONFIG, origin="config.json", model_code=code_of(folder) if trusts else None,
             offers_code_of="org/tiny",
         )
-    )
+    )  # fmt: skip
 
 
 def plan_with(folder: Path, **engine: Any) -> Plan:
@@ -70,12 +64,6 @@ def test_without_the_word_of_the_job_the_refusal_names_what_to_write(tmp_path):
         described(write_custom_model(tmp_path / "tiny"), trusts=False)
     assert "does not know tiny_custom" in str(refused.value)
     assert "model.trust_remote_code=org/tiny runs the code of that repository on this machine" in str(refused.value)
-
-
-def test_a_type_that_transformers_knows_is_its_own_whatever_code_is_offered():
-    config = {**CONFIG, "model_type": "olmo2", "num_key_value_heads": 4}
-    shape = describe(DescriptionRequest(model_config=config, origin="config.json", offers_code_of="org/tiny"))
-    assert shape.block_class == "Olmo2DecoderLayer"
 
 
 def test_its_weights_give_the_logits_that_transformers_gives_and_each_file_runs_once(tmp_path, monkeypatch):
@@ -185,30 +173,6 @@ def test_blocks_that_are_plain_modules_are_recomputed_with_the_same_gradients(ch
 def gradients_of(model: PreTrainedModel) -> list[torch.Tensor]:
     model(input_ids=IDS, labels=IDS).backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def test_a_sample_is_drawn_and_one_that_the_code_cannot_make_is_left_out_with_a_word(tmp_path):
-    write_trained_tokenizer(train_tokenizer(["a b c"], vocab_size=260), tmp_path / "words")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "words")
-    model: Any = build_model(plan_on(plan_with(write_custom_model(tmp_path / "tiny")), DeviceKind.CPU))
-    assert not continue_prompt(model, [66, 67], tokenizer).startswith("none: ")
-    model.prepare_inputs_for_generation = None
-    assert continue_prompt(model, [66, 67], tokenizer).startswith("none: the model's own code raised TypeError: ")
-    assert model.training
-
-
-def test_a_dry_run_runs_the_code(tmp_path):
-    folder = write_custom_model(tmp_path / "tiny")
-    request = SimulationRequest(
-        model_config=CONFIG,
-        model_code=code_of(folder),
-        seq_len=32,
-        precision=Precision.FP32,
-        device_kind=DeviceKind.CPU,
-    )
-    simulation = simulate(request)
-    assert simulation.num_parameters == 39_072
-    assert simulation.peak_allocated_bytes > 12 * 39_072
 
 
 def test_what_transformers_copies_goes_into_a_folder_of_its_own_that_goes(tmp_path, monkeypatch):

@@ -17,24 +17,15 @@ from shardwise.trainer.spec.model.readers import read_model_shape, text_part
 from shardwise.trainer.spec.plan import Plan
 
 _TEXT = {
-    "vocab_size": 200,
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "max_position_embeddings": 96,
-    "sliding_window": 16,
-}
+    "vocab_size": 200, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 96, "sliding_window": 16,
+}  # fmt: skip
+
+
 _VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
-}
+}  # fmt: skip
 
 
 def plan_of_folder(folder: Path) -> Plan:
@@ -73,15 +64,6 @@ def tiny_llama(folder: Path, *, is_tied: bool) -> Path:
     config = AutoConfig.for_model("llama", **fields, tie_word_embeddings=is_tied)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
-
-
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_weights_that_are_all_there_are_loaded(tmp_path, is_tied):
-    folder = tiny_llama(tmp_path, is_tied=is_tied)
-    saved = load_file(folder / "model.safetensors")
-    weights = dict(build_model(plan_of_folder(folder)).named_parameters())
-    assert weights.keys() == saved.keys()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in saved.items())
 
 
 def test_a_weight_that_is_missing_is_refused_rather_than_drawn(tmp_path):

@@ -1,7 +1,5 @@
 """NF4 base weights: the bits are bitsandbytes' own, they are made while weights are read, and training keeps them."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +11,17 @@ from engine_plan_factory import TINY_LLAMA
 from msgspec.structs import replace
 from rank_factory import rank_plan
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
-from transformers.quantizers.auto import AutoHfQuantizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.models.methods import quantised_layers
-from shardwise.trainer.runtime.models.quantisation import (
-    SLICE_ELEMENTS,
-    Packing,
-    pack,
-    packing_of,
-    reading_options,
-    storage_type,
-)
+from shardwise.trainer.runtime.models.quantisation import SLICE_ELEMENTS, Packing, pack, packing_of, storage_type
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method, Precision, Quant
 
-TIMEOUT_S = 300
 CPU = torch.device("cpu")
 LORA = LoraJob(rank=4, alpha=8.0)
 
@@ -135,17 +124,6 @@ def test_a_base_from_a_folder_is_its_weights_quantised_and_all_else_as_it_was(ll
     assert all(torch.equal(whole[name], value.to(compute)) for name, value in saved.items())
 
 
-def test_room_is_made_on_a_gpu_for_packed_weights_only():
-    """Before it reads, transformers allocates the bytes that its quantiser predicts for the weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_LLAMA))
-    quantiser = AutoHfQuantizer.from_config(reading_options(packing())["quantization_config"], pre_quantized=False)
-    quantiser.preprocess_model(model)
-    sizes = {name: quantiser.param_element_size(model, name, each) for name, each in model.named_parameters()}
-    assert {name for name, size in sizes.items() if size == 0.5} == {name for name in sizes if "_proj" in name}
-    assert {size for name, size in sizes.items() if "_proj" not in name} == {4}
-
-
 def test_the_loaded_model_is_a_plain_one(llama):
     """transformers' mark of a quantised model forbids an engine to cast it."""
     model: Any = build_model(plan_of(llama))
@@ -153,21 +131,6 @@ def test_the_loaded_model_is_a_plain_one(llama):
     assert getattr(model, "hf_quantizer", None) is None
     model.to(torch.device("cpu")).float()
     assert model.is_loaded_in_4bit is True
-
-
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MIXED])
-def test_logits_are_those_of_transformers_own_4_bit_model(llama, precision):
-    compute = torch.float32 if precision is Precision.FP32 else torch.bfloat16
-    settings = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
-    )
-    theirs = AutoModelForCausalLM.from_pretrained(llama, quantization_config=settings, dtype=compute)
-    for layer in quantised_layers(theirs):
-        layer.support_avx512bf16_for_cpu = False
-    ids = torch.arange(32).reshape(2, 16)
-    with torch.no_grad():
-        ours = build_model(plan_of(llama, precision=precision))(input_ids=ids).logits
-        assert torch.equal(ours, theirs(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}])
@@ -218,61 +181,6 @@ def test_weights_that_are_quantised_already_are_refused(tmp_path):
     plan = replace(rank_plan(Path("nowhere"), method=Method.QLORA), model_path=str(folder))
     with pytest.raises(InputError, match=r"its weights are quantised already \(gptq\); start from the 16-bit ones$"):
         build_model(plan)
-
-
-PEAK_OF_BUILDING = """
-import sys, threading, time
-from pathlib import Path
-sys.path[:0] = [{root!r}, {factories!r}]
-from msgspec.structs import replace
-from rank_factory import rank_plan
-from shardwise.trainer.runtime.loop.memory_profile import anonymous_bytes
-from shardwise.trainer.runtime.models.build import build_model
-from shardwise.trainer.spec.strategy import Method, Precision
-from transformers import AutoConfig
-
-config = AutoConfig.from_pretrained({folder!r}).to_dict()
-
-def peak_of_building(method):
-    plan = rank_plan(Path("nowhere"), method=method, precision=Precision.BF16_MIXED)
-    build_model(plan)  # what a first time allocates
-    before, peaks, is_done = anonymous_bytes(), [], threading.Event()
-
-    def watch():
-        while not is_done.is_set():
-            peaks.append(anonymous_bytes())
-            time.sleep(0.0005)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    model = build_model(replace(plan, model_path={folder!r}, model_config=config))
-    peaks.append(anonymous_bytes())
-    is_done.set()
-    watcher.join()
-    return max(peaks) - before, sum(p.numel() * p.element_size() for p in model.parameters())
-
-print("answer", *peak_of_building(Method.QLORA), *peak_of_building(Method.LORA))
-"""
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Path:
-    """52 million weights in fp32, 104 MB in 16 bit, of which the largest tensor has 2 million."""
-    changes = {"hidden_size": 768, "intermediate_size": 2752, "num_hidden_layers": 6, "vocab_size": 2048}
-    return saved_model(tmp_path_factory.mktemp("models") / "large", **changes)
-
-
-def test_the_16_bit_model_is_never_whole_in_host_memory(large):
-    """What is kept and a few tensors on their way; LoRA on a whole base shows what the same probe sees otherwise."""
-    root = Path(__file__).parents[3]
-    code = PEAK_OF_BUILDING.format(root=str(root), factories=str(root / "tests" / "factories"), folder=str(large))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stderr
-    peak, retained, peak_of_lora, kept_by_lora = map(int, done.stdout.split()[-4:])
-    whole_bytes = sum(tensor.numel() * 2 for tensor in load_file(large / "model.safetensors").values())
-    assert retained < 0.4 * whole_bytes
-    assert peak < retained + 0.5 * whole_bytes  # the few tensors in flight are 35 % of this small model
-    assert peak_of_lora > 0.9 * whole_bytes and kept_by_lora > whole_bytes
 
 
 def logits_and_gradient(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,6 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shardwise.trainer.runtime.models.build import build_model
-from shardwise.trainer.runtime.models.methods import add_adapters
 from shardwise.trainer.runtime.precision.fp8 import (
     ADAPTER,
     EDGE,
@@ -32,7 +31,6 @@ from shardwise.trainer.runtime.precision.fp8 import (
     padded_to_multiple,
 )
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
-from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Precision
 
 FACTORIES = Path(__file__).parents[2] / "factories"
@@ -133,12 +131,10 @@ def test_layers_are_chosen_inside_blocks_and_the_others_are_named_with_the_reaso
 @pytest.mark.parametrize(
     ("recipe", "multiple", "chosen"),
     [
-        (Fp8Recipe.DELAYED, 16, 3),
-        (Fp8Recipe.TORCHAO_ROWWISE, 16, 3),
-        (Fp8Recipe.MXFP8, 32, 2),
+        (Fp8Recipe.DELAYED, 16, 3), (Fp8Recipe.TORCHAO_ROWWISE, 16, 3), (Fp8Recipe.MXFP8, 32, 2),
         (Fp8Recipe.BLOCK, 128, 1),
     ],
-)
+)  # fmt: skip
 def test_each_recipe_cuts_weights_into_tiles_of_its_own(recipe, multiple, chosen):
     model = Blocks(1)
     block = model.layers[0] = GradientCheckpointingLayer()
@@ -155,17 +151,6 @@ def test_nvfp4_leaves_the_first_and_the_last_blocks_alone():
     assert left == {0, 1, *range(54, 62)}, "as in the paper"
     assert EDGE not in fp8_layers(Blocks(62), Fp8Recipe.MXFP8).skipped
     assert EDGE not in fp8_layers(Blocks(2), Fp8Recipe.NVFP4).skipped, "a small model has none to spare"
-
-
-def test_adapters_stay_and_their_bases_multiply_in_fp8(te):
-    plan = fp8_plan()
-    model = build_model(plan)
-    add_adapters(model, LoraJob(rank=16, alpha=16.0), Precision.BF16_MIXED)
-    install_fp8(model, plan.chosen)
-    loss_of(model, rows()).backward()
-    assert te.COUNTS["fp8 products with gradients"] == 2 * LINEARS_IN_A_BLOCK
-    assert type(model.model.layers[0].self_attn.q_proj.base_layer).__name__ == "Fp8Linear"
-    assert type(model.model.layers[0].self_attn.q_proj.lora_A["default"]) is nn.Linear
 
 
 def test_parameters_and_names_are_those_of_the_plain_model(te):
@@ -203,23 +188,13 @@ def test_a_score_is_taken_in_fp8_and_a_continuation_is_not(te):
     assert te.COUNTS["fp8 products without"] == te.COUNTS["16 bit products without"] == 2 * LINEARS_IN_A_BLOCK
 
 
-def test_a_failing_forward_leaves_fp8_closed(te):
-    model, _fp8 = fp8_model()
-    with pytest.raises(IndexError):
-        loss_of(model, rows() + 1000)
-    assert te._OPEN == [] and not model.model.layers[0].self_attn.q_proj.region.is_open
-
-
 @pytest.mark.parametrize(
     ("recipe", "class_name"),
     [
-        (Fp8Recipe.DELAYED, "DelayedScaling"),
-        (Fp8Recipe.CURRENT, "Float8CurrentScaling"),
-        (Fp8Recipe.MXFP8, "MXFP8BlockScaling"),
-        (Fp8Recipe.NVFP4, "NVFP4BlockScaling"),
-        (None, "Float8CurrentScaling"),
+        (Fp8Recipe.DELAYED, "DelayedScaling"), (Fp8Recipe.CURRENT, "Float8CurrentScaling"),
+        (Fp8Recipe.MXFP8, "MXFP8BlockScaling"), (Fp8Recipe.NVFP4, "NVFP4BlockScaling"), (None, "Float8CurrentScaling"),
     ],
-)
+)  # fmt: skip
 def test_the_recipe_of_the_plan_is_the_one_that_runs(te, recipe, class_name):
     model, fp8 = fp8_model(recipe)
     loss_of(model, rows())
@@ -250,19 +225,6 @@ def test_delayed_scales_and_recomputation_are_refused(te):
 def test_a_model_without_a_fitting_layer_is_refused(te):
     with pytest.raises(InputError, match=r"LlamaForCausalLM.* 14 .*multiple of 128"):
         fp8_model(Fp8Recipe.BLOCK)
-
-
-def test_layers_that_multiply_nothing_in_fp8_stop_the_run(te):
-    model, fp8 = fp8_model()
-    with torch.no_grad():
-        model(input_ids=rows())
-    with pytest.raises(EnvironmentFaultError, match=r"14 layers.*transformer_engine"):
-        check_fp8_ran(fp8, model)
-
-
-def test_a_plain_model_has_nothing_to_prove():
-    check_fp8_ran(None, build_model(rank_plan(Path("nowhere"))))
-    assert fp8_facts(None) == {}
 
 
 @pytest.mark.parametrize("recipe", [Fp8Recipe.CURRENT, Fp8Recipe.MXFP8])
@@ -317,26 +279,3 @@ def test_torchao_that_only_emulates_is_found_out(torchao, monkeypatch):
     loss_of(model, rows())
     with pytest.raises(EnvironmentFaultError, match=r"14 layers.*torchao"):
         check_fp8_ran(fp8, model)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch asks itself while tracing
-def test_compiled_blocks_are_cut_around_transformer_engines_layers(te):
-    """Traced, not compiled to machine code: what a compiler makes of the graphs is not of interest."""
-    model, fp8 = fp8_model(checkpointing=Checkpointing.FULL)
-    for block in model.model.layers:
-        block.compile(backend="eager")
-    for _ in range(3):
-        loss_of(model, rows()).backward()
-    assert te.COUNTS["fp8 products with gradients"] == fp8.num_products == 3 * 2 * 14
-    check_fp8_ran(fp8, model)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch asks itself while tracing
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # as above
-def test_compiled_blocks_of_torchao_are_told_as_not_counted(torchao):
-    model, fp8 = fp8_model(Fp8Recipe.TORCHAO_TENSORWISE)
-    for block in model.model.layers:
-        block.compile(backend="eager")
-    loss_of(model, rows()).backward()
-    check_fp8_ran(fp8, model)
-    assert "compiled" in fp8_facts(fp8)["fp8 products"]

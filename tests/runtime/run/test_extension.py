@@ -1,20 +1,97 @@
-"""A user's file runs as it was planned, and what it raises is reported with its line."""
+"""Functions of a user's own: the file runs as it was planned, and gives a run its loss, its model, a call a step."""
 
+import json
+import math
 import sys
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
+from attempt_runs import metrics_of, run_attempt
+from msgspec.structs import replace
+from rank_factory import rank_plan, write_packed_rows, write_rows
 
 from shardwise.trainer.runtime.run.extension import load_hooks
+from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.messages.extension import Extension, Hook
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.strategy import LossHead
+
+CROSS_ENTROPY = """
+from torch.nn import functional
+
+def loss(logits, labels):
+    return {factor} * functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
+"""
 
 
-def extension_of(folder, text, *hooks):
+def extension_of(folder: Path, text: str, *hooks: Hook) -> Extension:
     path = folder / "mine.py"
     path.write_text(text)
     return Extension(path=str(path), sha256=sha256(text.encode()).hexdigest(), hooks=hooks)
+
+
+def run(folder: Path, plan: Plan, body: str | None, *hooks: Hook) -> tuple[RunState, list[dict[str, Any]]]:
+    """The state after three steps, and the lines of metrics.jsonl."""
+    if body is not None:
+        plan = replace(plan, extension=extension_of(folder, body, *hooks))
+    ending, state = run_attempt(folder / "run", plan)
+    assert ending is Ending.FINISHED
+    return state, metrics_of(folder / "run")
+
+
+def plan_of(cache_dir: Path) -> Plan:
+    return rank_plan(cache_dir, num_steps=3, loss=LossHead.EAGER)
+
+
+@pytest.mark.parametrize("writes", [write_rows, write_packed_rows])
+def test_a_loss_of_ones_own_is_what_is_learned(tmp_path, writes):
+    """Cross entropy gives the loss of every head; twice of it, twice the loss."""
+    plan, lines = plan_of(writes(tmp_path / "rows")), {}
+    for factor in (None, 1, 2):
+        (tmp_path / str(factor)).mkdir()
+        body = None if factor is None else CROSS_ENTROPY.format(factor=factor)
+        _, lines[factor] = run(tmp_path / str(factor), plan, body, Hook.LOSS)
+    for name, rel in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        assert [line[name] for line in lines[1]] == pytest.approx([line[name] for line in lines[None]], rel=rel)
+    assert lines[2][0]["loss"] == pytest.approx(2 * lines[1][0]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("answer", ["logits.sum().detach()", "logits.sum(0)", "1.0"])
+def test_a_loss_that_is_no_number_with_a_gradient_is_refused(tmp_path, answer, cache_dir):
+    plan = plan_of(cache_dir)
+    with pytest.raises(InputError, match=r"extensions?: loss\b.*gradient"):
+        run(tmp_path, plan, f"def loss(logits, labels):\n    return {answer}\n", Hook.LOSS)
+
+
+def test_a_model_of_ones_own_is_the_one_that_is_trained(tmp_path, cache_dir):
+    body = (
+        "from transformers import AutoModelForCausalLM\n\ndef build_model(config, dtype):\n"
+        "    model = AutoModelForCausalLM.from_config(config)\n"
+        "    model.lm_head.weight.data.zero_()\n    return model\n"
+    )
+    plan = plan_of(cache_dir)
+    _, lines = run(tmp_path, plan, body, Hook.BUILD_MODEL)
+    assert lines[0]["loss"] == pytest.approx(math.log(plan.model_config["vocab_size"]), rel=1e-5), "all logits are 0"
+
+
+def test_every_step_calls_on_step_with_its_metrics_and_an_error_in_it_is_an_incident(tmp_path, cache_dir):
+    body = (
+        "import json\n\ndef on_step(step, metrics):\n"
+        f"    with open({str(tmp_path / 'calls.jsonl')!r}, 'a') as stream:\n"
+        "        stream.write(json.dumps([step, metrics]) + '\\n')\n    assert step < 2, 'enough'\n"
+    )
+    state, lines = run(tmp_path, plan_of(cache_dir), body, Hook.ON_STEP)
+    calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 and [step for step, _ in calls] == [1, 2], "it is not called again"
+    assert [metrics["loss"] for _, metrics in calls] == [line["loss"] for line in lines[:2]]
+    (incident,) = state.incidents
+    assert all(fact in incident for fact in ("on_step", "AssertionError: enough", "mine.py, line 6"))
 
 
 def test_a_hook_is_called_with_its_arguments(tmp_path):
@@ -34,13 +111,6 @@ def test_the_files_folder_does_not_become_a_place_to_import_from(tmp_path):
     with pytest.raises(InputError, match=r"ModuleNotFoundError: .*neighbour_of_mine.*mine\.py, line 1"):
         load_hooks(extension_of(tmp_path, "import neighbour_of_mine\n", Hook.LOSS))
     assert str(tmp_path) not in sys.path
-
-
-def test_what_a_hook_raises_is_reported_with_its_line(tmp_path):
-    text = "def inner(row):\n    return row['missing']\ndef format_row(row):\n    return inner(row)\n"
-    hooks = load_hooks(extension_of(tmp_path, text, Hook.FORMAT_ROW))
-    with pytest.raises(InputError, match=r"format_row .*KeyError: 'missing'.*mine\.py, line 2"):
-        hooks.call(Hook.FORMAT_ROW, {})
 
 
 def test_a_file_that_changed_since_the_plan_or_is_missing_is_not_run(tmp_path):

@@ -1,6 +1,5 @@
 """What each precision is to the libraries, and what is refused before anything is built for it."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,15 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_factory import rank_plan
 
-from shardwise.trainer.planning.configuration import fp8_recipe_of
 from shardwise.trainer.runtime.precision.fp8 import check_precision
 from shardwise.trainer.runtime.run.types import accelerate_precision, compute_type, weight_type
-from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Fp8Recipe, Precision
+from shardwise.trainer.spec.strategy import Precision
 
 TIMEOUT_S = 120
 
@@ -80,26 +75,3 @@ def test_deepspeed_needs_fp16_units_on_a_cpu():
     assert limited.startswith("AVX2 InputError pin.precision") and "avx512_fp16" in limited
     has_units = torch.ops.mkldnn._is_mkldnn_fp16_supported()
     assert plain.startswith("DEFAULT no error" if has_units else "DEFAULT InputError pin.precision")
-
-
-def test_a_plan_keeps_its_recipe_and_one_without_is_read(tmp_path):
-    plan = rank_plan(tmp_path, precision=Precision.FP8, fp8_recipe=Fp8Recipe.BLOCK)
-    path = tmp_path / "plan.json"
-    codec.write(path, plan)
-    assert codec.read(path, Plan).chosen.fp8_recipe is Fp8Recipe.BLOCK
-    older = json.loads(path.read_text())
-    del older["candidates"][0]["fp8_recipe"]
-    path.write_text(json.dumps(older))
-    assert codec.read(path, Plan).chosen.fp8_recipe is None
-
-
-@pytest.mark.parametrize(
-    ("precision", "pinned", "recipe"),
-    [
-        (Precision.FP8, None, Fp8Recipe.CURRENT),
-        (Precision.FP8, Fp8Recipe.MXFP8, Fp8Recipe.MXFP8),
-        (Precision.BF16_MIXED, None, None),
-    ],
-)
-def test_the_recipe_is_the_pinned_one_or_current_scaling(precision, pinned, recipe):
-    assert fp8_recipe_of(precision, pinned) is recipe

@@ -12,7 +12,7 @@ from report_factory import make_report
 from shardwise.trainer.runtime.loop.metrics import MetricsFile, StepMetrics
 from shardwise.trainer.runtime.run.state import STATUS_INTERVAL_S, ReportWriter, run_paths, start_of_launch
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.messages.rank_files import Heartbeat, read_heartbeat
+from shardwise.trainer.spec.messages.rank_files import read_heartbeat
 from shardwise.trainer.spec.report import Report
 
 NOW = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -53,20 +53,6 @@ def test_each_rank_has_a_report_of_its_own_and_rank_0_writes_the_status(paths):
     assert json.loads((paths.attempt_dir / "status.json").read_text()) == {"phase": "rank 0", "step": 0}
 
 
-def test_every_rank_has_a_heartbeat_counted_within_a_step(paths):
-    for rank in (0, 1):
-        writer = ReportWriter(paths, rank=rank)
-        writer.write_status("loading the model")
-        for phase in ("data", "forward", "backward")[: 3 - rank]:
-            writer.beat(phase, step=4)
-    beats = [read_heartbeat(paths.attempt_dir, rank) for rank in (0, 1, 2)]
-    assert beats == [
-        Heartbeat(step=4, count=3, phase="backward"),
-        Heartbeat(step=4, count=2, phase="forward"),
-        None,
-    ]
-
-
 def test_the_status_is_renewed_when_the_phase_changes_or_half_a_second_has_passed(paths):
     writer = ReportWriter(paths, rank=0)
     found: list[dict[str, object]] = []
@@ -81,13 +67,6 @@ def test_the_status_is_renewed_when_the_phase_changes_or_half_a_second_has_passe
     assert sign is not None and sign.step == 2, "every call is a heartbeat"
     writer.write_status("evaluating", step=2)
     assert json.loads((paths.attempt_dir / "status.json").read_text()) == {"phase": "evaluating", "step": 2}
-
-
-def test_a_status_that_cannot_be_written_ends_nothing(paths):
-    (paths.attempt_dir / "heartbeats").write_text("in the way of a folder")
-    (paths.attempt_dir / "status.json").mkdir()
-    ReportWriter(paths, rank=0).write_status("training", step=1)
-    assert read_heartbeat(paths.attempt_dir, 0) is None
 
 
 def line(step: int) -> StepMetrics:

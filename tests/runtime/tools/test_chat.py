@@ -123,6 +123,14 @@ def test_without_a_template_each_line_is_continued_by_itself(runs, interrupts):
         Conversation(chat_model, GREEDY, "Be brief.", interrupts)
 
 
+def test_a_line_without_a_template_begins_as_a_document_of_the_training_did(runs, interrupts):
+    chat_model = load_chat_model(runs(Method.FULL, "plain"), checkpoint="last")
+    prompts = prompts_of(chat_model)
+    (opening,) = chat_model.tokenizer("<|im_start|>", add_special_tokens=False)["input_ids"]
+    Conversation(chat_model._replace(prefix=(opening,)), GREEDY, None, interrupts).answer("row 1")
+    assert prompts == ["<|im_start|>row 1"]
+
+
 def test_old_turns_are_left_out_where_the_talk_outgrows_the_model(runs, interrupts):
     chat_model = load_chat_model(runs(Method.FULL, "chat"), checkpoint="last")
     prompts = prompts_of(chat_model)
@@ -152,7 +160,7 @@ def test_an_answer_ends_at_the_end_of_turn_of_the_template(runs, interrupts):
     )
 
 
-@pytest.mark.parametrize("method", [Method.FULL, Method.LORA, Method.QLORA])
+@pytest.mark.parametrize("method", [Method.FULL, Method.QLORA])
 def test_a_checkpoint_and_its_export_answer_alike(method, runs, base, tokenizers, interrupts):
     """Adapters on the base they were trained on, which is held in 4 bit for qlora."""
     run_dir = runs(method, "chat")
@@ -168,14 +176,6 @@ def test_a_checkpoint_and_its_export_answer_alike(method, runs, base, tokenizers
     exported = load_chat_model(run_dir, checkpoint=None)
     assert exported.title.endswith("/export") and exported.end_ids == chat_model.end_ids
     assert Conversation(exported, GREEDY, None, interrupts).answer("Hello?") == expected
-
-
-def test_temperature_draws_and_zero_does_not(runs, interrupts):
-    chat_model = load_chat_model(runs(Method.FULL, "plain"), checkpoint="last")
-    hot = Conversation(chat_model, Sampling(12, 5.0), None, interrupts)
-    assert len({hot.answer("row 1") for _ in range(4)}) > 1
-    cold = Conversation(chat_model, Sampling(12, 0.0), None, interrupts)
-    assert len({cold.answer("row 1") for _ in range(3)}) == 1
 
 
 def command(run_dir: Path, *words: str) -> list[str]:
@@ -199,11 +199,8 @@ def test_what_cannot_be_talked_to_is_error_2(runs, base, tmp_path):
         load_chat_model(run_dir, checkpoint=None)
     with pytest.raises(InputError, match=r"step 9\b.*step-4"):
         load_chat_model(runs(Method.FULL, "plain"), checkpoint="step-9")
-    for words, fact in (((str(tmp_path),), str(tmp_path)), ((str(run_dir), "--temperature", "-1"), "temperature")):
-        answer = subprocess.run(
-            command(Path(words[0]), *words[1:]), input="", capture_output=True, text=True, check=False
-        )
-        assert answer.returncode == 2 and fact in answer.stderr, answer.stderr
+    answer = subprocess.run(command(run_dir, "--temperature", "-1"), input="", capture_output=True, text=True)
+    assert answer.returncode == 2 and "temperature" in answer.stderr, answer.stderr
 
 
 def read_until(descriptor: int, words: str, seconds: float = 500.0) -> str:

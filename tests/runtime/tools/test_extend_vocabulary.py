@@ -63,3 +63,13 @@ def test_a_folder_without_an_embedding_of_that_size_is_refused_and_leaves_nothin
     with pytest.raises(InputError, match="47 rows"):
         extend_vocabulary(tmp_path / "model", 64, tmp_path / "grown")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_vocabulary_that_the_config_names_in_its_part_of_the_text_is_extended_there(tmp_path):
+    write_llama(tmp_path / "model", is_tied=True)
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({"text_config": {"vocab_size": config.pop("vocab_size")}, **config}))
+    extend_vocabulary(tmp_path / "model", 64, tmp_path / "grown")
+    grown = json.loads((tmp_path / "grown" / "config.json").read_text())
+    assert grown["text_config"] == {"vocab_size": 64} and "vocab_size" not in grown

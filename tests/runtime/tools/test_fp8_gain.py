@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from engine_plan_factory import TINY_LLAMA, engine_plan
 from msgspec.structs import replace
@@ -70,17 +69,3 @@ def test_the_report_of_a_run_in_fp8_has_what_was_timed_before_it():
     assert "1.31x" in timed_facts(run)["fp8 gain"]
     assert timed_facts(replace(run, fp8_gain=None)) == {}
     assert timed_facts(replace(engine_plan(Sharding.NONE, precision=Precision.BF16_MIXED), fp8_gain=gain)) == {}
-
-
-@pytest.mark.parametrize(
-    ("content", "fact"),
-    [(None, "No such file"), ("{}", "model_config"), ("{", "fp8gainrequest")],
-)
-def test_a_request_that_cannot_be_read_is_an_error_of_one_line(tmp_path, capsys, content, fact):
-    path = tmp_path / "request.json"
-    if content is not None:
-        path.write_text(content)
-    assert run_request([str(path), str(tmp_path / "answer.json")], Fp8GainRequest, measure_gain) == 2
-    error = capsys.readouterr().err
-    assert "request.json" in error and fact in error
-    assert run_request([str(path)], Fp8GainRequest, measure_gain) == 2

@@ -1,14 +1,19 @@
 """What a person sees of a row: every character of it, and which tokens are learned."""
 
+import json
+from pathlib import Path
+
 import pytest
-from chat_tokenizers import byte_level_folder, metaspace_folder
+from chat_tokenizers import byte_level_folder
 from conversations import assistant, user
+from prepare_request_factory import listed_request
 
 from shardwise.trainer.runtime.data.chat.rendering import Renderer
 from shardwise.trainer.runtime.data.chat.template import load_chat_template
+from shardwise.trainer.runtime.data.prepare import prepare
 from shardwise.trainer.runtime.data.sources import Chat
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer
-from shardwise.trainer.runtime.tools.show_data import show
+from shardwise.trainer.runtime.tools.show_data import first_example, show
 from shardwise.trainer.spec.job.sections import LossOn
 
 
@@ -44,12 +49,9 @@ def test_without_a_terminal_each_stretch_stands_behind_its_name(row, tokenizer):
 def test_in_a_terminal_the_text_stays_in_place(row, tokenizer):
     lines = show(row.ids, row.is_learned, tokenizer, width=80, colour=True).splitlines()
     assert lines[1:] == [
-        "\x1b[2m<|im_start|>user\x1b[0m",
-        "\x1b[2mWhat is\x1b[0m",
-        "\x1b[2m2+2?<|im_end|>\x1b[0m",
-        "\x1b[2m<|im_start|>assistant\x1b[0m",
-        "\x1b[1mIt is four.<|im_end|>\x1b[0m",
-    ]
+        "\x1b[2m<|im_start|>user\x1b[0m", "\x1b[2mWhat is\x1b[0m", "\x1b[2m2+2?<|im_end|>\x1b[0m",
+        "\x1b[2m<|im_start|>assistant\x1b[0m", "\x1b[1mIt is four.<|im_end|>\x1b[0m",
+    ]  # fmt: skip
 
 
 def test_a_long_line_is_broken_at_the_width(tokenizer):
@@ -77,9 +79,11 @@ def test_control_characters_are_spelt_out(tokenizer):
     assert r"\x1b[31mb\r" in text.replace("\n        | ", "").replace("\nlearned | ", "")
 
 
-def test_no_space_is_lost_where_sentencepiece_drops_one(tmp_path):
-    tokenizer = load_tokenizer(metaspace_folder(tmp_path / "folder"))
-    [ids] = tokenizer.encode(["What is two"])
-    middle = len(ids) // 2
-    lines = show(ids, [place >= middle for place in range(len(ids))], tokenizer, width=80, colour=False).splitlines()
-    assert "".join(line[10:] for line in lines[1:]) == "What is two"
+def test_of_prepared_data_the_first_example_is_shown_with_its_answer_as_learned(folder, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "What is two?", "completion": " It is four."}) + "\n")
+    settings = {"tokenizer": str(folder), "vocab_size": 1024, "seq_len": 64}
+    profile = prepare(listed_request(rows, cache_root=tmp_path / "cache", **settings), lambda _: None)
+    assert profile.cache_dir is not None
+    lines = first_example(Path(profile.cache_dir), width=80, colour=False).splitlines()
+    assert lines[1:] == ["read    | What is two?", "learned |  It is four.<|endoftext|>"]

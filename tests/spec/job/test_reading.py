@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.trainer.spec import codec
@@ -41,18 +41,13 @@ def at(path: str, value: Any) -> dict[str, Any]:
     for name in reversed(path.split(".")):
         nested = {name: nested}
     needed: dict[str, dict[str, Any]] = {
-        "data.bad_rows_max": {"data": {"bad_rows": "skip"}},
-        "data.streaming": {"train": {"steps": 10}},
-        "data.loss_on": {"data": {"format": "chat"}},
-        "limits.cost": {"price_per_gpu_hour": 2},
+        "data.bad_rows_max": {"data": {"bad_rows": "skip"}}, "data.streaming": {"train": {"steps": 10}},
+        "data.loss_on": {"data": {"format": "chat"}}, "limits.cost": {"price_per_gpu_hour": 2},
         "limits.nvme.size": {"limits": {"nvme": {"path": "/nvme"}}},
-        "pin.offload": {"limits": {"nvme": {"path": "/nvme"}}},
-        "pin.fp8_recipe": {"pin": {"precision": "fp8"}},
-        "model.config": {"model": {"tokenizer": "train"}},
-        "model.trust_remote_code": {"model": {"name": "org/code"}},
-        "train.tokens_per_step": {"train": {"seq_len": 8}},
-        "train.seq_len": {"train": {"tokens_per_step": 4096000}},
-    }
+        "pin.offload": {"limits": {"nvme": {"path": "/nvme"}}}, "pin.fp8_recipe": {"pin": {"precision": "fp8"}},
+        "model.config": {"model": {"tokenizer": "train"}}, "model.trust_remote_code": {"model": {"name": "org/code"}},
+        "train.tokens_per_step": {"train": {"seq_len": 8}}, "train.seq_len": {"train": {"tokens_per_step": 4096000}},
+    }  # fmt: skip
     base = tree() if path not in ("model.name", "model.config") else {"data": DATA}
     return merged(merged(base, needed.get(path, {})), nested)
 
@@ -90,60 +85,29 @@ SPELLINGS = [
     ("model.flash_kernel", f"kernels-community/flash-attn2@{COMMIT}", f"kernels-community/flash-attn2@{COMMIT}"),
     ("data.train", "a.txt", (DataSource(source="a.txt"),)),
     ("data.train", ["a", {"source": "b", "weight": 2}], (DataSource(source="a"), DataSource(source="b", weight=2.0))),
-    (
-        "data.train",
-        [{"source": "o/n@v1", "subset": "en", "split": "dev"}],
-        (DataSource(source="o/n@v1", subset="en", split="dev"),),
-    ),
-    ("data.fields", {"prompt": "question"}, {"prompt": "question"}),
-    ("data.chat_template", "auto", None),
-    ("data.packing", "no", False),
-    ("data.bad_rows_max", "0.5%", 0.005),
-    ("data.streaming", "on", True),
-    ("train.method", "auto", None),
-    ("train.method", "lora", Method.LORA),
-    ("train.seq_len", "4k", 4000),
-    ("train.seq_len", 4096.0, 4096),
-    ("train.tokens_per_step", "1e6", 1_000_000),
-    ("train.epochs", 0.5, 0.5),
-    ("train.lr", "auto", None),
-    ("train.lr", 1e-4, 1e-4),
-    ("train.lr", "1e-4", 1e-4),
-    ("train.warmup", "3%", Warmup(share=0.03)),
-    ("train.warmup", 100, Warmup(steps=100)),
-    ("train.warmup", "100", Warmup(steps=100)),
-    ("train.warmup", 0, Warmup(steps=0)),
-    ("train.weight_decay", 0, 0.0),
-    ("train.lora.targets", "q_proj", ("q_proj",)),
-    ("train.lora.targets", ["q_proj", "v_proj"], ("q_proj", "v_proj")),
-    ("train.lora.alpha", "32", 32.0),
-    ("allow", "none", ()),
-    ("allow", "fp8", (Allowance.FP8,)),
+    ("data.train", [{"source": "o/n@v1", "subset": "en", "split": "dev"}],
+     (DataSource(source="o/n@v1", subset="en", split="dev"),)),
+    ("data.fields", {"prompt": "question"}, {"prompt": "question"}), ("data.chat_template", "auto", None),
+    ("data.packing", "no", False), ("data.bad_rows_max", "0.5%", 0.005), ("data.streaming", "on", True),
+    ("train.method", "auto", None), ("train.method", "lora", Method.LORA), ("train.seq_len", "4k", 4000),
+    ("train.seq_len", 4096.0, 4096), ("train.tokens_per_step", "1e6", 1_000_000), ("train.epochs", 0.5, 0.5),
+    ("train.lr", "auto", None), ("train.lr", 1e-4, 1e-4), ("train.lr", "1e-4", 1e-4),
+    ("train.warmup", "3%", Warmup(share=0.03)), ("train.warmup", 100, Warmup(steps=100)),
+    ("train.warmup", "100", Warmup(steps=100)), ("train.warmup", 0, Warmup(steps=0)), ("train.weight_decay", 0, 0.0),
+    ("train.lora.targets", "q_proj", ("q_proj",)), ("train.lora.targets", ["q_proj", "v_proj"], ("q_proj", "v_proj")),
+    ("train.lora.alpha", "32", 32.0), ("allow", "none", ()), ("allow", "fp8", (Allowance.FP8,)),
     ("allow", ["offload_cpu", "compile", "compile"], (Allowance.OFFLOAD_CPU, Allowance.COMPILE)),
-    ("limits.hours", 24, 24.0),
-    ("limits.hours", "90 min", 1.5),
-    ("limits.hours", "0.5", 0.5),
-    ("limits.vram", "8GiB", 8 * GIB),
-    ("limits.vram", 8 * GIB, 8 * GIB),
-    ("limits.host_ram", None, None),
-    ("pin.sharding", "none", Sharding.NONE),
-    ("pin.sharding", "auto", None),
-    ("pin.offload", "optimizer+params", Offload.OPTIMIZER_PARAMS),
-    ("pin.compile", False, False),
-    ("checkpoint.every", "auto", None),
-    ("checkpoint.every", "500 steps", Every(steps=500)),
-    ("checkpoint.every", "2k steps", Every(steps=2000)),
-    ("checkpoint.every", "20 min", Every(seconds=1200.0)),
-    ("checkpoint.best", "none", None),
-    ("checkpoint.async", "auto", None),
-    ("log.wandb", "off", WandbMode.OFF),
-    ("log.wandb", False, WandbMode.OFF),
-    ("log.tensorboard", "off", False),
-    ("slurm.time", "2-12:00:00", "2-12:00:00"),
-    ("slurm.modules", "cuda/12", ("cuda/12",)),
-    ("slurm.network", "none", NodeNetwork.NONE),
+    ("limits.hours", 24, 24.0), ("limits.hours", "90 min", 1.5), ("limits.hours", "0.5", 0.5),
+    ("limits.vram", "8GiB", 8 * GIB), ("limits.vram", 8 * GIB, 8 * GIB), ("limits.host_ram", None, None),
+    ("pin.sharding", "none", Sharding.NONE), ("pin.sharding", "auto", None),
+    ("pin.offload", "optimizer+params", Offload.OPTIMIZER_PARAMS), ("pin.compile", False, False),
+    ("checkpoint.every", "auto", None), ("checkpoint.every", "500 steps", Every(steps=500)),
+    ("checkpoint.every", "2k steps", Every(steps=2000)), ("checkpoint.every", "20 min", Every(seconds=1200.0)),
+    ("checkpoint.best", "none", None), ("checkpoint.async", "auto", None), ("log.wandb", "off", WandbMode.OFF),
+    ("log.wandb", False, WandbMode.OFF), ("log.tensorboard", "off", False), ("slurm.time", "2-12:00:00", "2-12:00:00"),
+    ("slurm.modules", "cuda/12", ("cuda/12",)), ("slurm.network", "none", NodeNetwork.NONE),
     ("price_per_gpu_hour", "2.5", 2.5),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "written", "expected"), SPELLINGS)
@@ -156,13 +120,10 @@ def test_each_spelling_has_its_value_also_when_written_back(path, written, expec
 @pytest.mark.parametrize(
     ("written", "share", "source"),
     [
-        ("2%", 0.02, None),
-        ("0.5 %", 0.005, None),
-        ("held-out.txt", None, "held-out.txt"),
-        ("none", None, None),
+        ("2%", 0.02, None), ("0.5 %", 0.005, None), ("held-out.txt", None, "held-out.txt"), ("none", None, None),
         (False, None, None),
     ],
-)
+)  # fmt: skip
 def test_evaluation_is_a_share_a_source_or_off(written, share, source):
     job = read_job(at("data.eval", written), origin="job.yaml")
     assert (job.data.eval_share, job.data.eval_source) == (share, source)
@@ -198,63 +159,33 @@ def test_steps_or_tokens_replace_the_default_of_one_epoch(length):
 
 
 REFUSED = [  # setting, value, what the line must name
-    ("model.name", 7, "quotes"),
-    ("model.name", " ", "hub id"),
-    ("model.name", "a\0b", "bytes"),
-    ("model.name", "\udcff", "bytes"),
-    ("model.trust_remote_code", True, "the repository"),
+    ("model.name", 7, "quotes"), ("model.name", " ", "hub id"), ("model.name", "a\0b", "bytes"),
+    ("model.name", "\udcff", "bytes"), ("model.trust_remote_code", True, "the repository"),
     ("model.flash_kernel", "org/flash-attn2", "OWNER/flash-attn2@COMMIT"),
-    ("model.flash_kernel", "org/flash-attn2@v4", '"v4"'),
-    ("model.flash_kernel", f"org/flash-attn2@{COMMIT[1:]}", "40"),
-    ("model.flash_kernel", f"org/flash-attn3@{COMMIT}", "kernels-community/flash-attn2"),
-    ("data.train", [], "{source"),
-    ("data.train", [{"weight": 1}], "entry 1"),
-    ("data.train", ["a", {"source": "b", "weight": 0}], "entry 2"),
-    ("data.train", [{"source": "b", "wieght": 2}], "entry 1"),
-    ("data.train", 3, "a file"),
+    ("model.flash_kernel", "org/flash-attn2@v4", '"v4"'), ("model.flash_kernel", f"org/flash-attn2@{COMMIT[1:]}", "40"),
+    ("model.flash_kernel", f"org/flash-attn3@{COMMIT}", "kernels-community/flash-attn2"), ("data.train", [], "{source"),
+    ("data.train", [{"weight": 1}], "entry 1"), ("data.train", ["a", {"source": "b", "weight": 0}], "entry 2"),
+    ("data.train", [{"source": "b", "wieght": 2}], "entry 1"), ("data.train", 3, "a file"),
     ("data.train", [{"source": "b", "split": 3}], "entry 1"),
-    ("data.eval", {"source": "b", "weight": 2}, "{source: ..., subset: ..., split: ...}"),
-    ("data.eval", "0%", "none"),
-    ("data.eval", "100%", "between 0% and 100%"),
-    ("data.eval", True, "a share"),
-    ("data.fields", {"promt": "q"}, '"promt"'),
-    ("data.fields", ["prompt"], "{prompt: question}"),
-    ("data.bad_rows_max", "101%", "100%"),
-    ("data.streaming", "maybe", "true or false"),
-    ("train.seq_len", 7, "at least 8"),
-    ("train.seq_len", 2.5, "tokens"),
-    ("train.seq_len", True, "tokens"),
-    ("train.seq_len", None, "tokens"),
-    ("train.seq_len", "1e999999999", "tokens"),
-    ("train.epochs", float("inf"), "above 0"),
-    ("train.lr", 0, "at most 10"),
-    ("train.lr", float("nan"), "at most 10"),
-    ("train.lr", "1e-4x", "at most 10"),
-    ("train.lr", False, "auto"),
-    ("train.warmup", "10 min", '"3%"'),
-    ("train.seed", 2**32, "4294967295"),
-    ("train.lora.dropout", 1.0, "below 1"),
+    ("data.eval", {"source": "b", "weight": 2}, "{source: ..., subset: ..., split: ...}"), ("data.eval", "0%", "none"),
+    ("data.eval", "100%", "between 0% and 100%"), ("data.eval", True, "a share"),
+    ("data.fields", {"promt": "q"}, '"promt"'), ("data.fields", ["prompt"], "{prompt: question}"),
+    ("data.bad_rows_max", "101%", "100%"), ("data.streaming", "maybe", "true or false"),
+    ("train.seq_len", 7, "at least 8"), ("train.seq_len", 2.5, "tokens"), ("train.seq_len", True, "tokens"),
+    ("train.seq_len", None, "tokens"), ("train.seq_len", "1e999999999", "tokens"),
+    ("train.epochs", float("inf"), "above 0"), ("train.lr", 0, "at most 10"), ("train.lr", float("nan"), "at most 10"),
+    ("train.lr", "1e-4x", "at most 10"), ("train.lr", False, "auto"), ("train.warmup", "10 min", '"3%"'),
+    ("train.seed", 2**32, "4294967295"), ("train.lora.dropout", 1.0, "below 1"),
     ("train.lora.targets", [], "all-linear"),
-    ("train.galore.projection", "both", "std, reverse_std, right, left or full"),
-    ("train.lora", 16, "train.lora.rank"),
-    ("allow", {"fp8": True}, "offload_cpu"),
-    ("limits.hours", 0, '"90 min"'),
-    ("limits.hours", "1e9 h", '"90 min"'),
-    ("limits.vram", "0GiB", '"80GB"'),
-    ("limits.vram", -8, '"80GB"'),
-    ("limits.vram", "9e30GB", '"80GB"'),
-    ("checkpoint.every", "0 steps", '"20 min"'),
-    ("checkpoint.every", "20", '"20 min"'),
-    ("eval.every", "20 min", '"500 steps"'),
-    ("log.every", True, '"500 steps"'),
-    ("log.wandb", True, "off, offline or online"),
-    ("slurm.time", 86400, "quotes"),
-    ("slurm.time", "tomorrow", '"2-12:00:00"'),
-    ("slurm.modules", [1], "quotes"),
-    ("slurm.chain", 0, "from 1 to 100"),
-    ("slurm.network", None, "auto, none or direct"),
-    ("price_per_gpu_hour", 0, "above 0"),
-]
+    ("train.galore.projection", "both", "std, reverse_std, right, left or full"), ("train.lora", 16, "train.lora.rank"),
+    ("allow", {"fp8": True}, "offload_cpu"), ("limits.hours", 0, '"90 min"'), ("limits.hours", "1e9 h", '"90 min"'),
+    ("limits.vram", "0GiB", '"80GB"'), ("limits.vram", -8, '"80GB"'), ("limits.vram", "9e30GB", '"80GB"'),
+    ("checkpoint.every", "0 steps", '"20 min"'), ("checkpoint.every", "20", '"20 min"'),
+    ("eval.every", "20 min", '"500 steps"'), ("log.every", True, '"500 steps"'),
+    ("log.wandb", True, "off, offline or online"), ("slurm.time", 86400, "quotes"),
+    ("slurm.time", "tomorrow", '"2-12:00:00"'), ("slurm.modules", [1], "quotes"), ("slurm.chain", 0, "from 1 to 100"),
+    ("slurm.network", None, "auto, none or direct"), ("price_per_gpu_hour", 0, "above 0"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "written", "fact"), REFUSED)
@@ -266,17 +197,11 @@ def test_each_impossible_value_is_one_line_that_names_what_would_do(path, writte
 
 
 MEANT = [
-    ("data.eval", 0.01, '"1%"'),
-    ("data.eval", 5, '"5%"'),
-    ("data.bad_rows_max", 0.001, '"0.1%"'),
-    ("train.method", "qlorra", "qlora"),
-    ("train.warmup", 0.03, '"3%"'),
-    ("allow", ["offload_gpu"], "offload_cpu"),
-    ("limits.vram", 8, '"8GiB"'),
-    ("limits.vram", "8G", '"8GiB"'),
-    ("pin.sharding", "zero4", "zero3"),
+    ("data.eval", 0.01, '"1%"'), ("data.eval", 5, '"5%"'), ("data.bad_rows_max", 0.001, '"0.1%"'),
+    ("train.method", "qlorra", "qlora"), ("train.warmup", 0.03, '"3%"'), ("allow", ["offload_gpu"], "offload_cpu"),
+    ("limits.vram", 8, '"8GiB"'), ("limits.vram", "8G", '"8GiB"'), ("pin.sharding", "zero4", "zero3"),
     ("checkpoint.every", 500, '"500 steps"'),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "written", "meant"), MEANT)
@@ -292,22 +217,16 @@ def test_no_setting_takes_nonsense(written):
 
 
 UNKNOWN = [  # what is written, its name, what the line must name
-    ({"pin": {"micro_bach": 1}}, "pin.micro_bach", "pin.micro_batch?"),
-    ({"train": {"lt": 1}}, "train.lt", "train.lr?"),
-    ({"modle": {}}, "modle", "model?"),
-    ({"seq_len": 8}, "seq_len", "train.seq_len?"),
+    ({"pin": {"micro_bach": 1}}, "pin.micro_bach", "pin.micro_batch?"), ({"train": {"lt": 1}}, "train.lt", "train.lr?"),
+    ({"modle": {}}, "modle", "model?"), ({"seq_len": 8}, "seq_len", "train.seq_len?"),
     ({"train": {"learning_rate": 1}}, "train.learning_rate", "train.lr?"),
     ({"data": {"train": "x", "zzz": 1}}, "data.zzz", "train, eval, format, fields"),
-    ({"zzz": 1}, "zzz", "model, data, train, allow"),
-    ({"train.lr": 1}, '"train.lr"', "train: {lr: ...}"),
-    ({"train": {"lora.rank": 1}}, '"lora.rank"', "train: {lora: {rank: ...}}"),
-    ({1: 2}, "1", "text"),
-    ({True: 2}, "true", "text"),
-    ({"a\nb": 2}, '"a\\nb"', "model, data"),
-    ({"": 2}, '""', "text"),
+    ({"zzz": 1}, "zzz", "model, data, train, allow"), ({"train.lr": 1}, '"train.lr"', "train: {lr: ...}"),
+    ({"train": {"lora.rank": 1}}, '"lora.rank"', "train: {lora: {rank: ...}}"), ({1: 2}, "1", "text"),
+    ({True: 2}, "true", "text"), ({"a\nb": 2}, '"a\\nb"', "model, data"), ({"": 2}, '""', "text"),
     ({"x" * 200: 2}, '"xxx', "model, data"),
     *(({name: 1}, name, f"{setting}?") for name, setting in OTHER_NAMES.items()),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "name", "fact"), UNKNOWN, ids=lambda value: str(value)[:40])
@@ -333,21 +252,10 @@ def test_a_value_where_a_section_belongs_is_one_line(section):
 
 
 def test_all_problems_are_shown_at_once_in_the_order_of_the_file():
-    lines = problems(
-        {
-            "model": {"name": 5},
-            "train": {"lr": "fast", "seq_len": -1},
-            "pin": {"micro_bach": 2, "fp8_recipe": "delayed"},
-        }
-    )
-    assert [line.split()[1] for line in lines] == [
-        "model.name",
-        "train.lr",
-        "train.seq_len",
-        "pin.micro_bach",
-        "data.train",
-        "pin.fp8_recipe:",
-    ]
+    pin = {"micro_bach": 2, "fp8_recipe": "delayed"}
+    lines = problems({"model": {"name": 5}, "train": {"lr": "fast", "seq_len": -1}, "pin": pin})
+    named = ["model.name", "train.lr", "train.seq_len", "pin.micro_bach", "data.train", "pin.fp8_recipe:"]
+    assert [line.split()[1] for line in lines] == named
 
 
 def test_a_misspelt_setting_is_not_also_called_missing():
@@ -355,7 +263,6 @@ def test_a_misspelt_setting_is_not_also_called_missing():
     assert [line.split()[1] for line in lines] == ["model.nmae", "data.tain"]
 
 
-@settings(deadline=None)  # a busy machine is no fault
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -405,22 +312,13 @@ def test_no_two_settings_have_one_path_and_no_alias_is_one():
     assert not OTHER_NAMES.keys() & BY_PATH.keys()
 
 
-@settings(deadline=None)  # a busy machine is no fault
-@given(st.floats(min_value=1e-3, max_value=99.9))
-def test_a_share_survives_the_way_there_and_back(percent):
-    job = read_job(tree(train={"warmup": f"{percent}%"}), origin="job.yaml")
-    assert read_job(job_tree(job), origin="again") == job
-
-
-@settings(deadline=None)  # a busy machine is no fault
-@given(st.floats(min_value=1e-3, max_value=1e7, allow_nan=False))
-def test_a_time_survives_the_way_there_and_back(seconds):
-    job = read_job(tree(checkpoint={"every": f"{seconds!r} s"}), origin="job.yaml")
+@given(st.floats(min_value=1e-3, max_value=99.9), st.floats(min_value=1e-3, max_value=1e7, allow_nan=False))
+def test_a_share_and_a_time_survive_the_way_there_and_back(percent, seconds):
+    job = read_job(tree(train={"warmup": f"{percent}%"}, checkpoint={"every": f"{seconds!r} s"}), origin="job.yaml")
     assert job.checkpoint.every == Every(seconds=seconds)
     assert read_job(job_tree(job), origin="again") == job
 
 
-@settings(deadline=None)  # a busy machine is no fault
 @given(st.text(min_size=1).filter(lambda text: text.strip() and "\0" not in text and text != "none"))
 def test_text_is_kept_as_typed(text):
     if any("\ud800" <= character <= "\udfff" for character in text):
@@ -443,13 +341,8 @@ def test_a_later_layer_decides_and_is_named_as_the_source():
         origin="job.yaml",
     )
     assert (reading.job.log.wandb, reading.job.log.project, reading.job.slurm.account) == (WandbMode.OFF, "q", "a")
-    assert reading.sources == {
-        "log.wandb": "job.yaml",
-        "log.project": "command line",
-        "slurm.account": "config.yaml",
-        "model.name": "job.yaml",
-        "data.train": "job.yaml",
-    }
+    of_job = dict.fromkeys(("log.wandb", "model.name", "data.train"), "job.yaml")
+    assert reading.sources == {**of_job, "log.project": "command line", "slurm.account": "config.yaml"}
 
 
 @pytest.mark.parametrize(
@@ -493,15 +386,9 @@ def test_each_problem_names_the_layer_it_is_in():
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (None, "empty"),
-        (True, "true"),
-        ("ü", '"ü"'),
-        ("a\tb", '"a\\tb"'),
-        ({}, "a mapping"),
-        ([], "an empty list"),
-        ("x" * 100, '"' + "x" * 55 + '..."'),
-        (10**80, "1" + "0" * 55 + "..."),
+        (None, "empty"), (True, "true"), ("ü", '"ü"'), ("a\tb", '"a\\tb"'), ({}, "a mapping"), ([], "an empty list"),
+        ("x" * 100, '"' + "x" * 55 + '..."'), (10**80, "1" + "0" * 55 + "..."),
     ],
-)
+)  # fmt: skip
 def test_values_are_shown_on_one_short_line(value, expected):
     assert shown(value) == expected

@@ -16,13 +16,9 @@ BUILD = "torch-cpu"
 
 
 def get_kernel(
-    repo_id: str,
-    *,
-    revision: str | None = None,
-    version: int | None = None,
-    user_agent: object = None,
+    repo_id: str, *, revision: str | None = None, version: int | None = None, user_agent: object = None,
     trust_remote_code: bool = False,
-) -> ModuleType:
+) -> ModuleType:  # fmt: skip
     """The module of a kernel at a revision."""
     assert revision is not None and version is None and not trust_remote_code
     overrides = dict(entry.split("=", 1) for entry in os.environ.get("LOCAL_KERNELS", "").split(":") if entry)
