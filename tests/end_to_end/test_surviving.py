@@ -49,7 +49,7 @@ def undisturbed(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> list[fl
 FINDS_HEADERS_AND_FAILS = '#!/bin/sh\ncase "$*" in *"-x c++ -"*) exit 0 ;; *) exit 1 ;; esac\n'
 
 
-def test_a_rank_out_of_memory_a_dead_one_and_one_that_hangs_are_named_and_the_run_goes_on(
+def test_a_rank_out_of_memory_a_dead_one_and_one_that_fails_are_named_and_the_run_goes_on(
     plan, undisturbed, tmp_path, monkeypatch
 ):
     """In one run; a fallback whose operator cannot be built is left out, when the run comes to it and not before."""
@@ -60,17 +60,15 @@ def test_a_rank_out_of_memory_a_dead_one_and_one_that_hangs_are_named_and_the_ru
     two = plan.fallbacks[0]
     built = replace(two.strategy, name="zero2+optimizer/fp32/deepspeed_cpu_adam", sharding=Sharding.ZERO2,
                     offload=Offload.OPTIMIZER, optimizer=Optimizer.DEEPSPEED_CPU_ADAM)  # fmt: skip
-    faults = [
-        Fault("sigkill", 1, 4), Fault("oom in optimizer", 1, 3), Fault("hang", 1, 6), Fault("error in backward", 0, 3)
-    ]  # fmt: skip
+    faults = [Fault("sigkill", 1, 4), Fault("oom in optimizer", 1, 3), Fault("error in backward", 0, 6)]
     faulty = replace(with_faults(plan, tmp_path, faults), fallbacks=(replace(two, strategy=built), two))
     outcome, printed = run_plan(faulty, tmp_path / "run")
     assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
     assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
-    killed, full, hung, failed, finished = history = outcome.report.history
-    assert [(each.micro_batch, each.accumulation) for each in history] == [(4, 1)] * 2 + [(2, 2)] * 3
-    ran = [codec.read(tmp_path / f"run/attempts/{number}/plan.json", Plan).chosen for number in range(1, 6)]
-    assert ran == [plan.chosen] * 2 + [two] * 3
+    killed, full, failed, finished = history = outcome.report.history
+    assert [(each.micro_batch, each.accumulation) for each in history] == [(4, 1)] * 2 + [(2, 2)] * 2
+    ran = [codec.read(tmp_path / f"run/attempts/{number}/plan.json", Plan).chosen for number in range(1, 5)]
+    assert ran == [plan.chosen] * 2 + [two] * 2
     assert (killed.fault, killed.step) == (report.Fault.KILLED, 3)
     assert "rank 1" in killed.cause and "SIGKILL" in killed.cause
     assert (full.fault, full.resumed_from_step, full.step) == (report.Fault.OUT_OF_MEMORY, 2, 4)
@@ -78,9 +76,6 @@ def test_a_rank_out_of_memory_a_dead_one_and_one_that_hangs_are_named_and_the_ru
     assert incident in printed
     reported = printed[printed.index(built.name) :]
     assert "cpu_adam could not be built" in reported and "log: " in reported
-    assert (hung.fault, hung.resumed_from_step, hung.step) == (report.Fault.HUNG, 4, 6)
-    for fact in ("rank 1", "forward of step 7", "sleep_for_ever (faults.py, line "):
-        assert fact in hung.cause
     assert failed.fault is report.Fault.ERROR and "RuntimeError: a bug in a kernel" in failed.cause
     assert (finished.fault, finished.ending, finished.resumed_from_step) == (None, Ending.FINISHED, 6)
 

@@ -40,7 +40,7 @@ COMMANDS, DOCUMENTS = ("launch/commands/", "launch/cli.py", "launch/options.py")
 BARE = ("tests/factories/", "benchmarks/")  # folders whose modules are imported by their names alone
 CONFTEST = "tests/conftest.py"
 EVERYTHING = (CONFTEST, "tests/warm/", "shardwise/", "pyproject.toml", "requirements")
-DEAR_S = 10.0  # a test that lists folders of the product and takes longer runs only if a file was added or removed
+DEAR_S = 15.0  # a test that lists folders of the product and takes longer runs only if a file was added or removed
 PROGRAMS = (".py", ".sh", "Makefile", ".ci/run")  # what names these does not also read what they read
 _LISTS = re.compile(r"ls-files|glob\(\"(?:\*\*/)?\*\.py|copytree\([A-Z]")  # folders of code
 _MODULE = re.compile(r"(?:from|import) ([a-z_][\w.]*)|\b(shardwise(?:\.\w+)+)|^([a-z_.]+):[a-z_]+$")
@@ -194,15 +194,16 @@ class Project:
                 case ast.ImportFrom(names=names, module=module):
                     self._add(path, [f"{module or ''}.{alias.name}" for alias in names])
                 case ast.BinOp(op=ast.Div(), right=ast.Constant(value=str(joined))):
-                    while isinstance(node := node.left, ast.BinOp) and isinstance(node.right, ast.Constant):
-                        joined = f"{node.right.value}/{joined}"
-                    waiting += [node, ast.Constant(joined)]
+                    left: ast.expr = node.left
+                    while isinstance(left, ast.BinOp) and isinstance(left.right, ast.Constant):
+                        joined = f"{left.right.value!s}/{joined}"
+                        left = left.left
+                    waiting += [left, ast.Constant(joined)]
                 case ast.Expr(value=ast.Constant()):
                     pass
                 case _:
                     waiting += ast.iter_child_nodes(node)
-        if not is_module(path) and _LISTS.search(text):
-            self._lists_folders.add(path)
+        self._lists_folders |= {path} if not is_module(path) and _LISTS.search(text) else set()
         for folder in [folder.as_posix() for folder in Path(path).parents][:-2] if is_test(path) else []:
             self.users[f"{folder}/conftest.py"].add(path)
 
@@ -211,7 +212,7 @@ class Project:
         names = [a or b or f"shardwise.{path.partition('/')[0]}.{c}" for a, b, c in _MODULE.findall(text)]
         self._add(path, [*names, text] if path == CONFTEST else names)
         for word in _WORD.findall(text):
-            if word == text or "/" in word or "." in word:
+            if word in self.files or (path.endswith(".py") and (word == text or "/" in word or "." in word)):
                 self._readers[word.strip("./")].add(path)
 
     def _add(self, path: str, names: Iterable[str]) -> None:
@@ -240,12 +241,13 @@ def reached(project: Project, table: Table, path: str, change: Change) -> set[st
     """The test files that a change of one file can reach; None: it may concern every test."""
 
     def following(each: str) -> set[str]:
+        if each != path and (is_module(each) or is_test(each)):
+            return set()
         named = project.readers(each, exact=each != path and each.endswith(PROGRAMS))
-        if each == path and is_module(each):
+        if is_module(each):
             return named if change is Change.EXISTENCE else named - project.dear | project.readers(each, exact=True)
-        if is_module(each) or is_test(each) or change is Change.TEXT:
-            return set() if is_module(each) else named
-        return (named | project.users[each]) & (project.tests if is_module(path) else project.files)
+        found = named if is_test(each) or change is Change.TEXT else named | project.users[each]
+        return {name for name in found if each == path or (is_test(name) if is_module(path) else name.endswith(".py"))}
 
     found = closure(path, following)
     is_known = is_test(path) or found != {path} or project.users[path]

@@ -34,6 +34,7 @@ NOT_QUICK = (
     "tests/slurm/test_training.py",
 )  # fmt: skip
 NUM_DEAREST = 10
+_RUNS_VARY = 0.1  # two runs of the same tests differ by this share; what is recorded has to be within the budget
 _COMPARED_S = 1.0  # a file that takes less says little of the speed of a machine
 CPU_SECONDS = "SHARDWISE_TESTS_CPU_SECONDS"  # a file, to which the warm process appends those of each fork
 _NOT_RUN = re.compile(r"^pytestmark = .*pytest\.mark\.(gpu|long)\b", re.MULTILINE)
@@ -199,7 +200,7 @@ class _Recorder:
         path, budget = self._config.getoption("--durations-file"), self._config.getoption("--budget")
         known = read_durations()
         if budget is not None:
-            self._problems = over_budget(BUDGETS_S[budget], self._seconds, known)
+            self._problems = over_budget(BUDGETS_S[budget] * (1 + _RUNS_VARY), self._seconds, known)
             self._problems += [f"{name}: tests/durations.json lacks it" for name in files_without_durations(known)]
             if self._problems and os.environ.get("SHARDWISE_CI") and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
