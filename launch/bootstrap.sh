@@ -186,7 +186,12 @@ case $target in
     help | -h | --help) usage ;;
     install) install ;;
     train) install; shift; exec "$bin/shardwise" train examples/quickstart.yaml "$@" ;;
-    test) install_dev; shift; run_tests "$@" ;;
+    test)
+        install_dev
+        shift
+        [ $# -gt 0 ] || "$bin/python" tests/factories/operator_cache.py # a minute, once
+        run_tests "$@"
+        ;;
     test-quick) install_dev; shift; run_tests -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --quick --budget test-quick "$@" ;;
     test-changed) # documents too, when the change can reach them
         install_dev

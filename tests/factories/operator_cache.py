@@ -40,3 +40,7 @@ def folder_with_operators(*names: str) -> Path:
     finally:
         signal.setitimer(signal.ITIMER_REAL, left)
     return folder
+
+
+if __name__ == "__main__":  # before all tests run: the first one that needs an operator would wait for its compiler
+    folder_with_operators("cpu_adam", *(() if lacks_libaio() else ("async_io",)))
