@@ -193,11 +193,7 @@ case $target in
         run_tests "$@"
         ;;
     test-quick) install_dev; shift; run_tests -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --quick --budget test-quick "$@" ;;
-    test-changed) # documents too, when the change can reach them
-        install_dev
-        run_tests -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --changed="${2:-}" \
-            -m "(not long or documents) and not gpu"
-        ;;
+    test-changed) install_dev; run_tests -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --changed="${2:-}" ;;
     mutations) install_dev; shift; exec "$bin/python" tests/mutations/run.py "$@" ;;
     test-long | test-long-documents | test-long-kills | test-long-products | test-long-data | test-long-slurm)
         group=${target#test-long}

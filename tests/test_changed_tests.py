@@ -13,8 +13,8 @@ from changed_tests import ROOT, Change, Project, changed_files, cheapest, compar
 BODY, MORE = Change.FUNCTIONS, Change.MORE
 UNKNOWN = ".".join(("unknown", "bin"))  # a name that no file contains
 FILES = {
-    "docs/page.md": "",
-    "docs/guide/first.md": "",
+    "docs/page.md": "", "examples/job.yaml": "", "docs/guide/first.md": "", "ds/a.json": "",
+    "tests/factories/tool.py": "FOLDER = 'ds'\n",
     "launch/start.sh": "python tests/factories/tool.py",
     "launch/cli.py": "import importlib\nCOMMANDS = ['plan:run']\n",
     "launch/plan.py": "from shardwise.trainer import rules\nargv = ['-m', 'shardwise.trainer.rank']\n",
@@ -26,7 +26,6 @@ FILES = {
     "tests/conftest.py": "pytest_plugins = ['plugin']\n",
     "tests/factories/plugin.py": "FOLDER = 'docs'\n",
     "tests/factories/plans.py": "from shardwise.launch import plan\n",
-    "tests/factories/tool.py": "",
     "tests/ranks/conftest.py": "import pathlib\nWORKER = pathlib.Path(__file__).parent / 'worker.py'\n",
     "tests/ranks/worker.py": "from shardwise.trainer import step\n",
     "tests/ranks/test_ranks.py": "",
@@ -35,9 +34,10 @@ FILES = {
     "tests/test_command.py": "argv = ['-m', 'shardwise.launch.cli', 'plan']\n",
     "tests/test_tool.py": "import plugin\nscript = Path(__file__).parents[1] / 'launch' / 'start.sh'\n",
     "tests/test_page.py": "text = Path(__file__).parents[1] / 'docs' / 'page.md'\n",
-    "tests/test_guide.py": "GUIDE, PAGE = Path(__file__).parents[1] / 'docs' / 'guide', 'page.md'\n",
+    "tests/test_guide.py": "GUIDE, PAGE = Path(__file__).parents[1] / 'docs' / 'guide', 'page.md'\nglob('ds/*.json')\n",
+    "tests/journeys/test_story.py": "import pytest\nat = 'examples/*.yaml'\n@pytest.mark.documents\ndef test(): ...\n",
     "tests/test_words.py": "import subprocess\nsubprocess.run(['git', 'ls-files', 'launch', 'trainer', 'docs'])\n",
-}
+}  # fmt: skip
 TABLE = {
     "tests": [name for name in FILES if "/test_" in name],
     "trainer/rules.py": ["tests/test_rules.py", "tests/test_command.py"],
@@ -79,7 +79,8 @@ def chosen(project: Project, path: str, change: Change = BODY, table: dict[str, 
     ("trainer/rules.py", "rules command words"), ("launch/plan.py", "plans command words"),
     ("trainer/step.py", "ranks/test_ranks words"), ("trainer/models.json", "rules command words"),
     ("tests/factories/plans.py", "plans"), ("tests/factories/tool.py", "tool"), ("docs/page.md", "page words"),
-    ("tests/ranks/worker.py", "ranks/test_ranks"), ("docs/guide/first.md", "guide words"),
+    ("tests/ranks/worker.py", "ranks/test_ranks"), ("ds/a.json", "guide"),
+    ("docs/guide/first.md", "guide words journeys/test_story"),
 ])  # fmt: skip
 def test_a_change_runs_what_imports_or_names_it(project: Project, path: str, expected: str) -> None:
     assert chosen(project, path) == set(expected.split())
@@ -158,10 +159,11 @@ def test_pytest_collects_the_chosen_files_alone_on_its_workers_too(tmp_path: Pat
     (root / "tests" / "conftest.py").write_text("pytest_plugins = ['changed_tests']\n")
     (root / "tests" / "reach.json").write_text(json.dumps(TABLE))
     commit(root)
-    (root / "tests" / "test_page.py").write_text("def test_it(): ...\n")
-    argv = [sys.executable, "-m", "pytest", "-n1", "-o", "pythonpath=tests/factories", "--changed"]
-    run = subprocess.run(argv, cwd=root, capture_output=True, text=True, check=False)
-    assert run.returncode == 0 and "1 of 8 test files" in run.stdout and "1 passed" in run.stdout, run.stdout
+    argv = [sys.executable, "-m", "pytest", "-n1", "-opythonpath=tests/factories", "-mnot documents", "--changed"]
+    for name, told in (("tests/test_page.py", "1 of 9 test files"), ("examples/job.yaml", "2 of 9 test files")):
+        (root / name).write_text("def test_it(): ...\n")
+        run = subprocess.run(argv, cwd=root, capture_output=True, text=True, check=False)
+        assert run.returncode == 0 and told in run.stdout and f"{told[0]} passed" in run.stdout, run.stdout
 
 
 def test_every_line_is_executed_by_the_cheapest_tests_that_can() -> None:
@@ -180,8 +182,9 @@ def test_of_this_repository_a_change_runs_what_is_near_to_it(here: Project) -> N
     doctor, _ = select(here, measured, {"launch/doctor/command.py": BODY})
     assert "tests/launch/doctor/test_doctor_command.py" in doctor
     assert not any(name.startswith("tests/runtime/") for name in doctor)
-    page, _ = select(here, measured, {"docs/guide/one-card.md": MORE})
-    assert "tests/test_docs.py" in page and any(name.startswith("tests/journeys/") for name in page)
+    for path in ("launch/commands/train.py", "launch/options.py", "README.md", "docs/guide/one-card.md"):
+        shown, _ = select(here, measured, {path: BODY})
+        assert "tests/test_docs.py" in shown and any(name.startswith("tests/journeys/") for name in shown)
     for path in ("pyproject.toml", UNKNOWN, "tests/warm/server.py", "tests/factories/warm_python.py"):
         assert select(here, measured, {path: MORE})[0] == here.tests
 
@@ -192,9 +195,3 @@ def test_of_this_repository_programs_are_found_by_their_names(here: Project) -> 
     assert "launch/engine/launcher.py" in here.users["trainer/__main__.py"]
     assert any("distributed" in each for each in here.readers("tests/distributed/engine_worker.py", exact=True))
     assert "tests/end_to_end/test_api.py" in here.users["launch/api.py"]
-
-
-def test_of_this_repository_a_command_runs_documents_that_execute_it(here: Project) -> None:
-    table = json.loads((ROOT / "tests" / "reach.json").read_text())
-    files, _ = select(here, table, {"launch/commands/train.py": BODY})
-    assert any(name.startswith("tests/journeys/") for name in files)

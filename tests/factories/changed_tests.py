@@ -4,14 +4,14 @@ Of a changed file these run:
 
 - test files that import it, or name it or a folder of it in a string, themselves or through other files of the tests;
 - of a module of the product, and of one that names a changed file of data: test files that import or name it, and those
-  that tests/reach.json has for it. If more than functions changed (constants, fields): also the cheapest of its users.
+  that tests/reach.json has for it. If more than functions changed (constants, fields): also the cheapest of its users;
+- of what documents execute (SHOWN): the documents, also those of `make test-long` that install nothing.
 
 tests/reach.json has, of the test files that execute a module, those in its folder of the tests, and the cheapest that
-together execute every line of its functions; for commands, all documents. A module that it lacks counts as part of its
-users. A test file that it lacks runs if it reaches the module by imports and names of programs. To renew it:
+together execute every line of its functions. A module that it lacks counts as part of its users. A test file that it
+lacks runs if it reaches the module by imports and names of programs. To renew it:
 
-    pytest -m "(not long or documents) and not gpu" --product-coverage FOLDER
-    python tests/factories/changed_tests.py FOLDER
+    pytest -m "not long and not gpu" --product-coverage FOLDER && python tests/factories/changed_tests.py FOLDER
 
 Everything runs after a change of EVERYTHING, of what tests/conftest.py imports, and of a file that nothing names. What
 only an expensive test of a distant module finds is left to `make test`, before a merge.
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 import coverage
 import pytest
@@ -37,6 +38,7 @@ TABLE = ROOT / "tests" / "reach.json"
 PRODUCT = ("launch/", "slurm/", "trainer/")
 PACKAGED = (*PRODUCT, "ds_configs/", "fsdp_configs/", "examples/")  # below shardwise/: what the product can read
 COMMANDS, DOCUMENTS = ("launch/commands/", "launch/cli.py", "launch/options.py"), "tests/journeys/"
+SHOWN = (*COMMANDS, DOCUMENTS, "README.md", "docs/guide/", "docs/walkthrough.md", "examples/")  # what documents execute
 BARE = ("tests/factories/", "benchmarks/")  # folders whose modules are imported by their names alone
 CONFTEST = "tests/conftest.py"
 EVERYTHING = (CONFTEST, "tests/warm/", "shardwise/", "pyproject.toml", "requirements")
@@ -46,9 +48,8 @@ _LISTS = re.compile(r"ls-files|glob\(\"(?:\*\*/)?\*\.py|copytree\([A-Z]")  # fol
 _MODULE = re.compile(r"(?:from|import) ([a-z_][\w.]*)|\b(shardwise(?:\.\w+)+)|^([a-z_.]+):[a-z_]+$")
 _API = ["launch", "api"]  # what a plain `import shardwise` has
 _WORD = re.compile(r"[\w.*-][\w./*-]*")
-# What differs in a file: comments and docstrings, functions, more, or whether it exists.
-Change = IntEnum("Change", ["TEXT", "FUNCTIONS", "MORE", "EXISTENCE"])
-Table = Mapping[str, list[str]]  # by module, the cheapest first; as "tests" all that were measured
+Change = IntEnum("Change", ["TEXT", "FUNCTIONS", "MORE", "EXISTENCE"])  # comments; bodies; definitions; a whole file
+Table = Mapping[str, list[str]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,19 +68,20 @@ class _Selected:
     def __init__(self, config: pytest.Config) -> None:
         self._line = ""
         if hasattr(config, "workerinput"):
-            self._files = frozenset(config.workerinput["changed_tests"])
+            self._files, config.option.markexpr = config.workerinput["changed_tests"]
         else:
             commit, changed = changed_files(ROOT, config.getoption("changed"))
             self._files, counted = select(Project(ROOT), json.loads(TABLE.read_text()), changed)
+            if config.option.markexpr and any(path.startswith(SHOWN) for path in changed):
+                config.option.markexpr += " or documents and not cold"
             self._line = f"{counted} (changed since {commit}: {len(changed)})"
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self, node: object) -> None:
-        node.workerinput["changed_tests"] = sorted(self._files)  # type: ignore[attr-defined]  # a worker of xdist
+    def pytest_configure_node(self, node: Any) -> None:  # a worker of xdist
+        node.workerinput["changed_tests"] = [*self._files], node.config.option.markexpr
 
-    def pytest_sessionstart(self, session: pytest.Session) -> None:
-        if self._line:
-            session.config.get_terminal_writer().line(self._line)
+    def pytest_report_header(self) -> str:
+        return self._line
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         name = collection_path.relative_to(ROOT).as_posix() if collection_path.is_relative_to(ROOT) else ""
@@ -140,7 +142,6 @@ def is_module(path: str) -> bool:
 
 
 def closure(start: str, following: Callable[[str], Iterable[str]]) -> set[str]:
-    """What is reached from `start`, itself included."""
     found, waiting = {start}, [start]
     while waiting:
         new = set(following(waiting.pop())) - found
@@ -162,9 +163,8 @@ class Project:
         for path in self.files:
             if path.endswith((*PROGRAMS, ".toml")) and path != "pyproject.toml":
                 self._read(path, (root / path).read_text())
-        modules = set(filter(is_module, self.users))
-        found = closure(CONFTEST, lambda path: [name for name in self.users if path in self.users[name] - modules])
-        self.base = found - modules
+        outer = [name for name in self.users if not is_module(name)]
+        self.base = closure(CONFTEST, lambda path: [name for name in outer if path in self.users[name]])
         known = read_durations(root / "tests" / "durations.json")
         self.dear = {path for path in known if file_seconds(known, path) > DEAR_S}
 
@@ -193,11 +193,9 @@ class Project:
                     self._add(path, [alias.name for alias in names])
                 case ast.ImportFrom(names=names, module=module):
                     self._add(path, [f"{module or ''}.{alias.name}" for alias in names])
-                case ast.BinOp(op=ast.Div(), right=ast.Constant(value=str(joined))):
-                    left: ast.expr = node.left
+                case ast.BinOp(left=left, op=ast.Div(), right=ast.Constant(value=str(joined))):
                     while isinstance(left, ast.BinOp) and isinstance(left.right, ast.Constant):
-                        joined = f"{left.right.value!s}/{joined}"
-                        left = left.left
+                        joined, left = f"{left.right.value!s}/{joined}", left.left
                     waiting += [left, ast.Constant(joined)]
                 case ast.Expr(value=ast.Constant()):
                     pass
@@ -208,12 +206,11 @@ class Project:
             self.users[f"{folder}/conftest.py"].add(path)
 
     def _read_text(self, path: str, text: str) -> None:
-        """Reads a string: code, a command, a path."""
         names = [a or b or f"shardwise.{path.partition('/')[0]}.{c}" for a, b, c in _MODULE.findall(text)]
         self._add(path, [*names, text] if path == CONFTEST else names)
         for word in _WORD.findall(text):
             if word in self.files or (path.endswith(".py") and (word == text or "/" in word or "." in word)):
-                self._readers[word.strip("./")].add(path)
+                self._readers[re.split(r"/[^/]*\*", word)[0].strip("./")].add(path)
 
     def _add(self, path: str, names: Iterable[str]) -> None:
         """Makes `path` a user of the modules that dotted names begin with, if the project has them."""
@@ -250,10 +247,12 @@ def reached(project: Project, table: Table, path: str, change: Change) -> set[st
         return {name for name in found if each == path or (is_test(name) if is_module(path) else name.endswith(".py"))}
 
     found = closure(path, following)
-    is_known = is_test(path) or found != {path} or project.users[path]
+    is_known = is_test(path) or project.users[path] or found != {path}
     if path.startswith(EVERYTHING) or path in project.base or not is_known:
         return None
     tests = found & project.tests
+    if path.startswith(SHOWN) and change > Change.TEXT:
+        tests |= {test for test in project.tests if test.startswith(DOCUMENTS)}
     for module in filter(is_module, found if change > Change.TEXT else found - {path}):
         parts = closure(module, lambda each: () if each in table else filter(is_module, project.users[each]))
         tests |= project.users[module].union(*(table.get(part, ()) for part in parts))
@@ -264,7 +263,7 @@ def reached(project: Project, table: Table, path: str, change: Change) -> set[st
 
 
 def write_table(folder: Path) -> None:
-    """Writes tests/reach.json from the data of `pytest --product-coverage FOLDER`."""
+    """Writes tests/reach.json: by module its tests, the cheapest first, and as "tests" all that were measured."""
     project, known, data = Project(ROOT), read_durations(), coverage.CoverageData(no_disk=True)
     for path in folder.iterdir():
         with suppress(coverage.CoverageException):  # a program was killed while it wrote
@@ -283,8 +282,7 @@ def write_table(folder: Path) -> None:
                 lines[test].add(line)
         cost = {each: 0.1 if each in project.users[module] else min(600.0, file_seconds(known, each)) for each in lines}
         mirrored = f"tests/{module.removeprefix('trainer/')}".rpartition("/")[0]
-        shown = DOCUMENTS if module.startswith(COMMANDS) else "?"
-        kept = [test for test in lines if test.rpartition("/")[0] == mirrored or test.startswith(shown)]
+        kept = [test for test in lines if test.rpartition("/")[0] == mirrored]
         table |= {module: cheapest(lines, cost, kept)} if lines else {}
     rows = [f"{json.dumps(name)}: {json.dumps(tests)}" for name, tests in table.items()]
     TABLE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
