@@ -120,9 +120,8 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     check_documents_apart(wrapped, plan, accelerator.device)
     scaler = engine.loss_scaler(wrapped, chosen.strategy.precision, plan.device_kind)
     if resumption is not None:
-        own = resumption.load(wrapped, wrapped_optimizer, sharding=sharding)
-        num_blocks = sum(map(int, ranks.exchange(str(own).encode())))
-        _continue_from(state, resumption.checkpoint, scaler, num_coded_anew=num_blocks)
+        num_coded_anew = resumption.load(wrapped, wrapped_optimizer, sharding=sharding)
+        _continue_from(state, resumption.checkpoint, scaler, num_coded_anew=num_coded_anew)
     return Session(
         plan=plan,
         paths=paths,
