@@ -56,7 +56,7 @@ def runs(run_dirs, cache_dir) -> Callable[[Case], Path]:
 def test_every_step_equals_that_of_ddp(case, runs, read_course):
     expected, course = read_course(runs(REFERENCE)), read_course(runs(case))
     assert len(course.losses) == NUM_STEPS
-    assert expected.losses[-1] < expected.losses[0] - 0.2
+    assert expected.losses[-1] < expected.losses[0] - 0.5
     assert course.losses == pytest.approx(expected.losses, abs=TOLERANCE)
     # torch adds up the squares of half a million elements in fp32 one after the other, DeepSpeed in fp64.
     assert course.grad_norms == pytest.approx(expected.grad_norms, rel=1e-3)

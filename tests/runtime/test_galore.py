@@ -1,5 +1,6 @@
 """GaLore: moments and projectors of the planned shapes, on the planned matrices, with the planned updates."""
 
+import copy
 import inspect
 import re
 from itertools import pairwise
@@ -120,6 +121,24 @@ def test_every_projection_updates_tall_and_wide_matrices_in_a_space_of_the_rank(
     sides = {tuple(built.state[matrix]["exp_avg"].shape) for matrix in block_matrices(llama)}
     assert all(8 in shape for shape in sides)
     assert (sides == {(8, 8)}) == (projection == "full")
+
+
+def test_the_scale_scales_the_projected_update_and_nothing_else():
+    updates = {}
+    for scale in (0.25, 1.0):
+        llama = tiny_llama()
+        before = copy.deepcopy(llama)
+        galore = replace(GALORE, scale=scale)
+        built = build_optimizer(Optimizer.ADAMW, llama, lr=1e-2, weight_decay=0.0, galore=galore)
+        random_gradients(llama, step=0)
+        built.step()
+        updates[scale] = {
+            name: parameter.detach() - before.get_parameter(name) for name, parameter in llama.named_parameters()
+        }
+    inside = {name for name in updates[1.0] if "_proj" in name}
+    for name, update in updates[1.0].items():
+        factor = 0.25 if name in inside else 1.0
+        assert torch.allclose(updates[0.25][name], factor * update, atol=1e-6), name
 
 
 @pytest.mark.parametrize("inner", [Optimizer.ADAMW, Optimizer.ADAFACTOR])

@@ -82,6 +82,21 @@ def test_nothing_moves_where_no_backward_follows():
     assert installed.offload.num_copies == 0
 
 
+def test_parameters_do_not_move():
+    """They are handed out as they are when the backward asks: an engine may have put them elsewhere by then."""
+    model, _ = build()
+    loss = model(input_ids=IDS, labels=IDS)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    before = weight.data
+    weight.data = torch.zeros_like(before)
+    loss.backward()
+    expected = build_plain()
+    backward(expected)
+    name = "model.layers.0.input_layernorm.weight"
+    ours, theirs = (dict(one.named_parameters())[name].grad for one in (model, expected))
+    assert not torch.allclose(ours, theirs), "the gradient of what lies before was made with the new weight"
+
+
 def test_selective_checkpointing_and_offload_exclude_each_other():
     with pytest.raises(InputError, match=r"activation_offload .*pin\.checkpointing: selective"):
         build(Checkpointing.SELECTIVE)

@@ -4,10 +4,13 @@ Compiling takes a minute on a busy machine: one combination is in every run of t
 """
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -86,6 +89,14 @@ def test_every_kind_of_recomputation_is_traced_with_its_block(checkpointing):
         assert kept_by_full < retained < kept_by_none
 
 
+@pytest.mark.long
+def test_a_compiled_block_that_recomputes_drops_the_same_elements_again():
+    dropout = {"attention_dropout": 0.5}
+    retained, again = (backward(build(each, config=dropout)[0]) for each in (Checkpointing.NONE, Checkpointing.FULL))
+    torch.testing.assert_close(again.loss, retained.loss)
+    assert_same_gradients(again, retained, tolerance=TOLERANCE)
+
+
 def test_without_a_compiler_it_is_refused_before_anything_runs(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(EnvironmentFaultError, match=r"no-such-compiler.*install g\+\+"):
@@ -137,6 +148,16 @@ def test_a_variable_that_disables_compilation_is_named(name, monkeypatch):
     with pytest.raises(EnvironmentFaultError, match=name):
         compile_blocks(build_eager())
     assert name in (compile_blocks(build_eager(), is_pinned=False).problem or "")
+
+
+def test_on_a_gpu_triton_needs_a_c_compiler_too(monkeypatch):
+    triton = ModuleType("triton")
+    triton.__spec__ = ModuleSpec("triton", None)
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(EnvironmentFaultError, match=r"pin\.compile(.|\n)*no-such-compiler(.|\n)*apt install gcc"):
+        compile_blocks(build_eager())
 
 
 class Counted:

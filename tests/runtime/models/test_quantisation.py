@@ -1,5 +1,7 @@
 """NF4 base weights: the bits are bitsandbytes' own, they are made while weights are read, and training keeps them."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +183,61 @@ def test_weights_that_are_quantised_already_are_refused(tmp_path):
     plan = replace(rank_plan(Path("nowhere"), method=Method.QLORA), model_path=str(folder))
     with pytest.raises(InputError, match=r"its weights are quantised already \(gptq\); start from the 16-bit ones$"):
         build_model(plan)
+
+
+PEAK_OF_BUILDING = """
+import sys, threading, time
+from pathlib import Path
+sys.path[:0] = [{root!r}, {factories!r}]
+from msgspec.structs import replace
+from rank_factory import rank_plan
+from shardwise.trainer.runtime.loop.memory_profile import anonymous_bytes
+from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.spec.strategy import Method, Precision
+from transformers import AutoConfig
+
+config = AutoConfig.from_pretrained({folder!r}).to_dict()
+
+def peak_of_building(method):
+    plan = rank_plan(Path("nowhere"), method=method, precision=Precision.BF16_MIXED)
+    build_model(plan)  # what a first time allocates
+    before, peaks, is_done = anonymous_bytes(), [], threading.Event()
+
+    def watch():
+        while not is_done.is_set():
+            peaks.append(anonymous_bytes())
+            time.sleep(0.0005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = build_model(replace(plan, model_path={folder!r}, model_config=config))
+    peaks.append(anonymous_bytes())
+    is_done.set()
+    watcher.join()
+    return max(peaks) - before, sum(p.numel() * p.element_size() for p in model.parameters())
+
+print("answer", *peak_of_building(Method.QLORA), *peak_of_building(Method.LORA))
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """52 million weights in fp32, 104 MB in 16 bit, of which the largest tensor has 2 million."""
+    changes = {"hidden_size": 768, "intermediate_size": 2752, "num_hidden_layers": 6, "vocab_size": 2048}
+    return saved_model(tmp_path_factory.mktemp("models") / "large", **changes)
+
+
+def test_the_16_bit_model_is_never_whole_in_host_memory(large):
+    """What is kept and a few tensors on their way; LoRA on a whole base shows what the same probe sees otherwise."""
+    root = Path(__file__).parents[3]
+    code = PEAK_OF_BUILDING.format(root=str(root), factories=str(root / "tests" / "factories"), folder=str(large))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    peak, retained, peak_of_lora, kept_by_lora = map(int, done.stdout.split()[-4:])
+    whole_bytes = sum(tensor.numel() * 2 for tensor in load_file(large / "model.safetensors").values())
+    assert retained < 0.4 * whole_bytes
+    assert peak < retained + 0.5 * whole_bytes  # the few tensors in flight are 35 % of this small model
+    assert peak_of_lora > 0.9 * whole_bytes and kept_by_lora > whole_bytes
 
 
 def logits_and_gradient(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.runtime.models.methods import add_adapters
 from shardwise.trainer.runtime.precision.fp8 import (
     ADAPTER,
     EDGE,
@@ -31,6 +32,7 @@ from shardwise.trainer.runtime.precision.fp8 import (
     padded_to_multiple,
 )
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Precision
 
 FACTORIES = Path(__file__).parents[2] / "factories"
@@ -153,6 +155,17 @@ def test_nvfp4_leaves_the_first_and_the_last_blocks_alone():
     assert EDGE not in fp8_layers(Blocks(2), Fp8Recipe.NVFP4).skipped, "a small model has none to spare"
 
 
+def test_adapters_stay_and_their_bases_multiply_in_fp8(te):
+    plan = fp8_plan()
+    model = build_model(plan)
+    add_adapters(model, LoraJob(rank=16, alpha=16.0), Precision.BF16_MIXED)
+    install_fp8(model, plan.chosen)
+    loss_of(model, rows()).backward()
+    assert te.COUNTS["fp8 products with gradients"] == 2 * LINEARS_IN_A_BLOCK
+    assert type(model.model.layers[0].self_attn.q_proj.base_layer).__name__ == "Fp8Linear"
+    assert type(model.model.layers[0].self_attn.q_proj.lora_A["default"]) is nn.Linear
+
+
 def test_parameters_and_names_are_those_of_the_plain_model(te):
     plan = fp8_plan(model_config={**TINY_LLAMA, "attention_bias": True, "tie_word_embeddings": True})
     model = build_model(plan)
@@ -225,6 +238,14 @@ def test_delayed_scales_and_recomputation_are_refused(te):
 def test_a_model_without_a_fitting_layer_is_refused(te):
     with pytest.raises(InputError, match=r"LlamaForCausalLM.* 14 .*multiple of 128"):
         fp8_model(Fp8Recipe.BLOCK)
+
+
+def test_layers_that_multiply_nothing_in_fp8_stop_the_run(te):
+    model, fp8 = fp8_model()
+    with torch.no_grad():
+        model(input_ids=rows())
+    with pytest.raises(EnvironmentFaultError, match=r"14 layers.*transformer_engine"):
+        check_fp8_ran(fp8, model)
 
 
 @pytest.mark.parametrize("recipe", [Fp8Recipe.CURRENT, Fp8Recipe.MXFP8])

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.trainer.runtime.run.clock import CardSample, CardWatch, Traffic, pinned_bytes, throttle_reasons
+from shardwise.trainer.runtime.run.clock import (
+    CardSample,
+    CardWatch,
+    CoreQueue,
+    Traffic,
+    pinned_bytes,
+    throttle_reasons,
+)
 
 LIBRARY = """
 #include <string.h>
@@ -45,9 +52,9 @@ print(json.dumps(to_builtins(first)))
 """
 
 
-def query(folder: Path, uuid: str) -> "subprocess.CompletedProcess[str]":
+def query(folder: Path, uuid: str, *, library: str = LIBRARY) -> "subprocess.CompletedProcess[str]":
     """Queries the driver in a process of its own."""
-    (folder / "nvml.c").write_text(LIBRARY)
+    (folder / "nvml.c").write_text(library)
     compiler, name = os.environ.get("CC", "cc"), "libnvidia-ml.so.1"
     driver = folder / name
     subprocess.run([compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", driver, folder / "nvml.c"], check=True)
@@ -64,6 +71,14 @@ def test_a_card_reports_its_counters(tmp_path: Path):
         "utilization": 0.87, "power_w": 312.5, "temperature_c": 66, "throttle": "power cap, temperature",
         "used_bytes": 12345678,
     }  # fmt: skip
+
+
+def test_an_older_driver_and_a_card_that_lacks_a_counter_report_the_others(tmp_path: Path):
+    no_power = LIBRARY.replace("*value = 312500; return 0;", "return 3; /* not supported */")
+    for name, throttle in (("ThrottleReasons", "power cap, temperature"), ("NoReasons", None)):
+        older = no_power.replace("EventReasons", name)
+        found = json.loads(query(tmp_path, "5d1a4b2e-0000-1111-2222-333344445555", library=older).stdout)
+        assert found["power_w"] is None and found["throttle"] == throttle and found["temperature_c"] == 66
 
 
 def test_a_card_that_is_not_there_ends_the_thread_and_nothing_else(tmp_path: Path):
@@ -106,3 +121,27 @@ def test_without_cuda_nothing_is_pinned_and_no_card_is_queried():
     with CardWatch(torch.device("cpu")).watching() as watch:
         assert threading.active_count() == before and watch.newest == CardSample()
     assert pinned_bytes() is None
+
+
+def test_the_time_in_which_threads_wait_for_a_core_is_counted():
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("this kernel does not count it (CONFIG_SCHED_INFO)")
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # of this thread, and of the programs that it starts
+    others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        queue, begin_s = CoreQueue(), time.thread_time()
+        while time.thread_time() < begin_s + 0.3:
+            pass
+        share = queue.share
+    finally:
+        os.sched_setaffinity(0, cores)
+        for other in others:
+            other.kill()
+            other.wait()
+    assert share is not None
+    assert share > 0.4
+    idle = CoreQueue()
+    time.sleep(0.2)
+    assert idle.share is not None
+    assert idle.share < 0.4, "a process that sleeps waits for no core"
