@@ -185,7 +185,7 @@ def rehearse(out: Path, *parts: str, **environment: str) -> tuple[str, dict[str,
 
 
 def test_a_rehearsal_runs_and_the_next_call_has_nothing_to_do(tmp_path: Path):
-    """Of what needs no card to mean something; `python benchmarks/gpu.py` without a GPU runs all parts."""
+    """One step that has a meaning without a card; `python benchmarks/gpu.py` without a GPU runs all of them."""
     (first, _), (second, parts) = (rehearse(tmp_path, "engines: packed rows$") for _ in range(2))
     assert "1 steps done, 0 left" in first and "0 steps done, 0 left" in second
     assert parts["engines"]["packed rows"]["verdict"] == "as planned"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from on_gpu.case import Outcome, Row
-from on_gpu.programme import Progress, Step, StepLog, run_steps
+from on_gpu.programme import Progress, Step, StepLog, matching, run_steps
 
 from shardwise.launch.attempt.supervisor import StopKind, StopRequest
 from shardwise.launch.terminal import Console
@@ -156,3 +156,15 @@ def test_a_run_whose_memory_ran_out_beside_others_is_repeated_by_itself(runs: Ru
     go([capped], tmp_path, together=2)
     assert runs.names == ["a", "a", "capped"], "what was to die is not repeated"
     assert "is_shared" not in rows["a"]["result"]
+
+
+def test_a_capped_run_that_dies_is_not_repeated(runs: Runs, tmp_path: Path):
+    step = runs.step("a", run=lambda: {"outcome": "out of memory", "cap_bytes": 1})
+    go([step], tmp_path, together=2)
+    assert runs.names == ["a"]
+
+
+def test_steps_are_selected_by_part_and_name(runs: Runs):
+    steps = [runs.step("a"), runs.step("b"), runs.step("a", part="other")]
+    assert [step.name for step in matching(steps, "part: a")] == ["a"]
+    assert [(step.part, step.name) for step in matching(steps, "", first=1)] == [("part", "a"), ("other", "a")]

@@ -141,7 +141,7 @@ def run_dirs(tmp_path_factory, start_ranks, request) -> Callable[..., RunDirs]:
 
 @pytest.fixture(scope="session")
 def notes_of() -> Callable[..., dict[str, Any]]:
-    """What a rank of an attempt of kind `:note` noted."""
+    """Reads the notes that a rank wrote in an attempt of kind `:note`."""
 
     def read(run_dir: Path, rank: int = 0) -> dict[str, Any]:
         return json.loads((run_dir / "attempts" / "1" / f"notes-{rank}.json").read_text())

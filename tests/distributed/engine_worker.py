@@ -82,7 +82,7 @@ def run(plan: Plan, paths: RunPaths, *, last: int) -> None:
 
 
 class Notes:
-    """What reached the model in the forwards that a backward follows, and what its optimizer was given.
+    """Records the inputs of each forward that has a backward, and the gradients that the optimizer receives.
 
     rows         of each forward, the rows, each with its ids up to the last label
     collectives  of each forward, those of the default group before it; and those after the first update
@@ -145,7 +145,7 @@ def learned(ids: Any, labels: Any) -> list[list[int]]:
 
 
 def num_collectives() -> int:
-    """Of the default group so far."""
+    """Number of collectives of the default process group so far."""
     group: Any = dist.distributed_c10d._get_default_group() if WORLD_SIZE > 1 else None  # private
     return 0 if group is None else int(group._get_sequence_number_for_group())
 

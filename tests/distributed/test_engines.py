@@ -63,7 +63,7 @@ def test_every_step_equals_that_of_a_single_process_of_plain_pytorch(sharding, r
 
 @pytest.fixture(scope="module")
 def held_out_loss(cache_dir, reference) -> float:
-    """Of plain PyTorch with the weights after the last step, over all held-out rows."""
+    """Mean loss of plain PyTorch over all held-out rows, with the weights after the last step."""
     model, rows = plain_model(plan_of(Sharding.DDP, cache_dir)), TokenRows.open(cache_dir, "eval")
     model.load_state_dict(reference.weights)
     (batch,) = eval_micro_batches(rows, rank=0, num_ranks=1, micro_batch=NUM_EVAL_ROWS)

@@ -108,7 +108,7 @@ SAVING_SLACK = 20 * MIB  # blocks of 4 MiB on their way to the disk and back, an
 
 
 class Looks:
-    """What ranks started from and what they held at most, by name; the looks of one request share a group of ranks."""
+    """Weights that the ranks start from and their peak memory, by name; one group of ranks serves a whole request."""
 
     def __init__(self, folder: Path, cache_dir: Path, start_ranks: Callable[[Sequence[str], int], str]) -> None:
         self.folder, self._cache_dir, self._start_ranks = folder, cache_dir, start_ranks

@@ -87,7 +87,7 @@ def test_a_stopped_run_resumes_with_the_losses_of_an_uninterrupted_one(long_job,
             write_cancel_flag(run_dir, now=datetime.now(UTC))
         output = process.communicate(timeout=LIMIT_S)[0]
         assert process.returncode == code, output
-        assert ("stopping after this step with a checkpoint" in output) == (stop == "SIGINT")
+        assert ("Ctrl-C again to stop now" in output) == (stop == "SIGINT")
         stopped = codec.read(run_dir / "report.json", Report)
         assert stopped.ending is ending and stopped.checkpoint is not None
         assert stopped.resumed_from_step == step and (step or 0) + 3 <= stopped.step < STEPS

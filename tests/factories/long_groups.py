@@ -13,7 +13,6 @@ _BY_PATH = {
     "tests/slurm/": "slurm",
     "tests/end_to_end/test_machines.py": "slurm",
     "tests/runtime/data/": "data",
-    "tests/runtime/models/": "data",
     "tests/runtime/checkpoint/": "kills",
     "tests/end_to_end/": "kills",
     "tests/launch/": "kills",

@@ -18,7 +18,7 @@ import importlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -162,17 +162,10 @@ def _mutant(number: int, path: Path, edit: Edit, root: Path) -> Mutant | None:
     return Mutant(id=f"m{number:03d}-{room}", file=str(path.relative_to(root)), line=edit.line, old=old, new=new)
 
 
-class Selection(NamedTuple):
-    """The files that execute a line, and which of them are within the budget of a mutant."""
-
-    tests: tuple[str, ...]
-    num_all: int
-
-
 def tests_of(
-    mutant: Mutant, root: Path, data: coverage.CoverageData, seconds: dict[str, float], budget_s: float
-) -> Selection:
-    """The test files of `data` that execute the changed lines, the cheapest first, up to `budget_s` in all."""
+    mutant: Mutant, root: Path, data: coverage.CoverageData, seconds: Mapping[str, float], budget_s: float
+) -> tuple[str, ...]:
+    """The test files of `data` that execute the changed lines, the nearest and cheapest first, up to `budget_s`."""
     path = root / mutant.file
     before = path.read_text().partition(mutant.old)[0].count("\n") + 1
     changed = range(before, before + mutant.old.count("\n") + 1)
@@ -183,14 +176,16 @@ def tests_of(
         for context in found
         if context.startswith("tests/") and (root / context).is_file()
     }
-    files: list[str] = []
-    total = 0.0
-    for file in sorted(contexts, key=lambda file: (-_nearness(file, mutant.file), seconds.get(file, 60.0))):
-        total += seconds.get(file, 60.0)
-        if total > budget_s and files:
-            break
-        files.append(file)
-    return Selection(tuple(files), len(contexts))
+    files = sorted(contexts, key=lambda file: (-_nearness(file, mutant.file), seconds.get(file, 60.0)))
+    spent = list(itertools.accumulate(seconds.get(file, 60.0) for file in files))
+    return tuple(file for number, file in enumerate(files) if number == 0 or spent[number] <= budget_s)
+
+
+def _nearness(test_file: str, product_file: str) -> int:
+    """How many folders of the product file the path of the test file has too, from the first on."""
+    folders = product_file.removeprefix("trainer/").split("/")[:-1]
+    pairs = zip(test_file.split("/")[1:-1], folders, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def main() -> int:
@@ -212,71 +207,57 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="mutants that run side by side")
     options = parser.parse_args()
     if options.action == "draw":
-        drawn = draw(ROOT, seed=options.seed, count=options.count, rooms=tuple(options.rooms))
-        options.mutants.write_bytes(msgspec.json.format(msgspec.json.encode(drawn), indent=1) + b"\n")
+        mutants = draw(ROOT, seed=options.seed, count=options.count, rooms=tuple(options.rooms))
+        options.mutants.write_bytes(msgspec.json.format(msgspec.json.encode(mutants), indent=1) + b"\n")
         return 0
     root = options.project.resolve()
-    mutants = msgspec.json.decode(options.mutants.read_bytes(), type=list[Mutant])
+    drawn = msgspec.json.decode(options.mutants.read_bytes(), type=list[Mutant])
+    mutants = [each for each in drawn if not options.only or each.id in options.only]
+    tests = selected(options, root, mutants)
     if options.action == "select":
-        select = _by_coverage(options, root)
-        options.outcome.write_text(json.dumps({each.id: select(each).tests for each in mutants}, indent=0) + "\n")
-        return 0
-    return run(options, root, mutants)
+        options.outcome.write_text(json.dumps(tests, indent=0) + "\n")
+    else:
+        run(options, root, mutants, tests)
+    return 0
 
 
-def _nearness(test_file: str, product_file: str) -> int:
-    """How many folders of the product file the path of the test file has too, from the first on."""
-    folders = product_file.removeprefix("trainer/").split("/")[:-1]
-    pairs = zip(test_file.split("/")[1:-1], folders, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _given(tests: Sequence[str]) -> Callable[[Mutant], Selection]:
-    return lambda mutant: Selection(tuple(tests), len(tests))
-
-
-def _kept(tests: Mapping[str, Sequence[str]]) -> Callable[[Mutant], Selection]:
-    return lambda mutant: Selection(tuple(tests[mutant.id]), len(tests[mutant.id]))
-
-
-def _by_coverage(options: argparse.Namespace, root: Path) -> Callable[[Mutant], Selection]:
+def selected(options: argparse.Namespace, root: Path, mutants: Sequence[Mutant]) -> dict[str, tuple[str, ...]]:
+    """The tests of each mutant: those that are named, those that `select` kept, or those that execute it."""
+    if options.tests:
+        return dict.fromkeys((mutant.id for mutant in mutants), tuple(options.tests))
+    if options.selection is not None:
+        return {name: tuple(tests) for name, tests in json.loads(options.selection.read_text()).items()}
     data = coverage.CoverageData(str(options.coverage))
     data.read()
-    durations = json.loads(options.durations.read_text())
-    seconds = {file: sum(each.values()) for file, each in durations.items()}
-    return lambda mutant: tests_of(mutant, root, data, seconds, options.budget)
+    seconds = {file: sum(each.values()) for file, each in json.loads(options.durations.read_text()).items()}
+    return {mutant.id: tests_of(mutant, root, data, seconds, options.budget) for mutant in mutants}
 
 
-def run(options: argparse.Namespace, root: Path, mutants: Sequence[Mutant]) -> int:
+def run(options: argparse.Namespace, root: Path, mutants: Sequence[Mutant], tests: Mapping[str, Sequence[str]]) -> None:
     """Runs the mutants, and keeps the outcome of each as soon as it is known."""
-    if options.selection is not None:
-        select = _kept(json.loads(options.selection.read_text()))
-    else:
-        select = _given(options.tests) if options.tests else _by_coverage(options, root)
     done = json.loads(options.outcome.read_text()) if options.outcome.exists() else {}
-    known = {}
-    wanted = [each for each in mutants if not options.only or each.id in options.only]
     jobs = []
-    for mutant in (each for each in wanted if each.id not in done):
-        selection = select(mutant)
-        if not selection.tests:
-            done[mutant.id] = {"outcome": "not executed"}
+    for mutant in mutants:
+        if mutant.id in done:
             continue
-        fault = runner.Fault(
-            id=mutant.id, file=mutant.file, consequence="", old=mutant.old, new=mutant.new, tests=selection.tests
-        )
-        jobs.append(runner.Job(name=mutant.id, tests=selection.tests, fault=fault))
-        known[mutant.id] = {"files": len(selection.tests), "files_executing": selection.num_all}
+        if (root / mutant.file).read_text().count(mutant.old) != 1:
+            done[mutant.id] = {"outcome": "does not apply"}
+        elif not tests[mutant.id]:
+            done[mutant.id] = {"outcome": "not executed"}
+        else:
+            fault = runner.Fault(
+                id=mutant.id, file=mutant.file, consequence="", old=mutant.old, new=mutant.new, tests=tests[mutant.id]
+            )
+            jobs.append(runner.Job(name=mutant.id, tests=fault.tests, fault=fault))
 
     def keep(name: str, result: Any) -> None:
-        done[name] = known[name] | msgspec.to_builtins(result)
+        done[name] = msgspec.to_builtins(result)
         options.outcome.write_text(json.dumps(done, indent=1) + "\n")
         if sum(each["outcome"] == "caught" for each in done.values()) >= options.until:
             raise runner.StoppedError
 
     with contextlib.suppress(runner.StoppedError):
         runner.run_copies(root, jobs, num_side_by_side=options.jobs, limit_s=3 * options.budget, on_result=keep)
-    return 0
 
 
 if __name__ == "__main__":

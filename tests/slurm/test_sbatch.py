@@ -10,6 +10,7 @@ import pytest
 from slurm_jobs import batch_job
 
 from shardwise.slurm import sbatch
+from shardwise.slurm.sbatch import sbatch_options
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.units import GIB
 
@@ -50,6 +51,10 @@ def test_a_whole_job_in_its_options():
 )
 def test_an_option_for_each_setting(changes, expected):
     assert expected in options(**changes)
+
+
+def test_a_percent_sign_in_the_path_of_the_run_is_no_pattern():
+    assert "--output=/r/100%%j/slurm-%j.out" in sbatch_options(batch_job(Path("/r/100%j")))
 
 
 def test_a_run_directory_is_no_pattern_of_slurm_and_one_that_it_cannot_write_to_is_refused():

@@ -61,7 +61,7 @@ _PLAIN_FILTERS = (
     ("ignore", None, PendingDeprecationWarning, None, 0), ("ignore", None, ImportWarning, None, 0),
     ("ignore", None, ResourceWarning, None, 0),
 )  # fmt: skip
-CPU_SECONDS = "SHARDWISE_TESTS_CPU_SECONDS"  # a file, to which the CPU seconds of each fork are appended
+CPU_SECONDS = "SHARDWISE_TESTS_CPU_SECONDS"  # as in factories/durations.py: a file for the CPU seconds of each fork
 Request = Mapping[str, Any]
 
 

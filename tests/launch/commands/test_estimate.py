@@ -5,6 +5,7 @@ import subprocess
 import sys
 from itertools import cycle, islice
 from pathlib import Path
+from threading import Thread
 
 from shardwise.launch.commands.estimate import MAX_LINE_BYTES
 from shardwise.trainer.spec.errors import ExitCode
@@ -61,6 +62,13 @@ def test_a_line_that_cannot_be_answered_is_answered_all_the_same():
     assert all(answer == answers[0] for answer in answers[::2]) and answers[0]["id"] == CASE["id"]
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    done = subprocess.run(
+        [*PROGRAM, str(tmp_path / "none.jsonl")], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == ExitCode.INPUT and f"{tmp_path}/none.jsonl" in done.stderr
+
+
 def test_a_program_that_waits_for_each_answer_gets_it():
     with subprocess.Popen(
         [*PROGRAM, "-"], cwd=REPOSITORY, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -71,3 +79,60 @@ def test_a_program_that_waits_for_each_answer_gets_it():
             assert json.loads(process.stdout.readline())["id"] == case["id"]
         process.stdin.close()
         assert process.wait() == ExitCode.DONE
+
+
+def test_a_reader_that_leaves_early_ends_the_run_quietly():
+    with subprocess.Popen(
+        [*PROGRAM, "-"],
+        bufsize=0,
+        cwd=REPOSITORY,
+        env=_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        writer = Thread(target=_write_all, args=(process.stdin, numbered(2000)))
+        writer.start()
+        assert json.loads(process.stdout.readline())["id"] == "case 0"
+        process.stdout.close()
+        writer.join()
+        assert process.stderr.read() == b""
+        assert process.wait() == ExitCode.DONE
+
+
+def _write_all(stream, cases):
+    try:
+        for case in cases:
+            stream.write(json.dumps(case).encode() + b"\n")
+        stream.close()
+    except BrokenPipeError:
+        pass
+
+
+# Not ru_maxrss, which a process has from the one that started it.
+MEASURED = """
+import re, sys
+from pathlib import Path
+from shardwise.launch.commands.estimate import run_estimate
+from shardwise.launch.options import EstimateOptions
+from shardwise.launch.terminal import Console
+run_estimate(EstimateOptions(Path("-")), Console())
+print(re.search("VmHWM:(.*)kB", Path("/proc/self/status").read_text())[1], file=sys.stderr)
+"""
+
+
+def _peak_kib(num_cases):
+    with subprocess.Popen(
+        [sys.executable, "-c", MEASURED],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    ) as process:
+        _write_all(process.stdin, numbered(num_cases))
+        return int(process.stderr.read())
+
+
+def test_ten_times_the_cases_take_the_same_memory():
+    few, many = _peak_kib(300), _peak_kib(3000)
+    assert many < few + 2048

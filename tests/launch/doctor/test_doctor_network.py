@@ -97,6 +97,15 @@ def test_a_token_that_the_hub_does_not_know(broken):
     assert TOKEN not in codec.encode(found).decode()
 
 
+def test_a_server_that_never_responds_has_a_time_limit(broken):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        broken.environment["HF_ENDPOINT"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        broken.changes["server_timeout_s"] = 0.3
+        assert_reported(broken.diagnose("hub"), Level.WARNING, (broken.environment["HF_ENDPOINT"], "timed out"))
+
+
 def test_a_clock_that_is_wrong():
     noon = 1767268800.0
     found = diagnosis_of(judge_clock("Thu, 01 Jan 2026 12:00:00 GMT", noon + 3600))

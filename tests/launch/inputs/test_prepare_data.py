@@ -188,6 +188,18 @@ def test_ctrl_c_leaves_no_process_and_no_half_cache(tmp_path):
     assert [folder.name for folder in (tmp_path / "cache" / "data").iterdir()] == ["locks"]
 
 
+@pytest.mark.cold
+def test_the_subprocess_does_not_outlive_a_killed_parent(tmp_path):
+    process = start_preparing(tmp_path)
+    process.kill()
+    process.communicate(timeout=120)
+    deadline = time.monotonic() + 120
+    while preparations_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert preparations_of(tmp_path) == []
+    assert [folder.name for folder in (tmp_path / "cache" / "data").iterdir()] == ["locks"]
+
+
 def preparations_of(folder):
     """Processes that prepare data of this test."""
     found = []

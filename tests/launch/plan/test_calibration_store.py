@@ -1,5 +1,6 @@
 """What earlier runs measured is kept for the same device, driver and torch only, with what the formulas alone said."""
 
+import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,17 @@ def test_what_a_correction_added_is_no_part_of_what_was_predicted():
         before.predicted_peak_bytes,
     )
     assert (after.stated_step_s, after.stated_peak_bytes) == (1.0, 30 * MIB)  # what the report shows
+
+
+def test_a_line_of_an_earlier_version_is_still_read(tmp_path: Path):
+    line = {
+        "device": "CPU A CPU", "driver": None, "torch": "2.13.0", "strategy": "none/fp32/adamw",
+        "predicted_peak_bytes": 10, "measured_peak_bytes": 11, "predicted_step_s": 1.0, "measured_step_s": 2.0,
+        "finished_at": "2026-01-01T00:00:00+00:00",
+    }  # fmt: skip
+    (tmp_path / "calibration.jsonl").write_text(json.dumps(line) + "\n")
+    (found,) = read_calibration(tmp_path, CPU, torch="2.13.0").records
+    assert (found.measured_step_s, found.shardwise, found.sharding) == (2.0, None, None)
 
 
 def test_a_line_that_cannot_be_read_is_passed_over(tmp_path: Path):
