@@ -20,7 +20,7 @@ class Proof(NamedTuple):
     shows: Callable[[Cell], bool]
 
 
-_GPU = "tests/gpu/test_techniques_gpu.py::test_a_run_matches_its_plan"
+_GPU = "tests/gpu/test_techniques_gpu.py::test_a_run_matches_its_plan_and_learns"
 
 
 def _gpu_case(name: str, shows: Callable[[Cell], bool]) -> Proof:
@@ -93,12 +93,12 @@ GPU_PROOFS: tuple[Proof, ...] = (
     *(_fp8_under(sharding) for sharding in _ENGINES),
     Proof(
         "wiring",
-        "tests/distributed/test_precision.py::test_every_forward_multiplies_in_fp8_recomputation_too",
+        "tests/distributed/test_precision.py::test_every_forward_multiplies_in_fp8_recomputation_too_and_the_report_counts_it",
         lambda cell: cell.precision is Precision.FP8 and cell.sharding in (Sharding.DDP, Sharding.HSDP),
     ),
     Proof(
         "fp16-engine",
-        "tests/distributed/test_precision.py::test_deepspeed_scales_the_loss_and_the_scale_is_logged",
+        "tests/distributed/test_precision.py::test_the_gradients_of_fp16_carry_the_scale",
         lambda cell: cell.precision is Precision.FP16_MIXED,
     ),
     *(_recipe(recipe) for recipe in Fp8Recipe),

@@ -63,12 +63,12 @@ done_already() { [ -f "$venv/.$1" ] && [ "$(cat "$venv/.$1")" = "$2" ] && [ -x "
 
 pip_install() { # on a terminal with pip's own bars, elsewhere a line for each download
     if [ -t 2 ]; then
-        "$bin/python" -m pip install --disable-pip-version-check "$@" >&2
+        "$bin/python" -m pip install --disable-pip-version-check --no-compile "$@" >&2
         return
     fi
     status=$({
         {
-            "$bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" && code=0 || code=$?
+            "$bin/python" -m pip install --disable-pip-version-check --no-compile --progress-bar off "$@" && code=0 || code=$?
             echo "$code" >&3
         } | sed -u -n -e 's/^ *Downloading \([^ ]*\) (\([0-9.]* MB\))$/  \1 (\2)/p' -e 's/^Installing collected packages.*/  unpacking .../p' >&2
     } 3>&1)
@@ -95,12 +95,12 @@ check_cards() { # before gigabytes are downloaded: has this torch code for any c
 }
 
 compile() { # once and for all: with PYTHONDONTWRITEBYTECODE, usual in containers, every command would do it anew
-    "$bin/python" -m compileall -q shardwise launch slurm trainer || :
+    "$bin/python" -W ignore -m compileall -qq "$@" || : # some packages contain files that are no Python
 }
 
 install() {
     install_packages
-    compile
+    compile shardwise launch slurm trainer
 }
 
 install_packages() {
@@ -117,6 +117,7 @@ install_packages() {
         "behind a proxy: set https_proxy; offline: point PIP_FIND_LINKS at a folder of wheels"
     install_kernels
     pip_install --no-deps -e .
+    compile -j 0 "$venv"/lib/python3*/site-packages
     check_gpu
     printf '%s\n' "$wanted" >"$venv/.installed"
     say "Installed: $("$bin/shardwise" --version), $bin/shardwise"
@@ -133,6 +134,7 @@ install_dev() {
     wanted=$(checksum requirements.lock requirements-dev.lock)
     done_already installed-dev "$wanted" && return
     pip_install -r requirements-dev.lock
+    compile -j 0 "$venv"/lib/python3*/site-packages
     printf '%s\n' "$wanted" >"$venv/.installed-dev"
 }
 
@@ -187,9 +189,11 @@ case $target in
     install) install ;;
     train) install; shift; exec "$bin/shardwise" train examples/quickstart.yaml "$@" ;;
     test)
-        install_dev
         shift
-        [ $# -gt 0 ] || "$bin/python" tests/factories/operator_cache.py || : # minutes, once; tests that need one say why not
+        install
+        [ $# -gt 0 ] || "$bin/python" tests/factories/operator_cache.py & # minutes, once; tests that need one say why not
+        install_dev
+        wait
         run_tests "$@"
         ;;
     test-quick) install_dev; shift; run_tests -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --quick --budget test-quick "$@" ;;

@@ -17,7 +17,7 @@ from warm_python import SWITCH, start_warm_python
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded, here or in a process of its own
 start_warm_python()  # before the product is imported, which takes sys.executable as it finds it
 
-from slurm_fixture import slurm, slurm_cluster  # noqa: E402
+from slurm_cluster import slurm, slurm_cluster  # noqa: E402
 
 __all__ = ["slurm", "slurm_cluster", "state_folder_of_the_tests"]
 pytest_plugins = ["suite_end", "outcome_file", "durations", "long_groups", "product_coverage", "changed_tests"]

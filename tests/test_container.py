@@ -24,28 +24,23 @@ class Image(NamedTuple):
 
     base: str
     copied: frozenset[str]
-    follows_links: bool
     commands: tuple[str, ...]
 
-    def lay_out(self, folder: Path) -> Path:
+    def lay_out(self, folder: Path, *, follows_links: bool = False) -> Path:
         """Copies what the image gets."""
-        for name in self.copied:
-            source, target = REPOSITORY / name, folder / name
+        folder.mkdir(parents=True)
+        ignored = shutil.ignore_patterns("__pycache__")
+        for source in (REPOSITORY / name for name in self.copied):
             if source.is_dir():
-                ignored = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(source, target, symlinks=not self.follows_links, ignore=ignored)
+                shutil.copytree(source, folder / source.name, symlinks=not follows_links, ignore=ignored)
             else:
-                folder.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, target)
+                shutil.copy(source, folder)
         return folder
 
     def lines_in(self, folder: Path) -> list[str]:
         """The commands, with the folders of the image below `folder`; without those that change the system."""
-        return [
-            command.replace(TOP, str(folder / "top")).replace("/usr/local/bin", str(folder))
-            for command in self.commands
-            if not command.startswith(SYSTEM)
-        ]
+        lines = [line for line in self.commands if not line.startswith(SYSTEM)]
+        return [line.replace(TOP, str(folder / "top")).replace("/usr/local/bin", str(folder)) for line in lines]
 
 
 def docker() -> Image:
@@ -56,7 +51,7 @@ def docker() -> Image:
     assert (ignored, kept.pop()) == ("*", "**/__pycache__")
     ((base),) = [rest for word, rest in steps if word == "FROM"]
     commands = tuple(rest for word, rest in steps if word == "RUN")
-    return Image(base, frozenset(name.removeprefix("!") for name in kept), follows_links=False, commands=commands)
+    return Image(base, frozenset(name.removeprefix("!") for name in kept), commands)
 
 
 def apptainer() -> Image:
@@ -65,12 +60,7 @@ def apptainer() -> Image:
     copies = dict(line.split() for line in sections["files"])
     assert all(target == f"{TOP}/{source}" for source, target in copies.items())
     (base,) = re.findall(r"^From: (\S+)$", head, re.MULTILINE)
-    return Image(base, frozenset(copies), follows_links=True, commands=tuple(sections["post"]))
-
-
-@pytest.fixture(params=[docker, apptainer])
-def image(request: pytest.FixtureRequest) -> Image:
-    return request.param()
+    return Image(base, frozenset(copies), tuple(sections["post"]))
 
 
 def test_both_images_hold_the_same() -> None:
@@ -86,9 +76,11 @@ def test_the_image_has_no_root_and_a_python_that_fits() -> None:
     assert f"Programming Language :: Python :: {BASE.split(':')[1].split('-')[0]}" in classifiers
 
 
-def test_what_is_copied_installs(image: Image, tmp_path: Path) -> None:
+@pytest.mark.parametrize("follows_links", [False, True])  # as Docker copies, and as Apptainer does
+def test_what_is_copied_installs(follows_links: bool, tmp_path: Path) -> None:
     """With a pip that only notes what it is asked for: the lock file, then the project, which builds from the copy."""
-    top = image.lay_out(tmp_path / "top")
+    image = docker()
+    top = image.lay_out(tmp_path / "top", follows_links=follows_links)
     bin_folder = top / ".venv" / "bin"
     bin_folder.mkdir(parents=True)
     (bin_folder / "shardwise").symlink_to("/bin/true")

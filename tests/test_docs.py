@@ -2,7 +2,7 @@
 
 import argparse
 import ast
-import importlib.util
+import importlib
 import json
 import re
 import subprocess
@@ -34,21 +34,24 @@ DOCUMENTS = [
 ]
 
 
-def commands() -> list[str]:
-    (subparsers,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return sorted(subparsers.choices or ())
-
-
 def test_the_readme_is_short():
     assert len(README.split()) <= 900
 
 
-def test_the_page_of_commands_has_every_command_with_its_options():
-    """A change here is a change for users: it belongs in CHANGELOG.md. To mend it: benchmarks/commands.py --write"""
-    page = benchmark("commands")
+@pytest.mark.parametrize("name", ["commands", "support_matrix"])
+def test_the_tables_of_options_and_of_what_goes_together_are_those_of_the_program(name: str):
+    """A change of options is one for users: it belongs in CHANGELOG.md. To mend it: benchmarks/NAME.py --write"""
+    page = benchmark(name)
     document = page.DOCUMENT.read_text()
     assert benchmark("written_page").with_tables(document, page.tables()) == document
-    assert [name for name in commands() if f"`shardwise {name}" not in document] == []
+
+
+def test_every_command_and_every_rule_stands_in_its_document():
+    page, matrix = benchmark("commands").DOCUMENT.read_text(), benchmark("support_matrix")
+    (subparsers,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert [name for name in subparsers.choices or () if f"`shardwise {name}" not in page] == []
+    rules = {rule.name for rule in (*matrix.INCOMPATIBILITIES, *matrix.RULES)} - {"not_yet"}
+    assert [name for name in rules if f"`{name}`" not in matrix.DOCUMENT.read_text()] == []
 
 
 def test_every_sharding_and_configuration_file_is_explained_and_every_exit_code():
@@ -113,12 +116,9 @@ def test_every_line_of_a_job_in_the_techniques_is_a_job(line):
 @cache
 def benchmark(name: str) -> ModuleType:
     """A file under benchmarks/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "benchmarks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # NamedTuple looks its module up
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(REPOSITORY / "benchmarks")
+        return importlib.import_module(name)
 
 
 def test_the_measured_techniques_are_the_figures_that_were_kept():
@@ -129,20 +129,6 @@ def test_the_measured_techniques_are_the_figures_that_were_kept():
     assert f"<!-- measured -->\n{techniques.table_of(rows)}<!-- /measured -->" in TECHNIQUES
     for row in (row for row in rows if "dora" not in row.name):
         assert row.predicted_bytes == pytest.approx(row.peak_bytes, rel=0.1), row.name
-
-
-def test_the_support_matrix_is_what_the_rules_say():
-    """To mend it: python benchmarks/support_matrix.py --write"""
-    matrix = benchmark("support_matrix")
-    document = matrix.DOCUMENT.read_text()
-    assert benchmark("written_page").with_tables(document, matrix.tables()) == document
-
-
-def test_every_rule_stands_in_the_support_matrix():
-    matrix = benchmark("support_matrix")
-    text = matrix.DOCUMENT.read_text()
-    for rule in (*matrix.INCOMPATIBILITIES, *matrix.RULES):
-        assert f"`{rule.name}`" in text or rule.name == "not_yet", rule.name
 
 
 @cache

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +14,7 @@ from cuda_stand_in import H100, Machine, machine_environment, needs_no_cuda
 from on_gpu import engines, fp8, peers, predicted, small_cards
 from on_gpu.bench import job_of
 from on_gpu.case import Case, CaseResult, Outcome, RowKind, result_of, row_of
-from on_gpu.models import model_config
+from on_gpu.models import model_config, model_folder
 from on_gpu.peaks import ROWS_NAME, plan_stated
 from on_gpu.peer_files import PeerJob, accelerate_script, pinned_job, trl_script
 from planning_factory import machine
@@ -44,15 +45,11 @@ def planned(case: Case, folder: Path) -> Plan:
 
 
 def pins_of(plan: Plan) -> dict[str, str]:
-    chosen = plan.chosen
-    return {
-        "train.method": str(chosen.method), "pin.precision": str(chosen.strategy.precision),
-        "pin.optimizer": str(chosen.strategy.optimizer), "pin.sharding": str(chosen.strategy.sharding),
-        "pin.offload": str(chosen.strategy.offload), "pin.checkpointing": str(chosen.checkpointing),
-        "pin.loss": str(chosen.loss), "pin.attention": str(chosen.attention),
-        "pin.compile": str(chosen.compile).lower(), "pin.activation_offload": str(chosen.activation_offload).lower(),
-        "pin.optimizer_in_backward": str(chosen.optimizer_in_backward).lower(),
-    }  # fmt: skip
+    chosen, axes = plan.chosen, ("precision", "optimizer", "sharding", "offload")
+    found = {name: getattr(chosen.strategy, name) for name in axes}
+    for name in ("checkpointing", "loss", "attention", "compile", "activation_offload", "optimizer_in_backward"):
+        found[name] = getattr(chosen, name)
+    return {"train.method": str(chosen.method), **{f"pin.{key}": str(each).lower() for key, each in found.items()}}
 
 
 @pytest.mark.parametrize("cases", [ENGINE_CASES, predicted.CASES, small_cards.CASES], ids=["1", "2", "5"])
@@ -75,6 +72,13 @@ def test_a_case_is_planned_as_it_is_named_and_fits_an_h100(case: Case, tmp_path:
 @pytest.mark.parametrize("case", small_cards.CASES, ids=lambda case: case.name)
 def test_a_small_card_holds_its_job(case: Case, tmp_path: Path):
     assert planned(case, tmp_path).chosen.memory.need_bytes <= (case.vram_bytes or 0)
+
+
+def test_the_first_twenty_predictions_stand_for_all():
+    few, every = predicted.CASES[:20], predicted.CASES
+    assert len(every) >= 60 and {case.model for case in few} == {case.model for case in every}
+    for key in ("train.method", "pin.precision", "pin.loss", "pin.offload"):
+        assert {case.settings[key] for case in few} == {case.settings[key] for case in every}
 
 
 # Verdicts.
@@ -171,7 +175,29 @@ def test_a_script_is_python_that_uses_what_it_imports(write, number: int, tmp_pa
     assert (job["train"]["method"], job["pin"]["micro_batch"], job["pin"]["compile"]) == ("lora", 4, False)
 
 
+def test_figures_of_a_trainer_leave_the_slow_first_steps_out():
+    lines = [{"step": step, "seconds": each, "loss": 2.0} for step, each in enumerate((None, 9.0, 1.0, 1.0, 1.0), 1)]
+    found = peers.figures([*lines, {"step": 5, "loss": 1.5}], tokens=100)
+    assert found["tokens_per_s"] == 100 and found["losses"]["5"] == 1.5
+    rows = {
+        name: {"contest": "8B", "trainer": name, "outcome": "ran", "tokens_per_s": rate, "losses": {"9": 2, "10": 1.5}}
+        for name, rate in ((peers.PINNED, 100.0), ("TRL SFTTrainer", 80.0))
+    }
+    assert peers.summary(rows) == "8B: 1.25 x TRL SFTTrainer"
+    assert "| 0.80x |" in peers.table(rows) and "| 1.5000 |" in peers.table(rows)
+
+
 # Models, and all of it together.
+
+
+def test_random_weights_load_as_any_model_does(tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    folder = model_folder("qwen2.5-0.5b", tmp_path, is_tiny=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, loading = loaded
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    assert 0.018 < model.model.embed_tokens.weight.float().std().item() < 0.022
 
 
 def rehearse(out: Path, *parts: str, **environment: str) -> tuple[str, dict[str, dict[str, dict]]]:

@@ -105,16 +105,6 @@ def test_what_still_runs_when_the_minutes_are_over_is_ended_and_left(runs: Runs,
     assert (progress, rows) == (Progress(0, 2, is_time_over=True), {})
 
 
-def test_a_step_in_which_a_stop_was_requested_is_left(runs: Runs, tmp_path: Path):
-    bench = Bench()
-
-    def run() -> Row:
-        bench.stop.kind = StopKind.INTERRUPT
-        return dict(RAN)
-
-    assert go([runs.step("a", run=run), runs.step("b")], tmp_path, bench=bench) == (Progress(0, 2), {})
-
-
 def test_a_step_that_raises_has_a_row_without_folders_and_the_others_go_on(runs: Runs, tmp_path: Path):
     steps = [runs.step("a", run=fails), runs.step("b"), runs.step("c", run=fails, need_bytes=fails)]
     _, rows = go(steps, tmp_path, together=2)
@@ -156,12 +146,6 @@ def test_a_run_whose_memory_ran_out_beside_others_is_repeated_by_itself(runs: Ru
     go([capped], tmp_path, together=2)
     assert runs.names == ["a", "a", "capped"], "what was to die is not repeated"
     assert "is_shared" not in rows["a"]["result"]
-
-
-def test_a_capped_run_that_dies_is_not_repeated(runs: Runs, tmp_path: Path):
-    step = runs.step("a", run=lambda: {"outcome": "out of memory", "cap_bytes": 1})
-    go([step], tmp_path, together=2)
-    assert runs.names == ["a"]
 
 
 def test_steps_are_selected_by_part_and_name(runs: Runs):

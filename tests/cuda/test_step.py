@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attempt_runs import losses_of
 from cuda_stand_in import H100, Machine, machine_environment, needs_no_cuda
 from msgspec.structs import replace
-from pair_factory import pair_plan, write_pairs
-from rank_factory import rank_plan, write_attempt, write_packed_rows, write_rows
 
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
@@ -51,6 +48,9 @@ BY_DEVICE = {"neftune"}  # noise is drawn by the device's own generator
 
 
 def plan_of(name: str, kind: DeviceKind, caches: Mapping[str, Path]) -> Plan:
+    from pair_factory import pair_plan
+    from rank_factory import rank_plan
+
     rows = name.partition("-")[0] if name.startswith(("packed", "dpo")) else "rows"
     defaults = {"micro_batch": 8, "accumulation": 1, "num_steps": 3, "kind": kind}
     make = pair_plan if rows == "dpo" else rank_plan
@@ -60,7 +60,14 @@ def plan_of(name: str, kind: DeviceKind, caches: Mapping[str, Path]) -> Plan:
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory) -> dict[tuple[str, DeviceKind], list[float]]:
-    """Of every case, on the device and on the CPU: each device in one process that runs all."""
+    """Of every case, on the device and on the CPU: each device in one process that runs all.
+
+    The factories import torch and transformers, which takes seconds: not while tests are collected.
+    """
+    from attempt_runs import losses_of
+    from pair_factory import write_pairs
+    from rank_factory import write_attempt, write_packed_rows, write_rows
+
     folder = tmp_path_factory.mktemp("steps")
     caches = {
         "rows": write_rows(folder / "rows"),

@@ -10,26 +10,21 @@ import sys
 import torch
 
 
-def fsdp_plugin_on_cpu() -> dict[str, object]:
+def fsdp_on_cpu() -> dict[str, object]:
+    """The engine of a model under the plugin; and what is said of the plugin with a mesh."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import ParallelismConfig
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = torch.nn.Linear(4, 4)
     wrapped, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    return {"engine": type(wrapped).__name__}
-
-
-def mesh_on_cpu() -> dict[str, object]:
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.utils import ParallelismConfig
-
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True)
-    mesh = ParallelismConfig(dp_shard_size=2)
+    AcceleratorState._reset_state(reset_partial_state=True)
     try:
-        Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=mesh)
+        Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(dp_shard_size=2))
     except ValueError as error:
-        return {"refused": str(error)}
+        return {"engine": type(wrapped).__name__, "refused": str(error)}
     return {"refused": ""}
 
 
@@ -44,10 +39,8 @@ def deepspeed_without_backend() -> dict[str, object]:
     return {"num_processes": accelerator.num_processes, "started": torch.distributed.get_world_size()}
 
 
-CANARIES = {function.__name__: function for function in (fsdp_plugin_on_cpu, mesh_on_cpu, deepspeed_without_backend)}
-
 if __name__ == "__main__":
-    answer = CANARIES[sys.argv[1]]()
+    answer = {"fsdp": fsdp_on_cpu, "deepspeed": deepspeed_without_backend}[sys.argv[1]]()
     if os.environ["RANK"] == "0":
         sys.stdout.write(f"\ncanary: {json.dumps(answer)}\n")
     torch.distributed.destroy_process_group()

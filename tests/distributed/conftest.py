@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from attempt_runs import metrics_of
-from fp16_units import HAS_FP16_UNITS, NO_FP16_UNITS
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 from plain_training import train_plainly
 from rank_factory import NUM_STEPS, rank_plan, write_attempt, write_rows
@@ -24,6 +23,7 @@ from shardwise.trainer.spec.strategy import Precision
 HERE = Path(__file__).parent
 FEW = 3  # tests of a file
 TIMEOUT_S = 1200  # a group may run a hundred attempts
+Kind = str | Callable[[Any], str]  # what follows the plan among the arguments of a worker, or that of each case
 
 
 class Course(NamedTuple):
@@ -32,6 +32,12 @@ class Course(NamedTuple):
     losses: list[float]
     grad_norms: list[float]
     weights: dict[str, torch.Tensor]
+
+    def check(self, expected: "Course", *, tolerance: float = 1e-5, of_weights: float = 1e-4) -> None:
+        """Both went the same way, with weights of the same names."""
+        assert self.losses == pytest.approx(expected.losses, abs=tolerance)
+        assert self.grad_norms == pytest.approx(expected.grad_norms, abs=tolerance)
+        torch.testing.assert_close(self.weights, expected.weights, rtol=0, atol=of_weights)
 
 
 @pytest.fixture(scope="session")
@@ -74,12 +80,13 @@ def run_ranks(start_ranks) -> Callable[[Sequence[Path], int], None]:
 class RunDirs:
     """Run directories by case; those of one list, library and number of ranks train in one group at the first request.
 
+    The libraries meet in one group where little is trained (`loading_worker`).
     Where few tests run, each case trains when it is requested. A case that this machine cannot run is skipped: NVMe
     without libaio, fp16 under DeepSpeed without units for it.
     """
 
     def __init__(
-        self, folder: Path, start: Callable[[Sequence[str], int], str], worker: str, kind: str, *, is_few: bool
+        self, folder: Path, start: Callable[[Sequence[str], int], str], worker: str, kind: Kind, *, is_few: bool
     ) -> None:
         self._folder, self._start, self._worker, self._kind, self._is_few = folder, start, worker, kind, is_few
         self._plans: dict[Any, Plan] = {}
@@ -90,7 +97,8 @@ class RunDirs:
         number = len(set(self._groups.values()))
         for case in cases:
             plan = self._plans[case] = plan_of(case, self._dir(case))
-            self._groups[case] = (number, plan.chosen.strategy.sharding.uses_deepspeed, plan.chosen.num_ranks)
+            is_apart = plan.chosen.strategy.sharding.uses_deepspeed and self._worker != "loading_worker.py"
+            self._groups[case] = (number, is_apart, plan.chosen.num_ranks)
 
     def __call__(self, case: Any) -> Path:
         if reason := _missing(self._plans[case]):
@@ -108,7 +116,9 @@ class RunDirs:
             folder_with_operators("async_io")
         for plan in plans.values():
             check_nvme(plan)
-        attempts = [f"{write_attempt(self._dir(case), plan)}{self._kind}" for case, plan in plans.items()]
+        kinds = [self._kind(case) if callable(self._kind) else self._kind for case in plans]
+        paths = [write_attempt(self._dir(case), plan) for case, plan in plans.items()]
+        attempts = [f"{path}{kind}" for path, kind in zip(paths, kinds, strict=True)]
         self._start([str(HERE / self._worker), *attempts], num_ranks)
 
     def _dir(self, case: Any) -> Path:
@@ -120,7 +130,10 @@ def _missing(plan: Plan) -> str | None:
     if strategy.offload.uses_nvme and lacks_libaio():
         return NO_LIBAIO
     is_zero_fp16 = strategy.sharding.uses_deepspeed and strategy.precision is Precision.FP16_MIXED
-    return NO_FP16_UNITS if is_zero_fp16 and not HAS_FP16_UNITS else None
+    lacks_units = (
+        not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    )  # as `CPU_Accelerator.is_fp16_supported` of DeepSpeed
+    return "DeepSpeed refuses fp16 on a CPU without avx512_fp16" if is_zero_fp16 and lacks_units else None
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +142,7 @@ def run_dirs(tmp_path_factory, start_ranks, request) -> Callable[..., RunDirs]:
     is_few = sum(item.path == request.path for item in request.session.items) <= FEW
 
     def make(
-        plan_of: Callable[[Any, Path], Plan], *lists: Sequence[Any], worker="engine_worker.py", kind=""
+        plan_of: Callable[[Any, Path], Plan], *lists: Sequence[Any], worker="engine_worker.py", kind: Kind = ""
     ) -> RunDirs:
         made = RunDirs(tmp_path_factory.mktemp("runs"), start_ranks, worker, kind, is_few=is_few)
         for cases in lists:
@@ -159,10 +172,10 @@ def reference(cache_dir: Path) -> Course:
 @pytest.fixture(scope="session")
 def read_course() -> Callable[[Path], Course]:
     """Reads the files of a run."""
-    return _read_course
 
+    def read(run_dir: Path) -> Course:
+        lines = metrics_of(run_dir)
+        weights = load_file(run_dir / "export" / "model.safetensors")
+        return Course([line["loss"] for line in lines], [line["grad_norm"] for line in lines], weights)
 
-def _read_course(run_dir: Path) -> Course:
-    lines = metrics_of(run_dir)
-    weights = load_file(run_dir / "export" / "model.safetensors")
-    return Course([line["loss"] for line in lines], [line["grad_norm"] for line in lines], weights)
+    return read

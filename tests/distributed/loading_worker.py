@@ -18,7 +18,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -68,30 +67,21 @@ def look_at_start(plan: Plan, paths: RunPaths) -> dict[str, object]:
     if plan.chosen.strategy.sharding is Sharding.ZERO3:  # which holds its weights in the computing type
         dtype = compute_type(plan.chosen.strategy.precision)
         whole |= {name: whole[name].to(dtype) for name, _ in model.named_parameters()}
+    updated = [id(each) for group in unwrapped(session.optimizer).param_groups for each in group["params"]]
+    trained = [id(parameter) for parameter in model.parameters() if parameter.requires_grad]
     return {
         "differing": [name for name in whole if name not in seen or not equal(seen[name], whole[name])],
         "surplus": sorted(seen.keys() - whole.keys()),
         "num_tensors": len(seen),
         "loads_by_tensor": loads_by_tensor(plan),
-        "is_updated": engine.updates_in_last_backward or updated(session.optimizer) == trained(model),
+        "is_updated": engine.updates_in_last_backward or sorted(updated) == sorted(trained),
     }
-
-
-def updated(optimizer: object) -> list[int]:
-    return sorted(id(parameter) for group in unwrapped(optimizer).param_groups for parameter in group["params"])
-
-
-def trained(model: nn.Module) -> list[int]:
-    return sorted(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bit by bit: packed weights may look like numbers that are none."""
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor
+    bits = [tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor for tensor in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,17 +95,12 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def gathered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the model as a whole, on every rank."""
-    for name, tensor in named_tensors(model):
-        with gathering(tensor, model):
-            yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def gathering(tensor: torch.Tensor, model: nn.Module):
-    if not hasattr(next(model.parameters()), "ds_id"):
-        return nullcontext()
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    return GatheredParameters([tensor])
+    is_partitioned = hasattr(next(model.parameters()), "ds_id")
+    for name, tensor in named_tensors(model):
+        with GatheredParameters([tensor], enabled=is_partitioned):
+            yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def measure_peak(path: Path, plan: Plan, kind: str) -> dict[str, int]:

@@ -39,31 +39,22 @@ BAD_GRADIENT, BAD_LOSS, REFUSED = 3, 4, 5
 
 
 class Spoilt(NamedTuple):
-    """The loss of tokens, with a gradient or a value that is no number."""
+    """The loss of tokens; in the first micro batch a gradient or the value is no number."""
 
     step: int
+    called: list[bool]
     figures: tuple[str, ...] = ()
 
     def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Terms:
         terms = TokenLoss()(model, micro_batch, device)
+        self.called.append(True)
+        if len(self.called) > 1:
+            return terms
         if self.step == BAD_LOSS:
             return terms._replace(loss=terms.loss * math.nan)
         loss = terms.loss * 1
         loss.register_hook(lambda gradient: gradient * math.nan)
         return terms._replace(loss=loss)
-
-
-class FirstOnly(NamedTuple):
-    """One objective for the first micro batch, another for the rest."""
-
-    first: Spoilt
-    called: list[bool]
-    figures: tuple[str, ...] = ()
-
-    def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Terms:
-        objective = TokenLoss() if self.called else self.first
-        self.called.append(True)
-        return objective(model, micro_batch, device)
 
 
 def run_one(session: Session, step: int) -> StepResult:
@@ -78,7 +69,7 @@ def run_one(session: Session, step: int) -> StepResult:
         accelerator, session.model, session.optimizer, micro_batches, num_terms=num_terms, step=step,
         seed=plan.job.train.seed, lr=learning_rate(plan.schedule, plan.job.train, step), clip=plan.job.train.clip,
         clock=Clock(accelerator.device), scaler=session.scaler,
-        objective=FirstOnly(Spoilt(step), []) if is_last and step in (BAD_GRADIENT, BAD_LOSS) else TokenLoss(),
+        objective=Spoilt(step, []) if is_last and step in (BAD_GRADIENT, BAD_LOSS) else TokenLoss(),
         judge=lambda loss, grad_norm: (
             "refused"
             if step == REFUSED

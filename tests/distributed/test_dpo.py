@@ -3,15 +3,16 @@
 What the reference says of the chosen answers of a step stands in the metrics: logps_chosen - reward_chosen / beta.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from attempt_runs import metrics_of
 from msgspec.structs import replace
 from pair_factory import pair_plan, write_pairs
 from rank_factory import SEED, write_attempt
@@ -61,42 +62,37 @@ def pairs(tmp_path_factory) -> Path:
 def runs(tmp_path_factory, pairs, run_ranks) -> Callable[[Sharding, str], Path]:
     """The folder of a run; those of one library are trained in one group of ranks, the first time one is asked for."""
     folder = tmp_path_factory.mktemp("dpo")
-    trained: set[str] = set()
 
-    def attempts(wanted: Sequence[tuple[Sharding, str]], num_ranks: int) -> Iterator[Path]:
-        for sharding, kind in wanted:
-            plan = plan_of(pairs, sharding, kind, num_ranks)
-            yield write_attempt(folder / f"{sharding}-{kind}", plan)
-            if kind == "resumed":
-                onward = replace(plan_of(pairs, sharding, "full", num_ranks), resume=True)
-                yield write_attempt(folder / f"{sharding}-{kind}", onward, number=2)
+    def begun(wanted: Sequence[tuple[Sharding, str]], num_ranks: int) -> list[Path]:
+        return [write_attempt(folder / f"{run[0]}-{run[1]}", plan_of(pairs, *run, num_ranks)) for run in wanted]
 
+    def onward(kind: str, sharding: Sharding, num_ranks: int) -> Path:
+        """The attempt that goes on with half a run of two ranks of DDP."""
+        plan = replace(plan_of(pairs, sharding, "full", num_ranks), resume=True)
+        return write_attempt(folder / f"{Sharding.DDP}-{kind}", plan, number=2)
+
+    @cache
     def train(group: str) -> None:
-        if group in trained:
-            return
-        trained.add(group)
-        if group == "one":
-            train("torch")  # one process goes on with what two ranks of DDP began
-            onward = replace(plan_of(pairs, Sharding.NONE, "full", 1), resume=True)
-            handed = write_attempt(folder / f"{Sharding.DDP}-handed", onward, number=2)
-            run_ranks([*attempts([(Sharding.NONE, "lora"), (Sharding.NONE, "full")], 1), handed], 1)
+        if group == "zero":
+            run_ranks(begun(ZERO, 2), 2)
         elif group == "torch":
-            run_ranks(list(attempts((*TORCH, *STALLED, (Sharding.DDP, "handed")), 2)), 2)
+            two = begun((*TORCH, *STALLED, (Sharding.DDP, "handed")), 2)
+            run_ranks([*two, onward("resumed", Sharding.DDP, 2)], 2)
         else:
-            run_ranks(list(attempts(ZERO, 2)), 2)
+            train("torch")
+            alone = begun([(Sharding.NONE, "lora"), (Sharding.NONE, "full")], 1)
+            run_ranks([*alone, onward("handed", Sharding.NONE, 1)], 1)
 
     def run_dir(sharding: Sharding, kind: str) -> Path:
-        train(
-            "one" if sharding is Sharding.NONE or kind == "handed" else "zero" if sharding.uses_deepspeed else "torch"
-        )
+        is_alone = sharding is Sharding.NONE or kind == "handed"
+        train("one" if is_alone else "zero" if sharding.uses_deepspeed else "torch")
         return folder / f"{sharding}-{kind}"
 
     return run_dir
 
 
 def column(run_dir: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
+    return [line[name] for line in metrics_of(run_dir) if name in line]
 
 
 @pytest.fixture(scope="module")
@@ -132,14 +128,10 @@ def test_the_reference_is_the_plain_base(sharding, kind, runs, base_logps):
     reference = [logps - reward / BETA for logps, reward in zip(policy, rewards, strict=True)]
     assert reference == pytest.approx(base_logps, rel=1e-6)
     assert abs(policy[-1] - base_logps[-1]) > 0.1, "the model has moved away from it"
-
-
-@each([run for run in (*TORCH, *ZERO) if run[1] == "full"])
-def test_the_file_of_the_reference_belongs_to_no_engine(sharding, kind, runs):
-    ours, theirs = (run_dir / "reference.safetensors" for run_dir in (runs(sharding, kind), runs(Sharding.NONE, kind)))
-    found, expected = load_file(ours), load_file(theirs)
-    assert np.array_equal(found["keys"], expected["keys"])
-    np.testing.assert_allclose(found["logps"], expected["logps"], rtol=1e-6)
+    if kind == "full":  # its file belongs to no engine
+        found, alone = (load_file(each / "reference.safetensors") for each in (run_dir, runs(Sharding.NONE, kind)))
+        assert np.array_equal(found["keys"], alone["keys"])
+        np.testing.assert_allclose(found["logps"], alone["logps"], rtol=1e-6)
 
 
 @each(STALLED)

@@ -13,7 +13,6 @@ import torch
 from attempt_runs import engaged_of, metrics_of
 from plain_training import plain_model
 from rank_factory import NUM_EVAL_ROWS, NUM_STEPS, rank_plan
-from safetensors.torch import load_file
 from torch.nn import functional
 
 from shardwise.trainer.runtime.data.batches import eval_micro_batches
@@ -22,7 +21,6 @@ from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead
 
-TOLERANCE = 1e-5
 NUM_ELEMENTS = 106_816  # parameters of the tiny Llama
 NUM_PARAMETERS = 21
 EAGER = (Sharding.FSDP, Sharding.ZERO2)
@@ -54,11 +52,10 @@ def test_every_step_equals_that_of_a_single_process_of_plain_pytorch(sharding, r
     course = read_course(runs(sharding))
     assert len(course.losses) == NUM_STEPS
     assert reference.losses[-1] < reference.losses[0] - 0.5, "the reference learns, so that a difference would show"
-    assert course.losses == pytest.approx(reference.losses, abs=TOLERANCE)
-    assert course.grad_norms == pytest.approx(reference.grad_norms, abs=TOLERANCE)
-    assert course.weights.keys() == reference.weights.keys()
-    for name, expected in reference.weights.items():
-        torch.testing.assert_close(course.weights[name], expected, rtol=0, atol=1e-4, msg=f"{name}: {{}}".format)
+    course.check(reference)
+    if sharding in (Sharding.DDP, Sharding.FSDP, Sharding.ZERO3):
+        config = msgspec.json.decode((runs(sharding) / "export" / "config.json").read_bytes())
+        assert config["architectures"] == ["LlamaForCausalLM"], "the plain model, not what an engine made of it"
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +101,3 @@ def test_gradients_are_summed_with_the_last_micro_batch_only(sharding, runs, not
     in_first, in_last = second - first, update - second
     assert in_last >= in_first + (2 if sharding.uses_fsdp else 1)
     assert in_first == 0 or sharding.uses_fsdp
-
-
-@pytest.mark.parametrize("sharding", [Sharding.DDP, Sharding.FSDP, Sharding.ZERO3])
-def test_the_export_of_a_sharded_engine_names_the_plain_model(sharding, runs):
-    config = msgspec.json.decode((runs(sharding) / "export" / "config.json").read_bytes())
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert "lm_head.weight" in load_file(runs(sharding) / "export" / "model.safetensors")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from attempt_runs import engaged_of, metrics_of
 from msgspec.structs import replace
 from plain_training import train_plainly
@@ -79,12 +78,7 @@ def runs(run_dirs, cache_dir) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("name", EXACT)
 def test_every_step_equals_that_of_a_single_process_of_plain_pytorch(name, runs, reference, read_course):
-    course = read_course(runs(name))
-    assert course.losses == pytest.approx(reference.losses, abs=TOLERANCE)
-    assert course.grad_norms == pytest.approx(reference.grad_norms, abs=TOLERANCE)
-    assert course.weights.keys() == reference.weights.keys()
-    for each, expected in reference.weights.items():
-        torch.testing.assert_close(course.weights[each], expected, rtol=0, atol=1e-4, msg=f"{each}: {{}}".format)
+    read_course(runs(name)).check(reference)
 
 
 def test_an_update_within_the_backward_pass_sees_gradients_of_all_copies(runs, cache_dir):
@@ -115,24 +109,16 @@ def test_moments_are_in_8_bit_by_the_share_of_a_copy_that_a_rank_holds(runs):
     assert "state1: uint8 (8 tensors)" in engaged_of(runs("8-bit"), 3).facts["optimizer_state"]
 
 
-@pytest.fixture(scope="module")
-def predicted():
-    return predicted_share(Sharding.HSDP, num_ranks=NUM_RANKS, ranks_per_node=NUM_SHARDS)
+def test_a_rank_holds_its_share_of_its_machine(runs):
+    """Bytes between steps are those of two shards, not of four.
 
-
-def test_a_rank_holds_its_share_of_its_machine(runs, predicted):
-    """Bytes between steps are those of two shards, not of four."""
-    measured = metrics_of(runs("shares"))[-1]["memory_allocated_bytes"]
-    assert predicted.steady_allocated_bytes == pytest.approx(measured, rel=0.005)
-
-
-@pytest.mark.long
-def test_a_rank_peaks_about_where_predicted(runs, predicted):
-    """As in `test_memory_shares`: gloo's threads let go of what they sent in their own time.
-
-    In 24 runs, half of them on a busy machine, the prediction was 0.889 to 0.987 of the peak, in five steps.
+    For the peak see `test_memory_shares`. In 24 runs, half of them on a busy machine, the prediction was 0.889 to 0.987
+    of it.
     """
-    assert 0.85 < predicted.peak_allocated_bytes / metrics_of(runs("shares"))[-1]["memory_peak_bytes"] < 1.15
+    predicted = predicted_share(Sharding.HSDP, num_ranks=NUM_RANKS, ranks_per_node=NUM_SHARDS)
+    measured = metrics_of(runs("shares"))[-1]
+    assert predicted.steady_allocated_bytes == pytest.approx(measured["memory_allocated_bytes"], rel=0.005)
+    assert 0.8 < predicted.peak_allocated_bytes / measured["memory_peak_bytes"] < 1.2
 
 
 def test_a_run_goes_back_on_all_ranks_alike(runs, cache_dir):
@@ -145,13 +131,12 @@ def test_the_export_is_of_the_best_step(runs):
 
 
 def test_ranks_share_the_writing_with_those_that_hold_the_same(runs):
-    """Each a quarter of the bytes: nothing is gathered, and nothing is written twice."""
+    """Each a quarter of the bytes: nothing is gathered, and nothing is written twice.
+
+    Each rank held the first checkpoint of another run against its memory, of which half was written by the other copy.
+    """
+    assert (runs("1x2") / "checkpoints" / "step-00000001" / "MANIFEST.json").is_file()
     files = open_checkpoint(runs("back") / "checkpoints" / f"step-{NUM_STEPS_BACK:08d}").manifest.files
     sizes = [file.size_bytes for file in files.values()]
     assert len(sizes) == NUM_RANKS
     assert max(sizes) < 1.1 * sum(sizes) / NUM_RANKS
-
-
-def test_both_copies_are_what_was_written(runs):
-    """Each rank held the rehearsal against its memory, of which half was written by the other machine."""
-    assert (runs("1x2") / "checkpoints" / "step-00000001" / "MANIFEST.json").is_file()

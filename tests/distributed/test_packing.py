@@ -56,17 +56,14 @@ def reference(packed_cache: Path) -> list[float]:
     rows = TokenRows.open(packed_cache, "train")
 
     def mean_loss(model: nn.Module, step: int) -> torch.Tensor:
-        return _mean_loss(model, [document for number in _numbers(rows, step) for document in _cut(rows, number)])
+        documents = [np.split(rows.row(number), rows.document_starts(number)) for number in _numbers(rows, step)]
+        return _mean_loss(model, [torch.from_numpy(document) for of_row in documents for document in of_row])
 
     return list(train_plainly(plan_of(TORCH_CASES[0], packed_cache), mean_loss=mean_loss).losses.values())
 
 
 def _numbers(rows: TokenRows, step: int) -> list[int]:
     return rows.order(seed=SEED, sequences_per_step=8).rows_of_step(step)
-
-
-def _cut(rows: TokenRows, number: int) -> Sequence[torch.Tensor]:
-    return [torch.from_numpy(part) for part in np.split(rows.row(number), rows.document_starts(number))]
 
 
 def _mean_loss(model: nn.Module, documents: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -23,6 +23,7 @@ from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Precision
 
 NUM_STEPS, SKIPPED = 7, (3, 4, 5)
+WAS_SKIPPED = [step in SKIPPED for step in range(1, NUM_STEPS + 1)]
 TAKEN = {step: step for step in range(1, NUM_STEPS + 1) if step not in SKIPPED}
 FAULTS = ("the gradient norm is not finite", "the loss is not finite", "refused")
 MODELS = {False: TINY_LLAMA, True: SWAPPED_LLAMA}  # by whether state is on NVMe
@@ -57,10 +58,6 @@ MORE_CASES: tuple[Case, ...] = (
 HYBRID_CASES: tuple[Case, ...] = ((Sharding.HSDP, Offload.NONE, FP32), (Sharding.HSDP, Offload.NONE, BF16))
 FP16_SHARDINGS = (Sharding.DDP, Sharding.FSDP, Sharding.ZERO2, Sharding.ZERO3)
 FP16_CASES: tuple[Case, ...] = tuple((each, Offload.NONE, Precision.FP16_MIXED) for each in FP16_SHARDINGS)
-
-
-def name_of(case: Case) -> str:
-    return "+".join(case)
 
 
 def num_ranks_of(case: Case) -> int:
@@ -99,22 +96,21 @@ def expected(cache_dir) -> Callable[[Case], PlainCourse]:
 
 def each(more_cases):
     more = [pytest.param(case, marks=pytest.mark.long) for case in more_cases]
-    return pytest.mark.parametrize("case", [*CASES, *more], ids=name_of)
+    return pytest.mark.parametrize("case", [*CASES, *more], ids="+".join)
 
 
 @each(MORE_CASES + HYBRID_CASES)
 def test_every_rank_skips_the_same_steps_for_the_same_reason(case, steps_of):
     first, *others = steps_of(case).steps
     for steps in (first, *others):
-        assert [step["was_skipped"] for step in steps] == [number in SKIPPED for number in range(1, NUM_STEPS + 1)]
+        assert [step["was_skipped"] for step in steps] == WAS_SKIPPED
         assert tuple(steps[number - 1]["fault"] for number in SKIPPED) == FAULTS
-    for steps in others:
-        assert [step["loss"] for step in first] == [step["loss"] for step in steps]
-        assert [step["grad_norm"] for step in first] == [step["grad_norm"] for step in steps]
+        for figure in ("loss", "grad_norm"):
+            assert [step[figure] for step in first] == [step[figure] for step in steps]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", HYBRID_CASES, ids=name_of)
+@pytest.mark.parametrize("case", HYBRID_CASES, ids="+".join)
 def test_every_machine_has_the_same_copy_to_the_bit(case, steps_of):
     digests = [[step["digests"] for step in steps] for steps in steps_of(case).steps]
     assert digests[0] == digests[2] and digests[1] == digests[3]
@@ -142,9 +138,9 @@ def test_the_other_steps_are_those_of_a_run_without_it(case, steps_of, expected)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", FP16_CASES, ids=name_of)
+@pytest.mark.parametrize("case", FP16_CASES, ids="+".join)
 def test_a_step_that_is_refused_is_no_overflow(case, steps_of):
     for steps in steps_of(case).steps:
         assert [step["loss_scale"] / INIT_SCALE for step in steps] == [1, 1, 1, 1 / 2, 1 / 4, 1 / 4, 1 / 4]
         assert [step["fault"] for step in steps] == [None] * 4 + ["refused"] + [None] * 2, "an overflow is no fault"
-        assert [step["was_skipped"] for step in steps] == [number in SKIPPED for number in range(1, NUM_STEPS + 1)]
+        assert [step["was_skipped"] for step in steps] == WAS_SKIPPED

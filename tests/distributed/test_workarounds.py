@@ -21,10 +21,10 @@ LEDGER = Path(__file__).parents[2] / "docs" / "workarounds.md"
 TIMEOUT_S = 600
 
 
-def run_python(code: str, **environment: str) -> str:
+def run_python(code: str, cwd: Path | None = None, **environment: str) -> str:
     """What a program prints, in a process of its own: these settings are global."""
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        [sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, cwd=cwd,
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -42,22 +42,30 @@ def canary(start_ranks):
     return run
 
 
-def test_w1_accelerate_drops_the_fsdp_plugin_of_cpu_ranks(canary):
-    assert canary("fsdp_plugin_on_cpu") == {"engine": "DistributedDataParallel"}
-
-
-def test_w1_accelerate_refuses_the_mesh_of_cpu_ranks(canary):
-    assert "only compatible" in canary("mesh_on_cpu")["refused"]
+def test_w1_accelerate_drops_the_fsdp_plugin_of_cpu_ranks_and_refuses_their_mesh(canary):
+    answer = canary("fsdp")
+    assert answer["engine"] == "DistributedDataParallel" and "only compatible" in answer["refused"]
 
 
 def test_w2_accelerate_counts_one_deepspeed_rank_where_gloo_is_not_named(canary):
-    assert canary("deepspeed_without_backend") == {"num_processes": 1, "started": 2}
+    assert canary("deepspeed") == {"num_processes": 1, "started": 2}
+
+
+@pytest.fixture(scope="module")
+def unwrapped() -> str:
+    """What a new interpreter prints that unwraps a model."""
+    code = """
+import sys, torch, accelerate
+accelerate.Accelerator(cpu=True).unwrap_model(torch.nn.Linear(1, 1))
+print("imported:", "deepspeed" in sys.modules)
+print("shm:", sys.modules["deepspeed"].ops.__compatible_ops__["deepspeed_shm_comm"])
+"""
+    return run_python(code, DS_ACCELERATOR="cpu")
 
 
 @pytest.mark.cold
-def test_w3_deepspeed_builds_its_shared_memory_operator_by_default():
-    code = "import deepspeed; print('shm:', deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'])"
-    assert "shm: True" in run_python(code, DS_ACCELERATOR="cpu")
+def test_w3_deepspeed_builds_its_shared_memory_operator_by_default(unwrapped):
+    assert "shm: True" in unwrapped
 
 
 def test_w4_transformers_shards_while_it_builds_with_any_flag():
@@ -106,18 +114,12 @@ print("free:", get_accelerator().available_memory(0))
 """
 
 
-def test_w62_deepspeed_reads_names_of_cards_as_numbers():
+def test_w62_deepspeed_reads_names_of_cards_as_numbers_and_ours_asks_torch_for_free_memory():
     code = FREE_MEMORY.format(before="")
     assert "free: 7" in run_python(code, CUDA_VISIBLE_DEVICES="0")
     with pytest.raises(AssertionError, match="invalid literal for int"):
         run_python(code, CUDA_VISIBLE_DEVICES="GPU-c41efe38")
-
-
-def test_free_memory_of_a_card_comes_from_torch():
-    ours = (
-        "from shardwise.trainer.runtime.engines.zero import read_free_memory_from_torch\n"
-        "read_free_memory_from_torch()\n"
-    )
+    ours = "from shardwise.trainer.runtime.engines import zero\nzero.read_free_memory_from_torch()\n"
     assert "free: 5" in run_python(FREE_MEMORY.format(before=ours), CUDA_VISIBLE_DEVICES="GPU-c41efe38")
 
 
@@ -134,15 +136,9 @@ print("type:", place.dtype)
 """
 
 
-def test_w55_deepspeed_drops_the_type_of_weights_where_there_is_no_fp16():
+def test_w55_deepspeed_drops_the_type_of_weights_where_there_is_no_fp16_and_ours_keeps_it():
     assert "type: torch.bfloat16" in run_python(TYPE_OF_WEIGHTS.format(before=""), DS_ACCELERATOR="cpu")
-
-
-def test_weights_on_nvme_have_the_type_of_the_engine_where_there_is_no_fp16():
-    ours = (
-        "from shardwise.trainer.runtime.engines.zero import swap_weights_in_their_type\n"
-        + 2 * "swap_weights_in_their_type()\n"
-    )
+    ours = "from shardwise.trainer.runtime.engines import zero\n" + 2 * "zero.swap_weights_in_their_type()\n"
     assert "type: torch.float32" in run_python(TYPE_OF_WEIGHTS.format(before=ours), DS_ACCELERATOR="cpu")
 
 
@@ -169,13 +165,8 @@ def test_w7_accelerate_starts_one_rank_of_multi_cpu(tmp_path):
 
 
 @pytest.mark.cold
-def test_w8_unwrapping_a_model_imports_deepspeed():
-    code = """
-import sys, torch, accelerate
-accelerate.Accelerator(cpu=True).unwrap_model(torch.nn.Linear(1, 1))
-print("imported:", "deepspeed" in sys.modules)
-"""
-    assert "imported: True" in run_python(code, DS_ACCELERATOR="cpu")
+def test_w8_unwrapping_a_model_imports_deepspeed(unwrapped):
+    assert "imported: True" in unwrapped
 
 
 def test_w9_transformers_ignores_the_rules_in_tokenizer_json_for_some_model_types(tmp_path):
@@ -244,18 +235,10 @@ for offset in (0, 1):
 def test_w52_deepspeed_reads_nothing_to_an_offset_between_blocks_and_reports_success(tmp_path):
     if lacks_libaio():
         pytest.skip(NO_LIBAIO)
-    done = subprocess.run(
-        [sys.executable, "-c", READ],
-        env={
-            **os.environ,
-            "DS_ACCELERATOR": "cpu",
-            "TORCH_EXTENSIONS_DIR": str(folder_with_operators("async_io")),
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        },
-        cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("canary: ")]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    operators = {"TORCH_EXTENSIONS_DIR": str(folder_with_operators("async_io")), "PATH": path}
+    printed = run_python(READ, tmp_path, DS_ACCELERATOR="cpu", **operators)
+    lines = [line for line in printed.splitlines() if line.startswith("canary: ")]
     assert lines == ["canary: 0 0 1 4096", "canary: 1 0 1 0"]
 
 

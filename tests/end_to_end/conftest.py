@@ -1,6 +1,6 @@
 """A workplace for each test, and one finished run that the tests share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,18 +14,11 @@ def workplace(tmp_path: Path) -> Workplace:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Workplace, Path, str]]:
-    """One finished run that the tests that only read it share; trained when the first of them asks."""
-    done: list[tuple[Workplace, Path, str]] = []
-
-    def train_once() -> tuple[Workplace, Path, str]:
-        if not done:
-            place = make_workplace(tmp_path_factory.mktemp("trained") / "work place")
-            output = place.run("train", "job.yaml").stdout
-            done.append((place, place.only_run(), output))
-        return done[0]
-
-    return train_once
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, Path, str]:
+    """One finished run, with what it printed; the tests that only read it share it."""
+    place = make_workplace(tmp_path_factory.mktemp("trained") / "work place")
+    output = place.run("train", "job.yaml").stdout
+    return place, place.only_run(), output
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import yaml
-from workplace_factory import TINY_CONFIG, Workplace
+from workplace_factory import TINY_CONFIG
 
 from shardwise.launch.cli import main
 
@@ -73,8 +73,6 @@ DATA = {
     "no held-out data": Case(("data.eval",), {}, {"data": {"train": "text", "eval": "absent.jsonl"}}),
     "empty held-out data": Case(("empty",), {"e.txt": ""}, {"data": {"train": "text", "eval": "e.txt"}}),
     "rows beyond the model": Case(("256", "128"), {}, {"train": {"seq_len": 256, "tokens_per_step": 512}}),
-    "batch below a row": Case(("train.tokens_per_step",), {}, {"train": {"tokens_per_step": 16}}),
-    "batch of no whole rows": Case(("train.tokens_per_step",), {}, {"train": {"tokens_per_step": 250}}),
     "micro batch that does not divide": Case(("pin.micro_batch",), {}, {"pin": {"micro_batch": 3}}),
     "vocabulary of another model": Case(
         ("400", "320"), {"words/tokenizer.json": WORDS}, {"model": {"config": "model", "tokenizer": "words"}}
@@ -100,12 +98,8 @@ DATA = {
 JOB = {
     "YAML syntax error": Case(("job.yaml", "line"), {"job.yaml": "model: {config: [model\n"}),
     "job file is not UTF-8": Case(("job.yaml", "UTF-8"), {"job.yaml": b"model: \xff\xfe"}),
-    "unknown section": Case(("modle", "model"), {}, {"modle": {}}),
     "two problems": Case(("train.seq_len", "zero9"), {}, {"train": {"seq_len": "long"}, "pin": {"sharding": "zero9"}}),
-    "unknown key": Case(("pin.micro_bach", "pin.micro_batch"), {}, {"pin": {"micro_bach": 2}}),
     "a kernel the machine cannot run": Case(("flash",), {}, {"pin": {"attention": "flash"}}, ("plan job.yaml",)),
-    "a method that needs weights": Case(("qlora",), {}, {"train": {"method": "qlora"}}, ("plan job.yaml",)),
-    "clash": Case(("pin.offload", "pin.sharding"), {}, {"pin": {"sharding": "ddp", "offload": "optimizer"}}),
     "wandb without a login": Case(("log.wandb=offline",), {}, {"log": {"wandb": "online"}}, TRAIN),
     "a missing program": Case(
         ("log.notify", "no-such-program"), {}, {"log": {"notify": "no-such-program --me"}}, TRAIN
@@ -135,7 +129,6 @@ TYPED = {  # commands, and facts of their refusal
     "trian job.yaml": ("trian", "train"),
     "watch run": ("run:",),
     "ladder nothing.yaml": ("nothing.yaml:",),
-    "ladder job.yaml --rungs fp32,chunkd": ("chunked?",),
     "ladder job.yaml --steps 2": ("third step",),
     "ladder job.yaml --html no/folder/page.html": ("no/folder",),
     "profile job.yaml --steps 4": ("5",),
@@ -163,14 +156,6 @@ def everything_in(folder: Path) -> dict[Path, bytes]:
     }
 
 
-def enter(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place.folder)
-    for name in set(os.environ) - set(place.environment):
-        monkeypatch.delenv(name)
-    for name, value in place.environment.items():
-        monkeypatch.setenv(name, value)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_each_case_has_its_lines_and_its_code(name, workplace, monkeypatch, capsys):
     case = CASES[name]
@@ -182,7 +167,11 @@ def test_each_case_has_its_lines_and_its_code(name, workplace, monkeypatch, caps
     for path, content in case.files.items():
         (workplace.folder / path).parent.mkdir(exist_ok=True)
         (workplace.folder / path).write_bytes(content if isinstance(content, bytes) else content.encode())
-    enter(workplace, monkeypatch)
+    monkeypatch.chdir(workplace.folder)
+    for name in set(os.environ) - set(workplace.environment):
+        monkeypatch.delenv(name)
+    for name, value in workplace.environment.items():
+        monkeypatch.setenv(name, value)
     before = everything_in(workplace.folder)
     for command in case.commands:
         words = command.format(model=model or "model", data=job["data"]["train"]).split()
@@ -195,30 +184,21 @@ def test_each_case_has_its_lines_and_its_code(name, workplace, monkeypatch, caps
         assert everything_in(workplace.folder) == before
 
 
-def test_debug_shows_the_traceback(workplace, monkeypatch, capsys):
-    monkeypatch.chdir(workplace.folder)
+def test_debug_shows_the_traceback(capsys):
     assert main(["plan", "absent.yaml", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("fact", "name", "old", "new"),
-    [
-        ("hidden_size", "model/config.json", b'"hidden_size": 32', b'"hidden_size": 64'),
-        ("dataset", "text/00.txt", b"the cat", b"the rat"),
-    ],
-)
-def test_a_run_does_not_resume_with_another_model_or_data_set(trained, fact, name, old, new):
-    place, run_dir, _ = trained()
-    path = place.folder / name
-    content, before = path.read_bytes(), everything_in(run_dir)
-    assert old in content
-    path.write_bytes(content.replace(old, new))
+def test_a_run_does_not_resume_with_another_model(trained):
+    place, run_dir, _ = trained
+    path = place.folder / "model" / "config.json"
+    content, before = path.read_text(), everything_in(run_dir)
+    path.write_text(json.dumps({**TINY_CONFIG, "hidden_size": 64}))
     try:
         answer = place.run("train", "job.yaml", "--resume", "--run-dir", run_dir, check=False)
     finally:
-        path.write_bytes(content)
-    assert answer.returncode == 2 and fact in answer.stderr, answer.stderr
+        path.write_text(content)
+    assert answer.returncode == 2 and "hidden_size" in answer.stderr, answer.stderr
     assert len(answer.stderr.splitlines()) <= 3 and everything_in(run_dir) == before
 
 

@@ -7,12 +7,11 @@ import os
 import random
 
 import pytest
-from kill_factory import KILLS_A_RUN, VICTIMS, Count, Life, kill_and_resume, prepare, reaping_nothing, undisturbed
-from outcome_file import FAULT_NUMBERS, FAULTS
+from kill_factory import VICTIMS, Count, Life, check, kill_and_resume, prepare, reaping_nothing, undisturbed
 from workplace_factory import Workplace, make_workplace
 
 NUM_KILLS = int(os.environ.get("SHARDWISE_KILLS", "500"))  # of the long tests, in parts of
-KILLS_A_PART = 25
+KILLS_A_PART, KILLS_A_RUN = 25, 4
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +35,9 @@ def kill(place: Workplace, life: Life, num_kills: int, seed: int) -> dict[str, C
             victims = sorted(VICTIMS, key=lambda each: (sums[each].tried, chance.random()))[:KILLS_A_RUN]
             chance.shuffle(victims)
             for victim, count in kill_and_resume(place, f"run-{seed}-{number}", victims, life, chance):
-                for name in (*FAULT_NUMBERS, "notes"):
-                    setattr(sums[victim], name, getattr(sums[victim], name) + getattr(count, name))
+                sums[victim].add(count)
             number += 1
-    return sums
-
-
-def check(sums: dict[str, Count], record_property: pytest.FixtureRequest) -> None:
-    rows = {f"SIGKILL of {victim.replace('-', ' ')}": count.row() for victim, count in sums.items()}
-    record_property(FAULTS, rows)  # type: ignore[operator]
-    failures = [note for count in sums.values() for note in count.notes]
-    assert not failures, "\n\n".join(failures)
+    return {f"SIGKILL of {victim.replace('-', ' ')}": count for victim, count in sums.items()}
 
 
 def test_a_kill_of_each_process_of_a_run_loses_nothing(place, life, record_property):
@@ -71,7 +62,7 @@ def test_no_process_outlives_a_killed_supervisor_where_process_1_does_not_reap(t
     life = undisturbed(place)
     with reaping_nothing():
         counts = kill_and_resume(place, "run", ["supervisor"] * 5, life, random.Random(3))
-    sums = Count(notes=[note for _, count in counts for note in count.notes])
-    for name in FAULT_NUMBERS:
-        setattr(sums, name, sum(getattr(count, name) for _, count in counts))
-    check({"supervisor, new interpreters": sums}, record_property)
+    total = Count()
+    for _, count in counts:
+        total.add(count)
+    check({"SIGKILL of supervisor, new interpreters": total}, record_property)

@@ -16,19 +16,6 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.report import Ending, Report
 
 
-def start_on_terminal(place: Workplace, *words: str) -> tuple[subprocess.Popen[bytes], int]:
-    """The command on a terminal of its own, and our end of it."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    retained = {name: value for name, value in place.environment.items() if name not in ("CI", "NO_COLOR", "LC_ALL")}
-    process = subprocess.Popen(
-        place.command(*words), cwd=place.folder, env={**retained, "TERM": "xterm-256color", "LANG": "C.UTF-8"},
-        stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-    )  # fmt: skip
-    os.close(slave)
-    return process, master
-
-
 def read_all(master: int) -> str:
     """Text written until the other end was closed."""
     content = b""
@@ -45,8 +32,15 @@ def read_all(master: int) -> str:
 
 def test_a_run_and_its_watcher_show_the_same_on_terminals(workplace: Workplace) -> None:
     workplace.write_job(train={"steps": 40}, eval={"every": "20 steps"})
-    process, master = start_on_terminal(workplace, "train", "job.yaml")
-    with process:
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    others = ("CI", "NO_COLOR", "LC_ALL")
+    environment = {name: value for name, value in workplace.environment.items() if name not in others}
+    with subprocess.Popen(
+        workplace.command("train", "job.yaml"), cwd=workplace.folder, stdin=slave, stdout=slave, stderr=slave,
+        env={**environment, "TERM": "xterm-256color", "LANG": "C.UTF-8"}, start_new_session=True,
+    ) as process:  # fmt: skip
+        os.close(slave)
         wait_for(lambda: list(workplace.folder.glob("runs/*/plan.json")), "the run directory")
         run_dir = workplace.only_run()
         with subprocess.Popen(

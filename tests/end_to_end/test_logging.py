@@ -5,8 +5,7 @@ import signal
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tracker_factory import write_program
-from wandb_log import LoggedRun
+from tracker_factory import LoggedRun, write_program
 from workplace_factory import LIMIT_S, Workplace, read_metrics, wait_for
 
 from shardwise.launch.track.offline import offline_logs, read_wandb_run
@@ -34,27 +33,22 @@ SUMMED_UP = {
 }  # fmt: skip
 
 
-def stop_in_the_middle(place: Workplace) -> None:
-    """USR1 at the third step or after it: the run goes back to a scheduler."""
-    process = place.start("train", "job.yaml")
-
-    def has_come() -> bool:
-        has_steps = any(path.read_text().count("\n") > 2 for path in place.folder.glob("runs/*/metrics.jsonl"))
-        return has_steps and any(place.folder.glob("runs/*/wandb/offline-run-*/*.wandb"))
-
-    wait_for(has_come, "3 steps and wandb", process)
-    process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 75, output
-
-
 def test_every_tracker_has_every_step_of_a_stopped_run_once_and_the_end_is_told(workplace: Workplace) -> None:
     program = write_program(workplace.folder, KEEP.format(path=str(workplace.folder / "told")))
     log = {"wandb": "offline", "tensorboard": True, "notify": [str(program), "$HOME;"], "project": "mine"}
     (workplace.folder / "hold.py").write_text(HOLD)
     (workplace.folder / "slow").touch()
     workplace.write_job(log=log, train={"steps": 40}, extensions="hold.py")
-    stop_in_the_middle(workplace)
+    process, folder = workplace.start("train", "job.yaml"), workplace.folder
+
+    def has_come() -> bool:
+        has_steps = any(path.read_text().count("\n") > 2 for path in folder.glob("runs/*/metrics.jsonl"))
+        return has_steps and any(folder.glob("runs/*/wandb/offline-run-*/*.wandb"))
+
+    wait_for(has_come, "3 steps and wandb", process)
+    process.send_signal(signal.SIGUSR1)  # the run goes back to a scheduler
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 75, output
     (workplace.folder / "slow").unlink()
     workplace.run("train", "job.yaml", "--resume")
     run_dir = workplace.only_run()

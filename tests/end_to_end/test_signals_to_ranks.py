@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fault_factory import Fault, losses_of, run_plan, with_faults
+from fault_factory import Fault, run_plan, with_faults
+from kill_factory import losses
 from rank_factory import rank_plan, write_rows
 from workplace_factory import LIMIT_S, Workplace, wait_for
 
@@ -72,7 +73,7 @@ def test_signals_to_one_rank_from_its_first_moment_to_its_last_stop_all_at_one_s
     assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
     assert [each.ending for each in outcome.report.history] == [Ending.PREEMPTED, Ending.FINISHED]
     run_plan(plan, tmp_path / "straight")
-    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "straight"), "bit by bit"
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight"), "bit by bit"
 
 
 def test_a_request_during_a_save_waits_for_it_and_saves_what_came_after(plan, tmp_path):

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 from kill_factory import Count, losses
@@ -177,19 +176,6 @@ def test_a_second_interrupt_ends_everything_at_once(long_job):
     assert len(family) == 2 and not any(member.is_alive for member in family)
 
 
-def keep_capped_plan(place: Workplace, *, cap_bytes: int, micro_batches: tuple[int, ...]) -> Path:
-    """A plan made for all the RAM there is, then run under a cap; of its fallbacks those of these micro batches."""
-    place.write_job(train={"steps": 2, "seq_len": 128, "tokens_per_step": 65536}, pin={"loss": "eager"})
-    plan = json.loads(place.run("plan", "job.yaml", "--json").stdout)
-    assert plan["candidates"][0]["micro_batch"] == 256
-    fallbacks = [fallback for fallback in plan["fallbacks"] if fallback["checkpointing"] == "none"]
-    plan["fallbacks"] = [fallback for fallback in fallbacks if fallback["micro_batch"] in micro_batches]
-    plan["hardware"]["vram_cap_bytes"] = cap_bytes
-    retained = place.folder / "kept.json"
-    retained.write_text(json.dumps(plan))
-    return retained
-
-
 @pytest.mark.parametrize(
     ("cap_bytes", "micro_batches", "code"),
     [
@@ -200,9 +186,18 @@ def keep_capped_plan(place: Workplace, *, cap_bytes: int, micro_batches: tuple[i
 def test_out_of_memory_leads_to_the_fallbacks_at_the_same_global_batch_then_to_exit_code_5(
     workplace, cap_bytes, micro_batches, code
 ):
-    """Real ones: a data limit on the process refuses what the plan thought was there. A report is for a person."""
-    retained = keep_capped_plan(workplace, cap_bytes=cap_bytes, micro_batches=micro_batches)
-    answer = workplace.run("train", retained, check=False)
+    """Real ones: a data limit on the process refuses what the plan thought was there. A report is for a person.
+
+    The plan is made for all the RAM there is, then run under a cap; of its fallbacks those of these micro batches.
+    """
+    workplace.write_job(train={"steps": 2, "seq_len": 128, "tokens_per_step": 65536}, pin={"loss": "eager"})
+    plan = json.loads(workplace.run("plan", "job.yaml", "--json").stdout)
+    assert plan["candidates"][0]["micro_batch"] == 256
+    fallbacks = [each for each in plan["fallbacks"] if each["checkpointing"] == "none"]
+    plan["fallbacks"] = [each for each in fallbacks if each["micro_batch"] in micro_batches]
+    plan["hardware"]["vram_cap_bytes"] = cap_bytes
+    (workplace.folder / "kept.json").write_text(json.dumps(plan))
+    answer = workplace.run("train", "kept.json", check=False)
     assert answer.returncode == code, answer.stdout + answer.stderr
     run_dir = workplace.only_run()
     numbers = range(1, len(micro_batches) + 2)

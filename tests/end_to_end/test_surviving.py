@@ -8,8 +8,8 @@ from pathlib import Path
 
 import fault_factory
 import pytest
-from fault_factory import Fault, halves, losses_of, run_plan, with_faults
-from kill_factory import Count
+from fault_factory import Fault, halves, run_plan, with_faults
+from kill_factory import Count, losses
 from msgspec.structs import replace
 from outcome_file import FAULTS
 from rank_factory import rank_plan, write_rows
@@ -43,7 +43,7 @@ def undisturbed(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> list[fl
     outcome, _ = run_plan(with_faults(plan, folder, []), folder / "run")
     assert outcome.exit_code is ExitCode.DONE and outcome.report is not None
     assert [attempt.ending for attempt in outcome.report.history] == [Ending.FINISHED]
-    return losses_of(folder / "run")
+    return losses(folder / "run")
 
 
 FINDS_HEADERS_AND_FAILS = '#!/bin/sh\ncase "$*" in *"-x c++ -"*) exit 0 ;; *) exit 1 ;; esac\n'
@@ -64,7 +64,7 @@ def test_a_rank_out_of_memory_a_dead_one_and_one_that_fails_are_named_and_the_ru
     faulty = replace(with_faults(plan, tmp_path, faults), fallbacks=(replace(two, strategy=built), two))
     outcome, printed = run_plan(faulty, tmp_path / "run")
     assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
-    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
     killed, full, failed, finished = history = outcome.report.history
     assert [(each.micro_batch, each.accumulation) for each in history] == [(4, 1)] * 2 + [(2, 2)] * 2
     ran = [codec.read(tmp_path / f"run/attempts/{number}/plan.json", Plan).chosen for number in range(1, 5)]
@@ -128,7 +128,7 @@ def test_a_rank_that_the_kernel_ends_for_want_of_ram_is_out_of_memory(
     assert ended.fault is report.Fault.HOST_OUT_OF_MEMORY, ended
     assert "rank 0" in ended.cause
     assert (ended.micro_batch, finished.micro_batch, finished.resumed_from_step) == (8, 4, 2)
-    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
     record_property(FAULTS, {"a control group out of memory": Count(1, 1).row()})
 
 
@@ -143,7 +143,7 @@ def test_every_fault_on_every_rank_is_survived(plan, undisturbed, tmp_path, kind
     outcome, printed = run_plan(with_faults(plan, tmp_path, [Fault(kind, rank, 7)]), tmp_path / "run")
     assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
     broken, finished = outcome.report.history
-    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
     assert finished.resumed_from_step == 6
     assert finished.micro_batch == (2 if kind.startswith("oom") else 4)
     words = {
@@ -167,7 +167,7 @@ def test_every_engine_survives(plan, undisturbed, tmp_path, sharding):
     faults = [Fault("oom in backward", 1, 5), Fault("sigkill", 0, 6), Fault("hang", 1, 9)]
     outcome, printed = run_plan(with_faults(sharded, tmp_path, faults), tmp_path / "run")
     assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
-    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
     told = [(each.fault, each.resumed_from_step) for each in outcome.report.history]
     memory, killed, hung = report.Fault.OUT_OF_MEMORY, report.Fault.KILLED, report.Fault.HUNG
     assert told == [(memory, None), (killed, 4), (hung, 6), (None, 10)]

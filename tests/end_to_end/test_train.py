@@ -1,12 +1,11 @@
-"""`shardwise train` from a job file to a model that loads."""
+"""`shardwise train` from a job file, or from a plan that was kept, to everything that a run leaves."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 from kill_factory import losses
-from workplace_factory import LIMIT_S, read_metrics
+from workplace_factory import LIMIT_S, Workplace, read_metrics, write_chats
 
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.report import Ending, Report
@@ -23,18 +22,11 @@ METRICS = {
     "tokens_per_s", "tokens_per_s_per_gpu", "memory_allocated_bytes", "memory_peak_bytes", "host_rss_bytes",
     "model_tflops_per_s_per_gpu", "padding_share",
 }  # fmt: skip
-GENERATE = """
-import sys; from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-tokens = AutoTokenizer.from_pretrained(sys.argv[1])
-ids = tokens('the cat', return_tensors='pt').input_ids
-print(tokens.decode(model.generate(ids, max_new_tokens=5, do_sample=False)[0]))
-"""
 
 
 def test_a_run_leaves_everything_it_promises(trained):
     """And in the home only what the README names."""
-    place, run_dir, _ = trained()
+    place, run_dir, _ = trained
     assert [name for name in FILES if not (run_dir / name).exists()] == []
     report = codec.read(run_dir / "report.json", Report)
     assert report.ending is Ending.FINISHED and report.exit_code == 0 and report.step == 8
@@ -47,7 +39,7 @@ def test_a_run_leaves_everything_it_promises(trained):
 
 
 def test_each_step_is_one_line_with_the_promised_names_and_its_parts_add_up(trained):
-    _, run_dir, _ = trained()
+    _, run_dir, _ = trained
     metrics = read_metrics(run_dir)
     assert sorted(metrics) == list(range(1, 9)) and metrics[8].keys() >= METRICS
     assert metrics[8]["loss"] < metrics[1]["loss"]
@@ -79,7 +71,7 @@ def test_several_ranks_tell_how_long_they_waited_and_lines_come_as_often_as_aske
 
 
 def test_the_terminal_tells_the_plan_the_course_and_the_next_commands_and_logs_shows_them_again(trained):
-    place, run_dir, output = trained()
+    place, run_dir, output = trained
     for words in ("held-out loss", "peak allocated", "predicted", "measured", "tokens/s", "before:", "after:"):
         assert words in output, output
     assert f"shardwise report {run_dir.relative_to(run_dir.parent.parent)}" in output
@@ -90,32 +82,8 @@ def test_the_terminal_tells_the_plan_the_course_and_the_next_commands_and_logs_s
     assert f"last line: {printed.strip().splitlines()[-1]}" in place.run("status", run_dir).stdout
 
 
-def test_the_exported_model_loads_and_generates(trained):
-    _, run_dir, _ = trained()
-    argv = [sys.executable, "-c", GENERATE, str(run_dir / "export")]
-    answer = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.startswith("the cat")
-
-
-def test_report_and_export_read_the_run(trained, tmp_path: Path):
-    place, run_dir, _ = trained()
-    assert "step 8 of 8" in place.run("report", run_dir).stdout
-    assert json.loads(place.run("report", run_dir, "--json").stdout)["ending"] == "finished"
-    place.run("export", run_dir, tmp_path / "out")
-    exported, final = (folder / "model.safetensors" for folder in (tmp_path / "out", run_dir / "export"))
-    assert exported.read_bytes() == final.read_bytes()
-
-
-def test_a_plan_can_be_kept_and_run_as_it_is(trained):
-    place, first_run, _ = trained()
-    (place.folder / "kept.json").write_text(place.run("plan", "job.yaml", "--json").stdout)
-    place.run("train", "kept.json", "--run-dir", place.folder / "from-plan")
-    assert losses(place.folder / "from-plan") == losses(first_run)
-
-
 def test_by_hand_the_same_command_gives_the_same_losses_and_overwrites_nothing(trained):
-    place, run_dir, _ = trained()
+    place, run_dir, _ = trained
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     attempt = run_dir / "attempts" / "1"
     launcher = Path(sys.executable).with_name("accelerate")
@@ -140,3 +108,19 @@ def test_a_run_whose_output_cannot_be_written_any_more_trains_to_its_end(workpla
     assert (ended.returncode, ended.stdout.count("\n")) == (0, 1), ended.stdout
     report = codec.read(workplace.folder / "run" / "report.json", Report)
     assert report.ending is Ending.FINISHED and (workplace.folder / "run" / "export" / "config.json").is_file()
+
+
+def test_400_chats_on_a_written_job_lower_the_held_out_loss(workplace: Workplace) -> None:
+    place = workplace
+    place.job.unlink()
+    write_chats(place.folder / "chats.jsonl", 400)
+    found = place.run("init", "--model", "model", "--data", "chats.jsonl").stdout
+    assert all(fact in found for fact in ("llama", "128 positions", "sft on chats", "chat template chatml")), found
+    planned = place.run("plan", "job.yaml").stdout
+    assert "on 2 ranks" in place.run("train", "job.yaml", "--hardware", "2xCPU", "--dry-run").stdout
+    assert not (place.folder / "runs").exists(), "a dry run leaves nothing behind"
+    trained = place.run("train", "job.yaml").stdout
+    assert "WARNING" not in planned + trained
+    losses = [line["eval_loss"] for _, line in sorted(read_metrics(place.only_run()).items()) if "eval_loss" in line]
+    assert max(read_metrics(place.only_run())) >= 100
+    assert losses[-1] < 0.8 * losses[0]

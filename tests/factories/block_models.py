@@ -28,11 +28,6 @@ class Backward(NamedTuple):
     retained_bytes: int
 
 
-def build_blocks(checkpointing: Checkpointing = Checkpointing.NONE, **settings: Any) -> PreTrainedModel:
-    """The model of `build_installed`."""
-    return build_installed(checkpointing, **settings)[0]
-
-
 def build_installed(
     checkpointing: Checkpointing = Checkpointing.NONE, *, fields: Mapping[str, Any] = TINY_LLAMA,
     config: Mapping[str, Any] = {}, **engine: Any,

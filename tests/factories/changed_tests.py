@@ -24,7 +24,6 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from typing import Any
 import coverage
 import pytest
 from durations import file_seconds, read_durations
+from product_coverage import combine
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "reach.json"
@@ -264,12 +264,9 @@ def reached(project: Project, table: Table, path: str, change: Change) -> set[st
 
 def write_table(folder: Path) -> None:
     """Writes tests/reach.json: by module its tests, the cheapest first, and as "tests" all that were measured."""
-    project, known, data = Project(ROOT), read_durations(), coverage.CoverageData(no_disk=True)
-    for path in folder.iterdir():
-        with suppress(coverage.CoverageException):  # a program was killed while it wrote
-            part = coverage.CoverageData(str(path))
-            part.read()
-            data.update(part)
+    project, known = Project(ROOT), read_durations()
+    data = coverage.CoverageData(str(combine(folder)))
+    data.read()
     table = {"tests": sorted(data.measured_contexts() - {""})}
     for measured in sorted(data.measured_files()):
         parts, tree = Path(measured).parts, ast.parse(Path(measured).read_text())
@@ -277,8 +274,8 @@ def write_table(folder: Path) -> None:
         bodies = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
         inner = {line for each in bodies for line in range(each.body[0].lineno, (each.end_lineno or 0) + 1)}
         lines: dict[str, set[int]] = defaultdict(set)
-        for line, test in ((line, test) for line, tests in data.contexts_by_lineno(measured).items() for test in tests):
-            if test and line in inner:
+        for line, tests in data.contexts_by_lineno(measured).items():
+            for test in filter(None, tests if line in inner else ()):
                 lines[test].add(line)
         cost = {each: 0.1 if each in project.users[module] else min(600.0, file_seconds(known, each)) for each in lines}
         mirrored = f"tests/{module.removeprefix('trainer/')}".rpartition("/")[0]

@@ -36,93 +36,79 @@ FAMILIES = {
     "TRL phi3": Family("phi3", "<|endoftext|>"), "TRL qwen2_5": Family("qwen2_5", "<|im_end|>"),
     "TRL qwen3": Family("qwen3", "<|im_end|>"),
 }  # fmt: skip
-ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n"
+
+
+class Format(NamedTuple):
+    """How a format writes a turn, and what stands around the turns."""
+
+    turn: str  # of a question and an answer
+    begin: str = ""
+    system: str | None = None  # between the beginning and the first turn
+    without_system: str = ""  # in its place
+    in_question: str | None = None  # a system message, in front of the first question
+    end: str = ""
+
+    @property
+    def texts(self) -> tuple[str, str | None, str | None]:
+        """Of CHATS; None where the format has no place for a system message."""
+        before, turns = self.begin + self.without_system, self.turn.format("Hi", "Hello.")
+        more = self.turn.format("And now?", "Bye.") + self.end
+        with_system = None
+        if self.system is not None or self.in_question is not None:
+            first = self.turn.format(f"{self.in_question or ''}Hi", "Hello.")
+            with_system = self.begin + (self.system or "") + first + more
+        return before + self.turn.format("What is 2+2?", "It is four.") + self.end, before + turns + more, with_system
+
+
+CHATML = Format(
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n«{}<|im_end|>»\n",
+    system="<|im_start|>system\nBe brief.<|im_end|>\n",
 )
 QWEN = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+GEMMA_FORMAT = Format("<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n«{}<end_of_turn>»\n", begin="<bos>")
+LLAMA3_FORMAT = Format(
+    "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n«{}<|eot_id|>»",
+    begin="<|begin_of_text|>",
+    system="<|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>",
+)
 DATES = (
     "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
     "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
 )
-CHATML_SINGLE = "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n«It is four.<|im_end|>»\n"
-CHATML_SYSTEM = "<|im_start|>system\nBe brief.<|im_end|>\n"
-CHATML_MULTI = (
-    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«Hello.<|im_end|>»\n"
-    "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n«Bye.<|im_end|>»\n"
-)
-LLAMA3_SINGLE = (
-    "<|start_header_id|>user<|end_header_id|>\n\nWhat is 2+2?<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n«It is four.<|eot_id|>»"
-)
-LLAMA3_SYSTEM = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-LLAMA3_MULTI = (
-    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n«Hello.<|eot_id|>»"
-    "<|start_header_id|>user<|end_header_id|>\n\nAnd now?<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n«Bye.<|eot_id|>»"
-)
-GEMMA_SINGLE = "<bos><start_of_turn>user\nWhat is 2+2?<end_of_turn>\n<start_of_turn>model\n«It is four.<end_of_turn>»\n"
-GEMMA_MULTI = (
-    "Hi<end_of_turn>\n<start_of_turn>model\n«Hello.<end_of_turn>»\n"
-    "<start_of_turn>user\nAnd now?<end_of_turn>\n<start_of_turn>model\n«Bye.<end_of_turn>»\n"
-)
-PHI3_MULTI = (
-    "<|user|>\nHi<|end|>\n<|assistant|>\n«Hello.<|end|>»\n<|user|>\nAnd now?<|end|>\n<|assistant|>\n«Bye.<|end|>»\n"
-)
-FORMATS: dict[str, tuple[str, str | None, str | None]] = {  # of CHATS; None: has no place for it
-    "alpaca": (f"{ALPACA}What is 2+2?\n\n### Response:\n«It is four.<|endoftext|>»", None, None),
-    "chatml": (CHATML_SINGLE, CHATML_MULTI, CHATML_SYSTEM + CHATML_MULTI),
-    "gemma": (GEMMA_SINGLE, f"<bos><start_of_turn>user\n{GEMMA_MULTI}", None),
-    "gemma3": (
-        GEMMA_SINGLE,
-        f"<bos><start_of_turn>user\n{GEMMA_MULTI}",
-        f"<bos><start_of_turn>user\nBe brief.\n\n{GEMMA_MULTI}",
-    ),
-    "llama2": (
-        "<s>[INST] What is 2+2? [/INST]« It is four. </s>»",
-        "<s>[INST] Hi [/INST]« Hello. </s>»<s>[INST] And now? [/INST]« Bye. </s>»",
-        "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST]« Hello. </s>»<s>[INST] And now? [/INST]« Bye. </s>»",
-    ),
-    "llama3": (f"<|begin_of_text|>{LLAMA3_SINGLE}", f"<|begin_of_text|>{LLAMA3_MULTI}", LLAMA3_SYSTEM + LLAMA3_MULTI),
-    "mistral": (
-        "<s>[INST] What is 2+2?[/INST]« It is four.</s>»",
-        "<s>[INST] Hi[/INST]« Hello.</s>»[INST] And now?[/INST]« Bye.</s>»",
-        "<s>[INST] Be brief.\n\nHi[/INST]« Hello.</s>»[INST] And now?[/INST]« Bye.</s>»",
-    ),
-    "mistral_v1": (
-        "<s> [INST] What is 2+2? [/INST]« It is four.</s>»",
-        "<s> [INST] Hi [/INST]« Hello.</s>» [INST] And now? [/INST]« Bye.</s>»",
-        "<s> [INST] Be brief.\n\nHi [/INST]« Hello.</s>» [INST] And now? [/INST]« Bye.</s>»",
-    ),
-    "phi3": (
-        "<|user|>\nWhat is 2+2?<|end|>\n<|assistant|>\n«It is four.<|end|>»\n<|endoftext|>",
-        f"{PHI3_MULTI}<|endoftext|>",
-        f"<|system|>\nBe brief.<|end|>\n{PHI3_MULTI}<|endoftext|>",
-    ),
-    "plain": (
-        "User: What is 2+2?\nAssistant:« It is four.<|endoftext|>»\n",
-        "User: Hi\nAssistant:« Hello.<|endoftext|>»\nUser: And now?\nAssistant:« Bye.<|endoftext|>»\n",
-        "Be brief.\n\nUser: Hi\nAssistant:« Hello.<|endoftext|>»\nUser: And now?\nAssistant:« Bye.<|endoftext|>»\n",
-    ),
-    "qwen": (QWEN + CHATML_SINGLE, QWEN + CHATML_MULTI, CHATML_SYSTEM + CHATML_MULTI),
-    "zephyr": (
-        "<|user|>\nWhat is 2+2?</s>\n<|assistant|>\n«It is four.</s>»\n",
-        "<|user|>\nHi</s>\n<|assistant|>\n«Hello.</s>»\n<|user|>\nAnd now?</s>\n<|assistant|>\n«Bye.</s>»\n",
-        "<|system|>\nBe brief.</s>\n"
-        "<|user|>\nHi</s>\n<|assistant|>\n«Hello.</s>»\n<|user|>\nAnd now?</s>\n<|assistant|>\n«Bye.</s>»\n",
-    ),
-    "TRL llama3_1": (
-        f"{DATES}<|eot_id|>{LLAMA3_SINGLE}",
-        f"{DATES}<|eot_id|>{LLAMA3_MULTI}",
-        f"{DATES}Be brief.<|eot_id|>{LLAMA3_MULTI}",
-    ),
-    "TRL qwen3": (
-        CHATML_SINGLE.replace("«", "«<think>\n\n</think>\n\n"),
-        CHATML_MULTI.replace("«Bye", "«<think>\n\n</think>\n\nBye"),
-        CHATML_SYSTEM + CHATML_MULTI.replace("«Bye", "«<think>\n\n</think>\n\nBye"),
-    ),
+MISTRAL = Format("[INST] {}[/INST]« {}</s>»", begin="<s>", in_question="Be brief.\n\n")
+ROLES = Format("<|user|>\n{}<|end|>\n<|assistant|>\n«{}<|end|>»\n", system="<|system|>\nBe brief.<|end|>\n")
+FORMATS = {
+    name: form.texts
+    for name, form in {
+        "chatml": CHATML,
+        "gemma": GEMMA_FORMAT,
+        "gemma3": GEMMA_FORMAT._replace(in_question="Be brief.\n\n"),
+        "llama2": Format("<s>[INST] {} [/INST]« {} </s>»", in_question="<<SYS>>\nBe brief.\n<</SYS>>\n\n"),
+        "llama3": LLAMA3_FORMAT,
+        "mistral": MISTRAL,
+        "mistral_v1": MISTRAL._replace(turn=" [INST] {} [/INST]« {}</s>»"),
+        "phi3": ROLES._replace(end="<|endoftext|>"),
+        "plain": Format("User: {}\nAssistant:« {}<|endoftext|>»\n", system="Be brief.\n\n"),
+        "qwen": CHATML._replace(without_system=QWEN),
+        "zephyr": Format(*((part or "").replace("<|end|>", "</s>") for part in ROLES[:3])),
+        "TRL llama3_1": LLAMA3_FORMAT._replace(begin=DATES, without_system="<|eot_id|>", system="Be brief.<|eot_id|>"),
+    }.items()
 }
-for name, ours in (("gemma", "gemma"), ("gemma3", "gemma3"), ("llama3", "llama3"), ("phi3", "phi3")):
-    FORMATS[f"TRL {name}"] = FORMATS[ours]
+FORMATS["alpaca"] = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\nWhat is 2+2?\n\n### Response:\n«It is four.<|endoftext|>»",
+    None,
+    None,
+)
+FORMATS |= {f"TRL {name}": FORMATS[name] for name in ("gemma", "gemma3", "llama3", "phi3")}
 FORMATS["TRL qwen2_5"] = FORMATS["qwen"]
+
+
+def _thinking(text: str | None) -> str:
+    """The last answer with an empty thought."""
+    thought = "«<think>\n\n</think>\n\n"
+    return (text or "").replace("«It", f"{thought}It").replace("«Bye", f"{thought}Bye")
+
+
+FORMATS["TRL qwen3"] = (_thinking(CHATML.texts[0]), _thinking(CHATML.texts[1]), _thinking(CHATML.texts[2]))

@@ -56,16 +56,11 @@ CONVERSATIONS = {
     "reasoning": [
         user("Hi"), assistant("<think>\nhm\n</think>\n\nHello"), user("x"), assistant("<think>\nwell\n</think>\n\ny"),
     ],
-    "tools": [
-        user("Weather?"),
-        assistant("Let me see.", tool_calls=[tool_call("get_weather", city="Paris")]),
-        {"role": "tool", "content": "18"},
-        assistant("Mild."),
-    ],
-    "tool without text": [
-        user("Weather?"),
-        assistant(None, tool_calls=[tool_call("get_weather", city="Paris")]),
-        {"role": "tool", "content": "18"},
-        assistant("Mild."),
-    ],
+    **{
+        name: [
+            user("Weather?"), assistant(text, tool_calls=[tool_call("get_weather", city="Paris")]),
+            {"role": "tool", "content": "18"}, assistant("Mild."),
+        ]
+        for name, text in (("tools", "Let me see."), ("tool without text", None))
+    },
 }  # fmt: skip

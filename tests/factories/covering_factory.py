@@ -72,23 +72,14 @@ class Point(NamedTuple):
     def core_needs(self) -> tuple[object, ...]:
         """Its values, and the pairs of where state lives with what changes an engine most: the core has them all."""
         values = dict(self.values)
-        return (
-            *self.values,
-            (self.sharding, self.precision),
-            (values["layout"], self.method),
-        )
+        return (*self.values, (self.sharding, self.precision), (values["layout"], self.method))
 
 
 @cache
 def rows() -> tuple[tuple[Strategy, Method], ...]:
     """Every row of the catalogue that gloo ranks, or one process, can run with a method."""
-    return tuple(
-        (strategy, method)
-        for strategy in CATALOGUE
-        if strategy.precision in PRECISIONS
-        for method in Method
-        if is_row_allowed(strategy, method)
-    )
+    runnable = [strategy for strategy in CATALOGUE if strategy.precision in PRECISIONS]
+    return tuple((strategy, method) for strategy in runnable for method in Method if is_row_allowed(strategy, method))
 
 
 def is_row_allowed(strategy: Strategy, method: Method) -> bool:

@@ -14,10 +14,11 @@ import shlex
 import subprocess
 import sys
 from functools import cache
+from importlib.metadata import distribution
 from pathlib import Path
+from runpy import run_path
 
 import pytest
-import torch
 from warm_python import REAL_PYTHON
 
 from shardwise.launch.job import cache_home
@@ -35,8 +36,10 @@ H100 = Card(
     name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory=81559, power_w=700, ecc="Enabled", num_multiprocessors=132
 )
 
+# What torch was built for; importing torch for it would take a second in every collection.
+_VERSION = run_path(str(distribution("torch").locate_file("torch/version.py")))
 needs_no_cuda = pytest.mark.skipif(
-    torch.version.cuda is not None, reason="torch is built for CUDA here: the stand-in takes the place of a CUDA build"
+    _VERSION["cuda"] is not None, reason="torch is built for CUDA here: the stand-in takes the place of a CUDA build"
 )
 
 
@@ -44,13 +47,13 @@ def machine_environment(machine: Machine, folder: Path) -> dict[str, str]:
     """What to add to the environment of a process, for the machine to be there for it and what it starts."""
     programs = folder / "bin"
     programs.mkdir(parents=True)
-    machine.write(folder / "machine.json")
-    words = shlex.join([f"{FILE}={folder / 'machine.json'}", REAL_PYTHON, "-I", "-S", str(_FAKE / "nvidia_smi.py")])
+    machine.write(folder / "machine.pickle")
+    words = shlex.join([f"{FILE}={folder / 'machine.pickle'}", REAL_PYTHON, "-I", "-S", str(_FAKE / "nvidia_smi.py")])
     program = programs / "nvidia-smi"
     program.write_text(f'#!/bin/sh\nexec env {words} "$@"\n')
     program.chmod(0o755)
     return {
-        FILE: str(folder / "machine.json"),
+        FILE: str(folder / "machine.pickle"),
         LIBRARY: str(device_library()),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_FAKE), os.environ.get("PYTHONPATH")))),
         "PATH": os.pathsep.join((str(programs), os.environ["PATH"])),
@@ -61,7 +64,7 @@ def machine_environment(machine: Machine, folder: Path) -> dict[str, str]:
 def device_library() -> Path:
     """The compiled device, which is built once for a torch and a source: half a minute the first time."""
     source = _FAKE / "device.cpp"
-    key = hashlib.sha256(f"{torch.__version__}{sys.version}".encode() + source.read_bytes()).hexdigest()[:16]
+    key = hashlib.sha256(f"{_VERSION['__version__']}{sys.version}".encode() + source.read_bytes()).hexdigest()[:16]
     folder = cache_home() / "fake_cuda"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"device-{key}.so"
@@ -75,6 +78,8 @@ def device_library() -> Path:
 
 
 def _compiler(source: Path, library: Path) -> list[str]:
+    import torch
+
     root = Path(torch.__file__).parent
     abi = int(torch.compiled_with_cxx11_abi())
     flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", f"-I{root / 'include'}"]

@@ -5,7 +5,9 @@ hub. Every file leaves a line in $MARKER when it runs, so that a test sees which
 """
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,39 +18,33 @@ from safetensors.numpy import save_file
 from shardwise.trainer.spec.model.shape import ModelCode
 
 MARKER = "SHARDWISE_TEST_MARKER"
+_SIZES = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+_CLASSES = {"AutoConfig": "configuration_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"}
 CONFIG: dict[str, Any] = {
     "model_type": "tiny_custom",
     "architectures": ["TinyForCausalLM"],
-    "auto_map": {
-        "AutoConfig": "configuration_tiny.TinyConfig",
-        "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM",
-    },
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
+    "auto_map": _CLASSES,
+    **_SIZES,
 }
 _MARK = f"""import os
 if os.environ.get("{MARKER}"):
     with open(os.environ["{MARKER}"], "a") as stream:
         stream.write(f"{{os.getpid()}} {{__name__.rpartition('.')[2]}}\\n")
 """
-_CONFIGURATION = """
+_CONFIGURATION = f"""
 from transformers import PretrainedConfig
 
 
 class TinyConfig(PretrainedConfig):
     model_type = "tiny_custom"
 
-    def __init__(self, vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, **kwargs):
-        self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
-        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
-        self.num_key_value_heads, self.max_position_embeddings = num_key_value_heads, max_position_embeddings
-        self.head_dim = hidden_size // num_attention_heads
+    def __init__(self, **kwargs):
+        for name, size in {_SIZES}.items():
+            setattr(self, name, kwargs.pop(name, size))
+        self.head_dim = self.hidden_size // self.num_attention_heads
         super().__init__(**kwargs)
 """
 _LAYERS = """
@@ -227,14 +223,12 @@ def write_custom_model(folder: Path, *, has_weights: bool = True, config: Mappin
 
 def _weights() -> dict[str, numpy.ndarray]:
     vocab, hidden, ffn, kv = 320, 32, 64, 16
-    block = {
-        **{
-            f"attention.{name}_proj.weight": (out, hidden) for name, out in (("q", 32), ("k", kv), ("v", kv), ("o", 32))
-        },
+    attention = {"q": hidden, "k": kv, "v": kv, "o": hidden}
+    block: dict[str, tuple[int, ...]] = {
+        **{f"attention.{name}_proj.weight": (size, hidden) for name, size in attention.items()},
         **{f"mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")},
         "mlp.down_proj.weight": (hidden, ffn),
-        "attention_norm.weight": (hidden,),
-        "mlp_norm.weight": (hidden,),
+        **{f"{name}_norm.weight": (hidden,) for name in ("attention", "mlp")},
     }
     shapes = {
         "model.embed_tokens.weight": (vocab, hidden),
@@ -255,5 +249,21 @@ def code_of(folder: Path, repository: str = "tiny") -> ModelCode:
     return ModelCode(
         repository=repository, revision=None, folder=str(folder),
         files={name: sha256((folder / name).read_bytes()).hexdigest() for name in names},
-        config_class=CONFIG["auto_map"]["AutoConfig"], model_class=CONFIG["auto_map"]["AutoModelForCausalLM"],
+        config_class=_CLASSES["AutoConfig"], model_class=_CLASSES["AutoModelForCausalLM"],
     )  # fmt: skip
+
+
+@contextmanager
+def transformers_as_it_was() -> Iterator[None]:
+    """What is imported and registered inside is forgotten after: a process would keep the classes of a test's model."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    finders = [*sys.meta_path]
+    registered = [(mapping, dict(mapping._extra_content)) for mapping in (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)]
+    try:
+        yield
+    finally:
+        sys.meta_path[:] = finders
+        for mapping, content in registered:
+            mapping._extra_content.clear()
+            mapping._extra_content.update(content)

@@ -79,14 +79,10 @@ esac"""
         self.environment["PYTHONPATH"] = str(folder)
         return folder
 
-    def add_torch(
-        self, *, architectures: str = "sm_80 sm_90", available: bool = True, problem: str | None = None,
-        **changes: object,
-    ) -> None:  # fmt: skip
-        """A torch that answers as one of these builds does; `problem` is raised on the card."""
+    def add_torch(self, problem: str | None = None) -> None:
+        """A torch with code for Ampere and Hopper; `problem` is raised on the card."""
         torch = FakeTorch(self.folder / "modules")
-        build = machine_with(architectures=tuple(architectures.split()), is_usable=available, **changes)
-        torch.write(build, {"GPU-aaaa": problem})
+        torch.write(machine_with(architectures=("sm_80", "sm_90")), {"GPU-aaaa": problem})
         self.environment |= {"PYTHONPATH": str(torch.folder), SWITCH: "0"}  # it loads nothing large
 
     def place(self) -> Place:

@@ -102,11 +102,8 @@ def over_budget(budget_s: float, measured: Durations, known: Durations) -> list[
 
     On a slower machine than that of the durations, every file takes longer: the median of the ratios is divided out.
     """
-    ratios = [
-        file_seconds(measured, file) / file_seconds(known, file)
-        for file in measured
-        if file in known and file_seconds(known, file) >= _COMPARED_S
-    ]
+    files = [file for file in measured if file in known and file_seconds(known, file) >= _COMPARED_S]
+    ratios = [file_seconds(measured, file) / file_seconds(known, file) for file in files]
     slowness = max(1.0, statistics.median(ratios)) if ratios else 1.0
     total = sum(file_seconds(measured, file) for file in measured) / slowness
     if total <= budget_s:
@@ -205,7 +202,12 @@ class _Recorder:
             if self._problems and os.environ.get("SHARDWISE_CI") and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if path is not None:
-            write_durations(path, {**(read_durations(path) if self._is_part() else {}), **self._seconds})
+            durations = {**(read_durations(path) if self._is_part() else {}), **self._seconds}
+            rounded = {
+                file: {name: round(each, 2) for name, each in sorted(durations[file].items())}
+                for file in sorted(durations)
+            }
+            path.write_text(json.dumps(rounded, indent=0) + "\n")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._problems:
@@ -214,11 +216,3 @@ class _Recorder:
 
     def _is_part(self) -> bool:
         return self._config.args_source is pytest.Config.ArgsSource.ARGS
-
-
-def write_durations(path: Path, durations: Durations) -> None:
-    content = {
-        file: {name: round(seconds, 2) for name, seconds in sorted(durations[file].items())}
-        for file in sorted(durations)
-    }
-    path.write_text(json.dumps(content, indent=0) + "\n")

@@ -1,13 +1,16 @@
 """Settings and devices for the tests of the two estimates: each factory names only what its test is about."""
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shardwise.launch.probe.host import read_host
-from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.configuration import Configuration, PolicyChoices
 from shardwise.trainer.planning.device import Device, device_of
+from shardwise.trainer.planning.memory.reference_trainers import REFERENCE_TRAINERS
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import DeviceKind, Host
@@ -84,3 +87,29 @@ def configuration(
     return Configuration(
         strategy=strategy, num_ranks=num_ranks, ranks_per_node=min(num_ranks, ranks_per_node), **fields
     )
+
+
+OFFLOADS = {
+    Sharding.ZERO2: [Offload.NONE, Offload.OPTIMIZER],
+    Sharding.ZERO3: list(Offload),
+    Sharding.FSDP: [Offload.NONE, Offload.OPTIMIZER_PARAMS],
+}
+
+
+@st.composite
+def configurations_of(draw: st.DrawFn) -> Configuration:
+    """At random, for tests of what holds for all of them."""
+    sharding = draw(st.sampled_from(list(Sharding)))
+    num_ranks = 1 if sharding is Sharding.NONE else draw(st.sampled_from([2, 8, 64]))
+
+    def drawn(**choices: Iterable[object]) -> dict[str, Any]:
+        return {name: draw(st.sampled_from(list(values))) for name, values in choices.items()}
+
+    fields = drawn(method=Method, precision=Precision, optimizer=Optimizer, checkpointing=Checkpointing)
+    fields |= drawn(attention=Attention, loss=LossHead, reference=REFERENCE_TRAINERS, loss_chunk_tokens=(None, 128))
+    fields |= drawn(micro_batch=(1, 2, 7, 32), seq_len=(128, 1000, 4096), accumulation=(1, 4))
+    fields |= drawn(offload=OFFLOADS.get(sharding, [Offload.NONE]), activation_offload=(False, True))
+    fields |= drawn(optimizer_in_backward=(False, True), compile=(False, True))
+    policy = drawn(residual_bytes=(None, 4), adapter_bytes=(None, 2, 4), reduce_bytes=(None, 2, 4))
+    policy |= drawn(reduces_every_micro_batch=(None, True, False))
+    return configuration(sharding, num_ranks=num_ranks, checkpoint_every_n=2, policy=PolicyChoices(**policy), **fields)

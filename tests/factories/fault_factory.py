@@ -5,9 +5,8 @@ starts after the one before it has struck.
 """
 
 import io
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -125,7 +124,6 @@ STRIKES = {{
     "oom in optimizer": in_optimizer,
     "sigkill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "segfault": lambda _: faulthandler._sigsegv(),
-    "error": lambda _: fail(),
     "error in backward": in_backward(fail),
     "exit": lambda _: os._exit(3),
     "hang": sleep_for_ever,
@@ -168,20 +166,13 @@ def halves(candidate: Candidate) -> tuple[Candidate, ...]:
 
 
 def run_plan(
-    plan: Plan, run_dir: Path, *, limits: WatchLimits = LIMITS, stop: StopRequest | None = None, resume: bool = False,
-    environment: Mapping[str, str] = os.environ,
-) -> tuple[RunOutcome, str]:  # fmt: skip
+    plan: Plan, run_dir: Path, *, stop: StopRequest | None = None, resume: bool = False
+) -> tuple[RunOutcome, str]:
     """The outcome of a supervised run of the plan, and the supervisor's output."""
     lines = io.StringIO()
     run_dir.mkdir(parents=True, exist_ok=True)
     outcome = run_attempts(
         plan, run_dir=run_dir, resume=resume, extensions_dir=run_dir / "operators", console=Console(lines),
-        stop=stop or StopRequest(), environment={**environment, "OMP_NUM_THREADS": "1"}, limits=limits,
+        stop=stop or StopRequest(), environment={**os.environ, "OMP_NUM_THREADS": "1"}, limits=LIMITS,
     )  # fmt: skip
     return outcome, lines.getvalue()
-
-
-def losses_of(run_dir: Path) -> list[float]:
-    """The last loss of each step, in order."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [loss for _, loss in sorted({row["step"]: row["loss"] for row in rows}.items())]

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +19,14 @@ import msgspec
 import numpy as np
 from engine_plan_factory import engine_plan
 from operator_cache import folder_with_operators
+from rank_factory import NUM_EVAL_ROWS, write_rows
 
 from shardwise.launch.engine.launcher import launch_command, launch_environment, prepare_attempt
+from shardwise.trainer.planning.candidates import configuration_of
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.schedule import row_policy
+from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.search.configurations import smallest_buckets
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Offload, Sharding
@@ -33,21 +34,19 @@ from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.job.sections import GaloreJob, Job, Limits, LoraJob, TrainJob
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Report
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method, Precision
 
 SEQ_LEN, MICRO_BATCH = 512, 4
-NUM_STEPS, NUM_ROWS, NUM_EVAL_ROWS = 6, 64, 4
+NUM_STEPS, NUM_ROWS = 6, 64
 DOCUMENT_TOKENS = 160  # of packed rows, whose last document is shorter
 TIMEOUT_S = 600
-GIB = 2**30
 # 160 million parameters: states of 2.5 GiB under AdamW, activations of as much, and every side a multiple of 128.
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
     "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": SEQ_LEN,
 }  # fmt: skip
-_CANDIDATE_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Candidate))
 _MODULES = {
     "flash-attn": "flash_attn", "transformer-engine": "transformer_engine", "torchao": "torchao",
     "liger-kernel": "liger_kernel", "triton": "triton",
@@ -231,20 +230,13 @@ def missing_for(case: GpuCase) -> str | None:
 
 def write_full_rows(cache_dir: Path, *, are_packed: bool = False) -> Path:
     """A token cache of the standard library's own text in rows that are all full, so that every step is alike."""
-    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-c]*.py")))
-    tokens = np.frombuffer(text[: (NUM_ROWS + NUM_EVAL_ROWS) * SEQ_LEN], np.uint8).astype("<u2")
-    assert len(tokens) == (NUM_ROWS + NUM_EVAL_ROWS) * SEQ_LEN, "the text is too short"
-    rows = np.stack([np.arange(0, len(tokens), SEQ_LEN), np.full(len(tokens) // SEQ_LEN, SEQ_LEN)], axis=1)
-    cache_dir.mkdir(parents=True)
-    tokens.tofile(cache_dir / "tokens.bin")
-    np.save(cache_dir / "eval_rows.npy", rows[:NUM_EVAL_ROWS].astype(np.int64))
-    np.save(cache_dir / "train_rows.npy", rows[NUM_EVAL_ROWS:].astype(np.int64))
-    layout = {"format": 1, "dtype": "uint16", "num_tokens": len(tokens), "seq_len": SEQ_LEN, "pad_id": 0}
+    write_rows(cache_dir, num_rows=NUM_ROWS + NUM_EVAL_ROWS, seq_len=SEQ_LEN, shortest=SEQ_LEN)
     if are_packed:
-        starts = np.add.outer(np.arange(0, len(tokens), SEQ_LEN), np.arange(0, SEQ_LEN, DOCUMENT_TOKENS)).flatten()
+        layout = json.loads((cache_dir / "layout.json").read_text())
+        rows = np.arange(0, layout["num_tokens"], SEQ_LEN)
+        starts = np.add.outer(rows, np.arange(0, SEQ_LEN, DOCUMENT_TOKENS)).flatten()
         starts.astype("<i8").tofile(cache_dir / "starts.bin")
-        layout |= {"is_packed": True, "num_starts": len(starts)}
-    (cache_dir / "layout.json").write_text(json.dumps(layout))
+        (cache_dir / "layout.json").write_text(json.dumps(layout | {"is_packed": True, "num_starts": len(starts)}))
     return cache_dir
 
 
@@ -294,15 +286,8 @@ def gpu_plan(case: GpuCase, cache_dir: Path, hardware: Hardware, *, config: dict
 
 def setting_of_case(plan: Plan) -> Configuration:
     """What the predictions take for a plan of this file."""
-    chosen, train = plan.chosen, plan.job.train
-    shared = {
-        field.name: getattr(chosen, field.name)
-        for field in msgspec.structs.fields(Configuration)
-        if field.name in _CANDIDATE_FIELDS
-    }
-    shared["buckets"] = smallest_buckets(plan.model_shape, chosen.strategy)
-    policy = row_policy(plan.data, seq_len=chosen.seq_len)
-    return Configuration(**shared, ranks_per_node=1, lora=train.lora, galore=train.galore, policy=policy)
+    buckets = smallest_buckets(plan.model_shape, plan.chosen.strategy)
+    return msgspec.structs.replace(configuration_of(context_of(plan), plan.chosen), buckets=buckets)
 
 
 class GpuRun(NamedTuple):

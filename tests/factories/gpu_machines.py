@@ -7,6 +7,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from captured_machine import Machine as LaidOut
 from captured_machine import captured
@@ -31,27 +32,26 @@ def machine_with(*cards: Card, **changes: object) -> Machine:
     return replace(Machine(cards=cards, architectures=CUDA_13), **changes)
 
 
+def _card(name: str, capability: tuple[int, int], memory: int, **facts: Any) -> Card:
+    return Card(name=name, capability=capability, memory=memory, **facts)
+
+
+_OLD_CARD = _card("NVIDIA GeForce GTX 1050 Ti", (6, 1), 4096)
+_RTX_3080 = _card("NVIDIA GeForce RTX 3080", (8, 6), 10240)
+_RTX_4060 = _card("NVIDIA GeForce RTX 4060", (8, 9), 8188)
 GPU_MACHINES = {
-    "rtx4090_and_old_card": machine_with(
-        RTX_4090, Card(name="NVIDIA GeForce GTX 1050 Ti", capability=(6, 1), memory=4096)
-    ),
-    "laptop_4060": machine_with(
-        Card(name="NVIDIA GeForce RTX 4060 Laptop GPU", capability=(8, 9), memory=8188, held=700)
-    ),
-    "t4": machine_with(Card(name="Tesla T4", capability=(7, 5), memory=15360)),
-    "v100": machine_with(Card(name="Tesla V100-SXM2-32GB", capability=(7, 0), memory=32768)),
-    "rtx5090": machine_with(Card(name="NVIDIA GeForce RTX 5090", capability=(12, 0), memory=32607)),
-    "wsl_rtx3080": machine_with(
-        Card(name="NVIDIA GeForce RTX 3080", capability=(8, 6), memory=10240), has_expandable_segments=False
-    ),
+    "rtx4090_and_old_card": machine_with(RTX_4090, _OLD_CARD),
+    "laptop_4060": machine_with(_card("NVIDIA GeForce RTX 4060 Laptop GPU", (8, 9), 8188, held=700)),
+    "t4": machine_with(_card("Tesla T4", (7, 5), 15360)),
+    "v100": machine_with(_card("Tesla V100-SXM2-32GB", (7, 0), 32768)),
+    "rtx5090": machine_with(_card("NVIDIA GeForce RTX 5090", (12, 0), 32607)),
+    "wsl_rtx3080": machine_with(_RTX_3080, has_expandable_segments=False),
     "cuda_compat_h100": machine_with(H100, driver="550.90.07"),
-    "old_driver": machine_with(
-        Card(name="NVIDIA GeForce RTX 4060", capability=(8, 9), memory=8188), driver="535.183.01", is_usable=False
-    ),
-    "vgpu": machine_with(Card(name="GRID T4-16Q", capability=(7, 5), memory=16384), has_expandable_segments=False),
-    "two_different": machine_with(RTX_4090, Card(name="NVIDIA GeForce RTX 3060", capability=(8, 6), memory=12288)),
+    "old_driver": machine_with(_RTX_4060, driver="535.183.01", is_usable=False),
+    "vgpu": machine_with(_card("GRID T4-16Q", (7, 5), 16384), has_expandable_segments=False),
+    "two_different": machine_with(RTX_4090, _card("NVIDIA GeForce RTX 3060", (8, 6), 12288)),
     "amd": machine_with(),
-}  # fmt: skip
+}
 _WSL = ("wsl_rtx3080",)
 _AMD_GPUS = {"amd": ("0000:03:00.0", "0000:83:00.0")}
 
@@ -67,7 +67,8 @@ def lay_out_gpus(folder: Path, machine: Machine | str) -> LaidOut:
         laid_out.put_gpu_on_bus(address, vendor=AMD)
     known = GPU_MACHINES[machine] if isinstance(machine, str) else machine
     if known.cards:
-        known.write(folder / "machine.json")
+        file = folder / "machine.pickle"
+        known.write(file)
         program = shlex.join([REAL_PYTHON, "-I", "-S", str(_FAKE / "nvidia_smi.py")])
-        laid_out.install_nvidia_smi(f'export {FILE}={shlex.quote(str(folder / "machine.json"))}\nexec {program} "$@"\n')
+        laid_out.install_nvidia_smi(f'export {FILE}={shlex.quote(str(file))}\nexec {program} "$@"\n')
     return laid_out

@@ -2,8 +2,11 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
+
+import psutil
 
 LIMITS_S = (0.5, 5.0, 60.0)
 Answer = TypeVar("Answer")
@@ -29,14 +32,7 @@ def pids_in(path: Path) -> list[int]:
 def wait_until_gone(pid: int) -> None:
     """Returns once the process has ended, collected by its parent or not."""
     deadline = time.monotonic() + 60
-    while _is_running(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.01)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, f"process {pid} is still there"
+            time.sleep(0.01)

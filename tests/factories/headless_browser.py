@@ -100,24 +100,19 @@ class Browser:
         while not any(event["method"] == "Page.loadEventFired" for event in self._events):
             self._receive()
         self._wait(session, until)
-        measured = {
-            name: self._value(session, script)
-            for name, script in (
-                ("scroll_width", "document.documentElement.scrollWidth"),
-                ("width", "window.innerWidth"),
-                ("background", "getComputedStyle(document.body).backgroundColor"),
-                ("value", script),
-            )
+        facts = {
+            "scroll_width": "document.documentElement.scrollWidth",
+            "width": "window.innerWidth",
+            "background": "getComputedStyle(document.body).backgroundColor",
+            "value": script,
         }
+        measured = {name: self._value(session, expression) for name, expression in facts.items()}
         png = self._picture(session, clip) if clip or height else b""
         messages = [json.dumps(event["params"]) for event in self._events if event["method"] in _MESSAGES]
-        requested = [
-            event["params"]["request"]["url"]
-            for event in self._events
-            if event["method"] == "Network.requestWillBeSent"
-        ]
+        sent = [event["params"] for event in self._events if event["method"] == "Network.requestWillBeSent"]
         self._call("Target.closeTarget", targetId=target)
-        return Opened(messages, [url for url in requested if url != address], png=png, **measured)
+        requests = [url for url in (each["request"]["url"] for each in sent) if url != address]
+        return Opened(messages, requests, png=png, **measured)
 
     def _picture(self, session: str, clip: str | None) -> bytes:
         options: dict[str, Any] = {"format": "png"}
@@ -131,16 +126,13 @@ class Browser:
     def _wait(self, session: str, until: str) -> None:
         """Also over a page that goes on to another one, where there is nothing to ask for a moment."""
         deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            answer = self._call("Runtime.evaluate", session, expression=f"!!({until})", returnByValue=True)
-            if answer["result"].get("value"):
-                return
+        while not self._value(session, f"!!({until})"):
             assert time.monotonic() < deadline, f"never true: {until}"
             time.sleep(0.02)
 
     def _value(self, session: str, script: str) -> Any:
         answer = self._call("Runtime.evaluate", session, expression=script, returnByValue=True, awaitPromise=True)
-        return answer["result"]["value"]
+        return answer["result"].get("value")
 
     def _call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
         self._number += 1

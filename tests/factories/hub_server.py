@@ -12,15 +12,20 @@ Models and data sets are told apart by their address alone, and every revision h
 import base64
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from email.message import Message
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
-from typing import Any, NamedTuple
-from urllib.parse import parse_qs, unquote
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
+from http_answers import answering
+from werkzeug.wrappers import Request, Response
+
+NO_HUB = "http://127.0.0.1:9"  # nobody listens there
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -39,28 +44,6 @@ class Hub:
     refuses: dict[str, int] = field(default_factory=dict)  # status by the beginning of `METHOD path`
 
 
-class Answer(NamedTuple):
-    """Of the server to one request."""
-
-    status: int
-    body: bytes
-    headers: Mapping[str, str] = {}
-
-
-class Request(NamedTuple):
-    """One request, its path unquoted and without a query."""
-
-    method: str
-    path: str
-    query: str
-    body: bytes
-    headers: Message
-
-    @property
-    def token(self) -> str:
-        return self.headers.get("Authorization", "").removeprefix("Bearer ")
-
-
 def login(name: str = "ann", *, role: str = "write", orgs: Mapping[str, str] = {}, **token: Any) -> dict[str, Any]:
     """The answer of whoami."""
     return {
@@ -75,74 +58,44 @@ def login(name: str = "ann", *, role: str = "write", orgs: Mapping[str, str] = {
 def serving(hub: Hub) -> Iterator[Hub]:
     """The hub, listening until the end."""
 
-    class Answers(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(request: Request) -> Response:
+        hub.requests.append(f"{request.method} {request.path}")
+        return _respond(hub, request)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def do_HEAD(self) -> None:
-            self._answer()
-
-        def do_GET(self) -> None:
-            self._answer()
-
-        def do_POST(self) -> None:
-            self._answer()
-
-        def do_PUT(self) -> None:
-            self._answer()
-
-        def _answer(self) -> None:
-            path, _, query = self.path.partition("?")
-            request = Request(self.command, unquote(path), query, self._body(), self.headers)
-            hub.requests.append(f"{request.method} {request.path}")
-            status, body, headers = _respond(hub, request)
-            self.send_response(status)
-            sizes = {"Content-Type": "application/json", "Content-Length": str(len(body))}
-            for name, value in {**sizes, **headers}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def _body(self) -> bytes:
-            if self.headers.get("Transfer-Encoding") != "chunked":
-                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            parts = []
-            while size := int(self.rfile.readline(), 16):
-                parts.append(self.rfile.read(size))
-                self.rfile.readline()
-            self.rfile.readline()
-            return b"".join(parts)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    server.daemon_threads = True  # a client may keep its connection open
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+    with answering(answer) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
-def _respond(hub: Hub, request: Request) -> Answer:
+def ask_hub(program: str, *words: str, home: Path, endpoint: str = NO_HUB, **environment: str) -> list[Any]:
+    """The JSON list that a program prints last, whose hub is at `endpoint`; it sees no setting of a hub but these.
+
+    huggingface_hub reads its settings when it is imported, so that a process can ask one endpoint only.
+    """
+    names = {name for name in os.environ if not name.startswith("HF_") and "PROXY" not in name.upper()}
+    settings = {"HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HOME": str(home), **environment}
+    settings = {name: os.environ[name] for name in names} | settings
+    argv = [sys.executable, "-c", program, *words]
+    answer = subprocess.run(argv, env=settings, capture_output=True, text=True, check=False, timeout=100)
+    assert answer.returncode == 0, answer.stderr
+    found = json.loads(answer.stdout.splitlines()[-1])
+    assert isinstance(found, list)
+    return found
+
+
+def _respond(hub: Hub, request: Request) -> Response:
     for beginning, status in hub.refuses.items():
         if f"{request.method} {request.path}".startswith(beginning):
             return _json({"error": "refused"}, status)
     path = request.path
     if request.method == "PUT":
-        hub.blobs[path.rsplit("/", 1)[-1]] = request.body
+        hub.blobs[path.rsplit("/", 1)[-1]] = request.get_data()
         return _json({})
     if path in {"/api/whoami-v2", "/api/validate-yaml", "/api/repos/create"} or path.endswith("/lfs/objects/batch"):
         return _account(hub, request)
     parts = path.strip("/").removeprefix("api/").removeprefix("models/").removeprefix("datasets/").split("/")
     repository, rest = "/".join(parts[:2]), parts[2:]
     is_upload = rest[:1] in (["preupload"], ["commit"])
-    if (is_upload or hub.repositories.get(repository)) and request.token not in hub.logins:
+    if (is_upload or hub.repositories.get(repository)) and _token(request) not in hub.logins:
         return _unknown_token()
     if repository in hub.gated:
         return _json({"error": "gated"}, 403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"})
@@ -151,15 +104,15 @@ def _respond(hub: Hub, request: Request) -> Answer:
     return _upload(hub, request, repository, rest) if is_upload else _download(hub, request, repository, rest)
 
 
-def _account(hub: Hub, request: Request) -> Answer:
-    if request.token not in hub.logins:
+def _account(hub: Hub, request: Request) -> Response:
+    if _token(request) not in hub.logins:
         return _unknown_token()
-    who, path = hub.logins[request.token], request.path
+    who, path = hub.logins[_token(request)], request.path
     if path == "/api/whoami-v2":
         return _json(who)
     if path == "/api/validate-yaml":
         return _json({"errors": [], "warnings": []})
-    wish = json.loads(request.body)
+    wish = request.get_json()
     if path == "/api/repos/create":
         name = f"{wish.get('organization') or who['name']}/{wish['name']}"
         hub.repositories.setdefault(name, wish.get("private") is True or wish.get("visibility") == "private")
@@ -168,11 +121,12 @@ def _account(hub: Hub, request: Request) -> Answer:
     return _json({"transfer": "basic", "objects": objects})
 
 
-def _upload(hub: Hub, request: Request, repository: str, rest: list[str]) -> Answer:
+def _upload(hub: Hub, request: Request, repository: str, rest: list[str]) -> Response:
     if rest[0] == "preupload":
-        paths = [each["path"] for each in json.loads(request.body)["files"]]
-        return _json({"files": [{"path": path, "uploadMode": _mode(path), "shouldIgnore": False} for path in paths]})
-    for each in map(json.loads, request.body.splitlines()):
+        modes = {each["path"]: each["path"].endswith((".safetensors", ".data")) for each in request.get_json()["files"]}
+        files = [{"path": path, "uploadMode": "lfs" if is_large else "regular"} for path, is_large in modes.items()]
+        return _json({"files": [{**each, "shouldIgnore": False} for each in files]})
+    for each in map(json.loads, request.get_data().splitlines()):
         if each["key"] != "header":
             value = each["value"]
             content = base64.b64decode(value["content"]) if each["key"] == "file" else hub.blobs[value["oid"]]
@@ -181,53 +135,46 @@ def _upload(hub: Hub, request: Request, repository: str, rest: list[str]) -> Ans
     return _json({"success": True, "commitOid": COMMIT, "commitUrl": url})
 
 
-def _download(hub: Hub, request: Request, repository: str, rest: list[str]) -> Answer:
+def _download(hub: Hub, request: Request, repository: str, rest: list[str]) -> Response:
     kind, revision = rest[0] if rest else "revision", unquote(rest[1]) if len(rest) > 1 else "main"
     commit = revision if revision in hub.revisions.values() else hub.revisions.get(revision)
     if commit is None:
         return _json({"error": "Invalid rev id"}, 404, {"X-Error-Code": "RevisionNotFound"})
     files, name = hub.files.get(repository, {}), "/".join(rest[2:])
     if kind == "resolve":
-        return _file(files, name, commit, request.headers.get("Range"))
+        return _file(files, name, commit, request)
     entries = [
         {"type": "file", "path": path, "size": len(content), "oid": _digest(content)} for path, content in files.items()
     ]
     if kind == "tree":
         return _json([each for each in entries if not name or str(each["path"]).startswith(f"{name}/")])
     if kind == "paths-info":
-        asked = parse_qs(request.body.decode()).get("paths", [])
-        return _json([each for each in entries if each["path"] in asked])
+        return _json([each for each in entries if each["path"] in request.form.getlist("paths")])
     assert kind == "revision", request.path
-    has_sizes = "blobs" in parse_qs(request.query)
-    siblings = [{"rfilename": path} | ({"size": len(files[path])} if has_sizes else {}) for path in files]
+    siblings = [{"rfilename": path} | ({"size": len(files[path])} if "blobs" in request.args else {}) for path in files]
     described = {"_id": "1", "id": repository, "modelId": repository, "sha": commit, "siblings": siblings}
     return _json({**described, "tags": [], "downloads": 0, "private": hub.repositories.get(repository, False)})
 
 
-def _file(files: Mapping[str, bytes], name: str, commit: str, wanted: str | None) -> Answer:
+def _file(files: Mapping[str, bytes], name: str, commit: str, request: Request) -> Response:
     if name not in files:
         return _json({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
     content = files[name]
-    headers = {"ETag": f'"{_digest(content)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
-    if wanted is None:
-        return Answer(200, content, headers)
-    begin, _, end = wanted.removeprefix("bytes=").partition("-")
-    first = int(begin) if begin else len(content) - int(end)
-    last = min(int(end) if begin and end else len(content) - 1, len(content) - 1)
-    return Answer(206, content[first : last + 1], {**headers, "Content-Range": f"bytes {first}-{last}/{len(content)}"})
+    response = Response(content, headers={"ETag": f'"{_digest(content)}"', "X-Repo-Commit": commit})
+    return response.make_conditional(request, accept_ranges=True, complete_length=len(content))
 
 
-def _json(answer: object, status: int = 200, headers: Mapping[str, str] = {}) -> Answer:
-    return Answer(status, json.dumps(answer).encode(), headers)
+def _json(answer: object, status: int = 200, headers: Mapping[str, str] = {}) -> Response:
+    return Response(json.dumps(answer), status, headers, content_type="application/json")
 
 
-def _unknown_token() -> Answer:
+def _token(request: Request) -> str:
+    return request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+def _unknown_token() -> Response:
     return _json({"error": "Invalid credentials in Authorization header"}, 401)
 
 
 def _digest(content: bytes) -> str:
     return hashlib.sha1(content, usedforsecurity=False).hexdigest()
-
-
-def _mode(path: str) -> str:
-    return "lfs" if path.endswith((".safetensors", ".data")) else "regular"

@@ -10,13 +10,13 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from outcome_file import FAULT_NUMBERS
+from outcome_file import FAULT_NUMBERS, FAULTS
 from workplace_factory import Workplace, read_metrics
 
 from shardwise.launch.rundir.paths import next_attempt
@@ -24,7 +24,6 @@ from shardwise.launch.rundir.process_record import ProcessRecord, read_records, 
 
 VICTIMS = ("supervisor", "launcher", "rank-0", "rank-1", "all")
 OUTLIVING_S = 10.0  # that a process may outlive its supervisor
-KILLS_A_RUN = 4
 LIMIT_S = 400.0
 STEPS = 12
 _MARK = "KILLED_RUN"
@@ -70,9 +69,20 @@ class Count:
     outlived: int = 0  # runs of which a process outlived its supervisor
     notes: list[str] = field(default_factory=list)
 
+    def add(self, other: "Count") -> None:
+        for name in (*FAULT_NUMBERS, "notes"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     def row(self) -> dict[str, int]:
         """The numbers, for the outcome file."""
         return {name: getattr(self, name) for name in FAULT_NUMBERS}
+
+
+def check(counts: Mapping[str, Count], record_property: Callable[[str, object], None]) -> None:
+    """Fails with the notes of whatever did not survive."""
+    record_property(FAULTS, {kind: count.row() for kind, count in counts.items()})
+    failures = [note for count in counts.values() for note in count.notes]
+    assert not failures, "\n\n".join(failures)
 
 
 def prepare(place: Workplace) -> None:
@@ -136,14 +146,9 @@ def _start(place: Workplace, run: str, mark: str) -> subprocess.Popen[bytes]:
     words = ["train", "two.json", "--run-dir", run, *(["--resume"] if (place.folder / run).is_dir() else [])]
     with (place.folder / f"{run}.log").open("ab") as log:
         return subprocess.Popen(
-            place.command(*words),
-            cwd=place.folder,
-            env={**place.environment, _MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+            place.command(*words), cwd=place.folder, env={**place.environment, _MARK: mark}, stdin=subprocess.DEVNULL,
+            stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
 
 
 def _strike(process: subprocess.Popen[bytes], run_dir: Path, victim: str, moment: float) -> bool:
@@ -156,13 +161,10 @@ def _strike(process: subprocess.Popen[bytes], run_dir: Path, victim: str, moment
         if begun is None and found is not None:
             begun = time.monotonic()
         if begun is not None and time.monotonic() - begun >= moment:
-            if victim == "all":
+            if is_late:
                 process.kill()
-                for record in _living(run_dir.name):
+                for record in _living(run_dir.name) if victim == "all" else ():
                     record.send(signal.SIGKILL)
-                return True
-            if victim == "supervisor":
-                process.kill()
                 return True
             if found is not None and found.send(signal.SIGKILL):
                 return True

@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = (
@@ -35,45 +35,28 @@ class Reference(NamedTuple):
     place: str
 
 
-def _call(positional: int, *keywords: str) -> Call:
-    return Call(positional, keywords, is_open=False)
-
-
 _CUDA = "a method, or a name that is found by its text, which a run on CUDA calls"
+_FP8_KINDS = ("fp8", "fp8_block_scaling", "mxfp8", "nvfp4")
+_FP8_RECIPES = ("Delayed", "Float8Current", "Float8Block", "MXFP8Block", "NVFP4Block")
+_METHODS: dict[str, dict[str, tuple[Any, ...]]] = {  # numbers of positional arguments, and the names of keywords
+    "torch.cuda.Event": {"record": (1,), "synchronize": (1,), "elapsed_time": (2,)},
+    "torch.cuda.Stream": {"wait_stream": (2,), "wait_event": (2,)},
+    "torch.amp.GradScaler": dict.fromkeys(("scale", "unscale_", "step", "load_state_dict"), (2,))
+    | dict.fromkeys(("update", "get_scale", "state_dict"), (1,)),
+    "accelerate.Accelerator": dict.fromkeys(("prepare", "backward", "unwrap_model"), (2,)),
+    "deepspeed.DeepSpeedEngine": {"backward": (2,), "step": (1,)},
+    "torchao.float8": {"Float8LinearConfig.from_recipe_name": (1,), "convert_to_float8_training": (1, "config")},
+    "transformer_engine.pytorch": {
+        "autocast": (0, "enabled", "recipe"),
+        "Linear": (2, "bias", "params_dtype", "device"),
+        **dict.fromkeys((f"is_{kind}_available" for kind in _FP8_KINDS), (0, "return_reason")),
+    },
+    "transformer_engine.common.recipe": dict.fromkeys((f"{name}Scaling" for name in _FP8_RECIPES), (0,)),
+}
 METHOD_CALLS = tuple(
-    Reference(name, call, _CUDA)
-    for name, call in (
-        ("torch.cuda.Event.record", _call(1)),
-        ("torch.cuda.Event.synchronize", _call(1)),
-        ("torch.cuda.Event.elapsed_time", _call(2)),
-        ("torch.cuda.Stream.wait_stream", _call(2)),
-        ("torch.cuda.Stream.wait_event", _call(2)),
-        ("torch.amp.GradScaler.scale", _call(2)),
-        ("torch.amp.GradScaler.unscale_", _call(2)),
-        ("torch.amp.GradScaler.step", _call(2)),
-        ("torch.amp.GradScaler.update", _call(1)),
-        ("torch.amp.GradScaler.get_scale", _call(1)),
-        ("torch.amp.GradScaler.state_dict", _call(1)),
-        ("torch.amp.GradScaler.load_state_dict", _call(2)),
-        ("accelerate.Accelerator.prepare", _call(2)),
-        ("accelerate.Accelerator.backward", _call(2)),
-        ("accelerate.Accelerator.unwrap_model", _call(2)),
-        ("deepspeed.DeepSpeedEngine.backward", _call(2)),
-        ("deepspeed.DeepSpeedEngine.step", _call(1)),
-        ("torchao.float8.Float8LinearConfig.from_recipe_name", _call(1)),
-        ("torchao.float8.convert_to_float8_training", _call(1, "config")),
-        ("transformer_engine.pytorch.autocast", _call(0, "enabled", "recipe")),
-        ("transformer_engine.pytorch.Linear", _call(2, "bias", "params_dtype", "device")),
-        ("transformer_engine.pytorch.is_fp8_available", _call(0, "return_reason")),
-        ("transformer_engine.pytorch.is_fp8_block_scaling_available", _call(0, "return_reason")),
-        ("transformer_engine.pytorch.is_mxfp8_available", _call(0, "return_reason")),
-        ("transformer_engine.pytorch.is_nvfp4_available", _call(0, "return_reason")),
-        ("transformer_engine.common.recipe.DelayedScaling", _call(0)),
-        ("transformer_engine.common.recipe.Float8CurrentScaling", _call(0)),
-        ("transformer_engine.common.recipe.Float8BlockScaling", _call(0)),
-        ("transformer_engine.common.recipe.MXFP8BlockScaling", _call(0)),
-        ("transformer_engine.common.recipe.NVFP4BlockScaling", _call(0)),
-    )
+    Reference(f"{owner}.{name}", Call(num_positional, tuple(keywords), is_open=False), _CUDA)
+    for owner, calls in _METHODS.items()
+    for name, (num_positional, *keywords) in calls.items()
 )
 
 

@@ -5,35 +5,24 @@ A mark on the test (`pytest.mark.kills` beside `pytest.mark.long`) has precedenc
 
 import pytest
 
-GROUPS = ("documents", "kills", "products", "data", "slurm")
-# The first prefix that fits decides.
-_BY_PATH = {
-    "tests/journeys/": "documents",
-    "tests/test_container.py": "documents",
-    "tests/slurm/": "slurm",
-    "tests/end_to_end/test_machines.py": "slurm",
-    "tests/runtime/data/": "data",
-    "tests/runtime/checkpoint/": "kills",
-    "tests/end_to_end/": "kills",
-    "tests/launch/": "kills",
-    "tests/cuda/": "products",
-    "tests/distributed/": "products",
-    "tests/planning/": "products",
-    "tests/simulation/": "products",
-    "tests/runtime/": "products",
-    "tests/benchmarks/": "products",
+GROUPS = {  # the first with a prefix that fits
+    "documents": ("tests/journeys/", "tests/test_container.py"),
+    "slurm": ("tests/slurm/", "tests/end_to_end/test_machines.py"),
+    "data": ("tests/runtime/data/",),
+    "kills": ("tests/runtime/checkpoint/", "tests/end_to_end/", "tests/launch/"),
+    "products": ("tests/",),
 }
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the long tests, before `-m` selects; a long test without a group is an error, as no target would run it."""
+    """Marks the long tests, before `-m` selects; one of two groups is an error, and so is a group of one not long."""
     for item in items:
         own = [name for name in GROUPS if item.get_closest_marker(name) is not None]
         is_long = item.get_closest_marker("long") is not None
         if is_long and not own:
-            own = [group for prefix, group in _BY_PATH.items() if item.nodeid.startswith(prefix)][:1]
+            own = [group for group, prefixes in GROUPS.items() if item.nodeid.startswith(prefixes)][:1]
             for group in own:
                 item.add_marker(group)
         if is_long != (len(own) == 1):
-            raise pytest.UsageError(f"{item.nodeid}: a test of make test-long has the mark `long` and one of {GROUPS}")
+            raise pytest.UsageError(f"{item.nodeid}: a test of make test-long is `long` and has one of {[*GROUPS]}")

@@ -51,6 +51,11 @@ def random_loss(model: PreTrainedModel, *, step: int) -> Tensor:
     return loss
 
 
+def assert_same_weights(model: nn.Module, other: nn.Module, *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """To the bit, where no tolerance is given."""
+    torch.testing.assert_close(dict(model.named_parameters()), dict(other.named_parameters()), rtol=rtol, atol=atol)
+
+
 def train_steps(model: PreTrainedModel, optimizer: TorchOptimizer, steps: range, *, lr: float) -> None:
     """Steps on random tokens, without clipping."""
     for step in steps:

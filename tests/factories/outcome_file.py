@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from durations import file_of
 
 from shardwise.launch.probe.host import read_host
 from shardwise.trainer.spec.units import GIB
@@ -64,7 +65,7 @@ class OutcomeFile:
         self._faults: dict[str, Counter[str]] = defaultdict(Counter)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        file = _file_of(report.nodeid)
+        file = file_of(report.nodeid)
         self._seconds[file] += report.duration
         outcomes = (report.outcome, self._outcomes.get(report.nodeid, report.outcome))
         self._outcomes[report.nodeid] = min(outcomes, key=_WORST_FIRST.index)
@@ -91,8 +92,7 @@ class OutcomeFile:
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
             "selected": {"marks": option.markexpr, "keyword": option.keyword, "paths": self._paths()},
             "commit": self._commit,
-            "versions": _versions(),
-            "machine": _machine(),
+            **facts(),
             "exit_code": exit_code,
             "seconds": round(time.monotonic() - self._started),
             **self._counts(self._outcomes.values()),
@@ -112,10 +112,10 @@ class OutcomeFile:
     def _files(self) -> dict[str, dict[str, Any]]:
         by_file: dict[str, list[str]] = defaultdict(list)
         for name, outcome in self._outcomes.items():
-            by_file[_file_of(name)].append(outcome)
+            by_file[file_of(name)].append(outcome)
+        seconds = self._seconds
         return {
-            file: {**self._counts(found), "seconds": round(self._seconds[file], 1)}
-            for file, found in sorted(by_file.items())
+            file: {**self._counts(found), "seconds": round(seconds[file], 1)} for file, found in sorted(by_file.items())
         }
 
     def _cases(self) -> dict[str, int]:
@@ -129,21 +129,13 @@ class OutcomeFile:
 
 def summary(differences: list[Difference]) -> dict[str, Any]:
     """By what may differ: the number of points, the largest difference of all, and that of every group."""
-    return {
-        f"at most {tolerance:g}": {
-            "points": sum(each.tolerance == tolerance for each in differences),
-            "largest": max(each.largest for each in differences if each.tolerance == tolerance),
-            "groups": _largest(each for each in differences if each.tolerance == tolerance),
-        }
-        for tolerance in sorted({each.tolerance for each in differences})
-    }
-
-
-def _largest(differences: Iterable[Difference]) -> dict[str, float]:
-    groups: dict[str, float] = {}
-    for each in differences:
-        groups[each.group] = max(each.largest, groups.get(each.group, 0.0))
-    return groups
+    found: dict[str, dict[str, Any]] = {}
+    for group, tolerance, largest in sorted(differences, key=lambda each: each.tolerance):
+        row = found.setdefault(f"at most {tolerance:g}", {"points": 0, "largest": 0.0, "groups": {}})
+        row["points"] += 1
+        row["largest"] = max(largest, row["largest"])
+        row["groups"][group] = max(largest, row["groups"].get(group, 0.0))
+    return found
 
 
 def fault_rows(folder: Path) -> list[str]:
@@ -161,14 +153,10 @@ def fault_rows(folder: Path) -> list[str]:
     rows = []
     for kinds in grouped.values():
         tried, survived, *failures = (sum(newest[kind].get(name, 0) for kind in kinds) for name in FAULT_NUMBERS)
-        rows.append(f"| {_kinds_of(kinds)} | {tried} | {survived} | {sum(failures)} |")
+        group, colon, _ = kinds[0].partition(": ")
+        names = group + colon + ", ".join(kind.partition(": ")[2] for kind in kinds)  # GROUP: KIND, KIND
+        rows.append(f"| {names} | {tried} | {survived} | {sum(failures)} |")
     return rows
-
-
-def _kinds_of(kinds: list[str]) -> str:
-    """Kinds of one group as `GROUP: KIND, KIND`."""
-    group, colon, _ = kinds[0].partition(": ")
-    return group + colon + ", ".join(kind.partition(": ")[2] for kind in kinds)
 
 
 def promised(page: str, folder: Path) -> Iterator[tuple[str, int, int]]:
@@ -181,25 +169,18 @@ def promised(page: str, folder: Path) -> Iterator[tuple[str, int, int]]:
     newest: dict[str, int] = {}
     for path in sorted(folder.glob("promises-*.json")):
         newest |= json.loads(path.read_text())["tests"]
-    for promise, tests, stated, link in re.findall(
-        r"^\| (.+) \| (`tests/.+`) \| (\d+)(?: \[.*/(.+)\))? \|$", page, re.M
-    ):
+    row = r"^\| (.+) \| (`tests/.+`) \| (\d+)(?: \[.*/(.+)\))? \|$"
+    for promise, tests, stated, link in re.findall(row, page, re.MULTILINE):
         names = re.findall(r"`(tests/[^`]+)`", tests)
         outcome = json.loads((folder / link).read_text()) if link else {}
         if outcome.get(FAULTS):
-            tried = sum(
-                counts["tried"] - sum(counts.get(name, 0) for name in FAULT_NUMBERS[2:])
-                for counts in outcome[FAULTS].values()
-            )
+            kinds = outcome[FAULTS].values()
+            tried = sum(each["tried"] - sum(each.get(name, 0) for name in FAULT_NUMBERS[2:]) for each in kinds)
         elif link:
-            tried = sum(outcome["files"][file]["passed"] for file in {_file_of(name) for name in names})
+            tried = sum(outcome["files"][file]["passed"] for file in {file_of(name) for name in names})
         else:
             tried = sum(newest.get(name, 0) for name in names)
         yield promise, int(stated), tried
-
-
-def _file_of(nodeid: str) -> str:
-    return nodeid.partition("::")[0]
 
 
 def _reason(report: pytest.TestReport) -> str:
@@ -218,12 +199,11 @@ def _commit() -> str | None:
     return answer.stdout.strip() or None
 
 
-def _versions() -> dict[str, str]:
-    found = {name: metadata.version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **found}
-
-
-def _machine() -> dict[str, Any]:
+def facts() -> dict[str, Any]:
+    """Versions and the machine."""
     host = read_host()
-    ram = host.ram_bytes
-    return {"cpu": host.cpu_name, "cores": host.num_cores, "ram_gib": None if ram is None else round(ram / GIB)}
+    ram_gib = None if host.ram_bytes is None else round(host.ram_bytes / GIB)
+    return {
+        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
+        "machine": {"cpu": host.cpu_name, "cores": host.num_cores, "ram_gib": ram_gib},
+    }

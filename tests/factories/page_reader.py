@@ -21,12 +21,8 @@ class PageReader(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        assert tag in VOID or self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
         self.text.append(data)

@@ -14,11 +14,6 @@ _PIP = "import json, sys\nsys.stdout.write(json.dumps(sys.argv[1:]) + '\\n')\n"
 _WORDS = r"(?: (?:'[^']+'|--?[a-z-]+|[\w.\[\]=<>-]+(?=[ ,;)\n]|$)))+"
 
 
-def pip_lines(text: str, python: str = sys.executable) -> list[str]:
-    """The lines of a message that a person would paste: the command up to the end of its words."""
-    return [found[0] for found in re.finditer(rf"{re.escape(python)} -m pip install{_WORDS}", text)]
-
-
 def pasted(line: str, folder: Path) -> list[Requirement]:
     """What pip is asked to install by a line, each name as pip reads it."""
     package = folder / "pip"
@@ -43,6 +38,6 @@ def _libraries(asked: Requirement) -> list[Requirement]:
 
 def requirements_in(text: str, folder: Path) -> dict[str, Requirement]:
     """Everything that the lines of a message install, by name; a message without a line fails."""
-    lines = pip_lines(text)
+    lines = [found[0] for found in re.finditer(rf"{re.escape(sys.executable)} -m pip install{_WORDS}", text)]
     assert lines, f"no line to paste: {text}"
     return {each.name: each for line in lines for each in pasted(line, folder)}

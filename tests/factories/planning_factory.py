@@ -40,18 +40,13 @@ CONFIGS = {"tiny": TINY, "1b": LLAMA_3_1B, "8b": LLAMA_3_8B, "70b": LLAMA_3_70B}
 _plans: dict[bytes, Plan] = {}  # by all that they follow from
 
 
-def host_of(*, ram_bytes: int | None = 64 * GIB, cpu_flags: tuple[str, ...] = ("avx2",)) -> Host:
-    return Host(
-        cpu_name="Test CPU", num_cores=4, ram_bytes=ram_bytes, ram_available_bytes=ram_bytes, cpu_flags=cpu_flags
-    )
-
-
 def machine(
     spec: str, *, ram_bytes: int | None = 1024 * GIB, vram_bytes: int | None = None, libraries: tuple[str, ...] = (),
     cpu_flags: tuple[str, ...] = ("avx2",),
 ) -> Hardware:  # fmt: skip
     """A catalogue machine whose host is known."""
-    host = host_of(ram_bytes=ram_bytes, cpu_flags=cpu_flags)
+    ram: dict[str, Any] = {"ram_bytes": ram_bytes, "ram_available_bytes": ram_bytes}
+    host = Host(cpu_name="Test CPU", num_cores=4, cpu_flags=cpu_flags, **ram)
     hardware = replace(hardware_from_spec(spec, local_host=lambda: host), host=host)
     return replace(hardware, vram_cap_bytes=vram_bytes, libraries=dict.fromkeys(libraries, "1.0"))
 
@@ -93,18 +88,11 @@ def plan_of(
     fields = CONFIGS[model] if isinstance(model, str) else model
     if job is None:
         job = job_of(**({"seq_len": 512, "tokens_per_step": 8192} if model == "tiny" else {}) | job_facts)
-    facts: dict[str, Any] = {
-        "hardware": machine(spec) if isinstance(spec, str) else spec,
-        "model_config": fields,
-        "data": data or data_of(seq_len=job.train.seq_len),
-        "calibration": calibration or Calibration(),
-        "versions": {"shardwise": "0", "transformers": transformers},
-        "trials": trials,
-        "extension": extension,
-        "fp8_gain": fp8_gain,
-        "extent": extent,
-        "beats": beats,
-    }
+    hardware = machine(spec) if isinstance(spec, str) else spec
+    facts: dict[str, Any] = {"hardware": hardware, "model_config": fields, "calibration": calibration or Calibration()}
+    facts |= {"data": data or data_of(seq_len=job.train.seq_len), "trials": trials, "extension": extension}
+    facts |= {"versions": {"shardwise": "0", "transformers": transformers}}
+    facts |= {"fp8_gain": fp8_gain, "extent": extent, "beats": beats}
     key = msgspec.msgpack.encode((job, facts))
     if key not in _plans:
         paths: dict[str, Any] = {"model_path": None, "tokenizer_path": None}
@@ -140,7 +128,7 @@ def context_for(
     return with_fp8_gain(context, fp8_gain)
 
 
-def fp8_gain_of(speedup: float, *, policy: Fp8Recipe = Fp8Recipe.CURRENT, tokens: int = 4096) -> Fp8Gain:
+def fp8_gain_of(speedup: float) -> Fp8Gain:
     """A timing that found FP8 so many times as fast as bf16."""
     times = ShapeTimes(in_features=4096, out_features=4096, count=2, bf16_s=speedup * 1e-3, fp8_s=1e-3)
-    return Fp8Gain(recipe=policy, tokens=tokens, library="transformer-engine 2.10.0", shapes=(times,))
+    return Fp8Gain(recipe=Fp8Recipe.CURRENT, tokens=4096, library="transformer-engine 2.10.0", shapes=(times,))

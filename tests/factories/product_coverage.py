@@ -39,13 +39,9 @@ class _Measurement:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        data_file, source = str(folder / "data"), [str(ROOT / name) for name in ("launch", "slurm", "trainer")]
         self._coverage = coverage.Coverage(
-            data_file=str(folder / "data"),
-            data_suffix=True,
-            branch=True,
-            config_file=False,
-            source=[str(ROOT / name) for name in ("launch", "slurm", "trainer")],
-            messages=False,
+            data_file=data_file, data_suffix=True, branch=True, config_file=False, source=source, messages=False
         )
         self._coverage.config.disable_warnings = ["no-data-collected", "module-not-measured", "module-not-imported"]
         self._coverage.start()
@@ -88,19 +84,15 @@ def by_room(data: Path) -> dict[str, dict[str, float]]:
         files = json.loads(report.read_text())["files"]
     counts: dict[str, list[int]] = {}
     for name, each in sorted(files.items()):
-        room = str(Path(name).resolve().relative_to(_root_of(Path(name).resolve())).parent)
-        total = counts.setdefault(room, [0, 0])
+        path = Path(name).resolve()
+        root = next(parent for parent in path.parents if (parent / "pyproject.toml").is_file())
+        total = counts.setdefault(str(path.relative_to(root).parent), [0, 0])
         total[0] += each["summary"]["num_branches"]
         total[1] += each["summary"]["covered_branches"]
     return {
         room: {"branches": branches, "executed": executed, "percent": round(100 * executed / max(1, branches), 2)}
         for room, (branches, executed) in counts.items()
     }
-
-
-def _root_of(path: Path) -> Path:
-    """The repository that a file of the product is in."""
-    return next(parent for parent in path.parents if (parent / "pyproject.toml").is_file())
 
 
 if __name__ == "__main__":  # python tests/factories/product_coverage.py FOLDER OUTCOME.json

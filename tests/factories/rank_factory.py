@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from engine_plan_factory import TINY_LLAMA, engine_plan
+from msgspec.structs import replace
 
 from shardwise.launch.engine.launcher import deepspeed_config
 from shardwise.trainer.runtime.data.cache import TokenRows
@@ -88,25 +88,24 @@ def rank_plan(
     settings = {"seq_len": SEQ_LEN, "loss_chunk_tokens": 40, **engine}
     job = Job(train=TrainJob(seed=SEED, clip=clip, **train), limits=limits or Limits())
     plan = engine_plan(sharding, offload, job=job, **settings)
-    return msgspec.structs.replace(
+    steps: dict[str, Any] = {
+        "num_steps": num_steps,
+        "sequences_per_step": sequences_per_step,
+        "warmup_steps": 3,
+        "lr": lr,
+    }
+    steps |= {"eval_every_steps": eval_every_steps, "checkpoint_every_steps": checkpoint_every_steps}
+    steps |= {
+        "checkpoint_every_s": None,
+        "saving_max_share": None,
+        "rehearses_save": False,
+    }  # nothing goes by the clock
+    rows: dict[str, Any] = {"num_rows": 376, "num_eval_rows": NUM_EVAL_ROWS, "is_packed": False}
+    return replace(
         plan,
         model_config={**model_config, "max_position_embeddings": SEQ_LEN},
-        data=msgspec.structs.replace(
-            plan.data, cache_dir=str(cache_dir), num_rows=376, num_eval_rows=NUM_EVAL_ROWS, is_packed=False
-        ),
-        schedule=msgspec.structs.replace(
-            plan.schedule,
-            num_steps=num_steps,
-            sequences_per_step=sequences_per_step,
-            tokens_per_step=sequences_per_step * SEQ_LEN,
-            warmup_steps=3,
-            lr=lr,
-            eval_every_steps=eval_every_steps,
-            checkpoint_every_steps=checkpoint_every_steps,
-            checkpoint_every_s=None,
-            saving_max_share=None,  # it goes by the clock
-            rehearses_save=False,
-        ),
+        data=replace(plan.data, cache_dir=str(cache_dir), **rows),
+        schedule=replace(plan.schedule, tokens_per_step=sequences_per_step * SEQ_LEN, **steps),
     )
 
 
@@ -116,12 +115,12 @@ def offload_plan(cache_dir: Path, sharding: Sharding, offload: Offload, *, nvme:
     plan = rank_plan(cache_dir, sharding, offload, limits=Limits(nvme=NvmeLimit(path=str(nvme))), **settings)
     chosen = plan.chosen
     if offload is Offload.NVME_OPTIMIZER:  # which the catalogue has for weights in 16 bit alone
-        strategy = msgspec.structs.replace(chosen.strategy, base_config="ds_configs/zero3_nvme_optimizer.json")
-        chosen = msgspec.structs.replace(chosen, strategy=strategy)
-    host = msgspec.structs.replace(plan.hardware.host, memlock_limit_bytes=LOCKABLE_BYTES)
-    return msgspec.structs.replace(
+        strategy = replace(chosen.strategy, base_config="ds_configs/zero3_nvme_optimizer.json")
+        chosen = replace(chosen, strategy=strategy)
+    host = replace(plan.hardware.host, memlock_limit_bytes=LOCKABLE_BYTES)
+    return replace(
         plan, candidates=(chosen,), model_shape=read_model_shape(plan.model_config),
-        hardware=msgspec.structs.replace(plan.hardware, host=host),
+        hardware=replace(plan.hardware, host=host),
     )  # fmt: skip
 
 

@@ -8,12 +8,10 @@ from typing import Any
 from msgspec.structs import replace
 from planning_factory import plan_of
 from report_factory import make_report
-from run_factory import attempt_record
+from run_factory import attempt_record, write_submission
 
 from shardwise.trainer.planning.memory import grouped
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.hardware import Hardware, Host
-from shardwise.trainer.spec.messages.submission import FILE_NAME, Submission
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Figures, MemoryPoint, Report, predicted_figures
 
@@ -50,37 +48,22 @@ def measured_figures(plan: Plan) -> Figures:
 
 def report_for(plan: Plan, **changes: Any) -> Report:
     """The chosen candidate ran to the end in one attempt."""
-    plain = {
-        "plan": plan.chosen,
-        "predicted": predicted_figures(plan.chosen),
-        "measured": measured_figures(plan),
-        "step": plan.schedule.num_steps,
-        "num_steps": plan.schedule.num_steps,
-        "history": (attempt_record(step=plan.schedule.num_steps),),
-    }
-    return make_report(**{**plain, **changes})
+    figures = {"predicted": predicted_figures(plan.chosen), "measured": measured_figures(plan)}
+    num_steps = plan.schedule.num_steps
+    steps = {"step": num_steps, "num_steps": num_steps, "history": (attempt_record(step=num_steps),)}
+    return make_report(**{"plan": plan.chosen, **figures, **steps, **changes})
 
 
 def step_rows(steps: Sequence[int] = range(1, NUM_STEPS + 1), **changes: Any) -> list[dict[str, Any]]:
     """A line a step; each tenth is scored."""
-    return [
-        {
-            "step": step,
-            "attempt": 1,
-            "loss": 5.0 - step / 50,
-            **({"eval_loss": 5.1 - step / 50} if step % 10 == 0 else {}),
-            "step_s": 2.0,
-            "data_s": 0.02,
-            "forward_s": 0.6,
-            "backward_s": 1.0,
-            "optimizer_s": 0.2,
-            "tokens_per_s": 1000.0 + step,
-            "tokens_per_s_per_gpu": 1000.0 + step,
-            "memory_peak_bytes": 240 * 2**20,
-            **changes,
-        }
-        for step in steps
-    ]
+    times = {"step_s": 2.0, "data_s": 0.02, "forward_s": 0.6, "backward_s": 1.0, "optimizer_s": 0.2}
+    rows = []
+    for step in steps:
+        rates = dict.fromkeys(("tokens_per_s", "tokens_per_s_per_gpu"), 1000.0 + step)
+        score = {"eval_loss": 5.1 - step / 50} if step % 10 == 0 else {}
+        row = {"step": step, "attempt": 1, "loss": 5.0 - step / 50, **score, **times, **rates}
+        rows.append({**row, "memory_peak_bytes": 240 * 2**20, **changes})
+    return rows
 
 
 def write_run(
@@ -102,9 +85,4 @@ def write_run(
 
 def write_point(run_dir: Path, overrides: tuple[str, ...]) -> None:
     """What `submit --sweep` leaves in the folder of a point."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    host = Host(cpu_name=None, num_cores=8, ram_bytes=2**36, ram_available_bytes=2**36)
-    submission = Submission(
-        hardware=Hardware(gpus=(), host=host), submitted="2026-11-22T17:30:00Z", script="s", overrides=overrides
-    )
-    codec.write(run_dir / FILE_NAME, submission)
+    write_submission(run_dir, script="s", overrides=overrides)

@@ -13,7 +13,6 @@ from report_factory import make_report
 from shardwise.launch.rundir.lock import LOCK
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Sharding
-from shardwise.trainer.spec.hardware import Hardware, Host
 from shardwise.trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
 from shardwise.trainer.spec.messages.submission import FILE_NAME, JOBS_FILE, SCRIPT_NAME, Submission
 from shardwise.trainer.spec.plan import Plan
@@ -28,13 +27,8 @@ def run_plan(num_steps: int = 100) -> Plan:
 def write_submission(run_dir: Path, *job_ids: str, **changes: Any) -> None:
     """The run as `submit` leaves it, with its script."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    host = Host(cpu_name=None, num_cores=8, ram_bytes=2**36, ram_available_bytes=2**36)
-    plain = {
-        "hardware": Hardware(gpus=(), host=host),
-        "submitted": "2026-11-22T17:30:00Z",
-        "script": str(run_dir.absolute() / SCRIPT_NAME),
-        "job_ids": job_ids,
-    }
+    plain = {"hardware": run_plan().hardware, "submitted": "2026-11-22T17:30:00Z", "job_ids": job_ids}
+    plain |= {"script": str(run_dir.absolute() / SCRIPT_NAME)}
     codec.write(run_dir / FILE_NAME, Submission(**{**plain, **changes}))
 
 
@@ -56,9 +50,7 @@ def write_attempt(run_dir: Path, number: int = 1, *, steps: Sequence[int] = (), 
     (folder / "status.json").write_text(json.dumps({"phase": "training", "step": last}))
     heartbeat_path(folder, 0).parent.mkdir()
     heartbeat_path(folder, 0).write_bytes(encode_heartbeat(Heartbeat(step=last, count=1, phase="forward")))
-    with (run_dir / "metrics.jsonl").open("a") as stream:
-        for step in steps:
-            stream.write(json.dumps(metrics_row(step, number)) + "\n")
+    append_steps(run_dir, steps, attempt=number)
     return folder
 
 
@@ -67,6 +59,11 @@ def metrics_row(step: int, attempt: int = 1) -> dict[str, Any]:
         "step": step, "attempt": attempt, "loss": 5.0 - step / 100, "lr": 3e-4, "step_s": 2.0, "tokens_per_s": 1234.0,
         "memory_peak_bytes": 7 * 2**20,
     }  # fmt: skip
+
+
+def append_steps(run_dir: Path, steps: Sequence[int], *, attempt: int = 1, **fields: Any) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as stream:
+        stream.writelines(json.dumps({**metrics_row(step, attempt), **fields}) + "\n" for step in steps)
 
 
 def attempt_record(number: int = 1, *, step: int = 10, **changes: Any) -> AttemptRecord:

@@ -1,35 +1,38 @@
 """A real Slurm on this machine for tests: every node has its own network, hostname, processes' view of /etc/hosts.
 
-    with running_cluster() as cluster:            # tests use the fixture `slurm` (slurm_fixture.py)
-        job = cluster.submit("--wrap=hostname")
-        assert cluster.wait_for(job, "COMPLETED").exit_code == "0:0"
+    def test_a_job(slurm):  # one cluster for the whole run of tests, without a job and with every node up
+        job = slurm.submit("--wrap=hostname")
+        assert slurm.wait_for(job, "COMPLETED").exit_code == "0:0"
 
-Nodes and partitions (slurm.conf is written by `slurm_config`):
+Nodes and partitions:
 
     n1 .. n4   slurmd runs; the cores and the memory of this machine, no GPU   cpu (default), low (preemptable by cpu)
     g1, g2     slurmd runs; 96 pretended cores, 8 fake GPUs                    gpu
     c1 .. c4   nothing runs: for `sbatch --test-only`; 8 x H100                h100
 
 Needs root, slurm-wlm 22.05 or later, munge and iproute2. Everything is named by a slot that a file lock holds, so
-that several clusters run side by side; `suite_remains` removes what a killed run of tests leaves.
+that several clusters run side by side; `suite_remains` removes what a killed run of tests leaves. Nothing is read from
+/etc/slurm, and neither cgroups nor systemd are needed. Times are short where the defaults make a test wait.
 """
 
 import os
+import re
 import shutil
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from slurm_config import HEAD, Addresses, write_config
+import pytest
 from suite_remains import (
     NUM_SLOTS,
     SEARCH_PATH_OF_ROOT,
     cluster_folder,
-    kill_all_in,
+    in_network,
+    kill_all,
     lock_slot,
     pids_in,
     remove_cluster,
@@ -42,17 +45,98 @@ INSTALLED_BY = "sudo apt-get install --no-install-recommends slurm-wlm munge ipr
 ENDED = frozenset(
     {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE"}
 )
+HEAD = "head"  # the controller's hostname
+
+_CONFIG = """\
+ClusterName=test
+SlurmctldHost={head}({head_address})
+SlurmctldPort=6817
+SlurmdPort=6818
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/run/munge.sock,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/run/slurmctld.pid
+SlurmdPidFile={folder}/run/slurmd.%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd.%n.log
+SlurmctldDebug=verbose
+SlurmdDebug=verbose
+# neither cgroups nor systemd; nodes may claim more than this machine has
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+SlurmdParameters=config_overrides
+# scheduling, preemption, requeueing
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+JobRequeue=1
+EnforcePartLimits=ALL
+ReturnToService=2
+MailProg=/bin/true
+KillWait=5
+SlurmdTimeout=10
+SlurmctldTimeout=10
+MessageTimeout=5
+InactiveLimit=0
+CompleteWait=0
+UnkillableStepTimeout=20
+# sacct needs slurmdbd: ended jobs stay with the controller instead
+MinJobAge=86400
+JobCompType=jobcomp/filetxt
+JobCompLoc={folder}/log/jobcomp.txt
+# nodes with a slurmd; CLOUD nodes have none, are shown all the same and take jobs of `sbatch --test-only`
+GresTypes=gpu
+{nodes}
+NodeName=c[1-4] NodeAddr={login} CPUs=96 RealMemory=1000000 Gres=gpu:h100:8 Feature=h100,ib State=CLOUD
+PrivateData=cloud
+ResumeProgram=/bin/true
+SuspendProgram=/bin/true
+SuspendTime=3600
+SuspendExcNodes=n[1-4],g[1-2]
+PartitionName=cpu Nodes=n[1-4] Default=YES PriorityTier=10 MaxTime=INFINITE State=UP
+PartitionName=low Nodes=n[1-4] PriorityTier=1 GraceTime=20 MaxTime=INFINITE State=UP
+PartitionName=gpu Nodes=g[1-2] PriorityTier=10 MaxTime=INFINITE State=UP
+PartitionName=h100 Nodes=c[1-4] DefaultTime=1:00:00 MaxTime=2-00:00:00 State=UP
+"""
 CALL_TIMEOUT_S = 300  # a machine may be busy; one that hangs is ended by the limit of the test
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "ip", "nsenter", "unshare", "setpriv")
 _UP = frozenset({"idle", "mixed", "allocated", "completing"})  # and answering: otherwise a * is appended
 _POLL_S = 0.05
+_GPUS = """\
+AutoDetect=off
+NodeName=g[1-2] Name=gpu File={folder}/dev/gpu[0-7]
+NodeName=c[1-4] Name=gpu Type=h100 File={folder}/dev/gpu[0-7]
+"""
+
+
+class Addresses(NamedTuple):
+    """Addresses in a cluster's /24, by name; the login node is this machine."""
+
+    network: str  # its first three numbers
+    nodes: tuple[str, ...]
+
+    @property
+    def login(self) -> str:
+        return f"{self.network}.1"
+
+    def of(self, name: str) -> str:
+        return f"{self.network}.2" if name == HEAD else f"{self.network}.{10 + self.nodes.index(name)}"
 
 
 class JobState(NamedTuple):
     """The fields of `scontrol show job`; `text` is the whole line."""
 
     state: str
-    reason: str
     restarts: int
     exit_code: str  # CODE:SIGNAL
     nodes: str
@@ -70,19 +154,6 @@ def lacks_slurm() -> str | None:
         ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True, check=False
     )
     return None if spaces.returncode == 0 else f"a real Slurm needs namespaces of its own: {spaces.stderr.strip()}"
-
-
-@contextmanager
-def running_cluster() -> Iterator["SlurmCluster"]:
-    """A cluster with every node idle, stopped at the end."""
-    slot, lock = _take_slot()
-    with lock:
-        cluster = SlurmCluster(slot)
-        try:
-            cluster.start()
-            yield cluster
-        finally:
-            cluster.stop()
 
 
 class SlurmCluster:
@@ -104,9 +175,12 @@ class SlurmCluster:
     def start(self) -> None:
         for name in ("state", "spool", "run", "log", "dev"):
             (self.folder / name).mkdir()
-        write_config(self.folder, self._addresses, cpu_nodes=CPU_NODES, gpu_nodes=GPU_NODES)
+        _write_config(self.folder, self._addresses)
         self._add_networks()
-        self._daemon(HEAD, "munged", *self._munge_options())
+        files = {"key-file": "munge.key", "socket": "run/munge.sock", "pid-file": "run/munged.pid"}
+        files |= {"log-file": "log/munged.log", "seed-file": "run/munged.seed"}
+        options = [f"--{name}={self.folder / file}" for name, file in files.items()]
+        self._daemon(HEAD, "munged", "--foreground", *options)
         self.wait_until((self.folder / "run" / "munge.sock").is_socket, "munged listens")
         self._daemon(HEAD, "slurmctld", "-D", "-c")
         for name in self._addresses.nodes:
@@ -135,11 +209,10 @@ class SlurmCluster:
     def job(self, job_id: str) -> JobState:
         """The current state of the job; of an array the task `ID_INDEX`."""
         text = self.run("scontrol", "-o", "show", "job", job_id).stdout.strip()
-        fields = _fields(text)
-        return JobState(
-            state=fields["JobState"], reason=fields["Reason"], restarts=int(fields["Restarts"]),
-            exit_code=fields["ExitCode"], nodes=fields.get("NodeList", ""), text=text,
-        )  # fmt: skip
+        words = text.partition(" UserId=")[2].split()  # behind the name of the job, which may hold anything
+        fields = dict(word.split("=", 1) for word in reversed(words) if "=" in word)  # a comment comes last
+        nodes = fields.get("NodeList", "")
+        return JobState(fields["JobState"], int(fields["Restarts"]), fields["ExitCode"], nodes, text)
 
     def wait_for(
         self, job_id: str, *states: str, restarts: int | None = None, timeout_s: float = CALL_TIMEOUT_S
@@ -186,12 +259,6 @@ class SlurmCluster:
         """The end of what the controller and the nodes said."""
         logs = sorted((self.folder / "log").glob("*.log"))
         return "\n".join(f"-- {path.name}\n" + "\n".join(path.read_text().splitlines()[-12:]) for path in logs)
-
-    def _munge_options(self) -> list[str]:
-        folder = self.folder
-        return ["--foreground", f"--key-file={folder}/munge.key", f"--socket={folder}/run/munge.sock",
-                f"--pid-file={folder}/run/munged.pid", f"--log-file={folder}/log/munged.log",
-                f"--seed-file={folder}/run/munged.seed"]  # fmt: skip
 
     def _namespace(self, name: str) -> str:
         return f"{self._prefix}-{name}"
@@ -253,7 +320,55 @@ class SlurmCluster:
 
     def kill_all(self, name: str) -> None:
         """Kills whatever runs in the node's network until nothing does."""
-        kill_all_in(self._namespace(name))
+        kill_all(in_network(self._namespace(name)))
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster() -> Iterator[SlurmCluster]:
+    """Started when the first test asks, with every node idle. Where it cannot be, tests skip; in CI they fail."""
+    obstacle = lacks_slurm()
+    if obstacle is not None:
+        (pytest.fail if os.environ.get("SHARDWISE_CI") == "1" else pytest.skip)(obstacle)
+    slot, lock = _take_slot()
+    with lock:
+        cluster = SlurmCluster(slot)
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.stop()
+
+
+@pytest.fixture
+def slurm(slurm_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
+    """The cluster; what a test leaves behind is cancelled, what it killed is booted."""
+    yield slurm_cluster
+    slurm_cluster.tidy()
+
+
+def _write_config(folder: Path, addresses: Addresses) -> None:
+    """Writes the files that the daemons read, and makes the fake GPUs."""
+    ram_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+    small = f"CPUs={max(2, os.cpu_count() or 1)} RealMemory={ram_mib}"
+    large = "CPUs=96 RealMemory=1000000 Gres=gpu:8"
+    nodes = [
+        f"NodeName={name} NodeAddr={addresses.of(name)} {large if name in GPU_NODES else small} State=UNKNOWN"
+        for name in addresses.nodes
+    ]
+    facts = {"folder": folder, "head": HEAD, "head_address": addresses.of(HEAD), "login": addresses.login}
+    (folder / "slurm.conf").write_text(_CONFIG.format(nodes="\n".join(nodes), **facts))
+    # Copies of /dev/null: slurmd counts only devices, and of a plain file it sets no CUDA_VISIBLE_DEVICES.
+    for number in range(8):
+        os.mknod(folder / "dev" / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    (folder / "gres.conf").write_text(_GPUS.format(folder=folder))
+    # Names of the nodes, and no DNS: looking up an IPv6 address there would wait seconds for a resolver.
+    names = (HEAD, *addresses.nodes)
+    lines = ["127.0.0.1 localhost", f"{addresses.login} login", *(f"{addresses.of(name)} {name}" for name in names)]
+    (folder / "hosts").write_text("\n".join(lines) + "\n")
+    system = Path("/etc/nsswitch.conf").read_text()
+    (folder / "nsswitch.conf").write_text(re.sub(r"(?m)^hosts:.*$", "hosts: files", system))
+    (folder / "munge.key").touch(mode=0o600)
+    (folder / "munge.key").write_bytes(os.urandom(128))
 
 
 def _search_path() -> str:
@@ -269,12 +384,3 @@ def _take_slot() -> tuple[int, IO[str]]:
             cluster_folder(slot).mkdir(mode=0o755)
             return slot, lock
     raise AssertionError(f"{NUM_SLOTS} clusters run already")
-
-
-def _fields(line: str) -> Mapping[str, str]:
-    """Words `KEY=VALUE` of one line of scontrol behind the job's name; the first of each key: a comment comes last."""
-    pairs = (word.partition("=") for word in line.partition(" UserId=")[2].split() if "=" in word)
-    found: dict[str, str] = {}
-    for key, _, value in pairs:
-        found.setdefault(key, value)
-    return found

@@ -36,16 +36,10 @@ sys.exit(int(end))
 
 def batch_job(run_dir: Path | str, **changes: Any) -> BatchJob:
     """A job of one node, whose `shardwise` is what stands in `run_dir/bin`."""
-    plain = {
-        "name": "tiny",
-        "summary": "ddp on 2 ranks, predicted 4 s: 1 job of 00:05:00",
-        "written_by": "shardwise 0.6.0",
-        "run_dir": str(run_dir),
-        "workdir": str(Path(run_dir).parent),
-        "program_dir": f"{run_dir}/bin",
-        "uses_whole_nodes": False,
-    }
-    return BatchJob(**{**plain, **changes})
+    summary = "ddp on 2 ranks, predicted 4 s: 1 job of 00:05:00"
+    plain: dict[str, Any] = {"name": "tiny", "summary": summary, "written_by": "shardwise 0.6.0"}
+    plain |= {"run_dir": str(run_dir), "workdir": str(Path(run_dir).parent), "program_dir": f"{run_dir}/bin"}
+    return BatchJob(**{**plain, "uses_whole_nodes": False, **changes})
 
 
 def write_run(job: BatchJob, *ends: str, program: str = STAND_IN) -> Path:

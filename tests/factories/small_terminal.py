@@ -6,7 +6,7 @@ else is an error, as is a line that is wider than the terminal.
 
 import re
 
-_SEQUENCE = re.compile(r"\x1b\[([\d;]*)([A-Za-z])")
+_PARTS = re.compile(r"(\x1b\[([\d;]*)([A-Za-z]))|([\s\S])")  # an escape sequence, or a character
 
 
 class SmallTerminal:
@@ -22,15 +22,11 @@ class SmallTerminal:
         return [line.rstrip() for line in self._lines]
 
     def write(self, text: str) -> None:
-        place = 0
-        while place < len(text):
-            match = _SEQUENCE.match(text, place)
-            if match is not None:
-                self._obey(match[2], match[1])
-                place = match.end()
-                continue
-            self._put(text[place])
-            place += 1
+        for sequence, number, name, character in _PARTS.findall(text):
+            if sequence:
+                self._obey(name, number)
+            else:
+                self._put(character)
 
     def _obey(self, name: str, number: str) -> None:
         if name == "A":

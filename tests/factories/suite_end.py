@@ -20,10 +20,6 @@ _ENDED_BY = pytest.StashKey[signal.Signals]()
 _HANDLED = pytest.StashKey[list[signal.Signals]]()
 
 
-class SuiteEnded(KeyboardInterrupt):
-    """The tests were told to end; pytest then tears down its fixtures."""
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     handled = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]  # nohup: HUP stays ignored
@@ -64,7 +60,7 @@ def _handler(session: pytest.Session) -> "signal._HANDLER":
             session.shouldstop = reason  # if a test catches the exception
             if session.config.pluginmanager.hasplugin("dsession"):
                 _pass_on(number)
-            raise SuiteEnded(reason)
+            raise KeyboardInterrupt(reason)  # pytest then tears down its fixtures
 
     return end
 
@@ -88,13 +84,6 @@ def _start_keeper(suite: str) -> None:
     held = [write_end]
     os.register_at_fork(after_in_child=lambda: _close_all(held))
     python = Path("/proc/self/exe").resolve()  # not sys.executable: nothing of the virtual environment is needed
-    subprocess.run(
-        [python, "-I", "-S", suite_remains.__file__, suite],
-        stdin=read_end,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        start_new_session=True,
-        check=True,
-    )
+    argv, nothing = [str(python), "-I", "-S", suite_remains.__file__, suite], subprocess.DEVNULL
+    subprocess.run(argv, stdin=read_end, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True, check=True)
     os.close(read_end)

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from signal import SIGKILL
@@ -98,7 +99,7 @@ def remove_cluster(slot: int) -> None:
     """Ends every process of the cluster, then removes its networks and its folder, as far as they are there."""
     namespaces, links = _names(_NAMESPACES, slot), _names(_LINKS, slot)
     config = f"SLURM_CONF={cluster_folder(slot)}/slurm.conf".encode()
-    networks = {network for name in namespaces if (network := network_of(name))}
+    networks = {_identity(_NAMESPACES / name) for name in namespaces} - {None}
     kill_all(lambda pid: _network(pid) in networks or config in _environment(pid))
     lines = [*(f"link del {name}" for name in links), *(f"netns del {name}" for name in namespaces)]
     if lines:
@@ -110,32 +111,20 @@ def remove_cluster(slot: int) -> None:
 def run_ip_lines(lines: list[str], *, namespace: str | None = None, check: bool = True) -> None:
     """Runs commands of `ip`, one for each line, in one process; with `check=False` goes on after one that fails."""
     options = (["-n", namespace] if namespace else []) + ([] if check else ["-force"])
-    answer = subprocess.run(
-        ["ip", *options, "-batch", "-"],
-        input="\n".join(lines) + "\n",
-        env={**os.environ, "PATH": f"{os.environ['PATH']}:{SEARCH_PATH_OF_ROOT}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    argv, commands = ["ip", *options, "-batch", "-"], "\n".join(lines) + "\n"
+    environment = {**os.environ, "PATH": f"{os.environ['PATH']}:{SEARCH_PATH_OF_ROOT}"}
+    answer = subprocess.run(argv, input=commands, env=environment, capture_output=True, text=True, check=False)
     assert not check or answer.returncode == 0, f"{lines}: {answer.stderr}"
 
 
-def network_of(namespace: str) -> tuple[int, int] | None:
-    """The identity of a named network namespace; None if there is none."""
-    return _file_identity(_NAMESPACES / namespace)
+def in_network(namespace: str) -> Callable[[int], bool]:
+    """Whether a process is alive in a network namespace; one that is dead and not reaped has no network."""
+    network = _identity(_NAMESPACES / namespace)
+    return lambda pid: network is not None and _network(pid) == network
 
 
 def pids_in(namespace: str) -> list[int]:
-    """Processes in a network namespace that are alive; one that is dead and not reaped has no network."""
-    network = network_of(namespace)
-    return [pid for pid in _all_pids() if network is not None and _network(pid) == network]
-
-
-def kill_all_in(namespace: str) -> None:
-    """Kills whatever runs in a network namespace until nothing does."""
-    network = network_of(namespace)
-    kill_all(lambda pid: network is not None and _network(pid) == network)
+    return list(filter(in_network(namespace), _all_pids()))
 
 
 def kill_all(is_meant: Callable[[int], bool]) -> None:
@@ -144,10 +133,8 @@ def kill_all(is_meant: Callable[[int], bool]) -> None:
     def are_gone() -> bool:
         pids = [pid for pid in _all_pids() if pid != os.getpid() and is_meant(pid)]
         for pid in pids:
-            try:
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
         return not pids
 
     _wait_until(are_gone)
@@ -180,13 +167,9 @@ def _groups_of_ended_suites() -> Iterator[Path]:
 
 def _is_removed(group: Path) -> bool:
     """Removes a control group; the kernel refuses while a killed process is on its way out."""
-    try:
+    with suppress(OSError):
         group.rmdir()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return True
+    return not group.exists()
 
 
 def _all_pids() -> list[int]:
@@ -202,15 +185,13 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def _network(pid: int) -> tuple[int, int] | None:
-    return _file_identity(Path(f"/proc/{pid}/ns/net"))
+    return _identity(Path(f"/proc/{pid}/ns/net"))
 
 
-def _file_identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+def _identity(path: Path) -> tuple[int, int] | None:
+    with suppress(OSError):
+        return path.stat().st_dev, path.stat().st_ino
+    return None
 
 
 def _entries(folder: Path) -> list[str]:

@@ -1,10 +1,11 @@
-"""Bytes of files of rows: tables as Parquet and Arrow have them, and every compression that is read."""
+"""Bytes of files of rows: JSON lines, tables as Parquet and Arrow have them, and every compression that is read."""
 
 import bz2
 import gzip
 import io
+import json
 import lzma
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +17,11 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     ".xz": lzma.compress,
     ".zst": lambda content: pa.compress(content, codec="zstd", asbytes=True),
 }
+
+
+def lines_of(rows: Iterable[object]) -> bytes:
+    """JSON lines; a row that is a text is a line as it is."""
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows).encode()
 
 
 def parquet_of(table: pa.Table, **settings: Any) -> bytes:

@@ -4,15 +4,15 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
-from run_factory import metrics_row, run_plan
+from run_factory import append_steps, run_plan
 
 from shardwise.launch.attempt.supervisor import StopRequest
 from shardwise.launch.terminal import Console
+from shardwise.launch.track.offline import read_records
 from shardwise.launch.track.start import TrackerProcess
 from shardwise.launch.track.tracker import EndNotice, TrackerOrder
 from shardwise.trainer.spec import codec
@@ -29,12 +29,6 @@ def write_plan(run_dir: Path, attempt: int = 1, plan: Plan | None = None) -> Non
     folder = run_dir / "attempts" / str(attempt)
     folder.mkdir(parents=True)
     codec.write(folder / "plan.json", plan or run_plan())
-
-
-def append_steps(run_dir: Path, steps: Sequence[int], *, attempt: int = 1, **fields: Any) -> None:
-    with (run_dir / "metrics.jsonl").open("a") as stream:
-        for step in steps:
-            stream.write(json.dumps({**metrics_row(step, attempt), **fields}) + "\n")
 
 
 def tracker_order(**changes: Any) -> TrackerOrder:
@@ -68,7 +62,55 @@ def write_program(folder: Path, text: str) -> Path:
     return path
 
 
-__all__ = [
-    "EndNotice", "Trackers", "WandbMode", "append_steps", "logged_plan", "tracker_environment", "tracker_order",
-    "write_plan", "write_program",
-]  # fmt: skip
+class LoggedRun:
+    """What wandb wrote offline: the records of one log, read back by its own messages."""
+
+    def __init__(self, log: Path) -> None:
+        self.records = [_parsed(record) for record in read_records(log)]
+
+    def of(self, kind: str) -> list[Any]:
+        return [getattr(record, kind) for record in self.records if record.WhichOneof("record_type") == kind]
+
+    @property
+    def identity(self) -> str:
+        return str(self.of("run")[0].run_id)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {item.key: json.loads(item.value_json) for item in self.of("run")[0].config.update}
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        return [_items(row.item) for row in self.of("history")]
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The definition of each series, by its name."""
+        return {metric.name: metric for metric in self.of("metric") if metric.name}
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """As the updates leave it."""
+        summary: dict[str, Any] = {}
+        for update in self.of("summary"):
+            summary.update(_items(update.update))
+        return summary
+
+    @property
+    def alerts(self) -> list[tuple[str, str]]:
+        return [(alert.title, alert.text) for alert in self.of("alert")]
+
+
+def _parsed(record: bytes) -> Any:
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # protobuf makes it at run time
+
+    parsed = Record()
+    parsed.ParseFromString(record)
+    return parsed
+
+
+def _items(items: Any) -> dict[str, Any]:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+__all__ = ["EndNotice", "WandbMode", "append_steps"]  # that tests import from here

@@ -7,8 +7,8 @@ interpreters, and so does the mark `cold` for a test. On a machine with a GPU no
 """
 
 import os
+import shlex
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -38,8 +38,7 @@ def _make_programs(folder: Path) -> None:
     """`python` and the programs beside it, which run in it."""
     (folder / "bin").mkdir()
     python = folder / "bin" / "python"
-    words = (REAL_PYTHON, "-I", "-S", _WARM / "stub.py", folder / "socket", REAL_PYTHON)
-    _write_program(python, f'exec {" ".join(_quoted(word) for word in words)} "$@"')
+    _write_program(python, REAL_PYTHON, "-I", "-S", _WARM / "stub.py", folder / "socket", REAL_PYTHON)
     for name in ("python3", f"python3.{sys.version_info.minor}"):
         (folder / "bin" / name).symlink_to(python)
     for program in Path(REAL_PYTHON).parent.iterdir():
@@ -48,37 +47,25 @@ def _make_programs(folder: Path) -> None:
         with program.open("rb") as stream:
             is_python = b"python" in stream.readline() and program.suffix == ""
         if is_python and os.access(program, os.X_OK):
-            _write_program(folder / "bin" / program.name, f'exec {_quoted(python)} {_quoted(program)} "$@"')
+            _write_program(folder / "bin" / program.name, python, program)
         else:
             (folder / "bin" / program.name).symlink_to(program)
 
 
 def _start_server(folder: Path) -> None:
     """The process that forks; it ends with this one, however this one ends."""
-    retained = {
-        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHONPATH", "COVERAGE_"))
-    }
+    without = ("HF_", "PYTHONPATH", "COVERAGE_")
+    retained = {name: value for name, value in os.environ.items() if not name.startswith(without)}
     (folder / "home").mkdir()
     environment = {**retained, "OMP_NUM_THREADS": "1", "HOME": str(folder / "home"), "DS_ACCELERATOR": "cpu"}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "socket"))
         listener.listen(256)
-        words = (folder, str(listener.fileno()), str(os.getpid()))
-        _SERVERS.append(
-            subprocess.Popen(
-                [REAL_PYTHON, "-P", "-W", "ignore", _WARM / "server.py", *words],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                cwd=folder,
-                pass_fds=[listener.fileno()],
-            )
-        )
+        words = [str(_WARM / "server.py"), str(folder), str(listener.fileno()), str(os.getpid())]
+        argv, passed = [REAL_PYTHON, "-P", "-W", "ignore", *words], [listener.fileno()]
+        _SERVERS.append(subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, cwd=folder, pass_fds=passed))
 
 
-def _write_program(path: Path, line: str) -> None:
-    path.write_text(f"#!/bin/sh\n{line}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
-
-
-def _quoted(word: str | Path) -> str:
-    return "'" + str(word).replace("'", "'\\''") + "'"
+def _write_program(path: Path, *words: str | Path) -> None:
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, words))} "$@"\n')
+    path.chmod(0o755)

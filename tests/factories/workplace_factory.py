@@ -37,11 +37,10 @@ class Workplace(NamedTuple):
         job: dict[str, Any] = {
             "model": {"config": "model", "tokenizer": "train"},
             "data": {"train": "text", "eval": "20%"},
-            "train": {"seq_len": 32, "tokens_per_step": 256, "steps": 8, "lr": 3e-3, "epochs": None},
+            "train": {"seq_len": 32, "tokens_per_step": 256, "steps": 8, "lr": 3e-3},
             "checkpoint": {"every": "3 steps"},
             "output": "runs/tiny",
         }
-        job["train"] = {key: value for key, value in job["train"].items() if value is not None}
         for name, section in sections.items():
             before = job.get(name)
             job[name] = {**before, **section} if isinstance(before, dict) and isinstance(section, dict) else section

@@ -45,9 +45,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_full_rows(tmp_path_factory.mktemp("data") / "rows")
 
 
-each = pytest.mark.parametrize("case", GPU_CASES, ids=[case.name for case in GPU_CASES])
-
-
 def test_every_optimizer_and_recipe_and_every_engine_with_packed_rows_has_a_case_on_a_gpu():
     assert len({case.name for case in GPU_CASES}) == len(GPU_CASES)
     assert {case.sharding for case in GPU_CASES if case.is_packed} >= {Sharding.NONE, *ENGINES_OF_ONE}
@@ -57,8 +54,10 @@ def test_every_optimizer_and_recipe_and_every_engine_with_packed_rows_has_a_case
     assert {case.precision for case in GPU_CASES} == set(Precision)
 
 
-@each
-def test_no_rule_forbids_what_runs_and_its_peak_is_predicted(case: GpuCase, rows: Path) -> None:
+@pytest.mark.parametrize("case", GPU_CASES, ids=[case.name for case in GPU_CASES])
+def test_no_rule_forbids_a_case_its_peak_is_predicted_and_it_can_be_started(
+    case: GpuCase, rows: Path, tmp_path: Path
+) -> None:
     plan = gpu_plan(case, rows, card(case))
     row = plan.chosen.strategy
     pin = {axis: getattr(row, axis) for axis in ("sharding", "offload", "optimizer", "precision")}
@@ -70,12 +69,7 @@ def test_no_rule_forbids_what_runs_and_its_peak_is_predicted(case: GpuCase, rows
     memory = plan.chosen.memory
     assert sum(memory.parts.values()) == memory.peak_allocated_bytes
     assert 50 * 2**20 < memory.peak_allocated_bytes < 12 * 2**30
-
-
-@each
-def test_a_case_can_be_started(case: GpuCase, rows: Path, tmp_path: Path) -> None:
-    """Everything that its ranks read is written, and the plan survives its file."""
-    plan = gpu_plan(case, rows, card(case))
+    # Everything that its ranks read is written, and the plan survives its file.
     attempt_dir = prepare_attempt(plan, plan.chosen, run_dir=tmp_path, resume=False)
     assert codec.read(attempt_dir / "plan.json", Plan).chosen == plan.chosen
     settings = yaml.safe_load((attempt_dir / "accelerate.yaml").read_text())

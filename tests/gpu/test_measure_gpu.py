@@ -1,8 +1,19 @@
-"""The figures that only a GPU has, and what joins several of them."""
+"""The figures that only a GPU has, what joins several of them, what FP8 gains, and expandable segments on WSL."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from engine_plan_factory import TINY_LLAMA
+from planning_factory import LLAMA_3_8B
 
+from shardwise.launch.plan.fp8 import time_fp8
+from shardwise.launch.probe.host import is_wsl
+from shardwise.launch.probe.machine import read_hardware
 from shardwise.trainer.runtime.tools.measure import (
     attention_flops_per_s,
     fp8_flops_per_s,
@@ -10,6 +21,7 @@ from shardwise.trainer.runtime.tools.measure import (
     measure,
     peer_copies,
 )
+from shardwise.trainer.spec.messages.worker_requests import Fp8GainRequest
 
 pytestmark = pytest.mark.gpu
 BUDGET_S = 0.2
@@ -41,3 +53,40 @@ def test_every_pair_of_gpus_delivers_what_was_sent(card: torch.device) -> None:
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     *_, last = peer_copies(devices, budget_s=BUDGET_S)
     assert all(copy.is_correct for copy in last)
+
+
+@pytest.mark.skipif(not is_wsl(Path("/proc/version").read_text()), reason="is about the Windows Subsystem for Linux")
+def test_w61_an_expandable_segment_fails_under_wsl():
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch; torch.ones(1, device='cuda')"],
+        env={**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode and "CUDA driver error" in done.stderr
+
+
+@pytest.fixture
+def needs_fp8() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU of compute capability 8.9")
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("needs transformer-engine")
+
+
+@pytest.mark.usefixtures("needs_fp8")
+def test_layers_of_8b_gain() -> None:
+    gain = time_fp8(Fp8GainRequest(model_config=LLAMA_3_8B, tokens=8192), read_hardware().gpus)
+    assert gain.problem is None
+    assert gain.library is not None and gain.library.startswith("transformer-engine ")
+    assert {(each.in_features, each.out_features): each.count for each in gain.shapes} == {
+        (4096, 4096): 64, (4096, 1024): 64, (4096, 14336): 64, (14336, 4096): 32,
+    }  # fmt: skip
+    assert gain.pays
+    assert gain.speedup is not None and gain.speedup < 2.2, "no more than the chip's peaks allow"
+
+
+@pytest.mark.usefixtures("needs_fp8")
+def test_layers_of_64_do_not() -> None:
+    gain = time_fp8(Fp8GainRequest(model_config=TINY_LLAMA, tokens=512), read_hardware().gpus)
+    assert gain.problem is None
+    assert gain.speedup is not None and not gain.pays

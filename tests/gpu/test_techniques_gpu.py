@@ -77,7 +77,7 @@ def each(cases: tuple[GpuCase, ...]) -> pytest.MarkDecorator:
 
 
 @each(GPU_CASES)
-def test_a_run_matches_its_plan(case: GpuCase, run_of: Callable[[GpuCase], GpuRun]) -> None:
+def test_a_run_matches_its_plan_and_learns(case: GpuCase, run_of: Callable[[GpuCase], GpuRun]) -> None:
     report = run_of(case).report
     assert report.ending is Ending.FINISHED
     verified = report.verified
@@ -89,13 +89,8 @@ def test_a_run_matches_its_plan(case: GpuCase, run_of: Callable[[GpuCase], GpuRu
     assert verified.attention == attention_name(case.settings.get("attention", Attention.SDPA))
     for fact, pattern in case.seen:
         assert re.search(pattern, verified.facts[fact]), f"{fact}: {verified.facts[fact]}"
-
-
-@each(tuple(case for case in GPU_CASES if case.learns))
-def test_it_learns(case: GpuCase, run_of: Callable[[GpuCase], GpuRun]) -> None:
     losses = run_of(case).losses
-    assert all(loss < 15 for loss in losses)
-    assert losses[-1] < losses[0]
+    assert not case.learns or losses[-1] < losses[0] <= max(losses) < 15
 
 
 @each(GPU_CASES)

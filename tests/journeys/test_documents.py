@@ -1,38 +1,98 @@
-"""What README, guide, walkthrough, examples and notebook print: each command is one; `make test-long` runs each.
+"""What README, guide, examples and notebook print: each command is one; `make test-long` runs each.
 
-Blocks run as printed, in order, in a clean shell with a home of its own. The block of the README that installs runs in
-the test of a clone alone.
+Blocks run as printed, in order, each in a clean shell, in a folder with a home of its own. The block of the README that
+installs runs in the test of a clone alone.
 """
 
 import csv
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 import pytest
-from printed_page import blocks_of, place_with_hub, run_block, run_page
+from chat_tokenizers import qwen_folder
+from export_factory import write_base
+from hub_server import Hub, serving
 from slurm_cluster import SlurmCluster
 from typed_command import in_empty_home, typed
-from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics, wait_for, write_chats
+from workplace_factory import LIMIT_S, TINY_CONFIG, Workplace, make_workplace, read_metrics, wait_for, write_chats
 
+from shardwise.launch.job.layers import read_job_layers
 from shardwise.launch.options import parse_command_line
+from shardwise.slurm.jobs import describe_reason
+from shardwise.trainer.runtime.data.chat import template
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.report import Ending, Report
 
 ROOT = Path(__file__).parents[2]
-GUIDE, WALKTHROUGH, NOTEBOOK = ROOT / "docs/guide", ROOT / "examples/walkthrough", ROOT / "examples/quickstart.ipynb"
+GUIDE, NOTEBOOK = ROOT / "docs/guide", ROOT / "examples/quickstart.ipynb"
 EXAMPLES = sorted(ROOT.glob("examples/*.yaml"))
-DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *EXAMPLES, *sorted(WALKTHROUGH.glob("*.yaml"))]
+DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *EXAMPLES]
+DOCUMENTS += sorted(ROOT.glob("examples/walkthrough/*.yaml"))
 PRINTED = re.compile(r"^(?:    |#   )?shardwise +((?:[^\n]*\\\n)*[^\n]+)", re.MULTILINE)
 REMARK = re.compile(r" {2,}")  # and what is said of the command
 HERE = "2xCPU"  # for commands that plan for the machine they are typed on
+MODELS = ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B")  # of which the small hub has a small one each
+CONFIG = {**TINY_CONFIG, "model_type": "qwen2", "vocab_size": 1024, "max_position_embeddings": 2048}
+
+
+class Block(NamedTuple):
+    """A fenced block; `file` is the name in its first line, `# NAME`, if that is all the line has."""
+
+    language: str
+    text: str
+
+    @property
+    def file(self) -> str | None:
+        named = re.match(r"# ([\w.-]+\.\w+)\n", self.text)
+        return named.group(1) if named else None
+
+
+def blocks_of(page: Path) -> list[Block]:
+    return [Block(*found) for found in re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Workplace]:
+    """A folder with text and a model, the commands of this environment on the path, and a hub that has `MODELS`."""
+    made = make_workplace(tmp_path / "place")
+    made.job.unlink()
+    model = write_base(qwen_folder(tmp_path / "hub", eos="<|im_end|>"), CONFIG)
+    chatml = Path(template.__file__).parent / "templates" / "chatml.jinja"
+    (model / "chat_template.jinja").write_text(chatml.read_text())
+    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    with serving(Hub(files=dict.fromkeys(MODELS, files))) as hub:
+        given = {name: value for name, value in made.environment.items() if "PROXY" not in name.upper()}
+        path = f"{Path(sys.executable).parent}:{given['PATH']}"
+        yield made._replace(environment=given | {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "PATH": path})
+
+
+def run_block(place: Workplace, block: Block) -> str:
+    """What a block prints; one that names a file is written, not run. Fails with the first command that does."""
+    if block.file is not None:
+        (place.folder / block.file).write_text(block.text)
+        return ""
+    program = {"bash": ["sh", "-ec"], "python": [sys.executable, "-P", "-c"]}.get(block.language)
+    if program is None:
+        return ""
+    answer = subprocess.run(
+        [*program, block.text],
+        cwd=place.folder, env=place.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=LIMIT_S,
+    )  # fmt: skip
+    assert answer.returncode == 0, block.text + answer.stdout + answer.stderr
+    return answer.stdout
+
+
+def run_page(place: Workplace, page: Path) -> list[str]:
+    """What each block printed, in order; nothing for a block that is a file or an example."""
+    return [run_block(place, block) for block in blocks_of(page)]
 
 
 def runs_a_document(test: Callable[..., None]) -> Callable[..., None]:
@@ -77,12 +137,6 @@ def test_an_example_plans_as_its_header_says(words, tmp_path, monkeypatch, capsy
     code, output, complaints = typed(capsys, *words, *([] if hardware else ["--hardware", HERE]))
     assert (code, complaints) == (0, "") and "not trained by this version" not in output
     assert re.search(r"\(\S+/\S+/\S+\)$", output, re.MULTILINE) and (hardware or HERE).split("x")[-1] in output
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Workplace]:
-    with place_with_hub(tmp_path) as made:
-        yield made
 
 
 def without_network(place: Workplace) -> Workplace:
@@ -247,51 +301,6 @@ def test_a_table_becomes_a_folder_that_transformers_loads_and_a_gguf_file(place:
     assert "where is the cat" in answer and {"model-q8_0.gguf", "Modelfile"} <= set(files.split())
 
 
-# --- docs/walkthrough.md, fewer epochs -------------------------------------------------------------------------
-
-
-@runs_a_document
-@pytest.mark.timeout(1800)
-def test_the_jobs_of_the_walkthrough_learn_one_after_the_other(tmp_path: Path) -> None:
-    there = make_workplace(tmp_path / "walkthrough")
-    shutil.copytree(WALKTHROUGH, there.folder / "examples" / "walkthrough")
-
-    def train(name: str, *overrides: str) -> Report:
-        there.run("train", f"examples/walkthrough/{name}.yaml", *overrides, "--run-dir", f"runs/{name}")
-        report = report_of(there, name)
-        assert report.ending is Ending.FINISHED and report.incidents == ()
-        assert report.evaluations[-1].loss < report.evaluations[0].loss
-        return report
-
-    train("1-pretrain")
-    there.run("export", "runs/1-pretrain", "my-base")
-    shown = there.run("data", "examples/walkthrough/2-chat.yaml").stdout
-    learned = [line for line in shown.splitlines() if line.startswith("learned |")]
-    assert "sft" in shown and learned and not any("<|im_start|>" in line or "What is" in line for line in learned)
-    assert (train("2-chat", "train.epochs=6").evaluations[-1].accuracy or 0) > 0.2
-    there.run("export", "runs/2-chat", "my-chat")
-    chat = there.folder / "my-chat"
-    assert json.loads((chat / "config.json").read_text())["vocab_size"] == 4160
-    added = json.loads((chat / "tokenizer.json").read_text())["added_tokens"]
-    assert {"<|im_start|>", "<|im_end|>"} <= {token["content"] for token in added}
-    assert "<|im_start|>" in (chat / "chat_template.jinja").read_text()
-    first, *_, last = train("5-preferences").evaluations
-    assert last.reward_accuracy > 0.5 and last.reward_margin > first.reward_margin > -1
-    for name, in_4_bit in (("3-lora", ""), ("4-qlora", "28 of nf4")):
-        verified = train(name, "train.epochs=1").verified
-        assert verified is not None and verified.facts["adapters"] == "float32, on 28 layers"
-        assert verified.facts.get("4-bit layers", "")[: len("28 of nf4")] == in_4_bit
-    there.run("export", "runs/4-qlora", "my-qlora", "--merge")
-    train("6-extensions", "train.epochs=1")
-    run_dir = there.folder / "runs" / "6-extensions"
-    ratings = [json.loads(line)["rating"] for line in (WALKTHROUGH / "support_log.jsonl").read_text().splitlines()]
-    num_documents = json.loads((run_dir / "plan.json").read_text())["data"]["num_documents"]
-    assert 0.8 * sum(rating >= 3 for rating in ratings) <= num_documents <= sum(rating >= 3 for rating in ratings)
-    assert "step 2: loss" in "".join(path.read_text() for path in (run_dir / "attempts").rglob("*.log"))
-    (retained,) = (run_dir / "extensions").iterdir()
-    assert retained.read_bytes() == (WALKTHROUGH / "support_log.py").read_bytes()
-
-
 # --- examples/quickstart.ipynb ----------------------------------------------------------------------------------
 
 
@@ -310,18 +319,37 @@ def test_the_notebook_is_committed_with_its_output() -> None:
     assert not any(word in NOTEBOOK.read_text() for word in ("/root", "/home/", "/tmp/"))
 
 
-@runs_a_document
-def test_the_notebook_executes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    workplace = make_workplace(tmp_path / "work place")
-    for name, value in workplace.environment.items():
-        monkeypatch.setenv(name, value)
-    shutil.copy(ROOT / "examples" / "quickstart.yaml", workplace.folder)
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its libraries
-        from nbclient import NotebookClient
+# --- docs/slurm.md: commands, options, settings and reasons --------------------------------------------------------
 
-        place = {"metadata": {"path": str(workplace.folder)}}
-        NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", resources=place).execute()
-    shown = "".join(str(cell.outputs) for cell in notebook.cells if cell.cell_type == "code")
-    assert "step 10 of 10" in shown and "Traceback" not in shown
+TEXT = (ROOT / "docs" / "slurm.md").read_text()
+SETTINGS = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+IN_SENTENCES = re.compile(
+    r"`(?:[A-Z_]+=\S+ |watch -n 60 |srun [^`]*?)?(shardwise [^`]+)`|exec (shardwise (?:.*\\\n)*.*)"
+)
+FILLED = {"JOB": "job.yaml", "JOBID": "4711", "PORT": "1"}
+
+
+def test_every_command_in_its_sentences_and_scripts_is_one():
+    """With values in place of what a shell or a reader fills in."""
+    shown = {"".join(found).replace("\\\n", " ").replace("$resume", "--resume") for found in IN_SENTENCES.findall(TEXT)}
+    assert len(shown) > 10
+    for line in shown:
+        words = [FILLED.get(word, word) for word in shlex.split(re.sub(r'"?\$\w+"?', "1", line))[1:]]
+        if words in (["cancel"], ["fetch"], ["submit"], ["train"], ["train", "--resume"]):
+            words.append("job.yaml")  # named in a sentence
+        _, options = parse_command_line(words)
+        assert all("=" in word for word in getattr(options, "overrides", [])), line
+
+
+def test_every_reason_in_its_table_is_explained_by_status():
+    table = TEXT.split("| reason |")[1].split("\n\n")[0]
+    reasons = [name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert len(reasons) > 12
+    assert [name for name in reasons if describe_reason(name) is None] == []
+
+
+def test_its_personal_settings_are_settings(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text(SETTINGS[0])
+    (tmp_path / "job.yaml").write_text("model: {config: m, tokenizer: train}\ndata: {train: d}\n")
+    read = read_job_layers(tmp_path / "job.yaml", (), config_home=tmp_path, site_config=None)
+    assert read.job.slurm.partition == "gpu" and read.folders["scratch"] == "/local/me"

@@ -15,18 +15,11 @@ from shardwise.trainer.spec.errors import ExitCode
 
 READERS = tuple(
     line.split()
-    for line in [
-        "report run",
-        "report run --json",
-        "status run",
-        "status run --json",
-        "logs run",
-        "watch run --once",
-        "watch run --once --json",
-        "schema",
-    ]
-)
-FILE_TOO_LONG = "x" * 300
+    for line in (
+        "report run", "report run --json", "status run", "status run --json", "logs run", "watch run --once",
+        "watch run --once --json", "schema",
+    )
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -67,11 +60,10 @@ def test_a_command_that_does_more_than_print_goes_on_without_its_output(here):
 @pytest.mark.cold
 @pytest.mark.parametrize("before", ["", "import threading; "], ids=["at once", "after its threads"])
 def test_a_process_ends_with_its_whole_output_its_code_and_what_was_registered(here, before):
-    words = (
-        f"{before}import atexit; atexit.register(print, 'registered'); from shardwise.launch.cli import run_and_exit"
-    )
+    begin = f"{before}import atexit; atexit.register(print, 'registered')"
+    program = f"{begin}; from shardwise.launch.cli import run_and_exit; run_and_exit()"
     for arguments, code in ((["schema"], ExitCode.DONE), (["report", "nowhere"], ExitCode.INPUT)):
-        argv = [sys.executable, "-c", f"{words}; run_and_exit()", *arguments]
+        argv = [sys.executable, "-c", program, *arguments]
         ended = subprocess.run(argv, capture_output=True, text=True, check=False)
         shown, _, last = ended.stdout.removesuffix("\n").rpartition("registered")
         assert (ended.returncode, last) == (int(code), ""), ended
@@ -94,11 +86,8 @@ def test_a_folder_whose_name_is_not_utf_8_is_shown_and_never_an_internal_error(h
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"probe", "doctor", "cache", "schema", "workspace"}))
 def test_a_path_that_is_too_long_is_an_error_of_the_input(here, capsys, command):
-    words = {
-        "init": ["--model", FILE_TOO_LONG, "--data", "rows"],
-        "export": [FILE_TOO_LONG, "out"],
-        "import": [FILE_TOO_LONG, "out"],
-    }
-    answer = typed(capsys, command, *words.get(command, [FILE_TOO_LONG]))
+    name = "x" * 300
+    words = {"init": ["--model", name, "--data", "rows"], "export": [name, "out"], "import": [name, "out"]}
+    answer = typed(capsys, command, *words.get(command, [name]))
     assert answer.code == int(ExitCode.INPUT) and "File name too long" in answer.err, answer.err
     assert len(answer.err.splitlines()) <= 3

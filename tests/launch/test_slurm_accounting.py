@@ -14,7 +14,6 @@ JOB = """\
 model: {{name: llama-3.2-1b}}
 data: {{train: {data}, eval: none}}
 train: {{seq_len: 1024, tokens_per_step: 65536, tokens: 20M}}
-slurm: {slurm}
 """
 TAKES = "#!/bin/sh\necho 'sbatch: Job 7 to start at 2026-11-22T21:11:00 using 64 processors on nodes a1' >&2\n"
 
@@ -41,15 +40,14 @@ def login_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 @pytest.fixture
 def submit(tmp_path: Path, login_as, capsys: pytest.CaptureFixture[str]) -> Submit:
-    """`shardwise submit job.yaml --dry-run WORDS` of a user: exit code, script, and what else was said."""
+    """`shardwise submit job.yaml --dry-run --partition WORDS` of a user: exit code, script, and what else was said."""
     (tmp_path / "rows.txt").write_text("a row of text\n" * 1000)
+    (tmp_path / "job.yaml").write_text(JOB.format(data=tmp_path / "rows.txt"))
 
-    def typed(user: str, *words: str, slurm: str = "{}") -> tuple[int, str, str]:
+    def typed(user: str, words: str) -> tuple[int, str, str]:
         login_as(user)
-        (tmp_path / "job.yaml").write_text(JOB.format(data=tmp_path / "rows.txt", slurm=slurm))
-        code = main(["submit", str(tmp_path / "job.yaml"), "--dry-run", *words])
-        out, err = capsys.readouterr()
-        return code, out, err
+        code = main(["submit", str(tmp_path / "job.yaml"), "--dry-run", "--partition", *words.split(" ")])
+        return code, *capsys.readouterr()
 
     return typed
 
@@ -60,14 +58,11 @@ def options(script: str) -> list[str]:
 
 def test_the_limits_are_those_of_the_qos_a_job_runs_under(login_as) -> None:
     environment = login_as("alice")
-    of = read_partition_hardware
-    normal = of("gpu", nodes=1, environment=environment)
-    assert (normal.num_allowed_nodes, normal.time_limit_s) == (3, 3 * 86400)  # 12 GPUs a user; the account's MaxWall
-    long = of("gpu", nodes=1, qos="long", environment=environment)
-    assert (long.num_allowed_nodes, long.time_limit_s) == (2, 5 * 86400)
-    debug = of("gpu", nodes=1, qos="debug", environment=environment)
-    assert (debug.num_allowed_nodes, debug.time_limit_s, len(debug.hardware.gpus)) == (1, 1800, 2)
-    assert any("theory, vision" in note and "debug, long, normal" in note for note in normal.hardware.notes)
+    for qos, limits in {None: (3, 3 * 86400), "long": (2, 5 * 86400), "debug": (1, 1800)}.items():
+        found = read_partition_hardware("gpu", nodes=1, qos=qos, environment=environment)
+        assert (found.num_allowed_nodes, found.time_limit_s) == limits  # 12 GPUs a user; the account's MaxWall
+    assert len(found.hardware.gpus) == 2
+    assert any("theory, vision" in note and "debug, long, normal" in note for note in found.hardware.notes)
 
 
 def test_limits_that_are_not_enforced_do_not_count(login_as, tmp_path: Path) -> None:
@@ -85,42 +80,40 @@ def test_limits_that_are_not_enforced_do_not_count(login_as, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("user", "words", "fact"),
     [
-        ("alice", ("--partition", "staff"), "account staff"),
-        ("alice", ("--partition", "gpu", "slurm.extra=[-A guests]"), "account guests"),
-        ("carol", ("--partition", "gpu"), "no account for partition gpu"),
-        ("alice", ("--partition", "gpu", "--qos", "long", "--nodes", "3"), "QOS long: 2 nodes"),
-        ("alice", ("--partition", "gpu", "--qos", "debug", "--time", "2:00:00"), "00:30:00"),
+        ("alice", "staff", "account staff"),
+        ("alice", "gpu slurm.extra=[-Aguests]", "account guests"),
+        ("carol", "gpu", "no account for partition gpu"),
+        ("alice", "gpu --qos long --nodes 3", "QOS long: 2 nodes"),
+        ("alice", "gpu --qos debug --time 2:00:00", "00:30:00"),
     ],
-)  # fmt: skip
-def test_a_job_that_would_never_start_is_refused(submit: Submit, user: str, words: tuple[str, ...], fact: str) -> None:
-    code, out, err = submit(user, *words)
+)
+def test_a_job_that_would_never_start_is_refused(submit: Submit, user: str, words: str, fact: str) -> None:
+    code, out, err = submit(user, words)
     assert code == ExitCode.INPUT and fact in err and out == ""
 
 
 @pytest.mark.parametrize(
     ("user", "words", "stated"),
     [
-        ("alice", ("--partition", "gpu"), []),
-        ("alice", ("--partition", "gpu", "--account", "theory", "--qos", "debug"), ["--account=theory", "--qos=debug"]),
-        ("alice", ("--partition", "long"), ["--qos=long"]),  # the default would not do
-        ("alice", ("--partition", "theory", "--qos", "long"), ["--account=theory", "--qos=long"]),
-        ("bob", ("--partition", "gpu"), ["--account=vision"]),
-        ("bob", ("--partition", "staff"), []),
+        ("alice", "gpu", []),
+        ("alice", "gpu --account theory --qos debug", ["--account=theory", "--qos=debug"]),
+        ("alice", "long", ["--qos=long"]),  # the default would not do
+        ("alice", "theory --qos long", ["--account=theory", "--qos=long"]),
+        ("bob", "gpu", ["--account=vision"]),
+        ("bob", "staff", []),
     ],
 )
-def test_an_account_and_a_qos_are_stated_where_the_default_would_not_do(
-    submit: Submit, user: str, words: tuple[str, ...], stated: list[str]
-) -> None:
-    code, script, _ = submit(user, *words)
+def test_an_account_and_a_qos_are_stated_where_the_default_would_not_do(submit: Submit, user, words, stated) -> None:
+    code, script, _ = submit(user, words)
     assert code == ExitCode.DONE
     assert [option for option in options(script) if option.startswith(("--account", "--qos"))] == stated
 
 
 def test_a_job_requests_no_more_than_its_limits_allow(submit: Submit) -> None:
-    code, script, _ = submit("bob", "--partition", "gpu")  # 2 GPUs and 24 cores a job
+    code, script, _ = submit("bob", "gpu")  # 2 GPUs and 24 cores a job
     asked = options(script)
     assert code == ExitCode.DONE and "--exclusive" not in asked
     assert {"--gpus-per-node=a100:2", "--cpus-per-task=24", "--mem=250000M"} <= set(asked)
     assert " on 2 x A100" in script.splitlines()[1]
-    code, script, _ = submit("alice", "--partition", "gpu")
+    code, script, _ = submit("alice", "gpu")
     assert {"--gpus-per-node=a100:4", "--exclusive"} <= set(options(script))

@@ -40,21 +40,20 @@ def test_progress_arrives_in_order_and_the_answer_last(module_of):
 
 
 @pytest.mark.parametrize(
-    ("code", "kind", "exit_code"),
-    [(2, InputError, 2), (4, EnvironmentFaultError, 4), (1, ShardwiseError, 1), (77, ShardwiseError, 1)],
+    ("body", "kind", "fact"),
+    [
+        ("sys.stderr.write('noise\\nthe fact\\n'); sys.exit(2)", InputError, "the fact"),
+        ("sys.stderr.write('noise\\nthe fact\\n'); sys.exit(4)", EnvironmentFaultError, "the fact"),
+        ("sys.stderr.write('noise\\nthe fact\\n'); sys.exit(1)", ShardwiseError, "the fact"),
+        ("sys.stderr.write('noise\\nthe fact\\n'); sys.exit(77)", ShardwiseError, "the fact"),
+        ("raise MemoryError", EnvironmentFaultError, "the work could not allocate"),
+        ("raise ImportError('x.so: failed to map segment from shared object')", EnvironmentFaultError, "not allocate"),
+    ],
 )
-def test_an_exit_code_is_the_error_it_stands_for(module_of, code, kind, exit_code):
-    with pytest.raises(ShardwiseError, match="the fact") as raised:
-        lines_of(module_of(f"sys.stderr.write('noise\\nthe fact\\n'); sys.exit({code})\n"))
-    assert type(raised.value) is kind and raised.value.exit_code == exit_code
-
-
-@pytest.mark.parametrize(
-    "error", ["MemoryError", "ImportError('libtorch.so: failed to map segment from shared object')"]
-)
-def test_a_worker_that_may_not_allocate_is_a_fault_of_the_environment(module_of, error):
-    with pytest.raises(EnvironmentFaultError, match="the work could not allocate"):
-        lines_of(module_of(f"raise {error}\n"))
+def test_an_exit_code_or_memory_that_is_refused_is_the_error_it_stands_for(module_of, body, kind, fact):
+    with pytest.raises(ShardwiseError, match=fact) as raised:
+        lines_of(module_of(f"{body}\n"))
+    assert type(raised.value) is kind and raised.value.exit_code == kind.exit_code
 
 
 def test_a_written_error_is_reported_without_the_noise_of_libraries(module_of):

@@ -36,7 +36,6 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from py_compile import PycInvalidationMode
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process with one thread can be forked
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -69,11 +68,6 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     new: str
     tests: tuple[str, ...]
 
-    @property
-    def room(self) -> str:
-        """The folder of the product that the fault is in."""
-        return str(Path(self.file).parent)
-
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Tests to run in a tree of their own, which has the fault if there is one."""
@@ -104,8 +98,6 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, _raise_stopped)
     try:
         with _workplace() as place:
             return _run(options, root, faults, place)
@@ -146,23 +138,15 @@ def _run(options: argparse.Namespace, root: Path, faults: Sequence[Fault], place
         f" in {seconds:.0f} s"
     )
     is_enough = counts["caught"] >= LEAST_CAUGHT * len(results) and not counts["broken"]
-    _print_rooms(faults, results)
     if options.outcome is not None:
         _write_outcome(options.outcome, faults, results, baseline=baseline, seconds=seconds)
     return 0 if is_enough else 1
 
 
 def run_copies(
-    root: Path,
-    jobs: Sequence[Job],
-    *,
-    num_side_by_side: int,
-    limit_s: float,
-    on_result: Callable[[str, Result], None],
+    root: Path, jobs: Sequence[Job], *, num_side_by_side: int, limit_s: float, on_result: Callable[[str, Result], None]
 ) -> None:
     """Runs jobs in copies of a repository, without a run of the tests before; each result is reported when known."""
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, _raise_stopped)
     with _workplace() as place:
         _prepare(root, place, preload=True)
         _run_jobs(jobs, root=root, place=place, num_side_by_side=num_side_by_side, limit_s=limit_s, on_result=on_result)
@@ -200,13 +184,10 @@ def _preload(root: Path) -> None:
 
 
 def _baseline(faults: Sequence[Fault]) -> list[Job]:
-    """Every nearest test once, some files in one process; a file leaves out tests of it that are named alone."""
-    named = {test for fault in faults for test in fault.tests}
-    whole = sorted(test for test in named if "::" not in test)
-    single = sorted(test for test in named if "::" in test and test.partition("::")[0] not in whole)
-    by_file: dict[str, list[str]] = {name: [name] for name in whole}
-    for test in single:
-        by_file.setdefault(test.partition("::")[0], []).append(test)
+    """Every nearest test once, some files in one process."""
+    by_file: dict[str, list[str]] = {}
+    for test in sorted({test for fault in faults for test in fault.tests}):
+        by_file.setdefault(test.partition("::")[0], []).append(test)  # pytest runs a test of a named file once
     files = list(by_file.values())
     num_jobs = -(-len(files) // _FILES_IN_A_BASELINE)
     groups = [[test for file in files[start::num_jobs] for test in file] for start in range(num_jobs)]
@@ -239,10 +220,13 @@ def _run_jobs(
             if pid not in running:  # what a fork left behind
                 continue
             job, folder, started = running.pop(pid)
-            result = _result(
-                job, folder, seconds=time.monotonic() - started, cpu_seconds=usage.ru_utime + usage.ru_stime
+            seconds, cpu_seconds = time.monotonic() - started, usage.ru_utime + usage.ru_stime
+            outcome, detail = _outcome(folder)
+            if job.fault is None:
+                outcome = "green" if outcome == "survived" else "red"
+            results[job.name] = result = Result(
+                outcome=outcome, detail=detail, seconds=round(seconds, 1), cpu_seconds=round(cpu_seconds, 1)
             )
-            results[job.name] = result
             on_result(job.name, result)
             print(f"{result.outcome:9}{result.seconds:6.1f} s  {job.name:40} {result.detail}", flush=True)
             if result.outcome in ("broken", "red"):
@@ -338,23 +322,10 @@ def _run_tests(job: Job, folder: Path, *, root: Path) -> None:
     sys.path[:] = [str(tree), *(entry for entry in sys.path if Path(entry).resolve() not in (root, HERE))]
     importlib.invalidate_caches()
     record = _Record()
-    options = [
-        "-q",
-        "-o",
-        "addopts=--strict-markers --import-mode=importlib",
-        "-m",
-        "not gpu and not long",
-        "--hypothesis-seed=1",
-    ]
-    stop = [] if job.fault is None else ["-x"]
-    plugins = [
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "ignore::pytest.PytestAssertRewriteWarning",
-        f"--basetemp={folder / 't'}",
-    ]
-    code = int(pytest.main([*options, *stop, *plugins, *job.tests], plugins=[record]))
+    selection = ["-m", "not gpu and not long", "--hypothesis-seed=1", *([] if job.fault is None else ["-x"])]
+    settings = ["-q", "-o", "addopts=--strict-markers --import-mode=importlib", "-p", "no:cacheprovider"]
+    settings += ["-W", "ignore::pytest.PytestAssertRewriteWarning", f"--basetemp={folder / 't'}"]
+    code = int(pytest.main([*settings, *selection, *job.tests], plugins=[record]))
     (folder / "result").write_text(
         json.dumps({"code": code, "passed": record.num_passed, "failed": record.failed, "error": record.error})
     )
@@ -377,13 +348,6 @@ class _Record:
             self.error = f"collecting {report.nodeid} failed"
 
 
-def _result(job: Job, folder: Path, *, seconds: float, cpu_seconds: float) -> Result:
-    outcome, detail = _outcome(folder)
-    if job.fault is None:
-        outcome = "green" if outcome == "survived" else "red"
-    return Result(outcome=outcome, detail=detail, seconds=round(seconds, 1), cpu_seconds=round(cpu_seconds, 1))
-
-
 def _outcome(folder: Path) -> tuple[str, str]:
     if (folder / "stopped").exists():
         return "broken", "ran into the time limit"
@@ -399,25 +363,20 @@ def _outcome(folder: Path) -> tuple[str, str]:
     return "broken", f"pytest ended with exit code {found['code']}, {found['passed']} tests passed"
 
 
-def _print_rooms(faults: Sequence[Fault], results: dict[str, Result]) -> None:
-    seeded = Counter(fault.room for fault in faults)
-    caught = Counter(fault.room for fault in faults if results[fault.id].outcome == "caught")
-    for room in sorted(seeded):
-        print(f"{caught[room]:4} of {seeded[room]:3}  {room}")
-
-
 def _write_outcome(
     path: Path, faults: Sequence[Fault], results: dict[str, Result], *, baseline: dict[str, Result], seconds: float
 ) -> None:
+    sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "factories")]
+    facts = importlib.import_module("outcome_file").facts()  # after the last fork: it imports the product
     counts = Counter(result.outcome for result in results.values())
     content = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        **_facts(),
+        **facts,
         "seconds": round(seconds),
         "cpu_seconds": round(sum(each.cpu_seconds for each in (*baseline.values(), *results.values()))),
         **{name: counts[name] for name in ("caught", "survived", "broken")},
         "faults": {
-            fault.id: {"room": fault.room, "file": fault.file, "consequence": fault.consequence}
+            fault.id: {"room": str(Path(fault.file).parent), "file": fault.file, "consequence": fault.consequence}
             | msgspec.to_builtins(results[fault.id])
             for fault in faults
         },
@@ -426,16 +385,14 @@ def _write_outcome(
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _facts() -> dict[str, Any]:
-    """Versions and machine as in the outcome of tests; imported after the last fork, as it imports the product."""
-    sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "factories")]
-    outcome_file = importlib.import_module("outcome_file")
-    return {"versions": outcome_file._versions(), "machine": outcome_file._machine()}
-
-
 @contextmanager
 def _workplace() -> Iterator[Path]:
-    """A temporary folder, locked for as long as a process of this run lives; those of killed runs are removed."""
+    """A temporary folder, locked for as long as a process of this run lives; those of killed runs are removed.
+
+    Signals that end this process raise StoppedError.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, _raise_stopped)
     parent = Path(tempfile.gettempdir())
     for path in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError), (path / "lock").open("ab") as lock:

@@ -123,8 +123,10 @@ def _changed(node: ast.expr | ast.stmt) -> str | None:
         case ast.Compare(left=left, ops=[operator], comparators=[right]):
             return f"({ast.unparse(left)} {_COMPARISONS[type(operator)]} {ast.unparse(right)})"
         case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
-            is_text = any(_is_text(part) for side in (left, right) for part in ast.walk(side))
-            return None if is_text else f"({ast.unparse(left)} {_OPERATORS[type(operator)]} {ast.unparse(right)})"
+            parts = [part for side in (left, right) for part in ast.walk(side)]
+            if any(isinstance(part, ast.JoinedStr) or isinstance(getattr(part, "value", None), str) for part in parts):
+                return None  # a text, or the name of a path: other operators than + and / raise an error at once
+            return f"({ast.unparse(left)} {_OPERATORS[type(operator)]} {ast.unparse(right)})"
         case ast.BoolOp(op=operator, values=values):
             word = " or " if isinstance(operator, ast.And) else " and "
             return f"({word.join(f'({ast.unparse(value)})' for value in values)})"
@@ -139,11 +141,6 @@ def _changed(node: ast.expr | ast.stmt) -> str | None:
         case ast.Expr(value=ast.Call()) | ast.AugAssign():
             return "pass"
     return None
-
-
-def _is_text(node: ast.AST) -> bool:
-    """A text, or the name of a path: other operators than + and / raise an error at once."""
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def _mutant(number: int, path: Path, edit: Edit, root: Path) -> Mutant | None:

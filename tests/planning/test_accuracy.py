@@ -57,26 +57,22 @@ def test_a_plan_states_the_error_of_rows_that_nothing_was_fitted_to():
     assert sum(len(kind.errors) for kind in accuracy.unfitted()) == 100 + 94
 
 
-def is_of_host_state(train):
-    return train.get("offload", "none") != "none"
-
-
-def is_of_activations(train):
-    return train.get("activation_offload", False) and not is_of_host_state(train)
+def kind_of(train):
+    """By what decides the error that a search compares."""
+    if train.get("offload", "none") != "none":
+        return "host state"
+    if train.get("activation_offload", False):
+        return "activations"
+    return "compiled" if train.get("compile", False) else None
 
 
 @pytest.mark.parametrize(
-    ("is_of_kind", "num_rows", "stated"),
-    [
-        (lambda train: train.get("compile", False) and not train.get("activation_offload", False), 14, COMPARED_ERROR),
-        (is_of_activations, 4, UNCOMPARED_ERROR),
-        (is_of_host_state, 9, HOST_STATE_ERROR),
-    ],
-    ids=["compiled", "activations", "host-state"],
+    ("kind", "num_rows", "stated"),
+    [("compiled", 14, COMPARED_ERROR), ("activations", 4, UNCOMPARED_ERROR), ("host state", 9, HOST_STATE_ERROR)],
 )
-def test_the_errors_that_a_search_compares_are_those_of_the_rows_there_are(rows, is_of_kind, num_rows, stated):
+def test_the_errors_that_a_search_compares_are_those_of_the_rows_there_are(rows, kind, num_rows, stated):
     """Of all rows that measured a speed, fitted or not; nine in ten are within the stated error."""
     measured = accuracy.errors([*rows, *accuracy.read_rows(accuracy.UNFITTED_ROWS)], "tokens_per_s_per_gpu")
-    found = [abs(error) for row, error in measured if is_of_kind(row.case["train"])]
+    found = [abs(error) for row, error in measured if kind_of(row.case["train"]) == kind]
     assert len(found) == num_rows
     assert accuracy.percentile(found, 0.9) <= stated

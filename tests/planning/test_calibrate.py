@@ -4,19 +4,11 @@ import math
 from typing import Any
 
 import pytest
-from calibration_factory import calibration_of, record_of
 from msgspec.structs import replace
 from planning_factory import machine, plan_of, shape_of, trial_of
+from report_factory import calibration_of, record_of
 
-from shardwise.trainer.planning.calibrate import (
-    NO_CORRECTION,
-    Correction,
-    Corrections,
-    Factor,
-    corrected_memory,
-    corrections_of,
-    factor_of,
-)
+from shardwise.trainer.planning import calibrate
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import Hardware, MeasuredRates
 from shardwise.trainer.spec.plan import CalibrationRecord, Candidate, MemoryEstimate, RatesSource
@@ -26,8 +18,8 @@ H100S = "8xH100-SXM5-80GB"
 RATES = MeasuredRates(matmul_flops_per_s=10**14)
 
 
-def learned(*records: CalibrationRecord, model: str = "8b", hardware: Hardware | None = None) -> Corrections:
-    return corrections_of(
+def learned(*records: CalibrationRecord, model: str = "8b", hardware: Hardware | None = None) -> calibrate.Corrections:
+    return calibrate.corrections_of(
         calibration_of(*records), shape=shape_of(model), hardware=hardware or machine(H100S),
         versions={"shardwise": "0"},
     )  # fmt: skip
@@ -38,7 +30,7 @@ def row(sharding: Sharding = Sharding.FSDP, precision: Precision = Precision.BF1
     return replace(strategy, name="a row", sharding=sharding, offload=Offload.NONE, precision=precision)
 
 
-def correction(*records: CalibrationRecord, strategy: Strategy | None = None, **facts: Any) -> Correction:
+def correction(*records: CalibrationRecord, strategy: Strategy | None = None, **facts: Any) -> calibrate.Correction:
     return learned(*records, **facts).of(strategy or row(), Method.FULL)
 
 
@@ -54,19 +46,17 @@ def correction(*records: CalibrationRecord, strategy: Strategy | None = None, **
     ],
 )
 def test_a_factor_is_the_median_drawn_toward_none(ratios: list[float], value: float) -> None:
-    assert factor_of(ratios).value == pytest.approx(value)
+    assert calibrate.factor_of(ratios).value == pytest.approx(value)
 
 
-def test_runs_that_scatter_correct_less_than_runs_that_agree() -> None:
-    agreeing, scattering = factor_of([0.79, 0.8, 0.81] * 3), factor_of([0.7, 0.8, 0.64 / 0.7] * 3)
+def test_the_median_of_the_newest_runs_counts_and_runs_that_scatter_correct_less_than_runs_that_agree() -> None:
+    """Whatever one of them took on a busy machine."""
+    agreeing, scattering = calibrate.factor_of([0.79, 0.8, 0.81] * 3), calibrate.factor_of([0.7, 0.8, 0.64 / 0.7] * 3)
     assert agreeing.measured == pytest.approx(scattering.measured)
     assert agreeing.value == pytest.approx(0.8**0.9)
     assert scattering.value == pytest.approx(math.exp(math.log(0.8) + scattering.spread / 3))
-
-
-def test_the_median_of_the_newest_runs_counts_whatever_one_on_a_busy_machine_took() -> None:
-    assert factor_of([0.9, 0.9, 0.9, 5.0]).measured == pytest.approx(0.9)
-    assert factor_of([2.0] * 30 + [0.9] * 20).measured == pytest.approx(0.9)
+    for ratios in ([0.9, 0.9, 0.9, 5.0], [2.0] * 30 + [0.9] * 20):
+        assert calibrate.factor_of(ratios).measured == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +70,10 @@ def test_the_median_of_the_newest_runs_counts_whatever_one_on_a_busy_machine_too
     ],
 )
 def test_runs_that_cannot_be_compared_correct_nothing(facts: dict[str, Any]) -> None:
-    assert correction(record_of(0.5, 0.5, **facts)) == NO_CORRECTION
+    assert correction(record_of(0.5, 0.5, **facts)) == calibrate.NO_CORRECTION
 
 
-def test_a_step_time_predicted_from_other_ceilings_teaches_memory_only() -> None:
+def test_a_step_time_predicted_from_other_ceilings_teaches_memory_only_and_one_of_average_rows_time_only() -> None:
     """Once the machine's own ceilings are measured, what datasheets missed must not be corrected a second time."""
     measured = replace(machine(H100S), rates=RATES)
     before, after = record_of(1.4, 1.1), record_of(1.05, 1.1, rates=RatesSource.MEASURED)
@@ -91,6 +81,8 @@ def test_a_step_time_predicted_from_other_ceilings_teaches_memory_only() -> None
     on_measured = correction(before, after, hardware=measured)
     assert (on_measured.step.num_runs, on_measured.peak.num_runs) == (1, 2)
     assert on_measured.step.measured == pytest.approx(1.05)
+    padded = correction(record_of(1.4, 0.7, is_padded=True))
+    assert (padded.step.num_runs, padded.peak.num_runs) == (1, 0)
 
 
 @pytest.mark.parametrize("sharding", [Sharding.FSDP, Sharding.DDP])  # the class that ran, and one that did not
@@ -104,14 +96,9 @@ def test_a_class_that_has_not_run_follows_steps_predicted_from_the_same_ceilings
     sources = (RatesSource.DATASHEET, RatesSource.MEASURED)
     mine, others = reversed(sources) if is_measured else sources
     records = (record_of(own, rates=mine), *[record_of(other, rates=others)] * 3)
-    assert correction(*records, strategy=row(sharding), hardware=hardware).step == factor_of([own])
+    assert correction(*records, strategy=row(sharding), hardware=hardware).step == calibrate.factor_of([own])
     nothing = correction(*records[1:], strategy=row(sharding), hardware=hardware)
-    assert nothing.step == factor_of([]), "none was predicted from these ceilings"
-
-
-def test_a_step_of_average_rows_says_nothing_of_the_peak_of_the_longest() -> None:
-    learned_of_padded = correction(record_of(1.4, 0.7, is_padded=True))
-    assert (learned_of_padded.step.num_runs, learned_of_padded.peak.num_runs) == (1, 0)
+    assert nothing.step == calibrate.factor_of([]), "none was predicted from these ceilings"
 
 
 def test_other_rows_of_a_precision_follow_in_time_and_not_in_bytes() -> None:
@@ -125,9 +112,6 @@ def test_other_rows_of_a_precision_follow_in_time_and_not_in_bytes() -> None:
     assert correction(*records, strategy=row(Sharding.DDP)).step.measured == pytest.approx(0.9)  # its own come first
 
 
-# --- memory -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def chosen() -> Candidate:
     return plan_of("8b", H100S, pin={"sharding": Sharding.FSDP}).chosen
@@ -136,12 +120,12 @@ def chosen() -> Candidate:
 @pytest.mark.parametrize("peak", [0.3, 0.9, 0.999, 1.001, 1.1, 3.0])
 def test_parts_still_sum_to_the_peak_and_the_peak_is_still_the_largest_event(chosen: Candidate, peak: float) -> None:
     before = chosen.memory
-    after = corrected_memory(before, Correction(peak=factor_of([peak] * 9)))
+    after = calibrate.corrected_memory(before, calibrate.Correction(peak=calibrate.factor_of([peak] * 9)))
     assert sum(after.parts.values()) == after.peak_allocated_bytes == max(after.events.values())
     assert after.events[after.peak_event] == after.peak_allocated_bytes >= after.steady_allocated_bytes
     assert (after.peak_allocated_bytes > before.peak_allocated_bytes) is (peak > 1)
-    factor = Factor(value=1.04, num_runs=5, measured=1.05, spread=0.002)
-    corrected = corrected_memory(before, Correction(peak=factor)).peak_allocated_bytes
+    factor = calibrate.Factor(value=1.04, num_runs=5, measured=1.05, spread=0.002)
+    corrected = calibrate.corrected_memory(before, calibrate.Correction(peak=factor)).peak_allocated_bytes
     assert corrected == pytest.approx(1.04 * before.peak_allocated_bytes, abs=2)
     exact = {"weights", "optimizer_state", "gradients"}
     assert {name: after.parts.get(name) for name in exact} == {name: before.parts.get(name) for name in exact}
@@ -149,45 +133,36 @@ def test_parts_still_sum_to_the_peak_and_the_peak_is_still_the_largest_event(cho
 
 
 @pytest.mark.parametrize(
-    ("ratios", "is_lower"),
-    [([0.9], False), ([0.9, 0.9], False), ([0.9, 0.9, 0.9], True), ([0.85, 0.9, 0.95], False)],
+    ("ratios", "is_lower"), [([0.9], False), ([0.9, 0.9], False), ([0.9, 0.9, 0.9], True), ([0.85, 0.9, 0.95], False)]
 )
-def test_a_plan_asks_for_less_only_after_runs_that_agree(
+def test_a_plan_asks_for_less_only_after_runs_that_agree_and_for_more_after_one(
     chosen: Candidate, ratios: list[float], *, is_lower: bool
 ) -> None:
-    after = corrected_memory(chosen.memory, Correction(peak=factor_of(ratios)))
-    assert (after.need_bytes < chosen.memory.need_bytes) is is_lower
-
-
-def test_a_plan_asks_for_more_after_one_run_that_took_more(chosen: Candidate) -> None:
-    after = corrected_memory(chosen.memory, Correction(peak=factor_of([1.1])))
-    risen = after.peak_allocated_bytes - chosen.memory.peak_allocated_bytes
-    assert after.need_bytes - chosen.memory.need_bytes == risen > 0
+    before = chosen.memory
+    after = calibrate.corrected_memory(before, calibrate.Correction(peak=calibrate.factor_of(ratios)))
+    assert (after.need_bytes < before.need_bytes) is is_lower
+    after = calibrate.corrected_memory(before, calibrate.Correction(peak=calibrate.factor_of([1.1])))
+    assert after.need_bytes - before.need_bytes == after.peak_allocated_bytes - before.peak_allocated_bytes > 0
 
 
 def test_the_range_narrows_to_what_runs_scatter(chosen: Candidate) -> None:
     def width(memory: MemoryEstimate) -> float:
         return (memory.peak_allocated_bytes - memory.low_bytes) / memory.peak_allocated_bytes
 
-    firm = corrected_memory(chosen.memory, Correction(peak=factor_of([1.0, 1.001, 0.999])))
+    firm = calibrate.corrected_memory(
+        chosen.memory, calibrate.Correction(peak=calibrate.factor_of([1.0, 1.001, 0.999]))
+    )
     assert width(firm) == pytest.approx(0.01, abs=0.001)
     assert width(firm) < width(chosen.memory)
-    assert corrected_memory(chosen.memory, NO_CORRECTION) == chosen.memory
+    assert calibrate.corrected_memory(chosen.memory, calibrate.NO_CORRECTION) == chosen.memory
 
 
 def test_reserved_and_device_bytes_have_factors_of_their_own(chosen: Candidate) -> None:
-    records = [
-        record_of(
-            predicted_reserved_bytes=60, measured_reserved_bytes=66, predicted_device_bytes=70, measured_device_bytes=63
-        )
-    ] * 3
-    after = corrected_memory(chosen.memory, correction(*records))
-    before = chosen.memory
+    reserved = {"predicted_reserved_bytes": 60, "measured_reserved_bytes": 66}
+    record, before = record_of(**reserved, predicted_device_bytes=70, measured_device_bytes=63), chosen.memory
+    after = calibrate.corrected_memory(before, correction(*[record] * 3))
     assert after.peak_reserved_bytes == pytest.approx(1.1**0.75 * before.peak_reserved_bytes, abs=2)
     assert after.device_bytes == pytest.approx(0.9**0.75 * before.device_bytes, abs=2)
-
-
-# --- in a plan --------------------------------------------------------------------------------------------------
 
 
 def plan_after(*records: CalibrationRecord, **facts: Any):
@@ -214,14 +189,11 @@ def test_runs_of_one_row_do_not_turn_the_ranking_around() -> None:
 
 
 def test_a_setting_that_runs_show_not_to_fit_is_no_longer_taken() -> None:
-    records = [record_of(1.0, 1.5)] * 3
-    plain = plan_of("8b", "4xA100-SXM4-80GB", pin={"sharding": Sharding.FSDP}).chosen
-    careful = plan_of(
-        "8b", "4xA100-SXM4-80GB", pin={"sharding": Sharding.FSDP}, calibration=calibration_of(*records)
-    ).chosen
-    assert plain.memory.fits
-    assert not corrected_memory(plain.memory, correction(*records)).fits
-    assert careful.memory.fits
+    records, spec, pin = [record_of(1.0, 1.5)] * 3, "4xA100-SXM4-80GB", {"sharding": Sharding.FSDP}
+    plain = plan_of("8b", spec, pin=pin).chosen
+    careful = plan_of("8b", spec, pin=pin, calibration=calibration_of(*records)).chosen
+    assert plain.memory.fits and careful.memory.fits
+    assert not calibrate.corrected_memory(plain.memory, correction(*records)).fits
 
 
 @pytest.mark.parametrize(
@@ -251,18 +223,15 @@ def test_runs_that_are_not_used_are_counted() -> None:
 
 def test_after_a_trial_a_row_takes_the_time_it_took_and_the_others_follow() -> None:
     before = plan_of("8b", H100S)
-    first, second = before.candidates[:2]
-    trials = tuple(
-        trial_of(candidate, step_s, predicted_step_s=candidate.speed.step_s)
-        for candidate, step_s in ((first, 9.0), (second, 8.0))
-    )
+    first, second, third, *_ = before.candidates
+    taken = ((first, 9.0), (second, 8.0))
+    trials = tuple(trial_of(each, step_s, predicted_step_s=each.speed.step_s) for each, step_s in taken)
     after = plan_of("8b", H100S, trials=trials)
     times = {candidate.strategy.name: candidate.speed.step_s for candidate in after.candidates}
     assert after.chosen.strategy == second.strategy
     assert [times[first.strategy.name], times[second.strategy.name]] == pytest.approx([9.0, 8.0])
-    ratios = [trial.step_s / trial.predicted_step_s for trial in trials]
-    third = next(candidate for candidate in before.candidates[2:])
-    assert times[third.strategy.name] == pytest.approx(factor_of(ratios).value * third.speed.step_s)
+    factor = calibrate.factor_of([step_s / each.speed.step_s for each, step_s in taken])
+    assert times[third.strategy.name] == pytest.approx(factor.value * third.speed.step_s)
     settings = [{(c.strategy.name, c.micro_batch) for c in plan.candidates} for plan in (before, after)]
     assert settings[0] == settings[1]
     assert any(note.startswith("trial: ") and "9 s" in note and "8 s" in note for note in after.notes)

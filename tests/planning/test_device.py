@@ -53,11 +53,9 @@ def test_unequal_cards_count_as_the_weakest() -> None:
 
 def test_a_card_without_a_row_keeps_its_memory_and_has_no_rates() -> None:
     device = device_of(Hardware(gpus=(stranger(),), host=UNKNOWN_HOST))
-    assert device.usable_bytes == 24 * GIB
-    assert device.context_bytes > 0
+    assert device.usable_bytes == 24 * GIB and device.context_bytes > 0
     assert device.peaks == ()
-    assert device.memory_bytes_per_s is None and device.link_bytes_per_s is None
-    assert device.matmul_flops_per_s is None
+    assert device.memory_bytes_per_s is device.link_bytes_per_s is device.matmul_flops_per_s is None
     mixed = device_of(Hardware(gpus=(*machine("1xRTX-4090").gpus, stranger(1)), host=UNKNOWN_HOST))
     assert mixed.peaks == () and mixed.compute_capability is None
 
@@ -67,10 +65,8 @@ def test_a_card_without_a_row_has_the_rates_that_follow_from_its_driver() -> Non
     card = stranger(compute_capability=(8, 9), pcie_generation=4, pcie_width=8, **facts)
     device = device_of(Hardware(gpus=(card,), host=UNKNOWN_HOST))
     assert device.is_rated_by_driver and device.has_known_speed
-    assert device.usable_bytes == 24 * GIB
-    assert device.memory_bytes_per_s == 2 * 8000 * 10**6 * 192 / 8
-    assert device.pcie_bytes_per_s == 16 * 10**9
-    assert device.board_watts is None
+    assert (device.usable_bytes, device.memory_bytes_per_s) == (24 * GIB, 2 * 8000 * 10**6 * 192 / 8)
+    assert (device.pcie_bytes_per_s, device.board_watts) == (16 * 10**9, None)
     known = machine("1xRTX-4090").gpus[0]
     mixed = device_of(Hardware(gpus=(known, replace(card, index=1)), host=UNKNOWN_HOST))
     assert mixed.peaks == device.peaks and mixed.is_rated_by_driver
@@ -95,20 +91,10 @@ def test_each_measured_rate_has_its_place(measured: str, field: str) -> None:
     assert getattr(device_of(machine("2xRTX-4090")), field) is None
 
 
-def test_ranks_of_a_cpu_share_its_attention_and_have_a_link() -> None:
-    rates = MeasuredRates(attention_flops_per_s=10**10, all_gather_bytes_per_s=10**9)
-    one, two = (device_of(machine(f"{ranks}xCPU", rates=rates)) for ranks in (1, 2))
-    assert (one.measured_attention_flops_per_s, one.measured_link_bytes_per_s) == (10**10, None)
-    assert (two.measured_attention_flops_per_s, two.measured_link_bytes_per_s) == (10**10 // 2, 10**9)
-
-
 def test_the_disk_is_the_fastest_that_was_measured_in_its_slower_direction() -> None:
-    def disk(read: int | None, write: int | None) -> Disk:
-        return Disk(
-            path="/", filesystem="ext4", total_bytes=GIB, free_bytes=GIB, read_bytes_per_s=read, write_bytes_per_s=write
-        )
-
-    disks = (disk(9, 2), disk(4, 5), disk(100, None))
+    disk = Disk(path="/", filesystem="ext4", total_bytes=GIB, free_bytes=GIB)
+    rates = ((9, 2), (4, 5), (100, None))
+    disks = tuple(replace(disk, read_bytes_per_s=read, write_bytes_per_s=write) for read, write in rates)
     host = replace(CPU_HOST, disks=disks)
     assert device_of(machine("1xRTX-4090", host=host)).nvme_bytes_per_s == 4
     assert device_of(machine("1xRTX-4090")).nvme_bytes_per_s is None
@@ -132,16 +118,18 @@ def test_the_slowest_link_is_the_link() -> None:
     assert device.link_bytes_per_s == GPU_SPECS["A100-SXM4-80GB"].pcie_bytes_per_s
 
 
-def test_cpu_ranks_share_memory_and_cores() -> None:
+def test_cpu_ranks_share_memory_and_cores_and_have_a_link() -> None:
     one, two = device_of(machine("1xCPU")), device_of(machine("2xCPU"))
     assert (one.memory_bytes, one.usable_bytes) == (CPU_HOST.ram_bytes, CPU_HOST.ram_available_bytes)
     assert two.memory_bytes == one.memory_bytes // 2
     assert device_of(machine("2xCPU", vram_cap_bytes=GIB)).usable_bytes == GIB, "a cap is that of each rank"
-    assert one.matmul_flops_per_s == 4 * 20 * 10**9
-    assert two.matmul_flops_per_s == 2 * 20 * 10**9
+    assert (one.matmul_flops_per_s, two.matmul_flops_per_s) == (4 * 20 * 10**9, 2 * 20 * 10**9)
     assert one.is_matmul_assumed
-    measured = device_of(machine("2xCPU", rates=MeasuredRates(matmul_flops_per_s=10**11)))
-    assert (measured.matmul_flops_per_s, measured.is_matmul_assumed) == (10**11 // 2, False)
+    rates = MeasuredRates(matmul_flops_per_s=10**11, attention_flops_per_s=10**10, all_gather_bytes_per_s=10**9)
+    one, two = (device_of(machine(f"{ranks}xCPU", rates=rates)) for ranks in (1, 2))
+    assert (two.matmul_flops_per_s, two.is_matmul_assumed) == (10**11 // 2, False)
+    assert (one.measured_attention_flops_per_s, one.measured_link_bytes_per_s) == (10**10, None)
+    assert (two.measured_attention_flops_per_s, two.measured_link_bytes_per_s) == (10**10 // 2, 10**9)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +141,7 @@ def test_cpu_ranks_share_memory_and_cores() -> None:
     ],
 )  # fmt: skip
 def test_the_rate_and_the_sums_of_a_cpu_follow_its_vectors(
-    flags: tuple[str, ...],
-    flops_per_core: int,
-    sums_bf16_apart: bool,
+    flags: tuple[str, ...], flops_per_core: int, sums_bf16_apart: bool
 ) -> None:
     device = device_of(machine("1xCPU", host=replace(CPU_HOST, cpu_flags=flags)))
     assert device.matmul_flops_per_s == 4 * flops_per_core

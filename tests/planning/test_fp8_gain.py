@@ -88,11 +88,9 @@ def test_its_products_run_at_the_measured_multiple_of_bf16s() -> None:
     context = context_for("8b", HOPPERS, fp8_gain=fp8_gain_of(1.25), **AT_EASE)
     (candidate, *_) = in_fp8(plan(None, AT_EASE).candidates)
     configuration = configuration_of(context, candidate)
-    rates = rates_of(configuration, context.device)
+    rates, strategy = rates_of(configuration, context.device), configuration.strategy
     assert rates.linear == pytest.approx(1.25 * rates.matmul)
-    bf16 = replace(
-        configuration, strategy=replace(configuration.strategy, precision=Precision.BF16_MIXED), fp8_recipe=None
-    )
+    bf16 = replace(configuration, strategy=replace(strategy, precision=Precision.BF16_MIXED), fp8_recipe=None)
     assert rates_of(bf16, context.device).linear == rates.matmul
     # The casts are in what was measured and are not counted again.
     equal = context_for("8b", HOPPERS, fp8_gain=fp8_gain_of(1.0), **AT_EASE)

@@ -4,8 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from configuration_factory import configurations_of
-from estimate_factory import LLAMA_1B, LLAMA_8B, QWEN_HALF_B, TINY, configuration, cpu, gpu
+from estimate_factory import LLAMA_1B, LLAMA_8B, QWEN_HALF_B, TINY, configuration, configurations_of, cpu, gpu
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -37,24 +36,15 @@ SHARED: dict[Callable[..., Any], Callable[[Configuration, ModelShape, Device], t
     shape=st.sampled_from([TINY, QWEN_HALF_B, LLAMA_1B, LLAMA_8B]),
     device=st.sampled_from([gpu("8xA100-SXM4-80GB"), gpu("2xT4"), gpu("1xRTX-4090"), cpu(2)]),
     rows_per_example=st.sampled_from([1, 2]),
-    has_dora=st.booleans(),
-    is_layerwise=st.booleans(),
+    lora=st.builds(LoraJob, dora=st.booleans()),
+    galore=st.builds(GaloreJob, layerwise=st.booleans()),
     neighbour=st.sampled_from(CATALOGUE),
 )
 def test_what_is_shared_is_what_each_configuration_has_alone(
-    chosen: Configuration,
-    shape: ModelShape,
-    device: Device,
-    rows_per_example: int,
-    has_dora: bool,
-    is_layerwise: bool,
-    neighbour: Strategy,
+    chosen: Configuration, shape: ModelShape, device: Device, rows_per_example: int, neighbour: Strategy, **choices: Any
 ) -> None:
     """Also after a neighbour was computed, whose strategy may be the same where the function reads it."""
-    chosen = replace(
-        chosen, policy=replace(chosen.policy, rows_per_example=rows_per_example), lora=LoraJob(dora=has_dora),
-        galore=GaloreJob(layerwise=is_layerwise),
-    )  # fmt: skip
+    chosen = replace(chosen, policy=replace(chosen.policy, rows_per_example=rows_per_example), **choices)
     strategy = replace(neighbour, precision=chosen.strategy.precision)
     forget()
     for function, others_of in SHARED.items():
@@ -72,22 +62,17 @@ def test_a_function_is_computed_once_for_all_values_of_what_it_ignores() -> None
         computed.append(chosen)
         return factor * chosen.seq_len
 
-    chosen = configuration(Sharding.FSDP, num_ranks=2, micro_batch=4)
-    assert length(chosen, 3) == length(replace(chosen, micro_batch=2), 3) == 3 * chosen.seq_len
-    assert [each.micro_batch for each in computed] == [1]
-    assert length(replace(chosen, seq_len=7), 3) == 21 and length(chosen, 2) == 2 * chosen.seq_len
-    assert len(computed) == 3
-
     @same_for_all("strategy.precision")
     def width(chosen: Configuration) -> int:
         computed.append(chosen)
         return chosen.strategy.precision.compute_bytes
 
-    for precision, optimizer in (
-        (Precision.BF16, Optimizer.ADAMW),
-        (Precision.BF16, Optimizer.LION),
-        (Precision.FP32, Optimizer.ADAMW),
-    ):
-        chosen = configuration(Sharding.FSDP, num_ranks=2, precision=precision, optimizer=optimizer)
-        assert width(chosen) == precision.compute_bytes
-    assert len(computed) == 3 + 2, "once for each value of the part that it reads"
+    chosen = configuration(Sharding.FSDP, num_ranks=2, micro_batch=4)
+    assert length(chosen, 3) == length(replace(chosen, micro_batch=2), 3) == 3 * chosen.seq_len
+    assert [each.micro_batch for each in computed] == [1]
+    assert length(replace(chosen, seq_len=7), 3) == 21 and length(chosen, 2) == 2 * chosen.seq_len
+    assert len(computed) == 3
+    for precision in (Precision.BF16, Precision.FP32):  # once for each value of the part that it reads
+        for optimizer in (Optimizer.ADAMW, Optimizer.LION):
+            assert width(configuration(precision=precision, optimizer=optimizer)) == precision.compute_bytes
+    assert len(computed) == 3 + 2

@@ -8,25 +8,18 @@ import re
 
 import pyarrow as pa
 import pytest
+from conversations import assistant, user
 from prepare_request_factory import written_source
 from table_files import arrow_of, parquet_of
 
 from shardwise.trainer.runtime.data.sources.files import BadRow, read_rows
 from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape, example_of
-from shardwise.trainer.runtime.data.sources.scan import check_file, read_blocks
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import DataFormat
 
 TEXT, TOKENS, CHAT = DataFormat.TEXT, DataFormat.TOKENS, DataFormat.CHAT
 COMPLETION, PREFERENCE = DataFormat.PROMPT_COMPLETION, DataFormat.PREFERENCE
-ASKED = {"role": "user", "content": "2+2?"}
-ANSWERED = {"role": "assistant", "content": "4"}
-WRONG = {"role": "assistant", "content": "5"}
-
-
-def source(path, content):
-    """Of bytes, of text, or of what a function makes, which takes a while where tests are collected."""
-    return written_source(path, content() if callable(content) else content)
+ASKED, ANSWERED, WRONG = user("2+2?"), assistant("4"), assistant("5")
 
 
 def complaints(file, shape, fields):
@@ -94,7 +87,7 @@ BAD_ROWS = [  # of each what its complaint must name, as a regular expression
      'message 2 of "messages".*"bard".*system, user, assistant, tool;.*data.fields={assistant: gpt}'),
     (CHAT, row(messages=[{"content": "4"}]), 'message 1 of "messages".*"role".*fields: content$'),
     (CHAT, row(conversations=[{"from": "human"}]), 'message 1 of "conversations".*"content".*fields: from$'),
-    (CHAT, row(messages=[ASKED, {"role": "assistant", "content": " "}]), 'message 2 of "messages".*assistant.*empty'),
+    (CHAT, row(messages=[ASKED, assistant(" ")]), 'message 2 of "messages".*assistant.*empty'),
     (CHAT, row(messages=[{"role": "user", "content": 4}]), 'message 1 of "messages".*content.*number'),
     (CHAT, row(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
      'message 1 of "messages".*content.*image_url'),
@@ -117,11 +110,11 @@ BAD_ROWS = [  # of each what its complaint must name, as a regular expression
 @pytest.mark.parametrize("shape, bad, fact", BAD_ROWS)
 def test_a_bad_row_is_named_by_file_and_row_with_its_reason(tmp_path, shape, bad, fact):
     bad = bad if isinstance(bad, bytes) else bad.encode()
-    (complaint,) = complaints(source(tmp_path / "a.jsonl", b"\n" + bad + b"\n"), shape, {})
+    (complaint,) = complaints(written_source(tmp_path / "a.jsonl", b"\n" + bad + b"\n"), shape, {})
     assert re.search(rf"^a\.jsonl:2: .*{fact}", complaint)
 
 
-BAD_ROWS_OF_FILES = [
+BAD_ROWS_OF_FILES = [  # functions make what takes a while where tests are collected
     ("a.csv", "text,id\na,1\nb\n", [r"a.csv:2: .* 1 .* 2 .*line 3\b"]),
     ("a.csv", 'text,id\n"a\nb",1\nc,2,3\n', [r"a.csv:2: .* 3 .* 2 .*line 4\b"]),
     ("a.csv", 'text\n"a" b\nc\n', [r"a.csv:1: .*CSV.*line 2\b"]),
@@ -131,11 +124,7 @@ BAD_ROWS_OF_FILES = [
     ("a.json", '[{"text": "one"}, {"text": 2}, 3]', ['a.json:2: .*"text".*number', "a.json:3: .*number"]),
     ("a.json", '[{"text": "one"}, ', ["a.json: .*JSON.*truncated"]),
     ("a.jsonl.gz", lambda: gzip.compress(b'{"text": ""}\n'), ['a.jsonl.gz:1: .*"text".*empty']),
-    (
-        "a.parquet",
-        lambda: parquet(text=["one", None, ""]),
-        ['a.parquet:2: .*"text".*null', 'a.parquet:3: .*"text".*empty'],
-    ),
+    ("a.parquet", lambda: parquet(text=[None, ""]), ['a.parquet:1: .*"text".*null', 'a.parquet:2: .*"text".*empty']),
     ("a.parquet", lambda: parquet(text=pa.array([b"one", b"\xff"]).view(pa.string())), ["a.parquet:2: .*UTF-8"]),
     ("a.arrow", lambda: arrow(text=pa.array([b"\xc3", b"two"]).view(pa.string())), ["a.arrow:1: .*UTF-8"]),
     ("a.arrow", lambda: arrow(text=[b"one"]), ['a.arrow:1: .*"text".*bytes']),
@@ -144,7 +133,8 @@ BAD_ROWS_OF_FILES = [
 
 @pytest.mark.parametrize("name, content, facts", BAD_ROWS_OF_FILES)
 def test_a_bad_row_of_any_file_is_named_by_its_number(tmp_path, name, content, facts):
-    found = complaints(source(tmp_path / name, content), TEXT, {})
+    file = written_source(tmp_path / name, content() if callable(content) else content)
+    found = complaints(file, TEXT, {})
     assert len(found) == len(facts)
     assert all(re.match(fact, complaint) for fact, complaint in zip(facts, found, strict=True)), found
 
@@ -192,16 +182,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize("name, content, fact", DAMAGED)
 def test_a_damaged_file_ends_the_reading_with_the_place(tmp_path, name, content, fact):
-    file = source(tmp_path / name, content)
+    file = written_source(tmp_path / name, content() if callable(content) else content)
     with pytest.raises(InputError, match=rf"(?s)^{re.escape(file.path)}: .*{fact}") as caught:
         list(read_rows(file))
     assert len(str(caught.value).splitlines()) <= 3
-
-
-def test_a_text_file_that_is_no_text_is_one_bad_row(tmp_path):
-    file = source(tmp_path / "a.txt", b"ab\xff")
-    (bad,) = read_blocks(file, RowReading(TEXT, {}, vocab_size=100), defect=check_file(file).defect)
-    assert isinstance(bad, BadRow) and re.match(rf"{re.escape(file.path)}: .*0xff at offset 2 .*UTF-8", str(bad))
-    file = source(tmp_path / "a.txt.gz", gzip.compress(b"text" * 1000)[:-10])
-    with pytest.raises(InputError, match=r"a\.txt\.gz: .*gzip"):
-        check_file(file)

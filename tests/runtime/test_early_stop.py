@@ -1,6 +1,5 @@
 """A run that gains nothing more ends in order, with its best weights; a resumed one goes on counting."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -45,10 +44,6 @@ def is_same_export(run_dir: Path, other_dir: Path) -> bool:
     return all(torch.equal(exported(run_dir)[name], value) for name, value in exported(other_dir).items())
 
 
-def evaluations(losses: Sequence[float]) -> list[Evaluation]:
-    return [Evaluation(step=step, loss=loss, perplexity=1.0, num_tokens=1) for step, loss in enumerate(losses, start=1)]
-
-
 @pytest.mark.parametrize(
     ("losses", "count"),
     [
@@ -57,7 +52,10 @@ def evaluations(losses: Sequence[float]) -> list[Evaluation]:
     ],
 )  # fmt: skip
 def test_only_a_lower_loss_is_a_gain(losses, count):
-    assert evaluations_without_gain(evaluations(losses)) == count
+    found = [
+        Evaluation(step=step, loss=loss, perplexity=1.0, num_tokens=1) for step, loss in enumerate(losses, start=1)
+    ]
+    assert evaluations_without_gain(found) == count
 
 
 @pytest.fixture(scope="module")

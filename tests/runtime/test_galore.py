@@ -1,6 +1,5 @@
 """GaLore: moments and projectors of the planned shapes, on the planned matrices, with the planned updates."""
 
-import copy
 import inspect
 import re
 from itertools import pairwise
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from optimizer_factory import random_gradients, tiny_llama, train_steps
+from optimizer_factory import assert_same_weights, random_gradients, tiny_llama, train_steps
 from torch import nn
 
 from shardwise.trainer.runtime.optimizers import (
@@ -47,9 +46,7 @@ def test_class_and_groups_are_those_that_are_expected(inner):
     assert {p.shape for p in decay["params"]} == {(256, 64)}, "embedding and head"
     assert {p.ndim for p in no_decay["params"]} == {1}
     assert [group["weight_decay"] for group in built.param_groups] == [0.1, 0.1, 0.0]
-    assert (matrices["rank"], matrices["update_proj_gap"], matrices["scale"], matrices["proj_type"]) == (
-        8, 2, 0.5, "std"
-    )  # fmt: skip
+    assert [matrices[name] for name in ("rank", "update_proj_gap", "scale", "proj_type")] == [8, 2, 0.5, "std"]
     assert "rank" not in decay and "rank" not in no_decay
     settings = {"betas": BETAS, "eps": 1e-8} if inner is Optimizer.ADAMW else {"relative_step": False}
     assert {name: built.defaults[name] for name in settings} == settings
@@ -107,38 +104,31 @@ def test_a_projector_holds_for_the_gap_and_is_then_found_anew():
     assert [torch.equal(a, b) for a, b in pairwise(seen)] == [True, False, True]
 
 
-@pytest.mark.parametrize("projection", PROJECTIONS)
-def test_every_projection_updates_tall_and_wide_matrices_in_a_space_of_the_rank(projection):
-    llama = tiny_llama()
-    before = [matrix.detach().clone() for matrix in block_matrices(llama)]
-    galore = replace(GALORE, projection=projection)
+def after_random_gradients(**changes: Any):
+    """A step with gradients of full rank: the model, its optimizer, and what each weight moved by."""
+    llama, before = tiny_llama(), tiny_llama()
+    galore = replace(GALORE, **changes)
     built = build_optimizer(Optimizer.ADAMW, llama, lr=1e-2, weight_decay=0.0, galore=galore)
     random_gradients(llama, step=0)
     built.step()
-    for old, new in zip(before, block_matrices(llama), strict=True):
-        update = new.detach() - old
-        assert 0 < torch.linalg.matrix_rank(update, rtol=1e-4) <= 8
+    updates = {name: weight.detach() - before.get_parameter(name) for name, weight in llama.named_parameters()}
+    return llama, built, updates
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_every_projection_updates_tall_and_wide_matrices_in_a_space_of_the_rank(projection):
+    llama, built, updates = after_random_gradients(projection=projection)
+    for name, update in updates.items():
+        assert "_proj" not in name or 0 < torch.linalg.matrix_rank(update, rtol=1e-4) <= 8
     sides = {tuple(built.state[matrix]["exp_avg"].shape) for matrix in block_matrices(llama)}
     assert all(8 in shape for shape in sides)
     assert (sides == {(8, 8)}) == (projection == "full")
 
 
 def test_the_scale_scales_the_projected_update_and_nothing_else():
-    updates = {}
-    for scale in (0.25, 1.0):
-        llama = tiny_llama()
-        before = copy.deepcopy(llama)
-        galore = replace(GALORE, scale=scale)
-        built = build_optimizer(Optimizer.ADAMW, llama, lr=1e-2, weight_decay=0.0, galore=galore)
-        random_gradients(llama, step=0)
-        built.step()
-        updates[scale] = {
-            name: parameter.detach() - before.get_parameter(name) for name, parameter in llama.named_parameters()
-        }
-    inside = {name for name in updates[1.0] if "_proj" in name}
-    for name, update in updates[1.0].items():
-        factor = 0.25 if name in inside else 1.0
-        assert torch.allclose(updates[0.25][name], factor * update, atol=1e-6), name
+    (_, _, quarter), (_, _, whole) = (after_random_gradients(scale=scale) for scale in (0.25, 1.0))
+    expected = {name: (0.25 if "_proj" in name else 1.0) * update for name, update in whole.items()}
+    torch.testing.assert_close(quarter, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("inner", [Optimizer.ADAMW, Optimizer.ADAFACTOR])
@@ -148,30 +138,27 @@ def test_layerwise_runs_inside_the_backward_pass_with_the_same_result(inner):
     assert updates_in_backward(built)
     assert "hooks on 21 parameters" in optimizer_facts(built)["updates"]
     assert all(parameter.grad is None for parameter in layerwise.parameters())
-    for name, parameter in layerwise.named_parameters():
-        assert torch.equal(parameter, plain.get_parameter(name)), name
+    assert_same_weights(layerwise, plain)
 
 
-def test_the_8_bit_optimizer_inside_needs_a_gpu_and_says_so(monkeypatch):
+REFUSALS = [
+    (Optimizer.ADAMW_8BIT, {}, r"adamw_8bit .*CUDA.*adamw or adafactor"),  # where there is no GPU
+    (Optimizer.LION, {}, r"adamw, adamw_8bit, adafactor, .*\blion$"),
+    (Optimizer.SGD, {}, r"adamw, adamw_8bit, adafactor, .*\bsgd$"),
+    (Optimizer.ADAMW_FUSED, {}, r"adamw, adamw_8bit, adafactor, .*\badamw_fused$"),
+    (Optimizer.ADAMW, {"projection": "diagonal"}, r"train\.galore\.projection: diagonal\b.*: std, reverse_std"),
+    (Optimizer.ADAMW, {"projection": "reverse_std", "rank": 32}, r"rank: 32 .* 32, .*reverse_std"),
+]
+
+
+@pytest.mark.parametrize(("inner", "changes", "fact"), REFUSALS)
+def test_what_galore_cannot_do_is_refused(inner, changes, fact, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match=r"adamw_8bit .*CUDA.*adamw or adafactor"):
-        build_optimizer(Optimizer.ADAMW_8BIT, tiny_llama(), lr=1e-2, weight_decay=0.1, galore=GALORE)
+    with pytest.raises(InputError, match=fact):
+        after_steps(inner, **changes)
 
 
-@pytest.mark.parametrize("inner", [Optimizer.LION, Optimizer.SGD, Optimizer.ADAMW_FUSED])
-def test_what_galore_torch_has_no_class_for_is_refused(inner):
-    with pytest.raises(InputError, match=rf"adamw, adamw_8bit, adafactor, .*\b{inner}$"):
-        build_optimizer(inner, tiny_llama(), lr=1e-2, weight_decay=0.1, galore=GALORE)
-
-
-def test_a_projection_that_does_not_exist_is_refused():
-    with pytest.raises(InputError, match=r"train\.galore\.projection: diagonal\b.*: std, reverse_std"):
-        after_steps(projection="diagonal")
-
-
-def test_a_rank_that_reverse_std_cannot_project_back_is_refused():
-    with pytest.raises(InputError, match=r"rank: 32 .* 32, .*reverse_std"):
-        after_steps(projection="reverse_std", rank=32)
+def test_the_largest_rank_of_reverse_std_is_below_the_smaller_side():
     after_steps(projection="reverse_std", rank=31)
 
 

@@ -4,19 +4,20 @@ Each expectation is the whole row as it is trained on. The templates are ours by
 Tokenizers are byte-level as Llama's 3 and Qwen's, or sentencepiece-like as Mistral's and Gemma's.
 """
 
-import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from chat_formats import CHATS, FAMILIES, FORMATS, SINGLE, Family
+from chat_formats import CHATS, FAMILIES, FORMATS, Family
 from chat_tokenizers import byte_level_folder, metaspace_folder
 from conversations import TRL_TEMPLATES
 from prepare_request_factory import listed_request
+from table_files import lines_of
 from tokenizers import Tokenizer
 
 from shardwise.trainer.runtime.data.batches import MicroBatch, step_micro_batches
@@ -24,9 +25,6 @@ from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.data.chat.template import TEMPLATE_NAMES
 from shardwise.trainer.runtime.data.prepare import prepare
 from shardwise.trainer.spec.job.sections import LossOn
-
-COMPLETION = {"prompt": SINGLE[:1], "completion": SINGLE[1:]}
-SEQ_LEN = 256
 
 
 def plain(marked: str) -> str:
@@ -41,42 +39,30 @@ def only_last(marked: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    made: dict[tuple[Any, ...], Path] = {}
-
-    def folder(family: Family) -> Path:
-        key = family[1:]
-        if key not in made:
-            out = tmp_path_factory.mktemp("tokenizers") / "folder"
-            if family.is_sentencepiece:
-                special = (*filter(None, (family.bos, family.eos)), "<start_of_turn>", "<end_of_turn>")
-                markers = ("[INST]", "[/INST]") if family.template == "mistral" else ()
-                made[key] = metaspace_folder(
-                    out, special=(*special, *markers), bos=family.bos, eos=family.eos, ends_with_words=True
-                )
-            else:
-                made[key] = byte_level_folder(out, bos=family.bos, eos=family.eos)
-        return made[key]
+    @cache
+    def folder(eos: str, bos: Any, is_sentencepiece: bool) -> Path:
+        out = tmp_path_factory.mktemp("tokenizers") / "folder"
+        if not is_sentencepiece:
+            return byte_level_folder(out, bos=bos, eos=eos)
+        special = (bos, eos, "<start_of_turn>", "<end_of_turn>")
+        return metaspace_folder(out, special=special, bos=bos, eos=eos, ends_with_words=True)
 
     return folder
 
 
-class Prepared(NamedTuple):
-    """The documents of one micro batch: of each its token ids, and which of them have a label."""
-
-    tokenizer: Tokenizer
-    documents: list[list[tuple[int, bool]]]
-    is_packed: bool
+Document = list[tuple[int, bool]]  # token ids, and which of them have a label
 
 
-def prepared(folder: Path, family: Family, name: str, chats: list[Any], tmp_path: Path, **settings: Any) -> Prepared:
-    """What a run would train on in its first step, from a file."""
-    rows = [chat if isinstance(chat, dict) else {"messages": chat} for chat in chats]
+def prepared(
+    folder: Path, family: Family, name: str, chats: list[Any], tmp_path: Path, **settings: Any
+) -> tuple[Tokenizer, list[Document]]:
+    """The documents of the one micro batch that a run would train on in its first step, from a file."""
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_bytes(lines_of({"messages": chat} for chat in chats))
     template = str(TRL_TEMPLATES / f"{family.template}.jinja") if name.startswith("TRL ") else family.template
     request = listed_request(
         path, cache_root=tmp_path / "cache", tokenizer=str(folder), chat_template=template, vocab_size=2048,
-        seq_len=SEQ_LEN, **settings,
+        seq_len=256, **settings,
     )  # fmt: skip
     profile = prepare(request, lambda _: None)
     train = TokenRows.open(Path(profile.cache_dir), "train")
@@ -86,10 +72,11 @@ def prepared(folder: Path, family: Family, name: str, chats: list[Any], tmp_path
     )  # fmt: skip
     assert num_terms == batch.num_targets == profile.num_targets
     tokenizer = Tokenizer.from_file(f"{profile.cache_dir}/tokenizer/tokenizer.json")
-    return Prepared(tokenizer, list(documents_of(batch, train)), train.layout.is_packed)
+    assert train.layout.is_packed is settings["packing"]
+    return tokenizer, list(documents_of(batch, train))
 
 
-def documents_of(batch: MicroBatch, rows: TokenRows) -> Iterator[list[tuple[int, bool]]]:
+def documents_of(batch: MicroBatch, rows: TokenRows) -> Iterator[Document]:
     """Documents as the positions tell them apart; padding belongs to none of them and has no label."""
     width = batch.input_ids.shape[1]
     positions = torch.arange(width).expand_as(batch.input_ids) if batch.position_ids is None else batch.position_ids
@@ -104,7 +91,7 @@ def documents_of(batch: MicroBatch, rows: TokenRows) -> Iterator[list[tuple[int,
             yield list(zip(ids[begin:end].tolist(), learned[begin:end].tolist(), strict=True))
 
 
-def marked(document: list[tuple[int, bool]], tokenizer: Tokenizer, family: Family) -> str:
+def marked(document: Document, tokenizer: Tokenizer, family: Family) -> str:
     """The text of a document, each stretch of learned tokens in « »."""
     runs = groupby(document, lambda token: token[1])
     texts = [(is_learned, _text([token for token, _ in run], tokenizer, family)) for is_learned, run in runs]
@@ -143,17 +130,13 @@ def test_exactly_what_the_job_names_has_labels(name, loss_on, folder_of, tmp_pat
     family = FAMILIES[name]
     chats, expected = of_family(name)
     packing = loss_on is not LossOn.ASSISTANT
-    made = prepared(folder_of(family), family, name, chats, tmp_path, packing=packing, loss_on=loss_on)
-    assert made.is_packed is packing
-    found = sorted(marked(each, made.tokenizer, family) for each in made.documents)
+    tokenizer, documents = prepared(
+        folder_of(*family[1:]), family, name, chats, tmp_path, packing=packing, loss_on=loss_on
+    )
+    found = [marked(each, tokenizer, family) for each in documents]
     if loss_on is LossOn.ALL:
-        firsts = {_text([document[0][0]], made.tokenizer, family) for document in made.documents}
-        expected = [
-            f"{first}«{text.removeprefix(first)}»"
-            for text in map(plain, expected)
-            for first in firsts
-            if text.startswith(first)
-        ]
+        assert all(is_learned is (place > 0) for each in documents for place, (_, is_learned) in enumerate(each))
+        found, expected = list(map(plain, found)), list(map(plain, expected))
     elif loss_on is LossOn.COMPLETION:
         expected = list(map(only_last, expected))
-    assert found == sorted(expected)
+    assert sorted(found) == sorted(expected)

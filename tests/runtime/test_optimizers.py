@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from optimizer_factory import GALORE, NUM_LARGE, NUM_SMALL, losses_on_text, random_gradients, tiny_llama, train_steps
+from optimizer_factory import (
+    GALORE,
+    NUM_LARGE,
+    NUM_SMALL,
+    assert_same_weights,
+    losses_on_text,
+    random_gradients,
+    tiny_llama,
+    train_steps,
+)
 from rank_factory import write_packed_rows
 from torch import nn
 
@@ -23,66 +32,47 @@ EIGHT_BIT = (
 )  # fmt: skip
 
 
-def model() -> nn.Module:
-    built = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.LayerNorm(4))
-    built[0].weight.requires_grad_(False)
-    return built
-
-
-def after_steps(kind: Optimizer, *, num_steps: int = 2, lr: float = 1e-3):
-    llama = tiny_llama()
-    built = build_optimizer(kind, llama, lr=lr, weight_decay=0.1)
-    train_steps(llama, built, range(num_steps), lr=lr)
-    return llama, built
-
-
 def test_matrices_decay_and_everything_else_does_not():
-    decay, no_decay = parameter_groups(model(), weight_decay=0.1)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+    model[0].weight.requires_grad_(False)
+    decay, no_decay = parameter_groups(model, weight_decay=0.1)
     assert (decay["name"], decay["weight_decay"], [p.shape for p in decay["params"]]) == ("decay", 0.1, [(4, 4)])
     assert (no_decay["name"], no_decay["weight_decay"]) == ("no_decay", 0.0)
     assert [tuple(p.shape) for p in no_decay["params"]] == [(4,), (4,), (4,)]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "kind", "settings"),
-    [
-        (Optimizer.ADAMW, "torch.optim.adamw.AdamW", {"foreach": True, "fused": None, "betas": (0.9, 0.95)}),
-        (Optimizer.ADAMW_FUSED, "torch.optim.adamw.AdamW", {"fused": True, "betas": (0.9, 0.95)}),
-        (Optimizer.SGD, "torch.optim.sgd.SGD", {"momentum": 0}),
-        (
-            Optimizer.ADAMW_8BIT,
-            "shardwise.trainer.runtime.optimizers.eight_bit.AdamW8bit",
-            {"betas": (0.9, 0.95), "eps": 1e-8},
-        ),
-        (Optimizer.PAGED_ADAMW, "bitsandbytes.optim.adamw.PagedAdamW32bit", {"betas": (0.9, 0.95)}),
-        (Optimizer.PAGED_ADAMW_8BIT, "bitsandbytes.optim.adamw.PagedAdamW8bit", {"betas": (0.9, 0.95)}),
-        (Optimizer.LION, "lion_pytorch.lion_pytorch.Lion", {"betas": (0.95, 0.98)}),
-        (Optimizer.LION_8BIT, "bitsandbytes.optim.lion.Lion8bit", {"betas": (0.95, 0.98)}),
-        (Optimizer.LAMB_8BIT, "shardwise.trainer.runtime.optimizers.eight_bit.Lamb8bit", {"betas": (0.9, 0.95)}),
-        (
-            Optimizer.ADEMAMIX_8BIT,
-            "bitsandbytes.optim.ademamix.AdEMAMix8bit",
-            {"betas": (0.9, 0.999, 0.9999), "alpha": 5.0, "t_alpha": None, "t_beta3": None},
-        ),
-        (
-            Optimizer.ADAFACTOR,
-            "transformers.optimization.Adafactor",
-            {"scale_parameter": True, "relative_step": False, "beta1": None, "clip_threshold": 1.0},
-        ),
-        (Optimizer.MUON, "shardwise.trainer.runtime.optimizers.rules.MuonAndAdamW", {}),
-        (Optimizer.LOMO, "shardwise.trainer.runtime.optimizers.in_backward.Lomo", {}),
-        (Optimizer.ADALOMO, "shardwise.trainer.runtime.optimizers.in_backward.AdaLomo", {"clip_threshold": 1.0}),
-    ],
-)
-def test_each_name_is_its_implementation(optimizer, kind, settings):
-    built = build_optimizer(optimizer, model(), lr=0.5, weight_decay=0.1)
-    assert f"{type(built).__module__}.{type(built).__name__}" == kind
-    assert {name: built.defaults[name] for name in settings} == settings
+OURS = "shardwise.trainer.runtime.optimizers"
+ADAMS: dict[str, object] = {"betas": (0.9, 0.95)}
+IMPLEMENTATIONS: dict[Optimizer, tuple[str, dict[str, object]]] = {
+    Optimizer.ADAMW: ("torch.optim.adamw.AdamW", {"foreach": True, "fused": None, **ADAMS}),
+    Optimizer.ADAMW_FUSED: ("torch.optim.adamw.AdamW", {"fused": True, **ADAMS}),
+    Optimizer.SGD: ("torch.optim.sgd.SGD", {"momentum": 0}),
+    Optimizer.ADAMW_8BIT: (f"{OURS}.eight_bit.AdamW8bit", {"eps": 1e-8, **ADAMS}),
+    Optimizer.PAGED_ADAMW: ("bitsandbytes.optim.adamw.PagedAdamW32bit", ADAMS),
+    Optimizer.PAGED_ADAMW_8BIT: ("bitsandbytes.optim.adamw.PagedAdamW8bit", ADAMS),
+    Optimizer.LION: ("lion_pytorch.lion_pytorch.Lion", {"betas": (0.95, 0.98)}),
+    Optimizer.LION_8BIT: ("bitsandbytes.optim.lion.Lion8bit", {"betas": (0.95, 0.98)}),
+    Optimizer.LAMB_8BIT: (f"{OURS}.eight_bit.Lamb8bit", ADAMS),
+    Optimizer.ADEMAMIX_8BIT: (
+        "bitsandbytes.optim.ademamix.AdEMAMix8bit",
+        {"betas": (0.9, 0.999, 0.9999), "alpha": 5.0, "t_alpha": None, "t_beta3": None},
+    ),
+    Optimizer.ADAFACTOR: (
+        "transformers.optimization.Adafactor",
+        {"scale_parameter": True, "relative_step": False, "beta1": None, "clip_threshold": 1.0},
+    ),
+    Optimizer.MUON: (f"{OURS}.rules.MuonAndAdamW", {}),
+    Optimizer.LOMO: (f"{OURS}.in_backward.Lomo", {}),
+    Optimizer.ADALOMO: (f"{OURS}.in_backward.AdaLomo", {"clip_threshold": 1.0}),
+}
 
 
 @pytest.mark.parametrize("kind", STEPPED)
-def test_class_and_groups_are_those_that_are_expected(kind):
+def test_class_settings_and_groups_are_those_that_are_expected(kind):
     built = build_optimizer(kind, tiny_llama(), lr=0.5, weight_decay=0.1)
+    implementation, settings = IMPLEMENTATIONS[kind]
+    assert f"{type(built).__module__}.{type(built).__name__}" == implementation
+    assert {name: built.defaults[name] for name in settings} == settings
     assert type(built).__name__ == expected_class_name(kind)
     assert tuple(group["name"] for group in built.param_groups) == expected_groups(kind)
     assert [group["weight_decay"] for group in built.param_groups] == [0.1] * (len(built.param_groups) - 1) + [0.0]
@@ -93,32 +83,32 @@ def test_class_and_groups_are_those_that_are_expected(kind):
 @pytest.mark.parametrize("kind", STEPPED)
 def test_the_learning_rate_reaches_every_group_and_every_update(kind):
     llama = tiny_llama()
-    before = {name: parameter.detach().clone() for name, parameter in llama.named_parameters()}
     built = build_optimizer(kind, llama, lr=0.5, weight_decay=0.1)
     train_steps(llama, built, range(1), lr=0.0)
     assert [group["lr"] for group in built.param_groups] == [0.0] * len(built.param_groups)
-    assert all(torch.equal(parameter, before[name]) for name, parameter in llama.named_parameters())
+    assert_same_weights(llama, tiny_llama())
     train_steps(llama, built, range(1, 2), lr=1e-3)
-    moved = {name: not torch.equal(parameter, before[name]) for name, parameter in llama.named_parameters()}
-    assert all(moved.values()), [name for name, has_moved in moved.items() if not has_moved]
+    before = tiny_llama()
+    assert [name for name, weight in llama.named_parameters() if torch.equal(weight, before.get_parameter(name))] == []
 
 
 @pytest.mark.parametrize("kind", STEPPED)
 def test_without_gradients_matrices_shrink_and_norms_stay(kind):
-    llama = tiny_llama()
-    before = {name: parameter.detach().clone() for name, parameter in llama.named_parameters()}
+    llama, before = tiny_llama(), tiny_llama()
     built = build_optimizer(kind, llama, lr=0.1, weight_decay=0.5)
     for parameter in llama.parameters():
         parameter.grad = torch.zeros_like(parameter)
     built.step()
     for name, parameter in llama.named_parameters():
-        ratio = parameter.norm() / before[name].norm()
+        ratio = parameter.norm() / before.get_parameter(name).norm()
         assert ratio == 1 if parameter.ndim == 1 else 0.85 < ratio < 1, (name, ratio)
 
 
 @pytest.mark.parametrize("kind", EIGHT_BIT)
 def test_moments_of_large_tensors_are_8_bit_with_a_scale_for_256_elements(kind):
-    llama, built = after_steps(kind)
+    llama = tiny_llama()
+    built = build_optimizer(kind, llama, lr=1e-3, weight_decay=0.1)
+    train_steps(llama, built, range(2), lr=1e-3)
     moments = ("1",) if kind is Optimizer.LION_8BIT else ("1", "2")
     stack = {"1": (2,)} if kind is Optimizer.ADEMAMIX_8BIT else {}  # its fast and its slow mean
     for parameter in llama.parameters():
@@ -155,8 +145,7 @@ def test_muons_rules_are_torchs_own():
             random_gradients(each, step=step)
         for optimizer in (built, adamw, muon):
             optimizer.step()
-    for name, parameter in alone.named_parameters():
-        assert torch.equal(parameter, llama.get_parameter(name)), name
+    assert_same_weights(llama, alone)
 
 
 def test_lambs_update_on_small_tensors_is_the_papers():

@@ -1,11 +1,10 @@
-"""Packed rows under flash-attn, as far as its own functions, and what packing costs in memory."""
+"""Packed rows under flash-attn, as far as its own functions."""
 
 from typing import Any
 
 import pytest
 import torch
 from architecture_factory import TINY, VARIANTS
-from estimate_factory import config, configuration, cpu, shape_of
 from hub_kernel_factory import KERNEL
 from torch_flash_kernel.interface import flash_attn_varlen_func
 from transformers import (
@@ -20,15 +19,9 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 from transformers.models.falcon import modeling_falcon
 
-from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.runtime.attention.packed import FLASH
-from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.loss import IGNORED, install_loss_head
-from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing
-from shardwise.trainer.runtime.optimizers import build_optimizer
-from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.report import MemoryFigures
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Precision
+from shardwise.trainer.spec.strategy import LossHead
 
 WIDTH = 48
 LENGTHS = ((20, 1, 27), (3, 30, 15))
@@ -38,8 +31,13 @@ UNCHANGED = [(0, slice(20, 48)), (1, slice(0, 3)), (1, slice(33, 48))]
 UNDER_FLASH = {name: fields for name, fields in {**TINY, **VARIANTS}.items() if name in TINY and name != "mpt"}
 
 
-def load_stand_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes `name` an attention implementation that runs; rows of several documents must come with their bounds."""
+@pytest.fixture
+def flash_attn(request, monkeypatch) -> str:
+    """The name by which transformers has flash-attn's functions loaded, as on a machine that could run them.
+
+    Rows of several documents must come with their bounds.
+    """
+    name: str = request.param
     library = modeling_flash_attention_utils
     prepare = library._lazy_define_process_function(flash_attn_varlen_func)
     loaded = {"_flash_fn": _of_one_document, "_flash_varlen_fn": flash_attn_varlen_func}
@@ -50,17 +48,11 @@ def load_stand_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_falcon, "_flash_attention_forward", library._flash_attention_forward, raising=False)
     AttentionInterface.register(KERNEL, flash_attention_forward)  # as transformers does when it loads a kernel
     AttentionMaskInterface.register(KERNEL, flash_attention_mask)
+    return name
 
 
 def _of_one_document(*args: Any, **kwargs: Any) -> torch.Tensor:
     raise AssertionError("rows of several documents came as rows of one")
-
-
-@pytest.fixture
-def flash_attn(request, monkeypatch) -> str:
-    """The name by which transformers has flash-attn's functions loaded, as on a machine that could run them."""
-    load_stand_in(request.param, monkeypatch)
-    return request.param
 
 
 def build(fields: dict[str, Any], implementation: str) -> PreTrainedModel:
@@ -122,51 +114,3 @@ def test_w32_qwen2_moe_does_not_hand_its_window_to_flash_attn(flash_attn, monkey
         model(input_ids=ids)
     assert len(windows) == 3
     assert set(windows) == {None}
-
-
-SEQ_LEN, MICRO_BATCH = 512, 2
-MEMORY_CASES = [
-    (Precision.FP32, Checkpointing.NONE),
-    (Precision.FP32, Checkpointing.FULL),
-    (Precision.BF16_MIXED, Checkpointing.NONE),
-]
-
-
-def measured(fields: dict[str, Any], precision: Precision, checkpointing: Checkpointing) -> MemoryFigures:
-    """A steady step of packed rows."""
-    model = build(fields, "sdpa").train()
-    apply_checkpointing(model, checkpointing)
-    install_loss_head(model, LossHead.CHUNKED, chunk_tokens=None)
-    optimizer = build_optimizer(Optimizer.ADAMW, model, lr=1e-4, weight_decay=0.1)
-    lengths = (50, 130, 30, 250, 52)
-    positions = torch.cat([torch.arange(length) for length in lengths]).repeat(MICRO_BATCH, 1)
-
-    def step() -> None:
-        ids = torch.randint(0, 4096, (MICRO_BATCH, SEQ_LEN))
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision is Precision.BF16_MIXED):
-            loss = model(input_ids=ids, labels=ids.clone(), position_ids=positions.clone())
-        loss.backward()
-        del ids, loss
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    step()
-    profile = MemoryProfile(model, optimizer, torch.device("cpu"))
-    with profile.step():
-        step()
-    return profile.figures()
-
-
-# transformers renamed the method that `activation_memory` calls, and still has the old name.
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize(("precision", "checkpointing"), MEMORY_CASES)
-def test_packed_rows_need_the_memory_that_is_predicted_for_rows_of_one_document(precision, checkpointing):
-    """Within 2 %, the tolerance of the closed form; a mask of row x row would be a sixth too much."""
-    fields = config(4096, 192, 512, 4, 6, 2, is_tied=True, head_dim=32)
-    chosen = configuration(
-        precision=precision, checkpointing=checkpointing, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN,
-        optimizer=Optimizer.ADAMW, loss=LossHead.CHUNKED,
-    )  # fmt: skip
-    estimate = estimate_memory(shape_of(fields), chosen, cpu())
-    peak = measured(fields, precision, checkpointing).peak_allocated_bytes
-    assert peak == pytest.approx(estimate.peak_allocated_bytes, rel=0.02)

@@ -3,29 +3,17 @@
 import json
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
-from lone_rank import (
-    ENDLESS,
-    POLL_S,
-    TIMEOUT_S,
-    losses_of,
-    report_of,
-    run_rank,
-    start_rank,
-    stop_after_step,
-    wait_for_step,
-)
+from lone_rank import ENDLESS, TIMEOUT_S, lines_of, losses_of, report_of, run_rank, start_rank, wait_for_step
 from msgspec.structs import replace
-from rank_factory import NUM_EVAL_ROWS, rank_plan, write_attempt, write_rows
+from rank_factory import NUM_EVAL_ROWS, rank_plan, write_attempt
 from spoilt_rows import spoil
 
 from shardwise.trainer.runtime.data.cache import TokenLayout
@@ -58,15 +46,24 @@ def test_a_finished_attempt_reports_what_was_measured(finished):
     assert report.evaluations[0].num_tokens > NUM_EVAL_ROWS
     memory = report.measured.memory
     assert memory.peak_allocated_bytes is not None and sum(memory.parts.values()) == memory.peak_allocated_bytes
+    num_parameters = 106_816
+    assert 0 < memory.parts["gradients"] <= 4 * num_parameters, "as many as had arrived at the peak"
+    assert 0 <= memory.parts["weights"] - 4 * num_parameters < 1024, "buffers beside the parameters"
+    assert 0 <= memory.parts["optimizer_state"] - 8 * num_parameters < 1024, "one step counter a parameter"
+    assert memory.steady_allocated_bytes == memory.parts["weights"] + memory.parts["optimizer_state"]
     assert report.measured.speed.step_s is not None and report.measured.speed.tokens_per_s_per_gpu is not None
     assert report.final_loss == losses_of(finished.parents[2])[6]
     assert report.checkpoint == "checkpoints/step-00000006" and report.export == "export"
+    record = json.loads((finished.parent / "pids" / "rank-0.json").read_text())
+    assert record["rank"] == 0 and record["pid"] > 1 and record["start_time"] > 0
+    assert (finished.parent / "logs" / "rank-0.log").exists()
+    assert json.loads((finished.parent / "status.json").read_text()) == {"phase": "finished", "step": 6}
 
 
 def test_speed_counts_what_goes_through_the_model_and_learned_tokens_beside_it(tmp_path, cache_dir):
     masked = Path(shutil.copytree(cache_dir, tmp_path / "rows"))
     layout = codec.read(masked / "layout.json", TokenLayout)
-    codec.write(masked / "layout.json", msgspec.structs.replace(layout, is_masked=True))
+    codec.write(masked / "layout.json", replace(layout, is_masked=True))
     is_learned = np.arange(layout.num_tokens) % 3 == 0
     for name in ("train", "eval"):
         is_learned[np.load(masked / f"{name}_rows.npy")[:, 0]] = False  # no token stands before these
@@ -74,16 +71,14 @@ def test_speed_counts_what_goes_through_the_model_and_learned_tokens_beside_it(t
     plan = plan_with(masked, num_steps=5, eval_every_steps=None, checkpoint_every_steps=None)
     plan_path = write_attempt(tmp_path / "run", plan)
     run_rank(plan_path)
-    lines = [json.loads(line) for line in (plan_path.parents[2] / "metrics.jsonl").read_text().splitlines()]
-    before = {"tokens": 0, "targets": 0}
-    for line in lines:
+    lines = [{"tokens": 0, "targets": 0}, *lines_of(plan_path.parents[2]).values()]
+    for before, line in pairwise(lines):
         tokens, targets = line["tokens"] - before["tokens"], line["targets"] - before["targets"]
         assert tokens == pytest.approx(line["tokens_per_s"] * line["step_s"])
         assert targets == pytest.approx(line["targets_per_s"] * line["step_s"])
         assert targets / tokens < 0.45
-        before = line
     report = report_of(plan_path)
-    assert (report.tokens, report.targets) == (before["tokens"], before["targets"])
+    assert (report.tokens, report.targets) == (lines[-1]["tokens"], lines[-1]["targets"])
     speed = report.measured.speed
     assert speed.targets_per_s_per_gpu / speed.tokens_per_s_per_gpu < 0.45
 
@@ -96,21 +91,6 @@ def test_a_return_to_a_checkpoint_is_in_the_report(tmp_path, cache_dir):
     plan_path = write_attempt(tmp_path / "run", spoil(plan, tmp_path / "extension", [5]))
     run_rank(plan_path)
     assert report_of(plan_path).roll_backs == (RollBack(from_step=5, to_step=3),)
-
-
-def test_the_parts_that_can_be_counted_are_exact(finished):
-    num_parameters, memory = 106_816, report_of(finished).measured.memory
-    assert 0 < memory.parts["gradients"] <= 4 * num_parameters, "as many as had arrived at the peak"
-    assert 0 <= memory.parts["weights"] - 4 * num_parameters < 1024, "buffers beside the parameters"
-    assert 0 <= memory.parts["optimizer_state"] - 8 * num_parameters < 1024, "one step counter a parameter"
-    assert memory.steady_allocated_bytes == memory.parts["weights"] + memory.parts["optimizer_state"]
-
-
-def test_the_rank_registers_itself_and_logs_where_it_was_told(finished):
-    record = json.loads((finished.parent / "pids" / "rank-0.json").read_text())
-    assert record["rank"] == 0 and record["pid"] > 1 and record["start_time"] > 0
-    assert (finished.parent / "logs" / "rank-0.log").exists()
-    assert json.loads((finished.parent / "status.json").read_text()) == {"phase": "finished", "step": 6}
 
 
 def test_a_finished_attempt_started_again_overwrites_nothing_and_has_the_same_losses(finished):
@@ -126,21 +106,6 @@ def test_a_finished_attempt_started_again_overwrites_nothing_and_has_the_same_lo
     assert codec.read(again / "report.json", Report).ending is Ending.FINISHED
 
 
-def test_a_run_that_was_stopped_and_resumed_has_the_losses_of_one_that_was_not(tmp_path, cache_dir):
-    plan = plan_with(cache_dir, num_steps=ENDLESS, checkpoint_every_steps=None, eval_every_steps=None)
-    stopped = write_attempt(tmp_path / "stopped", plan)
-    report = stop_after_step(stopped, 3)
-    assert report.exit_code == ExitCode.REQUEUE and report.step >= 3
-    assert report.checkpoint == f"checkpoints/step-{report.step:08d}"
-    resumed = write_attempt(tmp_path / "stopped", msgspec.structs.replace(plan, resume=True), number=2)
-    last = report.step + 6
-    assert stop_after_step(resumed, last).resumed_from_step == report.step
-    stop_after_step(write_attempt(tmp_path / "whole", plan), last)
-    found, expected = losses_of(tmp_path / "stopped"), losses_of(tmp_path / "whole")
-    steps = range(1, last + 1)
-    assert [found[step] for step in steps] == [expected[step] for step in steps], "bit by bit"
-
-
 def test_ctrl_c_is_left_to_the_supervisor(tmp_path, cache_dir):
     plan_path = write_attempt(tmp_path, plan_with(cache_dir, num_steps=ENDLESS, eval_every_steps=None))
     rank = start_rank(plan_path)
@@ -149,13 +114,14 @@ def test_ctrl_c_is_left_to_the_supervisor(tmp_path, cache_dir):
     wait_for_step(tmp_path, max(losses_of(tmp_path)) + 3, rank)
     rank.send_signal(signal.SIGUSR1)
     assert rank.wait(timeout=TIMEOUT_S) == 0
-    assert report_of(plan_path).ending is Ending.PREEMPTED
+    report = report_of(plan_path)
+    assert (report.ending, report.exit_code) == (Ending.PREEMPTED, ExitCode.REQUEUE)
 
 
 def test_out_of_memory_is_an_orderly_end(tmp_path, cache_dir):
     plan = plan_with(cache_dir, micro_batch=512, sequences_per_step=1024, loss=LossHead.EAGER)
-    capped = msgspec.structs.replace(plan.hardware, vram_cap_bytes=24 * 2**20)
-    plan_path = write_attempt(tmp_path, msgspec.structs.replace(plan, hardware=capped))
+    capped = replace(plan.hardware, vram_cap_bytes=24 * 2**20)
+    plan_path = write_attempt(tmp_path, replace(plan, hardware=capped))
     run_rank(plan_path, expected_code=0)
     report = report_of(plan_path)
     assert report.ending is Ending.OUT_OF_MEMORY and report.exit_code == ExitCode.OUT_OF_MEMORY
@@ -164,28 +130,13 @@ def test_out_of_memory_is_an_orderly_end(tmp_path, cache_dir):
 
 
 def test_resuming_where_there_is_nothing_is_an_error_in_the_report(tmp_path, cache_dir):
-    plan_path = write_attempt(tmp_path, msgspec.structs.replace(plan_with(cache_dir), resume=True))
+    plan_path = write_attempt(tmp_path, replace(plan_with(cache_dir), resume=True))
     run_rank(plan_path, expected_code=1)
     report = report_of(plan_path)
     assert report.ending is Ending.FAILED and report.exit_code == ExitCode.ENVIRONMENT
     assert report.error is not None and f"--resume: {tmp_path}" in report.error
 
 
-def test_a_rank_ends_when_its_parent_is_killed(tmp_path, cache_dir):
-    plan_path = write_attempt(tmp_path, plan_with(cache_dir, num_steps=ENDLESS, eval_every_steps=None))
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-m', 'shardwise.trainer', {str(plan_path)!r}])"
-    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for_step(tmp_path, 1, launcher)
-    pid = json.loads((plan_path.parent / "pids" / "rank-0.json").read_text())["pid"]
-    launcher.kill()
-    launcher.wait()
-    deadline = time.monotonic() + TIMEOUT_S
-    while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
-        assert time.monotonic() < deadline, "the rank outlived its launcher"
-        time.sleep(POLL_S)
-
-
-PYTHON = Path(sys.prefix, "bin", "python")
 NOT_IMPORTED = (
     # engines, methods, optimizers and kernels that another plan names
     "deepspeed", "peft", "bitsandbytes", "trl", "galore_torch", "torchao", "transformer_engine", "liger_kernel",
@@ -206,34 +157,25 @@ AT_FIRST_STEP = """
 import gc
 import json
 import os
+import pathlib
 import sys
 
 def on_step(step, metrics):
     seen = {{"modules": sorted(sys.modules), "collects": gc.isenabled(), "frozen": gc.get_freeze_count()}}
-    with open({path!r}, "w") as file:
-        json.dump(seen, file)
+    pathlib.Path({path!r}).write_text(json.dumps(seen))
     os._exit(0)
 """
 
 
-@pytest.fixture(scope="module")
-def first_step(tmp_path_factory) -> dict[str, object]:
-    """The modules of a rank at its first step, and what its garbage collector does then."""
-    folder = tmp_path_factory.mktemp("first-step")
-    body = AT_FIRST_STEP.format(path=str(folder / "seen.json"))
-    (folder / "mine.py").write_text(body)
-    extension = Extension(path=str(folder / "mine.py"), sha256=sha256(body.encode()).hexdigest(), hooks=(Hook.ON_STEP,))
-    plan = replace(rank_plan(write_rows(folder / "rows"), num_steps=2), extension=extension)
-    run_rank(write_attempt(folder / "run", plan), python=str(PYTHON))
-    seen: dict[str, object] = json.loads((folder / "seen.json").read_text())
-    return seen
-
-
-def test_it_has_imported_nothing_that_its_plan_does_not_use(first_step):
-    modules = first_step["modules"]
+def test_at_its_first_step_it_has_imported_nothing_that_its_plan_does_not_use(tmp_path, cache_dir):
+    """And the garbage collector is on, and leaves out what the imports made."""
+    mine, body = tmp_path / "mine.py", AT_FIRST_STEP.format(path=str(tmp_path / "seen.json"))
+    mine.write_text(body)
+    extension = Extension(path=str(mine), sha256=sha256(body.encode()).hexdigest(), hooks=(Hook.ON_STEP,))
+    plan_path = write_attempt(tmp_path / "run", replace(plan_with(cache_dir), extension=extension))
+    run_rank(plan_path, python=str(Path(sys.prefix, "bin", "python")))
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    modules = seen["modules"]
     assert "transformers.models.llama.modeling_llama" in modules
     assert [name for name in modules if any(f"{name}.".startswith(f"{other}.") for other in NOT_IMPORTED)] == []
-
-
-def test_the_garbage_collector_is_on_and_leaves_out_what_the_imports_made(first_step):
-    assert first_step["collects"] and first_step["frozen"] > 100 * len(first_step["modules"])
+    assert seen["collects"] and seen["frozen"] > 100 * len(modules)

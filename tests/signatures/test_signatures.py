@@ -9,7 +9,7 @@ import inspect
 from functools import cache
 
 import pytest
-from capture_signatures import PACKAGES, captured_file, cuda_file, versions
+from capture_signatures import CAPTURED, PACKAGES, versions
 from library_calls import Call, Reference, references, references_in
 
 from shardwise.trainer.runtime.attention.packed import grouped_heads
@@ -22,7 +22,7 @@ VERSIONS = [(library, version) for library in PACKAGES for version in versions(l
 def captured(library: str, version: str) -> dict[str, list[inspect.Signature]]:
     """Signatures by name; none for a name that is no function or class."""
     found: dict[str, list[inspect.Signature]] = {}
-    for line in captured_file(library, version).read_text().splitlines():
+    for line in (CAPTURED / f"{library}-{version}.txt").read_text().splitlines():
         if line.startswith("#"):
             continue
         name, has_signature, rest = line.partition("(")
@@ -58,13 +58,15 @@ def test_every_call_binds(library: str, version: str) -> None:
     assert not faults, "\n".join(faults)
 
 
-def test_an_argument_that_a_version_lacks_is_found() -> None:
+def test_an_argument_that_a_version_lacks_and_a_name_that_does_not_exist_are_found() -> None:
     source = (
         "from torch.nn.attention import varlen\nvarlen.varlen_attn(q, k, v, a, a, 1, 1, scale=1.0, enable_gqa=True)"
     )
     call = next(references_in(source, "example"))
     assert fault_of(call, captured("torch", "2.13.0")) is None
     assert "enable_gqa" in (fault_of(call, captured("torch", "2.11.0")) or "")
+    unknown = next(references_in("import torch\ntorch.cuda.no_such_thing()", "example"))
+    assert fault_of(unknown, captured("torch", "2.13.0")) is not None
 
 
 @pytest.mark.parametrize("version", versions("torch"))
@@ -79,15 +81,11 @@ def test_grouped_heads_of_packed_rows_bind(version: str) -> None:
     assert ("enable_gqa" in grouped_heads(kernel)) == ("enable_gqa" in signature.parameters)
 
 
-def test_a_name_that_does_not_exist_is_found() -> None:
-    call = next(references_in("import torch\ntorch.cuda.no_such_thing()", "example"))
-    assert fault_of(call, captured("torch", "2.13.0")) is not None
-
-
 @pytest.mark.parametrize("version", versions("torch"))
 def test_facts_of_the_cuda_wheel_are_captured(version: str) -> None:
     """A lock that moves fails here until `capture_signatures.py` has read the new wheel."""
-    facts = dict(line.split(": ") for line in cuda_file(version).read_text().splitlines() if not line.startswith("#"))
+    lines = (CAPTURED / f"torch-{version}-cuda.txt").read_text().splitlines()
+    facts = dict(line.split(": ") for line in lines if not line.startswith("#"))
     assert set(facts) == {"cuda", "architectures", "cudnn", "nccl", "triton", "has_cudnn_preference"}
     oldest = min(int(each.removeprefix("sm_")) for each in facts["architectures"].split())
     assert divmod(oldest, 10) == OLDEST_CAPABILITY, "shardwise.trainer.spec.packages"

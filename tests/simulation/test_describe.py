@@ -54,19 +54,13 @@ def test_an_architecture_without_a_reader_is_described_in_full():
     assert (shape.block_class, shape.num_layers, shape.num_parameters) == ("BloomBlock", 3, 163_008)
     assert abs(shape.other_parameters) <= 2 * shape.hidden_size
     assert shape.loss_obstacle is None
-
-
-def test_a_model_whose_loss_is_another_is_named_as_one_that_is_not_trained():
     obstacle = described({**_SIZES, "model_type": "hyperclovax", "logits_scaling": 8.0}).loss_obstacle
     assert obstacle == "its loss is not just the cross-entropy of its hidden states times its head (mul)"
 
 
-def test_attention_is_what_the_class_of_the_model_supports():
+def test_attention_is_what_the_class_of_the_model_supports_without_a_kernel_of_the_hub():
+    """W30: a class that lists what may stand in for `flash_attention_2` makes transformers take the first."""
     assert described({**_SIZES, "model_type": "gemma2"}).attentions == (Attention.FLASH, Attention.EAGER)
-
-
-def test_flash_is_not_offered_to_a_class_that_would_take_another_kernel_from_the_hub():
-    """W30: such a class lists what may stand in for `flash_attention_2`, and transformers takes the first."""
     assert described({**_SIZES, "model_type": "granite_swa"}).attentions == (Attention.EAGER,)
 
 

@@ -7,8 +7,6 @@ from dry_run_factory import GoldenResult, GoldenRow, read_golden, run_dry
 from msgspec.structs import replace
 
 from shardwise.trainer.spec.engines import Sharding
-from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dry_run.jsonl"
 ROWS = {row.name: row for row in read_golden(GOLDEN)}
@@ -32,27 +30,9 @@ def result_of(row: GoldenRow) -> GoldenResult:
 
 def test_names_are_unique_and_every_row_has_a_result() -> None:
     assert len(read_golden(GOLDEN)) == len(ROWS) >= 70
-    for row in ROWS.values():
-        result = result_of(row)
+    assert {row.request.sharding for row in ROWS.values()} == set(Sharding)
+    for result in map(result_of, ROWS.values()):
         assert sum(result.parts.values()) == result.peak_allocated_bytes
-
-
-def test_every_axis_of_the_dry_run_is_covered() -> None:
-    requests = [row.request for row in ROWS.values()]
-    assert len({request.model_config["model_type"] for request in requests}) >= 8
-    assert {request.method for request in requests} == {Method.FULL, Method.LORA, Method.QLORA}
-    assert {request.precision for request in requests} == set(Precision) - {Precision.FP8}
-    assert {request.loss for request in requests} == {LossHead.EAGER, LossHead.CHUNKED}
-    assert {request.checkpointing for request in requests} == set(Checkpointing) - {Checkpointing.EVERY_N}
-    assert {request.optimizer for request in requests} == {Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.SGD}
-    assert {request.sharding for request in requests} == set(Sharding)
-    for axis in ("activation_offload", "document_tokens"):  # plain and sharded, recomputed and not
-        found = [request for request in requests if getattr(request, axis)]
-        assert {request.sharding for request in found} >= {Sharding.NONE, Sharding.FSDP}, axis
-        assert {request.checkpointing for request in found} >= {Checkpointing.NONE, Checkpointing.FULL}, axis
-    sharded = {(request.num_ranks, request.accumulation) for request in requests if request.sharding.uses_fsdp}
-    assert {ranks for ranks, _ in sharded} >= {8, 64, 512}
-    assert {(ranks, 2) for ranks in (8, 64, 512)} <= sharded
 
 
 @pytest.mark.parametrize("names", [AGAIN, pytest.param(MORE, marks=[pytest.mark.long, pytest.mark.products])])

@@ -80,14 +80,9 @@ def _step(
     optimizer.zero_grad(set_to_none=True)
 
 
-def name_of(case: Case) -> str:
-    """What differs from the first case."""
-    return "-".join(str(value) for value, usual in zip(case, Case(), strict=True) if value != usual) or "plain"
-
-
 # transformers renamed the method that `activation_memory` calls, and still has the old name.
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", CASES)
 def test_the_dry_run_sees_what_the_allocator_sees(case: Case) -> None:
     request = request_of(case)
     figures, simulation = measured(request), simulate(request)

@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +44,17 @@ class Runs:
         return ids
 
     def status(self, run: Path | str | None = None) -> Any:
-        out = io.StringIO()
-        word = None if run is None else str(run)
-        run_status(StatusOptions(word, as_json=True), Console(out), environment=self.environment)
-        return json.loads(out.getvalue())
+        return json.loads(self._printed(run_status, StatusOptions(None if run is None else str(run), as_json=True)))
 
     def text(self, run: Path | str) -> str:
-        out = io.StringIO()
-        run_status(StatusOptions(str(run)), Console(out), environment=self.environment)
-        return out.getvalue()
+        return self._printed(run_status, StatusOptions(str(run)))
 
     def cancel(self, run: Path | str, *, now: bool = False) -> str:
+        return self._printed(run_cancel, CancelOptions(str(run), now))
+
+    def _printed(self, command: Callable[..., object], options: StatusOptions | CancelOptions) -> str:
         out = io.StringIO()
-        run_cancel(CancelOptions(str(run), now), Console(out), environment=self.environment)
+        command(options, Console(out), environment=self.environment)
         return out.getvalue()
 
     def wait_for_steps(self, run_dir: Path, attempt: int = 1) -> None:

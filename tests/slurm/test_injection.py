@@ -64,14 +64,9 @@ def test_values_for_slurm_are_refused_or_passed_and_never_run(slurm: SlurmCluste
         workdir = tmp_path / str(number)
         workdir.mkdir()
         job = batch_job(workdir / "run", **{setting: text}, extra=("--hold",), workdir=str(workdir))
-        answer = slurm.run("sh", "-c", 'cd "$1"; sbatch --test-only train.sbatch', "sh", write_script(job), check=False)
+        (workdir / "train.sbatch").write_text(render_script(job))
+        command = 'cd "$1"; sbatch --test-only train.sbatch'
+        answer = slurm.run("sh", "-c", command, "sh", workdir, check=False)
         assert answer.returncode in (0, 1, 255)
         assert "NumNodes=9" not in answer.stderr and "unrecognized" not in answer.stderr
     assert not list(tmp_path.rglob(MARKER))
-
-
-def write_script(job) -> str:
-    folder = Path(job.run_dir)
-    folder.mkdir()
-    (folder / "train.sbatch").write_text(render_script(job))
-    return str(folder)

@@ -94,13 +94,6 @@ def test_the_time_that_is_left_is_read_from_the_queue(slurm: SlurmCluster):
     assert slurm_jobs.read_seconds_left("1", {"PATH": "/nonexistent"}) is None
 
 
-def machine(slurm: SlurmEnvironment | None, *, has_gpu: bool = False) -> Hardware:
-    gpus = (Gpu(index=0, name="NVIDIA A10", spec_name="A10", memory_bytes=24 * 2**30),) if has_gpu else ()
-    return Hardware(
-        gpus=gpus, host=Host(num_cores=4, ram_bytes=2**34, ram_available_bytes=2**33, cpu_name=None, slurm=slurm)
-    )
-
-
 @pytest.mark.parametrize(
     ("slurm", "has_gpu", "expected"),
     [
@@ -112,7 +105,9 @@ def machine(slurm: SlurmEnvironment | None, *, has_gpu: bool = False) -> Hardwar
     ],
 )
 def test_a_login_node_has_sbatch_but_neither_job_nor_gpu(slurm, has_gpu, expected):
-    assert slurm_jobs.is_login_node(machine(slurm, has_gpu=has_gpu)) is expected
+    gpus = (Gpu(index=0, name="NVIDIA A10", spec_name="A10", memory_bytes=24 * 2**30),) if has_gpu else ()
+    host = Host(num_cores=4, ram_bytes=2**34, ram_available_bytes=2**33, cpu_name=None, slurm=slurm)
+    assert slurm_jobs.is_login_node(Hardware(gpus=gpus, host=host)) is expected
 
 
 @pytest.mark.parametrize("job", ["job.yaml", "my job's $(touch x).yaml", "a\nb.yaml"])

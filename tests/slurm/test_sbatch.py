@@ -10,7 +10,6 @@ import pytest
 from slurm_jobs import batch_job
 
 from shardwise.slurm import sbatch
-from shardwise.slurm.sbatch import sbatch_options
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.units import GIB
 
@@ -51,10 +50,6 @@ def test_a_whole_job_in_its_options():
 )
 def test_an_option_for_each_setting(changes, expected):
     assert expected in options(**changes)
-
-
-def test_a_percent_sign_in_the_path_of_the_run_is_no_pattern():
-    assert "--output=/r/100%%j/slurm-%j.out" in sbatch_options(batch_job(Path("/r/100%j")))
 
 
 def test_a_run_directory_is_no_pattern_of_slurm_and_one_that_it_cannot_write_to_is_refused():
@@ -171,15 +166,13 @@ def test_an_image_decides_its_runtime(image, has_pyxis, expected):
     assert (container.runtime, container.image) == expected
 
 
-def test_an_image_that_nothing_here_starts_is_refused():
-    with pytest.raises(InputError, match="--container-image"):
-        sbatch.container_of("/images/a.sqsh", folders=[], has_pyxis=False)
-
-
-@pytest.mark.parametrize("folder", ["/a:b", "/a,b"])
-def test_a_folder_that_a_mount_cannot_name_is_refused(folder):
-    with pytest.raises(InputError, match="comma"):
-        sbatch.container_of("a.sif", folders=[folder], has_pyxis=False)
+@pytest.mark.parametrize(
+    ("image", "folders", "fact"),
+    [("/images/a.sqsh", [], "--container-image"), ("a.sif", ["/a:b"], "comma"), ("a.sif", ["/a,b"], "comma")],
+)
+def test_an_image_that_nothing_here_starts_and_a_folder_that_a_mount_cannot_name_are_refused(image, folders, fact):
+    with pytest.raises(InputError, match=fact):
+        sbatch.container_of(image, folders=folders, has_pyxis=False)
 
 
 def test_a_container_mounts_each_folder_once_and_is_quoted():

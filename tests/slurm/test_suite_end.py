@@ -4,7 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ def start_suite(folder: Path, text: str) -> Suite:
     (folder / "test_inner.py").write_text(text)
     ready = folder / "ready"
     options = ["-c", os.devnull, f"--rootdir={folder}", f"--basetemp={folder}/inner"]
-    plugins = ["-p", "suite_end", "-p", "slurm_fixture", "-p", "no:cacheprovider"]
+    plugins = ["-p", "suite_end", "-p", "slurm_cluster", "-p", "no:cacheprovider"]
     path = os.pathsep.join([str(FACTORIES), os.environ.get("PYTHONPATH", "")])
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
@@ -69,49 +70,28 @@ def suite_with_cluster(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Suite]:
     suite.process.wait()
 
 
-def processes(is_meant: Callable[[str, bytes], bool]) -> dict[int, str]:
-    """Names of processes by pid, of those that `is_meant` by their command line and environment."""
+def processes_of(suite: Suite) -> dict[int, str]:
+    """Names by pid: daemons, jobs, whatever else its tests started, and the process that cleans up behind it."""
+    marks = (f"shardwise-slurm-{suite.slot}/slurm.conf".encode(), f"={suite.name}".encode())
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words, environment = (folder / "cmdline").read_text(), (folder / "environ").read_bytes()
-            if is_meant(words, environment):
-                found[int(folder.name)] = (folder / "comm").read_text().strip()
-        except OSError:
-            continue
+        with suppress(OSError):
+            words, environment = (folder / "cmdline").read_text().split("\0"), (folder / "environ").read_bytes()
+            is_keeper = words[-2:-1] == [suite.name] and any("suite_remains.py" in word for word in words)
+            if is_keeper or any(mark in environment for mark in marks):
+                found[int(folder.name)] = "keeper" if is_keeper else (folder / "comm").read_text().strip()
     return found
-
-
-def processes_of(suite: Suite) -> dict[int, str]:
-    """Daemons, jobs and whatever else its tests started."""
-    marks = (f"shardwise-slurm-{suite.slot}/slurm.conf".encode(), f"={suite.name}".encode())
-    return processes(lambda words, environment: any(mark in environment for mark in marks))
-
-
-def keepers_of(suite: Suite) -> dict[int, str]:
-    """The process that cleans up behind it."""
-    return processes(lambda words, environment: "suite_remains.py" in words and words.split("\0")[-2] == suite.name)
-
-
-def running(before: dict[int, str]) -> dict[int, str]:
-    """Those that have not ended; one that is dead and not reaped has."""
-    return {pid: name for pid, name in before.items() if suite_remains.suite_name(pid) is not None}
-
-
-def assert_nothing_is_left(slurm: SlurmCluster, before: dict[int, str], slot: int, folder: Path) -> None:
-    slurm.wait_until(lambda: not running(before), f"none of {before} runs")
-    assert str(folder) not in Path("/proc/mounts").read_text()
-    if lock := suite_remains.lock_slot(slot):  # otherwise another run of tests has begun to use the place
-        with lock:
-            networks = [*Path("/run/netns").glob(f"swt{slot}-*"), *Path("/sys/class/net").glob(f"swt{slot}[a-z]*")]
-            assert networks == [] and not suite_remains.cluster_folder(slot).exists()
 
 
 def test_a_suite_that_is_killed_leaves_nothing(slurm: SlurmCluster, suite_with_cluster: Suite, tmp_path: Path):
     slot, before = suite_with_cluster.slot, processes_of(suite_with_cluster)
-    assert {"munged", "slurmctld", "slurmd", "slurmstepd", "sleep"} <= set(before.values())
-    before |= keepers_of(suite_with_cluster)
+    assert {"munged", "slurmctld", "slurmd", "slurmstepd", "sleep", "keeper"} <= set(before.values())
     os.killpg(suite_with_cluster.process.pid, signal.SIGKILL)
     suite_with_cluster.process.wait()
-    assert_nothing_is_left(slurm, before, slot, tmp_path)
+    slurm.wait_until(lambda: not any(map(suite_remains.suite_name, before)), f"none of {before} runs")
+    assert str(tmp_path) not in Path("/proc/mounts").read_text()
+    if lock := suite_remains.lock_slot(slot):  # otherwise another run of tests has begun to use the place
+        with lock:
+            networks = [*Path("/run/netns").glob(f"swt{slot}-*"), *Path("/sys/class/net").glob(f"swt{slot}[a-z]*")]
+            assert networks == [] and not suite_remains.cluster_folder(slot).exists()
     slurm.wait_for(slurm.submit("--output=/dev/null", "--wrap=srun true"), "COMPLETED")  # the one that still runs

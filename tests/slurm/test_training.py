@@ -78,9 +78,6 @@ class Submitted:
     def signal(self) -> None:
         self.slurm.run("scancel", "--batch", "--signal=USR1", self.job)
 
-    def num_starts(self) -> int:
-        return (self.run_dir / JOBS_FILE).read_text().count("\n")
-
     def kill_rank(self, attempt: int, rank: int) -> None:
         record = json.loads((self.run_dir / "attempts" / str(attempt) / "pids" / f"rank-{rank}.json").read_text())
         os.kill(record["pid"], signal.SIGKILL)
@@ -188,9 +185,10 @@ def test_a_run_goes_on_through_every_interruption_with_the_losses_of_one_process
     nodes = slurm.run("scontrol", "show", "hostnames", slurm.job(run.job).nodes).stdout.split()
     slurm.kill_node(nodes[1])
     run.wait_for_attempt_after(attempt)
-    num_starts = run.num_starts()
+    starts = run.run_dir / JOBS_FILE
+    num_starts = starts.read_text().count("\n")
     run.signal()
-    run.wait(lambda: run.num_starts() > num_starts, "the script has begun again")
+    run.wait(lambda: starts.read_text().count("\n") > num_starts, "the script has begun again")
     run.signal()  # now before a library is imported
     report = run.finish()
     assert report.ending is Ending.FINISHED and report.step == LONG_STEPS

@@ -8,16 +8,8 @@ import sys
 
 import pytest
 
-from shardwise.trainer.spec import codec
+from shardwise.trainer.spec import codec, secrets
 from shardwise.trainer.spec.errors import EnvironmentFaultError
-from shardwise.trainer.spec.secrets import (
-    RedactedStream,
-    _own_values,
-    printable,
-    redact,
-    redacted_output,
-    secret_values,
-)
 from shardwise.trainer.spec.value import Value
 
 SECRET = "canary-4f1c9e77"
@@ -35,7 +27,7 @@ class Message(Value, frozen=True, kw_only=True):
      "OPENAI_KEY", "CLIENT_SECRETS", "NOTIFY_URL", "ACCESS_TOKENS", "API_KEYS"],
 )  # fmt: skip
 def test_variables_that_are_named_like_secrets_are(name):
-    assert redact(f"401 for {SECRET}!", {name: SECRET}) == "401 for [redacted]!"
+    assert secrets.redact(f"401 for {SECRET}!", {name: SECRET}) == "401 for [redacted]!"
 
 
 @pytest.mark.parametrize(
@@ -48,18 +40,18 @@ def test_variables_that_are_named_like_secrets_are(name):
     ],
 )  # fmt: skip
 def test_what_only_looks_like_one_is_not(name, value):
-    assert redact(f"with {value} here", {name: value}) == f"with {value} here"
+    assert secrets.redact(f"with {value} here", {name: value}) == f"with {value} here"
 
 
 def test_a_token_that_was_stored_by_a_login_is_one(tmp_path):
     (tmp_path / ".cache/huggingface").mkdir(parents=True)
     (tmp_path / ".cache/huggingface/token").write_text(f"{SECRET}\n")
-    assert secret_values({"HOME": str(tmp_path)}) == (SECRET,)
+    assert secrets.secret_values({"HOME": str(tmp_path)}) == (SECRET,)
     moved = tmp_path / "moved"
     moved.write_text(SECRET[::-1])
-    assert secret_values({"HOME": str(tmp_path), "HF_TOKEN_PATH": str(moved)}) == (SECRET[::-1],)
+    assert secrets.secret_values({"HOME": str(tmp_path), "HF_TOKEN_PATH": str(moved)}) == (SECRET[::-1],)
     moved.write_bytes(b"\xff\xfe")
-    assert secret_values({"HF_TOKEN_PATH": str(moved)}) == ()
+    assert secrets.secret_values({"HF_TOKEN_PATH": str(moved)}) == ()
 
 
 @pytest.mark.parametrize(
@@ -71,30 +63,27 @@ def test_a_token_that_was_stored_by_a_login_is_one(tmp_path):
     ],
 )
 def test_forms_of_secrets_are_found_wherever_they_come_from(text, shown):
-    assert redact(text, {}) == shown
+    assert secrets.redact(text, {}) == shown
 
 
-def test_of_two_secrets_the_longer_goes_first():
+def test_of_two_secrets_the_longer_goes_first_and_one_is_found_as_json_writes_it():
     environment = {"A_TOKEN": SECRET, "B_TOKEN": f"{SECRET}-and-more"}
-    assert redact(f"{SECRET}-and-more", environment) == "[redacted]"
-
-
-def test_a_secret_is_found_as_json_writes_it():
+    assert secrets.redact(f"{SECRET}-and-more", environment) == "[redacted]"
     secret = f'{SECRET}"\\'
-    assert redact(json.dumps({"key": secret}), {"HF_TOKEN": secret}) == '{"key": "[redacted]"}'
+    assert secrets.redact(json.dumps({"key": secret}), {"HF_TOKEN": secret}) == '{"key": "[redacted]"}'
 
 
 @pytest.fixture
 def canary(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", f'{SECRET}"quoted')
-    _own_values.cache_clear()
+    secrets._own_values.cache_clear()
     yield f'{SECRET}"quoted'
-    _own_values.cache_clear()
+    secrets._own_values.cache_clear()
 
 
 def test_a_stream_shows_none_and_is_otherwise_the_stream_it_was(canary):
     stream = io.StringIO()
-    redacted = RedactedStream(stream)
+    redacted = secrets.RedactedStream(stream)
     assert redacted.write(canary) == len(canary)
     redacted.writelines([canary, "\n"])
     assert stream.getvalue() == "[redacted][redacted]\n" and redacted.getvalue() == stream.getvalue()
@@ -102,7 +91,7 @@ def test_a_stream_shows_none_and_is_otherwise_the_stream_it_was(canary):
 
 
 def test_output_is_redacted_in_the_block_and_no_longer_after(canary, capsys):
-    with redacted_output():
+    with secrets.redacted_output():
         sys.stdout.write(canary)
         sys.stderr.write(canary)
     sys.stdout.write(" plain")
@@ -116,9 +105,9 @@ def test_files_that_quote_messages_hold_none(canary, tmp_path):
 
 def test_a_secret_of_digits_leaves_numbers_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("DB_PASSWORD", "12345678")
-    _own_values.cache_clear()
+    secrets._own_values.cache_clear()
     codec.write_redacted(tmp_path / "message.json", Message(text="as 12345678", count=12345678))
-    _own_values.cache_clear()
+    secrets._own_values.cache_clear()
     assert codec.read(tmp_path / "message.json", Message) == Message(text="as [redacted]", count=12345678)
 
 
@@ -135,7 +124,7 @@ class _Broken(io.StringIO):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF])
 def test_a_stream_that_fails_is_dropped_unless_it_is_needed(number):
-    stream = RedactedStream(_Broken(OSError(number, os.strerror(number))))
+    stream = secrets.RedactedStream(_Broken(OSError(number, os.strerror(number))))
     stream.write("a line")
     stream.flush()
     assert stream.problem is not None and stream.problem.errno == number
@@ -145,6 +134,6 @@ def test_a_stream_that_fails_is_dropped_unless_it_is_needed(number):
 
 
 def test_characters_that_a_terminal_obeys_are_shown_as_json_writes_them():
-    assert printable("a\x1b[2J\x9b\u202e\r\x00\x7f") == r"a\u001b[2J\u009b\u202e\r\u0000\u007f"
+    assert secrets.printable("a\x1b[2J\x9b\u202e\r\x00\x7f") == r"a\u001b[2J\u009b\u202e\r\u0000\u007f"
     plain = "Grüße\t日本\u3000語 \U0001f468\u200d\U0001f469\n\xa0"
-    assert printable(plain) == plain
+    assert secrets.printable(plain) == plain

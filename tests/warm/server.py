@@ -8,9 +8,9 @@ threads, os.getppid() returns the parent of the stub, and the fork has its own s
 """
 
 import ast
+import atexit
 import contextlib
 import ctypes
-import errno
 import fcntl
 import gc
 import importlib
@@ -139,14 +139,11 @@ def _receive(connection: socket.socket) -> tuple[Request | None, list[int]]:
     descriptors: list[int] = []
     try:
         head, descriptors, _, _ = socket.recv_fds(connection, 8, 253)
-        size, content = int.from_bytes(head, "little"), b""
-        if len(head) < 8:
+        size = int.from_bytes(head, "little")
+        with connection.makefile("rb") as stream:
+            content = stream.read(size)
+        if len(head) < 8 or len(content) < size:
             raise ConnectionResetError
-        while len(content) < size:
-            more = connection.recv(size - len(content))
-            if not more:
-                raise ConnectionResetError
-            content += more
     except OSError:
         _close(descriptors)
         return None, []
@@ -156,12 +153,9 @@ def _receive(connection: socket.socket) -> tuple[Request | None, list[int]]:
 
 
 def _differs(theirs: Mapping[str, str], ours: Mapping[str, str]) -> bool:
-    def read(environment: Mapping[str, str]) -> dict[str, str]:
-        return {
-            name: value
-            for name, value in environment.items()
-            if name.startswith(READ_AT_IMPORT) and not name.startswith(TAKEN_OVER)
-        }
+    def read(environment: Mapping[str, str]) -> set[tuple[str, str]]:
+        names = {name for name in environment if name.startswith(READ_AT_IMPORT) and not name.startswith(TAKEN_OVER)}
+        return {(name, environment[name]) for name in names}
 
     return read(theirs) != read(ours)
 
@@ -262,7 +256,7 @@ def _enter_namespaces(stub: int) -> None:
             continue
         descriptor = os.open(theirs, os.O_RDONLY | os.O_CLOEXEC)
         if _LIBC.setns(descriptor, 0) != 0:
-            raise OSError(ctypes.get_errno(), f"setns {name}: {errno.errorcode[ctypes.get_errno()]}")
+            raise OSError(ctypes.get_errno(), f"setns {name}")
         os.close(descriptor)
 
 
@@ -351,7 +345,9 @@ def _run(arguments: list[str], path: list[str]) -> int:
 
 
 def _start(kind: str, target: str, main_module: types.ModuleType, entries: list[str]) -> None:
-    _customise(entries)
+    if any((Path(entry) / "sitecustomize.py").is_file() for entry in entries):  # a new interpreter runs it at its start
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
     if kind == "-c":
         exec(compile(target, "<string>", "exec"), main_module.__dict__)
     elif kind == "-m":
@@ -362,13 +358,6 @@ def _start(kind: str, target: str, main_module: types.ModuleType, entries: list[
         program = Path(target)
         main_module.__dict__.update(__file__=target, __cached__=None, __loader__=None, __spec__=None)
         exec(compile(program.read_bytes(), target, "exec"), main_module.__dict__)
-
-
-def _customise(entries: list[str]) -> None:
-    """Runs a `sitecustomize` on PYTHONPATH, as a new interpreter does at its start."""
-    if any((Path(entry) / "sitecustomize.py").is_file() for entry in entries):
-        sys.modules.pop("sitecustomize", None)
-        importlib.import_module("sitecustomize")
 
 
 def _forget_other_product() -> None:
@@ -400,8 +389,6 @@ def _ended(run: Any) -> int:
         code = 1
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
-    import atexit
-
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -4,11 +4,10 @@ Standard library only, and nothing of the tests: both run in processes of their 
 FAKE_CUDA_MACHINE; tests write it with `cuda_stand_in.Machine`.
 """
 
-import json
 import os
-from dataclasses import asdict, dataclass
+import pickle
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 FILE, LIBRARY = "FAKE_CUDA_MACHINE", "FAKE_CUDA_LIBRARY"
 MIB = 2**20
@@ -50,18 +49,13 @@ class Machine:
     processes: tuple[tuple[int, str, int], ...] = ()  # pid, program, MiB: of others, on the first card
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
+        path.write_bytes(pickle.dumps(self))
 
 
 def read_machine() -> Machine:
     """The machine of this process."""
-    found = {name: _tupled(value) for name, value in json.loads(Path(os.environ[FILE]).read_text()).items()}
-    cards = ({name: _tupled(value) for name, value in card.items()} for card in found.pop("cards"))
-    return Machine(cards=tuple(Card(**card) for card in cards), **found)
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+    machine: Machine = pickle.loads(Path(os.environ[FILE]).read_bytes())
+    return machine
 
 
 def slice_uuid_of(index: int, place: int) -> str:

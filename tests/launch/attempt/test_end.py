@@ -1,6 +1,7 @@
 """The files of an attempt give one cause of its end, whatever else is true at once."""
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.report import Ending, Fault
 
-KILLED = "failed (exitcode: -{number}) local_rank: 1 (pid: 77) of binary: python"
-LEFT = "failed (exitcode: {code}) local_rank: 1 (pid: 77) of binary: python"
+ENDED = "failed (exitcode: {code}) local_rank: 1 (pid: 77) of binary: python"
+CLOSED = "RuntimeError: Connection closed by peer"
 
 
 @pytest.fixture
@@ -40,7 +41,9 @@ def write_log(attempt: Path, name: str, words: str) -> None:
     (attempt / "logs" / f"{name}.log").write_text(words)
 
 
-def test_a_rank_without_a_report_fails_the_run_with_its_last_line(attempt: Path):
+def test_a_rank_without_a_whole_report_fails_the_run_with_its_last_line(attempt: Path):
+    (attempt / "report.json").write_text('{"ending": ')
+    assert "code 3" in (end_of(attempt, return_code=3).report.error or "")
     write_log(attempt, "rank-0", "starting\nValueError: the sky fell\nbye\n")
     end = end_of(attempt)
     assert end.fault is Fault.ERROR and not end.has_trained and not end.has_report
@@ -65,21 +68,20 @@ def test_out_of_memory_on_one_rank_outweighs_the_failure_it_causes_on_another(at
     ],
 )
 def test_a_signal_is_out_of_memory_only_with_evidence(attempt: Path, number, kills, words, fault, fact):
-    write_log(attempt, "launcher", KILLED.format(number=number))
+    write_log(attempt, "launcher", ENDED.format(code=-number))
     write_log(attempt, "rank-1", words)
-    write_report(attempt, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
+    write_report(attempt, 0, ending=Ending.FAILED, error=CLOSED)
     end = end_of(attempt, num_oom_kills=kills)
     assert end.fault is fault and "rank 1" in (end.report.error or "") and fact in (end.report.error or "")
     assert end.report.ending is (Ending.OUT_OF_MEMORY if fault.is_memory else Ending.FAILED)
     assert not end.is_final, "a signal may not come again"
 
 
-def test_the_cause_is_the_error_that_was_reported_first(attempt: Path):
-    write_report(attempt, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer", exit_code=1, step=9)
+def test_the_cause_is_the_error_that_was_reported_first_and_the_rest_is_rank_0s_who_measures(attempt: Path):
+    write_report(attempt, 0, ending=Ending.FAILED, error=CLOSED, exit_code=1, step=9)
     write_report(attempt, 1, ending=Ending.FAILED, error="ValueError: injected", exit_code=1, age_s=2)
-    end = end_of(attempt)
-    assert end.report.error == "rank 1: ValueError: injected"
-    assert end.report.step == 9, "the rest is rank 0's, who measures"
+    report = end_of(attempt).report
+    assert (report.error, report.step) == ("rank 1: ValueError: injected", 9)
 
 
 @pytest.mark.parametrize(
@@ -98,24 +100,25 @@ def test_an_error_is_final_where_a_person_has_to_mend_it(
     assert (end.is_final, end.has_trained, end.is_transient) == (is_final, has_trained, is_transient)
 
 
-@pytest.mark.parametrize("is_capped", [True, False])
-def test_a_rank_that_may_start_no_thread_is_out_of_memory_under_a_cap_alone(attempt: Path, is_capped):
+@pytest.mark.parametrize("cap", [2**20, None])
+def test_a_rank_that_may_start_no_thread_is_out_of_memory_under_a_cap_alone(attempt: Path, cap):
     plan = engine_plan(Sharding.DDP, num_ranks=2)
-    cap = 2**20 if is_capped else None
     codec.write(attempt / "plan.json", replace(plan, hardware=replace(plan.hardware, vram_cap_bytes=cap)))
-    write_log(attempt, "launcher", LEFT.format(code=1))
+    write_log(attempt, "launcher", ENDED.format(code=1))
     write_log(attempt, "rank-1", "libgomp: Thread creation failed: Resource temporarily unavailable")
-    write_report(attempt, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
+    write_report(attempt, 0, ending=Ending.FAILED, error=CLOSED)
     end = end_of(attempt, step=4)
-    assert end.fault is (Fault.OUT_OF_MEMORY if is_capped else Fault.ERROR)
-    if not is_capped:
-        assert (end.report.error or "").startswith("rank 1 ended with code 1") and "libgomp" in (end.report.error or "")
+    assert end.fault is (Fault.OUT_OF_MEMORY if cap else Fault.ERROR)
+    assert cap or re.match("rank 1 ended with code 1.*libgomp", end.report.error or "", re.DOTALL)
 
 
-def test_a_launcher_that_was_killed_is_no_rank_that_failed(attempt: Path):
+def test_a_launcher_that_was_killed_or_a_machine_that_was_lost_is_no_rank_that_failed(attempt: Path):
     end = end_of(attempt, return_code=-9, step=2)
     assert (end.fault, end.report.step) == (Fault.KILLED, 2)
     assert "launcher" in (end.report.error or "") and "SIGKILL" in (end.report.error or "")
+    write_report(attempt, 0, ending=Ending.FAILED, error=CLOSED)
+    end = end_of(attempt, lost="n2 (node 1) was lost")
+    assert (end.is_machine_lost, end.fault, end.report.error) == (True, Fault.KILLED, "n2 (node 1) was lost")
 
 
 @pytest.mark.parametrize(
@@ -135,32 +138,10 @@ def test_the_killed_rank_is_the_one_that_the_launcher_did_not_end(attempt: Path,
     assert killed_rank(attempt) == killed
 
 
-def test_a_damaged_report_is_passed_over(attempt: Path):
-    (attempt / "report.json").write_text('{"ending": ')
-    assert "code 3" in (end_of(attempt, return_code=3).report.error or "")
-
-
-# -- several machines --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def on_two(attempt: Path) -> Path:
+@pytest.mark.parametrize(("code", "fault", "fact"), [(-9, Fault.KILLED, "SIGKILL"), (3, Fault.ERROR, "code 3")])
+def test_of_several_machines_each_launcher_counts_its_own_ranks_from_0(attempt: Path, code, fault, fact):
     codec.write(attempt / "plan.json", engine_plan(Sharding.DDP, num_ranks=4))
     write_log(attempt, "launcher", "")
-    return attempt
-
-
-@pytest.mark.parametrize(
-    ("words", "fault", "fact"),
-    [(KILLED.format(number=9), Fault.KILLED, "SIGKILL"), (LEFT.format(code=3), Fault.ERROR, "code 3")],
-)
-def test_a_launcher_counts_its_own_ranks_from_0(on_two: Path, words: str, fault: Fault, fact: str):
-    write_log(on_two, "launcher-1", words)
-    end = end_of(on_two)
+    write_log(attempt, "launcher-1", ENDED.format(code=code))
+    end = end_of(attempt)
     assert end.fault is fault and "rank 3" in (end.report.error or "") and fact in (end.report.error or "")
-
-
-def test_a_lost_machine_is_the_cause_in_spite_of_its_ranks_reports(on_two: Path):
-    write_report(on_two, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
-    end = end_of(on_two, lost="n2 (node 1) was lost")
-    assert (end.is_machine_lost, end.fault, end.report.error) == (True, Fault.KILLED, "n2 (node 1) was lost")

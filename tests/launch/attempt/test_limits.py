@@ -42,27 +42,18 @@ def test_hours_are_those_of_all_attempts_and_money_is_hours_of_all_ranks_at_thei
     assert limit == spending.Limit("limits.cost", 100, 40, 20.0, 4) and limit.left_s == 5 * HOUR_S
     assert all(fact in limit.summary for fact in ("limits.cost", " 100,", "50.00", "2.5 a GPU-hour"))
     assert "70.00" in limit.after(2 * HOUR_S).summary
-    assert [each.name for each in spending.limits_of(job(cost=100), [])] == ["limits.hours"], (
-        "without a price there is no cost"
-    )
+    assert [each.name for each in spending.limits_of(job(cost=100), [])] == ["limits.hours"], "no price, no cost"
 
 
-@pytest.mark.parametrize(
-    ("limit", "step", "remedy"),
-    [
-        (spending.Limit("limits.hours", 24, 24, 24.0, 1), 700, "limits.hours=36"),
-        (spending.Limit("limits.cost", 100, 40, 39.0, 4), 900, "limits.cost=120"),
-    ],
-)
-def test_the_remedy_follows_from_the_steps_that_were_done(limit, step, remedy):
-    words = limit.remedy(step, 1000)
-    assert f"{remedy} " in words and "--resume" in words
+def test_the_remedy_follows_from_the_steps_that_were_done():
+    hours, cost = spending.Limit("limits.hours", 24, 24, 24.0, 1), spending.Limit("limits.cost", 100, 40, 39.0, 4)
+    for words, remedy in ((hours.remedy(700, 1000), "limits.hours=36 "), (cost.remedy(900, 1000), "limits.cost=120 ")):
+        assert remedy in words and "--resume" in words
 
 
 def watch_of(run_dir: Path, left_s: float, **limits: float) -> spending.LimitWatch:
     """Of a run that has so many seconds of its ten hours left."""
-    used = took(10 - left_s / HOUR_S)
-    return spending.LimitWatch(run_dir, plan(hours=10, **limits), used, num_ranks=1)
+    return spending.LimitWatch(run_dir, plan(hours=10, **limits), took(10 - left_s / HOUR_S), num_ranks=1)
 
 
 def watchdog(run_dir: Path, step: int = 0) -> Watchdog:
@@ -73,37 +64,35 @@ def watchdog(run_dir: Path, step: int = 0) -> Watchdog:
     return dog
 
 
-@pytest.mark.parametrize(("left_s", "stops"), [(HOUR_S, False), (spending.MAX_MARGIN_S * 11, False), (-1.0, True)])
-def test_a_limit_that_is_spent_ends_the_run_for_good_once(tmp_path: Path, left_s: float, stops: bool):
+@pytest.mark.parametrize(
+    ("left_s", "step", "stops"),
+    [
+        (HOUR_S, 0, False),
+        (spending.MAX_MARGIN_S * 11, 0, False),
+        (-1.0, 0, True),
+        (-1.0, 1000, False),  # the last step is done: the run is left to finish
+    ],
+)
+def test_a_limit_that_is_spent_ends_the_run_for_good_once(tmp_path: Path, left_s: float, step: int, stops: bool):
     stop, printed = StopRequest(), io.StringIO()
-    limits, dog = watch_of(tmp_path, left_s), watchdog(tmp_path)
+    limits, dog = watch_of(tmp_path, left_s), watchdog(tmp_path, step)
     for _ in range(2):
         limits.stop_in_time(stop, dog, Console(printed))
-    assert (stop.kind is StopKind.INTERRUPT) is stops
+    assert stop.kind is (StopKind.INTERRUPT if stops else None)
     assert not stop.is_urgent and stop.num_interrupts == 0, "a Ctrl-C after it is the first"
     lines = printed.getvalue().splitlines()
     assert len(lines) == stops and (tmp_path / spending.SPENT_FILE).exists() is stops
-    if stops:
-        assert lines[0].startswith("limits.hours") and lines[0].count("10 h 00 min") == 2
+    assert [line.count("10 h 00 min") for line in lines if line.startswith("limits.hours")] == [2] * stops
 
 
 def test_the_stop_comes_with_room_for_an_end(tmp_path: Path, monkeypatch):
     stop, limits, dog = StopRequest(), watch_of(tmp_path, HOUR_S), watchdog(tmp_path)
-    begin, printed = time.monotonic(), io.StringIO()
-    for seconds, kind in (
-        (HOUR_S - spending.MAX_MARGIN_S - 60, None),
-        (HOUR_S - spending.MAX_MARGIN_S + 1, StopKind.INTERRUPT),
-    ):
-        monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: begin + seconds)
+    margin_s, printed = time.monotonic() + HOUR_S - spending.MAX_MARGIN_S, io.StringIO()
+    for late_s, kind in ((-60, None), (1, StopKind.INTERRUPT)):
+        monkeypatch.setattr(time, "monotonic", lambda late_s=late_s: margin_s + late_s)
         limits.stop_in_time(stop, dog, Console(printed))
         assert stop.kind is kind
     assert "9 h 59 min" in printed.getvalue() and "45 s" in printed.getvalue()
-
-
-def test_a_run_that_has_done_its_last_step_is_left_to_finish(tmp_path: Path):
-    stop = StopRequest()
-    watch_of(tmp_path, -1.0).stop_in_time(stop, watchdog(tmp_path, step=1000), Console(io.StringIO()))
-    assert stop.kind is None and not (tmp_path / spending.SPENT_FILE).exists()
 
 
 def test_the_report_names_the_limit_that_ended_the_run(tmp_path: Path):
@@ -142,9 +131,8 @@ def test_a_spent_limit_is_refused_until_it_is_raised(tmp_path: Path):
 def test_the_limit_that_ended_a_run_is_spent_although_seconds_of_it_are_left(tmp_path: Path):
     write_stopped(tmp_path, duration_s=10 * HOUR_S - 20)
     spending.refuse_spent(tmp_path, plan(hours=10))
-    spending.LimitWatch(tmp_path, plan(hours=10), took(10), num_ranks=1).stop_in_time(
-        StopRequest(), Watchdog(tmp_path / "attempts" / "1", num_ranks=1), Console(io.StringIO())
-    )
+    dog = Watchdog(tmp_path / "attempts" / "1", num_ranks=1)
+    watch_of(tmp_path, 0).stop_in_time(StopRequest(), dog, Console(io.StringIO()))
     with pytest.raises(InputError, match=r"limits\.hours.*9 h 59 min"):
         spending.refuse_spent(tmp_path, plan(hours=10))
     spending.refuse_spent(tmp_path, plan(hours=10.5))
@@ -152,18 +140,17 @@ def test_the_limit_that_ended_a_run_is_spent_although_seconds_of_it_are_left(tmp
     spending.refuse_spent(tmp_path, plan(hours=10))
 
 
-@pytest.mark.parametrize(("left_s", "margin_s"), [(60, 6), (3600, spending.MAX_MARGIN_S)])
-def test_of_a_short_job_the_margin_is_short(left_s, margin_s):
-    deadline = spending.Deadline.in_seconds(left_s)
-    assert deadline.margin_s == margin_s and deadline.moment_s == pytest.approx(time.monotonic() + left_s, abs=5)
+def test_of_a_short_job_the_margin_is_short():
+    for left_s, margin_s in ((60, 6), (3600, spending.MAX_MARGIN_S)):
+        deadline = spending.Deadline.in_seconds(left_s)
+        assert deadline.margin_s == margin_s and deadline.moment_s == pytest.approx(time.monotonic() + left_s, abs=5)
 
 
 @pytest.mark.parametrize(("left_s", "stops"), [(1000, False), (40, True), (-5, True)])
 def test_the_stop_comes_when_the_margin_is_all_that_is_left(tmp_path, left_s, stops):
-    stop, printed = StopRequest(), io.StringIO()
-    watchdog = Watchdog(tmp_path, num_ranks=1)
+    stop, printed, watchdog = StopRequest(), io.StringIO(), Watchdog(tmp_path, num_ranks=1)
     deadline = spending.Deadline(time.monotonic() + left_s, margin_s=45)
     for _ in range(2):
         deadline.stop_in_time(stop, watchdog, Console(printed))
     assert (stop.kind is StopKind.REQUEUE) is stops
-    assert printed.getvalue().count("checkpoint") == (1 if stops else 0)
+    assert printed.getvalue().count("checkpoint") == stops

@@ -12,7 +12,7 @@ from shardwise.trainer.planning.page.content import page_text
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.hardware import DeviceKind, Gpu, GpuProcess
 from shardwise.trainer.spec.messages.rank_files import MemoryState, memory_state_path
-from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.report import Ending, Report
 
 GIB = 1024 * MIB
@@ -41,55 +41,47 @@ STATE = MemoryState(
 )  # fmt: skip
 
 
-def text_of(end: MemoryEnd) -> str:
-    return " ".join(page_text(oom_page(end), width=100).split())
+def assert_shown(end: MemoryEnd, *patterns: str, absent: str = "no such text") -> None:
+    """The page of this end holds the patterns, and what is to be absent nowhere."""
+    text = " ".join(page_text(oom_page(end), width=100).split())
+    assert [pattern for pattern in patterns if not re.search(pattern, text)] == []
+    assert re.search(absent, text) is None
 
 
-def lacking(text: str, *patterns: str) -> list[str]:
-    """The patterns that the page does not hold."""
-    return [pattern for pattern in patterns if not re.search(pattern, text)]
-
-
-def test_it_names_the_phase_and_the_largest_part(plan):
-    text = text_of(MemoryEnd(2, plan, failed(), (STATE,)))
-    assert not lacking(text, "attempt 2 ", "Rank 1 .*backward of step 7", "OutOfMemoryError: CUDA out of memory")
-    assert not lacking(text, "1.17 GiB .*2 GiB .*1000 MiB .*loss backward", "logits, 60%")
-    assert not lacking(text, "saved activations 300 MiB 30%")
+def test_it_names_the_phase_and_the_largest_part_and_the_fallback_that_follows(plan):
+    following = replace(failed().plan, micro_batch=1)
+    end = MemoryEnd(2, plan, failed(), (STATE,), next_candidate=following, decision="the next fallback is tried")
+    assert_shown(
+        end, "attempt 2 ", "Rank 1 .*backward of step 7", "OutOfMemoryError: CUDA out of memory",
+        "1.17 GiB .*2 GiB .*1000 MiB .*loss backward", "logits, 60%", "saved activations 300 MiB 30%",
+        r"The next fallback is tried\.", "micro batch 1 .*predicted to need 1.17 GiB",
+    )  # fmt: skip
 
 
 def test_it_shows_the_memory_of_the_rank_and_fragmentation(plan):
-    text = text_of(MemoryEnd(1, plan, failed(), (STATE,)))
-    assert not lacking(text, "gradients 60 MiB 30%", "Fragmentation: 500 MiB .*25%", "512 MiB, 128 MiB")
-    assert not lacking(text, "free on the device 10 MiB", r"\| Allocated memory \| 1500 MiB \|")
-    assert "data limit" not in text
+    assert_shown(
+        MemoryEnd(1, plan, failed(), (STATE,)), "gradients 60 MiB 30%", "Fragmentation: 500 MiB .*25%",
+        "512 MiB, 128 MiB", "free on the device 10 MiB", r"\| Allocated memory \| 1500 MiB \|", absent="data limit",
+    )  # fmt: skip
     capped = replace(STATE, tensors={}, largest_blocks=(), reserved_bytes=None, data_limit_bytes=2 * GIB)
-    text = text_of(MemoryEnd(1, plan, failed(), (capped,)))
-    assert "its data limit 2 GiB" in text and "Fragmentation" not in text and "Largest blocks" not in text
-
-
-def test_it_names_the_fallback_that_follows(plan):
-    following = replace(failed().plan, micro_batch=1)
-    text = text_of(MemoryEnd(1, plan, failed(), next_candidate=following, decision="the next fallback is tried"))
-    assert not lacking(text, r"The next fallback is tried\.", "micro batch 1 .*predicted to need 1.17 GiB")
+    end = MemoryEnd(1, plan, failed(), (capped,))
+    assert_shown(end, "its data limit 2 GiB", absent="Fragmentation|Largest blocks")
 
 
 def test_without_a_fallback_it_offers_configurations_that_need_less(plan):
-    low, high = (
-        replace(failed().plan, memory=replace(failed().plan.memory, need_bytes=size * MIB)) for size in (9, 1200)
-    )
-    offering = replace(plan, candidates=(high, replace(low, micro_batch=1)), methods=())
-    text = text_of(MemoryEnd(1, offering, failed(), decision="none is left"))
-    assert not lacking(text, "None is left", "9 MiB: none/fp32/adamw, method full, micro batch 1 x 2")
-    assert "1.17 GiB: " not in text
-    sizes = [
-        replace(low, micro_batch=size, memory=replace(low.memory, need_bytes=size * MIB)) for size in (1, 2, 4, 8, 16)
-    ]
-    text = text_of(MemoryEnd(1, replace(plan, candidates=(high,), methods=()), failed(), smaller=tuple(sizes)))
-    places = [text.find(f"{size} MiB: none/fp32/adamw, method full, micro batch {size} x 2") for size in (16, 8, 4, 1)]
-    assert -1 not in places and places == sorted(places)  # the nearest first, the smallest last
-    assert "2 MiB: none" not in text
-    nothing = text_of(MemoryEnd(1, replace(plan, candidates=(high,), methods=()), failed()))
-    assert "MiB: none/" not in nothing and "train.method: lora" in nothing
+    def needing(size: int, micro_batch: int) -> Candidate:
+        memory = replace(failed().plan.memory, need_bytes=size * MIB)
+        return replace(failed().plan, memory=memory, micro_batch=micro_batch)
+
+    high = needing(1200, failed().plan.micro_batch)
+    offering = replace(plan, candidates=(high, needing(9, 1)), methods=())
+    end = MemoryEnd(1, offering, failed(), decision="none is left")
+    assert_shown(end, "None is left", "9 MiB: none/fp32/adamw, method full, micro batch 1 x 2", absent="1.17 GiB: ")
+    alone = MemoryEnd(1, replace(plan, candidates=(high,), methods=()), failed())
+    smaller = tuple(needing(size, size) for size in (1, 2, 4, 8, 16))
+    nearest = [f"{size} MiB: none/fp32/adamw, method full, micro batch {size} x 2" for size in (16, 8, 4, 1)]
+    assert_shown(alone._replace(smaller=smaller), ".*".join(nearest), absent="2 MiB: none")
+    assert_shown(alone, "train.method: lora", absent="MiB: none/")
 
 
 def test_it_reads_the_ranks_files_and_never_raises(plan, tmp_path):
@@ -110,6 +102,5 @@ def test_it_names_the_processes_that_hold_the_card(plan):
         index=3, name="RTX 4090", spec_name=None, memory_bytes=24 * GIB,
         processes=(GpuProcess(pid=4711, name="python", memory_bytes=9 * GIB),),
     )  # fmt: skip
-    text = text_of(MemoryEnd(1, plan, failed(), cards=(card,)))
-    assert "3 4711 python 9 GiB" in text
-    assert "4711" not in text_of(MemoryEnd(1, plan, failed(), cards=(replace(card, processes=()),)))
+    assert_shown(MemoryEnd(1, plan, failed(), cards=(card,)), "3 4711 python 9 GiB")
+    assert_shown(MemoryEnd(1, plan, failed(), cards=(replace(card, processes=()),)), absent="4711")

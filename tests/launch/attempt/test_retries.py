@@ -33,8 +33,6 @@ from shardwise.trainer.spec.strategy import Method, Precision
 
 CANDIDATES = tuple(make_candidate(micro_batch=size) for size in (4, 2, 1))
 KILLED, HUNG, ERROR, MEMORY = Fault.KILLED, Fault.HUNG, Fault.ERROR, Fault.OUT_OF_MEMORY
-
-
 FIRST = Tried(0, ERROR, 7, 6, cause="a bug")
 AGAIN = Tried(0, ERROR, 6, 6, cause="a bug", had_no_chance=True)  # before the first step of a restart
 REFUSED = Tried(1, ERROR, 6, 6, is_final=True, had_no_chance=True)
@@ -70,11 +68,10 @@ def test_what_follows_an_attempt(tried: list[Tried], expected: int | None):
 
 
 def test_fallbacks_that_are_no_help_are_passed_over_and_named():
-    def refuses_halves(candidate: Candidate) -> str | None:
-        return "cannot go on" if candidate.micro_batch == 2 else None
-
-    assert decide([Tried(0, MEMORY, 7, 6)], CANDIDATES, refuses_halves).candidate == 2
-    none = decide([Tried(0, MEMORY, 7, 6)], CANDIDATES, lambda candidate: "cannot go on")
+    obstacles = {2: "cannot go on"}
+    tried = [Tried(0, MEMORY, 7, 6)]
+    assert decide(tried, CANDIDATES, lambda candidate: obstacles.get(candidate.micro_batch)).candidate == 2
+    none = decide(tried, CANDIDATES, lambda candidate: "cannot go on")
     assert none.candidate is None and none.is_out_of_fallbacks and "none/fp32/adamw cannot go on" in none.reason
 
 
@@ -98,10 +95,9 @@ def test_attempts_without_a_report_are_read_from_heartbeats(tmp_path):
     for number, step in ((1, 9), (2, 5)):
         killed(tmp_path, number, step=step)
     (tmp_path / "attempts" / "3").mkdir()  # it had not begun
-    lines = [
-        {"step": step, "attempt": attempt} for attempt, steps in ((1, (1, 2, 3)), (2, (3, 4, 5))) for step in steps
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 6, "att')
+    places = ((1, 1), (1, 2), (1, 3), (2, 3), (2, 4), (2, 5))
+    lines = [json.dumps({"step": step, "attempt": attempt}) for attempt, step in places]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 6, "att']))
     history = earlier_history(tmp_path)
     assert [(each.number, each.step, each.fault) for each in history] == [(1, 3, Fault.KILLED), (2, 5, Fault.KILLED)]
     assert history[1].resumed_from_step == 2 and 0 <= history[1].duration_s < 60
@@ -115,21 +111,16 @@ def test_a_run_that_dies_at_one_step_each_time_is_not_started_again(tmp_path):
     killed(tmp_path, 3, step=5)
     with pytest.raises(EnvironmentFaultError, match=r"(?s)step 5.*killed.*attempts/3/logs"):
         refuse_endless_restarts(tmp_path)
-
-
-def test_an_orderly_end_breaks_the_row():
     history = [record(1, step=5), record(2, step=5), record(3, step=5, fault=None), record(4, step=5)]
-    assert (num_at_step(history, 5), num_at_step(history[:2], 5), num_at_step(history, 4)) == (1, 2, 0)
+    assert num_at_step(history, 5) == 1, "an orderly end breaks the row"
+    assert (num_at_step(history[:2], 5), num_at_step(history, 4)) == (2, 0)
 
 
 def test_jobs_that_are_stopped_before_a_step_each_time_are_not_started_for_ever(tmp_path):
-    def write(num: int) -> None:
-        records = tuple(record(number, step=7, fault=None) for number in range(1, num + 1))
-        codec.write(tmp_path / "report.json", make_report(history=records))
-
-    write(10)
+    records = tuple(record(number, step=7, fault=None) for number in range(1, 12))
+    codec.write(tmp_path / "report.json", make_report(history=records[:10]))
     refuse_endless_restarts(tmp_path)
-    write(11)
+    codec.write(tmp_path / "report.json", make_report(history=records))
     with pytest.raises(EnvironmentFaultError, match=r"(?s)10 jobs.*step 7.*slurm\.time"):
         refuse_endless_restarts(tmp_path)
 

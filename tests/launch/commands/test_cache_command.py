@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from calibration_factory import record_of as calibration_record
 from prepare_request_factory import listed_request, make_old, numbered_text
+from report_factory import record_of as calibration_record
 
 from shardwise.launch.commands.cache import Kind, State, Storage, prune, read_entries, read_extent, read_scan, run_cache
 from shardwise.launch.engine.operators import extensions_dir
@@ -39,14 +39,8 @@ def home(tmp_path):
 
 @pytest.fixture
 def environment(home):
-    return {
-        "HOME": str(home),
-        "SHARDWISE_CACHE": str(home / "cache"),
-        "XDG_STATE_HOME": str(home / "state"),
-        "XDG_CONFIG_HOME": str(home / "config"),
-        "HF_HOME": str(home / "hf"),
-        "PATH": "/usr/bin:/bin",
-    }
+    places = {"SHARDWISE_CACHE": "cache", "XDG_STATE_HOME": "state", "XDG_CONFIG_HOME": "config", "HF_HOME": "hf"}
+    return {name: str(home / place) for name, place in places.items()} | {"HOME": str(home), "PATH": "/usr/bin:/bin"}
 
 
 def run(environment, **options) -> str:
@@ -288,9 +282,7 @@ def test_what_is_locked_once_it_was_listed_stays(environment, prepared, home, ki
 def test_json_names_what_there_was_and_what_was_freed(environment, prepared):
     age(prepared, 31)
     size = read_extent(prepared).num_bytes
-    before = json.loads(run(environment, as_json=True))
-    assert [(row["kind"], row["state"], row["num_bytes"]) for row in before["entries"]] == [
-        ("prepared data", "stale", size)
-    ]
+    (row,) = json.loads(run(environment, as_json=True))["entries"]
+    assert (row["kind"], row["state"], row["num_bytes"]) == ("prepared data", "stale", size)
     after = json.loads(run(environment, as_json=True, prune=True))
     assert (after["freed"], after["freed_bytes"]) == ([str(prepared)], size)

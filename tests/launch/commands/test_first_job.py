@@ -1,7 +1,6 @@
 """`shardwise init` writes a job that reads, whatever the model and the data are called."""
 
 import json
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from workplace_factory import TINY_CONFIG
 from shardwise.launch.commands.housekeeping import DataFacts, ModelFacts, job_template, look_at_data, look_at_model
 from shardwise.launch.inputs.model_files import preset_names, read_preset
 from shardwise.launch.job.yaml_text import read_yaml
-from shardwise.launch.options import COMMANDS
 from shardwise.trainer.spec.job.reading import read_job
 from shardwise.trainer.spec.job.sections import DataFormat, Job
 from shardwise.trainer.spec.model.readers import read_model_shape
@@ -79,9 +77,3 @@ def test_a_model_and_data_on_disk_are_read(tmp_path: Path) -> None:
     assert (data.shape, data.num_rows, data.longest_bytes) == (DataFormat.CHAT, 3, 50)
     assert "absent.jsonl" in look_at_data(str(tmp_path / "absent.jsonl")).problem[0]
     assert look_at_model(str(tmp_path / "absent")).problem
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_names_the_function_that_runs_it(name: str) -> None:
-    module, _, function = COMMANDS[name].run.partition(":")
-    assert callable(getattr(import_module(f"shardwise.launch.{module}"), function))

@@ -45,11 +45,8 @@ def test_the_engine_of_a_plan_is_written_for_a_script_of_ones_own(run: Run, tmp_
     _, out, _ = run("plan", *words)
     assert f"accelerate launch --config_file '{folder}/accelerate.yaml' YOUR_SCRIPT.py" in out
     assert f"micro batch {chosen['micro_batch']}, accumulation {chosen['accumulation']}, " in out
-
-
-def test_engine_files_are_of_one_machine(run: Run, tmp_path: Path) -> None:
     code, out, err = run("plan", "--hardware", "2x8xH100-SXM5-80GB", "--engine-files", str(tmp_path / "engine"))
-    assert (code, out) == (ExitCode.INPUT, "") and "--hardware" in err
+    assert (code, out) == (ExitCode.INPUT, "") and "--hardware" in err, "of one machine alone"
     assert not (tmp_path / "engine").exists()
 
 
@@ -65,29 +62,16 @@ def test_the_printed_commands_repeat_every_option(run: Run) -> None:
     assert repeated == expected
 
 
-# --- looking ahead ----------------------------------------------------------------------------------------------
-
-
-# --- several machines -------------------------------------------------------------------------------------------
-
-
-def test_several_machines_are_explained_and_compared(run: Run) -> None:
+def test_several_machines_are_compared_and_one_that_fits_is_enough(run: Run) -> None:
     code, out, _ = run("plan", "price_per_gpu_hour=2", "--hardware", "1xRTX-4090", "--hardware", "2xH100-SXM5-80GB")
     assert code == ExitCode.DONE
     assert out.count("\n  how  ") == 2 and "  start  " not in out
     compared = out.rpartition("\n\n")[2]
     assert "fastest: 2xH100-SXM5-80GB" in compared and "cheapest: " in compared
-    assert max(map(len, out.splitlines())) <= 100
-
-
-def test_one_machine_that_fits_is_enough(run: Run) -> None:
     words = ("model.name=llama-3.1-70b", "--hardware", "1xRTX-4060-8GB", "--hardware", "8xH100-SXM5-80GB")
     code, out, _ = run("plan", *words)
     assert code == ExitCode.DONE and "nothing fits" in out
     assert run("plan", *words[:3])[0] == ExitCode.NOTHING_FITS
-
-
-# --- questions --------------------------------------------------------------------------------------------------
 
 
 def test_questions_are_answered_in_text_on_a_page_and_in_json(run: Run, tmp_path: Path) -> None:
@@ -105,11 +89,6 @@ def test_questions_are_answered_in_text_on_a_page_and_in_json(run: Run, tmp_path
     _, out, _ = run(*words, "--hardware", "1xL4", "--longest-seq", "--json")
     assert [json.loads(line)["machine"] for line in out.splitlines()] == ["1 x RTX-4090", "1 x L4"]
 
-
-# --- the page ---------------------------------------------------------------------------------------------------
-
-
-# --- without a job file -----------------------------------------------------------------------------------------
 
 RTX_4060 = ("--hardware", "rtx 4060")
 SPECS = ("1xH200",)
@@ -197,20 +176,6 @@ def test_an_existing_job_file_wins_and_options_apply_over_it(model: Run, tmp_pat
     plan = json.loads(out)
     assert (code, plan["job"]["train"]["method"]) == (ExitCode.DONE, "lora")
     assert plan["job"]["model"]["name"] == "llama-3.2-1b"
-
-
-@pytest.mark.parametrize(
-    ("name", "fact"),
-    [
-        ("Qwen/Qwen2.5-7b-Instrct", "did you mean Qwen/Qwen2.5-7B-Instruct?"),
-        ("qwen2.5-7", "did you mean qwen2.5-7b?"),
-        ("nothing-like-it", "docs/architectures.md"),
-        ("job.yml", "job.yml"),
-    ],
-)
-def test_a_name_that_is_nearly_right_is_named(model: Run, name: str, fact: str) -> None:
-    code, _, err = model("plan", name, *RTX_4060)
-    assert code != ExitCode.DONE and fact in err and len(err.splitlines()) <= 3
 
 
 def test_the_next_commands_work_as_printed(model: Run, tmp_path: Path) -> None:

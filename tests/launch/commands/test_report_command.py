@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -13,7 +16,7 @@ from shardwise.launch.commands.report import run_report
 from shardwise.launch.options import ReportOptions
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.errors import ExitCode, InputError
-from shardwise.trainer.spec.report import Report
+from shardwise.trainer.spec.report import Report, Sample
 
 
 def told(*run_dirs: Path, html: Path | None = None, as_json: bool = False) -> str:
@@ -45,3 +48,16 @@ def test_the_page_is_written_beside_the_text(tmp_path: Path) -> None:
     assert read_page(page.read_text()).text.count("loss") >= 1 and "<title>a: " in page.read_text()
     told(first, second, html=page)
     assert "<title>2 runs " in page.read_text()
+
+
+@pytest.mark.cold
+def test_text_is_readable_on_a_terminal_of_ascii(tmp_path: Path) -> None:
+    sample = Sample(prompt="Grüße", before=None, after="日本")
+    run_dir = write_run(tmp_path / "bot", report=report_for(tiny_plan(), sample=sample))
+    terminal = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+
+    def shown(*words: str) -> str:
+        argv = [sys.executable, "-m", "shardwise.launch.cli", "report", str(run_dir), *words]
+        return subprocess.run(argv, env=os.environ | terminal, capture_output=True, check=True).stdout.decode("ascii")
+
+    assert r"Gr\u00fc\u00dfe" in shown() and json.loads(shown("--json"))["sample"]["after"] == "日本"

@@ -47,6 +47,7 @@ def test_a_run_is_shown_with_all_that_its_files_tell(runs: Path):
 
 
 def test_all_runs_of_a_folder_the_newest_first(runs: Path):
+    assert f"no runs in {runs}" in status() and json.loads(status(as_json=True)) == []
     for name, hour in (("old", 1), ("new", 3), ("middle", 2)):
         write_submission(runs / name, name, submitted=f"2026-11-22T0{hour}:00:00Z")
     write_attempt(runs / "local", steps=[4])
@@ -82,11 +83,6 @@ def test_runs_of_others_are_counted_and_shown_when_named(runs: Path):
     (others,) = [line for line in text.splitlines() if "others" in line]
     assert ": 1" in others
     assert "runs/theirs: lost" in status("runs/theirs")
-
-
-def test_no_runs_is_an_answer(runs: Path):
-    assert f"no runs in {runs}" in status()
-    assert json.loads(status(as_json=True)) == []
 
 
 def test_without_slurm_a_submitted_run_says_that_nobody_can_tell(runs: Path):

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from headless_browser import Browser, Opened, lacks_browser, running_browser
+from headless_browser import Browser, lacks_browser, running_browser
 from msgspec.structs import replace
 from planning_factory import plan_of
 from reported_run import report_for, step_rows, tiny_plan, write_run
@@ -97,19 +97,14 @@ def browser(server: UiServer) -> Iterator[Browser]:
         yield started
 
 
-def check(opened: Opened, server: UiServer, *, width: int, is_refused: bool = False) -> None:
-    messages = [each for each in opened.messages if not (is_refused and "404" in each)]
-    assert messages == []
-    assert {urlsplit(url).netloc for url in opened.requests} == {urlsplit(server.address).netloc}
-    assert opened.scroll_width == width, "the body scrolls sideways"
-    assert opened.value["found"] == [] and opened.value["count"] >= 4
-
-
 @pytest.mark.parametrize(("page", "mode"), [*OPENED, *(pytest.param(*each, marks=pytest.mark.long) for each in REST)])
 def test_pages_are_quiet_readable_and_fit_in_light_and_dark(browser: Browser, server: UiServer, page: str, mode: str):
     width, is_dark = MODES[mode]
     opened = browser.open(server.address + PAGES[page], width=width, is_dark=is_dark, script=CONTRAST)
-    check(opened, server, width=width, is_refused=page == "refused")
+    assert [each for each in opened.messages if not (page == "refused" and "404" in each)] == []
+    assert {urlsplit(url).netloc for url in opened.requests} == {urlsplit(server.address).netloc}
+    assert opened.scroll_width == width, "the body scrolls sideways"
+    assert opened.value["found"] == [] and opened.value["count"] >= 4
     assert opened.background == ("rgb(11, 15, 20)" if is_dark else "rgb(244, 246, 248)")
 
 
@@ -129,21 +124,15 @@ def plan_pages(_: Path) -> list[Page]:
 
 
 @pytest.mark.parametrize("pages_of", [run_pages, plan_pages], ids=["report", "plan"])
-def test_pages_in_files_open_without_a_message_or_a_request(browser: Browser, tmp_path: Path, pages_of):
+def test_pages_in_files_open_without_a_message_or_a_request_and_run_nothing(browser: Browser, tmp_path: Path, pages_of):
     (tmp_path / "runs").mkdir()
-    page = tmp_path / "page.html"
-    page.write_text(pages_html(pages_of(tmp_path / "runs"), title="page"))
+    page, html = tmp_path / "page.html", pages_html(pages_of(tmp_path / "runs"), title="page")
+    page.write_text(html)
     for width, is_dark in ((390, True), (1280, False)):
         opened = browser.open(page, width=width, is_dark=is_dark)
         assert (opened.messages, opened.requests) == ([], [])
         assert opened.scroll_width == width, "the body scrolls sideways"
         assert opened.background == ("rgb(13, 17, 23)" if is_dark else "rgb(255, 255, 255)")
-
-
-def test_a_page_in_a_file_runs_no_script_and_loads_no_picture(browser: Browser, tmp_path: Path):
-    """A page that does either is caught at it."""
-    html = pages_html([Page(title="t", sections=())], title="t")
-    page = tmp_path / "page.html"
     page.write_text(html.replace("<body>", "<body><script>console.log(1)</script><img src='x.png'>"))
     messages = "".join(browser.open(page, width=390).messages)
     assert "Content Security Policy" in messages and "x.png" in messages

@@ -12,8 +12,6 @@ from msgspec.structs import replace
 from shardwise.launch.doctor.finding import Level, diagnosis_of
 from shardwise.launch.doctor.software import check_torch
 
-CPU_TORCH = replace(CUDA_13, version="2.13.0+cpu", cuda=None, devices=())
-
 
 @pytest.fixture
 def broken(tmp_path):
@@ -24,14 +22,23 @@ def test_a_gpu_that_torch_drives_is_no_fault(broken):
     broken.install_gpu(driver="580.95.05")
     broken.add_torch()
     found = broken.diagnose("driver", "torch", "gpu-memory")
-    assert_reported(
-        found, Level.FINE, ("NVIDIA H100 80GB HBM3", "580.95.05"), ("2.13.0+cu130", "CUDA 13.0", "1 GPU"),
-        ("79.1 GiB free",),
-    )  # fmt: skip
+    torch, card = ("2.13.0+cu130", "CUDA 13.0", "1 GPU", "up to 13.0"), ("NVIDIA H100 80GB HBM3", "580.95.05")
+    assert_reported(found, Level.FINE, card, torch, ("79.1 GiB free",))
     assert len(found.findings) == 3
 
 
-def test_a_torch_that_cannot_be_loaded_is_a_fault_with_the_reason(broken):
+def test_a_torch_that_cannot_use_the_card_or_be_loaded_is_a_fault_with_the_reason(broken, tmp_path, monkeypatch):
+    """A build for the CPU, before it is loaded; a card without code; a library that is broken."""
+    add_package(tmp_path / "installed", "torch", "2.13.0+cpu")
+    with monkeypatch.context() as installed:
+        installed.syspath_prepend(tmp_path / "installed")
+        broken.install_gpu()
+        facts: tuple[str, ...] = ("2.13.0+cpu", "without CUDA", "H100", "install torch==")
+        assert_reported(diagnosis_of(check_torch(broken.read())), Level.FAULT, facts)
+    broken.install_gpu(V100)
+    broken.add_torch(problem=NO_CODE)
+    facts = ("Tesla V100-SXM2-32GB", "sm_80, sm_90", "build for CUDA 12")
+    assert_reported(broken.diagnose("torch"), Level.FAULT, facts)
     broken.add_module("torch", "raise ImportError('libtorch_cpu.so: undefined symbol: iJIT_NotifyEvent')")
     facts = ("ImportError: libtorch_cpu.so: undefined symbol: iJIT_NotifyEvent", "pip install --force-reinstall torch")
     assert_reported(broken.diagnose("torch"), Level.FAULT, facts)
@@ -47,16 +54,9 @@ def test_a_torch_that_does_not_load_in_time_is_ended_and_a_warning(broken, tmp_p
     wait_until_gone(pids_in(written)[0])
 
 
-def test_a_card_that_torch_cannot_use_is_a_fault_with_its_remedy(broken):
-    """The causes are those of `launch.probe.torch_fit`."""
-    broken.install_gpu(V100)
-    broken.add_torch(problem=NO_CODE)
-    assert_reported(
-        broken.diagnose("torch"), Level.FAULT, ("Tesla V100-SXM2-32GB", "sm_80, sm_90", "build for CUDA 12")
-    )
-
-
-def test_cards_that_are_left_out_or_busy_are_warnings(broken):
+def test_cards_that_are_left_out_or_busy_are_warnings_and_a_driver_that_fails_is_a_fault(broken):
+    broken.laid_out.install_nvidia_smi("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    assert_reported(broken.diagnose("driver"), Level.FAULT, ("nvidia-smi", "kernel module", "restart the machine"))
     broken.laid_out.put_gpu_on_bus("0000:03:00.0", "0x120000", vendor=AMD)  # as an Instinct is classed
     broken.install_gpu(mode="Prohibited")
     amd, prohibited = ("1 AMD GPU", "0000:03:00.0", "not supported"), ("GPU 0", "Prohibited", "sudo nvidia-smi -c 0")
@@ -66,24 +66,14 @@ def test_cards_that_are_left_out_or_busy_are_warnings(broken):
     assert_reported(broken.diagnose("gpu-memory"), Level.WARNING, facts)
 
 
-@pytest.fixture
-def with_package(broken, monkeypatch):
-    """Puts a package's metadata where its version is read, and its module where it is imported."""
-
-    def add(package: str, module: str, source: str) -> None:
-        folder = broken.folder / "installed"
-        add_package(folder, package, "9.9.9")
-        monkeypatch.syspath_prepend(folder)
-        broken.add_module(module, source)
-
-    return add
-
-
-def test_compiled_libraries_that_do_not_load_with_this_torch(broken, with_package):
+def test_compiled_libraries_that_do_not_load_with_this_torch(broken, tmp_path, monkeypatch):
     """An undefined symbol, and an import that ends the process; a fault where there is a GPU."""
     problem = "flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2ENS_14SourceLocationESs"
-    with_package("flash-attn", "flash_attn", f"raise ImportError({problem!r})")
-    with_package("transformer-engine", "transformer_engine.pytorch", "import os; os.abort()")
+    for package in ("flash-attn", "transformer-engine"):
+        add_package(tmp_path / "installed", package, "9.9.9")
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    broken.add_module("flash_attn", f"raise ImportError({problem!r})")
+    broken.add_module("transformer_engine.pytorch", "import os; os.abort()")
     facts = (
         ("flash-attn 9.9.9", "2.13.0+cu130", f"ImportError: {problem}", "--no-build-isolation --no-cache-dir "),
         ("transformer-engine 9.9.9", "2.13.0+cu130", f"signal {signal.SIGABRT:d}"),
@@ -117,18 +107,6 @@ def test_a_toolkit_has_the_major_version_of_torchs_cuda_and_only_nvme_needs_one(
 def test_processes_that_cannot_meet(broken, monkeypatch):
     """A real all-gather of two processes, over an interface that is not there."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonesuch0")
-    found = broken.diagnose("collective", torch=CPU_TORCH)
+    torch = replace(CUDA_13, version="2.13.0+cpu", cuda=None, devices=())
+    found = broken.diagnose("collective", torch=torch)
     assert_reported(found, Level.FAULT, ("all-gather", "2 devices", "nonesuch0", "GLOO_SOCKET_IFNAME=lo"))
-
-
-def test_a_build_for_the_cpu_is_a_fault_with_a_gpu_before_torch_is_loaded(broken, tmp_path, monkeypatch):
-    add_package(tmp_path / "installed", "torch", "2.13.0+cpu")
-    monkeypatch.syspath_prepend(tmp_path / "installed")
-    broken.install_gpu()
-    facts = ("2.13.0+cpu", "without CUDA", "H100", "install torch==")
-    assert_reported(diagnosis_of(check_torch(broken.read())), Level.FAULT, facts)
-
-
-def test_a_driver_that_fails_is_a_fault_with_its_remedy(broken):
-    broken.laid_out.install_nvidia_smi("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
-    assert_reported(broken.diagnose("driver"), Level.FAULT, ("nvidia-smi", "kernel module", "restart the machine"))

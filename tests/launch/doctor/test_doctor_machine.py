@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from small_disk import mounted_disk
 
 from shardwise.launch.doctor.finding import Level, diagnosis_of
-from shardwise.launch.doctor.software import check_python
+from shardwise.launch.doctor.software import check_python, check_variables
 from shardwise.launch.doctor.system import judge_shared_memory
 from shardwise.trainer.spec.units import GIB, MIB
 
@@ -23,34 +23,35 @@ Max locked memory         {locked}             8388608              bytes
 Max address space         {addresses}          unlimited            bytes
 """
 USUAL = {
-    "file": "unlimited", "core": "0", "processes": "96365", "files": "20000", "files_hard": "524288",
+    "file": "unlimited", "core": "0", "processes": "2048", "files": "20000", "files_hard": "524288",
     "locked": "8388608", "addresses": "unlimited",
 }  # fmt: skip
-CGROUP = {
-    "proc/self/cgroup": "0::/\n",
-    "proc/self/mountinfo": "30 22 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
-    "sys/fs/cgroup/memory.max": str(4 * GIB),
-    "sys/fs/cgroup/memory.current": str(GIB // 2),
-}
-FULL_GROUP = {
-    **CGROUP,
-    "sys/fs/cgroup/memory.max": str(40 * GIB),
-    "sys/fs/cgroup/memory.current": str(40 * GIB - 512 * MIB),
-}
+
+
+def group(limit_bytes: int, used_bytes: int) -> dict[str, str]:
+    """The files of a control group with a limit of memory."""
+    return {
+        "proc/self/cgroup": "0::/\n",
+        "proc/self/mountinfo": "30 22 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+        "sys/fs/cgroup/memory.max": str(limit_bytes),
+        "sys/fs/cgroup/memory.current": str(used_bytes),
+    }
+
+
 LITTLE_RAM = {"proc/meminfo": "MemTotal: 65536000 kB\nMemAvailable: 1048576 kB\n"}
 INFINIBAND = {"sys/class/infiniband/mlx5_0/node_type": "1: CA\n"}
 FILES_REMEDY = ("1024", "ulimit -n 65536", "/etc/security/limits.conf", "--ulimit nofile=65536")
 
 
+def limited(broken, **changes: str) -> None:
+    broken.write("proc/self/limits", LIMITS.format(**{**USUAL, **changes}))
+
+
 @pytest.fixture
 def broken(tmp_path):
     machine = BrokenMachine(tmp_path)
-    machine.write("proc/self/limits", LIMITS.format(**USUAL))
+    limited(machine)
     return machine
-
-
-def limited(broken, **changes: str) -> None:
-    broken.write("proc/self/limits", LIMITS.format(**{**USUAL, **changes}))
 
 
 def test_usual_limits_are_fine_and_elsewhere_nothing_is_reported_of_wsl(broken):
@@ -58,6 +59,8 @@ def test_usual_limits_are_fine_and_elsewhere_nothing_is_reported_of_wsl(broken):
     assert (found.num_faults, found.num_warnings) == (0, 0)
     text = str(reported(found, Level.FINE))
     assert "8 MiB" in text and "57.2 GiB of 62.5 GiB" in text and "WSL" not in text
+    broken.write("proc/self/status", "CapEff:\t0000000000004000\n")  # CAP_IPC_LOCK
+    assert_reported(broken.diagnose("locked-memory"), Level.FINE, ("no limit",))
 
 
 @pytest.mark.parametrize(
@@ -69,8 +72,8 @@ def test_usual_limits_are_fine_and_elsewhere_nothing_is_reported_of_wsl(broken):
         ("processes", {}, {"sys/fs/cgroup/pids.max": "100\n"}, Level.FAULT, ("100 ", "docker run --pids-limit=-1")),
         ("processes", {"processes": "1000"}, {}, Level.WARNING, ("1000 ", "ulimit -u 65536")),
         ("locked-memory", {}, INFINIBAND, Level.WARNING, ("8 MiB", "InfiniBand", "ulimit -l unlimited")),
-        ("memory", {}, CGROUP, Level.WARNING, ("4 GiB of 62.5 GiB", "docker run --memory")),
-        ("memory", {}, FULL_GROUP, Level.WARNING, ("512 MiB", "2 GiB")),
+        ("memory", {}, group(4 * GIB, GIB // 2), Level.WARNING, ("4 GiB of 62.5 GiB", "docker run --memory")),
+        ("memory", {}, group(40 * GIB, 40 * GIB - 512 * MIB), Level.WARNING, ("512 MiB", "2 GiB")),
         ("memory", {}, LITTLE_RAM, Level.WARNING, ("1 GiB", "2 GiB", "ps aux --sort=-rss | head")),
         ("shared-memory", {}, {}, Level.FAULT, ("sudo mount -t tmpfs tmpfs /dev/shm",)),
     ],
@@ -112,9 +115,10 @@ def test_wsl_with_a_gpu_little_memory_and_folders_of_windows(broken):
     broken.write("proc/meminfo", "MemTotal: 8388608 kB\nMemAvailable: 8000000 kB\n")
     broken.write("mnt/c/Users/ada/.wslconfig", "[wsl2]\nmemory=8GB\n")
     broken.write("proc/self/mountinfo", "40 22 0:50 / /mnt/c rw - 9p C:\\134 rw\n")
-    broken.changes["working"] = Path("/mnt/c/work")
+    broken.working = broken.changes["working"] = Path("/mnt/c/work")
     ram = ("8 GiB", "memory=8GB", "4 GiB", "[wsl2] memory=SIZE", "wsl --shutdown")
     assert_reported(broken.diagnose("wsl"), Level.WARNING, ("Prefer No Sysmem Fallback",), ram, ("/mnt/c/work",))
+    assert_reported(broken.diagnose("mounts"), Level.WARNING)  # it is told once
 
 
 def test_folders_that_cannot_be_written(broken):
@@ -122,12 +126,11 @@ def test_folders_that_cannot_be_written(broken):
     (broken.home / "hf").symlink_to("/missing/disk")
     broken.environment |= {"HF_HOME": f"{broken.home}/hf", "TMPDIR": "/proc/nowhere"}
     assert_reported(
-        broken.diagnose("folders"),
-        Level.FAULT,
+        broken.diagnose("folders"), Level.FAULT,
         (f"{broken.folder}/cache is a file", "export SHARDWISE_CACHE=", "folders: {cache: ", "config.yaml"),
         (f"{broken.home}/hf", "/missing/disk", "export HF_HOME=", "folders: {huggingface: "),
         ("/proc: ", "export TMPDIR="),
-    )
+    )  # fmt: skip
     broken.environment["HOME"] = "/nowhere"
     assert_reported(broken.diagnose("home"), Level.WARNING, ("/nowhere is not there", "export HOME=", "HF_HOME"))
 
@@ -157,30 +160,21 @@ def test_folders_on_disks_that_are_slow_or_only_read(broken):
     assert any("nfs4 of nas:/home" in sentence for sentence, _ in reported(found, Level.FINE))
 
 
-def test_a_model_of_the_hub_whose_files_are_missing(broken):
-    broken.environment["HF_HUB_CACHE"] = str(broken.folder / "hub")
-    snapshot = broken.folder / "hub" / "models--org--name" / "snapshots" / "c0ffee"
-    snapshot.mkdir(parents=True)
-    (snapshot / "model.safetensors").symlink_to("../../blobs/missing")
-    facts = ("model/org/name", f"{broken.folder}/hub", "1 file", "hf cache rm model/org/name")
-    assert_reported(broken.diagnose("hub-cache"), Level.FAULT, facts)
-
-
 def test_files_that_are_imported_in_place_of_modules(broken, tmp_path):
     """In the working folder a warning, on PYTHONPATH a fault; packages there, as a module system has, a warning."""
     (broken.working / "torch.py").write_text("")
-    mv = f"mv {broken.working}/torch.py {broken.working}/my_torch.py"
-    assert_reported(broken.diagnose("shadowed-modules"), Level.WARNING, (mv,))
+    here = (f"mv {broken.working}/torch.py {broken.working}/my_torch.py",)
+    assert_reported(broken.diagnose("shadowed-modules"), Level.WARNING, here)
     folder = broken.add_module("yaml", "")
-    remedy = f"remove {folder} from PYTHONPATH"
-    assert_reported(broken.diagnose("shadowed-modules"), Level.FAULT, (f"{folder}/yaml.py", "PYTHONPATH", remedy))
+    facts = (f"{folder}/yaml.py", "PYTHONPATH", f"remove {folder} from PYTHONPATH")
+    assert_reported(broken.diagnose("shadowed-modules"), Level.FAULT, facts)
     packages = tmp_path / "easybuild" / "site-packages"
     add_package(packages, "numpy", "1.26.0")
     (packages / "numpy").mkdir()
     (packages / "numpy" / "__init__.py").touch()
     broken.environment["PYTHONPATH"] = str(packages)
-    facts = (f"PYTHONPATH names {packages}", "numpy", "unset PYTHONPATH", "module purge")
-    assert_reported(broken.diagnose("shadowed-modules"), Level.WARNING, facts, (mv,))
+    found = (f"PYTHONPATH names {packages}", "numpy", "unset PYTHONPATH", "module purge")
+    assert_reported(broken.diagnose("shadowed-modules"), Level.WARNING, found, here)
 
 
 def test_libraries_of_another_cuda_that_are_loaded_first(broken):
@@ -195,43 +189,52 @@ def test_libraries_of_another_cuda_that_are_loaded_first(broken):
 
 def test_variables_that_break_training_or_slow_it_down(broken):
     broken.install_gpu()
-    (broken.folder / "file").touch()
+    file = broken.folder / "file"
+    file.touch()
     broken.environment |= {
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONHOME": "/nowhere",
-        "CUDA_LAUNCH_BLOCKING": "1",
+        "CUDA_VISIBLE_DEVICES": "", "PYTHONHOME": "/nowhere", "CUDA_LAUNCH_BLOCKING": "1", "CUDA_HOME": "/nowhere",
+        "TORCH_EXTENSIONS_DIR": str(file), "TORCH_DISTRIBUTED_DEBUG": "OFF",
         "NCCL_P2P_DISABLE": "1",  # of no account with one device
-        "TORCH_DISTRIBUTED_DEBUG": "OFF",
-        "TORCH_EXTENSIONS_DIR": str(broken.folder / "file"),
-        "CUDA_HOME": "/nowhere",
-    }
+    }  # fmt: skip
     found = broken.diagnose("variables")
     assert_reported(found, Level.FAULT, ("PYTHONHOME=/nowhere", "unset PYTHONHOME"))
     assert_reported(
-        found,
-        Level.WARNING,
-        ("GPU 0", "CPU", "unset CUDA_VISIBLE_DEVICES"),
+        found, Level.WARNING, ("GPU 0", "CPU", "unset CUDA_VISIBLE_DEVICES"),
         ("CUDA_LAUNCH_BLOCKING=1", "unset CUDA_LAUNCH_BLOCKING"),
-        (f"TORCH_EXTENSIONS_DIR={broken.folder}/file", "is a file", "unset TORCH_EXTENSIONS_DIR"),
+        (f"TORCH_EXTENSIONS_DIR={file}", "is a file", "unset TORCH_EXTENSIONS_DIR"),
         ("CUDA_HOME=/nowhere", "unset CUDA_HOME"),
-    )
+    )  # fmt: skip
 
 
-def test_a_library_that_is_older_than_shardwise_accepts(broken, tmp_path, monkeypatch):
+def test_one_thread_for_everything_is_a_warning_where_there_are_more_cores(broken):
+    broken.environment["OMP_NUM_THREADS"] = "1"
+    machine = broken.read()
+    for cores, facts in ((1, ()), (2, (("2 cores", "unset OMP_NUM_THREADS"),))):
+        hardware = replace(machine.hardware, host=replace(machine.hardware.host, num_cores=cores))
+        found = diagnosis_of(check_variables(replace(machine, hardware=hardware)))
+        assert_reported(found, Level.WARNING, *facts)
+
+
+def test_a_library_or_a_python_that_shardwise_does_not_accept_and_no_ninja(broken, tmp_path, monkeypatch):
     add_package(tmp_path / "old", "accelerate", "0.1.0")
     monkeypatch.syspath_prepend(tmp_path / "old")
     (line,) = (line for line in metadata.requires("shardwise") or () if line.startswith("accelerate"))
     accepted = line.partition(";")[0]
     assert_reported(broken.diagnose("libraries"), Level.FAULT, ("accelerate 0.1.0", f"pip install '{accepted}'"))
-
-
-def test_a_python_that_shardwise_does_not_run_on(broken):
-    found = diagnosis_of(check_python(broken.read(), (3, 14)))
     facts = ("3.14", "3.11 to 3.13", "python3.12 -m venv .venv", "launch/bootstrap.sh install")
-    assert_reported(found, Level.FAULT, facts)
+    assert_reported(diagnosis_of(check_python(broken.read(), (3, 14))), Level.FAULT, facts)
+    python = broken.changes["python"] = str(broken.folder / "bin" / "python")
+    broken.environment["PATH"] = str(broken.laid_out.programs)
+    assert_reported(broken.diagnose("ninja"), Level.WARNING, ("PATH", f"{python} -m pip install ninja"))
 
 
-def test_a_lock_that_a_killed_build_left_behind(broken):
+def test_what_a_download_or_a_build_that_was_killed_left_behind(broken):
+    snapshot = broken.folder / "hub" / "models--org--name" / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").symlink_to("../../blobs/missing")
+    broken.environment["HF_HUB_CACHE"] = str(broken.folder / "hub")
+    facts = ("model/org/name", f"{broken.folder}/hub", "1 file", "hf cache rm model/org/name")
+    assert_reported(broken.diagnose("hub-cache"), Level.FAULT, facts)
     lock = broken.home / ".cache" / "torch_extensions" / "py311_cu130" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     with lock.open("w"):
@@ -251,10 +254,3 @@ def test_a_machine_without_a_compiler_pythons_headers_or_libaio(broken, monkeypa
     compiler = str(broken.install("c++", f"! grep -q {header}")) if header else "no-such-compiler"
     monkeypatch.setenv("CXX", compiler)
     assert_reported(broken.diagnose("compiler", "libaio"), Level.WARNING, facts)
-
-
-def test_no_ninja(broken):
-    broken.changes["python"] = str(broken.folder / "bin" / "python")
-    broken.environment["PATH"] = str(broken.laid_out.programs)
-    remedy = f"{broken.folder}/bin/python -m pip install ninja"
-    assert_reported(broken.diagnose("ninja"), Level.WARNING, ("PATH", remedy))

@@ -1,12 +1,12 @@
 """`doctor` if names, proxies, the hub, wandb or Slurm do not respond; no key is ever shown."""
 
 import socket
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from doctor_factory import BrokenMachine, assert_reported, reported
+from http_answers import answering
 from hub_server import Hub, login, serving
+from werkzeug.wrappers import Request, Response
 
 from shardwise.launch.doctor.finding import Level, diagnosis_of
 from shardwise.launch.doctor.network import fetch, judge_clock
@@ -29,25 +29,20 @@ def closed_port():
         yield taken.getsockname()[1]
 
 
-def test_a_machine_that_does_not_know_its_own_name(broken):
+def test_a_name_or_an_interface_that_is_down_or_not_there(broken):
     broken.changes["hostname"] = "node7.invalid"
     remedy = "echo 127.0.1.1 node7.invalid | sudo tee -a /etc/hosts"
     assert_reported(broken.diagnose("hostname"), Level.WARNING, (remedy,))
     broken.changes["hostname"] = "localhost"
     assert_reported(broken.diagnose("hostname"), Level.WARNING)
-
-
-def test_interfaces_that_are_down_or_not_there(broken):
     broken.write("sys/class/net/eth0/operstate", "up\n")
     broken.write("sys/class/net/lo/operstate", "down\n")
     broken.environment |= {"GLOO_SOCKET_IFNAME": "eth", "NCCL_SOCKET_IFNAME": "ib0,ib1"}
-    assert_reported(
-        broken.diagnose("interfaces"),
-        Level.FAULT,
-        ("sudo ip link set lo up",),
-        ("NCCL_SOCKET_IFNAME=ib0,ib1", "eth0", "unset NCCL_SOCKET_IFNAME"),
+    facts = (
+        ("sudo ip link set lo up",), ("NCCL_SOCKET_IFNAME=ib0,ib1", "eth0", "unset NCCL_SOCKET_IFNAME"),
         ("GLOO_SOCKET_IFNAME=eth", "eth0", "unset GLOO_SOCKET_IFNAME"),
-    )
+    )  # fmt: skip
+    assert_reported(broken.diagnose("interfaces"), Level.FAULT, *facts)
     broken.write("sys/class/net/lo/operstate", "unknown\n")
     for setting in ("eth", "=eth0", "^docker"):
         broken.environment |= {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": setting}
@@ -60,9 +55,7 @@ def test_a_proxy_that_does_not_respond_is_a_warning(broken, closed_port):
     facts = ("HTTPS_PROXY", f"127.0.0.1:{closed_port}", "Connection refused", "unset HTTPS_PROXY")
     assert_reported(found, Level.WARNING, facts)
     assert KEY not in codec.encode(found).decode()
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         broken.environment |= {"HTTPS_PROXY": f"http://{address}", "http_proxy": "http://:port"}
         found = broken.diagnose("proxies")
@@ -74,36 +67,30 @@ def test_a_hub_that_cannot_be_reached_or_is_not_to_be_contacted(broken, closed_p
     broken.environment["HF_ENDPOINT"] = f"http://127.0.0.1:{closed_port}"
     facts = (f"http://127.0.0.1:{closed_port}", "Connection refused", "HF_HUB_OFFLINE=1")
     assert_reported(broken.diagnose("hub"), Level.WARNING, facts)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        broken.environment["HF_ENDPOINT"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        broken.changes["server_timeout_s"] = 0.3
+        assert_reported(broken.diagnose("hub"), Level.WARNING, (broken.environment["HF_ENDPOINT"], "timed out"))
     broken.environment["HF_HUB_OFFLINE"] = "1"
     assert_reported(broken.diagnose("hub"), Level.FINE, ("HF_HUB_OFFLINE",))
 
 
-def test_a_token_that_the_hub_knows_is_not_shown(broken):
-    with serving(Hub(logins={TOKEN: login("ann")})) as hub:
-        broken.environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
-        found = broken.diagnose("hub")
-    assert_reported(found, Level.FINE, (hub.url, "ann"))
-    assert hub.requests == ["GET /api/whoami-v2"]
-    assert TOKEN not in codec.encode(found).decode()
-
-
-def test_a_token_that_the_hub_does_not_know(broken):
+@pytest.mark.parametrize(
+    ("logins", "level", "facts"),
+    [({TOKEN: login("ann")}, Level.FINE, ("ann",)), ({}, Level.WARNING, ("token", "hf auth login"))],
+)
+def test_a_token_is_not_shown_whether_the_hub_knows_it_or_not(broken, logins, level, facts):
     (broken.home / "hf").mkdir()
     (broken.home / "hf" / "token").write_text(f"{TOKEN}\n")
-    with serving(Hub()) as hub:
+    with serving(Hub(logins=logins)) as hub:
         broken.environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(broken.home / "hf")}
-        found = broken.diagnose("hub")
-    assert_reported(found, Level.WARNING, (hub.url, "token", "hf auth login"))
-    assert TOKEN not in codec.encode(found).decode()
-
-
-def test_a_server_that_never_responds_has_a_time_limit(broken):
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        broken.environment["HF_ENDPOINT"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        broken.changes["server_timeout_s"] = 0.3
-        assert_reported(broken.diagnose("hub"), Level.WARNING, (broken.environment["HF_ENDPOINT"], "timed out"))
+        stored = broken.diagnose("hub")
+        broken.environment |= {"HF_HOME": str(broken.home), "HF_TOKEN": TOKEN}
+        named = broken.diagnose("hub")
+    for found in (stored, named):
+        assert_reported(found, level, (hub.url, *facts))
+        assert TOKEN not in codec.encode(found).decode()
+    assert hub.requests == ["GET /api/whoami-v2"] * 2
 
 
 def test_a_clock_that_is_wrong():
@@ -132,30 +119,17 @@ def test_wandb_with_a_key_and_without(broken, closed_port):
     assert_reported(broken.diagnose("wandb"), Level.FINE, ("WANDB_MODE=offline",))
 
 
-def test_a_token_does_not_follow_to_another_server(broken):
+def test_a_token_does_not_follow_to_another_server():
     """A redirected request carries no token."""
     seen: list[str | None] = []
 
-    class Redirecting(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            seen.append(self.headers.get("Authorization"))
-            self.send_response(302 if len(seen) == 1 else 200)
-            self.send_header("Location", f"http://localhost:{server.server_port}/elsewhere")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+    def answer(request: Request) -> Response:
+        seen.append(request.headers.get("Authorization"))
+        elsewhere = {"Location": f"http://localhost:{request.host.partition(':')[2]}/elsewhere"}
+        return Response("", 302 if len(seen) == 1 else 200, elsewhere)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Redirecting)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        fetch(f"http://127.0.0.1:{server.server_port}/", {}, {"Authorization": f"Bearer {TOKEN}"})
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with answering(answer) as url:
+        fetch(url, {}, {"Authorization": f"Bearer {TOKEN}"})
     assert seen == [f"Bearer {TOKEN}", None]
 
 

@@ -41,11 +41,8 @@ with held_folder(Path(sys.argv[1])):
 def plan_under(path: Path, *, nvme_bytes: int = 0, size: int | None = None, offload=Offload.NVME_ALL) -> Plan:
     job = Job(limits=Limits(nvme=NvmeLimit(path=str(path), size=size)))
     plan = engine_plan(Sharding.ZERO3, offload, job=job)
-    chosen = plan.chosen
-    base = "ds_configs/zero3_nvme.json" if offload.uses_nvme else chosen.strategy.base_config
-    memory = replace(chosen.memory, nvme_bytes=nvme_bytes)
-    strategy = replace(chosen.strategy, base_config=base)
-    return replace(plan, candidates=(replace(chosen, memory=memory, strategy=strategy),))
+    memory = replace(plan.chosen.memory, nvme_bytes=nvme_bytes)
+    return replace(plan, candidates=(replace(plan.chosen, memory=memory),))
 
 
 def test_deepspeed_is_told_the_folder_of_its_attempt(tmp_path: Path):
@@ -58,22 +55,16 @@ def test_deepspeed_is_told_the_folder_of_its_attempt(tmp_path: Path):
     assert nvme_folder(in_memory, tmp_path / "bot", 1) is None
 
 
-def test_the_folder_goes_with_everything_in_it_however_the_attempt_ends(tmp_path: Path):
+def test_a_folder_that_is_held_cannot_be_taken_and_goes_with_everything_in_it_however_the_attempt_ends(tmp_path: Path):
     folder = tmp_path / "nvme" / "shardwise-bot-1"
     with pytest.raises(RuntimeError), held_folder(folder):
+        assert remove_stale_folders(folder.parent) == ()
+        with pytest.raises(EnvironmentFaultError, match=str(folder)), held_folder(folder):
+            pass  # somebody holds it
         (folder / "zero_stage_3").mkdir()
         (folder / "zero_stage_3" / "0_param.tensor.swp").write_bytes(b"weights")
         raise RuntimeError
     assert list((tmp_path / "nvme").iterdir()) == []
-
-
-def test_a_folder_that_somebody_holds_is_left_alone_and_cannot_be_taken(tmp_path: Path):
-    folder = tmp_path / "shardwise-bot-1"
-    with held_folder(folder):
-        assert remove_stale_folders(tmp_path) == ()
-        with pytest.raises(EnvironmentFaultError, match=str(folder)), held_folder(folder):
-            pass
-        assert folder.is_dir()
 
 
 @pytest.mark.cold
@@ -92,21 +83,18 @@ def test_the_folder_of_a_killed_owner_is_removed_by_the_next_run(tmp_path: Path)
 
 
 def test_a_folder_that_cannot_hold_the_state_is_refused_with_both_numbers(tmp_path: Path):
+    (tmp_path / "shardwise-bot-1").mkdir()
+    (tmp_path / "shardwise-bot-1" / ".owner").touch()
+    check_nvme(plan_under(tmp_path, nvme_bytes=2048))
+    assert list(tmp_path.iterdir()) == [], "what a killed run left behind is made free before space is counted"
     with pytest.raises(EnvironmentFaultError, match=r"limits\.nvme\.path: .* 1024 TiB"):
         check_disk(plan_under(tmp_path, nvme_bytes=2**50), tmp_path / "run")
     with pytest.raises(EnvironmentFaultError, match=r"limits\.nvme\.size: 1 KiB .* needs 2 KiB"):
         check_nvme(plan_under(tmp_path, nvme_bytes=2048, size=1024))
     (tmp_path / "file").touch()
-    with pytest.raises(EnvironmentFaultError, match=rf"limits\.nvme\.path: .*{tmp_path}/file"):
-        check_nvme(plan_under(tmp_path / "file"))
-
-
-def test_space_that_a_killed_run_left_behind_is_made_free_before_it_is_counted(tmp_path: Path):
-    stale = tmp_path / "shardwise-bot-1"
-    stale.mkdir()
-    (stale / ".owner").touch()
-    check_nvme(plan_under(tmp_path, nvme_bytes=2048))
-    assert list(tmp_path.iterdir()) == []
+    for folder in (tmp_path / "file", Path("/proc")):  # a file; a folder in which no file can be opened with O_DIRECT
+        with pytest.raises(EnvironmentFaultError, match=rf"limits\.nvme\.path: .*{folder}"):
+            check_nvme(plan_under(folder))
 
 
 def test_more_locked_memory_than_granted_is_named_with_how_to_raise_it(tmp_path: Path):

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,12 +30,6 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import DeviceKind
 
 VERSIONS = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "python": "3.11.2"}
-HOME = Path("/home/ada/.cache/shardwise")
-
-# Holds the lock file open as torch's FileBaton does, until it is killed.
-HOLDER = (
-    "import os, sys, time; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print('held', flush=True); time.sleep(600)"
-)
 
 # Stands in for the interpreter that builds: it records what it was asked for, and takes as long as it is told.
 BUILDER = """#!{python}
@@ -64,15 +59,17 @@ def asked(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def build(*names: str, folder: Path, python: str, **settings: Any) -> None:
+    """Builds these operators into the folder; what it reports is not shown unless a test takes it."""
+    build_operators(names, extensions_dir=folder, python=python, **{"on_progress": lambda _: None, **settings})
+
+
 @pytest.mark.parametrize("row", [each for each in LAYOUTS if each[0].facts.base_configs])
 def test_only_offload_through_deepspeed_needs_operators(row: tuple[Sharding, Offload]):
     sharding, offload = row
-    expected = {
-        (True, Offload.OPTIMIZER): ("cpu_adam",),
-        (True, Offload.OPTIMIZER_PARAMS): ("cpu_adam",),
-        (True, Offload.NVME_OPTIMIZER): ("cpu_adam", "async_io"),
-        (True, Offload.NVME_ALL): ("cpu_adam", "async_io"),
-    }.get((sharding.uses_deepspeed, offload), ())
+    is_on_host = sharding.uses_deepspeed and offload is not Offload.NONE
+    is_on_nvme = is_on_host and offload in (Offload.NVME_OPTIMIZER, Offload.NVME_ALL)
+    expected = ("cpu_adam",) * is_on_host + ("async_io",) * is_on_nvme
     assert needed_operators(engine_plan(sharding, offload, num_ranks=2).chosen) == expected
 
 
@@ -88,35 +85,29 @@ def test_what_a_fallback_needs_is_not_built_before_the_first_step(tmp_path: Path
 
 
 def test_operators_of_another_combination_are_kept_elsewhere():
-    changes: list[dict[str, str]] = [
-        {}, {"torch": "2.13.0+cu130"}, {"deepspeed": "0.20.0"}, {"python": "3.12.1"}, {"cuda": "13.0"},
-    ]  # fmt: skip
-    folders = {extensions_dir(HOME, VERSIONS | change, ("avx2",)) for change in changes}
-    folders.add(extensions_dir(HOME, VERSIONS, ("avx2", "avx512f")))
-    folders.add(extensions_dir(HOME, VERSIONS, ("avx2",), environment="/home/user/another/.venv 1"))
-    assert len(folders) == len(changes) + 2 and {folder.parent for folder in folders} == {HOME / "operators"}
+    home, changes = Path("/cache"), {"torch": "2.13.0+cu130", "deepspeed": "0.20.0", "python": "3.12.1", "cuda": "13.0"}
+    folders = {extensions_dir(home, VERSIONS | {name: version}, ("avx2",)) for name, version in changes.items()}
+    folders.add(extensions_dir(home, VERSIONS, ("avx2",)))
+    folders.add(extensions_dir(home, VERSIONS, ("avx2", "avx512f")))
+    folders.add(extensions_dir(home, VERSIONS, ("avx2",), environment="/home/user/another/.venv 1"))
+    assert len(folders) == len(changes) + 3 and {folder.parent for folder in folders} == {home / "operators"}
 
 
 def test_each_operator_is_built_once(tmp_path: Path):
-    folder = tmp_path / "cache"
-    lines: list[str] = []
-    python = fake_python(tmp_path)
+    folder, lines = tmp_path / "cache", list[str]()
     for _ in range(2):
-        build_operators(("cpu_adam", "fused_adam"), extensions_dir=folder, on_progress=lines.append, python=python)
-    assert asked(folder) == [
-        "-m shardwise.trainer.runtime.run.operators cpu_adam",
-        "-m shardwise.trainer.runtime.run.operators fused_adam",
-    ]
+        build("cpu_adam", "fused_adam", folder=folder, on_progress=lines.append, python=fake_python(tmp_path))
+    module = "-m shardwise.trainer.runtime.run.operators"
+    assert asked(folder) == [f"{module} cpu_adam", f"{module} fused_adam"]
     assert sum("built in" in line for line in lines) == 2
 
 
 def test_a_failed_build_shows_its_error_and_its_log_and_is_tried_again(tmp_path: Path):
-    failing = fake_python(
-        tmp_path, then="print('x.cpp:3: error: no member named y'); print('ninja stopped'); sys.exit(1)"
-    )
+    error = "print('x.cpp:3: error: no member named y'); print('ninja stopped'); sys.exit(1)"
+    failing = fake_python(tmp_path, then=error)
     with pytest.raises(EnvironmentFaultError, match=r"no member named y\nlog: .*cpu_adam\.log"):
-        build_operators(("cpu_adam",), extensions_dir=tmp_path, on_progress=lambda _: None, python=failing)
-    build_operators(("cpu_adam",), extensions_dir=tmp_path, on_progress=lambda _: None, python=fake_python(tmp_path))
+        build("cpu_adam", folder=tmp_path, python=failing)
+    build("cpu_adam", folder=tmp_path, python=fake_python(tmp_path))
     assert len(asked(tmp_path)) == 2
 
 
@@ -126,25 +117,17 @@ def test_a_stopped_build_ends_with_its_compilers_and_counts_for_nothing(tmp_path
         "import subprocess; p = subprocess.Popen(['sleep', '600'])\n"
         "(folder / 'compiler').write_text(str(p.pid)); p.wait()"
     )
-    compiler = tmp_path / "compiler"
-
-    build_operators(
-        ("cpu_adam",), extensions_dir=tmp_path, on_progress=lambda _: None, python=fake_python(tmp_path, then=spawn),
-        should_stop=lambda: bool(pids_in(compiler)),
-    )  # fmt: skip
+    compiler, python = tmp_path / "compiler", fake_python(tmp_path, then=spawn)
+    build("cpu_adam", folder=tmp_path, python=python, should_stop=lambda: bool(pids_in(compiler)))
     wait_until_gone(*pids_in(compiler))
-    build_operators(("cpu_adam",), extensions_dir=tmp_path, on_progress=lambda _: None, python=fake_python(tmp_path))
+    build("cpu_adam", folder=tmp_path, python=fake_python(tmp_path))
     assert len(asked(tmp_path)) == 2
 
 
 def test_two_builders_take_turns_and_the_second_finds_the_work_done(tmp_path: Path):
     python = fake_python(tmp_path, then="while not (folder / 'go').exists(): time.sleep(0.01)")
     lines: list[str] = []
-    first = threading.Thread(
-        target=build_operators,
-        args=(("cpu_adam",),),
-        kwargs={"extensions_dir": tmp_path, "on_progress": lambda _: None, "python": python},
-    )
+    first = threading.Thread(target=build, args=("cpu_adam",), kwargs={"folder": tmp_path, "python": python})
     first.start()
     while not asked(tmp_path):
         time.sleep(0.01)
@@ -153,24 +136,28 @@ def test_two_builders_take_turns_and_the_second_finds_the_work_done(tmp_path: Pa
         lines.append(line)
         (tmp_path / "go").touch()
 
-    build_operators(("cpu_adam",), extensions_dir=tmp_path, on_progress=note, python=python)
+    build("cpu_adam", folder=tmp_path, on_progress=note, python=python)
     first.join()
     assert len(lines) == 1 and f"process {os.getpid()}" in lines[0] and str(tmp_path) in lines[0]
     assert len(asked(tmp_path)) == 1
 
 
-@pytest.mark.cold
 def test_the_lock_of_a_killed_build_is_stale_and_that_of_a_living_one_is_not(tmp_path: Path):
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE)
-    assert holder.stdout is not None
-    with holder.stdout:
-        assert holder.stdout.readline() == b"held\n"
-        assert find_stale_locks(tmp_path) == ()
-        holder.kill()
-        holder.wait()
+    with lock.open("w") as stream:
+        holder = subprocess.Popen(["sleep", "600"], stdin=stream)  # has the file open, as torch's FileBaton does
+    assert find_stale_locks(tmp_path) == ()
+    holder.kill()
+    holder.wait()
     assert find_stale_locks(tmp_path) == (lock,)
+
+
+def shell_program(path: Path, script: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -181,49 +168,44 @@ def test_the_lock_of_a_killed_build_is_stale_and_that_of_a_living_one_is_not(tmp
         ("libaio.h", ("cpu_adam",), None),  # only async_io uses it
     ],
 )
-def test_missing_headers_are_named_with_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, names: tuple[str, ...], package: str | None
-):
-    compiler = tmp_path / "c++"
-    compiler.write_text(f"#!/bin/sh\n! grep -q {refused}\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+def test_missing_headers_are_named_with_what_to_install(tmp_path: Path, monkeypatch, refused, names, package):
+    monkeypatch.setenv("CXX", shell_program(tmp_path / "c++", f"! grep -q {refused}"))
     refuses = pytest.raises(EnvironmentFaultError, match=f"apt install {package}") if package else nullcontext()
     with refuses:
         check_toolchain(names)
 
 
-def fake_toolkit(folder: Path, nvcc: str = "echo 'Cuda compilation tools, release 13.0, V13.0.48'") -> Path:
-    program = folder / "cuda" / "bin" / "nvcc"
-    program.parent.mkdir(parents=True)
-    program.write_text(f"#!/bin/sh\n{nvcc}\n")
-    program.chmod(0o755)
-    return folder / "cuda"
+NVCC = "echo 'Cuda compilation tools, release 13.0, V13.0.48'"
 
 
 @pytest.mark.parametrize(
     ("nvcc", "compiler", "fact"),
-    [
-        (None, "true", "nvcc"),
-        ("exit 1", "true", "nvcc"),
-        ("echo 'Cuda compilation tools, release 13.0, V13.0.48'", '! echo "$*" | grep -q cudart', "libcudart"),
-    ],
-    ids=["no toolkit", "nvcc fails", "no libraries"],
+    [(None, "true", "nvcc"), ("exit 1", "true", "nvcc"), (NVCC, '! echo "$*" | grep -q cudart', "libcudart")],
 )
-def test_on_a_gpu_async_io_is_linked_with_the_toolkit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvcc: str | None, compiler: str, fact: str
-):
+def test_on_a_gpu_async_io_is_linked_with_the_toolkit(tmp_path: Path, monkeypatch, nvcc, compiler, fact):
     """Without it DeepSpeed fails in the build, after the data was prepared; offload to host RAM needs none."""
-    program = tmp_path / "c++"
-    program.write_text(f"#!/bin/sh\n{compiler}\n")
-    program.chmod(0o755)
-    home = tmp_path / "nowhere" if nvcc is None else fake_toolkit(tmp_path, nvcc)
-    monkeypatch.setenv("CXX", str(program))
-    monkeypatch.setenv("CUDA_HOME", str(home))
+    if nvcc is not None:
+        shell_program(tmp_path / "cuda" / "bin" / "nvcc", nvcc)
+    monkeypatch.setenv("CXX", shell_program(tmp_path / "c++", compiler))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     check_toolchain(("cpu_adam",), device_kind=DeviceKind.CUDA)
     check_toolchain(("cpu_adam", "async_io"))
     with pytest.raises(EnvironmentFaultError, match=rf"async_io.*{fact}(.|\n)*CUDA_HOME"):
         check_toolchain(("cpu_adam", "async_io"), device_kind=DeviceKind.CUDA)
+
+
+TOOLKIT_BUILDERS = """
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+builder_of = CUDA_Accelerator().get_op_builder
+print(*(name for name in ("CPUAdamBuilder", "AsyncIOBuilder") if issubclass(builder_of(name), CUDAOpBuilder)))
+"""
+
+
+def test_on_a_gpu_deepspeed_compiles_async_io_alone_with_the_toolkit():
+    """The premise of `read_toolkit`, read from the DeepSpeed that is installed."""
+    done = subprocess.run([sys.executable, "-c", TOOLKIT_BUILDERS], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "AsyncIOBuilder"
 
 
 ADAM_STEP = """

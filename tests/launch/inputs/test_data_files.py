@@ -61,11 +61,9 @@ def test_a_source_that_cannot_be_read_is_refused_with_the_place_looked_at(tmp_pa
     write(tmp_path, "empty.txt", "void/a.txt", content="")
     os.mkfifo(tmp_path / "pipe")
     source = tmp_path / name
-    request = (
-        request_for(source, cache_root=tmp_path)
-        if setting == "data.train"
-        else request_for(tmp_path / "a.txt", cache_root=tmp_path, eval_source=str(source))
-    )
+    request = request_for(source, cache_root=tmp_path)
+    if setting == "data.eval":
+        request = request_for(tmp_path / "a.txt", cache_root=tmp_path, eval_source=str(source))
     with pytest.raises(InputError) as caught:
         list_files(request)
     head, _, reason = str(caught.value).partition(str(source))
@@ -79,25 +77,16 @@ def test_a_weight_that_draws_nothing_is_refused(tmp_path, weight):
         listed((tmp_path / "a.txt", weight), tmp_path=tmp_path)
 
 
-def test_a_folder_of_rows_is_its_training_split_as_on_the_hub(tmp_path):
+def test_a_folder_of_rows_is_its_training_split_as_on_the_hub_or_the_one_asked_for(tmp_path):
     write(tmp_path, "set/data/train-00000-of-00002.parquet", "set/data/train-00001-of-00002.parquet")
     write(tmp_path, "set/data/test-00000-of-00001.parquet", "set/README.md", "set/dataset_info.json")
     expected = ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"]
     assert names(tmp_path / "set", tmp_path=tmp_path) == expected
-
-
-def test_a_split_of_a_folder_can_be_asked_for_on_either_side(tmp_path):
-    write(tmp_path, "set/train.jsonl", "set/dev.jsonl.gz", "set/test.csv")
-    source = DataSource(source=str(tmp_path / "set"), split="test")
+    write(tmp_path, "splits/train.jsonl", "splits/dev.jsonl.gz", "splits/test.csv")
+    source = DataSource(source=str(tmp_path / "splits"), split="test")
     request = request_for(cache_root=tmp_path, eval_source=source.source, eval_split="validation")
     found = list_files(msgspec.structs.replace(request, sources=(source,)))
     assert [Path(file.path).name for file in (*found.files, *found.eval_files)] == ["test.csv", "dev.jsonl.gz"]
-
-
-@pytest.fixture
-def saved_by_datasets(tmp_path, saved_once):
-    """A folder as the library itself writes it, where a test may change it."""
-    shutil.copytree(saved_once, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +100,17 @@ def saved_once(tmp_path_factory):
     return folder
 
 
-@pytest.mark.usefixtures("saved_by_datasets")
-def test_what_datasets_saved_is_the_files_that_it_lists(tmp_path):
+@pytest.fixture
+def saved(tmp_path, saved_once):
+    """Folders as the library itself writes them, where a test may change them."""
+    return shutil.copytree(saved_once, tmp_path, dirs_exist_ok=True)
+
+
+def test_what_datasets_saved_is_the_files_that_it_lists(saved, tmp_path):
     write(tmp_path, "alone/left-behind.arrow")
     expected = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     assert names(tmp_path / "alone", tmp_path=tmp_path) == expected
-    both = tmp_path / "both"
+    both = saved / "both"
     assert listed(both, tmp_path=tmp_path) == [both / "train" / "data-00000-of-00001.arrow"]
 
 
@@ -127,9 +121,8 @@ def part_problem(tmp_path, name, **part):
     return str(caught.value)
 
 
-@pytest.mark.usefixtures("saved_by_datasets")
-def test_a_part_that_a_source_has_not_is_named_with_what_it_has(tmp_path):
-    write(tmp_path, "a.jsonl", "set/train.jsonl", "set/test.jsonl")
+def test_a_part_that_a_source_has_not_is_named_with_what_it_has(saved, tmp_path):
+    write(saved, "a.jsonl", "set/train.jsonl", "set/test.jsonl")
     for name, part, facts in (
         ("both", {"split": "dev"}, ("split dev", "test, train")),
         ("set", {"split": "dev"}, ("split dev", "test, train")),
@@ -141,9 +134,8 @@ def test_a_part_that_a_source_has_not_is_named_with_what_it_has(tmp_path):
         assert head == "data.train: " and all(fact in reason for fact in facts), reason
 
 
-@pytest.mark.usefixtures("saved_by_datasets")
-def test_a_saved_folder_that_lost_a_file_is_refused(tmp_path):
-    (tmp_path / "alone" / "data-00001-of-00002.arrow").unlink()
+def test_a_saved_folder_that_lost_a_file_is_refused(saved, tmp_path):
+    (saved / "alone" / "data-00001-of-00002.arrow").unlink()
     assert "2 files" in part_problem(tmp_path, "alone") and "state.json" in part_problem(tmp_path, "alone")
     (tmp_path / "alone" / "state.json").write_text("{")
     assert "damaged" in part_problem(tmp_path, "alone")
@@ -169,17 +161,15 @@ def test_the_first_line_tells_the_shape(row: dict[str, object], shape: DataForma
     assert shape_of_first_row(listed_request(tmp_path / "rows.jsonl", cache_root=tmp_path)) is shape
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.csv", "id;prompt;completion\n1;a;b\n"),
-        ("a.tsv", "prompt\tcompletion\n"),
-        ("a.csv", '"prompt","completion"\n'),
-    ],
-)
-def test_a_header_tells_the_shape(name: str, content: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
-    assert shape_of_first_row(listed_request(tmp_path / name, cache_root=tmp_path)) is DataFormat.PROMPT_COMPLETION
+def test_a_header_tells_the_shape(tmp_path: Path) -> None:
+    tables = {
+        "a.csv": "id;prompt;completion\n1;a;b\n",
+        "b.tsv": "prompt\tcompletion\n",
+        "c.csv": '"prompt","completion"\n',
+    }
+    for name, content in tables.items():
+        (tmp_path / name).write_text(content)
+        assert shape_of_first_row(listed_request(tmp_path / name, cache_root=tmp_path)) is DataFormat.PROMPT_COMPLETION
 
 
 @pytest.mark.parametrize(

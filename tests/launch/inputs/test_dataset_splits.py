@@ -1,7 +1,5 @@
 """Which files of a data set are a split: by README.md, by names, and as the library datasets decides."""
 
-import shutil
-
 import pytest
 
 from shardwise.launch.inputs.dataset_files import Part, files_of_part
@@ -40,7 +38,6 @@ def test_names_mean_what_they_mean_to_datasets(tmp_path, names):
     for split, files in theirs.items():
         expected = sorted(file.removeprefix(f"{tmp_path}/") for file in files)
         assert chosen(names, Part(None, str(split))) == expected, split
-    shutil.rmtree(tmp_path)
 
 
 def test_train_is_taken_or_a_split_that_is_alone_and_of_two_formats_one():

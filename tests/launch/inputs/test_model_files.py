@@ -14,7 +14,6 @@ from shardwise.launch.inputs import model_files as models
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.reading import read_job
 from shardwise.trainer.spec.job.sections import Job
-from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method
 
@@ -75,15 +74,6 @@ def refused(wanted: Job, home: Path | None = None) -> str:
 # --- where a model is looked for
 
 
-@pytest.mark.parametrize("name", models.preset_names())
-def test_every_preset_starts_from_scratch_and_describes_a_shape(name, tmp_path):
-    files = models.read_model_config(job(config=name), cache_home=tmp_path)
-    assert files == models.ModelFiles(
-        config=models.read_preset(name), config_origin=f"preset {name}", model_path=None, tokenizer_path=None
-    )
-    assert read_model_shape(files.config).num_parameters > 0
-
-
 def test_a_folder_with_a_config_wins_over_a_preset_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "phi-2").mkdir()
@@ -91,6 +81,9 @@ def test_a_folder_with_a_config_wins_over_a_preset_of_its_name(tmp_path, monkeyp
     folder = write_model(tmp_path / "phi-2")
     assert models.read_model_config(job(name="phi-2"), cache_home=tmp_path).model_path == str(folder)
     assert models.read_model_config(job(config="phi-2"), cache_home=tmp_path).config == CONFIG
+    assert models.read_model_config(job(config="tiny-llama"), cache_home=tmp_path) == models.ModelFiles(
+        config=models.read_preset("tiny-llama"), config_origin="preset tiny-llama", model_path=None, tokenizer_path=None
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,6 +142,9 @@ def test_a_hub_id_in_the_cache_needs_no_network(tmp_path):
     assert (files.model_path, files.tokenizer_path) == (str(snapshot), str(snapshot))
     assert (files.repository, files.revision, files.needs_download) == ("org/model", COMMIT, False)
     assert models.read_model_config(job(config="org/model"), cache_home=tmp_path).model_path is None
+    (snapshot / "model.safetensors").unlink()
+    files = models.read_model_config(job(name="org/model"), cache_home=tmp_path)
+    assert (files.model_path, files.tokenizer_path, files.needs_download) == ("org/model", str(snapshot), True)
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
@@ -205,9 +201,8 @@ def test_added_tokens_and_those_of_a_template_make_the_vocabulary_larger(tmp_pat
     wanted = replace(wanted, data=replace(wanted.data, chat_template=template))
     files = models.read_model_config(wanted)
     assert (files.config["vocab_size"], files.new_rows) == (64, 48)
-    assert models.read_model_config(replace(wanted, data=replace(wanted.data, chat_template="plain"))).new_rows == (
-        48 if added else 0
-    )
+    plain = replace(wanted, data=replace(wanted.data, chat_template="plain"))
+    assert models.read_model_config(plain).new_rows == (48 if added else 0)
 
 
 @pytest.mark.parametrize(
@@ -241,20 +236,15 @@ def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):
         assert line.startswith(f"model.tokenizer: {named} ") and [fact for fact in facts if fact not in line] == []
 
 
-def files(new_rows: int) -> models.ModelFiles:
-    return models.ModelFiles(
-        config={}, config_origin="config.json", model_path="model", tokenizer_path="model", new_rows=new_rows
-    )
-
-
 def plan(method: Method) -> Plan:
     return plan_of("tiny", "1xRTX-4090", job=job_of(method=method, seq_len=512, tokens_per_step=2048))
 
 
 @pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
 def test_adapters_are_refused_for_tokens_of_a_template_that_the_model_does_not_know(method):
+    origin: dict[str, Any] = {"config_origin": "config.json", "model_path": "model", "tokenizer_path": "model"}
     with pytest.raises(InputError) as caught:
-        models.refuse_frozen_rows(plan(method), files(48), "chatml")
+        models.refuse_frozen_rows(plan(method), models.ModelFiles(config={}, new_rows=48, **origin), "chatml")
     facts = ("data.chat_template: chatml", f" {method} ", "train.method=full", "data.chat_template=plain")
     assert [fact for fact in facts if fact not in str(caught.value)] == []
 
@@ -262,34 +252,25 @@ def test_adapters_are_refused_for_tokens_of_a_template_that_the_model_does_not_k
 def test_a_kept_plan_gets_the_rows_it_counts(tmp_path: Path) -> None:
     retained = plan(Method.FULL)
     folder, said = tmp_path / "model", list[str]()
-    held = write_weights(folder, vocab_size=retained.model_config["vocab_size"] - 40)
+    write_weights(folder, vocab_size=retained.model_config["vocab_size"] - 40)
     retained = replace(retained, model_path=str(folder))
     grown = models.retained_plan_with_new_rows(retained, cache=tmp_path / "cache", on_progress=said.append)
     assert grown.model_path is not None and Path(grown.model_path).is_relative_to(tmp_path / "cache")
     with safe_open(Path(grown.model_path) / "model.safetensors", framework="np") as weights:
         rows = weights.get_tensor("model.embed_tokens.weight")
-    assert len(rows) == retained.model_config["vocab_size"] == held + 40
+    assert len(rows) == retained.model_config["vocab_size"]
     assert len(said) == 1
     same = replace(retained, model_path=grown.model_path)
     assert models.retained_plan_with_new_rows(same, cache=tmp_path / "cache", on_progress=said.append) is same
 
 
-def write_weights(folder: Path, *, vocab_size: int) -> int:
-    """A tiny model's folder; its rows."""
+def write_weights(folder: Path, *, vocab_size: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    return vocab_size
-
-
-def test_a_snapshot_without_weights_plans_and_asks_for_a_download(tmp_path):
-    snapshot = write_cached(tmp_path, "org/model", rows=None)
-    files = models.read_model_config(job(name="org/model"), cache_home=tmp_path)
-    assert files.needs_download
-    assert (files.model_path, files.tokenizer_path) == ("org/model", str(snapshot))
 
 
 def test_another_tokenizer_may_be_named(tmp_path):

@@ -6,9 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
+from hanging_programs import wait_until_gone
 from msgspec.structs import replace
 from prepare_request_factory import REQUEST, make_old, numbered_text, request_for
 
@@ -32,10 +35,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def request_of(tmp_path):
-    def make(*sources, **settings):
-        return request_for(*sources, cache_root=tmp_path / "cache", **settings)
-
-    return make
+    return partial(request_for, cache_root=tmp_path / "cache")
 
 
 def prepare(request, **settings):
@@ -117,11 +117,10 @@ def test_a_change_of_the_tokenizer_is_not_overlooked(request_of, text, tmp_path,
     assert profile.fingerprint != made.fingerprint
     assert find(request) == profile
     settings = folder / "tokenizer_config.json"
-    if not seen:
+    if seen:
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 7}))
+    else:
         rewrite_unseen(settings)
-        assert find(request) is None
-        return
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 7}))
     assert find(request) is None
 
 
@@ -174,29 +173,22 @@ def start_preparing(folder):
         start_new_session=True, text=True,
     )  # fmt: skip
     assert "300 tokens" in process.stdout.readline(), process.communicate()
-    assert len(preparations_of(folder)) == 1
     return process
 
 
 @pytest.mark.cold
-def test_ctrl_c_leaves_no_process_and_no_half_cache(tmp_path):
+@pytest.mark.parametrize("is_killed", [False, True], ids=["Ctrl-C", "killed"])
+def test_the_subprocess_does_not_outlive_its_parent_and_leaves_no_half_cache(tmp_path, is_killed):
     process = start_preparing(tmp_path)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
+    pids = preparations_of(tmp_path)
+    assert len(pids) == 1
+    if is_killed:
+        process.kill()
+    else:
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
     _, errors = process.communicate(timeout=120)
-    assert "KeyboardInterrupt" in errors
-    assert preparations_of(tmp_path) == []
-    assert [folder.name for folder in (tmp_path / "cache" / "data").iterdir()] == ["locks"]
-
-
-@pytest.mark.cold
-def test_the_subprocess_does_not_outlive_a_killed_parent(tmp_path):
-    process = start_preparing(tmp_path)
-    process.kill()
-    process.communicate(timeout=120)
-    deadline = time.monotonic() + 120
-    while preparations_of(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert preparations_of(tmp_path) == []
+    assert is_killed or ("KeyboardInterrupt" in errors and preparations_of(tmp_path) == [])
+    wait_until_gone(pids[0])
     assert [folder.name for folder in (tmp_path / "cache" / "data").iterdir()] == ["locks"]
 
 
@@ -204,14 +196,10 @@ def preparations_of(folder):
     """Processes that prepare data of this test."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"shardwise.trainer.runtime.data.prepare" in command and any(
-            str(folder).encode() in part for part in command
-        ):
-            found.append(int(path.parent.name))
+        with suppress(OSError):
+            command = path.read_bytes()
+            if b"shardwise.trainer.runtime.data.prepare\0" in command and str(folder).encode() in command:
+                found.append(int(path.parent.name))
     return found
 
 
@@ -220,21 +208,6 @@ HUB = "hf://datasets/org/rows@{}/a.jsonl"
 PROFILE = replace(
     estimate_data(num_bytes=10**6, seq_len=8, vocab_size=300, eval_share=None, window_bytes=10**5), fingerprint="then"
 )
-
-
-@pytest.fixture
-def refuse(tmp_path):
-    """Resumes a run that read the first files where now there are the second."""
-
-    def resume(then, now, *, fingerprint="now"):
-        run_dir, cache_dir = tmp_path / "run", tmp_path / "cache"
-        for folder, files in ((run_dir / "stream", then), (cache_dir, now)):
-            folder.mkdir(parents=True)
-            codec.write(folder / LISTING_NAME, replace(REQUEST, files=tuple(files)))
-        data = replace(PROFILE, fingerprint=fingerprint, cache_dir=str(cache_dir))
-        refuse_other_stream(Path(run_dir), data, PROFILE)
-
-    return resume
 
 
 CHANGES = [
@@ -251,9 +224,14 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("then", "now", "facts"), CHANGES, ids=["size", "time", "new", "gone", "commit"])
-def test_a_file_that_changed_is_refused_with_both_values(refuse, tmp_path, then, now, facts):
+def test_a_file_that_changed_is_refused_with_both_values(tmp_path, then, now, facts):
+    """A run is resumed that read the first files where now there are the second."""
+    for folder, files in ((tmp_path / "run" / "stream", then), (tmp_path / "cache", now)):
+        folder.mkdir(parents=True)
+        codec.write(folder / LISTING_NAME, replace(REQUEST, files=tuple(files)))
+    data = replace(PROFILE, fingerprint="now", cache_dir=f"{tmp_path}/cache")
     with pytest.raises(InputError) as caught:
-        refuse(then, now)
+        refuse_other_stream(tmp_path / "run", data, PROFILE)
     assert [fact for fact in ("--resume", f"{tmp_path}/run", *facts) if fact not in str(caught.value)] == []
 
 

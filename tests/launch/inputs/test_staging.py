@@ -1,7 +1,6 @@
 """Copies on a node's own disk: whole or not there, of the source as it is, and only where the job asks."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,6 @@ def source(tmp_path: Path) -> Path:
         (blobs / name).write_text(name * 100)
         (snapshot / name).symlink_to(blobs / name)
     return snapshot
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    with mounted_disk(tmp_path / "small", "256k") as folder:
-        yield folder
 
 
 def plan_for(source: Path, *stages: Stage) -> Plan:
@@ -77,8 +69,9 @@ def test_without_a_scratch_folder_the_job_is_refused(source):
         with_stages(plan_for(source, Stage.MODEL), None)
 
 
-def test_a_disk_without_room_is_named_with_both_sizes(source, small_disk):
+def test_a_disk_without_room_is_named_with_both_sizes(source, tmp_path):
     (source / "weights.bin").write_bytes(bytes(300 << 10))
-    plan = with_stages(plan_for(source, Stage.MODEL), small_disk)
-    with pytest.raises(EnvironmentFaultError, match=r" 30\d KiB.*/small .* 2\d\d KiB"):
-        copy_staged(plan.staged, on_progress=print)
+    with mounted_disk(tmp_path / "small", "256k") as disk:
+        plan = with_stages(plan_for(source, Stage.MODEL), disk)
+        with pytest.raises(EnvironmentFaultError, match=r" 30\d KiB.*/small .* 2\d\d KiB"):
+            copy_staged(plan.staged, on_progress=print)

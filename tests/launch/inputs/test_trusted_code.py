@@ -9,19 +9,12 @@ import pytest
 from custom_model import CONFIG, MARKER, custom_files, write_custom_model
 from engine_plan_factory import engine_plan
 from hub_kernel_factory import KERNEL
-from hub_questions import NO_HUB, ask_hub
-from hub_server import COMMIT, Hub, serving
+from hub_server import COMMIT, NO_HUB, Hub, ask_hub, serving
 from msgspec.structs import replace
 from planning_factory import plan_of
 
+from shardwise.launch.inputs import trusted_code
 from shardwise.launch.inputs.model_files import read_model_config
-from shardwise.launch.inputs.trusted_code import (
-    fetch_flash_kernel,
-    keep_model_code,
-    offered_code,
-    read_extension,
-    read_model_code,
-)
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.reading import read_job
@@ -57,7 +50,7 @@ def job_of(folder: Path, *, trusts: bool = True) -> Job:
 
 def code_in(folder: Path) -> ModelCode | None:
     job = job_of(folder)
-    return read_model_code(job, read_model_config(job))
+    return trusted_code.read_model_code(job, read_model_config(job))
 
 
 def test_the_named_files_and_what_they_import_are_hashed_and_nothing_else(tmp_path, monkeypatch):
@@ -88,9 +81,12 @@ def test_a_job_that_trusts_nothing_has_no_code_and_is_told_what_there_is(tmp_pat
     folder = write_custom_model(tmp_path / "tiny", has_weights=False)
     job = job_of(folder, trusts=False)
     model = read_model_config(job)
-    assert read_model_code(job, model) is None
-    assert offered_code(job, model.config) == str(folder)
-    assert offered_code(job, {**model.config, "auto_map": {"AutoConfig": "configuration_tiny.TinyConfig"}}) is None
+    assert trusted_code.read_model_code(job, model) is None
+    assert trusted_code.offered_code(job, model.config) == str(folder)
+    assert (
+        trusted_code.offered_code(job, {**model.config, "auto_map": {"AutoConfig": "configuration_tiny.TinyConfig"}})
+        is None
+    )
 
 
 def named(model_class: str) -> dict[str, dict[str, str]]:
@@ -121,13 +117,13 @@ def test_what_cannot_run_is_refused_in_a_line(tmp_path, config, fact):
 def test_a_run_keeps_the_files_and_goes_on_with_its_own(tmp_path):
     folder, run_dir = write_custom_model(tmp_path / "tiny", has_weights=False), tmp_path / "run"
     plan = replace(plan_of("tiny", "1xRTX-4090"), model_code=code_in(folder))
-    retained = keep_model_code(plan, run_dir).model_code
+    retained = trusted_code.keep_model_code(plan, run_dir).model_code
     assert retained is not None and plan.model_code is not None
     assert Path(retained.folder).is_relative_to(run_dir)
     assert {str(path.relative_to(retained.folder)) for path in Path(retained.folder).rglob("*.py")} == set(RUNS)
     shutil.rmtree(folder)
-    assert keep_model_code(plan, run_dir).model_code == retained
-    assert keep_model_code(replace(plan, model_code=retained), run_dir).model_code == retained
+    assert trusted_code.keep_model_code(plan, run_dir).model_code == retained
+    assert trusted_code.keep_model_code(replace(plan, model_code=retained), run_dir).model_code == retained
 
 
 def test_files_that_changed_since_the_plan_are_refused(tmp_path):
@@ -135,7 +131,7 @@ def test_files_that_changed_since_the_plan_are_refused(tmp_path):
     plan = replace(plan_of("tiny", "1xRTX-4090"), model_code=code_in(folder))
     (folder / "tiny_layers.py").write_text("raise SystemExit\n")
     with pytest.raises(InputError, match=r"tiny_layers\.py changed"):
-        keep_model_code(plan, tmp_path / "run")
+        trusted_code.keep_model_code(plan, tmp_path / "run")
 
 
 def ask(home: Path, model: dict[str, str], hub: Hub | None) -> list[object]:
@@ -197,22 +193,18 @@ def test_what_cannot_be_had_stops_the_run_with_its_words(tmp_path, monkeypatch, 
         tmp_path, "echo noise >&2; echo 'attention: it cannot' >&2; echo 'do this' >&2; echo >&2; exit 4"
     )
     with pytest.raises(EnvironmentFaultError, match=r"^attention: it cannot\ndo this$"):
-        fetch_flash_kernel(plan_with(KERNEL), on_progress=lambda _: None, python=python)
+        trusted_code.fetch_flash_kernel(plan_with(KERNEL), on_progress=lambda _: None, python=python)
     assert len(asked(tmp_path)) == num_asked
-
-
-def written(folder, text):
-    path = folder / "mine.py"
-    path.write_text(text)
-    return str(path)
 
 
 def test_hooks_are_found_by_name_without_running_the_file(tmp_path):
     text = "raise SystemExit('ran')\ndef helper(): pass\ndef on_step(step, metrics): pass\ndef format_row(row): pass\n"
-    found = read_extension(written(tmp_path, text))
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    found = trusted_code.read_extension(str(path))
     assert found.hooks == (Hook.FORMAT_ROW, Hook.ON_STEP)
     assert found.sha256 == sha256(text.encode()).hexdigest()
-    assert found.path == str(tmp_path / "mine.py")
+    assert found.path == str(path)
 
 
 @pytest.mark.parametrize(
@@ -230,9 +222,10 @@ def test_hooks_are_found_by_name_without_running_the_file(tmp_path):
     ],
 )
 def test_what_cannot_be_called_is_refused_with_the_line(tmp_path, text, facts):
-    path = written(tmp_path, text)
+    path = tmp_path / "mine.py"
+    path.write_text(text)
     with pytest.raises(InputError) as caught:
-        read_extension(path)
+        trusted_code.read_extension(str(path))
     assert str(caught.value).startswith(f"extensions: {path}")
     assert [fact for fact in facts if fact not in str(caught.value)] == []
 
@@ -240,6 +233,6 @@ def test_what_cannot_be_called_is_refused_with_the_line(tmp_path, text, facts):
 def test_what_is_not_in_the_cache_is_fetched_once_and_said(tmp_path):
     lines: list[str] = []
     python = fake_python(tmp_path, 'test -z "$HF_HUB_OFFLINE"')
-    fetch_flash_kernel(plan_with(KERNEL), on_progress=lines.append, python=python)
+    trusted_code.fetch_flash_kernel(plan_with(KERNEL), on_progress=lines.append, python=python)
     assert asked(tmp_path) == ["offline=1", "offline="]
     assert len(lines) == 1 and KERNEL in lines[0]

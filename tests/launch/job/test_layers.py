@@ -51,46 +51,29 @@ def workplace(tmp_path):
 
 
 def test_each_layer_wins_over_the_one_before_and_is_named(workplace):
-    site = workplace.write_site(
-        "price_per_gpu_hour: 1\nlog: {wandb: online}\nslurm: {partition: s, account: s, qos: s}\n"
-    )
+    text = "price_per_gpu_hour: 1\nlog: {wandb: online}\nslurm: {partition: s, account: s, qos: s}\n"
+    site = workplace.write_site(text)
     person = workplace.write_person("price_per_gpu_hour: 2\nslurm: {partition: p, account: p}\n")
     workplace.job.write_text(JOB + "price_per_gpu_hour: 3\nslurm: {partition: j}\n")
-
     resolved = workplace.read("price_per_gpu_hour=4")
-
     assert resolved.job.price_per_gpu_hour == 4
     assert resolved.job.log.wandb is WandbMode.ONLINE
     assert (resolved.job.slurm.partition, resolved.job.slurm.account, resolved.job.slurm.qos) == ("j", "p", "s")
-    assert {path: resolved.sources[path] for path in resolved.sources if path[:5] in ("price", "log.w", "slurm")} == {
-        "price_per_gpu_hour": "command line",
-        "log.wandb": str(site),
-        "slurm.partition": str(workplace.job),
-        "slurm.account": str(person),
-        "slurm.qos": str(site),
-    }
+    named = {path: each for path, each in resolved.sources.items() if path[:5] in ("price", "log.w", "slurm")}
+    expected = {"log.wandb": site, "slurm.partition": workplace.job, "slurm.account": person, "slurm.qos": site}
+    assert named == {"price_per_gpu_hour": "command line"} | {path: str(each) for path, each in expected.items()}
 
 
-def test_folders_are_no_settings_of_the_job_and_the_person_wins(workplace, monkeypatch):
+def test_folders_are_those_of_a_variable_then_of_the_person_then_of_the_site(workplace, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     workplace.write_site("folders: {cache: /site/cache, scratch: /site/scratch}\n")
     workplace.write_person("folders: {cache: ~/cache, huggingface: /hf}\n")
     assert workplace.read().folders == {"cache": "/home/me/cache", "huggingface": "/hf", "scratch": "/site/scratch"}
-
-
-def test_the_cache_is_that_of_the_variable_then_of_the_file_then_of_xdg():
     xdg = {"XDG_CACHE_HOME": "/xdg", "HOME": "/home/me"}
     assert cache_home({"SHARDWISE_CACHE": "/fast", **xdg}, configured="/site") == Path("/fast")
     assert cache_home(xdg, configured="/site") == Path("/site")
     assert cache_home(xdg) == Path("/xdg/shardwise")
     assert cache_home({"HOME": "/home/me"}) == Path("/home/me/.cache/shardwise")
-
-
-def test_a_missing_config_of_a_person_is_no_problem_but_a_named_site_file_is(workplace):
-    assert workplace.read().job.model.name == "org/model"
-    workplace.site = workplace.folder / "gone.yaml"
-    (line,) = workplace.problems()
-    assert_names(line, workplace.site, "no such file")
 
 
 def assert_names(line: str, origin: object, *facts: str) -> None:
@@ -173,20 +156,36 @@ def test_an_override_reads_as_the_same_line_in_a_file_would(workplace, override,
     assert getattr(getattr(job, section) if section else job, name) == value
 
 
-def test_overrides_alone_can_be_a_job(tmp_path):
-    resolved = read_job_layers(None, ["model.name=a/b", "data.train=x"], config_home=tmp_path, site_config=None)
+def test_overrides_alone_can_be_a_job_and_of_the_files_only_a_named_one_has_to_be_there(workplace):
+    workplace.site = workplace.folder / "gone.yaml"
+    (line,) = workplace.problems()
+    assert_names(line, workplace.site, "no such file")
+    workplace.site = workplace.job = None  # nor is there a config of a person
+    resolved = workplace.read("model.name=a/b", "data.train=x")
     assert (resolved.name, resolved.job.model.name) == ("job", "a/b")
-    with pytest.raises(InputProblemsError, match="command line: model "):
-        read_job_layers(None, ["data.train=x"], config_home=tmp_path, site_config=None)
+    (line,) = workplace.problems("data.train=x")
+    assert_names(line, "command line", "model ")
 
 
 @pytest.mark.parametrize(
-    ("file", "name"),
-    [("support-bot.yaml", "support-bot"), ("my job (2).yml", "my-job-2"), ("'.yaml", "job"), ("a.b.yaml", "a.b")],
+    ("path", "is_submitted", "name"),
+    [
+        ("support-bot.yaml", False, "support-bot"),
+        ("my job (2).yml", False, "my-job-2"),
+        ("'.yaml", False, "job"),
+        ("a.b.yaml", False, "a.b"),
+        ("tiny-20261122-173000/job.yaml", True, "tiny"),
+        ("tiny-20261122-173000-2/job.yaml", True, "tiny"),
+        ("my run/job.yaml", True, "my-run"),
+        ("sweep-20261122-173000/point-3/job.yaml", True, "sweep-point-3"),
+    ],
 )
-def test_a_run_is_named_after_its_job_file(workplace, file, name):
-    workplace.job = workplace.folder / file
+def test_a_run_is_named_after_its_job_file_and_a_submitted_one_keeps_its_name(workplace, path, is_submitted, name):
+    workplace.job = workplace.folder / path
+    workplace.job.parent.mkdir(parents=True, exist_ok=True)
     workplace.job.write_text(JOB)
+    for folder in list(workplace.job.relative_to(workplace.folder).parents)[:-1] if is_submitted else ():
+        (workplace.folder / folder / "submission.json").touch()
     assert workplace.read().name == name
 
 
@@ -199,7 +198,7 @@ def test_the_resolved_file_reads_back_to_the_same_job(path, tmp_path):
     assert read_job_layers(copy, (), config_home=tmp_path, site_config=None).job == resolved.job
 
 
-def test_the_resolved_file_says_where_each_value_is_from(workplace):
+def test_the_resolved_file_says_where_each_value_is_from_and_one_that_others_read_has_only_the_host_of_a_url(workplace):
     workplace.write_person("log: {wandb: offline}\n")
     workplace.job.write_text(JOB + "train: {lora: {targets: [q_proj, v_proj]}}\n")
     resolved = workplace.read("train.lr=1e-4", 'output=it\'s a "name"\nof two lines')
@@ -215,9 +214,6 @@ def test_the_resolved_file_says_where_each_value_is_from(workplace):
     workplace.write_person("")
     workplace.job = copy
     assert workplace.read().job == resolved.job
-
-
-def test_a_resolved_file_that_others_may_read_has_only_the_host_of_a_url(workplace):
     workplace.job.write_text(JOB + "log: {notify: 'https://hooks.example.org/T0/secret'}\n")
     resolved = workplace.read()
     assert "/T0/secret" in render_resolved(resolved)
@@ -225,45 +221,20 @@ def test_a_resolved_file_that_others_may_read_has_only_the_host_of_a_url(workpla
     assert "https://hooks.example.org/" in shown and "T0" not in shown and "secret" not in shown
 
 
-@pytest.mark.parametrize(
-    ("folders", "name"),
-    [
-        (("tiny-20261122-173000",), "tiny"),
-        (("tiny-20261122-173000-2",), "tiny"),
-        (("my run",), "my-run"),
-        (("sweep-20261122-173000", "point-3"), "sweep-point-3"),
-    ],
-)
-def test_a_submitted_run_keeps_its_name(tmp_path, folders, name):
-    folder = tmp_path
-    for each in folders:
-        folder = folder / each
-        folder.mkdir()
-        (folder / "submission.json").touch()
-    (folder / "job.yaml").write_text("model: {name: a/b}\ndata: {train: d}\n")
-    resolved = read_job_layers(folder / "job.yaml", [], config_home=tmp_path / "none", site_config=None)
-    assert resolved.name == name
-
-
-def test_several_sweeps_multiply_and_the_last_varies_fastest():
-    assert sweep_points(["train.lr=1e-4,3e-4", "train.seed=0, 1"]) == (
-        ("train.lr=1e-4", "train.seed=0"),
-        ("train.lr=1e-4", "train.seed=1"),
-        ("train.lr=3e-4", "train.seed=0"),
-        ("train.lr=3e-4", "train.seed=1"),
-    )
+SEEDS = tuple((f"train.lr={lr}", f"train.seed={seed}") for lr in ("1e-4", "3e-4") for seed in (0, 1))
 
 
 @pytest.mark.parametrize(
-    ("sweep", "expected"),
+    ("sweeps", "expected"),
     [
-        ("allow=[offload_cpu],[offload_cpu,fp8]", ("allow=[offload_cpu]", "allow=[offload_cpu,fp8]")),
-        ('data.train="a,b.txt",c', ('data.train="a,b.txt"', "data.train=c")),
-        ("data.fields={prompt: a,completion: b}", ("data.fields={prompt: a,completion: b}",)),
+        (["train.lr=1e-4,3e-4", "train.seed=0, 1"], SEEDS),  # the last varies fastest
+        (["allow=[offload_cpu],[offload_cpu,fp8]"], (("allow=[offload_cpu]",), ("allow=[offload_cpu,fp8]",))),
+        (['data.train="a,b.txt",c'], (('data.train="a,b.txt"',), ("data.train=c",))),
+        (["data.fields={prompt: a,completion: b}"], (("data.fields={prompt: a,completion: b}",),)),
     ],
 )
-def test_commas_in_brackets_and_quotes_do_not_part(sweep, expected):
-    assert sweep_points([sweep]) == tuple((each,) for each in expected)
+def test_several_sweeps_multiply_and_commas_in_brackets_and_quotes_do_not_part(sweeps, expected):
+    assert sweep_points(sweeps) == expected
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +25,7 @@ LIMIT_S = 120  # a machine may be busy
 
 @pytest.fixture
 def server(tmp_path: Path):
-    lines: list[str] = []
-    with nodes.NodeServer(tmp_path, num_nodes=2, on_line=lines.append) as opened:
-        opened.lines = lines  # type: ignore[attr-defined]
+    with nodes.NodeServer(tmp_path, num_nodes=2, on_line=print) as opened:
         yield opened
 
 
@@ -47,17 +47,17 @@ def call(server, tmp_path):
         channel.close()
 
 
-def poll_until(server: nodes.NodeServer, claim) -> None:
+def poll_until(server: nodes.NodeServer, claim: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + LIMIT_S
-    while not claim():
+    while not (found := claim()):
         assert time.monotonic() < deadline
         server.poll()
         time.sleep(0.01)
+    return found
 
 
 def test_machines_authenticate_with_a_file_that_only_the_user_reads(server, call, tmp_path):
-    mode = stat.S_IMODE(nodes.nodes_path(tmp_path).stat().st_mode)
-    assert mode == 0o600
+    assert stat.S_IMODE(nodes.nodes_path(tmp_path).stat().st_mode) == 0o600
     channels = [call(rank) for rank in (1, 0)]
     poll_until(server, lambda: len(server.nodes) == 2)
     server.send(STOP)
@@ -132,15 +132,7 @@ def test_the_port_is_open_on_the_interface_that_is_used_alone(tmp_path):
 def test_a_second_agent_of_a_rank_is_refused(server, call):
     call(1)
     poll_until(server, lambda: 1 in server.nodes)
-    again = call(1)
-    answers: list[object] = []
-
-    def is_answered() -> bool:
-        answers.extend(again.receive())
-        return bool(answers)
-
-    poll_until(server, is_answered)
-    (refusal,) = answers
+    (refusal,) = poll_until(server, call(1).receive)
     assert isinstance(refusal, nodes.Bye) and refusal.exit_code == 2
     assert "node 1 is n1" in refusal.text and "--node-rank" in refusal.text
 
@@ -159,19 +151,14 @@ def test_a_lost_machine_is_named_and_may_come_back_before_its_loss_was_noticed(s
     assert server.lost == ["n1 (node 1) was lost: its connection ended"]
 
 
-def test_machines_that_do_not_come_are_named_with_the_reason(server, call):
+def test_machines_that_do_not_come_are_named_and_ranks_meet_where_the_others_reached_the_first(server, call):
     call(0)
     poll_until(server, lambda: 0 in server.nodes)
-    missing = server.wait_for_all(limit_s=0.05, is_over=lambda: None)
-    assert missing is not None and missing.startswith("node 1 of 2 ")
-    ended = server.wait_for_all(limit_s=60, is_over=lambda: "srun ended")
-    assert ended is not None and ended.startswith("node 1 of 2 ") and ended.endswith("srun ended")
+    assert (server.wait_for_all(limit_s=0.05, is_over=lambda: None) or "").startswith("node 1 of 2 ")
+    ended = server.wait_for_all(limit_s=60, is_over=lambda: "srun ended") or ""
+    assert ended.startswith("node 1 of 2 ") and ended.endswith("srun ended")
     assert server.wait_for_all(limit_s=60, is_over=lambda: None, here=1) is None
-
-
-def test_ranks_meet_where_the_others_reached_the_first_machine(server, call):
-    for rank in (0, 1):
-        call(rank)
+    call(1)
     poll_until(server, lambda: len(server.nodes) == 2)
     server.nodes[1].peer_address = "10.0.0.5"  # as a second machine would have called it
     assert nodes.head_address(server.nodes) == "10.0.0.5"
@@ -186,16 +173,19 @@ def test_a_port_that_is_taken_is_an_environment_fault_and_the_file_goes_with_the
     assert not nodes.nodes_path(tmp_path).exists()
 
 
-# -- the agent ---------------------------------------------------------------------------------------------------------
-
-
-def test_an_agent_without_a_supervisor_names_the_missing_file(tmp_path):
-    with pytest.raises(EnvironmentFaultError, match=r"\.nodes\.json.*\n.*--run-dir"):
-        run_agent(tmp_path, head=Head("127.0.0.1"), node_rank=1, stop=StopRequest(), on_line=print, wait_s=0)
+def test_an_agent_without_a_supervisor_names_the_missing_file_or_the_port_it_cannot_reach(tmp_path):
+    facts = [r"\.nodes\.json.*\n.*--run-dir"]
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        facts.append(f"127.0.0.1 port {closed.getsockname()[1]} .*Connection refused")
+        content = nodes.NodesFile(host="n0", port=closed.getsockname()[1], token="t")
+    for fact in facts:
+        with pytest.raises(EnvironmentFaultError, match=fact):
+            run_agent(tmp_path, head=Head("127.0.0.1"), node_rank=1, stop=StopRequest(), on_line=print, wait_s=0)
+        codec.write(nodes.nodes_path(tmp_path), content)
 
 
 AGENT = """
-import signal, sys, threading, os
+import sys
 from pathlib import Path
 from shardwise.launch.nodes.agent import Head, run_agent
 from shardwise.launch.attempt.supervisor import StopRequest
@@ -220,34 +210,22 @@ def agent(server, tmp_path):
     process.communicate()
 
 
-def test_a_machine_ends_as_the_run_does(server, agent):
-    server.dismiss(75, "the run ended: preempted at step 4")
-    out, _ = agent.communicate(timeout=20)
-    assert (agent.returncode, out) == (75, "the run ended: preempted at step 4\n")
+@pytest.mark.parametrize("is_dismissed", [True, False])
+def test_a_machine_ends_as_the_run_does_and_does_not_outlive_the_supervisor(server, agent, is_dismissed):
+    if is_dismissed:
+        server.dismiss(75, "the run ended: preempted at step 4")
+    else:
+        server.nodes[1].channel.close()
+    out, _ = agent.communicate(timeout=LIMIT_S)
+    assert agent.returncode == (75 if is_dismissed else 4)
+    assert out == "the run ended: preempted at step 4\n" if is_dismissed else "the supervisor of this run" in out
 
 
-def test_a_machine_does_not_outlive_the_supervisor(server, agent):
-    server.nodes[1].channel.close()
-    out, _ = agent.communicate(timeout=20)
-    assert agent.returncode == 4 and "the supervisor of this run has ended" in out
-
-
-def test_a_stop_on_any_machine_is_one_for_the_run(server, agent):
-    agent.terminate()
-    poll_until(server, lambda: server.nodes[1].inbox)
-    assert [message for _, message in server.take()] == [nodes.StopRequested(signal_number=signal.SIGUSR1)]
-
-
-def test_a_machine_refuses_an_attempt_that_it_cannot_read(server, agent, tmp_path):
+def test_a_machine_refuses_an_attempt_that_it_cannot_read_and_a_stop_of_it_is_one_for_the_run(server, agent, tmp_path):
     server.send(nodes.Start(attempt_dir=str(tmp_path / "attempts/1"), head="127.0.0.1", port=1, cache=str(tmp_path)))
     poll_until(server, lambda: server.nodes[1].inbox)
     ((node, refused),) = server.take()
     assert node.rank == 1 and refused.exit_code == 2 and "plan.json: cannot be read" in refused.refusal
-
-
-def test_an_agent_names_the_port_it_cannot_reach(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    codec.write(nodes.nodes_path(tmp_path), nodes.NodesFile(host="n0", port=port, token="t"))
-    with pytest.raises(EnvironmentFaultError, match=f"127.0.0.1 port {port} .*Connection refused"):
-        run_agent(tmp_path, head=Head("127.0.0.1"), node_rank=1, stop=StopRequest(), on_line=print, wait_s=0)
+    agent.terminate()
+    poll_until(server, lambda: server.nodes[1].inbox)
+    assert [message for _, message in server.take()] == [nodes.StopRequested(signal_number=signal.SIGUSR1)]

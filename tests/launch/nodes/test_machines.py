@@ -27,42 +27,34 @@ GIB = 2**30
 
 
 def machine(*, num_gpus: int = 2, gpu: str = "NVIDIA H100", ram_gib: int = 64, cores: int = 16, **changes) -> Hardware:
-    gpus = tuple(
-        Gpu(index=index, name=gpu, spec_name=None, memory_bytes=80 * GIB, free_bytes=70 * GIB)
-        for index in range(num_gpus)
-    )
-    host = Host(
-        cpu_name="Xeon", num_cores=cores, ram_bytes=ram_gib * GIB, ram_available_bytes=None,
-        cpu_flags=("avx2", "avx512f"),
-    )  # fmt: skip
+    card = Gpu(index=0, name=gpu, spec_name=None, memory_bytes=80 * GIB, free_bytes=70 * GIB)
+    gpus = tuple(replace(card, index=index) for index in range(num_gpus))
+    ram, flags = ram_gib * GIB, ("avx2", "avx512f")
+    host = Host(cpu_name="Xeon", num_cores=cores, ram_bytes=ram, ram_available_bytes=None, cpu_flags=flags)
     return replace(Hardware(gpus=gpus, host=host, libraries={"torch": "2.13.0"}), **changes)
 
 
 def place(**changes):
-    options: dict[str, Any] = {"nodes": 2, "node_rank": 1, "head": "n1", "run_dir": Path("/shared/run")} | changes
+    options: dict[str, Any] = {"nodes": 2, "node_rank": 1, "head": "n1:500", "run_dir": Path("/shared/run")} | changes
     return membership(**options)
 
 
-def test_a_machine_knows_its_place():
-    assert membership(nodes=None, node_rank=None, head=None, run_dir=None) is None
-    assert place(nodes=1, node_rank=0) is None
-    assert place(head="n1:500") == (2, 1, Head("n1", 500), Path("/shared/run"))
-
-
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("option", "value", "fact"),
     [
-        ({"head": None}, "--head"),
-        ({"node_rank": 2}, "--node-rank 2: .*0 to 1"),
-        ({"run_dir": None}, "run.dir"),
-        ({"head": "127.0.0.1:29400"}, r"127\.0\.0\.1"),
-        ({"head": "0.0.0.0"}, r"0\.0\.0\.0"),
-        ({"head": "n1:abc"}, "HOST:PORT"),
+        ("head", None, "--head"),
+        ("node_rank", 2, "--node-rank 2: .*0 to 1"),
+        ("run_dir", None, "run.dir"),
+        ("head", "127.0.0.1:29400", r"127\.0\.0\.1"),
+        ("head", "0.0.0.0", r"0\.0\.0\.0"),
+        ("head", "n1:abc", "HOST:PORT"),
     ],
 )
-def test_impossible_options_are_refused(changes, words):
-    with pytest.raises(InputError, match=words):
-        place(**changes)
+def test_a_machine_knows_its_place_and_impossible_options_are_refused(option, value, fact):
+    with pytest.raises(InputError, match=fact):
+        place(**{option: value})
+    assert place() == (2, 1, Head("n1", 500), Path("/shared/run")) and place(nodes=1, node_rank=0) is None
+    assert membership(nodes=None, node_rank=None, head=None, run_dir=None) is None
 
 
 def test_rank_0_belongs_on_the_head_which_others_can_reach():
@@ -73,9 +65,6 @@ def test_rank_0_belongs_on_the_head_which_others_can_reach():
         _refuse_unknown_host("no-such-host.invalid")
     with pytest.raises(EnvironmentFaultError, match=r"localhost.*127\.0\.0\.1"):
         _refuse_unknown_host("localhost")
-
-
-# -- hardware ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_weakest_machine_decides():
@@ -104,35 +93,29 @@ def test_machines_that_are_not_alike_are_refused_with_both_values(other, words):
 
 def test_differences_from_the_plan_have_both_values():
     planned = replace(machine(), num_nodes=2)
-    assert describe_difference(planned, planned) is None
-    assert describe_difference(planned, machine(num_gpus=4)) == (
-        "nodes: 2 planned, 1 found; GPUs a node: 2 x NVIDIA H100 planned, 4 x NVIDIA H100 found"
-    )
     less = replace(planned, host=replace(planned.host, ram_bytes=32 * GIB))
+    assert describe_difference(planned, planned) is describe_difference(less, planned) is None
     assert describe_difference(planned, less) == "RAM a node: 64 GiB planned, 32 GiB found"
-    assert describe_difference(less, planned) is None
+    gpus = "GPUs a node: 2 x NVIDIA H100 planned, 4 x NVIDIA H100 found"
+    assert describe_difference(planned, machine(num_gpus=4)) == f"nodes: 2 planned, 1 found; {gpus}"
 
 
-def test_probes_that_srun_mixed_are_taken_apart():
-    texts = [codec.encode(machine(ram_gib=size)).decode().splitlines() for size in (64, 32)]
-    mixed = [f"{rank}: {line}" for pair in zip(*texts, strict=True) for rank, line in enumerate(pair)]
-    mixed.insert(0, "1: module loaded")
-    probes = parse_labelled_probes("\n".join(mixed))
+def labelled(rank: int, hardware: Hardware) -> list[str]:
+    return [f"{rank}: {line}" for line in codec.encode(hardware).decode().splitlines()]
+
+
+def test_probes_that_srun_mixed_are_taken_apart_and_a_node_that_answers_something_else_is_named():
+    pairs = zip(*(labelled(rank, machine(ram_gib=size)) for rank, size in enumerate((64, 32))), strict=True)
+    probes = parse_labelled_probes("\n".join(["1: module loaded", *(line for pair in pairs for line in pair)]))
     assert [probe.host.ram_bytes for probe in probes] == [64 * GIB, 32 * GIB]
-
-
-def test_a_node_that_answers_something_else_is_named():
-    whole = "\n".join(f"0: {line}" for line in codec.encode(machine()).decode().splitlines())
     with pytest.raises(EnvironmentFaultError, match=r"node 1.*: command not found"):
-        parse_labelled_probes(f"{whole}\n1: python: command not found\n1: \n".replace("python: ", ""))
+        parse_labelled_probes("\n".join([*labelled(0, machine()), "1: : command not found", "1: "]))
 
 
 def test_the_agents_of_a_slurm_job_connect_to_the_address_that_is_listened_on(tmp_path, monkeypatch):
     """On a node of several interfaces its name may lead other nodes to another one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-        try:
-            route.connect(("192.0.2.1", 9))
-        except OSError:
+        if route.connect_ex(("192.0.2.1", 9)) != 0:
             pytest.skip("this machine has no address besides its loopback")
         own = route.getsockname()[0]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (own, 0))])

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calibration_factory import calibration_of, record_of
 from engine_plan_factory import engine_plan
 from msgspec.structs import replace
-from report_factory import make_report
+from report_factory import calibration_of, make_report, record_of
 
 from shardwise.launch.plan.calibration_store import (
     MAX_RECORDS,
@@ -44,23 +43,19 @@ def retained(plan: Plan, **facts: Any) -> CalibrationRecord:
     return record
 
 
-def test_a_finished_run_is_found_again_under_its_key(tmp_path: Path):
+def test_a_finished_run_is_found_again_under_its_key_with_what_it_may_be_compared_with(tmp_path: Path):
     for hardware, torch in ((CPU, "2.13.0"), (GPU, "2.13.0"), (GPU, "2.11.0")):
         append_calibration(tmp_path / "state", retained(plan_on(hardware, torch=torch)), on_line=print)
     (found,) = read_calibration(tmp_path / "state", GPU, torch="2.11.0").records
     assert (found.device, found.driver, found.torch) == ("H200", "580.1", "2.11.0")
     assert (found.measured_peak_bytes, found.measured_step_s) == (25 * MIB, 0.8)
     assert found.finished_at == "2030-01-02T12:00:00+00:00"
-    assert len(read_calibration(tmp_path / "state", CPU, torch="2.13.0").records) == 1
-
-
-def test_a_record_says_what_it_may_be_compared_with():
-    record = retained(plan_on(CPU), source=RecordSource.TRIAL)
-    assert (record.shardwise, record.source, record.rates) == ("0.2", RecordSource.TRIAL, RatesSource.DATASHEET)
-    assert (record.sharding, record.precision, record.num_ranks) == (Sharding.NONE, Precision.FP32, 1)
-    assert (record.model_type, record.num_parameters) == ("llama", plan_on(CPU).model_shape.num_parameters)
-    measured = replace(CPU, rates=MeasuredRates(matmul_flops_per_s=10**11))
-    assert retained(plan_on(measured)).rates is RatesSource.MEASURED
+    (found,) = read_calibration(tmp_path / "state", CPU, torch="2.13.0").records
+    assert (found.shardwise, found.source, found.rates) == ("0.2", RecordSource.RUN, RatesSource.DATASHEET)
+    assert (found.sharding, found.precision, found.num_ranks) == (Sharding.NONE, Precision.FP32, 1)
+    assert (found.model_type, found.num_parameters) == ("llama", plan_on(CPU).model_shape.num_parameters)
+    tried = retained(plan_on(replace(CPU, rates=MeasuredRates(matmul_flops_per_s=10**11))), source=RecordSource.TRIAL)
+    assert (tried.source, tried.rates) == (RecordSource.TRIAL, RatesSource.MEASURED)
 
 
 def test_what_a_correction_added_is_no_part_of_what_was_predicted():
@@ -73,31 +68,23 @@ def test_what_a_correction_added_is_no_part_of_what_was_predicted():
     corrected = replace(plain, calibration=calibration_of(*[learned] * 9))
     assert context_of(corrected).corrections.of(plain.chosen.strategy, plain.chosen.method).step.value > 3
     before, after = retained(plain), retained(corrected)
-    assert (after.predicted_step_s, after.predicted_peak_bytes) == (
-        before.predicted_step_s,
-        before.predicted_peak_bytes,
-    )
+    assert after.predicted_step_s == before.predicted_step_s
+    assert after.predicted_peak_bytes == before.predicted_peak_bytes
     assert (after.stated_step_s, after.stated_peak_bytes) == (1.0, 30 * MIB)  # what the report shows
 
 
-def test_a_line_of_an_earlier_version_is_still_read(tmp_path: Path):
+def test_a_line_of_an_earlier_version_is_still_read_and_one_that_cannot_be_is_passed_over(tmp_path: Path):
     line = {
         "device": "CPU A CPU", "driver": None, "torch": "2.13.0", "strategy": "none/fp32/adamw",
         "predicted_peak_bytes": 10, "measured_peak_bytes": 11, "predicted_step_s": 1.0, "measured_step_s": 2.0,
         "finished_at": "2026-01-01T00:00:00+00:00",
     }  # fmt: skip
-    (tmp_path / "calibration.jsonl").write_text(json.dumps(line) + "\n")
-    (found,) = read_calibration(tmp_path, CPU, torch="2.13.0").records
-    assert (found.measured_step_s, found.shardwise, found.sharding) == (2.0, None, None)
-
-
-def test_a_line_that_cannot_be_read_is_passed_over(tmp_path: Path):
-    record = retained(plan_on(CPU))
-    append_calibration(tmp_path, record, on_line=print)
-    with (tmp_path / "calibration.jsonl").open("ab") as stream:
-        stream.write(b'{"device": "A CP\n{"other": 1}\n')
-    append_calibration(tmp_path, record, on_line=print)
-    assert read_calibration(tmp_path, CPU, torch="2.13.0").records == (record, record)
+    damaged = b'{"device": "A CP\n{"other": 1}\n'
+    (tmp_path / "calibration.jsonl").write_bytes(json.dumps(line).encode() + b"\n" + damaged)
+    append_calibration(tmp_path, retained(plan_on(CPU)), on_line=print)
+    old, new = read_calibration(tmp_path, CPU, torch="2.13.0").records
+    assert (old.measured_step_s, old.shardwise, old.sharding) == (2.0, None, None)
+    assert new == retained(plan_on(CPU))
 
 
 def test_only_the_newest_records_are_read(tmp_path: Path):
@@ -107,20 +94,17 @@ def test_only_the_newest_records_are_read(tmp_path: Path):
     assert [found[0].measured_peak_bytes, found[-1].measured_peak_bytes] == [4, MAX_RECORDS + 3]
 
 
-@pytest.mark.parametrize("ending", Ending)
-def test_only_a_run_that_finished_is_kept(tmp_path: Path, ending: Ending):
+@pytest.mark.parametrize(
+    ("ending", "queued", "is_stored"),
+    [(ending, None, ending is Ending.FINISHED) for ending in Ending]
+    + [(Ending.FINISHED, 0.1, True), (Ending.FINISHED, 0.5, False)],
+)
+def test_only_a_run_that_finished_on_cores_that_were_free_corrects_plans(tmp_path: Path, ending, queued, is_stored):
     """One that was cut off has measured fewer steps, or what a step took before it failed."""
-    store_measurements(tmp_path, make_report(ending=ending), plan_on(CPU), on_line=print)
-    records = read_calibration(tmp_path, CPU, torch="2.13.0").records
-    assert [record.measured_step_s for record in records] == ([0.8] if ending is Ending.FINISHED else [])
-
-
-@pytest.mark.parametrize(("queued", "is_stored"), [(None, True), (0.1, True), (0.5, False)])
-def test_a_run_on_a_machine_that_others_keep_busy_corrects_no_plan(tmp_path: Path, queued, is_stored):
-    report = make_report()
-    lines: list[str] = []
+    report, lines = make_report(ending=ending), list[str]()
     speed = replace(report.measured.speed, queued_share=queued)
     report = replace(report, measured=replace(report.measured, speed=speed))
     store_measurements(tmp_path, report, plan_on(CPU), on_line=lines.append)
-    assert len(read_calibration(tmp_path, CPU, torch="2.13.0").records) == is_stored
-    assert is_stored or (len(lines) == 1 and "50%" in lines[0])
+    records = read_calibration(tmp_path, CPU, torch="2.13.0").records
+    assert [record.measured_step_s for record in records] == [0.8] * is_stored
+    assert [line for line in lines if "50%" in line] == lines and len(lines) == (queued == 0.5)

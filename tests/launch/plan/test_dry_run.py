@@ -1,6 +1,5 @@
 """The dry run of a plan by a worker, and `plan --simulate`."""
 
-import json
 import re
 
 import pytest
@@ -32,22 +31,19 @@ from shardwise.trainer.spec.errors import InputError, NothingFitsError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import DataFormat, Job, LoraJob, TrainJob
 from shardwise.trainer.spec.messages.worker_requests import Simulation, SimulationRequest
-from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method, Precision
 from shardwise.trainer.spec.units import GIB, MIB
 
 TINY = SimulationRequest(model_config=TINY_LLAMA, seq_len=64)
 
 
-def test_a_request_goes_out_and_its_answer_comes_back() -> None:
+def test_a_request_goes_out_and_its_answer_or_one_line_on_what_is_wrong_comes_back() -> None:
     simulation = simulate(TINY)
     assert sum(simulation.parts.values()) == simulation.peak_allocated_bytes
     assert sum(group.num_bytes for group in simulation.live) == simulation.peak_allocated_bytes
     assert "attention: flash" in simulation.checks
     assert simulation.versions["torch"]
-
-
-def test_a_config_that_is_wrong_is_one_line() -> None:
     with pytest.raises(InputError, match=r"llama.*65.*4") as raised:
         simulate(replace(TINY, model_config={**TINY_LLAMA, "hidden_size": 65}))
     assert "\n" not in str(raised.value)
@@ -55,24 +51,15 @@ def test_a_config_that_is_wrong_is_one_line() -> None:
 
 def test_the_request_is_what_the_candidate_says() -> None:
     plan = engine_plan(
-        Sharding.FSDP, num_ranks=8, precision=Precision.BF16_MIXED, kind=DeviceKind.CUDA,
-        job=Job(train=TrainJob(lora=LoraJob(rank=4))), method=Method.LORA, checkpointing=Checkpointing.FULL,
-        attention=Attention.FLASH,
+        Sharding.FSDP, num_ranks=8, precision=Precision.BF16_MIXED, kind=DeviceKind.CUDA, method=Method.LORA,
+        job=Job(train=TrainJob(lora=LoraJob(rank=4))), checkpointing=Checkpointing.FULL, attention=Attention.FLASH,
     )  # fmt: skip
     request = simulation_request(plan)
     assert request.attention is Attention.SDPA  # flash-attn has no dry run
-    assert (request.lora.rank, request.method) == (4, Method.LORA)
-    assert (request.sharding, request.num_ranks) == (Sharding.FSDP, 8)
+    assert (request.lora.rank, request.method, request.sharding) == (4, Method.LORA, Sharding.FSDP)
+    assert (request.num_ranks, request.device_name) == (8, "NVIDIA H100")
     assert (request.micro_batch, request.accumulation, request.seq_len) == (4, 2, 128)
     assert request.model_config == plan.model_config
-    assert request.device_name == "NVIDIA H100"
-
-
-HELIUM = {
-    "model_type": "helium", "head_dim": 8, "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
-}  # fmt: skip
 
 
 def simulation_like(plan: Plan, *, factor: float = 1) -> Simulation:
@@ -116,8 +103,7 @@ def test_bytes_that_are_the_closed_forms_need_what_the_closed_form_needs(model, 
     simulation = simulation_like(plan)
     memory = simulated_memory(context_of(plan), plan.chosen, simulation)
     expected = plan.chosen.memory
-    assert memory.need_bytes == expected.need_bytes
-    assert memory.events == expected.events
+    assert (memory.need_bytes, memory.events) == (expected.need_bytes, expected.events)
     assert memory.peak_allocated_bytes == expected.peak_allocated_bytes == sum(memory.parts.values())
     assert memory.steady_allocated_bytes == expected.steady_allocated_bytes
     workspace = expected.parts["workspace"]
@@ -125,16 +111,11 @@ def test_bytes_that_are_the_closed_forms_need_what_the_closed_form_needs(model, 
     plain = replace(plan, hardware=replace(plan.hardware, can_expand_segments=False))
     memory = simulated_memory(context_of(plain), plan.chosen, simulation)
     assert memory.peak_reserved_bytes == simulation.peak_reserved_bytes + workspace
-
-
-def test_events_between_two_of_the_closed_form_count_with_the_first():
-    plan = plan_of("tiny", "1xRTX-4090")
-    simulation = simulation_like(plan)
     most = 2 * simulation.peak_allocated_bytes
-    simulation = replace(simulation, events={**simulation.events, "clip": most})
-    memory = simulated_memory(context_of(plan), plan.chosen, simulation)
-    assert memory.events["optimizer_step"] == most + plan.chosen.memory.parts["workspace"]
-    assert memory.need_bytes > 1.5 * plan.chosen.memory.peak_allocated_bytes
+    between = replace(simulation, events={**simulation.events, "clip": most})  # counts with the event before it
+    memory = simulated_memory(context_of(plan), plan.chosen, between)
+    assert memory.events["optimizer_step"] == most + workspace
+    assert memory.need_bytes > 1.5 * expected.peak_allocated_bytes
 
 
 def described(plan: Plan) -> Plan:
@@ -142,50 +123,39 @@ def described(plan: Plan) -> Plan:
     return replace(plan, model_shape=replace(plan.model_shape, is_described=True))
 
 
-@pytest.mark.parametrize("is_described", [False, True])
-def test_only_an_unknown_architecture_takes_its_memory_from_the_dry_run(is_described):
-    plan = plan_of("1b", "1xRTX-4090")
-    plan = described(plan) if is_described else plan
-    memory = simulated_memory(context_of(plan), plan.chosen, simulation_like(plan, factor=0.9))
-    taken = plan_of_simulated(plan, Simulated(candidate=plan.chosen, memory=memory), [])
-    assert taken.chosen.memory == (memory if is_described else plan.chosen.memory)
-    assert taken.fallbacks == plan.fallbacks
-    assert any("no closed form" in note for note in taken.notes) == is_described
+def test_only_an_unknown_architecture_takes_its_memory_from_the_dry_run():
+    known = plan_of("1b", "1xRTX-4090")
+    memory = simulated_memory(context_of(known), known.chosen, simulation_like(known, factor=0.9))
+    for plan, expected in ((known, known.chosen.memory), (described(known), memory)):
+        taken = plan_of_simulated(plan, Simulated(candidate=plan.chosen, memory=memory), [])
+        assert taken.chosen.memory == expected and taken.fallbacks == plan.fallbacks
+        assert any("no closed form" in note for note in taken.notes) == plan.model_shape.is_described
 
 
-def test_a_fallback_that_is_taken_leaves_the_ones_behind_it():
+def as_predicted(candidate: Candidate) -> Simulated:
+    return Simulated(candidate=candidate, memory=candidate.memory)
+
+
+def test_a_fallback_that_is_taken_leaves_the_ones_behind_it_and_another_candidate_has_its_own():
     plan = plan_of("1b", "1xRTX-4090")
-    failed, taken = (Simulated(candidate=each, memory=each.memory) for each in (plan.chosen, plan.fallbacks[1]))
-    decided = plan_of_simulated(plan, taken, [failed])
+    decided = plan_of_simulated(plan, as_predicted(plan.fallbacks[1]), [as_predicted(plan.chosen)])
     assert decided.chosen == replace(plan.fallbacks[1], reasons=decided.chosen.reasons)
     assert f"micro batch {decided.chosen.micro_batch}: " in decided.chosen.reasons[2]
     assert decided.fallbacks == plan.fallbacks[2:]
     assert plan.chosen not in decided.candidates
     assert any(plan.chosen.strategy.name in note and "micro batch" in note for note in decided.notes)
-
-
-def test_another_candidate_that_is_taken_has_fallbacks_of_its_own_and_the_first_is_rejected():
     plan = plan_of("1b", "8xH100-SXM5-80GB")
     other = next(each for each in plan.candidates if each.strategy.sharding is not plan.chosen.strategy.sharding)
-    decided = plan_of_simulated(
-        plan,
-        Simulated(candidate=other, memory=other.memory),
-        [Simulated(candidate=plan.chosen, memory=plan.chosen.memory)],
-    )
-    assert decided.chosen.strategy == other.strategy
+    decided = plan_of_simulated(plan, as_predicted(other), [as_predicted(plan.chosen)])
+    assert decided.chosen.strategy == other.strategy and decided.fallbacks != plan.fallbacks
     assert all(each.strategy != plan.chosen.strategy for each in decided.candidates)
     (rejection,) = [each for each in decided.rejections if each.strategy == plan.chosen.strategy.name]
     assert "dry run" in rejection.reason
-    assert decided.fallbacks != plan.fallbacks
 
 
 @pytest.mark.parametrize(
     ("change", "fact"),
-    [
-        ({"sharding": Sharding.ZERO3}, "zero3"),
-        ({"offload": Offload.OPTIMIZER}, "offload optimizer"),
-        ({"sharding": Sharding.FSDP}, None),
-    ],
+    [({"sharding": Sharding.ZERO3}, "zero3"), ({"offload": Offload.OPTIMIZER}, "offload"), ({}, None)],
 )
 def test_what_a_dry_run_cannot_run_is_named(change, fact):
     plan = plan_of("tiny", "8xH100-SXM5-80GB")
@@ -242,7 +212,7 @@ def test_a_dry_run_that_does_not_fit_ends_the_plan_of_that_machine(capsys):
 
 def test_an_architecture_that_no_reader_knows_is_refused_without_simulate_and_told_where_to_go(tmp_path, monkeypatch):
     workplace = make_workplace(tmp_path)
-    (workplace.folder / "model" / "config.json").write_text(json.dumps(HELIUM))
+    (workplace.folder / "model" / "config.json").write_text('{"model_type": "helium", "hidden_size": 32}')
     monkeypatch.chdir(workplace.folder)
     with pytest.raises(InputError, match=r'"helium".*`shardwise plan --simulate`'):
         read_inputs(workplace.job, [], environment=workplace.environment)

@@ -16,7 +16,7 @@ from shardwise.launch.terminal import Console
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode
 from shardwise.trainer.spec.hardware import Gpu, Hardware
-from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.job.sections import Allowance, Job
 from shardwise.trainer.spec.messages.worker_requests import Fp8GainKey, Fp8GainRequest
 from shardwise.trainer.spec.plan import Fp8Gain, Plan
 from shardwise.trainer.spec.strategy import Fp8Recipe, Precision
@@ -25,7 +25,6 @@ from shardwise.trainer.spec.units import GIB
 HOPPER = machine("1xH100-SXM5-80GB", libraries=("transformer-engine",))
 VERSIONS = {"torch": "2.13.0", "transformer-engine": "2.10.0", "shardwise": "0.3"}
 GAIN = fp8_gain_of(1.31)
-IGNORED = "is ignored"
 JOB = """\
 model: {{name: llama-3.2-1b}}
 data: {{train: {data}, eval: none}}
@@ -34,21 +33,23 @@ allow: [fp8]
 """
 
 
-def key(**changes: Any) -> Fp8GainKey:
-    of: dict[str, Any] = {"shape": shape_of("8b"), "hardware": HOPPER, "versions": VERSIONS, **changes}
-    return fp8.fp8_key(of.pop("job", job_of()), **of)
+def key(*, job: Job | None = None, **changes: Any) -> Fp8GainKey:
+    of: dict[str, Any] = {"shape": shape_of("8b"), "hardware": HOPPER, "versions": VERSIONS}
+    return fp8.fp8_key(job or job_of(), **{**of, **changes})
 
 
-# --- what is kept ---------------------------------------------------------------------------------------------------
-
-
-def test_what_was_timed_is_found_again(tmp_path: Path) -> None:
+def test_what_was_timed_is_found_again_and_a_broken_file_is_a_line(tmp_path: Path) -> None:
     assert fp8.read_fp8_gain(tmp_path, key()) == (None, None)
     assert fp8.store_fp8_gain(tmp_path, key(), GAIN) is None
     assert fp8.read_fp8_gain(tmp_path, key()) == (GAIN, None)
     better = fp8_gain_of(1.4)
     fp8.store_fp8_gain(tmp_path, key(), better)
     assert fp8.read_fp8_gain(tmp_path, key()) == (better, None)
+    (file,) = (tmp_path / fp8.FOLDER).iterdir()
+    for content in (b"", b'{"key": 1}', b"\xff\xfe"):
+        file.write_bytes(content)
+        gain, line = fp8.read_fp8_gain(tmp_path, key())
+        assert gain is None and line is not None and str(file) in line and "is ignored" in line
 
 
 @pytest.mark.parametrize(
@@ -64,20 +65,10 @@ def test_what_was_timed_is_found_again(tmp_path: Path) -> None:
         {"job": job_of(pin={"precision": Precision.FP8, "fp8_recipe": Fp8Recipe.BLOCK})},
         {"job": job_of(pin={"micro_batch": 4})},
     ],
-    ids=["model", "layers", "depth", "device", "torch", "library", "other library", "recipe", "tokens"],
 )
 def test_it_counts_for_nothing_else(tmp_path: Path, changes: dict[str, Any]) -> None:
     fp8.store_fp8_gain(tmp_path, key(), GAIN)
     assert fp8.read_fp8_gain(tmp_path, key(**changes)) == (None, None)
-
-
-@pytest.mark.parametrize("content", [b"", b'{"key": 1}', b"\xff\xfe"])
-def test_a_broken_file_is_a_line(tmp_path: Path, content: bytes) -> None:
-    fp8.store_fp8_gain(tmp_path, key(), GAIN)
-    (file,) = (tmp_path / fp8.FOLDER).iterdir()
-    file.write_bytes(content)
-    gain, line = fp8.read_fp8_gain(tmp_path, key())
-    assert gain is None and str(file) in (line or "") and IGNORED in (line or "")
 
 
 @pytest.mark.parametrize(
@@ -97,60 +88,34 @@ def test_the_micro_batch_that_is_timed(num_ranks: int, facts: dict[str, Any], to
     assert fp8.timed_tokens(job_of(**facts), num_ranks) == tokens
 
 
-# --- `shardwise plan` -----------------------------------------------------------------------------------------------
-
-
-class Planning:
-    """`shardwise plan` of a job that allows FP8, for a Hopper card with Transformer Engine."""
-
-    def __init__(self, folder: Path) -> None:
-        self.job = folder / "job.yaml"
-        self.job.write_text(JOB.format(data=write_rows(folder)))
-        self.hardware = folder / "hardware.json"
-        codec.write(self.hardware, HOPPER)
-        self.cache = folder / "cache"
-
-    @property
-    def words(self) -> list[str]:
-        return ["plan", str(self.job), "--hardware", str(self.hardware)]
-
-
-@pytest.fixture
-def planning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planning:
-    in_empty_home(tmp_path, monkeypatch)
-    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
-    return Planning(tmp_path)
-
-
-@pytest.fixture
-def planned(planning: Planning, capsys: pytest.CaptureFixture[str]) -> Callable[..., Plan]:
-    def run(*words: str) -> Plan:
-        answer = typed(capsys, *planning.words, "--json", *words)
-        assert answer.code == ExitCode.DONE
-        return codec.decode(answer.out.encode(), Plan, origin="stdout")
-
-    return run
-
-
 def rows_in_fp8(plan: Plan) -> int:
     return sum(candidate.strategy.precision is Precision.FP8 for candidate in plan.candidates)
 
 
-def test_plan_reads_what_was_kept(planning: Planning, planned: Callable[..., Plan]) -> None:
+def test_plan_reads_what_was_kept(tmp_path: Path, monkeypatch, capsys) -> None:
+    in_empty_home(tmp_path, monkeypatch)
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    job, hardware = tmp_path / "job.yaml", tmp_path / "hardware.json"
+    job.write_text(JOB.format(data=write_rows(tmp_path)))
+    codec.write(hardware, HOPPER)
+
+    def planned(*words: str) -> Plan:
+        answer = typed(capsys, "plan", str(job), "--hardware", str(hardware), "--json", *words)
+        assert answer.code == ExitCode.DONE
+        return codec.decode(answer.out.encode(), Plan, origin="stdout")
+
     before = planned()
     assert before.fp8_gain is None and rows_in_fp8(before)
     slow = fp8_gain_of(0.93)
-    fp8.store_fp8_gain(planning.cache, fp8.key_of(before), slow)
-    after = planned()
-    assert after.fp8_gain == slow and not rows_in_fp8(after)
-    pinned = planned("pin.precision=fp8")
-    assert pinned.fp8_gain == slow and rows_in_fp8(pinned)
+    fp8.store_fp8_gain(tmp_path / "cache", fp8.key_of(before), slow)
+    after, pinned = planned(), planned("pin.precision=fp8")
+    assert after.fp8_gain == pinned.fp8_gain == slow
+    assert rows_in_fp8(pinned) and not rows_in_fp8(after)
     for words in ("allow=[]", "pin.precision=bf16-mixed"):
         assert planned(words).fp8_gain is None
 
 
 REQUEST = Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096)
-
 ALLOWED: dict[str, Any] = {"allow": (Allowance.FP8,)}
 PINNED: dict[str, Any] = {"pin": {"precision": Precision.FP8}}
 
@@ -175,33 +140,21 @@ def card(spec: str = "1xH100-SXM5-80GB", libraries: tuple[str, ...] = ("transfor
         (card("1xA100-SXM4-80GB"), ALLOWED, None, False),
         (machine("1xCPU", libraries=("transformer-engine",)), ALLOWED, None, False),
     ],
-    ids=["hopper", "ada", "known", "known slow", "pinned", "pinned away", "not allowed", "no library", "ampere", "cpu"],
 )
-def test_it_is_timed_where_that_decides(
-    hardware: Hardware, facts: dict[str, Any], gain: Fp8Gain | None, asks: bool
-) -> None:
+def test_it_is_timed_where_that_decides(hardware: Hardware, facts, gain: Fp8Gain | None, asks: bool) -> None:
     assert fp8.needs_timing(plan_of("tiny", hardware, fp8_gain=gain, **facts)) is asks
-
-
-def told_by(plan: Plan, cache: Path) -> tuple[Fp8Gain | None, list[str]]:
-    stream = io.StringIO()
-    gain = fp8.fp8_gain_for(plan, cache=cache, console=Console(stream))
-    return gain, stream.getvalue().splitlines()
 
 
 def test_where_no_device_answers_it_is_a_line_and_fp8_is_not_taken(tmp_path: Path) -> None:
     """The real process, which finds no CUDA device."""
-    plan = plan_of("tiny", card(), **ALLOWED)
-    gain, (begins, ends) = told_by(plan, tmp_path)
-    assert gain is not None and "CUDA" in (gain.problem or "")
-    assert "FP8" in begins and (gain.problem or "-") in ends
+    plan, stream = plan_of("tiny", card(), **ALLOWED), io.StringIO()
+    gain = fp8.fp8_gain_for(plan, cache=tmp_path, console=Console(stream))
+    begins, ends = stream.getvalue().splitlines()
+    assert gain is not None and gain.problem is not None and "CUDA" in gain.problem
+    assert "FP8" in begins and gain.problem in ends
     assert fp8.read_fp8_gain(tmp_path, fp8.key_of(plan)) == (None, None), "the next run asks again"
     taken = plan_of("tiny", card(), fp8_gain=gain, **ALLOWED)
-    assert all(candidate.strategy.precision is not Precision.FP8 for candidate in taken.candidates)
-    assert fp8.needs_timing(taken) is False
-
-
-# --- the process, with a stand-in for the module that needs torch and a GPU -----------------------------------------
+    assert not rows_in_fp8(taken) and not fp8.needs_timing(taken)
 
 
 @pytest.fixture
@@ -214,17 +167,16 @@ def module_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
     return write
 
 
-def writes(gain: Fp8Gain) -> str:
-    return f"pathlib.Path(sys.argv[2]).write_bytes({codec.encode(gain)!r})\n"
+WRITES = f"pathlib.Path(sys.argv[2]).write_bytes({codec.encode(GAIN)!r})\n"
 
 
 def test_it_reads_the_request_and_sees_one_card(module_of: Callable[[str], str]) -> None:
     gpus = [Gpu(index=index, name="x", spec_name=None, memory_bytes=GIB, uuid=f"GPU-{index}") for index in (2, 3)]
     body = (
         "assert os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-2'\n"
-        f"assert pathlib.Path(sys.argv[1]).read_bytes() == {codec.encode(REQUEST)!r}\n" + writes(GAIN)
+        f"assert pathlib.Path(sys.argv[1]).read_bytes() == {codec.encode(REQUEST)!r}\n"
     )
-    assert fp8.time_fp8(REQUEST, gpus, module=module_of(body)) == GAIN
+    assert fp8.time_fp8(REQUEST, gpus, module=module_of(body + WRITES)) == GAIN
 
 
 @pytest.mark.parametrize(
@@ -235,7 +187,7 @@ def test_it_reads_the_request_and_sees_one_card(module_of: Callable[[str], str])
         ("", "result.json"),
         ("pathlib.Path(sys.argv[2]).write_text('{')\n", "result.json"),
         ("time.sleep(600)\n", "0.6 s"),
-        (writes(GAIN) + "time.sleep(600)\n", "0.6 s"),
+        (WRITES + "time.sleep(600)\n", "0.6 s"),
     ],
 )
 def test_what_goes_wrong_is_the_problem(module_of: Callable[[str], str], body: str, problem: str) -> None:

@@ -1,18 +1,19 @@
-"""Running nvidia-smi: as few runs as needed, and a result for each failure."""
+"""Running nvidia-smi as rarely as needed, a result for each failure, and the cards to plan for."""
 
 import sys
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from captured_machine import Machine, lay_out
 from hanging_programs import pids_in, under_a_limit, wait_until_gone
 
-from shardwise.launch.probe.gpus import read_gpus
+from shardwise.launch.probe.gpus import read_gpus, select_gpus, visible_devices, visible_gpus
 from shardwise.launch.probe.machine import describe_hardware
 from shardwise.trainer.planning.device import device_of
-from shardwise.trainer.spec.hardware import Hardware, Host
-from shardwise.trainer.spec.units import KIB, MIB
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import Gpu, GpuProcess, Hardware, Host
+from shardwise.trainer.spec.units import GIB, KIB, MIB
 
 
 def read(machine, **changes):
@@ -24,13 +25,6 @@ def change_nvidia_smi(machine, old, new):
     program = machine.programs / "nvidia-smi"
     assert old in program.read_text()
     program.write_text(program.read_text().replace(old, new))
-
-
-def test_a_machine_without_gpu_starts_no_program(tmp_path):
-    machine = lay_out(tmp_path, "no_gpu_laptop")
-    findings = read(machine)
-    assert (findings.gpus, findings.notes, findings.failure) == ((), (), None)
-    assert machine.smi_runs() == []
 
 
 def test_a_card_whose_display_uses_memory_needs_one_more_run(tmp_path):
@@ -57,29 +51,18 @@ def test_a_card_whose_display_uses_memory_needs_one_more_run(tmp_path):
 def test_several_idle_cards_need_only_the_runs_for_their_links(tmp_path):
     machine = lay_out(tmp_path, "nvlink_8x_h100")
     findings = read(machine)
-    assert len(findings.gpus) == 8
-    assert len(findings.links) == 28
+    assert (len(findings.gpus), len(findings.links)) == (8, 28)
     assert [gpu.numa_node for gpu in findings.gpus] == [0] * 4 + [1] * 4
-    runs = machine.smi_runs()
-    assert [run.split("=")[0] for run in runs] == [
-        "--query-compute-apps",
-        "--query-gpu",
-        "nvlink -s",
-        "topo -m",
-        "topo -p2p r",
-    ]
+    runs = [run.split("=")[0] for run in machine.smi_runs()]
+    assert runs == ["--query-compute-apps", "--query-gpu", "nvlink -s", "topo -m", "topo -p2p r"]
 
 
 def test_mig_slices_are_devices_numbered_after_the_cards(tmp_path):
     machine = lay_out(tmp_path, "mig_a100")
-    findings = read(machine)
-    assert [(gpu.index, gpu.name, gpu.is_mig_on) for gpu in findings.gpus] == [
-        (1, "NVIDIA A100-SXM4-40GB", False),
-        (2, "NVIDIA A100-SXM4-40GB MIG 3g.20gb", True),
-        (3, "NVIDIA A100-SXM4-40GB MIG 2g.10gb", True),
-        (4, "NVIDIA A100-SXM4-40GB MIG 1c.2g.10gb", True),
-    ]
-    assert findings.excluded == ()
+    findings, card = read(machine), "NVIDIA A100-SXM4-40GB"
+    slices = [f"{card} MIG {profile}" for profile in ("3g.20gb", "2g.10gb", "1c.2g.10gb")]
+    assert [(gpu.index, gpu.name) for gpu in findings.gpus] == list(enumerate((card, *slices), 1))
+    assert [gpu.is_mig_on for gpu in findings.gpus] == [False, True, True, True] and findings.excluded == ()
     change_nvidia_smi(machine, "exec cat list.txt", "echo 'GPU 0: x (UUID: y)'; exit")
     findings = read(machine)
     assert [gpu.index for gpu in findings.gpus] == [1] and "MIG" in findings.excluded[0], "no slice was made"
@@ -94,9 +77,8 @@ def test_slices_of_several_cards_have_different_numbers(tmp_path):
     row = "|  1    7   0   0  |   25MiB / 4864MiB  | 14      0 |  1   0    0    0    0 |"
     change_nvidia_smi(machine, "exec cat table.txt", f"cat table.txt; echo '{row}'; exit")
     findings = read(machine)
-    assert [(gpu.index, gpu.uuid == "MIG-second") for gpu in findings.gpus] == [
-        (2, False), (3, False), (4, False), (5, True),
-    ]  # fmt: skip
+    assert [gpu.index for gpu in findings.gpus] == [2, 3, 4, 5]
+    assert [gpu.uuid == "MIG-second" for gpu in findings.gpus] == [False, False, False, True]
 
 
 def test_a_card_that_shares_the_memory_of_the_host_has_that_memory(tmp_path):
@@ -164,9 +146,8 @@ class NvmlError(Exception):
     """As the binding's."""
 
 
-def fake_nvml(reported: dict[str, Any], *, starts: bool = True) -> ModuleType:
+def fake_nvml(reported: dict[str, Any], *, starts: bool = True) -> SimpleNamespace:
     """The binding of a machine with one card; what is not in `reported` its driver does not know."""
-    nvml: Any = ModuleType("pynvml")
 
     def query(name: str) -> Any:
         def call(handle: bytes, *more: int) -> int:
@@ -180,11 +161,9 @@ def fake_nvml(reported: dict[str, Any], *, starts: bool = True) -> ModuleType:
         if not starts:
             raise NvmlError
 
-    nvml.NVMLError, nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM = NvmlError, 1, 2
-    nvml.nvmlInit, nvml.nvmlShutdown, nvml.nvmlDeviceGetHandleByUUID = init, lambda: None, lambda uuid: uuid
-    for name in ("NumGpuCores", "MaxClockInfo", "MemoryBusWidth"):
-        setattr(nvml, f"nvmlDeviceGet{name}", query(name))
-    return nvml
+    names = {"NVMLError": NvmlError, "NVML_CLOCK_SM": 1, "NVML_CLOCK_MEM": 2, "nvmlInit": init, "nvmlShutdown": dict}
+    queries = {f"nvmlDeviceGet{name}": query(name) for name in REPORTED}
+    return SimpleNamespace(**names, **queries, nvmlDeviceGetHandleByUUID=bytes)
 
 
 def probed(folder: Any, line: str = LINE) -> Hardware:
@@ -219,3 +198,133 @@ def test_the_speed_is_unknown_if_the_driver_reports_little(tmp_path, monkeypatch
     assert "not known" in describe_hardware(hardware)
     (gpu,) = probed(tmp_path / "known", LINE.replace("RTX 6070", "RTX 5080")).gpus
     assert (gpu.spec_name, gpu.num_cuda_cores) == ("RTX-5080", None), "NVML is not queried for a known card"
+
+
+def make_gpu(index, **changes):
+    model = {"name": "NVIDIA GeForce RTX 3090", "spec_name": "RTX-3090", "compute_capability": (8, 6)}
+    memory = {"memory_bytes": 24 * GIB, "free_bytes": 24 * GIB}
+    return Gpu(index=index, **{"uuid": f"GPU-{index}aaa", **model, **memory, **changes})
+
+
+def make_4090(index, **changes):
+    return make_gpu(index, name="NVIDIA GeForce RTX 4090", spec_name="RTX-4090", compute_capability=(8, 9), **changes)
+
+
+def indices(gpus):
+    return [gpu.index for gpu in gpus]
+
+
+def test_equal_idle_cards_are_all_used_unless_some_are_requested_that_exist():
+    gpus = (make_gpu(0), make_gpu(1))
+    assert select_gpus(gpus, wanted=None) == (gpus, ())
+    assert select_gpus([], wanted=None) == ((), ())
+    chosen, (excluded,) = select_gpus([make_gpu(index) for index in range(8)], wanted=(1, 0))
+    assert indices(chosen) == [0, 1]
+    assert "GPUs 2 to 7" in excluded and "--gpus 1,0" in excluded
+    with pytest.raises(InputError, match=r"--gpus 0,5: .*GPU 5.*GPUs 0 and 1"):
+        select_gpus([make_gpu(0), make_gpu(1)], wanted=(0, 5))
+    with pytest.raises(InputError, match="no GPU"):
+        select_gpus([], wanted=(0,))
+
+
+def test_a_busy_card_is_skipped_with_its_process_and_used_if_requested():
+    process = GpuProcess(pid=4242, name="python", memory_bytes=12 * GIB)
+    gpus = (make_gpu(0), make_gpu(1, free_bytes=12 * GIB, processes=(process,)))
+    chosen, (excluded,) = select_gpus(gpus, wanted=None)
+    assert indices(chosen) == [0]
+    for fact in ("GPU 1 ", "python (pid 4242)", "12 GiB of 24 GiB", "--gpus 1"):
+        assert fact in excluded
+    assert select_gpus(gpus, wanted=(0, 1)) == (gpus, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_used"),
+    [
+        ({"free_bytes": 18 * GIB}, True),  # a display uses a quarter at most
+        ({"free_bytes": int(17.9 * GIB)}, False),
+        ({"usable_bytes": 17 * GIB, "free_bytes": 17 * GIB}, True),  # what the driver keeps for itself
+    ],
+)
+def test_a_card_is_busy_from_a_quarter_of_its_memory_on(changes, is_used):
+    chosen, _ = select_gpus([make_gpu(0), make_gpu(1, **changes)], wanted=None)
+    assert (1 in indices(chosen)) is is_used
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "used"), [([10, 10, 1], [0, 1]), ([2, 16, 3], [1]), ([10], [0]), ([9, 8, 7], [0, 1, 2])]
+)
+def test_if_all_are_busy_the_most_free_memory_is_selected(free_gib, used):
+    gpus = [make_gpu(index, free_bytes=free * GIB) for index, free in enumerate(free_gib)]
+    chosen, excluded = select_gpus(gpus, wanted=None)
+    assert indices(chosen) == used
+    assert len(excluded) == len(free_gib) - len(used)
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "chosen"), [("2.13.0", 2), ("2.13.0+cu130", 2), ("2.13.0+cu126", 0), ("2.13.0+cpu", 0), (None, 0)]
+)
+def test_cards_without_code_are_left_out_where_others_have_it(torch_version, chosen):
+    """Two P40 hold more than a RTX 3060, which the build for CUDA 13 can use."""
+    old = tuple(make_gpu(index, name="P40", spec_name=None, compute_capability=(6, 1)) for index in range(2))
+    gpus = (*old, make_gpu(2, name="RTX 3060", spec_name=None, memory_bytes=12 * GIB, free_bytes=12 * GIB))
+    used, excluded = select_gpus(gpus, wanted=None, torch_version=torch_version)
+    assert used[0].index == chosen and len(excluded) == (2 if chosen else 1)
+    assert select_gpus(gpus, wanted=(0,), torch_version=torch_version)[0] == old[:1]
+    assert select_gpus(old, wanted=None, torch_version=torch_version) == (old, ())
+
+
+UNKNOWN = make_gpu(0, name="X", spec_name=None, memory_bytes=80 * GIB, free_bytes=None)
+OLD = make_gpu(0, name="Old", spec_name=None, compute_capability=(6, 1))
+SMALL = make_gpu(0, memory_bytes=12 * GIB, free_bytes=12 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "chosen", "rest"),
+    [
+        # 2 x 24 GiB and 142 TFLOP/s are worth more than 1 x 24 GiB and 165
+        ([make_4090(0), make_gpu(1), make_gpu(2)], [1, 2], "GPU 0 (NVIDIA GeForce RTX 4090, 24 GiB)"),
+        ([make_4090(0), make_gpu(1)], [0], "GPU 1 (NVIDIA GeForce RTX 3090, 24 GiB)"),
+        ([UNKNOWN, make_gpu(1)], [0], "GPU 1"),  # memory alone decides
+        ([OLD, make_gpu(1, spec_name=None)], [1], "GPU 0 (Old"),  # equal memory: the newer chip
+        ([SMALL, make_gpu(1)], [1], "GPU 0 (NVIDIA GeForce RTX 3090, 12 GiB)"),  # one name, two sizes
+    ],
+)
+def test_of_several_models_the_best_equal_ones_are_planned_for_and_the_rest_named(gpus, chosen, rest):
+    found, (excluded,) = select_gpus(gpus, wanted=None)
+    assert indices(found) == chosen and excluded.startswith(rest)
+    slices = [make_gpu(index, is_mig_on=True, name="A100 MIG 3g.20gb", spec_name=None) for index in (2, 3)]
+    found, (excluded,) = select_gpus(slices, wanted=None)
+    assert indices(found) == [2] and "GPU 3" in excluded and "MIG" in excluded
+    found, others = select_gpus([make_4090(0), make_gpu(1), make_gpu(2)], wanted=(0, 1))
+    assert indices(found) == [0] and len(others) == 2, "also of requested ones"
+
+
+@pytest.mark.parametrize(
+    ("setting", "seen"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("-1", []),
+        ("0", [0]),
+        ("2,0", [0, 2]),
+        ("1,1", [1]),
+        ("0,7,1", [0]),  # CUDA stops at the first that does not exist
+        ("GPU-1aaa", [1]),
+        ("GPU-1", [1]),
+        (" GPU-2aaa , 0", [0, 2]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(setting, seen):
+    gpus = [make_gpu(0), make_gpu(1), make_gpu(2)]
+    visible, sentences = visible_gpus(gpus, setting)
+    assert indices(visible) == seen
+    assert bool(sentences) is (len(seen) < 3)
+    if seen == [0]:
+        assert f"CUDA_VISIBLE_DEVICES={setting}" in sentences[0] and "GPUs 1 and 2" in sentences[0]
+
+
+def test_processes_are_given_cards_by_uuid():
+    assert visible_devices([make_gpu(2), make_gpu(0)]) == "GPU-2aaa,GPU-0aaa"
+    assert visible_devices([make_gpu(3, uuid=None)]) == "3"
+    assert visible_devices([]) == ""

@@ -22,24 +22,14 @@ BOTH_MOUNTS = (
 )
 
 
-def v2_machine(folder, path, groups):
+def limits_of(folder, groups, mounts, files):
+    """Of a process in these groups; `files` below /sys/fs/cgroup by the beginning and the end of their names."""
     machine = Machine(folder)
-    machine.write("proc/self/cgroup", f"0::{path}\n")
-    machine.write("proc/self/mountinfo", V2_MOUNT)
-    for group, files in groups.items():
-        for name, text in files.items():
-            machine.write(f"sys/fs/cgroup{group}/{name}", text)
-    return probe.read_cgroup_limits(machine.root)
-
-
-def v1_machine(folder, path, groups, mounts=V1_MOUNTS):
-    machine = Machine(folder)
-    machine.write(
-        "proc/self/cgroup", f"5:memory:{path}\n4:cpu,cpuacct:{path}\n3:cpuset:{path}\n1:name=systemd:{path}\n"
-    )
+    machine.write("proc/self/cgroup", groups)
     machine.write("proc/self/mountinfo", mounts)
-    for file, text in groups.items():
-        machine.write(f"sys/fs/cgroup/{file}", text)
+    for begin, contents in files.items():
+        for end, content in contents.items():
+            machine.write(f"sys/fs/cgroup/{begin}.{end}", f"{content}\n")
     return probe.read_cgroup_limits(machine.root)
 
 
@@ -68,10 +58,7 @@ def test_cpuinfo_gives_the_name_and_the_flags_that_decide_a_precision():
     [
         (probe.parse_cpu_list, {"0-3,8\n": {0, 1, 2, 3, 8}, "5": {5}, "": set(), "0-1,4-5": {0, 1, 4, 5}}),
         (probe.parse_ethernet_speed, {"10000\n": 1_250_000_000, "-1\n": None, "": None, "65535": None}),  # bytes
-        (
-            probe.parse_infiniband_rate,
-            {"400 Gb/sec (4X NDR)\n": 50 * 10**9, "2.5 Gb/sec (1X SDR)": 312_500_000, "": None},
-        ),
+        (probe.parse_infiniband_rate, {"400 Gb/sec (4X NDR)\n": 50 * 10**9, "2.5 Gb/sec (1X)": 312_500_000, "": None}),
         (probe.parse_limit, {"max\n": None, "": None, NO_LIMIT_V1: None, "9223372036854775807": None, "1024\n": 1024}),
         (probe.parse_cpu_max, {"max 100000\n": None, "150000 100000\n": 1.5, "": None, "1 0": None, "-1 100000": None}),
         (probe.parse_file_cache, {"anon 100\ninactive_file 30\nactive_file 12\n": 42, FILE_CACHE_V1: 42, "": 0}),
@@ -131,69 +118,57 @@ def test_slurm_reports_the_memory_and_cores_of_a_job(environment, memory, cores)
 
 
 def test_a_container_with_its_own_namespace_sees_its_limits_at_the_top(tmp_path):
-    files = {
-        "memory.max": f"{8 * GIB}\n",
-        "memory.current": f"{3 * GIB}\n",
-        "memory.stat": f"anon {GIB}\ninactive_file {GIB}\nactive_file {GIB}\n",
-        "cpu.max": "250000 100000\n",
-        "cpuset.cpus.effective": "0-3\n",
-    }
-    assert v2_machine(tmp_path, "/", {"": files}) == probe.CgroupLimits(
+    stat = f"anon {GIB}\ninactive_file {GIB}\nactive_file {GIB}"
+    memory = {"max": 8 * GIB, "current": 3 * GIB, "stat": stat}
+    files = {"memory": memory, "cpu": {"max": "250000 100000"}, "cpuset.cpus": {"effective": "0-3"}}
+    assert limits_of(tmp_path, "0::/\n", V2_MOUNT, files) == probe.CgroupLimits(
         memory_bytes=8 * GIB, available_bytes=7 * GIB, num_cores=2.5, cores=frozenset({0, 1, 2, 3})
     )
 
 
 def test_the_tightest_of_nested_groups_binds(tmp_path):
-    pod, container = "/kubepods.slice/pod7.slice", "/kubepods.slice/pod7.slice/cri-1.scope"
-    limits = v2_machine(
-        tmp_path,
-        container,
-        {
-            container: {"memory.max": "max\n", "cpu.max": "400000 100000\n", "cpuset.cpus.effective": "4-7\n"},
-            pod: {"memory.max": f"{16 * GIB}\n", "memory.current": f"{GIB}\n", "cpu.max": "200000 100000\n"},
-            "/kubepods.slice": {"memory.max": f"{60 * GIB}\n", "memory.current": f"{50 * GIB}\n"},
-        },
+    pod = "kubepods.slice/pod7.slice"
+    files = {
+        f"{pod}/cri-1.scope/memory": {"max": "max"},
+        f"{pod}/cri-1.scope/cpu": {"max": "400000 100000"},
+        f"{pod}/cri-1.scope/cpuset.cpus": {"effective": "4-7"},
+        f"{pod}/memory": {"max": 16 * GIB, "current": GIB},
+        f"{pod}/cpu": {"max": "200000 100000"},
+        "kubepods.slice/memory": {"max": 60 * GIB, "current": 50 * GIB},  # the neighbours have filled it
+    }
+    assert limits_of(tmp_path, f"0::/{pod}/cri-1.scope\n", V2_MOUNT, files) == probe.CgroupLimits(
+        memory_bytes=16 * GIB, available_bytes=10 * GIB, num_cores=2, cores=frozenset({4, 5, 6, 7})
     )
-    assert limits.memory_bytes == 16 * GIB
-    assert limits.available_bytes == 10 * GIB  # the neighbours have filled the group above
-    assert limits.num_cores == 2
-    assert limits.cores == frozenset({4, 5, 6, 7})
 
 
 @pytest.mark.parametrize(
     ("path", "group", "files", "expected"),
     [
-        ("/job", "/job", {"max": 8 * GIB, "high": 6 * GIB, "current": 0}, (6 * GIB, 6 * GIB)),
-        ("/job", "/job", {"high": GIB, "current": 2 * GIB}, (GIB, 0)),
-        ("/job", "/job", {"max": GIB}, (GIB, None)),
+        ("/job", "job/", {"max": 8 * GIB, "high": 6 * GIB, "current": 0}, (6 * GIB, 6 * GIB)),
+        ("/job", "job/", {"high": GIB, "current": 2 * GIB}, (GIB, 0)),
+        ("/job", "job/", {"max": GIB}, (GIB, None)),
         ("/../../elsewhere", "", {"max": 4 * GIB, "current": 0}, (4 * GIB, 4 * GIB)),
         ("/missing", "", {"max": 4 * GIB, "current": 0}, (4 * GIB, 4 * GIB)),
     ],
     ids=["throttled", "over its limit", "use unknown", "outside the visible tree", "missing"],
 )
 def test_the_memory_of_a_group_is_bounded_by_each_of_its_limits(tmp_path, path, group, files, expected):
-    limits = v2_machine(tmp_path, path, {group: {f"memory.{name}": f"{value}\n" for name, value in files.items()}})
+    limits = limits_of(tmp_path, f"0::{path}\n", V2_MOUNT, {f"{group}memory": files})
     assert (limits.memory_bytes, limits.available_bytes) == expected
 
 
 def test_slurm_on_version_1_limits_the_step(tmp_path):
     job = "slurm/uid_1000/job_42"
-    limits = v1_machine(
-        tmp_path,
-        f"/{job}/step_0",
-        {
-            f"memory/{job}/step_0/memory.limit_in_bytes": f"{32 * GIB}\n",
-            f"memory/{job}/step_0/memory.usage_in_bytes": f"{4 * GIB}\n",
-            f"memory/{job}/step_0/memory.stat": f"total_inactive_file {GIB}\ntotal_active_file 0\n",
-            f"memory/{job}/memory.limit_in_bytes": f"{33 * GIB}\n",
-            f"memory/{job}/memory.usage_in_bytes": f"{4 * GIB}\n",
-            "memory/memory.limit_in_bytes": NO_LIMIT_V1,
-            f"cpu,cpuacct/{job}/step_0/cpu.cfs_quota_us": "250000\n",
-            f"cpu,cpuacct/{job}/step_0/cpu.cfs_period_us": "100000\n",
-            f"cpuset/{job}/step_0/cpuset.cpus": "2-5\n",
-        },
-    )
-    assert limits == probe.CgroupLimits(
+    stat = f"total_inactive_file {GIB}\ntotal_active_file 0"
+    files = {
+        f"memory/{job}/step_0/memory": {"limit_in_bytes": 32 * GIB, "usage_in_bytes": 4 * GIB, "stat": stat},
+        f"memory/{job}/memory": {"limit_in_bytes": 33 * GIB, "usage_in_bytes": 4 * GIB},
+        "memory/memory": {"limit_in_bytes": NO_LIMIT_V1.strip()},
+        f"cpu,cpuacct/{job}/step_0/cpu": {"cfs_quota_us": 250000, "cfs_period_us": 100000},
+        f"cpuset/{job}/step_0/cpuset": {"cpus": "2-5"},
+    }
+    groups = f"5:memory:/{job}/step_0\n4:cpu,cpuacct:/{job}/step_0\n3:cpuset:/{job}/step_0\n1:name=systemd:/{job}\n"
+    assert limits_of(tmp_path, groups, V1_MOUNTS, files) == probe.CgroupLimits(
         memory_bytes=32 * GIB, available_bytes=29 * GIB, num_cores=2.5, cores=frozenset({2, 3, 4, 5})
     )
 
@@ -208,11 +183,11 @@ def test_slurm_on_version_1_limits_the_step(tmp_path):
 def test_a_container_on_version_1_sees_its_group_as_the_top_of_the_mount(tmp_path, path, files, limits):
     """The path in /proc/self/cgroup is the host's; the mount shows the container's part of the tree."""
     mounts = "32 31 0:32 /docker/6f1e /sys/fs/cgroup/memory ro,relatime - cgroup cgroup rw,memory\n"
-    groups = {}
-    for group, (limit, usage) in files.items():
-        groups[f"memory/{group}memory.limit_in_bytes"] = f"{limit}\n"
-        groups[f"memory/{group}memory.usage_in_bytes"] = f"{usage}\n"
-    found = v1_machine(tmp_path, path, groups, mounts)
+    groups = {
+        f"memory/{group}memory": {"limit_in_bytes": limit, "usage_in_bytes": usage}
+        for group, (limit, usage) in files.items()
+    }
+    found = limits_of(tmp_path, f"5:memory:{path}\n", mounts, groups)
     assert (found.memory_bytes, found.available_bytes) == limits
 
 
@@ -332,25 +307,15 @@ def test_disks_have_their_space_and_kind(tmp_path):
 def test_interfaces_that_are_up_are_listed_with_infiniband_ports(tmp_path):
     machine = Machine(tmp_path)
     internal = ("lo", "docker0", "br-12ab", "veth1234", "virbr0", "cni0")
-    for name, state, speed, kind in (
-        *((name, "up", "10000", "1") for name in internal),
-        ("br0", "down", "25000", "1"),
-        ("eno7", "up", "25000", "1"),
-        ("ib7", "up", "400000", "32"),
-    ):
+    others = (("br0", "down", "25000", "1"), ("eno7", "up", "25000", "1"), ("ib7", "up", "400000", "32"))
+    for name, state, speed, kind in (*((name, "up", "10000", "1") for name in internal), *others):
         for file, text in (("operstate", state), ("speed", speed), ("type", kind)):
             machine.write(f"sys/class/net/{name}/{file}", f"{text}\n")
-    for port, state, layer in (
-        ("1", "4: ACTIVE", "InfiniBand"),
-        ("2", "1: DOWN", "InfiniBand"),
-        ("3", "4: ACTIVE", "Ethernet"),
-    ):
+    ports = (("1", "4: ACTIVE", "InfiniBand"), ("2", "1: DOWN", "InfiniBand"), ("3", "4: ACTIVE", "Ethernet"))
+    for port, state, layer in ports:
         for file, text in (("state", state), ("link_layer", layer), ("rate", "400 Gb/sec (4X NDR)")):
             machine.write(f"sys/class/infiniband/mlx5_0/ports/{port}/{file}", f"{text}\n")
     interfaces = probe.read_host(root=machine.root, environment={}).interfaces
-    assert [(one.name, one.speed_bytes_per_s) for one in interfaces] == [
-        ("eno7", 3_125_000_000),
-        ("ib7", None),
-        ("mlx5_0:1", 50_000_000_000),
-    ]
+    expected = [("eno7", 3_125_000_000), ("ib7", None), ("mlx5_0:1", 50_000_000_000)]
+    assert [(one.name, one.speed_bytes_per_s) for one in interfaces] == expected
     assert not any(map(probe.is_internal_interface, ("eth0", "bond0", "ib0", "enp5s0", "br0", "wlan0")))

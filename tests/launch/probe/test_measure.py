@@ -48,28 +48,33 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "stand_in.py"
 
 
-IMPORTS = "import os, pathlib, sys, time\n"
-RESULT_7 = 'pathlib.Path(sys.argv[1]).write_text(\'{"rates": {"memory_bytes_per_s": 7}}\')\n'
+HEAD = "import os, pathlib, sys, time\nresult = pathlib.Path(sys.argv[1])\n"
+RESULT_7 = HEAD + 'result.write_text(\'{"rates": {"memory_bytes_per_s": 7}}\')\n'
 ONE_CPU = Hardware(gpus=(), host=HOST)
+TWO_CPU_RANKS = Hardware(gpus=(), host=replace(HOST, num_cores=2), num_cpu_devices=2)
 
 
-def test_the_subprocess_gets_the_device_and_the_cores(stand_in):
-    body = (
-        "assert sys.argv[2] == 'cpu' and os.environ['CUDA_VISIBLE_DEVICES'] == ''\n"
-        "assert os.environ['OMP_NUM_THREADS'] == '1'\n" + RESULT_7
+def machine_of(*indices: int, **fields: object) -> Hardware:
+    plain = Gpu(index=0, name="x", spec_name=None, memory_bytes=GIB)
+    gpus = (replace(plain, index=index, uuid=f"GPU-{index}", **fields) for index in indices)
+    return Hardware(gpus=tuple(gpus), host=HOST)
+
+
+def only_note(found: Measurement) -> str:
+    (note,) = found.notes
+    return note
+
+
+@pytest.mark.parametrize(
+    ("hardware", "device", "visible", "threads"),
+    [(replace(ONE_CPU, host=replace(HOST, num_cores=3)), "cpu", "", "3"), (machine_of(2, 3), "cuda", "GPU-2", "1")],
+)
+def test_the_subprocess_gets_the_device_and_the_cores(stand_in, hardware, device, visible, threads):
+    stand_in.write_text(
+        RESULT_7 + f"seen = [sys.argv[2], *map(os.environ.get, ('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS'))]\n"
+        f"assert seen == {[device, visible, threads]}, seen\n"
     )
-    stand_in.write_text(IMPORTS + body)
-    assert measure.measure_device(ONE_CPU, module="stand_in") == Measurement(rates=MeasuredRates(memory_bytes_per_s=7))
-    body = "assert sys.argv[2] == 'cuda' and os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-2'\n" + RESULT_7
-    stand_in.write_text(IMPORTS + body)
-    found = measure.measure_device(Hardware(gpus=cards(2, 3), host=HOST), module="stand_in")
-    assert (found.rates.memory_bytes_per_s, found.notes) == (7, ())
-
-
-def cards(*indices, **fields):
-    return tuple(
-        Gpu(index=index, name="x", spec_name=None, memory_bytes=GIB, uuid=f"GPU-{index}", **fields) for index in indices
-    )
+    assert measure.measure_device(hardware, module="stand_in") == Measurement(rates=MeasuredRates(memory_bytes_per_s=7))
 
 
 @pytest.mark.parametrize(
@@ -82,19 +87,18 @@ def cards(*indices, **fields):
     ids=["raises", "silent", "killed"],
 )
 def test_a_subprocess_that_fails_is_a_note(stand_in, body, fact):
-    stand_in.write_text(IMPORTS + body)
+    stand_in.write_text(HEAD + body)
     found = measure.measure_device(ONE_CPU, module="stand_in")
-    (note,) = found.notes
-    assert found.rates == MeasuredRates() and fact in note
+    assert found.rates == MeasuredRates() and fact in only_note(found)
 
 
 def test_a_subprocess_over_its_time_limit_keeps_its_result(stand_in):
-    stand_in.write_text(IMPORTS + RESULT_7 + "time.sleep(600)\n")
+    stand_in.write_text(RESULT_7 + "time.sleep(600)\n")
     found, limit_s = under_a_limit(
         lambda limit_s: measure.measure_device(ONE_CPU, module="stand_in", timeout_s=limit_s),
         lambda found: found.rates.memory_bytes_per_s == 7,
     )
-    assert len(found.notes) == 1 and f"{limit_s:g} s" in found.notes[0]
+    assert f"{limit_s:g} s" in only_note(found)
 
 
 @pytest.mark.cold
@@ -102,42 +106,24 @@ def test_a_file_of_the_same_name_in_the_working_folder_is_not_run(tmp_path, monk
     (tmp_path / "trainer.py").write_text("import sys; sys.exit('the wrong trainer')\n")
     (tmp_path / "elsewhere.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    (note,) = measure.measure_device(Hardware(gpus=(), host=HOST), module="elsewhere").notes
-    assert "No module named elsewhere" in note
-
-
-TWO_CPU_RANKS = Hardware(gpus=(), host=replace(HOST, num_cores=2), num_cpu_devices=2)
-
-
-def machine_of(*indices: int, **fields: object) -> Hardware:
-    return Hardware(gpus=cards(*indices, **fields), host=HOST)
-
-
-REAL = "import sys, time\nfrom trainer.runtime.tools.measure import main\n"
-
-
-def only_note(found: Measurement) -> str:
-    (note,) = found.notes
-    return note
+    assert "No module named elsewhere" in only_note(measure.measure_device(ONE_CPU, module="elsewhere"))
 
 
 def test_other_values_are_seen(stand_in: Path) -> None:
     stand_in.write_text(
-        REAL + "from torch import distributed\nwhole = distributed.all_gather_into_tensor\n"
+        "import sys\nfrom torch import distributed\nfrom trainer.runtime.tools.measure import main\n"
+        "whole = distributed.all_gather_into_tensor\n"
         "def corrupted(out, mine):\n    whole(out, mine)\n    out[-1] += 1\n"
         "distributed.all_gather_into_tensor = corrupted\nsys.exit(main(sys.argv[1:]))\n"
     )
     assert "other values" in only_note(measure.measure_gather(TWO_CPU_RANKS, module="stand_in"))
 
 
-RESULT = (
-    "import os, pathlib, sys, time\ndef finish():\n    file = pathlib.Path(sys.argv[1], sys.argv[3] + '.json')\n"
-    '    file.write_text(\'{"bytes_per_s": 5, "is_correct": true}\')\n'
-)
-
-
 def test_gpus_that_gather_only_without_peer_access_are_a_note(stand_in: Path) -> None:
-    stand_in.write_text(RESULT + "if os.environ.get('NCCL_P2P_DISABLE') != '1': time.sleep(600)\nfinish()\n")
+    stand_in.write_text(
+        HEAD + "if os.environ.get('NCCL_P2P_DISABLE') != '1': time.sleep(600)\n"
+        "(result / f'{sys.argv[3]}.json').write_text('{\"bytes_per_s\": 5, \"is_correct\": true}')\n"
+    )
     found, limit_s = under_a_limit(
         lambda limit_s: measure.measure_gather(machine_of(0, 1), timeout_s=limit_s, module="stand_in"),
         lambda found: found.rates.all_gather_bytes_per_s is not None,
@@ -145,21 +131,19 @@ def test_gpus_that_gather_only_without_peer_access_are_a_note(stand_in: Path) ->
     assert f"{limit_s:g} s" in only_note(found) and "works without peer access" in only_note(found)
     assert found.rates.all_gather_bytes_per_s == 5
     assert replace(machine_of(0, 1), rates=found.rates).needs_p2p_disabled
-    stand_in.write_text("import sys, time\nif sys.argv[3] == '1': sys.exit('NCCL error')\ntime.sleep(600)\n")
-    found = measure.measure_gather(
-        machine_of(0, 1), timeout_s=300, module="stand_in"
-    )  # the other rank is not waited for
+    stand_in.write_text(HEAD + "if sys.argv[3] == '1': sys.exit('NCCL error')\ntime.sleep(600)\n")
+    found = measure.measure_gather(machine_of(0, 1), timeout_s=300, module="stand_in")  # waits not for the other rank
     assert "NCCL error" in only_note(found) and "works" not in only_note(found)
     assert not replace(machine_of(0, 1), rates=found.rates).needs_p2p_disabled
 
 
-@pytest.mark.parametrize("hardware", [machine_of(0), machine_of(0, 1, is_mig_on=True), Hardware(gpus=(), host=HOST)])
+@pytest.mark.parametrize("hardware", [machine_of(0), machine_of(0, 1, is_mig_on=True), ONE_CPU])
 def test_one_device_and_slices_of_one_have_no_links(hardware: Hardware) -> None:
     assert measure.measure_gather(hardware, module="no_such_module").notes == ()
     assert measure.measure_peers(hardware, module="no_such_module").notes == ()
 
 
-PEERS = 'import pathlib, sys, time\npathlib.Path(sys.argv[1]).write_text(\'{"rates": {"peer_copies": [%s]}}\')\n'
+PEERS = HEAD + 'result.write_text(\'{"rates": {"peer_copies": [%s]}}\')\n'
 RIGHT = '{"a": 0, "b": 1, "bytes_per_s": 9, "is_correct": true}'
 WRONG = '{"a": 1, "b": 0, "bytes_per_s": 9}'
 AT_WORK = '{"a": 1, "b": 0}'

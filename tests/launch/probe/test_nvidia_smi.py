@@ -2,21 +2,19 @@
 
 import pytest
 from captured_machine import captured
+from msgspec.structs import replace
 
 from shardwise.launch.probe import nvidia_smi
 from shardwise.trainer.spec.hardware import Gpu, GpuProcess, LinkKind
 from shardwise.trainer.spec.units import MIB
+
+GPU = Gpu(index=0, name="NVIDIA Test", spec_name=None, memory_bytes=24 * 1024 * MIB)
 
 
 def rows_of(machine):
     rows, problems = nvidia_smi.parse_gpu_rows(captured(machine, "query-gpu.csv"))
     assert problems == ()
     return rows
-
-
-def make_gpu(**changes):
-    values = {"index": 0, "name": "NVIDIA Test", "spec_name": None, "memory_bytes": 24 * 1024 * MIB}
-    return Gpu(**{**values, **changes})
 
 
 def links_of(machine):
@@ -30,26 +28,19 @@ def links_of(machine):
     return {(link.a, link.b): link for link in links}
 
 
+def facts_of(link):
+    return link.kind, link.num_nvlinks, link.has_peer_access, link.bytes_per_s
+
+
 def test_every_column_of_a_consumer_card_is_read():
     (row,) = rows_of("rtx4090_desktop")
-    assert row.gpu == Gpu(
-        index=0,
-        name="NVIDIA GeForce RTX 4090",
-        spec_name="RTX-4090",
-        memory_bytes=24564 * MIB,
-        usable_bytes=(24564 - 365) * MIB,
-        free_bytes=22757 * MIB,
-        uuid="GPU-3d1c7b52-90ae-4f0b-8f61-5b2c0a9e4417",
-        compute_capability=(8, 9),
-        driver="580.95.05",
-        is_ecc_on=None,  # [N/A]: not off, but not there
-        is_mig_on=None,
-        power_limit_w=450.0,
-        pcie_generation=4,
-        pcie_width=16,
-    )
-    assert row.bus_id == "00000000:01:00.0"
-    assert not row.is_prohibited
+    memory = {"memory_bytes": 24564 * MIB, "usable_bytes": (24564 - 365) * MIB, "free_bytes": 22757 * MIB}
+    slot = {"power_limit_w": 450.0, "pcie_generation": 4, "pcie_width": 16}
+    absent = {"is_ecc_on": None, "is_mig_on": None}  # [N/A]: not off, but not there
+    card = replace(GPU, name="NVIDIA GeForce RTX 4090", spec_name="RTX-4090", **memory, **slot, **absent)
+    uuid = "GPU-3d1c7b52-90ae-4f0b-8f61-5b2c0a9e4417"
+    assert row.gpu == replace(card, uuid=uuid, compute_capability=(8, 9), driver="580.95.05")
+    assert row.bus_id == "00000000:01:00.0" and not row.is_prohibited
 
 
 def test_ecc_mig_compute_mode_and_narrow_slots_are_read():
@@ -57,10 +48,8 @@ def test_ecc_mig_compute_mode_and_narrow_slots_are_read():
     assert (h100.is_ecc_on, h100.is_mig_on) == (True, False)
     names = [row.gpu.spec_name for row in rows_of("mixed_models")]
     assert names == [None, "RTX-3090", "RTX-3090", "RTX-A4000"]
-    two_sizes = (
-        captured("rtx4090_desktop", "query-gpu.csv").replace("RTX 4090", "RTX 4060 Ti").replace("24564", "16380")
-    )
-    ((row,), _) = nvidia_smi.parse_gpu_rows(two_sizes)
+    text = captured("rtx4090_desktop", "query-gpu.csv").replace("RTX 4090", "RTX 4060 Ti").replace("24564", "16380")
+    ((row,), _) = nvidia_smi.parse_gpu_rows(text)
     assert row.gpu.spec_name == "RTX-4060Ti-16GB", "its memory distinguishes it"
     assert [row.gpu.is_mig_on for row in rows_of("mig_a100")] == [True, False]
     assert [row.is_prohibited for row in rows_of("mixed_models")] == [False, False, False, True]
@@ -88,12 +77,8 @@ def test_compute_processes_are_grouped_by_card():
     ((display, hidden),) = nvidia_smi.parse_compute_apps(captured("wsl_rtx3080", "compute-apps.csv")).values()
     assert display == GpuProcess(pid=33, name="Xwayland", memory_bytes=None)
     assert hidden == GpuProcess(pid=9452, name=None, memory_bytes=None)
-    assert (
-        nvidia_smi.parse_compute_apps(
-            "No running processes found\ngpu_uuid, pid, process_name, used_gpu_memory [MiB]\n"
-        )
-        == {}
-    )
+    none = "No running processes found\ngpu_uuid, pid, process_name, used_gpu_memory [MiB]\n"
+    assert nvidia_smi.parse_compute_apps(none) == {}
     assert processes["GPU-b4d6f8a0-b2c4-4e68-9a0c-2e4f6a8b0c1d"] == (
         GpuProcess(pid=1403377, name="python3.11", memory_bytes=68210 * MIB),
         GpuProcess(pid=1403378, name=None, memory_bytes=1024 * MIB),
@@ -117,42 +102,34 @@ def test_slices_become_devices_of_their_own():
 
 
 def test_links_have_their_kind_their_number_and_the_rate_of_the_narrower_slot():
-    links = links_of("nvlink_8x_h100")
+    links = links_of("nvlink_8x_h100").values()
     assert len(links) == 28
-    assert {(link.kind, link.num_nvlinks, link.has_peer_access) for link in links.values()} == {
-        (LinkKind.NVLINK, 18, True)
-    }
-    assert {link.bytes_per_s for link in links.values()} == {18 * 26_562_000_000}
+    assert {facts_of(link) for link in links} == {(LinkKind.NVLINK, 18, True, 18 * 26_562_000_000)}
     topology = nvidia_smi.parse_topology(captured("nvlink_8x_h100", "topo.txt"))  # with columns of network cards
     assert set(topology.cells) == {(a, b) for a in range(8) for b in range(8) if a != b}
     assert topology.numa_nodes == dict(enumerate([0] * 4 + [1] * 4))
-    links = links_of("nvlink_4x_v100")
-    assert (links[0, 3].num_nvlinks, links[0, 3].bytes_per_s) == (2, 2 * 25_781_000_000)
-    assert (links[0, 1].num_nvlinks, links[0, 1].bytes_per_s) == (1, 25_781_000_000)
-    assert (links[1, 3].kind, links[1, 3].num_nvlinks, links[1, 3].has_peer_access) == (LinkKind.SOCKET, 0, False)
-    assert links[1, 3].bytes_per_s == 16 * 984_615_384
-    assert {
-        len(rates) for rates in nvidia_smi.parse_nvlink_rates(captured("nvlink_4x_v100", "nvlink.txt")).values()
-    } == {4}
-    (link,) = links_of("pcie_2x_rtx3090").values()
-    assert (link.kind, link.num_nvlinks, link.has_peer_access) == (LinkKind.NUMA_NODE, 0, False)
-    assert link.bytes_per_s == 8 * 1_969_230_769
+    for (machine, *pair), expected in {
+        ("nvlink_4x_v100", 0, 3): (LinkKind.NVLINK, 2, True, 2 * 25_781_000_000),
+        ("nvlink_4x_v100", 0, 1): (LinkKind.NVLINK, 1, True, 25_781_000_000),
+        ("nvlink_4x_v100", 1, 3): (LinkKind.SOCKET, 0, False, 16 * 984_615_384),
+        ("pcie_2x_rtx3090", 0, 1): (LinkKind.NUMA_NODE, 0, False, 8 * 1_969_230_769),
+        ("mixed_models", 0, 1): (LinkKind.PCIE_HOST, 0, False, 16 * 984_615_384),
+        ("mixed_models", 0, 2): (LinkKind.SOCKET, 0, False, 16 * 984_615_384),
+        ("mixed_models", 2, 3): (LinkKind.PCIE_SWITCH, 0, False, 16 * 1_969_230_769),
+    }.items():
+        assert facts_of(links_of(machine)[*pair]) == expected, (machine, pair)
+    rates = nvidia_smi.parse_nvlink_rates(captured("nvlink_4x_v100", "nvlink.txt")).values()
+    assert {len(each) for each in rates} == {4}
     assert nvidia_smi.parse_nvlink_rates(captured("pcie_2x_rtx3090", "nvlink.txt")) == {}, "inactive links have no rate"
-    mixed = links_of("mixed_models")
-    assert [mixed[pair].kind for pair in ((0, 1), (0, 2), (2, 3))] == [
-        LinkKind.PCIE_HOST,
-        LinkKind.SOCKET,
-        LinkKind.PCIE_SWITCH,
-    ]
     for generation, width, gigabytes in ((3, 16, 15.75), (4, 8, 15.75), (5, 16, 63.0), (1, 1, 0.25)):
-        rate = nvidia_smi.pcie_bytes_per_s(make_gpu(pcie_generation=generation, pcie_width=width))
+        rate = nvidia_smi.pcie_bytes_per_s(replace(GPU, pcie_generation=generation, pcie_width=width))
         assert rate == pytest.approx(gigabytes * 10**9, rel=0.001)
     for generation in (None, 9):
-        assert nvidia_smi.pcie_bytes_per_s(make_gpu(pcie_generation=generation, pcie_width=16)) is None
+        assert nvidia_smi.pcie_bytes_per_s(replace(GPU, pcie_generation=generation, pcie_width=16)) is None
 
 
 def test_unknown_paths_and_rates_stay_unknown():
-    gpus = [make_gpu(index=0), make_gpu(index=1)]
+    gpus = [GPU, replace(GPU, index=1)]
     assert nvidia_smi.build_links(gpus, nvidia_smi.parse_topology(""), {}, {}) == ()
     topology = nvidia_smi.parse_topology("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tSYS\t\nGPU1\tSYS\t X \t\n")
     (link,) = nvidia_smi.build_links(gpus, topology, {(0, 1): True}, {})

@@ -50,8 +50,7 @@ def test_what_is_missing_is_said_in_words(tmp_path: Path, monkeypatch):
         model=replace(inputs.model, needs_download=True, repository="org/model"),
         request=replace(inputs.request, files=(remote, *inputs.request.files), eval_files=(remote,)),
     )
-    scored = inputs._replace(request=replace(inputs.request, eval_files=(remote,)))
-    (data,) = missing_for(scored)
+    (data,) = missing_for(inputs._replace(request=replace(inputs.request, eval_files=(remote,))))
     missing = missing_for(lacking, kernel=KERNEL, environment={"KERNELS_CACHE": str(tmp_path / "kernels")})
     assert "org/rows" in data and len(missing) == 3
     assert all(name in text for name, text in zip(("org/model", "org/rows", KERNEL), missing, strict=True))

@@ -48,10 +48,8 @@ def test_what_is_no_rung_is_answered_with_what_would_be(text, fact):
 
 def test_the_default_rungs_compute_in_what_the_card_has():
     newest, old = ladder.default_steps(machine("1xRTX-4090")), ladder.default_steps(machine("1xT4"))
-    assert [step.name for step in newest] == [
-        "fp32", "bf16-mixed", "full", "sdpa", "flash", "chunked", "adamw_8bit", "lora", "qlora"
-    ]  # fmt: skip
-    assert [step.name for step in old][1] == "fp16-mixed"
+    names = "fp32 bf16-mixed full sdpa flash chunked adamw_8bit lora qlora"
+    assert [step.name for step in newest] == names.split() and old[1].name == "fp16-mixed"
     unknown = machine("1xT4")
     unknown = replace(unknown, gpus=tuple(replace(gpu, compute_capability=None) for gpu in unknown.gpus))
     assert ladder.default_steps(unknown)[1].name == "bf16-mixed"
@@ -80,25 +78,19 @@ RESULTS = (
 )
 
 
-def test_a_change_is_against_the_last_rung_that_ran_and_one_out_of_memory_has_its_need():
+def test_a_change_is_against_the_last_rung_that_ran_and_one_out_of_memory_has_its_need_also_as_csv():
     rows = {row["rung"]: row for row in ladder.ladder_rows(RESULTS)}
-    assert rows["bf16-mixed"]["peak_change"] is None  # what is below ran out of memory
-    assert rows["full"]["peak_change"] == pytest.approx(-0.75)
-    assert rows["full"]["step_change"] == pytest.approx(0.5)
-    assert rows["bf16-mixed"]["peak_error"] == pytest.approx(0.05)
-    assert rows["full"]["peak_error"] == pytest.approx(-0.05)
-    assert (rows["full"]["forward_peak_bytes"], rows["full"]["backward_peak_bytes"]) == (100 * MIB, None)
-    row = ladder.ladder_rows(RESULTS)[0]
-    assert (row["outcome"], row["exit_code"], row["peak_bytes"]) == ("out of memory", 5, None)
-    assert (row["need_bytes"], row["limit_bytes"]) == (33 * MIB, 1000 * MIB)
-    assert row["predicted_peak_bytes"] == 500 * MIB
-
-
-def test_the_csv_reads_back_to_the_rows():
-    rows = ladder.ladder_rows(RESULTS)
-    read = list(csv.DictReader(io.StringIO(ladder.ladder_csv(rows))))
+    first, second, full = rows["fp32"], rows["bf16-mixed"], rows["full"]
+    assert second["peak_change"] is None  # what is below ran out of memory
+    assert (full["peak_change"], full["step_change"]) == (pytest.approx(-0.75), pytest.approx(0.5))
+    assert (second["peak_error"], full["peak_error"]) == (pytest.approx(0.05), pytest.approx(-0.05))
+    assert (full["forward_peak_bytes"], full["backward_peak_bytes"]) == (100 * MIB, None)
+    assert (first["outcome"], first["exit_code"], first["peak_bytes"]) == ("out of memory", 5, None)
+    assert (first["need_bytes"], first["limit_bytes"]) == (33 * MIB, 1000 * MIB)
+    assert first["predicted_peak_bytes"] == 500 * MIB
+    read = list(csv.DictReader(io.StringIO(ladder.ladder_csv(list(rows.values())))))
     assert [row["rung"] for row in read] == ["fp32", "bf16-mixed", "flash", "full", "lora"]
-    assert read[3]["peak_bytes"] == str(100 * MIB) and read[0]["peak_bytes"] == ""
+    assert [read[place]["peak_bytes"] for place in (0, 3)] == ["", str(100 * MIB)]
     assert read[3]["settings"] == "pin.checkpointing=full"
 
 

@@ -19,8 +19,6 @@ from shardwise.trainer.spec.job.sections import LrSchedule
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
 
-CPUS = ("2xCPU", "3xCPU")
-
 
 @pytest.fixture
 def earlier() -> Plan:
@@ -56,12 +54,8 @@ def test_without_a_change_the_earlier_plan_goes_on_and_reads_data_and_model_wher
     assert resume(earlier, earlier, run_dir) == (earlier, "")
     data = replace(earlier.data, cache_dir="/elsewhere/data")
     plan = replace(earlier, data=data, model_path="/elsewhere/model", tokenizer_path="/elsewhere/tokenizer")
-    taken, _ = resume(plan, earlier, run_dir)
-    assert taken == plan
-
-
-def test_another_machine_takes_the_new_plan_where_the_checkpoint_fits_it(earlier, run_dir):
-    plan = replace(earlier, hardware=on_less(earlier).hardware)
+    assert resume(plan, earlier, run_dir)[0] == plan
+    plan = replace(earlier, hardware=on_less(earlier).hardware)  # its checkpoint fits the plan of another machine
     taken, told = resume(plan, earlier, run_dir)
     assert taken is plan and "cores" in told
 
@@ -74,36 +68,29 @@ def test_what_cannot_go_on_gives_way_to_the_best_that_can(earlier, run_dir):
     assert taken.fallbacks and all(each.strategy.sharding in Sharding for each in taken.fallbacks)
 
 
-def test_what_was_taken_by_hand_is_refused_and_not_changed(earlier, run_dir):
-    with pytest.raises(InputError, match=r"8-bit.*checkpoint of adamw"):
-        resume(on_less(earlier), earlier, run_dir, may_choose=False)
-
-
-def test_where_nothing_can_go_on_the_run_does_not_start(earlier, run_dir):
-    with pytest.raises(InputError, match=r"checkpoint of adamw.* 1 candidates"):
-        resume(on_less(earlier, others=False), earlier, run_dir)
+@pytest.mark.parametrize(
+    ("others", "may_choose", "facts"),
+    [(True, False, r"8-bit.*checkpoint of adamw"), (False, True, r"checkpoint of adamw.* 1 candidates")],
+)
+def test_what_was_taken_by_hand_or_is_without_another_is_refused(earlier, run_dir, others, may_choose, facts):
+    with pytest.raises(InputError, match=facts):
+        resume(on_less(earlier, others=others), earlier, run_dir, may_choose=may_choose)
 
 
 def test_what_the_job_leaves_open_stays_as_the_run_began() -> None:
     """Three ranks would take another batch by default, and another length would be a change of the job."""
-    earlier, here = (plan_of("tiny", spec, job=job_of(seq_len=512), data=data_of(num_rows=400)) for spec in CPUS)
+    job, data = job_of(seq_len=512), data_of(num_rows=400)
+    earlier, here = (plan_of("tiny", spec, job=job, data=data) for spec in ("2xCPU", "3xCPU"))
     assert earlier.schedule.tokens_per_step != here.schedule.tokens_per_step
-    job = with_earlier_length(here.job, earlier)
-    again = plan_of("tiny", CPUS[1], job=job, data=data_of(num_rows=400))
-    assert (again.schedule.tokens_per_step, again.schedule.num_steps) == (
-        earlier.schedule.tokens_per_step,
-        earlier.schedule.num_steps,
-    )
+    again = plan_of("tiny", "3xCPU", job=with_earlier_length(here.job, earlier), data=data)
+    for name in ("tokens_per_step", "num_steps"):
+        assert getattr(again.schedule, name) == getattr(earlier.schedule, name)
     assert describe_changes(again, earlier) == ["number of CPU devices was 2, is 3"]
     assert with_earlier_length(job_of(epochs=2.0), earlier).train.epochs == 2
 
 
-def plan_with(**train: Any) -> Plan:
-    return plan_of("tiny", "2xCPU", **train)
-
-
 # A setting that is taken from the next step on; its value at first and on the resume.
-TAKEN = {
+TAKEN: dict[str, tuple[Any, Any]] = {
     "lr": (1e-3, 2e-3),
     "schedule": (LrSchedule.COSINE, LrSchedule.LINEAR),
     "warmup": (Warmup(steps=3), Warmup(steps=5)),
@@ -115,7 +102,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_setting_that_may_change_is_taken_and_reported_with_both_values(name: str, run_dir: Path) -> None:
-    earlier, plan = (plan_with(**{"steps": 40, name: value}) for value in TAKEN[name])
+    earlier, plan = (plan_of("tiny", "2xCPU", **{"steps": 40, name: value}) for value in TAKEN[name])
     refuse_other_run(run_dir, plan, earlier)
     taken, reported = resume(plan, earlier, run_dir)
     assert taken is plan
@@ -125,7 +112,8 @@ def test_a_setting_that_may_change_is_taken_and_reported_with_both_values(name: 
 
 @pytest.mark.parametrize(("name", "values"), [("seed", (0, 7)), ("tokens_per_step", (8192, 16384))])
 def test_another_seed_or_batch_is_refused_with_both_values(name: str, values: tuple[int, int], run_dir: Path) -> None:
-    earlier, plan = (plan_with(**{"seq_len": 512, "tokens_per_step": 8192} | {name: each}) for each in values)
+    given: dict[str, Any] = {"seq_len": 512, "tokens_per_step": 8192}
+    earlier, plan = (plan_of("tiny", "2xCPU", **given | {name: each}) for each in values)
     with pytest.raises(InputError, match=rf"train\.{name}: {values[0]}, this job has {values[1]}; undo the change"):
         refuse_other_run(run_dir, plan, earlier)
 

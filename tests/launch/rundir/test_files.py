@@ -24,17 +24,23 @@ def test_the_newest_attempt_defines_the_run(tmp_path: Path):
     assert files.plan is not None and files.plan.schedule.num_steps == 100
     assert files.checkpoint == tmp_path / "checkpoints" / "step-00000004"
     assert files.report is not None and not files.has_final_report, "it tells of the first attempt alone"
+    attempt = tmp_path / "attempts" / "2"
+    for path in (attempt / "status.json", tmp_path / "metrics.jsonl"):
+        age(path, 500)
+    assert read_run(tmp_path).heartbeat_s == (attempt / "heartbeats" / "rank-0").stat().st_mtime, "the youngest sign"
     write_report(tmp_path, Ending.FINISHED, attempt=2)
     assert read_run(tmp_path).has_final_report
 
 
 def test_only_the_end_of_a_long_file_is_read_and_lines_stay_whole(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    with path.open("w") as stream:
-        for step in range(1, 2001):
-            stream.write(json.dumps(metrics_row(step)) + "\n")
+    path.write_text("".join(json.dumps(metrics_row(step)) + "\n" for step in range(1, 2001)))
     rows = tail_rows(path, limit=2000)
     assert [row["step"] for row in rows] == list(range(2001 - len(rows), 2001)) and 5 < len(rows) < 20
+    path.write_text("aaa\nbbb\nccc\n")
+    for limit, num_lines in ((7, 1), (8, 2), (12, 3), (1000, 3)):
+        assert tail_lines(path, limit=limit) == ["aaa", "bbb", "ccc"][-num_lines:]
+    assert tail_lines(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(
@@ -45,16 +51,6 @@ def test_a_line_that_is_half_written_or_damaged_is_left_out(tmp_path: Path, end)
     path = tmp_path / "metrics.jsonl"
     path.write_text(f"{json.dumps(metrics_row(1))}\n{json.dumps(metrics_row(2))}\n{end}")
     assert [row["step"] for row in tail_rows(path)] == [1, 2]
-
-
-def test_a_tail_of_exactly_whole_lines_loses_none(tmp_path: Path):
-    path = tmp_path / "log"
-    path.write_text("aaa\nbbb\nccc\n")
-    assert tail_lines(path, limit=8) == ["bbb", "ccc"]
-    assert tail_lines(path, limit=7) == ["ccc"]
-    assert tail_lines(path, limit=12) == ["aaa", "bbb", "ccc"]
-    assert tail_lines(path, limit=1000) == ["aaa", "bbb", "ccc"]
-    assert tail_lines(tmp_path / "none") == []
 
 
 def test_files_of_another_version_are_as_if_they_were_not_there(tmp_path: Path):
@@ -69,30 +65,18 @@ def test_files_of_another_version_are_as_if_they_were_not_there(tmp_path: Path):
     assert read_run(tmp_path).phase is None
 
 
-def test_the_last_sign_of_life_is_the_youngest(tmp_path: Path):
-    folder = write_attempt(tmp_path, steps=[1])
-    for path in (folder / "status.json", tmp_path / "metrics.jsonl"):
-        age(path, 500)
-    beat = folder / "heartbeats" / "rank-0"
-    assert read_run(tmp_path).heartbeat_s == beat.stat().st_mtime
-
-
-def test_the_output_of_the_newest_start_comes_last(tmp_path: Path):
+def test_the_output_of_the_newest_start_comes_last_and_a_damaged_line_is_left_out(tmp_path: Path):
     write_submission(tmp_path, "12", "13")
-    for job_id in ("12", "13"):
-        (tmp_path / f"slurm-{job_id}.out").write_text("x\n")
-        write_start(tmp_path, job_id)
-    age(tmp_path / "slurm-13.out", 100)  # what a requeued job wrote before is younger
-    assert [path.name for path in outputs_of(read_run(tmp_path))] == ["slurm-12.out", "slurm-13.out"]
-
-
-def test_a_start_whose_line_is_damaged_is_left_out(tmp_path: Path):
-    write_submission(tmp_path)
     write_start(tmp_path, "12")
     with (tmp_path / JOBS_FILE).open("a") as stream:
-        stream.write("2026-11-22T17:32:00Z 13 n1 0\n2026-11-22T17:3\n")
-    write_start(tmp_path, "14")
-    assert [start.job_id for start in read_run(tmp_path).starts] == ["12", "14"]
+        stream.write("2026-11-22T17:32:00Z 14 n1 0\n2026-11-22T17:3\n")
+    write_start(tmp_path, "13")
+    for job_id in ("12", "13"):
+        (tmp_path / f"slurm-{job_id}.out").write_text("x\n")
+    age(tmp_path / "slurm-13.out", 100)  # what a requeued job wrote before is younger
+    files = read_run(tmp_path)
+    assert [path.name for path in outputs_of(files)] == ["slurm-12.out", "slurm-13.out"]
+    assert [start.job_id for start in files.starts] == ["12", "13"]
 
 
 def test_a_long_reason_of_a_failed_save_is_cut_and_not_lost(tmp_path: Path):

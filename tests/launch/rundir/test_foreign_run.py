@@ -1,5 +1,6 @@
 """A run directory that somebody else made: no command waits for its files, and none prints what a terminal obeys."""
 
+import contextlib
 import json
 import os
 import re
@@ -73,13 +74,8 @@ def run_dir(tmp_path: Path, monkeypatch) -> Iterator[Path]:
 
 
 def _make_socket(path: Path) -> None:
-    here = Path.cwd()
-    os.chdir(path.parent)  # the path of a socket has 107 bytes
-    try:
-        with socket.socket(socket.AF_UNIX) as bound:
-            bound.bind(path.name)
-    finally:
-        os.chdir(here)
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as bound:  # its path may have 107 bytes
+        bound.bind(path.name)
 
 
 KINDS: dict[str, Callable[[Path], None]] = {
@@ -90,8 +86,6 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "a folder": Path.mkdir,
     "a circle": lambda path: path.symlink_to(path.name),
 }
-
-
 WHOLE = [pytest.param(kind, 1, marks=(pytest.mark.long, pytest.mark.timeout(0))) for kind in KINDS]
 
 
@@ -152,23 +146,21 @@ def test_no_text_of_a_file_reaches_a_terminal_as_a_command(run_dir, capsys):
     report = report_for(
         plan, incidents=("one",), error="it\nfailed", sample=Sample(prompt="a", before="b", after="c"), export="export"
     )
-    (run_dir / "plan.json").write_text(json.dumps(_poisoned(plan)))
-    (run_dir / "attempts/1/plan.json").write_text(json.dumps(_poisoned(plan)))
-    (run_dir / "report.json").write_text(json.dumps(_poisoned(report)))
     submission = msgspec.json.decode((run_dir / FILE_NAME).read_bytes(), type=Submission)
-    (run_dir / FILE_NAME).write_text(json.dumps(_poisoned(msgspec.structs.replace(submission, overrides=("a=1",)))))
+    submission = msgspec.structs.replace(submission, overrides=("a=1",))
+    values = {"plan.json": plan, "attempts/1/plan.json": plan, "report.json": report, FILE_NAME: submission}
+    for name, value in values.items():
+        (run_dir / name).write_text(json.dumps(_poisoned(value)))
     rows = [{**row, "gpu_throttle": EVIL, "attempt": 1} for row in step_rows()]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run_dir / "attempts/1/status.json").write_text(json.dumps({"phase": EVIL, "step": 3}))
     for name in (JOBS_FILE, CHAIN_FILE, LOCK, CANCEL_FLAG, "slurm-7.out", *FILES[-3:-1]):
         (run_dir / name).write_text(f"1 {EVIL} {EVIL}\n" * 3)
     for words in [*COMMANDS, ["cancel", "run"]]:
-        answer = typed(capsys, *words)
-        assert answer.code in (0, 2, 4) and "internal error" not in answer.err, (words, answer.err)
-        assert OBEYED.search(answer.out + answer.err) is None, words
+        assert OBEYED.search(shown(capsys, *words)) is None, words
     assert OBEYED.search(Path("page.html").read_text()) is None
-    shown = typed(capsys, "report", "run").out
-    assert shown.count("evil") >= 8 and r"\u001b[2J" in shown
+    text = typed(capsys, "report", "run").out
+    assert text.count("evil") >= 8 and r"\u001b[2J" in text
     assert json.loads(typed(capsys, "report", "run", "--json").out)["incidents"] == [f"one{EVIL}"]
 
 
@@ -187,13 +179,19 @@ def test_a_run_is_never_written_through_a_link(tmp_path, monkeypatch, capsys, na
 @pytest.mark.parametrize("name", ["attempts", "checkpoints", "export", ".export.partial", "logs", "wandb"])
 def test_a_run_is_never_written_behind_a_link(tmp_path, monkeypatch, capsys, name):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "precious").write_text("precious")
-    (tmp_path / "run").mkdir()
+    for folder in ("theirs", "run"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "run" / name).symlink_to(tmp_path / "theirs")
     answer = typed(capsys, "train", "job.yaml", "--run-dir", "run", "--resume")
     assert answer.code == 2 and f"run/{name}: is a link" in answer.err
-    assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["precious"]
+    assert list((tmp_path / "theirs").iterdir()) == []
+
+
+def shown(capsys, *words: str) -> str:
+    """What a command prints, which ends in order."""
+    answer = typed(capsys, *words)
+    assert answer.code in (0, 2, 4) and "internal error" not in answer.err, (words, answer.err)
+    return answer.out + answer.err
 
 
 def test_no_command_shows_what_a_link_in_place_of_a_log_leads_to(run_dir, capsys):
@@ -204,10 +202,7 @@ def test_no_command_shows_what_a_link_in_place_of_a_log_leads_to(run_dir, capsys
             (run_dir / name).unlink()
             (run_dir / name).symlink_to(secret)
     for words in [*COMMANDS, ["logs", "run", "--rank", "0"]]:
-        answer = typed(capsys, *words)
-        assert answer.code in (0, 2, 4) and "internal error" not in answer.err, (words, answer.err)
-        assert "private key" not in answer.out + answer.err, words
-        assert "31337" not in answer.out + answer.err, words
+        assert re.search("private key|31337", shown(capsys, *words)) is None, words
     assert "private key" not in Path("page.html").read_text()
 
 

@@ -36,16 +36,12 @@ def test_the_owner_is_found_while_it_lives_and_refuses_others(tmp_path: Path):
     assert lock.local_owner(tmp_path) is None and lock.recorded_owner(tmp_path) == lock.LockOwner(holder.pid, HOST)
 
 
-def test_reading_the_owner_does_not_keep_a_run_from_starting(tmp_path: Path):
+def test_the_owner_holds_the_file_here_and_its_number_alone_is_nobody(tmp_path: Path):
     assert lock.recorded_owner(tmp_path) is None and lock.local_owner(tmp_path) is None
     write_holder(tmp_path, os.getpid())  # a process that has the number and not the file
     assert lock.local_owner(tmp_path) is None
-    with lock.locked(tmp_path):
+    with lock.locked(tmp_path):  # reading the owner does not keep a run from starting
         assert lock.local_owner(tmp_path) == lock.LockOwner(os.getpid(), HOST)
-
-
-def test_an_owner_on_another_machine_is_not_looked_for_here(tmp_path: Path):
-    with lock.locked(tmp_path):
         write_holder(tmp_path, os.getpid(), "elsewhere")  # where another process has this number
         assert lock.local_owner(tmp_path) is None
     owner = lock.recorded_owner(tmp_path)
@@ -56,13 +52,15 @@ NOON = datetime(2030, 1, 2, 12, 0, 0, tzinfo=UTC)
 ARRAY = {"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12"}
 
 
-def test_the_flag_names_time_and_user(tmp_path: Path):
+def test_the_flag_names_time_and_user_and_one_that_cannot_be_written_is_an_environment_fault(tmp_path: Path):
     assert not lock.is_cancelled(tmp_path) and lock.read_cancel_flag(tmp_path) is None
     assert not lock.must_end_at_start(tmp_path, {"SLURM_JOB_ID": "12"})
     lock.write_cancel_flag(tmp_path, now=NOON, job_ids=("12",))
     flag = lock.read_cancel_flag(tmp_path)
     assert lock.is_cancelled(tmp_path) and flag is not None
-    assert flag.startswith("cancelled 2030-01-02T12:00:00Z by ") and flag.endswith(f"@{os.uname().nodename}")
+    assert flag.startswith("cancelled 2030-01-02T12:00:00Z by ") and flag.endswith(f"@{HOST}")
+    with pytest.raises(EnvironmentFaultError, match="/proc"):
+        lock.write_cancel_flag(Path("/proc"), now=NOON)
 
 
 @pytest.mark.parametrize(
@@ -81,11 +79,6 @@ def test_only_jobs_that_were_cancelled_end_and_any_other_start_removes_the_flag(
     lock.write_cancel_flag(tmp_path, now=NOON, job_ids=("12", "13", "12_3"))
     assert lock.must_end_at_start(tmp_path, environment) is ends
     assert lock.is_cancelled(tmp_path) is ends
-
-
-def test_a_flag_that_cannot_be_written_is_an_environment_fault():
-    with pytest.raises(EnvironmentFaultError, match="/proc"):
-        lock.write_cancel_flag(Path("/proc"), now=NOON)
 
 
 @pytest.fixture

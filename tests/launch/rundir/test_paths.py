@@ -19,37 +19,31 @@ def test_a_new_run_is_named_by_its_utc_time(tmp_path: Path):
     assert run_dir.output_base(None, "job") == Path("runs/job")
 
 
-def test_a_used_directory_is_refused_without_resume_or_its_script(tmp_path: Path):
-    (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(InputError, match="--resume"):
-        run_dir.use_run_dir(tmp_path)
-    assert (tmp_path / "plan.json").read_text() == "{}"
-    (tmp_path / "a run").mkdir()
-    (tmp_path / "a run" / "train.sbatch").touch()
-    with pytest.raises(InputError, match=re.escape(f"sbatch '{tmp_path}/a run/train.sbatch' continues it")):
-        run_dir.use_run_dir(tmp_path / "a run")
-
-
-def test_an_empty_directory_can_be_used_and_a_file_cannot(tmp_path: Path):
+def test_an_empty_directory_is_used_and_no_file_and_no_used_one_without_resume_or_its_script(tmp_path: Path):
     for _ in range(2):
         assert run_dir.use_run_dir(tmp_path / "a" / "b").is_dir()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=str(tmp_path / "file")):
-        run_dir.use_run_dir(tmp_path / "file")
+    (tmp_path / "plan.json").write_text("{}")
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "train.sbatch").touch()
+    continues = re.escape(f"sbatch '{tmp_path}/a run/train.sbatch' continues it")
+    cases = {tmp_path: "--resume", tmp_path / "plan.json": "plan.json", tmp_path / "a run": continues}
+    for path, fact in cases.items():
+        with pytest.raises(InputError, match=fact):
+            run_dir.use_run_dir(path)
+    assert (tmp_path / "plan.json").read_text() == "{}"
 
 
 def test_resume_finds_the_newest_run_of_exactly_this_name(tmp_path: Path):
-    for name in ("bot-20300101-000000", "bot-20300102-000000", "bot-20300103-000000", "bot-b-20300104-000000"):
-        (tmp_path / name).mkdir()
     for name in ("bot-20300101-000000", "bot-20300102-000000", "bot-b-20300104-000000"):
+        (tmp_path / name).mkdir()
         (tmp_path / name / "plan.json").write_text("{}")
+    (tmp_path / "bot-20300103-000000").mkdir()
     assert run_dir.find_run_dir(tmp_path / "bot").name == "bot-20300102-000000"
     (tmp_path / "new-20300104-000000").mkdir()
     assert run_dir.find_run_dir(tmp_path / "new").name == "new-20300104-000000", "killed before its plan was written"
-    with pytest.raises(InputError, match=str(tmp_path / "other")):
-        run_dir.find_run_dir(tmp_path / "other")
-    with pytest.raises(InputError, match=str(tmp_path / "missing")):
-        run_dir.find_run_dir(tmp_path / "missing" / "other")
+    for missing in (tmp_path / "other", tmp_path / "missing" / "other"):
+        with pytest.raises(InputError, match=str(missing)):
+            run_dir.find_run_dir(missing)
 
 
 def test_attempts_are_numbered_on_and_only_committed_checkpoints_count(tmp_path: Path):

@@ -40,20 +40,16 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_job_that_waits_is_a_run_that_waits(run_dir):
+def test_a_job_that_waits_starts_and_runs_is_a_run_that_does(run_dir):
     state, words = judged(run_dir, Liveness(jobs=(WAITING,)))
     assert state is RunState.WAITING and "job 13" in words
-    write_attempt(run_dir, steps=[1])
-    write_report(run_dir, Ending.PREEMPTED, step=1)
-    state, words = judged(run_dir, Liveness(jobs=(WAITING,)))
-    assert state is RunState.WAITING and "job 13" in words and "continue" in words
-
-
-def test_a_job_that_runs_starts_before_its_first_attempt_and_runs_after(run_dir):
     assert judged(run_dir, Liveness(jobs=(WAITING, RUNNING)))[0] is RunState.STARTING
     write_attempt(run_dir, steps=[1])
     state, words = judged(run_dir, Liveness(jobs=(WAITING, RUNNING)))
     assert state is RunState.RUNNING and "job 12" in words
+    write_report(run_dir, Ending.PREEMPTED, step=1)
+    state, words = judged(run_dir, Liveness(jobs=(WAITING,)))
+    assert state is RunState.WAITING and "job 13" in words and "continue" in words
 
 
 def test_a_process_that_holds_the_directory_is_a_run_that_runs(tmp_path):
@@ -61,6 +57,9 @@ def test_a_process_that_holds_the_directory_is_a_run_that_runs(tmp_path):
     state, words = judged(tmp_path, Liveness(jobs=None, owner=HERE))
     assert state is RunState.RUNNING and "process 4711" in words and "CONT" not in words
     assert "kill -CONT 4711" in judged(tmp_path, Liveness(jobs=None, owner=HERE, is_owner_stopped=True))[1]
+    assert judged(tmp_path, Liveness(jobs=None, recorded_owner=HERE))[0] is RunState.LOST
+    state, words = judged(tmp_path, Liveness(jobs=None, recorded_owner=LockOwner(5, "n3")))
+    assert state is RunState.UNKNOWN and "process 5 on n3" in words, "it cannot be seen from here"
     write_report(tmp_path, Ending.FAILED)
     _, words = judged(tmp_path, Liveness(jobs=None, owner=HERE))
     assert "attempt 1" in words and "failed" in words
@@ -74,46 +73,30 @@ def test_a_report_of_the_newest_attempt_is_the_end(run_dir, ending):
     assert state == ending.value and "step 7" in words and not state.is_alive
 
 
-def test_a_report_of_an_earlier_attempt_does_not(run_dir):
-    write_attempt(run_dir, 1, steps=[1])
-    write_report(run_dir, Ending.FAILED)
-    write_start(run_dir, "12")
-    write_attempt(run_dir, 2, steps=[2])
-    ended = EndedJob(job_id="12", state="TIMEOUT")
-    state, words = judged(run_dir, Liveness(jobs=(), ended=ended))
-    assert state is RunState.LOST and all(fact in words for fact in ("job 12", "time limit", "attempt 2"))
-
-
-def test_a_job_that_never_started_or_never_came_to_an_attempt(run_dir):
+def test_a_job_that_never_started_never_came_to_an_attempt_or_ended_in_a_later_one_than_the_report(run_dir):
     assert judged(run_dir, NOBODY)[0] is RunState.NOT_STARTED
     write_start(run_dir, "12")
     ended = EndedJob(job_id="12", state="FAILED", exit_code=3)
     state, words = judged(run_dir, Liveness(jobs=(), ended=ended))
     assert state is RunState.FAILED and "no strategy fits" in words
+    write_attempt(run_dir, 1, steps=[1])
+    write_report(run_dir, Ending.FAILED)
+    write_attempt(run_dir, 2, steps=[2])
+    state, words = judged(run_dir, Liveness(jobs=(), ended=EndedJob(job_id="12", state="TIMEOUT")))
+    assert state is RunState.LOST and all(fact in words for fact in ("job 12", "time limit", "attempt 2"))
 
 
-def test_without_an_answer_of_slurm_the_state_is_unknown(run_dir):
-    folder = write_attempt(run_dir, steps=[1])
+def test_without_an_answer_of_slurm_the_state_is_unknown_unless_the_run_is_over(run_dir):
+    folder, silent = write_attempt(run_dir, steps=[1]), Liveness(jobs=None, problem="squeue: no answer")
     for path in (folder / "status.json", folder / "heartbeats" / "rank-0", run_dir / "metrics.jsonl"):
         age(path, 125)
-    state, words = judged(run_dir, Liveness(jobs=None, problem="squeue: no answer"))
+    state, words = judged(run_dir, silent)
     assert state is RunState.UNKNOWN and not state.is_alive
     assert "squeue: no answer" in words and " 2 min 0" in words
-
-
-def test_a_run_that_goes_on_by_a_job_is_not_over_where_slurm_does_not_answer(run_dir):
-    write_attempt(run_dir, steps=[1])
     write_report(run_dir, Ending.PREEMPTED, step=1)
-    assert judged(run_dir, Liveness(jobs=None, problem="no answer"))[0] is RunState.UNKNOWN
+    assert judged(run_dir, silent)[0] is RunState.UNKNOWN, "a job may go on with it"
     write_report(run_dir, Ending.FINISHED)
-    assert judged(run_dir, Liveness(jobs=None, problem="no answer"))[0] is RunState.FINISHED
-
-
-def test_a_run_of_another_machine_cannot_be_seen_from_here(tmp_path):
-    write_attempt(tmp_path, steps=[1])
-    state, words = judged(tmp_path, Liveness(jobs=None, recorded_owner=LockOwner(5, "n3")))
-    assert state is RunState.UNKNOWN and "process 5 on n3" in words
-    assert judged(tmp_path, Liveness(jobs=None, recorded_owner=HERE))[0] is RunState.LOST
+    assert judged(run_dir, silent)[0] is RunState.FINISHED
 
 
 def test_a_cancelled_run_was_stopped_and_waits_for_nothing(run_dir):
@@ -125,29 +108,25 @@ def test_a_cancelled_run_was_stopped_and_waits_for_nothing(run_dir):
     assert state is RunState.STOPPED and "step 1" in words
 
 
-def test_a_status_has_the_figures_of_the_last_step(run_dir):
+def status(run_dir: Path, liveness: Liveness, **facts):
+    return status_of(read_run(run_dir), liveness, now_s=time.time(), **{"last_line": None, "logs": (), **facts})
+
+
+def test_a_status_has_the_figures_of_the_last_step_and_the_error_of_the_newest_attempt(run_dir):
     write_attempt(run_dir, steps=[1, 2, 3])
-    liveness = Liveness(jobs=(RUNNING,))
-    status = status_of(read_run(run_dir), liveness, now_s=time.time(), last_line="step 3", logs=("log",))
-    assert (status.step, status.num_steps, status.loss, status.tokens_per_s) == (3, 100, 4.97, 1234.0)
-    assert (status.lr, status.memory_peak_bytes, status.seconds_left) == (3e-4, 7 * 2**20, 194.0)
-    assert (status.num_attempts, status.num_ranks, status.phase) == (1, 1, "training")
-    assert status.silent_s is not None and status.ended_job is None
+    found = status(run_dir, Liveness(jobs=(RUNNING,)), last_line="step 3", logs=("log",))
+    assert (found.step, found.num_steps, found.loss, found.tokens_per_s) == (3, 100, 4.97, 1234.0)
+    assert (found.lr, found.memory_peak_bytes, found.seconds_left) == (3e-4, 7 * 2**20, 194.0)
+    assert (found.num_attempts, found.num_ranks, found.phase) == (1, 1, "training")
+    assert found.silent_s is not None and found.ended_job is None
     ended = EndedJob(job_id="12", state="COMPLETED")
     write_report(run_dir, Ending.FINISHED)
-    status = status_of(read_run(run_dir), Liveness(jobs=(), ended=ended), now_s=time.time(), last_line=None, logs=())
-    assert status.ended_job == ended and status.seconds_left is None and status.phase is None
-
-
-def test_an_error_is_shown_until_the_next_attempt_begins(run_dir):
-    write_attempt(run_dir, 1, steps=[1])
+    found = status(run_dir, Liveness(jobs=(), ended=ended))
+    assert found.ended_job == ended and found.seconds_left is None and found.phase is None
     write_report(run_dir, Ending.FAILED, error="the disk is full")
-    errors = []
-    for liveness in (NOBODY, Liveness(jobs=(RUNNING,))):
-        status = status_of(read_run(run_dir), liveness, now_s=time.time(), last_line=None, logs=())
-        errors.append(status.error)
-        write_attempt(run_dir, 1 + len(errors), steps=[2])
-    assert errors == ["the disk is full", None]
+    assert status(run_dir, NOBODY).error == "the disk is full"
+    write_attempt(run_dir, 2, steps=[2])
+    assert status(run_dir, Liveness(jobs=(RUNNING,))).error is None, "that of the attempt before"
 
 
 NO_SLURM = {"PATH": "/nonexistent"}
@@ -171,13 +150,22 @@ def names(found) -> list[str]:
     return [files.run_dir.name for files in found.runs]
 
 
-def test_a_directory_is_its_run_and_a_sweep_its_points_in_their_order(place: Path):
+def test_an_argument_is_a_run_the_points_of_a_sweep_in_their_order_or_a_job_by_the_files_of_its_run(place: Path):
     assert names(find_runs("runs/one", NO_SLURM)) == ["one"]
     assert names(find_runs(str(place / "runs" / "local"), NO_SLURM)) == ["local"]
     sweep = find_runs("runs/sweep/", NO_SLURM)
     assert sweep.is_sweep and names(sweep) == [f"point-{number}" for number in range(1, 12)]
     with pytest.raises(InputError, match=r"11 points.* runs/sweep/point-1$"):
         one_run(sweep, "runs/sweep")
+    write_start(place / "runs" / "one", "31")  # submitted again by hand
+    assert names(find_runs("12", NO_SLURM)) == names(find_runs("31", NO_SLURM)) == ["one"]
+    assert names(find_runs("20_3", NO_SLURM)) == ["point-3"]
+    found = find_runs("20", NO_SLURM)
+    assert found.is_sweep and names(found)[-1] == "point-11"
+    unknown = {"runs/none": "id of a job", "runs": "run directory", "99": "no Slurm", "20_99": "no Slurm"}
+    for word, fact in (unknown | {"12; ls": "id of a job"}).items():
+        with pytest.raises(InputError, match=f"{word}.*{fact}"):
+            find_runs(word, NO_SLURM)
 
 
 def test_a_point_is_known_by_its_number_whatever_its_folder_is_called(tmp_path: Path):
@@ -188,26 +176,6 @@ def test_a_point_is_known_by_its_number_whatever_its_folder_is_called(tmp_path: 
     assert read_run(tmp_path / "sweep" / "point-7").point is None
     (tmp_path / "sweep" / "point-7" / "submission.json").write_text("{")  # of a later version, or damaged
     assert names(find_runs(str(tmp_path / "sweep"), NO_SLURM)) == ["large", "small", "point-7"]
-
-
-def test_a_job_is_found_by_the_files_of_its_run(place: Path):
-    write_start(place / "runs" / "one", "31")  # submitted again by hand
-    assert names(find_runs("12", NO_SLURM)) == names(find_runs("31", NO_SLURM)) == ["one"]
-    assert names(find_runs("20_3", NO_SLURM)) == ["point-3"]
-    found = find_runs("20", NO_SLURM)
-    assert found.is_sweep and names(found)[-1] == "point-11"
-
-
-@pytest.mark.parametrize(
-    ("word", "fact"),
-    [
-        ("runs/none", "id of a job"), ("runs", "run directory"), ("99", "no Slurm"), ("20_99", "no Slurm"),
-        ("12; ls", "id of a job"),
-    ],
-)  # fmt: skip
-def test_an_argument_without_a_run_is_an_error(place: Path, word, fact):
-    with pytest.raises(InputError, match=f"{word}.*{fact}"):
-        find_runs(word, NO_SLURM)
 
 
 def test_a_job_belongs_to_the_run_whose_script_it_is(place: Path):

@@ -49,15 +49,8 @@ def test_a_block_is_redrawn_in_place_and_what_is_printed_stays_above():
         screen.print_line("printed by the view")
         screen.draw(["step 4", "loss 6"])
     console.line("after")
-    assert shown_by(stream) == [
-        "before",
-        "printed by the console",
-        "printed by the view",
-        "step 4",
-        "loss 6",
-        "after",
-        "",
-    ]
+    printed = ("printed by the console", "printed by the view")
+    assert shown_by(stream) == ["before", *printed, "step 4", "loss 6", "after", ""]
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,6 @@ from shardwise.launch.terminal import Console
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan
 
-ON_A_TERMINAL = {"TERM": "xterm", "LC_ALL": "C"}
-
-
-class Clock:
-    """Time that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
 
 def write_rows(run_dir: Path, *rows: dict[str, object]) -> None:
     with (run_dir / "metrics.jsonl").open("a") as stream:
@@ -34,28 +22,28 @@ def write_phase(attempt_dir: Path, phase: str) -> None:
     (attempt_dir / "status.json").write_text(json.dumps({"phase": phase, "step": 0}))
 
 
-def make_progress(attempt_dir: Path, stream: io.StringIO, clock: Clock, **more: Any) -> Progress:
-    plan = codec.read(attempt_dir / "plan.json", Plan)
-    environment = ON_A_TERMINAL
-    return Progress(Console(stream), attempt_dir=attempt_dir, plan=plan, environment=environment, clock=clock, **more)
+def make_progress(attempt_dir: Path, stream: io.StringIO, **more: Any) -> Progress:
+    plan, environment = codec.read(attempt_dir / "plan.json", Plan), {"TERM": "xterm", "LC_ALL": "C"}
+    more = {"clock": lambda: 100.0, **more}
+    return Progress(Console(stream), attempt_dir=attempt_dir, plan=plan, environment=environment, **more)
 
 
 def test_a_log_gets_a_line_every_ten_seconds_each_phase_and_every_evaluation(tmp_path: Path):
-    run_dir, stream, clock = tmp_path / "run", io.StringIO(), Clock()
+    run_dir, stream, now = tmp_path / "run", io.StringIO(), [100.0]
     attempt_dir = write_attempt(run_dir, num_steps=4)
     write_phase(attempt_dir, "loading the model")
-    with make_progress(attempt_dir, stream, clock).shown() as progress:
+    with make_progress(attempt_dir, stream, clock=lambda: now[0]).shown() as progress:
         progress.tick()
         write_phase(attempt_dir, "training")
         write_rows(run_dir, metrics_row(1), {**metrics_row(2), "eval_loss": 4.5})
         progress.tick()
         write_rows(run_dir, metrics_row(3))
-        clock.now += 9.0
+        now[0] += 9.0
         progress.tick()
         assert "3/4" not in stream.getvalue(), "nine seconds after the last"
-        clock.now += 1.0
+        now[0] += 1.0
         progress.tick()
-        clock.now += 20.0
+        now[0] += 20.0
         progress.tick()
         write_rows(run_dir, metrics_row(4))
     lines = stream.getvalue().splitlines()
@@ -70,9 +58,9 @@ def test_a_log_gets_a_line_every_ten_seconds_each_phase_and_every_evaluation(tmp
 
 def test_a_step_is_shown_once_and_with_its_own_figures(tmp_path: Path):
     """The ranks write their position before the line of metrics.jsonl, an evaluation between the two."""
-    run_dir, stream, clock = tmp_path / "run", io.StringIO(), Clock()
+    run_dir, stream = tmp_path / "run", io.StringIO()
     attempt_dir = write_attempt(run_dir, num_steps=4)
-    with make_progress(attempt_dir, stream, clock).shown() as progress:
+    with make_progress(attempt_dir, stream).shown() as progress:
         write_rows(run_dir, {**metrics_row(3), "loss": 3.0})
         (attempt_dir / "status.json").write_text(json.dumps({"phase": "training", "step": 4}))
         progress.tick()
@@ -82,11 +70,10 @@ def test_a_step_is_shown_once_and_with_its_own_figures(tmp_path: Path):
 
 
 def test_a_later_attempt_knows_the_steps_before_it(tmp_path: Path):
-    run_dir, stream, clock = tmp_path / "run", io.StringIO(), Clock()
+    run_dir, stream = tmp_path / "run", io.StringIO()
     write_attempt(run_dir, 1, steps=[1, 2, 3], num_steps=4)
     attempt_dir = write_attempt(run_dir, 2, num_steps=4)
-    progress = make_progress(attempt_dir, stream, clock, incidents=["step 3: a rank was killed"])
-    with progress.shown():
+    with make_progress(attempt_dir, stream, incidents=["step 3: a rank was killed"]).shown() as progress:
         progress.tick()
         assert "2/4" not in stream.getvalue() and "3/4" not in stream.getvalue(), "nothing of it was done yet"
         write_rows(run_dir, metrics_row(3, attempt=2))

@@ -1,14 +1,18 @@
-"""The report shows the end of a run, and every prediction with its measurement."""
+"""Texts of a report and of a profile: the end of a run, each prediction with its measurement, a forecast."""
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
-from report_factory import make_report
+from planning_factory import data_of, plan_of
+from report_factory import MIB, make_report
 from run_factory import attempt_record
 
-from shardwise.launch.show.report import render_report
-from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault
+from shardwise.launch.show.report import forecast, profile_json, profile_page, render_report
+from shardwise.trainer.planning.page.content import page_text
+from shardwise.trainer.spec.plan import OperatorTime, ProfileFigures, RetainedBytes
+from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault, Figures, MemoryFigures, SpeedFigures
 from shardwise.trainer.spec.units import GIB
 
 
@@ -74,3 +78,54 @@ def test_the_share_of_tokens_that_are_right_and_the_score_of_pairs_are_shown():
     text = render_report(replace(report, evaluations=(pairs,)), run_dir=Path("r"))
     assert any(all(figure in line for figure in ("0.6100", "70.0%", "0.305")) for line in text.splitlines())
     assert "unigram" not in text, "a loss of pairs is no entropy"
+
+
+FIGURES = ProfileFigures(
+    step=8,
+    step_s=1.5,
+    retained_bytes=40 * MIB,
+    retained=(RetainedBytes(module="model.layers.3.mlp", place="transformer block 3, mlp", num_bytes=12 * MIB),),
+    retained_in_all_blocks=(RetainedBytes(module="mlp", place="mlp", num_bytes=36 * MIB),),
+    operators=(
+        OperatorTime(name="aten::mm", num_calls=45, seconds=0.6),
+        OperatorTime(name="aten::exp", num_calls=1, seconds=0.2),
+    ),
+    files={"trace.json.gz": "every operator with its time"},
+)
+MEASURED = Figures(
+    memory=MemoryFigures(peak_allocated_bytes=25 * MIB, parts={"weights": 9 * MIB}, peaks={"forward": 25 * MIB}),
+    speed=SpeedFigures(step_s=0.8, parts={"forward": 0.2, "backward": 0.6, "wait": 0.0}),
+)
+
+
+PLAN = plan_of("tiny", "1xRTX-4090", data=data_of(num_rows=160, seq_len=512), steps=30, epochs=None)
+
+
+def test_a_forecast_is_steps_times_seconds():
+    found = forecast(PLAN, 0.5)
+    assert found["job_s"] == pytest.approx(15.0) and found["tokens_per_s"] == pytest.approx(8192 / 0.5)
+    assert found["epoch_s"] == pytest.approx(160 / 16 * 0.5)  # rows of 512 tokens, 8192 tokens a step
+    streamed = replace(PLAN, data=replace(PLAN.data, is_stream=True))
+    assert forecast(streamed, 0.5)["epoch_s"] is None
+
+
+def test_a_profile_shows_time_and_memory_by_part_and_the_same_as_json():
+    report = replace(make_report(), measured=MEASURED)
+    text = page_text(profile_page(PLAN, report, FIGURES, [0.8]), width=100)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert {
+        "backward 600 ms 75.0%",
+        "aten::mm 45 600 ms 75.0%",
+        "weights 9 MiB 10 MiB",
+        "forward 25 MiB",
+        "transformer block 3, mlp 12 MiB",
+        "mlp 36 MiB",
+        "profile/trace.json.gz: every operator with its time",
+    } <= set(lines)
+    assert not any(line.startswith("wait") for line in lines)  # no rank waited
+    assert any("40 MiB" in line and "12 MiB" in line for line in lines)
+    shown = profile_json(PLAN, report, FIGURES, [0.8])
+    assert shown["measured"]["job_s"] == pytest.approx(24.0) and shown["predicted"]["step_s"] == 1.0
+    assert shown["profile"]["kept"][0]["num_bytes"] == 12 * MIB
+    untimed = replace(make_report(), measured=Figures())
+    assert profile_json(PLAN, untimed, None, [])["measured"] is None

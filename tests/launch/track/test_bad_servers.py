@@ -1,4 +1,4 @@
-"""Servers of notifications that hang, answer slowly or answer garbage: each delays the end of a run a bounded time."""
+"""Servers of notifications and of wandb that hang or answer badly: each delays a run a bounded time at no loss."""
 
 import itertools
 import socket
@@ -6,12 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 
 import pytest
 from outcome_file import FAULTS
 from report_factory import make_report
+from tracker_factory import Trackers, WandbMode, tracker_environment, tracker_order
+from wandb_server import wandb_server
 
 from shardwise.launch.track import notify as notify_module
+from shardwise.launch.track import start as track_start
 from shardwise.launch.track.notify import NotifyError, NotifyTracker
 from shardwise.launch.track.tracker import End
 
@@ -70,23 +74,18 @@ SERVERS: dict[str, tuple[Callable[[socket.socket], None], bool]] = {
 
 @contextmanager
 def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    class Handler(BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                answer(self.request)
 
-        def serve() -> None:
-            while True:
-                try:
-                    connection, _ = server.accept()
-                except OSError:
-                    return
-                threading.Thread(target=talk, args=(connection,), daemon=True).start()
-
-        def talk(connection: socket.socket) -> None:
-            with suppress(OSError), connection:
-                answer(connection)
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}/hook/secret-path"
-        server.shutdown(socket.SHUT_RDWR)
+    with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
 
 
 @pytest.mark.parametrize("way", SERVERS)
@@ -99,7 +98,7 @@ def test_a_notification_ends_whatever_its_server_does(way, tmp_path, monkeypatch
 
         def notify() -> None:
             try:
-                NotifyTracker(tmp_path, name="bot-1", notify=(url,)).end(End(make_report()))
+                NotifyTracker(tmp_path, name="bot-1", notify=(f"{url}/hook/secret-path",)).end(End(make_report()))
                 outcome.append(None)
             except NotifyError as error:
                 outcome.append(error)
@@ -115,3 +114,32 @@ def test_a_notification_ends_whatever_its_server_does(way, tmp_path, monkeypatch
     if outcome[0] is not None:
         text = str(outcome[0])
         assert text.startswith("127.0.0.1 was not notified: ") and text.isprintable() and "secret" not in text
+
+
+@pytest.mark.cold
+@pytest.mark.long  # wandb waits for some seconds before each of its retries
+@pytest.mark.parametrize("is_open", [False, True], ids=["from the first request on", "once the run is open"])
+def test_lines_at_which_wandbs_server_hangs_are_sent_by_the_next_start(is_open, run_dir, tmp_path, monkeypatch):
+    key, begun, ends = "canary" + "0123456789" * 4, threading.Event(), threading.Event()
+
+    def start(url: str, *, end_s: float = 300.0) -> Trackers:
+        monkeypatch.setattr(track_start, "END_S", end_s)  # a limit, which a start that ends by itself does not reach
+        address = {"WANDB_BASE_URL": url, "WANDB_API_KEY": key, "WANDB_INIT_TIMEOUT": "3"}
+        return Trackers(run_dir, tracker_order(wandb=WandbMode.ONLINE), tracker_environment(tmp_path, **address))
+
+    def hang(*_: object) -> None:
+        begun.set()
+        ends.wait()
+
+    with wandb_server() as server, serving(wait_long) as silent_url:
+        with monkeypatch.context() as hanging:
+            hanging.setattr(server, "store", hang)
+            trackers = start(server.url, end_s=2.0) if is_open else start(silent_url)
+            assert not is_open or begun.wait(300)
+            shown = trackers.end()
+            ends.set()
+        assert bool(server.runs) is is_open and not any(run.rows for run in server.runs.values())
+        shown += start(server.url).end()
+    (run,) = server.runs.values()
+    assert [row["_step"] for row in run.rows] == [0, 1, 2], shown
+    assert "Traceback" not in shown and key not in shown + (run_dir / "logs" / "sinks.log").read_text()

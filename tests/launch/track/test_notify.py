@@ -2,12 +2,12 @@
 
 import json
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
 import pytest
+from http_answers import answering
 from report_factory import make_report
 from tracker_factory import write_program
+from werkzeug.wrappers import Response
 
 from shardwise.launch.track.notify import NotifyError, NotifyTracker, message
 from shardwise.launch.track.tracker import NOT_SAVED, End, Incident
@@ -16,38 +16,23 @@ from shardwise.trainer.spec.report import Ending
 FINISHED = End(make_report())
 
 
-class _Server(HTTPServer):
+class Listener:
+    """Keeps the requests that it gets, of any method, and answers each with its status and headers."""
+
     def __init__(self, status):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.status, self.got, self.location = status, [], None
+        self.status, self.headers, self.got, self.address = status, {}, [], ""
 
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.got.append((self.path, dict(self.headers), json.loads(body or b"null")))
-        self.send_response(self.server.status)
-        if self.server.location is not None:
-            self.send_header("Location", self.server.location)
-        self.end_headers()
-
-    def do_GET(self):  # what urllib would make of a POST
-        self.do_POST()
-
-    def log_message(self, format, *args):  # noqa: A002 - the name in the class above
-        pass
+    def answer(self, request):
+        self.got.append((request.full_path.rstrip("?"), request.headers, request.get_json(silent=True)))
+        return Response("", self.status, self.headers)
 
 
 @contextmanager
 def listening(status=200):
-    with _Server(status) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
+    listener = Listener(status)
+    with answering(listener.answer) as url:
+        listener.address = url.removeprefix("http://")
+        yield listener
 
 
 def notify_end(run_dir, *notify, end=FINISHED):
@@ -66,8 +51,7 @@ def test_the_message_names_the_run_its_progress_and_its_host(tmp_path):
 
 def test_a_checkpoint_that_was_not_saved_is_notified_while_the_run_goes_on(tmp_path, capsys):
     with listening() as server:
-        url = f"http://127.0.0.1:{server.server_port}/"
-        tracker = NotifyTracker(tmp_path, name="bot-1", notify=(url,))
+        tracker = NotifyTracker(tmp_path, name="bot-1", notify=(f"http://{server.address}/",))
         tracker.incident(Incident("stalled", "no heartbeat"))
         tracker.incident(Incident(NOT_SAVED, "no checkpoint at step 6: the disk is full"))
         server.status = 500
@@ -82,8 +66,8 @@ def test_a_checkpoint_that_was_not_saved_is_notified_while_the_run_goes_on(tmp_p
 
 def test_a_url_gets_a_post_and_its_password_is_in_a_header_alone(tmp_path, monkeypatch):
     with listening() as server:
-        notify_end(tmp_path, f"http://me:pa%20ss@127.0.0.1:{server.server_port}/hook?to=me")
-        monkeypatch.setenv("TEAM_WEBHOOK", f"http://127.0.0.1:{server.server_port}/other")
+        notify_end(tmp_path, f"http://me:pa%20ss@{server.address}/hook?to=me")
+        monkeypatch.setenv("TEAM_WEBHOOK", f"http://{server.address}/other")
         notify_end(tmp_path, "$TEAM_WEBHOOK")
     (path, headers, received), (other, _, again) = server.got
     assert (path, headers["Content-Type"], received["ending"]) == ("/hook?to=me", "application/json", "finished")
@@ -97,17 +81,17 @@ def test_a_url_gets_a_post_and_its_password_is_in_a_header_alone(tmp_path, monke
 
 def test_an_error_names_the_host_and_nothing_else_of_the_url(tmp_path):
     with listening(403) as server:
-        for port, fact in ((server.server_port, "403"), (9, "refused"), (99999, "was not notified")):
+        places = {server.address: "403", "127.0.0.1:9": "refused", "127.0.0.1:99999": "was not notified"}
+        for place, fact in places.items():
             with pytest.raises(NotifyError) as caught:
-                notify_end(tmp_path, f"http://me:word@127.0.0.1:{port}/services/T0/secret")
+                notify_end(tmp_path, f"http://me:word@{place}/services/T0/secret")
             assert "127.0.0.1" in str(caught.value) and fact in str(caught.value)
             assert "secret" not in str(caught.value) and "word" not in str(caught.value)
 
 
 def test_a_command_gets_its_arguments_unchanged_and_the_message_on_standard_input(tmp_path):
-    path = str(tmp_path / "received")
-    text = f"import json, sys\njson.dump([sys.argv[1:], json.load(sys.stdin)], open({path!r}, 'w'))\n"
-    program = write_program(tmp_path, text)
+    keep = f"json.dump([sys.argv[1:], json.load(sys.stdin)], open({str(tmp_path / 'received')!r}, 'w'))"
+    program = write_program(tmp_path, f"import json, sys\n{keep}\n")
     notify_end(tmp_path, str(program), "$HOME", "; touch x", "two arguments")
     arguments, received = json.loads((tmp_path / "received").read_text())
     assert arguments == ["$HOME", "; touch x", "two arguments"]
@@ -121,7 +105,6 @@ def test_a_command_gets_its_arguments_unchanged_and_the_message_on_standard_inpu
         ("import time\ntime.sleep(600)", 0.3, r"program .* 0\.3 s"),
         (None, 300, r"missing .*No such file"),
     ],
-    ids=["fails", "hangs", "cannot be started"],
 )
 def test_a_command_that_does_not_end_well_is_an_error(tmp_path, text, limit_s, error):
     program = tmp_path / "missing" if text is None else write_program(tmp_path, text)
@@ -133,9 +116,9 @@ def test_a_command_that_does_not_end_well_is_an_error(tmp_path, text, limit_s, e
 def test_no_redirect_is_followed_and_no_credential_leaves_the_host(tmp_path, status):
     with listening(200) as other, listening(status) as server:
         for host in ("127.0.0.1", "localhost"):
-            server.location = f"http://{host}:{other.server_port}/services/secret"
+            server.headers["Location"] = f"http://{other.address.replace('127.0.0.1', host)}/services/secret"
             with pytest.raises(NotifyError, match=f"127.0.0.1 was not notified: .*{status}.* {host};") as caught:
-                notify_end(tmp_path, f"http://me:word@127.0.0.1:{server.server_port}/hook")
+                notify_end(tmp_path, f"http://me:word@{server.address}/hook")
             assert "secret" not in str(caught.value)
         assert other.got == [] and len(server.got) == 2
 
@@ -143,5 +126,5 @@ def test_no_redirect_is_followed_and_no_credential_leaves_the_host(tmp_path, sta
 @pytest.mark.parametrize("status", [200, 201, 202, 204])
 def test_every_status_of_success_is_one(tmp_path, status):
     with listening(status) as server:
-        notify_end(tmp_path, f"http://127.0.0.1:{server.server_port}/hook")
+        notify_end(tmp_path, f"http://{server.address}/hook")
     assert len(server.got) == 1

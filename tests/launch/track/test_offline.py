@@ -46,7 +46,11 @@ def test_a_log_is_read_up_to_its_first_piece_that_is_damaged_or_incomplete(tmp_p
     assert records(b"") == records(b":W&B") == records(b"another file") == []
 
 
-def test_the_wandb_run_of_a_directory_is_stored(tmp_path):
+def test_the_wandb_run_of_a_directory_is_stored_and_its_folders_stand_in_the_order_they_were_written(tmp_path):
+    for name in ("offline-run-20261123_000000-b", "run-20261122_120000-b", "offline-run-20261122_235959-b"):
+        (tmp_path / "wandb" / name).mkdir(parents=True)
+    names = [path.name for path in offline_folders(tmp_path)]
+    assert names == ["offline-run-20261122_235959-b", "offline-run-20261123_000000-b"]
     assert read_wandb_run(tmp_path) is None
     run = WandbRun(id="abcd1234", project="mine", url="https://example.org/run", sent_lines=7, synced=("a",))
     write_wandb_run(tmp_path, run)
@@ -54,10 +58,3 @@ def test_the_wandb_run_of_a_directory_is_stored(tmp_path):
     (tmp_path / "wandb.json").write_text("{")
     with pytest.raises(InputError, match=r"wandb\.json"):
         read_wandb_run(tmp_path)
-
-
-def test_offline_folders_stand_in_the_order_they_were_written(tmp_path):
-    for name in ("offline-run-20261123_000000-b", "run-20261122_120000-b", "offline-run-20261122_235959-b"):
-        (tmp_path / "wandb" / name).mkdir(parents=True)
-    names = [path.name for path in offline_folders(tmp_path)]
-    assert names == ["offline-run-20261122_235959-b", "offline-run-20261123_000000-b"]

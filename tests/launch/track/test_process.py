@@ -14,16 +14,7 @@ import pytest
 from msgspec.structs import replace
 from report_factory import make_report
 from run_factory import write_submission
-from tracker_factory import (
-    EndNotice,
-    Trackers,
-    WandbMode,
-    append_steps,
-    logged_plan,
-    tracker_environment,
-    tracker_order,
-    write_program,
-)
+from tracker_factory import Trackers, append_steps, logged_plan, tracker_environment, tracker_order, write_program
 from wandb_stand_in import write_stand_in
 
 from shardwise.launch.attempt.supervisor import StopRequest
@@ -31,8 +22,10 @@ from shardwise.launch.rundir.process_record import read_state
 from shardwise.launch.track import start as track_start
 from shardwise.launch.track.start import running_trackers
 from shardwise.launch.track.start import tracker_order as order_of
+from shardwise.launch.track.tracker import EndNotice
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.job.sections import WandbMode
 from shardwise.trainer.spec.report import Ending
 
 pytestmark = pytest.mark.cold  # a warm Python has loaded the real wandb, and its signals and pids are another's
@@ -56,6 +49,12 @@ def wait_until(is_so, *, timeout_s=30.0):
         time.sleep(0.05)
 
 
+def shown_by(trackers):
+    """What the console shows after one more look at the process."""
+    trackers.process.tick()
+    return trackers.stream.getvalue()
+
+
 def catches(pid, number):
     """Whether the process has a handler for the signal."""
     _, _, rest = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")
@@ -67,12 +66,7 @@ def test_a_tracker_that_fails_is_a_line_and_the_others_go_on(way, run_dir, tmp_p
     path = write_stand_in(tmp_path / "stand in", way)
     order = tracker_order(wandb=WandbMode.OFFLINE, notify=notify(tmp_path, received))
     trackers = Trackers(run_dir, order, tracker_environment(tmp_path, PYTHONPATH=str(path)))
-
-    def has_failed():
-        trackers.process.tick()
-        return trackers.stream.getvalue() != ""
-
-    wait_until(has_failed)
+    wait_until(lambda: shown_by(trackers))
     codec.write(run_dir / "report.json", make_report())
     shown = trackers.end(EndNotice(has_report=True))
     assert "wandb" in shown and ("switched off" in shown or "exit code 7, fatal: wandb" in shown)
@@ -85,19 +79,16 @@ def test_a_tracker_that_hangs_is_ended_and_the_others_get_the_end(run_dir, tmp_p
     order = tracker_order(wandb=WandbMode.ONLINE, notify=notify(tmp_path, received))
     trackers = Trackers(run_dir, order, tracker_environment(tmp_path, PYTHONPATH=str(path)))
     shown = trackers.end()
-    assert all(
-        fact in shown for fact in ("wandb, notify", " 4 s", "metrics.jsonl", str(run_dir / "logs" / "sinks.log"))
-    )
+    facts = ("wandb, notify", " 4 s", "metrics.jsonl", str(run_dir / "logs" / "sinks.log"))
+    assert [fact for fact in facts if fact not in shown] == []
     assert json.loads(received.read_text())["name"] == "bot-1"
 
 
 def test_no_process_remains_after_the_end(run_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(track_start, "END_S", 2.0)
     pids = f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{os.getppid()}}')"
-    text = f"import os, time\n{pids}\ntime.sleep(60)"
-    trackers = Trackers(
-        run_dir, tracker_order(notify=(str(write_program(tmp_path, text)),)), tracker_environment(tmp_path)
-    )
+    program = write_program(tmp_path, f"import os, time\n{pids}\ntime.sleep(60)")
+    trackers = Trackers(run_dir, tracker_order(notify=(str(program),)), tracker_environment(tmp_path))
     assert os.getsid(trackers.process._process.pid) == trackers.process._process.pid
     assert "not done" in trackers.end()
     command, parent = map(int, (tmp_path / "pids").read_text().split())
@@ -109,32 +100,24 @@ def test_a_process_that_is_killed_is_noticed_while_training_goes_on(run_dir, tmp
     monkeypatch.setattr(track_start, "_LOOK_EVERY_S", 0.0)
     trackers = Trackers(run_dir, tracker_order(tensorboard=True), tracker_environment(tmp_path))
     os.kill(trackers.process._process.pid, signal.SIGKILL)
-
-    def is_noticed() -> bool:
-        trackers.process.tick()
-        return bool(trackers.stream.getvalue())
-
-    wait_until(is_noticed)
+    wait_until(lambda: shown_by(trackers))
     assert trackers.stream.getvalue().startswith("tensorboard: ")
     assert trackers.stream.getvalue().count("\n") == 1
     assert trackers.end().count("\n") == 1
 
 
-def test_a_log_folder_that_cannot_be_made_is_a_line(run_dir, tmp_path):
+def test_a_folder_that_cannot_be_made_or_vanishes_affects_no_other_tracker(run_dir, tmp_path, received):
     (run_dir / "logs").write_text("a file of that name")
     trackers = Trackers(run_dir, tracker_order(tensorboard=True), tracker_environment(tmp_path))
     (line,) = trackers.end().splitlines()
     assert line.startswith("tensorboard: ") and "File exists" in line
-
-
-def test_a_folder_that_vanishes_affects_no_other_tracker(run_dir, tmp_path, received):
+    (run_dir / "logs").unlink()
     order = tracker_order(notify=notify(tmp_path, received), tensorboard=True)
     trackers = Trackers(run_dir, order, tracker_environment(tmp_path))
     wait_until(lambda: any((run_dir / "tensorboard").glob("*")))
     shutil.rmtree(run_dir / "tensorboard", ignore_errors=True)
     append_steps(run_dir, range(4, 30))
-    shown = trackers.end(EndNotice(has_report=False, error="why"))
-    assert "not done" not in shown
+    assert "not done" not in trackers.end(EndNotice(has_report=False, error="why"))
     assert json.loads(received.read_text())["error"] == "why"
 
 

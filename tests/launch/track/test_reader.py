@@ -1,7 +1,5 @@
 """Lines of a run directory for trackers: each once, with its place, and the incidents."""
 
-from typing import Any
-
 import pytest
 from report_factory import make_report
 from run_factory import attempt_record
@@ -65,9 +63,10 @@ def test_a_checkpoint_that_was_not_saved_is_an_incident_once_until_one_is(run_di
 
 def test_an_attempt_that_failed_is_reported_once(run_dir):
     reader = RunReader(run_dir, first_attempt=2)
-    failed: dict[str, Any] = {"fault": Fault.OUT_OF_MEMORY, "cause": "CUDA out of memory"}
-    records = [attempt_record(1, **failed), attempt_record(2, step=5, **failed), attempt_record(3)]
-    codec.write(run_dir / "report.json", make_report(history=tuple(records)))
+    first, failed = (
+        attempt_record(number, step=5, fault=Fault.OUT_OF_MEMORY, cause="CUDA out of memory") for number in (1, 2)
+    )
+    codec.write(run_dir / "report.json", make_report(history=(first, failed, attempt_record(3))))
     (incident,) = reader.read_incidents()
     assert incident.title == "out of memory"
     assert all(fact in incident.text for fact in ("attempt 2", "step 5", "none/fp32/adamw", "CUDA out of memory"))
@@ -80,13 +79,12 @@ def test_a_silence_much_longer_than_a_step_is_reported_once():
     assert watch.check(sign, now_s=0) is None
     for _ in range(3):
         watch.note(30.0)
-    assert watch.check(sign, now_s=1) is None
-    assert watch.check(sign, now_s=299) is None
+    assert watch.check(sign, now_s=1) is watch.check(sign, now_s=299) is None
     stall = watch.check(sign, now_s=302)
     assert stall is not None and all(fact in stall for fact in ("backward", "step 8", " 5 min"))
     assert watch.check(sign, now_s=900) is None
-    assert watch.check(Heartbeat(step=7, count=2, phase="optimizer"), now_s=901) is None
-    assert watch.check(Heartbeat(step=7, count=2, phase="optimizer"), now_s=1300) is not None
+    later = Heartbeat(step=7, count=2, phase="optimizer")
+    assert watch.check(later, now_s=901) is None and watch.check(later, now_s=1300) is not None
     for phase in ("saving a checkpoint", "evaluating", "finished"):
-        assert watch.check(Heartbeat(step=7, count=3, phase=phase), now_s=2000) is None
-        assert watch.check(Heartbeat(step=7, count=3, phase=phase), now_s=20_000) is None
+        other = Heartbeat(step=7, count=3, phase=phase)
+        assert watch.check(other, now_s=2000) is watch.check(other, now_s=20_000) is None

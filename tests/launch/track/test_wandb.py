@@ -12,13 +12,13 @@ import pytest
 from msgspec.structs import replace
 from report_factory import make_report
 from run_factory import attempt_record, run_plan
-from tracker_factory import EndNotice, Trackers, WandbMode, append_steps, tracker_environment, tracker_order, write_plan
-from wandb_log import LoggedRun
+from tracker_factory import LoggedRun, Trackers, WandbMode, append_steps, tracker_environment, tracker_order, write_plan
 from wandb_server import wandb_server
 
 from shardwise.launch.rundir.state import RunState
 from shardwise.launch.terminal import Console
 from shardwise.launch.track import offline
+from shardwise.launch.track.tracker import EndNotice
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.report import Ending, Fault
@@ -40,22 +40,18 @@ def online(tmp_path, server, **more):
 
 def supervise(run_dir, environment, *, mode=WandbMode.OFFLINE, attempt=1, has_report=False):
     """One supervisor's part of the run; what its console showed."""
-    trackers = Trackers(run_dir, tracker_order(wandb=mode, first_attempt=attempt), environment)
-    return trackers.end(EndNotice(has_report=has_report))
-
-
-def files_with_the_key(folder):
-    return [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    order = tracker_order(wandb=mode, first_attempt=attempt)
+    return Trackers(run_dir, order, environment).end(EndNotice(has_report=has_report))
 
 
 def rows(history):
     return [(row["_step"], row["step"], row["train/loss"]) for row in history]
 
 
-def kill_trackers(run_dir, environment, *, mode=WandbMode.OFFLINE, attempt=1):
+def kill_trackers(run_dir, environment, *, mode=WandbMode.OFFLINE):
     """The machine of a supervisor fails once wandb has a folder, and all lines if it writes them at once."""
     before = len(list(run_dir.glob("wandb/*run-*/*.wandb")))
-    trackers = Trackers(run_dir, tracker_order(wandb=mode, first_attempt=attempt), environment)
+    process = Trackers(run_dir, tracker_order(wandb=mode), environment).process._process
     until = time.monotonic() + 60
     while len(logs := sorted(run_dir.glob("wandb/*run-*/*.wandb"), key=os.path.getmtime)) == before:
         assert time.monotonic() < until
@@ -64,7 +60,6 @@ def kill_trackers(run_dir, environment, *, mode=WandbMode.OFFLINE, attempt=1):
     while environment.get(FLUSH) == "0.1" and len(LoggedRun(logs[-1]).history) < 3:
         assert time.monotonic() < until
         time.sleep(0.2)
-    process = trackers.process._process
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     process.stdin.close()
@@ -76,7 +71,7 @@ def test_every_line_is_sent_once_under_one_identity(run_dir, tmp_path):
     append_steps(run_dir, [3], attempt=2, loss=1.5)  # it went back to step 2
     append_steps(run_dir, [4], attempt=2, loss=1.5, tokens_per_s=0.0)
     supervise(run_dir, tracker_environment(tmp_path), attempt=2)
-    first, second = (LoggedRun(log) for log in offline.offline_logs(run_dir))
+    first, second = map(LoggedRun, offline.offline_logs(run_dir))
     assert first.identity == second.identity == offline.read_wandb_run(run_dir).id
     assert rows(first.history) == [(0, 1, 4.99), (1, 2, 4.98), (2, 3, 4.97)]
     assert rows(second.history) == [(3, 3, 1.5), (4, 4, 1.5)]
@@ -92,9 +87,8 @@ def test_the_config_has_job_plan_machine_and_prediction_and_no_secret(tmp_path):
     job = replace(plan.job, log=replace(plan.job.log, notify=hook, project=f"of {KEY}"))
     write_plan(tmp_path, plan=replace(plan, job=job))
     append_steps(tmp_path, [1])
-    supervise(
-        tmp_path, tracker_environment(tmp_path, WANDB_API_KEY=KEY, WANDB_SWEEP_ID="s", WANDB_RUN_ID="of-an-agent")
-    )
+    agent = {"WANDB_SWEEP_ID": "s", "WANDB_RUN_ID": "of-an-agent"}
+    supervise(tmp_path, tracker_environment(tmp_path, WANDB_API_KEY=KEY, **agent))
     assert offline.read_wandb_run(tmp_path).id == "of-an-agent"
     log = LoggedRun(offline.offline_logs(tmp_path)[0])
     chosen = plan.chosen
@@ -171,25 +165,19 @@ def test_what_was_written_offline_is_sent_in_order_and_once(run_dir, tmp_path, s
     supervise(run_dir, online(tmp_path, server), mode=WandbMode.ONLINE)
     assert [row["_step"] for row in run.rows] == list(range(7))
     assert offline.unsynced_folders(run_dir) == [], "a run that is online again has sent what was written offline"
-    assert not files_with_the_key(tmp_path)
+    assert not any(KEY.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-@pytest.fixture
-def folder(run_dir):
-    """A folder with the name of an offline one; its log is no log of wandb."""
-    path = run_dir / "wandb" / "offline-run-20261122_173000-abcd1234"
-    path.mkdir(parents=True)
-    (path / "run-abcd1234.wandb").write_bytes(b"no log of wandb")
+def test_what_is_not_sent_is_named_with_its_reason(run_dir, tmp_path, capsys):
+    """A folder with the name of an offline one, whose log is no log of wandb."""
+    folder = run_dir / "wandb" / "offline-run-20261122_173000-abcd1234"
+    folder.mkdir(parents=True)
+    (folder / "run-abcd1234.wandb").write_bytes(b"no log of wandb")
     offline.write_wandb_run(run_dir, offline.WandbRun(id="abcd1234", project="shardwise"))
-    return path
-
-
-def test_what_is_not_sent_is_named_with_its_reason(run_dir, tmp_path, folder, capsys):
     environment = tracker_environment(tmp_path, WANDB_BASE_URL="http://127.0.0.1:9")
-    with pytest.raises(EnvironmentFaultError, match=r"http.*wandb login"):
-        offline.sync_runs([(run_dir, RunState.FINISHED)], Console(), environment)
-    with pytest.raises(EnvironmentFaultError, match=re.escape(str(run_dir))):
-        offline.sync_runs([(run_dir, RunState.FINISHED)], Console(), {**environment, "WANDB_API_KEY": KEY})
+    for key, fact in (({}, "http.*wandb login"), ({"WANDB_API_KEY": KEY}, re.escape(str(run_dir)))):
+        with pytest.raises(EnvironmentFaultError, match=fact):
+            offline.sync_runs([(run_dir, RunState.FINISHED)], Console(), environment | key)
     assert offline.unsynced_folders(run_dir) == [folder]
     offline.write_wandb_run(run_dir, replace(offline.read_wandb_run(run_dir), writing=folder.name))
     offline.sync_runs([(run_dir, RunState.RUNNING)], Console(), {})

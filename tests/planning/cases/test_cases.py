@@ -116,41 +116,37 @@ def test_paged_state_takes_what_the_card_has_left_and_no_more():
     assert answer["memory"]["peak_reserved_bytes"] < answer["memory"]["device_bytes"] < 24 * GIB
 
 
-def test_fits_compares_the_need_with_what_the_card_grants():
+def test_fits_compares_the_need_with_what_the_card_grants_and_with_the_host_ram_for_an_offload():
     read = read_case(case_of())
     need = estimate_memory(read.shape, read.configuration, read.device).need_bytes
     assert estimate_case(case_of(hardware__vram_bytes=need))["fits"]
     assert not estimate_case(case_of(hardware__vram_bytes=need - 1))["fits"]
     assert read_case(case_of(hardware__vram_bytes=10**15)).device == read.device, "a cap never raises what a card has"
-
-
-def test_a_machine_without_the_host_ram_for_an_offload_does_not_fit():
     offload = {"train__sharding": "zero3", "train__offload": "optimizer", "train__optimizer": "adamw"}
-    large = msgspec.to_builtins(machine("8xA100-SXM4-80GB", ram_bytes=1024 * GIB))
-    small = msgspec.to_builtins(machine("8xA100-SXM4-80GB", ram_bytes=32 * GIB))
-    assert estimate_case(case_of(hardware=large, **offload))["fits"]
-    assert not estimate_case(case_of(hardware=small, **offload))["fits"]
+    for ram_gib, fits in ((1024, True), (32, False)):
+        hardware = msgspec.to_builtins(machine("8xA100-SXM4-80GB", ram_bytes=ram_gib * GIB))
+        assert estimate_case(case_of(hardware=hardware, **offload))["fits"] is fits
 
 
-def test_a_machine_of_the_catalogue_is_the_machine_of_its_spec():
+def test_a_machine_of_the_catalogue_is_the_machine_of_its_spec_and_no_rate_may_be_zero():
     spec = msgspec.to_builtins(machine("2x8xA100-SXM4-80GB", ram_bytes=None))
-    named = estimate_case(case_of(hardware__nodes=2))
-    assert named == estimate_case(case_of(hardware=spec))
+    assert estimate_case(case_of(hardware__nodes=2)) == estimate_case(case_of(hardware=spec))
+    many = {**msgspec.to_builtins(machine("2xCPU")), "num_cpu_devices": 10**12}
+    with pytest.raises(InputError, match="memory_bytes_per_s of Test CPU would be 0"):
+        read_case(case_of(hardware=many, train__sharding="ddp", train__precision="fp32"))
 
 
-def test_an_offloaded_state_is_counted_in_host_ram_or_on_nvme():
+def test_an_offloaded_state_is_counted_in_host_ram_or_on_nvme_and_its_adam_is_deepspeeds():
+    offload = {"train__sharding": "zero3", "train__offload": "optimizer"}
     host, disk = (
-        estimate_case(case_of(train__sharding="zero3", train__offload=offload, train__optimizer="adamw"))["memory"]
-        for offload in ("optimizer", "nvme_all")
+        estimate_case(case_of(**{**offload, "train__offload": each}, train__optimizer="adamw"))["memory"]
+        for each in ("optimizer", "nvme_all")
     )
     assert host["host_bytes"] > 12 * 8.03e9 and host["nvme_bytes"] == 0
     assert disk["nvme_bytes"] > 12 * 8.03e9
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused", "deepspeed_cpu_adam"])
-def test_adam_of_an_offloaded_state_is_deepspeeds_whatever_it_is_called(optimizer):
-    case = case_of(train__sharding="zero2", train__offload="optimizer", train__optimizer=optimizer)
-    assert read_case(case).configuration.strategy.optimizer is Optimizer.DEEPSPEED_CPU_ADAM
+    for optimizer in ("adamw", "adamw_fused", "deepspeed_cpu_adam"):
+        read = read_case(case_of(**offload, train__optimizer=optimizer))
+        assert read.configuration.strategy.optimizer is Optimizer.DEEPSPEED_CPU_ADAM
 
 
 def test_a_recipe_reaches_the_estimates():
@@ -182,18 +178,9 @@ def test_what_runs_reaches_the_estimates():
     assert galore.galore.rank == 512
 
 
-def test_a_file_that_says_zero_is_refused_rather_than_divided_by():
-    hardware = msgspec.to_builtins(machine("2xCPU"))
-    many = {**hardware, "num_cpu_devices": 10**12}
-    with pytest.raises(InputError, match="memory_bytes_per_s of Test CPU would be 0"):
-        read_case(case_of(hardware=many, train__sharding="ddp", train__precision="fp32"))
-
-
 def test_a_size_without_a_speed_is_no_answer():
-    neox = {
-        "model_type": "gpt_neox", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 8, "vocab_size": 50304,
-    }  # fmt: skip
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 8}
+    neox = {"model_type": "gpt_neox", "vocab_size": 50304, **sizes}
     assert "memory" in estimate_case(one_gpu(model=neox))
     assert "error" in estimate_case(one_gpu(model={**neox, "rotary_pct": 1e300}))
 

@@ -1,7 +1,6 @@
 """The first screen of a plan: at most 20 lines of 100 columns with what decides, and exact ways to the alternatives."""
 
 import re
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -11,10 +10,7 @@ from msgspec.structs import replace
 from planning_factory import data_of, machine, plan_of
 
 from shardwise.trainer.planning.candidates import run_hours
-from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.explain import first_screen as first_screen_module
 from shardwise.trainer.planning.explain.first_screen import (
-    MOST_ALTERNATIVES,
     MOST_LINES,
     Tone,
     alternatives,
@@ -23,7 +19,6 @@ from shardwise.trainer.planning.explain.first_screen import (
     time_range,
 )
 from shardwise.trainer.planning.planner import context_of, take_candidate
-from shardwise.trainer.planning.reasons import OptIn, opt_ins
 from shardwise.trainer.planning.schedule import FEW_STEPS
 from shardwise.trainer.planning.search.certainty import time_error
 from shardwise.trainer.spec.job.sections import Allowance
@@ -47,14 +42,12 @@ def test_a_golden_job_has_one_screen(case: choices.Case) -> None:
     assert len(lines) <= MOST_LINES == 20
     assert max(map(len, lines)) <= 100
     chosen, context = plan.chosen, context_of(plan)
-    assert "fits, about " in " ".join(lines[:2])
     error = time_error(context, chosen)
-    assert error is not None
-    assert time_range(run_hours(context, chosen) * 3600, error) in text
-    assert f" {format_bytes(chosen.memory.usable_bytes)} (" in text
-    assert f"({chosen.strategy.name})" in text
-    assert "  if memory runs out" in text and "shardwise train job.yaml" in lines[-2] and lines[-1].endswith(" -v")
-    assert "  other ways" in text
+    assert error is not None and time_range(run_hours(context, chosen) * 3600, error) in text
+    facts = (f" {format_bytes(chosen.memory.usable_bytes)} (", f"({chosen.strategy.name})", "  other ways")
+    assert all(fact in text for fact in (*facts, "  if memory runs out"))
+    assert "fits, about " in " ".join(lines[:2])
+    assert "shardwise train job.yaml" in lines[-2] and lines[-1].endswith(" -v")
     narrow = first_screen(plan, width=80)
     assert len(narrow) <= MOST_LINES and max(len(line.text) for line in narrow) <= 80
 
@@ -109,10 +102,13 @@ def test_a_run_that_would_learn_nothing_is_a_warning() -> None:
     assert "WARNING" not in screen(plan_of("1b", "1xH100-SXM5-80GB", pin={"micro_batch": 1}))
 
 
-def test_names_cannot_command_a_terminal() -> None:
+def test_names_cannot_command_a_terminal_and_cards_that_are_not_used_have_their_reason() -> None:
     plan = replace(plan_of("1b", "1xRTX-4090"), name="job\x1b[2J\r\nname")
     assert all(line.text.isprintable() or not line.text for line in first_screen(plan))
     assert "job [2J" in screen(plan)
+    spread, reason = machine("2xRTX-3090"), "GPU 1: with more than 1 a step takes longer"
+    plan = plan_of("tiny", replace(spread, gpus=spread.gpus[:1], excluded=(reason,)))
+    assert f"  not used: {reason}" in text_of(first_screen(plan)).splitlines()
 
 
 def test_adapters_are_no_alternative_for_weights_that_do_not_exist_yet() -> None:
@@ -135,23 +131,6 @@ def test_memory_has_its_own_unit_where_that_of_the_card_is_another() -> None:
     assert f"card {used} of {usable} (" in screen(plan)
 
 
-def test_opt_ins_that_are_not_shown_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, searched = plan_of("1b", "1xRTX-4090", allow=()), list[Allowance]()
-
-    def observed(context: PlanningContext, plan: Plan) -> Iterator[OptIn]:
-        for opt_in in opt_ins(context, plan):
-            searched.append(opt_in.allowance)
-            yield opt_in
-
-    monkeypatch.setattr(first_screen_module, "opt_ins", observed)
-    every = list(alternatives(plan, context_of(plan)))
-    worth = searched.copy()
-    assert len(worth) > 1 and len(every) > MOST_ALTERNATIVES
-    searched.clear()
-    assert screen(plan)
-    assert searched == worth[: len(searched)] and len(searched) < len(worth)
-
-
 def test_a_method_beyond_the_host_ram_is_no_alternative() -> None:
     """Full training of 8B fits the card with its state in host RAM, which a node of 32 GiB does not have."""
     plan = plan_of("8b", machine("1xRTX-3090", ram_bytes=32 * GIB))
@@ -159,10 +138,3 @@ def test_a_method_beyond_the_host_ram_is_no_alternative() -> None:
     assert plan.chosen.method is not Method.FULL and full.hours is not None and not full.is_within_limits
     assert "train.method=full" not in screen(plan)
     assert full.verdict in screen(plan)
-
-
-def test_cards_that_are_not_used_are_named_with_the_reason() -> None:
-    spread = machine("2xRTX-3090")
-    reason = "GPU 1: with more than 1 a step takes longer"
-    plan = plan_of("tiny", replace(spread, gpus=spread.gpus[:1], excluded=(reason,)))
-    assert f"  not used: {reason}" in text_of(first_screen(plan)).splitlines()

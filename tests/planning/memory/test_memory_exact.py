@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from estimate_factory import CUBLAS_BYTES, LLAMA_8B, configuration, cpu, gpu
+from msgspec.structs import replace
 
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import Device
@@ -162,32 +163,26 @@ def test_every_member_of_each_axis_has_a_row() -> None:
     assert {each.method for each in chosen} == set(Method)
 
 
-# What a step needs beside the states: (setting, event, what it is more than without, bytes)
-STEP_TEMPORARIES = [
-    (Optimizer.ADAMW, 4 * P),  # foreach: the square roots of all second moments
-    (Optimizer.ADAMW_FUSED, 0),
-    (Optimizer.ADAMW_8BIT, 0),
-    (Optimizer.LION, 2 * 4 * V * H),  # the moment's copy, and the update made of it
-    (Optimizer.ADAFACTOR, 2 * 4 * V * H),  # the update and its square
-    (Optimizer.MUON, 4 * (P - L)),  # foreach AdamW's, of all that is no matrix of a block
-    (Optimizer.LAMB_8BIT, 4 * V * H),  # the scratch tensor
+# What a step needs beside the states: (setting, bytes)
+STEP_TEMPORARIES: list[tuple[dict[str, Any], int]] = [
+    ({"optimizer": Optimizer.ADAMW}, 4 * P),  # foreach: the square roots of all second moments
+    ({"optimizer": Optimizer.ADAMW, "sharding": Sharding.FSDP, "num_ranks": 4}, 4 * P // 4),
+    ({"optimizer": Optimizer.ADAMW_FUSED}, 0),
+    ({"optimizer": Optimizer.ADAMW_8BIT}, 0),
+    ({"optimizer": Optimizer.LION}, 2 * 4 * V * H),  # the moment's copy, and the update made of it
+    ({"optimizer": Optimizer.ADAFACTOR}, 2 * 4 * V * H),  # the update and its square
+    ({"optimizer": Optimizer.MUON}, 4 * (P - L)),  # foreach AdamW's, of all that is no matrix of a block
+    ({"optimizer": Optimizer.LAMB_8BIT}, 4 * V * H),  # the scratch tensor
+    # galore_torch: two copies of what it does not project, a head of its own, beside one of the embedding
+    ({"method": GALORE}, 3 * 4 * V * H),
+    # a new projector, where the kernel needs no copies: gradient, its copy, both sets of vectors of one fp32 matrix
+    ({"method": GALORE, "optimizer": Optimizer.ADAMW_8BIT}, 4 * (3 * F * H + H * H)),
 ]
 
 
-@pytest.mark.parametrize(("optimizer", "num_bytes"), STEP_TEMPORARIES)
-def test_temporaries_of_an_optimizer_step(optimizer: Optimizer, num_bytes: int) -> None:
-    found = states(configuration(optimizer=optimizer))
-    assert found.optimizer_temporaries == num_bytes
-
-
-def test_galore_makes_two_copies_of_what_it_does_not_project_beside_one_of_the_embedding() -> None:
-    """galore_torch: an embedding, then a head of its own; what the first made is let go when the second has its own."""
-    assert states(configuration(method=GALORE)).optimizer_temporaries == 3 * 4 * V * H
-
-
-def test_a_new_projector_of_galore_works_on_one_fp32_matrix_at_a_time() -> None:
-    found = states(configuration(method=GALORE, optimizer=Optimizer.ADAMW_8BIT))  # whose kernel needs no copies
-    assert found.optimizer_temporaries == 4 * (3 * F * H + H * H)  # gradient, its copy, both sets of vectors
+@pytest.mark.parametrize(("chosen", "num_bytes"), STEP_TEMPORARIES)
+def test_temporaries_of_an_optimizer_step(chosen: dict[str, Any], num_bytes: int) -> None:
+    assert states(configuration(**chosen)).optimizer_temporaries == num_bytes
 
 
 @pytest.mark.parametrize(
@@ -205,12 +200,10 @@ def test_without_a_kernel_state_goes_through_fp32_copies_of_one_tensor(
 
 def test_galore_around_adafactor_keeps_rows_and_columns_of_what_is_projected() -> None:
     r = 128
-    found = states(configuration(method=GALORE, galore=GaloreJob(rank=r), optimizer=Optimizer.ADAFACTOR))
+    chosen = configuration(method=GALORE, galore=GaloreJob(rank=r), optimizer=Optimizer.ADAFACTOR)
     factors = 32 * (4 * (r + H) + 3 * (r + F) + 2 * H) + 2 * (V + H) + H
-    assert found.optimizer_state == 4 * (factors + GALORE_PROJECTORS)
-    in_16_bit = states(
-        configuration(method=GALORE, galore=GaloreJob(rank=r), optimizer=Optimizer.ADAFACTOR, precision=BF16)
-    )
+    assert states(chosen).optimizer_state == 4 * (factors + GALORE_PROJECTORS)
+    in_16_bit = states(replace(chosen, strategy=replace(chosen.strategy, precision=BF16)))
     assert in_16_bit.optimizer_state == 4 * (factors + GALORE_PROJECTORS)  # projectors of fp32 gradients
     assert in_16_bit.optimizer_temporaries == 5 * 4 * V * H  # of the head, beside one of the embedding's
 

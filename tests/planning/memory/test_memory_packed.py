@@ -24,14 +24,13 @@ VOCAB, HIDDEN, FFN, LAYERS, HEADS = 1024, 128, 352, 2, 4
 SEQ_LEN, MICRO_BATCH, DOCUMENT = 256, 2, 64
 HEAD_DIM, TOKENS = HIDDEN // HEADS, MICRO_BATCH * SEQ_LEN
 LLAMA = config(VOCAB, HIDDEN, FFN, LAYERS, HEADS, 2, is_tied=True, max_position_embeddings=512)
+SIZES = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
 NEOX = {
-    "model_type": "gpt_neox", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": FFN,
-    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "tie_word_embeddings": True,
+    "model_type": "gpt_neox", **SIZES, "intermediate_size": FFN, "tie_word_embeddings": True,
     "max_position_embeddings": 512,
 }  # fmt: skip
 FALCON = {
-    "model_type": "falcon", "vocab_size": VOCAB, "hidden_size": HIDDEN, "ffn_hidden_size": FFN,
-    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_kv_heads": 2, "new_decoder_architecture": True,
+    "model_type": "falcon", **SIZES, "ffn_hidden_size": FFN, "num_kv_heads": 2, "new_decoder_architecture": True,
     "parallel_attn": True, "bias": False, "alibi": False, "hidden_dropout": 0.0, "attention_dropout": 0.0,
 }  # fmt: skip
 MPT = {
@@ -41,6 +40,7 @@ MPT = {
 POSITIONS = 8 * TOKENS
 COSINES = 2 * 4 * (TOKENS - SEQ_LEN) * HEAD_DIM  # of each row, rather than of one
 MASK = TOKENS * SEQ_LEN
+ROWS = {"precision": Precision.FP32, "loss": LossHead.EAGER, "micro_batch": MICRO_BATCH, "seq_len": SEQ_LEN}
 CASES = {
     "llama": (LLAMA, Attention.SDPA, Checkpointing.NONE, POSITIONS + COSINES),
     "llama recomputed": (LLAMA, Attention.SDPA, Checkpointing.FULL, POSITIONS + COSINES),
@@ -48,13 +48,6 @@ CASES = {
     "mpt": (MPT, Attention.EAGER, Checkpointing.NONE, POSITIONS),
     "gpt_neox": (NEOX, Attention.SDPA, Checkpointing.NONE, POSITIONS + COSINES // 4 - 4 * LAYERS * TOKENS * HIDDEN),
 }
-
-
-def choices(attention: Attention, checkpointing: Checkpointing) -> dict[str, Any]:
-    return {
-        "precision": Precision.FP32, "checkpointing": checkpointing, "attention": attention, "loss": LossHead.EAGER,
-        "micro_batch": MICRO_BATCH, "seq_len": SEQ_LEN,
-    }  # fmt: skip
 
 
 def measured(fields: dict[str, Any], document: int | None, chosen: dict[str, Any]) -> int:
@@ -91,7 +84,7 @@ def predicted(fields: dict[str, Any], document: float | None, chosen: dict[str, 
 def test_packed_rows_hold_what_was_predicted(name):
     """The rise to a thousandth of the peak: less than half of any of the terms beside the positions."""
     fields, attention, checkpointing, rise = CASES[name]
-    chosen = choices(attention, checkpointing)
+    chosen = {**ROWS, "attention": attention, "checkpointing": checkpointing}
     packed = measured(fields, DOCUMENT, chosen)
     assert predicted(fields, DOCUMENT, chosen) == pytest.approx(packed, rel=0.02)
     assert predicted(fields, DOCUMENT, chosen) - predicted(fields, None, chosen) == rise

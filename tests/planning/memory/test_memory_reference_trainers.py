@@ -3,8 +3,6 @@
 Their published runs are compared in test_accuracy.
 """
 
-from typing import Any
-
 import pytest
 from estimate_factory import LLAMA_8B, MISTRAL_7B, configuration, gpu
 from msgspec.structs import replace
@@ -60,12 +58,12 @@ def test_reducing_every_micro_batch_leaves_no_whole_gradients() -> None:
 
 
 def test_fsdp1_keeps_sharded_gradients_between_steps() -> None:
-    fields: dict[str, Any] = {"num_ranks": 4, "checkpointing": FULL, "optimizer": Optimizer.ADAMW}
+    chosen = configuration(Sharding.FSDP, num_ranks=4, checkpointing=FULL, optimizer=Optimizer.ADAMW)
     ours, theirs = (
-        configuration(Sharding.FSDP, reference=reference, **fields) for reference in (SHARDWISE, "hf-trainer")
+        estimate_memory(MISTRAL_7B, replace(chosen, reference=reference), gpu()).steady_allocated_bytes
+        for reference in (SHARDWISE, "hf-trainer")
     )
-    steady = [estimate_memory(MISTRAL_7B, each, gpu()).steady_allocated_bytes for each in (ours, theirs)]
-    assert steady[1] - steady[0] == MISTRAL_7B.num_parameters * 4 // 4
+    assert theirs - ours == MISTRAL_7B.num_parameters * 4 // 4
 
 
 def test_frozen_blocks_under_fsdp1_are_retained_until_the_backward_ends() -> None:
@@ -95,14 +93,9 @@ def test_a_subclass_of_transformers_trainer_holds_what_the_trainer_holds(name: s
 
 
 def test_adamw_of_deepspeed_itself_takes_no_square_roots_of_all_moments_at_once() -> None:
+    chosen = configuration(Sharding.ZERO2, optimizer=Optimizer.ADAMW, num_ranks=8, checkpointing=FULL)
     of_trainer, of_deepspeed = (
-        estimate_memory(
-            LLAMA_8B,
-            configuration(
-                Sharding.ZERO2, optimizer=Optimizer.ADAMW, num_ranks=8, checkpointing=FULL, reference=reference
-            ),
-            gpu(),
-        ).events["optimizer_step"]
+        estimate_memory(LLAMA_8B, replace(chosen, reference=reference), gpu()).events["optimizer_step"]
         for reference in ("hf-trainer", "deepspeed")
     )
     assert of_trainer - of_deepspeed == pytest.approx(4 * LLAMA_8B.num_parameters / 8, rel=0.01)

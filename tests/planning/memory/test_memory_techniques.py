@@ -95,10 +95,8 @@ EIGHT_BIT = [Optimizer.ADAMW_8BIT, Optimizer.LION_8BIT, Optimizer.LAMB_8BIT, Opt
 
 FOREACH, MIXED, BF16 = {"optimizer": Optimizer.ADAMW}, Precision.BF16_MIXED, Precision.BF16
 UNTIED, ONE_ROW = {"tie_word_embeddings": False}, {"micro_batch": 1, "seq_len": 32}
-SHORT: Choices = {
-    "seq_len": 64,
-    **FOREACH,
-}  # rows in 16 bit: a CPU without bf16 takes twenty times as long for a product
+# Rows in 16 bit: a CPU without bf16 takes twenty times as long for a product.
+SHORT: Choices = {"seq_len": 64, **FOREACH}
 BLOCKS: Choices = {**SHORT, "checkpointing": FULL, "micro_batch": 8}
 DDP: Choices = {"sharding": Sharding.DDP, "checkpointing": FULL}
 PLAIN: list[Choices] = [  # of `defaults`

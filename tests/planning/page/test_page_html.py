@@ -19,6 +19,7 @@ from planning_factory import plan_of
 
 from shardwise.trainer.planning.explain.comparison import comparison_page
 from shardwise.trainer.planning.explain.plan_page import explain_plan, plan_page
+from shardwise.trainer.planning.page import html as page_html
 from shardwise.trainer.planning.page.content import (
     Bars,
     LineChart,
@@ -36,19 +37,6 @@ from shardwise.trainer.planning.page.content import (
     Unit,
     page_text,
 )
-from shardwise.trainer.planning.page.html import (
-    STYLE,
-    Axes,
-    area_path,
-    averaged,
-    axes_of,
-    line_path,
-    pages_html,
-    stacked,
-    thinned,
-    ticks,
-    unit_ticks,
-)
 from shardwise.trainer.spec.plan import Plan
 
 
@@ -59,7 +47,7 @@ def plan() -> Plan:
 
 @pytest.fixture(scope="module")
 def html(plan: Plan) -> str:
-    return pages_html([plan_page(plan)], title=plan.name)
+    return page_html.pages_html([plan_page(plan)], title=plan.name)
 
 
 def test_the_page_is_whole_and_fetches_nothing(html: str) -> None:
@@ -72,9 +60,9 @@ def test_the_page_is_whole_and_fetches_nothing(html: str) -> None:
 
 def test_a_policy_forbids_every_request_and_every_style_but_the_one_in_the_head(html: str) -> None:
     (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', html)
-    digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(page_html.STYLE.encode()).digest()).decode()
     assert policy == f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    assert f"<style>{STYLE}</style>" in html, "the style that the digest is of"
+    assert f"<style>{page_html.STYLE}</style>" in html, "the style that the digest is of"
     assert not [name for name, _ in read_page(html).attributes if name == "style"]
 
 
@@ -86,31 +74,21 @@ def test_every_word_of_the_text_stands_on_the_page(plan: Plan, html: str) -> Non
 
 
 def test_charts_show_the_parts_of_memory_and_its_events(plan: Plan, html: str) -> None:
-    reader = read_page(html)
-    told = " ".join(reader.text)
+    reader, memory = read_page(html), plan.chosen.memory
     assert reader.tags.count("svg") >= 4
-    widths = [
-        float(found) for found in re.findall(r'<rect class="part c\d+" x="[\d.]+%" width="([\d.]+)%" height="22"', html)
-    ]
-    memory = plan.chosen.memory
+    widths = re.findall(r'<rect class="part c\d+" x="[\d.]+%" width="([\d.]+)%" height="22"', html)
     assert len(widths) == len(memory.parts) + 1
-    assert widths[0] == pytest.approx(100 * next(iter(memory.parts.values())) / memory.usable_bytes, abs=0.01)
-    for event in memory.events:
-        assert event in told
+    assert float(widths[0]) == pytest.approx(100 * next(iter(memory.parts.values())) / memory.usable_bytes, abs=0.01)
+    assert all(event in " ".join(reader.text) for event in memory.events)
 
 
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>'])
 def test_what_a_person_named_is_only_text(plan: Plan, name: str) -> None:
-    hostile = replace(
-        plan,
-        name=name,
-        notes=(name,),
-        hardware=replace(
-            plan.hardware, excluded=(name,), gpus=tuple(replace(g, name=name) for g in plan.hardware.gpus)
-        ),
-        schedule=replace(plan.schedule, lr_source=name),
-    )
-    html = pages_html([comparison_page([(name, hostile), (name, hostile)]), plan_page(hostile)], title=name)
+    cards = tuple(replace(card, name=name) for card in plan.hardware.gpus)
+    hardware = replace(plan.hardware, excluded=(name,), gpus=cards)
+    schedule = replace(plan.schedule, lr_source=name)
+    hostile = replace(plan, name=name, notes=(name,), hardware=hardware, schedule=schedule)
+    html = page_html.pages_html([comparison_page([(name, hostile), (name, hostile)]), plan_page(hostile)], title=name)
     reader = read_page(html)
     assert not {"script", "img"} & set(reader.tags)
     assert not [attribute for attribute, _ in reader.attributes if attribute.startswith("on")]
@@ -119,9 +97,14 @@ def test_what_a_person_named_is_only_text(plan: Plan, name: str) -> None:
 
 def written(*blocks: object) -> str:
     page = Page(title="t", sections=(Section(title="blocks", blocks=blocks),))  # type: ignore[arg-type]
-    html = pages_html([page], title="t")
+    html = page_html.pages_html([page], title="t")
     read_page(html)
     return html
+
+
+def chart(*lines: Points, **changes: Any) -> LineChart:
+    series = tuple(Series(name=str(number), points=points) for number, points in enumerate(lines))
+    return replace(LineChart(caption="", x_label="", unit=Unit.NUMBER, series=series), **changes)
 
 
 def test_numbers_stand_to_the_right_and_the_best_have_a_star() -> None:
@@ -167,46 +150,30 @@ def test_a_chart_has_its_lines_marks_bands_and_keys() -> None:
     assert "measured &amp; so" in html and ">50 MiB</text>" in html and ">95.4 MiB<" not in html
 
 
-def test_each_axis_has_its_own_unit() -> None:
+def test_each_axis_has_its_own_unit_areas_are_stacked_and_a_quote_keeps_its_lines() -> None:
     series = (Series(name="s", points=((0, 0), (120, 100 * 2**20))),)
     html = written(LineChart(caption="c", x_label="", unit=Unit.BYTES, x_unit=Unit.SECONDS, series=series))
     assert ">50 MiB</text>" in html and ">1 min 00 s</text>" in html
+    html = written(chart(((0, 1.0), (1, 1.0)), ((0, 1.0), (1, 3.0)), is_stacked=True))
+    assert html.count('class="area') == 2 and 'class="line' not in html
+    assert "<pre>a\n  &lt;b&gt;</pre>" in written(Quote(label="after", text="a\n  <b>"))
 
 
 def test_of_many_marks_none_is_named_beside_its_line() -> None:
-    series = (Series(name="s", points=((0, 1.0), (9, 1.0))),)
-    few, many = (
-        written(
-            LineChart(
-                caption="c", x_label="", unit=Unit.NUMBER, series=series,
-                marks=tuple(Mark(at=n, text="m") for n in range(count)),
-            )
-        )
-        for count in (5, 6)
-    )  # fmt: skip
+    marks = [Mark(at=n, text="m") for n in range(6)]
+    few, many = (written(chart(((0, 1.0), (9, 1.0)), marks=tuple(marks[:count]))) for count in (5, 6))
     assert few.count('<text class="halo"') == 5 and many.count('<text class="halo"') == 0
     assert many.count('class="mark"') == 6
 
 
-def test_stacked_areas_are_drawn_on_top_of_each_other() -> None:
-    series = (Series(name="a", points=((0, 1.0), (1, 1.0))), Series(name="b", points=((0, 1.0), (1, 3.0))))
-    html = written(LineChart(caption="c", x_label="", unit=Unit.NUMBER, series=series, is_stacked=True))
-    assert html.count('class="area') == 2 and 'class="line' not in html
-
-
-def test_line_breaks_of_a_quote_are_kept() -> None:
-    assert "<pre>a\n  &lt;b&gt;</pre>" in written(Quote(label="after", text="a\n  <b>"))
-
-
 def test_text_leaves_out_a_section_of_nothing_but_charts() -> None:
-    chart = LineChart(caption="c", x_label="step", unit=Unit.NUMBER, series=(Series(name="a", points=((0, 1.0),)),))
-    sections = (Section(title="curve", blocks=(chart,)), Section(title="nothing to say"))
+    sections = (Section(title="curve", blocks=(chart(((0, 1.0),)),)), Section(title="nothing to say"))
     quoted = Section(title="q", blocks=(Quote(label="after", text="a\nb"),))
     text = page_text(Page(title="t", sections=(*sections, quoted)), width=80)
     assert text == "t\n\nnothing to say\n\nq\n  after: a\n          b"
 
 
-AXES = Axes(left=0, right=10, bottom=0, top=10)
+AXES = page_html.Axes(left=0, right=10, bottom=0, top=10)
 NAN = math.nan
 
 
@@ -222,13 +189,13 @@ NAN = math.nan
     ],
 )
 def test_a_line_runs_through_its_points_and_ends_at_gaps(points: Points, path: str) -> None:
-    assert line_path(points, AXES) == path
+    assert page_html.line_path(points, AXES) == path
 
 
 def test_an_area_goes_along_its_upper_edge_and_back_along_the_lower() -> None:
     lower, upper = ((0, 0.0), (10, 5.0)), ((0, 10.0), (10, 10.0))
-    assert area_path(lower, upper, AXES) == "M0.0 0.0L1000.0 0.0L1000.0 90.0L0.0 180.0 Z"
-    assert area_path(((0, None), (10, 5.0)), upper, AXES) == "M1000.0 0.0L1000.0 90.0 Z"
+    assert page_html.area_path(lower, upper, AXES) == "M0.0 0.0L1000.0 0.0L1000.0 90.0L0.0 180.0 Z"
+    assert page_html.area_path(((0, None), (10, 5.0)), upper, AXES) == "M1000.0 0.0L1000.0 90.0 Z"
 
 
 @pytest.mark.parametrize(
@@ -239,66 +206,53 @@ def test_an_area_goes_along_its_upper_edge_and_back_along_the_lower() -> None:
     ],
 )  # fmt: skip
 def test_ticks_are_round(low: float, high: float, expected: tuple[float, ...]) -> None:
-    assert ticks(low, high) == pytest.approx(expected)
+    assert page_html.ticks(low, high) == pytest.approx(expected)
 
 
 @given(low=st.floats(-1e9, 1e9), share=st.floats(1e-3, 1e3))
 def test_ticks_are_few_and_within(low: float, share: float) -> None:
     size = share * max(1.0, abs(low))
-    found = ticks(low, low + size)
+    found = page_html.ticks(low, low + size)
     assert len(found) <= 6
     assert all(low - size * 0.01 <= tick <= low + size * 1.01 for tick in found)
 
 
 def test_ticks_are_round_in_the_unit_they_are_written_in() -> None:
-    written = [Unit.BYTES.text(tick) for tick in unit_ticks(0, 244 * 2**20, Unit.BYTES)]
-    assert written == ["0 B", "100 MiB", "200 MiB"]
-    assert unit_ticks(0, 3600, Unit.SECONDS) == (0, 1200, 2400, 3600)
+    found = [Unit.BYTES.text(tick) for tick in page_html.unit_ticks(0, 244 * 2**20, Unit.BYTES)]
+    assert found == ["0 B", "100 MiB", "200 MiB"]
+    assert page_html.unit_ticks(0, 3600, Unit.SECONDS) == (0, 1200, 2400, 3600)
 
 
-def chart(*lines: Points, **changes: Any) -> LineChart:
-    series = tuple(Series(name=str(number), points=points) for number, points in enumerate(lines))
-    return replace(LineChart(caption="", x_label="", unit=Unit.NUMBER, series=series), **changes)
-
-
-def test_axes_hold_every_line_and_band() -> None:
-    drawn = chart(((1, 2.0), (3, 4.0)), ((2, 6.0),), bands=(Span(begin=0, end=5, text="b"),))
-    axes = axes_of(drawn)
+def test_axes_hold_every_line_and_band_and_a_line_that_does_not_begin_at_zero_fills_them() -> None:
+    axes = page_html.axes_of(chart(((1, 2.0), (3, 4.0)), ((2, 6.0),), bands=(Span(begin=0, end=5, text="b"),)))
     assert axes is not None
     assert (axes.left, axes.right, axes.bottom) == (0, 5, 0) and axes.top == pytest.approx(6.3)
-
-
-def test_a_line_that_does_not_begin_at_zero_fills_the_plot() -> None:
-    axes = axes_of(chart(((0, 4.0), (1, 8.0)), from_zero=False))
+    axes = page_html.axes_of(chart(((0, 4.0), (1, 8.0)), from_zero=False))
     assert axes is not None and (axes.bottom, axes.top) == pytest.approx((3.8, 8.2))
 
 
-@pytest.mark.parametrize("points", [(), ((0, None),), ((0, NAN), (1, None))])
-def test_without_a_figure_there_are_no_axes(points: Points) -> None:
-    assert axes_of(chart(points)) is None
-
-
-def test_one_point_and_a_flat_line_have_axes_with_room() -> None:
+def test_without_a_figure_there_are_no_axes_and_one_point_or_a_flat_line_has_room() -> None:
+    gaps: tuple[Points, ...] = ((), ((0, None),), ((0, NAN), (1, None)))
+    assert [page_html.axes_of(chart(points)) for points in gaps] == [None, None, None]
     for points in (((3, 5.0),), ((3, 0.0),), ((0, 5.0), (1, 5.0))):
-        axes = axes_of(chart(points, from_zero=False))
+        axes = page_html.axes_of(chart(points, from_zero=False))
         assert axes is not None and axes.top > axes.bottom
         assert 0 <= axes.y(points[0][1]) <= 180 and 0 <= axes.x(points[0][0]) <= 1000
 
 
 def test_areas_lie_on_top_of_each_other_and_a_gap_adds_nothing() -> None:
     first, second = Series(name="a", points=((0, 1.0), (1, 2.0))), Series(name="b", points=((0, 3.0), (1, None)))
-    (low, high), (next_low, next_high) = stacked((first, second))
-    assert (
-        low == ((0, 0.0), (1, 0.0)) and high == next_low == ((0, 1.0), (1, 2.0)) and next_high == ((0, 4.0), (1, 2.0))
-    )
-    axes = axes_of(chart(first.points, second.points, is_stacked=True))
+    (low, high), (next_low, next_high) = page_html.stacked((first, second))
+    assert (low, high) == (((0, 0.0), (1, 0.0)), ((0, 1.0), (1, 2.0)))
+    assert (next_low, next_high) == (high, ((0, 4.0), (1, 2.0)))
+    axes = page_html.axes_of(chart(first.points, second.points, is_stacked=True))
     assert axes is not None and axes.top == pytest.approx(4.2)
 
 
-@given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=500), st.integers(10, 60))
+@given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=40, max_size=500), st.integers(10, 60))
 def test_thinned_lines_keep_their_extremes_their_gaps_and_their_order(heights: list[float | None], most: int) -> None:
     points = tuple((float(x), y) for x, y in enumerate(heights))
-    retained = thinned(points, most)
+    retained = page_html.thinned(points, most)
     assert len(retained) <= max(most * 1.5 + 3, len(points) if len(points) <= most else 0)
     assert set(retained) <= set(points) and all(a[0] < b[0] for a, b in pairwise(retained))
     figures = [y for y in heights if y is not None]
@@ -311,7 +265,7 @@ def test_thinned_lines_keep_their_extremes_their_gaps_and_their_order(heights: l
 def test_averaged_lines_of_the_same_steps_keep_the_same_steps() -> None:
     points = tuple((float(x), float(x % 2)) for x in range(1000))
     other = tuple((x, None if x < 10 else 1.0) for x, _ in points)
-    found, beside = averaged(points, 100), averaged(other, 100)
+    found, beside = page_html.averaged(points, 100), page_html.averaged(other, 100)
     assert len(found) == 100 and [x for x, _ in found] == [x for x, _ in beside]
     assert {y for _, y in found} == {0.5} and beside[0] == (9.0, None) and beside[1] == (19.0, 1.0)
-    assert averaged(points[:5]) == points[:5]
+    assert page_html.averaged(points[:5]) == points[:5]

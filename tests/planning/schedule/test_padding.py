@@ -94,20 +94,14 @@ def test_tokens_follow_from_bytes_and_the_assumption_is_said() -> None:
     assert all(figure in note for figure in ("3,900,000 bytes", "1,000,000 tokens", "3.9 bytes"))
 
 
-def test_rows_that_will_be_padded_are_taken_to_be_full() -> None:
-    data = estimate_data(num_bytes=3_900_000, seq_len=1000, vocab_size=128256, eval_share=None, is_packed=False)
+def test_rows_that_will_be_padded_are_taken_to_be_full_and_a_small_file_is_still_a_row() -> None:
+    estimate = partial(estimate_data, seq_len=1000, vocab_size=128256, eval_share=None)
+    data = estimate(num_bytes=3_900_000, is_packed=False)
     assert (data.is_packed, data.num_rows, data.longest_row) == (False, 1000, 1000)
     assert longest_width(data, seq_len=1000) == mean_width(data, 8, seq_len=1000) == 1000
-
-
-def test_a_small_file_is_still_a_row() -> None:
-    data = estimate_data(num_bytes=10, seq_len=1000, vocab_size=128256, eval_share=None)
-    assert (data.num_rows, data.num_eval_rows) == (1, 0)
-
-
-@pytest.mark.parametrize(("smaller", "larger"), [(512, 4096), (4096, 32000), (32000, 128256)])
-def test_larger_vocabularies_have_longer_tokens(smaller: int, larger: int) -> None:
-    assert bytes_per_token(smaller) < bytes_per_token(larger)
+    small = estimate(num_bytes=10)
+    assert (small.num_rows, small.num_eval_rows) == (1, 0)
+    assert bytes_per_token(512) < bytes_per_token(4096) < bytes_per_token(32000) < bytes_per_token(128256)
 
 
 def test_a_stream_is_estimated_by_its_first_window_and_its_weaker_promises_are_said() -> None:

@@ -33,16 +33,12 @@ def test_the_length_of_a_run_follows_from_epochs_steps_or_tokens(train: dict[str
     assert schedule(**train).num_steps == num_steps
 
 
-def test_whole_epochs_are_not_lost_to_rounding() -> None:
+def test_whole_epochs_are_not_lost_to_rounding_and_padding_is_not_counted_as_tokens_trained_on() -> None:
     made = schedule(num_rows=320, tokens_per_step=65536, epochs=0.1 + 0.2)  # 0.30000000000000004 x 320 / 32
     assert made.num_steps == 3
-
-
-def test_padding_is_not_counted_as_tokens_trained_on() -> None:
     data = data_of(num_rows=1000, is_packed=False, num_tokens=512_000)  # a quarter of each row of 2,048
     made = make_schedule(job_of(tokens=10_000_000), data, shape_of("8b"))
-    assert made.num_steps == 611  # 10,000,000 / (32 x 512)
-    assert made.tokens_per_step == 65536
+    assert (made.num_steps, made.tokens_per_step) == (611, 65536)  # 10,000,000 / (32 x 512)
 
 
 @pytest.mark.parametrize(("tokens_per_step", "sequences"), [(65536, 32), (2048, 1), (65000, 32), (5000, 2), (5200, 3)])
@@ -136,17 +132,13 @@ def test_no_rank_idles_where_steps_remain_and_few_data_keep_their_steps(
     assert one.num_steps >= min(LEAST_STEPS, num_rows)
 
 
-def test_a_stated_batch_or_length_is_never_moved() -> None:
+def test_a_stated_batch_or_length_is_never_moved_and_a_pinned_micro_batch_has_room_in_the_default_batch() -> None:
     few = data_of(num_rows=10, **CHATS)
     assert default_schedule(few, num_ranks=64, tokens_per_step=4096).sequences_per_step == 2
     assert default_schedule(few, epochs=1.0).num_steps == 10
     assert default_schedule(few, steps=7).num_steps == 7
-
-
-def test_a_pinned_micro_batch_has_room_in_the_default_batch() -> None:
-    assert default_schedule(data_of(), num_ranks=2, pin={"micro_batch": 3}).sequences_per_step == 30
-    in_backward = {"micro_batch": 3, "optimizer_in_backward": True}
-    assert default_schedule(data_of(), num_ranks=2, pin=in_backward).sequences_per_step == 6
+    for pin, sequences in (({"micro_batch": 3}, 30), ({"micro_batch": 3, "optimizer_in_backward": True}, 6)):
+        assert default_schedule(data_of(), num_ranks=2, pin=pin).sequences_per_step == sequences
 
 
 @pytest.mark.parametrize(
@@ -180,14 +172,11 @@ def test_rates_are_those_of_published_runs(model: str, method: Method, lr: float
     assert made.lr == lr
 
 
-def test_a_run_is_scored_ten_times_where_rows_are_held_out_and_saved_as_often() -> None:
+def test_a_run_is_scored_ten_times_where_rows_are_held_out_and_saved_as_often_or_as_the_job_file_says() -> None:
     made, unscored = schedule(), schedule(num_eval_rows=0)
     assert made.eval_every_steps == made.checkpoint_every_steps == unscored.checkpoint_every_steps == 31
     assert made.checkpoint_every_s == 1200
     assert unscored.eval_every_steps is unscored.eval_every_s is None
-
-
-def test_intervals_of_the_job_file_are_kept() -> None:
     job = replace(job_of(), eval=EvalJob(every=Every(seconds=60.0)), checkpoint=CheckpointJob(every=Every(steps=500)))
     made = make_schedule(job, data_of(), shape_of("8b"))
     assert (made.eval_every_steps, made.eval_every_s) == (None, 60.0)

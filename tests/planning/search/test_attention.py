@@ -51,16 +51,9 @@ def test_the_attention_is_one_of_the_models(model, hardware):
         assert taken is (Attention.FLASH if Attention.FLASH in context.shape.attentions else best)
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ("mpt", "flash-attn cannot"),
-        ("gemma2", "flash-attn is not installed"),
-    ],
-)
+@pytest.mark.parametrize(("model", "words"), [("mpt", "flash-attn cannot"), ("gemma2", "flash-attn is not installed")])
 def test_a_model_without_torchs_attention_takes_its_own_and_says_why(model, words):
-    context = context_of(model, MACHINES["without flash-attn"])
-    taken, why = attention(context, Precision.BF16_MIXED)
+    taken, why = attention(context_of(model, MACHINES["without flash-attn"]), Precision.BF16_MIXED)
     assert taken is Attention.EAGER
     assert why is not None and f"for {model}" in why and words in why
 

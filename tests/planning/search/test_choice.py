@@ -8,15 +8,7 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import context_for, job_of, trial_of
 
-from shardwise.trainer.planning.candidates import (
-    candidate_of,
-    configuration_of,
-    excess,
-    never_fits,
-    relative_seconds,
-    start_up_share,
-    upper_seconds,
-)
+from shardwise.trainer.planning import candidates
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import may_run
@@ -54,7 +46,7 @@ def rows_of(context: PlanningContext) -> tuple[Strategy, ...]:
 
 def best_of_all(context: PlanningContext, rows: tuple[Strategy, ...]) -> Candidate | None:
     found = [candidate for row in rows if (candidate := best_candidate(context, row)) is not None]
-    return next(iter(in_order(context, [each for each in found if excess(context, each) is None])), None)
+    return next(iter(in_order(context, [each for each in found if candidates.excess(context, each) is None])), None)
 
 
 @pytest.mark.parametrize("usable", [1.0, 0.4])
@@ -70,10 +62,12 @@ def test_no_row_that_is_passed_over_would_have_been_taken(model: str, spec: str,
     assert best_of(context, rows)[0] == best_of_all(context, rows)
 
 
-def test_rows_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the tests above would compare a thing with itself."""
+def test_rows_are_passed_over_and_one_that_is_slower_than_what_is_known_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the test above would compare a thing with itself."""
     context = context_for("8b", "8xH100-SXM5-80GB", method=Method.LORA)
-    searched, limits = [], []
+    rows, searched, limits = rows_of(context), [], []
 
     def counted(context: PlanningContext, starts: Iterable[Bounded], longest: float) -> Configuration | None:
         first, *_ = starts = list(starts)
@@ -82,10 +76,13 @@ def test_rows_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
         return best_configuration(context, starts, longest)
 
     monkeypatch.setattr(choice, "best_configuration", counted)
-    best, _ = best_of(context, rows_of(context))
+    best, _ = best_of(context, rows)
     assert best is not None
-    assert 0 < len(searched) < len(rows_of(context))
+    assert 0 < len(searched) < len(rows)
     assert limits[0] == math.inf and all(math.isfinite(limit) for limit in limits[1:])
+    seconds = seconds_of(context, best)
+    assert best_of(context, rows, known_seconds=seconds)[0] == best
+    assert best_of(context, rows, known_seconds=seconds / (1 + 3 * SAME_SPEED))[0] is None
 
 
 def test_a_row_that_takes_too_long_is_not_searched_to_its_end() -> None:
@@ -95,7 +92,7 @@ def test_a_row_that_takes_too_long_is_not_searched_to_its_end() -> None:
     }
     assert found
     for row, best in found.items():
-        seconds = upper_seconds(context, best, relative_seconds(context, best))
+        seconds = candidates.upper_seconds(context, best, candidates.relative_seconds(context, best))
         assert best_configuration(context, bounded_starts(context, row), seconds) == best
         assert best_configuration(context, bounded_starts(context, row), seconds / (1 + 3 * SAME_SPEED)) is None
 
@@ -110,24 +107,15 @@ def test_where_nothing_fits_the_row_with_the_least_need_is_there(model: str, spe
     assert min(candidate.memory.need_bytes for candidate in ranking.smallest.values()) == least > 4 * GIB
 
 
-def test_a_row_that_is_slower_than_what_is_known_is_not_taken() -> None:
-    context = context_for("8b", "8xH100-SXM5-80GB", method=Method.LORA)
-    best, _ = best_of(context, rows_of(context))
-    assert best is not None
-    seconds = seconds_of(context, best)
-    assert best_of(context, rows_of(context), known_seconds=seconds)[0] == best
-    assert best_of(context, rows_of(context), known_seconds=seconds / (1 + 3 * SAME_SPEED))[0] is None
-
-
 def test_a_strategy_that_a_trial_measured_is_charged_its_start_up() -> None:
     """The steps of a trial are timed after torch.compile has compiled them."""
     context = context_for("1b", "2xRTX-4090")
     either = [each for row in rows_of(context) if (each := best_candidate(context, row)) is not None][:2]
     eager, compiled = (
-        candidate_of(context, replace(configuration_of(context, candidate), compile=is_compiled))
+        candidates.candidate_of(context, replace(candidates.configuration_of(context, candidate), compile=is_compiled))
         for candidate, is_compiled in zip(either, (False, True), strict=True)
     )
-    share = start_up_share(context, configuration_of(context, compiled))
+    share = candidates.start_up_share(context, candidates.configuration_of(context, compiled))
 
     def first(gain_s: float) -> Candidate:
         return in_order(context, [compiled, eager], [trial_of(eager, 10.0), trial_of(compiled, 10.0 - gain_s)])[0]
@@ -156,7 +144,7 @@ def test_starts_that_may_fit_come_in_the_order_of_their_bounds(model: str, spec:
         bounded = list(bounded_starts(context, row))
         left = {start for _, _, start in bounded}
         assert len(left) == len(bounded)
-        assert left == {start for start in starts_of(context, row) if not never_fits(context, start)}
+        assert left == {start for start in starts_of(context, row) if not candidates.never_fits(context, start)}
         seconds = [bound for bound, _, _ in bounded]
         assert seconds == sorted(seconds)
         for bound, micro_batch, start in bounded:

@@ -9,7 +9,6 @@ from planning_factory import CONFIGS, context_for, data_of, machine, plan_of
 
 from shardwise.trainer.planning.calibrate import Correction, Corrections, Factor
 from shardwise.trainer.planning.candidates import (
-    candidate_of,
     configuration_of,
     exceeds_host,
     predicted_memory,
@@ -21,24 +20,7 @@ from shardwise.trainer.planning.candidates import (
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import obstacle_to
-from shardwise.trainer.planning.search.configurations import (
-    MIN_CHUNK_TOKENS,
-    SAME_SPEED,
-    activation_offloads,
-    best_candidate,
-    by_accumulation,
-    checkpointings,
-    chunk_sizes,
-    compiles,
-    every_n,
-    first_configuration,
-    fitting,
-    least_need,
-    losses,
-    micro_batches,
-    shard_groups,
-    time_class,
-)
+from shardwise.trainer.planning.search import configurations as search
 from shardwise.trainer.planning.search.fallbacks import fallbacks
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile
@@ -64,14 +46,8 @@ CASES = [
 ]
 
 
-PADDED = data_of(
-    is_packed=False,
-    num_documents=10_000,
-    mean_document_tokens=100.0,
-    batch_widths=tuple(
-        BatchWidth(micro_batch=2**power, mean_width=100.0 * 2**power, mean_width_sorted=100.0) for power in range(8)
-    ),
-)
+WIDTHS = tuple(BatchWidth(micro_batch=2**n, mean_width=100.0 * 2**n, mean_width_sorted=100.0) for n in range(8))
+PADDED = data_of(is_packed=False, num_documents=10_000, mean_document_tokens=100.0, batch_widths=WIDTHS)
 
 
 def needs(context: PlanningContext, configuration: Configuration) -> int:
@@ -81,24 +57,24 @@ def needs(context: PlanningContext, configuration: Configuration) -> int:
 def key_of(context: PlanningContext, configuration: Configuration) -> tuple[int, int]:
     """The key that a search minimises: the class of the upper end of a time, then the micro batch."""
     seconds = upper_seconds(context, configuration, predicted_speed(context, configuration).step_s)
-    return time_class(seconds), configuration.micro_batch
+    return search.time_class(seconds), configuration.micro_batch
 
 
 def every_setting(context: PlanningContext, strategy: Strategy) -> list[Configuration]:
     """All that a row may be, buffers at their smallest."""
     return [
         configuration
-        for checkpointing in checkpointings(context)
-        for loss in losses(context)
-        for chunk in chunk_sizes(context.shape, loss)
-        for first in [first_configuration(context, strategy, checkpointing=checkpointing, loss=loss)]
-        for compiled in compiles(context)
-        for offloads in activation_offloads(context)
-        for group in shard_groups(context, strategy)
+        for checkpointing in search.checkpointings(context)
+        for loss in search.losses(context)
+        for chunk in search.chunk_sizes(context.shape, loss)
+        for first in [search.first_configuration(context, strategy, checkpointing=checkpointing, loss=loss)]
+        for compiled in search.compiles(context)
+        for offloads in search.activation_offloads(context)
+        for group in search.shard_groups(context, strategy)
         for start in [
             replace(first, loss_chunk_tokens=chunk, activation_offload=offloads, compile=compiled, shard_group=group)
         ]
-        for micro_batch in micro_batches(context)
+        for micro_batch in search.micro_batches(context)
         for configuration in [with_micro_batch(context, start, micro_batch)]
         if obstacle_to(context, configuration) is None
     ]
@@ -118,7 +94,7 @@ def cut_to(model: str, spec: str, row: str, share: float) -> PlanningContext:
 
 
 def best_of(context: PlanningContext, row: str) -> Candidate:
-    best = best_candidate(context, ROWS[row])
+    best = search.best_candidate(context, ROWS[row])
     assert best is not None
     return best
 
@@ -131,8 +107,8 @@ def with_usable(model: str, spec: str, usable_bytes: int, **facts: Any) -> Plann
 
 def fitting_sizes(context: PlanningContext, start: Configuration) -> list[int]:
     """The micro batches of a start that fit, ascending."""
-    groups = by_accumulation(context, start, micro_batches(context))
-    return sorted(configuration.micro_batch for group in groups for configuration in fitting(context, group))
+    groups = search.by_accumulation(context, start, search.micro_batches(context))
+    return sorted(configuration.micro_batch for group in groups for configuration in search.fitting(context, group))
 
 
 def test_a_whole_share_fits_where_half_of_it_does_not() -> None:
@@ -140,7 +116,9 @@ def test_a_whole_share_fits_where_half_of_it_does_not() -> None:
     pin = {"sharding": Sharding.FSDP_GRAD_OP, "checkpointing": Checkpointing.FULL}
     context = with_usable("8b", "4xA100-SXM4-80GB", 60 * GIB, pin=pin)
     row = "fsdp_grad_op/bf16-mixed/adamw_fused"
-    start = first_configuration(context, ROWS[row], checkpointing=Checkpointing.FULL, loss=losses(context)[0])
+    start = search.first_configuration(
+        context, ROWS[row], checkpointing=Checkpointing.FULL, loss=search.losses(context)[0]
+    )
     half, whole = (with_micro_batch(context, start, micro_batch) for micro_batch in (4, 8))
     assert (half.accumulation, whole.accumulation) == (2, 1)
     assert needs(context, whole) < 60 * GIB < needs(context, half)
@@ -152,10 +130,10 @@ def test_a_whole_share_fits_where_half_of_it_does_not() -> None:
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
 def test_every_micro_batch_that_fits_is_found(model: str, spec: str, row: str, share: float) -> None:
     context = cut_to(model, spec, row, share)
-    for checkpointing in checkpointings(context):
-        for loss in losses(context):
-            start = first_configuration(context, ROWS[row], checkpointing=checkpointing, loss=loss)
-            all_sizes = [with_micro_batch(context, start, micro_batch) for micro_batch in micro_batches(context)]
+    for checkpointing in search.checkpointings(context):
+        for loss in search.losses(context):
+            start = search.first_configuration(context, ROWS[row], checkpointing=checkpointing, loss=loss)
+            all_sizes = [with_micro_batch(context, start, micro_batch) for micro_batch in search.micro_batches(context)]
             expected = [each for each in all_sizes if needs(context, each) <= context.device.usable_bytes]
             assert fitting_sizes(context, start) == [each.micro_batch for each in expected]
 
@@ -181,10 +159,10 @@ def test_nothing_that_fits_is_faster_than_what_is_taken(
 )
 def test_groups_of_hybrid_sharding_divide_a_node_or_the_nodes(spec: str, sizes: tuple[int, ...]) -> None:
     hybrid, plain = (ROWS[f"{sharding}/bf16-mixed/adamw_fused"] for sharding in ("hsdp", "fsdp"))
-    assert shard_groups(context_for("8b", spec), hybrid) == sizes
-    assert shard_groups(context_for("8b", spec), plain) == (None,)
+    assert search.shard_groups(context_for("8b", spec), hybrid) == sizes
+    assert search.shard_groups(context_for("8b", spec), plain) == (None,)
     pinned = context_for("8b", spec, pin={"shard_group": sizes[-1]})
-    assert shard_groups(pinned, hybrid) == (sizes[-1],)
+    assert search.shard_groups(pinned, hybrid) == (sizes[-1],)
 
 
 def test_cards_with_slow_links_share_no_more_than_they_have_to() -> None:
@@ -228,7 +206,9 @@ def test_selective_recomputation_is_taken_where_only_it_fits_and_the_host_is_fas
     row, pin = "none/bf16-mixed/adamw_fused", {"micro_batch": 1, "compile": False}
     facts: dict[str, Any] = {"pin": pin, "allow": (), "seq_len": seq_len}
     whole = context_for("1b", "1xA100-SXM4-80GB", **facts)
-    start = first_configuration(whole, ROWS[row], checkpointing=Checkpointing.SELECTIVE, loss=losses(whole)[0])
+    start = search.first_configuration(
+        whole, ROWS[row], checkpointing=Checkpointing.SELECTIVE, loss=search.losses(whole)[0]
+    )
     usable = with_usable("1b", "1xA100-SXM4-80GB", needs(whole, start), **facts)
     assert best_of(usable, row).checkpointing is taken
 
@@ -236,11 +216,11 @@ def test_selective_recomputation_is_taken_where_only_it_fits_and_the_host_is_fas
 def test_what_selective_recomputation_keeps_never_goes_to_host_ram() -> None:
     row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"checkpointing": Checkpointing.SELECTIVE}
     free, pinned = context_for("1b", "1xRTX-4090"), context_for("1b", "1xRTX-4090", pin=pin)
-    assert least_need(free, row).activation_offload
-    assert least_need(free, row).checkpointing is Checkpointing.FULL
-    assert not least_need(pinned, row).activation_offload
-    smaller = replace(pinned.device, usable_bytes=least_need(pinned, row).memory.need_bytes - 1)
-    assert best_candidate(replace(pinned, device=smaller), row) is None
+    assert search.least_need(free, row).activation_offload
+    assert search.least_need(free, row).checkpointing is Checkpointing.FULL
+    assert not search.least_need(pinned, row).activation_offload
+    smaller = replace(pinned.device, usable_bytes=search.least_need(pinned, row).memory.need_bytes - 1)
+    assert search.best_candidate(replace(pinned, device=smaller), row) is None
 
 
 def test_activations_leave_the_card_where_that_is_faster_than_recomputing_them_and_the_host_has_room() -> None:
@@ -262,12 +242,12 @@ def test_an_update_inside_the_backward_pass_is_searched_where_the_job_allows_gra
     facts: dict[str, Any] = {"tokens_per_step": 4096, "pin": {"compile": False}}
 
     def taken(row: Strategy, usable_bytes: int, *allow: Allowance) -> Candidate | None:
-        return best_candidate(with_usable("1b", "1xA100-SXM4-80GB", usable_bytes, allow=allow, **facts), row)
+        return search.best_candidate(with_usable("1b", "1xA100-SXM4-80GB", usable_bytes, allow=allow, **facts), row)
 
     roomy, unclipped = taken(exact, 80 * GIB, Allowance.UNCLIPPED), Allowance.UNCLIPPED
     assert roomy is not None
     assert roomy.is_exact
-    least = least_need(context_for("1b", "1xA100-SXM4-80GB", allow=(), **facts), exact).memory.need_bytes
+    least = search.least_need(context_for("1b", "1xA100-SXM4-80GB", allow=(), **facts), exact).memory.need_bytes
     assert taken(exact, least - 1) is None
     tight = taken(exact, least - 1, unclipped)
     assert tight is not None
@@ -275,7 +255,7 @@ def test_an_update_inside_the_backward_pass_is_searched_where_the_job_allows_gra
     clipped, free = taken(rounded, 12 * GIB), taken(rounded, 12 * GIB, unclipped)
     assert clipped is not None
     assert free is not None
-    assert free.speed.step_s <= clipped.speed.step_s * (1 + SAME_SPEED)
+    assert free.speed.step_s <= clipped.speed.step_s * (1 + search.SAME_SPEED)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +269,7 @@ def test_an_update_inside_the_backward_pass_takes_a_ranks_whole_share_at_once(ro
     """It leaves no gradients that a second micro batch could add to."""
     context = context_for("1b", "1xA100-SXM4-80GB", pin=pin)
     share = context.sequences_per_rank
-    for candidate in (best_candidate(context, ROWS[row]), least_need(context, ROWS[row])):
+    for candidate in (search.best_candidate(context, ROWS[row]), search.least_need(context, ROWS[row])):
         assert candidate is not None
         assert (candidate.micro_batch, candidate.accumulation) == (share, 1)
         assert all(lower.accumulation == 1 for lower in fallbacks(context, (candidate,)))
@@ -299,12 +279,19 @@ def test_an_update_inside_the_backward_pass_takes_a_ranks_whole_share_at_once(ro
 def test_the_need_alone_is_the_need_of_the_whole_prediction_and_the_least_is_the_least(
     model: str, spec: str, row: str
 ) -> None:
+    """And so is the host RAM."""
     context, settings = context_for(model, spec), settings_of(model, spec, row)
-    assert all(predicted_need(context, each) == memory.need_bytes for each, memory in settings.items())
+    for configuration, memory in settings.items():
+        assert predicted_need(context, configuration) == memory.need_bytes
+        need = memory.pinned_bytes + memory.host_bytes
+        for granted in (need, need - 1):
+            limits = replace(context.job.limits, host_ram=granted)
+            limited = replace(context, job=replace(context.job, limits=limits))
+            assert exceeds_host(limited, configuration) is (need > (limited.host_ram_bytes or 0) and not context.is_cpu)
     least = min(memory.need_bytes for memory in settings.values())
-    assert least_need(context, ROWS[row]).memory.need_bytes == least
+    assert search.least_need(context, ROWS[row]).memory.need_bytes == least
     assert best_of(with_usable(model, spec, least), row).memory.need_bytes == least
-    assert best_candidate(with_usable(model, spec, least - 1), ROWS[row]) is None
+    assert search.best_candidate(with_usable(model, spec, least - 1), ROWS[row]) is None
 
 
 @pytest.mark.parametrize(("model", "spec", "row"), CASES[::5])
@@ -315,51 +302,31 @@ def test_the_need_alone_is_corrected_as_the_whole_prediction_is(model: str, spec
         assert predicted_need(context, each) == predicted_memory(context, each).need_bytes
 
 
-@pytest.mark.parametrize(("model", "spec", "row"), CASES)
-def test_the_host_ram_alone_is_that_of_the_whole_prediction(model: str, spec: str, row: str) -> None:
-    context = context_for(model, spec)
-    for configuration, memory in settings_of(model, spec, row).items():
-        need = memory.pinned_bytes + memory.host_bytes
-        for granted in (need, need - 1):
-            limits = replace(context.job.limits, host_ram=granted)
-            limited = replace(context, job=replace(context.job, limits=limits))
-            assert exceeds_host(limited, configuration) is (need > (limited.host_ram_bytes or 0) and not context.is_cpu)
+SLICED: dict[str, Any] = {"checkpointing": Checkpointing.FULL, "loss": LossHead.CHUNKED}
 
 
-SLICED: dict[str, Any] = {"compile": False, "loss": LossHead.CHUNKED, "activation_offload": False}
-
-
-def test_small_slices_of_logits_are_taken_where_only_they_fit() -> None:
-    pin = {"checkpointing": Checkpointing.FULL, "micro_batch": 1, **SLICED}
-    row = "none/bf16-mixed/adamw_fused"
-    whole = context_for("1b", "1xL40S", pin=pin)
-    start = first_configuration(whole, ROWS[row], checkpointing=Checkpointing.FULL, loss=losses(whole)[0])
-    standard = candidate_of(whole, start).memory.need_bytes
-    taken = [best_of(with_usable("1b", "1xL40S", usable, pin=pin), row) for usable in (standard, standard - 1)]
-    assert [each.loss_chunk_tokens for each in taken] == [512, MIN_CHUNK_TOKENS]
-
-
-def test_small_slices_are_not_worth_a_slightly_faster_step() -> None:
+def test_small_slices_of_logits_are_taken_where_only_they_fit_and_not_for_a_slightly_faster_step() -> None:
     """They would let a micro batch of 4 fit where larger ones leave room for 2."""
-    row, pin = "none/bf16-mixed/adamw_fused", {"checkpointing": Checkpointing.FULL, **SLICED}
+    row, pin = "none/bf16-mixed/adamw_fused", {"compile": False, "activation_offload": False, **SLICED}
     whole = context_for("1b", "1xL40S", pin=pin)
-    start = first_configuration(whole, ROWS[row], checkpointing=Checkpointing.FULL, loss=losses(whole)[0])
+    start = search.first_configuration(whole, ROWS[row], checkpointing=Checkpointing.FULL, loss=search.losses(whole)[0])
+    standard = needs(whole, start)
+    for usable, taken in ((standard, 512), (standard - 1, search.MIN_CHUNK_TOKENS)):
+        found = best_of(with_usable("1b", "1xL40S", usable, pin={"micro_batch": 1, **pin}), row)
+        assert found.loss_chunk_tokens == taken
     context = with_usable("1b", "1xL40S", needs(whole, with_micro_batch(whole, start, 4)) - 1, pin=pin)
-    small = replace(start, loss_chunk_tokens=MIN_CHUNK_TOKENS)
-    assert fitting_sizes(context, small) == [1, 2, 4]
+    assert fitting_sizes(context, replace(start, loss_chunk_tokens=search.MIN_CHUNK_TOKENS)) == [1, 2, 4]
     best = best_of(context, row)
     assert (best.micro_batch, best.loss_chunk_tokens) == (2, 512)
 
 
 @pytest.mark.parametrize("model", CONFIGS)
-def test_slices_come_in_two_sizes_and_whole_logits_in_none(model: str) -> None:
+def test_slices_come_in_two_sizes_by_the_vocabulary_and_whole_logits_in_none(model: str) -> None:
     context = context_for(model, "1xRTX-4090", seq_len=512)
-    chunked, eager = losses(context)
-    standard, smallest = chunk_sizes(context.shape, chunked)
-    assert standard is not None
-    assert standard > MIN_CHUNK_TOKENS == smallest
-    assert chunk_sizes(context.shape, eager) == (None,)
-    assert chunk_sizes(replace(context.shape, vocab_size=2_000_000), chunked) == (MIN_CHUNK_TOKENS,)
+    chunked, eager = search.losses(context)
+    assert search.chunk_sizes(context.shape, chunked) == (1024 if model == "tiny" else 512, search.MIN_CHUNK_TOKENS)
+    assert search.chunk_sizes(context.shape, eager) == (None,)
+    assert search.chunk_sizes(replace(context.shape, vocab_size=2_000_000), chunked) == (search.MIN_CHUNK_TOKENS,)
 
 
 def test_ligers_loss_head_is_chosen_where_it_is_installed_and_defined() -> None:
@@ -371,24 +338,21 @@ def test_ligers_loss_head_is_chosen_where_it_is_installed_and_defined() -> None:
     pairs = data_of(format=DataFormat.PREFERENCE, is_packed=False)
     for spec, rows, hooks in (("1xCPU", data, ()), ("1xRTX-4090", pairs, ()), ("1xRTX-4090", data, (Hook.LOSS,))):
         context = replace(context_for("1b", machine_of(spec)), data=rows, hooks=hooks)
-        assert LossHead.FUSED_LINEAR not in losses(context)
-
-
-# --- the values of a setting --------------------------------------------------------------------------------
+        assert LossHead.FUSED_LINEAR not in search.losses(context)
 
 
 @pytest.mark.parametrize(("written", "n"), [({}, 2), ({"checkpointing_n": 4}, 4)])
 def test_every_n_takes_the_n_of_the_job_and_two_where_it_says_none(written: dict[str, int], n: int) -> None:
     context = context_for("1b", "1xA100-SXM4-80GB", pin={"checkpointing": Checkpointing.EVERY_N, **written})
     row = ROWS["none/bf16-mixed/adamw_fused"]
-    configuration = first_configuration(context, row, checkpointing=Checkpointing.EVERY_N, loss=LossHead.CHUNKED)
-    assert (checkpointings(context), configuration.checkpoint_every_n) == ((Checkpointing.EVERY_N,), n)
+    configuration = search.first_configuration(context, row, checkpointing=Checkpointing.EVERY_N, loss=LossHead.CHUNKED)
+    assert (search.checkpointings(context), configuration.checkpoint_every_n) == ((Checkpointing.EVERY_N,), n)
     others = set(Checkpointing) - {Checkpointing.EVERY_N}
-    assert {every_n(context_for("1b", "1xA100-SXM4-80GB"), each) for each in others} == {None}
+    assert {search.every_n(context_for("1b", "1xA100-SXM4-80GB"), each) for each in others} == {None}
 
 
 def test_selective_is_offered_where_weights_are_trained_and_not_for_frozen_ones() -> None:
     """Of a frozen block it keeps more than the block would keep by itself."""
     full, lora = (context_for("8b", "1xA100-SXM4-80GB", method=method) for method in (Method.FULL, Method.LORA))
-    assert Checkpointing.SELECTIVE in checkpointings(full)
-    assert Checkpointing.SELECTIVE not in checkpointings(lora)
+    assert Checkpointing.SELECTIVE in search.checkpointings(full)
+    assert Checkpointing.SELECTIVE not in search.checkpointings(lora)

@@ -7,11 +7,7 @@ import pytest
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS, optimizers_of
 from shardwise.trainer.spec.engines import Engine, Offload, Sharding
 from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.strategy import Precision, Strategy
-
-
-def row_of(name: str) -> Strategy:
-    return next(row for row in CATALOGUE if row.name == name)
+from shardwise.trainer.spec.strategy import Precision
 
 
 def test_every_row_has_a_name_of_its_own_and_every_member_of_an_axis_a_row() -> None:
@@ -52,7 +48,7 @@ def test_of_equally_fast_layouts_the_one_with_the_least_machinery_comes_first() 
     ],
 )  # fmt: skip
 def test_a_row_is_exact_where_it_is_adamw_with_full_master_weights(name: str, *, is_exact: bool) -> None:
-    assert row_of(name).is_exact is is_exact
+    assert [row.is_exact for row in CATALOGUE if row.name == name] == [is_exact]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -5,17 +5,20 @@ from estimate_factory import CPU_HOST
 
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.planning.speed.step import speed_notes
-from shardwise.trainer.planning.tables.gpu_names import (
-    DISPLAY_BYTES,
-    as_usual,
-    hardware_from_spec,
-    match_card,
-    match_gpu_name,
-)
+from shardwise.trainer.planning.tables import gpu_names
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS, GpuSpec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware
 from shardwise.trainer.spec.units import GIB, MIB
+
+
+def machine(spec: str) -> Hardware:
+    return gpu_names.hardware_from_spec(spec, local_host=lambda: CPU_HOST)
+
+
+def usual(spec: str) -> Hardware:
+    return gpu_names.as_usual(machine(spec))
+
 
 ROWS = pytest.mark.parametrize("spec", GPU_SPECS.values(), ids=GPU_SPECS.keys())
 # Written from vendors' and Wikipedia's names, as people type them; a row is all that they mean.
@@ -58,16 +61,15 @@ TYPED = [
 
 @pytest.mark.parametrize(("name", "expected"), TYPED)
 def test_names_that_people_type(name: str, expected: str) -> None:
-    assert match_card(name).spec.name == expected
-    hardware = hardware_from_spec(f"1x{name}", local_host=lambda: CPU_HOST)
-    assert (len(hardware.gpus), hardware.gpus[0].spec_name) == (1, expected)
+    assert gpu_names.match_card(name).spec.name == expected
+    assert [gpu.spec_name for gpu in machine(f"1x{name}").gpus] == [expected]
 
 
 @ROWS
 def test_a_row_is_found_by_each_of_its_names(spec: GpuSpec) -> None:
     slices = [f"{spec.name}-MIG-{profile.name}" for profile in spec.mig_profiles]
     for name in (spec.name, spec.name.lower(), spec.name.replace("-", " "), *slices):
-        found = match_card(name)
+        found = gpu_names.match_card(name)
         assert (found.spec.name.lower(), found.others) == (name.lower().replace(" ", "-"), ())
 
 
@@ -83,7 +85,7 @@ AMBIGUOUS = [
 
 @pytest.mark.parametrize(("name", "count", "expected", "other"), AMBIGUOUS)
 def test_a_name_of_several_rows_says_which_was_taken(name: str, count: int, expected: str, other: str) -> None:
-    hardware = hardware_from_spec(f"{count}x{name}", local_host=lambda: CPU_HOST)
+    hardware = machine(f"{count}x{name}")
     assert {gpu.spec_name for gpu in hardware.gpus} == {expected}
     (note,) = hardware.notes
     assert expected in note and other in note
@@ -98,17 +100,12 @@ def test_a_name_of_several_rows_says_which_was_taken(name: str, count: int, expe
     ],
 )  # fmt: skip
 def test_an_unknown_name_is_answered_with_what_there_is(name: str, hint: str) -> None:
-    with pytest.raises(InputError, match=f"unknown GPU '{name}'") as caught:
-        match_card(name)
-    assert hint in str(caught.value)
-    assert len(str(caught.value)) < 250
+    with pytest.raises(InputError, match=f"(?s)unknown GPU '{name}'.*{hint}"):
+        gpu_names.match_card(name)
 
 
 def test_a_stated_power_class_replaces_the_assumed_one() -> None:
-    assumed, stated = (
-        device_of(hardware_from_spec(spec, local_host=lambda: CPU_HOST))
-        for spec in ("1xRTX-4070-Laptop", "1xRTX 4070 Laptop 80W")
-    )
+    assumed, stated = (device_of(machine(spec)) for spec in ("1xRTX-4070-Laptop", "1xRTX 4070 Laptop 80W"))
     assert any("115 W" in note for note in speed_notes(assumed))
     assert not any("115 W" in note for note in speed_notes(stated))
     assert (assumed.board_watts, stated.board_watts) == (115, 80)
@@ -119,9 +116,9 @@ def test_a_stated_power_class_replaces_the_assumed_one() -> None:
 @ROWS
 def test_a_row_is_found_by_its_own_nvidia_smi_name(spec: GpuSpec) -> None:
     for name in spec.smi_names:
-        assert match_gpu_name(f"NVIDIA {name}", spec.memory_bytes) == spec.name
+        assert gpu_names.match_gpu_name(f"NVIDIA {name}", spec.memory_bytes) == spec.name
         for profile in spec.mig_profiles:
-            found = match_gpu_name(f"NVIDIA {name} MIG {profile.name}", round(profile.usable_gib * 2**30))
+            found = gpu_names.match_gpu_name(f"NVIDIA {name} MIG {profile.name}", round(profile.usable_gib * 2**30))
             assert found == f"{spec.name}-MIG-{profile.name}"
 
 
@@ -158,52 +155,46 @@ SMI_NAMES = [
 
 @pytest.mark.parametrize(("name", "memory_mib", "expected"), SMI_NAMES)
 def test_names_of_nvidia_smi(name: str, memory_mib: int | None, expected: str | None) -> None:
-    assert match_gpu_name(name, None if memory_mib is None else memory_mib * MIB) == expected
+    assert gpu_names.match_gpu_name(name, None if memory_mib is None else memory_mib * MIB) == expected
 
 
 def test_a_spec_makes_a_machine_of_nodes_and_cpu_ranks_have_machines_like_this_one() -> None:
-    hardware = hardware_from_spec("4x8xH200", local_host=lambda: CPU_HOST)
+    hardware = machine("4x8xH200")
     assert (hardware.num_nodes, len(hardware.gpus), hardware.num_devices) == (4, 8, 32)
     assert hardware.source == "catalogue 4x8xH200"
     assert hardware.host.ram_bytes is None and hardware.host.num_cores is None
-    hardware = hardware_from_spec("3x2xCPU", local_host=lambda: CPU_HOST)
+    hardware = machine("3x2xCPU")
     assert (hardware.num_nodes, hardware.num_devices_per_node, hardware.num_devices) == (3, 2, 6)
     assert (hardware.device_kind, hardware.host) == (DeviceKind.CPU, CPU_HOST)
 
 
 @pytest.mark.parametrize("text", ["", "8x", "0xH200", "1x0xH200", "8xH300", "-1xH200", "0x2xCPU", "1x2x3xH200"])
 def test_a_wrong_spec_says_what_one_looks_like(text: str) -> None:
-    with pytest.raises(InputError) as caught:
-        hardware_from_spec(text, local_host=lambda: CPU_HOST)
-    message = str(caught.value)
-    assert "8xH100-SXM5-80GB" in message or "2xCPU" in message
-    assert len(message.splitlines()) <= 3
+    with pytest.raises(InputError, match=r"8xH100-SXM5-80GB|2xCPU"):
+        machine(text)
 
 
 def test_mig_slices_do_not_work_together() -> None:
-    assert hardware_from_spec("A30-MIG-1g.6gb", local_host=lambda: CPU_HOST).gpus[0].is_mig_on
+    assert machine("A30-MIG-1g.6gb").gpus[0].is_mig_on
     with pytest.raises(InputError, match=r"1xA30-MIG-1g\.6gb"):
-        hardware_from_spec("2xA30-MIG-1g.6gb", local_host=lambda: CPU_HOST)
+        machine("2xA30-MIG-1g.6gb")
 
 
 def test_what_a_spec_does_not_state_is_assumed_as_usual_and_noted() -> None:
-    desktop, server = (usual("2xRTX-3090"), usual("8xH100-SXM5-80GB"))
+    desktop, server, pcie = usual("2xRTX-3090"), usual("8xH100-SXM5-80GB"), GPU_SPECS["RTX-3090"].pcie_bytes_per_s
     assert desktop.host.is_ram_assumed and server.host.is_ram_assumed
     assert desktop.host.ram_bytes == 96 * GIB  # twice the memory of both cards
     assert server.host.ram_bytes == server.host.ram_available_bytes > 1250 * GIB
-    assert usual("1xRTX-4060").host.ram_bytes == 32 * GIB
-    first, second = desktop.gpus
-    assert (first.free_bytes, second.free_bytes) == (GPU_SPECS["RTX-3090"].usable_bytes - DISPLAY_BYTES, None)
+    assert (usual("1xRTX-4060").host.ram_bytes, usual("1xGB10").host.ram_bytes) == (32 * GIB, None)  # the card's memory
+    free_bytes = [gpu.free_bytes for gpu in desktop.gpus]
+    assert free_bytes == [GPU_SPECS["RTX-3090"].usable_bytes - gpu_names.DISPLAY_BYTES, None]
     assert [gpu.pcie_width for gpu in desktop.gpus] == [8, 8]
-    assert device_of(desktop).pcie_bytes_per_s == GPU_SPECS["RTX-3090"].pcie_bytes_per_s // 2
-    assert device_of(desktop).link_bytes_per_s == GPU_SPECS["RTX-3090"].pcie_bytes_per_s // 2
-    assert usual("4xRTX-4060").gpus[0].pcie_width == 4
-    assert usual("1xRTX-3090").gpus[0].pcie_width is None
+    assert device_of(desktop).pcie_bytes_per_s == device_of(desktop).link_bytes_per_s == pcie // 2
+    assert (usual("4xRTX-4060").gpus[0].pcie_width, usual("1xRTX-3090").gpus[0].pcie_width) == (4, None)
     assert server.gpus[0].free_bytes is server.gpus[0].pcie_width is None
     for hardware in (desktop, server):
         assert "bitsandbytes" in hardware.libraries and "transformer-engine" not in hardware.libraries
         assert any("assumed of this machine" in note for note in hardware.notes)
-    assert usual("1xGB10").host.ram_bytes is None  # its memory is the card's
 
 
 def test_a_spec_states_what_is_otherwise_assumed() -> None:
@@ -218,7 +209,3 @@ def test_a_spec_states_what_is_otherwise_assumed() -> None:
 def test_a_fact_that_is_none_of_a_machine_is_an_error_with_the_form(option: str) -> None:
     with pytest.raises(InputError, match="1xRTX-3090"):
         usual(f"1xRTX-3090,{option}")
-
-
-def usual(spec: str) -> Hardware:
-    return as_usual(hardware_from_spec(spec, local_host=lambda: CPU_HOST))

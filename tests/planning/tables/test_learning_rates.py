@@ -1,6 +1,7 @@
 """Rates by optimizer, method and size: every row is published or says what it was derived from."""
 
 import math
+import re
 from itertools import product
 
 import pytest
@@ -23,12 +24,17 @@ def rate(optimizer: Optimizer, size: float = 7e9, *, method: Method = Method.FUL
     return default_rate(optimizer=optimizer, method=method, is_from_scratch=from_scratch, num_parameters=int(size)).lr
 
 
-def test_every_optimizer_has_rates_from_small_to_large_that_never_rise():
+def test_every_optimizer_has_rates_from_small_to_large_that_never_rise_each_with_its_source():
     for rates in (*(optimizer.facts.rates for optimizer in Optimizer), schedule._GALORE):
         for rows in rates:
             sizes = [row.max_parameters for row in rows]
             assert sizes == sorted(set(sizes)) and sizes[-1] == math.inf
             assert [row.lr for row in rows] == sorted((row.lr for row in rows), reverse=True)
+    for optimizer, size, method, from_scratch in product(Optimizer, SIZES, Method, (True, False)):
+        found = default_rate(optimizer=optimizer, method=method, is_from_scratch=from_scratch, num_parameters=int(size))
+        assert 1e-6 < found.lr <= 0.1
+        named = r" parameters: .*(arXiv:\d{4}\.\d{5}|none is published|Alpaca|TrainingArguments|as Adafactor)"
+        assert re.search(named, found.source), (optimizer, size, method, from_scratch)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +61,7 @@ def test_forms_of_adamw_and_muon_take_adamws_rate(optimizer, size):
 
 @pytest.mark.parametrize("inner", [Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAFACTOR])
 def test_galore_has_one_rate_whatever_runs_inside(inner):
-    assert rate(inner, 1e9, method=Method.GALORE) == 1e-2
-    assert rate(inner, 7e9, method=Method.GALORE) == 5e-3
+    assert [rate(inner, size, method=Method.GALORE) for size in (1e9, 7e9)] == [1e-2, 5e-3]
     assert rate(inner, 7e9, method=Method.GALORE, from_scratch=False) == 2e-5
 
 
@@ -69,17 +74,14 @@ def test_a_run_may_go_over_to_an_optimizer_to_which_its_rate_means_the_same():
     assert not shares_rate(Optimizer.LOMO, Optimizer.ADALOMO)
 
 
-def test_the_chosen_optimizer_sets_the_schedules_rate_before_the_pinned_one():
+def test_the_chosen_optimizer_sets_the_schedules_rate_before_the_pinned_one_and_the_job_file_before_both():
     data, shape = data_of(), shape_of("8b")
     open_job, pinned = job_of(seq_len=512), job_of(seq_len=512, pin={"optimizer": Optimizer.LION})
     assert make_schedule(open_job, data, shape).lr == 2e-5
     assert make_schedule(pinned, data, shape).lr == 6.7e-6
     assert make_schedule(pinned, data, shape, optimizer=Optimizer.ADAFACTOR).lr == 1e-3
     assert make_schedule(open_job, data, shape, optimizer=Optimizer.ADAFACTOR).lr == 1e-3
-
-
-def test_a_rate_of_the_job_file_is_kept_whatever_is_chosen():
-    made = make_schedule(job_of(lr=7e-5), data_of(), shape_of("8b"), optimizer=Optimizer.LION)
+    made = make_schedule(job_of(lr=7e-5), data, shape, optimizer=Optimizer.LION)
     assert (made.lr, made.lr_source) == (7e-5, "train.lr of the job file")
 
 

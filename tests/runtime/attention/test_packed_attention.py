@@ -14,16 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, mask
 
 from shardwise.trainer.runtime.attention import packed as packed_attention
 from shardwise.trainer.runtime.attention.choice import attention_facts, attention_of
-from shardwise.trainer.runtime.attention.packed import (
-    ON_CPU,
-    ONE_BY_ONE,
-    PACKED_SDPA,
-    document_bounds,
-    isolate_documents,
-    known_rows,
-    packed_inputs,
-    packed_sdpa,
-)
 from shardwise.trainer.runtime.loss import IGNORED, install_loss_head
 from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing
 from shardwise.trainer.spec.errors import InputError
@@ -52,11 +42,9 @@ ONE_OF_A_TYPE = [(name, "eager" if name in WITHOUT_SDPA else "sdpa") for name in
 
 
 def build(name: str, implementation: str, **settings: Any) -> PreTrainedModel:
-    config = {key: value for key, value in MODELS[name].items() if key != "model_type"}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(MODELS[name]["model_type"], **config | settings), attn_implementation=implementation
-    )
+    config = AutoConfig.for_model(**MODELS[name] | settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     model.config.use_cache = False
     return model.eval()
 
@@ -79,17 +67,12 @@ def unchanged(values: torch.Tensor) -> torch.Tensor:
 
 
 def logits(model: PreTrainedModel, ids: torch.Tensor, position_ids: torch.Tensor | None = POSITIONS) -> torch.Tensor:
-    inputs = {"input_ids": ids} if position_ids is None else packed_inputs(model, ids, position_ids)
+    inputs = {"input_ids": ids} if position_ids is None else packed_attention.packed_inputs(model, ids, position_ids)
     return model(**inputs).logits
 
 
-def labels_of(ids: torch.Tensor, *, only_unchanged: bool = False) -> torch.Tensor:
-    labels = ids.clone()
-    labels[POSITIONS == 0] = IGNORED
-    if only_unchanged:
-        for row, places in CHANGED:
-            labels[row, places] = IGNORED
-    return labels
+def labels_of(ids: torch.Tensor) -> torch.Tensor:
+    return ids.masked_fill(POSITIONS == 0, IGNORED)
 
 
 def test_every_model_type_is_tested_on_some_path():
@@ -106,27 +89,6 @@ def test_a_document_is_what_it_is_alone(name, implementation):
         for row, places in PLACES:
             alone = logits(model, ids[row : row + 1, places], None)[0]
             torch.testing.assert_close(together[row, places], alone, rtol=1e-5, atol=5e-6)
-
-
-@pytest.mark.parametrize(("name", "implementation"), ONE_OF_A_TYPE)
-def test_the_loss_of_a_document_has_no_gradient_from_another(name, implementation):
-    """The gradients of what the unchanged documents lose, with respect to the embedded tokens and to the weights."""
-    found = []
-    for ids in (rows(), with_others_changed()):
-        model = build(name, implementation)
-        install_loss_head(model, LossHead.CHUNKED, chunk_tokens=None)
-        embedded: list[torch.Tensor] = []
-        model.get_input_embeddings().register_forward_hook(
-            lambda module, inputs, output, retained=embedded: (output.retain_grad(), retained.append(output))[0]
-        )
-        loss = model(input_ids=ids, labels=labels_of(ids, only_unchanged=True), position_ids=POSITIONS)
-        loss.backward()
-        (output,) = embedded
-        for row, places in CHANGED:
-            assert output.grad[row, places].abs().max() == 0
-        weights = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        found.append((loss.detach(), unchanged(output.grad), weights))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "implementation"), ONE_OF_A_TYPE)
@@ -152,14 +114,14 @@ def test_the_gradients_are_those_of_the_documents_one_by_one(name, implementatio
 
 
 def test_bounds_are_the_starts_of_all_documents_and_the_end():
-    assert document_bounds(POSITIONS) == BOUNDS == (0, 20, 21, 48, 51, 81, 96)
+    assert packed_attention.document_bounds(POSITIONS) == BOUNDS == (0, 20, 21, 48, 51, 81, 96)
 
 
 def test_without_positions_the_model_is_the_one_that_transformers_has():
     ids = rows()
     for name in ("llama", "mistral", "gemma3_text"):
         model = build(name, "sdpa")
-        isolate_documents(model)
+        packed_attention.isolate_documents(model)
         found = logits(model, ids, None)
         model.config._attn_implementation = "sdpa"
         assert torch.equal(found, logits(model, ids, None)), name
@@ -170,8 +132,8 @@ def test_a_report_names_the_planned_attention_and_what_kept_documents_apart():
     logits(model, rows(), None)
     assert (model.config._attn_implementation, attention_facts(model)) == ("sdpa", {})
     logits(model, rows())
-    assert (model.config._attn_implementation, attention_of(model)) == (PACKED_SDPA, "sdpa")
-    assert attention_facts(model) == {"documents": f"separated by {ON_CPU}"}
+    assert (model.config._attn_implementation, attention_of(model)) == (packed_attention.PACKED_SDPA, "sdpa")
+    assert attention_facts(model) == {"documents": f"separated by {packed_attention.ON_CPU}"}
 
 
 def test_falcon_with_alibi_is_refused_with_what_would_do():
@@ -228,7 +190,7 @@ def test_attention_dropout_runs_document_by_document_and_keeps_them_apart():
         torch.manual_seed(5)
         found.append(logits(model, ids).detach())
     torch.testing.assert_close(unchanged(found[1]), unchanged(found[0]), rtol=0, atol=1e-6)
-    assert attention_facts(model) == {"documents": f"separated by {ONE_BY_ONE}"}
+    assert attention_facts(model) == {"documents": f"separated by {packed_attention.ONE_BY_ONE}"}
 
 
 class Layer(torch.nn.Module):
@@ -247,9 +209,8 @@ BOUND_ARGUMENTS: dict[str, Any] = {
 def heads(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, WIDTH, 6, 24), (2, WIDTH, 2, 24), (2, WIDTH, 2, 24))
-    return [
-        torch.randn(shape, generator=generator).to(device, dtype).transpose(1, 2).requires_grad_() for shape in shapes
-    ]
+    drawn = (torch.randn(shape, generator=generator) for shape in shapes)
+    return [each.to(device, dtype).transpose(1, 2).requires_grad_() for each in drawn]
 
 
 def masked(query, key, value, *, window, scale):
@@ -264,20 +225,20 @@ def masked(query, key, value, *, window, scale):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 1, 5, 27, 100])
-@pytest.mark.parametrize("kernel", [ON_CPU, ONE_BY_ONE])
+@pytest.mark.parametrize("kernel", [packed_attention.ON_CPU, packed_attention.ONE_BY_ONE])
 def test_each_way_is_attention_under_a_mask(monkeypatch, kernel, window, dtype):
     monkeypatch.setattr(packed_attention, "_kernel", lambda query, dropout: kernel)
     inputs, others = heads(dtype), heads(dtype)
+    settings: dict[str, Any] = {"scaling": 0.3, "sliding_window": window, **BOUND_ARGUMENTS}
     query, key, value = inputs
-    out, _ = packed_sdpa(Layer(), query, key, value, None, scaling=0.3, sliding_window=window, **BOUND_ARGUMENTS)
+    out, _ = packed_attention.packed_sdpa(Layer(), query, key, value, None, **settings)
     expected = masked(*others, window=window, scale=0.3)
     rtol, atol = (1e-5, 1e-5) if dtype is torch.float32 else (2e-2, 4e-2)
     assert out.is_contiguous()
     torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    for found, wanted in zip(
-        torch.autograd.grad(out, inputs, weights), torch.autograd.grad(expected, others, weights), strict=True
-    ):
+    gradients = torch.autograd.grad(out, inputs, weights), torch.autograd.grad(expected, others, weights)
+    for found, wanted in zip(*gradients, strict=True):
         torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
 
 
@@ -314,43 +275,28 @@ def test_w31_stablelm_drops_arguments_next_to_positions():
 
 
 READS = "aten::is_nonzero"  # a tensor as a condition of Python: on a GPU, a wait
-IDS = torch.arange(2 * 12).view(2, 12) % 32
 
 
-def tiny(model_type: str = "llama", **fields: Any) -> torch.nn.Module:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, vocab_size=32, num_key_value_heads=1, head_dim=8, **sizes, **fields)
-    return AutoModelForCausalLM.from_config(config)
-
-
-def forward(
-    model: torch.nn.Module, around: AbstractContextManager[None], **inputs: torch.Tensor
-) -> tuple[torch.Tensor, int]:
+def forward(model: PreTrainedModel, around: AbstractContextManager[None], **inputs: torch.Tensor) -> tuple[Any, int]:
     """The logits of a forward, and how often a tensor was read as a condition."""
     with around, profile(activities=[ProfilerActivity.CPU]) as profiler:
-        logits = model(input_ids=IDS, use_cache=False, **inputs).logits
+        logits = model(input_ids=rows(), **inputs).logits
     return logits, sum(each.count for each in profiler.key_averages() if each.key == READS)
 
 
 def test_w57_transformers_reads_from_the_device_whether_rows_are_packed():
-    assert forward(tiny(), nullcontext())[1] > 0
+    assert forward(build("llama", "sdpa"), nullcontext())[1] > 0
 
 
-@pytest.mark.parametrize("fields", [{}, {"model_type": "mistral", "sliding_window": 4}])
-def test_whole_rows_are_not_looked_at_and_have_the_same_logits(fields: dict[str, Any]):
-    model = tiny(**fields)
-    (plain, _), (spared, reads) = forward(model, nullcontext()), forward(model, known_rows(are_packed=False))
-    assert reads == 0
-    assert torch.equal(plain, spared)
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_packed_rows_are_not_looked_at_and_have_the_same_logits(implementation: str):
-    model = tiny("mistral", sliding_window=4, attn_implementation=implementation)
-    positions = torch.cat([torch.arange(5), torch.arange(7)]).repeat(2, 1)
+@pytest.mark.parametrize(
+    ("name", "implementation", "is_packed"),
+    [("llama", "sdpa", False), ("mistral", "sdpa", False), ("mistral", "sdpa", True), ("mistral", "eager", True)],
+)
+def test_rows_are_not_looked_at_and_have_the_same_logits(name: str, implementation: str, is_packed: bool):
+    model, inputs = build(name, implementation), {"position_ids": POSITIONS} if is_packed else {}
     (plain, reads_before), (spared, reads) = (
-        forward(model, around, position_ids=positions) for around in (nullcontext(), known_rows(are_packed=True))
+        forward(model, around, **inputs)
+        for around in (nullcontext(), packed_attention.known_rows(are_packed=is_packed))
     )
     assert (reads_before > 0, reads) == (True, 0)
     assert torch.equal(plain, spared)
@@ -358,6 +304,6 @@ def test_packed_rows_are_not_looked_at_and_have_the_same_logits(implementation: 
 
 def test_the_look_is_back_afterwards_whatever_happened_meanwhile():
     look = masking_utils.find_packed_sequence_indices
-    with pytest.raises(ValueError, match="in the forward"), known_rows(are_packed=False):
+    with pytest.raises(ValueError, match="in the forward"), packed_attention.known_rows(are_packed=False):
         raise ValueError("in the forward")
     assert masking_utils.find_packed_sequence_indices is look

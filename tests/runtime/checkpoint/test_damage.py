@@ -105,9 +105,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "unknown field": in_manifest(lambda manifest: manifest.update(hook="os.system")),
     "missing chunk": in_weight(lambda weight, chunk: weight.update(chunks=[])),
     "overlapping chunk": in_weight(lambda weight, chunk: weight["chunks"].append(chunk)),
-    "chunk of another size": in_weight(
-        lambda weight, chunk: (weight.update(shape=[1, 10]), chunk.update(num_elements=10))
-    ),
+    "chunk of another size": in_weight(lambda entry, chunk: (entry.update(shape=[10]), chunk.update(num_elements=10))),
     "chunk of another type": in_weight(lambda weight, chunk: weight.update(type="I32")),
     "chunk without key": in_weight(lambda weight, chunk: chunk.update(key="nowhere")),
     "chunk of an unlisted file": in_weight(lambda weight, chunk: chunk.update(file="shard-00009.safetensors")),
@@ -115,7 +113,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "negative start": in_weight(lambda weight, chunk: chunk.update(start=-1)),
     "name that climbs": name_that_climbs,
     "name with a line end": in_manifest(
-        lambda manifest: manifest["files"].update({f"{SHARD}\n": manifest["files"][SHARD]})
+        lambda content: content["files"].update({f"{SHARD}\n": content["files"][SHARD]})
     ),
     "tie to nowhere": in_manifest(lambda manifest: manifest["parameters"].update(w={"tied_to": "model.nowhere"})),
     "neither weight nor tie": in_manifest(lambda manifest: manifest["parameters"].update(w={})),
@@ -153,9 +151,8 @@ def test_what_does_not_fit_is_refused_once_it_is_known_to_be_whole(tiny, root):
 
 def test_one_of_another_job_is_refused_before_anything_is_built(tiny, root):
     with pytest.raises(InputError, match=r"train\.seed: it has 0, this job 9"):
-        begin_resumption(
-            root, check=lambda found: check_compatible(found, tiny.build_facts(0, seed=9)), on_skip=pytest.fail
-        )
+        facts = tiny.build_facts(0, seed=9)
+        begin_resumption(root, check=lambda found: check_compatible(found, facts), on_skip=pytest.fail)
 
 
 def test_where_all_are_damaged_nothing_starts_over_silently(tiny, root):
@@ -180,10 +177,9 @@ def test_no_folder_an_empty_one_and_other_names_hold_no_checkpoint(tmp_path):
     assert find_checkpoint(tmp_path, on_skip=pytest.fail) is None
 
 
-def test_newest_is_by_number_also_beyond_eight_digits(tiny, newest, tmp_path):
-    model = tiny.build_model()
+def test_newest_is_by_number_also_beyond_eight_digits(tiny, trained, newest, tmp_path):
     for step in (99_999_999, 100_000_000):
-        tiny.save(tmp_path, model, tiny.build_optimizer(model), step)
+        tiny.save(tmp_path, *trained, step)
     assert newest(tmp_path).path.name == "step-100000000"
 
 

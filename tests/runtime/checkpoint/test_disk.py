@@ -19,10 +19,6 @@ from shardwise.trainer.spec.report import Evaluation
 NOBODY = 65534
 
 
-def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
-
-
 @contextmanager
 def not_root() -> Iterator[None]:
     """Permission bits mean nothing to root."""
@@ -60,7 +56,7 @@ class DiskCalls:
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
         name = self._name(path)
         self.order.append(f"sync {name}")
-        self.held[name] = set(names(path)) if path.is_dir() else path.read_bytes()
+        self.held[name] = {each.name for each in path.iterdir()} if path.is_dir() else path.read_bytes()
 
     def rename(self, source: str | Path, target: str | Path) -> None:
         self._rename(source, target)
@@ -82,7 +78,7 @@ def test_the_disk_has_everything_before_the_rename_and_the_rename_before_the_old
     calls = DiskCalls(tmp_path, monkeypatch)
     saved = tiny.save(tmp_path, *trained, 2, keep=1)
 
-    staged, files = ".tmp-step-00000002", names(saved)
+    staged, files = ".tmp-step-00000002", tiny.names(saved)
     assert len(files) == 5, "four shards, written side by side, and the manifest"
     *shard_syncs, manifest_sync, folder_sync, commit, root_sync, prune = calls.order
     assert sorted(shard_syncs) == [f"sync {staged}/{name}" for name in files if name != "MANIFEST.json"]
@@ -105,9 +101,9 @@ def test_write_that_fails_leaves_the_older_one(tiny, trained, tmp_path, share):
         pytest.raises(EnvironmentFaultError, match="step 2 was not saved: File too large"),
     ):
         tiny.save(tmp_path, *trained, 2)
-    assert names(tmp_path) == [".lock", "step-00000001"]
+    assert tiny.names(tmp_path) == [".lock", "step-00000001"]
     tiny.save(tmp_path, *trained, 2)
-    assert names(tmp_path) == [".lock", "step-00000001", "step-00000002"]
+    assert tiny.names(tmp_path) == [".lock", "step-00000001", "step-00000002"]
 
 
 def test_too_little_room_is_found_before_anything_is_written(tiny, small_disk):
@@ -115,7 +111,7 @@ def test_too_little_room_is_found_before_anything_is_written(tiny, small_disk):
     reached: list[str] = []
     with pytest.raises(EnvironmentFaultError, match=r"needs 4\.4 MiB and 2 MiB are free"):
         tiny.save(small_disk, model, torch.optim.SGD(model.parameters()), 1, on_point=reached.append)
-    assert (names(small_disk), reached) == ([".lock"], [])
+    assert (tiny.names(small_disk), reached) == ([".lock"], [])
 
 
 def test_the_oldest_makes_room_where_that_suffices_and_another_stays(tiny, newest, small_disk):
@@ -128,9 +124,9 @@ def test_the_oldest_makes_room_where_that_suffices_and_another_stays(tiny, newes
     for keep in (1, 2):
         with pytest.raises(EnvironmentFaultError, match="a checkpoint needs"):
             tiny.save(small_disk, large, torch.optim.SGD(large.parameters()), 3, keep=keep)
-        assert names(small_disk) == [".lock", "others", "step-00000001", "step-00000002"], "it would not suffice"
+        assert tiny.names(small_disk) == [".lock", "others", "step-00000001", "step-00000002"], "it would not suffice"
     tiny.save(small_disk, model, optimizer, 3, keep=2)
-    assert names(small_disk) == [".lock", "others", "step-00000002", "step-00000003"]
+    assert tiny.names(small_disk) == [".lock", "others", "step-00000002", "step-00000003"]
     shutil.rmtree(small_disk / "step-00000002")
     (small_disk / "others").write_bytes(bytes((small_disk / "others").stat().st_size + 640_000))
     with pytest.raises(EnvironmentFaultError, match="a checkpoint needs"):
@@ -151,7 +147,7 @@ def test_folder_that_may_not_be_written_is_named(tiny, trained, is_new):
         root.parent.chmod(0o755)
         if not is_new:
             root.chmod(0o755)
-            assert names(root) == [".lock", "step-00000001"]
+            assert tiny.names(root) == [".lock", "step-00000001"]
 
 
 def test_second_writer_is_refused_and_the_first_continues(tiny, trained, tmp_path):
@@ -161,7 +157,7 @@ def test_second_writer_is_refused_and_the_first_continues(tiny, trained, tmp_pat
                 tiny.save(tmp_path, *trained, 5)
 
     tiny.save(tmp_path, *trained, 4, on_point=save_as_well)
-    assert names(tmp_path) == [".lock", "step-00000004"]
+    assert tiny.names(tmp_path) == [".lock", "step-00000004"]
     tiny.save(tmp_path, *trained, 5)
 
 
@@ -177,7 +173,7 @@ def test_state_that_is_not_finite_is_not_saved(tiny, trained, tmp_path, state):
     facts = tiny.build_facts(2, evaluations=(Evaluation(step=2, loss=float("nan"), perplexity=1.0, num_tokens=5),))
     with pytest.raises(NonFiniteStateError, match="the evaluation loss of step 2 is nan"):
         tiny.save(tmp_path, *trained, 2, facts=facts)
-    assert names(tmp_path) == [".lock", "step-00000001"]
+    assert tiny.names(tmp_path) == [".lock", "step-00000001"]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +186,7 @@ def test_state_that_is_not_finite_is_not_saved(tiny, trained, tmp_path, state):
 def test_the_newest_and_the_protected_are_kept(tiny, trained, tmp_path, keep, keep_every, protect, expected):
     for step in range(1, 7):
         tiny.save(tmp_path, *trained, step, keep=keep, keep_every=keep_every, protect=protect)
-    assert names(tmp_path) == [".lock", *(f"step-{step:08d}" for step in expected)]
+    assert tiny.names(tmp_path) == [".lock", *(f"step-{step:08d}" for step in expected)]
     with pytest.raises(ValueError, match="keep must be at least 1, not 0"):
         tiny.save(tmp_path, *trained, 7, keep=0)
 
@@ -201,7 +197,7 @@ def test_incomplete_folders_neither_count_nor_go(tiny, trained, tmp_path):
     (tmp_path / "step-00000003").mkdir()
     (tmp_path / "step-00000002" / "shard-00000.safetensors").write_bytes(b"short")
     tiny.save(tmp_path, *trained, 4, keep=2)
-    assert names(tmp_path) == [".lock", *(f"step-{step:08d}" for step in (1, 2, 3, 4))]
+    assert tiny.names(tmp_path) == [".lock", *(f"step-{step:08d}" for step in (1, 2, 3, 4))]
 
 
 def test_damaged_later_step_never_pushes_out_the_newest_whole_one(tiny, trained, newest, tmp_path):
@@ -210,10 +206,10 @@ def test_damaged_later_step_never_pushes_out_the_newest_whole_one(tiny, trained,
     shard = tmp_path / "step-00000006" / "shard-00000.safetensors"
     shard.write_bytes(bytes(shard.stat().st_size))  # its size is right
     tiny.save(tmp_path, *trained, 4, keep=1)
-    assert names(tmp_path) == [".lock", "step-00000004", "step-00000006"]
+    assert tiny.names(tmp_path) == [".lock", "step-00000004", "step-00000006"]
     tiny.save(tmp_path, *trained, 6, keep=1)
     assert newest(tmp_path).step == 6
-    assert names(tmp_path) == [".lock", "step-00000006"]
+    assert tiny.names(tmp_path) == [".lock", "step-00000006"]
 
 
 def test_whole_checkpoint_of_the_same_step_is_kept_unless_it_is_of_another_run(tiny, trained, tmp_path):
@@ -223,4 +219,4 @@ def test_whole_checkpoint_of_the_same_step_is_kept_unless_it_is_of_another_run(t
     assert tiny.save(tmp_path, *trained, 1, on_point=reached.append) == path
     with pytest.raises(InputError, match="belongs to run tiny; give other a folder of its own"):
         tiny.save(tmp_path, *trained, 1, facts=tiny.build_facts(1, run_name="other"))
-    assert (path.stat().st_ino, reached, names(tmp_path)) == (before, [], [".lock", "step-00000001"])
+    assert (path.stat().st_ino, reached, tiny.names(tmp_path)) == (before, [], [".lock", "step-00000001"])

@@ -1,23 +1,16 @@
 """State of every optimizer goes through a checkpoint bit for bit, in one process."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardwise.trainer.runtime.checkpoint import (
-    CheckpointFolder,
-    Ranks,
-    Save,
-    check_compatible,
-    import_state,
-    import_weights,
-    state_digest,
-)
+from shardwise.trainer.runtime.checkpoint import CheckpointFolder, Ranks, check_compatible, import_state, import_weights
 from shardwise.trainer.runtime.checkpoint.load import check_read_back
 from shardwise.trainer.runtime.checkpoint.optimizer_state import projected_shapes
 from shardwise.trainer.runtime.optimizers import build_optimizer, projectors, state_facts, unwrapped
@@ -26,7 +19,6 @@ from shardwise.trainer.spec.errors import InputProblemsError
 from shardwise.trainer.spec.job.sections import GaloreJob
 from shardwise.trainer.spec.optimizers import Optimizer
 
-VOCABULARY, SEQ_LEN = 131, 16
 GALORE = {
     f"galore-{projection}-{inner}": (inner, GaloreJob(rank=8, update_gap=3, projection=projection))
     for projection in ("std", "reverse_std", "right", "left", "full")
@@ -39,29 +31,25 @@ KINDS = {each.value: (each, None) for each in Optimizer if each is not Optimizer
 
 # Projections differ in what is saved, not in how: one of them stands for all but in the comparison in fp32.
 FEW_KINDS = [kind for kind in KINDS if kind not in GALORE or kind == "galore-std-adamw"]
+RUNS = [(torch.float32, kind) for kind in KINDS] + [(torch.bfloat16, kind) for kind in FEW_KINDS]
 
 
-def build_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+@pytest.fixture(scope="module")
+def build_model(tiny) -> Callable[..., nn.Module]:
     """Matrices from 4,096 elements on, which bitsandbytes keeps in 8 bit, and others; the last block of most is cut."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=66, intermediate_size=101, num_hidden_layers=1, num_attention_heads=3,
-        num_key_value_heads=1, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, use_cache=False,
-    )  # fmt: skip
-    return nn.Module.to(LlamaForCausalLM(config), dtype)
+    return partial(tiny.build_model, hidden_size=66, intermediate_size=101)
 
 
 def build(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     optimizer, galore = KINDS[kind]
-    return build_optimizer(
-        optimizer, model, lr=3e-3, weight_decay=0.1, galore=galore, in_backward=kind == "in the backward pass"
-    )
+    in_backward = kind == "in the backward pass"
+    return build_optimizer(optimizer, model, lr=3e-3, weight_decay=0.1, galore=galore, in_backward=in_backward)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, start: int, stop: int) -> list[float]:
     losses = []
     for step in range(start, stop):
-        rows = torch.randint(0, VOCABULARY, (4, SEQ_LEN), generator=torch.Generator().manual_seed(step))
+        rows = torch.randint(0, 127, (4, 16), generator=torch.Generator().manual_seed(step))
         loss = model(input_ids=rows, labels=rows).loss
         loss.backward()
         optimizer.step()
@@ -71,84 +59,70 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, start: int, sto
 
 
 def save(root: Path, model: nn.Module, built: object, tiny, step: int, **changed: Any) -> None:
-    folder = Save(
-        root, model=model, optimizer=built, sharding=Sharding.NONE, facts=tiny.build_facts(step, **changed),
-        ranks=Ranks.alone(), keep=2,
-    ).run()  # fmt: skip
+    folder = tiny.save(root, model, built, step, facts=tiny.build_facts(step, **changed))
     check_read_back(folder, model=model, optimizer=built, sharding=Sharding.NONE, ranks=Ranks.alone())
 
 
-def resume(checkpoint: CheckpointFolder, kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any, int]:
-    model = build_model(seed=9, dtype=dtype)
+def resume(model: nn.Module, checkpoint: CheckpointFolder, kind: str) -> tuple[nn.Module, Any, int]:
+    """A model of other weights and a fresh optimizer, both filled from the checkpoint; blocks that were coded anew."""
     import_weights(model, checkpoint)
     optimizer = build(model, kind)
     return model, optimizer, import_state(model, optimizer, checkpoint, sharding=Sharding.NONE)
 
 
-def digest(model: nn.Module, optimizer: object) -> str:
-    return state_digest(model, optimizer, sharding=Sharding.NONE)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kind"),
-    [(torch.float32, kind) for kind in KINDS] + [(torch.bfloat16, kind) for kind in FEW_KINDS],
-    ids=str,
-)
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(dtype, kind, tiny, newest, tmp_path):
+@pytest.mark.parametrize(("dtype", "kind"), RUNS, ids=str)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(dtype, kind, build_model, tiny, newest, tmp_path):
     """Five steps, five more; projectors are made anew in between, every third step."""
-    model = build_model(dtype=dtype)
+    model = build_model().to(dtype)
     optimizer = build(model, kind)
     train(model, optimizer, start=0, stop=5)
     save(tmp_path, model, optimizer, tiny, 5)
-    saved_digest, retained = digest(model, optimizer), copy.deepcopy(state_facts(unwrapped(optimizer)))
+    saved_digest, retained = tiny.digest(model, optimizer), copy.deepcopy(state_facts(unwrapped(optimizer)))
     uninterrupted = train(model, optimizer, start=5, stop=10)
-    resumed_model, resumed, num_coded_anew = resume(newest(tmp_path), kind, dtype)
+    resumed_model, resumed, num_coded_anew = resume(build_model(seed=9).to(dtype), newest(tmp_path), kind)
     assert num_coded_anew == 0
-    assert digest(resumed_model, resumed) == saved_digest
+    assert tiny.digest(resumed_model, resumed) == saved_digest
     facts = state_facts(unwrapped(resumed))
     names = ("optimizer_state", "optimizer_state_bytes", "projectors")
     assert {name: facts.get(name) for name in names} == {name: retained.get(name) for name in names}
     assert train(resumed_model, resumed, start=5, stop=10) == uninterrupted
-    assert digest(resumed_model, resumed) == digest(model, optimizer)
+    assert tiny.digest(resumed_model, resumed) == tiny.digest(model, optimizer)
 
 
 @pytest.mark.parametrize("kind", ["adamw_8bit", "muon", "adafactor", "galore-std-adamw"])
-def test_going_back_fills_the_state_that_is_there(kind, tiny, newest, tmp_path):
+def test_going_back_fills_the_state_that_is_there(kind, build_model, tiny, newest, tmp_path):
     """As after steps that were not finite: the same optimizer continues from what it saved before."""
     model = build_model()
     optimizer = build(model, kind)
     train(model, optimizer, start=0, stop=4)
     save(tmp_path, model, optimizer, tiny, 4)
-    saved_digest = digest(model, optimizer)
+    saved_digest = tiny.digest(model, optimizer)
     losses = train(model, optimizer, start=4, stop=8)
     checkpoint = newest(tmp_path)
     import_weights(model, checkpoint)
     import_state(model, optimizer, checkpoint, sharding=Sharding.NONE)
-    assert digest(model, optimizer) == saved_digest
+    assert tiny.digest(model, optimizer) == saved_digest
     assert train(model, optimizer, start=4, stop=8) == losses
 
 
 @pytest.mark.parametrize(
     ("saved", "wanted"), [("adamw", "paged_adamw"), ("paged_adamw", "adamw_fused"), ("adamw_8bit", "paged_adamw_8bit")]
 )
-def test_optimizers_whose_state_is_the_same_go_on_from_each_other(saved, wanted, tiny, newest, tmp_path):
+def test_optimizers_whose_state_is_the_same_go_on_from_each_other(saved, wanted, build_model, tiny, newest, tmp_path):
     model = build_model()
     optimizer = build(model, saved)
     train(model, optimizer, start=0, stop=3)
     save(tmp_path, model, optimizer, tiny, 3, optimizer=Optimizer(saved))
     uninterrupted = train(model, optimizer, start=3, stop=6)
     check_compatible(newest(tmp_path), tiny.build_facts(3, optimizer=Optimizer(wanted)))
-    resumed_model, resumed, num_coded_anew = resume(newest(tmp_path), wanted)
+    resumed_model, resumed, num_coded_anew = resume(build_model(seed=9), newest(tmp_path), wanted)
     assert num_coded_anew == 0
     losses = train(resumed_model, resumed, start=3, stop=6)
     assert losses == pytest.approx(uninterrupted, abs=1e-6)
 
 
-def test_another_rank_of_galore_is_another_kind_of_training(tiny, newest, tmp_path):
-    model = build_model()
-    optimizer = build(model, "galore-std-adamw")
-    train(model, optimizer, start=0, stop=2)
-    save(tmp_path, model, optimizer, tiny, 2, galore=GaloreJob(rank=8))
+def test_another_rank_of_galore_is_another_kind_of_training(tiny, trained, newest, tmp_path):
+    tiny.save(tmp_path, *trained, 2, facts=tiny.build_facts(2, galore=GaloreJob(rank=8)))
     checkpoint = newest(tmp_path)
     check_compatible(checkpoint, tiny.build_facts(2, galore=GaloreJob(rank=8, update_gap=50)))
     for other, kind in ((GaloreJob(rank=4), "galore of rank 4"), (None, "all weights")):

@@ -14,14 +14,6 @@ from safetensors.torch import load_file
 from shardwise.trainer.runtime.checkpoint import CheckpointFolder, Manifest, shards
 from shardwise.trainer.runtime.checkpoint.manifest import ParameterEntry, TensorEntry, check_manifest
 from shardwise.trainer.runtime.checkpoint.pieces import Piece, type_of
-from shardwise.trainer.runtime.checkpoint.shards import (
-    BLOCK_BYTES,
-    OpenShards,
-    ShardRecord,
-    check_shards,
-    is_finite,
-    write_shards,
-)
 from shardwise.trainer.spec.errors import InputError
 
 WEIGHT = torch.arange(7 * 11, dtype=torch.float32).reshape(7, 11)
@@ -30,22 +22,22 @@ WEIGHT = torch.arange(7 * 11, dtype=torch.float32).reshape(7, 11)
 def saved(tiny, folder: Path, cut: list[tuple[int, int]], weight: torch.Tensor) -> CheckpointFolder:
     """One parameter `w`, each range (start, count) written by a rank of its own, the ranks in reverse."""
     folder.mkdir(exist_ok=True)
-    records: list[ShardRecord] = []
+    records: list[shards.ShardRecord] = []
     for rank, (start, count) in reversed(list(enumerate(cut))):
         own = [Piece("w", None, start, weight.view(-1)[start : start + count])] if count else []
-        records += write_shards(folder, own, rank=rank, world_size=len(cut), on_point=lambda point: None)
+        records += shards.write_shards(folder, own, rank=rank, world_size=len(cut), on_point=lambda point: None)
     chunks = tuple(placed.chunk for record in records for placed in record.placed)
     entry = ParameterEntry(weight=TensorEntry(shape=tuple(weight.shape), type=type_of(weight), chunks=chunks))
     files = {record.file: record.entry for record in records}
     manifest = Manifest(facts=tiny.build_facts(1), parameters={"w": entry}, groups={}, files=files)
     check_manifest(manifest, origin="test")
-    check_shards(folder, manifest)
+    shards.check_shards(folder, manifest)
     return CheckpointFolder(path=folder, manifest=manifest)
 
 
 def read(checkpoint: CheckpointFolder, start: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     values = torch.full((count,), -1, dtype=dtype)
-    with OpenShards(checkpoint) as opened:
+    with shards.OpenShards(checkpoint) as opened:
         opened.fill(values, checkpoint.manifest.parameters["w"].weight, start=start, what="w")
     return values
 
@@ -62,7 +54,7 @@ def test_any_range_of_any_cut_comes_back(tiny, cuts, wanted):
 
 
 def test_a_range_within_a_large_chunk_comes_back_and_no_more_than_there_is(tiny, tmp_path):
-    count = 3 * BLOCK_BYTES // 4
+    count = 3 * shards.BLOCK_BYTES // 4
     weight = torch.arange(count, dtype=torch.float32)
     checkpoint = saved(tiny, tmp_path, [(0, count)], weight)
     assert torch.equal(read(checkpoint, 12_345, count - 20_000), weight[12_345 : count - 7_655])
@@ -85,7 +77,7 @@ def test_wider_values_are_exact_and_rounding_is_refused(tiny, tmp_path, saved_as
 def test_every_tensor_begins_at_a_multiple_of_its_element_size(tmp_path: Path) -> None:
     dtypes = (torch.bool, torch.bfloat16, torch.float32, torch.uint8, torch.float64)
     pieces = [Piece(str(dtype), None, 0, torch.ones(3, dtype=dtype)) for dtype in dtypes]
-    write_shards(tmp_path, pieces, rank=0, world_size=1, on_point=lambda point: None)
+    shards.write_shards(tmp_path, pieces, rank=0, world_size=1, on_point=lambda point: None)
     content = (tmp_path / "shard-00000.safetensors").read_bytes()
     header_bytes = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + header_bytes])
@@ -121,7 +113,10 @@ def test_a_piece_that_is_fetched_from_elsewhere_is_not_cut(tmp_path, monkeypatch
             """Nothing is kept."""
 
     piece = Piece("w", None, 0, torch.empty(999, device="meta"), elsewhere=Elsewhere())
-    assert len(write_shards(tmp_path, [piece, piece._replace(start=999)], rank=0, world_size=1, on_point=print)) == 1
+    assert (
+        len(shards.write_shards(tmp_path, [piece, piece._replace(start=999)], rank=0, world_size=1, on_point=print))
+        == 1
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -129,4 +124,4 @@ def test_a_value_that_is_not_finite_is_found_in_every_type(dtype):
     for value in (0.5, float("nan"), float("inf"), float("-inf")):
         values = torch.linspace(-1, 1, 100, dtype=dtype)
         values[50] = value
-        assert is_finite(values) is (value == 0.5)
+        assert shards.is_finite(values) is (value == 0.5)

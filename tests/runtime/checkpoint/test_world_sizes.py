@@ -1,18 +1,9 @@
 """One process and two gloo ranks read each other's checkpoints bit for bit, and fail together or not at all."""
 
 import json
-from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 import pytest
-
-
-class Outcome(NamedTuple):
-    root: Path
-    first: dict[str, Any]  # results of rank 0
-    second: dict[str, Any]
-    single_digest: str  # of step 3, saved by one process
-    single_losses: list[float]  # of steps 3 to 5 in one process
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +18,8 @@ def outcome(tiny, run_tiny, tmp_path_factory):
     digest = tiny.digest(model, optimizer)
     run_tiny("ranks", root)
     first, second = (json.loads((root / f"results-{rank}.json").read_text()) for rank in range(2))
-    return Outcome(root, first, second, digest, tiny.train(model, optimizer, start=3, stop=6))
+    losses = tiny.train(model, optimizer, start=3, stop=6)  # in one process
+    return SimpleNamespace(root=root, first=first, second=second, single_digest=digest, single_losses=losses)
 
 
 def test_one_to_two_arrives_bitwise_and_two_continue_as_one_would(outcome):
@@ -68,6 +60,13 @@ def test_every_rank_gets_the_same_result(outcome, case, start):
     assert outcome.first[case] == outcome.second[case] and outcome.first[case].startswith(start)
 
 
+def test_what_ranks_agree_on_and_exchange_reaches_the_others(outcome):
+    for result in (outcome.first, outcome.second):
+        assert (result["agree"], result["heard"]) == ([True, False], ["from 0", ""])
+        assert result["exchanged"] == ["", "x"]
+    assert (outcome.first["gathered"], outcome.second["gathered"]) == (["yy", "y"], [])
+
+
 def test_failed_saves_leave_the_older_checkpoint_and_nothing_else_and_saving_continues(outcome):
     assert outcome.first["left"] == [".lock", "step-00000006"]
     assert outcome.first["saved_again"] == outcome.first["saved"]
@@ -81,9 +80,7 @@ def test_a_rank_killed_in_its_file_ends_the_save_for_all(tiny, run_tiny, newest,
     tiny.resume(checkpoint)
 
 
-def test_two_ranks_that_save_in_the_background_commit_when_both_have_written_and_fail_together(
-    tiny, run_tiny, newest, tmp_path
-):
+def test_two_ranks_that_save_in_the_background_commit_together_and_fail_together(tiny, run_tiny, newest, tmp_path):
     run_tiny("background-ranks", tmp_path)
     first, second = (json.loads((tmp_path / f"results-{rank}.json").read_text()) for rank in (0, 1))
     assert len(first["polls"]) > 1, "the second rank slept in its file"

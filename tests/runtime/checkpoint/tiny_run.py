@@ -53,14 +53,18 @@ VOCABULARY, SEQ_LEN, SEQUENCES = 127, 16, 4
 MOST_STEPS = 120  # of two ranks that are not killed
 
 
-def build_model(seed: int = 0, *, is_tied: bool = False) -> nn.Module:
+def build_model(seed: int = 0, **changed: Any) -> nn.Module:
     """Odd sizes on purpose: nothing divides by 2."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=18, intermediate_size=37, num_hidden_layers=1, num_attention_heads=3,
-        num_key_value_heads=1, max_position_embeddings=SEQ_LEN, tie_word_embeddings=is_tied, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    config: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 18, "intermediate_size": 37, "num_hidden_layers": 1,
+        "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": SEQ_LEN, "use_cache": False,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**(config | changed)))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def build_optimizer(model: nn.Module, kind: str = "foreach") -> torch.optim.Optimizer:
@@ -106,10 +110,8 @@ def build_facts(at: int, /, **changed: Any) -> CheckpointFacts:
 
 
 def _save(root: Path, model: nn.Module, optimizer: object, step: int, **changed: Any) -> Save:
-    settings: dict[str, Any] = {
-        "sharding": Sharding.NONE, "facts": build_facts(step), "ranks": Ranks.alone(), "keep": 2,
-    }  # fmt: skip
-    return Save(root, model=model, optimizer=optimizer, **(settings | changed))
+    settings: dict[str, Any] = {"sharding": Sharding.NONE, "facts": build_facts(step), "ranks": Ranks.alone()}
+    return Save(root, model=model, optimizer=optimizer, **({"keep": 2} | settings | changed))
 
 
 def save(root: Path, model: nn.Module, optimizer: object, step: int, **changed: Any) -> Path:
@@ -292,7 +294,7 @@ def _every_case(ranks: Ranks, root: Path) -> dict[str, object]:
     results["non_finite"] = attempt(8)
     norm.data.copy_(before)
     results["unknown_optimizer"] = attempt(9, optimizer=torch.optim.RMSprop(plain.parameters()))
-    results["left"] = sorted(path.name for path in (root / "ddp").iterdir())
+    results["left"] = names(root / "ddp")
     results["after"] = attempt(10)
     if ranks.is_first:
         shutil.rmtree(root / "ddp" / "step-00000010")
@@ -340,7 +342,7 @@ def _background_ranks(ranks: Ranks, root: Path) -> dict[str, object]:
     except ShardwiseError as error:
         results["failed"] = f"{type(error).__name__}: {error}"
     ranks.barrier()  # rank 0 removes what was staged
-    results["left"] = sorted(path.name for path in (root / "ddp").iterdir())
+    results["left"] = names(root / "ddp")
     start(51).finish()
     return results
 
@@ -383,20 +385,18 @@ def _kill(root: Path, seed: str) -> None:
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-    outcome: dict[str, object] = {
-        "victims": victims,
-        "in_background": in_background,
-        "committed": int(committed.read_text() or 0) if committed.exists() else 0,
-    }
+    num_committed = int(committed.read_text() or 0) if committed.exists() else 0
     checkpoint = find_checkpoint(checkpoints, on_skip=_fail)
     newest = 0 if checkpoint is None else checkpoint.step
-    outcome["newest"] = newest
-    outcome["digest"] = None if checkpoint is None else digest(*resume(checkpoint))
+    found = None if checkpoint is None else digest(*resume(checkpoint))
     wait_for_ranks(root, fork_ranks(root, lambda ranks: run(ranks, newest + 4)))
     resumed = find_checkpoint(checkpoints, on_skip=_fail)
     assert resumed is not None and resumed.step == newest + 4
-    outcome["digest_after"] = digest(*resume(resumed))
-    outcome["left"] = sorted(path.name for path in checkpoints.iterdir())
+    outcome = {
+        "victims": victims, "in_background": in_background, "committed": num_committed, "newest": newest,
+        "digest": found, "digest_after": digest(*resume(resumed)),
+        "left": names(checkpoints),
+    }  # fmt: skip
     (root / "outcome.json").write_text(json.dumps(outcome))
 
 

@@ -1,8 +1,7 @@
 """What each rank gets: the same global batch in every arrangement, exactly once, with targets and lengths counted."""
 
 from collections import Counter
-from itertools import product
-from typing import NamedTuple
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -34,30 +33,12 @@ def row_numbers(micro_batch):
     ]
 
 
-class Deal(NamedTuple):
-    """How the rows of a step are dealt: rows of a micro batch, micro batches of a rank, ranks."""
-
-    micro_batch: int
-    accumulation: int = 1
-    num_ranks: int = 1
-
-    @classmethod
-    def of(cls, sequences: int, num_ranks: int, micro_batch: int, at_least: int = 1) -> "Deal":
-        """With as many micro batches as so many sequences need."""
-        return cls(micro_batch, max(at_least, -(-sequences // (num_ranks * micro_batch))), num_ranks)
-
-
-def dealt(rows, deal, *, sequences, step=0, seed=11, rank=0):
+def dealt(rows, micro_batch, accumulation=1, num_ranks=1, *, sequences, step=0, seed=11, rank=0):
     """The micro batches of a rank, and the targets that it names."""
-    return step_micro_batches(rows, step=step, seed=seed, sequences_per_step=sequences, rank=rank, **deal._asdict())
-
-
-def global_batch(rows, deal, *, step, sequences):
-    """Row numbers of a step in the order they are dealt, dummies left out, and the targets that each rank names."""
-    ranks = [dealt(rows, deal, step=step, sequences=sequences, rank=rank) for rank in range(deal.num_ranks)]
-    batches = [batches for batches, _ in ranks]
-    in_order = [number for rounds in zip(*batches, strict=True) for batch in rounds for number in row_numbers(batch)]
-    return [number for number in in_order if number is not None], {targets for _, targets in ranks}, batches
+    return step_micro_batches(
+        rows, step=step, seed=seed, sequences_per_step=sequences, rank=rank, num_ranks=num_ranks,
+        micro_batch=micro_batch, accumulation=accumulation,
+    )  # fmt: skip
 
 
 arrangements = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4))
@@ -66,16 +47,21 @@ arrangements = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(arrangement=arrangements, sequences=st.integers(1, 30), step=st.integers(0, 40))
 def test_ranks_micro_batch_and_accumulation_never_change_the_global_batch(rows, arrangement, sequences, step):
-    deal = Deal.of(sequences, *arrangement)
-    numbers, named_targets, batches = global_batch(rows, deal, step=step, sequences=sequences)
+    num_ranks, micro_batch, at_least = arrangement
+    deal = micro_batch, max(at_least, -(-sequences // (num_ranks * micro_batch))), num_ranks
+    ranks, named_targets = zip(
+        *(dealt(rows, *deal, sequences=sequences, step=step, rank=rank) for rank in range(num_ranks)), strict=True
+    )
+    in_order = [number for rounds in zip(*ranks, strict=True) for batch in rounds for number in row_numbers(batch)]
+    numbers = [number for number in in_order if number is not None]  # dummies left out
     assert numbers == rows.order(seed=11, sequences_per_step=sequences).rows_of_step(step)
-    assert named_targets == {sum(LENGTHS[number] - 1 for number in numbers)}
-    assert sum(batch.num_targets for rank in batches for batch in rank) == named_targets.pop()
-    assert all(len(rank) == deal.accumulation for rank in batches)
+    assert set(named_targets) == {sum(LENGTHS[number] - 1 for number in numbers)}
+    assert sum(batch.num_targets for rank in ranks for batch in rank) == named_targets[0]
+    assert all(len(rank) == deal[1] for rank in ranks)
 
 
 def test_labels_are_the_inputs_and_nothing_on_padding(rows):
-    [batch], _ = dealt(rows, Deal(7), sequences=7)
+    [batch], _ = dealt(rows, 7, sequences=7)
     for place, number in enumerate(row_numbers(batch)):
         length = LENGTHS[number]
         assert batch.input_ids[place, :length].tolist() == rows.row(number).tolist()
@@ -114,16 +100,14 @@ def test_evaluation_sees_each_row_once_in_as_many_forwards_on_every_rank(rows, n
 
 def packed_rows(*lengths_of_rows):
     """Packed rows of documents of these lengths; tokens count from 100."""
-    num_tokens = sum(map(sum, lengths_of_rows))
-    width = max(map(sum, lengths_of_rows))
-    ends = np.cumsum([sum(lengths) for lengths in lengths_of_rows])
-    all_lengths = [length for lengths in lengths_of_rows for length in lengths]
-    starts = np.cumsum([0, *all_lengths[:-1]])
-    table = np.stack([np.concatenate([[0], ends[:-1]]), [sum(lengths) for lengths in lengths_of_rows]], axis=1)
+    lengths = np.array([sum(each) for each in lengths_of_rows])
+    ends, starts = np.cumsum(lengths), np.cumsum([0, *chain(*lengths_of_rows)])[:-1]
     layout = TokenLayout(
-        dtype="uint16", num_tokens=num_tokens, seq_len=width, pad_id=0, is_packed=True, num_starts=len(starts)
-    )
-    return TokenRows((100 + np.arange(num_tokens)).astype(np.uint16), table, layout, starts.astype(np.int64))
+        dtype="uint16", num_tokens=int(ends[-1]), seq_len=int(lengths.max()), pad_id=0, is_packed=True,
+        num_starts=len(starts),
+    )  # fmt: skip
+    tokens = np.arange(100, 100 + layout.num_tokens, dtype=np.uint16)
+    return TokenRows(tokens, np.stack([ends - lengths, lengths], axis=1), layout, starts)
 
 
 def only_micro_batch(rows, micro_batch):
@@ -155,48 +139,18 @@ def test_packed_rows_are_as_wide_as_a_row_can_be_and_have_positions_where_docume
     assert with_dummy.tolist() == [list(range(12)), [0, *range(11)], list(range(12))]
 
 
-@pytest.fixture(scope="module")
-def varied(tmp_path_factory):
-    """1000 rows of lognormal lengths, in the mean 90 tokens."""
-    lengths = np.clip(np.random.default_rng(5).lognormal(4, 1, 1000), 2, 512).astype(int)
-    return rows_of_lengths(tmp_path_factory.mktemp("varied"), lengths.tolist(), seq_len=512)
+def test_a_micro_batch_of_pairs_holds_the_chosen_answers_and_then_the_rejected_ones(tmp_path):
+    """The longest answer of either kind decides the width and the order: pairs 2, 1, 6 have 16, 14 and 12 tokens.
 
-
-@pytest.mark.parametrize("deal", [Deal(4, 8), Deal(8, 2, 2), Deal(8, 1, 4)])
-def test_little_of_a_step_is_padding_and_ranks_have_like_work(varied, deal):
-    """Of 32 rows a step; a shuffled order pads 2 tokens and more to each token that it learns."""
-    padded, unequal = [], []
-    for step in range(31):
-        _, _, ranks = global_batch(varied, deal, step=step, sequences=32)
-        padded += [batch.input_ids.numel() for rank in ranks for batch in rank]
-        rounds = [[batch.input_ids.shape[1] for batch in batches] for batches in zip(*ranks, strict=True)]
-        unequal += [max(widths) / min(widths) for widths in rounds]
-    assert ranks and padded[0] == deal.micro_batch * 512, "a longest row is in the first forward"
-    lengths = varied.example_lengths
-    shuffled = np.random.default_rng(0).permutation(lengths)[: 31 * 32].reshape(-1, deal.micro_batch).max(axis=1)
-    assert 1 - lengths.sum() / sum(padded) < 0.08
-    assert 1 - lengths.sum() / (shuffled.sum() * deal.micro_batch) > 0.5
-    assert np.mean(unequal) < 1.15
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    """Seven pairs; the answers of pair n start with n + 1 and go on with 100 and more, or with 200."""
-    folder = tmp_path_factory.mktemp("pairs")
-    with RowWriter(folder, np.dtype("<u2"), RowShape(16, False, eos_id=None, rows_per_example=2)) as writer:
+    The answers of pair n start with n + 1 and go on with 101 and more, or with 201.
+    """
+    with RowWriter(tmp_path, np.dtype("<u2"), RowShape(16, False, eos_id=None, rows_per_example=2)) as writer:
         for number, (chosen, rejected) in enumerate(zip(LENGTHS, (3, 14, 2, 5, 6, 7, 4), strict=True)):
-            answers = (
-                [number + 1, *[first + place for place in range(1, length)]]
-                for first, length in ((100, chosen), (200, rejected))
-            )
+            answers = ([number + 1, *range(101, 100 + chosen)], [number + 1, *range(201, 200 + rejected)])
             writer.add_pair(*map(TokenIds, answers), is_held_out=False, weight=1.0)
         writer.finish()
-    return TokenRows.open(folder, "train")
-
-
-def test_a_micro_batch_of_pairs_holds_the_chosen_answers_and_then_the_rejected_ones(pairs):
-    """The longest answer of either kind decides the width and the order: pairs 2, 1, 6 have 16, 14 and 12 tokens."""
-    batches, num_terms = dealt(pairs, Deal(3, 3), sequences=7, seed=0)
+    pairs = TokenRows.open(tmp_path, "train")
+    batches, num_terms = dealt(pairs, 3, 3, sequences=7, seed=0)
     first = batches[0]
     assert first.input_ids[:, 0].tolist() == [3, 2, 7, 3, 2, 7]
     assert first.input_ids[:, 1].tolist() == [101, 101, 101, 201, 201, 201]
@@ -209,21 +163,6 @@ def test_a_micro_batch_of_pairs_holds_the_chosen_answers_and_then_the_rejected_o
     assert [bool((labels != IGNORED_LABEL).any()) for labels in last.labels] == [True, False, False] * 2
     scored = [*eval_micro_batches(pairs, rank=0, num_ranks=1, micro_batch=2, max_rows=5)]
     assert [batch.num_terms for batch in scored] == [2, 2, 1]
-
-
-@pytest.mark.parametrize("arrangement", [(2, 2), (3, 3)])
-def test_pairs_are_never_separated_and_each_comes_once_an_epoch(pairs, arrangement):
-    deal = Deal.of(6, *arrangement)
-    seen: Counter[int] = Counter()
-    for step, rank in product(range(7), range(deal.num_ranks)):
-        batches, num_terms = dealt(pairs, deal, step=step, sequences=6, rank=rank)
-        assert num_terms == 6
-        for batch in batches:
-            chosen, rejected = batch.input_ids.split(deal.micro_batch)
-            assert torch.equal(chosen[:, 0], rejected[:, 0])
-            assert (chosen[: batch.num_pairs, 1] == 101).all() and (rejected[: batch.num_pairs, 1] == 201).all()
-            seen.update((chosen[: batch.num_pairs, 0] - 1).tolist())
-    assert seen == Counter(dict.fromkeys(range(7), 6))
 
 
 def test_a_damaged_cache_is_an_environment_fault_that_names_it(tmp_path):
@@ -268,10 +207,8 @@ def test_the_mean_width_is_that_of_the_batches_training_makes(tmp_path, micro_ba
     rows = rows_of_lengths(tmp_path, GEOMETRIC.tolist(), seq_len=512)
     widths = []
     for step in range(len(GEOMETRIC) // sequences_per_step):
-        batches, _ = step_micro_batches(
-            rows, step=step, seed=0, sequences_per_step=sequences_per_step, rank=0, num_ranks=1,
-            micro_batch=micro_batch, accumulation=sequences_per_step // micro_batch,
-        )  # fmt: skip
+        accumulation = sequences_per_step // micro_batch
+        batches, _ = dealt(rows, micro_batch, accumulation, sequences=sequences_per_step, step=step, seed=0)
         widths += [batch.input_ids.shape[1] for batch in batches]
     assert counted.mean_width_sorted == pytest.approx(np.mean(widths), rel=0.02)
 

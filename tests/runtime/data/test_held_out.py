@@ -40,7 +40,6 @@ HELD_OUT = [42, 44, 56, 62, 86]  # of the first ninety
         lambda number: TokenIds([number, number + 1, 7]),
         lambda number: Chat([{"role": "user", "content": f"question {number} " * 20}]),
     ],
-    ids=["text", "tokens", "chat"],
 )
 def test_of_many_a_tenth_is_held_out_each_as_a_whole(content_of):
     contents = [content_of(number) for number in range(2000)]

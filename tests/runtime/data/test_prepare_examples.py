@@ -1,6 +1,5 @@
 """Chats, completions, preferences and rows of one's own, from a file to the rows and masks that are trained on."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -12,12 +11,13 @@ import pytest
 from chat_tokenizers import byte_level_folder
 from conversations import assistant, user
 from prepare_request_factory import listed_request
+from table_files import lines_of
 
 from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.data.chat import rendering
 from shardwise.trainer.runtime.data.chat.rendering import LEAST_EXAMPLES, RenderSettings, rendered, worker_count
 from shardwise.trainer.runtime.data.prepare import prepare
-from shardwise.trainer.runtime.data.sources import Chat, Completion, Content, Preference
+from shardwise.trainer.runtime.data.sources import Chat, Content
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import BadRows, DataFormat, LossOn
@@ -40,13 +40,9 @@ def completion(number):
     return {"prompt": f"{number} and one make ", "completion": f"{number + 1}"}
 
 
-def written(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def prepared(tmp_path, rows, tokenizer, **settings):
-    return prepared_from(tmp_path, [(written(tmp_path / "rows.jsonl", rows), 1.0)], tokenizer, **settings)
+    (tmp_path / "rows.jsonl").write_bytes(lines_of(rows))
+    return prepared_from(tmp_path, [tmp_path / "rows.jsonl"], tokenizer, **settings)
 
 
 def prepared_from(tmp_path, sources, tokenizer, **settings):
@@ -123,10 +119,8 @@ def extension_of(folder, body):
 
 
 def test_rows_of_ones_own_go_through_format_row_and_none_leaves_one_out(tmp_path, tokenizer):
-    body = (
-        "def format_row(row):\n    if row['n'] % 2:\n        return None\n"
-        "    return {'prompt': 'say ', 'completion': str(row['n'])}\n"
-    )
+    answer = "{'prompt': 'say ', 'completion': str(row['n'])}"
+    body = f"def format_row(row):\n    return None if row['n'] % 2 else {answer}\n"
     rows = [{"n": number} for number in range(20)]
     profile, _ = prepared(tmp_path, rows, tokenizer, extension=extension_of(tmp_path, body))
     assert (profile.format, profile.num_documents) == (DataFormat.PROMPT_COMPLETION, 10)
@@ -151,18 +145,18 @@ def test_a_template_whose_tokens_have_no_room_is_refused_with_both_numbers(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("row", "weights", "settings"), [(chat, (1.0,), {}), (completion, (1.0, 2.0, 0.25), {"packing": False})]
+    ("row", "weights", "settings"),
+    [(chat, (1.0,), {"eval_share": 0.1}), (completion, (1.0, 2.0, 0.25), {"packing": False})],
 )
 def test_any_number_of_workers_writes_the_same_bytes(row, weights, settings, tokenizer, tmp_path, monkeypatch):
     """And of a source of twice the weight every example stands twice."""
     num_rows = 240
-    sources = [
-        (written(tmp_path / f"{source}.jsonl", map(row, range(source, num_rows, len(weights)))), weight)
-        for source, weight in enumerate(weights)
-    ]
+    sources = [(tmp_path / f"{number}.jsonl", weight) for number, weight in enumerate(weights)]
+    for number, (path, _) in enumerate(sources):
+        path.write_bytes(lines_of(map(row, range(number, num_rows, len(weights)))))
     (tmp_path / "one").mkdir()
     expected, rows = prepared_from(tmp_path / "one", sources, tokenizer, **settings)
-    if settings:
+    if len(weights) > 1:
         copies = Counter(Counter(rows.row(number).tobytes() for number in range(len(rows))).values())
         assert copies == {1: num_rows // 3 + num_rows // 12, 2: num_rows // 3}
     monkeypatch.setattr(rendering, "LEAST_EXAMPLES", 1)
@@ -178,21 +172,10 @@ def test_any_number_of_workers_writes_the_same_bytes(row, weights, settings, tok
     assert contents[0] == contents[1] and {"tokens.bin", "train_rows.npy"} <= contents[0].keys()
 
 
-BATCHES: list[tuple[int, list[Content]]] = [
-    (start, [Chat([user(f"question {n}"), assistant(f"{n * 7}")] * (1 + n % 3)) for n in range(start, start + 10)])
-    for start in range(0, 200, 10)
-]
-BATCHES.append((200, [Completion("a prompt", " and its end"), Preference("which", "this one", "that one"), Chat([])]))
-
-
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory):
-    folder = byte_level_folder(tmp_path_factory.mktemp("words") / "tokenizer", bos=None, eos="<|endoftext|>")
-    return RenderSettings(str(folder), "chatml", LossOn.AUTO, 256)
-
-
-def test_a_worker_that_is_killed_ends_the_preparation_with_a_reason(settings):
-    found = rendered(BATCHES * 20, settings, num_workers=2)
+def test_a_worker_that_is_killed_ends_the_preparation_with_a_reason(tokenizer):
+    examples: list[Content] = [Chat([user("a question"), assistant("an answer")])] * 10
+    settings = RenderSettings(tokenizer, "chatml", LossOn.AUTO, 256)
+    found = rendered(((number, examples) for number in range(2000)), settings, num_workers=2)
     next(found)
     for child in multiprocessing.active_children():
         os.kill(child.pid, signal.SIGKILL)

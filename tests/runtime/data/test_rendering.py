@@ -2,6 +2,7 @@
 
 import random
 import re
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -39,21 +40,18 @@ def of_transformers(folder):
 @pytest.fixture(scope="module")
 def renderer(folder, tokenizer):
     """Of a template of TRL's by its name, or of one of ours."""
-    made = {}
 
+    @cache
     def renderer(name, loss_on=LossOn.AUTO, seq_len=4096):
-        key = (name, loss_on, seq_len)
-        if key not in made:
-            ours = name.startswith("our ")
-            template = (
-                load_chat_template(name.removeprefix("our "), folder)
-                if ours
-                else ChatTemplate(trl_template(name), named_tokens(folder))
-            )
-            made[key] = Renderer(tokenizer, template, loss_on, seq_len)
-        return made[key]
+        return Renderer(tokenizer, template_of(name, folder), loss_on, seq_len)
 
     return renderer
+
+
+def template_of(name, folder):
+    if name.startswith("our "):
+        return load_chat_template(name.removeprefix("our "), folder)
+    return ChatTemplate(trl_template(name), named_tokens(folder))
 
 
 def learned(rendered, tokenizer):
@@ -106,26 +104,22 @@ def test_what_is_learned_is_what_trl_marks_but_for_what_the_model_does_not_write
     assert more <= MORE_IN_THE_TWIN[name]
 
 
+CALL = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+TAGGED_CALL = f"<tool_call>\n{CALL}\n</tool_call><|im_end|>"
+
+
 @pytest.mark.parametrize(("name", "conversation", "expected"), [
     ("llama3_1", "system", ["Hello<|eot_id|>", "x<|eot_id|>"]),
-    ("llama3_1", "tool without text",
-     ['{"name": "get_weather", "parameters": {"city": "Paris"}}<|eot_id|>', "Mild.<|eot_id|>"]),
-    ("qwen3", "two exchanges", ["Hello<|im_end|>", "<think>\n\n</think>\n\nBye<|im_end|>"]),
+    ("llama3_1", "tool without text", [CALL.replace("arguments", "parameters") + "<|eot_id|>", "Mild.<|eot_id|>"]),
     ("qwen3", "reasoning", ["Hello<|im_end|>", "<think>\nwell\n</think>\n\ny<|im_end|>"]),
-    ("qwen3", "tool without text", [
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>',
-        "<think>\n\n</think>\n\nMild.<|im_end|>",
-    ]),
+    ("qwen3", "tool without text", [TAGGED_CALL, "<think>\n\n</think>\n\nMild.<|im_end|>"]),
     ("qwen3_5_nothink", "empty answer", ["<|im_end|>", "y<|im_end|>"]),
     ("gptoss", "two exchanges",
      ["<|channel|>final<|message|>Hello<|end|>", "<|channel|>final<|message|>Bye<|return|>"]),
     # no token of its own ends a turn: the next one's does, and eos the last
     ("glm4moe", "two exchanges", ["\n<think></think>\nHello<|user|>", f"\n<think></think>\nBye{EOS}"]),
     ("our chatml", "outer spaces", [" Hello \n<|im_end|>", "  x<|im_end|>"]),
-    ("our qwen", "tool without text", [
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>',
-        "Mild.<|im_end|>",
-    ]),
+    ("our qwen", "tool without text", [TAGGED_CALL, "Mild.<|im_end|>"]),
     ("our llama3", "outer spaces", ["Hello<|eot_id|>", "x<|eot_id|>"]),
 ])  # fmt: skip
 def test_the_learned_strings_of_real_templates(name, conversation, expected, renderer, tokenizer):
@@ -139,12 +133,7 @@ def test_a_token_that_swallows_the_space_after_it_is_not_learned_for_that(name, 
     tokenizer = load_tokenizer(folder)
     swallowing = [AddedToken(text, rstrip=True, normalized=False) for text in ("<|assistant|>", "<|end|>")]
     tokenizer.tokenizer.add_special_tokens(swallowing)
-    template = (
-        load_chat_template("phi3", folder)
-        if name == "our phi3"
-        else ChatTemplate(trl_template("phi3"), named_tokens(folder))
-    )
-    renderer = Renderer(tokenizer, template, LossOn.AUTO, 100)
+    renderer = Renderer(tokenizer, template_of(name, folder), LossOn.AUTO, 100)
     rendered = renderer.render(Chat([user("a"), assistant("  b"), user("c"), assistant("d")]))
     assert len(tokenizer.tokenizer.encode("<|end|>\n", add_special_tokens=False).ids) == 1
     assert learned(rendered, tokenizer) == ["b<|end|>", "d<|end|>"]

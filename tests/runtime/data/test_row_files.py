@@ -8,9 +8,8 @@ import json
 import pyarrow as pa
 import pytest
 from prepare_request_factory import written_source
-from table_files import COMPRESSORS, arrow_of, parquet_of
+from table_files import COMPRESSORS, arrow_of, lines_of, parquet_of
 
-from shardwise.trainer.runtime.data.sources import files
 from shardwise.trainer.runtime.data.sources.files import holds_rows, read_rows
 from shardwise.trainer.spec.data.profile import ROW_SUFFIXES
 
@@ -30,15 +29,12 @@ def delimited(delimiter, line_end="\r\n"):
     return stream.getvalue().encode()
 
 
-def lines():
-    return "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-
-
+LINES = lines_of(ROWS)
 FILES = {
-    "a.jsonl": lines(),
-    "windows.jsonl": b"\xef\xbb\xbf" + lines().replace(b"\n", b"\r\n"),
-    "a.ndjson": lines().rstrip(b"\n"),
-    "lines.json": lines(),
+    "a.jsonl": LINES,
+    "windows.jsonl": b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n"),
+    "a.ndjson": LINES.rstrip(b"\n"),
+    "lines.json": LINES,
     "array.json": json.dumps(ROWS).encode(),
     "indented.json": b"\n" + json.dumps(ROWS, indent=2).encode(),
     "a.csv": delimited(","),
@@ -56,34 +52,24 @@ def test_every_suffix_of_rows_has_a_file_here():
     assert all(any(name.lower().endswith(suffix) for name in FILES) for suffix in ROW_SUFFIXES)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_every_kind_of_file_holds_the_same_rows(tmp_path, name):
-    file = written_source(tmp_path / name, FILES[name])
-    assert holds_rows(file)
-    assert list(read_rows(file)) == list(enumerate(ROWS, start=1))
+COMPRESSED = {
+    f"{name}{suffix}": compress(FILES[name])
+    for name in ("a.jsonl", "a.csv", "array.json", "a.parquet", "file.arrow")
+    for suffix, compress in COMPRESSORS.items()
+}
 
 
-@pytest.mark.parametrize("suffix", COMPRESSORS)
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "array.json", "a.parquet", "file.arrow"])
-def test_every_kind_of_file_may_be_compressed(tmp_path, name, suffix):
-    file = written_source(tmp_path / f"{name}{suffix}", COMPRESSORS[suffix](FILES[name]))
+@pytest.mark.parametrize("name", [*FILES, *COMPRESSED])
+def test_every_kind_of_file_holds_the_same_rows_compressed_too(tmp_path, name):
+    file = written_source(tmp_path / name, {**FILES, **COMPRESSED}[name])
     assert holds_rows(file)
     assert list(read_rows(file)) == list(enumerate(ROWS, start=1))
 
 
 def test_two_compressed_streams_in_one_file_are_read_both(tmp_path):
-    half = len(FILES["a.jsonl"].splitlines(keepends=True)[0])
     for suffix, compress in COMPRESSORS.items():
-        content = compress(FILES["a.jsonl"][:half]) + compress(FILES["a.jsonl"][half:])
+        content = compress(lines_of(ROWS[:1])) + compress(lines_of(ROWS[1:]))
         assert [row for _, row in read_rows(written_source(tmp_path / f"a.jsonl{suffix}", content))] == ROWS
-
-
-@pytest.mark.parametrize("batch_rows, batch_bytes", [(3, 2**24), (2**12, 100)])
-@pytest.mark.parametrize("name", ["groups.PARQUET", "file.arrow", "stream.arrow"])
-def test_rows_come_in_small_batches_in_order(tmp_path, monkeypatch, name, batch_rows, batch_bytes):
-    monkeypatch.setattr(files, "BATCH_ROWS", batch_rows)
-    monkeypatch.setattr(files, "BATCH_BYTES", batch_bytes)
-    assert list(read_rows(written_source(tmp_path / name, FILES[name]))) == list(enumerate(ROWS, start=1))
 
 
 @pytest.mark.parametrize(

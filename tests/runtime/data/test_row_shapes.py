@@ -4,10 +4,12 @@ import json
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from prepare_request_factory import written_source
+from conversations import assistant, system, user
+from prepare_request_factory import listed_request, written_source
+from table_files import COMPRESSORS, lines_of, parquet_of
 
+from shardwise.launch.inputs.data_files import shape_of_first_row
 from shardwise.trainer.runtime.data.sources import Chat, Completion, Preference, TokenIds
 from shardwise.trainer.runtime.data.sources.files import read_rows
 from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape, example_of
@@ -16,19 +18,12 @@ from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.fields import BY_PATH
 from shardwise.trainer.spec.job.sections import DataFormat
 
-TEXT, TOKENS, CHAT = DataFormat.TEXT, DataFormat.TOKENS, DataFormat.CHAT
+TEXT, TOKENS, CHAT, AUTO = DataFormat.TEXT, DataFormat.TOKENS, DataFormat.CHAT, DataFormat.AUTO
 COMPLETION, PREFERENCE = DataFormat.PROMPT_COMPLETION, DataFormat.PREFERENCE
-AUTO = DataFormat.AUTO
 
-SYSTEM = {"role": "system", "content": "Be brief."}
-ASKED = {"role": "user", "content": "2+2?"}
-ANSWERED = {"role": "assistant", "content": "4"}
-WRONG = {"role": "assistant", "content": "5"}
+SYSTEM, ASKED = system("Be brief."), user("2+2?")
+ANSWERED, WRONG = assistant("4"), assistant("5")
 SAID = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
-
-
-def source(path, *rows):
-    return written_source(path, "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
 
 
 def example(row, shape, fields=None):
@@ -54,7 +49,17 @@ SHAPES = [
 
 @pytest.mark.parametrize("row, fields, shape", SHAPES)
 def test_the_shape_is_read_off_the_columns(tmp_path, row, fields, shape):
-    assert detect_shape([source(tmp_path / "a.jsonl", row)], AUTO, fields) is shape
+    assert detect_shape([written_source(tmp_path / "a.jsonl", lines_of([row]))], AUTO, fields) is shape
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.bz2", ".jsonl.xz", ".parquet"])
+def test_a_plan_finds_the_shape_of_the_first_row_before_preparation_does(tmp_path, suffix):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "text": "d"}
+    path = tmp_path / f"rows{suffix}"
+    lines = COMPRESSORS.get(path.suffix, bytes)(lines_of([row, "not JSON"]))
+    path.write_bytes(parquet_of(pa.Table.from_pylist([row])) if suffix == ".parquet" else lines)
+    request = listed_request(path, cache_root=tmp_path)
+    assert shape_of_first_row(request) is detect_shape(request.files, AUTO, {}) is PREFERENCE
 
 
 FILES: dict[str, list[Any]] = {
@@ -83,7 +88,7 @@ DETECTED: list[Any] = [
 
 @pytest.mark.parametrize("names, shape, fields, expected", DETECTED)
 def test_the_rows_of_all_files_are_of_one_shape(tmp_path, names, shape, fields, expected):
-    files = [source(tmp_path / name, *FILES[name]) for name in names]
+    files = [written_source(tmp_path / name, lines_of(FILES[name])) for name in names]
     if isinstance(expected, DataFormat):
         assert detect_shape(files, shape, fields) is expected
         return
@@ -118,11 +123,11 @@ EXAMPLES = [
      {"messages": "talk", "role": "who", "content": "said", "user": "me", "assistant": "bard"},
      Chat([ASKED, ANSWERED])),
     (CHAT, {"instruction": "Add.", "input": "2+2", "output": "4"}, {},
-     Chat([{"role": "user", "content": "Add.\n2+2"}, ANSWERED])),
+     Chat([user("Add.\n2+2"), ANSWERED])),
     (CHAT, {"instruction": "2+2?", "input": "", "output": "4", "system": "Be brief."}, {},
      Chat([SYSTEM, ASKED, ANSWERED])),
     (CHAT, {"instruction": "2+2?", "output": "4", "history": [["Hi", "Ho"]]}, {},
-     Chat([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}, ASKED, ANSWERED])),
+     Chat([user("Hi"), assistant("Ho"), ASKED, ANSWERED])),
     (CHAT, {"instruction": "2+2?", "context": None, "response": "4"}, {"input": "context", "output": "response"},
      Chat([ASKED, ANSWERED])),
     (PREFERENCE, {"prompt": "2+2?", "chosen": "4", "rejected": "5"}, {}, Preference("2+2?", "4", "5")),
@@ -159,23 +164,19 @@ def test_what_else_a_message_holds_is_kept_and_nulls_are_not():
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}', "strict": None}}
     row = {
         "messages": [
-            {"role": "user", "content": "2+2?", "name": None},
-            {"role": "assistant", "content": None, "tool_calls": [call], "weight": None},
+            {**ASKED, "name": None},
+            assistant(None, tool_calls=[call], weight=None),
             {"role": "function", "content": "4", "name": "add"},
-            {"role": "assistant", "content": [{"type": "text", "text": "4", "image_url": None}]},
+            assistant([{"type": "text", "text": "4", "image_url": None}]),
         ],
         "tools": json.dumps([{"type": "function", "function": {"name": "add"}}]),
     }
     assert example(row, CHAT) == Chat(
         [
-            {"role": "user", "content": "2+2?"},
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}],
-            },
+            ASKED,
+            assistant("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]),
             {"role": "tool", "content": "4", "name": "add"},
-            {"role": "assistant", "content": [{"type": "text", "text": "4"}]},
+            assistant([{"type": "text", "text": "4"}]),
         ],
         [{"type": "function", "function": {"name": "add"}}],
     )
@@ -184,7 +185,6 @@ def test_what_else_a_message_holds_is_kept_and_nulls_are_not():
 def test_columns_of_nulls_do_not_make_a_parquet_row_another_shape(tmp_path):
     """Columnar files have every column in every row."""
     rows = [{"messages": [{**ASKED, "tool_calls": None}, ANSWERED], "text": None}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    file = written_source(tmp_path / "b.parquet", (tmp_path / "a.parquet").read_bytes())
+    file = written_source(tmp_path / "a.parquet", parquet_of(pa.Table.from_pylist(rows)))
     shape = detect_shape([file], AUTO, {})
     assert [example(row, shape) for _, row in read_rows(file)] == [Chat([ASKED, ANSWERED])]

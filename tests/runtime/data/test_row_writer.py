@@ -42,12 +42,10 @@ class Written:
             for split in self.splits.values()
         )
         split = self.splits["train"]
-        self.cut = [  # into documents
-            [part.tolist() for part in np.split(split.row(n), split.document_starts(n))] for n in range(len(self.train))
-        ]
-        self.learned = [
-            [label for label in split.labels(n).tolist() if label != IGNORED_LABEL] for n in range(len(self.train))
-        ]
+        numbers = range(len(self.train))
+        starts = [split.document_starts(n) for n in numbers]
+        self.cut = [[part.tolist() for part in np.split(split.row(n), starts[n])] for n in numbers]  # into documents
+        self.learned = [[label for label in split.labels(n).tolist() if label != IGNORED_LABEL] for n in numbers]
 
 
 def documents(*contents, is_held_out=False, weight=1.0):
@@ -58,16 +56,11 @@ def masked(ids, mask):
     return (ids, True, False, 1.0, [mark == "x" for mark in mask])
 
 
-def test_documents_are_packed_whole_in_the_order_they_came(write):
-    """Of 2, 3, 2 and 3 tokens with their ends: the longest first, each into the fullest row with room."""
-    found = write(documents([1], [2, 3], [4], [5, 6]), seq_len=5)
-    assert found.cut == [[[1, EOS], [2, 3, EOS]], [[4, EOS], [5, 6, EOS]]]
-    assert (found.held_out, found.rows.packing_efficiency) == ([], 1)
-
-
 @pytest.mark.parametrize(
     ("contents", "settings", "cut"),
     [
+        # of 2, 3, 2 and 3 tokens with their ends: the longest first, each into the fullest row with room
+        ([[1], [2, 3], [4], [5, 6]], {"seq_len": 5}, [[[1, EOS], [2, 3, EOS]], [[4, EOS], [5, 6, EOS]]]),
         ([[1, EOS], [2, EOS]], {}, [[[1, EOS], [2, EOS]]]),  # no second end
         ([[1, 2], []], {}, [[[1, 2, EOS]]]),
         ([[1], [2]], {"seq_len": 6, "prefix": (9,)}, [[[9, 1, EOS], [9, 2, EOS]]]),
@@ -77,9 +70,9 @@ def test_documents_are_packed_whole_in_the_order_they_came(write):
         ([], {}, []),
     ],
 )
-def test_a_document_has_its_prefix_and_one_end(write, contents, settings, cut):
+def test_documents_are_packed_whole_each_with_its_prefix_and_one_end(write, contents, settings, cut):
     found = write(documents(*contents), **settings)
-    assert found.cut == cut
+    assert (found.cut, found.held_out) == (cut, [])
     assert found.rows.num_starts == (0 if settings.get("is_packed") is False else sum(map(len, cut)))
 
 
@@ -153,6 +146,8 @@ def test_every_document_is_there_once_with_its_mask(write, is_packed, dtype, con
     assert (found.rows.num_dropped_tokens, found.rows.num_cut) == (dropped, num_cut)
     assert found.rows.num_targets == sum(len(learned) * count for (_, learned), count in expected.items())
     assert all(len(row) <= seq_len for row in found.train)
+    room = max(1, len(found.train) * seq_len)
+    assert found.rows.packing_efficiency == pytest.approx(sum(map(len, found.train)) / room)
 
 
 def pieces_of(split):
@@ -224,10 +219,6 @@ def test_a_pair_is_dropped_whole_and_cut_once(tmp_path):
     assert (found.rows.num_cut, found.rows.num_dropped_tokens) == (1, 8 + 6)
 
 
-def rows_of(lengths, capacity):
-    return best_fit_rows(np.array(lengths, np.int64), capacity).tolist()
-
-
 def best_fit_decreasing_one_by_one(lengths, capacity):
     """The fills of the rows as the algorithm is defined: each document into the fullest row that has room."""
     rooms: list[int] = []
@@ -251,13 +242,13 @@ def best_fit_decreasing_one_by_one(lengths, capacity):
 )
 def test_the_longest_goes_into_the_fullest_row_that_has_room(lengths, rows):
     """Rows of 8, numbered in the order of their first documents."""
-    assert rows_of(lengths, 8) == rows
+    assert best_fit_rows(np.array(lengths, np.int64), 8).tolist() == rows
 
 
 @given(data=st.data(), capacity=st.integers(1, 40))
 def test_rows_are_those_of_best_fit_decreasing(data, capacity):
     lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=120))
-    rows = rows_of(lengths, capacity)
+    rows = best_fit_rows(np.array(lengths), capacity).tolist()
     assert sorted(np.bincount(rows, lengths)) == best_fit_decreasing_one_by_one(lengths, capacity)
     first_documents = [rows.index(row) for row in range(max(rows) + 1)]
     assert first_documents == sorted(first_documents)

@@ -5,11 +5,13 @@ import os
 import re
 import signal
 import time
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
 import pytest
 from stream_factory import paths_of, prepared_stream, stream_plan, write_files, write_rows
+from table_files import lines_of
 from tokenizers import Tokenizer
 
 from shardwise.trainer.runtime.data.batches import step_micro_batches
@@ -69,9 +71,6 @@ class Reading:
         )  # fmt: skip
         return [tuple(row[row != 0].tolist()) for batch in batches for row in batch.input_ids], num_terms
 
-    def windows_on_disk(self):
-        return list((self.cache_root / "streams").glob("run-*/window-*"))
-
 
 def ids_of(reading, steps, **arrangement):
     return [reading.batch(step, **arrangement) for step in steps]
@@ -79,22 +78,21 @@ def ids_of(reading, steps, **arrangement):
 
 @pytest.fixture(scope="module")
 def straight(profile, workplace):
-    """Every step of a run on one rank, and its index."""
-    run_dir = workplace / "straight"
-    most = 0
+    """Every step of a run on one rank, its index, and the seed of each step."""
+    run_dir, folder = workplace / "straight", workplace / "cache" / "streams"
+    most, steps, seeds = 0, [], []
     with Reading(profile, run_dir) as reading:
-        steps = []
         for step in range(NUM_STEPS):
             steps.append(reading.batch(step))
-            most = max(most, len(reading.windows_on_disk()))
+            seeds.append(reading.rows.at(step).seed)
+            most = max(most, len(list(folder.glob("run-*/window-*"))))
         maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/streams/run-" in line]
         assert len({line.rpartition("/window-")[2][:8] for line in maps}) <= 1, "what was removed takes room still"
     index = codec.read(run_dir / "stream" / "index.json", StreamIndex)
-    folder = workplace / "cache" / "streams"
     assert [path.name for path in folder.iterdir()] == ["locks"] and not list((folder / "locks").iterdir())
     assert most <= WINDOWS_AHEAD + 1, f"{most} windows on disk"
     assert len(index.windows) > 6, "too few windows to test anything"
-    return steps, index
+    return steps, index, seeds
 
 
 def rows_in(profile, steps):
@@ -105,7 +103,7 @@ def rows_in(profile, steps):
 
 def test_no_document_of_a_pass_is_learned_twice_and_none_that_is_held_out(profile, straight):
     """What is dropped is the rest of each window, less than a step."""
-    steps, index = straight
+    steps, index, _ = straight
     of_first_pass = [window for window in index.windows if window.end[0].num_passes == 0]
     num_steps = sum(window.num_examples // 4 for window in of_first_pass)
     learned = rows_in(profile, steps[:num_steps])
@@ -118,16 +116,10 @@ def test_no_document_of_a_pass_is_learned_twice_and_none_that_is_held_out(profil
     assert scored and not set(scored) & set(rows_in(profile, steps))
 
 
-def test_any_ranks_and_micro_batches_learn_the_same_rows_in_the_same_steps(profile, straight, tmp_path):
-    with Reading(profile, tmp_path) as reading:
-        for step in range(24):
-            num_ranks, micro_batch = [(2, 2), (4, 1)][step % 2]
-            place = {"num_ranks": num_ranks, "micro_batch": micro_batch}
-            parts = [reading.batch(step, rank=rank, **place) for rank in range(num_ranks)]
-            expected, num_terms = straight[0][step]
-            rows = [ids for part, _ in parts for ids in part if ids]
-            assert sorted(rows) == sorted(expected)
-            assert {terms for _, terms in parts} == {num_terms}
+def test_no_two_windows_are_shuffled_with_one_seed(straight):
+    _, index, seeds = straight
+    of_windows = [seed for seed, _ in groupby(seeds)]
+    assert len(set(of_windows)) == len(of_windows) >= len(index.windows) - WINDOWS_AHEAD
 
 
 def test_two_ranks_of_a_machine_share_windows_and_the_slower_one_loses_none(profile, straight, tmp_path):
@@ -145,7 +137,7 @@ def test_two_ranks_of_a_machine_share_windows_and_the_slower_one_loses_none(prof
 @pytest.mark.parametrize("step", [3, 14, 39])
 def test_a_resumption_goes_on_with_the_same_rows_and_reads_no_window_before_its_own(profile, straight, workplace, step):
     with Reading(profile, workplace / "straight", attempt=2 + step, resume=True) as reading:
-        assert ids_of(reading, range(step, step + 1)) == straight[0][step : step + 1]
+        assert reading.batch(step) == straight[0][step]
         assert reading.incidents.texts == []
         request = json.loads(next((reading.cache_root / "streams").glob("run-*/producer.json")).read_text())
     number = request["number"]
@@ -169,14 +161,10 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
-def producer_of(reading):
-    return reading.rows._producer._process
-
-
 def test_a_killed_producer_ends_the_run_with_a_sentence_and_leaves_nothing_for_the_next(profile, straight, tmp_path):
     reading = Reading(profile, tmp_path)
     reading.batch(0)
-    os.kill(producer_of(reading).pid, signal.SIGKILL)
+    os.kill(reading.rows._producer._process.pid, signal.SIGKILL)
     with pytest.raises(EnvironmentFaultError) as caught:
         ids_of(reading, range(NUM_STEPS))
     assert "SIGKILL" in str(caught.value)
@@ -226,9 +214,9 @@ def test_a_window_without_a_step_is_refused_with_both_numbers(tmp_path):
 
 
 def test_pairs_and_rows_that_are_not_packed_stream_as_well(tmp_path):
-    rows = [{"prompt": f"row {n}: ", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(120)]
     path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = ({"prompt": f"row {n}: ", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(120))
+    path.write_bytes(lines_of(rows))
     profile = prepared_stream(path, cache_root=tmp_path / "cache", window_bytes=600)
     assert (profile.format, profile.is_packed, profile.longest_row) == (DataFormat.PREFERENCE, False, 48)
     tokenizer = Tokenizer.from_file(f"{profile.cache_dir}/tokenizer/tokenizer.json")

@@ -11,6 +11,7 @@ from prepare_request_factory import written_source
 from shardwise.trainer.runtime.data.sources import scan
 from shardwise.trainer.runtime.data.sources.rows import RowReading
 from shardwise.trainer.runtime.data.sources.scan import Block, check_file, cut_at_line_ends, read_blocks
+from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import DataFormat
 
 TEXT = RowReading(DataFormat.TEXT, {}, vocab_size=100)
@@ -50,6 +51,7 @@ def test_the_first_byte_that_is_not_text_is_named(tmp_path, monkeypatch, content
     [
         ("a.txt", "\ufeffone\r\ntwo\n", ["one\r\ntwo\n"]),
         ("a.txt", " \n\n", []),
+        ("a.txt", b"ab\xff", ["a.txt: is not text: byte 0xff at offset 2 is not UTF-8 (invalid start byte)"]),
         ("a.txt.gz", gzip.compress(b"one\ntwo\n", mtime=0), ["one\ntwo\n"]),
         (
             "a.jsonl",
@@ -60,6 +62,11 @@ def test_the_first_byte_that_is_not_text_is_named(tmp_path, monkeypatch, content
 )
 def test_a_text_file_is_one_document_and_a_row_of_text_another(tmp_path, name, content, items):
     assert read(written_source(tmp_path / name, content)) == items
+
+
+def test_a_compressed_text_that_was_cut_off_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"a\.txt\.gz: .*gzip"):
+        check_file(written_source(tmp_path / "a.txt.gz", gzip.compress(b"text" * 1000)[:-10]))
 
 
 @pytest.mark.parametrize("block_chars", [1, 7, 50])

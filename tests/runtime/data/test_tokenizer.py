@@ -31,15 +31,12 @@ def folder(trained, tmp_path):
     return tmp_path / "tokenizer"
 
 
-def test_the_vocabulary_is_as_large_as_asked_and_ends_texts(trained):
+def test_the_vocabulary_is_as_large_as_asked_has_every_byte_and_ends_texts(trained):
     assert trained.vocab_size == 400
     assert trained.tokenizer.id_to_token(trained.eos_id) == END_OF_TEXT
     assert trained.document_prefix == ()
     assert train_tokenizer(iter(TEXTS), vocab_size=400).tokenizer.to_str() == trained.tokenizer.to_str()
     assert 257 <= train_tokenizer(iter(["ab ab"]), vocab_size=5000).vocab_size < 270
-
-
-def test_a_vocabulary_without_room_for_every_byte_is_refused():
     with pytest.raises(InputError, match=r"\b256\b.*\b257\b"):
         train_tokenizer(iter(TEXTS), vocab_size=256)
 
@@ -95,10 +92,9 @@ def test_a_folder_of_vocabulary_and_merges_is_converted(trained, tmp_path):
     (slow / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": END_OF_TEXT, "add_prefix_space": False})
     )
-    loaded = load_tokenizer(slow)
-    assert loaded.encode(SAMPLES[:2]) == trained.encode(SAMPLES[:2])
-    copy_tokenizer(loaded, slow, tmp_path / "copy")
-    assert load_tokenizer(tmp_path / "copy").encode(SAMPLES[:2]) == trained.encode(SAMPLES[:2])
+    copy_tokenizer(load_tokenizer(slow), slow, tmp_path / "copy")
+    for folder in (slow, tmp_path / "copy"):
+        assert load_tokenizer(folder).encode(SAMPLES[:2]) == trained.encode(SAMPLES[:2])
 
 
 @pytest.mark.parametrize(
@@ -135,31 +131,26 @@ def test_a_digest_changes_with_the_tokenizer_and_not_with_the_weights(folder):
     before = tokenizer_digest(folder)
     (folder / "model.safetensors").write_text("weights")
     assert tokenizer_digest(folder) == before
-    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"bos_token": END_OF_TEXT}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    change_settings(folder, bos_token=END_OF_TEXT)
     assert tokenizer_digest(folder) != before
     with pytest.raises(InputError, match="is not a folder"):
         tokenizer_digest(folder / "none")
 
 
-def with_code(folder):
-    """The same folder, which names a class of its own for splitting the text."""
+def change_settings(folder, **changes):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    own = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}, "tokenizer_class": "OwnTokenizer"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | own))
-    return folder
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | changes))
 
 
-def test_a_copy_of_a_tokenizer_with_code_of_its_own_needs_none(folder, tmp_path):
+def test_a_copy_of_a_tokenizer_with_code_of_its_own_needs_none_and_code_alone_is_refused(folder, tmp_path):
     from transformers import AutoTokenizer
 
-    loaded = load_tokenizer(with_code(folder))
+    named = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+    change_settings(folder, auto_map=named, tokenizer_class="OwnTokenizer")
+    loaded = load_tokenizer(folder)
     copy_tokenizer(loaded, folder, tmp_path / "copy")
     exported = AutoTokenizer.from_pretrained(tmp_path / "copy", trust_remote_code=False)
     assert exported(SAMPLES)["input_ids"] == loaded.encode(SAMPLES)
-
-
-def test_a_tokenizer_that_is_code_alone_is_refused(folder):
-    (with_code(folder) / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").unlink()
     with pytest.raises(InputError, match=r"code of its own, .*tokenizer\.json"):
         load_tokenizer(folder)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from accelerate.utils.fsdp_utils import fsdp2_switch_optimizer_parameters
 from architecture_factory import TINY
+from export_factory import write_base
 from msgspec.structs import replace
 from rank_factory import rank_plan
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.trainer.runtime.engines.sharded_loading import load_onto
 from shardwise.trainer.runtime.models.build import build_meta_model, build_model
@@ -26,29 +26,18 @@ CPU = torch.device("cpu")
 DORA = {"lora": LoraJob(rank=2, dora=True)}
 
 
-def write_weights(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> str:
-    torch.manual_seed(3)
-    fields = {name: value for name, value in config.items() if name != "model_type"}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields), dtype=dtype)
-    model.save_pretrained(folder)
-    return str(folder)
-
-
-def plan_of(config: dict[str, Any], path: str | None = None, **settings: Any) -> Plan:
+def plan_of(config: dict[str, Any], folder: Path | None = None, **settings: Any) -> Plan:
     shape = read_model_shape(config)
     attention = Attention.SDPA if Attention.SDPA in shape.attentions else Attention.EAGER
     plan = rank_plan(Path("nowhere"), model_config=config, attention=attention, **settings)
-    return replace(plan, model_path=path)
-
-
-def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return dict(model.named_parameters()) | dict(model.named_buffers())
+    return replace(plan, model_path=None if folder is None else str(folder))
 
 
 def assert_same_start(plan: Plan) -> None:
     meta_model, _ = build_meta_model(plan)
     load_onto(CPU, meta_model)
-    found, whole = tensors_of(meta_model.model), tensors_of(build_model(plan))
+    models = (meta_model.model, build_model(plan))
+    found, whole = (dict(each.named_parameters()) | dict(each.named_buffers()) for each in models)
     assert found.keys() == whole.keys()
     for name, tensor in whole.items():
         assert (found[name].dtype, found[name].requires_grad) == (tensor.dtype, tensor.requires_grad), name
@@ -57,8 +46,7 @@ def assert_same_start(plan: Plan) -> None:
 
 @pytest.mark.parametrize("config", TINY.values(), ids=TINY)
 def test_weights_that_are_read_have_the_bits_of_a_whole_build(config, tmp_path):
-    path = write_weights(tmp_path, config, torch.float32)
-    assert_same_start(plan_of(config, path, precision=Precision.BF16))
+    assert_same_start(plan_of(config, write_base(tmp_path, config), precision=Precision.BF16))
 
 
 @pytest.mark.parametrize(
@@ -73,8 +61,8 @@ def test_weights_that_are_read_have_the_bits_of_a_whole_build(config, tmp_path):
 @pytest.mark.parametrize("is_read", [True, False], ids=["read", "drawn"])
 def test_so_they_have_under_every_method(settings, is_read, tmp_path):
     config = {**TINY["llama"], "tie_word_embeddings": True}
-    path = write_weights(tmp_path, config, torch.bfloat16) if is_read else None
-    assert_same_start(plan_of(config, path, **settings))
+    folder = write_base(tmp_path, config, torch.bfloat16) if is_read else None
+    assert_same_start(plan_of(config, folder, **settings))
 
 
 def test_w37_accelerate_confuses_parameters_without_elements():

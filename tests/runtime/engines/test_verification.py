@@ -42,9 +42,8 @@ def session(**engine: Any) -> Iterator[tuple]:
     accelerator = build_accelerator(plan, ds_config=None)
     model, installed = build_trainable(plan)
     installed = install_precision(model, installed, chosen, DeviceKind.CPU)
-    optimizer = build_optimizer(
-        chosen.strategy.optimizer, model, lr=1.0, weight_decay=0.1, in_backward=chosen.optimizer_in_backward
-    )
+    settings: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.1, "in_backward": chosen.optimizer_in_backward}
+    optimizer = build_optimizer(chosen.strategy.optimizer, model, **settings)
     yield (*accelerator.prepare(model, optimizer), accelerator, installed, chosen)
     reset_accelerate()
 
@@ -164,10 +163,17 @@ PLAIN: dict[str, object] = {
 }  # fmt: skip
 
 
-def test_a_parameter_that_the_optimizer_forgot_is_missed():
+@pytest.mark.parametrize(
+    ("change", "what", "planned", "found"),
+    [
+        (lambda decayed, others: decayed.pop(), "parameters that are updated", 21, 20),
+        (lambda decayed, others: others.append(decayed.pop()), "parameters without weight decay", 5, 6),
+    ],
+)
+def test_parameters_that_the_optimizer_forgot_or_does_not_decay_are_seen(change, what, planned, found):
     with session() as (model, optimizer, accelerator, installed, chosen):
-        optimizer.param_groups[0]["params"].pop()
-        with pytest.raises(EnvironmentFaultError, match=difference("parameters that are updated", 21, 20)):
+        change(*(group["params"] for group in optimizer.param_groups))
+        with pytest.raises(EnvironmentFaultError, match=difference(what, planned, found)):
             verify_engine(accelerator, model, optimizer, installed, chosen)
 
 
@@ -175,14 +181,6 @@ def test_a_weight_of_the_base_that_is_trained_beside_the_adapters_is_seen():
     with session(method=Method.LORA) as (model, optimizer, accelerator, installed, chosen):
         model.get_input_embeddings().weight.requires_grad_(True)
         with pytest.raises(EnvironmentFaultError, match=difference("the base is frozen", True, False)):
-            verify_engine(accelerator, model, optimizer, installed, chosen)
-
-
-def test_matrices_among_what_is_not_decayed_are_seen():
-    with session() as (model, optimizer, accelerator, installed, chosen):
-        decayed, others = (group["params"] for group in optimizer.param_groups)
-        others.append(decayed.pop())
-        with pytest.raises(EnvironmentFaultError, match=difference("parameters without weight decay", 5, 6)):
             verify_engine(accelerator, model, optimizer, installed, chosen)
 
 
@@ -242,8 +240,7 @@ def test_the_mesh_of_a_plan_has_machines_outside_and_their_ranks_inside(monkeypa
 @pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.FP16_MIXED])
 def test_fsdp_computes_in_16_bit_and_adds_the_gradients_of_ranks_in_fp32(precision):
     policy = _types(precision)
-    assert policy is not None
-    assert (policy.param_dtype, policy.reduce_dtype) == (compute_type(precision), torch.float32)
+    assert policy is not None and (policy.param_dtype, policy.reduce_dtype) == (compute_type(precision), torch.float32)
 
 
 def test_fused_kernels_are_those_that_the_model_runs():

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from optimizer_factory import tiny_llama
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.trainer.runtime.export.folder import save_model, staged
 from shardwise.trainer.spec.errors import EnvironmentFaultError
@@ -16,44 +16,25 @@ MODEL = """
 import sys
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM
-model = LlamaForCausalLM(
-    LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1,
-    )
-)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
 """
 LOADED = "print('loaded:', 'deepspeed' in sys.modules)"
+OURS = "from shardwise.trainer.runtime.export.folder import save_model; save_model(model, Path(sys.argv[1]))"
 
 
-def what_loads(tmp_path: Path, saving: str) -> str:
+@pytest.mark.parametrize(
+    ("saving", "loads"), [("model.save_pretrained(sys.argv[1])", True), (OURS, False)], ids=["transformers", "ours"]
+)
+def test_w58_transformers_loads_deepspeed_to_save_a_model_and_we_do_not(saving, loads, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", f"{MODEL}{saving}\n{LOADED}", str(tmp_path / "out")],
         cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True,
     )  # fmt: skip
-    return done.stdout.splitlines()[-1]
-
-
-def test_w58_transformers_loads_deepspeed_to_save_a_model(tmp_path):
-    assert what_loads(tmp_path, "model.save_pretrained(sys.argv[1])") == "loaded: True"
-
-
-def test_saving_a_model_does_not_load_deepspeed(tmp_path):
-    ours = "from shardwise.trainer.runtime.export.folder import save_model; save_model(model, Path(sys.argv[1]))"
-    assert what_loads(tmp_path, ours) == "loaded: False"
-
-
-def tiny() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    assert done.stdout.splitlines()[-1] == f"loaded: {loads}"
 
 
 def test_the_files_are_those_of_transformers(tmp_path):
-    model = tiny()
+    model = tiny_llama()
     save_model(model, tmp_path / "ours")
     model.config.use_cache = True
     model.save_pretrained(tmp_path / "theirs")

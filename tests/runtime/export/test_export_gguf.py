@@ -23,7 +23,7 @@ from shardwise.trainer.runtime.export.run import plan_on, read_plan
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.messages.worker_requests import ExportFormat, GgufType, WeightType
+from shardwise.trainer.spec.messages.worker_requests import ExportFormat, GgufType
 from shardwise.trainer.spec.strategy import Attention, Method
 
 VOCAB = 1024
@@ -142,18 +142,17 @@ def test_a_template_of_ollama_renders_as_ours_does(name, tmp_path):
 def as_jinja(go: str) -> str:
     """The few forms of Go's templates that are written, in jinja2."""
     closing: list[str] = []
+    forms = {
+        "range .Messages": "{% for m in messages %}", "else": "{% else %}", ".Content": "{{ m.content }}",
+        ".Role": "{{ m.role }}", ".Prompt": "{{ prompt }}", "if not .System": "{% if not system %}",
+        'if eq .Role "system"': "{% if m.role == 'system' %}", 'if eq .Role "user"': "{% if m.role == 'user' %}",
+        'else if eq .Role "user"': "{% elif m.role == 'user' %}",
+    }  # fmt: skip
 
     def translated(match: re.Match) -> str:
-        word = match[1]
-        if word.startswith(("range", "if")):
-            closing.append("endfor" if word.startswith("range") else "endif")
-        forms = {
-            "range .Messages": "{% for m in messages %}", "else": "{% else %}", ".Content": "{{ m.content }}",
-            ".Role": "{{ m.role }}", ".Prompt": "{{ prompt }}", "if not .System": "{% if not system %}",
-            'if eq .Role "system"': "{% if m.role == 'system' %}", 'if eq .Role "user"': "{% if m.role == 'user' %}",
-            'else if eq .Role "user"': "{% elif m.role == 'user' %}",
-        }  # fmt: skip
-        return f"{{% {closing.pop()} %}}" if word == "end" else forms[word]
+        if match[1].startswith(("range", "if")):
+            closing.append("{% endfor %}" if match[1].startswith("range") else "{% endif %}")
+        return closing.pop() if match[1] == "end" else forms[match[1]]
 
     translated_text = re.sub(r"\{\{ (.*?) \}\}", translated, go)
     assert not closing
@@ -186,16 +185,6 @@ def test_a_tokenizer_that_splits_in_its_own_way_is_refused(tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(InputError, match="splits text"):
         written._vocabulary(folder, VOCAB)
-
-
-@pytest.mark.parametrize(
-    ("settings", "fact"),
-    [({"quant": GgufType.F16}, "--format gguf"), ({"format": ExportFormat.GGUF, "dtype": WeightType.BF16}, "--quant")],
-)
-def test_options_of_another_format_are_refused(settings, fact, tmp_path):
-    run_dir = save_run(tmp_path / "run", run_of(write_base(tmp_path / "base"), Method.FULL))
-    with pytest.raises(InputError, match=fact):
-        export(run_dir, tmp_path / "out", **settings)
 
 
 def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch):

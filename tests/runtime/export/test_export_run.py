@@ -2,11 +2,14 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from attempt_runs import run_attempt
+from chat_tokenizers import byte_level_folder
 from engine_plan_factory import TINY_LLAMA
 from export_factory import export, run_of, write_base
 from msgspec.structs import replace
@@ -16,15 +19,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from shardwise.trainer.runtime.checkpoint import find_checkpoint, import_weights
+from shardwise.trainer.runtime.data.chat.template import TEMPLATE_NAMES, load_chat_template
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer, train_tokenizer, write_trained_tokenizer
-from shardwise.trainer.runtime.export.folder import (
-    end_of_turn_id,
-    end_token_ids,
-    read_tokenizer,
-    save_adapters,
-    write_adapter_folder,
-    write_model_folder,
-)
+from shardwise.trainer.runtime.export import folder as export_folder
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.models.methods import quantised_layers
 from shardwise.trainer.spec.job.sections import LoraJob, ModelJob
@@ -49,22 +46,16 @@ def tokenizer_folder(tmp_path_factory) -> Path:
     return folder
 
 
-def plan_of(model_type: str, tokenizer_folder: Path | None) -> Plan:
-    """A plan of a model whose vocabulary holds the tokenizer's."""
+def write_folder(model_type: str, out: Path, tokenizer_folder: Path) -> str | None:
+    """Of a model whose vocabulary holds the tokenizer's."""
     config = {**TINY_LLAMA, "model_type": model_type, "vocab_size": 400}
-    plan = rank_plan(Path("nowhere"), model_config=config)
-    return replace(plan, tokenizer_path=None if tokenizer_folder is None else str(tokenizer_folder))
-
-
-def write_folder(model_type: str, out: Path, tokenizer_folder: Path | None) -> str | None:
-    plan = plan_of(model_type, tokenizer_folder)
-    return write_model_folder(build_model(plan), plan, out)
+    plan = replace(rank_plan(Path("nowhere"), model_config=config), tokenizer_path=str(tokenizer_folder))
+    return export_folder.write_model_folder(build_model(plan), plan, out)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_an_exported_tokenizer_gives_the_ids_that_were_trained_with(model_type, tokenizer_folder, tmp_path):
-    incident = write_folder(model_type, tmp_path / "out", tokenizer_folder)
-    assert incident is None
+    assert write_folder(model_type, tmp_path / "out", tokenizer_folder) is None
     exported, trained_with = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(tokenizer_folder)
     assert exported(SAMPLES)["input_ids"] == trained_with.encode(SAMPLES)
     assert (exported.eos_token_id, exported.pad_token_id) == (trained_with.eos_id, trained_with.pad_id)
@@ -88,10 +79,7 @@ def test_a_model_type_whose_tokenizers_transformers_cuts_by_its_own_rules_is_an_
     ],
 )
 def test_a_tokenizer_that_gives_other_ids_is_an_incident(changes, fact, tokenizer_folder, tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    for path in tokenizer_folder.iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
+    source = shutil.copytree(tokenizer_folder, tmp_path / "source")
     settings = json.loads((source / "tokenizer_config.json").read_text())
     (source / "tokenizer_config.json").write_text(json.dumps(settings | changes))
     incident = write_folder("llama", tmp_path / "out", source)
@@ -106,9 +94,8 @@ ADAPTERS = {
 
 
 def adapter_plan(base: Path, cache_dir: Path, lora: LoraJob, method: Method, precision: Precision) -> Plan:
-    plan = rank_plan(
-        cache_dir, method=method, precision=precision, train={"lora": lora}, num_steps=4, micro_batch=8, accumulation=1
-    )
+    steps: dict[str, Any] = {"num_steps": 4, "micro_batch": 8, "accumulation": 1}
+    plan = rank_plan(cache_dir, method=method, precision=precision, train={"lora": lora}, **steps)
     job = replace(plan.job, model=ModelJob(name=str(base)))
     return replace(plan, job=job, model_path=str(base))
 
@@ -122,9 +109,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize(("kind", "method"), [("rslora", Method.LORA), ("dora", Method.LORA), ("dora", Method.QLORA)])
-def test_peft_loads_the_exported_adapters_and_answers_as_the_model_that_was_trained(
-    kind, method, base, cache_dir, tmp_path
-):
+def test_peft_loads_the_exported_adapters_and_answers_as_the_trained_model(kind, method, base, cache_dir, tmp_path):
     from peft import PeftModel
 
     plan = adapter_plan(base, cache_dir, ADAPTERS[kind], method, Precision.FP32)
@@ -144,9 +129,7 @@ def test_peft_loads_the_exported_adapters_and_answers_as_the_model_that_was_trai
 
 
 @pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
-def test_the_newest_checkpoint_exports_the_adapters_that_the_run_did_without_its_base(
-    method, base, cache_dir, tmp_path, monkeypatch
-):
+def test_a_checkpoint_exports_the_adapters_that_the_run_did_without_its_base(method, base, cache_dir, tmp_path):
     plan = adapter_plan(base, cache_dir, ADAPTERS["dora"], method, Precision.BF16_MIXED)
     run_attempt(tmp_path / "run", plan)
     gone = replace(plan, model_path=str(tmp_path / "gone"))
@@ -169,7 +152,7 @@ def test_adapters_come_with_their_tokenizer_and_with_the_name_and_revision_of_th
     job = replace(plan.job, model=ModelJob(name="org/name", revision="abc"))
     plan = replace(plan, job=job, model_path=cached, tokenizer_path=str(tokenizer_folder))
     weights = {f"model.layers.0.mlp.up_proj.lora_{each}.default.weight": torch.zeros(2, 2) for each in "AB"}
-    assert write_adapter_folder(weights, plan, tmp_path / "out") is None
+    assert export_folder.write_adapter_folder(weights, plan, tmp_path / "out") is None
     text = (tmp_path / "out" / "adapter_config.json").read_text()
     config = json.loads(text)
     assert (config["base_model_name_or_path"], config["revision"]) == ("org/name", "abc")
@@ -188,75 +171,52 @@ def test_adapters_to_be_uploaded_name_the_base_without_its_folder(tmp_path):
     weights = {f"model.layers.0.mlp.up_proj.lora_{each}.default.weight": torch.zeros(2, 2) for each in "AB"}
     for hides_paths, name in ((False, str(folder)), (True, "base")):
         out = tmp_path / name.replace("/", "-")
-        save_adapters(weights, replace(plan, model_path=str(folder)), out, hides_paths=hides_paths)
+        export_folder.save_adapters(weights, replace(plan, model_path=str(folder)), out, hides_paths=hides_paths)
         config = json.loads((out / "adapter_config.json").read_text())
         assert config["base_model_name_or_path"] == name
 
 
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-LOOP = "{% for message in messages %}"
-TEMPLATES = {
-    "chatml": (LOOP + "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}", "<|im_end|>"),
-    "llama 3": (
-        LOOP + "<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
-        "{{ message.content | trim }}<|eot_id|>{% endfor %}",
-        "<|eot_id|>",
-    ),
-    "mistral": (
-        LOOP + "{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]"
-        "{% else %} {{ message.content }} {{ eos_token }}{% endif %}{% endfor %}",
-        "<|endoftext|>",
-    ),
-    "plain words": (LOOP + "{{ message.role }}: {{ message.content }}\n{% endfor %}", None),
-    "refuses": ("{{ raise_exception('only tools here') }}", None),
-    "unknown to the tokenizer": (LOOP + "{{ message.content }}<|end|>{% endfor %}", None),
-    "none": (None, None),
-}  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    made = tmp_path_factory.mktemp("source") / "tokenizer"
-    write_trained_tokenizer(train_tokenizer(iter(["a lazy dog"]), vocab_size=260), made)
-    tokenizer = read_tokenizer(made)
-    assert tokenizer is not None
-    tokenizer.add_tokens(SPECIAL, special_tokens=True)
-    tokenizer.save_pretrained(made)
-    return made
+    return byte_level_folder(tmp_path_factory.mktemp("source") / "tokenizer", bos=None, eos="<|endoftext|>")
 
 
-@pytest.mark.parametrize("name", list(TEMPLATES))
-def test_the_token_behind_an_answer_ends_the_turn(name, folder):
-    tokenizer = read_tokenizer(folder)
-    assert tokenizer is not None
-    tokenizer.chat_template, expected = TEMPLATES[name]
-    found = end_of_turn_id(tokenizer)
+LOOP = "{% for message in messages %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("chatml", "<|im_end|>"),
+        ("llama3", "<|eot_id|>"),
+        ("mistral", "<|endoftext|>"),
+        (LOOP + "{{ message.role }}: {{ message.content }}\n{% endfor %}", None),
+        ("{{ raise_exception('only tools here') }}", None),
+        (LOOP + "{{ message.content }}<|unknown|>{% endfor %}", None),
+        (None, None),
+    ],
+)
+def test_the_token_behind_an_answer_ends_the_turn(template, expected, folder):
+    tokenizer = export_folder.read_tokenizer(folder)
+    tokenizer.chat_template = load_chat_template(template, folder).source if template in TEMPLATE_NAMES else template
+    found = export_folder.end_of_turn_id(tokenizer)
     assert (None if found is None else tokenizer.decode([found])) == expected
-
-
-def with_template(folder: Path, out: Path, *, as_file: bool) -> Path:
-    """The tokenizer with ChatML, in a file of its own or in tokenizer_config.json."""
-    out.mkdir()
-    for path in folder.iterdir():
-        (out / path.name).write_bytes(path.read_bytes())
-    template, _ = TEMPLATES["chatml"]
-    if as_file:
-        (out / "chat_template.jinja").write_text(template)
-    else:
-        settings = json.loads((out / "tokenizer_config.json").read_text())
-        (out / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
-    return out
 
 
 @pytest.mark.parametrize("as_file", [True, False])
 def test_an_export_carries_its_template_in_a_file_and_ends_where_it_ends(as_file, folder, tmp_path):
-    tokenizer = with_template(folder, tmp_path / "tokenizer", as_file=as_file)
-    config = {**run_of(None, Method.FULL).model_config, "vocab_size": 280}
+    """Also where its template stood in tokenizer_config.json."""
+    tokenizer, template = shutil.copytree(folder, tmp_path / "tokenizer"), load_chat_template("chatml", folder).source
+    if as_file:
+        (tokenizer / "chat_template.jinja").write_text(template)
+    else:
+        settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
+        (tokenizer / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    config = {**run_of(None, Method.FULL).model_config, "vocab_size": 1024}
     plan = replace(run_of(None, Method.FULL, tokenizer=tokenizer), model_config=config)
-    assert write_model_folder(build_model(plan), plan, tmp_path / "out") is None
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATES["chatml"][0]
-    exported = read_tokenizer(tmp_path / "out")
-    assert exported is not None
+    assert export_folder.write_model_folder(build_model(plan), plan, tmp_path / "out") is None
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == template
+    exported = export_folder.read_tokenizer(tmp_path / "out")
     ids = [exported.convert_tokens_to_ids(each) for each in ("<|endoftext|>", "<|im_end|>")]
     for name in ("generation_config.json", "config.json"):
         settings = json.loads((tmp_path / "out" / name).read_text())
@@ -265,16 +225,15 @@ def test_an_export_carries_its_template_in_a_file_and_ends_where_it_ends(as_file
 
 
 def test_a_base_keeps_its_own_end_tokens_and_settings_beside_the_tokenizers(folder, tmp_path):
-    base = write_base(tmp_path / "base", {**run_of(None, Method.FULL).model_config, "vocab_size": 280})
+    base = write_base(tmp_path / "base", {**run_of(None, Method.FULL).model_config, "vocab_size": 1024})
     own = {"eos_token_id": [3, 4], "pad_token_id": 5, "temperature": 0.6, "transformers_version": "5.0.0"}
     (base / "generation_config.json").write_text(json.dumps(own))
     plan = run_of(base, Method.FULL, tokenizer=folder)
     plan = replace(plan, model_config=json.loads((base / "config.json").read_text()))
-    assert write_model_folder(build_model(plan), plan, tmp_path / "out") is None
+    assert export_folder.write_model_folder(build_model(plan), plan, tmp_path / "out") is None
     settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    tokenizer = read_tokenizer(folder)
-    assert tokenizer is not None
+    tokenizer = export_folder.read_tokenizer(folder)
     assert settings["eos_token_id"] == [3, 4, tokenizer.eos_token_id]
     assert (settings["pad_token_id"], settings["temperature"]) == (5, 0.6)
     other = replace(plan, job=replace(plan.job, model=ModelJob(name=str(base), tokenizer="train")))
-    assert end_token_ids(other, tokenizer) == (tokenizer.eos_token_id,), "the base's tokens are those of its tokenizer"
+    assert export_folder.end_token_ids(other, tokenizer) == (tokenizer.eos_token_id,), "not those of another tokenizer"

@@ -38,12 +38,14 @@ def on_the_hub(folder: Path, method: Method, *, licence: str | None = None, lora
     [(Method.LORA, None, "peft", "adapter"), (Method.LORA, "merged", "transformers", "finetune"),
      (Method.FULL, None, "transformers", "finetune"), (Method.QLORA, "onnx", "transformers", "finetune")],
 )  # fmt: skip
-def test_the_front_matter_is_what_the_hub_reads(method, kind, library, relation, tmp_path):
+def test_the_front_matter_is_what_the_hub_reads_and_the_code_is_python(method, kind, library, relation, tmp_path):
     plan = on_the_hub(tmp_path, method, licence="apache-2.0")
-    front = front_matter(model_card(Export(plan=plan, kind=kind)))
+    card = model_card(Export(plan=plan, kind=kind))
+    front = front_matter(card)
     assert front["base_model"] == "org/base" and front["base_model_relation"] == relation
     assert front["library_name"] == library and front["license"] == "apache-2.0"
     assert front["tags"] == ["shardwise", str(method), *(["onnx"] if kind == "onnx" else [])]
+    compile(card.split("```python\n")[1].split("```")[0], "card", "exec")
 
 
 def test_the_card_states_what_was_trained_from_what_and_how_to_load_it(tmp_path):
@@ -56,14 +58,6 @@ def test_the_card_states_what_was_trained_from_what_and_how_to_load_it(tmp_path)
         f'from_pretrained("org/base", revision="{COMMIT}"', 'PeftModel.from_pretrained(base, "THIS_FOLDER")', "torch ",
     ):  # fmt: skip
         assert text in card, card
-    code = card.split("```python\n")[1].split("```")[0]
-    compile(code, "card", "exec")
-
-
-@pytest.mark.parametrize("kind", ["model", "adapters", "onnx"])
-def test_the_code_of_every_card_is_python(kind, tmp_path):
-    card = model_card(Export(plan=on_the_hub(tmp_path, Method.LORA), kind=kind))
-    compile(card.split("```python\n")[1].split("```")[0], "card", "exec")
 
 
 def test_folders_of_this_machine_and_secrets_stay_out_of_it(tmp_path, monkeypatch):

@@ -11,25 +11,14 @@ import pytest
 import torch
 from engine_plan_factory import TINY_LLAMA
 from export_factory import write_base
-from import_factory import (
-    IDS,
-    MASTERS,
-    STATES,
-    assert_refused,
-    config_of,
-    distributed,
-    imported,
-    logits,
-    saved_by_torch,
-    zero,
-)
+from import_factory import assert_refused, config_of, distributed, imported, logits, saved_by_torch, zero
 from prepare_request_factory import numbered_text
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
-from shardwise.trainer.runtime.export.check import logits_of
+from shardwise.trainer.runtime.export.check import logits_of, prompt_ids
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.messages.worker_requests import ImportKind, WeightType
 
@@ -54,11 +43,10 @@ def test_pickled_weights_in_several_files_are_read_by_their_index(base, tmp_path
     folder = saved_by_torch(base, tmp_path / "in")
     weights = load_file(base / "model.safetensors")
     first = dict(list(weights.items())[:5])
-    rest = {name: each for name, each in weights.items() if name not in first}
     places = {name: "pytorch_model-1.bin" if name in first else "pytorch_model-2.bin" for name in weights}
     torch.save(first, folder / "pytorch_model-1.bin")
     stale = {name: each + 1 for name, each in first.items()}
-    torch.save(rest | stale, folder / "pytorch_model-2.bin")
+    torch.save(weights | stale, folder / "pytorch_model-2.bin")
     (folder / "pytorch_model.bin").unlink()
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     imported(folder, tmp_path / "out")
@@ -125,7 +113,8 @@ def trainer_folder(base, tmp_path_factory) -> Path:
     from transformers import Trainer, TrainingArguments  # they load PEFT and datasets
 
     root = tmp_path_factory.mktemp("trainer")
-    rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 4
+    ids = prompt_ids(256)[0]
+    rows = [{"input_ids": ids, "labels": ids}] * 4
     settings = TrainingArguments(
         output_dir=str(root), max_steps=2, save_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[],
         disable_tqdm=True, dataloader_pin_memory=False, learning_rate=1e-2,
@@ -147,7 +136,7 @@ def test_a_checkpoint_of_transformers_trainer_is_its_model_and_its_tokenizer(tra
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= written
     assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "trainer_state.json"} & written
     trained = AutoModelForCausalLM.from_pretrained(trainer_folder).eval()
-    assert torch.equal(logits(tmp_path / "out"), logits_of(trained, IDS))
+    assert torch.equal(logits(tmp_path / "out"), logits_of(trained, prompt_ids(256)))
     assert not torch.allclose(logits(tmp_path / "out"), logits(base), atol=1e-3)
 
 
@@ -225,10 +214,10 @@ def test_three_ranks_of_zero_3_have_a_padded_third_of_every_weight(base, tmp_pat
     shapes = [{name: each.shape for name, each in weights.items()}]
     for rank in range(3):
         states = {"module": {}, "buffer_names": [], "param_shapes": shapes, "shared_params": {}}
-        torch.save(states, folder / f"zero_pp_rank_{rank}_{STATES}")
+        torch.save(states, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
         flats = [torch.cat([parts[rank] for parts in thirds])]
         masters = {"zero_stage": 3, "partition_count": 3, "fp32_flat_groups": flats}
-        torch.save({"optimizer_state_dict": masters}, folder / MASTERS.format(rank))
+        torch.save({"optimizer_state_dict": masters}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     (folder.parent / "latest").write_text("global_step2\n")
     done = imported(folder.parent, tmp_path / "out", config=config_of(base), config_origin="preset")
     assert "ZeRO-3 on 3 ranks" in done.source
@@ -238,8 +227,7 @@ def test_three_ranks_of_zero_3_have_a_padded_third_of_every_weight(base, tmp_pat
 
 def test_numbers_too_large_for_the_type_are_refused(base, tmp_path):
     folder = saved_by_torch(base, tmp_path / "in", lambda weights: changed(weights, NORM, lambda each: each * 1e6))
-    fact = r"model\.norm\.weight .*torch\.float16.*--dtype"
-    assert_refused(folder, tmp_path / "out", fact, dtype=WeightType.FP16)
+    assert_refused(folder, tmp_path / "out", r"model\.norm\.weight .*torch\.float16.*--dtype", dtype=WeightType.FP16)
     imported(folder, tmp_path / "out", dtype=WeightType.BF16)
 
 
@@ -303,32 +291,20 @@ def test_a_disk_in_the_way_is_an_environment_fault(base, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"in", "file", "theirs"}
 
 
-CONFIG = {
-    "model_type": "llama", "vocab_size": 6000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8,
-    "num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False,
-}  # fmt: skip
+LARGE = {"vocab_size": 6000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8}
 WATCH = """
-import json, sys, threading
-from pathlib import Path
+import json, sys
+small, pickled, zero, dcp, folder_of_peak = sys.argv[1:]
+sys.path.append(folder_of_peak)
+from rank_process import Peak
 from shardwise.trainer.runtime.importing.run import import_checkpoint
-from shardwise.trainer.runtime.loop.memory_profile import anonymous_bytes
 from shardwise.trainer.spec.messages.worker_requests import ImportRequest, WeightType
 
 def peak(folder, dtype):
-    before, peaks, is_done = anonymous_bytes(), [], threading.Event()
+    with Peak() as found:
+        import_checkpoint(ImportRequest(checkpoint=folder, out=f"{folder}-{dtype}", dtype=dtype))
+    return found.highest
 
-    def watch():
-        while not is_done.wait(0.001):
-            peaks.append(anonymous_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    import_checkpoint(ImportRequest(checkpoint=folder, out=f"{folder}-{dtype}", dtype=dtype))
-    is_done.set()
-    watcher.join()
-    return max(peaks) - before
-
-small, pickled, zero, dcp = sys.argv[1:]
 peak(small, None)
 print(json.dumps([peak(pickled, None), peak(zero, WeightType.BF16), peak(dcp, WeightType.BF16)]))
 """
@@ -337,17 +313,12 @@ print(json.dumps([peak(pickled, None), peak(zero, WeightType.BF16), peak(dcp, We
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads what Linux tells of a process")
 def test_no_more_than_four_of_the_largest_tensors_are_in_memory(tmp_path):
     small = saved_by_torch(write_base(tmp_path / "small-base"), tmp_path / "small")
-    base = write_base(tmp_path / "base", CONFIG)
+    base = write_base(tmp_path / "base", {**TINY_LLAMA, **LARGE})
     sizes = [each.numel() * 4 for each in load_file(base / "model.safetensors").values()]
-    folders = [
-        saved_by_torch(base, tmp_path / "bin"),
-        zero(base, tmp_path / "zero"),
-        distributed(base, tmp_path / "dcp"),
-    ]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", WATCH, str(small), *map(str, folders)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    kinds = ((saved_by_torch, "bin"), (zero, "zero"), (distributed, "dcp"))
+    folders = [save(base, tmp_path / name) for save, name in kinds]
+    places = map(str, (small, *folders, Path(__file__).parents[2] / "distributed"))
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", WATCH, *places], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout)
     assert max(sizes) < max(peaks) < 4 * max(sizes), peaks  # ZeRO and DCP put each tensor together

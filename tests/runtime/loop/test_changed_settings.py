@@ -64,9 +64,8 @@ def test_a_changed_setting_holds_from_the_next_step_on(
     assert ending is Ending.FINISHED
     steps = {step: step for step in range(1, changed.schedule.num_steps + 1)}
     expected = train_plainly(plan, steps, later=(STOP_AFTER, changed))
-    assert {line["step"]: line["loss"] for line in metrics_of(tmp_path / "run")} == pytest.approx(
-        expected.losses, abs=1e-5
-    )
+    losses = {line["step"]: line["loss"] for line in metrics_of(tmp_path / "run")}
+    assert losses == pytest.approx(expected.losses, abs=1e-5)
     found = load_file(tmp_path / "run" / "export" / "model.safetensors")
     for weight_name, weight in expected.weights.items():
         torch.testing.assert_close(found[weight_name], weight, rtol=0, atol=1e-5, msg=f"{weight_name}: {{}}".format)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from engine_plan_factory import TINY_LLAMA
+from optimizer_factory import tiny_llama
 from pair_factory import write_pairs
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
@@ -118,10 +119,8 @@ def test_a_pair_that_is_no_pair_counts_for_nothing(micro_batch):
         dummy = torch.full((1, rows.shape[1]), value)
         return torch.cat([rows[:6], dummy, rows[6:], dummy])
 
-    longer = micro_batch._replace(
-        input_ids=with_dummy(micro_batch.input_ids, 0), labels=with_dummy(micro_batch.labels, IGNORED_LABEL)
-    )
-    model, terms = learn(longer)
+    ids, labels = with_dummy(micro_batch.input_ids, 0), with_dummy(micro_batch.labels, IGNORED_LABEL)
+    model, terms = learn(micro_batch._replace(input_ids=ids, labels=labels))
     expected, expected_terms = learn(micro_batch)
     assert terms.num_terms == 6
     torch.testing.assert_close(terms.loss, expected_terms.loss, rtol=0, atol=1e-6)
@@ -135,8 +134,7 @@ def test_dropout_of_the_model_is_off_and_that_of_adapters_stays():
     from peft import LoraConfig, inject_adapter_in_model
 
     ids = torch.arange(16)[None]
-    fields = {name: value for name, value in TINY_LLAMA.items() if name != "model_type"}
-    llama = LlamaForCausalLM(LlamaConfig(**fields, attention_dropout=0.5)).train()
+    llama = tiny_llama(attention_dropout=0.5).train()
     config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)
     gpt2 = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     for model in (llama, gpt2):

@@ -1,6 +1,7 @@
 """Runs of DPO in one process: where the reference comes from, what a resumed run reads, how a stalled run ends."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,8 @@ def test_the_reference_of_adapters_is_the_model_without_them(tmp_path, cache_dir
 
 @pytest.mark.parametrize("method", [Method.LORA, Method.FULL])
 def test_a_run_prefers_the_chosen_answers_and_reports_it(tmp_path, cache_dir, method):
-    plan = pair_plan(
-        cache_dir, method=method, train={"lora": LORA}, micro_batch=8, num_steps=20, eval_every_steps=10, lr=5e-3
-    )
+    settings: dict[str, Any] = {"micro_batch": 8, "num_steps": 20, "eval_every_steps": 10, "lr": 5e-3}
+    plan = pair_plan(cache_dir, method=method, train={"lora": LORA}, **settings)
     state = run(tmp_path, plan)
     lines = metrics_of(tmp_path)
     assert lines[0]["loss"] == pytest.approx(0.6931472, abs=1e-6), "the model is its own reference"
@@ -130,13 +130,12 @@ def test_the_held_out_figures_are_exact(tmp_path, cache_dir):
 @pytest.fixture(scope="module")
 def whole(cache_dir, tmp_path_factory) -> Callable[[Method], Path]:
     """The run of four steps, in micro batches of a whole step and with the chunked head; one for each method."""
-    made: dict[Method, Path] = {}
 
+    @cache
     def run_of(method: Method) -> Path:
-        if method not in made:
-            made[method] = tmp_path_factory.mktemp("whole")
-            run(made[method], course(cache_dir, method=method))
-        return made[method]
+        run_dir = tmp_path_factory.mktemp("whole")
+        run(run_dir, course(cache_dir, method=method))
+        return run_dir
 
     return run_of
 
@@ -158,19 +157,10 @@ def course(cache_dir: Path, **changes) -> Plan:
 )
 def test_neither_the_head_nor_how_pairs_fall_on_micro_batches_changes_the_losses(tmp_path, cache_dir, whole, changes):
     run(tmp_path, course(cache_dir, **changes))
-    for found, expected in zip(
-        metrics_of(tmp_path), metrics_of(whole(changes.get("method", Method.LORA))), strict=True
-    ):
+    expected = metrics_of(whole(changes.get("method", Method.LORA)))
+    for line, of_whole in zip(metrics_of(tmp_path), expected, strict=True):
         for name in ("loss", "eval_loss"):
-            assert found.get(name) == pytest.approx(expected.get(name), abs=1e-6)
-
-
-def test_a_head_without_sums_of_rows_is_refused_before_anything_runs(tmp_path, cache_dir):
-    session = session_of(tmp_path, pair_plan(cache_dir, micro_batch=8))
-    plan = replace(session.plan, candidates=(replace(session.plan.chosen, loss=LossHead.FUSED_LINEAR),))
-    fields = {name: getattr(session, name) for name in Session.__slots__}
-    with pytest.raises(InputError, match=r"fused_linear.*train\.objective: dpo"):
-        build_objectives(Session(**fields | {"plan": plan}), lambda: False)
+            assert line.get(name) == pytest.approx(of_whole.get(name), abs=1e-6)
 
 
 @pytest.mark.parametrize("method", [Method.LORA, Method.FULL])
@@ -182,14 +172,6 @@ def test_a_run_that_was_resumed_has_the_losses_of_one_that_was_not(tmp_path, cac
     state = run(tmp_path / "resumed", onward, number=2)
     assert state.resumed_from_step == 3
     assert losses_of(tmp_path / "resumed") == losses_of(tmp_path / "straight"), "bit by bit"
-
-
-@pytest.fixture
-def half_way(tmp_path, cache_dir) -> tuple[Path, Plan]:
-    """A run of all weights after three steps, and the plan to go on with."""
-    settings: dict[str, Any] = {"micro_batch": 8, "train": CONSTANT}
-    run(tmp_path, pair_plan(cache_dir, num_steps=3, **settings))
-    return tmp_path, replace(pair_plan(cache_dir, num_steps=6, **settings), resume=True)
 
 
 def foreign(run_dir: Path, plan: Plan) -> bytes:
@@ -208,12 +190,14 @@ def foreign(run_dir: Path, plan: Plan) -> bytes:
     ],
     ids=["none", "empty", "without tensors", "damaged", "foreign"],
 )
-def test_a_resumed_run_without_its_own_reference_is_refused(half_way, content, kind, fact):
-    run_dir, plan = half_way
-    path, found = run_dir / "reference.safetensors", content(run_dir, plan)
+def test_a_resumed_run_without_its_own_reference_is_refused(tmp_path, cache_dir, content, kind, fact):
+    settings: dict[str, Any] = {"micro_batch": 8, "train": CONSTANT}
+    run(tmp_path, pair_plan(cache_dir, num_steps=3, **settings))
+    plan = replace(pair_plan(cache_dir, num_steps=6, **settings), resume=True)
+    path, found = tmp_path / "reference.safetensors", content(tmp_path, plan)
     path.unlink() if found is None else path.write_bytes(found)
     with pytest.raises(kind, match=rf"reference\.safetensors.*{fact}"):
-        run(run_dir, plan, number=2)
+        run(tmp_path, plan, number=2)
 
 
 def test_a_stop_ends_the_run_of_the_reference_and_a_resume_runs_it_again(tmp_path, cache_dir):

@@ -2,9 +2,8 @@
 
 import errno
 import resource
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -13,47 +12,19 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.trainer.__main__ import error_line
-from shardwise.trainer.runtime.loop.memory_profile import (
-    ACTIVATIONS,
-    GRADIENTS,
-    MAX_POINTS,
-    OPTIMIZER_STATE,
-    WEIGHTS,
-    Curve,
-    MemoryProfile,
-    anonymous_bytes,
-    cap_memory,
-    held_bytes,
-    held_tensors,
-    is_out_of_memory,
-    memory_state,
-    timeline_of_spans,
-    write_memory_state,
-)
-from shardwise.trainer.runtime.loop.profile_step import (
-    Allocation,
-    ModuleMarks,
-    allocations_of,
-    block_names,
-    retained_by_module,
-    within_block,
-)
+from shardwise.trainer.runtime.loop import memory_profile as memory
+from shardwise.trainer.runtime.loop import profile_step
 from shardwise.trainer.runtime.run.clock import Clock, Span
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.messages.rank_files import (
-    Heartbeat,
-    MemoryState,
-    encode_heartbeat,
-    heartbeat_path,
-    memory_state_path,
-)
+from shardwise.trainer.spec.messages import rank_files
 from shardwise.trainer.spec.units import GIB
 
 SIZE = 512
 WEIGHT_BYTES = 4 * SIZE * SIZE
 CPU = torch.device("cpu")
+CAP = 2**40
 
 
 def trained_linear() -> tuple[nn.Linear, torch.optim.Optimizer]:
@@ -65,29 +36,26 @@ def trained_linear() -> tuple[nn.Linear, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def test_weights_and_moments_are_held_between_steps():
-    held = held_bytes(*trained_linear())
-    assert held == {WEIGHTS: WEIGHT_BYTES, OPTIMIZER_STATE: 2 * WEIGHT_BYTES + 4, GRADIENTS: 0}
-
-
-def test_what_a_profile_writes_down_is_no_part_of_a_cap():
-    """Or a run under a cap would end in the one step that is measured."""
+@pytest.fixture
+def capped() -> Iterator[None]:
+    """A cap on the data of this process, which it is far from."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    cap = 2**40
-    model, optimizer = trained_linear()
-    profile = MemoryProfile(model, optimizer, CPU)
-    resource.setrlimit(resource.RLIMIT_DATA, (cap, before[1]))
-    try:
-        with profile.step():
-            assert resource.getrlimit(resource.RLIMIT_DATA) == (before[1], before[1])
-        assert cap <= resource.getrlimit(resource.RLIMIT_DATA)[0] < cap + 2**30
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+    resource.setrlimit(resource.RLIMIT_DATA, (CAP, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def test_what_a_profile_writes_down_is_no_part_of_a_cap(capped):
+    """Or a run under a cap would end in the one step that is measured."""
+    with memory.MemoryProfile(*trained_linear(), CPU).step():
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        assert soft == hard
+    assert CAP <= resource.getrlimit(resource.RLIMIT_DATA)[0] < CAP + 2**30
 
 
 def test_the_peak_of_a_step_is_what_it_held_at_once():
     model, optimizer = trained_linear()
-    profile = MemoryProfile(model, optimizer, CPU)
+    profile = memory.MemoryProfile(model, optimizer, CPU)
     with profile.step():
         loss = model(torch.ones(8, SIZE)).sum()
         loss.backward()  # the gradient: one more weight
@@ -99,16 +67,18 @@ def test_the_peak_of_a_step_is_what_it_held_at_once():
     assert not model.weight._post_accumulate_grad_hooks
     figures = profile.figures()
     assert figures.steady_allocated_bytes == 3 * WEIGHT_BYTES + 4
-    assert figures.parts[GRADIENTS] == WEIGHT_BYTES
-    assert figures.parts[WEIGHTS] == WEIGHT_BYTES and figures.parts[OPTIMIZER_STATE] == 2 * WEIGHT_BYTES + 4
-    assert 4_000_000 <= figures.parts[ACTIVATIONS] < 4_000_000 + 64 * 1024
+    assert figures.parts[memory.GRADIENTS] == WEIGHT_BYTES
+    assert (
+        figures.parts[memory.WEIGHTS] == WEIGHT_BYTES and figures.parts[memory.OPTIMIZER_STATE] == 2 * WEIGHT_BYTES + 4
+    )
+    assert 4_000_000 <= figures.parts[memory.ACTIVATIONS] < 4_000_000 + 64 * 1024
     assert figures.peak_allocated_bytes == sum(figures.parts.values())
     assert figures.peak_reserved_bytes is None and figures.device_bytes is None
 
 
 def test_the_peak_of_each_phase_is_reported_with_that_of_the_step():
     model, optimizer = trained_linear()
-    profile, clock = MemoryProfile(model, optimizer, CPU), Clock(CPU)
+    profile, clock = memory.MemoryProfile(model, optimizer, CPU), Clock(CPU)
     with clock.measure("data"):
         torch.empty(10_000_000)  # before the step, and no part of it
     with profile.step(clock):
@@ -129,12 +99,6 @@ def test_the_peak_of_each_phase_is_reported_with_that_of_the_step():
     assert figures.peaks["optimizer"] == max(figures.peaks.values()) == figures.peak_allocated_bytes
     assert max(point.allocated_bytes for point in figures.timeline) == figures.peak_allocated_bytes
     assert {point.phase for point in figures.timeline} - {""} == {"forward", "backward", "optimizer"}
-
-
-def test_anonymous_memory_grows_with_what_is_written():
-    before = anonymous_bytes()
-    block = torch.ones(64_000_000)  # beyond 32 MiB malloc always maps anew instead of reusing what was freed
-    assert anonymous_bytes() - before > 0.9 * block.numel() * 4
 
 
 @pytest.mark.parametrize(
@@ -159,7 +123,7 @@ def test_anonymous_memory_grows_with_what_is_written():
     ],
 )
 def test_only_a_failed_allocation_counts_as_out_of_memory(error, is_memory):
-    assert is_out_of_memory(error) is is_memory
+    assert memory.is_out_of_memory(error) is is_memory
 
 
 @pytest.mark.parametrize("with_cause", [True, False])
@@ -168,7 +132,7 @@ def test_an_error_that_was_made_of_one_counts_as_out_of_memory(with_cause):
         error = InputError("extensions: loss raised it")
         error.__cause__, error.__context__ = (cause, None) if with_cause else (None, cause)
         error.__suppress_context__ = with_cause
-        assert is_out_of_memory(error) is isinstance(cause, torch.OutOfMemoryError)
+        assert memory.is_out_of_memory(error) is isinstance(cause, torch.OutOfMemoryError)
 
 
 @pytest.mark.parametrize(("setting", "is_hinted"), [("expandable_segments:True", True), ("", False)])
@@ -179,13 +143,8 @@ def test_a_driver_that_cannot_map_memory_ends_with_the_setting_that_mends_it(mon
     assert "PYTORCH_ALLOC_CONF" not in error_line(RuntimeError("CUDA error: invalid argument"))
 
 
-def test_a_thread_that_cannot_start_under_a_cap_is_out_of_memory():
-    program = (
-        "import resource; from shardwise.trainer.runtime.loop.memory_profile import is_out_of_memory as told; "
-        'error = RuntimeError("can\'t start new thread"); before = told(error); '
-        "resource.setrlimit(resource.RLIMIT_DATA, (2**36, -1)); print(before, told(error))"
-    )
-    assert subprocess.check_output([sys.executable, "-c", program], text=True).split() == ["False", "True"]
+def test_a_thread_that_cannot_start_under_a_cap_is_out_of_memory(capped):
+    assert memory.is_out_of_memory(RuntimeError("can't start new thread"))
 
 
 def test_a_capped_card_holds_bytes_outside_the_allocator_too(monkeypatch):
@@ -193,7 +152,7 @@ def test_a_capped_card_holds_bytes_outside_the_allocator_too(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))
     for cap, outside in ((8 * GIB, 2 * GIB), (90 * GIB, GIB), (GIB, 2 * GIB)):
-        cap_memory(DeviceKind.CUDA, torch.device("cuda:0"), cap, outside_bytes=outside)
+        memory.cap_memory(DeviceKind.CUDA, torch.device("cuda:0"), cap, outside_bytes=outside)
     assert shares == [6 / 80, 1.0, 0.0]
 
 
@@ -202,44 +161,45 @@ EVENTS = [(110, 50), (150, -20), (205, 5), (220, 100), (290, -130), (320, 7), (3
 
 
 def test_a_phase_peaks_at_the_most_that_was_held_in_it():
-    assert Curve(EVENTS, 1000, SPANS).peaks() == {"forward": 1050, "backward": 1135, "optimizer": 1012}
-    assert Curve([(110, 50)], 1000, SPANS).peaks() == {"forward": 1050, "backward": 1050, "optimizer": 1050}
-    assert Curve([], 1000, SPANS).peaks() == {"forward": 1000, "backward": 1000, "optimizer": 1000}
+    assert memory.Curve(EVENTS, 1000, SPANS).peaks() == {"forward": 1050, "backward": 1135, "optimizer": 1012}
+    assert memory.Curve([(110, 50)], 1000, SPANS).peaks() == {"forward": 1050, "backward": 1050, "optimizer": 1050}
+    assert memory.Curve([], 1000, SPANS).peaks() == {"forward": 1000, "backward": 1000, "optimizer": 1000}
     twice = (Span("forward", 0, 10), Span("backward", 10, 20), Span("forward", 20, 30), Span("backward", 30, 40))
-    assert Curve([(5, 10), (12, 90), (19, -95), (25, 30)], 0, twice).peaks() == {"forward": 35, "backward": 100}
+    assert memory.Curve([(5, 10), (12, 90), (19, -95), (25, 30)], 0, twice).peaks() == {"forward": 35, "backward": 100}
 
 
 def test_the_timeline_counts_from_the_first_moment_and_names_the_phases():
-    points = Curve(EVENTS, 1000, SPANS).timeline()
+    points = memory.Curve(EVENTS, 1000, SPANS).timeline()
     assert [point.phase for point in points] == [*["forward"] * 2, "", *["backward"] * 2, *["optimizer"] * 2]
     assert [point.allocated_bytes for point in points] == [1050, 1030, 1035, 1135, 1005, 1012, 1005]
     assert points[0].at_s == pytest.approx(10e-9)
-    assert Curve([], 1000, SPANS).timeline() == ()
+    assert memory.Curve([], 1000, SPANS).timeline() == ()
 
 
 def test_a_long_timeline_keeps_its_highest_point():
     events = [(100 + number, 1 if number % 2 else -1) for number in range(10_000)]
     events[5001:5001] = [(5100, 10**6), (5100, -(10**6))]
-    points = Curve(events, 0, (Span("forward", 0, 20_000),)).timeline()
-    assert len(points) <= MAX_POINTS and max(point.allocated_bytes for point in points) >= 10**6 - 1
+    points = memory.Curve(events, 0, (Span("forward", 0, 20_000),)).timeline()
+    assert len(points) <= memory.MAX_POINTS and max(point.allocated_bytes for point in points) >= 10**6 - 1
 
 
 def test_a_device_that_counts_no_moments_has_three_points_a_phase():
     spans = (Span("forward", 100, 200, 10, 50, 40), Span("backward", 200, 300, 40, 90, 20))
-    assert [(round(point.at_s * 1e9), point.allocated_bytes, point.phase) for point in timeline_of_spans(spans)] == [
+    points = memory.timeline_of_spans(spans)
+    assert [(round(point.at_s * 1e9), point.allocated_bytes, point.phase) for point in points] == [
         (0, 10, "forward"), (50, 50, "forward"), (100, 40, "forward"), (100, 40, "backward"), (150, 90, "backward"),
         (200, 20, "backward"),
     ]  # fmt: skip
-    assert timeline_of_spans(()) == ()
+    assert memory.timeline_of_spans(()) == ()
 
 
 def test_the_tensors_that_are_held_are_counted_once_and_by_kind():
-    before = held_tensors()
+    before = memory.held_tensors()
     layer = nn.Linear(1024, 512, bias=False)
     view = layer.weight.detach()[:10]  # of the same storage
     other = torch.ones(1000, 1000)
     layer(torch.ones(2, 1024)).sum().backward()
-    after = held_tensors()
+    after = memory.held_tensors()
     assert after["weights"] - before["weights"] == 1024 * 512 * 4
     assert after["gradients"] - before["gradients"] == 1024 * 512 * 4
     assert after["other tensors"] - before["other tensors"] == 1000 * 1000 * 4
@@ -247,14 +207,16 @@ def test_the_tensors_that_are_held_are_counted_once_and_by_kind():
 
 
 def test_the_memory_state_has_the_phase_of_the_rank_and_its_limit(tmp_path):
-    heartbeat_path(tmp_path, 1).parent.mkdir()
-    heartbeat_path(tmp_path, 1).write_bytes(encode_heartbeat(Heartbeat(step=4, count=3, phase="backward")))
-    write_memory_state(tmp_path, rank=1, step=4, data_limit=2**33)
-    state = codec.read(memory_state_path(tmp_path, 1), MemoryState)
+    rank_files.heartbeat_path(tmp_path, 1).parent.mkdir()
+    rank_files.heartbeat_path(tmp_path, 1).write_bytes(
+        rank_files.encode_heartbeat(rank_files.Heartbeat(step=4, count=3, phase="backward"))
+    )
+    memory.write_memory_state(tmp_path, rank=1, step=4, data_limit=2**33)
+    state = codec.read(rank_files.memory_state_path(tmp_path, 1), rank_files.MemoryState)
     assert (state.rank, state.phase, state.step, state.data_limit_bytes) == (1, "backward", 5, 2**33)
     assert state.host_bytes and state.data_bytes
-    assert memory_state(tmp_path, 1, 4, resource.RLIM_INFINITY).data_limit_bytes is None
-    assert memory_state(tmp_path, 0, 4, 0).phase == ""  # it has no heartbeat
+    assert memory.memory_state(tmp_path, 1, 4, resource.RLIM_INFINITY).data_limit_bytes is None
+    assert memory.memory_state(tmp_path, 0, 4, 0).phase == ""  # it has no heartbeat
 
 
 BLOCKS = ("model.layers.0", "model.layers.1", "model.layers.10")
@@ -270,20 +232,20 @@ BLOCKS = ("model.layers.0", "model.layers.1", "model.layers.10")
     ],
 )
 def test_a_module_is_named_by_its_place(module, place):
-    assert within_block(module, BLOCKS) == place
+    assert profile_step.within_block(module, BLOCKS) == place
 
 
 def test_bytes_that_are_freed_or_of_another_time_are_not_retained():
     allocations = [
-        Allocation(5, 1, 1000),  # before the forward
-        Allocation(10, 2, 64),
-        Allocation(11, 3, 32),
-        Allocation(12, 2, -64),
-        Allocation(13, 2, 128),  # in the same place
-        Allocation(14, 1, -1000),
-        Allocation(25, 4, 16),  # after it
+        profile_step.Allocation(5, 1, 1000),  # before the forward
+        profile_step.Allocation(10, 2, 64),
+        profile_step.Allocation(11, 3, 32),
+        profile_step.Allocation(12, 2, -64),
+        profile_step.Allocation(13, 2, 128),  # in the same place
+        profile_step.Allocation(14, 1, -1000),
+        profile_step.Allocation(25, 4, 16),  # after it
     ]
-    assert retained_by_module(allocations, ModuleMarks(), begin_ns=10, end_ns=20) == {"": 160}
+    assert profile_step.retained_by_module(allocations, profile_step.ModuleMarks(), begin_ns=10, end_ns=20) == {"": 160}
 
 
 class Small(nn.Module):
@@ -300,7 +262,7 @@ class Small(nn.Module):
 
 def test_a_real_forward_retains_the_outputs_of_its_modules():
     """The last sum needs no output of the head: it is freed, and the others are saved for the backward."""
-    model, marks = Small(), ModuleMarks()
+    model, marks = Small(), profile_step.ModuleMarks()
     rows = torch.ones(32, 64)
     model(rows).backward()
     with marks.noted(model), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -308,8 +270,9 @@ def test_a_real_forward_retains_the_outputs_of_its_modules():
         loss = model(rows)
         end_ns = time.time_ns()
         loss.backward()
-    retained = retained_by_module(allocations_of(profiler, "cpu"), marks, begin_ns=begin_ns, end_ns=end_ns)
+    found = profile_step.allocations_of(profiler, "cpu")
+    retained = profile_step.retained_by_module(found, marks, begin_ns=begin_ns, end_ns=end_ns)
     expected = {"layers.0.0": 32 * 128 * 4, "layers.0.1": 32 * 128 * 4, "layers.0.2": 32 * 64 * 4, "": 4}
     assert retained == expected
-    assert block_names(model) == ["layers.0"]
+    assert profile_step.block_names(model) == ["layers.0"]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

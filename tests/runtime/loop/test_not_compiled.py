@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 from attempt_runs import run_attempt
-from calibration_factory import calibration_of
 from msgspec.structs import replace
 from planning_factory import machine, plan_of
 from rank_factory import rank_plan, write_rows
-from report_factory import make_report
+from report_factory import calibration_of, make_report
 from torch import nn
 
 from shardwise.launch.plan.calibration_store import append_calibration, read_calibration, record_of_run
@@ -73,10 +72,8 @@ def plan_with(*records: CalibrationRecord, transformers: str = "5.17.0", **job: 
 def record_with(home: Path, plan: Plan, not_compiled: str | None) -> CalibrationRecord:
     """The record of a run of a plan, after the store has been written and read."""
     report: Report = make_report()
-    assert report.verified is not None
     report = replace(report, plan=plan.chosen, verified=replace(report.verified, not_compiled=not_compiled))
     record = record_of_run(report, plan, now=NOW)
-    assert record is not None
     append_calibration(home, record, on_line=print)
     (found,) = read_calibration(home, plan.hardware, torch="none").records[-1:]
     return found

@@ -61,10 +61,6 @@ class Run(NamedTuple):
         return {line["step"]: line for line in metrics_of(self.run_dir)}
 
     @property
-    def checkpoints(self) -> list[int]:
-        return steps_in(self.run_dir / "checkpoints")
-
-    @property
     def saved(self) -> CheckpointFacts:
         """Facts of the last checkpoint."""
         return open_checkpoint(self.run_dir / self.state.checkpoint).facts
@@ -102,9 +98,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_rows_are_named(tmp_path, c
     assert_equal(skipped, train_plainly(plan, {step: step for step in range(1, NUM_STEPS + 1) if step not in (5, 9)}))
     rows = sorted(rows_of(plan, 5))
     assert len(rows) == 8
-    assert skipped.state.incidents[0] == (
-        f"step 5 was not taken: the loss is not finite (rows {', '.join(map(str, rows))})"
-    )
+    named = ", ".join(map(str, rows))
+    assert skipped.state.incidents[0] == f"step 5 was not taken: the loss is not finite (rows {named})"
     assert skipped.lines[5]["skipped"] is True and skipped.lines[5]["skipped_rows"] == rows
     assert skipped.lines[5]["loss"] is None, "NaN is no JSON"
     assert [step for step, line in skipped.lines.items() if "skipped" in line] == [5, 9]
@@ -113,7 +108,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_rows_are_named(tmp_path, c
 
 def test_a_checkpoint_that_falls_due_meanwhile_waits_for_the_next_step(tmp_path, cache_dir):
     found = run(tmp_path / "run", spoil(plan_of(cache_dir, num_steps=6), tmp_path, [4]))
-    assert found.checkpoints == [5, 6]
+    assert steps_in(found.run_dir / "checkpoints") == [5, 6]
     assert found.saved.spikes.skipped_steps == (4,) and len(found.saved.spikes.losses) == 5
 
 
@@ -163,7 +158,7 @@ def test_where_it_does_not_help_the_run_ends_and_keeps_its_checkpoints(tmp_path,
     found = run(tmp_path / "run", spoil(plan_of(cache_dir, num_steps=40), tmp_path, range(7, 40)))
     assert found.error.exit_code == ExitCode.ENVIRONMENT
     assert "going back to step 4 and past other rows did not help" in str(found.error)
-    assert found.checkpoints == [4] and found.saved.step == 4
+    assert steps_in(found.run_dir / "checkpoints") == [4] and found.saved.step == 4
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path, cache_dir):
@@ -232,9 +227,8 @@ def test_the_loss_scale_and_the_scores_are_those_of_the_checkpoint_again(tmp_pat
 
     The losses of earlier steps are given, so that the run need not be that long.
     """
-    plan = plan_of(
-        cache_dir, num_steps=12, precision=Precision.FP16_MIXED, eval_every_steps=4, train={"skip_spikes": True}
-    )
+    settings = {"num_steps": 12, "precision": Precision.FP16_MIXED, "train": {"skip_spikes": True}}
+    plan = plan_of(cache_dir, eval_every_steps=4, **settings)
     factors = {5: NAN} | dict.fromkeys(range(6, 6 + STEPS_UNTIL_ROLL_BACK), 2.0)
     earlier = SpikeRecord(losses=(math.log(TINY_LLAMA["vocab_size"]),) * LEAST_STEPS)
     found = run(tmp_path / "run", spoil(plan, tmp_path, factors), state=RunState(spikes=earlier))

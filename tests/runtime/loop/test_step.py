@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from attempt_runs import reset_accelerate
 from engine_plan_factory import TINY_LLAMA
 from rank_factory import SEED, rank_plan
+from torch import nn
 
 from shardwise.trainer.runtime.data.batches import MicroBatch, step_micro_batches
 from shardwise.trainer.runtime.data.cache import TokenRows
@@ -23,7 +24,7 @@ from shardwise.trainer.spec.hardware import Hardware, Host
 from shardwise.trainer.spec.plan import Plan
 
 
-def prepared(plan: Plan) -> tuple[Accelerator, torch.nn.Module, Any]:
+def prepared(plan: Plan) -> tuple[Accelerator, nn.Module, Any]:
     reset_accelerate()
     accelerator, model = build_accelerator(plan, ds_config=None), build_model(plan)
     optimizer = build_optimizer(plan.chosen.strategy.optimizer, model, lr=1.0, weight_decay=0.1)
@@ -41,9 +42,7 @@ def micro_batches_of(plan: Plan, step: int, *, num_rows: int | None = None) -> t
     return list(found), num_targets
 
 
-def run_steps(
-    plan: Plan, steps: range, *, clip: float = 1.0, lr: float = 1e-3
-) -> tuple[list[StepResult], torch.nn.Module]:
+def run_steps(plan: Plan, steps: range, *, clip: float = 1.0, lr: float = 1e-3) -> tuple[list[StepResult], nn.Module]:
     accelerator, model, optimizer = prepared(plan)
     results = []
     for step in steps:

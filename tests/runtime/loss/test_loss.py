@@ -16,15 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.trainer.runtime import loss as losses
 from shardwise.trainer.runtime.loop.memory_profile import _memory_events, highest_rise
-from shardwise.trainer.runtime.loss import (
-    FUSED_SLICE_TOKENS,
-    IGNORED,
-    ChunkedLoss,
-    FusedLoss,
-    LossOutput,
-    install_loss_head,
-    shift,
-)
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.strategy import LossHead
 
@@ -47,36 +38,39 @@ def build(
         torch.manual_seed(2)
         model.lm_head = nn.Linear(HIDDEN, VOCAB)
     if head is not None:
-        install_loss_head(model, head, chunk_tokens=chunk_tokens, is_pinned=is_pinned)
+        losses.install_loss_head(model, head, chunk_tokens=chunk_tokens, is_pinned=is_pinned)
     return model
 
 
 # Three rows: one full, one padded, one without any target.
 IDS = torch.randint(0, VOCAB, (3, WIDTH), generator=torch.Generator().manual_seed(1))
 LABELS = IDS.clone()
-LABELS[1, 7:] = IGNORED
-LABELS[2] = IGNORED
-WEIGHTS = {LossOutput.SUM: torch.tensor(0.37), LossOutput.ROWS: torch.tensor([-0.5, 1.75, 0.25], dtype=torch.float64)}
+LABELS[1, 7:] = losses.IGNORED
+LABELS[2] = losses.IGNORED
+WEIGHTS = {
+    losses.LossOutput.SUM: torch.tensor(0.37),
+    losses.LossOutput.ROWS: torch.tensor([-0.5, 1.75, 0.25], dtype=torch.float64),
+}
 
 
-def with_gradients(model: LlamaForCausalLM, found: torch.Tensor, output: LossOutput) -> dict[str, torch.Tensor]:
+def with_gradients(model: LlamaForCausalLM, found: torch.Tensor, output: losses.LossOutput) -> dict[str, torch.Tensor]:
     """The output and, by name, the gradients of a function of it."""
     (found * WEIGHTS[output]).sum().backward()
     return {"output": found.detach(), **{name: each.grad for name, each in model.named_parameters()}}
 
 
-def outputs_of(model: LlamaForCausalLM, output: LossOutput = LossOutput.SUM) -> dict[str, torch.Tensor]:
+def outputs_of(model: LlamaForCausalLM, output: losses.LossOutput = losses.LossOutput.SUM) -> dict[str, torch.Tensor]:
     return with_gradients(model, model(input_ids=IDS, labels=LABELS, output=output), output)
 
 
-def outputs_of_transformers(model: LlamaForCausalLM, output: LossOutput) -> dict[str, torch.Tensor]:
-    targets = shift(LABELS)
-    if output is LossOutput.SUM:
-        found = model(input_ids=IDS, labels=LABELS, use_cache=False).loss * (targets != IGNORED).sum()
+def outputs_of_transformers(model: LlamaForCausalLM, output: losses.LossOutput) -> dict[str, torch.Tensor]:
+    targets = losses.shift(LABELS)
+    if output is losses.LossOutput.SUM:
+        found = model(input_ids=IDS, labels=LABELS, use_cache=False).loss * (targets != losses.IGNORED).sum()
     else:
         logits = model(input_ids=IDS, use_cache=False).logits.float()
         shares = logits.log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        found = (shares * (targets != IGNORED)).sum(-1).double()
+        found = (shares * (targets != losses.IGNORED)).sum(-1).double()
     return with_gradients(model, found, output)
 
 
@@ -107,7 +101,7 @@ def test_every_head_returns_the_loss_and_the_log_probabilities_of_rows(head, chu
     expected = outputs_of_transformers(build(is_tied=is_tied), output)
     found = outputs_of(build(head, chunk_tokens, is_tied=is_tied), output)
     assert_same(found, expected)
-    assert output is LossOutput.SUM or found["output"][2] == 0, "the third row has no target"
+    assert output is losses.LossOutput.SUM or found["output"][2] == 0, "the third row has no target"
 
 
 def assert_near_in_16_bit(found: dict[str, torch.Tensor]) -> None:
@@ -128,7 +122,7 @@ def test_under_autocast_the_loss_is_fp32_and_the_gradients_are_those_of_fp32_wei
     model = build(head, 7)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(input_ids=IDS, labels=LABELS)
-    found = with_gradients(model, loss, LossOutput.SUM)
+    found = with_gradients(model, loss, losses.LossOutput.SUM)
     assert found["output"].dtype is found["lm_head.weight"].dtype is torch.float32
     assert_near_in_16_bit(found)
 
@@ -162,8 +156,8 @@ def test_the_fused_head_keeps_the_logits_once(dtype, num_tokens):
     linear = nn.Linear(hidden_size, vocab, bias=False).to(dtype)
     hidden = torch.randn(num_tokens, hidden_size).to(dtype).requires_grad_()
     targets = torch.randint(0, vocab, (num_tokens,))
-    peak, rest = peak_and_rest(linear, hidden, lambda: FusedLoss.apply(linear(hidden), targets, None))
-    logits, in_slice = c * vocab * num_tokens, 4 * vocab * min(num_tokens, FUSED_SLICE_TOKENS)
+    peak, rest = peak_and_rest(linear, hidden, lambda: losses.FusedLoss.apply(linear(hidden), targets, None))
+    logits, in_slice = c * vocab * num_tokens, 4 * vocab * min(num_tokens, losses.FUSED_SLICE_TOKENS)
     products = c * (vocab * hidden_size + num_tokens * hidden_size)
     apart = 4 if dtype is torch.bfloat16 and this_cpu().sums_bf16_apart else 0  # bytes an element of a product
     expected = logits + max(in_slice, products + apart * vocab * hidden_size, apart * vocab * num_tokens)
@@ -285,10 +279,10 @@ def test_rows_of_very_different_weights_keep_their_gradients_in_fp16(head):
         hidden = torch.randn(3 * WIDTH, HIDDEN).to(dtype).requires_grad_()
         targets = torch.randint(0, VOCAB, (3 * WIDTH,))
         if head is LossHead.FUSED:
-            losses = FusedLoss.apply(linear(hidden), targets, None, WIDTH)
+            rows = losses.FusedLoss.apply(linear(hidden), targets, None, WIDTH)
         else:
-            losses = ChunkedLoss.apply(hidden, linear.weight, None, None, targets, 7, WIDTH)
-        (losses * weights).sum().backward()
+            rows = losses.ChunkedLoss.apply(hidden, linear.weight, None, None, targets, 7, WIDTH)
+        (rows * weights).sum().backward()
         found.append(linear.weight.grad.float())
     error = found[1] - found[0]
     assert error.isfinite().all() and error.norm() < 1e-2 * found[0].norm()
@@ -302,9 +296,9 @@ def test_a_score_counts_the_targets_that_are_the_most_likely_token(head, chunk_t
         likely = build(softcap=softcap)(input_ids=IDS, use_cache=False).logits.argmax(-1)
     labels = LABELS.clone()
     labels[0, 3:9] = likely[0, 2:8]  # six right ones at the least, with any other token
-    expected = ((likely == shift(labels)) & (shift(labels) != IGNORED)).sum()
+    expected = ((likely == losses.shift(labels)) & (losses.shift(labels) != losses.IGNORED)).sum()
     model = build(head, chunk_tokens, softcap=softcap)
-    score = model(input_ids=IDS, labels=labels, output=LossOutput.SCORE)
+    score = model(input_ids=IDS, labels=labels, output=losses.LossOutput.SCORE)
     assert not score.requires_grad
     assert score[1] == expected >= 6
     torch.testing.assert_close(score[0], model(input_ids=IDS, labels=labels).detach().double(), rtol=1e-6, atol=0)
@@ -316,14 +310,14 @@ def test_a_score_never_holds_more_logits_than_a_slice(head, num_logits, slice_of
     monkeypatch.setattr(losses, "FUSED_SLICE_TOKENS", 16)
     model = build(head, 7)
     with LargestOutput() as largest:
-        model(input_ids=IDS, labels=LABELS, output=LossOutput.SCORE)
+        model(input_ids=IDS, labels=LABELS, output=losses.LossOutput.SCORE)
     assert largest.num_logits == num_logits * VOCAB
 
 
 @pytest.mark.usefixtures("liger")
 def test_liger_has_a_score_and_no_rows():
     models = [build(LossHead.FUSED_LINEAR), build(LossHead.EAGER)]
-    scores = [model(input_ids=IDS, labels=LABELS, output=LossOutput.SCORE) for model in models]
+    scores = [model(input_ids=IDS, labels=LABELS, output=losses.LossOutput.SCORE) for model in models]
     torch.testing.assert_close(scores[0], scores[1], rtol=1e-6, atol=0)
     with pytest.raises(InputError, match=r"DPO.*pin\.loss=chunked"):
-        models[0](input_ids=IDS, labels=LABELS, output=LossOutput.ROWS)
+        models[0](input_ids=IDS, labels=LABELS, output=losses.LossOutput.ROWS)

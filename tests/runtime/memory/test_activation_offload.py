@@ -3,18 +3,9 @@
 import weakref
 from typing import Any
 
+import block_models as blocks
 import pytest
 import torch
-from block_models import (
-    BATCH,
-    IDS,
-    NUM_BLOCKS,
-    SEQ_LEN,
-    assert_same_gradients,
-    backward,
-    build_installed,
-    kept_storages,
-)
 from engine_plan_factory import TINY_LLAMA
 
 from shardwise.trainer.runtime.memory import activation_offload
@@ -23,50 +14,49 @@ from shardwise.trainer.runtime.models.build import Installed
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.strategy import Checkpointing
 
-INPUT_BYTES = 4 * BATCH * SEQ_LEN * TINY_LLAMA["hidden_size"]  # of a block, in fp32
+INPUT_BYTES = 4 * blocks.BATCH * blocks.SEQ_LEN * TINY_LLAMA["hidden_size"]  # of a block, in fp32
 
 
 def build(checkpointing: Checkpointing = Checkpointing.NONE, **config: Any) -> tuple[Any, Installed]:
-    return build_installed(checkpointing, activation_offload=True, config=config)
+    return blocks.build_installed(checkpointing, activation_offload=True, config=config)
 
 
 def build_plain(**config: Any) -> Any:
-    return build_installed(config=config)[0]
+    return blocks.build_installed(config=config)[0]
 
 
 @pytest.mark.parametrize("checkpointing", sorted(set(Checkpointing) - {Checkpointing.SELECTIVE}))
 def test_moving_activations_changes_no_gradient(checkpointing):
     model, installed = build(checkpointing, attention_dropout=0.3)
-    assert_same_gradients(backward(model), backward(build_plain(attention_dropout=0.3)))
-    assert installed.offload.num_moved_blocks == NUM_BLOCKS - 1, "the last keeps its own"
+    blocks.assert_same_gradients(blocks.backward(model), blocks.backward(build_plain(attention_dropout=0.3)))
+    assert installed.offload.num_moved_blocks == blocks.NUM_BLOCKS - 1, "the last keeps its own"
 
 
 def test_of_a_recomputed_block_only_its_input_moves():
     model, installed = build(Checkpointing.FULL)
-    backward(model)
+    blocks.backward(model)
     offload = installed.offload
-    assert (offload.num_copies, offload.moved_bytes) == (NUM_BLOCKS - 1, (NUM_BLOCKS - 1) * INPUT_BYTES)
-    assert all(
-        fact in installed.activation_facts(model)["activation_offload"] for fact in ("3 tensors", "3 blocks", "144 KiB")
-    )
+    assert (offload.num_copies, offload.moved_bytes) == (blocks.NUM_BLOCKS - 1, (blocks.NUM_BLOCKS - 1) * INPUT_BYTES)
+    facts = installed.activation_facts(model)["activation_offload"]
+    assert all(fact in facts for fact in ("3 tensors", "3 blocks", "144 KiB"))
 
 
 def test_each_tensor_moves_once_however_many_operations_save_it():
     """All that the blocks but the last keep, counted by their memory: parameters, small and shared tensors aside."""
     plain, (model, installed) = build_plain(), build()
-    with kept_storages(plain) as retained:
-        held = plain.model(input_ids=IDS)
+    with blocks.kept_storages(plain) as retained:
+        held = plain.model(input_ids=blocks.IDS)
     sizes = [size for size in retained.values() if size >= MIN_BYTES]
     assert held.last_hidden_state.requires_grad
-    backward(model)
+    blocks.backward(model)
     in_last_norm = 2 * INPUT_BYTES  # its input and its normalised input
-    of_a_block = (sum(sizes) - in_last_norm) // NUM_BLOCKS
-    assert installed.offload.moved_bytes == pytest.approx((NUM_BLOCKS - 1) * of_a_block, rel=0.02)
+    of_a_block = (sum(sizes) - in_last_norm) // blocks.NUM_BLOCKS
+    assert installed.offload.moved_bytes == pytest.approx((blocks.NUM_BLOCKS - 1) * of_a_block, rel=0.02)
 
 
 def test_after_the_backward_nothing_is_left_on_the_shelves():
     model, installed = build()
-    loss = model(input_ids=IDS, labels=IDS)
+    loss = model(input_ids=blocks.IDS, labels=blocks.IDS)
     shelves = installed.offload._shelves.values()
     retained = [weakref.ref(moved) for shelf in shelves for moved in shelf._moved.values()]
     assert len(retained) > 30 and all(reference() is not None for reference in retained)
@@ -78,20 +68,20 @@ def test_after_the_backward_nothing_is_left_on_the_shelves():
 def test_nothing_moves_where_no_backward_follows():
     model, installed = build()
     with torch.no_grad():
-        model(input_ids=IDS, labels=IDS)
+        model(input_ids=blocks.IDS, labels=blocks.IDS)
     assert installed.offload.num_copies == 0
 
 
 def test_parameters_do_not_move():
     """They are handed out as they are when the backward asks: an engine may have put them elsewhere by then."""
     model, _ = build()
-    loss = model(input_ids=IDS, labels=IDS)
+    loss = model(input_ids=blocks.IDS, labels=blocks.IDS)
     weight = model.model.layers[0].self_attn.q_proj.weight
     before = weight.data
     weight.data = torch.zeros_like(before)
     loss.backward()
     expected = build_plain()
-    backward(expected)
+    blocks.backward(expected)
     name = "model.layers.0.input_layernorm.weight"
     ours, theirs = (dict(one.named_parameters())[name].grad for one in (model, expected))
     assert not torch.allclose(ours, theirs), "the gradient of what lies before was made with the new weight"

@@ -82,9 +82,8 @@ def test_every_kind_of_recomputation_is_traced_with_its_block(checkpointing):
     check_same(model, build_eager())
     graphs = 2 if checkpointing is Checkpointing.EVERY_N else 1
     assert counts(installed.activation_facts(model)["compile"]) == [2, 2, graphs, 0]
-    kept_by_full, retained, kept_by_none = (
-        backward(each).retained_bytes for each in (build(Checkpointing.FULL)[0], model, build()[0])
-    )
+    models = (build(Checkpointing.FULL)[0], model, build()[0])
+    kept_by_full, retained, kept_by_none = (backward(each).retained_bytes for each in models)
     if checkpointing is not Checkpointing.NONE:
         assert kept_by_full < retained < kept_by_none
 
@@ -177,9 +176,8 @@ class Counted:
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor):
         self.calls["rotate"] += 1
-        turned = (
-            torch.stack((-each[..., each.shape[-1] // 2 :], each[..., : each.shape[-1] // 2])) for each in (query, key)
-        )
+        halves = (each.chunk(2, dim=-1) for each in (query, key))
+        turned = (torch.stack((-second, first)) for first, second in halves)
         parts = zip((query, key), turned, strict=True)
         return tuple(each * cosine[:, None] + torch.cat((*other,), dim=-1) * sine[:, None] for each, other in parts)
 

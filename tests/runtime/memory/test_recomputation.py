@@ -3,23 +3,16 @@
 import pytest
 import torch
 from architecture_factory import TINY, VARIANTS
-from block_models import IDS, NUM_BLOCKS, assert_same_gradients, backward, build_blocks, build_installed
+from block_models import IDS, NUM_BLOCKS, assert_same_gradients, backward, build_installed
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from shardwise.trainer.runtime.memory.recomputation import (
-    SelectivePolicy,
-    apply_checkpointing,
-    attention_module,
-    blocks_of,
-    recomputed_blocks,
-)
+from shardwise.trainer.runtime.memory import recomputation
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.strategy import Checkpointing
 
 RECOMPUTING = sorted(set(Checkpointing) - {Checkpointing.NONE})
-BLOCKS = dict.fromkeys(RECOMPUTING, NUM_BLOCKS) | {Checkpointing.NONE: 0, Checkpointing.EVERY_N: 2}
 DROPOUT = {
     "llama": {"attention_dropout": 0.5},
     "gpt2": {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
@@ -28,14 +21,17 @@ DROPOUT = {
 }
 
 
-@pytest.mark.parametrize("checkpointing", Checkpointing)
-def test_so_many_blocks_recompute_something_and_are_seen_to(checkpointing):
-    model, installed = build_installed(checkpointing)
-    assert len(installed.recomputations) == BLOCKS[checkpointing]
-    backward(model)
-    seen = installed.activation_facts(model)
-    assert (f"{BLOCKS[checkpointing]} of {NUM_BLOCKS}" in seen.get("checkpointing", "")) is bool(seen)
-    assert bool(seen) is (checkpointing is not Checkpointing.NONE)
+@pytest.mark.parametrize("checkpointing", RECOMPUTING)
+def test_recomputing_keeps_less_changes_no_gradient_and_is_seen(checkpointing):
+    plain, (model, installed) = build_installed(), build_installed(checkpointing)
+    kept_by_plain, recomputed = backward(plain[0]), backward(model)
+    share = 0.95 if checkpointing is Checkpointing.ATTENTION else 0.75
+    assert recomputed.retained_bytes < kept_by_plain.retained_bytes * share
+    assert_same_gradients(recomputed, kept_by_plain)
+    num_blocks = 2 if checkpointing is Checkpointing.EVERY_N else NUM_BLOCKS
+    assert len(installed.recomputations) == num_blocks
+    assert f"{num_blocks} of {NUM_BLOCKS}" in installed.activation_facts(model)["checkpointing"]
+    assert plain[1].activation_facts(plain[0]) == {}
 
 
 def test_a_recomputation_that_did_not_happen_is_not_reported():
@@ -45,22 +41,13 @@ def test_a_recomputation_that_did_not_happen_is_not_reported():
 
 
 @pytest.mark.parametrize("checkpointing", RECOMPUTING)
-def test_recomputing_keeps_less_and_changes_no_gradient(checkpointing):
-    plain, recomputed = (backward(build_blocks(each)) for each in (Checkpointing.NONE, checkpointing))
-    assert recomputed.retained_bytes < plain.retained_bytes * (
-        0.95 if checkpointing is Checkpointing.ATTENTION else 0.75
-    )
-    assert_same_gradients(recomputed, plain)
-
-
-@pytest.mark.parametrize("checkpointing", RECOMPUTING)
 @pytest.mark.parametrize("name", DROPOUT)
 def test_dropout_drops_the_same_elements_again(name, checkpointing):
     plain, again = (
-        backward(build_blocks(each, fields=TINY[name], config=DROPOUT[name]))
+        backward(build_installed(each, fields=TINY[name], config=DROPOUT[name])[0])
         for each in (Checkpointing.NONE, checkpointing)
     )
-    others = backward(build_blocks(fields=TINY[name]))
+    others = backward(build_installed(fields=TINY[name])[0])
     assert any(not torch.equal(*pair) for pair in zip(plain.gradients, others.gradients, strict=True)), "dropout is on"
     assert_same_gradients(again, plain, tolerance=1e-5)
 
@@ -69,7 +56,7 @@ def test_dropout_drops_the_same_elements_again(name, checkpointing):
 @pytest.mark.parametrize("name", sorted(set(TINY) - set(DROPOUT)))
 def test_every_architecture_recomputes_a_part_and_the_gradients_stay(name, checkpointing):
     quiet = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    plain = backward(build_blocks(fields=TINY[name], config=quiet))
+    plain = backward(build_installed(fields=TINY[name], config=quiet)[0])
     model, installed = build_installed(checkpointing, fields=TINY[name], config=quiet)
     assert_same_gradients(backward(model), plain, tolerance=1e-5)
     assert "3 of 3" in installed.activation_facts(model)["checkpointing"]
@@ -77,7 +64,7 @@ def test_every_architecture_recomputes_a_part_and_the_gradients_stay(name, check
 
 @pytest.mark.parametrize("config", [*TINY.values(), *VARIANTS.values()], ids=[*TINY, *VARIANTS])
 def test_the_attention_module_of_a_block_is_the_one_with_its_projections(config):
-    found = attention_module(blocks_of(build_blocks(fields=config))[0])
+    found = recomputation.attention_module(recomputation.blocks_of(build_installed(fields=config)[0])[0])
     assert found is not None and "Attention" in type(found).__name__
     linears = [module for module in found.modules() if type(module).__name__ in ("Linear", "Conv1D", "FalconLinear")]
     assert len(linears) in (2, 4), "the projections, and nothing of the feed-forward half"
@@ -87,19 +74,19 @@ def test_the_attention_module_of_a_block_is_the_one_with_its_projections(config)
     ("num_blocks", "every_n", "expected"), [(4, 2, [0, 2]), (5, 2, [0, 2]), (6, 4, [0]), (3, 1, [0, 1, 2]), (3, 3, [0])]
 )
 def test_the_first_of_each_whole_group_is_recomputed(num_blocks, every_n, expected):
-    assert list(recomputed_blocks(Checkpointing.EVERY_N, num_blocks, every_n)) == expected
+    assert list(recomputation.recomputed_blocks(Checkpointing.EVERY_N, num_blocks, every_n)) == expected
 
 
 @pytest.mark.parametrize("every_n", [None, 0, 5])
 def test_more_blocks_than_there_are_is_refused_with_both_numbers(every_n):
     with pytest.raises(InputError, match=rf"checkpointing_n is {every_n}\b.* 4 "):
-        recomputed_blocks(Checkpointing.EVERY_N, 4, every_n)
+        recomputation.recomputed_blocks(Checkpointing.EVERY_N, 4, every_n)
 
 
 @pytest.mark.parametrize("checkpointing", RECOMPUTING)
 def test_a_model_without_blocks_is_refused(checkpointing):
     with pytest.raises(InputError, match=r"pin\.checkpointing: Linear\b"):
-        apply_checkpointing(nn.Linear(2, 2), checkpointing, every_n=1)  # type: ignore[arg-type]
+        recomputation.apply_checkpointing(nn.Linear(2, 2), checkpointing, every_n=1)  # type: ignore[arg-type]
 
 
 def test_selective_keeps_the_first_third_and_fifth_product_and_the_attention_between():
@@ -112,13 +99,13 @@ def test_selective_keeps_the_first_third_and_fifth_product_and_the_attention_bet
 def test_a_kernel_that_drops_inside_attention_runs_again():
     """Its random numbers are part of the state that all that follows it draws from."""
     operator, context = torch.ops.aten._scaled_dot_product_flash_attention.default, SelectiveCheckpointContext
-    keeps, query = SelectivePolicy(), torch.zeros(1)
+    keeps, query = recomputation.SelectivePolicy(), torch.zeros(1)
     policies = [keeps(context(is_recompute=False), operator, query, query, query, p) for p in (0.0, 0.1)]
     assert policies == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
 
 
 def test_every_kernel_of_pytorch_counts_as_attention():
-    keeps = SelectivePolicy()
+    keeps = recomputation.SelectivePolicy()
     for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
         operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
         keeps(SelectiveCheckpointContext(is_recompute=False), operator)

@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 from architecture_factory import TINY, VARIANTS
+from msgspec.structs import replace
+from rank_factory import rank_plan
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.gemma3 import Gemma3Config, Gemma3ForConditionalGeneration
 
-from shardwise.trainer.runtime.models.build import model_from_config
+from shardwise.launch.inputs.model_files import read_model_config
+from shardwise.trainer.runtime.models.build import build_model, model_from_config
 from shardwise.trainer.runtime.models.meta_model import (
     MetaModel,
-    Values,
     draw,
     is_placeholder,
     meta_model_from_config,
@@ -25,11 +28,12 @@ from shardwise.trainer.runtime.models.meta_model import (
 )
 from shardwise.trainer.runtime.models.weight_files import WeightReader
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.job.sections import Job, ModelJob
+from shardwise.trainer.spec.model.readers import read_model_shape, text_part
+from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Attention
 
 ALL = {**TINY, **VARIANTS}
-EACH = pytest.mark.parametrize("config", ALL.values(), ids=ALL)
 
 
 def build_of(config: dict[str, object]) -> Callable[[], PreTrainedModel]:
@@ -44,7 +48,7 @@ def whole_model(build: Callable[[], PreTrainedModel]) -> tuple[PreTrainedModel, 
     return build(), torch.get_rng_state()
 
 
-@EACH
+@pytest.mark.parametrize("config", ALL.values(), ids=ALL)
 def test_every_tensor_and_the_generator_are_those_of_a_whole_build(config):
     build = build_of(config)
     whole, state = whole_model(build)
@@ -71,6 +75,12 @@ def test_transformers_builds_models_as_before_when_all_is_done():
     again, after = whole_model(build)
     assert torch.equal(state, after)
     assert all(torch.equal(one, other) for one, other in zip(once.parameters(), again.parameters(), strict=True))
+
+
+def delivered_by(meta_model: MetaModel) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    meta_model.source.deliver(lambda name, values: found.update({name: values.whole().clone()}))
+    return found
 
 
 class OwnConfig(PreTrainedConfig):
@@ -105,12 +115,7 @@ def test_a_model_that_cannot_be_drawn_by_tensors_is_built_as_a_whole(kind):
 
     assert plan_initialization(build) is None
     meta_model = meta_model_from_config(build, dtype=torch.float32, seed=7)
-    found: dict[str, torch.Tensor] = {}
-
-    def put(name: str, values: Values) -> None:
-        found[name] = values.whole().clone()
-
-    meta_model.source.deliver(put)
+    found = delivered_by(meta_model)
     whole, _ = whole_model(build)
     assert found.keys() == dict(whole.named_parameters()).keys()
     assert all(torch.equal(found[name], parameter) for name, parameter in whole.named_parameters())
@@ -124,8 +129,7 @@ CASES = [*((name, torch.bfloat16) for name in TINY), *((name, torch.float32) for
 def write_folder(folder: Path, config: dict[str, Any], *, max_shard_size: int = 2**16) -> PreTrainedModel:
     """New weights of a config in several files, with norms and biases that are not all ones and zeros."""
     torch.manual_seed(5)
-    fields = {name: value for name, value in config.items() if name != "model_type"}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     for weight in model.parameters():
         weight.data += 0.1 * torch.randn(weight.shape)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -162,10 +166,19 @@ def folder_of(tmp_path_factory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_every_tensor_and_any_of_its_rows_are_those_that_from_pretrained_loads(name, dtype, folder_of):
+def test_a_skeleton_its_tensors_and_any_of_their_rows_are_those_that_from_pretrained_loads(name, dtype, folder_of):
     folder = folder_of(name)
-    reader, tensors = reader_of(folder, dtype), loaded(folder, dtype).state_dict()
-    assert tensors.keys() >= set(reader.names)
+    reader, meta_model, model = reader_of(folder, dtype), skeleton_of(folder, dtype), loaded(folder, dtype)
+    ours, theirs = dict(meta_model.model.named_parameters()), dict(model.named_parameters())
+    assert [(n, p.shape, p.dtype) for n, p in ours.items()] == [(n, p.shape, p.dtype) for n, p in theirs.items()]
+    assert all(is_placeholder(parameter) and parameter.untyped_storage().nbytes() <= 4 for parameter in ours.values())
+    buffers = dict(model.named_buffers())
+    assert {name: None for name, _ in meta_model.model.named_buffers()} == dict.fromkeys(buffers)
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in meta_model.model.named_buffers())
+    filled, tensors = delivered_by(meta_model), model.state_dict()
+    assert filled.keys() == meta_model.wanted.keys() and tensors.keys() >= set(reader.names)
+    for name, tensor in meta_model.wanted.items():
+        assert torch.equal(filled[name].to(tensor.dtype), tensors[name])
     for name in reader.names:
         assert torch.equal(reader.read(name).to(tensors[name].dtype), tensors[name])
         num_rows = tensors[name].shape[0]
@@ -190,23 +203,6 @@ def test_rows_of_stacked_experts_are_read_without_the_other_experts(model_type, 
     assert set(read) == {2}
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_a_skeleton_is_the_loaded_model_but_for_its_weights(name, dtype, folder_of):
-    folder = folder_of(name)
-    meta_model, model = skeleton_of(folder, dtype), loaded(folder, dtype)
-    ours, theirs = dict(meta_model.model.named_parameters()), dict(model.named_parameters())
-    assert [(n, p.shape, p.dtype) for n, p in ours.items()] == [(n, p.shape, p.dtype) for n, p in theirs.items()]
-    assert all(is_placeholder(parameter) and parameter.untyped_storage().nbytes() <= 4 for parameter in ours.values())
-    buffers = dict(model.named_buffers())
-    assert {name: None for name, _ in meta_model.model.named_buffers()} == dict.fromkeys(buffers)
-    assert all(torch.equal(buffer, buffers[name]) for name, buffer in meta_model.model.named_buffers())
-    filled = {}
-    meta_model.source.deliver(lambda name, values: filled.update({name: values.whole().clone()}))
-    assert filled.keys() == meta_model.wanted.keys()
-    for name, tensor in meta_model.wanted.items():
-        assert torch.equal(filled[name].to(tensor.dtype), model.state_dict()[name])
-
-
 def test_what_transformers_saves_beside_the_weights_is_kept(tmp_path):
     saved = write_folder(tmp_path, TINY["mixtral"])
     saved.generation_config.max_new_tokens = 77
@@ -222,9 +218,8 @@ def test_weights_that_a_model_keeps_in_fp32_are_read_so(tmp_path, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["layernorm"])
     write_folder(tmp_path, LLAMA)
     model = loaded(tmp_path, torch.bfloat16)
-    types = {
-        name: parameter.dtype for name, parameter in skeleton_of(tmp_path, torch.bfloat16).model.named_parameters()
-    }
+    skeleton = skeleton_of(tmp_path, torch.bfloat16).model
+    types = {name: parameter.dtype for name, parameter in skeleton.named_parameters()}
     assert types == {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert set(types.values()) == {torch.float32, torch.bfloat16}
 
@@ -279,3 +274,35 @@ def test_a_damaged_file_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(InputError, match=re.escape(str(tmp_path))):
         skeleton_of(tmp_path)
+
+
+def plan_of_folder(folder: Path) -> Plan:
+    """A rank's plan that starts from the weights in a folder."""
+    files = read_model_config(Job(model=ModelJob(name=str(folder), tokenizer="train")))
+    return replace(rank_plan(Path("nowhere")), model_path=files.model_path, model_config=dict(text_part(files.config)))
+
+
+def test_of_a_checkpoint_with_vision_the_text_part_is_trained(tmp_path):
+    vision = {
+        "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    tokens: Any = {"image_token_index": 199, "boi_token_index": 198, "eoi_token_index": 197, "mm_tokens_per_image": 4}
+    config = Gemma3Config(text_config=TINY["gemma3_text"], vision_config=vision, **tokens)
+    saved = Gemma3ForConditionalGeneration(config)
+    saved.save_pretrained(tmp_path)
+    plan = plan_of_folder(tmp_path)
+    model = build_model(plan)
+    weights = dict(model.named_parameters())
+    expected = dict(saved.model.language_model.named_parameters())
+    assert type(model).__name__ == "Gemma3ForCausalLM"
+    assert weights.keys() == {f"model.{name}" for name in expected}
+    assert all(torch.equal(weights[f"model.{name}"], weight) for name, weight in expected.items())
+    assert sum(weight.numel() for weight in weights.values()) == read_model_shape(plan.model_config).num_parameters
+
+
+def test_a_weight_that_is_missing_is_refused_rather_than_drawn(tmp_path):
+    write_folder(tmp_path, LLAMA, max_shard_size=2**30)
+    spoil(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(InputError, match=r"lack 1 tensors of Llama.*, the first model\.layers\.1\.mlp\.up_proj"):
+        build_model(plan_of_folder(tmp_path))

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers.dynamic_module_utils
-from custom_model import CONFIG, MARKER, code_of, write_custom_model
+from custom_model import CONFIG, MARKER, code_of, transformers_as_it_was, write_custom_model
 from msgspec.structs import replace
 from rank_factory import rank_plan
-from registered_code import transformers_as_it_was
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING
 
 from shardwise.trainer.runtime.data.batches import check_documents_apart
 from shardwise.trainer.runtime.export.check import SAME, logits_of, prompt_ids, relative_difference, reloaded_logits
@@ -24,7 +23,7 @@ from shardwise.trainer.runtime.models.model_code import as_its_user, load_model_
 from shardwise.trainer.simulation.describe import describe
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.model.shape import DescriptionRequest
+from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Attention, Checkpointing
 
@@ -38,13 +37,8 @@ def each_test_registers_anew() -> Iterator[None]:
         yield
 
 
-def described(folder: Path, *, trusts: bool = True):
-    return describe(
-        DescriptionRequest(
-            model_config=CONFIG, origin="config.json", model_code=code_of(folder) if trusts else None,
-            offers_code_of="org/tiny",
-        )
-    )  # fmt: skip
+def described(folder: Path) -> ModelShape:
+    return describe(DescriptionRequest(model_config=CONFIG, origin="config.json", model_code=code_of(folder)))
 
 
 def plan_with(folder: Path, **engine: Any) -> Plan:
@@ -57,13 +51,6 @@ def test_its_shape_is_described_from_the_code(tmp_path):
     assert (shape.block_class, shape.num_layers, shape.num_parameters) == ("TinyBlock", 2, 39_072)
     assert shape.is_described and shape.loss_obstacle is None
     assert shape.attentions == (Attention.FLASH, Attention.SDPA, Attention.EAGER)
-
-
-def test_without_the_word_of_the_job_the_refusal_names_what_to_write(tmp_path):
-    with pytest.raises(InputError) as refused:
-        described(write_custom_model(tmp_path / "tiny"), trusts=False)
-    assert "does not know tiny_custom" in str(refused.value)
-    assert "model.trust_remote_code=org/tiny runs the code of that repository on this machine" in str(refused.value)
 
 
 def test_its_weights_give_the_logits_that_transformers_gives_and_each_file_runs_once(tmp_path, monkeypatch):
@@ -164,15 +151,13 @@ def test_blocks_that_are_plain_modules_are_recomputed_with_the_same_gradients(ch
     folder = write_custom_model(tmp_path / "tiny")
     retained = build_model(plan_with(folder))
     recomputed, installed = build_trainable(plan_with(folder, checkpointing=checkpointing))
-    gradients = [gradients_of(model) for model in (retained, recomputed)]
+    gradients = []
+    for model in (retained, recomputed):
+        model(input_ids=IDS, labels=IDS).backward()
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     assert [type(block).__name__ for block in blocks_of(recomputed)] == ["TinyBlock"] * 2
     assert [(each.num_forwards, each.num_repeats) for each in installed.recomputations] == [(1, 1)] * 2
-
-
-def gradients_of(model: PreTrainedModel) -> list[torch.Tensor]:
-    model(input_ids=IDS, labels=IDS).backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def test_what_transformers_copies_goes_into_a_folder_of_its_own_that_goes(tmp_path, monkeypatch):

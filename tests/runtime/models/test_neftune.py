@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_plan_factory import TINY_LLAMA
 from torch import Tensor
 
 from shardwise.trainer.runtime.loop.step import seed_dropout
@@ -11,11 +12,7 @@ from shardwise.trainer.runtime.models.build import make_trainable, model_from_co
 from shardwise.trainer.runtime.models.methods import add_noise, lengths, noise_facts
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead
 
-HIDDEN, ALPHA = 32, 5.0
-CONFIG: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
+HIDDEN, ALPHA = TINY_LLAMA["hidden_size"], 5.0
 
 
 class Run:
@@ -23,7 +20,7 @@ class Run:
 
     def __init__(self, alpha: float | None = ALPHA) -> None:
         torch.manual_seed(0)
-        self.model: Any = model_from_config(CONFIG, dtype=torch.float32, attention=Attention.SDPA)
+        self.model: Any = model_from_config(TINY_LLAMA, dtype=torch.float32, attention=Attention.SDPA)
         if alpha is not None:
             add_noise(self.model, alpha)
         make_trainable(self.model, Checkpointing.FULL, LossHead.CHUNKED, loss_chunk_tokens=8)
@@ -52,19 +49,14 @@ def rows(*row_lengths: int, width: int = 24) -> tuple[Tensor, Tensor]:
 
 def test_the_noise_of_a_row_is_bounded_by_alpha_over_the_root_of_its_tokens_and_width():
     """Uniform up to the bound: its largest value is near it, its mean absolute value near half."""
-    ids, labels = rows(20, 5)
+    ids, labels = rows(20, 5, 0)
     noise = Run().noise(ids, labels)
+    assert not noise[1, 5:].any() and not noise[2].any(), "padding and dummy rows are left alone"
     for row, length in enumerate((20, 5)):
         bound = ALPHA / (length * HIDDEN) ** 0.5
         found = noise[row, :length].abs()
         assert 0.95 * bound < float(found.max()) <= bound * 1.0001
         assert float(found.mean()) == pytest.approx(bound / 2, rel=0.1)
-
-
-def test_padding_and_dummy_rows_are_left_alone():
-    ids, labels = rows(20, 5, 0)
-    noise = Run().noise(ids, labels)
-    assert not noise[1, 5:].any() and not noise[2].any()
 
 
 def test_a_prompt_that_is_not_learned_counts_and_is_disturbed():

@@ -10,10 +10,11 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, has_avx512bf16, quantize_4bit
 from bitsandbytes.nn import Linear4bit
 from engine_plan_factory import TINY_LLAMA
+from export_factory import TINY_GPT2, write_base
 from msgspec.structs import replace
 from rank_factory import rank_plan
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.models.methods import quantised_layers
@@ -39,18 +40,6 @@ def plan_of(folder: Path | None = None, sharding: Sharding = Sharding.NONE, **en
         return plan
     config = AutoConfig.from_pretrained(folder).to_dict()
     return replace(plan, model_path=str(folder), model_config=config)
-
-
-def saved_model(folder: Path, **changes: Any) -> Path:
-    torch.manual_seed(5)
-    config = AutoConfig.for_model(**{**TINY_LLAMA, "max_position_embeddings": 48, **changes})
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
-    return saved_model(tmp_path_factory.mktemp("models") / "llama")
 
 
 @pytest.mark.parametrize("quant", list(Quant))
@@ -80,9 +69,8 @@ def test_floating_point_storage_holds_the_same_bytes(storage):
     expected = pack(weight, Linear4bit(64, 48, bias=False), packing())
     assert stored.dtype == storage and stored.shape == (48 * 64 // 4, 1)
     assert torch.equal(stored.data.view(torch.uint8).flatten(), expected.data.flatten())
-    assert torch.equal(
-        dequantize_4bit(stored.data, stored.quant_state), dequantize_4bit(expected, expected.quant_state)
-    )
+    ours, theirs = (dequantize_4bit(each.data, each.quant_state) for each in (stored, expected))
+    assert torch.equal(ours, theirs)
 
 
 def test_a_weight_that_is_no_whole_number_of_stored_elements_is_refused():
@@ -108,9 +96,9 @@ def test_zero3_is_refused_with_what_to_take_instead():
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MIXED])
-def test_a_base_from_a_folder_is_its_weights_quantised_and_all_else_as_it_was(llama, precision):
-    model = build_model(plan_of(llama, precision=precision))
-    saved = load_file(llama / "model.safetensors")
+def test_a_base_from_a_folder_is_its_weights_quantised_and_all_else_as_it_was(base, precision):
+    model: Any = build_model(plan_of(base, precision=precision))
+    saved = load_file(base / "model.safetensors")
     compute = torch.float32 if precision is Precision.FP32 else torch.bfloat16
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
     layers = {name: module for name, module in layers.items() if hasattr(module, "quant_state")}
@@ -124,15 +112,9 @@ def test_a_base_from_a_folder_is_its_weights_quantised_and_all_else_as_it_was(ll
     whole = {name: value for name, value in model.state_dict().items() if name in saved}
     assert whole.keys() == saved.keys()
     assert all(torch.equal(whole[name], value.to(compute)) for name, value in saved.items())
-
-
-def test_the_loaded_model_is_a_plain_one(llama):
-    """transformers' mark of a quantised model forbids an engine to cast it."""
-    model: Any = build_model(plan_of(llama))
-    assert "quantization_config" not in model.config.to_dict()
+    assert "quantization_config" not in model.config.to_dict(), "the mark that forbids an engine to cast it"
     assert getattr(model, "hf_quantizer", None) is None
-    model.to(torch.device("cpu")).float()
-    assert model.is_loaded_in_4bit is True
+    assert model.to(CPU).float().is_loaded_in_4bit is True
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}])
@@ -154,29 +136,26 @@ def test_a_base_that_is_drawn_is_one_of_its_config_and_seed(changes):
 
 
 def test_gpt2s_transposed_layers_are_quantised_the_right_way_round(tmp_path):
-    fields = {"vocab_size": 64, "n_positions": 48, "n_embd": 32, "n_layer": 1, "n_head": 4}
-    torch.manual_seed(0)
-    saved = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **fields))
-    saved.save_pretrained(tmp_path)
+    weights = load_file(write_base(tmp_path, TINY_GPT2) / "model.safetensors")
     lora = LoraJob(rank=4, targets=("c_attn", "c_fc"))
     plan = replace(
         rank_plan(Path("nowhere"), method=Method.QLORA, train={"lora": lora}),
-        model_path=str(tmp_path), model_config={"model_type": "gpt2", **fields},
+        model_path=str(tmp_path), model_config=TINY_GPT2,
     )  # fmt: skip
     for model in (build_model(plan), build_model(replace(plan, model_path=None))):
         layer = model.get_submodule("transformer.h.0.attn.c_attn.base_layer")
-        assert isinstance(layer, Linear4bit) and tuple(layer.quant_state.shape) == (96, 32)
+        assert isinstance(layer, Linear4bit) and tuple(layer.quant_state.shape) == (192, 64)
         ids = torch.arange(16).reshape(1, 16)
         model(input_ids=ids, labels=ids).backward()
     layer = build_model(plan).get_submodule("transformer.h.0.attn.c_attn.base_layer")
     assert isinstance(layer, Linear4bit)
-    weight = saved.transformer.h[0].attn.c_attn.weight.detach().t().contiguous()
+    weight = weights["transformer.h.0.attn.c_attn.weight"].t().contiguous()
     values, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
     assert torch.equal(layer.weight.data, values) and torch.equal(layer.quant_state.absmax, state.absmax)
 
 
 def test_weights_that_are_quantised_already_are_refused(tmp_path):
-    folder = saved_model(tmp_path / "model")
+    folder = write_base(tmp_path / "model")
     config = AutoConfig.from_pretrained(folder)
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     config.save_pretrained(folder)
@@ -186,12 +165,12 @@ def test_weights_that_are_quantised_already_are_refused(tmp_path):
 
 
 PEAK_OF_BUILDING = """
-import sys, threading, time
+import sys
 from pathlib import Path
-sys.path[:0] = [{root!r}, {factories!r}]
+sys.path[:0] = [{root!r}, *({root!r} + "/tests/" + each for each in ("factories", "distributed"))]
 from msgspec.structs import replace
 from rank_factory import rank_plan
-from shardwise.trainer.runtime.loop.memory_profile import anonymous_bytes
+from rank_process import Peak
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.spec.strategy import Method, Precision
 from transformers import AutoConfig
@@ -201,36 +180,20 @@ config = AutoConfig.from_pretrained({folder!r}).to_dict()
 def peak_of_building(method):
     plan = rank_plan(Path("nowhere"), method=method, precision=Precision.BF16_MIXED)
     build_model(plan)  # what a first time allocates
-    before, peaks, is_done = anonymous_bytes(), [], threading.Event()
-
-    def watch():
-        while not is_done.is_set():
-            peaks.append(anonymous_bytes())
-            time.sleep(0.0005)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    model = build_model(replace(plan, model_path={folder!r}, model_config=config))
-    peaks.append(anonymous_bytes())
-    is_done.set()
-    watcher.join()
-    return max(peaks) - before, sum(p.numel() * p.element_size() for p in model.parameters())
+    with Peak() as peak:
+        model = build_model(replace(plan, model_path={folder!r}, model_config=config))
+    return max(peak.highest, peak.at_end), sum(p.numel() * p.element_size() for p in model.parameters())
 
 print("answer", *peak_of_building(Method.QLORA), *peak_of_building(Method.LORA))
 """
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Path:
-    """52 million weights in fp32, 104 MB in 16 bit, of which the largest tensor has 2 million."""
-    changes = {"hidden_size": 768, "intermediate_size": 2752, "num_hidden_layers": 6, "vocab_size": 2048}
-    return saved_model(tmp_path_factory.mktemp("models") / "large", **changes)
-
-
-def test_the_16_bit_model_is_never_whole_in_host_memory(large):
+def test_the_16_bit_model_is_never_whole_in_host_memory(tmp_path):
     """What is kept and a few tensors on their way; LoRA on a whole base shows what the same probe sees otherwise."""
-    root = Path(__file__).parents[3]
-    code = PEAK_OF_BUILDING.format(root=str(root), factories=str(root / "tests" / "factories"), folder=str(large))
+    # 52 million weights in fp32, 104 MB in 16 bit, of which the largest tensor has 2 million
+    changes = {"hidden_size": 768, "intermediate_size": 2752, "num_hidden_layers": 6, "vocab_size": 2048}
+    large = write_base(tmp_path / "large", {**TINY_LLAMA, **changes})
+    code = PEAK_OF_BUILDING.format(root=str(Path(__file__).parents[3]), folder=str(large))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     peak, retained, peak_of_lora, kept_by_lora = map(int, done.stdout.split()[-4:])

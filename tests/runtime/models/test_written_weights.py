@@ -10,7 +10,7 @@ from attempt_runs import run_attempt
 from engine_plan_factory import TINY_LLAMA
 from rank_factory import rank_plan, write_rows
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_utils
+from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
 
 from shardwise.trainer.runtime.export import folder as export_folder
 from shardwise.trainer.runtime.models import weight_files
@@ -20,14 +20,8 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.strategy import Method
 
-MODELS = TINY | {name: VARIANTS[name] for name in ("llama, tied, wide heads",)}
+MODELS = TINY | {"llama, tied, wide heads": VARIANTS["llama, tied, wide heads"]}
 WEIGHTS = {"a": torch.arange(60.0).reshape(20, 3), "b": torch.full((5,), float("nan")), "c": torch.tensor(7)}
-
-
-def build(name: str) -> PreTrainedModel:
-    config = {key: value for key, value in MODELS[name].items() if key != "model_type"}
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(MODELS[name]["model_type"], **config))
 
 
 def damage(path: Path, place: int = -10) -> None:
@@ -39,7 +33,8 @@ def damage(path: Path, place: int = -10) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_tensor_of_every_model_is_found_and_one_other_byte_is_seen(name, tmp_path):
-    model = build(name)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]))
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     check_model_written(tmp_path, model, model.state_dict())
     files = sorted(tmp_path.glob("*.safetensors"))
@@ -49,12 +44,11 @@ def test_every_tensor_of_every_model_is_found_and_one_other_byte_is_seen(name, t
         check_model_written(tmp_path, model, model.state_dict())
 
 
-def without(name: str) -> dict[str, torch.Tensor]:
-    return {key: value for key, value in WEIGHTS.items() if key != name}
-
-
 LIES: list[tuple[Callable[[Path], object], str]] = [
-    (lambda path: save_file(without("a"), path), "folder: .* 1 tensors are missing, the first a;"),
+    (
+        lambda path: save_file({"b": WEIGHTS["b"], "c": WEIGHTS["c"]}, path),
+        "folder: .* 1 tensors are missing, the first a;",
+    ),
     (lambda path: save_file(WEIGHTS | {"d": torch.zeros(1)}, path), "d is no weight of the model"),
     (lambda path: save_file(WEIGHTS | {"a": torch.zeros(3, 20)}, path), r"a has the shape \(3, 20\), it was \(20, 3\)"),
     (lambda path: save_file(WEIGHTS | {"a": WEIGHTS["a"].int()}, path), "a is torch.int32, it was torch.float32"),

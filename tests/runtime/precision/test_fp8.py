@@ -1,4 +1,4 @@
-"""Which layers multiply in FP8, with which library, and the proof that they did.
+"""Which layers multiply in FP8, with which library, the proof that they did, and whether it pays.
 
 Stand-ins take the place of the two libraries (tests/factories/fake_te, fake_torchao): one counts what the real one
 would do on a GPU, the other multiplies in FP8 for real, on the CPU.
@@ -10,29 +10,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_plan_factory import TINY_LLAMA
+from engine_plan_factory import TINY_LLAMA, engine_plan
+from msgspec.structs import replace
 from pasted_pip import requirements_in
+from planning_factory import fp8_gain_of
 from rank_factory import rank_plan
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.models.methods import add_adapters
-from shardwise.trainer.runtime.precision.fp8 import (
-    ADAPTER,
-    EDGE,
-    EXPERT,
-    OUTSIDE,
-    ROUTER,
-    check_fp8_ran,
-    check_some_backend,
-    fp8_facts,
-    fp8_layers,
-    install_fp8,
-    padded_to_multiple,
-)
+from shardwise.trainer.runtime.precision import fp8
+from shardwise.trainer.runtime.run.process import run_request
+from shardwise.trainer.runtime.tools.fp8_gain import linear_shapes, measure_gain, time_shapes
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import LoraJob
+from shardwise.trainer.spec.messages.worker_requests import Fp8GainRequest
+from shardwise.trainer.spec.plan import Fp8Gain, ShapeTimes
 from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Precision
 
 FACTORIES = Path(__file__).parents[2] / "factories"
@@ -74,7 +70,7 @@ def fp8_plan(recipe: Fp8Recipe | None = Fp8Recipe.CURRENT, **engine):
 def fp8_model(recipe: Fp8Recipe | None = Fp8Recipe.CURRENT, **engine):
     plan = fp8_plan(recipe, **engine)
     model = build_model(plan)
-    return model, install_fp8(model, plan.chosen)
+    return model, fp8.install_fp8(model, plan.chosen)
 
 
 def rows(count: int = 4, width: int = 40) -> torch.Tensor:
@@ -84,10 +80,6 @@ def rows(count: int = 4, width: int = 40) -> torch.Tensor:
 def loss_of(model: nn.Module, ids: torch.Tensor, **more: object) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return model(input_ids=ids, labels=ids, **more)
-
-
-def value_of(loss: torch.Tensor) -> float:
-    return float(loss.detach())
 
 
 class Block(GradientCheckpointingLayer):
@@ -116,16 +108,16 @@ class Blocks(nn.Module):
 
 
 def test_layers_are_chosen_inside_blocks_and_the_others_are_named_with_the_reason():
-    found = fp8_layers(Blocks(1), Fp8Recipe.CURRENT)
+    found = fp8.fp8_layers(Blocks(1), Fp8Recipe.CURRENT)
     assert list(found.chosen) == ["layers.0.q_proj", "layers.0.mlp.gate_proj"]
     (narrow,) = (reason for reason in found.skipped if reason.endswith("multiple of 16"))
     assert found.skipped == {
         narrow: ("layers.0.narrow",),
-        ROUTER: ("layers.0.router", "layers.0.mlp.gate"),
-        EXPERT: ("layers.0.mlp.experts.0",),
-        ADAPTER: ("layers.0.lora_A.default",),
+        fp8.ROUTER: ("layers.0.router", "layers.0.mlp.gate"),
+        fp8.EXPERT: ("layers.0.mlp.experts.0",),
+        fp8.ADAPTER: ("layers.0.lora_A.default",),
         "of class FourBitLinear": ("layers.0.odd",),
-        OUTSIDE: ("lm_head",),
+        fp8.OUTSIDE: ("lm_head",),
     }
     assert "layers.0.router, layers.0.mlp.gate" in found.skipped_text
 
@@ -141,25 +133,25 @@ def test_each_recipe_cuts_weights_into_tiles_of_its_own(recipe, multiple, chosen
     model = Blocks(1)
     block = model.layers[0] = GradientCheckpointingLayer()
     block.a, block.b, block.c, block.d = (nn.Linear(128, size) for size in (128, 64, 48, 40))
-    found = fp8_layers(model, recipe)
+    found = fp8.fp8_layers(model, recipe)
     assert len(found.chosen) == chosen
     (skipped,) = (names for reason, names in found.skipped.items() if reason.endswith(f"multiple of {multiple}"))
     assert len(skipped) == 4 - chosen
 
 
 def test_nvfp4_leaves_the_first_and_the_last_blocks_alone():
-    found = fp8_layers(Blocks(62), Fp8Recipe.NVFP4)
-    left = {int(name.split(".")[1]) for name in found.skipped[EDGE]}
+    found = fp8.fp8_layers(Blocks(62), Fp8Recipe.NVFP4)
+    left = {int(name.split(".")[1]) for name in found.skipped[fp8.EDGE]}
     assert left == {0, 1, *range(54, 62)}, "as in the paper"
-    assert EDGE not in fp8_layers(Blocks(62), Fp8Recipe.MXFP8).skipped
-    assert EDGE not in fp8_layers(Blocks(2), Fp8Recipe.NVFP4).skipped, "a small model has none to spare"
+    assert fp8.EDGE not in fp8.fp8_layers(Blocks(62), Fp8Recipe.MXFP8).skipped
+    assert fp8.EDGE not in fp8.fp8_layers(Blocks(2), Fp8Recipe.NVFP4).skipped, "a small model has none to spare"
 
 
 def test_adapters_stay_and_their_bases_multiply_in_fp8(te):
     plan = fp8_plan()
     model = build_model(plan)
     add_adapters(model, LoraJob(rank=16, alpha=16.0), Precision.BF16_MIXED)
-    install_fp8(model, plan.chosen)
+    fp8.install_fp8(model, plan.chosen)
     loss_of(model, rows()).backward()
     assert te.COUNTS["fp8 products with gradients"] == 2 * LINEARS_IN_A_BLOCK
     assert type(model.model.layers[0].self_attn.q_proj.base_layer).__name__ == "Fp8Linear"
@@ -171,7 +163,7 @@ def test_parameters_and_names_are_those_of_the_plain_model(te):
     model = build_model(plan)
     before, names = dict(model.named_parameters()), list(model.state_dict())
     state = torch.random.get_rng_state()
-    install_fp8(model, plan.chosen)
+    fp8.install_fp8(model, plan.chosen)
     assert torch.equal(torch.random.get_rng_state(), state), "nothing was drawn"
     assert list(model.state_dict()) == names and not any("_extra_state" in name for name in names)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
@@ -182,19 +174,19 @@ def test_parameters_and_names_are_those_of_the_plain_model(te):
 
 @pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])
 def test_every_product_of_a_block_is_fp8_recomputed_ones_too(te, checkpointing):
-    model, fp8 = fp8_model(checkpointing=checkpointing)
+    model, installed = fp8_model(checkpointing=checkpointing)
     for _ in range(2):
         loss_of(model, rows()).backward()
     forwards = 2 * (2 if checkpointing is Checkpointing.FULL else 1)
     assert te.COUNTS["fp8 products with gradients"] == 2 * LINEARS_IN_A_BLOCK * forwards
-    assert fp8.num_products == 2 * LINEARS_IN_A_BLOCK * forwards
+    assert installed.num_products == 2 * LINEARS_IN_A_BLOCK * forwards
     assert not any(name.startswith("16 bit") for name in te.COUNTS)
     assert te.COUNTS["recipe Float8CurrentScaling"] == te.COUNTS["autocast"]
     assert te._OPEN == [], "closed again"
 
 
 def test_a_score_is_taken_in_fp8_and_a_continuation_is_not(te):
-    model, _fp8 = fp8_model()
+    model, _ = fp8_model()
     with torch.no_grad():
         loss_of(model, rows())
         model(input_ids=rows(1, 7))  # one token at a time fits no tile
@@ -209,11 +201,11 @@ def test_a_score_is_taken_in_fp8_and_a_continuation_is_not(te):
     ],
 )  # fmt: skip
 def test_the_recipe_of_the_plan_is_the_one_that_runs(te, recipe, class_name):
-    model, fp8 = fp8_model(recipe)
+    model, installed = fp8_model(recipe)
     loss_of(model, rows())
-    check_fp8_ran(fp8, model)
+    fp8.check_fp8_ran(installed, model)
     assert te.COUNTS[f"recipe {class_name}"] == te.COUNTS["autocast"] == 1
-    facts = fp8_facts(fp8)
+    facts = fp8.fp8_facts(installed)
     assert facts["fp8 recipe"].startswith(recipe or "current") and facts["fp8 recipe"].endswith(class_name)
     assert ("experimental" in facts["fp8 recipe"]) is (recipe in (Fp8Recipe.MXFP8, Fp8Recipe.NVFP4))
     assert "transformer-engine" in facts["fp8 library"] and "lm_head" in facts["fp8 layers left in 16 bit"]
@@ -221,31 +213,28 @@ def test_the_recipe_of_the_plan_is_the_one_that_runs(te, recipe, class_name):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "lacks"),
-    [(Fp8Recipe.CURRENT, "fp8"), (Fp8Recipe.BLOCK, "block"), (Fp8Recipe.MXFP8, "mxfp8"), (Fp8Recipe.NVFP4, "nvfp4")],
+    ("recipe", "lacks", "fact"),
+    [
+        (Fp8Recipe.CURRENT, "fp8", r"current\b.*: fp8 needs a newer device"),
+        (Fp8Recipe.BLOCK, "block", r"block\b.*: block needs a newer device"),
+        (Fp8Recipe.MXFP8, "mxfp8", r"mxfp8\b.*: mxfp8 needs a newer device"),
+        (Fp8Recipe.NVFP4, "nvfp4", r"nvfp4\b.*: nvfp4 needs a newer device"),
+        (Fp8Recipe.DELAYED, "", r"pin\.fp8_recipe: delayed.*pin\.checkpointing: none"),
+        (Fp8Recipe.BLOCK, "", r"LlamaForCausalLM.* 14 .*multiple of 128"),
+    ],
 )
-def test_a_device_without_the_recipe_is_refused_with_the_librarys_reason(te, monkeypatch, recipe, lacks):
+def test_a_recipe_that_the_device_recomputation_or_the_model_lacks_is_refused(te, monkeypatch, recipe, lacks, fact):
     monkeypatch.setenv("FAKE_TE_LACKS", lacks)
-    with pytest.raises(InputError, match=rf"{recipe}\b.*: {lacks} needs a newer device"):
-        fp8_model(recipe)
-
-
-def test_delayed_scales_and_recomputation_are_refused(te):
-    with pytest.raises(InputError, match=r"pin\.fp8_recipe: delayed.*pin\.checkpointing: none"):
-        fp8_model(Fp8Recipe.DELAYED, checkpointing=Checkpointing.FULL)
-
-
-def test_a_model_without_a_fitting_layer_is_refused(te):
-    with pytest.raises(InputError, match=r"LlamaForCausalLM.* 14 .*multiple of 128"):
-        fp8_model(Fp8Recipe.BLOCK)
+    with pytest.raises(InputError, match=fact):
+        fp8_model(recipe, checkpointing=Checkpointing.FULL if recipe is Fp8Recipe.DELAYED else Checkpointing.NONE)
 
 
 def test_layers_that_multiply_nothing_in_fp8_stop_the_run(te):
-    model, fp8 = fp8_model()
+    model, installed = fp8_model()
     with torch.no_grad():
         model(input_ids=rows())
     with pytest.raises(EnvironmentFaultError, match=r"14 layers.*transformer_engine"):
-        check_fp8_ran(fp8, model)
+        fp8.check_fp8_ran(installed, model)
 
 
 @pytest.mark.parametrize("recipe", [Fp8Recipe.CURRENT, Fp8Recipe.MXFP8])
@@ -257,14 +246,14 @@ def test_columns_are_added_until_the_tokens_fit_and_change_nothing(te, recipe, h
     model.model.layers[0].register_forward_hook(lambda _module, inputs, _out: widths.add(inputs[0].shape[1]))
     found, expected = loss_of(model, rows(3, 37)), loss_of(plain, rows(3, 37))
     assert widths == {48 if recipe is Fp8Recipe.CURRENT else 64}
-    assert value_of(found) == pytest.approx(value_of(expected), rel=1e-6)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_packed_rows_have_to_fit_as_they_are():
     inputs = {"input_ids": rows(1, 40), "labels": rows(1, 40), "position_ids": torch.arange(40)[None]}
-    assert padded_to_multiple(inputs, 8) is inputs
+    assert fp8.padded_to_multiple(inputs, 8) is inputs
     with pytest.raises(InputError, match=r"multiple of 16 .* 1 packed rows of 40\b"):
-        padded_to_multiple(inputs, 16)
+        fp8.padded_to_multiple(inputs, 16)
 
 
 def test_a_missing_library_is_named_with_what_would_do(monkeypatch, tmp_path):
@@ -274,29 +263,76 @@ def test_a_missing_library_is_named_with_what_would_do(monkeypatch, tmp_path):
         with pytest.raises(InputError, match=rf"\b{recipe} needs {library}") as caught:
             fp8_model(recipe)
         assert set(requirements_in(str(caught.value), tmp_path)) == {library}
+    for precision in set(Precision) - {Precision.FP8}:
+        fp8.check_precision(precision)
     with pytest.raises(InputError, match=r"pin\.precision: fp8") as caught:
-        check_some_backend()
+        fp8.check_precision(Precision.FP8)
     assert set(requirements_in(str(caught.value), tmp_path)) == {"transformer-engine", "torchao"}
 
 
 @pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])
 def test_torchao_multiplies_in_fp8_for_real(torchao, checkpointing):
     plain = loss_of(build_model(rank_plan(Path("nowhere"))), rows())
-    model, fp8 = fp8_model(Fp8Recipe.TORCHAO_TENSORWISE, checkpointing=checkpointing)
+    model, installed = fp8_model(Fp8Recipe.TORCHAO_TENSORWISE, checkpointing=checkpointing)
     loss = loss_of(model, rows())
     loss.backward()
-    check_fp8_ran(fp8, model)
+    fp8.check_fp8_ran(installed, model)
     layer = model.model.layers[0].mlp.down_proj
     assert isinstance(layer, torchao.Float8Linear) and layer.config.recipe_name == "tensorwise"
     assert layer.num_products == (2 if checkpointing is Checkpointing.FULL else 1)
-    assert value_of(loss) == pytest.approx(value_of(plain), rel=1e-3) and value_of(loss) != value_of(plain)
-    assert "torchao_tensorwise" in fp8_facts(fp8)["fp8 recipe"]
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-3) and loss.item() != plain.item()
+    assert "torchao_tensorwise" in fp8.fp8_facts(installed)["fp8 recipe"]
     assert list(model.state_dict()) == list(build_model(rank_plan(Path("nowhere"))).state_dict())
 
 
 def test_torchao_that_only_emulates_is_found_out(torchao, monkeypatch):
     monkeypatch.setattr(torchao, "EMULATES", True)
-    model, fp8 = fp8_model(Fp8Recipe.TORCHAO_TENSORWISE)
+    model, installed = fp8_model(Fp8Recipe.TORCHAO_TENSORWISE)
     loss_of(model, rows())
     with pytest.raises(EnvironmentFaultError, match=r"14 layers.*torchao"):
-        check_fp8_ran(fp8, model)
+        fp8.check_fp8_ran(installed, model)
+
+
+def test_the_shapes_are_those_of_the_layers_that_would_be_converted():
+    """Two blocks: q and o, k and v, gate and up, down."""
+    assert linear_shapes(TINY_LLAMA, Fp8Recipe.CURRENT) == {(64, 64): 4, (64, 32): 4, (64, 128): 4, (128, 64): 2}
+    assert linear_shapes({**TINY_LLAMA, "hidden_size": 56, "head_dim": 14}, Fp8Recipe.CURRENT) == {}
+
+
+def test_each_shape_runs_in_both_types(te):
+    shapes = linear_shapes(TINY_LLAMA, Fp8Recipe.CURRENT)
+    times = time_shapes(shapes, Fp8Recipe.CURRENT, torch.device("cpu"), tokens=32, budget_s=0.0)
+    assert {(each.in_features, each.out_features): each.count for each in times} == shapes
+    assert all(each.bf16_s > 0 and each.fp8_s > 0 for each in times)
+    assert te.COUNTS["fp8 products with gradients"] == 4 * len(shapes), "one to warm up, three timed"
+    assert not any(name.startswith("16 bit") for name in te.COUNTS)
+
+
+def test_the_gain_counts_each_shape_as_often_as_the_model_has_it():
+    shapes = (
+        ShapeTimes(in_features=64, out_features=64, count=3, bf16_s=2.0, fp8_s=1.0),
+        ShapeTimes(in_features=64, out_features=32, count=1, bf16_s=1.0, fp8_s=2.0),
+    )
+    gain = Fp8Gain(recipe=Fp8Recipe.CURRENT, tokens=32, shapes=shapes)
+    assert gain.speedup == 7 / 5 and gain.pays
+    assert not Fp8Gain(recipe=Fp8Recipe.CURRENT, tokens=32, shapes=shapes[1:]).pays
+    nothing = Fp8Gain(recipe=Fp8Recipe.CURRENT, tokens=32, problem="no device")
+    assert nothing.speedup is None and not nothing.pays
+
+
+def test_without_a_gpu_the_result_is_a_problem(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path, out = tmp_path / "request.json", tmp_path / "answer.json"
+    codec.write(path, Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096))
+    assert run_request([str(path), str(out)], Fp8GainRequest, measure_gain) == 0
+    result = codec.read(out, Fp8Gain)
+    assert (result.recipe, result.tokens, result.shapes) == (Fp8Recipe.CURRENT, 4096, ())
+    assert result.problem is not None and "CUDA" in result.problem
+
+
+def test_the_report_of_a_run_in_fp8_has_what_was_timed_before_it():
+    gain = fp8_gain_of(1.31)
+    run = replace(engine_plan(Sharding.NONE, precision=Precision.FP8), fp8_gain=gain)
+    assert "1.31x" in fp8.timed_facts(run)["fp8 gain"]
+    assert fp8.timed_facts(replace(run, fp8_gain=None)) == {}
+    assert fp8.timed_facts(replace(engine_plan(Sharding.NONE, precision=Precision.BF16_MIXED), fp8_gain=gain)) == {}

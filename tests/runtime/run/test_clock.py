@@ -12,14 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.trainer.runtime.run.clock import (
-    CardSample,
-    CardWatch,
-    CoreQueue,
-    Traffic,
-    pinned_bytes,
-    throttle_reasons,
-)
+from shardwise.trainer.runtime.run import clock
 
 LIBRARY = """
 #include <string.h>
@@ -84,11 +77,11 @@ def test_an_older_driver_and_a_card_that_lacks_a_counter_report_the_others(tmp_p
 def test_a_card_that_is_not_there_ends_the_thread_and_nothing_else(tmp_path: Path):
     assert "NVMLError_NotFound" in query(tmp_path, "GPU-other").stderr
 
-    watch = CardWatch(torch.device("cpu"))
+    watch = clock.CardWatch(torch.device("cpu"))
     thread = threading.Thread(target=watch._sample, args=("GPU-none",))  # without a driver, or without this card
     thread.start()
     thread.join(30)
-    assert not thread.is_alive() and watch.newest == CardSample()
+    assert not thread.is_alive() and watch.newest == clock.CardSample()
 
 
 @pytest.mark.parametrize(
@@ -96,11 +89,11 @@ def test_a_card_that_is_not_there_ends_the_thread_and_nothing_else(tmp_path: Pat
     [(None, None), (0, None), (0x1, None), (0x4, "power cap"), (0x48, "hardware slowdown, hardware temperature")],
 )
 def test_only_what_holds_clocks_down_is_a_throttle(bits, names):
-    assert throttle_reasons(bits) == names
+    assert clock.throttle_reasons(bits) == names
 
 
 def test_traffic_is_what_the_disk_was_given_since_the_last_look():
-    traffic = Traffic()
+    traffic = clock.Traffic()
     assert traffic.since_last() is not None
     with tempfile.TemporaryFile(dir=Path(__file__).parent) as stream:  # temporary folders may lie in memory
         stream.write(os.urandom(2**20))
@@ -118,9 +111,9 @@ def test_traffic_is_what_the_disk_was_given_since_the_last_look():
 
 def test_without_cuda_nothing_is_pinned_and_no_card_is_queried():
     before = threading.active_count()
-    with CardWatch(torch.device("cpu")).watching() as watch:
-        assert threading.active_count() == before and watch.newest == CardSample()
-    assert pinned_bytes() is None
+    with clock.CardWatch(torch.device("cpu")).watching() as watch:
+        assert threading.active_count() == before and watch.newest == clock.CardSample()
+    assert clock.pinned_bytes() is None
 
 
 def test_the_time_in_which_threads_wait_for_a_core_is_counted():
@@ -130,7 +123,7 @@ def test_the_time_in_which_threads_wait_for_a_core_is_counted():
     os.sched_setaffinity(0, {min(cores)})  # of this thread, and of the programs that it starts
     others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(3)]
     try:
-        queue, begin_s = CoreQueue(), time.thread_time()
+        queue, begin_s = clock.CoreQueue(), time.thread_time()
         while time.thread_time() < begin_s + 0.3:
             pass
         share = queue.share
@@ -139,9 +132,7 @@ def test_the_time_in_which_threads_wait_for_a_core_is_counted():
         for other in others:
             other.kill()
             other.wait()
-    assert share is not None
-    assert share > 0.4
-    idle = CoreQueue()
+    assert share is not None and share > 0.4
+    idle = clock.CoreQueue()
     time.sleep(0.2)
-    assert idle.share is not None
-    assert idle.share < 0.4, "a process that sleeps waits for no core"
+    assert idle.share is not None and idle.share < 0.4, "a process that sleeps waits for no core"

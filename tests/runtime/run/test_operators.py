@@ -1,4 +1,4 @@
-"""Operators that were built before are loaded as they are, and the processor they are for is read from /proc."""
+"""What libraries get: operators that were built before, the processor that /proc names, and types to compute in."""
 
 import json
 import os
@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from captured_machine import captured
 from operator_cache import folder_with_operators
 
 from shardwise.trainer.runtime.run.operators import PROCESSORS, built_library, marker, read_processor
+from shardwise.trainer.runtime.run.types import accelerate_precision, compute_type, weight_type
+from shardwise.trainer.spec.strategy import Precision
 
 TIMEOUT_S = 600
 
@@ -46,16 +49,10 @@ def result_of(program: str, **environment: str) -> Any:
     return json.loads(line.removeprefix("answer:"))
 
 
-def load(before: str) -> Any:
-    return result_of(LOAD.format(before=before), TORCH_EXTENSIONS_DIR=str(folder_with_operators("cpu_adam")))
-
-
-def test_w56_deepspeed_runs_the_compiler_for_an_operator_that_is_built():
-    assert load(PLAIN) == [1, True, True]
-
-
-def test_a_rank_imports_what_was_built():
-    assert load(OURS) == [0, True, True]
+@pytest.mark.parametrize(("before", "num_runs"), [(PLAIN, 1), (OURS, 0)], ids=["deepspeed", "ours"])
+def test_w56_deepspeed_runs_the_compiler_for_an_operator_that_is_built_and_a_rank_imports_it(before, num_runs):
+    found = result_of(LOAD.format(before=before), TORCH_EXTENSIONS_DIR=str(folder_with_operators("cpu_adam")))
+    assert found == [num_runs, True, True]
 
 
 def test_only_a_library_that_is_marked_counts(tmp_path, monkeypatch):
@@ -121,3 +118,41 @@ def test_the_first_processor_of_an_x86_machine_has_all_facts():
 )
 def test_a_machine_without_these_names_is_queried(text, machine):
     assert read_processor(text, machine) is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "to_accelerate", "weights", "computes"),
+    [
+        (Precision.FP32, "no", torch.float32, torch.float32),
+        (Precision.FP16_MIXED, "no", torch.float32, torch.float16),
+        (Precision.BF16_MIXED, "bf16", torch.float32, torch.bfloat16),
+        (Precision.BF16, "no", torch.bfloat16, torch.bfloat16),
+        (Precision.FP8, "bf16", torch.float32, torch.bfloat16),
+    ],
+)
+def test_what_a_precision_is_to_each_library(precision, to_accelerate, weights, computes):
+    assert accelerate_precision(precision) == to_accelerate
+    assert (weight_type(precision), compute_type(precision)) == (weights, computes)
+
+
+FP16 = """
+import json
+import deepspeed.accelerator
+from engine_plan_factory import engine_plan
+from shardwise.trainer.runtime.precision.mixed_precision import install_precision
+from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.strategy import Precision
+plan = engine_plan(Sharding.ZERO2, precision=Precision.FP16_MIXED, num_ranks=2)
+try:
+    install_precision(None, None, plan.chosen, plan.device_kind)
+except InputError as error:
+    print("answer:" + json.dumps(str(error)))
+"""
+
+
+def test_deepspeed_needs_fp16_units_on_a_cpu():
+    """The limit of oneDNN hides the units that this CPU may have."""
+    factories = str(Path(__file__).parents[2] / "factories")
+    refused = result_of(FP16, ONEDNN_MAX_CPU_ISA="AVX2", PYTHONPATH=factories)
+    assert refused.startswith("pin.precision") and "avx512_fp16" in refused

@@ -1,103 +1,177 @@
-"""Which steps are not taken, as a function of what the steps before had; and whose rows a step learns from."""
+"""Which steps are not taken and whose rows a step learns from; where a rank writes, also on a second attempt."""
 
+import json
 import math
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
 from statistics import mean, stdev
 
 import pytest
+from report_factory import make_report
 
-from shardwise.trainer.runtime.run.state import (
-    LEAST_STEPS,
-    SIGMAS,
-    STEPS_UNTIL_ROLL_BACK,
-    WINDOW_STEPS,
-    PassedOver,
-    SpikeRecord,
-    after_roll_back,
-    after_step,
-    find_fault,
-    step_of_rows,
-)
+from shardwise.trainer.runtime.loop.metrics import MetricsFile, StepMetrics
+from shardwise.trainer.runtime.run import state
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.messages.rank_files import read_heartbeat
+from shardwise.trainer.spec.report import Report
 
-LOSSES = tuple(2.0 + 0.25 * math.sin(step) for step in range(LEAST_STEPS))
-NORMS = tuple(0.5 + 0.125 * math.cos(step) for step in range(LEAST_STEPS))
-CALM = SpikeRecord(losses=LOSSES, grad_norms=NORMS)
+LOSSES = tuple(2.0 + 0.25 * math.sin(step) for step in range(state.LEAST_STEPS))
+NORMS = tuple(0.5 + 0.125 * math.cos(step) for step in range(state.LEAST_STEPS))
+CALM = state.SpikeRecord(losses=LOSSES, grad_norms=NORMS)
 
 
-@pytest.mark.parametrize("record", [SpikeRecord(), CALM])
+@pytest.mark.parametrize("record", [state.SpikeRecord(), CALM])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_never_taken(record, value):
-    assert find_fault(record, loss=value, grad_norm=0.5, skips_spikes=True) == "the loss is not finite"
-    assert find_fault(record, loss=2.0, grad_norm=value, skips_spikes=True) == "the gradient norm is not finite"
-    assert find_fault(record, loss=value, grad_norm=None, skips_spikes=True) == "the loss is not finite"
+    assert state.find_fault(record, loss=value, grad_norm=0.5, skips_spikes=True) == "the loss is not finite"
+    assert state.find_fault(record, loss=2.0, grad_norm=value, skips_spikes=True) == "the gradient norm is not finite"
+    assert state.find_fault(record, loss=value, grad_norm=None, skips_spikes=True) == "the loss is not finite"
 
 
 def test_a_spike_is_more_than_six_standard_deviations_above_the_mean():
-    edge = mean(LOSSES) + SIGMAS * stdev(LOSSES)
-    assert find_fault(CALM, loss=edge - 1e-9, grad_norm=0.5, skips_spikes=True) is None
-    fault = find_fault(CALM, loss=edge + 1e-9, grad_norm=0.5, skips_spikes=True)
+    edge = mean(LOSSES) + state.SIGMAS * stdev(LOSSES)
+    assert state.find_fault(CALM, loss=edge - 1e-9, grad_norm=0.5, skips_spikes=True) is None
+    fault = state.find_fault(CALM, loss=edge + 1e-9, grad_norm=0.5, skips_spikes=True)
     assert fault is not None and fault.startswith(f"the loss, {edge:.4g}, is 6 sigma above the mean of the last 64")
-    edge = mean(NORMS) + SIGMAS * stdev(NORMS)
-    assert find_fault(CALM, loss=2.0, grad_norm=edge - 1e-9, skips_spikes=True) is None
-    assert "the gradient norm" in (find_fault(CALM, loss=2.0, grad_norm=edge + 1e-9, skips_spikes=True) or "")
+    edge = mean(NORMS) + state.SIGMAS * stdev(NORMS)
+    assert state.find_fault(CALM, loss=2.0, grad_norm=edge - 1e-9, skips_spikes=True) is None
+    assert "the gradient norm" in (state.find_fault(CALM, loss=2.0, grad_norm=edge + 1e-9, skips_spikes=True) or "")
 
 
 def test_a_spike_is_a_fault_only_on_request():
-    assert find_fault(CALM, loss=1e9, grad_norm=1e9, skips_spikes=True) is not None
-    assert find_fault(CALM, loss=1e9, grad_norm=1e9, skips_spikes=False) is None
-    assert find_fault(CALM, loss=math.nan, grad_norm=0.5, skips_spikes=False) == "the loss is not finite"
+    assert state.find_fault(CALM, loss=1e9, grad_norm=1e9, skips_spikes=True) is not None
+    assert state.find_fault(CALM, loss=1e9, grad_norm=1e9, skips_spikes=False) is None
+    assert state.find_fault(CALM, loss=math.nan, grad_norm=0.5, skips_spikes=False) == "the loss is not finite"
 
 
 def test_before_half_a_window_only_what_is_not_finite_is_a_fault():
-    young = SpikeRecord(losses=LOSSES[1:], grad_norms=NORMS[1:])
-    assert find_fault(young, loss=1e9, grad_norm=1e9, skips_spikes=True) is None
-    assert find_fault(CALM, loss=-1e9, grad_norm=0.0, skips_spikes=True) is None, "what falls is no spike"
+    young = state.SpikeRecord(losses=LOSSES[1:], grad_norms=NORMS[1:])
+    assert state.find_fault(young, loss=1e9, grad_norm=1e9, skips_spikes=True) is None
+    assert state.find_fault(CALM, loss=-1e9, grad_norm=0.0, skips_spikes=True) is None, "what falls is no spike"
 
 
 @pytest.mark.parametrize("level", [2.0, 1e-6, 0.0])
 def test_where_nothing_varies_a_little_more_is_no_spike(level):
-    record = SpikeRecord(losses=(level,) * WINDOW_STEPS)
-    assert find_fault(record, loss=level * 1.11, grad_norm=None, skips_spikes=True) is None
-    assert find_fault(record, loss=level * 1.13 + 1e-3, grad_norm=None, skips_spikes=True) is not None
+    record = state.SpikeRecord(losses=(level,) * state.WINDOW_STEPS)
+    assert state.find_fault(record, loss=level * 1.11, grad_norm=None, skips_spikes=True) is None
+    assert state.find_fault(record, loss=level * 1.13 + 1e-3, grad_norm=None, skips_spikes=True) is not None
 
 
 def test_the_window_is_the_last_steps_that_were_taken():
-    record = SpikeRecord()
-    for step in range(1, 3 * WINDOW_STEPS + 1):
+    record = state.SpikeRecord()
+    for step in range(1, 3 * state.WINDOW_STEPS + 1):
         fault = "a spike" if step % 10 == 0 else None
-        record = after_step(
+        record = state.after_step(
             record, step=step, loss=float(step), grad_norm=step / 2, fault=fault, was_skipped=fault is not None
         )
-    taken = [float(step) for step in range(1, 3 * WINDOW_STEPS + 1) if step % 10][-WINDOW_STEPS:]
+    taken = [float(step) for step in range(1, 3 * state.WINDOW_STEPS + 1) if step % 10][-state.WINDOW_STEPS :]
     assert record.losses == tuple(taken)
     assert record.grad_norms == tuple(step / 2 for step in taken)
-    assert record.skipped_steps == tuple(range(10, 3 * WINDOW_STEPS + 1, 10))
+    assert record.skipped_steps == tuple(range(10, 3 * state.WINDOW_STEPS + 1, 10))
 
 
 def test_steps_in_a_row_are_counted_until_one_is_taken():
     record = CALM
-    for step in range(7, 7 + STEPS_UNTIL_ROLL_BACK):
-        fault = find_fault(record, loss=9.0, grad_norm=0.5, skips_spikes=True)
+    for step in range(7, 7 + state.STEPS_UNTIL_ROLL_BACK):
+        fault = state.find_fault(record, loss=9.0, grad_norm=0.5, skips_spikes=True)
         assert fault is not None, "a spike that stays is one to the end"
-        record = after_step(record, step=step, loss=9.0, grad_norm=0.5, fault=fault, was_skipped=step != 8)
-    assert (record.in_a_row, record.losses, record.grad_norms) == (STEPS_UNTIL_ROLL_BACK, LOSSES, NORMS)
+        record = state.after_step(record, step=step, loss=9.0, grad_norm=0.5, fault=fault, was_skipped=step != 8)
+    assert (record.in_a_row, record.losses, record.grad_norms) == (state.STEPS_UNTIL_ROLL_BACK, LOSSES, NORMS)
     assert record.skipped_steps == (7, 9, 10, 11), "step 8 was a fault that was found too late to skip it"
-    record = after_step(record, step=12, loss=2.0, grad_norm=0.5, fault=None, was_skipped=False)
+    record = state.after_step(record, step=12, loss=2.0, grad_norm=0.5, fault=None, was_skipped=False)
     assert (record.in_a_row, record.losses[-1]) == (0, 2.0)
 
 
 def test_a_step_learns_from_its_own_rows_unless_rows_were_passed_over():
-    assert [step_of_rows(step, ()) for step in (1, 2, 9)] == [1, 2, 9]
-    once = (PassedOver(after_step=4, num_steps=3),)
-    assert [step_of_rows(step, once) for step in range(1, 8)] == [1, 2, 3, 4, 8, 9, 10]
-    twice = (*once, PassedOver(after_step=6, num_steps=2))
-    assert [step_of_rows(step, twice) for step in range(1, 9)] == [1, 2, 3, 4, 8, 9, 12, 13]
+    assert [state.step_of_rows(step, ()) for step in (1, 2, 9)] == [1, 2, 9]
+    once = (state.PassedOver(after_step=4, num_steps=3),)
+    assert [state.step_of_rows(step, once) for step in range(1, 8)] == [1, 2, 3, 4, 8, 9, 10]
+    twice = (*once, state.PassedOver(after_step=6, num_steps=2))
+    assert [state.step_of_rows(step, twice) for step in range(1, 9)] == [1, 2, 3, 4, 8, 9, 12, 13]
 
 
 def test_after_going_back_the_next_rows_are_those_after_the_fault():
-    first = after_roll_back(CALM, saved_step=4, step=7)
-    assert step_of_rows(5, first.passed_over) == 8
+    first = state.after_roll_back(CALM, saved_step=4, step=7)
+    assert state.step_of_rows(5, first.passed_over) == 8
     assert first.losses == LOSSES and first.in_a_row == 0
-    led_here = step_of_rows(11, first.passed_over)
-    second = after_roll_back(first, saved_step=9, step=11)
-    assert step_of_rows(10, second.passed_over) == led_here + 1
-    assert step_of_rows(9, second.passed_over) == step_of_rows(9, first.passed_over)
+    led_here = state.step_of_rows(11, first.passed_over)
+    second = state.after_roll_back(first, saved_step=9, step=11)
+    assert state.step_of_rows(10, second.passed_over) == led_here + 1
+    assert state.step_of_rows(9, second.passed_over) == state.step_of_rows(9, first.passed_over)
+
+
+NOW = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+@pytest.fixture
+def paths(tmp_path):
+    (tmp_path / "attempts" / "3").mkdir(parents=True)
+    return state.run_paths(tmp_path / "attempts" / "3" / "plan.json", started_at=NOW)
+
+
+def test_paths_follow_from_where_the_plan_lies_and_an_attempt_that_has_ended_is_written_beside(paths, tmp_path):
+    folder = tmp_path / "attempts" / "3"
+    assert (paths.run_dir, paths.attempt, paths.is_again) == (tmp_path, 3, False)
+    assert paths.attempt_dir == paths.plan_dir == folder
+    (folder / "report.json").write_text("{}")
+    paths, again = state.run_paths(folder / "plan.json", started_at=NOW), folder / "again-20300102-030405"
+    assert paths.is_again and paths.attempt_dir == paths.run_dir == again
+    assert paths.resume_dir == tmp_path and paths.plan_dir == folder
+
+
+def test_ranks_of_one_launcher_agree_on_when_it_started():
+    imported = "from shardwise.trainer.runtime.run.state import start_of_launch"
+    code = f"{imported}; print(start_of_launch(world_size=2).timestamp())"
+    answers = {subprocess.check_output([sys.executable, "-c", code], text=True) for _ in range(2)}
+    assert len(answers) == 1, "both have this process as their launcher"
+    assert state.start_of_launch(world_size=1).timestamp() == float(answers.pop())
+    assert timedelta(0) <= datetime.now(UTC) - state.start_of_launch(world_size=1) < timedelta(hours=12)
+
+
+def test_each_rank_has_a_report_of_its_own_and_rank_0_writes_the_status(paths):
+    for rank in (0, 2):
+        writer = state.ReportWriter(paths, rank=rank)
+        writer.write_report(make_report())
+        writer.write_status(f"rank {rank}", step=rank)
+    assert sorted(path.name for path in paths.attempt_dir.glob("report*")) == ["report-rank-2.json", "report.json"]
+    assert codec.read(paths.attempt_dir / "report.json", Report) == make_report()
+    assert json.loads((paths.attempt_dir / "status.json").read_text()) == {"phase": "rank 0", "step": 0}
+
+
+def test_the_status_is_renewed_when_the_phase_changes_or_half_a_second_has_passed(paths):
+    writer = state.ReportWriter(paths, rank=0)
+    found: list[dict[str, object]] = []
+    begin = time.monotonic()
+    while not found or found[-1] == {"phase": "training", "step": 1}:
+        assert time.monotonic() - begin < 10
+        writer.write_status("training", step=1 + (time.monotonic() - begin > state.STATUS_INTERVAL_S / 2))
+        found.append(json.loads((paths.attempt_dir / "status.json").read_text()))
+    assert found[-1] == {"phase": "training", "step": 2}
+    assert time.monotonic() - begin >= state.STATUS_INTERVAL_S
+    sign = read_heartbeat(paths.attempt_dir, 0)
+    assert sign is not None and sign.step == 2, "every call is a heartbeat"
+    writer.write_status("evaluating", step=2)
+    assert json.loads((paths.attempt_dir / "status.json").read_text()) == {"phase": "evaluating", "step": 2}
+
+
+def line(step: int) -> StepMetrics:
+    return StepMetrics(
+        step=step, attempt=1, epoch=0.5, tokens=10, targets=9, loss=2.0, lr=0.1, grad_norm=None, step_s=1.0, data_s=0.0,
+        forward_s=0.4, backward_s=0.5, optimizer_s=0.1, tokens_per_s=10.0, tokens_per_s_per_gpu=10.0, targets_per_s=9.0,
+        host_rss_bytes=5,
+    )  # fmt: skip
+
+
+def test_metrics_are_appended_line_by_line_on_one_rank_and_leave_out_what_was_not_measured(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path, is_writer=False) as metrics:
+        metrics.append(line(1))
+    assert not path.exists()
+    for step in (1, 2):
+        with MetricsFile(path, is_writer=True) as metrics:
+            metrics.append(line(step))
+            lines = [json.loads(each) for each in path.read_text().splitlines()]
+            assert [each["step"] for each in lines] == list(range(1, step + 1)), "a watcher reads it at once"
+    assert "eval_loss" not in lines[0] and "mfu" not in lines[0] and lines[0]["grad_norm"] is None

@@ -9,48 +9,34 @@ import subprocess
 import sys
 import termios
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from chat_tokenizers import byte_level_folder
 from engine_plan_factory import TINY_LLAMA
 from export_factory import run_of, save_run, write_base
 from msgspec.structs import replace
-from prepare_request_factory import numbered_text
 
-from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
-from shardwise.trainer.runtime.export.folder import (
-    end_of_turn_id,
-    read_tokenizer,
-    write_adapter_folder,
-    write_model_folder,
-)
+from shardwise.trainer.runtime.data.chat.template import load_chat_template
+from shardwise.trainer.runtime.export import folder as export_folder
 from shardwise.trainer.runtime.models.methods import quantised_layers
 from shardwise.trainer.runtime.tools.chat import ChatModel, Conversation, Interrupts, Sampling, load_chat_model
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.strategy import Method
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-CONFIG = {**TINY_LLAMA, "vocab_size": 400, "max_position_embeddings": 256}
+CONFIG = {**TINY_LLAMA, "vocab_size": 1024, "max_position_embeddings": 256}
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory) -> dict[str, Path]:
     """Of byte-level BPEs that know ChatML's two tokens."""
     root = tmp_path_factory.mktemp("tokenizers")
-    for name, template in (("chat", CHATML), ("plain", None)):
-        trained = train_tokenizer(iter([numbered_text(100, word="cat")]), vocab_size=300)
-        write_trained_tokenizer(trained, root / name)
-        tokenizer = read_tokenizer(root / name)
-        assert tokenizer is not None
-        tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-        tokenizer.chat_template = template
-        tokenizer.save_pretrained(root / name)
-    return {"chat": root / "chat", "plain": root / "plain"}
+    found = {name: byte_level_folder(root / name, bos=None, eos="<|endoftext|>") for name in ("chat", "plain")}
+    (found["chat"] / "chat_template.jinja").write_text(load_chat_template("chatml", found["chat"]).source)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +44,14 @@ def base(tmp_path_factory) -> Path:
     return write_base(tmp_path_factory.mktemp("models") / "base", CONFIG)
 
 
-def plan_of(base: Path, method: Method, tokenizer: Path):
-    plan = run_of(base, method, config=CONFIG, tokenizer=tokenizer)
-    return replace(plan, model_config=CONFIG)
-
-
 @pytest.fixture(scope="module")
 def runs(base, tokenizers, tmp_path_factory):
     """Run directories by method and tokenizer, made when first asked for."""
-    root, made = tmp_path_factory.mktemp("runs"), {}
 
+    @cache
     def run(method: Method, kind: str) -> Path:
-        key = f"{method}-{kind}"
-        if key not in made:
-            made[key] = save_run(root / key, plan_of(base, method, tokenizers[kind]))
-        return made[key]
+        plan = run_of(base, method, config=CONFIG, tokenizer=tokenizers[kind])
+        return save_run(tmp_path_factory.mktemp("run"), plan)
 
     return run
 
@@ -148,16 +127,14 @@ def test_old_turns_are_left_out_where_the_talk_outgrows_the_model(runs, interrup
 def test_an_answer_ends_at_the_end_of_turn_of_the_template(runs, interrupts):
     """A model that is made to say it next."""
     chat_model = load_chat_model(runs(Method.FULL, "chat"), checkpoint="last")
-    end_id = end_of_turn_id(chat_model.tokenizer)
+    end_id = export_folder.end_of_turn_id(chat_model.tokenizer)
     assert chat_model.tokenizer.decode([end_id]) == "<|im_end|>" and end_id in chat_model.end_ids
     with torch.no_grad():
         chat_model.model.lm_head.weight.zero_()
     chat_model.model.lm_head.register_forward_hook(
         lambda _module, _inputs, logits: logits + torch.nn.functional.one_hot(torch.tensor(end_id), logits.shape[-1])
     )
-    assert (
-        Conversation(chat_model, Sampling(max_new_tokens=200, temperature=0.0), None, interrupts).answer("Hello?") == ""
-    )
+    assert Conversation(chat_model, GREEDY, None, interrupts).answer("Hello?") == ""
 
 
 @pytest.mark.parametrize("method", [Method.FULL, Method.QLORA])
@@ -167,12 +144,12 @@ def test_a_checkpoint_and_its_export_answer_alike(method, runs, base, tokenizers
     chat_model = load_chat_model(run_dir, checkpoint="step-4")
     assert bool(quantised_layers(chat_model.model)) == (method is Method.QLORA)
     expected = Conversation(chat_model, GREEDY, None, interrupts).answer("Hello?")
-    plan = plan_of(base, method, tokenizers["chat"])
+    plan = run_of(base, method, config=CONFIG, tokenizer=tokenizers["chat"])
     if method is Method.FULL:
-        write_model_folder(chat_model.model, plan, run_dir / "export")
+        export_folder.write_model_folder(chat_model.model, plan, run_dir / "export")
     else:
         weights = {name: each.detach() for name, each in chat_model.model.named_parameters() if ".lora_" in name}
-        write_adapter_folder(weights, plan, run_dir / "export")
+        export_folder.write_adapter_folder(weights, plan, run_dir / "export")
     exported = load_chat_model(run_dir, checkpoint=None)
     assert exported.title.endswith("/export") and exported.end_ids == chat_model.end_ids
     assert Conversation(exported, GREEDY, None, interrupts).answer("Hello?") == expected
@@ -227,8 +204,8 @@ def pressed_until_the_end(leader: int, process: subprocess.Popen[bytes]) -> int:
 @pytest.mark.cold  # the terminal's own signals go to the process that is its leader
 def test_at_a_terminal_ctrl_c_ends_the_answer_and_then_the_program(base, tokenizers, tmp_path):
     long = {**CONFIG, "max_position_embeddings": 100_000}
-    plan = replace(plan_of(base, Method.FULL, tokenizers["plain"]), model_path=None, model_config=long)
-    run_dir = save_run(tmp_path / "run", plan)
+    plan = run_of(base, Method.FULL, config=CONFIG, tokenizer=tokenizers["plain"])
+    run_dir = save_run(tmp_path / "run", replace(plan, model_path=None, model_config=long))
     leader, follower = pty.openpty()
     process = subprocess.Popen(
         command(run_dir, "--max-new-tokens", "90000", "--temperature", "0.9"),

@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
+from optimizer_factory import tiny_llama
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from shardwise.trainer.runtime.tools.extend_vocabulary import extend_vocabulary
 from shardwise.trainer.spec.errors import InputError
@@ -14,14 +15,9 @@ IDS = torch.arange(12).reshape(2, 6)
 
 
 def write_llama(folder, *, is_tied, shard_size="5GB", dtype=torch.float32):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        tie_word_embeddings=is_tied,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).to(dtype).eval()
+    model = tiny_llama(vocab_size=48, tie_word_embeddings=is_tied).to(dtype)
     model.save_pretrained(folder, max_shard_size=shard_size)
-    return model
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
 
 
 @pytest.mark.parametrize(
@@ -33,10 +29,7 @@ def test_old_rows_and_the_logits_of_known_tokens_stay_to_the_bit(tmp_path, is_ti
     extend_vocabulary(tmp_path / "model", 64, tmp_path / "grown")
     extended = AutoModelForCausalLM.from_pretrained(tmp_path / "grown", dtype="auto").eval()
     assert (extended.config.vocab_size, extended.dtype) == (64, dtype)
-    extended, model = (
-        extended.float(),
-        model.float(),
-    )  # a product in 16 bit may be rounded another way where it is larger
+    extended, model = extended.float(), model.float()  # a larger product in 16 bit may be rounded another way
     with torch.no_grad():
         torch.testing.assert_close(extended(IDS).logits[..., :48], model(IDS).logits, rtol=0, atol=1e-6)
     assert torch.equal(extended.get_input_embeddings().weight[:48], model.get_input_embeddings().weight)

@@ -1,10 +1,6 @@
 """The measurement of a device and of copies between devices, on this machine's CPU."""
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 import torch
@@ -16,28 +12,22 @@ from shardwise.trainer.runtime.tools.measure import (
     memory_bytes_per_s,
     peer_copies,
 )
-from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.hardware import PeerCopy
-from shardwise.trainer.spec.messages.worker_requests import Measurement
 
 CPU = torch.device("cpu")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
 
 def test_a_cpu_has_its_rates_one_figure_after_the_other():
     measurements = list(measure(CPU, budget_s=0.02))
     rates = measurements[-1].rates
     assert measurements[-1].notes == ()
-    assert rates.matmul_flops_per_s is not None
-    assert rates.matmul_flops_per_s > 10**9  # any core of the last ten years does more
+    assert (rates.matmul_flops_per_s or 0) > 10**9  # any core of the last ten years does more
     assert rates.matmul_precision in ("fp32", "bf16")
     for figure in (rates.attention_flops_per_s, rates.memory_bytes_per_s, rates.host_adam_bytes_per_s):
-        assert figure is not None
-        assert figure > 10**8
+        assert figure is not None and figure > 10**8
     assert rates.host_to_device_bytes_per_s is None
-    known = [
-        sum(value not in (None, ()) for value in msgspec.structs.asdict(step.rates).values()) for step in measurements
-    ]
+    figures = [msgspec.structs.asdict(step.rates).values() for step in measurements]
+    known = [sum(value not in (None, ()) for value in each) for each in figures]
     assert all(before < after for before, after in pairwise(known))
 
 
@@ -67,16 +57,6 @@ def test_work_is_counted_as_it_is_done(monkeypatch):
     assert host_adam_bytes_per_s(1000, 1.0) == 28 * 1000 // 2
     # two products of 2 flops an element, half of the scores masked
     assert attention_flops_per_s(CPU, torch.float32, (1, 2, 8, 4), 1.0) == 2 * 2 * 2 * 8 * 8 * 4 // 2 // 2
-
-
-def test_the_module_writes_its_result(tmp_path: Path):
-    out = tmp_path / "rates.json"
-    subprocess.run(
-        [sys.executable, "-m", "shardwise.trainer.runtime.tools.measure", out, "cpu", "0.02"],
-        check=True,
-        env=ENVIRONMENT,
-    )
-    assert codec.read(out, Measurement).rates.matmul_flops_per_s is not None
 
 
 def test_every_pair_is_tried_both_ways_and_entered_before_it_starts():

@@ -1,7 +1,7 @@
 """The order of rows: each once in every epoch, grouped by length or not, and the same for every reader."""
 
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 
 import pytest
@@ -41,31 +41,25 @@ def test_the_order_is_the_one_that_earlier_runs_had():
     assert order(12) == ORDER_OF_12
     assert order(12, seed=1) == ORDER_OF_12_SEED_1
     assert order(12, epoch=1) == ORDER_OF_12_EPOCH_1
+    grouped = order_of([3, 9, 4, 4, 8, 1, 7, 2, 6, 5, 12, 10], sequences_per_step=3)
+    assert [grouped.rows_of_step(step) for step in range(8)] == GROUPED_OF_12
 
 
-def test_epochs_and_seeds_differ_from_each_other():
+def test_epochs_and_seeds_differ_and_neighbours_on_disk_are_not_neighbours_in_the_order():
     orders = {tuple(order(50, seed=seed, epoch=epoch)) for seed in range(20) for epoch in range(20)}
     assert len(orders) == 400
+    gaps = Counter(after - before for before, after in pairwise(order(10_000)))
+    assert max(gaps.values()) < 10
 
 
 @pytest.mark.parametrize("num_rows", [2, 3, 5, 8, 13])
 def test_every_row_is_equally_likely_at_every_position(num_rows):
-    epochs = 4000
-    counts = Counter(
-        (position, row) for epoch in range(epochs) for position, row in enumerate(order(num_rows, epoch=epoch))
-    )
+    epochs, places = 4000, range(num_rows)
+    counts = Counter(place for epoch in range(epochs) for place in enumerate(order(num_rows, epoch=epoch)))
     expected = epochs / num_rows
-    deviations = [
-        (counts[position, row] - expected) ** 2 / expected for position in range(num_rows) for row in range(num_rows)
-    ]
+    deviations = [(counts[place] - expected) ** 2 / expected for place in product(places, places)]
     degrees_of_freedom = (num_rows - 1) ** 2
     assert sum(deviations) < degrees_of_freedom + 5 * (2 * degrees_of_freedom) ** 0.5
-
-
-def test_neighbours_on_disk_are_not_neighbours_in_the_order():
-    rows = order(10_000)
-    gaps = Counter(after - before for before, after in pairwise(rows))
-    assert max(gaps.values()) < 10
 
 
 @pytest.mark.parametrize("position, num_rows", [(-1, 5), (5, 5), (0, 0)])
@@ -76,8 +70,8 @@ def test_a_position_that_is_not_there_is_refused(position, num_rows):
 
 def order_of(lengths, *, sequences_per_step, seed=0, is_grouped=True):
     return DataOrder(
-        lambda row: lengths[row], num_rows=len(lengths), longest=lengths.index(max(lengths)) if lengths else 0,
-        seed=seed, sequences_per_step=sequences_per_step, is_grouped=is_grouped,
+        lengths.__getitem__, num_rows=len(lengths), longest=lengths.index(max(lengths)) if lengths else 0, seed=seed,
+        sequences_per_step=sequences_per_step, is_grouped=is_grouped,
     )  # fmt: skip
 
 
@@ -97,12 +91,17 @@ def test_every_row_comes_exactly_once_in_each_epoch_that_steps_end_with(lengths,
 
 
 @given(lengths=lengths_of_rows, sequences_per_step=st.integers(1, 9), seed=st.integers(0, 2**40), grouped=st.booleans())
-def test_no_row_comes_twice_in_an_epoch_though_a_step_may_be_shared(lengths, sequences_per_step, seed, grouped):
+def test_no_row_comes_twice_in_an_epoch_and_steps_start_with_their_longest(lengths, sequences_per_step, seed, grouped):
+    """The first of all with a longest row; a step may be shared by two epochs."""
     order = order_of(lengths, sequences_per_step=sequences_per_step, seed=seed, is_grouped=grouped)
     num_rows = len(lengths)
     seen: Counter[int] = Counter()
-    for step in range(3 * num_rows // sequences_per_step):
-        seen.update(order.rows_of_step(step))
+    assert lengths[order.rows_of_step(0)[0]] == max(lengths)
+    for step in range(max(5, 3 * num_rows // sequences_per_step)):
+        rows = order.rows_of_step(step)
+        of_step = [lengths[row] for row in rows]
+        assert of_step == sorted(of_step, reverse=True)
+        seen.update(rows)
         done, rest = divmod((step + 1) * sequences_per_step, num_rows)
         assert set(seen.values()) <= ({done, done + 1} if rest else {done})
         assert sum(count > done for count in seen.values()) == rest
@@ -116,37 +115,13 @@ def test_a_step_is_the_same_whatever_was_asked_before(lengths, sequences_per_ste
     assert orders[0].rows_of_step(step) == orders[1].rows_of_step(step)
 
 
-@given(lengths=lengths_of_rows, sequences_per_step=st.integers(1, 9), seed=st.integers(0, 2**40), grouped=st.booleans())
-def test_the_first_row_of_a_run_is_a_longest_and_steps_start_with_their_longest(
-    lengths, sequences_per_step, seed, grouped
-):
-    order = order_of(lengths, sequences_per_step=sequences_per_step, seed=seed, is_grouped=grouped)
-    assert lengths[order.rows_of_step(0)[0]] == max(lengths)
-    for step in range(5):
-        of_step = [lengths[row] for row in order.rows_of_step(step)]
-        assert of_step == sorted(of_step, reverse=True)
-
-
-def test_rows_of_one_length_come_in_the_order_of_the_permutation():
-    """What earlier versions did with packed rows, all of them full."""
-    order_of_rows = order_of([7] * 12, sequences_per_step=3, is_grouped=False)
-    in_turn = [row for step in range(8) for row in order_of_rows.rows_of_step(step)]
-    assert in_turn == ORDER_OF_12 + ORDER_OF_12_EPOCH_1
-
-
-def test_the_longest_row_changes_places_with_the_first_in_the_first_epoch_only():
-    lengths = [7] * 12
-    lengths[5] = 8
-    order_of_rows = order_of(lengths, sequences_per_step=1, is_grouped=False)
-    in_turn = [order_of_rows.rows_of_step(step)[0] for step in range(24)]
+def test_rows_of_one_length_come_in_the_order_of_the_permutation_with_the_longest_first():
+    """What earlier versions did with packed rows, all of them full; a longest changes places in the first epoch."""
+    packed = order_of([7] * 12, sequences_per_step=3, is_grouped=False)
+    assert [row for step in range(8) for row in packed.rows_of_step(step)] == ORDER_OF_12 + ORDER_OF_12_EPOCH_1
+    one_longer = order_of([7] * 5 + [8] + [7] * 6, sequences_per_step=1, is_grouped=False)
     first = [{0: 5, 5: 0}.get(row, row) for row in ORDER_OF_12]
-    assert in_turn == first + ORDER_OF_12_EPOCH_1
-
-
-def test_the_grouped_order_is_the_one_that_earlier_runs_had():
-    lengths = [3, 9, 4, 4, 8, 1, 7, 2, 6, 5, 12, 10]
-    order_of_rows = order_of(lengths, sequences_per_step=3)
-    assert [order_of_rows.rows_of_step(step) for step in range(8)] == GROUPED_OF_12
+    assert [one_longer.rows_of_step(step)[0] for step in range(24)] == first + ORDER_OF_12_EPOCH_1
 
 
 def test_a_step_holds_rows_of_like_length():

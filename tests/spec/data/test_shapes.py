@@ -12,19 +12,14 @@ from shardwise.trainer.spec.data.shapes import (
 from shardwise.trainer.spec.job.sections import DataFormat, Objective
 
 
-def test_every_shape_has_facts_and_a_reader():
+def test_every_shape_has_facts_of_its_own_and_a_reader():
     shapes = {*DataFormat} - {DataFormat.AUTO}
     assert {*SHAPES} == shapes == {*BY_PRECEDENCE} == {*READERS}
-
-
-def test_no_two_shapes_have_the_same_precedence():
-    found = [precedence for facts in SHAPES.values() for precedence, _ in facts.identified_by]
-    assert len({*found}) == len(found)
-
-
-def test_a_shape_is_identified_by_its_own_fields():
+    precedences = [precedence for facts in SHAPES.values() for precedence, _ in facts.identified_by]
+    assert len({*precedences}) == len(precedences)
     for facts in SHAPES.values():
         assert all({*needed} <= {*facts.fields} for _, needed in facts.identified_by)
+        assert facts.rows_per_example == 1 or not facts.packs_by_default, "rows of a pair are never packed"
 
 
 def test_an_objective_assumes_a_shape_that_it_learns_from():
@@ -33,7 +28,3 @@ def test_an_objective_assumes_a_shape_that_it_learns_from():
         assert shape in shapes_for(objective)
         assert objective_of(Objective.AUTO, shape) is objective
         assert rows_per_example(objective) == SHAPES[shape].rows_per_example
-
-
-def test_rows_of_a_pair_are_never_packed():
-    assert not any(facts.packs_by_default for facts in SHAPES.values() if facts.rows_per_example > 1)

@@ -1,5 +1,6 @@
 """The job file: what each setting may be, every problem on its own line, and the way back to the file's spelling."""
 
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -67,10 +68,8 @@ def problems(job: Any) -> tuple[str, ...]:
 
 
 def value_of(job: Job, path: str) -> Any:
-    found: Any = job
-    for name in path.split(".")[:-1]:
-        found = getattr(found, name)
-    return getattr(found, BY_PATH[path].attributes[0])
+    *sections, _ = path.split(".")
+    return getattr(reduce(getattr, sections, job), BY_PATH[path].attributes[0])
 
 
 # --- what may be written, and what it means
@@ -142,10 +141,7 @@ def test_what_is_not_written_has_the_default_of_the_value():
     assert job == Job(model=ModelJob(name="org/model"), data=job.data)
     assert job.data.train == (DataSource(source="text.txt"),)
     assert (job.train, job.checkpoint) == (TrainJob(), CheckpointJob())
-
-
-def test_an_empty_section_is_no_problem():
-    assert read_job(tree(pin=None, train={"lora": None}), origin="job.yaml") == read_job(tree(), origin="job.yaml")
+    assert read_job(tree(pin=None, train={"lora": None}), origin="job.yaml") == job, "an empty section is no problem"
 
 
 @pytest.mark.parametrize("length", [{"steps": 10}, {"tokens": "1M"}, {"steps": 10, "epochs": None}])
@@ -239,10 +235,6 @@ def test_an_unknown_key_is_answered_with_the_nearest_legal_one_or_with_all(setti
     assert line.isprintable() and len(line) < 300
 
 
-def test_the_names_other_trainers_use_lead_to_a_setting():
-    assert set(OTHER_NAMES.values()) <= set(BY_PATH)
-
-
 @pytest.mark.parametrize("section", [section for section in SECTIONS if section])
 def test_a_value_where_a_section_belongs_is_one_line(section):
     assert any(
@@ -256,25 +248,19 @@ def test_all_problems_are_shown_at_once_in_the_order_of_the_file():
     lines = problems({"model": {"name": 5}, "train": {"lr": "fast", "seq_len": -1}, "pin": pin})
     named = ["model.name", "train.lr", "train.seq_len", "pin.micro_bach", "data.train", "pin.fp8_recipe:"]
     assert [line.split()[1] for line in lines] == named
+    misspelt = problems({"model": {"nmae": "a/b"}, "data": {"tain": "x"}})  # which are not also called missing
+    assert [line.split()[1] for line in misspelt] == ["model.nmae", "data.tain"]
 
 
-def test_a_misspelt_setting_is_not_also_called_missing():
-    lines = problems({"model": {"nmae": "a/b"}, "data": {"tain": "x"}})
-    assert [line.split()[1] for line in lines] == ["model.nmae", "data.tain"]
+NAMES = st.sampled_from([*SECTIONS, *(path.rpartition(".")[2] for path in BY_PATH)])
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 
 
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.dictionaries(
-                st.sampled_from([*SECTIONS, *(path.rpartition(".")[2] for path in BY_PATH)]), inner, max_size=4
-            )
-        ),
-        max_leaves=12,
-    )
-)
+def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4)
+
+
+@given(st.recursive(LEAVES, branches, max_leaves=12))
 def test_any_tree_is_a_job_or_lines_of_problems(anything):
     settings = anything if isinstance(anything, dict) else {"train": anything}
     try:
@@ -292,24 +278,19 @@ def test_every_setting_stands_in_the_tree_that_is_written():
     full = job_tree(read_job(tree(), origin="job.yaml"))
     absent = {"model.config", "train.steps", "train.tokens"}  # their counterparts are set
     for path in BY_PATH:
-        section: Any = full
-        for name in path.split(".")[:-1]:
-            section = section[name]
-        assert (path.rpartition(".")[2] in section) is (path not in absent), path
+        *sections, name = path.split(".")
+        assert (name in reduce(dict.__getitem__, sections, full)) is (path not in absent), path
 
 
-def test_every_field_of_the_value_is_a_setting_or_a_section():
+def test_every_field_of_the_value_is_a_setting_or_a_section_and_every_alias_leads_to_one():
     for section, kind in SECTIONS.items():
         inside = [path for path in children(section) if path in SECTIONS]
         filled = [name for path in children(section) if path in BY_PATH for name in BY_PATH[path].attributes]
         filled += [path.rpartition(".")[2] for path in inside]
         assert sorted(filled) == sorted(kind.__struct_fields__), section
-
-
-def test_no_two_settings_have_one_path_and_no_alias_is_one():
     assert len(BY_PATH) == len(FIELDS)
     assert len(OTHER_NAMES) == sum(len(entry.aliases) for entry in FIELDS)
-    assert not OTHER_NAMES.keys() & BY_PATH.keys()
+    assert not OTHER_NAMES.keys() & BY_PATH.keys() and set(OTHER_NAMES.values()) <= set(BY_PATH)
 
 
 @given(st.floats(min_value=1e-3, max_value=99.9), st.floats(min_value=1e-3, max_value=1e7, allow_nan=False))
@@ -332,15 +313,14 @@ def test_text_is_kept_as_typed(text):
 
 
 def test_a_later_layer_decides_and_is_named_as_the_source():
-    reading = read_layers(
-        [
-            Layer({"log": {"wandb": "online"}, "slurm": {"account": "a"}}, "config.yaml"),
-            Layer(tree(log={"wandb": "off", "project": "p"}), "job.yaml"),
-            Layer({"log": {"project": "q"}}, "command line"),
-        ],
-        origin="job.yaml",
-    )
-    assert (reading.job.log.wandb, reading.job.log.project, reading.job.slurm.account) == (WandbMode.OFF, "q", "a")
+    layers = [
+        Layer({"log": {"wandb": "online"}, "slurm": {"account": "a"}}, "config.yaml"),
+        Layer(tree(log={"wandb": "off", "project": "p"}), "job.yaml"),
+        Layer({"log": {"project": "q"}}, "command line"),
+    ]
+    reading = read_layers(layers, origin="job.yaml")
+    log = reading.job.log
+    assert (log.wandb, log.project, reading.job.slurm.account) == (WandbMode.OFF, "q", "a")
     of_job = dict.fromkeys(("log.wandb", "model.name", "data.train"), "job.yaml")
     assert reading.sources == {**of_job, "log.project": "command line", "slurm.account": "config.yaml"}
 

@@ -26,23 +26,16 @@ LEAST = {
 
 
 @pytest.mark.parametrize("model_type", sorted(DEFAULTS))
-def test_defaults_are_those_of_transformers(model_type):
-    from transformers import CONFIG_MAPPING
-
-    theirs = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
-    assert {name: theirs[name] for name in DEFAULTS[model_type]} == DEFAULTS[model_type]
-
-
-@pytest.mark.parametrize("model_type", sorted(DEFAULTS))
-def test_the_other_names_are_those_of_transformers(model_type):
+def test_defaults_and_other_names_are_those_of_transformers(model_type):
     from transformers import CONFIG_MAPPING
 
     built = CONFIG_MAPPING[model_type]
+    theirs = {field.name: field.default for field in dataclasses.fields(built)}
+    assert {name: theirs[name] for name in DEFAULTS[model_type]} == DEFAULTS[model_type]
     for name, other in ALIASES.get(model_type, {}).items():
-        value = 8
-        renamed: dict[str, Any] = {other: value}
+        renamed: dict[str, Any] = {other: 8}
         fields = fields_of({"model_type": model_type, **renamed}, model_type, origin="config.json")
-        assert fields.whole(name) == getattr(built(**renamed), name) == value
+        assert fields.whole(name) == getattr(built(**renamed), name) == 8
 
 
 @pytest.mark.parametrize("model_type", supported_model_types())

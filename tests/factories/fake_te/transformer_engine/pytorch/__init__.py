@@ -73,12 +73,10 @@ class Linear(nn.Module):
             return functional.linear(inp.to(dtype), self.weight.to(dtype), bias)
 
 
-class LayerNormLinear(nn.Module):
-    """Only its name is used: PEFT asks whether a layer is one."""
+class LayerNormLinear(nn.Module): ...  # only its name is used: PEFT asks whether a layer is one
 
 
-class LayerNormMLP(nn.Module):
-    """As above."""
+class LayerNormMLP(nn.Module): ...
 
 
 def _available(_name):

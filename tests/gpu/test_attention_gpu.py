@@ -1,5 +1,7 @@
 """Packed rows on a GPU: no document sees another, on every attention path that a GPU has, and results are PyTorch's.
 
+Torch chooses the attention kernel that was planned, and Liger's kernels compute what plain torch does.
+
 FlashAttention 2 from the hub runs with whichever commit of a flash-attn2 kernel is in the hub's cache, on a machine
 that fetched one with `python -m shardwise.trainer.runtime.attention.flash_kernel OWNER/flash-attn2@COMMIT`. With
 HF_HUB_OFFLINE=1 it needs no network.
@@ -13,14 +15,20 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch.nn.attention import SDPBackend
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.models.llama import modeling_llama
 from transformers.utils.import_utils import is_kernels_available
 
+from shardwise.trainer.runtime.attention import choose_attention_kernels, kernel_for, supports_grouped_heads
 from shardwise.trainer.runtime.attention.choice import attention_facts, attention_of
 from shardwise.trainer.runtime.attention.flash_kernel import load_flash_kernel
 from shardwise.trainer.runtime.attention.packed import VARLEN, document_kernels, isolate_documents, packed_inputs
 from shardwise.trainer.runtime.loss import install_loss_head
-from shardwise.trainer.spec.strategy import LossHead
+from shardwise.trainer.runtime.memory.compilation import fuse_kernels
+from shardwise.trainer.runtime.tools.measure import attention_backend
+from shardwise.trainer.spec.strategy import AttentionKernel, LossHead
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (40, 7, 81)
@@ -120,3 +128,49 @@ def test_the_kernel_of_the_hub_is_the_commit_that_was_named_and_computes_what_py
     for ours, theirs in zip(*found, strict=True):
         assert (ours - theirs).norm() / theirs.norm() < 0.02
     assert attention_facts(build(kernel, torch.bfloat16, card))["flash"].startswith("build torch")
+
+
+HEADS, KV_HEADS, WIDTH = 8, 2, 320  # rows of 64 more than a multiple of 128
+NAMES = {AttentionKernel.FLASH: SDPBackend.FLASH_ATTENTION, AttentionKernel.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION}
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_torch_chooses_the_planned_kernel(dtype: torch.dtype, head_dim: int) -> None:
+    if dtype is torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs compute capability 8.0")
+    choose_attention_kernels()
+    query, key, value = (
+        torch.randn(2, heads, WIDTH, head_dim, device="cuda", dtype=dtype, requires_grad=True)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    is_grouped = supports_grouped_heads(key)
+    if not is_grouped:
+        key, value = (repeat_kv(each, HEADS // KV_HEADS) for each in (key, value))
+    chosen = torch._fused_sdp_choice(query, key, value, None, 0.0, True, enable_gqa=is_grouped)
+    assert SDPBackend(chosen) == NAMES[kernel_for(query)] == attention_backend(query.device, dtype, head_dim)
+
+
+def test_a_model_with_ligers_kernels_has_the_logits_and_gradients_of_plain_torch(
+    card: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("liger_kernel") is None:
+        pytest.skip("needs liger-kernel")
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG))
+    model.to(card, torch.bfloat16)
+    tokens = torch.randint(CONFIG["vocab_size"], (2, 64), device=card)
+
+    def logits_and_gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        output = model(input_ids=tokens, labels=tokens)
+        output.loss.backward()
+        return [output.logits.float(), *(each.grad.float() for each in model.parameters())]
+
+    plain = logits_and_gradients()
+    fused = fuse_kernels(model)
+    assert (fused.problem, fused.num_norms, fused.num_gates) == (None, 5, 2)
+    for mine, theirs in zip(logits_and_gradients(), plain, strict=True):
+        assert (mine - theirs).norm() <= 0.03 * theirs.norm()

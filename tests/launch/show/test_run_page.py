@@ -1,18 +1,20 @@
-"""The page of a run: a section for each kind of content, and names are only text in it."""
+"""Pages of one run and of several: each kind of content, figures with the best marked, names that are only text."""
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 from page_reader import read_page
-from reported_run import report_for, step_rows, tiny_plan, write_run
+from reported_run import measured_figures, report_for, step_rows, tiny_plan, write_point, write_run
 from run_factory import attempt_record
 
-from shardwise.launch.show.recorded_run import RecordedRun, read_recorded
-from shardwise.launch.show.run_page import loss_chart, marks_of, run_page
-from shardwise.trainer.planning.page.content import LineChart, Page, Quote, Sentence
+from shardwise.launch.show.recorded_run import RecordedRun, read_recorded, recorded_runs
+from shardwise.launch.show.run_page import comparison_page, loss_chart, marks_of, run_page
+from shardwise.trainer.planning.page.content import Page, Quote, Sentence, Table, page_text
 from shardwise.trainer.planning.page.html import pages_html
-from shardwise.trainer.spec.report import Ending, Fault, RollBack, Sample
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Ending, Fault, Report, RollBack, Sample
 
 SECTIONS = [
     "finished", "predicted", "loss", "throughput", "time", "memory", "the plan", "runners-up", "not chosen",
@@ -28,9 +30,18 @@ def titles(page: Page) -> list[str]:
     return [section.title for section in page.sections]
 
 
-def sentences(page: Page, title: str) -> list[str]:
-    blocks = next(section.blocks for section in page.sections if section.title.startswith(title))
-    return [block.text for block in blocks if isinstance(block, Sentence)]
+def blocks(page: Page, title: str = "") -> list[object]:
+    """Of the sections whose titles begin so."""
+    return [block for section in page.sections if section.title.startswith(title) for block in section.blocks]
+
+
+def sentences(page: Page, title: str = "") -> list[str]:
+    return [block.text for block in blocks(page, title) if isinstance(block, Sentence)]
+
+
+def table(page: Page, title: str) -> Table:
+    (found,) = [block for block in blocks(page, title) if isinstance(block, Table)]
+    return found
 
 
 def test_every_section_of_a_finished_run_is_there(tmp_path: Path) -> None:
@@ -42,8 +53,7 @@ def test_every_section_of_a_finished_run_is_there(tmp_path: Path) -> None:
     assert [title for title in titles(page) if "none/fp32/adamw_fused" in title]
     rejected = sentences(page, "not chosen")
     assert len(rejected) == 6 and "shardwise plan" in rejected[-1]
-    (blocks,) = (section.blocks for section in page.sections if section.title == "sample")
-    assert Quote(label="after", text="main():\n    pass") in blocks
+    assert Quote(label="after", text="main():\n    pass") in blocks(page, "sample")
     html = pages_html([page], title="t")
     reader = read_page(html)
     assert not {"script", "link", "img", "iframe", "object"} & set(reader.tags)
@@ -102,10 +112,6 @@ def test_the_page_of_a_run_without_a_report_shows_its_progress(tmp_path: Path) -
     assert page.title == "bot" and "hardware" not in titles(page)
 
 
-def series(chart: LineChart) -> dict[str, tuple[tuple[float, float | None], ...]]:
-    return {each.name: each.points for each in chart.series}
-
-
 def test_what_happened_stands_on_the_axis(tmp_path: Path) -> None:
     failed = attempt_record(1, step=12, ending=Ending.OUT_OF_MEMORY, fault=Fault.OUT_OF_MEMORY)
     report = report_for(
@@ -131,3 +137,74 @@ def test_a_smoothed_loss_is_a_line_over_a_faint_one_and_has_no_bias_of_its_start
     heights = [y for _, y in smooth.points]
     assert heights[0] == 3.0 and heights[-1] is None
     assert all(y is not None and abs(y - 4) < 0.1 for y in heights[60:100])
+
+
+def faster(plan: Plan, times: float, **changes: Any) -> Report:
+    measured = measured_figures(plan)
+    speed = measured.speed
+    assert speed.step_s is not None and speed.tokens_per_s_per_gpu is not None
+    quick = replace(speed, step_s=speed.step_s / times, tokens_per_s_per_gpu=speed.tokens_per_s_per_gpu * times)
+    return report_for(plan, measured=replace(measured, speed=quick), duration_s=100 / times, **changes)
+
+
+def at_rate(lr: float) -> Plan:
+    plan = tiny_plan()
+    return replace(plan, job=replace(plan.job, train=replace(plan.job.train, lr=lr)))
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[RecordedRun, ...]:
+    slow, quick = at_rate(1e-4), at_rate(3e-4)
+    write_run(tmp_path / "slow", plan=slow, report=faster(slow, 1.0))
+    write_run(tmp_path / "quick", plan=quick, report=faster(quick, 2.0), rows=step_rows(eval_loss=4.4))
+    write_run(tmp_path / "going", plan=slow, has_report=False, rows=step_rows(range(1, 4)))
+    return recorded_runs([tmp_path / "slow", tmp_path / "quick", tmp_path / "going"])
+
+
+def test_each_run_is_a_row_and_the_best_figures_have_a_star(runs: tuple[RecordedRun, ...]) -> None:
+    figures = table(comparison_page(runs), "figures")
+    header, slow, quick, going = figures.starred
+    named = [dict(zip(header, row, strict=True)) for row in (slow, quick, going)]
+    assert [row["run"] for row in named] == ["slow", "quick", "going"]
+    assert [row["ending"] for row in named] == ["finished", "finished", "not ended"]
+    assert [row["held-out"] for row in named] == ["4.3000 *", "4.4000", "-"]
+    assert [row["time"] for row in named] == ["1 min 40 s", "50 s *", "-"]
+    assert [row["step"] for row in named] == ["40", "40", "3"]
+    assert named[1]["tokens/s"].endswith(" *") and named[1]["step time"].endswith(" *")
+    assert not named[0]["tokens/s"].endswith("*") and not named[0]["strategy"].endswith("*")
+
+
+def test_losses_on_other_data_are_not_compared_and_equal_figures_have_no_best(tmp_path: Path) -> None:
+    plan = tiny_plan()
+    other = replace(plan, data=replace(plan.data, fingerprint="another"))
+    same = recorded_runs([write_run(tmp_path / name, rows=step_rows(data_s=1.0)) for name in ("a", "b")])
+    assert table(comparison_page(same), "figures").best == ()
+    text = page_text(comparison_page(same), width=100)
+    assert "2 runs" in text.splitlines()[0] and "  a: 50% " in text and "held-out loss\n\n" not in text
+    assert max(map(len, text.splitlines())) <= 100
+    found = recorded_runs([tmp_path / "a", write_run(tmp_path / "c", plan=other, rows=step_rows(eval_loss=1.0))])
+    page = comparison_page(found)
+    assert not [column for _, column in table(page, "figures").best if column == 3]
+    assert "no loss" in " ".join(sentences(page))
+
+
+def test_times_of_other_schedules_and_of_broken_runs_are_not_compared(tmp_path: Path) -> None:
+    plan = tiny_plan()
+    longer = replace(plan, schedule=replace(plan.schedule, num_steps=80))
+    write_run(tmp_path / "a", plan=plan, report=faster(plan, 1.0))
+    found = recorded_runs([tmp_path / "a", write_run(tmp_path / "b", plan=longer, report=faster(longer, 2.0))])
+    assert {column for _, column in table(comparison_page(found), "figures").best} == {5}
+    failed = faster(plan, 2.0, ending=Ending.FAILED)
+    found = recorded_runs([tmp_path / "a", write_run(tmp_path / "c", report=failed)])
+    assert {column for _, column in table(comparison_page(found), "figures").best} == {5, 6}
+
+
+def test_runs_that_have_not_begun_or_are_damaged_stand_in_the_table(tmp_path: Path) -> None:
+    write_point(tmp_path / "queued", ("train.lr=1e-4",))
+    whole, damaged = write_run(tmp_path / "<img src=x>"), write_run(tmp_path / "damaged")
+    (damaged / "report.json").write_text("{")
+    page = comparison_page(recorded_runs([tmp_path / "queued", whole, damaged]))
+    assert [row[1] for row in table(page, "figures").rows[1:]] == ["not begun", "finished", "not ended"]
+    assert any(each.startswith("queued: ") for each in sentences(page))
+    reader = read_page(pages_html([page], title="t"))
+    assert "img" not in reader.tags and " ".join(reader.text).count("<img src=x>") >= 3, "names are only text"

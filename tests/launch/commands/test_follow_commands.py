@@ -1,33 +1,31 @@
-"""`shardwise watch` from files alone: runs that wait, run, ended, are broken, or are not there."""
+"""`shardwise watch`, `logs` and `cancel` from files alone: runs that wait, run, ended, are broken, or elsewhere."""
 
-import fcntl
 import io
 import json
 import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_factory import metrics_row, write_attempt, write_holder, write_report, write_start, write_submission
 from small_terminal import SmallTerminal
 
-from shardwise.launch.commands.follow import run_watch
-from shardwise.launch.options import WatchOptions
-from shardwise.launch.rundir.lock import LOCK
+from shardwise.launch.commands.follow import run_cancel, run_logs, run_watch
+from shardwise.launch.options import CancelOptions, LogsOptions, WatchOptions
+from shardwise.launch.rundir.files import last_lines
+from shardwise.launch.rundir.lock import LOCK, is_cancelled, locked, must_end_at_start
 from shardwise.launch.rundir.state import RunState
 from shardwise.launch.show.follow import FOREIGN_SETTLE_S, Look, WatchedRun
 from shardwise.launch.terminal import Console
-from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.report import Ending
 
 NO_SLURM = {"PATH": "/nonexistent"}
-
-
-def watch(run_dir: Path | str, *, once: bool = False, as_json: bool = False) -> str:
-    out = io.StringIO()
-    options = WatchOptions(str(run_dir), once=once, as_json=as_json)
-    code = run_watch(options, Console(out), environment=NO_SLURM, look_s=0.01, settle_s=0.05)
-    assert code is ExitCode.DONE
-    return out.getvalue()
 
 
 @pytest.fixture
@@ -36,15 +34,22 @@ def run_dir(tmp_path: Path, monkeypatch) -> Path:
     return Path("runs/one")
 
 
+def printed(run: Callable[..., ExitCode], options: Any, **settings: float) -> str:
+    out = io.StringIO()
+    assert run(options, Console(out), environment=NO_SLURM, **settings) is ExitCode.DONE
+    return out.getvalue()
+
+
+def watch(run_dir: Path, *, as_json: bool = False) -> str:
+    return printed(run_watch, WatchOptions(str(run_dir), once=False, as_json=as_json), look_s=0.01, settle_s=0.05)
+
+
 @pytest.fixture
 def held(run_dir: Path):
     """A run that this process supervises, as far as anybody can tell."""
     run_dir.mkdir(parents=True)
-    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    os.write(descriptor, f"{os.getpid()} {os.uname().nodename}\n".encode())
-    yield run_dir
-    os.close(descriptor)
+    with locked(run_dir):
+        yield run_dir
 
 
 def test_a_run_that_goes_on_is_followed_through_its_attempts(held: Path):
@@ -192,3 +197,153 @@ def test_a_finished_run_is_shown_with_its_ending(run_dir: Path):
     assert state == "one: finished" and ending.startswith("runs/one: finished")
     assert [fact for fact in ("#] 100/100", "4.0000", "0.0003", "1.23k", "121%", "7 MiB") if fact not in bar] == []
     assert remedy.strip() == "shardwise report runs/one"
+
+
+def logs(**options: object) -> list[str]:
+    return printed(run_logs, LogsOptions(**options)).splitlines()  # type: ignore[arg-type] # by name
+
+
+@pytest.fixture
+def logged(run_dir: Path) -> Path:
+    write_attempt(run_dir, steps=range(1, 101))
+    return run_dir
+
+
+def test_without_slurm_rank_0_of_the_newest_attempt_is_shown(logged: Path):
+    write_attempt(logged, 2, steps=[100, 101])
+    title = "==> runs/one/attempts/2/logs/rank-0.log <=="
+    assert logs(run=str(logged)) == [title, "rank 0 did step 100", "rank 0 did step 101"]
+    assert logs(attempt=1, num_lines=1)[1:] == ["rank 0 did step 100"], "of the newest run"
+
+
+def test_the_output_of_slurm_comes_first_and_the_last_words_of_launchers_and_agents_after(logged: Path):
+    write_submission(logged, "12")
+    write_start(logged, "12")
+    (logged / "slurm-12.out").write_text("planning\ntraining\n")
+    folder = logged / "attempts" / "1" / "logs"
+    (folder / "launcher.log").write_text("\n")
+    (folder / "launcher-1.log").write_text("".join(f"word {number}\n" for number in range(20)))
+    (folder / "agents.log").write_text("srun: error: Node failure on n2\n")
+    assert logs(run=str(logged)) == [
+        "==> runs/one/slurm-12.out <==",
+        "planning",
+        "training",
+        "==> runs/one/attempts/1/logs/launcher-1.log <==",
+        *(f"word {number}" for number in range(15, 20)),
+        "==> runs/one/attempts/1/logs/agents.log <==",
+        "srun: error: Node failure on n2",
+    ]
+    assert logs(run=str(logged), rank=0, num_lines=2)[0] == "==> runs/one/attempts/1/logs/rank-0.log <=="
+
+
+class Followed:
+    """A console that tells when a line has come."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def line(self, text: str = "") -> None:
+        self.lines.append(text)
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + 60
+        while not any(text in line for line in self.lines):
+            assert time.monotonic() < deadline, f"{text} did not come: {self.lines}"
+            time.sleep(0.01)
+
+
+def test_new_lines_are_followed_over_attempts_to_the_end_of_the_run(logged: Path):
+    console, codes = Followed(), list[ExitCode]()
+    options, looks = LogsOptions(run=str(logged), follow=True, num_lines=1), {"look_s": 0.01, "query_s": 0.05}
+
+    def follow() -> None:
+        codes.append(run_logs(options, console, environment=NO_SLURM, **looks))  # type: ignore[arg-type] # has `line`
+
+    thread = threading.Thread(target=follow, daemon=True)
+    with locked(logged):
+        thread.start()
+        console.wait_for("did step 100")
+        with (logged / "attempts" / "1" / "logs" / "rank-0.log").open("a") as log:
+            log.write("one more\n")
+        console.wait_for("one more")
+        write_report(logged, Ending.FAILED)
+        write_attempt(logged, 2, steps=[101])
+        console.wait_for("did step 101")
+        write_report(logged, Ending.FINISHED, attempt=2, step=101)
+        time.sleep(0.1)
+        assert not any("finished" in line for line in console.lines), "it is still supervised"
+    thread.join(60)
+    assert codes == [ExitCode.DONE]
+    assert console.lines[-1] == "runs/one: finished at step 101"
+    assert "rank 0 did step 99" not in console.lines, "only the last line of what was there"
+    assert console.lines.count("rank 0 did step 101") == 1
+
+
+def test_last_lines_are_found_however_long_they_are(tmp_path: Path):
+    path = tmp_path / "log"
+    path.write_text("".join(f"{number} {'x' * 2000}\n" for number in range(100)))
+    assert [line.split()[0] for line in last_lines(path, 60)] == [str(number) for number in range(40, 100)]
+    assert len(last_lines(path, 500)) == 100 and last_lines(path, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [({"attempt": 3}, r"--attempt 3: runs/one .* 1$"), ({"rank": 8}, r"--rank 8: attempt 1 .*0 to 0")],
+)
+def test_what_there_is_not_is_said(logged: Path, options, facts):
+    with pytest.raises(InputError, match=facts):
+        logs(run=str(logged), **options)
+
+
+SUPERVISOR = """
+import sys, time
+from pathlib import Path
+from shardwise.launch.rundir.lock import locked
+from shardwise.launch.attempt.supervisor import StopRequest
+stop = StopRequest()
+with locked(Path(sys.argv[1])), stop.listening():
+    print("runs", flush=True)
+    while stop.num_interrupts < int(sys.argv[2]):
+        time.sleep(0.01)
+    print(stop.kind, flush=True)
+"""
+
+
+def cancel(run_dir: Path, *, now: bool = False) -> str:
+    return printed(run_cancel, CancelOptions(str(run_dir), now))
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("now", [False, True])
+def test_the_supervisor_of_this_machine_is_interrupted_and_for_now_twice(tmp_path: Path, now: bool):
+    write_attempt(tmp_path, steps=[1])
+    argv = [sys.executable, "-c", SUPERVISOR, str(tmp_path), str(1 + now)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "runs\n"
+            text = cancel(tmp_path, now=now)
+            assert process.stdout.readline() == "interrupt\n"
+        finally:
+            process.kill()
+    assert f"process {process.pid}" in text and is_cancelled(tmp_path)
+
+
+def test_a_supervisor_of_another_machine_is_named_with_what_to_do_there(tmp_path: Path):
+    write_attempt(tmp_path, steps=[1])
+    write_holder(tmp_path, os.getpid(), "n3")
+    with pytest.raises(EnvironmentFaultError, match=f"n3.*kill -INT {os.getpid()}"):
+        cancel(tmp_path)
+    assert is_cancelled(tmp_path)
+
+
+def test_a_run_that_ended_has_nothing_to_cancel_and_gets_no_mark(tmp_path: Path):
+    write_attempt(tmp_path, steps=[1])
+    write_report(tmp_path, Ending.FAILED)
+    assert "nothing to cancel" in cancel(tmp_path) and not is_cancelled(tmp_path)
+
+
+def test_jobs_that_cannot_be_reached_stay_and_end_when_they_start(tmp_path: Path):
+    write_submission(tmp_path, "12", "13")
+    with pytest.raises(EnvironmentFaultError, match="no Slurm"):
+        cancel(tmp_path)
+    assert must_end_at_start(tmp_path, {"SLURM_JOB_ID": "13"})
