@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from planning_factory import machine
 from slurm_cluster import SlurmCluster
 from slurm_texts import install_slurm
 from typed_command import Answer, Run, in_empty_home, typed, write_rows
 
 from shardwise.launch.plan.partition import read_partition_hardware, sbatch_option
+from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.units import MIB
 
 JOB = """\
@@ -68,6 +71,13 @@ def test_a_constraint_and_a_share_of_a_node_are_those_of_the_line_or_of_the_job(
     assert "2 GPUs, 64 cores, 251 GiB RAM" in answer.text
     for more in ("slurm: {constraint: hbm40g}", "slurm: {extra: [--constraint=hbm40g]}", "slurm: {extra: [-C hbm40g]}"):
         assert run("--partition", "gpu", more=more).out.splitlines()[0].endswith(" on 4 x A100-SXM4-40GB")
+
+
+def test_a_file_of_a_probe_gives_the_rest_of_the_node(run: Run, tmp_path: Path) -> None:
+    hardware = machine("8xH100-SXM5-80GB", libraries=("a-library-of-the-node",))
+    codec.write(tmp_path / "hw.json", hardware)
+    answer = run("--partition", "pretend", "--hardware", str(tmp_path / "hw.json"), "--json")
+    assert codec.decode(answer.out.encode(), Plan, origin="stdout").hardware.libraries == hardware.libraries
 
 
 @pytest.mark.parametrize(

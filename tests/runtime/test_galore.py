@@ -158,6 +158,13 @@ def test_what_galore_cannot_do_is_refused(inner, changes, fact, monkeypatch):
         after_steps(inner, **changes)
 
 
+def test_the_8_bit_optimizer_inside_is_built_without_the_arguments_that_moved(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    built: Any = build_optimizer(Optimizer.ADAMW_8BIT, tiny_llama(), lr=1e-2, weight_decay=0.1, galore=GALORE)
+    assert (type(built).__module__, built.args.optim_bits) == ("galore_torch.adamw8bit", 8)
+    assert (built.args.max_unorm, built.args.skip_zeros) == (0, False)
+
+
 def test_the_largest_rank_of_reverse_std_is_below_the_smaller_side():
     after_steps(projection="reverse_std", rank=31)
 

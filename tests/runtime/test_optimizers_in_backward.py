@@ -16,6 +16,7 @@ from shardwise.trainer.runtime.optimizers import (
     check_in_backward,
     optimizer_facts,
     parameter_groups,
+    set_learning_rate,
     updates_in_backward,
 )
 from shardwise.trainer.spec.engines import Sharding
@@ -92,6 +93,19 @@ def test_weights_in_16_bit_are_rounded_once(kind):
         built.step()
     assert rounded[0].dtype is torch.bfloat16
     assert torch.equal(rounded[0], exact[0].bfloat16())
+
+
+def test_parameters_that_an_engine_puts_in_get_hooks_before_the_next_step():
+    old, new = nn.Linear(4, 4), nn.Linear(4, 4)
+    built = build_optimizer(Optimizer.SGD, old, lr=0.1, weight_decay=0.0, in_backward=True)
+    for group in built.param_groups:  # as Accelerate does for FSDP2
+        group["params"] = [p for p in new.parameters() if (p.ndim >= 2) == (group["name"] == "decay")]
+    set_learning_rate(built, 0.1)
+    before = new.weight.detach().clone()
+    new(torch.ones(1, 4)).sum().backward()
+    assert torch.allclose(new.weight, before - 0.1) and new.weight.grad is None
+    old(torch.ones(1, 4)).sum().backward()
+    assert old.weight.grad is not None, "the hooks of parameters that are gone are gone too"
 
 
 def candidate(*, accumulation: int = 1, method: Method = Method.FULL, in_backward: bool = False, **strategy: Any):

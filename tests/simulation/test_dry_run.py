@@ -1,5 +1,6 @@
 """A tiny model on a CUDA device that is not there, in every engine that has a dry run."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from estimate_factory import config
 from msgspec.structs import replace
 
 from shardwise.trainer.simulation.build import build_on_meta
+from shardwise.trainer.simulation.dry_run import zero_config
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
@@ -93,6 +95,12 @@ def check_sums(result: GoldenResult) -> None:
 @pytest.mark.parametrize("name", REQUESTS)
 def test_the_parts_sum_to_the_peak_which_is_the_largest_event(results: dict[str, GoldenResult], name: str) -> None:
     check_sums(results[name])
+
+
+@pytest.mark.parametrize("sharding", [Sharding.ZERO2, Sharding.ZERO3])
+def test_a_dry_run_leaves_no_auto_to_deepspeed_which_would_drop_it(sharding: Sharding) -> None:
+    model, _ = build_on_meta(BASE)
+    assert '"auto"' not in json.dumps(zero_config(replace(BASE, sharding=sharding, num_ranks=8), model))
 
 
 @pytest.mark.long

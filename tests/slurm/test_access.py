@@ -42,6 +42,9 @@ def test_an_open_partition_takes_every_account_that_is_not_another_partitions():
     assert (access.accounts, access.qos, access.job_qos) == (("guest", "theory"), ("long", "low", "normal"), "normal")
     assert (access.account, access.states_account, access.states_qos) == ("theory", False, False)
     assert access.summary == "you may use it with accounts guest, theory; QOS long, low, normal"
+    two = rights.parse_associations("|a||normal||||\n|b||normal||||\n")
+    refusal = rights.access_to(partition_of("fake_nodes", "cpu"), two).refusal
+    assert refusal is not None and "no default account; --account names one of a, b" in refusal
     assert (
         "vision"
         in rights.access_to(partition_of("fake_nodes", "gpu"), rights.parse_associations(ASSOCIATIONS)).accounts

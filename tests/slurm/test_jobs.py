@@ -4,10 +4,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from slurm_cluster import SlurmCluster
 
 from shardwise.slurm import jobs as slurm_jobs
-from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import Gpu, Hardware, Host, SlurmEnvironment
 
 CAPTURED = Path(__file__).parents[1] / "captured" / "jobs_of_slurm"
@@ -65,6 +66,7 @@ RUNNING = slurm_jobs.QueuedJob(job_id="12", state="RUNNING", nodes="n[1-2]", sec
     ("job", "facts"),
     [
         (PENDING, ("PENDING (Priority)", "priority", "2026-11-22T18:11:00")),
+        (replace(PENDING, reason=None, start=None), ("PENDING", "not considered it yet")),
         (RUNNING, ("RUNNING", "n[1-2]", "2 h 00 min of its time left")),
         (slurm_jobs.QueuedJob(job_id="12", state="RUNNING"), ("no time limit",)),
         (
@@ -82,7 +84,7 @@ def test_a_job_is_described_in_one_line(job, facts):
     assert [fact for fact in facts if fact not in line] == []
 
 
-def test_the_time_that_is_left_is_read_from_the_queue(slurm: SlurmCluster):
+def test_the_time_that_is_left_is_read_from_the_queue_and_a_job_that_it_lacks_is_none(slurm: SlurmCluster):
     limited = slurm.submit("--time=10", "--output=/dev/null", "--wrap=sleep 60")
     endless = slurm.submit("--time=UNLIMITED", "--output=/dev/null", "--wrap=sleep 60")
     for job in (limited, endless):
@@ -92,6 +94,9 @@ def test_the_time_that_is_left_is_read_from_the_queue(slurm: SlurmCluster):
     assert slurm_jobs.read_seconds_left(endless, slurm.environment) is None
     assert slurm_jobs.read_seconds_left("999999", slurm.environment) is None
     assert slurm_jobs.read_seconds_left("1", {"PATH": "/nonexistent"}) is None
+    assert slurm_jobs.read_job("999999", slurm.environment) is None
+    with pytest.raises(EnvironmentFaultError, match="scontrol"):
+        slurm_jobs.read_job("1", {"PATH": "/nonexistent"})
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,8 @@ def test_a_launcher_that_was_killed_or_a_machine_that_was_lost_is_no_rank_that_f
     write_report(attempt, 0, ending=Ending.FAILED, error=CLOSED)
     end = end_of(attempt, lost="n2 (node 1) was lost")
     assert (end.is_machine_lost, end.fault, end.report.error) == (True, Fault.KILLED, "n2 (node 1) was lost")
+    end = end_of(attempt, hung="rank 1 hung", lost="n2 (node 1) was lost")
+    assert (end.fault, end.report.error) == (Fault.HUNG, "rank 1 hung"), "also if its silence outlasts its machine"
 
 
 @pytest.mark.parametrize(

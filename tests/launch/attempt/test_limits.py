@@ -49,6 +49,8 @@ def test_the_remedy_follows_from_the_steps_that_were_done():
     hours, cost = spending.Limit("limits.hours", 24, 24, 24.0, 1), spending.Limit("limits.cost", 100, 40, 39.0, 4)
     for words, remedy in ((hours.remedy(700, 1000), "limits.hours=36 "), (cost.remedy(900, 1000), "limits.cost=120 ")):
         assert remedy in words and "--resume" in words
+    words = hours.remedy(0, 1000)
+    assert "limits.hours" in words and "limits.hours=" not in words, "without a step there is no pace"
 
 
 def watch_of(run_dir: Path, left_s: float, **limits: float) -> spending.LimitWatch:

@@ -21,14 +21,16 @@ from shardwise.launch.attempt.watchdog import Watchdog, WatchLimits
 from shardwise.launch.rundir.process_record import ProcessRecord, read_records, record_of, write_record
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
 from shardwise.trainer.spec.report import Ending, Fault, Report
 
 # A rank registers, waits for USR1, and then writes the report it was given; its launcher gives it its own session.
 RANK = """
-import json, os, pathlib, signal, sys, time
+import faulthandler, json, os, pathlib, signal, sys, time
 folder, report = pathlib.Path(sys.argv[1]), sys.argv[2]
 flag = []
 signal.signal(signal.SIGUSR1, lambda *_: flag.append(1))
+faulthandler.register(signal.SIGUSR2, (folder / "logs" / "rank-0.log").open("w"))
 (folder / "pids").mkdir(exist_ok=True)
 start = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
 (folder / "pids" / "rank-0.json").write_text(json.dumps({"pid": os.getpid(), "start_time": start}))
@@ -57,6 +59,7 @@ def attempt(tmp_path: Path) -> Path:
 def run(
     attempt: Path, report: Report | None, *, seconds: float = 60, stop: StopRequest | None = None,
     on_tick: Callable[[], None] = lambda: None, on_notice: Callable[[str], None] = print,
+    watchdog: Watchdog | None = None,
 ) -> AttemptEnd:  # fmt: skip
     """The end of an attempt whose rank runs so many seconds, and then writes this report."""
     scratch = attempt.parent.parent
@@ -67,7 +70,7 @@ def run(
     ranks = supervision.LocalRanks(argv, attempt_dir=attempt, environment=os.environ)
     return supervision.watch_attempt(
         ranks, attempt_dir=attempt, stop=stop or StopRequest(), on_tick=on_tick, on_notice=on_notice,
-        watchdog=Watchdog(attempt, num_ranks=1, limits=WatchLimits()),
+        watchdog=watchdog or Watchdog(attempt, num_ranks=1),
     )  # fmt: skip
 
 
@@ -118,6 +121,24 @@ def test_ranks_that_wait_for_one_out_of_memory_are_ended(attempt: Path, monkeypa
             codec.write(attempt / "report-rank-1.json", make_report(ending=Ending.OUT_OF_MEMORY))
 
     assert run(attempt, None, on_tick=report_from_another_rank).fault is Fault.OUT_OF_MEMORY
+    assert not read_records(attempt / "pids")["rank-0"].is_alive
+
+
+def test_a_rank_that_falls_silent_is_named_with_where_it_stands_and_ended(attempt: Path):
+    now = [0.0]
+
+    def pass_time() -> None:
+        if (attempt / "pids" / "rank-0.json").exists():
+            now[0] += 4.0
+
+    path = heartbeat_path(attempt, 0)
+    path.parent.mkdir()
+    path.write_bytes(encode_heartbeat(Heartbeat(step=6, count=1, phase="forward")))
+    watchdog = Watchdog(attempt, num_ranks=1, limits=WatchLimits(phase_s=10), clock=lambda: now[0])
+    end = run(attempt, None, on_tick=pass_time, watchdog=watchdog)
+    error = end.report.error or ""
+    assert (end.fault, end.report.step) == (Fault.HUNG, 6)
+    assert error.startswith("rank 0 ") and "forward of step 7" in error and "(rank.py, line " in error
     assert not read_records(attempt / "pids")["rank-0"].is_alive
 
 

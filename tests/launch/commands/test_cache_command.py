@@ -26,7 +26,7 @@ from shardwise.launch.probe.host import read_host
 from shardwise.launch.rundir.process_record import ProcessRecord, record_of, write_record
 from shardwise.launch.terminal import Console
 from shardwise.trainer.runtime.data.cache import lock_folder
-from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.errors import ExitCode, InputError
 
 DAY_S = 86400
 NOTHING_STALE = "nothing is stale\n"
@@ -110,6 +110,8 @@ def test_prepared_data_goes_by_its_last_use(environment, prepared, tmp_path, hom
     age(prepared, 31)
     listed = run(environment)
     assert "30 days" in listed and "1 entry" in listed and "shardwise cache --prune" in listed
+    with pytest.raises(InputError, match=r"--dry-run .*--prune"):
+        run(environment, dry_run=True)
     shown = run(environment, prune=True, dry_run=True)
     assert str(prepared) in shown and "would" in shown and prepared.is_dir()
     freed = run(environment, prune=True).splitlines()[-1]
@@ -186,6 +188,15 @@ def test_operators_on_a_shared_disk_may_be_another_machines_of_today(environment
     assert [entry.state for entry in entries(environment, storage=shared)] == [State.RETAINED]
     age(older, 2)
     assert [entry.state for entry in entries(environment, storage=shared)] == [State.STALE]
+
+
+def test_the_lock_of_a_killed_build_goes_and_its_operator_stays(environment):
+    library = write_file(operators(environment) / "cpu_adam" / "cpu_adam.so")
+    lock = library.with_name("lock")
+    with lock.open("w"):
+        assert run(environment, prune=True) == NOTHING_STALE
+    assert str(lock) in run(environment, prune=True)
+    assert library.is_file() and not lock.exists()
 
 
 def test_a_model_that_is_being_written_stays_and_one_that_was_cut_off_goes(environment, home):

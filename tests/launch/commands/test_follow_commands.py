@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_factory import metrics_row, write_attempt, write_holder, write_report, write_start, write_submission
+from run_factory import (
+    append_steps,
+    metrics_row,
+    write_attempt,
+    write_holder,
+    write_report,
+    write_start,
+    write_submission,
+)
 from small_terminal import SmallTerminal
 
 from shardwise.launch.commands.follow import run_cancel, run_logs, run_watch
@@ -159,7 +167,31 @@ def test_json_has_the_state_then_each_new_step(held: Path, monkeypatch):
     assert (lines[-1]["state"], lines[-1]["has_ended"], lines[-1]["loss"]) == ("finished", True, 4.96)
 
 
-def test_ctrl_c_ends_the_watching_alone(held: Path, monkeypatch):
+def test_a_log_ends_with_the_last_step_however_soon_it_comes(held: Path, monkeypatch):
+    write_attempt(held, steps=[1, 2])
+    steps = iter((50, 100))
+
+    def go_on(_seconds: float) -> None:
+        step = next(steps, None)
+        append_steps(held, [] if step is None else [step])
+        if step == 100:
+            write_report(held, Ending.FINISHED, step=100)
+            (held / LOCK).unlink()
+
+    monkeypatch.setattr("shardwise.launch.commands.follow.time.sleep", go_on)
+    lines = watch(held).splitlines()
+    assert [line.partition("  loss")[0][-6:] for line in lines if "loss" in line] == [" 2/100", "00/100"]
+
+
+def test_a_directory_that_stays_away_is_an_error(held: Path, monkeypatch):
+    write_attempt(held, steps=[1])
+    moved = held.with_name("moved")
+    monkeypatch.setattr("shardwise.launch.commands.follow.time.sleep", lambda _: held.exists() and held.rename(moved))
+    with pytest.raises(EnvironmentFaultError, match="No such file"):
+        watch(held)
+
+
+def test_ctrl_c_ends_the_watching_and_the_following_alone(held: Path, monkeypatch):
     write_attempt(held, steps=[1])
 
     def interrupt(_seconds: float) -> None:
@@ -168,6 +200,7 @@ def test_ctrl_c_ends_the_watching_alone(held: Path, monkeypatch):
     monkeypatch.setattr("shardwise.launch.commands.follow.time.sleep", interrupt)
     out = io.StringIO()
     assert run_watch(WatchOptions(str(held)), Console(out), environment=NO_SLURM) is ExitCode.INTERRUPTED
+    assert logs(run=str(held), follow=True)[1:] == ["rank 0 did step 1", ""]
     assert not (held / "cancelled").exists()
 
 
@@ -197,6 +230,8 @@ def test_a_finished_run_is_shown_with_its_ending(run_dir: Path):
     assert state == "one: finished" and ending.startswith("runs/one: finished")
     assert [fact for fact in ("#] 100/100", "4.0000", "0.0003", "1.23k", "121%", "7 MiB") if fact not in bar] == []
     assert remedy.strip() == "shardwise report runs/one"
+    (run_dir / "plan.json").unlink()
+    assert watch(run_dir).splitlines()[-2] == ending, "by its attempts alone"
 
 
 def logs(**options: object) -> list[str]:

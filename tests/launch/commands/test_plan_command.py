@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from slurm_texts import install_slurm
 from typed_command import Run, in_empty_home, typed, write_rows
 
 from shardwise.launch.commands.plan import machines, next_commands
@@ -50,7 +51,7 @@ def test_the_engine_of_a_plan_is_written_for_a_script_of_ones_own(run: Run, tmp_
     assert not (tmp_path / "engine").exists()
 
 
-def test_the_printed_commands_repeat_every_option(run: Run) -> None:
+def test_the_printed_commands_repeat_every_option(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--hardware", "2xRTX-4090", "--gpus", "0", "--vram", "20GiB", "--take", "2")
     changes = ("train.lr=1e-4", "train.method=lora")
     _, out, _ = run("plan", *changes, *options)
@@ -60,11 +61,27 @@ def test_the_printed_commands_repeat_every_option(run: Run) -> None:
     assert commands["start"].endswith(" train.method=lora --vram 20480MiB --gpus 0 --take 2")
     repeated, expected = run(*again[:1], *again[2:]), run("plan", *changes, *options, "-v")
     assert repeated == expected
+    (tmp_path / "bin").mkdir()
+    for name, value in install_slurm(tmp_path / "bin", "fake_nodes").items():
+        monkeypatch.setenv(name, value)
+    _, out, _ = run("plan", *changes, "--partition", "gpu", "--nodes", "2")
+    (start,) = (shlex.split(line)[1:] for line in out.splitlines() if line.startswith("  start"))
+    assert start[:2] == ["shardwise", "submit"] and start[-4:] == ["--partition", "gpu", "--nodes", "2"]
 
 
-def test_several_machines_are_compared_and_one_that_fits_is_enough(run: Run) -> None:
-    code, out, _ = run("plan", "price_per_gpu_hour=2", "--hardware", "1xRTX-4090", "--hardware", "2xH100-SXM5-80GB")
-    assert code == ExitCode.DONE
+def test_sections_are_shown_by_name_and_a_page_holds_all(run: Run, tmp_path: Path) -> None:
+    words, page = ("plan", "--hardware", "1xRTX-4090"), tmp_path / "plan.html"
+    code, out, _ = run(*words, "--show", "why,memory", "--html", str(page))
+    assert code == ExitCode.DONE and page.read_text().count("<h1>") == 1
+    assert [part.split()[0] for part in out.split("\n\n")[1:]] == ["memory", "why"]
+    code, _, err = run(*words, "--show", "why,wy")
+    assert code == ExitCode.INPUT and "--show wy" in err and "memory" in err
+
+
+def test_several_machines_are_compared_and_one_that_fits_is_enough(run: Run, tmp_path: Path) -> None:
+    both, page = ("--hardware", "1xRTX-4090", "--hardware", "2xH100-SXM5-80GB"), tmp_path / "plan.html"
+    code, out, _ = run("plan", "price_per_gpu_hour=2", *both, "--html", str(page))
+    assert code == ExitCode.DONE and page.read_text().count("<h1>") == 3
     assert out.count("\n  how  ") == 2 and "  start  " not in out
     compared = out.rpartition("\n\n")[2]
     assert "fastest: 2xH100-SXM5-80GB" in compared and "cheapest: " in compared
@@ -187,6 +204,10 @@ def test_the_next_commands_work_as_printed(model: Run, tmp_path: Path) -> None:
     code, out, _ = model("plan", *train[2:], "--hardware", "1xCPU", "--json")
     job = json.loads(out)["job"]
     assert (code, job["train"]["seq_len"], job["model"]["config"]) == (ExitCode.DONE, 128, "tiny-llama")
+    code, out, _ = model("plan", "tiny-llama", "--hardware", "1xRTX-4090", "--simulate")
+    assert code == ExitCode.DONE and "dry run" in out
+    code, out, _ = model("data", *train[2:], "data.packing=false")
+    assert code == ExitCode.DONE and "rows" in out and "a row of text" in out.partition("the first example")[2]
     of_a_file = PlanOptions(Path("job.yaml"), method="lora")
     assert next_commands(of_a_file) == ("shardwise train job.yaml train.method=lora",)
     assert "YOUR_DATA" in next_commands(PlanOptions(Path("tiny-llama")))[0]

@@ -19,6 +19,7 @@ from urllib.parse import quote, urlencode
 import pytest
 from msgspec.structs import replace
 from reported_run import report_for, step_rows, tiny_plan, write_run
+from run_factory import write_submission
 
 from shardwise.launch.commands.ui.runs import Runs, loss_points
 from shardwise.launch.commands.ui.server import PORT, UiServer, run_ui
@@ -222,6 +223,19 @@ def test_a_run_in_the_list_is_live_until_its_process_ends(tmp_path: Path):
     with locked(run):
         assert runs.summaries()[0][0].is_live
     assert not runs.summaries()[0][0].is_live
+
+
+def test_a_run_in_the_list_is_live_until_its_job_has_left_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shardwise.launch.commands.ui.runs.QUERY_S", 0.0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\n/bin/cat {tmp_path}/answer\n")
+    (tmp_path / "squeue").chmod(0o755)
+    run = write_run(tmp_path / "runs" / "one", has_report=False)
+    write_submission(run, "12")
+    runs, row = Runs(tmp_path / "runs"), f"12|RUNNING|N/A|1:00:00|1|cpu|N/A||None|{run}/train.sbatch\n"
+    for answer in (row, ""):
+        (tmp_path / "answer").write_text(answer)
+        assert runs.summaries()[0][0].is_live is bool(answer)
 
 
 def test_a_port_that_is_in_use_is_named_with_the_remedy(tmp_path: Path):

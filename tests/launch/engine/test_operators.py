@@ -1,6 +1,7 @@
 """Building DeepSpeed's operators: which, where, once, and never behind a dead process's lock."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -93,13 +94,15 @@ def test_operators_of_another_combination_are_kept_elsewhere():
     assert len(folders) == len(changes) + 3 and {folder.parent for folder in folders} == {home / "operators"}
 
 
-def test_each_operator_is_built_once(tmp_path: Path):
+def test_each_operator_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shardwise.launch.engine.operators.PROGRESS_EVERY_S", 0.0)
     folder, lines = tmp_path / "cache", list[str]()
     for _ in range(2):
         build("cpu_adam", "fused_adam", folder=folder, on_progress=lines.append, python=fake_python(tmp_path))
     module = "-m shardwise.trainer.runtime.run.operators"
     assert asked(folder) == [f"{module} cpu_adam", f"{module} fused_adam"]
     assert sum("built in" in line for line in lines) == 2
+    assert any(re.match(r"  cpu_adam: \d", line) for line in lines), "the seconds, while it is built"
 
 
 def test_a_failed_build_shows_its_error_and_its_log_and_is_tried_again(tmp_path: Path):

@@ -182,8 +182,11 @@ def test_what_cannot_be_read_is_left_to_preparation(content: bytes, tmp_path: Pa
     assert shape_of_first_row(listed_request(tmp_path / "rows.jsonl", cache_root=tmp_path)) is None
 
 
-def test_the_standard_library_is_its_own_modules() -> None:
+def test_the_standard_library_is_its_own_modules_and_one_without_sources_is_refused(tmp_path: Path) -> None:
     folder = Path(sysconfig.get_path("stdlib"))
     paths = [Path(found.path).relative_to(folder) for found in python_stdlib_files(folder)]
     assert {"argparse.py", "ast.py"} <= set(map(str, paths)) and all(path.suffix == ".py" for path in paths)
     assert not [path for path in paths if STDLIB_EXCLUDED & set(path.parts)]
+    write(tmp_path, "os.py", content="x" * 120)
+    with pytest.raises(InputError, match=r"120 bytes.* 500000(?s:.*)libpython3-stdlib"):
+        python_stdlib_files(tmp_path)

@@ -149,9 +149,12 @@ def test_only_the_files_of_the_split_are_downloaded_and_their_commit_is_recorded
     expected = [0, [f"{COMMIT}/{name}" for name in SHARDS], contents, [f"org/rows@{COMMIT}"]]
     assert ask(tmp_path, rows("org/rows"), endpoint=hub.url) == [expected]
     assert downloaded(tmp_path) == {"README.md", *SHARDS}
+    (listing,) = tmp_path.rglob("listings/*.json")
+    listing.unlink()  # as another program fills the cache
+    assert ask(tmp_path, rows("org/rows")) == [expected]
     (lost,) = tmp_path.rglob("a-00001-of-00002.jsonl")
     lost.unlink()  # as a download that was broken off leaves it
-    assert ask(tmp_path, rows("org/rows"))[0][0] == 4
+    assert ask(tmp_path, rows("org/rows"))[0][0] == 4, "one of two shards is not the split"
     assert ask(tmp_path, rows("org/rows"), endpoint=hub.url) == [expected]
 
 
@@ -219,10 +222,19 @@ def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path):
         assert fact in error
 
 
+def test_a_cache_that_cannot_be_written_is_named_with_the_reason(tmp_path, hub):
+    (tmp_path / "hub").write_text("a file")
+    ((code, error),) = ask(tmp_path, rows("org/rows"), endpoint=hub.url)
+    assert code == 4 and str(tmp_path / "hub") in error and "reached" not in error
+
+
 def test_offline_is_respected_and_a_missing_path_is_not_looked_for_on_the_hub(tmp_path, hub):
     questions = rows("org/rows"), rows("data/rows.jsonl")
-    (code, error), (code_of_path, error_of_path) = ask(tmp_path, *questions, endpoint=hub.url, HF_HUB_OFFLINE="1")
+    (code, error), (code_of_path, error_of_path), (code_of_push, error_of_push) = ask(
+        tmp_path, *questions, push("ann/cats"), endpoint=hub.url, HF_HUB_OFFLINE="1"
+    )
     assert code == 4 and "HF_HUB_OFFLINE" in error and "name a local folder" in error
+    assert code_of_push == 4 and "HF_HUB_OFFLINE" in error_of_push
     assert code_of_path == 2 and "data.train: data/rows.jsonl" in error_of_path
     assert ask(tmp_path, questions[1], endpoint=hub.url) == [[code_of_path, error_of_path]]
     assert hub.requests == []

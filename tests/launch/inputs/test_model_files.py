@@ -136,7 +136,7 @@ def test_a_config_of_a_folder_or_file_needs_no_weights(tmp_path):
     assert from_folder.tokenizer_path is None  # the job says: train
 
 
-def test_a_hub_id_in_the_cache_needs_no_network(tmp_path):
+def test_a_hub_id_in_the_cache_needs_no_network(tmp_path, monkeypatch):
     snapshot = write_cached(tmp_path, "org/model")
     files = models.read_model_config(job(name="org/model"), cache_home=tmp_path)
     assert (files.model_path, files.tokenizer_path) == (str(snapshot), str(snapshot))
@@ -145,6 +145,10 @@ def test_a_hub_id_in_the_cache_needs_no_network(tmp_path):
     (snapshot / "model.safetensors").unlink()
     files = models.read_model_config(job(name="org/model"), cache_home=tmp_path)
     assert (files.model_path, files.tokenizer_path, files.needs_download) == ("org/model", str(snapshot), True)
+    (snapshot / "tokenizer.json").unlink()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    files = models.read_model_config(job(name="org/model"), cache_home=tmp_path)
+    assert (files.config, files.tokenizer_path) == (CONFIG, None), "a plan without a tokenizer is possible"
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
@@ -222,6 +226,16 @@ def test_the_size_of_a_tokenizer_of_either_kind_is_its_largest_id(tmp_path):
     assert models.read_tokens(tmp_path) is None
 
 
+def test_the_chat_templates_of_a_tokenizer_are_those_of_its_settings_or_of_files_beside_them(tmp_path):
+    assert models.chat_templates(tmp_path) == set()
+    several = [{"name": "default"}, {"name": "tool_use"}]
+    for template, names in ((None, set()), ("{{ x }}", {"default"}), (several, {"default", "tool_use"})):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        assert models.chat_templates(tmp_path) == names
+    (tmp_path / "chat_template.jinja").touch()
+    assert models.chat_templates(tmp_path) == {"default"}
+
+
 def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):
     (tmp_path / "words").mkdir()
     (tmp_path / "tokenizer.json").write_text(tokenizer(3))
@@ -240,12 +254,19 @@ def plan(method: Method) -> Plan:
     return plan_of("tiny", "1xRTX-4090", job=job_of(method=method, seq_len=512, tokens_per_step=2048))
 
 
-@pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
-def test_adapters_are_refused_for_tokens_of_a_template_that_the_model_does_not_know(method):
+OF_TEMPLATE = ("data.chat_template: chatml", "data.chat_template=plain")
+OF_TOKENIZER = ("model.tokenizer: ", "a tokenizer without")
+
+
+@pytest.mark.parametrize(
+    ("method", "template", "named"),
+    [(Method.LORA, "chatml", OF_TEMPLATE), (Method.QLORA, "chatml", OF_TEMPLATE), (Method.LORA, "plain", OF_TOKENIZER)],
+)
+def test_adapters_are_refused_for_tokens_that_the_model_does_not_know(method, template, named):
     origin: dict[str, Any] = {"config_origin": "config.json", "model_path": "model", "tokenizer_path": "model"}
     with pytest.raises(InputError) as caught:
-        models.refuse_frozen_rows(plan(method), models.ModelFiles(config={}, new_rows=48, **origin), "chatml")
-    facts = ("data.chat_template: chatml", f" {method} ", "train.method=full", "data.chat_template=plain")
+        models.refuse_frozen_rows(plan(method), models.ModelFiles(config={}, new_rows=48, **origin), template)
+    facts = (*named, f" {method} ", "train.method=full")
     assert [fact for fact in facts if fact not in str(caught.value)] == []
 
 

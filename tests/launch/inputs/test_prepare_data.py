@@ -149,7 +149,9 @@ def test_a_problem_with_the_data_is_an_input_error_with_its_lines(request_of, tm
         prepare(request_of(path, bad_rows=BadRows.SKIP))
 
 
-def test_a_cache_that_cannot_be_written_is_an_environment_fault(request_of, text, tmp_path):
+def test_a_tokenizer_that_is_gone_or_a_cache_that_cannot_be_written_is_named(request_of, text, tmp_path):
+    with pytest.raises(InputError, match=f"model.tokenizer: {tmp_path}/gone"):
+        find(replace(list_files(request_of(text)), tokenizer=f"{tmp_path}/gone"))
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(EnvironmentFaultError, match=f"{tmp_path}/cache.*Not a directory"):
         prepare(request_of(text))

@@ -85,6 +85,9 @@ def test_a_file_or_shards_together_answer_with_their_shapes_and_a_missing_one_is
     assert not has_weights(tmp_path)
     with pytest.raises(InputError, match=r"c\.safetensors: .*model\.safetensors\.index\.json"):
         check_weights(tmp_path)
+    write_shards(tmp_path, third="b.safetensors")
+    with pytest.raises(InputError, match=r"b\.safetensors: .*third.*model\.safetensors\.index\.json"):
+        check_weights(tmp_path)
 
 
 WEIGHT_MAPS = ("{}", "[]", '{"a": 1}', '{"a": "../../secret.safetensors"}')

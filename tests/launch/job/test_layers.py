@@ -94,6 +94,7 @@ PROBLEMS = [
     ("job", "", ("shardwise init",)),
     ("job", "- model", ("list",)),
     ("job", "model: 1\nmodel: 2", ("line 2, column 1", "'model'")),
+    ("job", f"{JOB}folders: {{cache: /x}}", ("folders ", "config.yaml")),
     ("line", "train.lr", ('"train.lr" ', "train.lr=1e-4")),
     ("line", "=5", ('"=5" ',)),
     ("line", "pin.micro_bach=2", ("did you mean pin.micro_batch?",)),

@@ -46,7 +46,9 @@ def test_what_was_timed_is_found_again_and_a_broken_file_is_a_line(tmp_path: Pat
     fp8.store_fp8_gain(tmp_path, key(), better)
     assert fp8.read_fp8_gain(tmp_path, key()) == (better, None)
     (file,) = (tmp_path / fp8.FOLDER).iterdir()
-    for content in (b"", b'{"key": 1}', b"\xff\xfe"):
+    fp8.store_fp8_gain(tmp_path / "other", key(shape=shape_of("1b")), GAIN)
+    (other,) = (tmp_path / "other" / fp8.FOLDER).iterdir()
+    for content in (b"", b'{"key": 1}', b"\xff\xfe", other.read_bytes()):
         file.write_bytes(content)
         gain, line = fp8.read_fp8_gain(tmp_path, key())
         assert gain is None and line is not None and str(file) in line and "is ignored" in line

@@ -99,6 +99,13 @@ def test_what_fails_is_explained_with_its_remedy(place_of, card: Card, changes, 
     assert len(str(raised.value).splitlines()) <= 3
 
 
+def test_a_torch_that_does_not_load_is_named_with_its_error(place_of):
+    place = place_of(machine_with(H100))
+    (place.torch.folder / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open')")
+    with pytest.raises(EnvironmentFaultError, match=r"libcudart\.so\.13"):
+        place.check()
+
+
 def ranks_allocator(hardware: Hardware, **inherited: str) -> str | None:
     plan = engine_plan(Sharding.NONE, kind=DeviceKind.CUDA, hardware=hardware)
     return launch_environment(inherited, plan, extensions_dir=Path("/operators"), cores=1).get("PYTORCH_ALLOC_CONF")

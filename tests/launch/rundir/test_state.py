@@ -106,6 +106,8 @@ def test_a_cancelled_run_was_stopped_and_waits_for_nothing(run_dir):
     (run_dir / CANCEL_FLAG).write_text("cancelled\n")
     state, words = judged(run_dir, NOBODY)
     assert state is RunState.STOPPED and "step 1" in words
+    write_attempt(run_dir, 2, steps=[2])
+    assert judged(run_dir, NOBODY)[0] is RunState.STOPPED, "also if it was ended without a report"
 
 
 def status(run_dir: Path, liveness: Liveness, **facts):

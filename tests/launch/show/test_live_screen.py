@@ -142,6 +142,32 @@ def readable(descriptor: int) -> bool:
     return bool(select.select([descriptor], [], [], 0.2)[0])
 
 
+@pytest.mark.timeout(60)
+def test_the_rest_of_a_frame_that_nobody_read_comes_before_nothing_else(pair: Pair):
+    """Once the block is removed: a frame that was begun is dropped after a second without a reader."""
+    pair.resize(24, 80)
+    screen = Screen(Console(pair.stream), TERMINAL)
+    for number in range(5000):
+        screen.draw([f"frame {number} " + "x" * 60] * 7)
+    screen.remove()
+    while readable(pair.master):
+        pair.read()
+    screen.draw(["next"])
+    assert pair.read() == "next"
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_without_a_reader_delays_nothing():
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream, os.fdopen(reader, "rb") as other:
+        screen = Screen(Console(stream), TERMINAL)
+        for number in range(5000):
+            screen.print_line(f"line {number} " + "x" * 90)
+        os.set_blocking(other.fileno(), False)
+        lines = other.read().decode().splitlines()
+    assert 10 < len(lines) < 5000 and lines[-1].startswith(f"line {len(lines) - 1} ")
+
+
 def test_a_closed_terminal_gets_no_more_output_and_letters_that_it_lacks_are_replaced(tmp_path: Path):
     with (tmp_path / "out").open("w", encoding="ascii") as ascii_stream:
         Screen(Console(ascii_stream), TERMINAL).print_line("学 and letters")

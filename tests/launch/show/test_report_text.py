@@ -30,7 +30,10 @@ def test_predicted_and_measured_stand_side_by_side_with_the_difference():
     lines = render_report(replace(report, predicted=unpredicted, measured=measured), run_dir=Path("r")).splitlines()
     (device,) = [line.split() for line in lines if line.startswith("device")]
     assert device == ["device", "-", "1", "GiB"], "a prediction of 0 is none"
-    assert "tokens/s per device" in text and "-20.0%" in text
+    assert "tokens/s per device" in text and "-20.0%" in text and "MFU" not in text
+    used = replace(report.measured, speed=replace(report.measured.speed, mfu=0.41))
+    lines = render_report(replace(report, measured=used), run_dir=Path("r")).splitlines()
+    assert ["MFU", "-", "41.0%"] in [line.split() for line in lines]
     (line,) = [line for line in text.splitlines() if "unigram" in line]
     assert all(figure in line for figure in ("4.0000", "6.0000", "0.67"))
     (seen,) = [line for line in text.splitlines() if "LlamaForCausalLM" in line]
@@ -78,6 +81,8 @@ def test_the_share_of_tokens_that_are_right_and_the_score_of_pairs_are_shown():
     text = render_report(replace(report, evaluations=(pairs,)), run_dir=Path("r"))
     assert any(all(figure in line for figure in ("0.6100", "70.0%", "0.305")) for line in text.splitlines())
     assert "unigram" not in text, "a loss of pairs is no entropy"
+    text = render_report(replace(report, evaluations=(replace(last, unigram_entropy_nats=None),)), run_dir=Path("r"))
+    assert "held-out loss 4.0000" in text and "unigram" not in text
 
 
 FIGURES = ProfileFigures(

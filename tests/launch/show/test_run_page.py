@@ -10,8 +10,8 @@ from reported_run import measured_figures, report_for, step_rows, tiny_plan, wri
 from run_factory import attempt_record
 
 from shardwise.launch.show.recorded_run import RecordedRun, read_recorded, recorded_runs
-from shardwise.launch.show.run_page import comparison_page, loss_chart, marks_of, run_page
-from shardwise.trainer.planning.page.content import Page, Quote, Sentence, Table, page_text
+from shardwise.launch.show.run_page import comparison_page, loss_chart, marks_of, memory_chart, run_page
+from shardwise.trainer.planning.page.content import LineChart, Page, Quote, Sentence, Table, page_text
 from shardwise.trainer.planning.page.html import pages_html
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Fault, Report, RollBack, Sample
@@ -128,6 +128,14 @@ def test_what_happened_stands_on_the_axis(tmp_path: Path) -> None:
         assert mark.at == at and fact in mark.text
 
 
+def test_the_usable_memory_is_drawn_where_it_is_near(tmp_path: Path) -> None:
+    usable = tiny_plan().chosen.memory.usable_bytes
+    assert usable is not None
+    for share, names in ((0.1, []), (0.5, ["usable"])):
+        run = run_of(tmp_path / str(share), rows=step_rows(memory_peak_bytes=int(share * usable)))
+        assert [each.name for each in memory_chart(run).series] == ["peak allocated", "predicted peak", *names]
+
+
 def test_a_smoothed_loss_is_a_line_over_a_faint_one_and_has_no_bias_of_its_start(tmp_path: Path) -> None:
     rows = [{"step": step, "loss": 4.0 + (-1) ** step} for step in range(1, 101)] + [{"step": 101}]
     run = run_of(tmp_path, rows=rows)
@@ -197,6 +205,13 @@ def test_times_of_other_schedules_and_of_broken_runs_are_not_compared(tmp_path: 
     failed = faster(plan, 2.0, ending=Ending.FAILED)
     found = recorded_runs([tmp_path / "a", write_run(tmp_path / "c", report=failed)])
     assert {column for _, column in table(comparison_page(found), "figures").best} == {5, 6}
+
+
+def test_a_chart_has_the_first_twelve_runs_and_their_number(tmp_path: Path) -> None:
+    found = recorded_runs([write_run(tmp_path / f"run-{number}", rows=step_rows([1])) for number in range(13)])
+    loss = blocks(comparison_page(found), "training loss")
+    assert [len(block.series) for block in loss if isinstance(block, LineChart)] == [12]
+    assert "12 of 13" in " ".join(sentences(comparison_page(found), "training loss"))
 
 
 def test_runs_that_have_not_begun_or_are_damaged_stand_in_the_table(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from msgspec.structs import replace
 from run_factory import run_plan
 from tracker_factory import tracker_environment
@@ -11,6 +12,7 @@ from shardwise.launch.options import WorkspaceOptions
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.tracker import STEP, predicted_series, series_name
 from shardwise.launch.track.workspace import IDENTITY, NAME, SECTIONS, run_workspace, series_of, workspace
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 KEY = "canary" + "0123456789" * 4
 
@@ -31,7 +33,7 @@ def test_every_series_of_a_chart_is_one_that_is_sent():
         assert all(panel["config"]["xAxis"] == STEP for panel in section["panels"])
 
 
-def test_it_is_saved_once_and_changed_the_next_time(capsys, tmp_path):
+def test_it_is_saved_once_and_changed_the_next_time_in_a_project_that_exists(capsys, tmp_path):
     run_workspace(WorkspaceOptions(as_json=True), Console(), environment={})
     assert json.loads(capsys.readouterr().out) == workspace()
     with wandb_server() as server:
@@ -39,6 +41,10 @@ def test_it_is_saved_once_and_changed_the_next_time(capsys, tmp_path):
         environment = tracker_environment(tmp_path, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
         for _ in range(2):
             run_workspace(WorkspaceOptions(project="mine"), Console(), environment=environment)
+        with pytest.raises(EnvironmentFaultError, match=r"team/other(?s:.*)--project"):
+            run_workspace(WorkspaceOptions(project="other", entity="team"), Console(), environment=environment)
+    with pytest.raises(EnvironmentFaultError, match="wandb login"):
+        run_workspace(WorkspaceOptions(), Console(), environment=tracker_environment(tmp_path))
     first, second = server.views
     assert (first["entityName"], first["projectName"], first["name"]) == (ENTITY, "mine", f"nw-{IDENTITY}-v")
     assert first["displayName"] == NAME and json.loads(first["spec"]) == workspace()

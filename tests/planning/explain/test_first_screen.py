@@ -95,6 +95,29 @@ def test_warnings_stay_where_there_is_no_room_for_alternatives() -> None:
     assert any("-v shows all" in line.text for line in lines)
 
 
+def test_the_first_alternatives_stay_where_there_is_no_room_for_all() -> None:
+    plan = plan_of("1b", "1xRTX-4090")
+    shown = [alternative.setting for alternative in alternatives(plan, context_of(plan))][:3]
+    for num_remarks in (6, 7, 8, 9):
+        text = screen(plan, remarks=["remark"] * num_remarks)
+        assert [setting for setting in shown if setting in text] == shown[: 9 - num_remarks]
+
+
+def test_the_rank_of_galore_and_the_steps_down_are_named() -> None:
+    assert "gradients projected to rank 256;" in screen(plan_of("1b", "1xRTX-4090", method=Method.GALORE))
+    plan = plan_of("8b", "8xH100-SXM5-80GB", pin={"micro_batch": 1})
+    assert "activations recomputed, then smaller buffers" in screen(plan)
+    assert "the run ends" in screen(replace(plan, fallbacks=()))
+
+
+def test_a_card_of_unknown_speed_has_no_range_of_times() -> None:
+    hardware = machine("1xRTX-4090")
+    (card,) = hardware.gpus
+    text = screen(plan_of("tiny", replace(hardware, gpus=(replace(card, name="Stranger", spec_name=None),))))
+    assert "fits, but the speed of this device is not known" in " ".join(text.split())
+    assert "no run on this device" not in text
+
+
 def test_a_run_that_would_learn_nothing_is_a_warning() -> None:
     few = plan_of("1b", "1xRTX-4090", data=data_of(num_rows=3), tokens_per_step=65536)
     assert few.schedule.num_steps < FEW_STEPS

@@ -121,6 +121,26 @@ def test_optimizers_whose_state_is_the_same_go_on_from_each_other(saved, wanted,
     assert losses == pytest.approx(uninterrupted, abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["adamw_8bit", "lion_8bit"])
+def test_a_moment_in_8_bit_fills_one_in_fp32_with_the_values_of_its_codes(kind, build_model, tiny, newest, tmp_path):
+    """As where another number of ranks cuts a parameter into shards too small for 8 bit."""
+    from bitsandbytes.functional import dequantize_blockwise
+
+    model = build_model()
+    optimizer = build(model, kind)
+    train(model, optimizer, start=0, stop=3)
+    save(tmp_path, model, optimizer, tiny, 3, optimizer=Optimizer(kind))
+    in_fp32: Any = build(model, kind)
+    in_fp32.args.min_8bit_size = 10**9
+    import_state(model, in_fp32, newest(tmp_path), sharding=Sharding.NONE)
+    coded = {each: state for each, state in optimizer.state.items() if state["state1"].dtype is torch.uint8}
+    assert len(coded) > 2
+    for parameter, state in coded.items():
+        values = dequantize_blockwise(state["state1"], absmax=state["absmax1"], code=state["qmap1"], blocksize=256)
+        assert in_fp32.state[parameter]["state1"].dtype is torch.float32
+        assert torch.equal(in_fp32.state[parameter]["state1"], values)
+
+
 def test_another_rank_of_galore_is_another_kind_of_training(tiny, trained, newest, tmp_path):
     tiny.save(tmp_path, *trained, 2, facts=tiny.build_facts(2, galore=GaloreJob(rank=8)))
     checkpoint = newest(tmp_path)

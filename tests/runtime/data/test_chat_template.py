@@ -138,6 +138,7 @@ def test_a_template_cannot_reach_python():
         ("{% include '/etc/passwd' %}", TemplateRefusalError, "loader"),
         ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", TemplateRefusalError, "unsafe"),
         ("{{ '{0.__class__}'.format(1) }}{{ raise_exception('no') }}", TemplateRefusalError, "unsafe|no"),
+        ("{% generation %}{% generation %}{% endgeneration %}{% endgeneration %}", TemplateRefusalError, "generation"),
     ],
 )
 def test_a_template_has_limits(attack, error, fact, monkeypatch):

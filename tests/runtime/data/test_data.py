@@ -1,5 +1,6 @@
 """What each rank gets: the same global batch in every arrangement, exactly once, with targets and lengths counted."""
 
+import math
 from collections import Counter
 from itertools import chain
 
@@ -58,6 +59,8 @@ def test_ranks_micro_batch_and_accumulation_never_change_the_global_batch(rows, 
     assert set(named_targets) == {sum(LENGTHS[number] - 1 for number in numbers)}
     assert sum(batch.num_targets for rank in ranks for batch in rank) == named_targets[0]
     assert all(len(rank) == deal[1] for rank in ranks)
+    with pytest.raises(ValueError, match=rf"\b{math.prod(deal)}$"):
+        dealt(rows, *deal, sequences=math.prod(deal) + 1)
 
 
 def test_labels_are_the_inputs_and_nothing_on_padding(rows):

@@ -178,6 +178,24 @@ def test_random_conversations_are_cut_where_the_template_cuts_them(renderer, tok
         assert rendered.is_learned == [any(b <= first < e for b, e in spans) for first, _ in encoding.offsets]
 
 
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([user("a"), assistant("b"), assistant("c"), user("d"), user("e"), assistant("f")], ["b", "c", "f"]),
+        ([assistant("Welcome"), user("a"), assistant("b")], ["Welcome", "b"]),
+    ],
+)
+def test_turns_need_not_alternate(messages, expected, renderer, tokenizer):
+    found = learned(renderer("qwen2_5").render(Chat(messages)), tokenizer)
+    assert found == [f"{answer}<|im_end|>" for answer in expected]
+
+
+def test_arguments_in_json_text_are_given_as_the_template_reads_them(renderer, tokenizer):
+    function = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    call = assistant("", tool_calls=[{"type": "function", "function": function}])
+    assert learned(renderer("qwen2_5").render(Chat([user("a"), call])), tokenizer) == [TAGGED_CALL]
+
+
 def test_parts_of_text_are_one_text_where_the_template_reads_no_parts(renderer):
     parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
     whole = renderer("qwen3").render(Chat([user("Hi there"), assistant("b")]))

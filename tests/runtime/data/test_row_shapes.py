@@ -182,6 +182,12 @@ def test_what_else_a_message_holds_is_kept_and_nulls_are_not():
     )
 
 
+def test_no_tools_are_no_tools():
+    empty: list[Any] = [None, "", "null", [], "[]"]
+    for nothing in empty:
+        assert example({"messages": [ASKED, ANSWERED], "tools": nothing}, CHAT) == Chat([ASKED, ANSWERED])
+
+
 def test_columns_of_nulls_do_not_make_a_parquet_row_another_shape(tmp_path):
     """Columnar files have every column in every row."""
     rows = [{"messages": [{**ASKED, "tool_calls": None}, ANSWERED], "text": None}]

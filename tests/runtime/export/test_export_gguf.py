@@ -139,6 +139,13 @@ def test_a_template_of_ollama_renders_as_ours_does(name, tmp_path):
     assert num_rendered
 
 
+def test_a_template_that_is_none_of_ours_is_not_translated(tmp_path):
+    tokenizer = metaspace_folder(tmp_path / "tokenizer")
+    (tokenizer / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    text, note = written.modelfile("m.gguf", tokenizer, adds_bos=True)
+    assert "TEMPLATE" not in text and "TEMPLATE" in note
+
+
 def as_jinja(go: str) -> str:
     """The few forms of Go's templates that are written, in jinja2."""
     closing: list[str] = []

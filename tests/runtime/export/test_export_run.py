@@ -62,13 +62,18 @@ def test_an_exported_tokenizer_gives_the_ids_that_were_trained_with(model_type, 
     assert len(exported) == trained_with.vocab_size
 
 
-def test_a_model_type_whose_tokenizers_transformers_cuts_by_its_own_rules_is_an_incident(tokenizer_folder, tmp_path):
+def test_a_model_type_whose_tokenizers_transformers_cuts_by_its_own_rules_is_an_incident(
+    tokenizer_folder, cache_dir, tmp_path
+):
     incident = write_folder("qwen2", tmp_path / "out", tokenizer_folder)
     assert incident is not None and "Qwen2Tokenizer" in incident
     settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert "trust_remote_code" not in settings
     names = ("tokenizer.json", "special_tokens_map.json")
     assert all((tmp_path / "out" / name).read_bytes() == (tokenizer_folder / name).read_bytes() for name in names)
+    plan = rank_plan(cache_dir, model_config={**TINY_LLAMA, "model_type": "qwen2", "vocab_size": 400}, num_steps=1)
+    _, state = run_attempt(tmp_path / "run", replace(plan, tokenizer_path=str(tokenizer_folder)))
+    assert incident in state.incidents
 
 
 @pytest.mark.parametrize(

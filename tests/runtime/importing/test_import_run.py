@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.runtime.export.check import logits_of, prompt_ids
+from shardwise.trainer.runtime.importing.run import import_checkpoint
 from shardwise.trainer.spec.errors import EnvironmentFaultError
-from shardwise.trainer.spec.messages.worker_requests import ImportKind, WeightType
+from shardwise.trainer.spec.messages.worker_requests import ImportKind, ImportRequest, WeightType
 
 
 def test_safetensors_are_linked_and_the_original_may_go(base, tmp_path):
@@ -64,6 +65,9 @@ def test_files_are_of_a_bounded_size_and_have_an_index(base, tmp_path, monkeypat
     held = [sum(each.numel() * 4 for each in load_file(path).values()) for path in files]
     assert max(held) <= 100_000
     assert torch.equal(logits(tmp_path / "out"), logits(base))
+    imported(tmp_path / "out", tmp_path / "again")
+    assert all((tmp_path / "again" / path.name).samefile(path) for path in files)
+    assert torch.equal(logits(tmp_path / "again"), logits(base))
 
 
 @pytest.mark.parametrize(
@@ -289,6 +293,13 @@ def test_a_disk_in_the_way_is_an_environment_fault(base, tmp_path, monkeypatch):
     with pytest.raises(EnvironmentFaultError, match=r"/out: .* 4\d\d KiB.* 1000 B\b"):
         imported(saved_by_torch(base, tmp_path / "in"), tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"in", "file", "theirs"}
+
+
+def test_progress_is_told_in_bytes(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("shardwise.trainer.runtime.importing.run.REPORT_EVERY_S", 0.0)
+    folder, lines = saved_by_torch(base, tmp_path / "in"), list[str]()
+    import_checkpoint(ImportRequest(checkpoint=str(folder), out=str(tmp_path / "out")), lines.append)
+    assert len(lines) == 21 and (lines[0], lines[-1]) == ("64 KiB of 417 KiB", "417 KiB of 417 KiB")
 
 
 LARGE = {"vocab_size": 6000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8}

@@ -174,6 +174,14 @@ def test_a_run_that_was_resumed_has_the_losses_of_one_that_was_not(tmp_path, cac
     assert losses_of(tmp_path / "resumed") == losses_of(tmp_path / "straight"), "bit by bit"
 
 
+def test_a_head_without_sums_of_rows_is_refused_before_anything_runs(tmp_path, cache_dir):
+    session = session_of(tmp_path, pair_plan(cache_dir, micro_batch=8))
+    plan = replace(session.plan, candidates=(replace(session.plan.chosen, loss=LossHead.FUSED_LINEAR),))
+    fields = {name: getattr(session, name) for name in Session.__slots__}
+    with pytest.raises(InputError, match=r"fused_linear.*train\.objective: dpo"):
+        build_objectives(Session(**fields | {"plan": plan}), lambda: False)
+
+
 def foreign(run_dir: Path, plan: Plan) -> bytes:
     run(run_dir / "other", replace(plan, data=replace(plan.data, fingerprint="other"), resume=False))
     return (run_dir / "other" / "reference.safetensors").read_bytes()
@@ -198,6 +206,22 @@ def test_a_resumed_run_without_its_own_reference_is_refused(tmp_path, cache_dir,
     path.unlink() if found is None else path.write_bytes(found)
     with pytest.raises(kind, match=rf"reference\.safetensors.*{fact}"):
         run(tmp_path, plan, number=2)
+
+
+def test_another_attempt_from_the_start_reads_the_reference_of_the_first_and_a_trial_runs_none(tmp_path, cache_dir):
+    plan = pair_plan(cache_dir, num_steps=2, micro_batch=8)
+    run(tmp_path / "trial", replace(plan, is_trial=True))
+    assert not (tmp_path / "trial" / "reference.safetensors").exists()
+    run(tmp_path, plan)
+    path = tmp_path / "reference.safetensors"
+    before = path.stat().st_mtime_ns
+    run(tmp_path, plan, number=2)
+    assert path.stat().st_mtime_ns == before
+    path.write_bytes(b"foreign")
+    run(tmp_path, plan, number=3)
+    assert path.stat().st_size > 100, "run anew"
+    first, second, third = (losses_of(tmp_path)[start : start + 2] for start in (0, 2, 4))
+    assert first == second == third
 
 
 def test_a_stop_ends_the_run_of_the_reference_and_a_resume_runs_it_again(tmp_path, cache_dir):

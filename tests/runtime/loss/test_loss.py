@@ -147,6 +147,13 @@ def peak_and_rest(linear: nn.Linear, hidden: torch.Tensor, loss_of: Callable[[],
     return highest_rise(events)[0], sum(num_bytes for _, num_bytes in events)
 
 
+def test_the_fused_head_runs_backward_once():
+    loss = build(LossHead.FUSED)(input_ids=IDS, labels=LABELS)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward once"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [200, 1024])
 def test_the_fused_head_keeps_the_logits_once(dtype, num_tokens):

@@ -1,5 +1,6 @@
 """Code that comes with a model, in the process that runs it: the planned files, and nothing else."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,14 @@ import transformers.dynamic_module_utils
 from custom_model import CONFIG, MARKER, code_of, transformers_as_it_was, write_custom_model
 from msgspec.structs import replace
 from rank_factory import rank_plan
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoTokenizer
 
 from shardwise.trainer.runtime.data.batches import check_documents_apart
+from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.runtime.export.check import SAME, logits_of, prompt_ids, relative_difference, reloaded_logits
 from shardwise.trainer.runtime.export.folder import write_model_folder
 from shardwise.trainer.runtime.export.run import plan_on
+from shardwise.trainer.runtime.loop.objectives import continue_prompt
 from shardwise.trainer.runtime.memory.recomputation import blocks_of
 from shardwise.trainer.runtime.models.build import build_meta_model, build_model, build_trainable
 from shardwise.trainer.runtime.models.model_code import as_its_user, load_model_code
@@ -158,6 +161,16 @@ def test_blocks_that_are_plain_modules_are_recomputed_with_the_same_gradients(ch
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     assert [type(block).__name__ for block in blocks_of(recomputed)] == ["TinyBlock"] * 2
     assert [(each.num_forwards, each.num_repeats) for each in installed.recomputations] == [(1, 1)] * 2
+
+
+def test_a_sample_that_the_code_cannot_make_is_left_out_with_the_reason(tmp_path):
+    write_trained_tokenizer(train_tokenizer(["a b c"], vocab_size=260), tmp_path / "words")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "words")
+    model: Any = build_model(plan_on(plan_with(write_custom_model(tmp_path / "tiny")), DeviceKind.CPU))
+    assert not continue_prompt(model, [66, 67], tokenizer).startswith("none: ")
+    model.prepare_inputs_for_generation = None
+    assert re.match("none: .* TypeError", continue_prompt(model, [66, 67], tokenizer))
+    assert model.training
 
 
 def test_what_transformers_copies_goes_into_a_folder_of_its_own_that_goes(tmp_path, monkeypatch):

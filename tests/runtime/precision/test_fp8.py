@@ -324,6 +324,7 @@ def test_without_a_gpu_the_result_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path, out = tmp_path / "request.json", tmp_path / "answer.json"
     codec.write(path, Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096))
+    assert run_request([str(path)], Fp8GainRequest, measure_gain) == 2
     assert run_request([str(path), str(out)], Fp8GainRequest, measure_gain) == 0
     result = codec.read(out, Fp8Gain)
     assert (result.recipe, result.tokens, result.shapes) == (Fp8Recipe.CURRENT, 4096, ())

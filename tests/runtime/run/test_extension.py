@@ -80,6 +80,11 @@ def test_a_model_of_ones_own_is_the_one_that_is_trained(tmp_path, cache_dir):
     assert lines[0]["loss"] == pytest.approx(math.log(plan.model_config["vocab_size"]), rel=1e-5), "all logits are 0"
 
 
+def test_a_model_that_is_none_is_refused(tmp_path, cache_dir):
+    with pytest.raises(InputError, match=r"build_model .*dict"):
+        run(tmp_path, plan_of(cache_dir), "def build_model(config, dtype):\n    return {}\n", Hook.BUILD_MODEL)
+
+
 def test_every_step_calls_on_step_with_its_metrics_and_an_error_in_it_is_an_incident(tmp_path, cache_dir):
     body = (
         "import json\n\ndef on_step(step, metrics):\n"

@@ -22,7 +22,9 @@ TIMEOUT_S = 600
 # Loads DeepSpeed's CPU Adam, with ours or without, and prints how often a compiler's driver was run.
 LOAD = """
 import json
+from pathlib import Path
 import torch.utils.cpp_extension as cpp_extension
+from shardwise.trainer.runtime.run.operators import mark_loaded
 asked, load = [], cpp_extension.load
 def counted(*args, **kwargs):
     asked.append(None)
@@ -32,6 +34,7 @@ cpp_extension.load = counted
 from deepspeed.ops.op_builder import CPUAdamBuilder
 module = CPUAdamBuilder().load(verbose=False)
 again = CPUAdamBuilder().load(verbose=False)
+mark_loaded(Path({folder!r}))
 print("answer:" + json.dumps([len(asked), again is module, hasattr(module, "create_adam")]))
 """
 OURS = "from shardwise.trainer.runtime.run.operators import use_built_operators as use; use(); use()"
@@ -50,9 +53,16 @@ def result_of(program: str, **environment: str) -> Any:
 
 
 @pytest.mark.parametrize(("before", "num_runs"), [(PLAIN, 1), (OURS, 0)], ids=["deepspeed", "ours"])
-def test_w56_deepspeed_runs_the_compiler_for_an_operator_that_is_built_and_a_rank_imports_it(before, num_runs):
-    found = result_of(LOAD.format(before=before), TORCH_EXTENSIONS_DIR=str(folder_with_operators("cpu_adam")))
+def test_w56_deepspeed_runs_the_compiler_for_an_operator_that_is_built_and_a_rank_imports_it(
+    before, num_runs, tmp_path
+):
+    """Each way an operator that was loaded is marked where its library is."""
+    library, program = tmp_path / "cpu_adam" / "cpu_adam.so", LOAD.format(before=before, folder=str(tmp_path))
+    library.parent.mkdir()
+    library.touch()
+    found = result_of(program, TORCH_EXTENSIONS_DIR=str(folder_with_operators("cpu_adam")))
     assert found == [num_runs, True, True]
+    assert marker(tmp_path, "cpu_adam").is_file()
 
 
 def test_only_a_library_that_is_marked_counts(tmp_path, monkeypatch):
