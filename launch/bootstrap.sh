@@ -98,6 +98,10 @@ compile() { # once and for all: with PYTHONDONTWRITEBYTECODE, usual in container
     "$bin/python" -W ignore -m compileall -qq "$@" || : # some packages contain files that are no Python
 }
 
+compile_packages() { # pip would do it on one core
+    compile -j 0 "$bin"/../lib/python3*/site-packages
+}
+
 install() {
     install_packages
     compile shardwise launch slurm trainer
@@ -117,7 +121,7 @@ install_packages() {
         "behind a proxy: set https_proxy; offline: point PIP_FIND_LINKS at a folder of wheels"
     install_kernels
     pip_install --no-deps -e .
-    compile -j 0 "$venv"/lib/python3*/site-packages
+    compile_packages
     check_gpu
     printf '%s\n' "$wanted" >"$venv/.installed"
     say "Installed: $("$bin/shardwise" --version), $bin/shardwise"
@@ -134,7 +138,7 @@ install_dev() {
     wanted=$(checksum requirements.lock requirements-dev.lock)
     done_already installed-dev "$wanted" && return
     pip_install -r requirements-dev.lock
-    compile -j 0 "$venv"/lib/python3*/site-packages
+    compile_packages
     printf '%s\n' "$wanted" >"$venv/.installed-dev"
 }
 
@@ -169,6 +173,7 @@ try_newest() { # in an environment of its own
     pip_install --upgrade -r "$venv-newest/names" || stop "the newest versions could not be installed together" \
         "the lines above say which of them exclude each other"
     pip_install --no-deps -e .
+    compile_packages
     "$bin/python" -m pip list --outdated --format freeze >&2
     exec "$bin/python" -m pytest tests/distributed/test_workarounds.py "$@"
 }
@@ -179,6 +184,7 @@ try_oldest() { # likewise; warnings of older versions are no errors
     "$venv/bin/python" tests/factories/lowest_versions.py >"$venv-oldest/constraints"
     pip_install -c "$venv-oldest/constraints" -e '.[train,dev]' || stop "the lowest versions could not be installed together" \
         "the lines above say which of them exclude each other"
+    compile_packages
     [ $# -gt 0 ] || set -- -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder tests/signatures tests/runtime \
         tests/simulation tests/distributed/test_engines.py tests/distributed/test_workarounds.py tests/end_to_end/test_train.py
     run_tests -W default ${outcome:+"$outcome"} "$@"
@@ -189,11 +195,9 @@ case $target in
     install) install ;;
     train) install; shift; exec "$bin/shardwise" train examples/quickstart.yaml "$@" ;;
     test)
-        shift
-        install
-        [ $# -gt 0 ] || "$bin/python" tests/factories/operator_cache.py & # minutes, once; tests that need one say why not
         install_dev
-        wait
+        shift
+        [ $# -gt 0 ] || "$bin/python" tests/factories/operator_cache.py || : # minutes, once; tests that need one say why not
         run_tests "$@"
         ;;
     test-quick) install_dev; shift; run_tests -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --quick --budget test-quick "$@" ;;

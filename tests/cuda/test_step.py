@@ -60,7 +60,7 @@ def plan_of(name: str, kind: DeviceKind, caches: Mapping[str, Path]) -> Plan:
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory) -> dict[tuple[str, DeviceKind], list[float]]:
-    """Of every case, on the device and on the CPU: each device in one process that runs all.
+    """The losses of every case on the device and on the CPU; one process for each device runs all cases.
 
     The factories import torch and transformers, which takes seconds: not while tests are collected.
     """

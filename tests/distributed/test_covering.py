@@ -143,7 +143,7 @@ def point(name: str) -> Point:
 
 
 def losses_of_both(point: Point, folder: Path) -> tuple[list[float], list[float]]:
-    """Of a point, and of the plain run of its update."""
+    """The losses of a point, and those of the plain run with the same update."""
     found, expected = (losses_of(folder / name_of(*run)) for run in runs_of(point))
     assert len(found) == len(expected) == NUM_STEPS
     return found, expected
@@ -184,7 +184,7 @@ def test_the_points_of_the_file_are_those_that_are_chosen_in_every_process():
 
 
 def test_every_pair_of_values_that_can_meet_is_met_and_the_core_has_every_value_of_every_axis():
-    """Of the product that the set was made from."""
+    """The pairs are those of the product that the set was made from."""
     wanted = {pair for point in by_name().values() for pair in point.pairs}
     assert {pair for name in NAMES for pair in by_name()[name].pairs} == wanted
     met = {need for name in NAMES[:NUM_CORE] for need in by_name()[name].core_needs}

@@ -118,7 +118,7 @@ def test_a_rank_holds_its_share_of_its_machine(runs):
     predicted = predicted_share(Sharding.HSDP, num_ranks=NUM_RANKS, ranks_per_node=NUM_SHARDS)
     measured = metrics_of(runs("shares"))[-1]
     assert predicted.steady_allocated_bytes == pytest.approx(measured["memory_allocated_bytes"], rel=0.005)
-    assert 0.8 < predicted.peak_allocated_bytes / measured["memory_peak_bytes"] < 1.2
+    assert 0.85 < predicted.peak_allocated_bytes / measured["memory_peak_bytes"] < 1.15
 
 
 def test_a_run_goes_back_on_all_ranks_alike(runs, cache_dir):

@@ -47,7 +47,7 @@ EVEN_LLAMA = {**ODD_LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_att
 
 
 class Place(NamedTuple):
-    """What a plan runs on."""
+    """Sharding, number of ranks and offload of a plan."""
 
     sharding: Sharding
     num_ranks: int
@@ -153,7 +153,7 @@ class Yard:
         self._start_ranks([str(WORKER), *arguments], num_ranks)
 
     def _argument(self, way: Way, leg: int) -> list[str]:
-        """What the worker is told of a leg, if it was not run as part of another way."""
+        """The argument of the worker for a leg; none if the leg ran as part of another way."""
         name = way.leg(leg)
         if (self.folder / name).exists():
             return []
@@ -164,7 +164,7 @@ class Yard:
         return [argument if leg in (0, len(way.places) - 1) else f"{argument}#{STEP + leg}"]
 
     def incidents(self, way: Way) -> list[str]:
-        """What the reports of all legs would tell."""
+        """The incidents of all legs, which their reports would show."""
         files = (self.folder / way.leg(leg) / "incidents.json" for leg in range(len(way.places)))
         return [incident for file in files for incident in json.loads(file.read_text())]
 

@@ -122,12 +122,18 @@ def test_the_size_is_that_of_now(pair: Pair):
     assert pair.read() == "\r\x1b[1A\x1b[J[redacted]", "no more is erased than was drawn, and no secret is shown"
 
 
-@pytest.mark.timeout(60)
-def test_a_terminal_without_a_reader_delays_nothing_and_continues_once_it_is_read(pair: Pair):
+def blocked_screen(pair: Pair) -> Screen:
+    """A screen that has drawn more than the terminal holds while nobody reads."""
     pair.resize(24, 80)
     screen = Screen(Console(pair.stream), TERMINAL)
     for number in range(5000):
         screen.draw([f"frame {number} " + "x" * 60] * 7)
+    return screen
+
+
+@pytest.mark.timeout(60)
+def test_a_terminal_without_a_reader_delays_nothing_and_continues_once_it_is_read(pair: Pair):
+    screen = blocked_screen(pair)
     assert not screen.is_closed
     seen = SmallTerminal(80)
     for frame in ("the last but one", "the last"):
@@ -145,10 +151,7 @@ def readable(descriptor: int) -> bool:
 @pytest.mark.timeout(60)
 def test_the_rest_of_a_frame_that_nobody_read_comes_before_nothing_else(pair: Pair):
     """Once the block is removed: a frame that was begun is dropped after a second without a reader."""
-    pair.resize(24, 80)
-    screen = Screen(Console(pair.stream), TERMINAL)
-    for number in range(5000):
-        screen.draw([f"frame {number} " + "x" * 60] * 7)
+    screen = blocked_screen(pair)
     screen.remove()
     while readable(pair.master):
         pair.read()
