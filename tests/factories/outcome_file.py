@@ -173,7 +173,7 @@ def promised(page: str, folder: Path) -> Iterator[tuple[str, int, int]]:
     row = r"^\| (.+) \| (`tests/.+`) \| (\d+)(?: \[.*/(.+)\))? \|$"
     for promise, tests, stated, link in re.findall(row, page, re.MULTILINE):
         names = re.findall(r"`(tests/[^`]+)`", tests)
-        outcome = json.loads((folder / link).read_text()) if link else {"tests": newest}
+        outcome: dict[str, Any] = json.loads((folder / link).read_text()) if link else {"tests": newest}
         faults = [each for name in names for each in outcome.get(FAULTS, {}).get(name, {}).values()]
         if faults:
             tried = sum(each["tried"] - sum(each.get(name, 0) for name in FAULT_NUMBERS[2:]) for each in faults)
