@@ -21,7 +21,7 @@ import pytest
 from attempt_runs import engaged_of, losses_of
 from covering_factory import IN_BACKWARD, PRECISIONS, Point, core, points
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
-from outcome_file import DIFFERENCES, Difference
+from outcome_file import Difference, record_differences
 from rank_factory import rank_plan, write_attempt
 
 from shardwise.trainer.spec.engines import Offload, Sharding
@@ -223,7 +223,7 @@ def test_every_point_trains_like_the_plain_run_of_its_update(
         differences[point] = max(abs(one - other) for one, other in zip(found, expected, strict=True))
         group = f"{point.sharding}+{point.offload} {point.optimizer} {point.method}".replace("+none ", " ")
         recorded.append(Difference(group, tolerance(point), differences[point]))
-    record_property(DIFFERENCES, recorded)
+    record_differences(record_property, recorded)
     assert not {point.name: worst for point, worst in differences.items() if not worst <= tolerance(point)}
 
 

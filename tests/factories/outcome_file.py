@@ -2,8 +2,8 @@
 
 It says what was selected, of which commit, with which versions and on which machine; of every file how many tests
 passed, failed and were skipped, and their seconds; of every test function how many of its cases passed. A test that
-measures how far two runs are apart adds it with `record_property(DIFFERENCES, [Difference(...), ...])`; of these the
-file keeps the number and the largest. A test of faults from outside adds
+measures how far two runs are apart adds it with `record_differences(record_property, [Difference(...), ...])`; of these
+the file keeps the number and the largest. A test of faults from outside adds
 `record_property(FAULTS, {kind: {"tried": ..., "survived": ...}})`; the file adds up those of every test function.
 """
 
@@ -13,7 +13,7 @@ import re
 import subprocess
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -38,6 +38,11 @@ class Difference(NamedTuple):
     group: str
     tolerance: float
     largest: float
+
+
+def record_differences(record_property: Callable[[str, object], None], found: Iterable[Difference]) -> None:
+    """Adds differences to the report of a test, as plain tuples: workers send nothing else."""
+    record_property(DIFFERENCES, [tuple(each) for each in found])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
