@@ -277,7 +277,8 @@ def test_another_user_reads_a_run_and_changes_nothing(template, workplace, recor
     os.chown(home, 65534, 65534)
     for folder in (workplace.folder, *workplace.folder.parents[:-1]):
         folder.chmod(folder.stat().st_mode | 0o055)
-    paths = os.pathsep.join(path for path in (str(Path(__file__).parents[2]), *sys.path) if path)
+    installed = (path for path in sys.path if path.endswith("site-packages"))  # without the modules of other tests
+    paths = os.pathsep.join((str(Path(__file__).parents[2]), *installed))
     environment = {"HOME": str(home), "PATH": os.environ["PATH"], "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     python = python_of_anyone(environment)
     before = {path: path.read_bytes() for path in template.rglob("*") if path.is_file()}
