@@ -13,7 +13,7 @@ from prepare_request_factory import written_source
 from table_files import arrow_of, parquet_of
 
 from shardwise.trainer.runtime.data.sources.files import BadRow, read_rows
-from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape, example_of
+from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape, read_example
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import DataFormat
 
@@ -28,7 +28,7 @@ def complaints(file, shape, fields):
     folder = file.path.rpartition("/")[0] + "/"
     said = []
     for number, row in read_rows(file):
-        example = row if isinstance(row, BadRow) else example_of(row, f"{file.path}:{number}", reading)
+        example = row if isinstance(row, BadRow) else read_example(row, f"{file.path}:{number}", reading)
         said += [str(example).replace(folder, "")] if isinstance(example, BadRow) else []
     return said
 

@@ -12,7 +12,7 @@ from table_files import COMPRESSORS, lines_of, parquet_of
 from shardwise.launch.inputs.data_files import shape_of_first_row
 from shardwise.trainer.runtime.data.sources import Chat, Completion, Preference, TokenIds
 from shardwise.trainer.runtime.data.sources.files import read_rows
-from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape, example_of
+from shardwise.trainer.runtime.data.sources.rows import Example, RowReading, detect_shape, read_example
 from shardwise.trainer.spec.data import shapes
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.fields import BY_PATH
@@ -27,7 +27,8 @@ SAID = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
 
 
 def example(row, shape, fields=None):
-    return example_of(row, "a.jsonl:1", RowReading(shape, fields or {}, vocab_size=100))
+    found = read_example(row, "a.jsonl:1", RowReading(shape, fields or {}, vocab_size=100))
+    return found.content if isinstance(found, Example) else found
 
 
 SHAPES = [

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 Message = dict[str, Any]
+EXCLUDED = "weight"  # key of a message that is not to be learned: 0, however the row states it
 
 
 class TokenIds(NamedTuple):
@@ -32,13 +33,16 @@ class Completion(NamedTuple):
 
     prompt: str | list[Message]
     completion: str | list[Message]
+    tools: list[Any] | None = None  # as those of a Chat
+    template_kwargs: dict[str, Any] | None = None
 
 
 class Chat(NamedTuple):
-    """A conversation; `tools` are the functions it may call, as a template reads them."""
+    """A conversation."""
 
     messages: list[Message]
-    tools: list[Any] | None = None
+    tools: list[Any] | None = None  # functions that it may call, as a template reads them
+    template_kwargs: dict[str, Any] | None = None  # further arguments of the template, such as enable_thinking
 
 
 class Preference(NamedTuple):
@@ -47,6 +51,12 @@ class Preference(NamedTuple):
     prompt: str | list[Message]
     chosen: str | list[Message]
     rejected: str | list[Message]
+    tools: list[Any] | None = None
+    template_kwargs: dict[str, Any] | None = None
+
+    def completion_of(self, answer: str | list[Message]) -> Completion:
+        """The prompt with one of the answers."""
+        return Completion(self.prompt, answer, self.tools, self.template_kwargs)
 
 
 Content = str | TokenIds | Completion | Chat | Preference
@@ -54,7 +64,9 @@ Content = str | TokenIds | Completion | Chat | Preference
 
 def is_plain_pair(content: Content) -> bool:
     """True for a prompt and answers of plain text, which no chat template formats."""
-    return isinstance(content, Completion | Preference) and all(isinstance(part, str) for part in content)
+    return (
+        isinstance(content, Completion | Preference) and isinstance(content.prompt, str) and isinstance(content[1], str)
+    )
 
 
 def size_of(content: Content) -> int:
@@ -77,7 +89,10 @@ def identity_of(content: Content) -> bytes:
         return content.encode()
     if isinstance(content, TokenIds):
         return np.asarray(content.ids, np.int64).tobytes()
-    return msgspec.json.encode(content, order="sorted")
+    num_parts = len(content)
+    while content[num_parts - 1] is None and num_parts > 2:
+        num_parts -= 1
+    return msgspec.json.encode(content[:num_parts], order="sorted")
 
 
 def _texts_in(part: str | Sequence[Any] | None) -> Iterator[str]:
