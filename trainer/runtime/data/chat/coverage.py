@@ -24,7 +24,7 @@ from shardwise.trainer.runtime.data.chat.template import ChatTemplate, TemplateR
 from shardwise.trainer.runtime.data.chat.turns import Turn, TurnSearch
 
 _REASONING_TAGS = ("<think>", "</think>")
-_NUM_OUTLINES = 2048  # numbers and names of arguments make those of conversations with calls many
+_NUM_OUTLINES = 512  # those of conversations with many calls differ, and may be long
 _SCHEMA_KEYWORDS = frozenset({"type", "required", "strict"})
 
 
@@ -126,6 +126,7 @@ class Examiner:
         absent = sketcher.replaced - {slot.number for slot in outline.slots}
         required = {number for number in absent if stretches[number].is_required}
         unread = {stretches[number].key for number in absent - required}
+        unread |= {key for number, key in sketcher.repeated if number in absent - required}
         unread |= {key for key in sketcher.plain_keys if key not in self._template.names}
         last = max((number for number, each in enumerate(messages) if each["role"] == "assistant"), default=0)
         earlier = {stretches[number].message for number in required}

@@ -7,12 +7,12 @@ A sentinel that does not come back from the rendered text stands for a string th
                reasoning out of earlier answers, as at inference); such keys are counted
     other      ids, names, and keys that a template need not know: counted
 
-An outline depends on the shape of a conversation (roles, keys, names of arguments), not on its strings and numbers, so
-it is cached. Filled in again it must equal the text of the real conversation to the character, which proves that nothing
-is cut off and that every place in the outline is a place in the text. A sentinel holds a quote, whose form in the text
-shows whether the template wrote the string as it is or inside JSON. Around sentinels stay outer white space and the
+An outline depends on the shape of a conversation (roles, keys, names of arguments), not on its strings and numbers,
+so it is cached. Filled in again it must equal the text of the real conversation to the character, which proves that
+nothing is cut off and that every place in the outline is a place in the text. A sentinel holds a quote, whose form in
+the text shows if the template wrote the string as it is or inside JSON. Around sentinels stay outer white space and
 strings that the template looks for in a message (`</think>`), so that it follows the same branches. Where it follows
-others, as it compares names or ids, a weaker sketch has these as they are; the weakest replaces only answers.
+others, as it compares names, or writes calls in a form of its own, a weaker sketch has these as they are.
 """
 
 import json
@@ -43,7 +43,7 @@ class Sketch(IntEnum):
     """How many strings are replaced."""
 
     ALL = 0
-    CONTENT = 1  # names, ids and what else a message has stay
+    SPOKEN = 1  # content and reasoning; calls, ids and what else a message has stay
     ANSWERS = 2  # only content of the assistant; not of conversations with tools, whose results may be inside a turn
 
 
@@ -92,6 +92,7 @@ class Sketcher:
         self._tested, self._kind = tested, kind
         self.stretches: list[Stretch] = []
         self.replaced = set[int]()
+        self.repeated: list[tuple[int, str]] = []  # stretches that are also the value of another key
         self.plain_keys = set[str]()  # of messages, whose values hold no string
         self._known: dict[tuple[int, str], str] = {}  # by message (ids: of all) and text
         self._number, self._role = 0, ""
@@ -131,6 +132,7 @@ class Sketcher:
     def _text(self, value: str, name: str, path: str) -> str:
         group = -1 if name in _IDS else self._number if path in REASONING_NAMES else None
         if group is not None and (known := self._known.get((group, value))) is not None:
+            self.repeated += [(number, path) for number in numbers_in(known)]
             return known
         pieces = self._tested.split(value) if self._tested.search(value) else [value]
         is_required = _is_required(path)
@@ -152,9 +154,8 @@ class Sketcher:
     def _replaces(self, path: str, *, is_required: bool) -> bool:
         if self._kind is Sketch.ALL:
             return True
-        if not is_required or path.endswith(".name"):
-            return False
-        return self._kind is Sketch.CONTENT or self._role == "assistant"
+        is_spoken = is_required and not path.startswith("tool_calls.")
+        return is_spoken and (self._kind is Sketch.SPOKEN or self._role == "assistant")
 
 
 def _is_required(path: str) -> bool:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 Message = dict[str, Any]
-EXCLUDED = "weight"  # key of a message that is not to be learned: 0, however the row states it
+EXCLUDED = "not learned"  # key of a message that is not to be learned, however the row states it
 
 
 class TokenIds(NamedTuple):

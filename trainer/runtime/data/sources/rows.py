@@ -194,9 +194,10 @@ class Columns:
         for name in _MARKS_OF_ANSWERS if is_answer else _MARKS:
             value = self.row.get(name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_class = is_number or (isinstance(value, str) and value.strip().isdigit())
             learned = flag(value)
-            if name in _LABELS and is_number:  # classes, perhaps
-                if value == 0:
+            if name in _LABELS and is_class:
+                if learned is False:
                     raise UnusableRowError(
                         f'has "{name}": 0; make it false if the answer is not to be learned (KTO), else rename it'
                     )
