@@ -33,6 +33,8 @@ def _remedy(content: bytes | str, reason: str) -> str:
         return "; the file is UTF-16, save it as UTF-8"
     if text.strip() in (b"{", b"["):
         return "; a row is one line: jq -c . FILE > rows.jsonl"
+    if half := re.search(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])", text):
+        return f"; {half[0].decode()} is half a character of two, and stands alone"
     place = re.search(r"\(byte (\d+)\)", reason)
     if place and text[int(place[1]) :].startswith((b"NaN", b"Infinity")):
         return "; JSON has no NaN and no infinity, write null"
