@@ -127,6 +127,9 @@ def test_the_learned_strings_of_real_templates(name, conversation, expected, ren
 
 
 ASKED, RESULT = user("Weather?"), {"role": "tool", "content": "18", "tool_call_id": "call00001"}
+DESCRIBED = TOOLS[0]["function"] | {
+    "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "Its name."}}}
+}
 PARIS, ROME = (tool_call("get_weather", city=city) | {"id": "call00001"} for city in ("Paris", "Rome"))
 ROME["id"] = "call00002"
 RESULTS = [RESULT, {**RESULT, "tool_call_id": "call00002"}]
@@ -288,6 +291,23 @@ def test_keys_that_the_template_need_not_write_are_counted_by_example(renderer):
         "messages.score": 2, "chat_template_kwargs.depth": 2,
     }  # fmt: skip
     assert one.take_unread() == ({}, {})
+
+
+def test_what_a_template_leaves_out_of_tools_is_listed_or_refused_by_its_key(tokenizer, folder):
+    """Names, descriptions and parameters are needed; more of a schema need not be written."""
+    needed = ["function.name", "function.description", "function.parameters.properties | list"]
+    for omitted, expected in ((None, None), (0, "name"), (1, "description"), (2, r"parameters\.properties")):
+        written = [each for place, each in enumerate(needed) if place != omitted]
+        listing = "".join(f"{{{{ tool.{each} }}}}" for each in written)
+        source = f"{{% for tool in tools %}}{listing}{{% endfor %}}{load_chat_template('chatml', folder).source}"
+        source = source.replace("tools or ", "")
+        one = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 500)
+        rendered = one.render(Chat([ASKED, assistant("Mild.")], [TOOLS[0] | {"function": DESCRIBED}]))
+        if expected is None:
+            assert not isinstance(rendered, str), rendered
+            assert one.take_unread().keys == {"tools.parameters.properties.description": 1}
+        else:
+            assert isinstance(rendered, str) and re.search(f"omits the {expected} of tool 1", rendered)
 
 
 def test_tools_without_openai_s_wrapping_are_given_as_the_template_reads_them(renderer):

@@ -6,7 +6,7 @@ real conversation, as in a template that writes a message in capitals, its strin
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardwise.trainer.runtime.data.chat.outline import (
@@ -22,7 +22,10 @@ from shardwise.trainer.runtime.data.chat.outline import (
 )
 from shardwise.trainer.runtime.data.chat.template import ChatTemplate, TemplateRefusalError, prepared_messages
 from shardwise.trainer.runtime.data.chat.turns import Turn, TurnSearch
+from shardwise.trainer.runtime.data.sources import TEMPLATE_KWARGS
 
+_ANOTHER = "name another (data.chat_template)"
+_REWRITTEN = "the chat template rewrites the content of messages, so that the learned part is not clear"
 _REASONING_TAGS = ("<think>", "</think>")
 _NUM_OUTLINES = 512  # those of conversations with many calls differ, and may be long
 _SCHEMA_KEYWORDS = frozenset({"type", "required", "strict"})
@@ -39,11 +42,22 @@ class Examined(NamedTuple):
 class _Case(NamedTuple):
     """One sketch of a conversation, rendered."""
 
+    kind: Sketch
     outline: Outline
     sketch: Conversation
+    replaced: frozenset[int]  # stretches
     missing: frozenset[int]  # required stretches that it replaces, and the template does not write
     shortened: frozenset[int]  # those of earlier answers, written while that answer is the last
     unread: frozenset[str]  # keys of other stretches
+
+
+class _Sketched(NamedTuple):
+    """One sketch of a conversation with its strings."""
+
+    key: str  # of its shape
+    case: "_Case | None"
+    stretches: Sequence[Stretch]
+    refusal: str  # why it has no case, or its text is not that of the conversation
 
 
 class Examiner:
@@ -64,52 +78,54 @@ class Examiner:
         """
         unread = self._unread_tools(conversation, text)
         unread |= {
-            f"chat_template_kwargs.{name}" for name in conversation.arguments if name not in self._template.variables
+            f"{TEMPLATE_KWARGS}.{name}" for name in conversation.arguments if name not in self._template.variables
         }
-        missing: frozenset[int] | None = None
-        refusal, found, stretches, written = None, Examined(None), list[Stretch](), list[Stretch]()
+        tried, moved = self._sketch_until_alike(conversation, text)
+        stretches, cases = tried[0].stretches, [each.case for each in tried if each.case is not None]
+        written = frozenset[int]().union(*(case.replaced - case.missing for case in cases))
+        missing = frozenset[int]().union(*(case.missing for case in cases)) - written
+        if missing:
+            raise _omitted(stretches[min(missing)], conversation)
+        shortened = frozenset[int]().union(*(case.shortened for case in cases))
+        if moved is None or len(tried) > 1:
+            _check_contained([each for number, each in enumerate(stretches) if number not in shortened], text)
+        if cases and cases[0].kind is Sketch.ALL:
+            unread |= cases[0].unread
+        else:
+            unread |= {f"messages.{each.key}" for each in stretches if not each.is_required and each.text not in text}
+        found = Examined(None, unread, frozenset(f"messages.{stretches[number].key}" for number in shortened))
+        if not finds_turns:
+            return found
+        turns = tried[0].refusal if moved is None else self._turns_of(tried[-1])
+        if isinstance(turns, str) or moved is None:
+            raise TemplateRefusalError(str(turns))
+        return found._replace(turns=tuple(Turn(turn.message, moved(turn.begin), moved(turn.end)) for turn in turns))
+
+    def _sketch_until_alike(
+        self, conversation: Conversation, text: str
+    ) -> tuple[list[_Sketched], Callable[[int], int] | None]:
+        """Sketches of it, up to one that is the text when filled in, and where its places are in the text; or None."""
         has_results = any(message["role"] == "tool" for message in conversation.messages)
+        tried = []
         for kind in list(Sketch)[: -1 if has_results else None]:
             sketcher = Sketcher(self._tested, kind)
             sketch = conversation._replace(messages=sketcher.sketch(conversation.messages))
             key = repr(sketch)
-            case = self._case(key, sketch, sketcher)
+            case = self._case(key, kind, sketch, sketcher)
             if isinstance(case, str):
-                refusal = refusal or case
-                continue
-            if not stretches:
-                stretches = sketcher.stretches
-                shortened = frozenset(f"messages.{stretches[number].key}" for number in case.shortened)
-                found = Examined(None, unread | case.unread, shortened)
-                written = [each for number, each in enumerate(stretches) if number not in case.shortened]
-            filled, moved = case.outline.fill(sketcher.stretches)
-            is_replaced = sketcher.replaced
-            missing = case.missing if missing is None else missing - (is_replaced - case.missing)
-            if filled != text:
-                continue
-            if missing:
-                break
-            if not finds_turns:
-                return found
-            turns = self._turns_of(key, case)
-            if isinstance(turns, str):
-                raise TemplateRefusalError(turns)
-            _check_contained(written if kind is not Sketch.ALL else (), text)
-            return found._replace(turns=tuple(Turn(t.message, moved(t.begin), moved(t.end)) for t in turns))
-        if missing:
-            raise _omitted(stretches[min(missing)], conversation)
-        _check_contained(written, text)
-        if finds_turns:
-            raise TemplateRefusalError(
-                refusal or "the chat template rewrites the content of messages, so that the learned part is not clear"
-            )
-        return found
+                tried.append(_Sketched(key, None, sketcher.stretches, case))
+            else:
+                tried.append(_Sketched(key, case, sketcher.stretches, _REWRITTEN))
+                filled, moved = case.outline.fill(sketcher.stretches)
+                if filled == text:
+                    return tried, moved
+        return tried, None
 
-    def _case(self, key: str, sketch: Conversation, sketcher: Sketcher) -> "_Case | str":
+    def _case(self, key: str, kind: Sketch, sketch: Conversation, sketcher: Sketcher) -> _Case | str:
         case = self._cases.get(key)
         if case is None:
             try:
-                case = self._made(sketch, sketcher)
+                case = self._made(kind, sketch, sketcher)
             except TemplateRefusalError as error:
                 case = str(error)
             for cache in (self._cases, self._turns):
@@ -118,7 +134,7 @@ class Examiner:
             self._cases[key] = case
         return case
 
-    def _made(self, sketch: Conversation, sketcher: Sketcher) -> _Case:
+    def _made(self, kind: Sketch, sketch: Conversation, sketcher: Sketcher) -> _Case:
         messages = prepared_messages(sketch.messages, supports_parts=self._supports_parts)
         sketch = sketch._replace(messages=messages)
         stretches = sketcher.stretches
@@ -133,11 +149,13 @@ class Examiner:
         earlier = {number for number in earlier if number < last and messages[number]["role"] == "assistant"}
         shortened = {number for place in earlier for number in required & self._written_at_the_end(sketch, place)}
         return _Case(
-            outline,
-            sketch,
-            frozenset(required - shortened),
-            frozenset(shortened),
-            frozenset(f"messages.{key}" for key in unread),
+            kind=kind,
+            outline=outline,
+            sketch=sketch,
+            replaced=frozenset(sketcher.replaced),
+            missing=frozenset(required - shortened),
+            shortened=frozenset(shortened),
+            unread=frozenset(f"messages.{key}" for key in unread),
         )
 
     def _written_at_the_end(self, sketch: Conversation, place: int) -> set[int]:
@@ -147,13 +165,16 @@ class Examiner:
         except TemplateRefusalError:
             return set()
 
-    def _turns_of(self, key: str, case: _Case) -> tuple[Turn, ...] | str:
-        if key not in self._turns:
+    def _turns_of(self, sketched: _Sketched) -> tuple[Turn, ...] | str:
+        case = sketched.case
+        assert case is not None
+        if sketched.key not in self._turns:
             try:
-                self._turns[key] = TurnSearch(self._template, self._special, case.sketch, case.outline).turns()
+                turns = TurnSearch(self._template, self._special, case.sketch, case.outline).turns()
+                self._turns[sketched.key] = turns
             except TemplateRefusalError as error:
-                self._turns[key] = str(error)
-        return self._turns[key]
+                self._turns[sketched.key] = str(error)
+        return self._turns[sketched.key]
 
     def _unread_tools(self, conversation: Conversation, text: str) -> frozenset[str]:
         """Keys of the tools that the template does not write; TemplateRefusalError for a name or a description."""
@@ -170,9 +191,7 @@ class Examiner:
         for tool in conversation.tools:
             name = _function_of(tool).get("name")
             if isinstance(name, str) and name not in text:
-                raise TemplateRefusalError(
-                    f"the chat template omits the tool {name}; name another (data.chat_template)"
-                )
+                raise TemplateRefusalError(f"the chat template omits the tool {name}; {_ANOTHER}")
         return found
 
     def _examined_tools(self, conversation: Conversation) -> frozenset[str] | str:
@@ -188,9 +207,6 @@ class Examiner:
             if stretch.is_required:
                 return f"the chat template omits the {stretch.key} of tool {stretch.message + 1}; {_ANOTHER}"
         return frozenset(f"tools.{stretch.key}" for stretch in absent)
-
-
-_ANOTHER = "name another (data.chat_template)"
 
 
 def _omitted(stretch: Stretch, conversation: Conversation) -> TemplateRefusalError:

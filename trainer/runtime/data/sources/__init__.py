@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 Message = dict[str, Any]
+TEMPLATE_KWARGS = "chat_template_kwargs"  # column of further arguments of a template
 EXCLUDED = "not learned"  # key of a message that is not to be learned, however the row states it
 
 

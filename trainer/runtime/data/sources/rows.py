@@ -30,7 +30,15 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.trainer.runtime.data.sources import Chat, Completion, Content, Message, Preference, TokenIds
+from shardwise.trainer.runtime.data.sources import (
+    TEMPLATE_KWARGS,
+    Chat,
+    Completion,
+    Content,
+    Message,
+    Preference,
+    TokenIds,
+)
 from shardwise.trainer.runtime.data.sources.files import BadRow, LeftOutRow, Row, holds_rows, read_rows
 from shardwise.trainer.runtime.data.sources.messages import (
     UnusableRowError,
@@ -60,7 +68,6 @@ NUM_ROWS_TO_DETECT = 100
 UNLEARNED_LABEL = -100  # ignored by cross entropy in torch, and in everything built on it
 _ANSWER_MARK = "\n\nAssistant:"  # of Anthropic's hh-rlhf, whose rows have no prompt
 _NO_PROMPT = 'has no field "prompt", and its two answers share no beginning that could be it'
-_TEMPLATE_KWARGS = "chat_template_kwargs"
 _OF_APPLY_CHAT_TEMPLATE = frozenset({"messages", "conversation", "tools", "add_generation_prompt", "chat_template"})
 _MARKS, _LABELS = ("train", "weight"), ("label", "kto_tag")
 _MARKS_OF_ANSWERS = (*_LABELS, *_MARKS)
@@ -89,7 +96,8 @@ class Columns:
 
     def find(self, field: str) -> Cell | None:
         """The field's cell where the row has one that is not null; columnar files write null for what is not there."""
-        for column in column_names(field, self.fields):
+        names = column_names(field, self.fields)
+        for column in names if field != "system" else (*names, *column_names(field, {})):  # also the name of a role
             if self.row.get(column) is not None:
                 self._read.add(column)
                 return Cell(column, self.row[column])
@@ -180,13 +188,13 @@ class Columns:
 
     def template_kwargs(self) -> dict[str, Any] | None:
         """Further arguments of the chat template, such as enable_thinking."""
-        cell = self.find(_TEMPLATE_KWARGS)
+        cell = self.find(TEMPLATE_KWARGS)
         value = None if cell is None else without_nulls(parsed(cell.value or None, cell.column))
         if value is not None and not isinstance(value, dict):
-            raise UnusableRowError(f'field "{_TEMPLATE_KWARGS}" is {kind_of(value)}, not an object')
+            raise UnusableRowError(f'field "{TEMPLATE_KWARGS}" is {kind_of(value)}, not an object')
         taken = _OF_APPLY_CHAT_TEMPLATE & (value or {}).keys()
         if taken:
-            raise UnusableRowError(f'field "{_TEMPLATE_KWARGS}" has {min(taken)}, which the row states in a column')
+            raise UnusableRowError(f'field "{TEMPLATE_KWARGS}" has {min(taken)}, which the row states in a column')
         return value or None
 
     def check_marks(self, *, is_answer: bool) -> None:
