@@ -77,7 +77,7 @@ def fate_of(made, renderer, decode):
 
 
 def check(num_rows, renderer, decode):
-    fates = {}
+    fates: dict[str, set[str]] = {}
     for seed in range(num_rows):
         made = MarkedRow(seed)
         fate = fate_of(made, renderer(TEMPLATES[seed // 12 % len(TEMPLATES)]), decode)

@@ -231,7 +231,7 @@ class Renderer:
         finds_turns = first is not None and (not template.marks_learned or bool(excluded))
         found = examiner.examine(conversation, text, finds_turns=finds_turns)
         adds_eos = messages[-1]["role"] == "assistant" and not text.rstrip().endswith(self._special)
-        spans = None
+        spans: Sequence[tuple[int, int]] | None = None
         if first is not None and not template.marks_learned:
             spans = [turn[1:] for turn in found.turns or () if turn.message >= first and turn.message not in excluded]
         elif first is not None:

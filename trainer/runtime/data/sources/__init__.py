@@ -81,7 +81,8 @@ def texts_of(content: Content) -> Iterator[str]:
         yield content
     elif not isinstance(content, TokenIds):
         for part in content:
-            yield from _texts_in(part)
+            if isinstance(part, str | list):
+                yield from _texts_in(part)
 
 
 def identity_of(content: Content) -> bytes:
@@ -96,10 +97,10 @@ def identity_of(content: Content) -> bytes:
     return msgspec.json.encode(content[:num_parts], order="sorted")
 
 
-def _texts_in(part: str | Sequence[Any] | None) -> Iterator[str]:
+def _texts_in(part: str | Sequence[Any]) -> Iterator[str]:
     if isinstance(part, str):
         yield part
-    for message in part or () if not isinstance(part, str) else ():
+    for message in part if not isinstance(part, str) else ():
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, str):
             yield content

@@ -212,7 +212,7 @@ def _has_text(content: str | list[Any]) -> bool:
 
 def _others(others: Mapping[str, Any], role: str) -> Message:
     """Further keys of a message: calls in one form, and EXCLUDED in place of all that states what is learned."""
-    kept = without_nulls(others)
+    kept: Message = without_nulls(others)
     call = kept.pop("function_call", None)
     if call is not None and not kept.get("tool_calls"):
         kept["tool_calls"] = [_function_call(parsed(call, "function_call"))]
