@@ -156,6 +156,7 @@ AGENTS: list[Any] = [  # template, conversation, what is learned, or what a refu
     ("qwen3_5_nothink", AGENT[:6], [
         f"<think>\nfirst\n</think>\n\n{qwen_call('Paris')}<|im_end|>",
         f"<think>\nsecond\n</think>\n\n{qwen_call('Rome')}<|im_end|>", "Mild.<|im_end|>"]),
+    ("qwen3_6", [*AGENT[:3], user("Sure?")], "omits the reasoning_content of message 2"),  # of the first try
     ("gptoss", TEXT_AND_CALL, [GPT_OSS.format("Paris"), f"{FINAL}<|return|>"]),
     ("gptoss", AGENT, [GPT_OSS.format("Paris"), GPT_OSS.format("Rome"), f"{FINAL}<|end|>",
                        "<|channel|>analysis<|message|>third<|end|><|start|>assistant"

@@ -1,4 +1,4 @@
-"""Decodes the JSON of a row, with the reason in words where it is none."""
+"""Decodes the JSON of a row, or gives the reason why it is none."""
 
 import re
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE

@@ -3,8 +3,8 @@
 A sentinel that does not come back from the rendered text stands for a string that the template drops:
 
     required   content, reasoning, calls of tools: the conversation is refused with the key's name. Of an earlier answer
-               it suffices that the template writes the string while that answer is the last (Qwen3 and gpt-oss leave
-               reasoning out of earlier answers, as at inference); such keys are counted
+               it suffices that the template writes the string while that answer is the last (Qwen3 and gpt-oss omit
+               the reasoning of earlier answers, as at inference); such keys are counted
     other      ids, names, and keys that a template need not know: counted
 
 An outline depends on the shape of a conversation (roles, keys, names of arguments), not on its strings and numbers,

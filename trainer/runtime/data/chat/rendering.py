@@ -208,7 +208,7 @@ class Renderer:
         if excluded and first is None:
             raise TemplateRefusalError(
                 f"data.loss_on=all learns every token, and message {min(excluded) + 1} is not to be learned; "
-                "leave out data.loss_on"
+                "remove data.loss_on"
             )
         refusals = []
         for variant in _variants(given, chat):
@@ -312,17 +312,17 @@ def _without(
     marked: Sequence[tuple[int, int]], turns: Sequence[Turn], excluded: frozenset[int]
 ) -> Sequence[tuple[int, int]]:
     """The marked stretches outside the turns of excluded messages; TemplateRefusalError where one is in both."""
-    kept = []
+    remaining = []
     for begin, end in marked:
         overlapping = {turn.message for turn in turns if turn.begin < end and begin < turn.end}
         if not overlapping & excluded:
-            kept.append((begin, end))
+            remaining.append((begin, end))
         elif overlapping - excluded:
             raise TemplateRefusalError(
                 f"the chat template marks message {min(overlapping & excluded) + 1}, which is not to be learned, "
                 "together with another answer"
             )
-    return kept
+    return remaining
 
 
 def _are_within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:

@@ -212,26 +212,25 @@ def _has_text(content: str | list[Any]) -> bool:
 
 def _others(others: Mapping[str, Any], role: str) -> Message:
     """Further keys of a message: calls in one form, and EXCLUDED in place of all that states what is learned."""
-    kept: Message = without_nulls(others)
-    call = kept.pop("function_call", None)
-    if call is not None and not kept.get("tool_calls"):
-        kept["tool_calls"] = [_function_call(parsed(call, "function_call"))]
-    for key in [key for key in kept if _ABOUT_LEARNING.search(key)]:
-        is_flag = flag(kept[key])
-        is_known = key in _LEARNED or key in _NOT_LEARNED
-        if role == "assistant" and not (isinstance(kept[key], str) and is_flag is None and not is_known):
+    remaining: Message = without_nulls(others)
+    call = remaining.pop("function_call", None)
+    if call is not None and not remaining.get("tool_calls"):
+        remaining["tool_calls"] = [_function_call(parsed(call, "function_call"))]
+    for key in [key for key in remaining if _ABOUT_LEARNING.search(key)]:
+        value, is_flag, is_known = remaining[key], flag(remaining[key]), key in _LEARNED or key in _NOT_LEARNED
+        excludes = is_known and is_flag is (key in _NOT_LEARNED)
+        if role == "assistant" and (is_known or is_flag is not None or not isinstance(value, str)):
             if is_flag is None or not is_known:
                 raise UnusableRowError(
-                    f'has "{key}": {_shown(kept[key])}, which does not state whether it is learned; '
+                    f'has "{key}": {_shown(value)}, which does not state whether it is learned; '
                     'give an answer "weight": 0 or 1'
                 )
-            del kept[key]
-            if is_flag is (key in _NOT_LEARNED):
-                kept[EXCLUDED] = True
-        elif is_known and is_flag is (key in _NOT_LEARNED):  # nothing but answers is learned anyway
-            del kept[key]
-            kept[EXCLUDED] = True
-    return kept
+        elif not excludes:  # other messages are not learned anyway
+            continue
+        del remaining[key]
+        if excludes:
+            remaining[EXCLUDED] = True
+    return remaining
 
 
 def _shown(value: Any) -> str:  # noqa: ANN401 - any JSON

@@ -4,8 +4,8 @@ Columns are found by our name, by other usual names, or by those in `data.fields
 rows of a job are of one shape; within it, each may be of another dialect. What messages may look like: `messages`.
 Columns that are not read are named with the example.
 
-Prompts with a completion and preferences may have `tools`, `system` and `chat_template_kwargs` beside them, as chats
-have; of plain text with tools or a system message a chat is made. Preferences are read as one prompt and two answers:
+Prompts with a completion and preferences may have columns `tools`, `system` and `chat_template_kwargs`, as chats have;
+of plain text with tools or a system message a chat is made. Preferences are read as one prompt and two answers:
 
 | `prompt` | `chosen`, `rejected` | read as |
 |---|---|---|
@@ -172,7 +172,7 @@ class Columns:
         return None if cell is None else read_tools(cell.value, cell.column)
 
     def with_system(self, messages: list[Message]) -> list[Message]:
-        """The messages behind the system message that the row has beside them; UnusableRowError where both differ."""
+        """The messages after the system message of a column; UnusableRowError where they have another one."""
         cell = self.find("system") or (Cell("system", self._inside["system"]) if "system" in self._inside else None)
         if cell is None:
             return messages
@@ -344,7 +344,7 @@ def _completion(columns: Columns, reading: RowReading) -> Content:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not columns.is_of_chat:
             return Completion(prompt, completion)
-        prompt, completion = [_said("user", prompt)], [_said("assistant", completion)]
+        prompt, completion = [_message("user", prompt)], [_message("assistant", completion)]
     assert isinstance(prompt, list) and isinstance(completion, list)
     require_assistant(completion, cells[1].column)
     _require_learned(completion)
@@ -355,7 +355,7 @@ def _completion(columns: Columns, reading: RowReading) -> Content:
 def _chat(columns: Columns, reading: RowReading) -> Content:
     columns.check_marks(is_answer=True)
     if _is_alpaca(columns):
-        messages = [*_alpaca_prompt(columns), _said("assistant", columns.require_text("output"))]
+        messages = [*_alpaca_prompt(columns), _message("assistant", columns.require_text("output"))]
     else:
         cell = columns.require("messages")
         messages = columns.messages(cell)
@@ -370,7 +370,7 @@ def _require_learned(messages: list[Message]) -> None:
         raise LeaveOutError("every answer is excluded")
 
 
-def _said(role: str, text: str) -> Message:
+def _message(role: str, text: str) -> Message:
     return {"role": role, "content": text}
 
 
@@ -393,8 +393,8 @@ def _alpaca_prompt(columns: Columns) -> list[Message]:
     for turn in history if isinstance(history, list) else [None]:
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise UnusableRowError('field "history" is not a list of pairs of texts')
-        messages += [_said("user", turn[0]), _said("assistant", turn[1])]
-    return [*messages, _said("user", "\n".join(filter(None, question)))]
+        messages += [_message("user", turn[0]), _message("assistant", turn[1])]
+    return [*messages, _message("user", "\n".join(filter(None, question)))]
 
 
 def _tokens(columns: Columns, reading: RowReading) -> Content:
@@ -463,7 +463,7 @@ def _preference(columns: Columns) -> Preference:
         if pair is None and prompt is None:
             raise UnusableRowError(_NO_PROMPT)
         if pair is None:
-            pair = Preference([_said("user", prompt)] if isinstance(prompt, str) else prompt or [], chosen, rejected)
+            pair = Preference([_message("user", prompt)] if isinstance(prompt, str) else prompt or [], chosen, rejected)
         elif (stated := columns.row.get("prompt")) is not None and any(
             stated in (message["content"], pair.prompt) for message in pair.prompt if isinstance(message, dict)
         ):
@@ -494,11 +494,11 @@ def _prompt(columns: Columns) -> TextOrMessages | None:
 
 def _of_texts(prompt: TextOrMessages | None, chosen: str, rejected: str, *, is_of_chat: bool) -> Preference:
     if isinstance(prompt, str) and is_of_chat:
-        prompt = [_said("user", prompt)]
+        prompt = [_message("user", prompt)]
     if isinstance(prompt, str):
         return Preference(prompt, chosen, rejected)
     if prompt is not None:
-        return Preference(prompt, [_said("assistant", chosen)], [_said("assistant", rejected)])
+        return Preference(prompt, [_message("assistant", chosen)], [_message("assistant", rejected)])
     if is_of_chat:
         raise UnusableRowError('has a system message or tools, and no field "prompt"')
     shared = commonprefix([chosen, rejected])  # noqa: RUF071 - of characters, which is what is meant
