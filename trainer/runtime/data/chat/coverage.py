@@ -212,7 +212,7 @@ class Examiner:
 def _omitted(stretch: Stretch, conversation: Conversation) -> TemplateRefusalError:
     number, role = stretch.message + 1, conversation.messages[stretch.message]["role"]
     return TemplateRefusalError(
-        f"the chat template omits the {stretch.key} of message {number} ({role}), or a part of it; {_ANOTHER}"
+        f"the chat template omits the {stretch.key} of message {number} ({role}), or a part of it; {_ANOTHER}, or remove it"
     )
 
 
