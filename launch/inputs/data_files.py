@@ -412,7 +412,13 @@ def _fault_of_first_row(file: SourceFile) -> str:
     """Why the first row cannot be read, as preparation states it of any row."""
     try:
         with closing(_open(file.path)) as stream:
-            row = decode_json(_first_line(stream).removeprefix(BOM_UTF8))
+            line = _first_line(stream).removeprefix(BOM_UTF8)
+        if content_suffix(file.path) in (".csv", ".tsv"):
+            line.decode()
+            return "cannot be read"
+        row = decode_json(line)
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8 ({error.reason}); save the file as UTF-8"
     except ValueError as error:
         return str(error)
     except Exception:  # noqa: BLE001 - damaged; every format has errors of its own, and preparation reports them

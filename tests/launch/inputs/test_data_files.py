@@ -212,6 +212,12 @@ def test_a_bad_first_row_is_refused_with_the_reason_that_preparation_gives(conte
     assert isinstance(row, BadRow) is (content != b"{}\n")
 
 
+def test_a_header_that_is_not_utf_8_is_refused_for_that(tmp_path):
+    (tmp_path / "rows.csv").write_bytes(b"caf\xe9,text\na,b\n")
+    with pytest.raises(InputError, match=r"rows\.csv: its first row is not UTF-8 .*save the file as UTF-8"):
+        refuse_first_row(listed_request(tmp_path / "rows.csv", cache_root=tmp_path))
+
+
 def test_the_standard_library_is_its_own_modules_and_one_without_sources_is_refused(tmp_path: Path) -> None:
     folder = Path(sysconfig.get_path("stdlib"))
     paths = [Path(found.path).relative_to(folder) for found in python_stdlib_files(folder)]

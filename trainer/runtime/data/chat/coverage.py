@@ -210,10 +210,9 @@ class Examiner:
 
 
 def _omitted(stretch: Stretch, conversation: Conversation) -> TemplateRefusalError:
-    number, role = stretch.message + 1, conversation.messages[stretch.message]["role"]
-    return TemplateRefusalError(
-        f"the chat template omits the {stretch.key} of message {number} ({role}), or a part of it; {_ANOTHER}, or remove it"
-    )
+    role = conversation.messages[stretch.message]["role"]
+    where = f"{stretch.key} of message {stretch.message + 1} ({role})"
+    return TemplateRefusalError(f"the chat template omits the {where}, or a part of it; {_ANOTHER}, or remove it")
 
 
 def _check_contained(stretches: Sequence[Stretch], text: str) -> None:
