@@ -9,6 +9,7 @@ Only then is the folder called OUT. At no time is there more than one model in m
 The default checkpoint is the one that a run itself exports at its end: the last, or the best of a job that stops early.
 """
 
+import json
 import os
 import re
 from pathlib import Path
@@ -57,6 +58,7 @@ from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.worker_requests import ExportFormat, ExportRequest, GgufType, Lines, WeightType
+from shardwise.trainer.spec.model.stored import weight_format
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation, Report
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
@@ -161,13 +163,7 @@ def _write_adapters(
     notes = [incident] if incident is not None else []
     checks: tuple[str, ...] = ()
     if expected is not None and plan.model_path is not None:
-        found = reloaded_adapter_logits(
-            folder,
-            Path(plan.model_path),
-            ids,
-            dtype=base_type(plan.chosen.method, plan.chosen.strategy.precision),
-            is_quantised=plan.chosen.method is Method.QLORA,
-        )
+        found = reloaded_adapter_logits(folder, plan_on(plan, DeviceKind.CPU), ids)
         measured = check_logits(expected, found, tolerance=SAME, what=f"{folder.name}: loaded by PEFT")
         checks = (f"loaded again by PEFT: logits within {measured:.2g} of the trained model's ({SAME:g} allowed)",)
     elif request.checks:
@@ -279,7 +275,14 @@ def _merged_type(plan: Plan) -> torch.dtype:
 
 
 def _stored_type(folder: Path) -> torch.dtype:
-    """The type that most weights of a folder are stored in; fp32 for any that is neither fp32 nor 16 bit."""
+    """The type that most weights of a folder are stored in; fp32 for any that is neither fp32 nor 16 bit.
+
+    Of quantised weights it is that of their config.json.
+    """
+    config = json.loads((folder / "config.json").read_bytes())
+    if weight_format(config) is not None:
+        named = config.get("dtype") or config.get("torch_dtype")
+        return {"float16": torch.float16, "float32": torch.float32}.get(str(named), torch.bfloat16)
     counts: dict[str, int] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

@@ -19,14 +19,15 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from msgspec.structs import replace
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.trainer.runtime.export.folder import sum_of_lora
 from shardwise.trainer.runtime.importing.tensors import Stored, Tensors
-from shardwise.trainer.runtime.models.quantisation import refuse_quantised
 from shardwise.trainer.runtime.models.weight_files import WeightReader
 from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.model.stored import Treatment, refuse_format, weight_format
 
 _ANYWHERE = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _IN_FRONT = re.compile(r"^(module\.|base_model\.model\.)+")
@@ -73,7 +74,9 @@ def build_empty(config: Mapping[str, Any], origin: str, *, most_layers: int) -> 
         first = " ".join(str(error).split())[:200]
         raise InputError(f"{origin}: is no causal language model that transformers can build: {first}") from error
     assert isinstance(model, PreTrainedModel)
-    refuse_quantised(model.config, origin)
+    weights = weight_format(config)
+    if weights is not None:  # nothing is decoded here
+        refuse_format(replace(weights, treatment=Treatment.REFUSED), origin=origin, method=None, source=None)
     return model
 
 
