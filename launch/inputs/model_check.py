@@ -31,12 +31,12 @@ def check_model(job: Job, model: ModelFiles, shape: ModelShape, code: ModelCode 
     is_of_layers = targets == ("all-linear",) or {*targets} <= layers
     config = {**model.config, "vocab_size": shape.vocab_size - model.new_rows} if model.new_rows else model.config
     held = msgspec.structs.replace(shape, vocab_size=shape.vocab_size - model.new_rows)
-    is_usual = not model.tensors or (model.weights is None and code is None and _is_usual(model.tensors, held))
-    if (is_usual and is_of_layers) or installed_version("torch") is None:
+    has_usual = not model.tensors or (model.weights is None and code is None and is_usual(model.tensors, held))
+    if (has_usual and is_of_layers) or installed_version("torch") is None:
         return
     request = CheckModelRequest(
         model_config=config,
-        model_path=None if is_usual else model.model_path,
+        model_path=None if has_usual else model.model_path,
         model_code=code,
         method=job.train.method,
         targets=() if is_of_layers else targets,
@@ -51,7 +51,7 @@ def check_model(job: Job, model: ModelFiles, shape: ModelShape, code: ModelCode 
     stored.touch()
 
 
-def _is_usual(tensors: StoredTensors, shape: ModelShape) -> bool:
+def is_usual(tensors: StoredTensors, shape: ModelShape) -> bool:
     """True if the tensors are those of a model of this shape, as far as numbers and sizes show."""
     if shape.is_described or not all(name.startswith(_ROOTS) for name in tensors):
         return False

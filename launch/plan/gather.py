@@ -202,7 +202,10 @@ def with_weights(inputs: PlanInputs) -> PlanInputs:
         return inputs
     job = inputs.resolved.job
     model = download_model(job, inputs.model, cache_home=inputs.hub_home)
-    shape = _with_format(inputs.shape, model)
+    shape = inputs.shape
+    if model.config != inputs.model.config:  # its files showed more of it
+        shape = _read_shape(job, model, inputs.model_code, describes_models=True)
+    shape = _with_format(shape, model)
     check_model(job, model, shape, inputs.model_code, cache=inputs.cache)
     request = make_request(
         job,

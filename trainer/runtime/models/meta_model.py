@@ -33,7 +33,6 @@ from transformers import (
 from transformers.core_model_loading import build_glob_alternation
 from transformers.initialization import no_tie_weights
 
-from shardwise.trainer.runtime.models.decoding import decoder_of
 from shardwise.trainer.runtime.models.model_code import compute_buffers
 from shardwise.trainer.runtime.models.quantisation import (
     Packing,
@@ -327,8 +326,11 @@ class StoredModel(NamedTuple):
 
     def reader(self, model: PreTrainedModel, types: Mapping[str, torch.dtype]) -> WeightReader:
         """The reader of its files; InputError where they are not those of the model."""
-        is_decoded = self.weights is not None and self.weights.treatment is Treatment.DECODED
-        decoder = decoder_of(self.settings) if is_decoded and self.settings is not None else None
+        decoder = None
+        if self.weights is not None and self.weights.treatment is Treatment.DECODED:
+            from shardwise.trainer.runtime.models.decoding import decoder_of  # few folders need it
+
+            decoder = decoder_of(self.settings or {})
         reads_packed = self.weights is not None and self.weights.quant is not None
         return WeightReader(
             model, self.folder, types=types, outer=self.outer, decoder=decoder, reads_packed=reads_packed
@@ -339,7 +341,7 @@ class StoredModel(NamedTuple):
         model = self.empty_model(torch.float32, "eager")
         reader = self.reader(model, _planned_types(model, torch.float32))
         _tie(model, reader, compares=False)
-        _wanted(model, reader, self.folder)
+        _wanted(model, reader)
         reader.check_made()
         return model
 
@@ -365,7 +367,7 @@ def meta_model_from_folder(
     if (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     packed = {} if packing is None else _put_packed(model, packing, reader.packed_names)
-    return MetaModel(model, _ReadWeights(reader), _wanted(model, reader, folder), packed, packing)
+    return MetaModel(model, _ReadWeights(reader), _wanted(model, reader), packed, packing)
 
 
 def fill(meta_model: MetaModel, device: torch.device) -> PreTrainedModel:
@@ -550,16 +552,13 @@ def _tie(model: PreTrainedModel, reader: WeightReader, *, compares: bool = True)
     model.tie_weights(missing_keys=set(model.state_dict(keep_vars=True)) - set(reader.names), recompute_mapping=False)
 
 
-def _wanted(model: PreTrainedModel, reader: WeightReader, folder: str) -> dict[str, Tensor]:
+def _wanted(model: PreTrainedModel, reader: WeightReader) -> dict[str, Tensor]:
     there, wanted = set(reader.names), dict[str, Tensor]()
     tensors = model.state_dict(keep_vars=True)
     found = {tensor: name for name, tensor in reversed(tensors.items()) if name in there}
     missing = [name for name, tensor in tensors.items() if tensor not in found]
     if missing:
-        raise InputError(
-            f"{folder}: its weights lack {len(missing)} tensors of {type(model).__name__}, the first "
-            f"{sorted(missing)[0]}; they would start as random numbers"
-        )
+        raise reader.missing(missing)
     for tensor, name in found.items():
         wanted[name] = tensor
     return wanted

@@ -15,7 +15,9 @@ cache. So a disk or a file system that loses bytes is noticed while the model is
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -24,12 +26,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
-    PrefixChange,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -42,6 +43,14 @@ from transformers.quantizers.base import HfQuantizer
 
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.units import MIB
+
+_ANYWHERE = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+IN_FRONT = re.compile(r"^(module\.|base_model\.model\.)+")
+
+
+def without_wrappers(name: str) -> str:
+    """A tensor's name without those of wrappers: DDP's and DeepSpeed's, FSDP1's, torch.compile's, PEFT's."""
+    return IN_FRONT.sub("", _ANYWHERE.sub("", name))
 
 
 class WeightReader:
@@ -86,13 +95,25 @@ class WeightReader:
         """Those of the weights that the folder has in bitsandbytes' 4 bit."""
         return tuple(self._packed)
 
+    def missing(self, names: Sequence[str]) -> InputError:
+        """The error for tensors of the model that the folder lacks, with what may help."""
+        wrapped = next((key for key in self._slices if without_wrappers(key) != key), None)
+        remedy = "they would start as random numbers"
+        if wrapped is not None:
+            command = shlex.join(["shardwise", "import", self._folder, f"{self._folder}-plain"])
+            remedy = f"{wrapped} has a wrapper's name:\n{command}"
+        elif [*names] == ["lm_head.weight"]:
+            remedy = "if the embedding is its head, write tie_word_embeddings true into config.json"
+        of_model = f"{len(names)} tensors of {type(self._model).__name__}, the first {min(names)}"
+        return InputError(f"{self._folder}: its weights lack {of_model}; {remedy}")
+
     def keep_conversions(self) -> None:
         """Stores the conversions with the model, so that transformers saves it as it was read.
 
         A text part and decoded weights are saved as those of a model that was built.
         """
         seam: Any = self._model
-        used = [each for each in self._conversions if each.was_used() and not isinstance(each, PrefixChange)]
+        used = [each for each in self._conversions if each.was_used() and not isinstance(each, _PREFIX_CHANGE)]
         seam._weight_conversions = used if self._is_as_saved else None
 
     def read(self, name: str) -> Tensor:
@@ -295,6 +316,7 @@ class WeightReader:
         )
 
 
+_PREFIX_CHANGE: Any = getattr(core_model_loading, "PrefixChange", ())  # newer than transformers 5.6
 _OF_PACKED = ".weight."  # before the names of the parts of a 4-bit weight
 
 
