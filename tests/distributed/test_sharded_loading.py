@@ -29,7 +29,7 @@ from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.model.shape import DescriptionRequest
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision, Quant
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method, Precision, Quant
 from shardwise.trainer.spec.units import MIB
 
 MIXED, BF16 = Precision.BF16_MIXED, Precision.BF16
@@ -134,7 +134,8 @@ def plan_of(look: Look, cache_dir: Path, folder: Path) -> Plan:
     plan = rank_plan(
         cache_dir, start.sharding, start.offload, num_ranks=look.num_ranks, micro_batch=1 if few else 2, accumulation=1,
         model_config=start.config, precision=start.precision, method=start.method, train=start.train,
-        checkpointing=Checkpointing.FULL if is_custom else Checkpointing.NONE, **few,
+        checkpointing=Checkpointing.FULL if is_custom else Checkpointing.NONE,
+        attention=Attention.EAGER if start.config is GPT_OSS else Attention.SDPA, **few,
     )  # fmt: skip
     data = replace(plan.data, num_eval_rows=0 if few else plan.data.num_eval_rows)
     path = None if look.origin == "drawn" else write_weights(folder, start)

@@ -53,6 +53,10 @@ def narrowed(tensors: Tensors) -> Tensors:
     return {**tensors, "model.layers.1.mlp.up_proj.weight": tensors["model.layers.1.mlp.up_proj.weight"][:-1]}
 
 
+def of_another_vocabulary(tensors: Tensors) -> Tensors:
+    return {**tensors, "model.embed_tokens.weight": tensors["model.embed_tokens.weight"][:-1]}
+
+
 @pytest.mark.parametrize(
     ("change", "fact"),
     [
@@ -60,6 +64,7 @@ def narrowed(tensors: Tensors) -> Tensors:
         (without("model.layers.1.mlp.up_proj.weight"), r"lack 1 tensors of Llama.* model\.layers\.1\.mlp\.up_proj"),
         (wrapped, r"has a wrapper's name:\nshardwise import .*base .*base-plain$"),
         (narrowed, r"up_proj\.weight has shape .* different models"),
+        (of_another_vocabulary, r"embed_tokens\.weight has shape \(255, .* different models"),
     ],
 )  # fmt: skip
 def test_a_folder_that_is_not_its_model_is_refused_as_at_the_first_step(change, fact, cache, tmp_path):

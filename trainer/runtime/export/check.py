@@ -94,7 +94,7 @@ def reloaded_adapter_logits(folder: Path, plan: Plan, ids: Tensor) -> Tensor:
 
 def _base(plan: Plan) -> PreTrainedModel:
     assert plan.model_path is not None
-    folder, outer, chosen = Path(plan.model_path), outer_of(plan), plan.chosen
+    folder, outer, chosen = Path(plan.model_path), outer_of(plan, ()), plan.chosen
     weights = weight_format(json.loads((folder / "config.json").read_bytes()))
     if outer is None and weights is not None and weights.treatment is Treatment.DECODED:
         return build_base(plan)

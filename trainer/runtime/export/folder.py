@@ -62,13 +62,10 @@ from shardwise.trainer.runtime.models.methods import (
     quantised_layers,
 )
 from shardwise.trainer.runtime.models.model_code import write_model_code
-from shardwise.trainer.runtime.models.outer import outer_of
+from shardwise.trainer.runtime.models.outer import OF_EXPERTS, outer_of
 from shardwise.trainer.runtime.models.weight_files import check_model_written, check_written
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.plan import Plan
-
-# Experts in one tensor: PEFT puts one adapter around another and finds both again only by the word it was given.
-_NESTED = ".base_layer.lora_"
 
 
 def write_model_folder(
@@ -94,7 +91,7 @@ def write_adapter_folder(weights: Mapping[str, torch.Tensor], plan: Plan, out: P
         saved = save_adapters(weights, plan, folder)
         check_written(folder, saved)
         incident = add_tokenizer(plan, folder)
-        write_card(Export(plan=plan), folder)
+        write_card(Export(plan=plan, adapters=tuple(weights)), folder)
     return incident
 
 
@@ -144,7 +141,7 @@ def save_adapters(
     With `hides_paths`, a base that is a folder here is recorded by the folder's name alone.
     """
     job, base = plan.job, base_of(plan)
-    has_experts, outer = any(_NESTED in name for name in weights), outer_of(plan)
+    has_experts, outer = any(OF_EXPERTS in name for name in weights), outer_of(plan, weights)
     layers = adapted_layers(job.train.lora, weights)
     config = peft_config(
         job.train.lora,

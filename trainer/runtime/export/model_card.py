@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from shardwise.trainer.runtime.models.outer import outer_of
+from shardwise.trainer.runtime.models.outer import is_part, outer_of
 from shardwise.trainer.runtime.run.state import installed_versions
 from shardwise.trainer.spec.model.stored import Treatment, weight_format
 from shardwise.trainer.spec.plan import Plan
@@ -43,6 +43,7 @@ class Export(NamedTuple):
     evaluation: Evaluation | None = None  # of that step
     report: Report | None = None
     checks: tuple[str, ...] = ()  # one sentence for each comparison, with the difference
+    adapters: tuple[str, ...] = ()  # names of their parameters
 
     @property
     def kind_text(self) -> str:
@@ -124,7 +125,12 @@ def _loading(export: Export, base: Base) -> str:
     trust = ", trust_remote_code=True" if plan.model_code is not None else ""
     if kind == "adapters":
         settings = f', revision="{base.revision}"' if base.revision is not None and base.folder is None else ""
-        outer, decoder = outer_of(plan), _decoder_class(plan)
+        outer, decoder = outer_of(plan, export.adapters), _decoder_class(plan)
+        if outer is None and is_part(plan):
+            return (
+                f"## Use\n\nThe adapters have the names of the text model in `{base.name}`; `shardwise export RUN OUT "
+                "--merge` writes that model whole, with them in it."
+            )
         names[0] = names[0] if outer is None else outer.model_class.__name__
         if decoder is not None:
             names.append(decoder)

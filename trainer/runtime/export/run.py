@@ -52,6 +52,7 @@ from shardwise.trainer.runtime.export.model_card import Export
 from shardwise.trainer.runtime.models.build import build_model, model_from_config
 from shardwise.trainer.runtime.models.methods import base_type
 from shardwise.trainer.runtime.models.model_code import as_its_user, write_model_code
+from shardwise.trainer.runtime.models.outer import is_part, outer_of
 from shardwise.trainer.runtime.run.process import run_request_and_exit
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Offload, Sharding
@@ -155,9 +156,10 @@ def _write_adapters(
     """PEFT's folder, checked on its base where that can be loaded."""
     plan = export.plan
     ids, expected = prompt_ids(plan.model_shape.vocab_size), None
-    if request.checks and plan.model_path is not None:
-        expected = logits_of(_trained(plan_on(plan, DeviceKind.CPU), checkpoint), ids)
     weights = read_weights(checkpoint)
+    fits = not is_part(plan) or outer_of(plan, weights) is not None
+    if request.checks and plan.model_path is not None and fits:
+        expected = logits_of(_trained(plan_on(plan, DeviceKind.CPU), checkpoint), ids)
     save_adapters(weights, plan, folder, hides_paths=request.hides_paths)
     incident = add_tokenizer(plan, folder)
     notes = [incident] if incident is not None else []
@@ -167,10 +169,11 @@ def _write_adapters(
         measured = check_logits(expected, found, tolerance=SAME, what=f"{folder.name}: loaded by PEFT")
         checks = (f"loaded again by PEFT: logits within {measured:.2g} of the trained model's ({SAME:g} allowed)",)
     elif request.checks:
-        notes.append(
-            "not compared: the base of these adapters was made up and lies in no folder; --merge exports it whole"
-        )
-    return export._replace(kind="adapters", checks=checks), notes
+        reason = "the base of these adapters was made up and lies in no folder"
+        if not fits:
+            reason = "these adapters fit the text part of their base alone, and PEFT loads all of it"
+        notes.append(f"not compared: {reason}; --merge exports it whole")
+    return export._replace(kind="adapters", checks=checks, adapters=tuple(weights)), notes
 
 
 def _write_whole(

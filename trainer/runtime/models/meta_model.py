@@ -316,7 +316,7 @@ def meta_model_from_config(build: Build, *, dtype: torch.dtype, seed: int) -> Me
 
 
 class StoredModel(NamedTuple):
-    """A folder of weights, and what its config.json says of the model in it."""
+    """A folder of weights, and the contents of its config.json."""
 
     folder: str
     config: PreTrainedConfig  # of the language model
@@ -371,7 +371,7 @@ def meta_model_from_folder(
 
 
 def fill(meta_model: MetaModel, device: torch.device) -> PreTrainedModel:
-    """The model with all of its values on a device; each has at most one other tensor beside it meanwhile."""
+    """The model with all of its values on a device; at most one more tensor is in memory meanwhile."""
     model, wanted = meta_model.model, dict(meta_model.wanted)
 
     def put(name: str, values: Values) -> None:

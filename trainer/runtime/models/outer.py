@@ -20,6 +20,8 @@ from shardwise.trainer.runtime.models.build import config_from
 from shardwise.trainer.runtime.models.meta_model import causal_model
 from shardwise.trainer.spec.plan import Plan
 
+OF_EXPERTS = ".base_layer.lora_"  # PEFT puts one adapter of experts around another
+
 
 class Outer(NamedTuple):
     """The class of the whole model, and where the text part is in it."""
@@ -38,16 +40,26 @@ class Outer(NamedTuple):
         return f"{self.outside.replace('.', dots)}(.*{dots})?({'|'.join(layers)})"
 
 
-def outer_of(plan: Plan) -> Outer | None:
-    """The model that the base of a plan is a part of; None if it is none, or transformers cannot build it here."""
+def is_part(plan: Plan) -> bool:
+    """True if the base of a plan is the text part of another model."""
     if plan.model_path is None or plan.model_code is not None:
+        return False
+    path = Path(plan.place_of(plan.model_path), "config.json")
+    return path.is_file() and json.loads(path.read_bytes()).get("model_type") != plan.model_config["model_type"]
+
+
+def outer_of(plan: Plan, adapters: Iterable[str]) -> Outer | None:
+    """The model that adapters of these names fit, if the base of a plan is a part of it; None if it is none.
+
+    None as well where transformers cannot build it here, and for adapters of experts in one tensor, which PEFT finds by
+    the type of the model.
+    """
+    if not is_part(plan) or any(OF_EXPERTS in name for name in adapters):
         return None
+    assert plan.model_path is not None
     folder = Path(plan.place_of(plan.model_path))
-    path = folder / "config.json"
-    raw = json.loads(path.read_bytes()) if path.is_file() else {}
-    if raw.get("model_type") == plan.model_config["model_type"]:
-        return None
-    model_class = next((found for name in raw.get("architectures") or () if (found := _class(name))), None)
+    architectures = json.loads((folder / "config.json").read_bytes()).get("architectures") or ()
+    model_class = next((found for name in architectures if (found := _class(name))), None)
     if model_class is None:
         return None
     try:

@@ -260,7 +260,7 @@ class WeightReader:
             weight = next((part[:end] for end in _ends(part) if part[:end] in read), None)
             if weight is not None:
                 raise InputError(
-                    f"{self._folder}: its {weight} is quantised, as {part} is beside it, and config.json names no "
+                    f"{self._folder}: its {weight} is quantised, as there is {part}, and config.json names no "
                     "format that reads both (quantization_config); start from the 16-bit ones"
                 )
 
@@ -382,7 +382,7 @@ class _Source(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """True if the conversion decodes quantised tensors, which it takes as they are stored."""
+        """True if the conversion decodes quantised tensors, which it reads as they are stored."""
         return self.converter is not None and hasattr(self.converter.operations[0], "hf_quantizer")
 
     @property

@@ -103,7 +103,8 @@ def _exported(plan: Plan, folder: Path) -> PreTrainedModel:
         assert isinstance(loaded, PreTrainedModel)
         compute_buffers(loaded, loaded.dtype, with_persistent=False)
         return loaded
-    model, saved, outer = _built(plan), load_file(folder / "adapter_model.safetensors"), outer_of(plan)
+    model, saved = _built(plan), load_file(folder / "adapter_model.safetensors")
+    outer = outer_of(plan, (name for name, _ in model.named_parameters()))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.data.copy_(saved[peft_key(name if outer is None else outer.name_of(name))])

@@ -1,7 +1,7 @@
 """What a config.json shows of its folder: the part that is a language model, and the format of its weights.
 
 A checkpoint with vision or sound describes its language model in `text_config`; Qwen2-VL and Qwen2.5-VL are published
-with its fields beside `vision_config`. That part is planned, trained and exported, as the type that transformers
+with its fields at the top level. That part is planned, trained and exported, as the type that transformers
 registers for causal language models. Where transformers has the part only inside the larger model, `_TWINS` names the
 causal type that computes the same of text from the same tensors: positions of an image have three axes, those of text
 one. Whether the head is the embedding is decided by the outer config, as in transformers.
@@ -83,8 +83,8 @@ def _as_causal(part: Config) -> Config:
     causal = {**defaults, **part, **fixed, "model_type": model_type}
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(causal.get(name), Mapping):
-            kept = {key: "default" if each == "mrope" else each for key, each in causal[name].items()}
-            causal[name] = {key: each for key, each in kept.items() if not key.startswith("mrope_")}
+            rope = {key: "default" if each == "mrope" else each for key, each in causal[name].items()}
+            causal[name] = {key: each for key, each in rope.items() if not key.startswith("mrope_")}
     return causal
 
 
@@ -102,7 +102,7 @@ class Treatment(StrEnum):
     """What is done with weights that are stored in fewer bits than 16."""
 
     DECODED = "decoded"  # to 16 bit, or 32, while they are read
-    ADAPTED = "adapted"  # kept as they are, under adapters
+    ADAPTED = "adapted"  # retained as they are, under adapters
     REFUSED = "refused"
 
 
@@ -111,7 +111,7 @@ class WeightFormat(Value, frozen=True, kw_only=True):
 
     name: str
     treatment: Treatment
-    quant: Quant | None = None  # of 4-bit weights that are kept
+    quant: Quant | None = None  # of 4-bit weights that are retained
 
     @property
     def note(self) -> str:
@@ -125,25 +125,25 @@ _DECODED = frozenset({"fp8", "mxfp8", "mxfp4"})
 
 
 def format_settings(config: Config) -> Config | None:
-    """The settings of the format of the weights beside a config.json, or of its text part; None if they have none."""
+    """The settings of the format of the weights of a config.json, or of its text part; None if they have none."""
     text = config.get("text_config")
     settings = config.get(_FORMAT) or (text.get(_FORMAT) if isinstance(text, Mapping) else None)
     return settings if isinstance(settings, Mapping) else None
 
 
 def weight_format(config: Config) -> WeightFormat | None:
-    """The format of the weights beside a config.json, or of its text part; None if they are not quantised."""
+    """The format of the weights of a config.json, or of its text part; None if they are not quantised."""
     settings = format_settings(config)
     if settings is None:
         return None
     bits = next((bits for bits in (4, 8) if settings.get(f"load_in_{bits}bit")), None)
     if bits is not None:
         quant = Quant.NF4_DQ if settings.get("bnb_4bit_use_double_quant") else Quant.NF4
-        is_kept = bits == 4
+        is_4_bit = bits == 4
         return WeightFormat(
             name=f"bitsandbytes {bits} bit",
-            treatment=Treatment.ADAPTED if is_kept else Treatment.REFUSED,
-            quant=quant if is_kept else None,
+            treatment=Treatment.ADAPTED if is_4_bit else Treatment.REFUSED,
+            quant=quant if is_4_bit else None,
         )
     name = str(settings.get("quant_method") or "an unnamed format")
     return WeightFormat(name=name, treatment=Treatment.DECODED if name in _DECODED else Treatment.REFUSED)
