@@ -55,7 +55,7 @@ def is_usual(tensors: StoredTensors, shape: ModelShape) -> bool:
     """True if the tensors are those of a model of this shape, as far as numbers and sizes show."""
     if shape.is_described or not all(name.startswith(_ROOTS) for name in tensors):
         return False
-    blocks = {int(found[1]) for name in tensors if (found := _BLOCK.search(name))}
+    blocks = {int(block[1]) for name in tensors if (block := _BLOCK.search(name))}
     if blocks != {*range(shape.num_layers)}:
         return False
     num_usual = shape.num_layers - shape.num_dense_layers

@@ -33,8 +33,8 @@ _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, 
 def save_new(folder: Path, config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> Path:
     """Random weights of a config, large enough that every tensor counts."""
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    disturbed(model).to(dtype).save_pretrained(folder)
+    model: Any = disturbed(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)))
+    model.to(dtype).save_pretrained(folder)
     return folder
 
 

@@ -99,9 +99,8 @@ def check_text_part(kind: str, folder: Path) -> None:
     model.save_pretrained(folder / "part")
     with safe_open(folder / "part" / "model.safetensors", "pt") as file:
         assert not any("language_model" in name or "text_model" in name for name in file.keys())  # noqa: SIM118
-    again, found = AutoModelForCausalLM.from_pretrained(
-        folder / "part", output_loading_info=True, attn_implementation="eager"
-    )
+    seam: Any = AutoModelForCausalLM
+    again, found = seam.from_pretrained(folder / "part", output_loading_info=True, attn_implementation="eager")
     assert not found["missing_keys"] and not found["unexpected_keys"]
     assert torch.equal(logits_of(again.eval()), logits)
 
@@ -279,13 +278,13 @@ def test_a_base_in_bitsandbytes_4_bit_keeps_its_bytes_and_its_export_has_them_de
     )
     packed = sorted(name for name in tensors if f"{name}.absmax" in tensors)
     assert packed_weights(check_weights(folder)) == sum(2 * tensors[name].numel() for name in packed)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     for storage in (torch.uint8, torch.bfloat16):
         kept = Packing(quant=files.weights.quant, compute=torch.bfloat16, storage=storage, works_on=CPU, lives_on=CPU)
         meta_model, model = loaded(folder, torch.bfloat16, kept)
         assert sorted(meta_model.packed) == packed and len(packed) == (14 if doubly else 12)
         for name in packed:
-            ours, other = model.get_parameter(name), theirs.get_parameter(name)
+            ours, other = model.get_parameter(name), theirs.get_parameter(name)  # of bitsandbytes
             assert torch.equal(ours.data.view(torch.uint8).flatten(), tensors[name].flatten())
             decoded = [dequantize_4bit(each.data, each.quant_state) for each in (ours, other)]
             assert torch.equal(*decoded)

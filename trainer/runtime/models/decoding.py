@@ -35,13 +35,13 @@ def decoder_of(settings: Mapping[str, Any]) -> HfQuantizer:
     return decoder
 
 
-class Mxfp4(Mxfp4Dequantize):  # type: ignore[misc]  # transformers is untyped
+class Mxfp4(Mxfp4Dequantize):
     """Experts [E, out, groups, 16] and their scales [E, out, groups] to [E, in, out]."""
 
     keeps_rows = True  # an expert is decoded without the others
 
 
-class Fp8(Fp8Dequantize):  # type: ignore[misc]
+class Fp8(Fp8Dequantize):
     """A matrix [out, in] and its scales, one for each block or one."""
 
     def _dequantize_one(self, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:

@@ -81,4 +81,5 @@ def _class(name: str) -> type[PreTrainedModel] | None:
 
 
 def _path(model: nn.Module, module: nn.Module) -> str:
-    return next(path for path, each in model.named_modules() if each is module)
+    paths: dict[nn.Module, str] = {each: path for path, each in model.named_modules()}
+    return paths[module]

@@ -19,6 +19,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -412,8 +413,9 @@ class _Source(NamedTuple):
         return tuple(f"{prefix}{pattern}{suffix}" for pattern in patterns)
 
 
-class _Rows(NamedTuple):
-    """Some rows of a slice, read when they are indexed as a whole."""
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of a slice, read when it is indexed as a whole."""
 
     part: Any
     start: int
@@ -423,7 +425,8 @@ class _Rows(NamedTuple):
         return self.part[self.start : self.stop]
 
 
-class _Unread(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Unread:
     """A slice of which only shape and type are read."""
 
     part: Any
