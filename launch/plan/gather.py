@@ -192,7 +192,8 @@ def _with_format(shape: ModelShape, model: ModelFiles) -> ModelShape:
     """The shape with the format of a base that stays in 4 bit, and what its files hold in 16 bit all the same."""
     if model.weights is None or model.weights.quant is None:
         return shape
-    wide = max(0, shape.linear_parameters - packed_weights(model.tensors)) if model.tensors else 0
+    num_packed = packed_weights(model.tensors)
+    wide = max(0, shape.linear_parameters - num_packed) if num_packed else 0  # without any, all are quantised anew
     return replace(shape, quant=model.weights.quant, wide_linears=wide)
 
 
@@ -209,7 +210,7 @@ def with_weights(inputs: PlanInputs) -> PlanInputs:
     check_model(job, model, shape, inputs.model_code, cache=inputs.cache)
     request = make_request(
         job,
-        shape=inputs.shape,
+        shape=shape,
         tokenizer_path=model.tokenizer_path,
         cache_root=Path(inputs.request.cache_root),
         hub_home=inputs.hub_home,

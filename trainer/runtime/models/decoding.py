@@ -8,7 +8,7 @@ A value is decoded in fp32 and rounded once, to the type that the run holds it i
 time, so that what is needed in addition to it does not grow with it.
 
 transformers divides a matrix evenly among its scales. Where the size of a block does not divide that of the matrix, the
-last block is smaller than the others (docs/workarounds.md, W60): such a matrix is padded to whole blocks first.
+last block is smaller than the others (docs/workarounds.md, W66): such a matrix is padded to whole blocks first.
 """
 
 from collections.abc import Mapping

@@ -78,6 +78,7 @@ class WeightReader:
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
         self._slices = dict(self._open())
         self._conversions = get_model_conversion_mapping(model, hf_quantizer=decoder)
+        self._has_decoder = decoder is not None
         self._is_as_saved = outer is None and decoder is None
         plain = [_Key(key, key) for key in sorted(self._slices, key=dot_natural_key)]
         self._keys = plain if outer is None else self._keys_of_text(_renamed_as(outer, plain))
@@ -295,13 +296,27 @@ class WeightReader:
 
     def _check_shapes(self) -> None:
         for name, source in self._sources.items():
-            if not source.is_renamed:
-                continue
-            shape = tuple(self._slice_of(name).get_shape())
             if name in self._packed:
-                self._check_packed(name, shape)
-            elif shape != self._shapes[name]:
+                self._check_packed(name, tuple(self._slice_of(name).get_shape()))
+                continue
+            self._check_type(name, source)
+            if source.is_renamed and (shape := tuple(self._slice_of(name).get_shape())) != self._shapes[name]:
                 raise self._wrong_shape(name, shape)
+
+    def _check_type(self, name: str, source: "_Source") -> None:
+        """InputError for values that stand for others: whole numbers, or FP8 without the scales of the format."""
+        patterns = {pattern for pattern, _ in source.keys}
+        for pattern, keys in source.keys:
+            if source.decodes and (not pattern.endswith("weight") or f"{pattern}_scale_inv" in patterns):
+                continue
+            for key in keys:
+                dtype = _type_of(self._slices[key])
+                is_coded = dtype.is_floating_point and dtype.itemsize == 1 and self._has_decoder
+                if is_coded or (self._types[name].is_floating_point and not dtype.is_floating_point):
+                    raise InputError(
+                        f"{self._folder}: its {key} is stored in {str(dtype).removeprefix('torch.')} and no scales for "
+                        "it were found; download the model again, or start from the 16-bit one"
+                    )
 
     def _check_packed(self, name: str, shape: tuple[int, ...]) -> None:
         """InputError for 4-bit values that are not those of a matrix of the model."""
