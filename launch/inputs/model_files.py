@@ -177,9 +177,7 @@ def _source_of(files: ModelFiles) -> str | None:
     """The hub id of the model that was quantised, as the card of its folder or its own name has it; None if neither."""
     card = Path(files.config_origin).with_name("README.md")
     with suppress(OSError):
-        found = re.search(
-            r"^base_model:\s*(?:\n-\s*)?[\"']?([\w.-]+/[\w.-]+)", card.read_text("utf-8", "replace"), re.M
-        )
+        found = re.search(r"^base_model:\s*(?:-\s+)?[\"']?([\w.-]+/[\w.-]+)", card.read_text("utf-8", "replace"), re.M)
         if found is not None:
             return found[1]
     name = re.sub(r"-(bnb|unsloth|gptq|awq|fp8|[48]-?bit|int[48]|w\d+a\d+).*$", "", files.repository or "", flags=re.I)

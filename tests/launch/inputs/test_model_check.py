@@ -109,7 +109,8 @@ def mark(folder: Path, settings: dict[str, Any], **more: Any) -> None:
 def test_a_base_that_no_method_can_start_from_is_refused_by_its_config(settings, method, fact, cache, tmp_path):
     folder = write_base(tmp_path / "base")
     mark(folder, settings)
-    (folder / "README.md").write_text("---\nbase_model: ORG/Original\n---\n")
+    listed = "\n  - ORG/Original" if method == "full" else " ORG/Original"
+    (folder / "README.md").write_text(f"---\nbase_model:{listed}\n---\n")
     with pytest.raises(InputError, match=f"{fact}.*model.name=ORG/Original"):
         inputs(folder, cache, f"train.method={method}")
 
@@ -133,3 +134,5 @@ def test_adapters_are_the_method_of_a_base_in_4_bit_and_its_bytes_are_counted_as
     found = inputs(folder, cache)
     assert found.resolved.job.train.method is Method.QLORA
     assert (found.shape.quant, found.shape.wide_linears) == (Quant.NF4, 2 * 64 * 64)
+    mark(base, {"quant_method": "bitsandbytes", "load_in_4bit": True})
+    assert inputs(base, cache).shape.wide_linears == 0, "of a base that has none in 4 bit all are quantised"

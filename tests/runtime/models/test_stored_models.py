@@ -259,6 +259,28 @@ def test_weights_beside_scales_that_nothing_reads_are_refused(tmp_path):
         loaded(folder)
 
 
+def test_values_that_stand_for_others_without_scales_are_refused(tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    folder = save_new(tmp_path / "whole numbers", LLAMA)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = tensors[name].to(torch.int8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=rf"{name} is stored in int8 and no scales"):
+        loaded(folder)
+    for config in (LLAMA, FP8_EXPERTS):
+        folder = save_new(tmp_path / config["model_type"], config)
+        as_fp8(folder)
+        tensors = load_file(folder / "model.safetensors")
+        lost = min(each for each in tensors if each.endswith("up_proj.weight_scale_inv"))
+        save_file(
+            {each: tensor for each, tensor in tensors.items() if each != lost},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
+        with pytest.raises(InputError, match=r"is stored in float8_e4m3fn and no scales|count mismatch"):
+            loaded(folder)
+
+
 def test_two_tensors_of_one_place_are_refused(tmp_path):
     folder = save_new(tmp_path / "stored", LLAMA)
     tensors = load_file(folder / "model.safetensors")
