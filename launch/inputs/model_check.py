@@ -1,9 +1,9 @@
 """What a rank would refuse at its first step and files show already: tensors, and the targets of adapters.
 
 The names and shapes of safetensors headers are compared with those of the model. A folder whose tensors are those of
-its architecture by number and sizes passes at once. Any other is compared exactly, tensor by tensor, by the reader of
-the ranks itself, in a process that builds the model without memory; so is a target that is no usual linear layer. A
-folder that has passed is remembered by all that the comparison depends on.
+its architecture by number, sizes and types passes at once. Any other is compared exactly, tensor by tensor, by the
+reader of the ranks itself, in a process that builds the model without memory; so is a target that is no usual linear
+layer. A folder that has passed is remembered by all that the comparison depends on.
 """
 
 import re
@@ -21,6 +21,7 @@ from shardwise.trainer.spec.messages.worker_requests import CheckModelRequest, L
 from shardwise.trainer.spec.model.shape import ModelCode, ModelShape
 
 _ROOTS = ("model.", "transformer.", "gpt_neox.", "lm_head.", "embed_out.")
+_WIDE = frozenset({"F64", "F32", "F16", "BF16"})
 _BLOCK = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 
@@ -54,6 +55,8 @@ def check_model(job: Job, model: ModelFiles, shape: ModelShape, code: ModelCode 
 def is_usual(tensors: StoredTensors, shape: ModelShape) -> bool:
     """True if the tensors are those of a model of this shape, as far as numbers and sizes show."""
     if shape.is_described or not all(name.startswith(_ROOTS) for name in tensors):
+        return False
+    if not all(tensor.dtype in _WIDE for tensor in tensors.values()):
         return False
     blocks = {int(block[1]) for name in tensors if (block := _BLOCK.search(name))}
     if blocks != {*range(shape.num_layers)}:

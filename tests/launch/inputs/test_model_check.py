@@ -53,6 +53,10 @@ def narrowed(tensors: Tensors) -> Tensors:
     return {**tensors, "model.layers.1.mlp.up_proj.weight": tensors["model.layers.1.mlp.up_proj.weight"][:-1]}
 
 
+def of_whole_numbers(tensors: Tensors) -> Tensors:
+    return {**tensors, "model.layers.1.mlp.up_proj.weight": tensors["model.layers.1.mlp.up_proj.weight"].to(torch.int8)}
+
+
 def of_another_vocabulary(tensors: Tensors) -> Tensors:
     return {**tensors, "model.embed_tokens.weight": tensors["model.embed_tokens.weight"][:-1]}
 
@@ -64,6 +68,7 @@ def of_another_vocabulary(tensors: Tensors) -> Tensors:
         (without("model.layers.1.mlp.up_proj.weight"), r"lack 1 tensors of Llama.* model\.layers\.1\.mlp\.up_proj"),
         (wrapped, r"has a wrapper's name:\nshardwise import .*base .*base-plain$"),
         (narrowed, r"up_proj\.weight has shape .* different models"),
+        (of_whole_numbers, r"up_proj\.weight is stored in int8 and no scales"),
         (of_another_vocabulary, r"embed_tokens\.weight has shape \(255, .* different models"),
     ],
 )  # fmt: skip
