@@ -33,7 +33,7 @@ from shardwise.trainer.planning.page.content import Page, Section, page_text
 from shardwise.trainer.planning.planner import Extent, open_contexts, take_candidate
 from shardwise.trainer.spec.errors import ExitCode, InputError, NothingFitsError
 from shardwise.trainer.spec.job.sections import TrainJob
-from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types, text_part
+from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method
@@ -294,7 +294,7 @@ def _settings_of_model(model: Path, settings: Sequence[str]) -> list[str]:
         config = read_model(None, [*setting, *settings], only_plans=True, assumes_data=True)[1].config
     else:
         config = known.config
-    is_read = text_part(config).get("model_type") in supported_model_types()
+    is_read = config.get("model_type") in supported_model_types()
     positions = read_model_shape(config).max_positions if is_read else None
     has_short_rows = positions is not None and positions < TrainJob().seq_len
     return [*setting, *([f"train.seq_len={positions}"] if has_short_rows else [])]

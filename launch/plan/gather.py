@@ -19,6 +19,7 @@ from shardwise.launch.inputs.data_files import (
     shape_of_first_row,
     source_bytes,
 )
+from shardwise.launch.inputs.model_check import check_model
 from shardwise.launch.inputs.model_files import (
     ModelFiles,
     chat_templates,
@@ -28,6 +29,7 @@ from shardwise.launch.inputs.model_files import (
 )
 from shardwise.launch.inputs.prepare_data import find_prepared
 from shardwise.launch.inputs.trusted_code import offered_code, read_extension, read_model_code
+from shardwise.launch.inputs.weight_files import packed_weights
 from shardwise.launch.job import cache_home, config_home, site_config, state_home
 from shardwise.launch.job.layers import ResolvedJob, read_job_layers
 from shardwise.launch.plan.calibration_store import read_calibration
@@ -41,10 +43,10 @@ from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import Hardware, Host
 from shardwise.trainer.spec.job.sections import Allowance, DataFormat, Job
 from shardwise.trainer.spec.messages.extension import Extension, Hook
-from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types, text_part
+from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelCode, ModelShape
 from shardwise.trainer.spec.plan import Calibration, Fp8Gain, Plan, TrialResult
-from shardwise.trainer.spec.strategy import Precision
+from shardwise.trainer.spec.strategy import Method, Precision
 
 if TYPE_CHECKING:  # imported only for plans of a partition
     from shardwise.slurm.partition_hardware import PartitionHardware
@@ -110,7 +112,7 @@ def read_inputs(
         resolved = replace(resolved, job=replace(resolved.job, data=replace(resolved.job.data, train=())))
     job = resolved.job
     code = read_model_code(job, model, cache_home=hub_home)
-    shape = _read_shape(job, model, code, describes_models=describes_models)
+    shape = _with_format(_read_shape(job, model, code, describes_models=describes_models), model)
     cache = cache_home(environment, configured=resolved.folders.get("cache"))
     request = make_request(
         job,
@@ -120,6 +122,7 @@ def read_inputs(
         hub_home=hub_home,
         only_plans=only_plans,
     )
+    check_model(job, model, shape, code, cache=cache)
     cap = vram_cap_bytes if vram_cap_bytes is not None else job.limits.vram
     found = _read_nodes(nodes, job, hardware_spec, environment)
     if machines is None:
@@ -155,6 +158,9 @@ def read_model(
     model = read_model_config(
         resolved.job, cache_home=hub_home, only_plans=only_plans, prefers_table=only_plans and assumes_data
     )
+    if model.weights is not None and model.weights.quant is not None:  # no other method trains on them
+        train = replace(resolved.job.train, method=Method.QLORA)
+        resolved = replace(resolved, job=replace(resolved.job, train=train))
     return resolved, model, hub_home
 
 
@@ -169,7 +175,7 @@ def _read_nodes(
 
 
 def _read_shape(job: Job, model: ModelFiles, code: ModelCode | None, *, describes_models: bool) -> ModelShape:
-    is_known = text_part(model.config).get("model_type") in supported_model_types()
+    is_known = model.config.get("model_type") in supported_model_types()
     offered = offered_code(job, model.config)
     if code is not None or (not is_known and (describes_models or offered is not None)):
         from shardwise.launch.plan.dry_run import described_shape
@@ -182,20 +188,34 @@ def _read_shape(job: Job, model: ModelFiles, code: ModelCode | None, *, describe
     return read_model_shape(model.config, origin=model.config_origin)
 
 
+def _with_format(shape: ModelShape, model: ModelFiles) -> ModelShape:
+    """The shape with the format of a base that stays in 4 bit, and what its files hold in 16 bit all the same."""
+    if model.weights is None or model.weights.quant is None:
+        return shape
+    num_packed = packed_weights(model.tensors)
+    wide = max(0, shape.linear_parameters - num_packed) if num_packed else 0  # without any, all are quantised anew
+    return replace(shape, quant=model.weights.quant, wide_linears=wide)
+
+
 def with_weights(inputs: PlanInputs) -> PlanInputs:
     """The same inputs with the model's weights on this machine; downloads missing ones."""
     if not inputs.model.needs_download:
         return inputs
     job = inputs.resolved.job
     model = download_model(job, inputs.model, cache_home=inputs.hub_home)
+    shape = inputs.shape
+    if model.config != inputs.model.config:  # its files showed more of it
+        shape = _read_shape(job, model, inputs.model_code, describes_models=True)
+    shape = _with_format(shape, model)
+    check_model(job, model, shape, inputs.model_code, cache=inputs.cache)
     request = make_request(
         job,
-        shape=inputs.shape,
+        shape=shape,
         tokenizer_path=model.tokenizer_path,
         cache_root=Path(inputs.request.cache_root),
         hub_home=inputs.hub_home,
     )
-    return inputs._replace(model=model, request=request)
+    return inputs._replace(model=model, shape=shape, request=request)
 
 
 # Model types whose tokenizers transformers cuts by rules of its own instead of those in tokenizer.json (workaround W9).
@@ -417,7 +437,7 @@ def plan_inputs(
             name=inputs.resolved.name,
             hardware=hardware,
             shape=inputs.shape,
-            model_config=dict(text_part(inputs.model.config)),
+            model_config=inputs.model.config,
             model_path=inputs.model.model_path,
             tokenizer_path=prepared_tokenizer(data) or inputs.model.tokenizer_path,
             data=data,

@@ -34,6 +34,7 @@ from shardwise.trainer.spec.strategy import (
     LossHead,
     Method,
     Precision,
+    Quant,
     sdpa_kernel,
 )
 from shardwise.trainer.spec.value import Value
@@ -55,6 +56,8 @@ class Dims(Value, frozen=True, kw_only=True, cache_hash=True):
     block: int
     attention: int  # of those, weights of attention
     block_linears: int  # weights of the linear layers of all blocks
+    wide_linears: int  # of those, what a base that is stored in 4 bit holds in 16 bit
+    quant: Quant | None  # of such a base
     embedding: int
     head: int  # 0 where tied
     parameters: int
@@ -101,8 +104,6 @@ class Dims(Value, frozen=True, kw_only=True, cache_hash=True):
 def dims_of(shape: ModelShape) -> Dims:
     """The sizes that the formulas use."""
     linears = shape.linears
-    num_usual = shape.num_layers - shape.num_dense_layers
-    dense = sum(linear.num_copies * linear.num_inputs * linear.num_outputs for linear in shape.dense_linears)
     return Dims(
         vocab=shape.vocab_size,
         hidden=shape.hidden_size,
@@ -116,7 +117,9 @@ def dims_of(shape: ModelShape) -> Dims:
         linear=shape.linear_parameters_per_block,
         block=shape.parameters_per_block,
         attention=sum(linear.num_inputs * linear.num_outputs for linear in _attention_linears(shape)),
-        block_linears=num_usual * shape.linear_parameters_per_block + shape.num_dense_layers * dense,
+        block_linears=shape.linear_parameters,
+        wide_linears=shape.wide_linears,
+        quant=shape.quant,
         embedding=shape.embedding_parameters,
         head=shape.head_parameters,
         parameters=shape.num_parameters,

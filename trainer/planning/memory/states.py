@@ -180,10 +180,10 @@ def _base_weights(configuration: Configuration, policy: PrecisionPolicy, dims: D
     """(weights, quantisation scales) of the base model on one rank."""
     if configuration.method is not Method.QLORA:
         return share(policy.weight_bytes * dims.parameters, degree), 0
-    quantised = dims.block_linears
+    quantised = dims.block_linears - dims.wide_linears
     packed = round(NF4_WEIGHT_BYTES * quantised)
     scales = round(
-        NF4_SCALE_BYTES[policy.reference.quant or configuration.quant] * quantised
+        NF4_SCALE_BYTES[dims.quant or policy.reference.quant or configuration.quant] * quantised
     )  # replicated: they are not parameters
     return share(packed + policy.compute_bytes * (dims.parameters - quantised), degree), scales
 
