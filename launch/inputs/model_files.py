@@ -200,6 +200,15 @@ def download_model(job: Job, files: ModelFiles, *, cache_home: Path | None = Non
     return read_model_config(job, cache_home=cache_home) if has_weights(folder) else _without_weights(folder)
 
 
+def download_tokenizer(job: Job, files: ModelFiles, *, cache_home: Path | None = None) -> ModelFiles:
+    """The same files with the folder of the tokenizer, where only a table has described a model of the hub so far."""
+    if files.repository is None or files.tokenizer_path != files.repository:
+        return files
+    revision = job.model.revision or files.revision
+    folder = _snapshot(files.repository, revision=revision, cache=hub_cache(cache_home), setting="model.name")
+    return msgspec.structs.replace(files, tokenizer_path=_own_tokenizer(folder))
+
+
 def _from_name(job: Job, cache: Path, *, only_plans: bool, prefers_table: bool) -> ModelFiles:
     name = job.model.name
     assert name is not None

@@ -24,6 +24,7 @@ from shardwise.launch.inputs.model_files import (
     ModelFiles,
     chat_templates,
     download_model,
+    download_tokenizer,
     read_model_config,
     refuse_frozen_rows,
 )
@@ -208,14 +209,25 @@ def with_weights(inputs: PlanInputs) -> PlanInputs:
         shape = _read_shape(job, model, inputs.model_code, describes_models=True)
     shape = _with_format(shape, model)
     check_model(job, model, shape, inputs.model_code, cache=inputs.cache)
+    return _with_request(inputs._replace(model=model, shape=shape))
+
+
+def with_tokenizer(inputs: PlanInputs) -> PlanInputs:
+    """The same inputs with the model's tokenizer on this machine; downloads a missing one."""
+    model = download_tokenizer(inputs.resolved.job, inputs.model, cache_home=inputs.hub_home)
+    return inputs if model is inputs.model else _with_request(inputs._replace(model=model))
+
+
+def _with_request(inputs: PlanInputs) -> PlanInputs:
+    """The same inputs, their data prepared with the tokenizer of their model."""
     request = make_request(
-        job,
-        shape=shape,
-        tokenizer_path=model.tokenizer_path,
+        inputs.resolved.job,
+        shape=inputs.shape,
+        tokenizer_path=inputs.model.tokenizer_path,
         cache_root=Path(inputs.request.cache_root),
         hub_home=inputs.hub_home,
     )
-    return inputs._replace(model=model, shape=shape, request=request)
+    return inputs._replace(request=request)
 
 
 # Model types whose tokenizers transformers cuts by rules of its own instead of those in tokenizer.json (workaround W9).

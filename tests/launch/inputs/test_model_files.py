@@ -106,6 +106,16 @@ def test_a_hub_id_that_cannot_be_read_is_in_the_table(name, preset, tmp_path, mo
         models.download_model(job(name=name), files, cache_home=tmp_path)
 
 
+def test_data_need_the_tokenizer_of_a_model_that_the_table_describes(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    wanted = job(name="Qwen/Qwen2.5-0.5B-Instruct")
+    files = models.read_model_config(wanted, cache_home=tmp_path)
+    with pytest.raises(EnvironmentFaultError, match=r"model\.name: .* name a local folder"):
+        models.download_tokenizer(wanted, files, cache_home=tmp_path)
+    snapshot = write_cached(tmp_path, "Qwen/Qwen2.5-0.5B-Instruct")
+    assert models.download_tokenizer(wanted, files, cache_home=tmp_path).tokenizer_path == str(snapshot)
+
+
 def test_the_table_stands_for_no_other_revision_and_no_other_model(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for wanted in (job(name="Qwen/Qwen2.5-7B", revision="abc"), job(name="someone/Qwen2.5-7B")):
