@@ -43,7 +43,6 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": _ROPES},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
     "deepseek_v2": {"topk_group": 1, "n_group": 1, "num_experts_per_tok": 2},
-    "dots3_note_text": {"per_layer_config": {"02": {"qk_nope_head_dim": 24}}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": 16},

@@ -14,6 +14,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 Fields = dict[str, Any]
+_ROTATED = 8  # of a head, where it has a part that is not
+_OF_ROTATED = ("head_dim", "qk_head_dim", "qk_nope_head_dim", "v_head_dim")
 # The size of a field by its name: the first pattern that is the whole name.
 _SIZES = tuple(
     (re.compile(pattern), size)
@@ -25,9 +27,10 @@ _SIZES = tuple(
         (r"attention_hidden_size|.*_embed_dim|cross_attention_hidden_size|backbone_hidden_size", 64),
         (r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|inner_dim|inner|dim_ff|dff|feed_forward_size)(_mlp)?", 96),
         (r"(.*_)?num_key_value_heads|num_kv_heads|kv_n_heads|linear_num_key_heads", 2),
+        (r"index(er)?_n_heads", 32),  # as many, that no two keys have the same score
         (r"mamba_(n|num)_heads|n_mamba_heads", 8),
         (r"(.*_)?(num_)?attention_heads(_per_layer)?|(.*_)?(n|num)_heads?|num_query_groups", 4),
-        (r"qk_rope_head_dim|rotary_dim", 8),
+        (r"qk_rope_head_dim|rotary_dim", _ROTATED),
         (r"(.*_)?(head_?dim|dim_head|d_head)|kv_channels|attention_head_size", 16),
         (r"(.*_)?(rank|lowrank|time_step_rank)|d_rel|router_hidden_size|moe_latent_size|max_inference_chunksize", 16),
         (r"(.*_)?(d_state|state_size)|hidden_size_per_layer_input", 16),
@@ -66,12 +69,14 @@ def miniature(config: PreTrainedConfig, **fields: Any) -> PreTrainedConfig:  # n
     return type(config).from_dict({**_smaller_config(config.to_dict()), **fields})
 
 
-def _smaller_config(fields: Fields) -> Fields:
+def _smaller_config(fields: Fields, *, rotated: int | None = None) -> Fields:
     num_blocks = next((fields[name] for name in _NUM_BLOCKS if _is_number(fields.get(name))), None)
     if num_blocks is None:
         num_blocks = next((len(fields[name]) for name in _KINDS if isinstance(fields.get(name), list)), 0)
+    rotated = fields.get("qk_rope_head_dim") or rotated
     smaller = {name: _smaller(name, value) for name, value in fields.items()}
-    return {**smaller, **_head_sizes(fields, smaller), **_blocks(fields, smaller, num_blocks)}
+    smaller |= _head_sizes(fields, smaller, rotated)
+    return {**smaller, **_blocks(fields, smaller, num_blocks, rotated)}
 
 
 def _smaller(name: str, value: Any) -> Any:  # noqa: ANN401  # any value of a config
@@ -93,14 +98,12 @@ def _size_of(name: str, default: int) -> int:
     return next((size for pattern, size in _SIZES if pattern.fullmatch(name)), default)
 
 
-def _head_sizes(fields: Fields, smaller: Fields) -> Fields:
-    """Sizes of heads that depend on others: the rotated part of a head, and heads of a state that is wider."""
+def _head_sizes(fields: Fields, smaller: Fields, rotated: int | None) -> Fields:
+    """Sizes of heads that depend on others: in proportion to their rotated part, or to the width of a state."""
     found: Fields = {}
-    rotated = fields.get("qk_rope_head_dim")
-    if rotated and fields.get("head_dim"):
-        found["head_dim"] = fields["head_dim"] * smaller["qk_rope_head_dim"] // rotated
-    if rotated and "qk_head_dim" in fields:
-        found["qk_head_dim"] = smaller["qk_nope_head_dim"] + smaller["qk_rope_head_dim"]
+    if rotated:
+        sizes = {name: fields[name] for name in _OF_ROTATED if _is_number(fields.get(name))}
+        found = {name: max(1, size * min(rotated, _ROTATED) // rotated) for name, size in sizes.items()}
     if "expand" in fields and "num_heads" in fields and "head_dim" in fields:  # Mamba 2
         found["num_heads"] = fields["expand"] * smaller["hidden_size"] // smaller["head_dim"]
     if fields.get("mamba_d_ssm"):  # Falcon H1
@@ -115,7 +118,7 @@ def _head_sizes(fields: Fields, smaller: Fields) -> Fields:
     return found
 
 
-def _blocks(fields: Fields, smaller: Fields, num_blocks: int) -> Fields:
+def _blocks(fields: Fields, smaller: Fields, num_blocks: int, rotated: int | None) -> Fields:
     """What the fields say of each block, for one block of each kind in the order in which they come first."""
     by_block = [
         name
@@ -125,7 +128,7 @@ def _blocks(fields: Fields, smaller: Fields, num_blocks: int) -> Fields:
     indices = [name for name, value in fields.items() if isinstance(value, list) and _are_indices(name, value)]
     firsts = [name for name in _NUM_FIRST if _is_number(fields.get(name))]
     lasts = [name for name in _NUM_LAST if _is_number(fields.get(name))]
-    of_one = fields.get(_PER_LAYER) or {}
+    of_one = {int(block): own for block, own in (fields.get(_PER_LAYER) or {}).items()}
     kinds: dict[str, int] = {}
     for block in range(num_blocks):
         kind = (
@@ -133,7 +136,7 @@ def _blocks(fields: Fields, smaller: Fields, num_blocks: int) -> Fields:
             [block in fields[name] for name in indices],
             [block < fields[name] for name in firsts],
             [block >= num_blocks - fields[name] for name in lasts],
-            of_one.get(f"{block:02d}"),
+            of_one.get(block),
         )
         kinds.setdefault(repr(kind), block)
     blocks = list(kinds.values())
@@ -147,9 +150,9 @@ def _blocks(fields: Fields, smaller: Fields, num_blocks: int) -> Fields:
     found |= {name: sum(block >= num_blocks - fields[name] for block in blocks) for name in lasts}
     if of_one:
         found[_PER_LAYER] = {
-            f"{place:02d}": _smaller_config(of_one[f"{block:02d}"])
+            str(place): _smaller_config(of_one[block], rotated=rotated)
             for place, block in enumerate(blocks)
-            if f"{block:02d}" in of_one
+            if block in of_one
         }
     return found
 

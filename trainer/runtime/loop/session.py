@@ -28,8 +28,8 @@ from shardwise.trainer.runtime.checkpoint import LossScaler as SavedScaler
 from shardwise.trainer.runtime.checkpoint.load import Resumption, begin_resumption
 from shardwise.trainer.runtime.checkpoint.optimizer_state import BLOCK_ELEMENTS
 from shardwise.trainer.runtime.checkpoint.save import BackgroundSave
-from shardwise.trainer.runtime.data.batches import check_documents_apart
 from shardwise.trainer.runtime.data.cache import TokenRows
+from shardwise.trainer.runtime.data.documents import check_documents_apart
 from shardwise.trainer.runtime.data.stream.rows import StreamRows
 from shardwise.trainer.runtime.engines import engine_of
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator, verify_engine
@@ -117,11 +117,11 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     state.verified = verify_engine(
         accelerator, wrapped, wrapped_optimizer, installed, chosen, hybrid_mesh=plan.hybrid_mesh
     )
-    check_documents_apart(wrapped, plan, accelerator.device)
     scaler = engine.loss_scaler(wrapped, chosen.strategy.precision, plan.device_kind)
     if resumption is not None:
         num_coded_anew = resumption.load(wrapped, wrapped_optimizer, sharding=sharding)
         _continue_from(state, resumption.checkpoint, scaler, num_coded_anew=num_coded_anew)
+    check_documents_apart(wrapped, plan, accelerator.device)
     return Session(
         plan=plan,
         paths=paths,

@@ -101,6 +101,8 @@ class ModelShape(Value, frozen=True, kw_only=True, cache_hash=True):
     is_described: bool = False  # from the model itself: the closed form does not know the activations of its blocks
     other_parameters: int = 0  # that no field counts, of a described model; negative if blocks share weights
     loss_obstacle: str | None = None  # the reason, if the loss heads here are not this model's loss
+    packing_obstacle: str | None = None  # why packed documents are not learned as alone, or not known to be
+    is_packing_measured: bool = True  # the obstacle is a fact, and not the lack of a measurement
 
     @property
     def query_size(self) -> int:
