@@ -15,7 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.attention.packed import EAGER, SDPA
-from shardwise.trainer.runtime.data.documents import FP32_TOLERANCE, KERNEL_TOLERANCE, measure_dependence
+from shardwise.trainer.runtime.data.documents import (
+    FP32_TOLERANCE,
+    KERNEL_TOLERANCE,
+    measure_dependence,
+    without_dropout,
+)
 from shardwise.trainer.runtime.loss import LossOutput, install_loss_head
 from shardwise.trainer.simulation.miniature import miniature
 from shardwise.trainer.spec.strategy import LossHead
@@ -71,7 +76,8 @@ def _small_model(model: PreTrainedModel, attention: str) -> PreTrainedModel:
             if weight.ndim > 1:
                 weight.add_(torch.randn_like(weight), alpha=_NOISE)
     install_loss_head(small, LossHead.EAGER, chunk_tokens=None)
-    return small.eval().requires_grad_(requires_grad=False)
+    without_dropout(small)
+    return small.requires_grad_(requires_grad=False)
 
 
 def _order_fault(small: PreTrainedModel, device: torch.device) -> str | None:

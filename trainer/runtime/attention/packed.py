@@ -56,6 +56,7 @@ from shardwise.trainer.spec.strategy import AttentionKernel
 SDPA, EAGER, FLASH = "sdpa", "eager", "flash_attention_2"
 _NEEDS_MASK = ("falcon", "opt")  # model types whose own attention takes a mask and no other argument
 _LOSES_BOUNDS = ("falcon", "stablelm")  # whose attention is handed positions, and no other keyword arguments (W31)
+_NAMES_BOUNDS = ("bailing_hybrid", "kimi_linear")  # whose kernel (KDA) is handed bounds under the name that it has
 _WITH_STATE = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})  # kinds of blocks
 
 
@@ -193,6 +194,8 @@ def packed_inputs(
         inputs |= {"max_length_q": longest, "max_length_k": longest}
     if keeps_state:
         inputs["seq_idx"] = (position_ids == 0).cumsum(-1, dtype=torch.int32) - 1
+    if model.config.model_type in _NAMES_BOUNDS:
+        inputs["cu_seqlens"] = inputs["cu_seq_lens_q"]
     return inputs
 
 

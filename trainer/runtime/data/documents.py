@@ -88,6 +88,13 @@ def _difference(one: Tensor, other: Tensor, alone: Tensor) -> float:
     return max(float(block.mean()) for block in blocks) / spread
 
 
+def without_dropout(model: nn.Module) -> None:
+    """Sets a model to evaluation, but for mixers of Mamba: the kernel that they have for training has no dropout."""
+    model.eval()
+    for module in model.modules():
+        module.training = isinstance(getattr(module, "conv1d", None), nn.Module)
+
+
 def check_documents_apart(model: nn.Module, plan: Plan, device: torch.device) -> None:
     """InputError for a model, with its wrappers, in which packed documents are not learned as alone; collective."""
     chosen = plan.chosen
@@ -96,7 +103,7 @@ def check_documents_apart(model: nn.Module, plan: Plan, device: torch.device) ->
     name, was_training = plan.model_shape.model_type, model.training
     if plan.model_code is not None:
         name = f"the code of {plan.model_code.repository}"
-    model.eval()
+    without_dropout(model)
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             found = measure_dependence(

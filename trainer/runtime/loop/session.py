@@ -41,6 +41,7 @@ from shardwise.trainer.runtime.optimizers import build_optimizer, check_in_backw
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, install_precision
 from shardwise.trainer.runtime.run.extension import Hooks, load_hooks
 from shardwise.trainer.runtime.run.state import ReportWriter, RunPaths, RunState, installed_versions
+from shardwise.trainer.spec.data.shapes import packing_note
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method
@@ -122,6 +123,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         num_coded_anew = resumption.load(wrapped, wrapped_optimizer, sharding=sharding)
         _continue_from(state, resumption.checkpoint, scaler, num_coded_anew=num_coded_anew)
     check_documents_apart(wrapped, plan, accelerator.device)
+    _note_packing(plan, state)
     return Session(
         plan=plan,
         paths=paths,
@@ -139,6 +141,14 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         hooks=hooks,
         stream=_stream(plan, paths, writer, state, is_first=bool(accelerator.process_index == 0)),
     )
+
+
+def _note_packing(plan: Plan, state: RunState) -> None:
+    """Notes in the report that rows are not packed, where only the model is the reason."""
+    obstacle = plan.model_shape.packing_obstacle
+    note = packing_note(plan.data.format, packing=plan.job.data.packing, obstacle=obstacle)
+    if note is not None:
+        state.log.note(note)
 
 
 def _open_rows(plan: Plan) -> tuple[TokenRows, TokenRows | None]:
