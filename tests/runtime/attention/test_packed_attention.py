@@ -246,6 +246,25 @@ def test_each_way_is_attention_under_a_mask(monkeypatch, kernel, window, dtype):
         torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
 
 
+def test_a_mask_without_values_holds_the_window_or_the_chunk_of_a_block():
+    """Chunks are those of Llama 4: a token sees its chunk of its document. Narrow values are padded for the kernel."""
+    query, key, value = (x.detach() for x in heads())
+    chunk, narrow = 6, value[..., :10]
+    place = torch.arange(WIDTH)[:, None] - torch.arange(WIDTH)[None, :]
+    is_near = {
+        "window": place < chunk,
+        "chunk": (POSITIONS[:, :, None] // chunk == POSITIONS[:, None, :] // chunk)[:, None],
+    }
+    document = (POSITIONS == 0).cumsum(-1)
+    is_seen = (document[:, None, :, None] == document[:, None, None, :]).tril()
+    for rule, near in is_near.items():
+        mask = packed_attention._Reach(**{rule: chunk}).as_mask("cpu")
+        out, _ = packed_attention.packed_sdpa(Layer(), query, key, narrow, mask, sliding_window=2, **BOUND_ARGUMENTS)
+        settings: dict[str, Any] = {"attn_mask": is_seen & near, "enable_gqa": True}
+        expected = functional.scaled_dot_product_attention(query, key, narrow, **settings).transpose(1, 2)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_the_kernel_for_cuda_is_handed_one_row_of_all_documents(monkeypatch):
     """Its arguments, by torch's own check of them and its shapes on a device that computes nothing."""
     seen: dict[str, Any] = {}

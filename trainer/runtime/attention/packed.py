@@ -2,8 +2,8 @@
 
 Documents are distinguished by their positions, which start at 0 in each. They are separated in these ways:
 
-    sdpa     one kernel call for all documents of a micro batch, or one for each, without any mask: with its first
-             packed rows a model changes to a function of ours, which is transformers' own for all other rows
+    sdpa     one kernel call for all documents of a micro batch, or one for each, without a mask: the function is ours,
+             which is transformers' own for all other rows
         CUDA, 16 bit, head dimension a multiple of 8 up to 256    torch's `varlen_attn`, a FlashAttention kernel
         CPU                                                       the kernel behind PyTorch's attention, a document at
                                                                   a time
@@ -11,19 +11,27 @@ Documents are distinguished by their positions, which start at 0 in each. They a
                                                                   grouped heads repeated if its kernel has none
     flash    flash-attn's function for rows of variable length, its own or the hub's: transformers calls it when it is
              given the bounds
-    eager    transformers makes the mask from the positions
+    eager    a mask of row x row for each row of a micro batch, where transformers makes one for all rows
 
-Falcon, MPT and OPT pass the starts of documents neither to transformers nor to the kernel: they are given a mask of
-row x row, bool or in the type of the weights, for each row of a micro batch, where transformers makes one for all rows.
-Falcon with ALiBi accepts no such mask: it is refused. Falcon and StableLM under flash-attn get their rows as one, the
-only form in which they pass positions on.
+Masks. Most models let transformers make their masks, many of them without the positions. `known_rows` replaces its
+functions for the forward of a decoder: each rule (causal, window, chunk, a model's own) then holds within a document.
+For sdpa the mask is an empty tensor whose shape holds the window or the chunk (`_Reach`): which blocks have a window is
+known to the model alone, and a module's `sliding_window` says nothing about it. Falcon and OPT, whose attention takes a
+mask and no other argument, and models that compute with masks (an index that selects keys) get real ones. Falcon and
+StableLM under flash-attn get their rows as one, the only form in which they pass positions on.
 
-Positions that start anew are all that learned and rotated ones need. ALiBi adds to a score what depends on the distance
-alone, up to a constant for each query: it needs nothing.
+Positions that start anew are all that learned and rotated ones need; a decoder that counts them itself is given them
+(`own_positions`). ALiBi adds to a score what depends on the distance alone, up to a constant for each query: it needs
+nothing, but Falcon rounds that constant to bf16.
+
+Layers with a state (convolutions, state spaces, linear attention) need a kernel that takes the bounds: `seq_idx` of
+causal-conv1d and mamba-ssm, `cu_seqlens` of flash-linear-attention, which has one row alone. transformers raises an
+error where a package is missing, and drops bounds that a kernel does not take: data/documents.py measures the result.
 
 Memory: the first two kernels keep query, key, value, output and a log-sum-exp a head, as for a row of one document.
 Elsewhere each document keeps its own output, and the row one more. A window longer than every document costs nothing;
-a shorter one is the kernel's own on CUDA, else a mask of document x document while it runs.
+a shorter one is the kernel's own on CUDA, else a mask of document x document while it runs. Values that are narrower
+than queries (MLA) are padded to their size.
 
 The bounds go from the model's forward to each attention function as keyword arguments with transformers' names, so
 that recomputation and engines pass them on; a model that loses them on the way stops the run.
@@ -354,7 +362,7 @@ class _DocumentAttention(torch.autograd.Function):
     ) -> Tensor:
         batch, heads, width, size = query.shape
         out = query.new_empty(batch, width, heads, size)
-        log_sums = query.new_empty(batch, width, heads, dtype=torch.float32)
+        log_sums = query.new_empty(batch, width, heads, dtype=torch.promote_types(query.dtype, torch.float32))
         for document in _documents(bounds, width, window, query.dtype):
             inputs = (document.of(x) for x in (query, key, value))
             outputs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

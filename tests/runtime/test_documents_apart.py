@@ -1,0 +1,138 @@
+"""Every causal type of the installed transformers learns packed documents as alone, or packing is off with a reason."""
+
+import os
+import sys
+from pathlib import Path
+from subprocess import run
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+from zoo import NUM_IDS, config_of, model_of, types
+
+from shardwise.trainer.runtime.attention.packed import EAGER, SDPA
+from shardwise.trainer.runtime.loss import LossOutput, install_loss_head
+from shardwise.trainer.simulation.describe import describe
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
+from shardwise.trainer.spec.strategy import LossHead
+
+LENGTHS = (37, 1, 43, 15)  # of the documents of a row: windows and chunks of the zoo are 16 tokens
+WIDTH = sum(LENGTHS)
+BOUNDS = (0, 37, 38, 81, 96, 133, 134, 177, 192)  # of two such rows
+POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS]).expand(2, -1)
+# Positions of its own, MLA, an index of keys, windows in some blocks, sinks and experts; layers with a state.
+THINNED = ("bart", "deepseek_v3", "deepseek_v32", "exaone4", "gpt_oss", "lfm2", "mamba", "qwen2_moe")
+REST = [pytest.param(each, marks=[pytest.mark.long, pytest.mark.products]) for each in types() if each not in THINNED]
+# Types that are not packed: their layers have a state, pool blocks of keys, or (OpenAI GPT) hold their own mask.
+KEEP_STATE = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "heavily_compressed_attention"})
+NO_BOUNDS = ("mamba", "falcon_mamba", "minimax_m3_vl_text", "openai-gpt")
+
+
+def described(name: str) -> ModelShape:
+    return describe(DescriptionRequest(model_config=config_of(name).to_dict(), origin=name))
+
+
+def rows(seed: int = 1) -> Tensor:
+    return torch.randint(3, NUM_IDS, (2, WIDTH), generator=torch.Generator().manual_seed(seed))
+
+
+def documents(values: Tensor) -> list[Tensor]:
+    """The documents of rows [2, WIDTH, ...], each [1, L, ...]."""
+    return [part for row in values.split(1) for part in row.split(LENGTHS, dim=1)]
+
+
+def built(name: str, attention: str) -> PreTrainedModel:
+    """In fp64; where a product of experts does not know it, they are multiplied one by one."""
+    model = model_of(name, dtype=torch.float64, attention=attention)
+    if type(model)._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    return model
+
+
+def packed(model: PreTrainedModel, output: LossOutput) -> Tensor:
+    labels = rows().masked_fill(POSITIONS == 0, -100)
+    found = model(input_ids=rows(), labels=labels, position_ids=POSITIONS, document_bounds=BOUNDS, output=output)
+    assert isinstance(found, Tensor)
+    return found
+
+
+@pytest.mark.parametrize("name", [*THINNED, *REST])
+def test_packed_documents_are_learned_as_alone_or_packing_is_off(name, record_property):
+    """And rows that are padded beside longer ones have the logits of rows alone, for preferences and unpacked data."""
+    shape = described(name)
+    record_property("outcome", "refused" if shape.loss_obstacle else "off" if shape.packing_obstacle else "packed")
+    if shape.loss_obstacle is not None:
+        return
+    for attention in [each for each in (SDPA, EAGER) if each in shape.attentions]:
+        model = built(name, attention)
+        alone = [model(input_ids=ids, use_cache=False).logits for ids in documents(rows())]
+        padded = model(input_ids=functional.pad(rows()[:, : LENGTHS[0]], (0, 9)), use_cache=False).logits
+        same(padded[:1, : LENGTHS[0]], alone[0])
+        if shape.packing_obstacle is None:
+            is_as_alone(model, alone)
+    kinds = getattr(config_of(name), "layer_types", None) or ()
+    assert shape.packing_obstacle is None or name in NO_BOUNDS or not KEEP_STATE.isdisjoint(kinds)
+
+
+def same(found: Tensor, expected: Tensor) -> None:
+    """Within the roundings of what models compute in fp32 of fp64: routers, norms, frequencies."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=3e-6 * float(expected.detach().std()))
+
+
+def is_as_alone(model: PreTrainedModel, alone: list[Tensor]) -> None:
+    """The logits, the loss and its gradients are those of the documents one by one, as transformers computes them."""
+    losses = [
+        functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum")
+        for logits, ids in zip(alone, documents(rows()), strict=True)
+    ]
+    torch.stack(losses).sum().backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad(set_to_none=True)
+    install_loss_head(model, LossHead.EAGER, chunk_tokens=None)
+    loss = packed(model, LossOutput.SUM)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(sum(losses)), rel=1e-5)
+    with torch.no_grad():
+        for logits, each in zip(documents(packed(model, LossOutput.LOGITS)), alone, strict=True):
+            same(logits, each)
+    for name, weight in model.named_parameters():
+        if name in gradients:
+            assert weight.grad is not None, name
+            scale = float(gradients[name].norm())
+            torch.testing.assert_close(weight.grad, gradients[name], rtol=1e-3, atol=1e-5 * scale, msg=name)
+
+
+KERNELS = Path(__file__).parents[1] / "factories" / "state_kernels"
+
+
+@pytest.mark.parametrize(
+    ("name", "has_kernels", "fact"),
+    [
+        ("lfm2", False, "its layers do not take the bounds of documents: `causal_conv1d_fn` can't keep packed"),
+        ("lfm2", True, None),
+        ("jamba", True, "what a document contains changes the losses of the next one in its row"),
+        *(
+            pytest.param(name, True, None, marks=[pytest.mark.long, pytest.mark.products])
+            for name in ("bamba", "granitemoehybrid", "kimi_linear", "mamba2", "nemotron_h", "qwen3_5_text", "zamba2")
+        ),
+    ],
+)
+def test_layers_with_a_state_are_packed_where_a_kernel_takes_bounds(name, has_kernels, fact, tmp_path):
+    """By stand-ins of causal-conv1d, mamba-ssm and flash-linear-attention, in the worker of `plan`."""
+    config = {key: value for key, value in config_of(name).to_dict().items() if key != "time_step_limit"}
+    codec.write(tmp_path / "request.json", DescriptionRequest(model_config=config, origin=name))
+    path = os.pathsep.join([*([str(KERNELS)] if has_kernels else []), os.environ.get("PYTHONPATH", "")])
+    worker = [sys.executable, "-m", "shardwise.trainer.simulation", "--describe", "request.json", "result.json"]
+    run(worker, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, check=True)
+    shape = codec.read(tmp_path / "result.json", ModelShape)
+    assert shape.loss_obstacle is None or "logits_scaling" in config
+    assert (shape.packing_obstacle or "").startswith(fact or "") and (shape.packing_obstacle is None) == (fact is None)
+
+
+def test_other_faults_of_rows_are_found():
+    """Tokens that see later ones, and positions that do not begin at 0."""
+    assert described("cpmant").loss_obstacle == "a token sees those after it"
+    assert described("roberta").packing_obstacle == "a document has other losses behind another one than alone"
