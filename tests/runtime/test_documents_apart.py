@@ -88,13 +88,14 @@ def is_as_alone(model: PreTrainedModel, alone: list[Tensor]) -> None:
         functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum")
         for logits, ids in zip(alone, documents(rows()), strict=True)
     ]
-    torch.stack(losses).sum().backward()
+    total = torch.stack(losses).sum()
+    total.backward()
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad(set_to_none=True)
     install_loss_head(model, LossHead.EAGER, chunk_tokens=None)
     loss = packed(model, LossOutput.SUM)
     loss.backward()
-    assert float(loss.detach()) == pytest.approx(float(sum(losses)), rel=1e-5)
+    assert float(loss.detach()) == pytest.approx(float(total.detach()), rel=1e-5)
     with torch.no_grad():
         for logits, each in zip(documents(packed(model, LossOutput.LOGITS)), alone, strict=True):
             same(logits, each)

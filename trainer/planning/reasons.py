@@ -148,7 +148,7 @@ def warnings(context: PlanningContext, chosen: Candidate) -> tuple[str, ...]:
 
 
 def _packing_warnings(context: PlanningContext) -> Iterator[str]:
-    if context.data is not None:
+    if context.data is not None and not context.data.is_packed:
         obstacle = context.shape.packing_obstacle
         note = packing_note(context.data.format, packing=context.job.data.packing, obstacle=obstacle)
         yield from [] if note is None else [note]

@@ -147,7 +147,7 @@ def _note_packing(plan: Plan, state: RunState) -> None:
     """Notes in the report that rows are not packed, where only the model is the reason."""
     obstacle = plan.model_shape.packing_obstacle
     note = packing_note(plan.data.format, packing=plan.job.data.packing, obstacle=obstacle)
-    if note is not None:
+    if note is not None and not plan.data.is_packed:
         state.log.note(note)
 
 

@@ -121,7 +121,7 @@ def encoding_of(stated: DataFormat) -> Encoding | None:
 
 
 def packing_note(shape: DataFormat, *, packing: bool | None, obstacle: str | None) -> str | None:
-    """A sentence on rows that would be packed by default, if the model had no obstacle."""
+    """A sentence on unpacked rows that would be packed by default, if the model had no obstacle."""
     return f"packing is off: {obstacle}" if obstacle and packing is None and SHAPES[shape].packs_by_default else None
 
 
