@@ -94,10 +94,12 @@ def model_of(
 ) -> PreTrainedModel:
     """A model in evaluation mode, whose weights are large enough that documents have different losses."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(model_type), dtype=dtype, attn_implementation=attention)
+    model: Any = AutoModelForCausalLM.from_config(config_of(model_type), dtype=dtype, attn_implementation=attention)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:
                 weight.add_(torch.randn(weight.shape, generator=generator, dtype=torch.float32).to(dtype) * noise)
-    return model.eval()
+    model.eval()
+    assert isinstance(model, PreTrainedModel)
+    return model

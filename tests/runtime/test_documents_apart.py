@@ -28,6 +28,7 @@ THINNED = ("bart", "deepseek_v3", "deepseek_v32", "exaone4", "gpt_oss", "lfm2", 
 REST = [pytest.param(each, marks=[pytest.mark.long, pytest.mark.products]) for each in types() if each not in THINNED]
 # Types that are not packed: their layers have a state, pool blocks of keys, or (OpenAI GPT) hold their own mask.
 KEEP_STATE = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "heavily_compressed_attention"})
+NOT_IN_FP64 = ("inkling2_text", "xglm")
 NO_BOUNDS = ("mamba", "falcon_mamba", "minimax_m3_vl_text", "openai-gpt")
 
 
@@ -46,7 +47,7 @@ def documents(values: Tensor) -> list[Tensor]:
 
 def built(name: str, attention: str) -> PreTrainedModel:
     """In fp64; where a product of experts does not know it, they are multiplied one by one."""
-    model = model_of(name, dtype=torch.float64, attention=attention)
+    model = model_of(name, dtype=torch.float32 if name in NOT_IN_FP64 else torch.float64, attention=attention)
     if type(model)._can_set_experts_implementation():
         model.set_experts_implementation("eager")
     return model
@@ -60,10 +61,9 @@ def packed(model: PreTrainedModel, output: LossOutput) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [*THINNED, *REST])
-def test_packed_documents_are_learned_as_alone_or_packing_is_off(name, record_property):
+def test_packed_documents_are_learned_as_alone_or_packing_is_off(name):
     """And rows that are padded beside longer ones have the logits of rows alone, for preferences and unpacked data."""
     shape = described(name)
-    record_property("outcome", "refused" if shape.loss_obstacle else "off" if shape.packing_obstacle else "packed")
     if shape.loss_obstacle is not None:
         return
     for attention in [each for each in (SDPA, EAGER) if each in shape.attentions]:
@@ -79,7 +79,7 @@ def test_packed_documents_are_learned_as_alone_or_packing_is_off(name, record_pr
 
 def same(found: Tensor, expected: Tensor) -> None:
     """Within the roundings of what models compute in fp32 of fp64: routers, norms, frequencies."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=3e-6 * float(expected.detach().std()))
+    torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=3e-6 * float(expected.detach().std()))
 
 
 def is_as_alone(model: PreTrainedModel, alone: list[Tensor]) -> None:
@@ -99,11 +99,11 @@ def is_as_alone(model: PreTrainedModel, alone: list[Tensor]) -> None:
     with torch.no_grad():
         for logits, each in zip(documents(packed(model, LossOutput.LOGITS)), alone, strict=True):
             same(logits, each)
+    scale = max(float(gradient.norm()) for gradient in gradients.values())
     for name, weight in model.named_parameters():
         if name in gradients:
             assert weight.grad is not None, name
-            scale = float(gradients[name].norm())
-            torch.testing.assert_close(weight.grad, gradients[name], rtol=1e-3, atol=1e-5 * scale, msg=name)
+            torch.testing.assert_close(weight.grad, gradients[name], rtol=1e-3, atol=1e-6 * scale, msg=name)
 
 
 KERNELS = Path(__file__).parents[1] / "factories" / "state_kernels"

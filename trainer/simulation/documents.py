@@ -48,7 +48,7 @@ def measure_rows(model: PreTrainedModel) -> RowFindings:
 
 def _measured(model: PreTrainedModel, attention: str, device: torch.device) -> RowFindings:
     try:
-        small = _small_model(model, attention).to(device)
+        small = _small_model(model, attention, device)
         order_fault = _order_fault(small, device)
     except Exception as error:  # noqa: BLE001  # any that a model may raise for sizes that it was not made for
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -67,9 +67,10 @@ def _measured(model: PreTrainedModel, attention: str, device: torch.device) -> R
     return RowFindings(packing_obstacle=dependence.fault(FP32_TOLERANCE if device.type == "cpu" else KERNEL_TOLERANCE))
 
 
-def _small_model(model: PreTrainedModel, attention: str) -> PreTrainedModel:
+def _small_model(model: PreTrainedModel, attention: str, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(0)
-    small = type(model)._from_config(miniature(model.config), attn_implementation=attention, dtype=torch.float32)
+    with device:
+        small = type(model)._from_config(miniature(model.config), attn_implementation=attention, dtype=torch.float32)
     assert isinstance(small, PreTrainedModel)
     with torch.no_grad():
         for weight in small.parameters():

@@ -142,7 +142,7 @@ def _blocks(fields: Fields, smaller: Fields, num_blocks: int, rotated: int | Non
     blocks = list(kinds.values())
     if len(blocks) == 1 and num_blocks > 1:
         blocks *= 2
-    found = {name: len(blocks) for name in _NUM_BLOCKS if _is_number(fields.get(name))}
+    found: Fields = {name: len(blocks) for name in _NUM_BLOCKS if _is_number(fields.get(name))}
     found |= {name: min(value, fields[name]) for name, value in _PERIODS.items() if name in fields}
     found |= {name: [smaller[name][block] for block in blocks] for name in by_block}
     found |= {name: [place for place, block in enumerate(blocks) if block in fields[name]] for name in indices}

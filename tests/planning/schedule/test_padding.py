@@ -95,8 +95,13 @@ def test_a_model_that_does_not_pack_has_a_warning_and_padding_has_no_remedy() ->
         ({}, False, False),
         ({"format": DataFormat.TOKENS}, None, False),
     ):
-        job = job_of()
-        plan = plan_of(falcon, H100, job=replace(job, data=replace(job.data, packing=packing)), data=padded(**facts))
+        job = job_of(seq_len=96, tokens_per_step=960)
+        plan = plan_of(
+            falcon,
+            H100,
+            job=replace(job, data=replace(job.data, packing=packing)),
+            data=replace(padded(**facts), vocab_size=200),
+        )
         assert (note in plan.warnings) == is_noted
         assert not any("data.packing=true" in text for text in plan.notes)
 

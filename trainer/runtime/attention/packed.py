@@ -74,16 +74,17 @@ def known_rows(position_ids: Tensor | None) -> Iterator[None]:
 
     Whether rows are packed is not read from the device (W57).
     """
-    look, masks = masking_utils.find_packed_sequence_indices, AttentionMaskInterface._global_mapping
+    names: Any = AttentionMaskInterface
+    look, masks = masking_utils.find_packed_sequence_indices, names._global_mapping
     masking_utils.find_packed_sequence_indices = _none_is_packed
     if position_ids is not None:
         by_masks = {name: partial(_masked, masks[name], position_ids) for name in (SDPA, EAGER)}
-        AttentionMaskInterface._global_mapping = {**masks, **by_masks, SDPA: partial(_unmasked, by_masks[SDPA])}
+        names._global_mapping = {**masks, **by_masks, SDPA: partial(_unmasked, by_masks[SDPA])}
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = look
-        AttentionMaskInterface._global_mapping = masks
+        names._global_mapping = masks
 
 
 @contextmanager
@@ -92,8 +93,8 @@ def own_positions(decoder: nn.Module, position_ids: Tensor | None) -> Iterator[N
     tables: list[Any] = []
     if position_ids is not None and not _takes_positions(decoder):
         tables = [each for each in decoder.modules() if isinstance(each, nn.Embedding) and _takes_positions(each)]
-    for table in tables:
-        table.forward = partial(_looked_up, table, position_ids)
+        for table in tables:
+            table.forward = partial(_looked_up, table, position_ids)
     try:
         yield
     finally:
