@@ -7,12 +7,14 @@ from subprocess import run
 
 import pytest
 import torch
-from torch import Tensor
+from outcome_file import FINDING, Difference, record_differences
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 from zoo import NUM_IDS, config_of, model_of, types
 
 from shardwise.trainer.runtime.attention.packed import EAGER, SDPA
+from shardwise.trainer.runtime.data.documents import measure_dependence
 from shardwise.trainer.runtime.loss import LossOutput, install_loss_head
 from shardwise.trainer.simulation.describe import describe
 from shardwise.trainer.spec import codec
@@ -28,6 +30,7 @@ THINNED = ("bart", "deepseek_v3", "deepseek_v32", "exaone4", "gpt_oss", "lfm2", 
 REST = [pytest.param(each, marks=[pytest.mark.long, pytest.mark.products]) for each in types() if each not in THINNED]
 # Types that are not packed: their layers have a state, pool blocks of keys, or (OpenAI GPT) hold their own mask.
 KEEP_STATE = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "heavily_compressed_attention"})
+LOSS_TOLERANCE = 1e-5  # relative
 NOT_IN_FP64 = ("inkling2_text", "xglm")
 NO_BOUNDS = ("mamba", "falcon_mamba", "minimax_m3_vl_text", "openai-gpt")
 
@@ -61,9 +64,12 @@ def packed(model: PreTrainedModel, output: LossOutput) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [*THINNED, *REST])
-def test_packed_documents_are_learned_as_alone_or_packing_is_off(name):
+def test_packed_documents_are_learned_as_alone_or_packing_is_off(name, record_property):
     """And rows that are padded beside longer ones have the logits of rows alone, for preferences and unpacked data."""
-    shape = described(name)
+    shape, differences = described(name), []
+    obstacles = {"no training": shape.loss_obstacle, "packing is off": shape.packing_obstacle}
+    reasons = [f"{outcome}: {reason}" for outcome, reason in obstacles.items() if reason is not None]
+    record_property(FINDING, ([*reasons, "packed"][0], name))
     if shape.loss_obstacle is not None:
         return
     for attention in [each for each in (SDPA, EAGER) if each in shape.attentions]:
@@ -72,7 +78,10 @@ def test_packed_documents_are_learned_as_alone_or_packing_is_off(name):
         padded = model(input_ids=functional.pad(rows()[:, : LENGTHS[0]], (0, 9)), use_cache=False).logits
         same(padded[:1, : LENGTHS[0]], alone[0])
         if shape.packing_obstacle is None:
-            is_as_alone(model, alone)
+            differences += [
+                Difference(f"loss, {attention}, {model.dtype}", LOSS_TOLERANCE, loss_as_alone(model, alone))
+            ]
+    record_differences(record_property, differences)
     kinds = getattr(config_of(name), "layer_types", None) or ()
     assert shape.packing_obstacle is None or name in NO_BOUNDS or not KEEP_STATE.isdisjoint(kinds)
 
@@ -82,8 +91,11 @@ def same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=3e-6 * float(expected.detach().std()))
 
 
-def is_as_alone(model: PreTrainedModel, alone: list[Tensor]) -> None:
-    """The logits, the loss and its gradients are those of the documents one by one, as transformers computes them."""
+def loss_as_alone(model: PreTrainedModel, alone: list[Tensor]) -> float:
+    """The relative difference of the loss, which with logits and gradients is that of the documents one by one.
+
+    transformers computes those of documents.
+    """
     losses = [
         functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum")
         for logits, ids in zip(alone, documents(rows()), strict=True)
@@ -95,7 +107,7 @@ def is_as_alone(model: PreTrainedModel, alone: list[Tensor]) -> None:
     install_loss_head(model, LossHead.EAGER, chunk_tokens=None)
     loss = packed(model, LossOutput.SUM)
     loss.backward()
-    assert float(loss.detach()) == pytest.approx(float(total.detach()), rel=1e-5)
+    assert float(loss.detach()) == pytest.approx(float(total.detach()), rel=LOSS_TOLERANCE)
     with torch.no_grad():
         for logits, each in zip(documents(packed(model, LossOutput.LOGITS)), alone, strict=True):
             same(logits, each)
@@ -104,6 +116,7 @@ def is_as_alone(model: PreTrainedModel, alone: list[Tensor]) -> None:
         if name in gradients:
             assert weight.grad is not None, name
             torch.testing.assert_close(weight.grad, gradients[name], rtol=1e-3, atol=1e-6 * scale, msg=name)
+    return float(abs(loss.detach() / total.detach() - 1))
 
 
 KERNELS = Path(__file__).parents[1] / "factories" / "state_kernels"
@@ -131,6 +144,25 @@ def test_layers_with_a_state_are_packed_where_a_kernel_takes_bounds(name, has_ke
     shape = codec.read(tmp_path / "result.json", ModelShape)
     assert shape.loss_obstacle is None or "logits_scaling" in config
     assert (shape.packing_obstacle or "").startswith(fact or "") and (shape.packing_obstacle is None) == (fact is None)
+
+
+class Mixer(nn.Module):
+    """Packed tokens have losses with a share of the first token of their row, in training or in evaluation alone."""
+
+    def __init__(self, *, leaks_in_training: bool, share: float) -> None:
+        super().__init__()
+        self.conv1d, self.leaks_in_training, self.share = nn.Identity(), leaks_in_training, share
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **_: object) -> Tensor:
+        losses, leaks = input_ids.double(), position_ids is not None and self.training is self.leaks_in_training
+        return losses + self.share * losses[:, :1] if leaks else losses
+
+
+@pytest.mark.parametrize(("leaks_in_training", "share"), [(False, 0.5), (True, 0.5), (True, float("nan"))])
+def test_mixers_are_measured_with_the_kernels_of_training_and_of_evaluation(leaks_in_training, share):
+    mixer = Mixer(leaks_in_training=leaks_in_training, share=share)
+    found = measure_dependence(mixer, num_rows=1, seq_len=32, vocab_size=9, device=torch.device("cpu"))
+    assert found.fault(1e-3) == "what a document contains changes the losses of the next one in its row"
 
 
 def test_other_faults_of_rows_are_found():

@@ -19,7 +19,6 @@ from shardwise.trainer.runtime.data.documents import (
     FP32_TOLERANCE,
     KERNEL_TOLERANCE,
     measure_dependence,
-    without_dropout,
 )
 from shardwise.trainer.runtime.loss import LossOutput, install_loss_head
 from shardwise.trainer.simulation.miniature import miniature
@@ -77,7 +76,7 @@ def _small_model(model: PreTrainedModel, attention: str, device: torch.device) -
             if weight.ndim > 1:
                 weight.add_(torch.randn_like(weight), alpha=_NOISE)
     install_loss_head(small, LossHead.EAGER, chunk_tokens=None)
-    without_dropout(small)
+    small.eval()
     return small.requires_grad_(requires_grad=False)
 
 

@@ -10,7 +10,7 @@ to two experts may change to the other one: both change few losses much, or all 
 from another one changes the losses of at least one block by a tenth and more, also in a model with new weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -32,8 +32,6 @@ _ON_PLACE = 10  # times as much for the same document in another place, whose ke
 _FIRST_SHARE, _NUM_BLOCKS, _LEAST_BLOCK = 8, 8, 8  # the first document is an eighth of a row
 _LEAST_ROW = 4  # tokens: below, no document has a target behind another one
 
-Score = Callable[..., Tensor]  # the losses [B, S] of the tokens of rows, by the arguments of a model with a loss head
-
 
 class Dependence(NamedTuple):
     """By how much the losses of a document differ, in standard deviations of its losses."""
@@ -51,9 +49,12 @@ class Dependence(NamedTuple):
 
 
 def measure_dependence(
-    score: Score, *, num_rows: int, seq_len: int, vocab_size: int, device: torch.device
+    model: nn.Module, *, num_rows: int, seq_len: int, vocab_size: int, device: torch.device
 ) -> Dependence:
-    """The dependence of a document of `num_rows` equal rows; the errors of `score` where it takes no documents."""
+    """The largest dependence of a document of `num_rows` equal rows, by a model with a loss head, without dropout.
+
+    The model stays as its last forward was. The errors of a model that takes no documents are let through.
+    """
     generator = torch.Generator().manual_seed(0)
     first = seq_len // _FIRST_SHARE or 1
     one, other, document = (
@@ -69,12 +70,27 @@ def measure_dependence(
         ids = torch.cat(parts).expand(num_rows, -1)
         labels = torch.full_like(ids, IGNORED)
         labels[:, place + 1 : place + len(document)] = document[1:]
-        found = score(input_ids=ids.to(device), labels=labels.to(device), output=LossOutput.TOKENS, **inputs)
+        found = model(input_ids=ids.to(device), labels=labels.to(device), output=LossOutput.TOKENS, **inputs)
         return found[:, place : place + len(document) - 1].cpu()
 
-    alone = losses((document, one), 0)
-    after_one, after_other = (losses((part, document), first, **packed) for part in (one, other))
-    return Dependence(_difference(after_one, after_other, alone), _difference(after_one, alone, alone))
+    on_others, on_place = 0.0, 0.0
+    for _ in _forwards(model):
+        alone = losses((document, one), 0)
+        after_one, after_other = (losses((part, document), first, **packed) for part in (one, other))
+        on_others = max(on_others, _difference(after_one, after_other, alone))
+        on_place = max(on_place, _difference(after_one, alone, alone))
+    return Dependence(on_others, on_place)
+
+
+def _forwards(model: nn.Module) -> Iterator[None]:
+    """Sets a model to evaluation; then its mixers with a convolution to training, where Mamba 2 has another kernel."""
+    model.eval()
+    yield
+    mixers = [module for module in model.modules() if isinstance(getattr(module, "conv1d", None), nn.Module)]
+    for mixer in mixers:
+        mixer.training = True  # itself: its parts have no dropout
+    if mixers:
+        yield
 
 
 def _difference(one: Tensor, other: Tensor, alone: Tensor) -> float:
@@ -83,16 +99,9 @@ def _difference(one: Tensor, other: Tensor, alone: Tensor) -> float:
     if not spread > 0:
         return 0.0
     size = max(_LEAST_BLOCK, -(-one.shape[1] // _NUM_BLOCKS))
-    differences = (one - other).abs()
+    differences = (one - other).abs().nan_to_num(nan=torch.inf)
     blocks = (*differences.split(size, dim=1), differences[:, :_LEAST_BLOCK])
     return max(float(block.mean()) for block in blocks) / spread
-
-
-def without_dropout(model: nn.Module) -> None:
-    """Sets a model to evaluation, but for mixers of Mamba: the kernel that they have for training has no dropout."""
-    model.eval()
-    for module in model.modules():
-        module.training = isinstance(getattr(module, "conv1d", None), nn.Module)
 
 
 def check_documents_apart(model: nn.Module, plan: Plan, device: torch.device) -> None:
@@ -103,7 +112,6 @@ def check_documents_apart(model: nn.Module, plan: Plan, device: torch.device) ->
     name, was_training = plan.model_shape.model_type, model.training
     if plan.model_code is not None:
         name = f"the code of {plan.model_code.repository}"
-    without_dropout(model)
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             found = measure_dependence(
