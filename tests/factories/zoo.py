@@ -90,11 +90,18 @@ def _more_kinds(small: PreTrainedConfig) -> dict[str, Any]:
 
 
 def model_of(
-    model_type: str, *, dtype: torch.dtype = torch.float32, attention: str | None = None, noise: float = 0.08
+    model_type: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
+    noise: float = 0.08,
+    config: PreTrainedConfig | None = None,
 ) -> PreTrainedModel:
     """A model in evaluation mode, whose weights are large enough that documents have different losses."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config_of(model_type), dtype=dtype, attn_implementation=attention)
+    model: Any = AutoModelForCausalLM.from_config(
+        config or config_of(model_type), dtype=dtype, attn_implementation=attention
+    )
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in model.parameters():

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from copy import deepcopy
 from pathlib import Path
 from subprocess import run
 
@@ -10,11 +11,13 @@ import torch
 from outcome_file import FINDING, Difference, record_differences
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
-from zoo import NUM_IDS, config_of, model_of, types
+from transformers import LlamaConfig, PreTrainedModel
+from zoo import NUM_IDS, WINDOW, config_of, model_of, types
 
 from shardwise.trainer.runtime.attention.packed import EAGER, SDPA
+from shardwise.trainer.runtime.data.batches import MicroBatch
 from shardwise.trainer.runtime.data.documents import measure_dependence
+from shardwise.trainer.runtime.loop.step import forward
 from shardwise.trainer.runtime.loss import LossOutput, install_loss_head
 from shardwise.trainer.simulation.describe import describe
 from shardwise.trainer.spec import codec
@@ -56,6 +59,30 @@ def built(name: str, attention: str) -> PreTrainedModel:
     return model
 
 
+ROPES: dict[str, dict[str, object]] = {
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": WINDOW},
+    "dynamic": {"factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_frequencies_that_follow_from_a_length_are_those_of_each_document(kind):
+    """Documents are shorter and longer than 16 tokens, also in a row that is padded beside a longer one."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
+    longest = {"max_position_embeddings": 4 * WINDOW if kind == "longrope" else WINDOW}
+    config = LlamaConfig(**{**config_of("llama").to_dict(), **longest, "rope_parameters": rope})
+    model = model_of("llama", dtype=torch.float64, attention=SDPA, config=config)
+    alone = [deepcopy(model)(input_ids=ids, use_cache=False).logits for ids in documents(rows())]
+    install_loss_head(model, LossHead.EAGER, chunk_tokens=None)
+    with torch.no_grad():
+        for logits, each in zip(documents(packed(model, LossOutput.LOGITS)), alone, strict=True):
+            same(logits, each)
+        ids = torch.cat([rows()[:1, 38:], functional.pad(rows()[:1, 81:], (0, 43))])
+        micro_batch = MicroBatch(ids, ids, num_targets=0, row_lengths=(58, 15))
+        padded = forward(model, micro_batch, torch.device("cpu"), output=LossOutput.LOGITS)
+    same(padded[1:, :15], alone[3])
+
+
 def packed(model: PreTrainedModel, output: LossOutput) -> Tensor:
     labels = rows().masked_fill(POSITIONS == 0, -100)
     found = model(input_ids=rows(), labels=labels, position_ids=POSITIONS, document_bounds=BOUNDS, output=output)
@@ -69,7 +96,7 @@ def test_packed_documents_are_learned_as_alone_or_packing_is_off(name, record_pr
     shape, differences = described(name), []
     obstacles = {"no training": shape.loss_obstacle, "packing is off": shape.packing_obstacle}
     reasons = [f"{outcome}: {reason}" for outcome, reason in obstacles.items() if reason is not None]
-    record_property(FINDING, ([*reasons, "packed"][0], name))
+    record_property(FINDING, ("; ".join(reasons) or "packed", name))
     if shape.loss_obstacle is not None:
         return
     for attention in [each for each in (SDPA, EAGER) if each in shape.attentions]:

@@ -57,6 +57,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from shardwise.trainer.runtime.attention.frequencies import own_frequencies
 from shardwise.trainer.runtime.attention.packed import known_rows, own_positions, packed_inputs
 from shardwise.trainer.runtime.run.operators import KernelFallback
 from shardwise.trainer.spec.errors import InputError
@@ -175,12 +176,14 @@ def _hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tenso
     """The last hidden states [B, S, H]; with positions of packed rows, each document's as if it stood alone."""
     assert input_ids is not None, "labels belong to ids"
     position_ids, bounds = inputs.pop("position_ids", None), inputs.pop("document_bounds", ())
+    lengths = inputs.pop("row_lengths", ())
     ids = {"input_ids": input_ids}
     if position_ids is not None:
         ids = packed_inputs(model, input_ids, position_ids, bounds)
     decoder = model.get_decoder()
     positions = ids.get("position_ids")
-    with known_rows(positions), own_positions(decoder, positions):
+    frequencies = own_frequencies(decoder, input_ids.shape, bounds=bounds, lengths=lengths)
+    with known_rows(positions), own_positions(decoder, positions), frequencies:
         hidden = decoder(**ids, use_cache=False, **inputs).last_hidden_state
     assert isinstance(hidden, Tensor)
     return hidden.view(*input_ids.shape, -1)

@@ -38,6 +38,7 @@ class MicroBatch(NamedTuple):
     num_pairs: int = 0  # that are no dummies; 0 where rows are no pairs
     num_tokens: int = 0  # positions that are neither padding nor of a dummy
     document_bounds: tuple[int, ...] = ()  # of packed rows laid end to end: where documents start, and the end
+    row_lengths: tuple[int, ...] = ()  # tokens of each row without padding; none where no row has padding
 
     @property
     def num_terms(self) -> int:
@@ -105,6 +106,7 @@ def _micro_batch(rows: TokenRows, examples: Sequence[int | None]) -> MicroBatch:
     input_ids = torch.full((len(numbers), width), layout.pad_id, dtype=torch.int64)
     labels = torch.full((len(numbers), width), IGNORED_LABEL, dtype=torch.int64)
     position_ids = torch.arange(width).repeat(len(numbers), 1)
+    row_lengths = [0 if number is None else rows.length(number) for number in numbers]
     bounds = [place * width for place in range(len(numbers) + 1)]
     has_boundaries = False
     for place, number in enumerate(numbers):
@@ -119,7 +121,14 @@ def _micro_batch(rows: TokenRows, examples: Sequence[int | None]) -> MicroBatch:
             has_boundaries = True
     num_pairs = sum(example is not None for example in examples) if layout.rows_per_example == 2 else 0
     num_targets = int((labels != IGNORED_LABEL).sum())
-    micro_batch = MicroBatch(input_ids, labels, num_targets, num_pairs=num_pairs, num_tokens=sum(lengths))
+    micro_batch = MicroBatch(
+        input_ids,
+        labels,
+        num_targets,
+        num_pairs=num_pairs,
+        num_tokens=sum(lengths),
+        row_lengths=() if min(row_lengths) == width else tuple(row_lengths),
+    )
     if not has_boundaries:
         return micro_batch
     return micro_batch._replace(position_ids=position_ids, document_bounds=tuple(sorted(bounds)))

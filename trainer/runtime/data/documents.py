@@ -75,7 +75,7 @@ def measure_dependence(
 
     on_others, on_place = 0.0, 0.0
     for _ in _forwards(model):
-        alone = losses((document, one), 0)
+        alone = losses((document, one), 0, row_lengths=(len(document),) * num_rows)
         after_one, after_other = (losses((part, document), first, **packed) for part in (one, other))
         on_others = max(on_others, _difference(after_one, after_other, alone))
         on_place = max(on_place, _difference(after_one, alone, alone))

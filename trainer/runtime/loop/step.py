@@ -223,6 +223,8 @@ def forward(
     extra: dict[str, Any] = {} if output is LossOutput.SUM else {"output": output}
     if micro_batch.document_bounds:
         extra["document_bounds"] = micro_batch.document_bounds
+    if micro_batch.row_lengths:
+        extra["row_lengths"] = micro_batch.row_lengths
     found = model(**{name: value.to(device, non_blocking=True) for name, value in inputs.items()}, **extra)
     assert isinstance(found, Tensor) and found.ndim == _DIMENSIONS.get(output, 1)
     return found
