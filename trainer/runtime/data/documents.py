@@ -70,7 +70,7 @@ def measure_dependence(
         ids = torch.cat(parts).expand(num_rows, -1)
         labels = torch.full_like(ids, IGNORED)
         labels[:, place + 1 : place + len(document)] = document[1:]
-        found = model(input_ids=ids.to(device), labels=labels.to(device), output=LossOutput.TOKENS, **inputs)
+        found: Tensor = model(input_ids=ids.to(device), labels=labels.to(device), output=LossOutput.TOKENS, **inputs)
         return found[:, place : place + len(document) - 1].cpu()
 
     on_others, on_place = 0.0, 0.0
