@@ -14,7 +14,7 @@ from outcome_file import fault_rows, promised
 REPOSITORY = Path(__file__).parents[1]
 TESTS = """
 import pytest
-from outcome_file import FAULTS, Difference, record_differences
+from outcome_file import FAULTS, FINDING, Difference, record_differences
 
 @pytest.fixture
 def broken():
@@ -26,6 +26,7 @@ def test_passes(record_property):
 
 def test_passes_too(record_property):
     record_property(FAULTS, {"kill": {"tried": 2, "survived": 2}})
+    record_property(FINDING, ("packed", "llama"))
     record_differences(record_property, [Difference("zero2 adamw", 1e-5, 1e-6), Difference("zero2 muon", 1e-4, 4e-5)])
 
 def test_fails(record_property):
@@ -90,6 +91,10 @@ def test_it_keeps_the_largest_difference_of_every_group(outcome):
         },
         "at most 0.0001": {"points": 1, "largest": 4e-05, "groups": {"zero2 muon": 4e-05}},
     }  # fmt: skip
+
+
+def test_it_lists_the_members_of_every_finding(outcome):
+    assert outcome["findings"] == {"test_some.py::test_passes_too": {"packed": ["llama"]}}
 
 
 def test_it_keeps_the_faults_that_each_test_tried_and_the_documentation_has_those_of_the_newest_files(outcome):

@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from shardwise.launch.probe.installed import installed_version
 from shardwise.launch.terminal import Console
 from shardwise.launch.worker import ask
 from shardwise.trainer.planning.memory import grouped
@@ -38,10 +39,10 @@ from shardwise.trainer.spec.units import format_bytes
 
 DEFAULT_TIMEOUT_S = 900.0
 _MODULE, _SUBJECT = "shardwise.trainer.simulation", "the dry run"
-_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # nothing is computed
-    "CUDA_VISIBLE_DEVICES": "",  # and no device is touched
-}
+_NOTHING_COMPUTED = {"OMP_NUM_THREADS": "1"}
+_NO_DEVICE = {"CUDA_VISIBLE_DEVICES": ""}  # none is touched
+_ENVIRONMENT = {**_NOTHING_COMPUTED, **_NO_DEVICE}
+STATE_KERNELS = ("causal-conv1d", "mamba-ssm", "flash-linear-attention")
 _WORKSPACE = "workspace"
 _COLUMNS = "{:<24}{:>12}{:>12}{:>12}"
 
@@ -64,15 +65,18 @@ def simulate(
 def described_shape(request: DescriptionRequest) -> ModelShape:
     """The shape of a causal language model of transformers, or of code that comes with it.
 
-    InputError if it cannot be built.
+    Where a package has kernels for layers with a state, the worker sees the GPUs: they are measured there.
+    InputError if the model cannot be built.
     """
+    has_kernels = any(installed_version(name) is not None for name in STATE_KERNELS)
+    hidden = {} if has_kernels else _NO_DEVICE
     return ask(
         _MODULE,
         request,
         ModelShape,
         subject=_SUBJECT,
         flags=("--describe",),
-        environment=_ENVIRONMENT,
+        environment={**_NOTHING_COMPUTED, **hidden},
         timeout_s=DEFAULT_TIMEOUT_S,
     )
 

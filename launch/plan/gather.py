@@ -288,7 +288,19 @@ def make_request(
             window_bytes=_window_bytes(job) if job.data.streaming else None,
         )
     )
-    return replace(listed, packing=False) if listed.packing is None and _is_too_small_to_pack(listed) else listed
+    return replace(listed, packing=_packing(listed, shape))
+
+
+def _packing(listed: PrepareRequest, shape: ModelShape) -> bool | None:
+    """The job's choice, or false by default where a model does not pack or the rows are few.
+
+    InputError if the job packs rows for a model that was measured not to keep documents apart.
+    """
+    obstacle = shape.packing_obstacle
+    if listed.packing and obstacle is not None and shape.is_packing_measured:
+        raise InputError(f"data.packing: {shape.model_type} does not pack: {obstacle};\ngive data.packing=false")
+    is_off = listed.packing is None and (obstacle is not None or _is_too_small_to_pack(listed))
+    return False if is_off else listed.packing
 
 
 def _is_too_small_to_pack(listed: PrepareRequest) -> bool:

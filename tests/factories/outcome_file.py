@@ -5,6 +5,8 @@ passed, failed and were skipped, and their seconds; of every test function how m
 measures how far two runs are apart adds it with `record_differences(record_property, [Difference(...), ...])`; of these
 the file keeps the number and the largest. A test of faults from outside adds
 `record_property(FAULTS, {kind: {"tried": ..., "survived": ...}})`; the file adds up those of every test function.
+A test of each member of a list adds what it found, `record_property(FINDING, (finding, member))`; the file lists the
+members of every finding.
 """
 
 import json
@@ -27,6 +29,7 @@ from shardwise.trainer.spec.units import GIB
 
 DIFFERENCES = "differences"
 FAULTS = "faults"
+FINDING, FINDINGS = "finding", "findings"
 FAULT_NUMBERS = ("tried", "survived", "lost", "hung", "tracebacks", "outlived")
 PACKAGES = ("shardwise", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes", "datasets")
 _WORST_FIRST = ("failed", "skipped", "passed")
@@ -68,6 +71,7 @@ class OutcomeFile:
         self._reasons: Counter[str] = Counter()
         self._differences: dict[str, list[Difference]] = defaultdict(list)
         self._faults: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+        self._findings: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = file_of(report.nodeid)
@@ -81,6 +85,9 @@ class OutcomeFile:
             self._differences[file] += [Difference(*each) for each in properties.get(DIFFERENCES, ())]
             for kind, counts in properties.get(FAULTS, {}).items():
                 self._faults[_function_of(report.nodeid)][kind].update(counts)
+            if FINDING in properties:
+                finding, member = properties[FINDING]
+                self._findings[_function_of(report.nodeid)][finding].append(member)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -107,6 +114,10 @@ class OutcomeFile:
             "skipped_because": dict(self._reasons),
             "differences": {file: summary(found) for file, found in self._differences.items() if found},
             "faults": {test: {kind: dict(counts) for kind, counts in found.items()} for test, found in faults},
+            FINDINGS: {
+                test: {finding: sorted(members) for finding, members in sorted(found.items())}
+                for test, found in sorted(self._findings.items())
+            },
         }
 
     def _paths(self) -> list[str]:

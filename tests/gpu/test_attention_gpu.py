@@ -24,7 +24,7 @@ from transformers.utils.import_utils import is_kernels_available
 from shardwise.trainer.runtime.attention import choose_attention_kernels, kernel_for, supports_grouped_heads
 from shardwise.trainer.runtime.attention.choice import attention_facts, attention_of
 from shardwise.trainer.runtime.attention.flash_kernel import load_flash_kernel
-from shardwise.trainer.runtime.attention.packed import VARLEN, document_kernels, isolate_documents, packed_inputs
+from shardwise.trainer.runtime.attention.packed import VARLEN, document_kernels, known_rows, packed_inputs
 from shardwise.trainer.runtime.loss import install_loss_head
 from shardwise.trainer.runtime.memory.compilation import fuse_kernels
 from shardwise.trainer.runtime.tools.measure import attention_backend
@@ -67,8 +67,6 @@ def build(implementation: str, dtype: torch.dtype, device: torch.device) -> PreT
     config = AutoConfig.for_model("llama", **CONFIG)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=dtype).to(device)
     model.config.use_cache = False
-    if "/" not in implementation:
-        isolate_documents(model)
     return model
 
 
@@ -80,7 +78,9 @@ def rows(device: torch.device, *, seed: int = 1) -> torch.Tensor:
 
 
 def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    found = model(**packed_inputs(model, ids, POSITIONS.to(ids.device))).logits[0].float()
+    inputs = packed_inputs(model, ids, POSITIONS.to(ids.device))
+    with known_rows(inputs["position_ids"]):
+        found = model(**inputs).logits[0].float()
     assert isinstance(found, torch.Tensor)
     return found
 

@@ -31,8 +31,10 @@ def plan_with(cache_dir: Path, **changes: Any) -> Plan:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, cache_dir) -> Path:
-    """plan.json of an attempt that ran to its end."""
-    plan_path = write_attempt(tmp_path_factory.mktemp("run"), plan_with(cache_dir))
+    """plan.json of an attempt that ran to its end, on rows that are not packed because of the model."""
+    plan = plan_with(cache_dir)
+    plan = replace(plan, model_shape=replace(plan.model_shape, packing_obstacle="its layers keep a state"))
+    plan_path = write_attempt(tmp_path_factory.mktemp("run"), plan)
     run_rank(plan_path, "--log-dir", str(plan_path.parent / "logs"))
     return plan_path
 
@@ -40,7 +42,7 @@ def finished(tmp_path_factory, cache_dir) -> Path:
 def test_a_finished_attempt_reports_what_was_measured(finished):
     report = report_of(finished)
     assert (report.ending, report.exit_code, report.step, report.num_steps) == (Ending.FINISHED, ExitCode.DONE, 6, 6)
-    assert report.error is None and report.incidents == ()
+    assert report.error is None and report.incidents == ("packing is off: its layers keep a state",)
     assert [evaluation.step for evaluation in report.evaluations] == [4, 6]
     assert report.evaluations[1].loss < report.evaluations[0].loss
     assert report.evaluations[0].num_tokens > NUM_EVAL_ROWS

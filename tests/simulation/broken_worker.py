@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from shardwise.trainer.runtime import loss
 from shardwise.trainer.runtime.loop import step
 from shardwise.trainer.simulation import dry_run, kernels
 from shardwise.trainer.simulation.fake_device import replaced
@@ -48,7 +49,7 @@ def keep_terms(self: Any, terms: step.Terms, **given: int) -> None:
 
 
 BREAKS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "nothing": nullcontext, "masks": lambda: replaced(step, known_rows=lambda **_: nullcontext()),
+    "nothing": nullcontext, "masks": lambda: replaced(loss, known_rows=lambda _: nullcontext()),
     "sums": lambda: replaced(step.Sums, add=keep_terms), "silu": lambda: without(functional, silu=_silu),
     "attention": lambda: without(functional, scaled_dot_product_attention=_attention),
     "autocast": lambda: without(torch.cuda.amp.common, amp_definitely_not_available=lambda: True),

@@ -32,7 +32,7 @@ from shardwise.trainer.planning.search.configurations import (
 from shardwise.trainer.planning.speed.step import speed_notes
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import DataProfile
-from shardwise.trainer.spec.data.shapes import SHAPES
+from shardwise.trainer.spec.data.shapes import SHAPES, packing_note
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.extension import Hook
@@ -44,17 +44,19 @@ from shardwise.trainer.spec.value import Value
 WORTH_REPORTING = 0.005  # of the tokens
 
 
-def data_text(data: DataProfile, micro_batch: int) -> tuple[str, ...]:
+def data_text(data: DataProfile, micro_batch: int, *, can_pack: bool = True) -> tuple[str, ...]:
     """Lengths of documents, the cost of padding or the gain of packing at `micro_batch`, and the longest row.
 
     Empty if the lengths have not been counted.
     """
     if data.mean_document_tokens is None or data.mean_cut_tokens is None or not data.batch_widths:
         return ()
-    return tuple(_length_text(data, data.mean_document_tokens, data.mean_cut_tokens, micro_batch))
+    return tuple(_length_text(data, data.mean_document_tokens, data.mean_cut_tokens, micro_batch, can_pack=can_pack))
 
 
-def _length_text(data: DataProfile, mean_tokens: float, mean_cut: float, micro_batch: int) -> Iterator[str]:
+def _length_text(
+    data: DataProfile, mean_tokens: float, mean_cut: float, micro_batch: int, *, can_pack: bool
+) -> Iterator[str]:
     widths = widths_at(data, micro_batch)
     shuffled = padding_share(widths.mean_width, mean_cut)
     ordered = padding_share(widths.mean_width_sorted, mean_cut)
@@ -69,7 +71,8 @@ def _length_text(data: DataProfile, mean_tokens: float, mean_cut: float, micro_b
         retained = f", and keeps {lost:.0%} of the tokens, which would be cut off at the end of a row"
         yield saved + (retained if lost > WORTH_REPORTING else "")
         return
-    packing = "" if SHAPES[data.format].rows_per_example == 2 else "; data.packing=true has none"
+    has_remedy = can_pack and SHAPES[data.format].rows_per_example == 1
+    packing = "; data.packing=true has none" if has_remedy else ""
     yield (
         f"{ordered:.0%} of the tokens of {batches} are padding, as rows of like length are learned together "
         f"({shuffled:.0%} in random order){packing}"
@@ -101,7 +104,7 @@ def notes(
     return (
         *_batch_notes(context, chosen),
         *_extension_notes(context),
-        *_data_notes(data, chosen),
+        *_data_notes(data, chosen, can_pack=context.shape.packing_obstacle is None),
         *trial_text(trials),
         *certainty_text(context, chosen),
         *_error_notes(context, candidates),
@@ -136,11 +139,19 @@ def warnings(context: PlanningContext, chosen: Candidate) -> tuple[str, ...]:
     """Cautions that every form of the plan shows: each costs the run its purpose, its time or its memory."""
     return (
         *(() if context.data is None else idle_run_warnings(context.job, context.data, context.schedule)),
+        *_packing_warnings(context),
         *_time_warnings(context, chosen),
         *_memory_warnings(context, chosen),
         *_idle_warnings(context, chosen),
         *_update_warnings(context, chosen),
     )
+
+
+def _packing_warnings(context: PlanningContext) -> Iterator[str]:
+    if context.data is not None and not context.data.is_packed:
+        obstacle = context.shape.packing_obstacle
+        note = packing_note(context.data.format, packing=context.job.data.packing, obstacle=obstacle)
+        yield from [] if note is None else [note]
 
 
 def _time_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
@@ -317,9 +328,9 @@ def _batch_notes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
         yield f"{empty} of {num_rows} rows of each step are padding: the global batch does not divide evenly"
 
 
-def _data_notes(data: DataProfile, chosen: Candidate) -> Iterator[str]:
+def _data_notes(data: DataProfile, chosen: Candidate, *, can_pack: bool) -> Iterator[str]:
     yield from data.notes
-    yield from data_text(data, chosen.micro_batch)
+    yield from data_text(data, chosen.micro_batch, can_pack=can_pack)
     if data.source == "estimated":
         yield "the data was not read yet: steps and hours follow from an estimate of its tokens by file size"
 

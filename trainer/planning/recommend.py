@@ -129,6 +129,7 @@ def _lost_time(_: PlanningContext, plan: Plan, __: Report, observed: Observed) -
     if plan.data.is_stream:
         faster = "rows that were prepared before (data.streaming=false)"
     can_pack = not plan.data.is_packed and SHAPES[plan.data.format].rows_per_example == 1
+    can_pack = can_pack and plan.model_shape.packing_obstacle is None
     skipped = observed.num_skipped / observed.num_steps if 0 < observed.num_skipped < observed.num_steps else None
     waits = "of a step is waiting for the slowest rank: even ranks would give up to"
     lower = f"{observed.num_skipped} of {observed.num_steps} steps were skipped: a train.lr below {plan.schedule.lr:g}"

@@ -30,8 +30,9 @@ summed in the forward, the weights of the tokens in the backward. A micro batch 
 the logits of both halves are in one head. `fused_linear` has none: Liger makes gradients in the forward, for one weight
 of all tokens, and a row's weight is known after it.
 
-A score (`LossOutput.SCORE`) has no gradient. It is computed in slices under every head, C x V x (4 + c) bytes at most:
-of `chunk_tokens` tokens, of no more than FUSED_SLICE_TOKENS, or of as many as give no more logits than hidden states.
+Scores and losses of tokens (`SCORE`, `TOKENS`) have no gradient. They are computed in slices under every head,
+C x V x (4 + c) bytes at most: of `chunk_tokens` tokens, of no more than FUSED_SLICE_TOKENS, or of as many as give no
+more logits than hidden states.
 
 All heads run inside the model's forward, `chunked` and `fused_linear` moreover inside the forward of `lm_head`. So an
 engine that gathers sharded weights around a module's forward and backward (ZeRO-3, FSDP2) has gathered them when they
@@ -56,7 +57,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from shardwise.trainer.runtime.attention.packed import packed_inputs
+from shardwise.trainer.runtime.attention.frequencies import own_frequencies
+from shardwise.trainer.runtime.attention.packed import known_rows, own_positions, packed_inputs
 from shardwise.trainer.runtime.run.operators import KernelFallback
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.packages import extra_line
@@ -74,6 +76,10 @@ class LossOutput(StrEnum):
     ROWS = "rows"  # the log-probability of what each row learns, the sum over its targets: [B] in float64
     LOGITS = "logits"  # [B, S, V] in the computing type, of whole rows: for a loss of the user's own
     SCORE = "score"  # the token losses added up, and how many targets are the most likely token: [2] in float64
+    TOKENS = "tokens"  # the loss of the target of each token, 0 where there is none: [B, S] in float64
+
+
+_WITHOUT_GRADIENT = (LossOutput.SCORE, LossOutput.TOKENS)
 
 
 def install_loss_head(
@@ -157,7 +163,7 @@ class LossForward:
         linear = model.get_output_embeddings()
         if output is LossOutput.LOGITS:
             return capped(linear(hidden), self.softcap)
-        if output is LossOutput.SCORE or self.head in (LossHead.CHUNKED, LossHead.FUSED_LINEAR):
+        if output in _WITHOUT_GRADIENT or self.head in (LossHead.CHUNKED, LossHead.FUSED_LINEAR):
             found = linear(hidden, targets, output=output)
         else:
             row_tokens = targets.shape[1] if output is LossOutput.ROWS else None
@@ -170,10 +176,15 @@ def _hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tenso
     """The last hidden states [B, S, H]; with positions of packed rows, each document's as if it stood alone."""
     assert input_ids is not None, "labels belong to ids"
     position_ids, bounds = inputs.pop("position_ids", None), inputs.pop("document_bounds", ())
+    lengths = inputs.pop("row_lengths", ())
     ids = {"input_ids": input_ids}
     if position_ids is not None:
         ids = packed_inputs(model, input_ids, position_ids, bounds)
-    hidden = model.get_decoder()(**ids, use_cache=False, **inputs).last_hidden_state
+    decoder = model.get_decoder()
+    positions = ids.get("position_ids")
+    frequencies = own_frequencies(decoder, input_ids.shape, bounds=bounds, lengths=lengths)
+    with known_rows(positions), own_positions(decoder, positions), frequencies:
+        hidden = decoder(**ids, use_cache=False, **inputs).last_hidden_state
     assert isinstance(hidden, Tensor)
     return hidden.view(*input_ids.shape, -1)
 
@@ -220,11 +231,13 @@ class _HeadForward:
         weight, bias = self.linear.weight, self.linear.bias
         if targets is None:
             return functional.linear(hidden, weight, bias)
-        row_tokens = targets.shape[1] if output is LossOutput.ROWS else None
+        row_tokens, shape = targets.shape[1] if output is LossOutput.ROWS else None, targets.shape
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         hidden, head = _in_computing_type(hidden, Head(weight, bias, self.softcap))
         if output is LossOutput.SCORE:
             return scored(hidden, head, targets, self._score_tokens(hidden.shape[0]))
+        if output is LossOutput.TOKENS:
+            return token_losses(hidden, head, targets, self._score_tokens(hidden.shape[0])).view(shape)
         chunked = partial(self._chunked, row_tokens=row_tokens)
         found = (
             chunked(hidden, head, targets) if self.liger is None else self.liger.loss(hidden, head, targets, chunked)
@@ -459,19 +472,30 @@ def scored(hidden: Tensor, head: Head, targets: Tensor, slice_tokens: int) -> Te
     """[2] in float64, without a gradient: the sum of the token losses of hidden [T, H], and how many targets are the
     most likely token; at most `slice_tokens` tokens have logits at a time."""
     sums = torch.zeros(2, dtype=torch.float64, device=hidden.device)
-    with torch.no_grad():
-        for part in _slices(hidden.shape[0], slice_tokens):
-            sums += _slice_score(hidden[part], head, targets[part])
+    for losses, is_most_likely in _judged_slices(hidden, head, targets, slice_tokens):
+        sums += torch.stack([losses.sum(), is_most_likely.sum(dtype=torch.float64)])
     return sums
 
 
-def _slice_score(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
+def token_losses(hidden: Tensor, head: Head, targets: Tensor, slice_tokens: int) -> Tensor:
+    """[T] in float64, without a gradient: the loss of each target of hidden [T, H], 0 where there is none."""
+    return torch.cat([losses for losses, _ in _judged_slices(hidden, head, targets, slice_tokens)])
+
+
+@torch.no_grad()
+def _judged_slices(hidden: Tensor, head: Head, targets: Tensor, slice_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each slice of tokens, the losses in float64, and whether a target is the most likely token."""
+    for part in _slices(hidden.shape[0], slice_tokens):
+        yield _judged(hidden[part], head, targets[part])
+
+
+def _judged(hidden: Tensor, head: Head, targets: Tensor) -> tuple[Tensor, Tensor]:
     logits = head.logits(hidden)
     picked = logits.gather(-1, _index(targets)).squeeze(-1)
     highest, most_likely = logits.max(-1)
     log_normalisers = logits.sub_(highest.unsqueeze(-1)).exp_().sum(-1).log_().add_(highest)
-    loss = (log_normalisers - picked).masked_fill_(targets == IGNORED, 0.0).sum(dtype=torch.float64)
-    return torch.stack([loss, (most_likely == targets).sum(dtype=torch.float64)])
+    losses = (log_normalisers - picked).masked_fill_(targets == IGNORED, 0.0)
+    return losses.double(), most_likely == targets
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

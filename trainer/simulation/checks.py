@@ -153,7 +153,7 @@ def loss_obstacle(model: PreTrainedModel, loss: LossForward) -> str | None:
     kernels = Kernels("cpu", (0, 0))
     model.eval()
     try:
-        with kernels.installed(), known_rows(are_packed=False), FakeTensorMode():
+        with kernels.installed(), known_rows(None), FakeTensorMode():
             materialise(model, "cpu")
             ids = torch.zeros((1, NUM_TOKENS), dtype=torch.long)
             theirs = _operations(lambda: loss.own_forward(input_ids=ids, labels=ids, use_cache=False))

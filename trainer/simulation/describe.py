@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.trainer.runtime.attention.packed import FLASH
 from shardwise.trainer.simulation.build import blocks_of, build_on_meta
 from shardwise.trainer.simulation.checks import loss_obstacle
+from shardwise.trainer.simulation.documents import measure_rows
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
 from shardwise.trainer.spec.model.shape import DescriptionRequest, Linear, ModelShape, Norm, Positions
@@ -60,7 +61,14 @@ def describe(request: DescriptionRequest) -> ModelShape:
         )
     shape = _shape_of(model)
     others = _size(model) - shape.num_parameters
-    return replace(shape, other_parameters=others, loss_obstacle=loss_obstacle(model, installed.loss))
+    rows = measure_rows(model)
+    return replace(
+        shape,
+        other_parameters=others,
+        loss_obstacle=loss_obstacle(model, installed.loss) or rows.order_fault,
+        packing_obstacle=rows.packing_obstacle,
+        is_packing_measured=rows.is_measured,
+    )
 
 
 def _shape_of(model: PreTrainedModel) -> ModelShape:

@@ -15,6 +15,9 @@ rows: its accumulator and row sums have 128 rows more for each document.
 
 Liger's kernels are written in Triton, which runs on no fake device: `LigerLoss` allocates what its loss allocates.
 
+Kernels of other packages (mamba-ssm, causal-conv1d, flash-linear-attention) run on no fake device either: transformers
+takes its own operations instead, as it does for an export.
+
 `grouped_mm`, which runs the experts of a mixture, supports bf16 alone on meta; a device multiplies other types group by
 group into the same outputs. It does so here.
 """
@@ -28,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import varlen
+from transformers.integrations import hub_kernels
 
 from shardwise.trainer.runtime.attention import packed as packed_attention
 from shardwise.trainer.simulation.fake_device import replaced
@@ -36,6 +40,9 @@ from shardwise.trainer.spec.strategy import AttentionKernel, sdpa_kernel
 
 _16_BIT = (torch.bfloat16, torch.float16)
 _aten: Any = torch.ops.aten
+_WITHOUT_PACKAGES = {
+    name: lambda: True for name in ("is_torchdynamo_exporting",) if hasattr(hub_kernels, name)
+}  # before transformers 5.23 each model looks for packages itself
 
 
 class Kernels:
@@ -61,6 +68,7 @@ class Kernels:
                 grouped_mm=_grouped_product,
             ),
             replaced(varlen, varlen_attn=self._packed_attention),
+            replaced(hub_kernels, **_WITHOUT_PACKAGES),
             replaced(packed_attention, documents_on_cpu=self._documents_on_cpu),
         ):
             yield

@@ -1,8 +1,10 @@
 """The dry run of a plan by a worker, and `plan --simulate`."""
 
+import json
 import re
 
 import pytest
+from architecture_factory import VARIANTS
 from engine_plan_factory import TINY_LLAMA, engine_plan
 from msgspec.structs import replace
 from planning_factory import data_of, job_of, plan_of
@@ -15,7 +17,7 @@ from shardwise.launch.plan.dry_run import (
     simulated_results,
     simulation_request,
 )
-from shardwise.launch.plan.gather import read_inputs
+from shardwise.launch.plan.gather import make_request, read_inputs
 from shardwise.launch.terminal import Console
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.simulated import (
@@ -216,3 +218,19 @@ def test_an_architecture_that_no_reader_knows_is_refused_without_simulate_and_to
     monkeypatch.chdir(workplace.folder)
     with pytest.raises(InputError, match=r'"helium".*`shardwise plan --simulate`'):
         read_inputs(workplace.job, [], environment=workplace.environment)
+
+
+def test_a_model_that_does_not_pack_leaves_packing_off_or_refuses_it(tmp_path, monkeypatch):
+    """Where the reason is the lack of a measurement, a job that packs is let through to that before its first step."""
+    workplace = make_workplace(tmp_path)
+    (workplace.folder / "model" / "config.json").write_text(json.dumps(VARIANTS["falcon rw"]))
+    monkeypatch.chdir(workplace.folder)
+    inputs = read_inputs(workplace.job, ["data.packing=auto"], environment=workplace.environment)
+    assert inputs.request.packing is False
+    with pytest.raises(
+        InputError, match=r"data\.packing: falcon does not pack: its ALiBi .*;\ngive data\.packing=false"
+    ):
+        read_inputs(workplace.job, ["data.packing=true"], environment=workplace.environment)
+    job, shape = inputs.resolved.job, replace(inputs.shape, is_packing_measured=False)
+    packs = replace(job, data=replace(job.data, packing=True))
+    assert make_request(packs, shape=shape, tokenizer_path=None, cache_root=tmp_path, only_plans=True).packing

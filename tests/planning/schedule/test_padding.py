@@ -8,13 +8,15 @@ from functools import partial
 from typing import Any
 
 import pytest
+from architecture_factory import VARIANTS
 from msgspec.structs import replace
-from planning_factory import context_for, data_of, plan_of
+from planning_factory import context_for, data_of, job_of, plan_of
 
 from shardwise.trainer.planning.candidates import candidate_of, configuration_of
 from shardwise.trainer.planning.reasons import data_text
 from shardwise.trainer.planning.schedule import bytes_per_token, estimate_data, longest_width, mean_width, widths_at
 from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile, LengthHistogram
+from shardwise.trainer.spec.job.sections import DataFormat
 
 H100 = "1xH100-SXM5-80GB"
 WIDTHS = tuple(
@@ -83,6 +85,25 @@ def test_a_plan_says_what_padding_costs_and_packing_saves(
     sentences = data_text(replace(padded(), **facts), micro_batch)
     for sentence, expected in zip(sentences, figures, strict=True):
         assert re.search(expected, sentence)
+
+
+def test_a_model_that_does_not_pack_has_a_warning_and_padding_has_no_remedy() -> None:
+    """Only where packing is the default, and the job has not chosen it."""
+    falcon, note = VARIANTS["falcon rw"], "packing is off: its ALiBi rounds the places of a whole row to bf16"
+    for facts, packing, is_noted in (
+        ({}, None, True),
+        ({}, False, False),
+        ({"format": DataFormat.TOKENS}, None, False),
+    ):
+        job = job_of(seq_len=96, tokens_per_step=960)
+        plan = plan_of(
+            falcon,
+            H100,
+            job=replace(job, data=replace(job.data, packing=packing)),
+            data=replace(padded(**facts), vocab_size=200),
+        )
+        assert (note in plan.warnings) == is_noted
+        assert not any("data.packing=true" in text for text in plan.notes)
 
 
 def test_tokens_follow_from_bytes_and_the_assumption_is_said() -> None:

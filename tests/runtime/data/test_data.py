@@ -85,6 +85,7 @@ def test_labels_are_the_inputs_and_nothing_on_padding(rows):
 def test_width_is_a_multiple_of_eight_but_not_above_seq_len(tmp_path, lengths, seq_len, width):
     batch = only_micro_batch(rows_of_lengths(tmp_path, lengths, seq_len=seq_len), len(lengths))
     assert batch.input_ids.shape == batch.labels.shape == (len(lengths), width)
+    assert batch.row_lengths == (() if min(lengths) == width else lengths)
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from rank_factory import rank_plan
 from transformers import CONFIG_MAPPING, AutoTokenizer
 
-from shardwise.trainer.runtime.data.batches import check_documents_apart
+from shardwise.trainer.runtime.data.documents import check_documents_apart
 from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.runtime.export.check import SAME, logits_of, prompt_ids, relative_difference, reloaded_logits
 from shardwise.trainer.runtime.export.folder import write_model_folder
@@ -145,7 +145,7 @@ def test_documents_of_a_packed_row_are_kept_apart_or_the_run_does_not_begin(keep
         check_documents_apart(model, packed, CPU)
         assert model.training
         return
-    with pytest.raises(InputError, match=r"looks across the documents of a packed row;\ngive data\.packing=false"):
+    with pytest.raises(InputError, match=r"does not keep packed documents apart: .*;\ngive data\.packing=false"):
         check_documents_apart(model, packed, CPU)
 
 

@@ -1,4 +1,4 @@
-"""Attention: which kernel runs, and packed rows.
+"""Attention: which kernel runs, packed rows, and rotary frequencies that follow from the length of a document.
 
 PyTorch's attention may run the kernels that were planned (`spec.strategy`), for the whole process. Two things would
 otherwise choose differently from the plan. torch prefers cuDNN's kernels on compute capability 9.0 and 10.x (W60); why

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.attention.flash_kernel import is_hub_kernel, load_flash_kernel, loaded_build
-from shardwise.trainer.runtime.attention.packed import FLASH, PACKED_SDPA, SDPA, document_kernels
+from shardwise.trainer.runtime.attention.packed import FLASH, SDPA, document_kernels
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.strategy import Attention
@@ -34,14 +34,9 @@ def attention_name(attention: Attention, flash_kernel: str | None = None) -> str
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """transformers' name of the attention implementation that a model uses, with or without packed rows.
-
-    Of a kernel of the hub, what was loaded by that name.
-    """
+    """transformers' name of the attention implementation of a model; of a kernel of the hub, what was loaded by it."""
     name = str(model.config._attn_implementation)
-    if is_hub_kernel(name):
-        return loaded_build(name).kernel
-    return SDPA if name == PACKED_SDPA else name
+    return loaded_build(name).kernel if is_hub_kernel(name) else name
 
 
 def attention_facts(model: PreTrainedModel) -> dict[str, str]:

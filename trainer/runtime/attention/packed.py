@@ -2,8 +2,8 @@
 
 Documents are distinguished by their positions, which start at 0 in each. They are separated in these ways:
 
-    sdpa     one kernel call for all documents of a micro batch, or one for each, without any mask: with its first
-             packed rows a model changes to a function of ours, which is transformers' own for all other rows
+    sdpa     one kernel call for all documents of a micro batch, or one for each, without a mask: the function is ours,
+             which is transformers' own for all other rows
         CUDA, 16 bit, head dimension a multiple of 8 up to 256    torch's `varlen_attn`, a FlashAttention kernel
         CPU                                                       the kernel behind PyTorch's attention, a document at
                                                                   a time
@@ -11,19 +11,27 @@ Documents are distinguished by their positions, which start at 0 in each. They a
                                                                   grouped heads repeated if its kernel has none
     flash    flash-attn's function for rows of variable length, its own or the hub's: transformers calls it when it is
              given the bounds
-    eager    transformers makes the mask from the positions
+    eager    a mask of row x row for each row of a micro batch, where transformers makes one for all rows
 
-Falcon, MPT and OPT pass the starts of documents neither to transformers nor to the kernel: they are given a mask of
-row x row, bool or in the type of the weights, for each row of a micro batch, where transformers makes one for all rows.
-Falcon with ALiBi accepts no such mask: it is refused. Falcon and StableLM under flash-attn get their rows as one, the
-only form in which they pass positions on.
+Masks. Most models let transformers make their masks, many of them without the positions. `known_rows` replaces its
+functions for the forward of a decoder: each rule (causal, window, chunk, a model's own) then holds within a document.
+For sdpa the mask is an empty tensor whose shape holds the window or the chunk (`_Reach`): which blocks have a window is
+known to the model alone, and a module's `sliding_window` says nothing about it. Falcon and OPT, whose attention takes a
+mask and no other argument, and models that compute with masks (an index that selects keys) get real ones. Falcon and
+StableLM under flash-attn get their rows as one, the only form in which they pass positions on.
 
-Positions that start anew are all that learned and rotated ones need. ALiBi adds to a score what depends on the distance
-alone, up to a constant for each query: it needs nothing.
+Positions that start anew are all that learned and rotated ones need; a decoder that counts them itself is given them
+(`own_positions`). ALiBi adds to a score what depends on the distance alone, up to a constant for each query: it needs
+nothing, but Falcon rounds that constant to bf16.
+
+Layers with a state (convolutions, state spaces, linear attention) need a kernel that takes the bounds: `seq_idx` of
+causal-conv1d and mamba-ssm, `cu_seqlens` of flash-linear-attention, which has one row alone. transformers raises an
+error where a package is missing, and drops bounds that a kernel does not take: data/documents.py measures the result.
 
 Memory: the first two kernels keep query, key, value, output and a log-sum-exp a head, as for a row of one document.
 Elsewhere each document keeps its own output, and the row one more. A window longer than every document costs nothing;
-a shorter one is the kernel's own on CUDA, else a mask of document x document while it runs.
+a shorter one is the kernel's own on CUDA, else a mask of document x document while it runs. Values that are narrower
+than queries (MLA) are padded to their size.
 
 The bounds go from the model's forward to each attention function as keyword arguments with transformers' names, so
 that recomputation and engines pass them on; a model that loses them on the way stops the run.
@@ -36,6 +44,7 @@ uses the data instead: a micro batch without positions of its own holds one docu
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -47,38 +56,119 @@ from torch.nn import functional
 from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 from transformers.utils.generic import is_flash_attention_requested
 
 from shardwise.trainer.runtime.attention import computing_type, kernel_for, supports_grouped_heads
-from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.strategy import AttentionKernel
+
+SDPA, EAGER, FLASH = "sdpa", "eager", "flash_attention_2"
+_NEEDS_MASK = ("falcon", "opt")  # model types whose own attention takes a mask and no other argument
+_LOSES_BOUNDS = ("falcon", "stablelm")  # whose attention is handed positions, and no other keyword arguments (W31)
+_NAMES_BOUNDS = ("bailing_hybrid", "kimi_linear")  # whose kernel (KDA) is handed bounds under the name that it has
+_WITH_STATE = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})  # kinds of blocks
 
 
 @contextmanager
-def known_rows(*, are_packed: bool) -> Iterator[None]:
-    """Within the block, whether rows are packed is known and not read from the device (W57)."""
-    look = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _document_numbers if are_packed else _none_is_packed
+def known_rows(position_ids: Tensor | None) -> Iterator[None]:
+    """Within the block, masks are those of these packed rows [B, S]; None: each row is one document.
+
+    Whether rows are packed is not read from the device (W57).
+    """
+    names: Any = AttentionMaskInterface
+    look, masks = masking_utils.find_packed_sequence_indices, names._global_mapping
+    masking_utils.find_packed_sequence_indices = _none_is_packed
+    if position_ids is not None:
+        by_masks = {name: partial(_masked, masks[name], position_ids) for name in (SDPA, EAGER)}
+        names._global_mapping = {**masks, **by_masks, SDPA: partial(_unmasked, by_masks[SDPA])}
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = look
+        names._global_mapping = masks
+
+
+@contextmanager
+def own_positions(decoder: nn.Module, position_ids: Tensor | None) -> Iterator[None]:
+    """Within the block, a decoder that counts positions itself takes those of packed rows [B, S] (BART and its kin)."""
+    tables: list[Any] = []
+    if position_ids is not None and not _takes_positions(decoder):
+        tables = [each for each in decoder.modules() if isinstance(each, nn.Embedding) and _takes_positions(each)]
+        for table in tables:
+            table.forward = partial(_looked_up, table, position_ids)
+    try:
+        yield
+    finally:
+        for table in tables:
+            del table.forward
+
+
+def _looked_up(table: nn.Embedding, positions: Tensor, /, *_: object, **__: object) -> Tensor:
+    return functional.embedding(positions + getattr(table, "offset", 0), table.weight)
+
+
+def _takes_positions(module: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(module.forward).parameters
 
 
 def _none_is_packed(position_ids: Tensor) -> Tensor | None:
-    del position_ids  # which are those that the model counted itself
+    del position_ids
     return None
 
 
-def _document_numbers(position_ids: Tensor) -> Tensor:
-    """The document of each token of its row, [B, S], from 0: what transformers makes of positions [B, S]."""
-    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+def _masked(
+    mask: Callable[..., Tensor],
+    position_ids: Tensor,
+    *,
+    mask_function: Callable[..., Tensor],
+    **settings: Any,  # noqa: ANN401  # transformers' settings
+) -> Tensor:
+    """transformers' mask for rows of several documents: its rule within each document, and nothing else."""
+    if settings["q_length"] != settings["kv_length"]:  # of another sequence
+        return mask(mask_function=mask_function, **settings)
+    document = (position_ids == 0).cumsum(-1)
+
+    def within(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_seen = mask_function(row, head, position_ids[row, query], position_ids[row, key])
+        return is_seen & (document[row, query] == document[row, key])
+
+    settings |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return mask(mask_function=within, **settings)
 
 
-SDPA, PACKED_SDPA, FLASH = "sdpa", "packed_sdpa", "flash_attention_2"
-_NEEDS_MASK = ("falcon", "mpt", "opt")  # model types that make their mask without the positions
-_LOSES_BOUNDS = ("falcon", "stablelm")  # whose attention is handed positions, and no other keyword arguments (W31)
+def _unmasked(
+    masked: Callable[..., Tensor],
+    *,
+    kv_length: int,
+    config: Any,  # noqa: ANN401  # of transformers, one class for each model
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **settings: Any,  # noqa: ANN401  # transformers' settings
+) -> Tensor:
+    """An empty tensor in place of a causal mask, whose shape holds what the mask would add: see `_Reach`.
+
+    A mask where the model says that it computes with one, or has a rule of its own.
+    """
+    if not allow_is_causal_skip or config.model_type in _NEEDS_MASK:
+        return masked(kv_length=kv_length, config=config, local_size=local_size, **settings)
+    is_chunked = local_size == getattr(config, "attention_chunk_size", None)
+    return _Reach(chunk=local_size if is_chunked else None, window=None if is_chunked else local_size).as_mask(
+        settings.get("device")
+    )
+
+
+class _Reach(NamedTuple):
+    """How far back a token sees in its document: its last `window` tokens, or the `chunk` of the document it is in."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def as_mask(self, device: Any) -> Tensor:  # noqa: ANN401  # torch's or a name
+        return torch.empty((1 + (self.chunk or 0), 1 + (self.window or 0), 0, 0), dtype=torch.bool, device=device)
+
+    @classmethod
+    def of(cls, mask: Tensor) -> "_Reach":
+        chunk, window = mask.shape[:2]
+        return cls(window=window - 1 or None, chunk=chunk - 1 or None)
 
 
 def grouped_heads(kernel: Callable[..., Any]) -> dict[str, Any]:
@@ -89,46 +179,32 @@ def grouped_heads(kernel: Callable[..., Any]) -> dict[str, Any]:
 _GROUPED_HEADS = grouped_heads(varlen.varlen_attn)
 
 
-def isolate_documents(model: PreTrainedModel) -> None:
-    """Makes a model with PyTorch's attention separate documents by their bounds, in place of a mask.
-
-    Once is enough; InputError for a model whose documents nothing keeps apart.
-    """
-    if model.config.model_type == "falcon" and model.config.alibi:
-        raise InputError(
-            "data.packing: falcon with ALiBi has no way to mark where a document of a packed row starts;\n"
-            "give data.packing=false"
-        )
-    if model.config._attn_implementation != SDPA or model.config.model_type in _NEEDS_MASK:
-        return
-    AttentionInterface.register(PACKED_SDPA, packed_sdpa)
-    AttentionMaskInterface.register(PACKED_SDPA, _no_mask_of_documents)
-    model.config._attn_implementation = PACKED_SDPA
-
-
 def packed_inputs(
     model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, bounds: tuple[int, ...] = ()
 ) -> dict[str, Any]:
     """Inputs of the decoder for packed rows [B, S], such that no token sees another document.
 
-    Without `bounds`, known from the data, the host waits for the device to find them in the positions. Where the
-    decoder is called with one row, [1, B x S], its hidden states are one row too.
+    The decoder runs within `known_rows` of the positions among them. Without `bounds`, known from the data, the host
+    waits for the device to find them in the positions. Where the decoder is called with one row, [1, B x S], its hidden
+    states are one row too.
     """
-    isolate_documents(model)
-    name = model.config._attn_implementation
+    AttentionInterface.register(SDPA, packed_sdpa)  # which is transformers' own without bounds
     is_flash = is_flash_attention_requested(model.config)  # by whichever name
-    is_masked = model.config.model_type in _NEEDS_MASK and not is_flash
-    if is_flash and model.config.model_type in _LOSES_BOUNDS:
-        return {"input_ids": input_ids.reshape(1, -1), "position_ids": position_ids.reshape(1, -1)}
+    keeps_state = not _WITH_STATE.isdisjoint(getattr(model.config, "layer_types", None) or ())
+    if keeps_state or (is_flash and model.config.model_type in _LOSES_BOUNDS):
+        input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
     inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
-    if is_masked:
-        embedding: Any = model.get_input_embeddings()
-        inputs["attention_mask"] = _row_mask(position_ids, torch.bool if name == SDPA else embedding.weight.dtype)
-    elif is_flash or name == PACKED_SDPA:
+    if is_flash and model.config.model_type in _LOSES_BOUNDS:
+        return inputs
+    if keeps_state or is_flash or model.config._attn_implementation == SDPA:
         bounds, longest = bounds or document_bounds(position_ids), position_ids.shape[1]
         there = torch.tensor(bounds, dtype=torch.int32).to(position_ids.device, non_blocking=True)
         inputs |= {"cu_seq_lens_q": there, "cu_seq_lens_k": there if is_flash else np.asarray(bounds)}
         inputs |= {"max_length_q": longest, "max_length_k": longest}
+    if keeps_state:
+        inputs["seq_idx"] = (position_ids == 0).cumsum(-1, dtype=torch.int32) - 1
+    if model.config.model_type in _NAMES_BOUNDS:
+        inputs["cu_seqlens"] = inputs["cu_seq_lens_q"]
     return inputs
 
 
@@ -158,25 +234,34 @@ def packed_sdpa(
     transformers' own function.
     """
     bounds, on_host = cu_seq_lens_q, cu_seq_lens_k
-    if bounds is None and attention_mask is not None and not attention_mask.numel():
+    is_plain = attention_mask is None or not attention_mask.numel()
+    if bounds is None and attention_mask is not None and is_plain:
         on_host = _bounds_of(module, settings.get("position_ids"))
         bounds = torch.tensor(on_host, dtype=torch.int32, device=query.device)
-    if bounds is None or on_host is None:
+    if bounds is None or on_host is None or not is_plain:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window, **settings
         )
+    reach = _Reach(window=sliding_window) if attention_mask is None else _Reach.of(attention_mask)
+    if settings.get("position_bias") is not None:
+        mask = _row_mask(on_host, query, reach)
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **settings)
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(computing_type(x)) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # Qwen2-MoE does not pass its window on.
-    window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
-    kernel = _kernel(query, dropout)
+    if reach.chunk is not None:
+        on_host = _in_chunks(on_host, reach.chunk)
+        bounds = torch.tensor(on_host, dtype=torch.int32, device=query.device)
+    kernel = _kernel(query, value, dropout)
     module.document_kernel = kernel  # type: ignore[assignment]  # what ran, for the report
+    if kernel == ONE_BY_ONE:
+        return _one_by_one(query, key, value, on_host, reach.window, scale, dropout), None
+    size = value.shape[-1]
+    if size != query.shape[-1]:  # both kernels know one size of heads; zeros make zeros
+        value = functional.pad(value, (0, query.shape[-1] - size))
     if kernel == VARLEN:
-        return _by_bounds(query, key, value, bounds, window, scale), None
-    if kernel == ON_CPU:
-        return documents_on_cpu(query, key, value, on_host, window, scale), None
-    return _one_by_one(query, key, value, on_host, window, scale, dropout), None
+        return _by_bounds(query, key, value, bounds, reach.window, scale)[..., :size], None
+    return documents_on_cpu(query, key, value, on_host, reach.window, scale)[..., :size], None
 
 
 def _bounds_of(module: nn.Module, position_ids: Tensor | None) -> NDArray[np.int64]:
@@ -195,8 +280,8 @@ def document_kernels(model: nn.Module) -> tuple[str, ...]:
     return tuple(sorted(kernel for kernel in found if kernel is not None))
 
 
-def _kernel(query: Tensor, dropout: float) -> str:
-    if dropout:
+def _kernel(query: Tensor, value: Tensor, dropout: float) -> str:
+    if dropout or value.shape[-1] > query.shape[-1]:
         return ONE_BY_ONE
     if query.device.type == "cpu":
         return ON_CPU
@@ -204,23 +289,19 @@ def _kernel(query: Tensor, dropout: float) -> str:
     return VARLEN if is_taken and query.shape[-1] % 8 == 0 else ONE_BY_ONE
 
 
-def _no_mask_of_documents(*, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **settings: Any) -> Any:  # noqa: ANN401  # transformers' settings
-    """transformers' mask for `sdpa`; an empty tensor, no mask at all, where it would be one of documents.
-
-    transformers insists on a mask for rows of several documents, and for one new token on a compiled cache.
-    """
-    if not allow_is_causal_skip and q_length == kv_length > 1:
-        return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=settings.get("device"))
-    return sdpa_mask(q_length=q_length, kv_length=kv_length, allow_is_causal_skip=allow_is_causal_skip, **settings)
+def _in_chunks(bounds: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
+    """The bounds of documents that are cut into chunks: nothing is seen of another chunk."""
+    return np.asarray([*(place for start, end in pairwise(bounds) for place in range(start, end, chunk)), bounds[-1]])
 
 
-def _row_mask(position_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, S, S]: True, or 0, where a query sees a key; False, or the least number, where it does not."""
-    document = (position_ids == 0).cumsum(-1)
-    is_seen = (document[:, None, :, None] == document[:, None, None, :]).tril()
-    if dtype is torch.bool:
-        return is_seen
-    return torch.zeros((), dtype=dtype, device=is_seen.device).where(is_seen, torch.finfo(dtype).min)
+def _row_mask(bounds: NDArray[np.int64], query: Tensor, reach: _Reach) -> Tensor:
+    """[B, 1, S, S]: True where a query [B, H, S, D] sees a key."""
+    batch, _, width, _ = query.shape
+    bounds = bounds if reach.chunk is None else _in_chunks(bounds, reach.chunk)
+    numbers = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)).reshape(batch, 1, width)
+    document = torch.from_numpy(numbers).to(query.device)
+    is_seen = (document[..., :, None] == document[..., None, :]).tril()
+    return is_seen if reach.window is None else is_seen.triu(1 - reach.window)
 
 
 def _by_bounds(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, window: int | None, scale: float) -> Tensor:
@@ -282,7 +363,7 @@ class _DocumentAttention(torch.autograd.Function):
     ) -> Tensor:
         batch, heads, width, size = query.shape
         out = query.new_empty(batch, width, heads, size)
-        log_sums = query.new_empty(batch, width, heads, dtype=torch.float32)
+        log_sums = query.new_empty(batch, width, heads, dtype=torch.promote_types(query.dtype, torch.float32))
         for document in _documents(bounds, width, window, query.dtype):
             inputs = (document.of(x) for x in (query, key, value))
             outputs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

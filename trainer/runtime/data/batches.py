@@ -11,9 +11,7 @@ Each document of a packed row is learned as if it stood alone: positions count f
 Attention finds the boundaries from the positions (attention/packed.py). Packed rows are padded to `seq_len`, so that
 every forward has one width; others to the longest of their micro batch.
 
-Models of transformers separate documents, as tests verify. A model with code of its own may ignore positions and
-bounds, so `check_documents_apart` scores two rows that differ in their first document only, through all wrappers: the
-score of the second document must be the same.
+That this holds for a model is measured before its first step (documents.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,13 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows, padded_width
-from shardwise.trainer.runtime.engines import running_engine
-from shardwise.trainer.runtime.loss import IGNORED, LossOutput
-from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.plan import Plan
 
 
 class MicroBatch(NamedTuple):
@@ -44,6 +38,7 @@ class MicroBatch(NamedTuple):
     num_pairs: int = 0  # that are no dummies; 0 where rows are no pairs
     num_tokens: int = 0  # positions that are neither padding nor of a dummy
     document_bounds: tuple[int, ...] = ()  # of packed rows laid end to end: where documents start, and the end
+    row_lengths: tuple[int, ...] = ()  # tokens of each row without padding; none where no row has padding
 
     @property
     def num_terms(self) -> int:
@@ -111,6 +106,7 @@ def _micro_batch(rows: TokenRows, examples: Sequence[int | None]) -> MicroBatch:
     input_ids = torch.full((len(numbers), width), layout.pad_id, dtype=torch.int64)
     labels = torch.full((len(numbers), width), IGNORED_LABEL, dtype=torch.int64)
     position_ids = torch.arange(width).repeat(len(numbers), 1)
+    row_lengths = [0 if number is None else rows.length(number) for number in numbers]
     bounds = [place * width for place in range(len(numbers) + 1)]
     has_boundaries = False
     for place, number in enumerate(numbers):
@@ -125,7 +121,14 @@ def _micro_batch(rows: TokenRows, examples: Sequence[int | None]) -> MicroBatch:
             has_boundaries = True
     num_pairs = sum(example is not None for example in examples) if layout.rows_per_example == 2 else 0
     num_targets = int((labels != IGNORED_LABEL).sum())
-    micro_batch = MicroBatch(input_ids, labels, num_targets, num_pairs=num_pairs, num_tokens=sum(lengths))
+    micro_batch = MicroBatch(
+        input_ids,
+        labels,
+        num_targets,
+        num_pairs=num_pairs,
+        num_tokens=sum(lengths),
+        row_lengths=() if min(row_lengths) == width else tuple(row_lengths),
+    )
     if not has_boundaries:
         return micro_batch
     return micro_batch._replace(position_ids=position_ids, document_bounds=tuple(sorted(bounds)))
@@ -135,51 +138,3 @@ def padding_share(micro_batches: Sequence[MicroBatch]) -> float:
     """Of all positions that a rank puts through the model in a step."""
     positions = sum(batch.input_ids.numel() for batch in micro_batches)
     return 1 - sum(batch.num_tokens for batch in micro_batches) / positions
-
-
-_TOKENS = 8  # of a document
-_TOLERANCE = 1e-6  # relative; attention across documents makes 1e-4 and more, the same products the same bits
-_REMEDY = "give data.packing=false"
-
-
-def check_documents_apart(model: nn.Module, plan: Plan, device: torch.device) -> None:
-    """InputError for a model whose packed documents see each other; only models with code of their own are checked."""
-    if plan.model_code is None or not plan.data.is_packed:
-        return
-    was_training = model.training
-    model.eval()
-    try:
-        one, other = (_score(model, plan, first, device) for first in (0, 1))
-    except TypeError as error:
-        raise InputError(
-            f"data.packing: the code of {plan.model_code.repository} does not accept the boundaries of documents "
-            f"({error}); {_REMEDY}"
-        ) from error
-    finally:
-        model.train(was_training)
-        running_engine(model).release_gathered(model)
-    if not abs(one - other) <= _TOLERANCE * abs(one):
-        raise InputError(
-            f"data.packing: the attention of {plan.model_code.model_class} looks across the documents of a packed "
-            f"row;\n{_REMEDY}"
-        )
-
-
-def _score(model: nn.Module, plan: Plan, first: int, device: torch.device) -> float:
-    """The loss of the second document of a row, whose first begins with the token `first`."""
-    length = max(2, min(_TOKENS, plan.chosen.seq_len // 2))
-    documents = (torch.arange(first, first + length), torch.arange(length))
-    ids = torch.cat(documents).remainder(plan.model_shape.vocab_size)
-    labels = ids.clone()
-    labels[: length + 1] = IGNORED
-    positions = torch.arange(length).repeat(2)
-    with torch.no_grad():
-        found = model(
-            input_ids=ids[None].to(device),
-            labels=labels[None].to(device),
-            position_ids=positions[None].to(device),
-            document_bounds=(0, length, 2 * length),
-            output=LossOutput.SCORE,
-        )
-    assert isinstance(found, Tensor)
-    return float(found[0])

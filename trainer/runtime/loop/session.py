@@ -28,8 +28,8 @@ from shardwise.trainer.runtime.checkpoint import LossScaler as SavedScaler
 from shardwise.trainer.runtime.checkpoint.load import Resumption, begin_resumption
 from shardwise.trainer.runtime.checkpoint.optimizer_state import BLOCK_ELEMENTS
 from shardwise.trainer.runtime.checkpoint.save import BackgroundSave
-from shardwise.trainer.runtime.data.batches import check_documents_apart
 from shardwise.trainer.runtime.data.cache import TokenRows
+from shardwise.trainer.runtime.data.documents import check_documents_apart
 from shardwise.trainer.runtime.data.stream.rows import StreamRows
 from shardwise.trainer.runtime.engines import engine_of
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator, verify_engine
@@ -41,6 +41,7 @@ from shardwise.trainer.runtime.optimizers import build_optimizer, check_in_backw
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, install_precision
 from shardwise.trainer.runtime.run.extension import Hooks, load_hooks
 from shardwise.trainer.runtime.run.state import ReportWriter, RunPaths, RunState, installed_versions
+from shardwise.trainer.spec.data.shapes import packing_note
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method
@@ -117,11 +118,12 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     state.verified = verify_engine(
         accelerator, wrapped, wrapped_optimizer, installed, chosen, hybrid_mesh=plan.hybrid_mesh
     )
-    check_documents_apart(wrapped, plan, accelerator.device)
     scaler = engine.loss_scaler(wrapped, chosen.strategy.precision, plan.device_kind)
     if resumption is not None:
         num_coded_anew = resumption.load(wrapped, wrapped_optimizer, sharding=sharding)
         _continue_from(state, resumption.checkpoint, scaler, num_coded_anew=num_coded_anew)
+    check_documents_apart(wrapped, plan, accelerator.device)
+    _note_packing(plan, state)
     return Session(
         plan=plan,
         paths=paths,
@@ -139,6 +141,14 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         hooks=hooks,
         stream=_stream(plan, paths, writer, state, is_first=bool(accelerator.process_index == 0)),
     )
+
+
+def _note_packing(plan: Plan, state: RunState) -> None:
+    """Notes in the report that rows are not packed, where only the model is the reason."""
+    obstacle = plan.model_shape.packing_obstacle
+    note = packing_note(plan.data.format, packing=plan.job.data.packing, obstacle=obstacle)
+    if note is not None and not plan.data.is_packed:
+        state.log.note(note)
 
 
 def _open_rows(plan: Plan) -> tuple[TokenRows, TokenRows | None]:

@@ -30,7 +30,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from shardwise.trainer.runtime.attention.packed import known_rows
 from shardwise.trainer.runtime.data.batches import MicroBatch
 from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.loss import LossOutput
@@ -224,8 +223,9 @@ def forward(
     extra: dict[str, Any] = {} if output is LossOutput.SUM else {"output": output}
     if micro_batch.document_bounds:
         extra["document_bounds"] = micro_batch.document_bounds
-    with known_rows(are_packed=micro_batch.position_ids is not None):
-        found = model(**{name: value.to(device, non_blocking=True) for name, value in inputs.items()}, **extra)
+    if micro_batch.row_lengths:
+        extra["row_lengths"] = micro_batch.row_lengths
+    found = model(**{name: value.to(device, non_blocking=True) for name, value in inputs.items()}, **extra)
     assert isinstance(found, Tensor) and found.ndim == _DIMENSIONS.get(output, 1)
     return found
 

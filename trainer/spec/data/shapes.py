@@ -126,6 +126,11 @@ def encoding_of(stated: DataFormat) -> Encoding | None:
     return None if stated is DataFormat.AUTO else SHAPES[stated].encoding
 
 
+def packing_note(shape: DataFormat, *, packing: bool | None, obstacle: str | None) -> str | None:
+    """A sentence on unpacked rows that would be packed by default, if the model had no obstacle."""
+    return f"packing is off: {obstacle}" if obstacle and packing is None and SHAPES[shape].packs_by_default else None
+
+
 def check_shape(shape: DataFormat, *, packing: bool | None, loss_on: LossOn) -> None:
     """InputError for settings that rows of this shape cannot have."""
     facts = SHAPES[shape]

@@ -169,6 +169,7 @@ def read_falcon(fields: Fields) -> ModelShape:
         **_layer_norms(_falcon_norms(fields), hidden),
         positions=Positions.ALIBI if has_alibi else Positions.ROTARY,
         attentions=(Attention.SDPA, Attention.EAGER) if has_alibi else tuple(Attention),
+        packing_obstacle="its ALiBi rounds the places of a whole row to bf16" if has_alibi else None,
         is_parallel=fields.is_on("new_decoder_architecture") or fields.is_on("parallel_attn"),
         activation=fields.text("activation"),
         hidden_dropout=fields.number("hidden_dropout"),

@@ -103,6 +103,8 @@ class ModelShape(Value, frozen=True, kw_only=True, cache_hash=True):
     loss_obstacle: str | None = None  # the reason, if the loss heads here are not this model's loss
     quant: Quant | None = None  # of a base that is stored in 4 bit
     wide_linears: int = 0  # weights of the blocks' linear layers that such a base stores in 16 bit
+    packing_obstacle: str | None = None  # why packed documents are not learned as alone, or not known to be
+    is_packing_measured: bool = True  # the obstacle is a fact, and not the lack of a measurement
 
     @property
     def query_size(self) -> int:

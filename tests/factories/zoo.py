@@ -1,0 +1,112 @@
+"""A small configuration, and a model with random weights, of every causal language model that transformers registers.
+
+The sizes are those of `trainer.simulation.miniature`, applied to the default configuration of the type: one block of
+each kind. `_FIELDS` has what a default configuration lacks, or what brings one more kind of block into it; `NOT_BUILT`
+the types that have no text decoder.
+"""
+
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from shardwise.trainer.simulation.miniature import miniature
+
+WINDOW = 16  # tokens that a block with a window sees
+NUM_IDS = 256  # every vocabulary has as many
+
+NOT_BUILT = MappingProxyType(
+    {
+        "blt": "its inputs are bytes and patches of them",
+        "gemma4_assistant": "it reads hidden states of another model",
+        "gemma4_unified_assistant": "it reads hidden states of another model",
+        "git": "its text follows images",
+        "musicgen": "it models codes of sound, several at a time",
+        "musicgen_melody": "it models codes of sound, several at a time",
+    }
+)
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_ROPES = {"full_attention": _ROPE, "sliding_attention": _ROPE}
+_INDEXER = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+}  # fmt: skip
+_DEFAULTS: dict[str, dict[str, Any]] = {  # without which the class refuses to make one
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {"rope_parameters": _ROPES},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+    "deepseek_v2": {"topk_group": 1, "n_group": 1, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"axial_pos_shape": [16, 32], "axial_pos_embds_dim": [16, 48]},
+    "xlstm": {"qk_dim_factor": 1.0},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": WINDOW},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+}
+
+
+def types() -> tuple[str, ...]:
+    """The model types of the installed transformers that have a causal language model here, sorted."""
+    return tuple(sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(NOT_BUILT)))
+
+
+@cache
+def config_of(model_type: str) -> PreTrainedConfig:
+    """The small configuration of a type; of its text part where that is a type of its own."""
+    config = CONFIG_MAPPING[model_type](**_DEFAULTS.get(model_type, {}))
+    text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
+    if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        config = text
+    fields = _FIELDS.get(config.model_type, {})
+    small = miniature(config, **fields)
+    return type(config).from_dict({**small.to_dict(), **_more_kinds(small), **fields})
+
+
+def _more_kinds(small: PreTrainedConfig) -> dict[str, Any]:
+    """Fields that make a decoder of an encoder, and a window that is off by default that of half of the blocks."""
+    fields = small.to_dict()
+    found: dict[str, Any] = {name: True for name in ("is_decoder", "use_sliding_window") if name in fields}
+    if "sliding_window" in fields:
+        found["sliding_window"] = WINDOW
+        if fields.get("layer_types") == ["full_attention"] * 2:
+            found["layer_types"] = ["sliding_attention", "full_attention"]
+    return found
+
+
+def model_of(
+    model_type: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
+    noise: float = 0.08,
+    config: PreTrainedConfig | None = None,
+) -> PreTrainedModel:
+    """A model in evaluation mode, whose weights are large enough that documents have different losses."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(
+        config or config_of(model_type), dtype=dtype, attn_implementation=attention
+    )
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.add_(torch.randn(weight.shape, generator=generator, dtype=torch.float32).to(dtype) * noise)
+    model.eval()
+    assert isinstance(model, PreTrainedModel)
+    return model
