@@ -137,6 +137,10 @@ class _Slice:
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._stored.dtype
+
     def get_shape(self) -> list[int]:
         return [*self._stored.shape]
 

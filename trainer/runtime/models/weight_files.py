@@ -342,8 +342,9 @@ def _ends(part: str) -> Iterator[int]:
 
 
 def _type_of(part: Any) -> torch.dtype:  # noqa: ANN401  # safetensors' slice, untyped
-    """The type of a tensor in a file, of which no element is read but that of a scalar."""
-    found: torch.dtype = part[0:0].dtype if part.get_shape() else part[...].dtype
+    """The type of a tensor in a file, of which no element is read but that of a scalar; of other slices theirs."""
+    is_known = isinstance(getattr(part, "dtype", None), torch.dtype)
+    found: torch.dtype = (part if is_known else part[0:0] if part.get_shape() else part[...]).dtype
     return found
 
 
