@@ -4,8 +4,8 @@
     documents  the documents of a packed row must be learned as if alone, under each attention that runs without flash
 
 A layer with a state (convolution, state space, linear attention) hands it on from one document to the next unless its
-kernel takes the bounds of documents. Such kernels are packages for CUDA; transformers refuses bounds without them. With
-one installed the measurement needs a GPU.
+kernel accepts the bounds of documents. Such kernels are packages for CUDA; transformers refuses bounds without them.
+With one installed the measurement needs a GPU.
 """
 
 from typing import NamedTuple

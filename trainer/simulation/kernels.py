@@ -16,7 +16,7 @@ rows: its accumulator and row sums have 128 rows more for each document.
 Liger's kernels are written in Triton, which runs on no fake device: `LigerLoss` allocates what its loss allocates.
 
 Kernels of other packages (mamba-ssm, causal-conv1d, flash-linear-attention) run on no fake device either: transformers
-takes its own operations instead, as it does for an export.
+uses its own operations instead, as it does for an export.
 
 `grouped_mm`, which runs the experts of a mixture, supports bf16 alone on meta; a device multiplies other types group by
 group into the same outputs. It does so here.

@@ -1,7 +1,7 @@
 """Rotary frequencies that follow from the length of a sequence: each document has those of its own length.
 
 transformers chooses such frequencies (LongRoPE of Phi-3 and Phi-4, dynamic NTK) in each forward by the largest position
-of the micro batch: a document beside a longer one, in its row or in another row, would have those of the longer one.
+of the micro batch: a document next to a longer one, in its row or in another row, would have those of the longer one.
 Dynamic NTK moreover keeps the frequencies of the longest sequence that it has seen.
 """
 

@@ -16,7 +16,7 @@ Documents are distinguished by their positions, which start at 0 in each. They a
 Masks. Most models let transformers make their masks, many of them without the positions. `known_rows` replaces its
 functions for the forward of a decoder: each rule (causal, window, chunk, a model's own) then holds within a document.
 For sdpa the mask is an empty tensor whose shape holds the window or the chunk (`_Reach`): which blocks have a window is
-known to the model alone, and a module's `sliding_window` says nothing about it. Falcon and OPT, whose attention takes a
+known to the model alone, and a module's `sliding_window` does not state it. Falcon and OPT, whose attention accepts a
 mask and no other argument, and models that compute with masks (an index that selects keys) get real ones. Falcon and
 StableLM under flash-attn get their rows as one, the only form in which they pass positions on.
 
@@ -24,7 +24,7 @@ Positions that start anew are all that learned and rotated ones need; a decoder 
 (`own_positions`). ALiBi adds to a score what depends on the distance alone, up to a constant for each query: it needs
 nothing, but Falcon rounds that constant to bf16.
 
-Layers with a state (convolutions, state spaces, linear attention) need a kernel that takes the bounds: `seq_idx` of
+Layers with a state (convolutions, state spaces, linear attention) need a kernel that accepts the bounds: `seq_idx` of
 causal-conv1d and mamba-ssm, `cu_seqlens` of flash-linear-attention, which has one row alone. transformers raises an
 error where a package is missing, and drops bounds that a kernel does not take: data/documents.py measures the result.
 
@@ -89,10 +89,10 @@ def known_rows(position_ids: Tensor | None) -> Iterator[None]:
 
 @contextmanager
 def own_positions(decoder: nn.Module, position_ids: Tensor | None) -> Iterator[None]:
-    """Within the block, a decoder that counts positions itself takes those of packed rows [B, S] (BART and its kin)."""
+    """A decoder that counts positions itself (BART and its kin) is given those of packed rows [B, S] in the block."""
     tables: list[Any] = []
-    if position_ids is not None and not _takes_positions(decoder):
-        tables = [each for each in decoder.modules() if isinstance(each, nn.Embedding) and _takes_positions(each)]
+    if position_ids is not None and not _accepts_positions(decoder):
+        tables = [each for each in decoder.modules() if isinstance(each, nn.Embedding) and _accepts_positions(each)]
         for table in tables:
             table.forward = partial(_looked_up, table, position_ids)
     try:
@@ -106,7 +106,7 @@ def _looked_up(table: nn.Embedding, positions: Tensor, /, *_: object, **__: obje
     return functional.embedding(positions + getattr(table, "offset", 0), table.weight)
 
 
-def _takes_positions(module: nn.Module) -> bool:
+def _accepts_positions(module: nn.Module) -> bool:
     return "position_ids" in inspect.signature(module.forward).parameters
 
 
@@ -146,7 +146,7 @@ def _unmasked(
 ) -> Tensor:
     """An empty tensor in place of a causal mask, whose shape holds what the mask would add: see `_Reach`.
 
-    A mask where the model says that it computes with one, or has a rule of its own.
+    A mask where the model computes with one, or has a rule of its own.
     """
     if not allow_is_causal_skip or config.model_type in _NEEDS_MASK:
         return masked(kv_length=kv_length, config=config, local_size=local_size, **settings)

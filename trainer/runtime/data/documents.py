@@ -53,7 +53,7 @@ def measure_dependence(
 ) -> Dependence:
     """The largest dependence of a document of `num_rows` equal rows, by a model with a loss head, without dropout.
 
-    The model stays as its last forward was. The errors of a model that takes no documents are let through.
+    The model stays as its last forward was. The errors of a model that accepts no documents are let through.
     """
     generator = torch.Generator().manual_seed(0)
     first = seq_len // _FIRST_SHARE or 1
