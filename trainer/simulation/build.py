@@ -44,7 +44,8 @@ from shardwise.trainer.simulation.fake_device import replaced
 from shardwise.trainer.simulation.kernels import LigerLoss
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
-from shardwise.trainer.spec.strategy import Method, Quant
+from shardwise.trainer.spec.model.shape import ModelCode
+from shardwise.trainer.spec.strategy import Attention, Method, Quant
 
 # Set in the environment by a launch of ranks, read by Accelerate and torch.
 _OF_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "LOCAL_RANK", "RANK", "WORLD_SIZE")
@@ -55,19 +56,12 @@ def build_on_meta(request: SimulationRequest) -> tuple[PreTrainedModel, Installe
     dtype = base_type(request.method, request.precision)
     if request.sharding.uses_deepspeed:
         dtype = compute_type(request.precision)  # the engine casts the model before it moves it
-    load_model_code(request.model_code)
-    try:
-        with faults_of(request.model_code), torch.device("meta"), no_init_weights():
-            model = model_from_config(request.model_config, dtype=dtype, attention=request.attention)
-            model.tie_weights()
-            if request.method is Method.QLORA:
-                quantise(model, request.quant, dtype)
-            if request.method.freezes_base:
-                add_adapters(model, request.lora, request.precision)
-    except _CONFIG_ERRORS as error:
-        what = request.model_config.get("model_type", "model_type missing")
-        sentence = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()  # the cause comes last
-        raise InputError(f"model config ({what}): {sentence}") from error
+    model = base_on_meta(request.model_config, request.model_code, dtype=dtype, attention=request.attention)
+    with torch.device("meta"):
+        if request.method is Method.QLORA:
+            quantise(model, request.quant, dtype)
+        if request.method.freezes_base:
+            add_adapters(model, request.lora, request.precision)
     with (
         replaced(loss, liger_loss=lambda _: LigerLoss()),
         replaced(operators, check_triton_compiler=lambda _: None),
@@ -80,6 +74,22 @@ def build_on_meta(request: SimulationRequest) -> tuple[PreTrainedModel, Installe
             activation_offload=request.activation_offload,
         )
     return model, installed
+
+
+def base_on_meta(
+    config: dict[str, Any], code: ModelCode | None, *, dtype: torch.dtype, attention: Attention
+) -> PreTrainedModel:
+    """The model of a config without any tensor behind it; InputError for a config that transformers does not build."""
+    load_model_code(code)
+    try:
+        with faults_of(code), torch.device("meta"), no_init_weights():
+            model = model_from_config(config, dtype=dtype, attention=attention)
+            model.tie_weights()
+    except _CONFIG_ERRORS as error:
+        what = config.get("model_type", "model_type missing")
+        sentence = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()  # the cause comes last
+        raise InputError(f"model config ({what}): {sentence}") from error
+    return model
 
 
 # What transformers raises for a config with fields missing, of a wrong type or that do not go together.
@@ -243,8 +253,6 @@ class Nf4Linear(bitsandbytes.nn.Linear4bit):  # type: ignore[misc]  # published 
 def quantise(model: PreTrainedModel, quant: Quant, dtype: torch.dtype) -> None:
     """Turns the linear layers of a model on `meta` into NF4, all but the head."""
     head = model.get_output_embeddings()
-    if any(parameter.ndim > 2 for parameter in model.parameters()):
-        raise InputError(f"simulation: {type(model).__name__} has experts in one tensor, whose NF4 form has no dry run")
     for module in model.modules():
         if isinstance(module, nn.Linear) and module is not head:
             _quantise_layer(module, quant, dtype)

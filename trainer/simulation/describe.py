@@ -7,10 +7,12 @@ counts its memory. Blocks of more than two kinds are counted as the two most com
 `other_parameters`.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from msgspec.structs import replace
@@ -19,12 +21,14 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.trainer.runtime.attention.packed import FLASH
-from shardwise.trainer.simulation.build import blocks_of, build_on_meta
+from shardwise.trainer.runtime.models.build import make_trainable
+from shardwise.trainer.simulation.build import base_on_meta, blocks_of
 from shardwise.trainer.simulation.checks import loss_obstacle
+from shardwise.trainer.simulation.trace import traced_blocks
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import TraceRequest
 from shardwise.trainer.spec.model.shape import DescriptionRequest, Linear, ModelShape, Norm, Positions
-from shardwise.trainer.spec.strategy import Attention, LossHead
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead
 
 Linears = tuple[Linear, ...]
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -38,6 +42,32 @@ _QK_NORMS = ("q_", "k_", "query_", "key_")
 
 def describe(request: DescriptionRequest) -> ModelShape:
     """The shape of a model; InputError where transformers cannot build it, or code of its own would have to."""
+    model = _built(request)
+    return _checked(_shape_of(model), model)
+
+
+def describe_traced(request: TraceRequest) -> ModelShape:
+    """The shape of a model with the traces of its blocks; without them if its forward cannot be followed."""
+    model = _built(request.description)
+    shape, config = _shape_of(model), _Config(model.config.get_text_config())
+    shape = replace(shape, other_parameters=_size(model) - shape.num_parameters)
+    traced = traced_blocks(model, request, lambda block: linears_of(block, config))
+    return replace(shape, traced=traced, loss_obstacle=_obstacle(model))
+
+
+def _checked(shape: ModelShape, model: PreTrainedModel) -> ModelShape:
+    others = _size(model) - shape.num_parameters
+    return replace(shape, other_parameters=others, loss_obstacle=_obstacle(model))
+
+
+def _obstacle(model: PreTrainedModel) -> str | None:
+    copied = copy.deepcopy(model)
+    installed = make_trainable(copied, Checkpointing.NONE, LossHead.EAGER, loss_chunk_tokens=None)
+    return loss_obstacle(copied, installed.loss)
+
+
+def _built(request: DescriptionRequest) -> PreTrainedModel:
+    """The model on `meta`, in fp32."""
     config, code = request.model_config, request.model_code
     model_type = config.get("model_type", "model_type missing")
     if code is None and request.offers_code_of is not None and model_type not in CONFIG_MAPPING:
@@ -47,9 +77,7 @@ def describe(request: DescriptionRequest) -> ModelShape:
             "machine"
         )
     try:
-        model, installed = build_on_meta(
-            SimulationRequest(model_config=config, model_code=code, attention=Attention.EAGER, loss=LossHead.EAGER)
-        )
+        model = base_on_meta(config, code, dtype=torch.float32, attention=Attention.EAGER)
     except (StrictDataclassError, ImportError) as error:  # a field of a wrong type; a library for images or sound
         what = " ".join(str(error).split())
         raise InputError(f"model config ({model_type}): {what}") from error
@@ -58,9 +86,7 @@ def describe(request: DescriptionRequest) -> ModelShape:
             f"{request.origin}: model_type is {model_type}, and {code.config_class} has {model.config.model_type}; "
             "write the same into both"
         )
-    shape = _shape_of(model)
-    others = _size(model) - shape.num_parameters
-    return replace(shape, other_parameters=others, loss_obstacle=loss_obstacle(model, installed.loss))
+    return model
 
 
 def _shape_of(model: PreTrainedModel) -> ModelShape:

@@ -104,7 +104,7 @@ class Tracker(TorchDispatchMode):
         self.trace: list[TraceEvent] = []
         self.forward_operations: Counter[str] = Counter()
         self.backward_operations: Counter[str] = Counter()
-        self.product_types: set[torch.dtype] = set()  # of matrix products in the forward
+        self.product_types: Counter[torch.dtype] = Counter()  # of matrix products in the forward
         self.square_bytes: dict[int, int] = {}  # by length: the largest scores or mask of that length
 
     def begin(self, event: str, *, is_forward: bool = False) -> None:
@@ -169,7 +169,7 @@ class Tracker(TorchDispatchMode):
             self._see(tensor)
         (self.forward_operations if self._new_kind is Kind.ACTIVATIONS else self.backward_operations)[name] += 1
         if name in _PRODUCTS and self._new_kind is Kind.ACTIVATIONS:
-            self.product_types.add(result.dtype)
+            self.product_types[result.dtype] += 1
         return result
 
     def _mark_buffers(self, name: str, values: Any) -> None:  # noqa: ANN401  # arguments of a collective

@@ -17,6 +17,7 @@ transformers' modelling files are listed by model type only if no field of a con
 Everything here is a function of model, configuration and device alone.
 """
 
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +27,7 @@ from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, o
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.reference_trainers import AdapterInputs, ReferenceTrainer, reference_of
 from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.model.blocks import Adapter, TracedBlocks
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
 from shardwise.trainer.spec.strategy import (
     Attention,
@@ -95,11 +97,57 @@ class Dims(Value, frozen=True, kw_only=True, cache_hash=True):
     caps_scores: bool
     caps_logits: bool
     has_hidden_dropout: bool
+    kinds: tuple[tuple[int, tuple[Linear, ...]], ...]  # number of blocks and linear layers of each kind of block
+    packed_linears: int  # weights of all blocks that a 4-bit base packs: those of linear modules
+    traced: TracedBlocks | None = None
+
+    def matrices_of_all(self) -> Iterator[tuple[int, int, int]]:
+        """(inputs, outputs, copies) of the linear layers of all blocks."""
+        for num_blocks, linears in self.kinds:
+            for linear in linears:
+                yield linear.num_inputs, linear.num_outputs, num_blocks * linear.num_copies
 
 
 @lru_cache(maxsize=64)
 def dims_of(shape: ModelShape) -> Dims:
     """The sizes that the formulas use."""
+    return _dims(shape) if shape.traced is None else _of_kinds(_dims(shape), shape.traced)
+
+
+def _of_kinds(dims: Dims, traced: TracedBlocks) -> Dims:
+    """The sizes of a model whose blocks are of the traced kinds; those of one block are of the largest kind."""
+    kinds = tuple((traced.order.count(number), kind) for number, kind in enumerate(traced.kinds))
+    largest = max(traced.kinds, key=lambda kind: kind.num_parameters)
+    in_blocks = sum(count * kind.num_parameters for count, kind in kinds)
+    return replace(
+        dims,
+        linear=sum(each.num_copies * each.num_inputs * each.num_outputs for each in largest.linears),
+        block=largest.num_parameters,
+        block_linears=sum(
+            count * each.num_copies * each.num_inputs * each.num_outputs
+            for count, kind in kinds
+            for each in kind.linears
+        ),
+        root=dims.parameters - in_blocks,
+        largest_tensor=max(
+            dims.embedding, *(rows * elements for _, kind in kinds for rows, elements, _ in kind.tensors)
+        ),
+        kinds=tuple((count, kind.linears) for count, kind in kinds),
+        packed_linears=_packed((count, kind.linears) for count, kind in kinds),
+        traced=traced,
+    )
+
+
+def _packed(kinds: Iterable[tuple[int, tuple[Linear, ...]]]) -> int:
+    return sum(
+        count * each.num_copies * each.num_inputs * each.num_outputs
+        for count, linears in kinds
+        for each in linears
+        if each.is_linear_module
+    )
+
+
+def _dims(shape: ModelShape) -> Dims:
     linears = shape.linears
     num_usual = shape.num_layers - shape.num_dense_layers
     dense = sum(linear.num_copies * linear.num_inputs * linear.num_outputs for linear in shape.dense_linears)
@@ -135,6 +183,8 @@ def dims_of(shape: ModelShape) -> Dims:
         ),
         **_bare_adapters(shape),
         matrices=tuple((linear.num_inputs, linear.num_outputs, linear.num_copies) for linear in linears),
+        kinds=((num_usual, linears), (shape.num_dense_layers, shape.dense_linears)),
+        packed_linears=_packed(((num_usual, linears), (shape.num_dense_layers, shape.dense_linears))),
         **_structure(shape),
     )
 
@@ -205,12 +255,32 @@ def _structure(shape: ModelShape) -> dict[str, Any]:
 
 
 def adapter_parameters(configuration: Configuration, dims: Dims) -> int:
-    """Elements of the adapters of one block, magnitudes of DoRA included; 0 where the method has none."""
+    """Elements of the adapters of one block, the largest, with magnitudes of DoRA; 0 where the method has none."""
     if configuration.method not in (Method.LORA, Method.QLORA):
         return 0
+    if dims.traced is not None:
+        return max(
+            sum(each.num_elements for each in kind) for kind in traced_adapters(dims.traced, configuration.method)
+        )
     adapted = adapted_linears(configuration, dims)
     elements = sum(i + o for _, i, o in adapted) + (dims.bare_adapter_elements if adapts_all(configuration) else 0)
     return configuration.lora.rank * elements + (sum(o for _, _, o in adapted) if configuration.lora.dora else 0)
+
+
+def adapter_elements(configuration: Configuration, dims: Dims) -> int:
+    """Elements of the adapters of all blocks, magnitudes of DoRA included."""
+    if dims.traced is None:
+        return dims.layers * adapter_parameters(configuration, dims)
+    of_kinds = traced_adapters(dims.traced, configuration.method)
+    counts = (count for count, _ in dims.kinds)
+    return sum(count * sum(each.num_elements for each in kind) for count, kind in zip(counts, of_kinds, strict=True))
+
+
+def traced_adapters(traced: TracedBlocks, method: Method) -> tuple[tuple[Adapter, ...], ...]:
+    """The adapters of each kind of block; none for methods without."""
+    runs = [run for run in traced.modes if run.adapters] if method.freezes_base else []
+    same = next((run for run in runs if run.mode.method is method), runs[0] if runs else None)
+    return ((),) * len(traced.kinds) if same is None else same.adapters
 
 
 def adapts_all(configuration: Configuration) -> bool:
@@ -228,6 +298,7 @@ __all__ = [
     "Dims",
     "PrecisionPolicy",
     "adapted_linears",
+    "adapter_elements",
     "adapter_parameters",
     "adapts_all",
     "attention_kernel",
@@ -235,6 +306,7 @@ __all__ = [
     "policy_of",
     "policy_of_one",
     "shard_degree",
+    "traced_adapters",
 ]
 
 
