@@ -30,6 +30,7 @@ from shardwise.trainer.runtime.memory.recomputation import (
     blocks_of,
     recomputation_facts,
 )
+from shardwise.trainer.runtime.models.configs import config_of
 from shardwise.trainer.runtime.models.meta_model import MetaModel, meta_model_from_config, meta_model_from_folder
 from shardwise.trainer.runtime.models.methods import apply_method, base_type
 from shardwise.trainer.runtime.models.model_code import compute_buffers, load_model_code
@@ -154,9 +155,8 @@ def model_from_config(
     config: dict[str, Any], *, dtype: torch.dtype, attention: Attention, flash_kernel: str | None = None
 ) -> PreTrainedModel:
     """A model with new weights on torch's default device; on `meta`, one without any."""
-    fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
     built = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(config["model_type"], **fields),
+        config_of(config),
         attn_implementation=attention_name(attention, flash_kernel),
         dtype=torch.float32,
     )
@@ -217,9 +217,8 @@ def _build_base(plan: Plan) -> PreTrainedModel:
 def _users_model(plan: Plan, hooks: Hooks) -> PreTrainedModel:
     """Result of `build_model(config, dtype)` of the extensions file; InputError for anything but a causal LM."""
     config, dtype = plan.model_config, base_type(plan.chosen.method, plan.chosen.strategy.precision)
-    fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
     torch.manual_seed(plan.job.train.seed)
-    model = hooks.call(Hook.BUILD_MODEL, AutoConfig.for_model(config["model_type"], **fields), dtype)
+    model = hooks.call(Hook.BUILD_MODEL, config_of(config), dtype)
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise InputError(
             f"extensions: build_model returned {type(model).__name__}; expected a causal language model of transformers"
