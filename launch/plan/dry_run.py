@@ -2,13 +2,13 @@
 
 The dry run needs torch, and changes torch's own tables for a device that is not there. It allocates nothing on any
 device. It is run for the chosen candidate; if its bytes do not fit the device, the plan's fallbacks and its other
-candidates follow, until one fits. For an architecture that no reader knows, the shape comes from the model itself,
-built without tensors, and the memory of the plan is that of the dry run.
+candidates follow, until one fits. Of a model whose blocks could not be traced (`trace`), the memory of the plan is that
+of the dry run.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -35,9 +35,10 @@ from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan
 from shardwise.trainer.spec.strategy import Attention
 from shardwise.trainer.spec.units import format_bytes
+from shardwise.trainer.spec.value import Value
 
+V = TypeVar("V", bound=Value)
 DEFAULT_TIMEOUT_S = 900.0
-_MODULE, _SUBJECT = "shardwise.trainer.simulation", "the dry run"
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # nothing is computed
     "CUDA_VISIBLE_DEVICES": "",  # and no device is touched
@@ -50,11 +51,24 @@ def simulate(
     request: SimulationRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S, python: str = sys.executable
 ) -> Simulation:
     """The result of the dry run; raises the ShardwiseError that its worker ended with."""
+    return ask_simulation(None, request, Simulation, timeout_s=timeout_s, python=python)
+
+
+def ask_simulation(
+    flag: str | None,
+    request: Value,
+    result_type: type[V],
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    python: str = sys.executable,
+) -> V:
+    """The result of a request to `trainer.simulation`; raises the ShardwiseError that its worker ended with."""
     return ask(
-        _MODULE,
+        "shardwise.trainer.simulation",
         request,
-        Simulation,
-        subject=_SUBJECT,
+        result_type,
+        subject="the dry run",
+        flags=() if flag is None else (flag,),
         environment=_ENVIRONMENT,
         timeout_s=timeout_s,
         python=python,
@@ -66,15 +80,7 @@ def described_shape(request: DescriptionRequest) -> ModelShape:
 
     InputError if it cannot be built.
     """
-    return ask(
-        _MODULE,
-        request,
-        ModelShape,
-        subject=_SUBJECT,
-        flags=("--describe",),
-        environment=_ENVIRONMENT,
-        timeout_s=DEFAULT_TIMEOUT_S,
-    )
+    return ask_simulation("--describe", request, ModelShape)
 
 
 def simulation_request(plan: Plan, candidate: Candidate | None = None) -> SimulationRequest:
@@ -162,7 +168,7 @@ MAX_DRY_RUNS = 6
 
 def after_dry_run(plan: Plan, console: Console) -> Plan:
     """The plan of an architecture that no closed form knows, by its dry run; unchanged if it has none."""
-    if not plan.model_shape.is_described:
+    if plan.model_shape.has_form:
         return plan
     try:
         simulated, _ = simulated_plan(plan, console)
@@ -179,8 +185,8 @@ def simulated_plan(plan: Plan, console: Console) -> tuple[Plan, list[str]]:
     """
     shape, is_cpu = plan.model_shape, plan.device_kind is DeviceKind.CPU
     obstacle = obstacle_to_dry_run(plan.chosen, shape, is_cpu=is_cpu)
-    if obstacle is not None and not shape.is_described:
-        return plan, [f"no dry run: {obstacle}; the figures are the closed form's"]
+    if obstacle is not None and shape.has_form:
+        return plan, [f"no dry run: {obstacle}; the figures are predicted"]
     context = context_of(plan)
     failed: list[Simulated] = []
     for candidate in _with_dry_run(plan, is_cpu=is_cpu):

@@ -39,7 +39,7 @@ from shardwise.trainer.runtime.loss import hidden_states
 from shardwise.trainer.runtime.models.build import make_trainable
 from shardwise.trainer.runtime.models.methods import add_adapters, base_type, trained_parameters
 from shardwise.trainer.runtime.run.types import compute_type
-from shardwise.trainer.simulation.build import blocks_of, materialise, num_parameters, quantise
+from shardwise.trainer.simulation.build import blocks_of, materialise, num_parameters
 from shardwise.trainer.simulation.device_memory import Tracker
 from shardwise.trainer.simulation.fake_device import (
     FakeDeviceMode,
@@ -337,7 +337,7 @@ def _traced(
 ) -> ModeTrace:
     whole = _as_trained(copy.deepcopy(model), request, mode)
     device = request.device_kind.value
-    recorder = _Recorder(device, rows)
+    recorder = _Recorder(device, rows, is_16_bit=mode.compute_bytes == 2)
     kernels = Kernels(device, request.compute_capability)
     with (
         as_if_available(request.compute_capability) if device == "cuda" else nullcontext(),
@@ -370,6 +370,8 @@ def _as_trained(model: PreTrainedModel, request: TraceRequest, mode: Mode) -> Pr
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     if mode.method is Method.QLORA:
+        from shardwise.trainer.simulation.nf4 import quantise  # bitsandbytes takes a second
+
         quantise(model, request.quant, dtype)
     if mode.method.freezes_base:
         add_adapters(model, request.lora, precision)
@@ -461,20 +463,18 @@ class _Costs:
     def __init__(self) -> None:
         self.moved = [0.0] * 5
         self.flops = [0.0] * 5
+        self.fp32_flops = [0.0] * 5
         self.weight_flops = 0.0  # of a token
+        self.scored = 0.0  # of a token
         self.operators = 0
-
-    def add(self, moved: Sequence[float], flops: Sequence[float]) -> None:
-        self.moved = [a + b for a, b in zip(self.moved, moved, strict=True)]
-        self.flops = [a + b for a, b in zip(self.flops, flops, strict=True)]
-        self.operators += 1
 
 
 class _Recorder(Tracker):
     """Allocations of a forward and a backward by part, with what they grow with, and the costs of the forward."""
 
-    def __init__(self, device: str, rows: _Rows) -> None:
+    def __init__(self, device: str, rows: _Rows, *, is_16_bit: bool) -> None:
         super().__init__(device)
+        self._is_16_bit = is_16_bit
         self.device = device
         self._rounding = 1
         self._rows = rows
@@ -510,41 +510,36 @@ class _Recorder(Tracker):
         mark = self._marks[-1] if self._marks else None
         if mark is not None and mark.part is not None and mark.is_forward and not _is_view(func):
             tensors = [*_flat(args), *_flat(tuple((kwargs or {}).values()))]
-            moved, flops = self._cost(func, tensors, [*_flat((result,))], self._costs[mark.part])
-            self._costs[mark.part].add(moved, flops)
-            if self._kernel is not None:
-                self._kernel.add(moved, flops)
+            for costs in (self._costs[mark.part], *([] if self._kernel is None else [self._kernel])):
+                self._count(costs, func, tensors, [*_flat((result,))])
         return result
 
-    def _cost(
-        self,
-        func: Any,  # noqa: ANN401  # torch's
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        costs: _Costs,
-    ) -> tuple[list[float], list[float]]:
-        name, zeros = func.__name__.partition(".")[0], [0.0] * 5
+    def _count(self, costs: _Costs, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:  # noqa: ANN401  # torch's
+        name, tokens = func.__name__.partition(".")[0], self._rows.num_rows * self._rows.length
+        costs.operators += 1
         if name in _ATTENTION:
-            return zeros, zeros
-        if name in _PRODUCTS and len(inputs) > 1:
+            query, _, value = inputs[:3]
+            costs.scored += query.numel() * (1 + value.shape[-1] / query.shape[-1]) / 2 / tokens
+        elif name in _PRODUCTS and len(inputs) > 1:
             left, right = inputs[-2], inputs[-1]
+            if name in _GROUPED:
+                left, right = inputs[:2]
             sizes = (*left.shape, right.shape[-1])
             flops = 2.0 * prod(sizes)
             if right.numel() % self._rows.num_rows:  # a weight
-                costs.weight_flops += flops / (self._rows.num_rows * self._rows.length)
-                return zeros, zeros
-            return zeros, list(self._rows.amounts(sizes, prod(sizes), flops))
-        if name.startswith(_FREE):
-            return zeros, zeros
-        return self.bytes_of([*inputs, *outputs]), zeros
+                costs.weight_flops += flops / tokens
+                return
+            total = costs.fp32_flops if left.dtype == torch.float32 and self._is_16_bit else costs.flops
+            _add(total, self._rows.amounts(sizes, prod(sizes), flops))
+        else:
+            _add(costs.moved, self.bytes_of([*inputs, *outputs]))
 
     def bytes_of(self, tensors: Sequence[Tensor]) -> list[float]:
         """Bytes of tensors, by what they grow with."""
         total = [0.0] * 5
         for tensor in tensors:
             size = tensor.numel() * tensor.element_size()
-            grown = self._rows.amounts(tensor.shape, tensor.numel(), size)
-            total = [a + b for a, b in zip(total, grown, strict=True)]
+            _add(total, self._rows.amounts(tensor.shape, tensor.numel(), size))
         return total
 
     @contextmanager
@@ -562,7 +557,7 @@ class _Recorder(Tracker):
             yield total
         finally:
             self._kernel = None
-        total[:] = [a + b for a, b in zip(total, self.bytes_of(passed), strict=True)]
+        _add(total, self.bytes_of(passed))
 
     def _see(self, tensor: Tensor) -> None:
         num_seen = self._num_seen
@@ -590,6 +585,8 @@ class _Recorder(Tracker):
                 backward=_moments(backward),
                 moved=_amount(costs.moved),
                 flops=_amount([costs.weight_flops, *costs.flops[1:]]),  # taken apart by `_without_linears`
+                fp32_flops=_amount(costs.fp32_flops),
+                scored=round(costs.scored, 3),
                 operators=costs.operators,
                 kernels=tuple(
                     Kernel(
@@ -597,7 +594,6 @@ class _Recorder(Tracker):
                         package=package,
                         moved=_amount(of.moved),
                         passed=_amount(passed),
-                        flops=_amount(of.flops),
                         operators=of.operators,
                     )
                     for (part, name), (package, of, passed) in self._kernels.items()
@@ -647,13 +643,21 @@ _ATTENTION = frozenset(
     }
 )  # fmt: skip
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"})
-_FREE = ("empty", "new_empty", "detach", "alias")  # that write nothing
+_GROUPED = frozenset({"_grouped_mm"})  # with the ends of its groups behind its factors
+_FREE = ("empty", "new_empty", "detach", "alias", "_unsafe_view")  # that write nothing
 
 
 @cache
 def _is_view(func: Any) -> bool:  # noqa: ANN401  # torch's
+    if func.namespace == "prim" or func.__name__.startswith(_FREE):
+        return True
     results = func._schema.returns
     return bool(results) and all(each.alias_info is not None and not each.alias_info.is_write for each in results)
+
+
+def _add(total: list[float], more: Sequence[float]) -> None:
+    for axis, amount in enumerate(more):
+        total[axis] += amount
 
 
 def _flat(values: Any) -> Iterator[Tensor]:  # noqa: ANN401  # what operations take and return

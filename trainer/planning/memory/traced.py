@@ -75,7 +75,7 @@ class Run(NamedTuple):
 def run_of(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> Run:
     """The run that is nearest to a configuration of a traced model."""
     assert dims.traced is not None
-    trace = nearest(dims.traced, mode_of(configuration, policy))
+    trace = nearest(dims.traced, mode_of(configuration, is_autocast=policy.is_autocast))
     return Run(
         trace=trace,
         order=dims.traced.order,
@@ -85,11 +85,14 @@ def run_of(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) ->
     )
 
 
-def mode_of(configuration: Configuration, policy: PrecisionPolicy) -> Mode:
+def mode_of(configuration: Configuration, *, is_autocast: bool) -> Mode:
     """How a configuration holds and computes weights."""
-    method = configuration.method if configuration.method.freezes_base else Method.FULL
-    attention = Attention.SDPA if configuration.attention is Attention.FLASH else configuration.attention
-    return Mode(method=method, compute_bytes=policy.compute_bytes, is_autocast=policy.is_autocast, attention=attention)
+    return Mode(
+        method=configuration.method if configuration.method.freezes_base else Method.FULL,
+        compute_bytes=configuration.strategy.precision.compute_bytes,
+        is_autocast=is_autocast,
+        attention=Attention.SDPA if configuration.attention is Attention.FLASH else configuration.attention,
+    )
 
 
 @lru_cache(maxsize=256)

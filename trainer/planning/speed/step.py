@@ -71,6 +71,7 @@ from shardwise.trainer.planning.speed.work import (
     elementwise_bytes,
     is_autocast,
     operators,
+    per_token,
     recomputation,
     tokens_computed,
     trained_parameters,
@@ -478,12 +479,17 @@ def device_seconds(
     if configuration.method is Method.QLORA:  # four bits in, sixteen out
         bytes_moved += (passes.products) * 2.5 * work.linear_parameters
     if adapters.count:
-        seconds += passes.adapter_products * 2 * tokens * configuration.lora.rank * adapters.sizes / rates.matmul
+        products = 2 * tokens * configuration.lora.rank * (adapters.sizes - adapters.of_experts)
+        seconds += passes.adapter_products * products / rates.matmul
         if configuration.lora.dora:  # both matrices times an identity matrix, to no gradient
             products = 2 * configuration.lora.rank * (adapters.squares + adapters.weights)
             seconds += passes.weight_norms * products / rates.matmul
             bytes_moved += passes.weight_norms * weight_norm_bytes(configuration, adapters)
-    if is_autocast(configuration) and not configuration.method.freezes_base:
+    if work.traced is not None:
+        flops = per_token(configuration, work.traced, lambda part: part.flops) / rates.matmul
+        flops += per_token(configuration, work.traced, lambda part: part.fp32_flops) / rates.fp32
+        seconds += passes.retained_scores * tokens * flops
+    elif is_autocast(configuration) and not configuration.method.freezes_base:
         bytes_moved += _CAST_BYTES * passes.products * work.linear_parameters
     bytes_moved += passes.elementwise * tokens * elementwise_bytes(configuration, work, adapters)
     seconds += _attention_seconds(shape, configuration, work, rates, device, passes)
@@ -528,6 +534,8 @@ def _attention_seconds(
         if kernel is AttentionKernel.EFFICIENT:
             seconds += passes.elementwise * tokens * _repeated_bytes(shape, configuration) / rates.memory
         return seconds
+    if work.traced is not None:
+        return 0.0  # among its products without weights
     scores = tokens * row * (work.scored + work.scored_in_window)
     moved = SCORE_BYTES * scores / shape.head_dim
     return passes.retained_scores * (4 * scores / rates.matmul + moved / rates.memory)

@@ -68,7 +68,6 @@ class Kernel(Value, frozen=True, kw_only=True):
     package: str  # as pip names it
     moved: Amount
     passed: Amount
-    flops: Amount
     operators: int
 
 
@@ -79,8 +78,10 @@ class Part(Value, frozen=True, kw_only=True):
     begun: Amount  # bytes alive when its backward begins, beyond those before its forward
     forward: tuple[Moment, ...]
     backward: tuple[Moment, ...]
-    moved: Amount  # bytes that the operations of a forward read and write, products of weights left out
-    flops: Amount  # of products without weights: scores, states, convolutions; kernels of attention left out
+    moved: Amount  # bytes that the operations of a forward read and write, products left out
+    flops: Amount  # of products that no linear layer counts: scores, states, experts without a token
+    fp32_flops: Amount  # of those, where the model computes in 16 bit
+    scored: float  # elements of a token that kernels of attention read as queries
     operators: int  # that a forward starts
     kernels: tuple[Kernel, ...] = ()
 
@@ -121,7 +122,6 @@ class BlockKind(Value, frozen=True, kw_only=True):
     num_parameters: int
     linears: tuple[Linear, ...]
     tensors: tuple[tuple[int, int, int], ...]  # rows, elements of a row, tensors of that shape
-    scored: int = 0  # elements of the queries that a kernel of attention reads, of a token
     window: int | None = None  # tokens that they see
 
 

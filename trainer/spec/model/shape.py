@@ -83,6 +83,11 @@ class ModelShape(Value, frozen=True, kw_only=True, cache_hash=True):
     traced: TracedBlocks | None = None  # what a dry run of one block of each kind measured
 
     @property
+    def has_form(self) -> bool:
+        """True if the activations of its blocks are known: by a closed form, or by a trace."""
+        return not self.is_described or self.traced is not None
+
+    @property
     def query_size(self) -> int:
         return self.num_heads * self.head_dim
 

@@ -1,0 +1,102 @@
+"""Shapes of models without a closed form: a worker traces one block of each kind, and the cache keeps what it found.
+
+A trace holds for a configuration, the way its rows are made, the kind of device, the packages with kernels for some of
+its layers, and the versions of the libraries and of the code that was run. All of them are in the name of its file, so
+that a file of other values is never read; it takes seconds to make again.
+"""
+
+import hashlib
+import sys
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from shardwise.launch.plan.dry_run import ask_simulation
+from shardwise.launch.probe.installed import installed_version
+from shardwise.launch.terminal import Console
+from shardwise.trainer import FOLDER as PACKAGE
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.hardware import DeviceKind, Hardware
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.messages.worker_requests import TraceRequest
+from shardwise.trainer.spec.model.blocks import Mode
+from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
+from shardwise.trainer.spec.packages import KERNEL_PACKAGES
+from shardwise.trainer.spec.strategy import Attention, Method, Precision
+
+FOLDER = "traces"
+_LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "shardwise")
+_CODE = ("trainer/simulation", "trainer/runtime/attention", "trainer/runtime/memory", "trainer/runtime/models",
+         "trainer/runtime/loss.py", "trainer/spec/model")  # fmt: skip
+
+
+def traced_shape(request: TraceRequest, *, cache: Path) -> ModelShape:
+    """The shape of a model with the traces of its blocks, from the cache if it is there; the cache keeps a new one.
+
+    Raises the ShardwiseError that the worker ended with.
+    """
+    path = cache / FOLDER / f"{_key(request)}.json"
+    try:
+        return codec.decode(path.read_bytes(), ModelShape, origin=str(path))
+    except (OSError, InputError):
+        pass  # not there, or of a process that was killed: it is made again
+    model_type = request.description.model_config.get("model_type")
+    Console(sys.stderr).line(f"tracing one block of each kind of {model_type}, once (about 8 s) ...")
+    shape = ask_simulation("--trace", request, ModelShape)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        codec.write(path, shape)
+    except OSError as error:
+        Console(sys.stderr).line(f"{path}: cannot be written: {error.strerror}")
+    return shape
+
+
+def trace_request(description: DescriptionRequest, job: Job, hardware: Hardware, *, is_packed: bool) -> TraceRequest:
+    """Everything that a plan of this job may run on this machine, for one block of each kind."""
+    gpu = hardware.gpus[0] if hardware.gpus else None
+    kind = DeviceKind.CPU if gpu is None else DeviceKind.CUDA
+    capability = None if gpu is None else gpu.compute_capability
+    libraries = {name.replace("_", "-").lower() for name in hardware.libraries}
+    return TraceRequest(
+        description=description,
+        modes=tuple(_modes(job, kind)),
+        lora=job.train.lora,
+        seq_len=job.train.seq_len,
+        is_packed=is_packed,
+        packages=tuple(name for name in KERNEL_PACKAGES if name in libraries),
+        device_kind=kind,
+        **({} if capability is None else {"compute_capability": capability}),
+    )
+
+
+def _modes(job: Job, kind: DeviceKind) -> list[Mode]:
+    """Whole weights and frozen ones, cast by autocast or as an engine casts them; 4-bit ones on one device."""
+    attention = job.pin.attention if job.pin.attention is Attention.EAGER else Attention.SDPA
+    is_fp32 = job.pin.precision is Precision.FP32 or kind is DeviceKind.CPU
+    ways = [(2, True), (4 if is_fp32 else 2, False)]
+    return [
+        *(
+            Mode(method=method, compute_bytes=width, is_autocast=is_autocast, attention=attention)
+            for method in (Method.FULL, Method.LORA)
+            for width, is_autocast in ways
+        ),
+        Mode(method=Method.QLORA, compute_bytes=2, is_autocast=True, attention=attention),
+    ]
+
+
+def _key(request: TraceRequest) -> str:
+    versions = {name: installed_version(name) for name in _LIBRARIES}
+    return hashlib.sha256(msgspec.json.encode([request, versions, _code_digest()], order="sorted")).hexdigest()[:32]
+
+
+@cache
+def _code_digest() -> str:
+    """Of the code that a trace runs: a checkout changes without its version."""
+    digest = hashlib.sha256()
+    for place in _CODE:
+        path = PACKAGE / place
+        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
