@@ -32,6 +32,7 @@ from shardwise.trainer.spec.errors import InputError, NothingFitsError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.worker_requests import Simulation, SimulationRequest
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
+from shardwise.trainer.spec.packages import kernel_packages
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan
 from shardwise.trainer.spec.strategy import Attention
 from shardwise.trainer.spec.units import format_bytes
@@ -114,6 +115,7 @@ def simulation_request(plan: Plan, candidate: Candidate | None = None) -> Simula
         loss=chosen.loss,
         loss_chunk_tokens=chosen.loss_chunk_tokens,
         activation_offload=chosen.activation_offload,
+        packages=kernel_packages(plan.hardware.libraries),
         device_kind=plan.device_kind,
         device_name=gpu.name if gpu is not None else None,
         **capability,

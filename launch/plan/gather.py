@@ -41,8 +41,9 @@ from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import Hardware, Host
 from shardwise.trainer.spec.job.sections import Allowance, DataFormat, Job
 from shardwise.trainer.spec.messages.extension import Extension, Hook
-from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types, text_part
+from shardwise.trainer.spec.model.readers import admitted_types, read_model_shape, text_part
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelCode, ModelShape
+from shardwise.trainer.spec.packages import KERNEL_PACKAGES
 from shardwise.trainer.spec.plan import Calibration, Fp8Gain, Plan, TrialResult
 from shardwise.trainer.spec.strategy import Precision
 
@@ -52,6 +53,7 @@ if TYPE_CHECKING:  # imported only for plans of a partition
 RECORDED_LIBRARIES = (
     "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes", "galore-torch", "lion-pytorch",
     "flash-attn", "kernels", "transformer-engine", "torchao", "liger-kernel", "tokenizers", "safetensors",
+    *KERNEL_PACKAGES,
 )  # fmt: skip
 
 
@@ -86,7 +88,7 @@ def read_inputs(
     gpus: tuple[int, ...] | None = None,
     vram_cap_bytes: int | None = None,
     hardware_spec: str | None = None,
-    describes_models: bool = False,
+    needs_costs: bool = True,
     machines: Hardware | None = None,
     nodes: NodeOptions | None = None,
     only_plans: bool = False,
@@ -100,8 +102,8 @@ def read_inputs(
     `machines` is the hardware of a run on several machines. With `nodes`, a partition is planned for if an option names
     nodes, or if this is a login node and the job names a partition.
 
-    With `describes_models` an architecture that no reader knows is described from the model that transformers builds.
-    So is every model that brings code: from its own if the job trusts it, else from what transformers has for its type.
+    A model without a closed form is traced, or, where nobody `needs_costs`, described. So is every model that brings
+    code: from its own if the job trusts it, else from what transformers has for its type.
     """
     resolved, model, hub_home = read_model(
         job_path, overrides, only_plans=only_plans, assumes_data=assumes_data, environment=environment
@@ -110,8 +112,15 @@ def read_inputs(
         resolved = replace(resolved, job=replace(resolved.job, data=replace(resolved.job.data, train=())))
     job = resolved.job
     code = read_model_code(job, model, cache_home=hub_home)
-    shape = _read_shape(job, model, code, describes_models=describes_models)
     cache = cache_home(environment, configured=resolved.folders.get("cache"))
+    cap = vram_cap_bytes if vram_cap_bytes is not None else job.limits.vram
+    found = _read_nodes(nodes, job, hardware_spec, environment)
+    if machines is None:
+        partition = None if found is None else found.hardware
+        hardware = read_machine(hardware_spec, gpus=gpus, vram_cap_bytes=cap, partition=partition)
+    else:
+        hardware = replace(machines, vram_cap_bytes=cap)
+    shape = _read_shape(job, model, code, hardware=hardware, cache=cache, needs_costs=needs_costs)
     request = make_request(
         job,
         shape=shape,
@@ -120,13 +129,10 @@ def read_inputs(
         hub_home=hub_home,
         only_plans=only_plans,
     )
-    cap = vram_cap_bytes if vram_cap_bytes is not None else job.limits.vram
-    found = _read_nodes(nodes, job, hardware_spec, environment)
-    if machines is None:
-        partition = None if found is None else found.hardware
-        hardware = read_machine(hardware_spec, gpus=gpus, vram_cap_bytes=cap, partition=partition)
-    else:
-        hardware = replace(machines, vram_cap_bytes=cap)
+    is_apart = request.packing is False and job.data.packing is None  # rows are few
+    if is_apart and shape.traced is not None:
+        whole = replace(job, data=replace(job.data, packing=False))
+        shape = _read_shape(whole, model, code, hardware=hardware, cache=cache, needs_costs=needs_costs)
     return PlanInputs(
         *(resolved, model, shape, hardware, request, cache, hub_home),
         model_code=code,
@@ -168,18 +174,21 @@ def _read_nodes(
     return read_nodes_to_plan(options, job, spec=spec, environment=environment)
 
 
-def _read_shape(job: Job, model: ModelFiles, code: ModelCode | None, *, describes_models: bool) -> ModelShape:
-    is_known = text_part(model.config).get("model_type") in supported_model_types()
-    offered = offered_code(job, model.config)
-    if code is not None or (not is_known and (describes_models or offered is not None)):
-        from shardwise.launch.plan.dry_run import described_shape
+def _read_shape(
+    job: Job, model: ModelFiles, code: ModelCode | None, *, hardware: Hardware, cache: Path, needs_costs: bool
+) -> ModelShape:
+    has_form = code is None and text_part(model.config).get("model_type") in admitted_types()
+    if has_form or installed_version("torch") is None:
+        return read_model_shape(model.config, origin=model.config_origin)
+    from shardwise.launch.plan.trace import trace_request, traced_shape
 
-        return described_shape(
-            DescriptionRequest(
-                model_config=model.config, origin=model.config_origin, model_code=code, offers_code_of=offered
-            )
-        )
-    return read_model_shape(model.config, origin=model.config_origin)
+    description = DescriptionRequest(
+        model_config=dict(text_part(model.config)),
+        origin=model.config_origin,
+        model_code=code,
+        offers_code_of=offered_code(job, model.config),
+    )
+    return traced_shape(trace_request(description, job, hardware, needs_costs=needs_costs), cache=cache)
 
 
 def with_weights(inputs: PlanInputs) -> PlanInputs:

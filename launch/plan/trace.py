@@ -23,7 +23,7 @@ from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.messages.worker_requests import TraceRequest
 from shardwise.trainer.spec.model.blocks import Mode
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
-from shardwise.trainer.spec.packages import KERNEL_PACKAGES
+from shardwise.trainer.spec.packages import kernel_packages
 from shardwise.trainer.spec.strategy import Attention, Method, Precision
 
 FOLDER = "traces"
@@ -53,19 +53,20 @@ def traced_shape(request: TraceRequest, *, cache: Path) -> ModelShape:
     return shape
 
 
-def trace_request(description: DescriptionRequest, job: Job, hardware: Hardware, *, is_packed: bool) -> TraceRequest:
-    """Everything that a plan of this job may run on this machine, for one block of each kind."""
+def trace_request(
+    description: DescriptionRequest, job: Job, hardware: Hardware, *, needs_costs: bool = True
+) -> TraceRequest:
+    """Everything that a plan of this job may run on this machine, for one block of each kind; or the shape alone."""
     gpu = hardware.gpus[0] if hardware.gpus else None
     kind = DeviceKind.CPU if gpu is None else DeviceKind.CUDA
     capability = None if gpu is None else gpu.compute_capability
-    libraries = {name.replace("_", "-").lower() for name in hardware.libraries}
     return TraceRequest(
         description=description,
-        modes=tuple(_modes(job, kind)),
+        modes=tuple(_modes(job, kind)) if needs_costs else (),
         lora=job.train.lora,
         seq_len=job.train.seq_len,
-        is_packed=is_packed,
-        packages=tuple(name for name in KERNEL_PACKAGES if name in libraries),
+        is_packed=job.data.packing is not False,
+        packages=kernel_packages(hardware.libraries),
         device_kind=kind,
         **({} if capability is None else {"compute_capability": capability}),
     )

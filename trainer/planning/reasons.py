@@ -31,6 +31,7 @@ from shardwise.trainer.planning.search.configurations import (
 )
 from shardwise.trainer.planning.speed.step import speed_notes
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.planning.traced_text import kernel_warnings, traced_notes
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.engines import Offload
@@ -106,6 +107,7 @@ def notes(
         *certainty_text(context, chosen),
         *_error_notes(context, candidates),
         *_fp8_notes(context, candidates),
+        *traced_notes(context, chosen),
         *_compilation_notes(context),
         *_wear_notes(context, chosen),
         *speed_notes(context.device),
@@ -136,6 +138,7 @@ def warnings(context: PlanningContext, chosen: Candidate) -> tuple[str, ...]:
     """Cautions that every form of the plan shows: each costs the run its purpose, its time or its memory."""
     return (
         *(() if context.data is None else idle_run_warnings(context.job, context.data, context.schedule)),
+        *kernel_warnings(context, chosen),
         *_time_warnings(context, chosen),
         *_memory_warnings(context, chosen),
         *_idle_warnings(context, chosen),

@@ -182,14 +182,10 @@ def named_events(events: Mapping[str, int], predicted: Container[str]) -> dict[s
 
 
 def _described_notes(plan: Plan) -> list[str]:
-    shape = plan.model_shape
-    remarks = [
-        f"{shape.model_type} has no closed form, and was not traced: the memory of the chosen candidate is that of its "
-        "dry run; its time, the fallbacks and the other candidates are estimates for a model of these sizes"
+    return [
+        f"{plan.model_shape.model_type} has no closed form, and was not traced: the memory of the chosen candidate is "
+        "that of its dry run; its time, the fallbacks and the other candidates are estimates for a model of these sizes"
     ]
-    if shape.loss_obstacle is not None:
-        remarks.append(f"shardwise does not train {shape.model_type}: {shape.loss_obstacle}")
-    return remarks
 
 
 def _name(simulated: Simulated) -> str:

@@ -27,6 +27,7 @@ from shardwise.trainer.simulation.checks import loss_obstacle
 from shardwise.trainer.simulation.trace import traced_blocks
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.messages.worker_requests import TraceRequest
+from shardwise.trainer.spec.model.blocks import Mode
 from shardwise.trainer.spec.model.shape import DescriptionRequest, Linear, ModelShape, Norm, Positions
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead
 
@@ -50,9 +51,20 @@ def describe_traced(request: TraceRequest) -> ModelShape:
     """The shape of a model with the traces of its blocks; without them if its forward cannot be followed."""
     model = _built(request.description)
     shape, config = _shape_of(model), _Config(model.config.get_text_config())
+    if not request.modes:
+        return _checked(shape, model)
     shape = replace(shape, other_parameters=_size(model) - shape.num_parameters)
-    traced = traced_blocks(model, request, lambda block: linears_of(block, config))
+    request = replace(request, modes=tuple(dict.fromkeys(_offered(mode, shape) for mode in request.modes)))
+    try:
+        traced = traced_blocks(model, request, lambda block: linears_of(block, config))
+    except InputError:
+        return _checked(shape, _built(request.description))
     return replace(shape, traced=traced, loss_obstacle=_obstacle(model))
+
+
+def _offered(mode: Mode, shape: ModelShape) -> Mode:
+    """The mode with attention that the model has."""
+    return mode if mode.attention in shape.attentions else replace(mode, attention=Attention.EAGER)
 
 
 def _checked(shape: ModelShape, model: PreTrainedModel) -> ModelShape:

@@ -10,8 +10,8 @@ grow: the number of rows is a prime that no weight has as a factor, and the numb
     after    the last norm: until the hidden states are there
 
 The forward ends there, and the backward begins with a gradient of the hidden states: the head and its loss have a
-closed form. Functions that a package computes in one kernel are those of the packages that the machine has: a stand-in
-saves their inputs and outputs. Without the package transformers' own operations run, and are counted.
+closed form. Functions of packages that the machine has are one kernel (`package_functions`); without the package
+transformers' own operations run, and are counted a second time by themselves.
 
 A model whose operations become more with the tokens loops over them: it is traced on shorter rows.
 """
@@ -19,8 +19,8 @@ A model whose operations become more with the tokens loops over them: it is trac
 import copy
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
 from math import prod
@@ -46,9 +46,9 @@ from shardwise.trainer.simulation.fake_device import (
     as_if_available,
     enable_fake_cuda,
     ready_backward_thread,
-    replaced,
 )
 from shardwise.trainer.simulation.kernels import Kernels
+from shardwise.trainer.simulation.package_functions import PackageFunction, as_installed
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.worker_requests import TraceRequest
@@ -342,7 +342,7 @@ def _traced(
     with (
         as_if_available(request.compute_capability) if device == "cuda" else nullcontext(),
         kernels.installed(),
-        _package_functions(whole, request.packages, recorder),
+        as_installed(whole, request.packages, recorder, watch=recorder.watched, ran=recorder.ran_kernel),
         FakeDeviceMode(),
     ):
         if device == "cuda":
@@ -469,6 +469,16 @@ class _Costs:
         self.operators = 0
 
 
+class _Calls:
+    """Calls of a function of a missing package in one part."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+        self.costs = _Costs()
+        self.passed = [0.0] * 5
+        self.number = 0
+
+
 class _Recorder(Tracker):
     """Allocations of a forward and a backward by part, with what they grow with, and the costs of the forward."""
 
@@ -482,7 +492,7 @@ class _Recorder(Tracker):
         self._marks: list[_Mark] = []
         self._gradients: dict[int, int] = {}  # elements, by number of the storage
         self._costs: dict[int, _Costs] = defaultdict(_Costs)
-        self._kernels: dict[tuple[int, str], tuple[str, _Costs, list[float]]] = {}
+        self._calls: dict[tuple[int, str], _Calls] = {}
         self._kernel: _Costs | None = None
         self._first: int | None = None
 
@@ -516,7 +526,7 @@ class _Recorder(Tracker):
 
     def _count(self, costs: _Costs, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:  # noqa: ANN401  # torch's
         name, tokens = func.__name__.partition(".")[0], self._rows.num_rows * self._rows.length
-        costs.operators += 1
+        costs.operators += not self.is_unseen
         if name in _ATTENTION:
             query, _, value = inputs[:3]
             costs.scored += query.numel() * (1 + value.shape[-1] / query.shape[-1]) / 2 / tokens
@@ -531,7 +541,7 @@ class _Recorder(Tracker):
                 return
             total = costs.fp32_flops if left.dtype == torch.float32 and self._is_16_bit else costs.flops
             _add(total, self._rows.amounts(sizes, prod(sizes), flops))
-        else:
+        elif not self.is_unseen:
             _add(costs.moved, self.bytes_of([*inputs, *outputs]))
 
     def bytes_of(self, tensors: Sequence[Tensor]) -> list[float]:
@@ -542,22 +552,33 @@ class _Recorder(Tracker):
             _add(total, self._rows.amounts(tensor.shape, tensor.numel(), size))
         return total
 
-    @contextmanager
-    def kernel(self, name: str, package: str, passed: Sequence[Tensor]) -> Iterator[list[float]]:
-        """Within the block, operations also count for a function of a package."""
+    def watched(self, function: PackageFunction, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, whose operations also count for a function of a package that is missing."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the function's
+            mark = self._marks[-1] if self._marks else None
+            if mark is None or mark.part is None or not mark.is_forward or self._kernel is not None:
+                return run(*args, **kwargs)
+            key = (mark.part, function.name)
+            calls = self._calls.setdefault(key, _Calls(function.package))
+            calls.number += 1
+            self._kernel = calls.costs
+            try:
+                result = run(*args, **kwargs)
+            finally:
+                self._kernel = None
+            _add(calls.passed, self.bytes_of([*_flat(args), *_flat(tuple(kwargs.values())), *_flat((result,))]))
+            return result
+
+        return call
+
+    def ran_kernel(self, tensors: Sequence[Tensor]) -> None:
+        """Counts one operation that moves these tensors."""
         mark = self._marks[-1] if self._marks else None
-        if mark is None or mark.part is None or not mark.is_forward or self._kernel is not None:
-            yield [0.0] * 5
-            return
-        key = (mark.part, name)
-        if key not in self._kernels:
-            self._kernels[key] = (package, _Costs(), [0.0] * 5)
-        _, self._kernel, total = self._kernels[key]
-        try:
-            yield total
-        finally:
-            self._kernel = None
-        _add(total, self.bytes_of(passed))
+        if mark is not None and mark.part is not None and mark.is_forward:
+            costs = self._costs[mark.part]
+            costs.operators += 1
+            _add(costs.moved, self.bytes_of(tensors))
 
     def _see(self, tensor: Tensor) -> None:
         num_seen = self._num_seen
@@ -591,13 +612,14 @@ class _Recorder(Tracker):
                 kernels=tuple(
                     Kernel(
                         name=name,
-                        package=package,
-                        moved=_amount(of.moved),
-                        passed=_amount(passed),
-                        operators=of.operators,
+                        package=calls.package,
+                        moved=_amount(calls.costs.moved),
+                        passed=_amount(calls.passed),
+                        operators=calls.costs.operators,
+                        num_calls=calls.number,
                     )
-                    for (part, name), (package, of, passed) in self._kernels.items()
-                    if part == place and of.operators
+                    for (part, name), calls in self._calls.items()
+                    if part == place
                 ),
             )
         return found
@@ -681,63 +703,3 @@ def _moments(moments: Sequence[tuple[float, ...]]) -> tuple[Moment, ...]:
             kept.append(moment)
     kept = kept[:MAX_MOMENTS]
     return tuple(Moment(held=_amount(each[:5]), gradients=round(each[5]), fresh=round(each[6])) for each in kept)
-
-
-@contextmanager
-def _package_functions(model: nn.Module, packages: Sequence[str], recorder: _Recorder) -> Iterator[None]:
-    """Runs functions of packages that the machine has by their stand-ins, others by transformers' own operations."""
-    with ExitStack() as stack:
-        for owner, attribute, function in package_functions(model):
-            run = _stand_in(function) if function.package in packages else function.wrapped
-            stack.enter_context(replaced(owner, **{attribute: _recorded(function, run, recorder)}))
-        yield
-
-
-class PackageFunction(NamedTuple):
-    """A function of a model's code that a package computes in one kernel."""
-
-    name: str
-    package: str  # as pip names it
-    wrapped: Callable[..., Any]  # as the code calls it: the package's, or transformers' own operations
-    operations: Callable[..., Any]  # transformers' own
-
-
-def package_functions(model: nn.Module) -> Iterator[tuple[Any, str, PackageFunction]]:
-    """Functions of packages in the modules that a model's classes are from: (module, name in it, function).
-
-    transformers wraps them (`use_kernel_func_from_hub_with_fallback`), and the wrapper knows the package.
-    """
-    import sys
-
-    names = {type(module).__module__ for module in model.modules()}
-    for owner in (sys.modules[name] for name in sorted(names)):
-        for attribute, value in list(vars(owner).items()):
-            inner = getattr(value, "__wrapped__", None)
-            known = _closure(value)
-            if inner is not None and "package" in known and "func_name" in known:
-                package = _DISTRIBUTIONS.get(known["package"], known["package"].replace("_", "-"))
-                yield owner, attribute, PackageFunction(known["func_name"], package, value, inner)
-
-
-_DISTRIBUTIONS: Mapping[str, str] = {"fla": "flash-linear-attention"}
-
-
-def _closure(function: Any) -> dict[str, Any]:  # noqa: ANN401  # any value of a module
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is None or not cells:
-        return {}
-    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
-
-
-def _recorded(function: PackageFunction, run: Callable[..., Any], recorder: _Recorder) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the function's
-        inputs = [*_flat(args), *_flat(tuple(kwargs.values()))]
-        with recorder.kernel(function.name, function.package, inputs):
-            return run(*args, **kwargs)
-
-    return call
-
-
-def _stand_in(function: PackageFunction) -> Callable[..., Any]:
-    """A function that saves its inputs and makes the outputs of transformers' operations."""
-    raise NotImplementedError

@@ -94,10 +94,10 @@ def flops_per_token(shape: ModelShape, seq_len: int, method: Method) -> float:
 
     The convention of llm-foundry and torchtitan: N includes embeddings, attention counts as if it were not causal,
     recomputation does not count. Of experts N counts those a token passes. A frozen base needs no gradient of its
-    weights: 4 N + 12 L q s.
+    weights: 4 N + 12 L q s. L q of a traced model counts its blocks with attention alone.
     """
     per_parameter, work = 4.0 if method.freezes_base else 6.0, work_of(shape)
-    return per_parameter * work.used_parameters + 12.0 * work.blocks * shape.query_size * seq_len
+    return per_parameter * work.used_parameters + 12.0 * work.attended * seq_len
 
 
 def estimate_speed(shape: ModelShape, configuration: Configuration, device: Device) -> SpeedEstimate:

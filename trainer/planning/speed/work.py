@@ -73,6 +73,7 @@ class Work(Value, frozen=True, kw_only=True):
     routed: int
     scored: int  # query elements in blocks that see the whole row
     scored_in_window: int
+    attended: float  # query elements in all blocks with attention
     blocks: int
     linear_operators: int
     plain_operators: int
@@ -137,6 +138,7 @@ def work_of(shape: ModelShape) -> Work:
         routed=(blocks - shape.num_dense_layers) * hidden * shape.experts_per_token if shape.num_experts > 1 else 0,
         scored=scored,
         scored_in_window=scored_in_window,
+        attended=blocks * query if shape.traced is None else _attended(shape.traced),
         blocks=blocks,
         linear_operators=linears,
         plain_operators=blocks * plain + linears + expert_operators,
@@ -181,6 +183,10 @@ def _kinds(shape: ModelShape) -> list[tuple[int, tuple[Linear, ...]]]:
         (shape.num_layers - shape.num_dense_layers, shape.linears),
         (shape.num_dense_layers, shape.dense_linears),
     ]
+
+
+def _attended(traced: TracedBlocks) -> float:
+    return sum(traced.modes[0].blocks[kind].attended for kind in traced.order)
 
 
 def _scored(shape: ModelShape, traced: TracedBlocks) -> tuple[int, int]:

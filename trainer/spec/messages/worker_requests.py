@@ -199,6 +199,7 @@ class SimulationRequest(Value, frozen=True, kw_only=True):
     loss: LossHead = LossHead.CHUNKED
     loss_chunk_tokens: int | None = None
     activation_offload: bool = False
+    packages: tuple[str, ...] = ()  # that the machine has, of those with a kernel for some layers
     device_kind: DeviceKind = DeviceKind.CUDA
     device_name: str | None = None
     compute_capability: tuple[int, int] = (9, 0)  # decides which attention kernels there are

@@ -69,6 +69,7 @@ class Kernel(Value, frozen=True, kw_only=True):
     moved: Amount
     passed: Amount
     operators: int
+    num_calls: int = 1
 
 
 class Part(Value, frozen=True, kw_only=True):
@@ -84,6 +85,11 @@ class Part(Value, frozen=True, kw_only=True):
     scored: float  # elements of a token that kernels of attention read as queries
     operators: int  # that a forward starts
     kernels: tuple[Kernel, ...] = ()
+
+    @property
+    def attended(self) -> float:
+        """Query elements of a token under attention, by a kernel or by two products of 4 FLOPs a key."""
+        return self.scored + (self.flops.score + self.fp32_flops.score) / 4
 
 
 class Mode(Value, frozen=True, kw_only=True, cache_hash=True):
