@@ -356,6 +356,7 @@ def _traced(
         mode=mode,
         boundary=boundary,
         before=parts[_BEFORE],
+        passed=recorder.passed(),
         blocks=tuple(parts[place] for place in places),
         after=parts[_AFTER],
         adapters=tuple(_adapters(blocks[place]) for place in places) if mode.method.freezes_base else (),
@@ -416,19 +417,36 @@ def _run(model: PreTrainedModel, mode: Mode, rows: _Rows, recorder: "_Recorder")
     recorder.omit([*model.parameters(), *model.buffers(), ids, *(v for v in inputs.values() if isinstance(v, Tensor))])
     with recorder:
         recorder.begin_part(_BEFORE, is_forward=True)
-        with known_rows(are_packed=rows.document is not None):
+        asking = torch.autograd.graph.saved_tensors_hooks(recorder.save, recorder.ask)
+        with known_rows(are_packed=rows.document is not None), asking:
             autocast = torch.autocast(device, dtype=compute_type(Precision.BF16_MIXED))
             with autocast if mode.is_autocast else nullcontext():
-                hidden = hidden_states(model, ids, **inputs)
-        recorder.end_parts()
-        gradient = torch.ones_like(hidden)
-        recorder.begin_part(_AFTER, is_forward=False)
-        hidden.backward(gradient)  # type: ignore[no-untyped-call]
+                # No name holds the hidden states, nor their gradient: they are free as soon as they are used.
+                loss = _Head.apply(hidden_states(model, ids, **inputs), recorder)  # type: ignore[no-untyped-call]
+        loss.backward()
         recorder.end_parts()
         recorder.note_gradients(trained_parameters(model))
     for hook in hooks:
         hook.remove()
     return boundary[0]
+
+
+class _Head(torch.autograd.Function):
+    """In place of a head and its loss: saves the hidden states, and makes their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, recorder: "_Recorder") -> Tensor:  # noqa: ANN401  # torch's context
+        recorder.end_parts()
+        ctx.recorder = recorder
+        ctx.save_for_backward(hidden)
+        return hidden.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401  # torch's context
+        (hidden,) = ctx.saved_tensors
+        gradient = torch.ones_like(hidden)
+        ctx.recorder.begin_part(_AFTER, is_forward=False)
+        return gradient, None
 
 
 def _adapters(block: nn.Module) -> tuple[Adapter, ...]:
@@ -455,6 +473,16 @@ class _Mark(NamedTuple):
     position: int
     part: int | None
     is_forward: bool
+
+
+class _Segment(NamedTuple):
+    """One direction of a part; amounts by what they grow with, then elements of gradients."""
+
+    left: list[float]
+    allocations: list[tuple[float, ...]]  # each with what the part has added until then, and the elements of its own
+    begun: list[float]  # what was alive
+    asked: list[float]  # what was alive when a backward asked for what its forward has saved
+    num_again: int  # allocations of a forward until the last tensor was saved
 
 
 class _Costs:
@@ -490,6 +518,8 @@ class _Recorder(Tracker):
         self._rows = rows
         self._growth: dict[int, tuple[float, ...]] = {}  # by number of the storage
         self._marks: list[_Mark] = []
+        self._saved: dict[int, int] = {}  # by part, the place in the trace
+        self._asked: dict[int, int] = {}
         self._gradients: dict[int, int] = {}  # elements, by number of the storage
         self._costs: dict[int, _Costs] = defaultdict(_Costs)
         self._calls: dict[tuple[int, str], _Calls] = {}
@@ -499,6 +529,20 @@ class _Recorder(Tracker):
     def watch(self, hidden: Tensor) -> None:
         """Remembers the input of the first block, which lives as long as the decoder's forward."""
         self._first = self._live[hidden.untyped_storage()._cdata].number
+
+    def save(self, saved: Tensor) -> Tensor:
+        """A tensor that a forward saves; remembers when each part does so last."""
+        mark = self._marks[-1] if self._marks else None
+        if mark is not None and mark.part is not None:
+            self._saved[mark.part] = len(self.trace)
+        return saved
+
+    def ask(self, saved: Tensor) -> Tensor:
+        """A tensor that a backward asks for; remembers when each part does so first."""
+        mark = self._marks[-1] if self._marks else None
+        if mark is not None and mark.part is not None and not mark.is_forward:
+            self._asked.setdefault(mark.part, len(self.trace))
+        return saved
 
     def begin_part(self, part: int, *, is_forward: bool) -> None:
         """From here on allocations belong to the forward or the backward of a part."""
@@ -596,13 +640,15 @@ class _Recorder(Tracker):
         for place in (_BEFORE, *range(num_blocks), _AFTER):
             if (place, True) not in runs or (place, False) not in runs:
                 raise ValueError("a block handed no gradient on")
-            saved, forward, before = runs[place, True]
-            _, backward, begun = runs[place, False]
+            saved, forward, before, _, num_again = runs[place, True]
+            _, backward, begun, asked, _ = runs[place, False]
             costs = self._costs[place]
             found[place] = Part(
                 saved=_amount(saved),
                 begun=_amount([a - b for a, b in zip(begun, before, strict=True)][:5]),
+                asked=_amount([a - b for a, b in zip(asked, begun, strict=True)][:5]),
                 forward=_moments(forward),
+                again=_moments(forward[:num_again]),
                 backward=_moments(backward),
                 moved=_amount(costs.moved),
                 flops=_amount([costs.weight_flops, *costs.flops[1:]]),  # taken apart by `_without_linears`
@@ -624,18 +670,27 @@ class _Recorder(Tracker):
             )
         return found
 
-    def _segments(self) -> dict[tuple[int, bool], tuple[list[float], list[tuple[float, ...]], list[float]]]:
-        """Of each part and direction: what it leaves, each of its allocations, and what was alive when it began.
+    def passed(self) -> Amount:
+        """What runs before the blocks hands to all of them, and no backward needs: freed after the last one."""
+        first, last = (next(mark.position for mark in self._marks if mark.part == part) for part in (0, _AFTER))
+        end = next(mark.position for mark in self._marks if mark.part is None)
+        made = {event.number for event in self.trace[:first]} - {self._first}
+        freed = [event.number for event in self.trace[last:end] if event.is_free and event.number in made]
+        return _amount([sum(axis) for axis in zip([0.0] * 5, *(self._growth[number] for number in freed), strict=True)])
 
-        An allocation is (amounts, gradients, fresh).
-        """
+    def _segments(self) -> dict[tuple[int, bool], "_Segment"]:
         live = [0.0] * 7  # amounts, and elements of gradients
-        found: dict[tuple[int, bool], tuple[list[float], list[tuple[float, ...]], list[float]]] = {}
+        found: dict[tuple[int, bool], _Segment] = {}
         released = self._first if self._first in self._freed_in_forward() else None
         marks = [*self._marks, _Mark(len(self.trace), None, is_forward=False)]
         for mark, after in pairwise(marks):
-            begun, moments = list(live), []
-            for event in self.trace[mark.position : after.position]:
+            begun, asked, moments = list(live), list(live), []
+            until = self.trace[mark.position : self._saved.get(mark.part, 0)] if mark.part is not None else []
+            num_again = sum(not event.is_free for event in until)
+            for position in range(mark.position, after.position):
+                if not mark.is_forward and mark.part is not None and position == self._asked.get(mark.part):
+                    asked = list(live)
+                event = self.trace[position]
                 sign = -1 if event.is_free else 1
                 elements = self._gradients.get(event.number, 0)
                 if elements:
@@ -650,7 +705,7 @@ class _Recorder(Tracker):
                 left = [a - b for a, b in zip(live, begun, strict=True)][:5]
                 if released is not None and mark.part == 0 and mark.is_forward:  # any other block would free its input
                     left = [a - b for a, b in zip(left, self._growth[released], strict=True)]
-                found[mark.part, mark.is_forward] = (left, moments, begun)
+                found[mark.part, mark.is_forward] = _Segment(left, moments, begun, asked, num_again)
         return found
 
     def _freed_in_forward(self) -> set[int]:

@@ -130,6 +130,8 @@ def test_every_known_model_plans_a_lora_job_without_a_network(model: Run, tmp_pa
     del model
     planned: set[str] = set()
     for known in known_models():
+        if known.config["model_type"] not in admitted_types():  # `test_trace` plans these
+            continue
         method = "lora" if known.hub else "full"
         options = PlanOptions(Path(known.hub[0] if known.hub else known.name), seq_len=512, method=method, specs=SPECS)
         ((_, inputs),) = machines(options)

@@ -6,7 +6,7 @@ each kind of neighbours. At block i, from 0 to L - 1, are alive, besides what st
 
     activations   what runs before the blocks and the blocks up to i have saved; under recomputation the inputs of these
     at work       the gradient of the block's output, and a moment of its backward; a block that is recomputed first
-                  saves what it saves otherwise
+                  saves what it saves otherwise, beside the gradients that were made until these were needed
     gradients     complete ones of the blocks after i, and those of the moment: whole until they are reduced, under an
                   engine that adds them to earlier ones a tensor at a time
     gathered      weights of block i and of the one that is gathered ahead, under an engine that shards weights
@@ -35,6 +35,12 @@ class Run(NamedTuple):
     tokens: int
     length: int
     width: float  # of the computing type, relative to the traced one
+    runs_again: bool  # some blocks do, and what they are passed stays
+
+    @property
+    def passed(self) -> float:
+        """Bytes of masks and positions that stay because blocks run again."""
+        return self.bytes_of(self.trace.passed) if self.runs_again else 0.0
 
     def bytes_of(self, amount: Amount) -> float:
         return self.width * amount.at(self.tokens, self.length)
@@ -56,8 +62,8 @@ class Run(NamedTuple):
 
     @property
     def after(self) -> float:
-        """Bytes that the last norm leaves, the hidden states included."""
-        return self.bytes_of(self.trace.after.saved)
+        """Bytes that the last norm leaves, the hidden states included; negative where masks are freed."""
+        return self.bytes_of(self.trace.after.saved) + self.passed
 
     def saved(self, kind: int) -> float:
         """Bytes that a block of a kind saves without recomputation, its output included."""
@@ -65,7 +71,11 @@ class Run(NamedTuple):
 
     def begun(self, kind: int) -> float:
         """Of a block that begins its backward, what its forward and the gradient of its output have added."""
-        return self.bytes_of(self.trace.blocks[kind].begun)
+        return self.bytes_of(self.trace.blocks[kind].begun) + self.passed
+
+    def begun_end(self, part: Part) -> float:
+        """The same of what runs after the blocks."""
+        return self.bytes_of(part.begun) + self.passed
 
     def constant(self, kind: int) -> float:
         """Of these, what does not depend on the micro batch: cast weights."""
@@ -82,6 +92,7 @@ def run_of(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) ->
         tokens=policy.tokens,
         length=policy.seq_len,
         width=policy.compute_bytes / trace.mode.compute_bytes,
+        runs_again=configuration.checkpointing in (Checkpointing.FULL, Checkpointing.EVERY_N),
     )
 
 
@@ -180,14 +191,16 @@ def worst_block(run: Run, kind: int, widths: Widths, *, is_recomputed: bool) -> 
     part = run.trace.blocks[kind]
     moments = [_worst(run, moment, run.begun(kind), widths) for moment in part.backward]
     if is_recomputed:
-        moments += [_worst(run, moment, run.boundary, widths) for moment in part.forward]
+        asking = run.boundary + run.bytes_of(part.asked)
+        moments += [_worst(run, moment, asking, widths) for moment in part.again]
     return max(moments, key=lambda worst: worst.total, default=Worst(run.begun(kind), 0.0))
 
 
 def worst_end(run: Run, part: Part) -> Worst:
     """The worst moment of the backward of what runs before or after the blocks; gradients are elements."""
-    moments = [_worst(run, moment, run.bytes_of(part.begun), Widths(made=1, fresh=0)) for moment in part.backward]
-    return max(moments, key=lambda worst: worst.held, default=Worst(run.bytes_of(part.begun), 0.0))
+    begun = run.begun_end(part)
+    moments = [_worst(run, moment, begun, Widths(made=1, fresh=0)) for moment in part.backward]
+    return max(moments, key=lambda worst: worst.held, default=Worst(begun, 0.0))
 
 
 def _worst(run: Run, moment: Moment, more: float, widths: Widths) -> Worst:

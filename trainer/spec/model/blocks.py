@@ -77,7 +77,9 @@ class Part(Value, frozen=True, kw_only=True):
 
     saved: Amount  # bytes that its forward leaves for the backward, its output included
     begun: Amount  # bytes alive when its backward begins, beyond those before its forward
+    asked: Amount  # bytes made from then until its backward needs what the forward has saved
     forward: tuple[Moment, ...]
+    again: tuple[Moment, ...]  # of a forward that is run again, which ends when everything is saved
     backward: tuple[Moment, ...]
     moved: Amount  # bytes that the operations of a forward read and write, products left out
     flops: Amount  # of products that no linear layer counts: scores, states, experts without a token
@@ -116,6 +118,7 @@ class ModeTrace(Value, frozen=True, kw_only=True):
     mode: Mode
     boundary: Amount  # the input of a block
     before: Part
+    passed: Amount  # of what runs before, masks and positions that no backward needs: freed after the last block
     blocks: tuple[Part, ...]  # one for each kind
     after: Part
     adapters: tuple[tuple[Adapter, ...], ...] = ()  # of each kind
