@@ -27,7 +27,7 @@ test-changed
             test files that a change since the main branch (or since the argument) can reach; mostly three minutes
 test-long   full products and repeated kills, all that the five targets below run; about three hours
 test-long-documents, test-long-kills, test-long-products, test-long-data, test-long-slurm
-            the documents as they are printed; kills and damage; every combination; large data; a real Slurm: an hour each
+            the documents as they are printed; kills; every combination; large and damaged files; a real Slurm: an hour each
 mutations   faults, each seeded into a copy of the code: do the tests nearest to it fail? about 25 minutes
 check       ruff, mypy over the code, its tests and its benchmarks, import-linter, shellcheck
 bench       benchmarks, as ratios measured side by side

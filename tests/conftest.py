@@ -6,14 +6,17 @@ And `--outcome FILE`, which keeps what a run came to, and a real Slurm for those
 also by KILL, nothing that it started goes on running (`suite_end`).
 """
 
+import gc
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 from warm_python import SWITCH, start_warm_python
 
+sys.dont_write_bytecode = False  # of tests with rewritten assertions, which takes as long as their collection
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded, here or in a process of its own
 start_warm_python()  # before the product is imported, which takes sys.executable as it finds it
 
@@ -26,6 +29,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples on every run, and no limit of time that a busy machine would miss.
 settings.register_profile("suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The collector of garbage passes over what lives until the end, ten thousand tests, neither now nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

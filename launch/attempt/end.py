@@ -9,6 +9,7 @@ SIGKILL alone may be sent by a person or a scheduler.
 
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -163,20 +164,30 @@ class EndedRank(NamedTuple):
 
 
 def killed_rank(attempt_dir: Path) -> EndedRank | None:
-    """The rank that a signal ended, according to the launcher's output.
+    """The rank that a signal ended, according to the launcher's output."""
+    ended = (EndedRank(each.rank, -each.number) for each in _failed_ranks(attempt_dir) if each.number < 0)
+    return next(ended, None)
 
-    torchrun reports at once which rank failed first, with minus the signal as its code, and at the end lists every rank
-    that failed, including those that it ended itself. Accelerate's launcher of a single rank prints the message of
-    subprocess.
+
+def _exited_without_report(attempt_dir: Path, reports: dict[int, Report]) -> EndedRank | None:
+    """The rank that exited with a code of failure and wrote no report; the others lost their connection to it."""
+    ended = (each for each in _failed_ranks(attempt_dir) if each.number > 0 and each.rank not in reports)
+    return next(ended, None)
+
+
+def _failed_ranks(attempt_dir: Path) -> Iterator[EndedRank]:
+    """Each rank that failed by itself, with its code or minus the signal, according to the launcher's output.
+
+    torchrun reports at once which rank failed first (of those that it found at the same moment the lowest), and at the
+    end lists every rank that failed, including those that it ended itself. Accelerate's launcher of a single rank
+    prints the message of subprocess.
     """
-    found: list[EndedRank] = []
     for text, first in _launcher_texts(attempt_dir):
         by_torchrun = set(re.findall(_ENDED_BY_TORCHRUN, text))
         seen = [(int(rank) + first, number, pid) for number, rank, pid in re.findall(_SEEN_BY_TORCHRUN, text)]
         seen += [(int(rank), number, pid) for rank, number, pid in re.findall(_LISTED_BY_TORCHRUN, text)]
-        found += [EndedRank(rank, int(number)) for rank, number, pid in seen if pid not in by_torchrun]
-        found += [EndedRank(first, int(number)) for number in re.findall(_DIED_ALONE, text)]
-    return found[0] if found else None
+        yield from (EndedRank(rank, int(number)) for rank, number, pid in seen if pid not in by_torchrun)
+        yield from (EndedRank(first, -int(number)) for number in re.findall(_DIED_ALONE, text))
 
 
 def launcher_log(attempt_dir: Path, node_rank: int) -> Path:
@@ -202,26 +213,16 @@ def _signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-_SEEN_BY_TORCHRUN = r"failed \(exitcode: -(\d+)\) local_rank: (\d+) \(pid: (\d+)\)"
-_LISTED_BY_TORCHRUN = r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: -(\d+) \(pid: (\d+)\)"
+_SEEN_BY_TORCHRUN = r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)"
+_LISTED_BY_TORCHRUN = r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+) \(pid: (\d+)\)"
 _ENDED_BY_TORCHRUN = r"Sending process (\d+) closing signal"
 _DIED_ALONE = r"died with <Signals\.\w+: (\d+)>"
-_EXITED = r"failed \(exitcode: (\d+)\) local_rank: (\d+) \(pid: (\d+)\)"
 
 
 def _could_not_allocate(log: Path) -> bool:
     """True if C++ or Rust code aborted the process because an allocation failed."""
     text = _read(log)
     return "std::bad_alloc" in text or re.search(r"memory allocation of \d+ bytes failed", text) is not None
-
-
-def _exited_without_report(attempt_dir: Path, reports: dict[int, Report]) -> EndedRank | None:
-    """The rank that torchrun saw fail first, with its exit code, if it wrote no report."""
-    for text, first in _launcher_texts(attempt_dir):
-        for code, rank, _ in re.findall(_EXITED, text):
-            if int(rank) + first not in reports:
-                return EndedRank(int(rank) + first, int(code))
-    return None
 
 
 def _could_start_no_thread(log: Path, attempt_dir: Path) -> bool:

@@ -21,10 +21,13 @@ PR_SET_PDEATHSIG = 1
 def main(num_ranks: int, program: str, arguments: list[str]) -> int:
     os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
     import deepspeed  # noqa: F401  # Accelerate imports it in every rank (W8)
+    import torch
 
     import shardwise.trainer.runtime.loop.course  # noqa: F401
 
     del os.environ["DS_ACCELERATOR"]
+    # A fork makes torch's pool of threads anew at its first use, which two threads at once would not survive.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

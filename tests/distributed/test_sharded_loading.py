@@ -229,6 +229,7 @@ def test_weights_that_go_to_a_device_one_by_one_need_two_tensors_more_than_the_d
     whole = 4 * shape.num_parameters
     assert bound + SLACK < 0.3 * whole
     for seen in answers(runs, ONTO):
-        assert 0.95 * whole < seen["end"] <= seen["peak"] < whole + bound + SLACK
+        assert 0.9 * whole < seen["end"], "less than all of it where the kernel reclaims pages meanwhile"
+        assert seen["end"] <= seen["peak"] < whole + bound + SLACK
     for seen in answers(runs, WHOLE):
         assert 0.95 * whole < seen["peak"] < 1.1 * whole

@@ -200,7 +200,7 @@ def test_reading_commands_end_in_order_after_damage(template, tmp_path, record_p
 
 
 @pytest.mark.long
-@pytest.mark.kills
+@pytest.mark.data
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_every_command_ends_in_order_after_damage_to_any_file(kind, template, tmp_path, record_property):
@@ -230,7 +230,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize(
     "change",
     [
-        name if place < 2 else pytest.param(name, marks=[pytest.mark.long, pytest.mark.kills])
+        name if place < 2 else pytest.param(name, marks=[pytest.mark.long, pytest.mark.data])
         for place, name in enumerate(CHANGES)
     ],
 )
@@ -269,7 +269,7 @@ def python_of_anyone(environment: dict[str, str]) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.kills
+@pytest.mark.data
 def test_another_user_reads_a_run_and_changes_nothing(template, workplace, record_property):
     """Each command ends by itself, with a line where it would have to write."""
     home = workplace.folder / "stranger"
@@ -277,7 +277,8 @@ def test_another_user_reads_a_run_and_changes_nothing(template, workplace, recor
     os.chown(home, 65534, 65534)
     for folder in (workplace.folder, *workplace.folder.parents[:-1]):
         folder.chmod(folder.stat().st_mode | 0o055)
-    paths = os.pathsep.join(path for path in (str(Path(__file__).parents[2]), *sys.path) if path)
+    installed = (path for path in sys.path if path.endswith("site-packages"))  # without the modules of other tests
+    paths = os.pathsep.join((str(Path(__file__).parents[2]), *installed))
     environment = {"HOME": str(home), "PATH": os.environ["PATH"], "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     python = python_of_anyone(environment)
     before = {path: path.read_bytes() for path in template.rglob("*") if path.is_file()}

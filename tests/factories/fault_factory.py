@@ -114,6 +114,8 @@ def fill_the_disk(answer):
 
 
 def on_step(step, metrics):
+    if step == {free_at} - 1:
+        time.sleep(1.0)  # the supervisor sees what is in the heartbeats
     if step >= {free_at}:
         (MARKS / "filler").unlink(missing_ok=True)
 

@@ -8,7 +8,7 @@ import pytest
 GROUPS = {  # the first with a prefix that fits
     "documents": ("tests/journeys/", "tests/test_container.py"),
     "slurm": ("tests/slurm/", "tests/end_to_end/test_machines.py"),
-    "data": ("tests/runtime/data/",),
+    "data": ("tests/runtime/data/", "tests/end_to_end/test_damaged_files.py"),
     "kills": ("tests/runtime/checkpoint/", "tests/end_to_end/", "tests/launch/"),
     "products": ("tests/",),
 }

@@ -2,9 +2,9 @@
 
 It says what was selected, of which commit, with which versions and on which machine; of every file how many tests
 passed, failed and were skipped, and their seconds; of every test function how many of its cases passed. A test that
-measures how far two runs are apart adds it with `record_property(DIFFERENCES, [Difference(...), ...])`; of these the
-file keeps the number and the largest. A test of faults from outside adds
-`record_property(FAULTS, {kind: {"tried": ..., "survived": ...}})`; the file adds them up.
+measures how far two runs are apart adds it with `record_differences(record_property, [Difference(...), ...])`; of these
+the file keeps the number and the largest. A test of faults from outside adds
+`record_property(FAULTS, {kind: {"tried": ..., "survived": ...}})`; the file adds up those of every test function.
 """
 
 import json
@@ -13,7 +13,7 @@ import re
 import subprocess
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -40,6 +40,11 @@ class Difference(NamedTuple):
     largest: float
 
 
+def record_differences(record_property: Callable[[str, object], None], found: Iterable[Difference]) -> None:
+    """Adds differences to the report of a test, as plain tuples: workers send nothing else."""
+    record_property(DIFFERENCES, [tuple(each) for each in found])
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--outcome", type=Path, metavar="FILE", help="keep versions, machine, counts and seconds as JSON")
 
@@ -62,7 +67,7 @@ class OutcomeFile:
         self._seconds: dict[str, float] = defaultdict(float)
         self._reasons: Counter[str] = Counter()
         self._differences: dict[str, list[Difference]] = defaultdict(list)
-        self._faults: dict[str, Counter[str]] = defaultdict(Counter)
+        self._faults: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = file_of(report.nodeid)
@@ -75,7 +80,7 @@ class OutcomeFile:
             properties: dict[str, Any] = dict(report.user_properties)
             self._differences[file] += [Difference(*each) for each in properties.get(DIFFERENCES, ())]
             for kind, counts in properties.get(FAULTS, {}).items():
-                self._faults[kind].update(counts)
+                self._faults[_function_of(report.nodeid)][kind].update(counts)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -87,7 +92,7 @@ class OutcomeFile:
         self._path.write_text(json.dumps(self._content(int(exitstatus)), indent=1) + "\n")
 
     def _content(self, exit_code: int) -> dict[str, Any]:
-        option = self._config.option
+        option, faults = self._config.option, sorted(self._faults.items())
         return {
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
             "selected": {"marks": option.markexpr, "keyword": option.keyword, "paths": self._paths()},
@@ -101,7 +106,7 @@ class OutcomeFile:
             "failed_tests": [name for name, outcome in self._outcomes.items() if outcome == "failed"],
             "skipped_because": dict(self._reasons),
             "differences": {file: summary(found) for file, found in self._differences.items() if found},
-            "faults": {kind: dict(counts) for kind, counts in self._faults.items()},
+            "faults": {test: {kind: dict(counts) for kind, counts in found.items()} for test, found in faults},
         }
 
     def _paths(self) -> list[str]:
@@ -119,7 +124,7 @@ class OutcomeFile:
         }
 
     def _cases(self) -> dict[str, int]:
-        passed = (name.partition("[")[0] for name, outcome in self._outcomes.items() if outcome == "passed")
+        passed = (_function_of(name) for name, outcome in self._outcomes.items() if outcome == "passed")
         return dict(sorted(Counter(passed).items()))
 
     def _counts(self, outcomes: Iterable[str]) -> dict[str, int]:
@@ -146,7 +151,8 @@ def fault_rows(folder: Path) -> list[str]:
     """
     newest: dict[str, dict[str, int]] = {}
     for path in sorted(folder.glob("test-long-*.json"), key=lambda path: json.loads(path.read_text())["date"]):
-        newest |= json.loads(path.read_text()).get(FAULTS, {})
+        for found in json.loads(path.read_text()).get(FAULTS, {}).values():
+            newest |= found
     grouped: dict[str, list[str]] = defaultdict(list)
     for kind in newest:
         grouped[kind.partition(": ")[0]].append(kind)
@@ -163,8 +169,8 @@ def promised(page: str, folder: Path) -> Iterator[tuple[str, int, int]]:
     """The rows of docs/promises.md: each promise, the number of cases it states, and that of the outcome it names.
 
     A row without a link states the cases of its tests in the `promises-*.json`, the newest with each; one with a link
-    the faults that the linked outcome tried, or its tests of these files. What was lost, hung, outlived or ended in a
-    traceback is subtracted.
+    those in the linked outcome, or the faults that they tried. What was lost, hung, outlived or ended in a traceback is
+    subtracted.
     """
     newest: dict[str, int] = {}
     for path in sorted(folder.glob("promises-*.json")):
@@ -172,15 +178,17 @@ def promised(page: str, folder: Path) -> Iterator[tuple[str, int, int]]:
     row = r"^\| (.+) \| (`tests/.+`) \| (\d+)(?: \[.*/(.+)\))? \|$"
     for promise, tests, stated, link in re.findall(row, page, re.MULTILINE):
         names = re.findall(r"`(tests/[^`]+)`", tests)
-        outcome = json.loads((folder / link).read_text()) if link else {}
-        if outcome.get(FAULTS):
-            kinds = outcome[FAULTS].values()
-            tried = sum(each["tried"] - sum(each.get(name, 0) for name in FAULT_NUMBERS[2:]) for each in kinds)
-        elif link:
-            tried = sum(outcome["files"][file]["passed"] for file in {file_of(name) for name in names})
+        outcome: dict[str, Any] = json.loads((folder / link).read_text()) if link else {"tests": newest}
+        faults = [each for name in names for each in outcome.get(FAULTS, {}).get(name, {}).values()]
+        if faults:
+            tried = sum(each["tried"] - sum(each.get(name, 0) for name in FAULT_NUMBERS[2:]) for each in faults)
         else:
-            tried = sum(newest.get(name, 0) for name in names)
+            tried = sum(outcome["tests"].get(name, 0) for name in names)
         yield promise, int(stated), tried
+
+
+def _function_of(nodeid: str) -> str:
+    return nodeid.partition("[")[0]
 
 
 def _reason(report: pytest.TestReport) -> str:

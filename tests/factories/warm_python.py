@@ -6,6 +6,7 @@ what is different in such a process. `WARM_PYTHON=0` in the environment of a pro
 interpreters, and so does the mark `cold` for a test. On a machine with a GPU nothing is forked: CUDA does not allow it.
 """
 
+import atexit
 import os
 import shlex
 import socket
@@ -17,7 +18,6 @@ from pathlib import Path
 SWITCH = "WARM_PYTHON"  # 0: real interpreters
 _FOLDER = "WARM_PYTHON_FOLDER"  # of the suite that started this process
 _WARM = Path(__file__).parents[1] / "warm"
-_SERVERS: list[subprocess.Popen[bytes]] = []  # referred to for as long as this process lives
 REAL_PYTHON = os.environ.get("REAL_PYTHON", sys.executable)
 
 
@@ -63,7 +63,14 @@ def _start_server(folder: Path) -> None:
         listener.listen(256)
         words = [str(_WARM / "server.py"), str(folder), str(listener.fileno()), str(os.getpid())]
         argv, passed = [REAL_PYTHON, "-P", "-W", "ignore", *words], [listener.fileno()]
-        _SERVERS.append(subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, cwd=folder, pass_fds=passed))
+        server = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, cwd=folder, pass_fds=passed)
+    atexit.register(_end_server, server, os.getpid())
+
+
+def _end_server(server: subprocess.Popen[bytes], starter: int) -> None:
+    if os.getpid() == starter:  # rather than a fork
+        server.terminate()
+        server.wait()
 
 
 def _write_program(path: Path, *words: str | Path) -> None:

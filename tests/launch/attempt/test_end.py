@@ -140,6 +140,16 @@ def test_the_killed_rank_is_the_one_that_the_launcher_did_not_end(attempt: Path,
     assert killed_rank(attempt) == killed
 
 
+def test_a_rank_that_exited_is_the_cause_also_where_the_launcher_saw_another_fail_first(attempt: Path):
+    """torchrun looks every tenth of a second, and names the lowest of those that failed meanwhile."""
+    listed = "  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 7{rank})\n"
+    words = "failed (exitcode: 1) local_rank: 0 (pid: 70) of binary: python\n" + listed.format(rank=1, code=3)
+    write_log(attempt, "launcher", words + listed.format(rank=0, code=1))
+    write_report(attempt, 0, ending=Ending.FAILED, error=CLOSED)
+    error = end_of(attempt).report.error or ""
+    assert "rank 1" in error and "code 3" in error
+
+
 @pytest.mark.parametrize(("code", "fault", "fact"), [(-9, Fault.KILLED, "SIGKILL"), (3, Fault.ERROR, "code 3")])
 def test_of_several_machines_each_launcher_counts_its_own_ranks_from_0(attempt: Path, code, fault, fact):
     codec.write(attempt / "plan.json", engine_plan(Sharding.DDP, num_ranks=4))

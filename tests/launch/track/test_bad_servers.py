@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from http.client import parse_headers
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 
 import pytest
@@ -23,17 +24,24 @@ LIMIT_S = 0.5  # of a notification that is not answered here
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
+def receive(connection: socket.socket) -> None:
+    """Reads a whole request: http.client sends its body by itself."""
+    with connection.makefile("rb") as file:
+        length = int(parse_headers(file)["Content-Length"] or 0) if file.readline() else 0
+        file.read(length)
+
+
 def wait_long(connection: socket.socket) -> None:
-    connection.recv(1 << 16)
     with suppress(OSError):
-        connection.recv(1)  # until the client has gone
+        while connection.recv(1 << 16):  # until the client has gone
+            pass
 
 
 def drip(content: bytes) -> Callable[[socket.socket], None]:
     """A byte every tenth of a second, for ever: no single read takes long."""
 
     def answer(connection: socket.socket) -> None:
-        connection.recv(1 << 16)
+        receive(connection)
         for byte in itertools.chain(content, itertools.repeat(ord("x"))):
             connection.sendall(bytes([byte]))
             time.sleep(0.1)
@@ -48,7 +56,7 @@ def say_ok_and_wait(connection: socket.socket) -> None:
 
 def send(content: bytes) -> Callable[[socket.socket], None]:
     def answer(connection: socket.socket) -> None:
-        connection.recv(1 << 16)
+        receive(connection)
         connection.sendall(content)
 
     return answer
