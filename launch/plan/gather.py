@@ -41,7 +41,7 @@ from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import Hardware, Host
 from shardwise.trainer.spec.job.sections import Allowance, DataFormat, Job
 from shardwise.trainer.spec.messages.extension import Extension, Hook
-from shardwise.trainer.spec.model.readers import admitted_types, read_model_shape, text_part
+from shardwise.trainer.spec.model.readers import admitted_types, read_model_shape, supported_model_types, text_part
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelCode, ModelShape
 from shardwise.trainer.spec.packages import KERNEL_PACKAGES
 from shardwise.trainer.spec.plan import Calibration, Fp8Gain, Plan, TrialResult
@@ -188,6 +188,12 @@ def _read_shape(
         model_code=code,
         offers_code_of=offered_code(job, model.config),
     )
+    if code is None and text_part(model.config).get("model_type") in supported_model_types():
+        shape = read_model_shape(model.config, origin=model.config_origin)
+        if not needs_costs:
+            return shape
+        found = traced_shape(trace_request(description, job, hardware), cache=cache)
+        return replace(shape, traced=found.traced)
     return traced_shape(trace_request(description, job, hardware, needs_costs=needs_costs), cache=cache)
 
 

@@ -16,6 +16,7 @@ from shardwise.launch.inputs.model_files import known_models, read_preset
 from shardwise.launch.options import PlanOptions
 from shardwise.launch.plan.gather import plan_inputs, profile_data
 from shardwise.trainer.spec.errors import ExitCode, NothingFitsError
+from shardwise.trainer.spec.model.readers import admitted_types
 
 JOB = """\
 model: {{name: llama-3.2-1b}}

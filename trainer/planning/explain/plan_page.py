@@ -117,10 +117,10 @@ def cache_section(plan: Plan) -> Section:
 
 def has_usual_cache(shape: ModelShape) -> bool:
     """True if every block keeps keys and values of all its heads; false if some keep a state or a product of them."""
-    if shape.traced is None:
+    if shape.timed is None:
         return True
-    blocks, query = shape.traced.modes[0].blocks, shape.query_size
-    return all(abs(blocks[kind].attended / query - 1) < 0.01 for kind in shape.traced.order)
+    blocks, query = shape.timed.modes[0].blocks, shape.query_size
+    return all(abs(blocks[kind].attended / query - 1) < 0.01 for kind in shape.timed.order)
 
 
 def kv_cache_bytes(shape: ModelShape, num_tokens: int) -> int:

@@ -109,9 +109,21 @@ class Dims(Value, frozen=True, kw_only=True, cache_hash=True):
 
 
 @lru_cache(maxsize=64)
-def dims_of(shape: ModelShape) -> Dims:
+def dims_of(shape: ModelShape, *, uses_traces: bool = True) -> Dims:
     """The sizes that the formulas use."""
-    return _dims(shape) if shape.traced is None else _of_kinds(_dims(shape), shape.traced)
+    if shape.traced is None or not uses_traces:
+        return _dims(shape)
+    return _of_kinds(_dims(shape), shape.traced)
+
+
+def dims_for(shape: ModelShape, configuration: Configuration) -> Dims:
+    """The sizes for a configuration: blocks are traced in plain torch, so that a closed form, if any, counts others."""
+    is_plain = not (configuration.compile or configuration.fused_kernels)
+    is_as_traced = is_plain and configuration.checkpointing in TRACED_CHECKPOINTING
+    return dims_of(shape, uses_traces=shape.is_described or is_as_traced)
+
+
+TRACED_CHECKPOINTING = (Checkpointing.NONE, Checkpointing.FULL, Checkpointing.EVERY_N)
 
 
 def _of_kinds(dims: Dims, traced: TracedBlocks) -> Dims:

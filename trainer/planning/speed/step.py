@@ -51,7 +51,13 @@ import math
 from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, same_for_all
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.activations import FUSED_SLICE_TOKENS, block_activations, liger_slice_tokens
-from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of, policy_of, shard_degree
+from shardwise.trainer.planning.memory.precision_policy import (
+    attention_kernel,
+    dims_for,
+    dims_of,
+    policy_of,
+    shard_degree,
+)
 from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch, reference_of
 from shardwise.trainer.planning.memory.saved_tensors import keys_and_values
 from shardwise.trainer.planning.speed import constants as constants
@@ -345,7 +351,7 @@ def activation_waits(
     The bytes are those that `memory.activations` counts. They move out during the forward and back during the backward,
     where half of the weights that cross PCIe as well (`moved_s`) take the same direction.
     """
-    dims = dims_of(shape)
+    dims = dims_for(shape, configuration)
     blocks = block_activations(configuration, policy_of(configuration, device, dims), dims)
     moved = blocks.offloaded / rates_of(configuration, device).pcie
     forward = micro_s * _forward_share(configuration)

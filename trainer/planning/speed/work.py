@@ -117,8 +117,9 @@ def work_of(shape: ModelShape) -> Work:
     fused = 8 + shape.num_norms + (2 if rotates else 0) + 1
     windowed = shape.num_sliding_layers if shape.sliding_window else 0
     scored, scored_in_window = (blocks - windowed) * query, windowed * query
-    if shape.traced is not None:
-        scored, scored_in_window = _scored(shape, shape.traced)
+    traced = shape.timed
+    if traced is not None:
+        scored, scored_in_window = _scored(shape, traced)
     return Work(
         linears=groups,
         linear_inputs=sum(group.num_layers * group.num_used * group.inputs for group in groups),
@@ -138,7 +139,7 @@ def work_of(shape: ModelShape) -> Work:
         routed=(blocks - shape.num_dense_layers) * hidden * shape.experts_per_token if shape.num_experts > 1 else 0,
         scored=scored,
         scored_in_window=scored_in_window,
-        attended=blocks * query if shape.traced is None else _attended(shape.traced),
+        attended=blocks * query if traced is None else _attended(traced),
         blocks=blocks,
         linear_operators=linears,
         plain_operators=blocks * plain + linears + expert_operators,
@@ -146,7 +147,7 @@ def work_of(shape: ModelShape) -> Work:
         has_layer_norm=has_layer_norm,
         is_gated=shape.is_gated,
         has_dropout=shape.hidden_dropout > 0,
-        traced=shape.traced,
+        traced=traced,
     )
 
 
@@ -177,8 +178,8 @@ def _groups(shape: ModelShape) -> tuple[LinearWork, ...]:
 
 def _kinds(shape: ModelShape) -> list[tuple[int, tuple[Linear, ...]]]:
     """(number of blocks, linear layers of one) of each kind of block."""
-    if shape.traced is not None:
-        return [(shape.traced.order.count(place), kind.linears) for place, kind in enumerate(shape.traced.kinds)]
+    if shape.timed is not None:
+        return [(shape.timed.order.count(place), kind.linears) for place, kind in enumerate(shape.timed.kinds)]
     return [
         (shape.num_layers - shape.num_dense_layers, shape.linears),
         (shape.num_dense_layers, shape.dense_linears),
@@ -211,8 +212,8 @@ def _shared_experts(shape: ModelShape) -> int:
 
 def adapters_of(shape: ModelShape, configuration: Configuration) -> Adapters:
     """The adapters of a setting; none for methods without."""
-    if shape.traced is not None and configuration.method.freezes_base:
-        return _traced_adapters(shape.traced, configuration.method, configuration.lora.rank)
+    if shape.timed is not None and configuration.method.freezes_base:
+        return _traced_adapters(shape.timed, configuration.method, configuration.lora.rank)
     return _adapters(shape, configuration.lora.targets) if configuration.method.freezes_base else _NO_ADAPTERS
 
 

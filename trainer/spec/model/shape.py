@@ -88,6 +88,11 @@ class ModelShape(Value, frozen=True, kw_only=True, cache_hash=True):
         return not self.is_described or self.traced is not None
 
     @property
+    def timed(self) -> TracedBlocks | None:
+        """The traces that the time of a step follows from: those of a model whose operations no form counts."""
+        return self.traced if self.is_described else None
+
+    @property
     def query_size(self) -> int:
         return self.num_heads * self.head_dim
 
