@@ -6,7 +6,6 @@ import pytest
 from engine_plan_factory import TINY_LLAMA, engine_plan
 from msgspec.structs import replace
 from planning_factory import data_of, job_of, plan_of
-from workplace_factory import make_workplace
 
 from shardwise.launch.plan.dry_run import (
     describe_simulation,
@@ -15,7 +14,6 @@ from shardwise.launch.plan.dry_run import (
     simulated_results,
     simulation_request,
 )
-from shardwise.launch.plan.gather import read_inputs
 from shardwise.launch.terminal import Console
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.simulated import (
@@ -208,11 +206,3 @@ def test_a_dry_run_that_does_not_fit_ends_the_plan_of_that_machine(capsys):
     assert isinstance(dict(answers)["small"], NothingFitsError)
     assert re.match(r".* needs .*; 100 MiB .*\n", error) and "smallest change" in error
     assert (dict(answers)["other"], list(lines)) == (other, ["other"])
-
-
-def test_an_architecture_that_no_reader_knows_is_refused_without_simulate_and_told_where_to_go(tmp_path, monkeypatch):
-    workplace = make_workplace(tmp_path)
-    (workplace.folder / "model" / "config.json").write_text('{"model_type": "helium", "hidden_size": 32}')
-    monkeypatch.chdir(workplace.folder)
-    with pytest.raises(InputError, match=r'"helium".*`shardwise plan --simulate`'):
-        read_inputs(workplace.job, [], environment=workplace.environment)
