@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from shardwise.launch.plan.dry_run import ask_simulation
 from shardwise.launch.probe.installed import installed_version
@@ -59,8 +60,7 @@ def trace_request(
     """Everything that a plan of this job may run on this machine, for one block of each kind; or the shape alone."""
     gpu = hardware.gpus[0] if hardware.gpus else None
     kind = DeviceKind.CPU if gpu is None else DeviceKind.CUDA
-    capability = None if gpu is None else gpu.compute_capability
-    return TraceRequest(
+    request = TraceRequest(
         description=description,
         modes=tuple(_modes(job, kind)) if needs_costs else (),
         lora=job.train.lora,
@@ -68,8 +68,9 @@ def trace_request(
         is_packed=job.data.packing is not False,
         packages=kernel_packages(hardware.libraries),
         device_kind=kind,
-        **({} if capability is None else {"compute_capability": capability}),
     )
+    capability = None if gpu is None else gpu.compute_capability
+    return request if capability is None else replace(request, compute_capability=capability)
 
 
 def _modes(job: Job, kind: DeviceKind) -> list[Mode]:

@@ -14,6 +14,7 @@ from shardwise.trainer.planning.candidates import configuration_of
 from shardwise.trainer.planning.memory import needed_bytes
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.search.certainty import not_compared
+from shardwise.trainer.planning.search.configurations import compiles
 from shardwise.trainer.planning.speed.step import step_seconds
 from shardwise.trainer.planning.traced_text import with_kernels
 from shardwise.trainer.spec import codec
@@ -103,4 +104,4 @@ def test_a_closed_form_that_is_off_counts_what_is_not_run_as_traced_and_all_time
     assert needed_bytes(inputs.shape, compiled, device) == needed_bytes(form, compiled, device)
     assert needed_bytes(inputs.shape, plain, device) != needed_bytes(form, plain, device)
     assert step_seconds(inputs.shape, plain, device) == step_seconds(form, plain, device)
-    assert any(candidate.compile for candidate in plan.candidates)
+    assert compiles(context) == (False, True)

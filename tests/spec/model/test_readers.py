@@ -208,7 +208,7 @@ def test_a_shape_says_how_its_blocks_differ(name, fields):
 @pytest.mark.parametrize(
     ("change", "fact"),
     [
-        ({"model_type": "bert"}, r"\"bert\".*falcon, gemma, gemma2, .*stablelm.*`shardwise plan --simulate`"),
+        ({"model_type": "bert"}, r"\"bert\".*falcon, gemma, gemma2, .*stablelm.*traced with torch"),
         ({"model_type": None}, "model_type empty"),
         ({"hidden_size": None}, "llama .*hidden_size"),
         ({"hidden_size": "wide"}, r"hidden_size .*\"wide\""),

@@ -11,6 +11,7 @@ each kind of neighbours. At block i, from 0 to L - 1, are alive, besides what st
                   engine that adds them to earlier ones a tensor at a time
     gathered      weights of block i and of the one that is gathered ahead, under an engine that shards weights
 
+Under adapters the first block of all saves nothing before its first adapter; it is counted as the others of its kind.
 Selective recomputation and that of attention alone have no trace: they are counted as if everything was saved. A mode
 that was not traced is counted as the nearest one that was, in the ratio of the widths.
 """
