@@ -356,7 +356,6 @@ def _traced(
         mode=mode,
         boundary=boundary,
         before=parts[_BEFORE],
-        passed=recorder.passed(),
         blocks=tuple(parts[place] for place in places),
         after=parts[_AFTER],
         adapters=tuple(_adapters(blocks[place]) for place in places) if mode.method.freezes_base else (),
@@ -407,6 +406,7 @@ def _run(model: PreTrainedModel, mode: Mode, rows: _Rows, recorder: "_Recorder")
 
     def end(_module: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401  # torch's
         hidden = output if isinstance(output, Tensor) else output[0]
+        recorder.watch_last(hidden)
         recorder.begin_part(_AFTER, is_forward=True)
         hidden.register_hook(lambda _: recorder.begin_part(len(blocks) - 1, is_forward=False))
 
@@ -525,10 +525,15 @@ class _Recorder(Tracker):
         self._calls: dict[tuple[int, str], _Calls] = {}
         self._kernel: _Costs | None = None
         self._first: int | None = None
+        self._last: int | None = None
 
     def watch(self, hidden: Tensor) -> None:
         """Remembers the input of the first block, which lives as long as the decoder's forward."""
         self._first = self._live[hidden.untyped_storage()._cdata].number
+
+    def watch_last(self, hidden: Tensor) -> None:
+        """Remembers the output of the last block."""
+        self._last = self._live[hidden.untyped_storage()._cdata].number
 
     def save(self, saved: Tensor) -> Tensor:
         """A tensor that a forward saves; remembers when each part does so last."""
@@ -647,6 +652,7 @@ class _Recorder(Tracker):
                 saved=_amount(saved),
                 begun=_amount([a - b for a, b in zip(begun, before, strict=True)][:5]),
                 asked=_amount([a - b for a, b in zip(asked, begun, strict=True)][:5]),
+                lost=self._lost(place),
                 forward=_moments(forward),
                 again=_moments(forward[:num_again]),
                 backward=_moments(backward),
@@ -670,12 +676,18 @@ class _Recorder(Tracker):
             )
         return found
 
-    def passed(self) -> Amount:
-        """What runs before the blocks hands to all of them, and no backward needs: freed after the last one."""
-        first, last = (next(mark.position for mark in self._marks if mark.part == part) for part in (0, _AFTER))
-        end = next(mark.position for mark in self._marks if mark.part is None)
-        made = {event.number for event in self.trace[:first]} - {self._first}
-        freed = [event.number for event in self.trace[last:end] if event.is_free and event.number in made]
+    def _lost(self, part: int) -> Amount:
+        """Bytes that earlier parts made and that are freed between the begins of a part's forward and its backward.
+
+        Of what runs before the blocks: what it hands to all of them, and no backward needs. Not the output of the last
+        block, which is freed there as well where blocks run again.
+        """
+        begins = {(mark.part, mark.is_forward): mark.position for mark in self._marks}
+        first, last = begins[0 if part == _BEFORE else part, True], begins[part, False]
+        if part == _BEFORE:
+            last = next(mark.position for mark in self._marks if mark.part is None)
+        made = {event.number for event in self.trace[:first]} - {self._first, self._last}
+        freed = [event.number for event in self.trace[first:last] if event.is_free and event.number in made]
         return _amount([sum(axis) for axis in zip([0.0] * 5, *(self._growth[number] for number in freed), strict=True)])
 
     def _segments(self) -> dict[tuple[int, bool], "_Segment"]:

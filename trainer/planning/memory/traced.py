@@ -12,6 +12,7 @@ each kind of neighbours. At block i, from 0 to L - 1, are alive, besides what st
     gathered      weights of block i and of the one that is gathered ahead, under an engine that shards weights
 
 Under adapters the first block of all saves nothing before its first adapter; it is counted as the others of its kind.
+Where blocks run again, hidden states that a library holds for a moment may make one tensor of them more or less.
 Selective recomputation and that of attention alone have no trace: they are counted as if everything was saved. A mode
 that was not traced is counted as the nearest one that was, in the ratio of the widths.
 """
@@ -36,12 +37,11 @@ class Run(NamedTuple):
     tokens: int
     length: int
     width: float  # of the computing type, relative to the traced one
-    runs_again: bool  # some blocks do, and what they are passed stays
+    runs_again: bool  # some blocks do, and what they are given stays
 
-    @property
-    def passed(self) -> float:
-        """Bytes of masks and positions that stay because blocks run again."""
-        return self.bytes_of(self.trace.passed) if self.runs_again else 0.0
+    def kept(self, part: Part) -> float:
+        """Bytes that the trace freed, inputs of blocks and masks, and that stay because blocks run again."""
+        return self.bytes_of(part.lost) if self.runs_again else 0.0
 
     def bytes_of(self, amount: Amount) -> float:
         return self.width * amount.at(self.tokens, self.length)
@@ -64,7 +64,7 @@ class Run(NamedTuple):
     @property
     def after(self) -> float:
         """Bytes that the last norm leaves, the hidden states included; negative where masks are freed."""
-        return self.bytes_of(self.trace.after.saved) + self.passed
+        return self.bytes_of(self.trace.after.saved) + self.kept(self.trace.after)
 
     def saved(self, kind: int) -> float:
         """Bytes that a block of a kind saves without recomputation, its output included."""
@@ -72,11 +72,12 @@ class Run(NamedTuple):
 
     def begun(self, kind: int) -> float:
         """Of a block that begins its backward, what its forward and the gradient of its output have added."""
-        return self.bytes_of(self.trace.blocks[kind].begun) + self.passed
+        part = self.trace.blocks[kind]
+        return self.bytes_of(part.begun) + self.kept(part)
 
     def begun_end(self, part: Part) -> float:
         """The same of what runs after the blocks."""
-        return self.bytes_of(part.begun) + self.passed
+        return self.bytes_of(part.begun) + self.kept(part)
 
     def constant(self, kind: int) -> float:
         """Of these, what does not depend on the micro batch: cast weights."""

@@ -78,6 +78,7 @@ class Part(Value, frozen=True, kw_only=True):
     saved: Amount  # bytes that its forward leaves for the backward, its output included
     begun: Amount  # bytes alive when its backward begins, beyond those before its forward
     asked: Amount  # bytes made from then until its backward needs what the forward has saved
+    lost: Amount  # bytes of earlier parts that were freed since its forward began, and stay where blocks run again
     forward: tuple[Moment, ...]
     again: tuple[Moment, ...]  # of a forward that is run again, which ends when everything is saved
     backward: tuple[Moment, ...]
@@ -118,7 +119,6 @@ class ModeTrace(Value, frozen=True, kw_only=True):
     mode: Mode
     boundary: Amount  # the input of a block
     before: Part
-    passed: Amount  # of what runs before, masks and positions that no backward needs: freed after the last block
     blocks: tuple[Part, ...]  # one for each kind
     after: Part
     adapters: tuple[tuple[Adapter, ...], ...] = ()  # of each kind
