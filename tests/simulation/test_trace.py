@@ -91,5 +91,7 @@ def test_the_peak_of_traced_blocks_is_within_2_percent_of_a_dry_run_of_the_whole
     shape = traced(name, tmp_path)
     assert len(traces_of(shape).order) == KINDS[name]["num_hidden_layers"]
     assert shape.loss_obstacle is None
+    if "windows" in name:
+        assert {kind.window for kind in traces_of(shape).kinds} == {32, None}
     errors = peak_errors(shape, requests_of(name), tmp_path)
     assert {way: error for way, error in errors.items() if not -TOLERANCE < error < ABOVE.get(way, TOLERANCE)} == {}
