@@ -42,6 +42,7 @@ from shardwise.launch.inputs.dataset_files import (
     saved_files,
 )
 from shardwise.launch.inputs.hub import hub_cache
+from shardwise.trainer.spec.data.json_text import decode_json, kind_of
 from shardwise.trainer.spec.data.profile import ROW_SUFFIXES, PrepareRequest, SourceFile, compression, content_suffix
 from shardwise.trainer.spec.data.shapes import Encoding, column_names, encoding_of, fitting_shapes, shape_of_row
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
@@ -355,7 +356,9 @@ def refuse_first_row(listed: PrepareRequest) -> DataFormat | None:
         return shape_of_first_row(listed) if listed.format is DataFormat.AUTO else listed.format
     columns = _columns(file, with_nulls=True)
     if not columns and file.size_bytes < _LONGEST_ROW:
-        raise InputError(f"data: {file.path}: its first row cannot be read; with data.bad_rows=skip a few are skipped")
+        raise InputError(
+            f"data: {file.path}: its first row {_fault_of_first_row(file)}; with data.bad_rows=skip a few are skipped"
+        )
     if not columns:
         return None if listed.format is DataFormat.AUTO else listed.format
     allowed = fitting_shapes(listed.fields) if listed.format is DataFormat.AUTO else [listed.format]
@@ -403,6 +406,24 @@ def _columns(file: SourceFile, *, with_nulls: bool = False) -> Sequence[str]:
     except Exception:  # noqa: BLE001 - damaged; every format has errors of its own, and preparation reports them
         return ()
     return [name for name, value in row.items() if with_nulls or value is not None] if isinstance(row, dict) else ()
+
+
+def _fault_of_first_row(file: SourceFile) -> str:
+    """Why the first row cannot be read, as preparation states it of any row."""
+    try:
+        with closing(_open(file.path)) as stream:
+            line = _first_line(stream).removeprefix(BOM_UTF8)
+        if content_suffix(file.path) in (".csv", ".tsv"):
+            line.decode()
+            return "cannot be read"
+        row = decode_json(line)
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8 ({error.reason}); save the file as UTF-8"
+    except ValueError as error:
+        return str(error)
+    except Exception:  # noqa: BLE001 - damaged; every format has errors of its own, and preparation reports them
+        return "cannot be read"
+    return "has no columns" if row == {} else f"is {kind_of(row)}, not an object"
 
 
 def _open(path: str) -> IO[bytes]:

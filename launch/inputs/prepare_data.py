@@ -29,7 +29,7 @@ from shardwise.trainer.spec.value import Value
 GRACE_S = 5.0
 RACY_NS = 2 * 10**9  # a file changed twice within this time may have one mtime
 RACY_CHANGE_NS = 50 * 10**6  # or one ctime: the kernel's clock for it ticks at least a hundred times a second
-_INDEX_FORMAT = 5
+_INDEX_FORMAT = 6
 _PREPARED_FILES = ("layout.json", "tokens.bin", "starts.bin", "train_rows.npy", "eval_rows.npy")
 _NUM_SHOWN = 2  # changed files of a stream, in a message
 

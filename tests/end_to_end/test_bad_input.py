@@ -52,7 +52,7 @@ TRUNCATED: dict[str, str | bytes] = {
     "weights/model.safetensors": struct.pack("<Q", len(HEADER)) + HEADER + b"\0" * 100,
 }
 DATA = {
-    "first row is no JSON": Case(("rows.jsonl",), {"rows.jsonl": "{oops\n"}, on_rows(), INIT),
+    "first row is no JSON": Case(("rows.jsonl", "byte 1"), {"rows.jsonl": "{oops\n"}, on_rows(), INIT),
     "unknown columns": Case(("foo",), {"rows.jsonl": jsonl({"foo": "x"})}, on_rows(), INIT),
     "columns of a table": Case(("a, b",), {"rows.csv": "a,b\n1,2\n" * 9}, {"data": {"train": "rows.csv"}}, INIT),
     "named column is missing": Case(("text",), {"rows.jsonl": jsonl({"text": "x"})}, on_rows(fields={"text": "body"})),

@@ -16,7 +16,7 @@ import pytest
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 FAULTS = [fault for path in sorted(HERE.glob("*.toml")) for fault in tomllib.loads(path.read_text())["fault"]]
-NUM_FAULTS = 221
+NUM_FAULTS = 237
 FAULT = """
 [[fault]]
 id = "{id}"

@@ -8,12 +8,12 @@ import re
 
 import pyarrow as pa
 import pytest
-from conversations import assistant, user
+from conversations import assistant, system, user
 from prepare_request_factory import written_source
 from table_files import arrow_of, parquet_of
 
 from shardwise.trainer.runtime.data.sources.files import BadRow, read_rows
-from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape, example_of
+from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape, read_example
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import DataFormat
 
@@ -28,7 +28,7 @@ def complaints(file, shape, fields):
     folder = file.path.rpartition("/")[0] + "/"
     said = []
     for number, row in read_rows(file):
-        example = row if isinstance(row, BadRow) else example_of(row, f"{file.path}:{number}", reading)
+        example = row if isinstance(row, BadRow) else read_example(row, f"{file.path}:{number}", reading)
         said += [str(example).replace(folder, "")] if isinstance(example, BadRow) else []
     return said
 
@@ -50,7 +50,10 @@ BAD_ROWS = [  # of each what its complaint must name, as a regular expression
     (TEXT, '{"text": "ab"', "JSON.*truncated"),
     (TEXT, b'{"text": "\xff"}', "UTF-8"),
     (TEXT, r'{"text": "\ud800 and more"}', r"JSON.*surrogate.*byte 16\b"),
-    (TEXT, '{"text": NaN}', r"JSON.*byte 9\b"),
+    (TEXT, '{"text": NaN}', r"JSON.*byte 9\b.*write null"),
+    (TEXT, '{"text": "a", "score": 1e400}', "JSON.*out of range"),
+    (TEXT, "{", r"JSON.*jq -c \. FILE"),
+    (TEXT, '{"text": "a"}'.encode("utf-16"), "UTF-16, save it as UTF-8"),
     (TEXT, "[" * 100_000, "nested"),
     (TEXT, "[1]", "list.*object"),
     (TEXT, '"text"', "text.*object"),
@@ -93,6 +96,20 @@ BAD_ROWS = [  # of each what its complaint must name, as a regular expression
      'message 1 of "messages".*content.*image_url'),
     (CHAT, row(messages=[ASKED, ANSWERED], tools="search"), r'"tools".*JSON.*byte 0\b'),
     (CHAT, row(messages=[ASKED, ANSWERED], tools={"a": 1}), '"tools".*object.*list'),
+    (CHAT, row(messages=[ASKED, {**ANSWERED, "weight": 0.5}]), 'message 2 .*"weight": 0.5.*"weight": 0 or 1'),
+    (CHAT, row(messages=[ASKED, {**ANSWERED, "mask": 1}]), 'message 2 of "messages".*"mask": 1'),
+    (CHAT, row(messages=[ASKED, {**ANSWERED, "no_loss": True}]), 'message 2 of "messages".*"no_loss": true'),
+    (CHAT, row(messages=[ASKED, {**ANSWERED, "train_detail": [{"begin_offset": 0}]}]), '"train_detail": a list'),
+    (CHAT, row(messages=[ASKED, assistant([{"type": "text", "text": "4", "weight": 0}])]), "message 2 .*a part"),
+    (CHAT, row(messages=[ASKED, ANSWERED], weight=0.3), '"weight": 0.3'),
+    (COMPLETION, row(prompt="a", completion="b", label=0), '"label": 0; make it false'),
+    (CHAT, row(messages=[system("a"), ASKED, ANSWERED], system="b"), 'two system messages.*"system"'),
+    (CHAT, row(messages=[ASKED, ANSWERED], system=["b"]), '"system".*list'),
+    (CHAT, row(messages=[ASKED, ANSWERED], chat_template_kwargs={"tools": []}), '"chat_template_kwargs".*tools'),
+    (CHAT, row(messages=[ASKED, ANSWERED], chat_template_kwargs=[1]), '"chat_template_kwargs".*list'),
+    (CHAT, row(conversations=[{"from": "function_call", "value": "add(2)"}]), "message 1 .*call.*JSON"),
+    (CHAT, row(messages=[ASKED, assistant(None, function_call={"arguments": "{}"})]), "message 2 .*call.*name"),
+    (PREFERENCE, row(chosen="Q: a\nb", rejected="Q: a\nc", system="s"), 'system message or tools.*"prompt"'),
     (CHAT, row(instruction="", output="4"), '"instruction".*empty'),
     (CHAT, row(instruction="Add", output="4", history=[["a"]]), '"history".*pairs'),
     # preference

@@ -10,7 +10,14 @@ import msgspec
 import pytest
 from prepare_request_factory import listed_request, request_for
 
-from shardwise.launch.inputs.data_files import STDLIB_EXCLUDED, list_files, python_stdlib_files, shape_of_first_row
+from shardwise.launch.inputs.data_files import (
+    STDLIB_EXCLUDED,
+    list_files,
+    python_stdlib_files,
+    refuse_first_row,
+    shape_of_first_row,
+)
+from shardwise.trainer.runtime.data.sources.files import BadRow, read_rows
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import DataFormat
 from shardwise.trainer.spec.job.sources import DataSource
@@ -180,6 +187,35 @@ def test_a_header_tells_the_shape(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_left_to_preparation(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(content or b"\n")
     assert shape_of_first_row(listed_request(tmp_path / "rows.jsonl", cache_root=tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"text": "a", "score": NaN}\n', "is not valid JSON: .*byte 23.*write null"),
+        (b'{"text": "a", "score": 1e400}\n', "is not valid JSON: Number out of range"),
+        (b'{"text": "\\ud800"}\n', r"is not valid JSON: .*ud800 is half a character"),
+        (b'{"text": "\xff"}\n', "is not UTF-8"),
+        ('{"text": "a"}\n'.encode("utf-16"), ".*UTF-16, save it as UTF-8"),
+        (b'{\n  "text": "a"\n}\n', r"is not valid JSON: .*jq -c \. FILE"),
+        (b"[1]\n", "is a list, not an object"),
+        (b"{}\n", "has no columns"),
+        (b"[" * 5000 + b"\n", ".*nested too deep"),
+    ],
+)
+def test_a_bad_first_row_is_refused_with_the_reason_that_preparation_gives(content, reason, tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    request = listed_request(tmp_path / "rows.jsonl", cache_root=tmp_path)
+    with pytest.raises(InputError, match=rf"rows\.jsonl: its first row {reason}"):
+        refuse_first_row(request)
+    (row,) = [row for _, row in read_rows(request.files[0])][:1]
+    assert isinstance(row, BadRow) is (content != b"{}\n")
+
+
+def test_a_header_that_is_not_utf_8_is_refused_for_that(tmp_path):
+    (tmp_path / "rows.csv").write_bytes(b"caf\xe9,text\na,b\n")
+    with pytest.raises(InputError, match=r"rows\.csv: its first row is not UTF-8 .*save the file as UTF-8"):
+        refuse_first_row(listed_request(tmp_path / "rows.csv", cache_root=tmp_path))
 
 
 def test_the_standard_library_is_its_own_modules_and_one_without_sources_is_refused(tmp_path: Path) -> None:

@@ -103,6 +103,25 @@ def test_plain_prompts_without_the_template_are_stated_with_the_setting_that_app
     assert "the chat template is not applied" in note and "messages" in note
 
 
+def test_what_of_the_rows_is_no_part_of_what_is_learned_is_counted(tmp_path, tokenizer):
+    """Rows and answers that the data exclude, and keys that nothing reads."""
+    rows = []
+    for number in range(20):
+        asked, answered = chat(number)["messages"]
+        bad = {**assistant("no"), "weight": 0}
+        rows += [{"messages": [{**asked, "name": "Al"}, bad, asked, answered], "score": 1}]
+        rows += [{"messages": [asked, bad]}, {"messages": [asked, answered], "label": number % 2 == 0}]
+    profile, found = prepared(tmp_path, rows, tokenizer, packing=False)
+    assert profile.num_documents == 30
+    texts = [learned_text(profile, found, number) for number in range(len(found))]
+    assert all(text.startswith("it is ") and text.count("<|im_end|>") == 1 for text in texts)
+    left_out, unread = profile.notes
+    assert "every answer is excluded (20 rows), label: false (10 rows)" in left_out and "KTO" in left_out
+    assert "score (20 rows), messages.name (20 rows)" in unread
+    with pytest.raises(InputError, match=r"every row is excluded \(label: false\)"):
+        prepared(tmp_path, [{**chat(1), "label": False}], tokenizer)
+
+
 def test_rows_that_turn_out_unusable_are_named_and_skipped_where_the_job_says_so(tmp_path, tokenizer):
     rows = [*(chat(number) for number in range(10)), {"messages": [user("x " * 200), assistant("y")]}]
     with pytest.raises(InputError, match=r"1 of 11 rows .*rows\.jsonl:11: too long: "):

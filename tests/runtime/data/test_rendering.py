@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from chat_tokenizers import byte_level_folder
-from conversations import CONVERSATIONS, assistant, system, trl_template, user
+from conversations import CONVERSATIONS, TOOLS, assistant, system, tool_call, trl_template, user
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from shardwise.trainer.runtime.data.chat.rendering import Renderer
 from shardwise.trainer.runtime.data.chat.template import ChatTemplate, load_chat_template
-from shardwise.trainer.runtime.data.sources import Chat, Completion, Preference, TokenIds
+from shardwise.trainer.runtime.data.sources import EXCLUDED, Chat, Completion, Preference, TokenIds
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer, named_tokens
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import LossOn
@@ -126,6 +126,197 @@ def test_the_learned_strings_of_real_templates(name, conversation, expected, ren
     assert learned(renderer(name).render(Chat(CONVERSATIONS[conversation])), tokenizer) == expected
 
 
+ASKED, RESULT = user("Weather?"), {"role": "tool", "content": "18", "tool_call_id": "call00001"}
+DESCRIBED = TOOLS[0]["function"] | {
+    "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "Its name."}}}
+}
+PARIS, ROME = (tool_call("get_weather", city=city) | {"id": "call00001"} for city in ("Paris", "Rome"))
+ROME["id"] = "call00002"
+RESULTS = [RESULT, {**RESULT, "tool_call_id": "call00002"}]
+AGENT = [  # several calls, an answer, and a further question
+    ASKED, assistant("", reasoning_content="first", tool_calls=[PARIS]), RESULT,
+    assistant("", reasoning_content="second", tool_calls=[ROME]), RESULT, assistant("Mild."),
+    user("Sure?"), assistant("Yes.", reasoning_content="third"),
+]  # fmt: skip
+TEXT_AND_CALL = [ASKED, assistant("I look.", tool_calls=[PARIS]), RESULT, assistant("Mild.")]
+TWO_CALLS = [ASKED, assistant("", tool_calls=[PARIS, ROME]), *RESULTS, assistant("Mild.")]
+REASONED = [ASKED, assistant("Mild.", reasoning_content="warm")]
+
+
+def qwen_call(city):
+    parameter = f"<parameter=city>\n{city}\n</parameter>"
+    return f"<tool_call>\n<function=get_weather>\n{parameter}\n</function>\n</tool_call>"
+
+
+GPT_OSS = ' to=functions.get_weather<|channel|>commentary json<|message|>{{"city": "{}"}}<|call|>'
+FINAL = "<|channel|>final<|message|>Mild."
+AGENTS: list[Any] = [  # template, conversation, what is learned, or what a refusal names
+    ("qwen3_6", AGENT, [f"{qwen_call('Paris')}<|im_end|>", f"{qwen_call('Rome')}<|im_end|>", "Mild.<|im_end|>",
+                        "third\n</think>\n\nYes.<|im_end|>"]),
+    ("qwen3_5_nothink", AGENT[:6], [
+        f"<think>\nfirst\n</think>\n\n{qwen_call('Paris')}<|im_end|>",
+        f"<think>\nsecond\n</think>\n\n{qwen_call('Rome')}<|im_end|>", "Mild.<|im_end|>"]),
+    ("qwen3_6", [*AGENT[:3], user("Sure?")], "omits the reasoning_content of message 2"),  # of the first try
+    ("gptoss", TEXT_AND_CALL, [GPT_OSS.format("Paris"), f"{FINAL}<|return|>"]),
+    ("gptoss", AGENT, [GPT_OSS.format("Paris"), GPT_OSS.format("Rome"), f"{FINAL}<|end|>",
+                       "<|channel|>analysis<|message|>third<|end|><|start|>assistant"
+                       "<|channel|>final<|message|>Yes.<|return|>"]),
+    ("gptoss", AGENT[:2], [f"<|channel|>analysis<|message|>first<|end|><|start|>assistant{GPT_OSS.format('Paris')}"]),
+    ("gptoss", TWO_CALLS, r"omits the tool_calls\.function\.name of message 2"),
+    ("glm4moe", TWO_CALLS, [
+        "\n<think></think>" + "".join(f"\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{city}"
+                                      "</arg_value>\n</tool_call>" for city in ("Paris", "Rome")) + "<|observation|>",
+        f"\n<think></think>\nMild.{EOS}"]),
+    ("llama3_1", TEXT_AND_CALL, r"omits the content of message 2 \(assistant\)"),
+    ("lfm2", TWO_CALLS, r"omits the tool_calls\.function\.name of message 2"),
+    ("lfm2", REASONED, "omits the reasoning_content of message 2"),
+    ("our qwen", REASONED, "omits the reasoning_content of message 2"),
+    ("our chatml", [ASKED, assistant("Mild.", thinking="warm")], "omits the thinking of message 2"),
+    ("deepseekv3", TWO_CALLS, "omits the name of tool 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "messages", "expected"), AGENTS)
+def test_agents_are_learned_call_by_call_or_refused_with_the_key(name, messages, expected, renderer, tokenizer):
+    has_calls = any("tool_calls" in message for message in messages)
+    rendered = renderer(name).render(Chat(messages, TOOLS if has_calls else None))
+    if isinstance(expected, str):
+        assert isinstance(rendered, str) and re.search(expected, rendered)
+    else:
+        assert learned(rendered, tokenizer) == expected
+
+
+# Forms that published templates of other models have: Mistral's (an id of nine characters, in the call), Kimi's (the id
+# in the result alone), MiniMax's (an opened thought), Gemma 4's (a prompt that opens what a plain answer lacks).
+CONTENT = "{{ m.content }}"
+CALLED = "{% for c in m.tool_calls %}<|call|>{{ c.function.name }}{{ c.function.arguments | tojson }}"
+ID = "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}[{{ c.id }}]"
+OWN_FORMS: list[Any] = [  # what an answer has behind its header, a result, and the end of the prompt; what is learned
+    (f"{CONTENT}{CALLED}{ID}{{% endfor %}}", CONTENT, "",
+     ['<|call|>get_weather{"city": "Paris"}[call00001]<|end|>', "Mild.<|end|>"]),
+    (f"{CONTENT}{CALLED}{{% endfor %}}", "{{ m.tool_call_id }}: {{ m.content }}", "",
+     ['<|call|>get_weather{"city": "Paris"}<|end|>', "Mild.<|end|>"]),
+    (f"{{% if m.thinking %}}<think>{{{{ m.thinking }}}}</think>{{% endif %}}{CONTENT}{CALLED}{{% endfor %}}", CONTENT,
+     "<think>",
+     ['first</think><|call|>get_weather{"city": "Paris"}<|end|>', "Mild.<|end|>"]),
+    (f"{{{{ m.thinking or '' }}}}{CONTENT}{CALLED}{{% endfor %}}", CONTENT, "<|channel|>none<|message|>",
+     ['first<|call|>get_weather{"city": "Paris"}<|end|>', "Mild.<|end|>"]),
+    (f"{{{{ m.reasoning or '' }}}}{CONTENT}{CALLED}{{% endfor %}}", "{{ m.content | tojson }}", "",
+     ['first<|call|>get_weather{"city": "Paris"}<|end|>', "Mild.<|end|>"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "result", "opener", "expected"), OWN_FORMS)
+def test_calls_are_found_whatever_stands_around_them(answer, result, opener, expected, tokenizer, folder):
+    source = (
+        "{% for m in messages %}<|start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + answer
+        + "{% elif m.role == 'tool' %}" + result + "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+        + "{% if add_generation_prompt %}<|start|>assistant\n" + opener + "{% endif %}"
+    )  # fmt: skip
+    template = ChatTemplate(source, named_tokens(folder))
+    reasoning = {"reasoning": "first"} if "first" in expected[0] else {}
+    messages = [ASKED, assistant("", tool_calls=[PARIS], **reasoning), RESULT, assistant("Mild.")]
+    for tail in ([], [user("Sure?"), assistant("Yes.")]):
+        rendered = Renderer(tokenizer, template, LossOn.AUTO, 500).render(Chat([*messages, *tail]))
+        assert learned(rendered, tokenizer) == expected + ["Yes.<|end|>"] * (len(tail) // 2)
+
+
+def test_a_result_inside_the_turn_of_its_call_is_never_learned(tokenizer, folder):
+    """As Gemma 4 writes text that stands beside a call: behind the result."""
+    source = (
+        "{% for m in messages if m.role != 'tool' %}<|start|>{{ m.role }}\n"
+        "{% if m.tool_calls %}<|call|>{{ m.tool_calls[0].function | tojson }}{{ messages[loop.index].content }}"
+        "{% endif %}{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    )
+    rendered = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 500).render(
+        Chat(TEXT_AND_CALL)
+    )
+    assert isinstance(rendered, str) and "message 2" in rendered
+
+
+BAD, GOOD = assistant("bad", **{EXCLUDED: True}), assistant("good")
+
+
+@pytest.mark.parametrize("name", ["our chatml", "qwen2_5", "qwen2_5_training", "gptoss", "glm4moe"])
+def test_an_excluded_answer_is_read_and_not_learned(name, renderer, tokenizer):
+    for messages in ([ASKED, BAD, ASKED, GOOD], [ASKED, GOOD, ASKED, BAD]):
+        rendered = renderer(name).render(Chat(messages))
+        assert "bad" in tokenizer.tokenizer.decode(rendered.ids)
+        (run,) = learned(rendered, tokenizer)
+        assert "good" in run and "bad" not in run
+        plain = [{key: value for key, value in message.items() if key != EXCLUDED} for message in messages]
+        assert rendered.ids[:-1] == renderer(name).render(Chat(plain)).ids[: len(rendered.ids) - 1]  # glm adds eos
+    pair = renderer(name).render(Preference([ASKED], [GOOD, ASKED, BAD], [assistant("poor")]))
+    assert not isinstance(pair, str) and not any("bad" in run for run in learned(pair.chosen, tokenizer))
+    assert "data.loss_on=all" in renderer(name, LossOn.ALL).render(Chat([ASKED, BAD]))
+    assert "nothing of it is learned" in renderer(name, LossOn.COMPLETION).render(Chat([ASKED, GOOD, ASKED, BAD]))
+
+
+def test_tools_and_arguments_of_the_template_are_in_every_shape_that_holds_messages(
+    renderer, tokenizer, of_transformers
+):
+    """As `apply_chat_template` writes them."""
+    kwargs = {"enable_thinking": False}
+    messages = [ASKED, assistant("Mild.")]
+    expected = of_transformers.apply_chat_template(
+        messages, TOOLS, chat_template=trl_template("qwen3"), tokenize=False, **kwargs
+    )
+    prompt = of_transformers.apply_chat_template(
+        [ASKED], TOOLS, chat_template=trl_template("qwen3"), tokenize=False, add_generation_prompt=True, **kwargs
+    )
+    pair = renderer("qwen3").render(Preference([ASKED], messages[1:], [assistant("Cold.")], TOOLS, kwargs))
+    for rendered in (
+        renderer("qwen3").render(Chat(messages, TOOLS, kwargs)),
+        renderer("qwen3").render(Completion([ASKED], messages[1:], TOOLS, kwargs)),
+        pair.chosen,
+    ):
+        assert tokenizer.tokenizer.decode(rendered.ids, skip_special_tokens=False) == expected
+        num_read = rendered.is_learned.index(True)
+        assert tokenizer.tokenizer.decode(rendered.ids[:num_read], skip_special_tokens=False) == prompt
+    assert "<think>" in learned(renderer("qwen3").render(Chat(messages, TOOLS)), tokenizer)[0]
+
+
+def test_keys_that_the_template_need_not_write_are_counted_by_example(renderer):
+    call = assistant("", tool_calls=[PARIS], reasoning_content="warm", note={"by": "x"}, score=3)
+    chat = Chat(
+        [{**ASKED, "name": "Al"}, call, RESULT, assistant("Mild."), user("a"), assistant("b")], TOOLS, {"depth": "x"}
+    )
+    pair = Preference([{**ASKED, "name": "Al"}], [assistant("a")], [assistant("b")])
+    one = renderer("qwen3_6")
+    one.take_unread()
+    assert not any(isinstance(each, str) for each in one.render_many([chat, chat, pair]))
+    keys, shortened = one.take_unread()
+    assert shortened == {"messages.reasoning_content": 2}
+    assert keys == {
+        "messages.name": 3, "messages.tool_calls.id": 2, "messages.tool_call_id": 2, "messages.note.by": 2,
+        "messages.score": 2, "chat_template_kwargs.depth": 2,
+    }  # fmt: skip
+    assert one.take_unread() == ({}, {})
+
+
+def test_what_a_template_leaves_out_of_tools_is_listed_or_refused_by_its_key(tokenizer, folder):
+    """Names, descriptions and parameters are needed; more of a schema need not be written."""
+    needed = ["function.name", "function.description", "function.parameters.properties | list"]
+    for omitted, expected in ((None, None), (0, "name"), (1, "description"), (2, r"parameters\.properties")):
+        written = [each for place, each in enumerate(needed) if place != omitted]
+        listing = "".join(f"{{{{ tool.{each} }}}}" for each in written)
+        source = f"{{% for tool in tools %}}{listing}{{% endfor %}}{load_chat_template('chatml', folder).source}"
+        source = source.replace("tools or ", "")
+        one = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 500)
+        rendered = one.render(Chat([ASKED, assistant("Mild.")], [TOOLS[0] | {"function": DESCRIBED}]))
+        if expected is None:
+            assert not isinstance(rendered, str), rendered
+            assert one.take_unread().keys == {"tools.parameters.properties.description": 1}
+        else:
+            assert isinstance(rendered, str) and re.search(f"omits the {expected} of tool 1", rendered)
+
+
+def test_tools_without_openai_s_wrapping_are_given_as_the_template_reads_them(renderer):
+    bare = [tool["function"] for tool in TOOLS]
+    messages = [ASKED, assistant("Mild.")]
+    assert renderer("gptoss").render(Chat(messages, bare)) == renderer("gptoss").render(Chat(messages, TOOLS))
+
+
 @pytest.mark.parametrize("name", ["phi3", "our phi3"])
 def test_a_token_that_swallows_the_space_after_it_is_not_learned_for_that(name, tmp_path):
     """As those of Phi-3 do."""
@@ -216,7 +407,7 @@ def test_parts_of_text_are_one_text_where_the_template_reads_no_parts(renderer):
         ("qwen2_5", Preference("a", "b", "b"), "chosen and rejected are the same"),
         ("qwen2_5", TokenIds([1, 2, 3], [True, False, False]), "nothing of it is learned"),
         ("gemma", Chat([user("a"), user("b")]), "Conversation roles must alternate"),
-        ("deepseekv3", Chat(CONVERSATIONS["reasoning"]), r"omits the content of message 4 \(assistant\)"),
+        ("deepseekv3", Chat(CONVERSATIONS["reasoning"]), r"omits the content of message 2 \(assistant\)"),
         ("gptoss", Chat(CONVERSATIONS["empty answer"]), r"message 2 .*data\.chat_template"),
     ],
 )

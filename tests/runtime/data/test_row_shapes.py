@@ -10,9 +10,9 @@ from prepare_request_factory import listed_request, written_source
 from table_files import COMPRESSORS, lines_of, parquet_of
 
 from shardwise.launch.inputs.data_files import shape_of_first_row
-from shardwise.trainer.runtime.data.sources import Chat, Completion, Preference, TokenIds
-from shardwise.trainer.runtime.data.sources.files import read_rows
-from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape, example_of
+from shardwise.trainer.runtime.data.sources import EXCLUDED, Chat, Completion, Preference, TokenIds
+from shardwise.trainer.runtime.data.sources.files import LeftOutRow, read_rows
+from shardwise.trainer.runtime.data.sources.rows import Example, RowReading, detect_shape, read_example
 from shardwise.trainer.spec.data import shapes
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.fields import BY_PATH
@@ -27,7 +27,13 @@ SAID = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
 
 
 def example(row, shape, fields=None):
-    return example_of(row, "a.jsonl:1", RowReading(shape, fields or {}, vocab_size=100))
+    found = read_example(row, "a.jsonl:1", RowReading(shape, fields or {}, vocab_size=100))
+    return found.content if isinstance(found, Example) else found
+
+
+TOOLS = [{"name": "add", "description": "sums"}]
+CALL: dict[str, Any] = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+CALL_TEXT = json.dumps([CALL["function"]])
 
 
 SHAPES = [
@@ -39,7 +45,9 @@ SHAPES = [
     ({"talk": []}, {"messages": "talk"}, CHAT),
     ({"instruction": "a", "input": "", "output": "b", "text": "c"}, {}, CHAT),
     ({"instruction": "a", "context": "", "response": "b"}, {"input": "context", "output": "response"}, CHAT),
+    ({"instruction": "a", "context": "b", "response": "c", "category": "d"}, {}, CHAT),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "messages": []}, {}, PREFERENCE),
+    ({"input": {}, "preferred_output": [], "non_preferred_output": []}, {}, PREFERENCE),
     ({"chosen": [], "rejected": []}, {}, PREFERENCE),
     ({"good": "b", "bad": "c", "prompt": "a"}, {"chosen": "good", "rejected": "bad"}, PREFERENCE),
     ({"messages": [], "content": "a"}, {"text": "content"}, TEXT),
@@ -130,6 +138,36 @@ EXAMPLES = [
      Chat([user("Hi"), assistant("Ho"), ASKED, ANSWERED])),
     (CHAT, {"instruction": "2+2?", "context": None, "response": "4"}, {"input": "context", "output": "response"},
      Chat([ASKED, ANSWERED])),
+    (CHAT, {"instruction": "2+2?", "context": "Add.", "response": "4"}, {}, Chat([user("2+2?\nAdd."), ANSWERED])),
+    (CHAT, {"conversation": [{"system": "Be brief.", "human": "2+2?", "assistant": "4"},
+                             {"human": "Hi", "assistant": "Ho"}]}, {},
+     Chat([SYSTEM, ASKED, ANSWERED, user("Hi"), assistant("Ho")])),
+    (CHAT, {"conversations": [SAID[0], {"from": "function_call", "value": CALL_TEXT[1:-1]},
+                              {"from": "observation", "value": "4"}, SAID[1]], "tools": json.dumps(TOOLS)}, {},
+     Chat([ASKED, assistant("", tool_calls=[CALL]), {"role": "tool", "content": "4"}, ANSWERED], TOOLS)),
+    (CHAT, {"messages": [ASKED, {"role": "tool_call", "content": f"<think>so</think>{CALL_TEXT}"}]}, {},
+     Chat([ASKED, assistant("<think>so</think>", tool_calls=[CALL])])),
+    (CHAT, {"messages": [ASKED, assistant(None, function_call=CALL["function"])], "functions": TOOLS}, {},
+     Chat([ASKED, assistant("", tool_calls=[CALL])], TOOLS)),
+    (CHAT, {"messages": [{**SYSTEM, "tools": TOOLS}, ASKED, ANSWERED]}, {}, Chat([SYSTEM, ASKED, ANSWERED], TOOLS)),
+    (CHAT, {"messages": [ASKED, ANSWERED], "chat_template_kwargs": {"enable_thinking": False, "none": None}}, {},
+     Chat([ASKED, ANSWERED], None, {"enable_thinking": False})),
+    (COMPLETION, {"prompt": [ASKED], "completion": [ANSWERED], "system": "Be brief.", "tools": TOOLS,
+                  "chat_template_kwargs": '{"a": 1}'}, {},
+     Completion([SYSTEM, ASKED], [ANSWERED], TOOLS, {"a": 1})),
+    (COMPLETION, {"prompt": "2+2?", "completion": "4", "system_prompt": "Be brief."}, {},
+     Completion([SYSTEM, ASKED], [ANSWERED])),
+    (COMPLETION, {"prompt": "2+2?", "completion": "4", "system": None, "tools": []}, {}, Completion("2+2?", "4")),
+    (PREFERENCE, {"input": {"messages": [ASKED], "tools": TOOLS, "parallel_tool_calls": True},
+                  "preferred_output": [ANSWERED], "non_preferred_output": [WRONG]}, {},
+     Preference([ASKED], [ANSWERED], [WRONG], TOOLS)),
+    (PREFERENCE, {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [WRONG], "system": "Be brief.", "tools": TOOLS,
+                  "chat_template_kwargs": {"a": 1}}, {},
+     Preference([SYSTEM, ASKED], [ANSWERED], [WRONG], TOOLS, {"a": 1})),
+    (PREFERENCE, {"system": "Be brief.", "question": "2+2?", "chosen": "4", "rejected": "5"}, {"prompt": "question"},
+     Preference([SYSTEM, ASKED], [ANSWERED], [WRONG])),
+    (PREFERENCE, {"instruction": "2+2?", "input": "Add.", "chosen": "4", "rejected": "5"}, {},
+     Preference([user("2+2?\nAdd.")], [ANSWERED], [WRONG])),
     (PREFERENCE, {"prompt": "2+2?", "chosen": "4", "rejected": "5"}, {}, Preference("2+2?", "4", "5")),
     (PREFERENCE, {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [WRONG]}, {},
      Preference([ASKED], [ANSWERED], [WRONG])),
@@ -180,6 +218,51 @@ def test_what_else_a_message_holds_is_kept_and_nulls_are_not():
         ],
         [{"type": "function", "function": {"name": "add"}}],
     )
+
+
+EXCLUSIONS = [  # of an answer: the key, what excludes it, what does not
+    ("weight", [0, 0.0, "0"], [1, 1.0, None]), ("train", [False], [True]), ("training", [False, 0], [True]),
+    ("loss", [False, "false"], [True]), ("loss_scale", [0.0], [1.0]), ("loss_mask", [0], [1]),
+    ("step_loss_mask", [0], [1]), ("trainable", [False], ["True"]), ("masked", [True], [False]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key, excluding, including", EXCLUSIONS)
+def test_an_answer_that_a_row_excludes_is_marked_whatever_the_key_is_called(key, excluding, including):
+    for value in excluding + including:
+        found = example({"messages": [ASKED, {**WRONG, key: value}, ASKED, ANSWERED]}, CHAT)
+        marked = {**WRONG, EXCLUDED: True} if value in excluding else WRONG
+        assert found == Chat([ASKED, marked, ASKED, ANSWERED]), value
+
+
+LEFT_OUT: list[Any] = [
+    (COMPLETION, {"prompt": "2+2?", "completion": "5", "label": False}, "label: false"),
+    (COMPLETION, {"prompt": "2+2?", "completion": "5", "label": "False"}, "label: false"),
+    (CHAT, {"conversations": SAID, "kto_tag": False}, "kto_tag: false"),
+    (CHAT, {"messages": [ASKED, WRONG], "weight": 0}, "weight: 0"),
+    (TEXT, {"text": "a", "train": False}, "train: false"),
+    (CHAT, {"messages": [ASKED, {**WRONG, "loss": False}]}, "every answer is excluded"),
+    (COMPLETION, {"prompt": [ASKED], "completion": [{**WRONG, "weight": 0}]}, "every answer is excluded"),
+    (
+        PREFERENCE,
+        {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [{**WRONG, "weight": 0}]},
+        "every answer is excluded",
+    ),
+]
+
+
+@pytest.mark.parametrize("shape, row, mark", LEFT_OUT)
+def test_a_row_that_its_data_exclude_is_left_out_with_the_mark(shape, row, mark):
+    assert example(row, shape) == LeftOutRow("a.jsonl:1", mark)
+
+
+def test_columns_that_are_no_part_of_the_example_are_named():
+    row = {"messages": [ASKED, ANSWERED], "prompt": "2+2?", "score": 3, "label": 2, "label2": None, "tags": []}
+    found = read_example(row, "a.jsonl:1", RowReading(CHAT, {}, 100))
+    assert isinstance(found, Example) and found.unread == ("prompt", "score", "label")
+    pair = {"prompt": "2+2?", "chosen": [ASKED, ANSWERED], "rejected": [ASKED, WRONG], "label": True}
+    found = read_example(pair, "a.jsonl:1", RowReading(PREFERENCE, {}, 100))
+    assert isinstance(found, Example) and found.unread == ("label",)
 
 
 def test_no_tools_are_no_tools():

@@ -107,7 +107,7 @@ def test_bad_rows_have_their_place_and_a_text_is_bad_from_its_defect_on(request_
     bad = [item for item in items if isinstance(item, BadRow)]
     assert [bad_row.where.rpartition("/")[2] for bad_row in bad] == ["short.txt", "cut.txt", "long.txt", "rows.jsonl:2"]
     assert "byte 0xff at offset 7 is not UTF-8" in bad[0].reason
-    good = [item for item in items if not isinstance(item, BadRow)]
+    good = [item for item in items if isinstance(item, Block)]
     assert 0 < sum(len(item.content) for item in good) < 3_000_000
     assert {item.where.rpartition("/")[2] for item in good} == {"long.txt", "rows.jsonl:1", "rows.jsonl:3"}
 

@@ -11,6 +11,7 @@ Progress goes to stdout, one line a second at most, errors to stderr, with their
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from hashlib import blake2b
@@ -72,8 +73,10 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import DataFormat
 
 TOKENIZER_TRAINING_CHARS = 100_000_000
+RENDERING_FORMAT = 2  # another for each change of what is learned of the same rows
 BATCH_CHARS = 2**20
 BATCH_UNITS = 1024
+NUM_KEYS_SHOWN = 20
 T = TypeVar("T")
 
 
@@ -148,6 +151,8 @@ def _fingerprint(request: PrepareRequest, sources: Sources) -> str:
         "template": None if template is None else (template.source, template.tool_source),
         "format_row": None if sources.reading.format_row is None else request.extension,
     }
+    if SHAPES[sources.reading.format].encoding is Encoding.RENDERED:
+        settings["rendering"] = RENDERING_FORMAT
     if request.window_bytes is not None:
         settings["stream"] = [request.window_bytes, [_identity_in_stream(file) for file in request.files]]
     return blake2b(msgspec.json.encode(settings), digest_size=16).hexdigest()
@@ -306,6 +311,7 @@ def _notes(work: Work, scan: RowScan, rows: Rows) -> Iterator[str]:
         yield f"from the hub: {', '.join(request.revisions)}"
     if scan.bad_rows.num:
         yield f"{scan.bad_rows.num} bad rows were skipped: {scan.bad_rows}"
+    yield from _notes_on_rows(scan)
     if rows.num_cut:
         yield f"{rows.num_cut} documents were longer than {request.seq_len} tokens and lost their end"
     if scan.split.piece_chars:
@@ -321,6 +327,25 @@ def _notes(work: Work, scan: RowScan, rows: Rows) -> Iterator[str]:
             f"{scan.num_plain} prompts with their answers are plain text, to which the chat template is not applied; "
             f"for turns of a chat: {remedy}"
         )
+
+
+def _notes_on_rows(scan: RowScan) -> Iterator[str]:
+    """What of the rows is no part of what is learned from."""
+    if scan.left_out:
+        is_kto = any(mark.startswith(("label", "kto_tag")) for mark in scan.left_out)
+        kto = "; KTO, which also learns from such answers, is not supported" if is_kto else ""
+        yield f"rows that are not to be learned were left out: {_counted(scan.left_out)}{kto}"
+    if scan.shortened:
+        yield f"the chat template leaves these out of earlier answers, as at inference: {_counted(scan.shortened)}"
+    if scan.unread:
+        yield f"not read, as no part of the text: {_counted(scan.unread)}"
+
+
+def _counted(counts: Counter[str]) -> str:
+    """The most frequent keys with their number of rows."""
+    shown = [f"{key} ({count:,} row{'s' if count > 1 else ''})" for key, count in counts.most_common(NUM_KEYS_SHOWN)]
+    more = f" and {len(counts) - len(shown)} more" if len(counts) > len(shown) else ""
+    return f"{', '.join(shown)}{more}"
 
 
 def write_rows(work: Work, scan: RowScan, tokenizer: TextTokenizer | None) -> Rows:
@@ -377,7 +402,9 @@ def _rendered(work: Work, scan: RowScan, tokenizer: TextTokenizer | None) -> Ite
         settings = RenderSettings(str(work.folder / "tokenizer"), None, request.loss_on, request.seq_len)
         pairs = ((batch, [unit.content for unit in batch]) for batch in batches)
         for batch, results in rendered(pairs, settings, num_workers=worker_count(scan.num_documents)):
-            for unit, result in zip(batch, results, strict=True):
+            scan.unread.update(results.unread.keys)
+            scan.shortened.update(results.unread.shortened)
+            for unit, result in zip(batch, results.examples, strict=True):
                 yield unit, _known(result, tokenizer, request)
 
 

@@ -20,6 +20,12 @@ _USUAL_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "tokens": ("tokens", "input_ids"),
     "mask": ("loss_mask", "completion_mask", "assistant_masks", "mask"),
     "messages": ("messages", "conversations", "conversation"),
+    "input": ("input", "context"),
+    "output": ("output", "response"),
+    "chosen": ("chosen", "preferred_output"),
+    "rejected": ("rejected", "non_preferred_output"),
+    "tools": ("tools", "functions"),
+    "system": ("system", "system_prompt"),
 }
 
 # Chat templates of shardwise, and the special tokens that each writes around a message. They are added to a tokenizer
@@ -73,7 +79,7 @@ SHAPES: Mapping[DataFormat, ShapeFacts] = {
         learned="every token",
     ),
     DataFormat.PROMPT_COMPLETION: ShapeFacts(
-        fields=("prompt", "completion", *_IN_MESSAGES),
+        fields=("prompt", "completion", "tools", *_IN_MESSAGES),
         identified_by=((2, ("prompt", "completion")),),
         encoding=Encoding.RENDERED,
         objective=Objective.SFT,
@@ -91,7 +97,7 @@ SHAPES: Mapping[DataFormat, ShapeFacts] = {
         learned="the assistant's messages",
     ),
     DataFormat.PREFERENCE: ShapeFacts(
-        fields=("prompt", "chosen", "rejected", "messages", *_IN_MESSAGES),
+        fields=("prompt", "chosen", "rejected", "messages", "tools", "instruction", "input", *_IN_MESSAGES),
         identified_by=((0, ("chosen", "rejected")),),
         encoding=Encoding.RENDERED,
         objective=Objective.DPO,

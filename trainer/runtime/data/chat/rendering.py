@@ -27,26 +27,31 @@ ends with the process that started it.
 import multiprocessing
 import os
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from tokenizers import Encoding
 
+from shardwise.trainer.runtime.data.chat.coverage import Examined, Examiner
+from shardwise.trainer.runtime.data.chat.outline import Conversation
 from shardwise.trainer.runtime.data.chat.template import (
     TEMPLATE_NAMES,
     ChatTemplate,
+    TemplateFaultError,
     TemplateRefusalError,
     load_chat_template,
     plain_messages,
+    prepared_messages,
     supports_parts,
     with_arguments,
+    with_functions,
 )
-from shardwise.trainer.runtime.data.chat.turns import TurnFinder, num_shared
-from shardwise.trainer.runtime.data.sources import Chat, Completion, Content, Message, Preference, TokenIds
+from shardwise.trainer.runtime.data.chat.turns import Turn, num_shared
+from shardwise.trainer.runtime.data.sources import EXCLUDED, Chat, Completion, Content, Message, Preference, TokenIds
 from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer, special_tokens, tokenizer_panics
 from shardwise.trainer.runtime.run.process import end_with_parent
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
@@ -85,9 +90,17 @@ class _Conversation(NamedTuple):
     text: str
     spans: Sequence[tuple[int, int]] | None
     adds_eos: bool
+    found: Examined
 
 
 _Draft = str | _Continued | _Conversation
+
+
+class Unread(NamedTuple):
+    """Keys that no part of an example's tokens came from, in how many examples each."""
+
+    keys: Counter[str]  # that the template does not write, and need not
+    shortened: Counter[str]  # of earlier answers, which the template shortens as at inference
 
 
 class Renderer:
@@ -96,8 +109,16 @@ class Renderer:
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate | None, loss_on: LossOn, seq_len: int) -> None:
         self._tokenizer, self._template, self._loss_on, self._seq_len = tokenizer, template, loss_on, seq_len
         self._special = special_tokens(tokenizer)
-        self._finder = TurnFinder(template, self._special) if template and not template.marks_learned else None
         self._supports_parts = template is not None and supports_parts(template)
+        self._examiner = None
+        if template is not None:
+            self._examiner = Examiner(template, self._special, supports_parts=self._supports_parts)
+        self._unread = Unread(Counter(), Counter())
+
+    def take_unread(self) -> Unread:
+        """What was not read of the examples since the last call."""
+        taken, self._unread = self._unread, Unread(Counter(), Counter())
+        return taken
 
     def render(self, content: Content) -> Rendered:
         """Token ids of one example, or why it cannot be used."""
@@ -109,6 +130,10 @@ class Renderer:
         InputError where an example holds messages and there is no template.
         """
         drafts = [self._short_drafts(content) for content in contents]
+        for drafted in drafts:
+            found = [draft.found for draft in drafted if isinstance(draft, _Conversation)]
+            self._unread.keys.update(frozenset[str]().union(*(each.unread for each in found)))
+            self._unread.shortened.update(frozenset[str]().union(*(each.shortened for each in found)))
         texts = [text for drafted in drafts if isinstance(drafted, list) for draft in drafted for text in _texts(draft)]
         with tokenizer_panics():
             encodings = iter(self._tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False))
@@ -142,8 +167,10 @@ class Renderer:
                 return [self._chat(content)]
             if isinstance(content, Completion):
                 return [self._completion(content, self._loss_on)]
-            answers = (content.chosen, content.rejected)
-            return [self._completion(Completion(content.prompt, answer), LossOn.COMPLETION) for answer in answers]
+            return [
+                self._completion(content.completion_of(answer), LossOn.COMPLETION)
+                for answer in (content.chosen, content.rejected)
+            ]
         except TemplateRefusalError as refusal:
             return str(refusal)
 
@@ -153,56 +180,68 @@ class Renderer:
         return text
 
     def _completion(self, content: Completion, loss_on: LossOn) -> _Draft:
-        prompt, completion = content
+        prompt, completion = content.prompt, content.completion
         if isinstance(prompt, str) and isinstance(completion, str):
             return _Continued(prompt, prompt + completion, learns_prompt=loss_on is LossOn.ALL)
         before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
         first = 0 if loss_on is LossOn.ASSISTANT else len(before)
-        return self._conversation([*before, *after], None, None if loss_on is LossOn.ALL else first)
+        chat = Chat([*before, *after], content.tools, content.template_kwargs)
+        return self._conversation(chat, None if loss_on is LossOn.ALL else first)
 
     def _chat(self, content: Chat) -> _Draft:
         if self._loss_on is LossOn.ALL:
-            return self._conversation(*content, None)
+            return self._conversation(content, None)
         roles = [message.get("role") for message in content.messages if isinstance(message, dict)]
         only_last = self._loss_on is LossOn.COMPLETION and "assistant" in roles
-        return self._conversation(*content, len(roles) - 1 - roles[::-1].index("assistant") if only_last else 0)
+        return self._conversation(content, len(roles) - 1 - roles[::-1].index("assistant") if only_last else 0)
 
-    def _conversation(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int | None
-    ) -> _Conversation:
+    def _conversation(self, chat: Chat, first: int | None) -> _Conversation:
         """A conversation in which the assistant is learned from message `first` on; None: everything is learned."""
-        if self._template is None:
+        if self._template is None or self._examiner is None:
             raise InputError(
                 "data.chat_template: the tokenizer has no chat template, and the rows hold messages;\n"
                 f"name one ({', '.join(TEMPLATE_NAMES)}) or a file"
             )
-        given = plain_messages(messages, supports_parts=self._supports_parts)
-        objects = with_arguments(given, as_text=False)
-        try:
-            return self._conversation_as(self._template, objects, tools, first)
-        except TemplateRefusalError:
-            texts = with_arguments(given, as_text=True)
-            if texts == objects:
-                raise
-            return self._conversation_as(self._template, texts, tools, first)
+        given = plain_messages(chat.messages)
+        excluded = frozenset(number for number, message in enumerate(given) if message.pop(EXCLUDED, None) is not None)
+        if excluded and first is None:
+            raise TemplateRefusalError(
+                f"data.loss_on=all learns every token, and message {min(excluded) + 1} is not to be learned; "
+                "remove data.loss_on"
+            )
+        refusals = []
+        for variant in _variants(given, chat):
+            try:
+                return self._conversation_as(self._template, self._examiner, variant, first, excluded)
+            except TemplateRefusalError as refusal:
+                refusals.append(refusal)
+        raise next((each for each in refusals if not isinstance(each, TemplateFaultError)), refusals[0])
 
     def _conversation_as(
-        self, template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Any] | None, first: int | None
+        self,
+        template: ChatTemplate,
+        examiner: Examiner,
+        conversation: Conversation,
+        first: int | None,
+        excluded: frozenset[int],
     ) -> _Conversation:
-        text, marked = template.render(messages, tools)
-        _check_tools_are_written(messages, tools, text)
+        messages = prepared_messages(conversation.messages, supports_parts=self._supports_parts)
+        text, marked = template.render(messages, conversation.tools, conversation.arguments)
+        finds_turns = first is not None and (not template.marks_learned or bool(excluded))
+        found = examiner.examine(conversation, text, finds_turns=finds_turns)
         adds_eos = messages[-1]["role"] == "assistant" and not text.rstrip().endswith(self._special)
-        if first is None:
-            return _Conversation(text, None, adds_eos)
-        if self._finder is not None:
-            turns = self._finder.turns(messages, tools, text)
-            return _Conversation(text, [(turn.begin, turn.end) for turn in turns if turn.message >= first], adds_eos)
-        if first > 0:
-            prompt = template.render(messages[:first], tools, add_generation_prompt=True).text
-            begin = num_shared(prompt, text)
-            marked = tuple(span for span in marked if span[1] > begin)
-        return _Conversation(text, marked, adds_eos)
+        spans: Sequence[tuple[int, int]] | None = None
+        if first is not None and not template.marks_learned:
+            spans = [turn[1:] for turn in found.turns or () if turn.message >= first and turn.message not in excluded]
+        elif first is not None:
+            if first > 0:
+                before = conversation._replace(messages=messages[:first])
+                begin = num_shared(template.render(*before, add_generation_prompt=True).text, text)
+                marked = tuple(span for span in marked if span[1] > begin)
+            spans = _without(marked, found.turns or (), excluded)
+        adds_eos = adds_eos and len(messages) - 1 not in excluded
+        return _Conversation(text, spans, adds_eos, found)
 
     def _rendered(self, content: Content, drafts: Sequence[_Draft], encodings: Iterator[Encoding]) -> Rendered:
         if isinstance(content, TokenIds):
@@ -258,14 +297,32 @@ def _texts(draft: _Draft) -> tuple[str, ...]:
     return (draft if isinstance(draft, str) else draft.text,)
 
 
-def _check_tools_are_written(messages: Sequence[Message], tools: Sequence[Any] | None, text: str) -> None:
-    """TemplateRefusalError where the template omits a tool or a call of one, as many do without an error."""
-    functions = [*(tools or ()), *(call for message in messages for call in message.get("tool_calls") or ())]
-    for function in functions:
-        described = function.get("function", function) if isinstance(function, dict) else {}
-        name = described.get("name") if isinstance(described, dict) else None
-        if isinstance(name, str) and name not in text:
-            raise TemplateRefusalError(f"the chat template omits the tool {name}; name another (data.chat_template)")
+def _variants(messages: Sequence[Message], chat: Chat) -> Iterator[Conversation]:
+    """The forms that templates read, each once: arguments as objects or as text, tools as they are or as OpenAI's."""
+    tried: list[Conversation] = []
+    for in_functions, as_text in ((False, False), (False, True), (True, False), (True, True)):
+        tools = with_functions(chat.tools) if in_functions else chat.tools
+        variant = Conversation(with_arguments(messages, as_text=as_text), tools, chat.template_kwargs or {})
+        if variant not in tried:
+            tried.append(variant)
+            yield variant
+
+
+def _without(
+    marked: Sequence[tuple[int, int]], turns: Sequence[Turn], excluded: frozenset[int]
+) -> Sequence[tuple[int, int]]:
+    """The marked stretches outside the turns of excluded messages; TemplateRefusalError where one is in both."""
+    remaining = []
+    for begin, end in marked:
+        overlapping = {turn.message for turn in turns if turn.begin < end and begin < turn.end}
+        if not overlapping & excluded:
+            remaining.append((begin, end))
+        elif overlapping - excluded:
+            raise TemplateRefusalError(
+                f"the chat template marks message {min(overlapping & excluded) + 1}, which is not to be learned, "
+                "together with another answer"
+            )
+    return remaining
 
 
 def _are_within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
@@ -299,19 +356,26 @@ class RenderSettings(NamedTuple):
         return Renderer(load_tokenizer(folder), template, self.loss_on, self.seq_len)
 
 
+class RenderedBatch(NamedTuple):
+    """The examples of one batch in order, and what was not read of them."""
+
+    examples: list[Rendered]
+    unread: Unread
+
+
 def rendered(
     batches: Iterable[tuple[T, Sequence[Content]]], settings: RenderSettings, *, num_workers: int
-) -> Iterator[tuple[T, list[Rendered]]]:
+) -> Iterator[tuple[T, RenderedBatch]]:
     """Each batch's key with its examples rendered, in order; with one worker in this process."""
     if num_workers <= 1:
         renderer = settings.renderer()
         for key, contents in batches:
-            yield key, renderer.render_many(contents)
+            yield key, RenderedBatch(renderer.render_many(contents), renderer.take_unread())
         return
     with ProcessPoolExecutor(
         num_workers, multiprocessing.get_context("spawn"), initializer=_start, initargs=(settings,)
     ) as pool:
-        waiting: deque[tuple[T, Future[list[Rendered]]]] = deque()
+        waiting: deque[tuple[T, Future[RenderedBatch]]] = deque()
         try:
             for key, contents in batches:
                 waiting.append((key, pool.submit(_render, contents)))
@@ -328,7 +392,7 @@ def worker_count(num_examples: int) -> int:
     return len(os.sched_getaffinity(0)) if num_examples >= LEAST_EXAMPLES else 1
 
 
-def _result_of(waited: tuple[T, "Future[list[Rendered]]"]) -> tuple[T, list[Rendered]]:
+def _result_of(waited: tuple[T, "Future[RenderedBatch]"]) -> tuple[T, RenderedBatch]:
     key, future = waited
     try:
         return key, future.result()
@@ -347,5 +411,5 @@ def _start(settings: RenderSettings) -> None:
     _RENDERER[:] = [settings.renderer()]
 
 
-def _render(contents: Sequence[Content]) -> list[Rendered]:
-    return _RENDERER[0].render_many(contents)
+def _render(contents: Sequence[Content]) -> RenderedBatch:
+    return RenderedBatch(_RENDERER[0].render_many(contents), _RENDERER[0].take_unread())

@@ -30,7 +30,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
@@ -57,12 +57,16 @@ _TEMPLATES = Path(__file__).with_name("templates")
 TEMPLATE_NAMES = tuple(TEMPLATE_TOKENS)
 _TOOL_USE = "tool_use"  # transformers' name of the template for conversations with tools
 _MORE_TEMPLATES = "additional_chat_templates"
-_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _PROBE = "a part of a message"
 
 
 class TemplateRefusalError(Exception):
     """The template, or we, cannot put this conversation into text; the message is the reason."""
+
+
+class TemplateFaultError(TemplateRefusalError):
+    """The template raised an error, its own or one of jinja2."""
 
 
 class ChatText(NamedTuple):
@@ -93,26 +97,37 @@ class ChatTemplate:
         self.marks_learned = all(_GENERATION.search(text) for text in sources)
         self.literals = tuple(literal for tree in trees for literal in _literals(tree))
         self.tested_text = frozenset(word for tree in trees for word in _tested_text(tree))
+        self.variables = frozenset(name for tree in trees for name in meta.find_undeclared_variables(tree))
+        self.names = frozenset(self.literals).union(
+            node.attr for tree in trees for node in tree.find_all(nodes.Getattr)
+        )  # among them those of all keys that it reads
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = False,
     ) -> ChatText:
-        """The conversation as text; TemplateRefusalError with the reason where the template has no form for it."""
+        """The conversation as text; TemplateRefusalError with the reason where the template has no form for it.
+
+        `arguments` are those that a row hands to its template, such as `enable_thinking`.
+        """
         template = self._with_tools if tools else self._plain
         try:
             with _time_limit():
                 text = template.render(
                     messages=list(messages),
                     tools=list(tools) if tools else None,
-                    documents=None,
                     add_generation_prompt=add_generation_prompt,
-                    **self.named_tokens,
+                    **{"documents": None, **self.named_tokens, **(arguments or {})},
                 )
         except MemoryError as error:
             raise InputError(f"the chat template fills the memory; {_ANOTHER}") from error
         except _FAULTS as error:
             message = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise TemplateRefusalError(f"the chat template refuses it: {message}") from error
+            raise TemplateFaultError(f"the chat template refuses it: {message}") from error
         return _without_marks(text)
 
 
@@ -314,30 +329,33 @@ def _tested_text(tree: nodes.Template) -> list[str]:
     return [each for each in literals if isinstance(each, str) and len(each.strip()) > 2]
 
 
-def plain_messages(messages: Sequence[Message], *, supports_parts: bool) -> list[Message]:
-    """Copies of the messages for a template; TemplateRefusalError where one is no message."""
+def plain_messages(messages: Sequence[Message]) -> list[Message]:
+    """Copies of the messages as plain JSON without nulls; TemplateRefusalError where one is no message."""
     if not messages:
         raise TemplateRefusalError("has no messages")
     plain = []
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise TemplateRefusalError(f"message {number} has no role")
-        copied = {key: _plain(value) for key, value in message.items() if value is not None}
-        reasoning = next((copied[name] for name in _REASONING_NAMES if name in copied), None)
-        if reasoning is not None:
-            copied = {"thinking": reasoning, **copied, "reasoning_content": reasoning}
-        content = copied.get("content")
-        if isinstance(content, list) and not supports_parts:
-            copied["content"] = _joined(content, number)
-        plain.append(copied)
+        plain.append({key: _plain(value) for key, value in message.items() if value is not None})
     return plain
 
 
-def text_of(content: Any) -> str:  # noqa: ANN401 - any JSON
-    """The text of a message's content, which is text or a list of parts."""
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
-    return content if isinstance(content, str) else ""
+def prepared_messages(messages: Sequence[Message], *, supports_parts: bool) -> list[Message]:
+    """The messages as a template reads them: reasoning under all of its names, parts as one text where it reads none.
+
+    TemplateRefusalError for parts other than text.
+    """
+    prepared = []
+    for number, message in enumerate(messages, 1):
+        reasoning = next((message[name] for name in REASONING_NAMES if name in message), None)
+        if reasoning is not None:
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        content = message.get("content")
+        if isinstance(content, list) and not supports_parts:
+            message = {**message, "content": _joined(content, number)}
+        prepared.append(message)
+    return prepared
 
 
 def with_arguments(messages: Sequence[Message], *, as_text: bool) -> list[Message]:
@@ -347,6 +365,15 @@ def with_arguments(messages: Sequence[Message], *, as_text: bool) -> list[Messag
         if isinstance(message.get("tool_calls"), list)
         else message
         for message in messages
+    ]
+
+
+def with_functions(tools: Sequence[Any] | None) -> list[Any] | None:
+    """The tools, each as OpenAI's form has it: with its `function` inside."""
+    if tools is None:
+        return None
+    return [
+        {"type": "function", "function": tool} if isinstance(tool, dict) and "name" in tool else tool for tool in tools
     ]
 
 
@@ -379,7 +406,7 @@ def _joined(parts: Sequence[Any], number: int) -> str:
         raise TemplateRefusalError(
             f"message {number} holds parts other than text, which the chat template does not read"
         )
-    return text_of(list(parts))
+    return "".join(part["text"] for part in parts)
 
 
 def _with_arguments(call: Any, *, as_text: bool) -> Any:  # noqa: ANN401 - any JSON

@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 
 Message = dict[str, Any]
+TEMPLATE_KWARGS = "chat_template_kwargs"  # column of further arguments of a template
+EXCLUDED = "not learned"  # key of a message that is not to be learned, however the row states it
 
 
 class TokenIds(NamedTuple):
@@ -32,13 +34,16 @@ class Completion(NamedTuple):
 
     prompt: str | list[Message]
     completion: str | list[Message]
+    tools: list[Any] | None = None  # as those of a Chat
+    template_kwargs: dict[str, Any] | None = None
 
 
 class Chat(NamedTuple):
-    """A conversation; `tools` are the functions it may call, as a template reads them."""
+    """A conversation."""
 
     messages: list[Message]
-    tools: list[Any] | None = None
+    tools: list[Any] | None = None  # functions that it may call, as a template reads them
+    template_kwargs: dict[str, Any] | None = None  # further arguments of the template, such as enable_thinking
 
 
 class Preference(NamedTuple):
@@ -47,6 +52,12 @@ class Preference(NamedTuple):
     prompt: str | list[Message]
     chosen: str | list[Message]
     rejected: str | list[Message]
+    tools: list[Any] | None = None
+    template_kwargs: dict[str, Any] | None = None
+
+    def completion_of(self, answer: str | list[Message]) -> Completion:
+        """The prompt with one of the answers."""
+        return Completion(self.prompt, answer, self.tools, self.template_kwargs)
 
 
 Content = str | TokenIds | Completion | Chat | Preference
@@ -54,7 +65,9 @@ Content = str | TokenIds | Completion | Chat | Preference
 
 def is_plain_pair(content: Content) -> bool:
     """True for a prompt and answers of plain text, which no chat template formats."""
-    return isinstance(content, Completion | Preference) and all(isinstance(part, str) for part in content)
+    return (
+        isinstance(content, Completion | Preference) and isinstance(content.prompt, str) and isinstance(content[1], str)
+    )
 
 
 def size_of(content: Content) -> int:
@@ -68,7 +81,8 @@ def texts_of(content: Content) -> Iterator[str]:
         yield content
     elif not isinstance(content, TokenIds):
         for part in content:
-            yield from _texts_in(part)
+            if isinstance(part, str | list):
+                yield from _texts_in(part)
 
 
 def identity_of(content: Content) -> bytes:
@@ -77,13 +91,16 @@ def identity_of(content: Content) -> bytes:
         return content.encode()
     if isinstance(content, TokenIds):
         return np.asarray(content.ids, np.int64).tobytes()
-    return msgspec.json.encode(content, order="sorted")
+    num_parts = len(content)
+    while content[num_parts - 1] is None and num_parts > 2:
+        num_parts -= 1
+    return msgspec.json.encode(content[:num_parts], order="sorted")
 
 
-def _texts_in(part: str | Sequence[Any] | None) -> Iterator[str]:
+def _texts_in(part: str | Sequence[Any]) -> Iterator[str]:
     if isinstance(part, str):
         yield part
-    for message in part or () if not isinstance(part, str) else ():
+    for message in part if not isinstance(part, str) else ():
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, str):
             yield content

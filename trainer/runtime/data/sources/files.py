@@ -29,10 +29,10 @@ from shlex import quote
 from shutil import copyfileobj
 from typing import Any, BinaryIO, NamedTuple, cast
 
-import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shardwise.trainer.spec.data.json_text import decode_json, kind_of
 from shardwise.trainer.spec.data.profile import ROW_SUFFIXES, SourceFile, compression, content_suffix
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.units import format_bytes
@@ -63,6 +63,13 @@ class BadRow(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason}"
+
+
+class LeftOutRow(NamedTuple):
+    """A row that the data mark as not to be learned."""
+
+    where: str
+    mark: str  # as in label: false
 
 
 def open_listed(file: SourceFile) -> BinaryIO:
@@ -199,24 +206,6 @@ def read_rows(file: SourceFile) -> Iterator[tuple[int, Row | BadRow]]:
     if suffix in (".parquet", ".arrow"):
         return _batched_rows(file, _parquet_batches if suffix == ".parquet" else _arrow_batches)
     return _json_rows(file)
-
-
-def decode_json(content: bytes | str) -> Any:  # noqa: ANN401 - any JSON
-    """The value in `content`; ValueError, whose text completes "the row ...", where it is not JSON."""
-    try:
-        return msgspec.json.decode(content)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 ({error.reason})") from None
-    except RecursionError:
-        raise ValueError("is not a row of data: nested too deep") from None
-    except msgspec.DecodeError as error:
-        raise ValueError(f"is not valid JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
-
-
-def kind_of(value: object) -> str:
-    """Name of the kind of a value, for messages."""
-    names = {str: "text", bytes: "bytes", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
 
 def _json_rows(file: SourceFile) -> Iterator[tuple[int, Row | BadRow]]:

@@ -1,14 +1,11 @@
 """Rows as examples: which columns hold what, which shape the rows of a job have, and the example that each row is.
 
 Columns are found by our name, by other usual names, or by those in `data.fields` (trainer/spec/data/shapes.py). All
-rows of a job are of one shape; within it, each may be of another dialect.
+rows of a job are of one shape; within it, each may be of another dialect. What messages may look like: `messages`.
+Columns that are not read are named with the example.
 
-Messages are brought into the form that chat templates read. Accepted are OpenAI's (`role`, `content`, `tool_calls`) and
-ShareGPT's (`from`, `value`), each as a list of objects, as an object of lists (how some libraries store it in columns),
-or as JSON in a column of text; other names of keys and roles are mapped by `data.fields`. Content may be a list of
-parts if all are text. Nulls, which columnar files have where another row has a key, are removed.
-
-Preferences are read as one prompt and two answers:
+Prompts with a completion and preferences may have columns `tools`, `system` and `chat_template_kwargs`, as chats have;
+of plain text with tools or a system message a chat is made. Preferences are read as one prompt and two answers:
 
 | `prompt` | `chosen`, `rejected` | read as |
 |---|---|---|
@@ -19,6 +16,11 @@ Preferences are read as one prompt and two answers:
 | none, or text again | whole conversations | the prompt is the messages that both begin with |
 | none | whole texts | the prompt is the shared beginning, up to `Assistant:` or the end of a line |
 | `conversations` | one message each | LLaMA-Factory's form of ShareGPT |
+| `instruction`, `input` | text | LLaMA-Factory's form of Alpaca |
+| `input`, with messages and tools | `preferred_output`, `non_preferred_output` | OpenAI's form |
+
+A row with `label: false` (KTO), `train: false` or `weight: 0`, and one whose every answer is excluded, is left out and
+counted: what the data exclude is never learned, and the other rows are examples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +30,31 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.trainer.runtime.data.sources import Chat, Completion, Content, Message, Preference, TokenIds
-from shardwise.trainer.runtime.data.sources.files import BadRow, Row, decode_json, holds_rows, kind_of, read_rows
+from shardwise.trainer.runtime.data.sources import (
+    TEMPLATE_KWARGS,
+    Chat,
+    Completion,
+    Content,
+    Message,
+    Preference,
+    TokenIds,
+)
+from shardwise.trainer.runtime.data.sources.files import BadRow, LeftOutRow, Row, holds_rows, read_rows
+from shardwise.trainer.runtime.data.sources.messages import (
+    UnusableRowError,
+    flag,
+    learns_nothing,
+    listed,
+    parsed,
+    read_messages,
+    read_tools,
+    require_assistant,
+    without_nulls,
+)
+from shardwise.trainer.spec.data.json_text import kind_of
 from shardwise.trainer.spec.data.profile import SourceFile
 from shardwise.trainer.spec.data.shapes import (
     BY_PRECEDENCE,
-    ROLES,
     SHAPES,
     Encoding,
     column_names,
@@ -46,22 +67,11 @@ from shardwise.trainer.spec.job.sections import DataFormat
 NUM_ROWS_TO_DETECT = 100
 UNLEARNED_LABEL = -100  # ignored by cross entropy in torch, and in everything built on it
 _ANSWER_MARK = "\n\nAssistant:"  # of Anthropic's hh-rlhf, whose rows have no prompt
-_ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
-_ALIASES = {
-    **{role: role for role in ROLES},
-    "developer": "system",
-    "human": "user",
-    "gpt": "assistant",
-    "model": "assistant",
-    "function": "tool",
-    "observation": "tool",
-}
 _NO_PROMPT = 'has no field "prompt", and its two answers share no beginning that could be it'
+_OF_APPLY_CHAT_TEMPLATE = frozenset({"messages", "conversation", "tools", "add_generation_prompt", "chat_template"})
+_MARKS, _LABELS = ("train", "weight"), ("label", "kto_tag")
+_MARKS_OF_ANSWERS = (*_LABELS, *_MARKS)
 TextOrMessages = str | list[Message]
-
-
-class UnusableRowError(ValueError):
-    """Why a row cannot be used; its text completes "the row ..."."""
 
 
 class Cell(NamedTuple):
@@ -71,50 +81,164 @@ class Cell(NamedTuple):
     value: Any
 
 
-def find_cell(row: Row, field: str, fields: Mapping[str, str]) -> Cell | None:
-    """The field's cell where the row has one that is not null; columnar files write null for what is not there."""
-    for column in column_names(field, fields):
-        if row.get(column) is not None:
-            return Cell(column, row[column])
-    return None
+class LeaveOutError(Exception):
+    """The row is marked as not to be learned; the text is the mark."""
 
 
-def require_cell(row: Row, field: str, fields: Mapping[str, str]) -> Cell:
-    """The field's cell, which is not null; UnusableRowError where there is none."""
-    cell = find_cell(row, field, fields)
-    if cell is not None:
-        return cell
-    columns = column_names(field, fields)
-    null = next((column for column in columns if column in row), None)
-    if null is not None:
-        raise UnusableRowError(f'field "{null}" is null')
-    raise UnusableRowError(f'has no field "{columns[0]}"; its fields: {listed(row)}')
+class Columns:
+    """A row, its columns by the names of fields, and which of them were read."""
+
+    def __init__(self, row: Row, fields: Mapping[str, str]) -> None:
+        self.row, self.fields = row, fields
+        self._read = set[str]()
+        self._inside = dict[str, Any]()  # of a column that holds an object with messages
+        self._unread_inside: list[str] = []
+
+    def find(self, field: str) -> Cell | None:
+        """The field's cell where the row has one that is not null; columnar files write null for what is not there."""
+        names = column_names(field, self.fields)
+        for column in names if field != "system" else (*names, *column_names(field, {})):  # also the name of a role
+            if self.row.get(column) is not None:
+                self._read.add(column)
+                return Cell(column, self.row[column])
+        return None
+
+    def require(self, field: str) -> Cell:
+        """The field's cell, which is not null; UnusableRowError where there is none."""
+        cell = self.find(field)
+        if cell is not None:
+            return cell
+        columns = column_names(field, self.fields)
+        null = next((column for column in columns if column in self.row), None)
+        if null is not None:
+            raise UnusableRowError(f'field "{null}" is null')
+        raise UnusableRowError(f'has no field "{columns[0]}"; its fields: {listed(self.row)}')
+
+    def require_text(self, field: str) -> str:
+        """The field's text, which is more than blanks."""
+        column, value = self.require(field)
+        if not isinstance(value, str):
+            raise UnusableRowError(f'field "{column}" is {kind_of(value)}, not text')
+        if not value or value.isspace():
+            raise UnusableRowError(f'field "{column}" is empty')
+        return value
+
+    def find_text(self, field: str) -> str:
+        """The field's text, empty where there is none."""
+        cell = self.find(field)
+        if cell is not None and not isinstance(cell.value, str):
+            raise UnusableRowError(f'field "{cell.column}" is {kind_of(cell.value)}, not text')
+        return "" if cell is None or cell.value.isspace() else cell.value
+
+    def messages(self, cell: Cell) -> list[Message]:
+        """The messages of a column, also of an object that holds them with tools, as in OpenAI's form."""
+        value = parsed(cell.value, cell.column)
+        if isinstance(value, dict) and isinstance(value.get("messages"), list):
+            self._inside |= {name: each for name, each in value.items() if name in ("tools", "system")}
+            others = value.keys() - {"messages", "tools", "system"}
+            self._unread_inside += [f"{cell.column}.{name}" for name in others if _holds_something(value[name])]
+            value = value["messages"]
+        return read_messages(value, cell.column, self.fields)
+
+    def text_or_messages(self, cell: Cell) -> TextOrMessages:
+        """Text that is not empty, or messages; text that is a JSON list of messages is read as messages."""
+        column, value = cell
+        if not isinstance(value, str):
+            if not isinstance(value, list | dict):
+                raise UnusableRowError(f'field "{column}" is {kind_of(value)}, not text or a list of messages')
+            return self.messages(cell)
+        if value.startswith("[{"):
+            try:
+                return self.messages(cell)
+            except UnusableRowError:
+                return value
+        if not value or value.isspace():
+            raise UnusableRowError(f'field "{column}" is empty')
+        return value
+
+    @property
+    def is_of_chat(self) -> bool:
+        """True if the row has a system message, perhaps an empty one, or tools, which plain text cannot have."""
+        tools = self.find("tools")
+        return self.find("system") is not None or (tools is not None and tools.value not in ("", "null", "[]", []))
+
+    def tools(self, messages: list[Message]) -> list[Any] | None:
+        """The functions that a conversation may call, by a column, or inside the object or system message it has."""
+        cell = self.find("tools")
+        if cell is None and "tools" in self._inside:
+            cell = Cell("tools", self._inside["tools"])
+        if cell is None and messages and messages[0]["role"] == "system" and "tools" in messages[0]:
+            cell = Cell("tools", messages[0].pop("tools"))
+        return None if cell is None else read_tools(cell.value, cell.column)
+
+    def with_system(self, messages: list[Message]) -> list[Message]:
+        """The messages after the system message of a column; UnusableRowError where they have another one."""
+        cell = self.find("system") or (Cell("system", self._inside["system"]) if "system" in self._inside else None)
+        if cell is None:
+            return messages
+        if not isinstance(cell.value, str):
+            raise UnusableRowError(f'field "{cell.column}" is {kind_of(cell.value)}, not text')
+        if not cell.value.strip():
+            return messages
+        if not messages or messages[0]["role"] != "system":
+            return [{"role": "system", "content": cell.value}, *messages]
+        if messages[0]["content"] != cell.value:
+            raise UnusableRowError(f'has two system messages, in field "{cell.column}" and in its messages')
+        return messages
+
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """Further arguments of the chat template, such as enable_thinking."""
+        cell = self.find(TEMPLATE_KWARGS)
+        value = None if cell is None else without_nulls(parsed(cell.value or None, cell.column))
+        if value is not None and not isinstance(value, dict):
+            raise UnusableRowError(f'field "{TEMPLATE_KWARGS}" is {kind_of(value)}, not an object')
+        taken = _OF_APPLY_CHAT_TEMPLATE & (value or {}).keys()
+        if taken:
+            raise UnusableRowError(f'field "{TEMPLATE_KWARGS}" has {min(taken)}, which the row states in a column')
+        return value or None
+
+    def check_marks(self, *, is_answer: bool) -> None:
+        """LeaveOutError where the row is marked as not to be learned; UnusableRowError for a mark that is not clear."""
+        for name in _MARKS_OF_ANSWERS if is_answer else _MARKS:
+            value = self.row.get(name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_class = is_number or (isinstance(value, str) and value.strip().isdigit())
+            learned = flag(value)
+            if name in _LABELS and is_class:
+                if learned is False:
+                    raise UnusableRowError(
+                        f'has "{name}": 0; make it false if the answer is not to be learned (KTO), else rename it'
+                    )
+                continue
+            if learned is None and is_number and name == "weight" and is_answer:
+                raise UnusableRowError(f'has "weight": {value}; a row is learned (1) or not (0), a source has a weight')
+            if learned is not None:
+                self._read.add(name)
+            if learned is False:
+                raise LeaveOutError(f"{name}: {'0' if is_number else 'false'}")
+
+    def mark_read(self, *columns: str) -> None:
+        """These hold nothing that the example lacks."""
+        self._read.update(columns)
+
+    def unread(self) -> tuple[str, ...]:
+        """The columns with a value that were not read."""
+        unread = [name for name in self.row if name not in self._read and _holds_something(self.row[name])]
+        return (*unread, *self._unread_inside)
 
 
-def require_text(row: Row, field: str, fields: Mapping[str, str]) -> str:
-    """The field's text, which is more than blanks."""
-    column, value = require_cell(row, field, fields)
-    if not isinstance(value, str):
-        raise UnusableRowError(f'field "{column}" is {kind_of(value)}, not text')
-    if not value or value.isspace():
-        raise UnusableRowError(f'field "{column}" is empty')
-    return value
-
-
-def find_text(row: Row, field: str, fields: Mapping[str, str]) -> str:
-    """The field's text, empty where there is none."""
-    cell = find_cell(row, field, fields)
-    if cell is not None and not isinstance(cell.value, str):
-        raise UnusableRowError(f'field "{cell.column}" is {kind_of(cell.value)}, not text')
-    return "" if cell is None or cell.value.isspace() else cell.value
-
-
-def listed(row: Mapping[str, Any]) -> str:
-    """The names of the columns, in one line."""
-    return ", ".join(map(str, row)) or "none"
+def _holds_something(value: object) -> bool:
+    return value not in (None, "", [], {})
 
 
 FormatRow = Callable[[Row], Row | None]  # None: the row is skipped
+
+
+class Example(NamedTuple):
+    """The example that a row is, and the columns that are no part of it."""
+
+    content: Content
+    unread: tuple[str, ...]
 
 
 class RowReading(NamedTuple):
@@ -180,7 +304,7 @@ def _shape_of_file(file: SourceFile, fields: Mapping[str, str], format_row: Form
 
 
 def _has(row: Row, fields: Mapping[str, str], field: str) -> bool:
-    return find_cell(row, field, fields) is not None
+    return Columns(row, fields).find(field) is not None
 
 
 def _check_fields(shape: DataFormat, fields: Mapping[str, str]) -> None:
@@ -190,94 +314,112 @@ def _check_fields(shape: DataFormat, fields: Mapping[str, str]) -> None:
         raise InputError(f"data.fields: {unknown} is not a field of {shape} rows; they have {', '.join(legal)}")
 
 
-def example_of(row: Row, where: str, reading: RowReading) -> Content | BadRow | None:
+def read_example(row: Row, where: str, reading: RowReading) -> Example | BadRow | LeftOutRow | None:
     """The example that `row` is; a BadRow at `where` with the reason where it is none; None where it is skipped."""
     if reading.format_row is not None:
         made = reading.format_row(row)
         if made is None:
             return None
         row = made
+    columns = Columns(row, reading.fields)
     try:
-        return READERS[reading.format](row, reading)
+        if reading.format not in (DataFormat.CHAT, DataFormat.PROMPT_COMPLETION):
+            columns.check_marks(is_answer=False)
+        content = READERS[reading.format](columns, reading)
     except UnusableRowError as fault:
         return BadRow(where, str(fault))
+    except LeaveOutError as mark:
+        return LeftOutRow(where, str(mark))
+    return Example(content, columns.unread())
 
 
-def _completion(row: Row, reading: RowReading) -> Content:
-    cells = require_cell(row, "prompt", reading.fields), require_cell(row, "completion", reading.fields)
-    prompt, completion = (text_or_messages(cell.value, cell.column, reading.fields) for cell in cells)
+def _completion(columns: Columns, reading: RowReading) -> Content:
+    columns.check_marks(is_answer=True)
+    cells = columns.require("prompt"), columns.require("completion")
+    prompt, completion = map(columns.text_or_messages, cells)
     if isinstance(prompt, str) is not isinstance(completion, str):
         raise UnusableRowError(
             f'"{cells[0].column}" and "{cells[1].column}" are of two kinds: one is text, the other messages'
         )
-    if not isinstance(completion, str):
-        require_assistant(completion, cells[1].column)
-    return Completion(prompt, completion)
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not columns.is_of_chat:
+            return Completion(prompt, completion)
+        prompt, completion = [_message("user", prompt)], [_message("assistant", completion)]
+    assert isinstance(prompt, list) and isinstance(completion, list)
+    require_assistant(completion, cells[1].column)
+    _require_learned(completion)
+    prompt = columns.with_system(prompt)
+    return Completion(prompt, completion, columns.tools(prompt), columns.template_kwargs())
 
 
-def _chat(row: Row, reading: RowReading) -> Content:
-    fields = reading.fields
-    cell = find_cell(row, "messages", fields)
-    if cell is None and _is_alpaca(row, fields):
-        return _alpaca(row, fields)
-    column, value = cell or require_cell(row, "messages", fields)
-    messages = read_messages(value, column, fields)
-    require_assistant(messages, column)
-    system = row.get("system")
-    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
-    tools = find_cell(row, "tools", fields)
-    return Chat(messages, None if tools is None else read_tools(tools.value, tools.column))
+def _chat(columns: Columns, reading: RowReading) -> Content:
+    columns.check_marks(is_answer=True)
+    if _is_alpaca(columns):
+        messages = [*_alpaca_prompt(columns), _message("assistant", columns.require_text("output"))]
+    else:
+        cell = columns.require("messages")
+        messages = columns.messages(cell)
+        require_assistant(messages, cell.column)
+        _require_learned(messages)
+    messages = columns.with_system(messages)
+    return Chat(messages, columns.tools(messages), columns.template_kwargs())
 
 
-def _is_alpaca(row: Row, fields: Mapping[str, str]) -> bool:
+def _require_learned(messages: list[Message]) -> None:
+    if learns_nothing(messages):
+        raise LeaveOutError("every answer is excluded")
+
+
+def _message(role: str, text: str) -> Message:
+    return {"role": role, "content": text}
+
+
+def _is_alpaca(columns: Columns) -> bool:
     """True if the row has a column of Alpaca's form, and none of messages."""
-    if "messages" in fields or any(name in row for name in column_names("messages", fields)):
+    if "messages" in columns.fields or columns.find("messages") is not None:
         return False
-    return any(name in row for field in ("instruction", "output") for name in column_names(field, fields))
+    row = columns.row
+    if any(name in row for name in column_names("messages", columns.fields)):
+        return False
+    return any(name in row for field in ("instruction", "output") for name in column_names(field, columns.fields))
 
 
-def _alpaca(row: Row, fields: Mapping[str, str]) -> Chat:
+def _alpaca_prompt(columns: Columns) -> list[Message]:
     """Instruction and input are one message, a line each, as LLaMA-Factory joins them."""
-    question = [require_text(row, "instruction", fields), find_text(row, "input", fields)]
-    answer = require_text(row, "output", fields)
-    system = find_text(row, "system", fields)
-    messages = [{"role": "system", "content": system}] if system else []
-    history = parsed(row.get("history") or [], "history")
+    question = [columns.require_text("instruction"), columns.find_text("input")]
+    cell = columns.find("history")
+    history = parsed([] if cell is None else cell.value or [], "history")
+    messages = []
     for turn in history if isinstance(history, list) else [None]:
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise UnusableRowError('field "history" is not a list of pairs of texts')
-        messages += _turn(*turn)
-    return Chat([*messages, *_turn("\n".join(filter(None, question)), answer)])
+        messages += [_message("user", turn[0]), _message("assistant", turn[1])]
+    return [*messages, _message("user", "\n".join(filter(None, question)))]
 
 
-def _turn(question: str, answer: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def _tokens(row: Row, reading: RowReading) -> Content:
-    column, value = require_cell(row, "tokens", reading.fields)
+def _tokens(columns: Columns, reading: RowReading) -> Content:
+    column, value = columns.require("tokens")
     ids = _whole_numbers(value, column, "token ids")
     if len(ids) < 2:
         raise UnusableRowError(f'field "{column}" has {len(ids)} tokens; a row without a label teaches nothing')
     if not (min(ids) >= 0 and max(ids) < reading.vocab_size):
         wrong = min(ids) if min(ids) < 0 else max(ids)
         raise UnusableRowError(f"token {wrong} is not in the model's vocabulary of {reading.vocab_size}")
-    is_learned = _learned(row, ids, reading.fields)
+    is_learned = _learned(columns, ids)
     if is_learned is not None and not any(is_learned[1:]):
         raise UnusableRowError("no label is left; nothing would be learned")
     return TokenIds(ids, is_learned)
 
 
-def _learned(row: Row, ids: list[int], fields: Mapping[str, str]) -> list[bool] | None:
+def _learned(columns: Columns, ids: list[int]) -> list[bool] | None:
     """Which ids are learned; None where the row has no mask: all of them."""
-    cell = find_cell(row, "labels", fields) or find_cell(row, "mask", fields)
+    cell = columns.find("labels") or columns.find("mask")
     if cell is None:
         return None
     marks = _whole_numbers(cell.value, cell.column, "labels")
     if len(marks) != len(ids):
         raise UnusableRowError(f'field "{cell.column}" has {len(marks)} entries for {len(ids)} tokens')
-    if cell.column in column_names("mask", fields):
+    if cell.column in column_names("mask", columns.fields):
         if not set(marks) <= {0, 1}:
             raise UnusableRowError(f'field "{cell.column}" is a mask, but has entries other than 0 and 1')
         return [mark == 1 for mark in marks]
@@ -300,190 +442,65 @@ def _whole_numbers(value: object, column: str, what: str) -> list[int]:
     return numbers
 
 
-READERS: Mapping[DataFormat, Callable[[Row, RowReading], Content]] = {
-    DataFormat.TEXT: lambda row, reading: require_text(row, "text", reading.fields),
+READERS: Mapping[DataFormat, Callable[[Columns, RowReading], Content]] = {
+    DataFormat.TEXT: lambda columns, _: columns.require_text("text"),
     DataFormat.TOKENS: _tokens,
     DataFormat.PROMPT_COMPLETION: _completion,
     DataFormat.CHAT: _chat,
-    DataFormat.PREFERENCE: lambda row, reading: read_preference(row, reading.fields),
+    DataFormat.PREFERENCE: lambda columns, _: _preference(columns),
 }
 
 
-def read_messages(value: Any, column: str, fields: Mapping[str, str]) -> list[Message]:  # noqa: ANN401 - any row
-    """The messages in `value`, at least one; UnusableRowError where they are none."""
-    value = parsed(value, column)
-    if isinstance(value, dict):
-        value = _of_columns(value)
-    if not isinstance(value, list):
-        raise UnusableRowError(f'field "{column}" is {kind_of(value)}, not a list of messages')
-    if not value:
-        raise UnusableRowError(f'field "{column}" is empty')
-    names = _names(fields)
-    messages: list[Message] = []
-    for entry in value:
-        try:
-            messages.append(_message(entry, names))
-        except UnusableRowError as error:
-            raise UnusableRowError(f'message {len(messages) + 1} of "{column}" {error}') from None
-    return messages
-
-
-def read_tools(value: Any, column: str) -> list[Any] | None:  # noqa: ANN401 - any row
-    """The functions that a conversation may call; None where there is none."""
-    if value in (None, "", "null"):
-        return None
-    tools = parsed(value, column)
-    if not isinstance(tools, list):
-        raise UnusableRowError(f'field "{column}" is {kind_of(tools)}, not a list of functions')
-    return [_without_nulls(tool) for tool in tools] or None
-
-
-def parsed(value: Any, column: str) -> Any:  # noqa: ANN401 - any row
-    """The value of JSON text; any other value unchanged."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return decode_json(value)
-    except ValueError as error:
-        raise UnusableRowError(f'field "{column}" is text that {error}') from None
-
-
-def text_or_messages(value: Any, column: str, fields: Mapping[str, str]) -> TextOrMessages:  # noqa: ANN401
-    """Text that is not empty, or messages; text that is a JSON list of messages is read as messages."""
-    if not isinstance(value, str):
-        if not isinstance(value, list | dict):
-            raise UnusableRowError(f'field "{column}" is {kind_of(value)}, not text or a list of messages')
-        return read_messages(value, column, fields)
-    if value.startswith("[{"):
-        try:
-            return read_messages(value, column, fields)
-        except UnusableRowError:
-            return value
-    if not value or value.isspace():
-        raise UnusableRowError(f'field "{column}" is empty')
-    return value
-
-
-def require_assistant(messages: list[Message], column: str) -> None:
-    """UnusableRowError where nothing would be learned."""
-    if not any(message["role"] == "assistant" for message in messages):
-        raise UnusableRowError(f'no message of "{column}" is the assistant\'s; nothing would be learned')
-
-
-def _of_columns(value: dict[str, Any]) -> Any:  # noqa: ANN401 - any row
-    """A list of messages from an object of lists, or from one message; any other value unchanged."""
-    entries = list(value.values())
-    if entries and all(isinstance(entry, list) for entry in entries):
-        if len({len(entry) for entry in entries}) == 1:
-            return [dict(zip(value, message, strict=True)) for message in zip(*entries, strict=True)]
-        return value
-    return [value]
-
-
-class _Names(NamedTuple):
-    """Keys of a message and names of roles, ours or those of `data.fields`."""
-
-    role_keys: tuple[str, ...]
-    content_keys: tuple[str, ...]
-    roles: Mapping[str, str]  # from the row's name to ours
-
-
-def _names(fields: Mapping[str, str]) -> _Names:
-    return _Names(
-        role_keys=(fields["role"],) if "role" in fields else _ROLE_KEYS,
-        content_keys=(fields["content"],) if "content" in fields else _CONTENT_KEYS,
-        roles=_ALIASES | {fields[role]: role for role in ROLES if role in fields} if fields else _ALIASES,
-    )
-
-
-def _message(entry: Any, names: _Names) -> Message:  # noqa: ANN401 - any row
-    """The message; UnusableRowError, whose text completes "message 3 ...", where it is none."""
-    if not isinstance(entry, dict):
-        raise UnusableRowError(f"is {kind_of(entry)}, not an object")
-    role_key, content_key = (
-        next((key for key in keys if entry.get(key) is not None), None)
-        for keys in (names.role_keys, names.content_keys)
-    )
-    if role_key is None:
-        raise UnusableRowError(f'has no "{names.role_keys[0]}"; its fields: {listed(entry)}')
-    role = _role(entry[role_key], names)
-    calls = entry.get("tool_calls")
-    if content_key is None and not calls:
-        raise UnusableRowError(f'has no "{names.content_keys[0]}"; its fields: {listed(entry)}')
-    content = "" if content_key is None else _checked_content(entry[content_key])
-    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    if role in ("user", "assistant") and not calls and not text.strip():
-        raise UnusableRowError(f"({role}) is empty")
-    message = {"role": role, "content": content}
-    if len(entry) > 2:
-        others = {key: other for key, other in entry.items() if key not in (role_key, content_key)}
-        message |= _without_nulls(others)
-    return message
-
-
-def _role(value: object, names: _Names) -> str:
-    role = names.roles.get(value) if isinstance(value, str) else None
-    if role is None:
-        shown = f'"{value}"' if isinstance(value, str) else kind_of(value)
-        raise UnusableRowError(
-            f"has the role {shown}, none of {', '.join(ROLES)}; name it, as in data.fields={{assistant: gpt}}"
-        )
-    return role
-
-
-def _checked_content(content: Any) -> str | list[Any]:  # noqa: ANN401 - any row
-    """The content if it is text or parts of text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise UnusableRowError(f"has content that is {kind_of(content)}, not text")
-    for part in content:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-            raise UnusableRowError(f"has content with a part that is not text ({kind})")
-    return [_without_nulls(part) for part in content]
-
-
-def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - any JSON
-    """A copy in which no object has a key of null."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
-
-
-def read_preference(row: Row, fields: Mapping[str, str]) -> Preference:
-    """The pair in `row`; UnusableRowError where it is none."""
-    cells = require_cell(row, "chosen", fields), require_cell(row, "rejected", fields)
-    chosen, rejected = (text_or_messages(cell.value, cell.column, fields) for cell in cells)
+def _preference(columns: Columns) -> Preference:
+    """The pair in a row; UnusableRowError where it is none."""
+    cells = columns.require("chosen"), columns.require("rejected")
+    chosen, rejected = map(columns.text_or_messages, cells)
     if chosen == rejected:
         raise UnusableRowError(f'"{cells[0].column}" equals "{cells[1].column}"; nothing is preferred')
     if isinstance(chosen, list) and isinstance(rejected, list):
         pair = _of_conversations(chosen, rejected, cells)
-        if pair is not None:
-            return pair
-        prompt = _prompt(row, fields)
-        if prompt is None:
+        prompt = _prompt(columns) if pair is None else None
+        if pair is None and prompt is None:
             raise UnusableRowError(_NO_PROMPT)
-        return Preference(
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, chosen, rejected
+        if pair is None:
+            pair = Preference([_message("user", prompt)] if isinstance(prompt, str) else prompt or [], chosen, rejected)
+        elif (stated := columns.row.get("prompt")) is not None and any(
+            stated in (message["content"], pair.prompt) for message in pair.prompt if isinstance(message, dict)
+        ):
+            columns.mark_read("prompt")
+    elif isinstance(chosen, str) and isinstance(rejected, str):
+        pair = _of_texts(_prompt(columns), chosen, rejected, is_of_chat=columns.is_of_chat)
+    else:
+        raise UnusableRowError(
+            f'"{cells[0].column}" and "{cells[1].column}" are of two kinds: one is text, the other messages'
         )
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        return _of_texts(_prompt(row, fields), chosen, rejected)
-    raise UnusableRowError(
-        f'"{cells[0].column}" and "{cells[1].column}" are of two kinds: one is text, the other messages'
-    )
+    if isinstance(pair.prompt, str):
+        return pair
+    if any(learns_nothing(answer) for answer in (pair.chosen, pair.rejected) if isinstance(answer, list)):
+        raise LeaveOutError("every answer is excluded")
+    prompt = columns.with_system(pair.prompt)
+    return pair._replace(prompt=prompt, tools=columns.tools(prompt), template_kwargs=columns.template_kwargs())
 
 
-def _prompt(row: Row, fields: Mapping[str, str]) -> TextOrMessages | None:
-    cell = find_cell(row, "prompt", fields) or find_cell(row, "messages", fields)
-    return None if cell is None else text_or_messages(cell.value, cell.column, fields)
+def _prompt(columns: Columns) -> TextOrMessages | None:
+    cell = columns.find("prompt") or columns.find("messages")
+    if cell is not None:
+        return columns.text_or_messages(cell)
+    if columns.find("instruction") is not None:
+        return _alpaca_prompt(columns)
+    cell = columns.find("input")
+    return None if cell is None else columns.text_or_messages(cell)
 
 
-def _of_texts(prompt: TextOrMessages | None, chosen: str, rejected: str) -> Preference:
+def _of_texts(prompt: TextOrMessages | None, chosen: str, rejected: str, *, is_of_chat: bool) -> Preference:
+    if isinstance(prompt, str) and is_of_chat:
+        prompt = [_message("user", prompt)]
     if isinstance(prompt, str):
         return Preference(prompt, chosen, rejected)
     if prompt is not None:
-        return Preference(prompt, *([{"role": "assistant", "content": answer}] for answer in (chosen, rejected)))
+        return Preference(prompt, [_message("assistant", chosen)], [_message("assistant", rejected)])
+    if is_of_chat:
+        raise UnusableRowError('has a system message or tools, and no field "prompt"')
     shared = commonprefix([chosen, rejected])  # noqa: RUF071 - of characters, which is what is meant
     mark = shared.rfind(_ANSWER_MARK)
     end = mark + len(_ANSWER_MARK) if mark >= 0 else shared.rfind("\n") + 1

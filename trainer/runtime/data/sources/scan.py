@@ -14,6 +14,7 @@ this results in an empty side, the piece with the lowest or highest hash goes th
 
 import codecs
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import chain, groupby
@@ -22,16 +23,17 @@ from typing import NamedTuple
 from shardwise.trainer.runtime.data.sources import Content, identity_of, is_plain_pair, size_of
 from shardwise.trainer.runtime.data.sources.files import (
     BadRow,
+    LeftOutRow,
     Row,
     holds_rows,
-    kind_of,
     open_content,
     open_listed,
     read_rows,
     refuse_changed,
 )
-from shardwise.trainer.runtime.data.sources.rows import FormatRow, RowReading, detect_shape, example_of
+from shardwise.trainer.runtime.data.sources.rows import FormatRow, RowReading, detect_shape, read_example
 from shardwise.trainer.runtime.run.extension import load_hooks
+from shardwise.trainer.spec.data.json_text import kind_of
 from shardwise.trainer.spec.data.profile import PrepareRequest, SourceFile, compression
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import BadRows
@@ -55,6 +57,10 @@ class Block(NamedTuple):
     weight: float  # of its source
     opens_document: bool
     where: str  # the file, or file:row
+    unread: tuple[str, ...] = ()  # columns that are no part of the example
+
+
+Item = Block | BadRow | LeftOutRow
 
 
 class Split(NamedTuple):
@@ -93,7 +99,7 @@ class Sources(NamedTuple):
     held_out: Sequence[CheckedFile]
     reading: RowReading
     report: Callable[[str], None]
-    window: Sequence[Block | BadRow] | None = None  # of a stream: the part that was read; None: all of it
+    window: Sequence[Item] | None = None  # of a stream: the part that was read; None: all of it
     drops_held_out: bool = False  # held-out units are neither learned nor scored
 
 
@@ -142,7 +148,10 @@ class RowScan(NamedTuple):
     num_chars: int  # of text that can be used, both sides; tokens where the data came tokenised
     num_documents: int
     bad_rows: RejectedRows
-    num_plain: int = 0  # prompts and answers of plain text
+    num_plain: int  # prompts and answers of plain text
+    unread: Counter[str]  # rows by the keys that are no part of their tokens; rendering adds those of messages
+    shortened: Counter[str]  # rows by the keys that the chat template leaves out of earlier answers
+    left_out: Counter[str]  # rows by the mark that excludes them
 
     @property
     def num_rows(self) -> int:
@@ -223,25 +232,25 @@ def format_row_of(request: PrepareRequest) -> FormatRow | None:
     return format_row
 
 
-def read_blocks(file: SourceFile, reading: RowReading, *, defect: str | None = None) -> Iterator[Block | BadRow]:
+def read_blocks(file: SourceFile, reading: RowReading, *, defect: str | None = None) -> Iterator[Item]:
     """The blocks of all documents of `file`, in order; `defect` is what `check_file` found."""
     if defect is not None:
         yield BadRow(file.path, defect)
     elif holds_rows(file):
         for number, row in read_rows(file):
             where = f"{file.path}:{number}"
-            content = row if isinstance(row, BadRow) else example_of(row, where, reading)
-            if isinstance(content, BadRow):
-                yield content
-            elif isinstance(content, str):
-                yield from _blocks_of_text(iter([content]), file.weight, where)
-            elif content is not None:
-                yield Block(content, file.weight, opens_document=True, where=where)
+            example = row if isinstance(row, BadRow) else read_example(row, where, reading)
+            if isinstance(example, BadRow | LeftOutRow):
+                yield example
+            elif example is not None and isinstance(example.content, str):
+                yield from _blocks_of_text(iter([example.content]), file.weight, where, example.unread)
+            elif example is not None:
+                yield Block(example.content, file.weight, opens_document=True, where=where, unread=example.unread)
     else:
         yield from _blocks_of_text(_decoded(_chunks(file)), file.weight, file.path)
 
 
-def read_unchecked_blocks(file: SourceFile, reading: RowReading) -> Iterator[Block | BadRow]:
+def read_unchecked_blocks(file: SourceFile, reading: RowReading) -> Iterator[Item]:
     """As `read_blocks`, without `check_file` before: text is used up to the megabyte before its first defect."""
     if holds_rows(file):
         yield from read_blocks(file, reading)
@@ -279,7 +288,7 @@ def _decoded(chunks: Iterator[bytes]) -> Iterator[str]:
         is_start = False
 
 
-def _blocks_of_text(texts: Iterator[str], weight: float, where: str) -> Iterator[Block]:
+def _blocks_of_text(texts: Iterator[str], weight: float, where: str, unread: tuple[str, ...] = ()) -> Iterator[Block]:
     """Blocks of one document; they end at line ends unless a line is longer than a block. Blank ones are nothing."""
     opens, carried = True, ""
     for text in texts:
@@ -288,11 +297,11 @@ def _blocks_of_text(texts: Iterator[str], weight: float, where: str) -> Iterator
         for piece in cut_at_line_ends(carried, BLOCK_CHARS):
             start, rest = start + len(piece), piece
             if start < len(carried):
-                yield Block(piece, weight, opens, where)
-                opens = False
+                yield Block(piece, weight, opens, where, unread)
+                opens, unread = False, ()
         carried = rest
     if carried and not (opens and carried.isspace()):
-        yield Block(carried, weight, opens, where)
+        yield Block(carried, weight, opens, where, unread)
 
 
 def cut_at_line_ends(text: str, max_chars: int) -> Iterator[str]:
@@ -310,22 +319,31 @@ def scan_rows(request: PrepareRequest, sources: Sources) -> RowScan:
     """The counts and the split; InputError where there is nothing to use or more bad rows than the job allows."""
     search = None if request.eval_share is None else SplitSearch(request.eval_share)
     num_chars = num_documents = num_plain = 0
-    bad_rows = RejectedRows()
+    bad_rows, unread, left_out = RejectedRows(), Counter[tuple[str, ...]](), Counter[str]()
     train = ((item, search) for item in _read_train(sources, "checking"))
     held_out = ((item, None) for item in _read(sources, sources.held_out, "checking"))
     for item, side in chain(train, held_out):
         if isinstance(item, BadRow):
             bad_rows.add(item)
             continue
+        if isinstance(item, LeftOutRow):
+            left_out[item.mark] += 1
+            continue
         num_chars += size_of(item.content)
         num_documents += item.opens_document
         num_plain += is_plain_pair(item.content)
+        unread[item.unread] += 1
         if side is not None:
             side.add(item)
-    scan = RowScan(ALL_TRAIN, num_chars, num_documents, bad_rows, num_plain)
+    by_column = Counter[str]()
+    for columns, count in unread.items():
+        by_column.update(dict.fromkeys(columns, count))
+    scan = RowScan(ALL_TRAIN, num_chars, num_documents, bad_rows, num_plain, by_column, Counter(), left_out)
     bad_rows.check(request, num_rows=scan.num_rows)
     if not num_documents:
         first = request.files[0].path
+        if left_out:
+            raise InputError(f"data.train: every row is excluded ({', '.join(left_out)}); nothing would be learned")
         raise InputError(f"data.train: holds nothing but blanks ({len(request.files)} files, the first {first})")
     return scan if search is None else scan._replace(split=search.split())
 
@@ -338,11 +356,11 @@ def units_of(sources: Sources, split: Split, verb: str) -> Iterator[Unit]:
     yield from units(held_out, ALL_HELD_OUT)
 
 
-def _read_train(sources: Sources, verb: str) -> Iterator[Block | BadRow]:
+def _read_train(sources: Sources, verb: str) -> Iterator[Item]:
     return _read(sources, sources.train, verb) if sources.window is None else iter(sources.window)
 
 
-def _read(sources: Sources, files: Sequence[CheckedFile], verb: str) -> Iterator[Block | BadRow]:
+def _read(sources: Sources, files: Sequence[CheckedFile], verb: str) -> Iterator[Item]:
     progress = _Progress(sources.report, verb, [file.source for file in files])
     for file in files:
         num_chars = 0

@@ -34,10 +34,11 @@ from msgspec.structs import replace
 from shardwise.trainer.runtime.data.cache import remove_locked, scratch_folder
 from shardwise.trainer.runtime.data.prepare import Work, build, prepare_cached, write_rows
 from shardwise.trainer.runtime.data.sources import size_of
-from shardwise.trainer.runtime.data.sources.files import BadRow, holds_rows
+from shardwise.trainer.runtime.data.sources.files import holds_rows
 from shardwise.trainer.runtime.data.sources.rows import RowReading, detect_shape
 from shardwise.trainer.runtime.data.sources.scan import (
     Block,
+    Item,
     Sources,
     Split,
     check_file,
@@ -73,7 +74,6 @@ from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
 from shardwise.trainer.spec.job.sections import DataFormat
 
-Item = Block | BadRow
 _PARTIAL = ".partial"
 
 

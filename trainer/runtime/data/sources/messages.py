@@ -1,0 +1,256 @@
+"""Reads messages and tools of rows into the form that chat templates read.
+
+Accepted are OpenAI's messages (`role`, `content`, `tool_calls`, `function_call`), ShareGPT's (`from`, `value`; calls of
+tools as JSON in a message of `function_call`) and pairs (`human`, `assistant`), each as a list of objects, as an object
+of lists (how some libraries store it in columns), or as JSON in a column of text; other names of keys and roles are
+mapped by `data.fields`. Content may be a list of parts if all are text. Nulls, which columnar files have where another
+row has a key, are removed.
+
+A message that is not to be learned is marked with EXCLUDED. Rows state it in several ways:
+
+| key of an answer | not learned | from |
+|---|---|---|
+| `weight`, `loss_weight` | 0 | OpenAI, Mistral, Axolotl |
+| `train`, `training`, `trainable` | false | Axolotl |
+| `loss`, `loss_scale` | false, 0 | ms-swift, XTuner |
+| `loss_mask`, `step_loss_mask` | 0 | verl, slime |
+| `masked` | true | torchtune |
+
+Other values, such as 0.5, and other keys of that kind make the row unusable, as nothing is rounded or guessed.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from shardwise.trainer.runtime.data.sources import EXCLUDED, Message
+from shardwise.trainer.spec.data.json_text import decode_json, kind_of
+from shardwise.trainer.spec.data.shapes import ROLES
+
+_ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
+_CALL_ROLES = frozenset({"function_call", "tool_call"})  # whose content is the JSON of one call, or of several
+_ALIASES = {
+    **{role: role for role in ROLES},
+    "developer": "system",
+    "human": "user",
+    **dict.fromkeys(("gpt", "model", "chatgpt", "bot", "ai", *_CALL_ROLES), "assistant"),
+    **dict.fromkeys(("function", "observation", "tool_response", "function_response", "ipython"), "tool"),
+}
+_LEARNED = ("weight", "loss_weight", "train", "training", "trainable", "loss", "loss_scale", "loss_mask",
+            "step_loss_mask")  # fmt: skip
+_NOT_LEARNED = ("masked",)
+_ABOUT_LEARNING = re.compile(
+    r"(?:^|_)(?:loss|masks?|masked|train|training|trainable|weights?|learn|learned|learnable|supervised?)(?:_|$)"
+)
+_FLAGS: Mapping[Any, bool] = {0: False, 1: True, "0": False, "1": True, "false": False, "true": True}
+_THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+
+
+class UnusableRowError(ValueError):
+    """Why a row cannot be used; its text completes "the row ..."."""
+
+
+def listed(row: Mapping[str, Any]) -> str:
+    """The names of the columns, in one line."""
+    return ", ".join(map(str, row)) or "none"
+
+
+def parsed(value: Any, column: str) -> Any:  # noqa: ANN401 - any row
+    """The value of JSON text; any other value unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return decode_json(value)
+    except ValueError as error:
+        raise UnusableRowError(f'field "{column}" is text that {error}') from None
+
+
+def read_messages(value: Any, column: str, fields: Mapping[str, str]) -> list[Message]:  # noqa: ANN401 - any row
+    """The messages in `value`, at least one; UnusableRowError where they are none."""
+    value = parsed(value, column)
+    if isinstance(value, dict):
+        value = _of_columns(value)
+    if not isinstance(value, list):
+        raise UnusableRowError(f'field "{column}" is {kind_of(value)}, not a list of messages')
+    if not value:
+        raise UnusableRowError(f'field "{column}" is empty')
+    names = _names(fields)
+    messages: list[Message] = []
+    for number, entry in enumerate(value, 1):
+        try:
+            messages += _pair(entry, names) or [_message(entry, names)]
+        except UnusableRowError as error:
+            raise UnusableRowError(f'message {number} of "{column}" {error}') from None
+    return messages
+
+
+def read_tools(value: Any, column: str) -> list[Any] | None:  # noqa: ANN401 - any row
+    """The functions that a conversation may call; None where there is none."""
+    if value in (None, "", "null"):
+        return None
+    tools = parsed(value, column)
+    if not isinstance(tools, list):
+        raise UnusableRowError(f'field "{column}" is {kind_of(tools)}, not a list of functions')
+    return [without_nulls(parsed(tool, column)) for tool in tools] or None
+
+
+def require_assistant(messages: list[Message], column: str) -> None:
+    """UnusableRowError where nothing would be learned."""
+    if not any(message["role"] == "assistant" for message in messages):
+        raise UnusableRowError(f'no message of "{column}" is the assistant\'s; nothing would be learned')
+
+
+def learns_nothing(messages: list[Message]) -> bool:
+    """True if every answer in the messages is excluded."""
+    return all(EXCLUDED in message for message in messages if message["role"] == "assistant")
+
+
+def without_nulls(value: Any) -> Any:  # noqa: ANN401 - any JSON
+    """A copy in which no object has a key of null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def flag(value: Any) -> bool | None:  # noqa: ANN401 - any JSON
+    """True or false, also as 0 or 1 and as text; None for any other value."""
+    if isinstance(value, str):
+        value = value.strip().lower()
+    return _FLAGS.get(value) if isinstance(value, str | bool | int | float) else None
+
+
+def _of_columns(value: dict[str, Any]) -> Any:  # noqa: ANN401 - any row
+    """A list of messages from an object of lists, or from one message; any other value unchanged."""
+    entries = list(value.values())
+    if entries and all(isinstance(entry, list) for entry in entries):
+        if len({len(entry) for entry in entries}) == 1:
+            return [dict(zip(value, message, strict=True)) for message in zip(*entries, strict=True)]
+        return value
+    return [value]
+
+
+class _Names(NamedTuple):
+    """Keys of a message and names of roles, ours or those of `data.fields`."""
+
+    role_keys: tuple[str, ...]
+    content_keys: tuple[str, ...]
+    roles: Mapping[str, str]  # from the row's name to ours
+
+
+def _names(fields: Mapping[str, str]) -> _Names:
+    return _Names(
+        role_keys=(fields["role"],) if "role" in fields else _ROLE_KEYS,
+        content_keys=(fields["content"],) if "content" in fields else _CONTENT_KEYS,
+        roles=_ALIASES | {fields[role]: role for role in ROLES if role in fields} if fields else _ALIASES,
+    )
+
+
+def _pair(entry: Any, names: _Names) -> list[Message]:  # noqa: ANN401 - any row
+    """The messages of an object whose keys are roles, such as {human: ..., assistant: ...}; none of any other."""
+    if not isinstance(entry, dict) or not all(
+        key in names.roles and isinstance(text, str | None) for key, text in entry.items()
+    ):
+        return []
+    role_key, content_key = names.role_keys[0], names.content_keys[0]
+    return [_message({role_key: key, content_key: text}, names) for key, text in entry.items() if text]
+
+
+def _message(entry: Any, names: _Names) -> Message:  # noqa: ANN401 - any row
+    """The message; UnusableRowError, whose text completes "message 3 ...", where it is none."""
+    if not isinstance(entry, dict):
+        raise UnusableRowError(f"is {kind_of(entry)}, not an object")
+    role_key, content_key = (
+        next((key for key in keys if entry.get(key) is not None), None)
+        for keys in (names.role_keys, names.content_keys)
+    )
+    if role_key is None:
+        raise UnusableRowError(f'has no "{names.role_keys[0]}"; its fields: {listed(entry)}')
+    role = _role(entry[role_key], names)
+    content = None if content_key is None else _checked_content(entry[content_key])
+    others = {key: other for key, other in entry.items() if key not in (role_key, content_key) and other is not None}
+    message = {"role": role, "content": content, **(_others(others, role) if others else {})}
+    if entry[role_key] in _CALL_ROLES and isinstance(content, str) and not message.get("tool_calls"):
+        message |= _calls_in(content)
+    calls = message.get("tool_calls")
+    if message["content"] is None:
+        if not calls:
+            raise UnusableRowError(f'has no "{names.content_keys[0]}"; its fields: {listed(entry)}')
+        message["content"] = ""
+    if role in ("user", "assistant") and not calls and not _has_text(message["content"]):
+        raise UnusableRowError(f"({role}) is empty")
+    return message
+
+
+def _role(value: object, names: _Names) -> str:
+    role = names.roles.get(value) if isinstance(value, str) else None
+    if role is None:
+        shown = f'"{value}"' if isinstance(value, str) else kind_of(value)
+        raise UnusableRowError(
+            f"has the role {shown}, none of {', '.join(ROLES)}; name it, as in data.fields={{assistant: gpt}}"
+        )
+    return role
+
+
+def _checked_content(content: Any) -> str | list[Any]:  # noqa: ANN401 - any row
+    """The content if it is text or parts of text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise UnusableRowError(f"has content that is {kind_of(content)}, not text")
+    for part in content:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+            raise UnusableRowError(f"has content with a part that is not text ({kind})")
+        if any(part.get(key) is not None and flag(part[key]) is not True for key in _LEARNED):
+            raise UnusableRowError("has a part of its content that is not to be learned; only whole messages can be")
+    return [without_nulls({key: value for key, value in part.items() if key not in _LEARNED}) for part in content]
+
+
+def _has_text(content: str | list[Any]) -> bool:
+    return bool((content if isinstance(content, str) else "".join(part["text"] for part in content)).strip())
+
+
+def _others(others: Mapping[str, Any], role: str) -> Message:
+    """Further keys of a message: calls in one form, and EXCLUDED in place of all that states what is learned."""
+    remaining: Message = without_nulls(others)
+    call = remaining.pop("function_call", None)
+    if call is not None and not remaining.get("tool_calls"):
+        remaining["tool_calls"] = [_function_call(parsed(call, "function_call"))]
+    for key in [key for key in remaining if _ABOUT_LEARNING.search(key)]:
+        value, is_flag, is_known = remaining[key], flag(remaining[key]), key in _LEARNED or key in _NOT_LEARNED
+        excludes = is_known and is_flag is (key in _NOT_LEARNED)
+        if role == "assistant" and (is_known or is_flag is not None or not isinstance(value, str)):
+            if is_flag is None or not is_known:
+                raise UnusableRowError(
+                    f'has "{key}": {_shown(value)}, which does not state whether it is learned; '
+                    'give an answer "weight": 0 or 1'
+                )
+        elif not excludes:  # other messages are not learned anyway
+            continue
+        del remaining[key]
+        if excludes:
+            remaining[EXCLUDED] = True
+    return remaining
+
+
+def _shown(value: Any) -> str:  # noqa: ANN401 - any JSON
+    return str(value).lower() if isinstance(value, bool | int | float) else kind_of(value)
+
+
+def _calls_in(content: str) -> Message:
+    """Content and calls of a message whose content is the JSON of its calls, perhaps behind a thought."""
+    thought = _THOUGHT.match(content)
+    text = content[thought.end() :] if thought else content
+    try:
+        calls = decode_json(text)
+    except ValueError as error:
+        raise UnusableRowError(f"is a call of a tool that {error}") from None
+    calls = calls if isinstance(calls, list) else [calls]
+    return {"content": thought[0] if thought else "", "tool_calls": [_function_call(call) for call in calls]}
+
+
+def _function_call(call: Any) -> Message:  # noqa: ANN401 - any JSON
+    """One call in OpenAI's form."""
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise UnusableRowError('has a call of a tool that is not {"name": ..., "arguments": ...}')
+    return {"type": "function", "function": without_nulls(call)}
