@@ -9,16 +9,19 @@ from block_kinds import KINDS
 from msgspec.structs import replace
 from workplace_factory import Workplace, make_workplace
 
+from shardwise.launch.inputs.model_files import known_models
+from shardwise.launch.plan.dry_run import simulate, simulation_request
 from shardwise.launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs
 from shardwise.trainer.planning.candidates import configuration_of
 from shardwise.trainer.planning.memory import needed_bytes
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.search.certainty import not_compared
 from shardwise.trainer.planning.search.configurations import compiles
+from shardwise.trainer.planning.simulated import longest_row
 from shardwise.trainer.planning.speed.step import step_seconds
 from shardwise.trainer.planning.traced_text import with_kernels
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.model.readers import furthest_forms, read_model_shape
+from shardwise.trainer.spec.model.readers import furthest_forms, read_model_shape, supported_model_types
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Plan
 
@@ -100,3 +103,26 @@ def test_a_closed_form_that_is_off_counts_what_is_not_run_as_traced_and_all_time
     assert needed_bytes(inputs.shape, plain, device) != needed_bytes(form, plain, device)
     assert step_seconds(inputs.shape, plain, device) == step_seconds(form, plain, device)
     assert compiles(context) == (False, True)
+
+
+CURRENT = [model.name for model in known_models() if model.config["model_type"] not in supported_model_types()]
+
+
+@pytest.mark.long
+@pytest.mark.products
+@pytest.mark.parametrize("name", CURRENT)
+def test_a_current_model_is_planned_by_name_within_2_percent_of_a_dry_run_of_the_whole_model(
+    name: str, tmp_path: Path
+) -> None:
+    (hub,) = (model.hub[0] for model in known_models() if model.name == name)
+    environment = {"HOME": str(tmp_path)}
+    inputs = read_inputs(
+        None, [f"model.name={hub}", "pin.sharding=fsdp", "train.seq_len=2048"], hardware_spec="256xH200",
+        only_plans=True, assumes_data=True, environment=environment,
+    )  # fmt: skip
+    plan = plan_inputs(inputs, profile_data(inputs), environment=environment)
+    assert inputs.shape.traced is not None and inputs.shape.loss_obstacle is None
+    simulation = simulate(replace(simulation_request(plan), seq_len=longest_row(plan, plan.chosen)))
+    memory = plan.chosen.memory
+    peak = memory.peak_allocated_bytes - memory.parts.get("workspace", 0)
+    assert peak == pytest.approx(simulation.peak_allocated_bytes, rel=0.02)
