@@ -117,7 +117,7 @@ def test_a_current_model_is_planned_by_name_within_2_percent_of_a_dry_run_of_the
     (hub,) = (model.hub[0] for model in known_models() if model.name == name)
     environment = {"HOME": str(tmp_path)}
     inputs = read_inputs(
-        None, [f"model.name={hub}", "pin.sharding=fsdp", "train.seq_len=2048"], hardware_spec="256xH200",
+        None, [f"model.name={hub}", "pin.sharding=fsdp", "train.seq_len=2048"], hardware_spec="256xB300",
         only_plans=True, assumes_data=True, environment=environment,
     )  # fmt: skip
     plan = plan_inputs(inputs, profile_data(inputs), environment=environment)
