@@ -17,7 +17,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from msgspec.structs import replace
 from torch import nn
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.trainer.runtime.attention.packed import FLASH
@@ -88,6 +88,8 @@ def _built(request: DescriptionRequest) -> PreTrainedModel:
             f"of its own; model.trust_remote_code={request.offers_code_of} runs the code of that repository on this "
             "machine"
         )
+    if code is None and model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(f"{request.origin}: transformers has no causal language model of type {model_type}")
     try:
         model = base_on_meta(config, code, dtype=torch.float32, attention=Attention.EAGER)
     except (StrictDataclassError, ImportError) as error:  # a field of a wrong type; a library for images or sound
